@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ia_mech import embedded
+from ia_mech.cli import Parser
 from ia_mech.errors import UserError
 
 if TYPE_CHECKING:
@@ -39,19 +40,12 @@ Exit status: 0 done, 2 bad input (one line says what and what to do), 130 interr
 """
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> None:
-        message = " ".join(message.split())
-        self.exit(2, f"error: {message}; see python -m ia_mech.sample --help\n")
-
-
 def build_parser() -> argparse.ArgumentParser:
     """The command line, grouped as a reader would look for things."""
-    parser = _Parser(
+    parser = Parser(
         prog="python -m ia_mech.sample",
         description=DESCRIPTION,
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     model = parser.add_argument_group("model")
     model.add_argument(

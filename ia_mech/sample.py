@@ -9,7 +9,6 @@ Usage::
 What torch needs is imported late, so that ``--help`` and a mistyped flag answer at once.
 """
 
-import contextlib
 import hashlib
 import json
 import os
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ia_mech import embedded
+from ia_mech.cli import guarded, tolerant_streams
 from ia_mech.errors import UserError
 from ia_mech.options import build_parser, parse_config
 
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(AttributeError):
-            stream.reconfigure(errors="replace")  # a terminal may lack what a model writes
+    tolerant_streams()
     args = build_parser().parse_args(argv)
     out: Path | None = args.out
-    try:
+
+    def body() -> None:
+        nonlocal out
         config = parse_config(args)
         out = out or default_out(config)
         if args.dry_run:
@@ -43,14 +43,8 @@ def main(argv: list[str] | None = None) -> int:
             from ia_mech.terminal import print_run
 
             print_run(_sample(config, out, args.repair))
-    except UserError as error:
-        return _refuse(str(error))
-    except OSError as error:
-        return _refuse(f"{error}; check the path, its permissions and the room on its disk")
-    except KeyboardInterrupt:
-        print(f"\ninterrupted; {_kept(out)}", file=sys.stderr)
-        return 130
-    return 0
+
+    return guarded(body, lambda: _kept(out))
 
 
 def default_out(config: "SampleConfig") -> Path:
@@ -61,13 +55,6 @@ def default_out(config: "SampleConfig") -> Path:
     names = [model, Path(config.dataset).stem, digest]
     words = ["".join(c if c.isalnum() or c in ".-" else "-" for c in name) for name in names]
     return embedded.cache_dir() / "-".join(words).lower()
-
-
-def _refuse(problem: str) -> int:
-    from ia_mech.terminal import one_line
-
-    print(f"error: {one_line(' '.join(problem.split()))}", file=sys.stderr)
-    return 2
 
 
 def _dry_run(config: "SampleConfig", out: Path) -> None:

@@ -10,6 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 from tqdm import tqdm
 
+from ia_mech.cli import one_line
 from ia_mech.config import SampleConfig
 from ia_mech.intake import Plan, size_text
 from ia_mech.run import Run
@@ -149,10 +150,3 @@ def print_run(run: Run) -> None:
 def _counted(count: int, cut_off: int) -> str:
     """How many there are, and how many of them follow a cut-off response."""
     return f"{count} († {cut_off})" if cut_off else str(count)
-
-
-def one_line(text: str, width: int | None = None) -> str:
-    """Text on one line, control characters made visible (a model's text is not to be trusted)."""
-    kinds = {"\n": "⏎", "\t": " ", "\u00a0": " ", "\u202f": " "}
-    text = "".join(c if c.isprintable() else kinds.get(c, "�") for c in text)
-    return text if width is None or len(text) <= width else text[: width - 1] + "…"

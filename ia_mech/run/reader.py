@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ia_mech.errors import UserError
 from ia_mech.run import layout
+from ia_mech.run.labels import Labels
 
 _DIGEST_ROWS = 1024  # rows that are Python objects at a time
 
@@ -82,6 +83,11 @@ class Run:
     def generations(self) -> pd.DataFrame:
         """One row per generation: greedy (temperature 0) first, then by temperature and sample."""
         return self._frame(layout.generations_file, ["order", "temperature", "sample"])
+
+    @property
+    def labels(self) -> Labels:
+        """What judges and people say of the generations."""
+        return Labels(self.path)
 
     def residuals(self, layer: int, position: str) -> Tensor:
         """The residual stream at one layer and position, ``[contexts, d_model]``.

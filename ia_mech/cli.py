@@ -1,0 +1,57 @@
+"""What every command line of the project does alike: errors as one line, exit statuses."""
+
+import argparse
+import contextlib
+import sys
+from collections.abc import Callable
+
+from ia_mech.errors import UserError
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser that keeps the line breaks of its texts and refuses in one line."""
+
+    def __init__(self, *args, **options) -> None:
+        options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
+        super().__init__(*args, **options)
+
+    def error(self, message: str) -> None:
+        message = " ".join(message.split())
+        self.exit(2, f"error: {message}; see {self.prog} --help\n")
+
+
+def guarded(body: Callable[[], None], interrupted: Callable[[], str]) -> int:
+    """Run the body of a command; returns the exit status.
+
+    0: done. 2: bad input, told in one line on stderr. 130: interrupted, with what
+    ``interrupted()`` says was kept.
+    """
+    try:
+        body()
+    except UserError as error:
+        return refuse(str(error))
+    except OSError as error:
+        return refuse(f"{error}; check the path, its permissions and the room on its disk")
+    except KeyboardInterrupt:
+        print(f"\ninterrupted; {interrupted()}", file=sys.stderr)
+        return 130
+    return 0
+
+
+def tolerant_streams() -> None:
+    """Let the terminal lack characters that a model writes."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError):
+            stream.reconfigure(errors="replace")
+
+
+def refuse(problem: str) -> int:
+    print(f"error: {one_line(' '.join(problem.split()))}", file=sys.stderr)
+    return 2
+
+
+def one_line(text: str, width: int | None = None) -> str:
+    """Text on one line, control characters made visible (a model's text is not to be trusted)."""
+    kinds = {"\n": "⏎", "\t": " ", "\u00a0": " ", "\u202f": " "}
+    text = "".join(c if c.isprintable() else kinds.get(c, "�") for c in text)
+    return text if width is None or len(text) <= width else text[: width - 1] + "…"

@@ -1,0 +1,167 @@
+"""Judge the user turns of a run: each distinct (query, response, turn) once, and never twice.
+
+Rows of the same text in the same context share one verdict per repeat; verdicts of paid judges come
+from the cache where it has them.
+"""
+
+import contextlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+from ia_mech.errors import UserError
+from ia_mech.judge.cache import VerdictCache
+from ia_mech.judge.rubric import VERSION, rubric_hash
+from ia_mech.judge.verdict import JUDGED, Item, Judge, Verdict, identity_hash
+from ia_mech.run import Run
+from ia_mech.run.labels import KEY
+
+# A failure that another attempt may not meet: the server's, not the item's. Never cached.
+PASSING = frozenset({"unavailable"})
+
+
+class Progress(Protocol):
+    def start(self, total: int, cached: int, estimate: str) -> None: ...
+    def advance(self, verdict: Verdict) -> None: ...
+    def stop(self) -> None: ...
+
+
+def check_finished(run: Run) -> None:
+    """Raise UserError for a run that is still being written, or was left unfinished."""
+    if not run.complete:
+        asked = run.record["identity"]["conversations"]["count"]
+        raise UserError(
+            f"{run.path} is still being written or was interrupted "
+            f"({len(run.contexts)} of {asked} contexts)",
+            "let the command that writes it finish, or give that command again",
+        )
+
+
+def items_of(run: Run) -> list[Item]:
+    """What a judge sees of every row of ``run.generations``, in its order."""
+    messages = run.contexts.set_index("context_id")["messages"]
+    return [
+        Item(messages[context][-2]["content"], messages[context][-1]["content"], turn)
+        for context, turn in zip(
+            run.generations["context_id"], run.generations["text"], strict=True
+        )
+    ]
+
+
+def judge_items(
+    items: Sequence[Item],
+    judge: Judge,
+    progress: Progress,
+    *,
+    repeats: int = 1,
+    cache_folder: Path | None = None,
+    replay: bool = False,
+    retry_failed: bool = False,
+) -> tuple[dict[tuple[Item, int], Verdict], set[tuple[Item, int]]]:
+    """Verdicts of all distinct items, and which of them came from the cache.
+
+    Args:
+        items: with repetitions as they come.
+        judge: who judges.
+        progress: told of the number to judge, and of every verdict.
+        repeats: independent answers per item, for self-consistency.
+        cache_folder: of the verdicts that were paid for.
+        replay: answer from the cache alone.
+        retry_failed: judge anew what the cache has as a failure.
+
+    Raises:
+        UserError: with ``replay``, an item that the cache lacks; or what makes a judge useless.
+    """
+    wanted = [(item, repeat) for item in dict.fromkeys(items) for repeat in range(repeats)]
+    verdicts: dict[tuple[Item, int], Verdict] = {}
+    keeps = VerdictCache(judge.identity, cache_folder) if judge.paid else contextlib.nullcontext()
+    with keeps as cache:
+        if cache is not None:
+            for item, repeat in wanted:
+                verdict = cache.get(item, repeat)
+                if verdict and (verdict.status == JUDGED or not retry_failed):
+                    verdicts[item, repeat] = verdict
+        cached = set(verdicts)
+        missing = [pair for pair in wanted if pair not in verdicts]
+        if replay and missing and cache is not None:
+            raise UserError(
+                f"--replay: {len(missing)} of {len(wanted)} verdicts are not in {cache.path}, the "
+                f"first for the turn {missing[0][0].turn[:60]!r}",
+                "leave --replay out to judge them",
+            )
+        progress.start(len(missing), len(cached), judge.estimate([item for item, _ in missing]))
+        try:
+            asked = judge.judge([item for item, _ in missing], [repeat for _, repeat in missing])
+            for index, verdict in asked:
+                item, repeat = missing[index]
+                if cache is not None and verdict.status not in PASSING:
+                    cache.put(item, repeat, verdict)
+                verdicts[item, repeat] = verdict
+                progress.advance(verdict)
+        finally:
+            progress.stop()
+    return verdicts, cached
+
+
+def label_run(
+    run: Run, judge: Judge, name: str, progress: Progress, *, replace: bool = False, **options
+) -> Path:
+    """Judge every user turn of a run and write ``judgements/<name>.parquet``.
+
+    ``options`` are those of :func:`judge_items`.
+
+    Raises:
+        UserError: an unfinished run; verdicts of another judge under the same name; what
+            :func:`judge_items` raises. Nothing is written then.
+    """
+    check_finished(run)
+    if name in run.labels.judges and not replace:
+        there = run.labels.record("judgements", name).get("identity", {})
+        if identity_hash(there) != identity_hash(judge.identity):
+            changed = sorted(
+                key
+                for key in {*there, *judge.identity}
+                if there.get(key) != judge.identity.get(key)
+            )
+            raise UserError(
+                f"{run.path} has verdicts of another judge named {name!r} (differs in "
+                f"{', '.join(changed)})",
+                "give another --name, or --replace",
+            )
+    items = items_of(run)
+    verdicts, cached = judge_items(items, judge, progress, **options)
+    rows = _rows(run, items, verdicts, cached)
+    record = {
+        "identity": judge.identity,
+        "identity_hash": identity_hash(judge.identity),
+        "rubric": {"version": VERSION, "hash": rubric_hash()},
+        "repeats": options.get("repeats", 1),
+    }
+    return run.labels.write_judgements(name, rows, record)
+
+
+def _rows(run: Run, items: list[Item], verdicts: dict, cached: set) -> list[dict]:
+    """One row per user turn and repeat. Tokens and cost stand on the first row of an item only, so
+    that a column's sum is what the labels cost."""
+    repeats = sorted({repeat for _, repeat in verdicts})
+    seen: set[tuple[Item, int]] = set()
+    rows = []
+    for key, item in zip(run.generations[list(KEY)].itertuples(index=False), items, strict=True):
+        for repeat in repeats:
+            verdict = verdicts[item, repeat]
+            first = (item, repeat) not in seen
+            seen.add((item, repeat))
+            row = verdict.to_json() | {
+                **dict(zip(KEY, key, strict=True)),
+                "repeat": repeat,
+                "genuine": verdict.genuine,
+                "scores": json.dumps(verdict.scores) if verdict.scores else None,
+                "cached": (item, repeat) in cached or not first,
+                "item": item.key("", 0)[:16],
+            }
+            if not first:
+                row |= {"prompt_tokens": 0, "completion_tokens": 0}
+                row["cost"] = None if verdict.cost is None else 0.0
+            rows.append(row)
+    return rows

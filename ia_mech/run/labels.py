@@ -1,0 +1,189 @@
+"""What judges and people say of a run's user turns: ``judgements/`` and ``annotations/``.
+
+::
+
+    judgements/<judge>.parquet       one row per user turn and repeat
+    annotations/<annotator>.parquet  one row per annotated user turn
+    annotations/sheets/<sheet>.json  which row of a blind sheet is which user turn
+
+Each Parquet file carries a record of who made it (the judge's identity, the annotator's sheet) in
+its metadata under ``ia_mech``. Files are replaced whole: the old one or the new one, never a half.
+"""
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from ia_mech.errors import UserError
+from ia_mech.run import layout
+
+KEY = ("context_id", "temperature", "sample")  # names a user turn within its run
+
+JUDGEMENTS = pa.schema(
+    [
+        ("context_id", pa.string()),
+        ("temperature", pa.float64()),
+        ("sample", pa.int32()),
+        ("repeat", pa.int32()),
+        ("category", pa.string()),
+        ("genuine", pa.bool_()),
+        ("status", pa.string()),
+        ("rationale", pa.string()),
+        ("scores", pa.string()),
+        ("mode", pa.string()),
+        ("error", pa.string()),
+        ("prompt_tokens", pa.int64()),
+        ("completion_tokens", pa.int64()),
+        ("cost", pa.float64()),
+        ("cached", pa.bool_()),
+        ("item", pa.string()),
+    ]
+)
+
+ANNOTATIONS = pa.schema(
+    [
+        ("context_id", pa.string()),
+        ("temperature", pa.float64()),
+        ("sample", pa.int32()),
+        ("category", pa.string()),
+        ("genuine", pa.bool_()),
+        ("note", pa.string()),
+        ("sheet", pa.string()),
+        ("stratum", pa.string()),
+        ("inclusion_probability", pa.float64()),
+    ]
+)
+
+_RECORD = b"ia_mech"
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+
+
+class Labels:
+    """The labels of one run. Reached as ``Run.labels``."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @property
+    def judges(self) -> list[str]:
+        """Names of the judges whose verdicts are there."""
+        return _stems(self.path / "judgements", ".parquet")
+
+    @property
+    def annotators(self) -> list[str]:
+        """Names of the people whose labels are there."""
+        return _stems(self.path / "annotations", ".parquet")
+
+    @property
+    def sheets(self) -> list[str]:
+        """Names of the blind sheets that were exported."""
+        return _stems(self.path / "annotations" / "sheets", ".json")
+
+    def judgements(self, judge: str) -> pd.DataFrame:
+        """Verdicts of one judge, a row per user turn and repeat; columns as :data:`JUDGEMENTS`.
+
+        ``genuine`` is nullable: None for ``cannot_assess`` and where ``status`` isn't ``judged``.
+
+        Raises:
+            UserError: no such judge has judged this run.
+        """
+        remedy = f"run: python -m ia_mech.judge run {self.path}"
+        return self._read("judgements", judge, self.judges, remedy)
+
+    def annotations(self, annotator: str) -> pd.DataFrame:
+        """Labels of one annotator; columns as :data:`ANNOTATIONS`.
+
+        Raises:
+            UserError: no such annotator.
+        """
+        remedy = f"run: python -m ia_mech.judge import {self.path} FILE --annotator {annotator}"
+        return self._read("annotations", annotator, self.annotators, remedy)
+
+    def record(self, kind: str, name: str) -> dict[str, Any]:
+        """Who made a file of ``judgements`` or ``annotations``, and how."""
+        metadata = pq.read_schema(self._file(kind, name)).metadata or {}
+        return json.loads(metadata.get(_RECORD, b"{}"))
+
+    def write_judgements(self, judge: str, rows: list[dict], record: dict[str, Any]) -> Path:
+        """Replace the verdicts of a judge; ``record`` says who it is (its identity, no keys)."""
+        return self._write("judgements", judge, rows, JUDGEMENTS, record)
+
+    def write_annotations(self, annotator: str, rows: list[dict], record: dict[str, Any]) -> Path:
+        """Replace the labels of an annotator."""
+        return self._write("annotations", annotator, rows, ANNOTATIONS, record)
+
+    def write_sheet(self, name: str, key: dict[str, Any]) -> Path:
+        """Keep which row of an exported sheet is which user turn."""
+        path = self.path / "annotations" / "sheets" / f"{check_name(name)}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        layout.write_json(path, key)
+        return path
+
+    def sheet(self, name: str) -> dict[str, Any]:
+        """The key of an exported sheet.
+
+        Raises:
+            UserError: no such sheet.
+        """
+        if name not in self.sheets:
+            raise UserError(
+                f"{self.path} has no sheet {name!r}",
+                f"there are: {', '.join(self.sheets) or 'none'}",
+            )
+        return layout.read_json(self.path / "annotations" / "sheets" / f"{name}.json")
+
+    # -- files --------------------------------------------------------------------------------
+
+    def _file(self, kind: str, name: str) -> Path:
+        return self.path / kind / f"{check_name(name)}.parquet"
+
+    def _read(self, kind: str, name: str, there: list[str], remedy: str) -> pd.DataFrame:
+        if name not in there:
+            known = f" (there are: {', '.join(there)})" if there else ""
+            raise UserError(f"{self.path} has no {kind} of {name!r}{known}", remedy)
+        try:
+            frame = pq.read_table(self._file(kind, name)).to_pandas()
+        except (pa.ArrowInvalid, OSError) as error:
+            raise UserError(f"{self._file(kind, name)} can't be read ({error})", remedy) from None
+        return frame.astype({"genuine": "boolean"})
+
+    def _write(
+        self, kind: str, name: str, rows: list[dict], schema: pa.Schema, record: dict[str, Any]
+    ) -> Path:
+        path = self._file(kind, name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        text = json.dumps(record, sort_keys=True)
+        table = pa.Table.from_pylist(rows, schema=schema.with_metadata({_RECORD: text.encode()}))
+        scratch = path.with_name(path.name + ".tmp")
+        try:
+            pq.write_table(table, scratch)
+            with open(scratch, "rb+") as handle:
+                os.fsync(handle.fileno())
+            os.replace(scratch, path)
+        finally:
+            scratch.unlink(missing_ok=True)
+        layout.fsync_folder(path.parent)
+        return path
+
+
+def check_name(name: str) -> str:
+    """A judge's, annotator's or sheet's name that can be a file's.
+
+    Raises:
+        UserError: it can't.
+    """
+    if not _NAME.fullmatch(name) or len(name) > 100:
+        raise UserError(
+            f"{name!r} can't name a file", "use letters, digits, dots, dashes and underscores"
+        )
+    return name
+
+
+def _stems(folder: Path, suffix: str) -> list[str]:
+    return sorted(path.name.removesuffix(suffix) for path in folder.glob(f"*{suffix}"))
