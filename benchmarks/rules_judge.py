@@ -1,0 +1,259 @@
+"""How good the rules judge is, and how its classifier was fitted.
+
+Usage::
+
+    python -m benchmarks.rules_judge measure NAME=FILE...   # annotated turns -> numbers, no texts
+    python -m benchmarks.rules_judge evaluate               # nested, grouped cross-validation
+    python -m benchmarks.rules_judge fit                    # the same, then writes model.json
+
+``measure`` keeps the features, category and source of every annotated turn, and no text of anyone,
+in ``rules_judge_turns.parquet`` beside this file, so that anyone can evaluate and fit again. A FILE
+is JSON lines with query, response, user_turn, category, source_id, and ``close`` where a careful
+reader could have gone either way. The set that is called ``lead`` is the one that counts: the other
+sets add training turns, and are scored apart.
+"""
+
+import argparse
+import json
+import sys
+import warnings
+from dataclasses import asdict, dataclass
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+from sklearn.linear_model import LogisticRegression
+from sklearn.model_selection import StratifiedGroupKFold
+from sklearn.preprocessing import StandardScaler
+
+from ia_mech.judge.rubric import ASSESSED, GENUINE
+from ia_mech.judge.rules import judge as rules
+from ia_mech.judge.rules.clear import clear_case
+from ia_mech.judge.rules.features import measure
+from ia_mech.judge.verdict import Item
+from ia_mech.stats import balanced_accuracy, cluster_statistic, cohen_kappa
+
+TABLE = Path(__file__).with_name("rules_judge_turns.parquet")
+MODEL = Path(rules.__file__).with_name(rules.MODEL)
+LEAD = "lead"
+FOLDS, REPEATS = 5, 5
+STRENGTHS = (0.01, 0.03, 0.1)  # C of the logistic regression
+OTHERS = (0.5, 1.0)  # weight of a turn of another set, against one of the lead's
+EVENING = (0.0, 0.5, 1.0)  # categories weigh by their size to the power of 1 minus this
+RULES_ONLY = ("generic",)  # too few to learn from: a rule finds what is clear
+CLOSE = 0.5  # of a turn that a careful reader could have labelled otherwise
+
+
+@dataclass(frozen=True)
+class Turns:
+    """Annotated turns: ``features [n, features]``; category, source, set, weight ``[n]``;
+    ``clear [n]``: the category that a rule gives, or ''."""
+
+    names: tuple[str, ...]
+    features: np.ndarray
+    category: np.ndarray
+    source: np.ndarray
+    set: np.ndarray
+    close: np.ndarray
+    clear: np.ndarray
+
+    def rows(self, index: np.ndarray) -> "Turns":
+        return Turns(
+            self.names,
+            *(
+                getattr(self, name)[index]
+                for name in ("features", "category", "source", "set", "close", "clear")
+            ),
+        )
+
+
+def measure_files(pairs: list[str]) -> None:
+    """Write the table of numbers."""
+    rows = []
+    for pair in pairs:
+        name, _, file = pair.partition("=")
+        for line in Path(file).read_text(encoding="utf-8").splitlines():
+            turn = json.loads(line)
+            item = Item(turn["query"], turn["response"], turn["user_turn"])
+            clear = clear_case(item)
+            rows.append(
+                {
+                    "set": name,
+                    "source": turn["source_id"],
+                    "category": turn["category"],
+                    "close": bool(turn.get("close", False)),
+                    "clear": clear[0] if clear else "",
+                    **measure(item),
+                }
+            )
+    pd.DataFrame(rows).to_parquet(TABLE)
+    print(f"{len(rows)} turns: {TABLE}")
+
+
+def read_turns() -> Turns:
+    table = pd.read_parquet(TABLE)
+    facts = ["set", "source", "category", "close", "clear"]
+    names = tuple(column for column in table if column not in facts)
+    return Turns(
+        names,
+        table[list(names)].to_numpy(float),
+        *(table[key].to_numpy(str) for key in ("category", "source", "set")),
+        table["close"].to_numpy(bool),
+        table["clear"].to_numpy(str),
+    )
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the inner cross-validation chooses; see the constants above."""
+
+    strength: float
+    others: float
+    evening: float
+
+
+def fitted(turns: Turns, settings: Settings) -> rules.Classifier:
+    """The classifier, from the turns that no rule settles."""
+    turns = turns.rows((turns.clear == "") & ~np.isin(turns.category, RULES_ONLY))
+    weights = np.where(turns.set == LEAD, 1.0, settings.others) * np.where(turns.close, CLOSE, 1.0)
+    totals = {c: weights[turns.category == c].sum() for c in np.unique(turns.category)}
+    weights = weights * np.array([totals[c] ** -settings.evening for c in turns.category])
+    weights *= len(weights) / weights.sum()
+    scaler = StandardScaler().fit(turns.features)
+    model = LogisticRegression(C=settings.strength, max_iter=5000)
+    model.fit(scaler.transform(turns.features), turns.category, sample_weight=weights)
+    return rules.Classifier(
+        turns.names,
+        tuple(model.classes_),
+        scaler.mean_,
+        scaler.scale_,
+        model.coef_,
+        model.intercept_,
+    )
+
+
+def predicted(classifier: rules.Classifier, turns: Turns) -> np.ndarray:
+    """Category of each turn, as the judge gives it: rules first."""
+    scores = (turns.features - classifier.mean) / classifier.scale @ classifier.coefficients.T
+    best = np.array(classifier.classes)[np.argmax(scores + classifier.intercepts, axis=1)]
+    return np.where(turns.clear == "", best, turns.clear)
+
+
+def quality(truth: np.ndarray, guess: np.ndarray) -> float:
+    """What the settings are chosen by: the mean of the three figures that are reported."""
+    a, b = truth == GENUINE, guess == GENUINE
+    return (balanced_accuracy(a, b) + cohen_kappa(a, b) + np.mean(truth == guess)) / 3
+
+
+def folds(turns: Turns, seed: int):
+    """Grouped by source; a source that several sets share is in one fold."""
+    split = StratifiedGroupKFold(FOLDS, shuffle=True, random_state=seed)
+    label = np.char.add(turns.category, np.where(turns.set == LEAD, "*", ""))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a category with fewer turns than folds
+        yield from split.split(turns.features, label, turns.source)
+
+
+def chosen(turns: Turns, seed: int) -> Settings:
+    """The settings that do best in an inner grouped cross-validation."""
+    lead = turns.set == LEAD
+    if not lead.any():
+        lead = ~turns.close
+    parts = list(folds(turns, seed))
+    results = {}
+    for settings in (Settings(*values) for values in product(STRENGTHS, OTHERS, EVENING)):
+        guess = np.empty(len(turns.category), dtype="<U40")
+        for train, test in parts:
+            guess[test] = predicted(fitted(turns.rows(train), settings), turns.rows(test))
+        results[settings] = quality(turns.category[lead], guess[lead])
+    return max(results, key=results.get)
+
+
+def cross_validated(turns: Turns) -> np.ndarray:
+    """``[repeats, turns]``: each turn's category by a judge that never saw its source."""
+    guesses = np.empty((REPEATS, len(turns.category)), dtype="<U40")
+    for repeat in range(REPEATS):
+        for train, test in folds(turns, repeat):
+            known = turns.rows(train)
+            judge = fitted(known, chosen(known, repeat))
+            guesses[repeat, test] = predicted(judge, turns.rows(test))
+        print(f"repeat {repeat + 1} of {REPEATS}", file=sys.stderr, flush=True)
+    return guesses
+
+
+def without_lead(turns: Turns) -> np.ndarray:
+    """``[1, turns]``: categories by a judge fitted on the other sets' other sources alone."""
+    lead = turns.set == LEAD
+    known = turns.rows(~lead & ~np.isin(turns.source, turns.source[lead]))
+    return predicted(fitted(known, chosen(known, 0)), turns)[None]
+
+
+def report(turns: Turns, guesses: np.ndarray, which: np.ndarray, title: str) -> dict[str, str]:
+    """Print and return the figures of some turns, with intervals over their sources."""
+    at = np.flatnonzero(which)
+    repeats = len(guesses)
+    truth, sources = np.tile(turns.category[at], repeats), np.tile(turns.source[at], repeats)
+    guess = guesses[:, at].ravel()
+
+    def statistic(columns, weights):
+        a, b = columns["truth"] == GENUINE, columns["guess"] == GENUINE
+        return [
+            balanced_accuracy(a, b, weights),
+            cohen_kappa(a, b, weights),
+            np.average(columns["truth"] == columns["guess"], weights=weights),
+        ]
+
+    estimates = cluster_statistic(statistic, {"truth": truth, "guess": guess}, sources)
+    texts = [estimate.text() for estimate in estimates]
+    figures = dict(zip(("balanced_accuracy", "kappa", "category_accuracy"), texts, strict=True))
+    figures["turns"] = len(at)
+    print(f"\n### {title}: {len(at)} turns of {len(np.unique(turns.source[at]))} sources\n")
+    print("balanced accuracy {}, kappa {} (genuine), category accuracy {}\n".format(*texts))
+    print("| category | n | recall | precision |\n|---|---|---|---|")
+    for category in ASSESSED:
+        n = int(np.sum(truth == category)) // repeats
+        named = guess == category
+        recall = f"{np.mean(guess[truth == category] == category):.2f}" if n else "–"
+        precision = f"{np.mean(truth[named] == category):.2f}" if named.any() else "–"
+        print(f"| {category} | {n} | {recall} | {precision} |")
+    return figures
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("command", choices=["measure", "evaluate", "fit"])
+    parser.add_argument("files", nargs="*", metavar="NAME=FILE")
+    args = parser.parse_args()
+    if args.command == "measure":
+        measure_files(args.files)
+        return
+    turns = read_turns()
+    guesses = cross_validated(turns)
+    lead = turns.set == LEAD
+    accuracy = {
+        LEAD: report(turns, guesses, lead, "lead, nested cross-validation"),
+        "others": report(turns, guesses, ~lead, "all other sets, nested cross-validation"),
+    }
+    report(turns, without_lead(turns), lead, "lead, fitted without it and its sources")
+    clear = ~lead & ~turns.close
+    report(turns, guesses, clear, "all other sets, turns that aren't close")
+    for name in sorted(set(turns.set) - {LEAD}):
+        report(turns, guesses, turns.set == name, f"{name}, nested cross-validation")
+    if args.command == "fit":
+        settings = chosen(turns, 0)
+        classifier = fitted(turns, settings)
+        numbers = ("mean", "scale", "coefficients", "intercepts")
+        content = {
+            "accuracy": accuracy,
+            "settings": asdict(settings) | {"close": CLOSE},
+            "features": classifier.features,
+            "classes": classifier.classes,
+            **{key: np.round(getattr(classifier, key), 5).tolist() for key in numbers},
+        }
+        MODEL.write_text(json.dumps(content, indent=None) + "\n", encoding="utf-8")
+        print(f"\n{settings}: {MODEL}")
+
+
+if __name__ == "__main__":
+    main()
