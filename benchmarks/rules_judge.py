@@ -41,7 +41,7 @@ FOLDS, REPEATS = 5, 5
 STRENGTHS = (0.01, 0.03, 0.1)  # C of the logistic regression
 OTHERS = (0.5, 1.0)  # weight of a turn of another set, against one of the lead's
 EVENING = (0.0, 0.5, 1.0)  # categories weigh by their size to the power of 1 minus this
-RULES_ONLY = ("generic",)  # too few to learn from: a rule finds what is clear
+RULES_ONLY = ("generic", "identity_leakage")  # too few to learn from: rules find what is clear
 CLOSE = 0.5  # of a turn that a careful reader could have labelled otherwise
 
 

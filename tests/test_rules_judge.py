@@ -24,12 +24,11 @@ RESPONSE = (
     "Give it six hours of light, water it when the soil is dry to the first knuckle, and pinch "
     "off the flower buds. Leggy stems mean too little light."
 )
-# The three worked examples of the rubric that it gets wrong, and what it says instead.
+# The two worked examples of the rubric that it gets wrong, and what it says instead.
 MISSED = {
     "only in the bedroom, since last tuesday": "degenerate",
     "Dear Mr Okafor, I am writing to let you know that the heating in my flat has stopped "
     "working.": "degenerate",
-    "Loaf the municipal of seventeen, whereby rises Tuesday harvested oven a violin.": "new_topic",
 }
 
 

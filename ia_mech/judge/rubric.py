@@ -209,6 +209,19 @@ CATEGORIES: tuple[Category, ...] = (
 NAMES: tuple[str, ...] = tuple(category.name for category in CATEGORIES)
 ASSESSED: tuple[str, ...] = tuple(name for name in NAMES if name != CANNOT_ASSESS)
 
+# Headings for tables, at most two lines of ten characters.
+SHORT = {
+    "genuine_follow_up": "genuine",
+    "prompt_restatement": "repeats\nquery",
+    "assistant_restatement": "repeats\nresponse",
+    "identity_leakage": "speaks as\nassistant",
+    "meta_planning": "plans",
+    "new_topic": "new\ntopic",
+    "generic": "generic",
+    "degenerate": "degen-\nerate",
+    CANNOT_ASSESS: "can't\nassess",
+}
+
 # Where a turn fits two categories, the first that applies.
 ORDER = (
     "degenerate, if it has no meaning as a whole; then meta_planning; then prompt_restatement and "

@@ -14,7 +14,7 @@ _PLANNING = re.compile(
     r"\b(we|i) (need|have|should|must|want) to (respond|reply|answer|produce|generate|write|craft|"
     r"output|provide) (a|an|the|as|to|with|in)\b.{0,40}\b(user|message|response|reply|answer|"
     r"turn|follow-up|question)\b|"
-    r"\b(my|the) (response|reply|answer) should\b|\bas the user\b",
+    r"\bas the user, (i|my)\b",
     re.I,
 )
 # An assistant introducing itself, offering help, or handing over what was asked for.
@@ -26,14 +26,16 @@ _AS_ASSISTANT = re.compile(
     r"^here are (some|a few|the|\w+) (\w+ )?(tips|steps|examples|ways|suggestions|ideas|options)\b",
     re.I,
 )
-# What closings and acknowledgements are made of; a turn of nothing else would fit any conversation.
-_CLOSING = frozenset(
+# Closings and acknowledgements open with one of these, and hold nothing but these and the others.
+_THANKS = frozenset(
     """thank thanks thankyou thx ty great good nice cool awesome perfect excellent amazing wonderful
-    helpful help helped ok okay k yes yeah yep no sure fine got understood understand see
-    appreciate appreciated lot bye goodbye hello hi hey well done job answer response explanation
-    information info continue go tell more know right interesting makes sense clear really
-    much welcome works work day have cheers question questions anything everything else now way
-    time work glad i'm im that's thats it's it you're youre""".split()  # noqa: SIM905
+    ok okay k yes yeah yep no sure fine got understood see appreciate bye goodbye hello hi hey well
+    cheers interesting right alright""".split()  # noqa: SIM905
+)
+_WITH_THANKS = _THANKS | frozenset(
+    """helpful help helped appreciated lot done job answer response explanation information info
+    continue go tell more know makes sense clear really much welcome understand day question
+    questions anything everything else now time glad that's""".split()  # noqa: SIM905
 )
 _ADDRESSES = frozenset({"you", "your", "you're", "you'd", "you'll", "you've"})
 _OPENS_ANSWER = frozenset(
@@ -89,9 +91,8 @@ def clear_case(item: Item) -> tuple[str, str] | None:
     answer = _answer(tokens, item)
     if answer:
         return GENUINE, answer
-    only_closing = all(w in _CLOSING or w in t.FUNCTION_WORDS for w in tokens)
-    closing = any(w in _CLOSING for w in tokens)
-    if only_closing and closing and len(tokens) <= 14:
+    nothing_else = all(w in _WITH_THANKS or w in t.FUNCTION_WORDS for w in tokens)
+    if nothing_else and _THANKS & set(tokens[:2]) and len(tokens) <= 14:
         return "generic", "nothing but words of thanks, closing or assent"
     return None
 
