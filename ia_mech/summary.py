@@ -29,7 +29,7 @@ class TemperatureRow:
 
 
 def temperature_table(run: Run) -> list[TemperatureRow]:
-    """What was decoded at each temperature, with cluster-bootstrap intervals over sources."""
+    """What was decoded at each temperature, with intervals over sources."""
     contexts = run.contexts
     table = []
     for temperature, rows in run.generations.groupby("temperature"):

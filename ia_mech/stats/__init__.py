@@ -1,0 +1,47 @@
+"""Intervals, tests, agreement and corrected rates. Pure functions of arrays.
+
+The unit of statistics is the source: samples of one context share its header state and are not
+independent, so whole sources are resampled, flipped and permuted, and nothing in the project
+computes an interval anywhere else. ``benchmarks/coverage.py`` shows by simulation what the
+intervals and tests keep of their promises.
+"""
+
+from ia_mech.stats.agreement import (
+    CategoryScore,
+    balanced_accuracy,
+    cohen_kappa,
+    confusion,
+    kappa_of,
+    krippendorff_alpha,
+    precision_recall,
+)
+from ia_mech.stats.clusters import cluster_mean, cluster_statistic
+from ia_mech.stats.correction import prediction_powered, rogan_gladen
+from ia_mech.stats.intervals import Estimate, wilson, zero_events_bound
+from ia_mech.stats.multiple import PermutationTest, benjamini_hochberg, holm, permutation_max
+from ia_mech.stats.paired import Paired, paired_difference
+from ia_mech.stats.power import detectable_difference
+
+__all__ = [
+    "CategoryScore",
+    "Estimate",
+    "Paired",
+    "PermutationTest",
+    "balanced_accuracy",
+    "benjamini_hochberg",
+    "cluster_mean",
+    "cluster_statistic",
+    "cohen_kappa",
+    "confusion",
+    "detectable_difference",
+    "holm",
+    "kappa_of",
+    "krippendorff_alpha",
+    "paired_difference",
+    "permutation_max",
+    "precision_recall",
+    "prediction_powered",
+    "rogan_gladen",
+    "wilson",
+    "zero_events_bound",
+]

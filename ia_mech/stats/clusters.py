@@ -1,0 +1,209 @@
+"""Means, rates and any other statistic of rows, with intervals over sources."""
+
+from collections.abc import Callable, Hashable, Iterable, Mapping
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from ia_mech.stats.intervals import (
+    Estimate,
+    check_level,
+    clustered_wilson,
+    korn_graubard,
+    rate_ends,
+    student,
+)
+from ia_mech.stats.resampling import (
+    as_column,
+    as_weights,
+    bca_ends,
+    percentile_ends,
+    resample_counts,
+    resample_sums,
+    source_index,
+    widened,
+)
+
+MEAN_METHODS = ("auto", "student", "percentile", "bca", "wilson", "korn-graubard")
+STATISTIC_METHODS = ("auto", "percentile", "bca")
+
+
+def check_method(method: str, known: tuple[str, ...]) -> None:
+    """Raise ValueError unless the method is one of those."""
+    if method not in known:
+        raise ValueError(f"unknown method {method!r}; choose from {', '.join(known)}")
+
+
+def cluster_mean(
+    values: ArrayLike,
+    sources: Iterable[Hashable],
+    *,
+    proportion: bool = False,
+    level: float = 0.95,
+    resamples: int = 2000,
+    seed: int = 0,
+    method: str = "auto",
+    weights: ArrayLike | None = None,
+) -> Estimate:
+    """Mean of values with an interval over sources.
+
+    What ``method="auto"`` gives, by what the simulations in ``benchmarks/coverage.md`` showed:
+
+    - A rate strictly between 0 and 1: the score interval with the effective number of rows
+      (``wilson``; see ``intervals.clustered_wilson``). It costs no resampling, holds its level at
+      2% as well as at 50%, and the percentile bootstrap doesn't.
+    - A rate from one row per source: the exact binomial interval (Clopper & Pearson 1934).
+    - No event at all, or nothing but events: the exact one-sided bound on sources
+      (:func:`zero_events_bound`) at ``level``, so ``[0, bound]`` or ``[1 - bound, 1]``. It takes
+      each source for one observation, which holds whatever the correlation within sources; it
+      assumes that a source's rate has nothing to do with its number of rows. This comes before any
+      ``method``: no bootstrap can say anything there.
+    - A mean of other values: Student's interval with a cluster-robust variance and as many degrees
+      of freedom as that variance is worth (``student``; see ``intervals.spread_between``). Where
+      values are skewed and sources few no interval keeps its level; this one misses least.
+
+    Args:
+        values: ``[n]`` numbers; NaN entries are left out.
+        sources: ``[n]`` the source of each, any hashable labels.
+        proportion: the mean is a rate: values lie between 0 and 1 (events, or shares of them).
+        level: coverage.
+        resamples: bootstrap samples, where the method is a bootstrap.
+        seed: of the resampling.
+        method: ``auto``, ``student``, ``percentile`` or ``bca`` (both draw whole sources with
+            replacement, "pairs cluster bootstrap", Cameron, Gelbach & Miller 2008, Rev. Econ. Stat.
+            90:414), or, for proportions, ``wilson`` or ``korn-graubard``.
+        weights: ``[n]`` weights of rows, for instance inverse inclusion probabilities; the mean is
+            the weighted mean, and rows of weight 0 are left out. All 1 if not given: every row
+            counts alike, so a source counts by its number of rows.
+
+    Raises:
+        ValueError: lengths differ, a source is missing, an option is unknown, or a value of a
+            proportion lies outside [0, 1].
+    """
+    check_level(level)
+    check_method(method, MEAN_METHODS)
+    if method in ("wilson", "korn-graubard") and not proportion:
+        raise ValueError(f"method {method!r} is for proportions")
+    index, _ = source_index(sources)
+    values = as_column(values, len(index), "values")
+    row_weights = as_weights(weights, len(values))
+    kept = ~np.isnan(values) & (row_weights > 0)
+    values, row_weights = values[kept], row_weights[kept]
+    if not len(values):
+        return Estimate(np.nan, np.nan, np.nan, 0, "no values")
+    if proportion and ((values < 0) | (values > 1)).any():
+        raise ValueError("values of a proportion must lie between 0 and 1")
+    _, index = np.unique(index[kept], return_inverse=True)
+    table = np.stack(
+        [np.bincount(index, row_weights * values), np.bincount(index, row_weights)], axis=1
+    )
+    clusters, (total, weight) = len(table), table.sum(0)
+    value = float(total / weight)
+    all_alike = bool((values == values[0]).all())
+    if proportion and (method == "auto" or (all_alike and values[0] in (0, 1))):
+        rows = row_weights.sum() ** 2 / (row_weights**2).sum()
+        binary = bool(np.isin(values, (0, 1)).all())
+        single = clusters == len(values) and bool((row_weights == row_weights[0]).all())
+        low, high, name = rate_ends(table, rows, binary and single, level)
+        return Estimate(value, low, high, clusters, name)
+    if clusters == 1:
+        return Estimate(value, np.nan, np.nan, 1, "one source")
+    if method in ("wilson", "korn-graubard"):
+        rows = row_weights.sum() ** 2 / (row_weights**2).sum()
+        formula = clustered_wilson if method == "wilson" else korn_graubard
+        return Estimate(value, *formula(table, rows, level), clusters, method)
+    if method in ("auto", "student"):
+        return Estimate(value, *student(table, level), clusters, "student")
+    sums = resample_sums(table, resamples, seed)
+    replicates = sums[:, 0] / sums[:, 1]
+    if method == "percentile":
+        return Estimate(value, *percentile_ends(replicates, level), clusters, method)
+    jackknife = (total - table[:, 0]) / (weight - table[:, 1])
+    return Estimate(value, *bca_ends(replicates, value, jackknife, level), clusters, method)
+
+
+def cluster_statistic(
+    statistic: Callable[[dict[str, np.ndarray], np.ndarray], float | np.ndarray],
+    columns: Mapping[str, ArrayLike],
+    sources: Iterable[Hashable],
+    *,
+    level: float = 0.95,
+    resamples: int = 2000,
+    seed: int = 0,
+    method: str = "auto",
+) -> Estimate | list[Estimate]:
+    """Any statistic of rows with a cluster-bootstrap interval over sources.
+
+    Whole sources are drawn with replacement (Davison & Hinkley 1997, section 3.8; Cameron, Gelbach
+    & Miller 2008, Rev. Econ. Stat. 90:414); a resample reaches the statistic as row multiplicities,
+    so that rows are never copied. A resample on which the statistic is NaN (no row of a category
+    was drawn, say) is left out; if more than a tenth are NaN there is no interval.
+
+    Args:
+        statistic: called with the columns and ``[n]`` float multiplicities of rows, gives one
+            number or ``[k]`` of them.
+        columns: name to ``[n]`` array.
+        sources: ``[n]`` the source of each row.
+        level: coverage.
+        resamples: bootstrap samples.
+        seed: of the resampling.
+        method: ``auto`` is the percentile interval at a level widened for the number of sources
+            (``resampling.widened``); ``percentile`` and ``bca`` (one more call per source) are at
+            exactly ``level``.
+
+    Returns:
+        An estimate, or a list of k where the statistic gives an array.
+
+    Raises:
+        ValueError: columns and sources differ in length, or an option is unknown.
+    """
+    check_level(level)
+    check_method(method, STATISTIC_METHODS)
+    index, clusters = source_index(sources)
+    arrays = {name: np.asarray(column) for name, column in columns.items()}
+    for name, column in arrays.items():
+        if len(column) != len(index):
+            raise ValueError(f"column {name!r} has {len(column)} rows, sources {len(index)}")
+    value = np.asarray(statistic(arrays, np.ones(len(index))), dtype=float)
+    many, values = value.ndim > 0, np.atleast_1d(value)
+    if clusters < 2:
+        reason = "one source" if clusters else "no values"
+        estimates = [Estimate(float(v), np.nan, np.nan, clusters, reason) for v in values]
+        return estimates if many else estimates[0]
+    replicates = np.array(
+        [
+            np.atleast_1d(statistic(arrays, row[index]))
+            for counts in resample_counts(clusters, resamples, seed)
+            for row in counts
+        ],
+        dtype=float,
+    )
+    jackknife = np.empty((0, len(values)))
+    if method == "bca":
+        left_out = (np.where(index == i, 0.0, 1.0) for i in range(clusters))
+        jackknife = np.array([np.atleast_1d(statistic(arrays, w)) for w in left_out], dtype=float)
+    estimates = [
+        _interval(float(v), replicates[:, j], jackknife[:, j], clusters, level, method)
+        for j, v in enumerate(values)
+    ]
+    return estimates if many else estimates[0]
+
+
+def _interval(
+    value: float,
+    replicates: np.ndarray,
+    jackknife: np.ndarray,
+    clusters: int,
+    level: float,
+    method: str,
+) -> Estimate:
+    """Ends from replicates, some of which may be NaN."""
+    defined = replicates[~np.isnan(replicates)]
+    if np.isnan(value) or len(defined) < 0.9 * len(replicates):
+        reason = "undefined" if np.isnan(value) else "undefined in more than a tenth of resamples"
+        return Estimate(value, np.nan, np.nan, clusters, reason)
+    if method == "bca":
+        low, high = bca_ends(defined, value, jackknife[~np.isnan(jackknife)], level)
+        return Estimate(value, low, high, clusters, method)
+    low, high = percentile_ends(defined, widened(level, clusters) if method == "auto" else level)
+    return Estimate(value, low, high, clusters, "percentile")

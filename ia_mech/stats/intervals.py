@@ -1,0 +1,222 @@
+"""An estimate with its interval, and the intervals that have a formula.
+
+Everything here is about one rate or the text of one number; what resamples is in ``clusters``.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.special import betaincinv, ndtri, stdtrit
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A number with an interval; ``low`` and ``high`` are NaN where none can be given.
+
+    Attributes:
+        value: the estimate.
+        low: lower end of the interval.
+        high: upper end of the interval.
+        sources: how many sources stand behind it.
+        method: how the interval was made, or why there is none.
+    """
+
+    value: float
+    low: float
+    high: float
+    sources: int
+    method: str = ""
+
+    def text(self, digits: int = 2) -> str:
+        """``0.42 [0.31, 0.55]``."""
+        if np.isnan(self.value):
+            return "–"
+        if np.isnan(self.low):
+            return f"{self.value:.{digits}f} [–]"
+        return f"{self.value:.{digits}f} [{self.low:.{digits}f}, {self.high:.{digits}f}]"
+
+
+def check_level(level: float) -> None:
+    """Raise ValueError unless the level is a probability strictly between 0 and 1."""
+    if not 0 < level < 1:
+        raise ValueError(f"level must lie strictly between 0 and 1, not {level!r}")
+
+
+def wilson(successes: float, n: float, level: float = 0.95) -> tuple[float, float]:
+    """Score interval of a rate from independent trials (Wilson 1927, JASA 22:209).
+
+    For independent trials only: of clustered rows, ``n`` is not the number of rows.
+
+    Args:
+        successes: number of events, from 0 to n; may be fractional.
+        n: number of trials; may be fractional. 0 gives (NaN, NaN).
+        level: coverage.
+
+    Returns:
+        Both ends of the interval, two-sided, within [0, 1].
+    """
+    check_level(level)
+    if not 0 <= successes <= n:
+        raise ValueError(f"successes must lie between 0 and n: {successes} of {n}")
+    if n == 0:
+        return np.nan, np.nan
+    z, rate = float(ndtri((1 + level) / 2)), successes / n
+    centre = (rate + z**2 / (2 * n)) / (1 + z**2 / n)
+    half = z / (1 + z**2 / n) * np.sqrt(rate * (1 - rate) / n + z**2 / (4 * n**2))
+    low = 0.0 if successes == 0 else centre - half  # rounding must not leave 1e-18 behind
+    high = 1.0 if successes == n else centre + half
+    return float(low), float(high)
+
+
+def zero_events_bound(sources: int, level: float = 0.95) -> float:
+    """Upper bound on a rate when none of the sources had an event; exact and one-sided.
+
+    The largest rate under which no event in that many independent sources still has probability
+    ``1 - level``: ``1 - (1 - level) ** (1 / sources)``, about ``3 / sources`` at 95% ("rule of
+    three", Hanley & Lippman-Hand 1983, JAMA 249:1743). It counts every source as one observation,
+    however many samples it has, and so holds for any correlation within sources (by concavity of
+    the logarithm also where sources differ in their rates, as long as each counts alike).
+
+    Args:
+        sources: number of independent sources, at least 1.
+        level: one-sided coverage.
+    """
+    check_level(level)
+    if sources < 1:
+        raise ValueError(f"a bound needs at least one source, not {sources}")
+    return float(-np.expm1(np.log1p(-level) / sources))
+
+
+def clopper_pearson(successes: float, n: float, level: float) -> tuple[float, float]:
+    """Exact binomial interval (Clopper & Pearson 1934), also for fractional numbers of trials."""
+    tail = (1 - level) / 2
+    low = betaincinv(successes, n - successes + 1, tail) if successes > 0 else 0.0
+    high = betaincinv(successes + 1, n - successes, 1 - tail) if successes < n else 1.0
+    return float(low), float(high)
+
+
+@dataclass(frozen=True)
+class Spread:
+    """How far a weighted mean may be off, judged by its residuals per source.
+
+    Attributes:
+        mean: sum of weighted values over sum of weights.
+        variance: of the mean, linearised and robust to any dependence within sources.
+        freedom: degrees of freedom that the variance is worth.
+        sources: how many there are.
+    """
+
+    mean: float
+    variance: float
+    freedom: float
+    sources: int
+
+    def reach(self, level: float) -> float:
+        """Half the width of a Student interval."""
+        return float(stdtrit(self.freedom, (1 + level) / 2) * np.sqrt(self.variance))
+
+
+def spread_between(table: np.ndarray) -> Spread:
+    """Cluster-robust variance of a weighted mean, and what that variance is worth.
+
+    If few sources carry most of the variance, as near a rate of zero where few have events, then it
+    is a bad estimate, and too small just when the mean is too small. The number of carriers is
+    ``(sum of squares)^2 / sum of fourth powers`` of the residuals (compare the "effective number of
+    clusters" of Carter, Schnepel & Steigerwald 2017, Rev. Econ. Stat. 99:698). Less what n equal
+    sources would show, ``1 / k = 1 / carriers - 1 / n``, it gives ``1 + k`` degrees of freedom, at
+    most n - 1. Satterthwaite (1946) would have ``2 k``; that a fourth moment from few sources is
+    itself too small leaves about half, as simulation shows (``benchmarks/coverage.md``).
+
+    Args:
+        table: ``[sources, 2]`` sums of weighted values and of weights; at least two sources.
+    """
+    sources, (total, weight) = len(table), table.sum(0)
+    mean = float(total / weight)
+    squares = ((table[:, 0] - mean * table[:, 1]) / weight) ** 2
+    variance = sources / (sources - 1) * float(squares.sum())
+    if variance <= 1e-28 * mean**2:  # all sources alike, up to rounding
+        return Spread(mean, 0.0, sources - 1, sources)
+    uneven = float((squares**2).sum() / squares.sum() ** 2) - 1 / sources
+    freedom = 1 + 1 / max(uneven, 1 / sources**2)
+    return Spread(mean, variance, min(freedom, sources - 1), sources)
+
+
+def student(table: np.ndarray, level: float) -> tuple[float, float]:
+    """Mean plus and minus a Student quantile times its cluster-robust standard error.
+
+    Args:
+        table: ``[sources, 2]`` sums of weighted values and of weights; at least two sources.
+        level: coverage.
+    """
+    spread = spread_between(table)
+    return spread.mean - spread.reach(level), spread.mean + spread.reach(level)
+
+
+def effective_rows(spread: Spread, rows: float, level: float, freedom: float) -> float:
+    """How many independent trials a clustered rate is worth, less what finding that out costs.
+
+    ``rate * (1 - rate) / variance``, no more than the rows there are, times the squared ratio of
+    the Student quantiles for ``rows - 1`` and ``freedom`` degrees of freedom (Korn & Graubard 1998,
+    Survey Methodology 24:193): a variance from few sources is itself uncertain.
+    """
+    rate, quantile = spread.mean, (1 + level) / 2
+    size = rows if spread.variance == 0 else min(rows, rate * (1 - rate) / spread.variance)
+    known = stdtrit(max(rows - 1, freedom), quantile)
+    return float(size * (known / stdtrit(freedom, quantile)) ** 2)
+
+
+def clustered_wilson(table: np.ndarray, rows: float, level: float) -> tuple[float, float]:
+    """Score interval of a rate with the effective number of rows in place of the number of rows.
+
+    The degrees of freedom are those of :func:`spread_between`, not the number of sources as in Korn
+    & Graubard; that is what keeps coverage at rates of a few percent. For score intervals with
+    effective sample sizes see Dean & Pagano (2015), J. Surv. Stat. Methodol. 3:484, and Franco et
+    al. (2019), ibid. 7:334.
+
+    Args:
+        table: ``[sources, 2]`` sums of weighted events and of weights; at least two sources.
+        rows: number of rows, or Kish's effective number if their weights differ.
+        level: coverage.
+    """
+    spread = spread_between(table)
+    size = effective_rows(spread, rows, level, spread.freedom)
+    return wilson(spread.mean * size, size, level)
+
+
+def korn_graubard(table: np.ndarray, rows: float, level: float) -> tuple[float, float]:
+    """Clopper & Pearson's interval with the effective number of rows (Korn & Graubard 1998).
+
+    Args:
+        table: ``[sources, 2]`` sums of weighted events and of weights; at least two sources.
+        rows: number of rows, or Kish's effective number if their weights differ.
+        level: coverage.
+    """
+    spread = spread_between(table)
+    size = effective_rows(spread, rows, level, spread.sources - 1)
+    return clopper_pearson(spread.mean * size, size, level)
+
+
+def rate_ends(
+    table: np.ndarray, rows: float, independent: bool, level: float
+) -> tuple[float, float, str]:
+    """The interval that a rate gets when nobody asks for another; see ``cluster_mean``.
+
+    Args:
+        table: ``[sources, 2]`` sums of weighted events and of weights.
+        rows: number of rows, or Kish's effective number if their weights differ.
+        independent: every source has one row, 0 or 1, and all weigh the same.
+        level: coverage.
+
+    Returns:
+        Both ends (NaN if there is no telling) and the name of the method.
+    """
+    sources, (events, weight) = len(table), table.sum(0)
+    if events == 0:
+        return 0.0, zero_events_bound(sources, level), "exact, one-sided"
+    if events == weight:
+        return 1 - zero_events_bound(sources, level), 1.0, "exact, one-sided"
+    if sources == 1:
+        return np.nan, np.nan, "one source"
+    if independent:
+        return *clopper_pearson(events / weight * sources, sources, level), "clopper-pearson"
+    return *clustered_wilson(table, rows, level), "wilson"

@@ -1,0 +1,214 @@
+"""Rates corrected for the judge's errors: formulas, slow references, bias and coverage."""
+
+import numpy as np
+import pytest
+
+from ia_mech.stats import prediction_powered, rogan_gladen
+from ia_mech.stats.resampling import widened
+
+
+def judged_run(rng, rate, sensitivity=0.8, specificity=0.95, sources=80, rows=8, annotated=200):
+    """A run, its judge's verdicts, and annotations stratified by verdict: keyword arguments.
+
+    Rates and both kinds of error differ between sources; half of the annotations go to rows judged
+    1 and half to rows judged 0, as far as there are any.
+    """
+    index = np.repeat(np.arange(sources), rows)
+
+    def per_source(mean, concentration):
+        return rng.beta(mean * concentration, (1 - mean) * concentration, sources)[index]
+
+    truth = rng.random(len(index)) < per_source(rate, 2.5)
+    said_yes = rng.random(len(index)) < per_source(sensitivity, 10)
+    said_no = rng.random(len(index)) < per_source(specificity, 20)
+    verdict = np.where(truth, said_yes, ~said_no).astype(float)
+    chosen, inclusion = [], np.empty(len(index))
+    for value in (0, 1):
+        rows_of = np.flatnonzero(verdict == value)
+        take = min(annotated // 2, len(rows_of))
+        inclusion[rows_of] = take / max(len(rows_of), 1)
+        chosen.append(rng.choice(rows_of, take, replace=False))
+    at = np.concatenate(chosen)
+    annotations = {
+        "truth": truth[at].astype(float),
+        "truth_prediction": verdict[at],
+        "truth_sources": index[at],
+    }
+    return verdict, index, annotations, inclusion[at]
+
+
+def test_rogan_gladen_by_hand():
+    """40% judged genuine, sensitivity 3/4, specificity 4/5: (0.4 + 0.8 - 1) / (0.75 + 0.8 - 1)."""
+    estimate = rogan_gladen(
+        [1, 1, 0, 0, 0, np.nan],
+        list("abcdef"),
+        truth=[1, 1, 1, 1, 0, 0, 0, 0, 0, np.nan],
+        truth_prediction=[1, 1, 1, 0, 1, 0, 0, 0, 0, 1],
+        truth_sources=list("abcdefghij"),
+    )
+    assert estimate.value == pytest.approx(0.2 / 0.55)
+    assert estimate.sources == 5
+
+
+def test_prediction_powered_by_hand():
+    """Mean prediction 0.4; errors +1 (weight 4) and -1 (weight 1) among weights 4, 1, 1."""
+    estimate = prediction_powered(
+        [1, 1, 0, 0, 0],
+        list("abcde"),
+        truth=[1, 0, 1],
+        truth_prediction=[0, 1, 1],
+        truth_sources=list("abc"),
+        inclusion=[0.25, 1.0, 1.0],
+        clip=False,
+    )
+    assert estimate.value == pytest.approx(0.4 + (4 - 1) / 6)
+
+
+def test_weights_undo_a_stratified_choice():
+    rng = np.random.default_rng(0)
+    verdict, index, annotations, inclusion = judged_run(rng, 0.3, annotated=4000)
+    whole = rogan_gladen(verdict, index, **annotations, resamples=2)  # every row is annotated
+    assert (inclusion == 1).all()
+    assert whole.value == pytest.approx(annotations["truth"].mean())
+    values = []
+    for _ in range(60):
+        verdict, index, annotations, inclusion = judged_run(rng, 0.3, annotated=200)
+        values.append(
+            [
+                rogan_gladen(verdict, index, **annotations, truth_weights=w, resamples=2).value
+                for w in (1 / inclusion, None)
+            ]
+        )
+    weighted, unweighted = np.mean(values, axis=0)
+    assert weighted == pytest.approx(0.3, abs=0.025)
+    assert abs(unweighted - 0.3) > 0.05
+
+
+@pytest.mark.parametrize("powered", [False, True])
+def test_the_bootstrap_equals_drawing_rows_and_annotations_source_by_source(powered):
+    rng = np.random.default_rng(2)
+    verdict, index, annotations, inclusion = judged_run(rng, 0.3, sources=20, annotated=60)
+    options = {"resamples": 50, "seed": 7, "clip": False}
+    if powered:
+        fast = prediction_powered(verdict, index, **annotations, inclusion=inclusion, **options)
+    else:
+        fast = rogan_gladen(verdict, index, **annotations, truth_weights=1 / inclusion, **options)
+    truth, said = annotations["truth"], annotations["truth_prediction"]
+    where, replicates = annotations["truth_sources"], []
+    for drawn in np.random.default_rng(7).integers(20, size=(50, 20)):
+        rows = np.concatenate([np.flatnonzero(index == s) for s in drawn])
+        notes = np.concatenate([np.flatnonzero(where == s) for s in drawn])
+        y, j, w = truth[notes], said[notes], 1 / inclusion[notes]
+        rate = verdict[rows].mean()
+        if powered:
+            replicates.append(rate + np.average(y - j, weights=w))
+        else:
+            sensitivity = np.average(j[y == 1], weights=w[y == 1])
+            specificity = np.average(1 - j[y == 0], weights=w[y == 0])
+            replicates.append((rate + specificity - 1) / (sensitivity + specificity - 1))
+    tail = (1 - widened(0.95, 20)) / 2
+    expected = np.quantile(replicates, [tail, 1 - tail])
+    assert (fast.low, fast.high) == pytest.approx(tuple(expected))
+
+
+@pytest.mark.parametrize("rate", [0.02, 0.2, 0.5])
+def test_corrected_rates_are_unbiased_and_covered(rate):
+    """Sensitivity 0.8, specificity 0.95, both varying between sources; 200 annotations."""
+    rng, trials, found, raw = np.random.default_rng(4), 250, {"rg": [], "pp": []}, []
+    for _ in range(trials):
+        verdict, index, annotations, inclusion = judged_run(rng, rate)
+        options = {**annotations, "resamples": 300, "clip": False}
+        rg = rogan_gladen(verdict, index, truth_weights=1 / inclusion, **options)
+        pp = prediction_powered(verdict, index, inclusion=inclusion, **options)
+        for name, e in (("rg", rg), ("pp", pp)):
+            found[name].append((e.value, e.low <= rate <= e.high))
+        raw.append(verdict.mean())
+    for name, results in found.items():
+        values, covered = np.array(results).T
+        defined = ~np.isnan(values)
+        assert defined.mean() > 0.9
+        error = values[defined].std() / np.sqrt(defined.sum())
+        assert abs(values[defined].mean() - rate) < 3 * error + 0.003, name
+        assert covered[defined].mean() > 0.91, name
+    if rate != 0.2:  # where misses and false alarms happen to cancel
+        assert abs(np.mean(raw) - rate) > 0.03
+
+
+def test_errors_that_were_never_seen_are_not_taken_for_impossible():
+    """60 annotations, all of them right: the judge may still err, and the interval says so."""
+    sources = np.repeat(np.arange(30), 2)
+    truth = np.tile([0.0, 1.0], 30)
+    verdict = np.tile([0.0, 1.0], 200)
+    annotations = {"truth": truth, "truth_prediction": truth, "truth_sources": sources}
+    rows = np.repeat(np.arange(100), 4)
+    for estimate in (
+        rogan_gladen(verdict, rows, **annotations),
+        prediction_powered(verdict, rows, **annotations, inclusion=np.full(60, 0.15)),
+    ):
+        assert estimate.value == 0.5
+        assert estimate.low < 0.49 and estimate.high > 0.51
+    none = prediction_powered(
+        np.zeros(400),
+        rows,
+        truth=np.zeros(60),
+        truth_prediction=np.zeros(60),
+        truth_sources=sources,
+        inclusion=np.full(60, 0.15),
+    )
+    assert none.value == 0 and none.low == 0
+    assert 1 / 30 < none.high < 0.2  # about the rule of three on 30 annotated sources
+
+
+def test_estimates_stay_within_the_unit_interval_unless_asked_not_to():
+    annotations = {
+        "truth": [1, 1, 0, 0, 0, 0],
+        "truth_prediction": [1, 1, 1, 0, 0, 0],
+        "truth_sources": range(6),
+    }
+    verdict, sources = np.zeros(50), np.arange(50)
+    clipped = rogan_gladen(verdict, sources, **annotations)
+    assert clipped.value == 0 and clipped.low == 0 and clipped.high <= 1
+    assert rogan_gladen(verdict, sources, **annotations, clip=False).value < 0
+    powered = {**annotations, "inclusion": np.ones(6)}
+    assert prediction_powered(verdict, sources, **powered).value == 0
+    assert prediction_powered(verdict, sources, **powered, clip=False).value < 0
+
+
+def test_a_judge_no_better_than_chance_cannot_be_corrected():
+    def corrected(truth, said):
+        return rogan_gladen(
+            [1, 0], ["a", "b"], truth=truth, truth_prediction=said, truth_sources=range(len(truth))
+        )
+
+    useless = corrected([1, 1, 0, 0], [1, 0, 1, 0])
+    assert np.isnan(useless.value) and "sensitivity + specificity" in useless.method
+    one_kind = corrected([0, 0], [1, 0])
+    assert np.isnan(one_kind.value) and "one kind only" in one_kind.method
+    nothing = prediction_powered(
+        [1, 0], ["a", "b"], truth=[], truth_prediction=[], truth_sources=[], inclusion=[]
+    )
+    assert np.isnan(nothing.value) and "no annotations" in nothing.method
+    empty = rogan_gladen([], [], truth=[1, 0], truth_prediction=[1, 0], truth_sources=["a", "b"])
+    assert np.isnan(empty.value) and "no rows" in empty.method
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"truth": [1, 0, 1]}, "truth must have 2 entries"),
+        ({"truth": [1, 0.5]}, "truth must be 0, 1 or NaN"),
+        ({"truth_prediction": [1, 2]}, "truth_prediction must be 0, 1 or NaN"),
+        ({"inclusion": [0.0, 1.0]}, "inclusion probabilities must lie in"),
+        ({"inclusion": [1.0]}, "inclusion must have 2 entries"),
+        ({"level": 1.0}, "level must lie strictly"),
+    ],
+)
+def test_bad_input_is_named(changed, message):
+    good = {
+        "truth": [1, 0],
+        "truth_prediction": [1, 0],
+        "truth_sources": ["a", "b"],
+        "inclusion": [1.0, 1.0],
+    }
+    with pytest.raises(ValueError, match=message):
+        prediction_powered([1, 0], ["a", "b"], **{**good, **changed})

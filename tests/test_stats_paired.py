@@ -1,0 +1,225 @@
+"""Paired differences: exact enumeration, false alarms, coverage, power."""
+
+from itertools import product
+
+import numpy as np
+import pytest
+from scipy.stats import binom, binomtest, permutation_test
+
+from ia_mech.stats import (
+    cluster_mean,
+    detectable_difference,
+    paired_difference,
+    zero_events_bound,
+)
+from ia_mech.stats.paired import sign_flip_p
+
+
+def two_conditions(rng, rate_a, rate_b, sources=60, rows_a=1, rows_b=8):
+    """Events of two conditions that share each source's uniform draw, as shared noise makes them.
+
+    A source's rate is Beta around the condition's; both come from one quantile.
+    """
+    easy = rng.beta(1.0, 1.0, sources)
+    out = []
+    for rate, rows in ((rate_a, rows_a), (rate_b, rows_b)):
+        # Uniform ranks to a rate with the right mean: a step of random height, within-source
+        # correlation about one half.
+        rates = np.where(easy < rate, 0.6 + 0.4 * rate, 0.4 * rate)
+        values = rng.random((sources, rows)) < rates[:, None]
+        out += [values.ravel().astype(float), np.repeat(np.arange(sources), rows)]
+    return out
+
+
+def test_all_sign_flips_are_visited_where_sources_are_few():
+    differences = np.array([0.5, -0.25, 0.0, 1.0, 0.125, 0.75])
+    sums = [abs(np.dot(s, differences)) for s in product((1, -1), repeat=6)]
+    expected = np.mean([s >= abs(differences.sum()) - 1e-12 for s in sums])
+    assert sign_flip_p(differences, 10_000, seed=0) == expected
+    scipys = permutation_test(
+        (differences, np.zeros(6)), lambda x, y: (x - y).mean(), permutation_type="samples"
+    )
+    assert expected == pytest.approx(scipys.pvalue)
+
+
+def test_random_sign_flips_come_close_to_all_of_them():
+    differences = np.random.default_rng(0).normal(0.3, 1, 18)
+    exact = sign_flip_p(differences, 2**18, seed=0)
+    assert sign_flip_p(differences, 20_000, seed=1) == pytest.approx(exact, abs=0.01)
+    assert sign_flip_p(np.ones(40), 1000, seed=0) == 1 / 1001  # never 0
+
+
+def test_without_differences_nothing_is_significant_and_the_bound_is_on_sources():
+    zeros, sources = np.zeros(30), np.arange(30)
+    paired = paired_difference(zeros, sources, zeros, sources)
+    assert paired.p == 1 and paired.difference.value == 0
+    assert paired.difference.high == -paired.difference.low == zero_events_bound(30)
+    constant = paired_difference(zeros + 5, sources, zeros + 5, sources)  # no rates: no bound
+    assert (constant.difference.low, constant.difference.high) == (0, 0)
+
+
+def test_each_common_source_weighs_the_same():
+    paired = paired_difference(
+        [1, 1, 0, 0, 9, np.nan], list("aaabbc"), [0, 1, 1, 7], ["a", "b", "b", "d"]
+    )
+    assert paired.sources == 2
+    assert paired.difference.value == pytest.approx(((2 / 3 - 0) + (4.5 - 1)) / 2)
+    alone = paired_difference([1.0], ["a"], [0.0], ["a"])
+    assert np.isnan(alone.difference.low) and alone.difference.value == 1
+    none = paired_difference([1.0], ["a"], [0.0], ["b"])
+    assert none.sources == 0 and np.isnan(none.p) and np.isnan(none.difference.value)
+
+
+def test_mover_equals_its_definition():
+    a, sources_a, b, sources_b = two_conditions(np.random.default_rng(3), 0.1, 0.3)
+    paired = paired_difference(a, sources_a, b, sources_b)
+    one, two = (
+        cluster_mean(a, sources_a, proportion=True),
+        cluster_mean(b, sources_b, proportion=True),
+    )
+    r = np.corrcoef(a, b.reshape(60, 8).mean(1))[0, 1]
+    l1, u1 = one.value - one.low, one.high - one.value
+    l2, u2 = two.value - two.low, two.high - two.value
+    value = one.value - two.value
+    expected = (
+        value,
+        value - np.sqrt(l1**2 - 2 * r * l1 * u2 + u2**2),
+        value + np.sqrt(u1**2 - 2 * r * u1 * l2 + l2**2),
+    )
+    got = paired.difference
+    assert (got.value, got.low, got.high) == pytest.approx(expected)
+    assert got.method == "mover"
+
+
+def test_other_means_are_treated_as_means_of_the_sources_differences():
+    rng = np.random.default_rng(0)
+    a, b, sources = rng.normal(1, 1, 90), rng.normal(0, 1, 90), np.repeat(np.arange(30), 3)
+    paired = paired_difference(a, sources, b, sources, method="percentile", seed=4)
+    same = cluster_mean((a - b).reshape(30, 3).mean(1), np.arange(30), method="percentile", seed=4)
+    assert (paired.difference.low, paired.difference.high) == pytest.approx((same.low, same.high))
+    auto = paired_difference(a, sources, b, sources).difference
+    same = cluster_mean((a - b).reshape(30, 3).mean(1), np.arange(30))
+    assert (auto.low, auto.high) == pytest.approx((same.low, same.high))
+    for method in ("bca", "student"):
+        other = paired_difference(a, sources, b, sources, method=method).difference
+        assert other.low == pytest.approx(auto.low, abs=0.1) and other.method == method
+
+
+def test_p_is_where_the_interval_begins_to_leave_out_zero():
+    """With unequal numbers of rows, for rates and for other means."""
+    rng, sources = np.random.default_rng(1), np.arange(60)
+    for data in (
+        two_conditions(rng, 0.1, 0.3),
+        (rng.normal(0.4, 1, 60), sources, rng.normal(0, 1, 480), np.repeat(sources, 8)),
+    ):
+        p = paired_difference(*data).p
+        assert 1e-6 < p < 0.5
+        for level, excluded in ((1 - p * 1.01, True), (1 - p * 0.99, False)):
+            e = paired_difference(*data, level=level).difference
+            assert (e.low > 0 or e.high < 0) == excluded
+    far = paired_difference(np.ones(60), sources, np.zeros(120), np.repeat(sources, 2))
+    assert far.p == 2 * 0.5**60 or far.p < 1e-3
+    same = paired_difference([1, 0], ["a", "b"], [1, 0, 0, 1], ["a", "a", "b", "b"])
+    assert same.p == 1 and same.test == "mover"
+
+
+@pytest.mark.parametrize(("rate", "rows"), [(0.02, (1, 8)), (0.3, (1, 8)), (0.5, (4, 4))])
+def test_false_alarms_of_the_paired_test(rate, rows):
+    """The 95% binomial interval of the simulated rate holds 5%."""
+    rng, alarms, flips, trials = np.random.default_rng(7), 0, 0, 1000
+    for _ in range(trials):
+        data = two_conditions(rng, rate, rate, sources=100, rows_a=rows[0], rows_b=rows[1])
+        paired = paired_difference(*data, permutations=999)
+        alarms += paired.p <= 0.05
+        differences = data[2].reshape(100, -1).mean(1) - data[0].reshape(100, -1).mean(1)
+        flips += sign_flip_p(differences, 999, 0) <= 0.05
+    assert paired.test == ("sign flip" if rows[0] == rows[1] else "mover")
+    interval = binomtest(alarms, trials).proportion_ci(0.95, "exact")
+    assert interval.low <= 0.05
+    if rate > 0.1:
+        assert alarms / trials > 0.025  # and isn't bought by never rejecting
+    else:
+        assert flips / trials > 0.06  # what flipping signs would do to one row against eight
+
+
+@pytest.mark.parametrize(("rate_a", "rate_b"), [(0.02, 0.02), (0.1, 0.4)])
+def test_coverage_of_differences_of_rates(rate_a, rate_b):
+    rng, covered, trials = np.random.default_rng(5), 0, 600
+
+    def mean(rate):
+        return rate * (0.6 + 0.4 * rate) + (1 - rate) * 0.4 * rate
+
+    for _ in range(trials):
+        data = two_conditions(rng, rate_a, rate_b)
+        estimate = paired_difference(*data, permutations=1).difference
+        covered += estimate.low <= mean(rate_a) - mean(rate_b) <= estimate.high
+    assert covered / trials > 0.93
+
+
+def test_the_detectable_difference_is_found_as_often_as_it_says():
+    rng, sources = np.random.default_rng(2), np.arange(40)
+    sizes, found = [], 0
+    for _ in range(300):
+        a, b = rng.normal(size=40), rng.normal(size=40)
+        sizes.append(detectable_difference(a, sources, b, sources, power=0.8))
+    size = np.mean(sizes)
+    for _ in range(600):
+        a, b = rng.normal(size, 1, 40), rng.normal(size=40)
+        found += paired_difference(a, sources, b, sources, permutations=999, resamples=1).p <= 0.05
+    assert found / 600 == pytest.approx(0.8, abs=0.05)
+
+
+def test_what_can_be_detected_where_nothing_differs():
+    zeros, sources = np.zeros(50), np.arange(50)
+    share = detectable_difference(zeros, sources, zeros, sources)
+    # Five events of fifty are needed against none, six for flipped signs: with power 0.8 they come
+    # at a share of 0.14 or 0.16.
+    needed = [k for k in range(10) if paired_difference(*against_none(k)).difference.low > 0]
+    assert needed[0] == 5 and binom.sf(4, 50, share) == pytest.approx(0.8, abs=0.1)
+    ones = detectable_difference(zeros + 1, sources, zeros + 1, sources)
+    assert ones == pytest.approx(share)  # looking down from one is looking up from none
+    assert np.isnan(detectable_difference(zeros[:2], sources[:2], zeros[:2], sources[:2]))
+    assert np.isnan(detectable_difference(zeros + 3, sources, zeros + 3, sources))
+    assert np.isnan(detectable_difference([1.0], ["a"], [0.0], ["a"]))
+
+
+def against_none(events):
+    """Fifty sources with so many events in one condition and none in the other."""
+    return (np.arange(50) < events).astype(float), np.arange(50), np.zeros(50), np.arange(50)
+
+
+def test_the_detectable_difference_of_rates_is_found_as_often_as_it_says():
+    """Eight samples against one greedy row, whose rate is a tenth."""
+    rng, sources, found = np.random.default_rng(3), 80, 0
+
+    def conditions(rate):
+        easy = rng.beta(0.3, 2.7, sources)  # mean a tenth
+        greedy = rng.random(sources) < easy
+        easier = easy + (rate - 0.1) / 0.9 * (1 - easy)
+        samples = rng.random((sources, 8)) < easier[:, None]
+        return (
+            *(samples.ravel().astype(float), np.repeat(np.arange(sources), 8)),
+            *(greedy.astype(float), np.arange(sources)),
+        )
+
+    size = np.median([detectable_difference(*conditions(0.1)) for _ in range(100)])
+    for _ in range(300):
+        found += paired_difference(*conditions(0.1 + size)).p <= 0.05
+    assert 0.7 < found / 300 < 0.95
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: paired_difference([1, 2], ["a"], [1], ["a"]), "values_a must have 1 entries"),
+        (lambda: paired_difference([1], ["a"], [1], ["a"], permutations=0), "permutations"),
+        (lambda: paired_difference([1], ["a"], [1], ["a"], method="t"), "unknown method 't'"),
+        (lambda: paired_difference([3], ["a"], [1], ["a"], method="mover"), "for proportions"),
+        (lambda: paired_difference([3], ["a"], [1], ["a"], proportion=True), "between 0 and 1"),
+        (lambda: detectable_difference([1], ["a"], [1], ["a"], power=1), "power must lie"),
+        (lambda: detectable_difference([1], ["a"], [1], ["a"], level=0), "level must lie"),
+    ],
+)
+def test_bad_input_is_named(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
