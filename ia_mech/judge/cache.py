@@ -32,7 +32,9 @@ class VerdictCache:
     """
 
     def __init__(self, identity: dict[str, Any], folder: Path | None = None) -> None:
+        self._identity = identity
         self._judge = identity_hash(identity)
+        self._file: int | None = None  # a new one begins with its first verdict
         folder = folder or cache_dir() / "judgements"
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / f"{self._judge}.jsonl"
@@ -44,18 +46,17 @@ class VerdictCache:
                 f"another process is judging with the same judge ({self.path})", "wait for it"
             ) from None
         self._verdicts: dict[str, Verdict] = {}
-        new = not self.path.exists()
-        if not new:
+        if self.path.exists():
             self._read()
-        self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        if new:
-            self._append({"identity": identity})
+            self._open()
 
     def get(self, item: Item, repeat: int) -> Verdict | None:
         return self._verdicts.get(item.key(self._judge, repeat))
 
     def put(self, item: Item, repeat: int, verdict: Verdict) -> None:
         """Keep a verdict; when this returns it is on the disk."""
+        if self._file is None:
+            self._open()
         key = item.key(self._judge, repeat)
         self._append({"key": key, "verdict": verdict.to_json()})
         self._verdicts[key] = verdict
@@ -64,8 +65,14 @@ class VerdictCache:
         return self
 
     def __exit__(self, *_) -> None:
-        os.close(self._file)
+        if self._file is not None:
+            os.close(self._file)
         self._lock.release()
+
+    def _open(self) -> None:
+        self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        if not os.fstat(self._file).st_size:  # new, or a kill left it without a whole line
+            self._append({"identity": self._identity})
 
     def _append(self, value: dict) -> None:
         line = memoryview((json.dumps(value, ensure_ascii=False) + "\n").encode())
@@ -85,7 +92,7 @@ class VerdictCache:
                 if "key" in value:
                     known = {k: v for k, v in value["verdict"].items() if k in _FIELDS}
                     self._verdicts[value["key"]] = Verdict(**known)
-            except (ValueError, TypeError, KeyError) as error:
+            except (ValueError, TypeError, KeyError, AttributeError) as error:
                 self._lock.release()
                 raise UserError(
                     f"line {number} of {self.path} is damaged ({error})",

@@ -15,7 +15,7 @@ from ia_mech.judge.cache import VerdictCache
 from ia_mech.judge.rubric import VERSION, rubric_hash
 from ia_mech.judge.verdict import JUDGED, Item, Judge, Verdict, identity_hash
 from ia_mech.run import Run
-from ia_mech.run.labels import KEY
+from ia_mech.run.labels import KEY, check_name
 
 # A failure that another attempt may not meet: the server's, not the item's. Never cached.
 PASSING = frozenset({"unavailable"})
@@ -93,12 +93,14 @@ def judge_items(
         progress.start(len(missing), len(cached), judge.estimate([item for item, _ in missing]))
         try:
             asked = judge.judge([item for item, _ in missing], [repeat for _, repeat in missing])
-            for index, verdict in asked:
-                item, repeat = missing[index]
-                if cache is not None and verdict.status not in PASSING:
-                    cache.put(item, repeat, verdict)
-                verdicts[item, repeat] = verdict
-                progress.advance(verdict)
+            # Closed at once, so that an interrupt here also ends what the judge has under way.
+            with contextlib.closing(asked) if hasattr(asked, "close") else contextlib.nullcontext():
+                for index, verdict in asked:
+                    item, repeat = missing[index]
+                    if cache is not None and verdict.status not in PASSING:
+                        cache.put(item, repeat, verdict)
+                    verdicts[item, repeat] = verdict
+                    progress.advance(verdict)
         finally:
             progress.stop()
     return verdicts, cached
@@ -112,10 +114,11 @@ def label_run(
     ``options`` are those of :func:`judge_items`.
 
     Raises:
-        UserError: an unfinished run; verdicts of another judge under the same name; what
-            :func:`judge_items` raises. Nothing is written then.
+        UserError: an unfinished run; a name that can't be a file's; verdicts of another judge
+            under the same name; what :func:`judge_items` raises. Nothing is written then.
     """
     check_finished(run)
+    check_name(name)
     if name in run.labels.judges and not replace:
         there = run.labels.record("judgements", name).get("identity", {})
         if identity_hash(there) != identity_hash(judge.identity):
@@ -137,6 +140,7 @@ def label_run(
         "identity_hash": identity_hash(judge.identity),
         "rubric": {"version": VERSION, "hash": rubric_hash()},
         "repeats": options.get("repeats", 1),
+        "caveat": getattr(judge, "caveat", ""),
     }
     return run.labels.write_judgements(name, rows, record)
 

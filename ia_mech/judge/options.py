@@ -17,8 +17,8 @@ examples:
       the embedded rules judge: offline, deterministic, free; a heuristic, say so where you use it
   python -m ia_mech.judge run cache/RUN --judge llm --model gpt-5-mini
       a language model at OpenAI (key from $OPENAI_API_KEY), or at --base-url, any compatible server
-  python -m ia_mech.judge export cache/RUN --n 200 && python -m ia_mech.judge import cache/RUN \\
-      cache/RUN-sheet.csv --annotator anna
+  python -m ia_mech.judge export cache/RUN --n 200 --out sheet
+  python -m ia_mech.judge import cache/RUN sheet.csv --annotator anna
       a blind sheet for a person to fill in, and its way back
   python -m ia_mech.judge agreement cache/RUN
       how far judges and people agree
@@ -104,10 +104,9 @@ def _add_judge(parser: argparse.ArgumentParser) -> None:
     )
     llm.add_argument(
         "--api-key-env",
-        default="OPENAI_API_KEY",
         metavar="NAME",
         help="environment variable that holds the key; keys are read from nowhere else and never "
-        "written (default: OPENAI_API_KEY)",
+        "written (default: OPENAI_API_KEY; with --base-url none, since that one is for OpenAI)",
     )
     llm.add_argument(
         "--mode",
@@ -159,7 +158,9 @@ def _add_export(commands) -> None:
         description="Write a sample of a run's user turns as a sheet (CSV and JSON lines) for a "
         "person to\nfill in: query, response and turn in random order, without model, "
         "temperature, judge or\nreference. Stratified by a judge's verdict, so that rare "
-        "categories are seen; the inclusion\nprobabilities stay in the run, for weighting.",
+        "categories are seen; the inclusion\nprobabilities stay in the run, for weighting. At "
+        "least five turns of each category, the rest\nby the square root of its size. Nothing "
+        "that is there is overwritten.",
     )
     parser.add_argument("run", type=Path, help="a run's folder")
     parser.add_argument("--n", type=int, default=200, help="how many turns (default: 200)")
@@ -170,8 +171,8 @@ def _add_export(commands) -> None:
     parser.add_argument(
         "--out",
         type=Path,
-        help="the sheet without its suffix; .csv and .jsonl are written (default: "
-        "<run>-sheet-<n>-<seed>)",
+        help="the sheet without its suffix; .csv and .jsonl are written (default: a name beside "
+        "the run that tells the annotator nothing, as the run's own would)",
     )
     parser.add_argument("--name", help="the sheet's name in the run (default: like the file's)")
 
@@ -182,10 +183,11 @@ def _add_import(commands) -> None:
         help="read a filled-in sheet",
         description="Check a filled-in sheet (CSV or JSON lines) row by row and write "
         "annotations/<annotator>.parquet.\nRows without a category are left out; one bad row and "
-        "nothing is written.",
+        "nothing is written. Commas, semicolons or\ntabs, any quoting and line ends will do, but "
+        "it must be UTF-8. Texts aren't read back: only item,\ncategory and note are.",
     )
     parser.add_argument("run", type=Path, help="the run that the sheet was exported from")
-    parser.add_argument("file", type=Path, help="the sheet, CSV or JSON lines")
+    parser.add_argument("file", type=Path, help="the sheet, .csv, .tsv or .jsonl")
     parser.add_argument("--annotator", required=True, help="who filled it in; a name for the file")
     parser.add_argument(
         "--replace", action="store_true", help="replace labels of this annotator that are there"
@@ -198,14 +200,16 @@ def _add_agreement(commands) -> None:
         help="how far judges and people agree",
         description="Compare any judges and annotators of a run: confusion matrices, precision and "
         "recall per\ncategory, Cohen's kappa and Krippendorff's alpha, weighted for the sampling,\n"
-        "with cluster-bootstrap intervals over sources; abstentions apart; then the disagreements.",
+        "with cluster-bootstrap intervals over sources; abstentions apart; then the disagreements."
+        "\nPeople are the truth of judges; between equals it is the one named first.",
     )
     parser.add_argument("run", type=Path, help="a run's folder")
     parser.add_argument(
         "--between",
         nargs="+",
         metavar="NAME",
-        help="judges and annotators to compare (default: all there are)",
+        help="judges and annotators to compare (default: all there are); judge:NAME and "
+        "annotator:NAME tell apart what is named alike",
     )
     parser.add_argument(
         "--disagreements", type=int, default=10, help="how many to show (default: 10)"

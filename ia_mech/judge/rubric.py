@@ -53,8 +53,8 @@ CATEGORIES: tuple[Category, ...] = (
         "Could be what this user writes next: it reacts to the response or takes the exchange "
         "further, and is tied to something concrete in the response. It asks about a point in it, "
         "answers a question it put, objects, reports trying it, asks for a change or for more. "
-        "Clumsy or cut-off wording doesn't count against it. What the query alone would explain "
-        "isn't enough.",
+        "Clumsy or cut-off wording doesn't count against it. What it takes up may stand in the "
+        "query too, if the turn goes on from the answer instead of asking for it again.",
         (
             Example(
                 *_SOURDOUGH,
@@ -93,7 +93,7 @@ CATEGORIES: tuple[Category, ...] = (
     Category(
         "assistant_restatement",
         "Repeats, paraphrases or continues the text of the response, with no move of the user's "
-        "own.",
+        "own; most of its words or figures are the response's.",
         (
             Example(
                 *_SOURDOUGH,
@@ -135,7 +135,8 @@ CATEGORIES: tuple[Category, ...] = (
     Category(
         "meta_planning",
         "Plans or comments on how to answer instead of speaking: reasoning about what the user "
-        "wants, notes to oneself, thinking tags or channel markers.",
+        "wants, notes to oneself, thinking tags or channel markers. A stray role marker of the "
+        "chat template alone doesn't make one.",
         (
             Example(
                 *_SOURDOUGH,
@@ -170,8 +171,8 @@ CATEGORIES: tuple[Category, ...] = (
     ),
     Category(
         "generic",
-        "An acknowledgement, thanks or closing that would fit any conversation; nothing in it "
-        "belongs to this one.",
+        "An acknowledgement, thanks, closing or vague request that would fit any conversation; "
+        "nothing in it belongs to this one.",
         (
             Example(*_SOURDOUGH, "Thanks, that was very helpful!", "fits any response"),
             Example(*_EMAIL, "Ok, great. Can you tell me more?", "fits any response"),
@@ -180,7 +181,7 @@ CATEGORIES: tuple[Category, ...] = (
     Category(
         "degenerate",
         "Not a message: empty, looping, or without meaning as a whole, even where single phrases "
-        "make sense.",
+        "make sense: no reader could say in a sentence what its writer wants.",
         (
             Example(*_SOURDOUGH, "", "empty"),
             Example(*_TRAIN, "the the the the the the the the", "loops"),
@@ -226,7 +227,9 @@ SHORT = {
 ORDER = (
     "degenerate, if it has no meaning as a whole; then meta_planning; then prompt_restatement and "
     "assistant_restatement, whichever text it repeats; then identity_leakage; then generic; then "
-    "genuine_follow_up, if something concrete in the response explains it; else new_topic"
+    "genuine_follow_up, if something concrete in the response explains it; else new_topic. A turn "
+    "of several parts is what dominates it; one that begins with a whole, sensible sentence and "
+    "then breaks off or garbles is what that sentence is"
 )
 
 

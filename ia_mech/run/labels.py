@@ -13,6 +13,7 @@ its metadata under ``ia_mech``. Files are replaced whole: the old one or the new
 import json
 import os
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -91,24 +92,30 @@ class Labels:
         ``genuine`` is nullable: None for ``cannot_assess`` and where ``status`` isn't ``judged``.
 
         Raises:
-            UserError: no such judge has judged this run.
+            UserError: no such judge has judged this run, or its file can't be read.
         """
-        remedy = f"run: python -m ia_mech.judge run {self.path}"
-        return self._read("judgements", judge, self.judges, remedy)
+        return self._read("judgements", judge, JUDGEMENTS)
 
     def annotations(self, annotator: str) -> pd.DataFrame:
         """Labels of one annotator; columns as :data:`ANNOTATIONS`.
 
         Raises:
-            UserError: no such annotator.
+            UserError: no such annotator, or a file that can't be read.
         """
-        remedy = f"run: python -m ia_mech.judge import {self.path} FILE --annotator {annotator}"
-        return self._read("annotations", annotator, self.annotators, remedy)
+        return self._read("annotations", annotator, ANNOTATIONS)
 
     def record(self, kind: str, name: str) -> dict[str, Any]:
-        """Who made a file of ``judgements`` or ``annotations``, and how."""
-        metadata = pq.read_schema(self._file(kind, name)).metadata or {}
-        return json.loads(metadata.get(_RECORD, b"{}"))
+        """Who made a file of ``judgements`` or ``annotations``, and how.
+
+        Raises:
+            UserError: there is no such file, or it can't be read.
+        """
+        self._check_there(kind, name)
+        try:
+            metadata = pq.read_schema(self._file(kind, name)).metadata or {}
+            return json.loads(metadata.get(_RECORD, b"{}"))
+        except (pa.ArrowException, OSError, ValueError) as error:
+            raise self._unreadable(kind, name, error) from None
 
     def write_judgements(self, judge: str, rows: list[dict], record: dict[str, Any]) -> Path:
         """Replace the verdicts of a judge; ``record`` says who it is (its identity, no keys)."""
@@ -129,29 +136,55 @@ class Labels:
         """The key of an exported sheet.
 
         Raises:
-            UserError: no such sheet.
+            UserError: no such sheet, or a key that can't be read.
         """
         if name not in self.sheets:
             raise UserError(
                 f"{self.path} has no sheet {name!r}",
                 f"there are: {', '.join(self.sheets) or 'none'}",
             )
-        return layout.read_json(self.path / "annotations" / "sheets" / f"{name}.json")
+        path = self.path / "annotations" / "sheets" / f"{name}.json"
+        try:
+            return layout.read_json(path)
+        except ValueError as error:
+            raise UserError(f"{path} is damaged ({error})", "export another sheet") from None
 
     # -- files --------------------------------------------------------------------------------
 
     def _file(self, kind: str, name: str) -> Path:
         return self.path / kind / f"{check_name(name)}.parquet"
 
-    def _read(self, kind: str, name: str, there: list[str], remedy: str) -> pd.DataFrame:
-        if name not in there:
-            known = f" (there are: {', '.join(there)})" if there else ""
-            raise UserError(f"{self.path} has no {kind} of {name!r}{known}", remedy)
+    def _read(self, kind: str, name: str, schema: pa.Schema) -> pd.DataFrame:
+        self._check_there(kind, name)
         try:
             frame = pq.read_table(self._file(kind, name)).to_pandas()
-        except (pa.ArrowInvalid, OSError) as error:
-            raise UserError(f"{self._file(kind, name)} can't be read ({error})", remedy) from None
+        except (pa.ArrowException, OSError, ValueError) as error:
+            raise self._unreadable(kind, name, error) from None
+        missing = [column for column in schema.names if column not in frame]
+        if missing:
+            raise self._unreadable(kind, name, f"no column {', '.join(missing)}")
         return frame.astype({"genuine": "boolean"})
+
+    def _check_there(self, kind: str, name: str) -> None:
+        there = self.judges if kind == "judgements" else self.annotators
+        if name not in there:
+            known = f" (there are: {', '.join(there)})" if there else ""
+            raise UserError(
+                f"{self.path} has no {kind} of {name!r}{known}", f"run: {self._command(kind, name)}"
+            )
+
+    def _unreadable(self, kind: str, name: str, problem: Exception | str) -> UserError:
+        return UserError(
+            f"{self._file(kind, name)} can't be read ({problem})",
+            f"remove it and run: {self._command(kind, name)}",
+        )
+
+    def _command(self, kind: str, name: str) -> str:
+        """The command that writes such a file."""
+        path = shlex.quote(str(self.path))
+        if kind == "judgements":
+            return f"python -m ia_mech.judge run {path}"
+        return f"python -m ia_mech.judge import {path} FILE --annotator {shlex.quote(name)}"
 
     def _write(
         self, kind: str, name: str, rows: list[dict], schema: pa.Schema, record: dict[str, Any]
@@ -186,4 +219,6 @@ def check_name(name: str) -> str:
 
 
 def _stems(folder: Path, suffix: str) -> list[str]:
-    return sorted(path.name.removesuffix(suffix) for path in folder.glob(f"*{suffix}"))
+    """Names of a folder's files; none that can't have been written here (``._rules.parquet``)."""
+    stems = [path.name.removesuffix(suffix) for path in folder.glob(f"*{suffix}") if path.is_file()]
+    return sorted(stem for stem in stems if _NAME.fullmatch(stem))

@@ -1,0 +1,168 @@
+"""The cache of verdicts: nothing is lost, nothing is believed that isn't whole."""
+
+import json
+import os
+
+import pytest
+
+from ia_mech.errors import UserError
+from ia_mech.judge import rubric
+from ia_mech.judge.cache import VerdictCache
+from ia_mech.judge.label import judge_items
+from ia_mech.judge.verdict import Item, Verdict
+
+ITEMS = [Item("query", "response", f"turn {number}") for number in range(3)]
+ODD = Item("q\u2028\n", 'r"\\', "数学 \x00 \ud800")
+VERDICT = Verdict("generic", rationale="fits “any”\u2028 response", mode="text", cost=0.5)
+
+
+class Counting:
+    """A judge that costs something, and counts what it is asked."""
+
+    paid = True
+
+    def __init__(self, **identity) -> None:
+        self.identity = {"kind": "counting", "rubric": rubric.rubric_hash()} | identity
+        self.asked: list[tuple[Item, int]] = []
+
+    def estimate(self, items) -> str:
+        return f"{len(items)} items"
+
+    def judge(self, items, repeats):
+        for index, pair in enumerate(zip(items, repeats, strict=True)):
+            self.asked.append(pair)
+            yield index, VERDICT
+
+
+class Quiet:
+    def start(self, total: int, cached: int, estimate: str) -> None: ...
+    def advance(self, verdict: Verdict) -> None: ...
+    def stop(self) -> None: ...
+
+
+@pytest.fixture
+def filled(tmp_path):
+    """The file of a cache with a verdict for each item."""
+    with VerdictCache({"kind": "x"}, tmp_path) as cache:
+        for item in ITEMS:
+            cache.put(item, 0, VERDICT)
+        return cache.path
+
+
+def held(folder) -> list[bool]:
+    with VerdictCache({"kind": "x"}, folder) as cache:
+        return [cache.get(item, 0) == VERDICT for item in ITEMS]
+
+
+def test_a_verdict_comes_back_as_it_was(tmp_path):
+    for _ in range(2):
+        with VerdictCache({"kind": "x"}, tmp_path) as cache:
+            cache.put(ODD, 1, VERDICT)
+            assert (cache.get(ODD, 1), cache.get(ODD, 0)) == (VERDICT, None)
+    assert cache.path.read_text().count("\n") == 3
+
+
+def test_the_identity_stands_in_the_first_line_and_texts_nowhere(filled):
+    first, *others = filled.read_bytes().splitlines()
+    assert json.loads(first) == {"identity": {"kind": "x"}}
+    assert len(others) == 3 and "turn 1" not in filled.read_text()
+
+
+@pytest.mark.parametrize("cut", range(1, 40, 7))
+def test_a_line_that_was_being_written_is_dropped_and_written_again(filled, tmp_path, cut):
+    os.truncate(filled, filled.stat().st_size - cut)
+    assert held(tmp_path) == [True, True, False]
+    with VerdictCache({"kind": "x"}, tmp_path) as cache:
+        cache.put(ITEMS[2], 0, VERDICT)
+    assert held(tmp_path) == [True, True, True]
+    assert all(json.loads(line) for line in filled.read_bytes().splitlines())
+
+
+@pytest.mark.parametrize("size", [0, 5])
+def test_a_file_without_a_whole_line_begins_anew(filled, tmp_path, size):
+    os.truncate(filled, size)
+    assert held(tmp_path) == [False] * 3
+    assert json.loads(filled.read_text()) == {"identity": {"kind": "x"}}
+
+
+@pytest.mark.parametrize(
+    "damage", [b"\xff\xfe", b"{}}", b"17", b'{"key": "a"}', b'{"key": "a", "verdict": {}}']
+)
+def test_a_damaged_line_is_named_and_frees_the_file(filled, tmp_path, damage):
+    lines = filled.read_bytes().splitlines(keepends=True)
+    lines[2] = damage + b"\n"
+    filled.write_bytes(b"".join(lines))
+    for _ in range(2):  # the second would fail on the lock, were it kept
+        with pytest.raises(UserError, match=rf"line 3 of .*{filled.name} is damaged .*; remove"):
+            VerdictCache({"kind": "x"}, tmp_path)
+    filled.write_bytes(b"".join(lines[:2] + lines[3:]))
+    assert held(tmp_path) == [True, False, True]
+
+
+def test_one_writer_at_a_time(filled, tmp_path):
+    with VerdictCache({"kind": "x"}, tmp_path):
+        with pytest.raises(UserError, match="another process is judging with the same judge"):
+            VerdictCache({"kind": "x"}, tmp_path)
+        with VerdictCache({"kind": "y"}, tmp_path):
+            pass  # another judge is another file
+    assert held(tmp_path) == [True] * 3
+
+
+def test_fields_of_a_later_version_are_left_out(filled, tmp_path):
+    text = filled.read_text().replace('"status"', '"mood": "good", "status"')
+    filled.write_text(text)
+    assert held(tmp_path) == [True] * 3
+
+
+def test_a_changed_rubric_or_judge_misses(tmp_path, monkeypatch):
+    def asked(**identity) -> int:
+        judge = Counting(**identity)
+        judge_items(ITEMS * 2, judge, Quiet(), cache_folder=tmp_path)
+        return len(judge.asked)
+
+    assert asked() == 3, "identical items once"
+    assert asked() == 0
+    assert asked(model="other") == 3
+    monkeypatch.setattr(rubric, "ORDER", rubric.ORDER + ".")
+    assert asked() == 3
+    monkeypatch.undo()
+    assert asked() == 0
+
+
+def test_more_repeats_pay_for_the_new_ones_only(tmp_path):
+    judge = Counting()
+    judge_items(ITEMS, judge, Quiet(), cache_folder=tmp_path)
+    judge_items(ITEMS, judge, Quiet(), cache_folder=tmp_path, repeats=3)
+    assert [repeat for _, repeat in judge.asked] == [0, 0, 0, 1, 2, 1, 2, 1, 2]
+
+
+def test_replay_names_a_miss_and_asks_nobody(tmp_path):
+    judge = Counting()
+    judge_items(ITEMS[:2], judge, Quiet(), cache_folder=tmp_path)
+    with pytest.raises(UserError, match=r"1 of 3 verdicts are not in .* the turn 'turn 2'"):
+        judge_items(ITEMS, judge, Quiet(), cache_folder=tmp_path, replay=True)
+    verdicts, cached = judge_items(ITEMS[:2], judge, Quiet(), cache_folder=tmp_path, replay=True)
+    assert len(judge.asked) == 2 and len(verdicts) == len(cached) == 2
+
+
+def test_what_came_before_an_interrupt_is_kept_and_the_judge_is_closed(tmp_path):
+    class Interrupted(Quiet):
+        def advance(self, verdict: Verdict) -> None:
+            raise KeyboardInterrupt
+
+    closed = []
+
+    class Closing(Counting):
+        def judge(self, items, repeats):
+            try:
+                yield from super().judge(items, repeats)
+            finally:
+                closed.append(True)
+
+    with pytest.raises(KeyboardInterrupt) as raised:
+        judge_items(ITEMS, Closing(), Quiet(), cache_folder=tmp_path / "whole")
+        judge_items(ITEMS, Closing(), Interrupted(), cache_folder=tmp_path)
+    assert closed == [True, True] and raised.traceback  # while the frames are still alive
+    again = Closing()
+    judge_items(ITEMS, again, Quiet(), cache_folder=tmp_path)
+    assert len(again.asked) == 2

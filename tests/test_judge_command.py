@@ -1,0 +1,592 @@
+"""python -m ia_mech.judge: what run, check and rubric print and write, and what they refuse."""
+
+import hashlib
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+from runs import CONTEXTS
+from stub_server import StubServer, completion
+
+from ia_mech.judge.__main__ import main
+from ia_mech.judge.options import build_parser
+from ia_mech.judge.rubric import (
+    ASSESSED,
+    CANNOT_ASSESS,
+    CATEGORIES,
+    GENUINE,
+    NAMES,
+    ORDER,
+    SHORT,
+    VERSION,
+)
+from ia_mech.judge.rules import RulesJudge
+from ia_mech.run import Run
+from ia_mech.run.labels import KEY
+
+Outcome = namedtuple("Outcome", "status out err")
+ROWS = CONTEXTS * 5
+COMMANDS = ("run", "check", "export", "import", "agreement", "rubric")
+SECRET = "sk-a-key-that-is-nowhere"
+
+
+@pytest.fixture(autouse=True)
+def surroundings(tmp_path, monkeypatch) -> None:
+    """A cache of its own, a narrow terminal, no server and no key."""
+    monkeypatch.setenv("IA_MECH_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    monkeypatch.delenv("OPENAI_BASE_URL", raising=False)
+
+
+@pytest.fixture
+def run(merged, tmp_path) -> Run:
+    return Run.open(shutil.copytree(merged.path, tmp_path / "run"))
+
+
+@pytest.fixture
+def judge(capfd):
+    """Run the command line in this process."""
+
+    def call(*arguments) -> Outcome:
+        capfd.readouterr()
+        try:
+            status = main([str(argument) for argument in arguments])
+        except SystemExit as stopped:
+            status = stopped.code
+        return Outcome(status, *capfd.readouterr())
+
+    return call
+
+
+def files(folder: Path) -> dict[str, str]:
+    """Every file below a folder with a hash of its content; locks hold nothing."""
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.suffix != ".lock" and path.name != ".lock"
+    }
+
+
+@pytest.fixture
+def refused(judge, tmp_path):
+    """Run a command that must be refused in one line; returns the line."""
+
+    def call(*arguments) -> str:
+        before = files(tmp_path)
+        outcome = judge(*arguments)
+        assert outcome.status == 2, outcome
+        assert outcome.out == ""
+        assert outcome.err.count("\n") == 1 and outcome.err.endswith("\n"), outcome.err
+        assert outcome.err.startswith("error: ") and "; " in outcome.err
+        assert files(tmp_path) == before
+        return outcome.err.removeprefix("error: ").rstrip("\n")
+
+    return call
+
+
+def cells(out: str) -> list[list[str]]:
+    """The rows of an output's tables, without their headers."""
+    rows = [line for line in out.splitlines() if line.startswith("│")]
+    return [[cell.strip() for cell in line.split("│")[1:-1]] for line in rows]
+
+
+QUERY = "Why does my sourdough loaf come out flat?"
+RESPONSE = (
+    "Most flat loaves are over-proofed. Shorten the second rise to about two hours, and press a "
+    "finger in: the dent should fill slowly."
+)
+TURNS = {  # what the rules settle without their classifier
+    "": "degenerate",
+    "Thanks, that was very helpful!": "generic",
+    QUERY: "prompt_restatement",
+    "Most flat loaves are over-proofed. Shorten the second rise": "assistant_restatement",
+}
+
+
+def row(turn: str, **more) -> dict:
+    return {"query": QUERY, "response": RESPONSE, "user_turn": turn} | more
+
+
+def jsonl(path: Path, *rows: dict | str) -> Path:
+    lines = [r if isinstance(r, str) else json.dumps(r, ensure_ascii=False) for r in rows]
+    path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def annotated(tmp_path) -> Path:
+    rows = [row(turn, category=category) for turn, category in TURNS.items()]
+    return jsonl(tmp_path / "turns.jsonl", *rows)
+
+
+@pytest.fixture
+def turns(tmp_path) -> Path:
+    return jsonl(tmp_path / "turns.jsonl", *map(row, TURNS))
+
+
+# -- run ----------------------------------------------------------------------------------------
+
+
+def test_the_rules_judge_labels_every_turn(judge, run):
+    outcome = judge("run", run.path)
+    assert outcome.status == 0, outcome.err
+    assert run.labels.judges == ["rules"]
+    rows = run.labels.judgements("rules")
+    assert rows[list(KEY)].values.tolist() == run.generations[list(KEY)].values.tolist()
+    assert set(rows["status"]) == {"judged"} and set(rows["category"]) <= set(NAMES)
+    assert (rows["rationale"].str.len() > 0).all()
+    assert rows["cost"].isna().all() and rows["prompt_tokens"].sum() == 0
+    record = run.labels.record("judgements", "rules")
+    assert record["identity"]["kind"] == "rules" and record["rubric"]["version"] == VERSION
+
+
+def test_the_table_counts_each_category_by_temperature(judge, run):
+    out = judge("run", run.path, "--judge", "rules").out
+    rows = run.labels.judgements("rules")
+    assert [line[0] for line in cells(out)] == ["greedy", "0.7", "1"]
+    for line, temperature in zip(cells(out), (0.0, 0.7, 1.0), strict=True):
+        at = rows[rows["temperature"] == temperature]["category"].tolist()
+        assert [int(cell) for cell in line[1:]] == [at.count(name) for name in ASSESSED]
+    assert sum(int(cell) for line in cells(out) for cell in line[1:]) == ROWS
+    assert out.startswith("verdicts of rules, counted ")
+    head = " ".join(line for line in out.splitlines() if line.startswith("┃"))
+    for word in {word for name in ASSESSED for word in SHORT[name].split()}:
+        assert word in head
+
+
+def test_the_output_calls_the_judge_a_heuristic_and_names_what_was_written(judge, run):
+    lines = judge("run", run.path).out.splitlines()
+    distinct = run.labels.judgements("rules")["item"].nunique()
+    assert re.fullmatch(rf"{ROWS} rows, {distinct} distinct turns in \d+ s", lines[-4])
+    assert lines[-3] == RulesJudge().caveat and "is a heuristic" in lines[-3]
+    assert lines[-2] == f"verdicts: {run.path}/judgements/rules.parquet"
+    assert lines[-1] == f"next: python -m ia_mech.rates {run.path}"
+
+
+def test_the_next_command_survives_a_folder_with_spaces(judge, merged, tmp_path):
+    folder = shutil.copytree(merged.path, tmp_path / "it's a run")
+    words = shlex.split(judge("run", folder).out.splitlines()[-1])
+    assert words == ["next:", "python", "-m", "ia_mech.rates", str(folder)]
+
+
+def test_judging_again_writes_the_same_file(judge, run):
+    first = judge("run", run.path)
+    content = run.labels.judgements("rules")
+    again = judge("run", run.path)
+    assert again.status == 0
+    timeless = [re.sub(r"in \d+ s", "", outcome.out) for outcome in (first, again)]
+    assert timeless[0] == timeless[1]
+    assert run.labels.judgements("rules").equals(content)
+
+
+def test_verdicts_get_the_name_they_are_given(judge, run):
+    assert "judgements/mine.parquet" in judge("run", run.path, "--name", "mine").out
+    assert run.labels.judges == ["mine"]
+
+
+def test_a_dry_run_counts_and_writes_nothing(judge, run, tmp_path):
+    before = files(tmp_path)
+    outcome = judge("run", run.path, "--dry-run")
+    texts = run.generations.groupby("context_id")["text"].nunique().sum()
+    assert outcome == (0, f"{ROWS} user turns, {texts} distinct, x 1\n", "")
+    assert files(tmp_path) == before
+
+
+def test_a_dry_run_tells_what_a_server_would_be_asked_without_a_key(judge, run, tmp_path):
+    before = files(tmp_path)
+    outcome = judge("run", run.path, *LLM, "--repeats", "3", "--dry-run", "--price", "1", "2")
+    head, plan = outcome.out.splitlines()
+    distinct = int(re.fullmatch(rf"{ROWS} user turns, (\d+) distinct, x 3", head)[1])
+    expected = rf"{3 * distinct} requests to some-model, about .* about \$\d\.\d\d \(before what "
+    assert re.match(expected, plan) and outcome.status == 0 and outcome.err == ""
+    assert files(tmp_path) == before
+
+
+LLM = ("--judge", "llm", "--model", "some-model")
+
+
+def said(category: str):
+    return completion(json.dumps({"rationale": "so", "category": category}))
+
+
+def test_a_servers_verdicts_are_paid_for_once(judge, run, monkeypatch, tmp_path):
+    monkeypatch.setenv("OPENAI_API_KEY", SECRET)
+    words = ["run", run.path, *LLM, "--price", "1000", "5000"]
+    with StubServer(lambda body, n: said(CANNOT_ASSESS if n % 2 else GENUINE)) as stub:
+        first = judge(*words, "--base-url", stub.url)
+        asked = len(stub.bodies)
+        again = judge(*words, "--base-url", stub.url)
+        assert len(stub.bodies) == asked
+    assert first.status == again.status == 0, first.err
+    rows = run.labels.judgements("some-model")
+    assert asked == rows["item"].nunique() and rows["cached"].all()
+    paid = f"{120 * asked} tokens, ${asked * 0.2:.4f}"
+    assert f"{paid}\n" in first.out
+    assert f"{paid} (${asked * 0.2:.4f} of it paid before)\n" in again.out
+    assert f"{asked} verdicts from the cache\n" == again.err
+    columns = zip(*(line[1:] for line in cells(again.out)), strict=True)
+    counts = [sum(map(int, column)) for column in columns]
+    assert counts[0] == rows["genuine"].sum() > 0
+    assert counts[-1] == (rows["category"] == CANNOT_ASSESS).sum() > 0  # a column of its own
+    assert sum(counts) == ROWS and "heuristic" not in again.out
+
+    monkeypatch.delenv("OPENAI_API_KEY")
+    replayed = judge(*words, "--base-url", stub.url, "--replay")
+    assert replayed.status == 0 and cells(replayed.out) == cells(again.out)
+    kept = [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()]
+    assert not [content for content in kept if SECRET.encode() in content]
+
+
+def test_failures_are_counted_and_told(judge, run):
+    refusal = "I can't [bold]help[/bold]\x1b[2J"
+    with StubServer(
+        lambda body, n: completion(refusal=refusal) if n % 3 == 0 else said(GENUINE)
+    ) as stub:
+        outcome = judge("run", run.path, *LLM, "--base-url", stub.url)
+    failed = (run.labels.judgements("some-model")["status"] == "refused").sum()
+    assert outcome.status == 0 and failed > 0
+    assert sum(int(line[-1]) for line in cells(outcome.out)) == failed
+    assert f"\n{failed} refused: I can't [bold]help[/bold]�[2J\n" in outcome.out
+
+
+# -- check --------------------------------------------------------------------------------------
+
+
+def test_checking_annotated_turns_tells_how_well_the_judge_does(judge, annotated):
+    outcome = judge("check", annotated)
+    assert outcome.status == 0, outcome.err
+    lines = outcome.out.splitlines()
+    assert lines[0] == "rules against turns.jsonl"
+    assert lines[1] == (
+        "4 rows from 4 sources. Apart, of 4: cannot_assess 0 (truth 0), failed 0 (truth 0)"
+    )
+    assert lines[-1] == RulesJudge().caveat
+    found = {line[0]: line[1:] for line in cells(outcome.out)}
+    assert found["categories"][0].startswith("1.00 [")
+    for name in ASSESSED:
+        count = "1" if name in TURNS.values() else "0"
+        assert found[name][:2] == [count, count]
+
+
+def test_turns_of_one_source_are_one_cluster(judge, tmp_path):
+    """A source may be a number; a row without one stands alone."""
+    sources = [{"source_id": 7}, {"source_id": 7}, {"source_id": None}, {}]
+    rows = [row(t, category=c) | s for (t, c), s in zip(TURNS.items(), sources, strict=True)]
+    out = judge("check", jsonl(tmp_path / "turns.jsonl", *rows)).out
+    assert out.splitlines()[1].startswith("4 rows from 3 sources.")
+
+
+def test_rows_without_a_category_are_judged_and_not_compared(judge, tmp_path):
+    rows = [row("", category="degenerate"), row(QUERY), row(QUERY, category=None)]
+    file = jsonl(tmp_path / "turns.jsonl", *rows, row("?", category=CANNOT_ASSESS))
+    outcome = judge("check", file, "--out", tmp_path / "out.jsonl")
+    assert outcome.out.splitlines()[1] == (
+        "1 rows from 1 sources. Apart, of 2: cannot_assess 0 (truth 1), failed 0 (truth 0)"
+    )
+    assert len((tmp_path / "out.jsonl").read_text().splitlines()) == 4
+
+
+def test_turns_without_annotations_are_listed_with_their_verdicts(judge, turns):
+    outcome = judge("check", turns)
+    assert outcome.status == 0, outcome.err
+    lines = outcome.out.splitlines()
+    assert lines[-1] == RulesJudge().caveat
+    expected = [f"{category:<22}{turn}" for turn, category in TURNS.items()]
+    assert [line.rstrip() for line in lines[:-1]] == [line.rstrip() for line in expected]
+
+
+def test_control_characters_of_a_turn_do_not_reach_the_terminal(judge, tmp_path):
+    evil = json.dumps(row("\x1b[2J\x07 [bold]b[/bold] :cat:\u2028\ud800\n"))
+    lines = judge("check", jsonl(tmp_path / "turns.jsonl", evil)).out.splitlines()
+    assert len(lines) == 2 and lines[0][22:] == "�[2J� [bold]b[/bold] :cat:��⏎"
+
+
+def test_the_verdicts_are_written_beside_what_was_in_the_file(judge, annotated, tmp_path):
+    out = tmp_path / "verdicts.jsonl"
+    outcome = judge("check", annotated, "--out", out)
+    assert outcome.out.splitlines()[-1] == f"verdicts: {out}"
+    written = [json.loads(line) for line in out.read_text().splitlines()]
+    for given, (turn, category) in zip(written, TURNS.items(), strict=True):
+        verdict = given.pop("verdict")
+        assert given == row(turn, category=category, judge="rules")
+        assert (verdict["category"], verdict["status"]) == (category, "judged")
+        assert verdict["rationale"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["turns.jsonl", "verdicts.jsonl"]
+
+
+def test_files_as_other_programs_write_them_are_read(judge, tmp_path):
+    """A byte-order mark, Windows line ends, blank lines, bare line separators inside texts."""
+    content = "\ufeff" + "\r\n\r\n".join(
+        json.dumps(row(turn), ensure_ascii=False) for turn in ("", "a\u2028b\x85c", "日本")
+    )
+    (tmp_path / "turns.jsonl").write_bytes(content.encode())
+    outcome = judge("check", tmp_path / "turns.jsonl", "--dry-run")
+    assert outcome == (0, "3 user turns, 3 distinct, x 1\n", "")
+
+
+def test_a_dry_check_counts_and_writes_nothing(judge, tmp_path):
+    file = jsonl(tmp_path / "turns.jsonl", row("a"), row("b"), row("a"))
+    before = files(tmp_path)
+    outcome = judge("check", file, "--dry-run", "--out", tmp_path / "out")
+    assert outcome == (0, "3 user turns, 2 distinct, x 1\n", "")
+    assert files(tmp_path) == before
+
+
+def test_checking_a_server_counts_what_it_refused(judge, annotated):
+    with StubServer(lambda body, n: completion(refusal="no")) as stub:
+        outcome = judge("check", annotated, *LLM, "--base-url", stub.url)
+    assert outcome.status == 0, outcome.err
+    assert "Apart, of 4: cannot_assess 0 (truth 0), failed 4 (truth 0)" in outcome.out
+    assert "nothing to compare" in outcome.out and "heuristic" not in outcome.out
+
+
+# -- rubric and help ----------------------------------------------------------------------------
+
+
+def test_the_rubric_is_printed_with_every_category_and_example(judge):
+    outcome = judge("rubric")
+    assert outcome.status == 0 and outcome.err == ""
+    assert outcome.out.startswith(f"Rubric {VERSION}: ")
+    heads = re.findall(rf"^({'|'.join(NAMES)}) +(.*)$", outcome.out, re.MULTILINE)
+    assert heads == [(category.name, category.definition) for category in CATEGORIES]
+    examples = [example for category in CATEGORIES for example in category.examples]
+    assert outcome.out.count("e.g. ") == len(examples) >= len(NAMES)
+    for example in examples:
+        assert f"({example.why})\n" in outcome.out
+    assert f"Where two fit, the first that applies: {ORDER}." in outcome.out
+
+
+def test_help_answers_without_loading_torch_or_openai(tmp_path):
+    code = (
+        "import sys\n"
+        "from ia_mech.judge.__main__ import main\n"
+        f"for words in [['--help'], *([c, '--help'] for c in {COMMANDS!r})]:\n"
+        "    try: main(words)\n"
+        "    except SystemExit as stopped: assert stopped.code == 0, words\n"
+        "    else: raise AssertionError(words)\n"
+        "try: main(['run', 'x', '--repeats', 'two'])\n"
+        "except SystemExit as stopped: assert stopped.code == 2\n"
+        "loaded = {'torch', 'openai', 'pandas', 'transformers', 'sklearn'} & set(sys.modules)\n"
+        "assert not loaded, loaded\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    for command in COMMANDS:
+        assert f"usage: python -m ia_mech.judge {command}" in done.stdout
+    assert "a heuristic, say so where you use it" in done.stdout
+    assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_flag_has_a_help_text(command):
+    (choices,) = (a.choices for a in build_parser()._actions if a.choices)
+    assert tuple(choices) == COMMANDS
+    for action in choices[command]._actions:
+        assert action.help, action.dest
+
+
+# -- what can't be ------------------------------------------------------------------------------
+
+
+def test_what_is_not_a_run_is_refused(refused, tmp_path):
+    line = refused("run", tmp_path / "none")
+    assert line == f"{tmp_path}/none is not a run (no run.json); give a folder under cache/"
+    (tmp_path / "folder").mkdir()
+    assert "folder is not a run (no run.json); give a" in refused("run", tmp_path / "folder")
+    (tmp_path / "file").write_text("mine")
+    assert "file is not a run (no run.json); give a" in refused("run", tmp_path / "file")
+
+
+@pytest.mark.parametrize("dry", [[], ["--dry-run"]], ids=["run", "dry"])
+def test_a_run_that_is_still_being_written_is_refused(refused, run, dry):
+    manifest = run.path / "manifest.json"
+    content = json.loads(manifest.read_text())
+    manifest.write_text(json.dumps(content | {"complete": False}))
+    assert refused("run", run.path, *dry) == (
+        f"{run.path} is still being written or was interrupted (12 of 12 contexts); "
+        "let the command that writes it finish, or give that command again"
+    )
+    manifest.write_text(json.dumps(content | {"complete": False, "parts": []}))
+    assert "holds no finished part yet; let the run go on first" in refused("run", run.path, *dry)
+
+
+def test_a_damaged_run_is_refused(refused, run):
+    next((run.path / "generations").iterdir()).unlink()
+    assert re.match(
+        r"part \d+ of \S+/run is damaged: generations/.* --repair$", refused("run", run.path)
+    )
+
+
+SETTINGS = [
+    ("--repeats 0", "--repeats 0; give at least 1"),
+    ("--repeats -2", "--repeats -2; give at least 1"),
+    ("--repeats 2", "the rules judge says the same each time; drop --repeats"),
+    ("--repeats two", "argument --repeats: invalid int value: 'two'; see python -m ia_mech.judge"),
+    ("--replay", "the rules judge keeps no cache to replay; drop --replay"),
+    ("--model gpt", "--model needs --judge llm or --judge hf; add it, or drop it"),
+    ("--price 1 2", "--price needs --judge llm; add it, or drop it"),
+    ("--max-cost 0", "--max-cost needs --judge llm; add it, or drop it"),
+    ("--param temperature=0", "--param needs --judge llm; add it, or drop it"),
+    ("--base-url http://localhost", "--base-url needs --judge llm; add it, or drop it"),
+    ("--judge hf --model m --price 1 2", "--price needs --judge llm; add it, or drop it"),
+    ("--judge llm", "--judge llm needs a model; give --model NAME"),
+    ("--judge hf", "--judge hf needs a model; give --model NAME"),
+    ("--judge oracle", "argument --judge: invalid choice: 'oracle' (choose from"),
+    ("--judge llm --model m --replay --retry-failed", "--replay asks no one, and --retry-failed "),
+    ("--judge llm --model m --param temperature", "--param 'temperature' isn't KEY=VALUE; give"),
+    ("--judge llm --model m --param =1", "--param '=1' isn't KEY=VALUE; give for example temp"),
+    ("--judge llm --model m --param model=x", "--param model can't be set; use --model"),
+    ("--judge llm --model m --param n=2", "--param n can't be set; use --repeats"),
+    ("--judge llm --model m --price 1", "argument --price: expected 2 arguments; see python"),
+    ("--judge llm --model m --price -1 2", "--price can't be negative; use dollars per million"),
+    ("--judge llm --model m --max-cost 1", "--max-cost needs the price; give --price IN OUT as"),
+    ("--judge llm --model m --concurrency 0", "--concurrency 0 is below 1; use 1 or more"),
+    ("--judge llm --model m --timeout 0", "--timeout 0 is no time; use seconds above 0"),
+    ("--judge llm --model m --base-url ftp://x", "--base-url is not the address of a server; "),
+    ("--judge llm --model m --mode xml", "argument --mode: invalid choice: 'xml' (choose from"),
+    ("--no-such-flag", "unrecognized arguments: --no-such-flag; see python -m ia_mech.judge"),
+]
+
+
+@pytest.mark.parametrize(("words", "expected"), SETTINGS, ids=[words for words, _ in SETTINGS])
+def test_a_setting_that_cannot_be(refused, run, turns, words, expected):
+    assert refused("run", run.path, *words.split()).startswith(expected)
+    assert refused("check", turns, *words.split()).startswith(expected)
+
+
+@pytest.mark.parametrize("name", ["../x", "a/b", ".x", "é"])
+def test_a_name_that_can_not_be_a_files_is_refused(refused, run, name):
+    line = refused("run", run.path, "--name", name)
+    assert line == f"'{name}' can't name a file; use letters, digits, dots, dashes and underscores"
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        ("gpt-5-mini", "gpt-5-mini"),
+        ("Qwen/Qwen3-0.6B", "Qwen3-0.6B"),
+        ("llama3:8b", "llama3-8b"),
+        ("modèle", "mod-le"),
+        ("日本", "llm"),
+        ("m" * 200, "m" * 100),
+    ],
+)
+def test_any_models_name_makes_a_files(judge, run, model, name):
+    """Told by the verdicts of another judge of that name, which are there."""
+    run.labels.write_judgements(name, [], {"identity": {"kind": "other"}})
+    outcome = judge("run", run.path, "--judge", "llm", "--model", model)
+    assert outcome.status == 2
+    assert f"has verdicts of another judge named '{name}' (differs in " in outcome.err
+
+
+@pytest.mark.parametrize("words", [["run", "run"], ["check", "turns.jsonl"]], ids=["run", "check"])
+def test_a_server_that_needs_a_key_is_not_asked_without(refused, run, turns, monkeypatch, words):
+    monkeypatch.chdir(turns.parent)
+    expected = "no key for https://api.openai.com/v1: the environment variable OPENAI_API_KEY is "
+    assert refused(*words, *LLM).startswith(expected + "not set; set it, name another with --api")
+    line = refused(*words, *LLM, "--api-key-env", "OTHER")
+    assert "the environment variable OTHER is not set; set it, " in line
+
+
+def test_replaying_what_was_never_judged_is_refused(refused, run, turns):
+    line = refused("run", run.path, *LLM, "--replay")
+    assert re.match(r"--replay: \d+ of \d+ verdicts are not in \S+/cache/judgements/", line)
+    assert line.endswith("; leave --replay out to judge them")
+    assert refused("check", turns, *LLM, "--replay").startswith("--replay: 4 of 4 verdicts are not")
+
+
+def test_verdicts_of_another_judge_are_replaced_only_when_told_to(judge, refused, run):
+    run.labels.write_judgements("rules", [], {"identity": {"kind": "rules", "model": "old"}})
+    line = refused("run", run.path)
+    assert line == (
+        f"{run.path} has verdicts of another judge named 'rules' (differs in model, rubric); "
+        "give another --name, or --replace"
+    )
+    assert judge("run", run.path, "--replace").status == 0
+    assert len(run.labels.judgements("rules")) == ROWS
+
+
+GOOD = row("And then?", category=GENUINE)
+LINES = [
+    ("{", "line 2 of {file} is not JSON (Expecting property name"),
+    ("[]", "line 2 of {file} lacks a text; each needs "),
+    ("7", "line 2 of {file} lacks a text; each needs "),
+    ("null", "line 2 of {file} lacks a text; each needs "),
+    ({"query": QUERY, "user_turn": "x"}, "line 2 of {file} lacks a text; each needs "),
+    (row(None), 'line 2 of {file} lacks a text; each needs "query", "response" and "user_turn"'),
+    (row(["list"]), "line 2 of {file} lacks a text; each needs "),
+    (row("x", category="good"), "line 2 of {file}: no category 'good' in the rubric; give one of"),
+    (row("x", category="Generic"), "line 2 of {file}: no category 'Generic' in the rubric; give"),
+    (row("x", category=["generic"]), "line 2 of {file}: no category ['generic'] in the rubric; "),
+    (row("x", category=3), "line 2 of {file}: no category 3 in the rubric; give one of genuine_"),
+]
+
+
+@pytest.mark.parametrize(("line", "expected"), LINES)
+def test_a_line_that_cannot_be_is_named(refused, tmp_path, line, expected):
+    file = jsonl(tmp_path / "turns.jsonl", GOOD, line, GOOD)
+    assert refused("check", file).startswith(expected.format(file=file))
+
+
+def test_blank_lines_count_in_the_number_of_a_line(refused, tmp_path):
+    file = jsonl(tmp_path / "turns.jsonl", GOOD, "", "  ", "{")
+    assert refused("check", file).startswith(f"line 4 of {file} is not JSON")
+
+
+def test_a_file_that_can_not_be_read_is_refused(refused, tmp_path):
+    file = tmp_path / "turns.jsonl"
+    assert refused("check", file) == f"there is no file {file}; give a JSON-lines file"
+    assert refused("check", tmp_path) == f"there is no file {tmp_path}; give a JSON-lines file"
+    file.write_text("\n \n")
+    assert refused("check", file) == f"{file} holds no turn; give a JSON-lines file"
+    file.write_bytes(b"\xff\xfe\x00")
+    assert refused("check", file) == f"{file} is not UTF-8 text; give a JSON-lines file"
+
+
+def test_a_file_that_is_there_is_not_written_over(refused, turns, tmp_path):
+    (tmp_path / "out").write_text("mine")
+    for out in (tmp_path / "out", turns, tmp_path):
+        assert (
+            refused("check", turns, "--out", out) == f"{out} is there already; give another --out"
+        )
+
+
+def test_a_folder_that_is_not_there_is_told_before_anything_is_judged(refused, turns, tmp_path):
+    line = refused("check", turns, "--out", tmp_path / "none" / "out")
+    assert line == f"there is no folder {tmp_path}/none; make it, or another --out"
+
+
+def test_a_check_takes_one_verdict_per_turn(refused, turns):
+    line = refused("check", turns, *LLM, "--repeats", "2")
+    assert line == "check compares one verdict per turn; drop --repeats"
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("", "the following arguments are required: COMMAND; see python -m ia_mech.judge --help"),
+        ("judge", "argument COMMAND: invalid choice: 'judge' (choose from"),
+        ("run", "the following arguments are required: run; see python -m ia_mech.judge run --h"),
+        ("check", "the following arguments are required: file; see python -m ia_mech.judge chec"),
+    ],
+)
+def test_a_command_that_is_incomplete(refused, words, expected):
+    assert refused(*words.split()).startswith(expected)
+
+
+def test_an_interrupt_says_what_is_kept(judge, run, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(RulesJudge, "verdict", interrupted)
+    outcome = judge("run", run.path)
+    assert outcome.status == 130 and outcome.out == ""
+    assert outcome.err.splitlines()[-1] == "interrupted; verdicts so far are kept"
+    assert run.labels.judges == []

@@ -1,0 +1,531 @@
+"""Judging a run: what is asked, what is paid, what is kept, and a row for every user turn."""
+
+import json
+import shutil
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from runs import CONTEXTS, files_under, sampled
+
+from ia_mech.config import SampleConfig
+from ia_mech.engine.plan import Grid
+from ia_mech.errors import UserError
+from ia_mech.judge.cache import VerdictCache
+from ia_mech.judge.label import items_of, judge_items, label_run
+from ia_mech.judge.rubric import CANNOT_ASSESS, GENUINE, VERSION, rubric_hash
+from ia_mech.judge.verdict import Item, Verdict, identity_hash
+from ia_mech.run import Run
+from ia_mech.run.labels import KEY
+
+ROWS = CONTEXTS * 5  # greedy and two temperatures of two samples
+BILLED = {"prompt_tokens": 100, "completion_tokens": 7, "cost": 0.25}
+
+
+def genuine(item: Item, repeat: int) -> Verdict:
+    return Verdict(GENUINE, rationale=item.turn, **BILLED)
+
+
+class FakeJudge:
+    """Says what ``say`` says, the last item first, and keeps what it was asked.
+
+    ``fails_after``: verdicts before it gives up.
+    """
+
+    def __init__(
+        self,
+        say: Callable[[Item, int], Verdict] = genuine,
+        *,
+        paid: bool = True,
+        fails_after: int | None = None,
+        **identity,
+    ) -> None:
+        self.identity = {"kind": "fake", "model": "m", "params": {"top": 1}} | identity
+        self.paid = paid
+        self.say = say
+        self.fails_after = fails_after
+        self.asked: list[tuple[Item, int]] = []
+        self.closed = False
+
+    caveat = "a fake"
+
+    def estimate(self, items) -> str:
+        return f"{len(items)} to ask"
+
+    def judge(self, items, repeats):
+        try:
+            for index in reversed(range(len(items))):
+                if len(self.asked) == self.fails_after:
+                    raise UserError("the server is gone", "look after it")
+                self.asked.append((items[index], repeats[index]))
+                yield index, self.say(items[index], repeats[index])
+        finally:
+            self.closed = True
+
+
+class Told:
+    """A progress that keeps what it was told; may interrupt."""
+
+    def __init__(self, interrupt_at: int | None = None) -> None:
+        self.began: tuple | None = None
+        self.seen: list[Verdict] = []
+        self.stopped = 0
+        self.interrupt_at = interrupt_at
+
+    def start(self, *told) -> None:
+        self.began = told
+
+    def advance(self, verdict: Verdict) -> None:
+        self.seen.append(verdict)
+        if len(self.seen) == self.interrupt_at:
+            raise KeyboardInterrupt
+
+    def stop(self) -> None:
+        self.stopped += 1
+
+
+@pytest.fixture(autouse=True)
+def no_waiting_for_the_disk(monkeypatch) -> None:
+    monkeypatch.setattr("os.fsync", lambda _: None)
+
+
+@pytest.fixture
+def cache(tmp_path) -> Path:
+    return tmp_path / "judgements"
+
+
+@pytest.fixture
+def run(merged, tmp_path) -> Run:
+    """A run whose 60 rows are 5 different turns in each of 12 contexts."""
+    run = Run.open(shutil.copytree(merged.path, tmp_path / "run"))
+    run.generations["text"] = [f"turn {i}" for i in range(ROWS)]
+    return run
+
+
+@pytest.fixture
+def label(run, cache):
+    """Judge the run; returns the rows that were written."""
+
+    def call(judge, name: str = "fake", progress=None, **options) -> pd.DataFrame:
+        path = label_run(run, judge, name, progress or Told(), cache_folder=cache, **options)
+        assert path == run.path / "judgements" / f"{name}.parquet"
+        return run.labels.judgements(name)
+
+    return call
+
+
+def kept(judge: FakeJudge, cache: Path) -> int:
+    """How many verdicts of a judge the cache has on the disk."""
+    lines = (cache / f"{identity_hash(judge.identity)}.jsonl").read_text().splitlines()
+    return sum("key" in json.loads(line) for line in lines)
+
+
+# -- rows ---------------------------------------------------------------------------------------
+
+
+def test_rows_are_those_of_the_generations_in_their_order(run, label):
+    rows = label(FakeJudge())
+    assert len(rows) == ROWS
+    assert rows[list(KEY)].values.tolist() == run.generations[list(KEY)].values.tolist()
+    assert not rows[list(KEY)].duplicated().any()
+    assert rows["rationale"].tolist() == run.generations["text"].tolist()
+    assert rows["item"].nunique() == ROWS and rows["item"].str.fullmatch("[0-9a-f]{16}").all()
+    assert set(rows["repeat"]) == {0} and set(rows["status"]) == {"judged"}
+
+
+def test_a_run_as_the_model_wrote_it_is_judged_row_by_row(merged, tmp_path):
+    run = Run.open(shutil.copytree(merged.path, tmp_path / "run"))
+    label_run(run, FakeJudge(paid=False), "fake", Told())
+    rows = run.labels.judgements("fake")
+    assert rows["rationale"].tolist() == merged.generations["text"].tolist()
+
+
+def test_a_judge_sees_the_last_query_the_response_and_the_turn(run):
+    items = items_of(run)
+    first = run.contexts["messages"][0]
+    assert [m["role"] for m in first][-2:] == ["user", "assistant"]
+    assert items[0] == Item(first[-2]["content"], first[-1]["content"], "turn 0")
+    assert [item.turn for item in items] == [f"turn {i}" for i in range(ROWS)]
+    assert len({(item.query, item.response) for item in items}) == CONTEXTS
+
+
+def test_neither_system_messages_nor_the_users_real_follow_up_are_shown(tiny_subject, tmp_path):
+    chat = [("system", "Rules."), ("user", "Why?"), ("assistant", "So."), ("user", "And then?")]
+    messages = [{"role": role, "content": content} for role, content in chat]
+    file = tmp_path / "chats.jsonl"
+    file.write_text("".join(json.dumps({"messages": m}) + "\n" for m in (messages, messages[1:3])))
+    config = SampleConfig(dataset=str(file), grid=Grid((), 1, 2))
+    run = sampled(config, tiny_subject, tmp_path / "run")
+    assert [len(m) for m in run.contexts["messages"]] == [3, 2]
+    assert run.contexts["reference"].tolist()[0] == "And then?"
+    assert {(item.query, item.response) for item in items_of(run)} == {("Why?", "So.")}
+    assert [item.turn for item in items_of(run)] == run.generations["text"].tolist()
+
+
+def test_the_file_says_who_judged_and_by_which_rubric(run, label):
+    judge = FakeJudge()
+    label(judge, repeats=2)
+    assert run.labels.record("judgements", "fake") == {
+        "identity": judge.identity,
+        "identity_hash": identity_hash(judge.identity),
+        "rubric": {"version": VERSION, "hash": rubric_hash()},
+        "repeats": 2,
+        "caveat": judge.caveat,
+    }
+
+
+def test_genuine_follows_from_the_category(label):
+    said = [Verdict(GENUINE), Verdict("new_topic", scores={"generic": 0.5}), Verdict(CANNOT_ASSESS)]
+    rows = label(FakeJudge(lambda item, _: said[int(item.turn[5:]) % 3]))
+    assert rows["category"].tolist() == [GENUINE, "new_topic", CANNOT_ASSESS] * (ROWS // 3)
+    assert rows["genuine"].tolist() == [True, False, pd.NA] * (ROWS // 3)
+    assert json.loads(rows["scores"][1]) == {"generic": 0.5} and rows["scores"].isna()[0]
+
+
+def test_failures_are_rows_without_a_category(label):
+    refused = Verdict(None, "refused", error="I won't", prompt_tokens=100, cost=0.25)
+    rows = label(
+        FakeJudge(lambda item, _: refused if item.turn.endswith("3") else genuine(item, 0))
+    )
+    failed = rows[rows["status"] == "refused"]
+    assert len(rows) == ROWS and len(failed) == 6
+    assert failed["category"].isna().all() and failed["genuine"].isna().all()
+    assert set(failed["error"]) == {"I won't"} and failed["cost"].sum() == 1.5
+    assert rows["genuine"].sum() == ROWS - 6
+
+
+# -- identical turns ----------------------------------------------------------------------------
+
+
+def test_identical_turns_in_identical_contexts_are_judged_once(run, label):
+    run.generations["text"] = ["yes", "no", "yes", "yes", "no"] * CONTEXTS
+    judge = FakeJudge(lambda item, _: Verdict(GENUINE if item.turn == "yes" else "generic"))
+    rows = label(judge)
+    assert set(Counter(judge.asked).values()) == {1} and len(judge.asked) == CONTEXTS * 2
+    expected = [GENUINE, "generic", GENUINE, GENUINE, "generic"] * CONTEXTS
+    assert len(rows) == ROWS and rows["category"].tolist() == expected
+    assert rows["item"].nunique() == CONTEXTS * 2
+
+
+def test_the_same_turn_in_another_context_is_judged_apart(run, label):
+    run.generations["text"] = "yes"
+    queries = list(dict.fromkeys(item.query for item in items_of(run)))
+    judge = FakeJudge(lambda item, _: Verdict(GENUINE, rationale=str(queries.index(item.query))))
+    rows = label(judge)
+    assert len(queries) == CONTEXTS == len(judge.asked)
+    assert rows["rationale"].astype(int).tolist() == [i // 5 for i in range(ROWS)]
+
+
+@pytest.mark.parametrize("part", ["query", "response", "turn"])
+def test_an_item_that_differs_in_one_text_is_another(part, cache):
+    texts = {"query": "Why?", "response": "So.", "turn": "And?"}
+    judge = FakeJudge()
+    verdicts, _ = judge_items(
+        [Item(**texts), Item(**texts | {part: "other"}), Item(**texts)],
+        *(judge, Told()),
+        cache_folder=cache,
+    )
+    assert len(judge.asked) == len(verdicts) == 2 == kept(judge, cache)
+
+
+def test_texts_that_only_join_alike_are_different_items():
+    keys = {Item("a", "b", "c").key("j", 0), Item("ab", "", "c").key("j", 0)}
+    keys |= {Item("a", "b", "c").key("j", 1), Item("a", "b", "c").key("k", 0)}
+    assert len(keys) == 4
+
+
+def test_tokens_and_cost_stand_on_the_first_row_so_that_sums_are_what_was_paid(run, label):
+    run.generations["text"] = ["yes", "no", "yes", "yes", "no"] * CONTEXTS
+    judge = FakeJudge()
+    rows = label(judge)
+    first = [True, True, False, False, False] * CONTEXTS
+    assert rows["prompt_tokens"].tolist() == [100 * f for f in first]
+    assert rows["completion_tokens"].tolist() == [7 * f for f in first]
+    assert rows["cost"].tolist() == [0.25 * f for f in first]
+    assert rows["cost"].sum() == 0.25 * len(judge.asked) == 6.0
+    assert rows["cached"].tolist() == [not f for f in first]
+
+
+def test_an_unknown_price_is_no_cost_on_any_row(run, label):
+    run.generations["text"] = "yes"
+    rows = label(FakeJudge(lambda *_: Verdict(GENUINE, prompt_tokens=100)))
+    assert rows["cost"].isna().all() and rows["prompt_tokens"].sum() == 100 * CONTEXTS
+
+
+# -- repeats ------------------------------------------------------------------------------------
+
+
+def test_repeats_are_rows_of_their_own(run, label):
+    run.generations["text"] = ["yes", "no", "yes", "yes", "no"] * CONTEXTS
+    judge = FakeJudge(lambda item, i: Verdict(["generic", GENUINE][i % 2], rationale=str(i)))
+    rows = label(judge, repeats=3)
+    assert len(rows) == ROWS * 3
+    assert rows["repeat"].tolist() == [0, 1, 2] * ROWS == rows["rationale"].astype(int).tolist()
+    assert rows["genuine"].tolist() == [False, True, False] * ROWS
+    assert not rows[[*KEY, "repeat"]].duplicated().any()
+    assert len(judge.asked) == len(set(judge.asked)) == CONTEXTS * 2 * 3
+
+
+def test_more_repeats_ask_for_the_new_ones_only(label):
+    label(FakeJudge(), repeats=2)
+    judge = FakeJudge()
+    rows = label(judge, repeats=3)
+    assert len(rows) == ROWS * 3 and {repeat for _, repeat in judge.asked} == {2}
+    assert len(judge.asked) == ROWS
+
+
+# -- the cache ----------------------------------------------------------------------------------
+
+
+def test_a_second_time_nothing_is_asked(label, cache):
+    first, progress = FakeJudge(), Told()
+    before = label(first, progress=progress)
+    assert progress.began == (ROWS, 0, "60 to ask") and len(progress.seen) == ROWS
+    assert not before["cached"].any() and kept(first, cache) == ROWS
+    second, progress = FakeJudge(), Told()
+    after = label(second, progress=progress)
+    assert second.asked == [] and progress.seen == []
+    assert progress.began == (0, ROWS, "0 to ask") and progress.stopped == 1
+    assert after["cached"].all() and kept(second, cache) == ROWS
+    same = [column for column in after.columns if column != "cached"]
+    pd.testing.assert_frame_equal(after[same], before[same])
+    assert after["cost"].sum() == 0.25 * ROWS
+
+
+def test_another_run_with_the_same_turns_asks_nothing_either(label, run, cache, tmp_path):
+    label(FakeJudge())
+    copy = Run.open(shutil.copytree(run.path, tmp_path / "copy"))
+    copy.generations["text"] = run.generations["text"]
+    judge = FakeJudge()
+    label_run(copy, judge, "elsewhere", Told(), cache_folder=cache)
+    assert judge.asked == [] and copy.labels.judgements("elsewhere")["cached"].all()
+
+
+@pytest.mark.parametrize(
+    "changed", [{"model": "n"}, {"params": {"top": 2}}, {"rubric": "other words"}], ids=str
+)
+def test_a_judge_that_differs_in_anything_is_asked_anew(label, cache, changed):
+    label(FakeJudge())
+    judge = FakeJudge(**changed)
+    assert not label(judge, "other")["cached"].any()
+    assert len(judge.asked) == ROWS and len(list(cache.glob("*.jsonl"))) == 2
+
+
+def test_a_free_judge_is_not_cached(label, cache):
+    for _ in range(2):
+        judge = FakeJudge(paid=False)
+        assert not label(judge)["cached"].any()
+        assert len(judge.asked) == ROWS
+    assert not cache.exists()
+
+
+def test_cached_verdicts_are_whole(label):
+    whole = Verdict(
+        "generic",
+        rationale="fits “any”\n",
+        scores={"generic": 0.75, GENUINE: 0.25},
+        mode="json_schema/text",
+        **BILLED,
+    )
+    label(FakeJudge(lambda *_: whole))
+    rows = label(FakeJudge())
+    assert rows["cached"].all() and len(rows) == ROWS
+    for column in ("category", "status", "rationale", "mode", "error", *BILLED):
+        assert set(rows[column]) == {getattr(whole, column)}, column
+    assert {tuple(json.loads(s).items()) for s in rows["scores"]} == {tuple(whole.scores.items())}
+
+
+def failing(status: str, count: int = 6) -> Callable[[Item, int], Verdict]:
+    """A judge that fails on so many of the turns."""
+    return lambda item, repeat: (
+        Verdict(None, status, error="no") if int(item.turn[5:]) < count else genuine(item, repeat)
+    )
+
+
+def test_failures_are_kept_and_asked_again_only_when_told_to(label):
+    label(FakeJudge(failing("refused")))
+    judge = FakeJudge()
+    rows = label(judge)
+    assert judge.asked == [] and rows["category"].isna().sum() == 6
+    rows = label(judge, retry_failed=True)
+    assert {item.turn for item, _ in judge.asked} == {f"turn {i}" for i in range(6)}
+    assert rows["category"].notna().all()
+    assert rows["cached"].tolist() == [False] * 6 + [True] * (ROWS - 6)
+    judge = FakeJudge()
+    assert label(judge, retry_failed=True)["genuine"].all() and judge.asked == []
+
+
+def test_what_the_server_could_not_do_is_never_kept(label, cache):
+    judge = FakeJudge(failing("unavailable"))
+    rows = label(judge)
+    assert rows["status"].value_counts().to_dict() == {"judged": ROWS - 6, "unavailable": 6}
+    assert kept(judge, cache) == ROWS - 6
+    judge = FakeJudge()
+    rows = label(judge)
+    assert len(judge.asked) == 6 and rows["genuine"].all()
+
+
+def test_a_verdict_cut_short_by_a_kill_is_the_only_one_lost(label, cache):
+    label(FakeJudge())
+    (file,) = cache.glob("*.jsonl")
+    file.write_bytes(file.read_bytes()[:-9])
+    judge = FakeJudge()
+    rows = label(judge)
+    assert len(judge.asked) == 1 and len(rows) == ROWS and kept(judge, cache) == ROWS
+    for line in file.read_text().splitlines():
+        json.loads(line)
+
+
+def test_a_damaged_cache_is_refused_by_line_and_the_run_untouched(label, run, cache):
+    label(FakeJudge())
+    (file,) = cache.glob("*.jsonl")
+    lines = file.read_text().splitlines()
+    for damage in (lines[4][:-1], "5", '{"key": "k", "verdict": null}', '{"key": "k"}'):
+        file.write_text("\n".join([*lines[:4], damage, *lines[5:]]) + "\n")
+        judge = FakeJudge()
+        with pytest.raises(UserError, match=r"line 5 of \S+\.jsonl is damaged .*remove that line"):
+            label(judge)
+        assert judge.asked == [] and len(run.labels.judgements("fake")) == ROWS
+    file.write_text("\n".join([*lines[:4], *lines[5:]]) + "\n")
+    label(judge)
+    assert len(judge.asked) == 1
+
+
+def test_two_processes_do_not_pay_for_the_same(label, run, cache):
+    judge = FakeJudge()
+    with (
+        VerdictCache(judge.identity, cache),
+        pytest.raises(UserError, match=r"another process is judging with the same judge .*; wait"),
+    ):
+        label(judge)
+    assert judge.asked == [] and run.labels.judges == []
+    label(judge)
+    assert len(judge.asked) == ROWS
+
+
+# -- replay -------------------------------------------------------------------------------------
+
+
+def test_replay_gives_the_same_rows_without_asking(label):
+    before = label(FakeJudge(failing("refused")), repeats=2)
+    judge = FakeJudge()
+    after = label(judge, "replayed", replay=True, repeats=2)
+    assert judge.asked == [] and after["cached"].all()
+    pd.testing.assert_frame_equal(after.drop(columns="cached"), before.drop(columns="cached"))
+
+
+def test_replay_names_a_miss_and_writes_nothing(label, run, cache):
+    label(FakeJudge())
+    texts = run.generations["text"].tolist()
+    run.generations["text"] = [*texts[:-2], "unheard\nof", "and another"]
+    before = (run.path / "judgements" / "fake.parquet").read_bytes()
+    judge, progress = FakeJudge(), Told()
+    expected = (
+        r"--replay: 2 of 60 verdicts are not in \S+/[0-9a-f]{16}\.jsonl, the first for the turn "
+        r"'unheard\\nof'; leave --replay out to judge them"
+    )
+    with pytest.raises(UserError, match=expected):
+        label(judge, progress=progress, replay=True)
+    assert judge.asked == [] and progress.began is None and kept(judge, cache) == ROWS
+    assert (run.path / "judgements" / "fake.parquet").read_bytes() == before
+    with pytest.raises(UserError, match="--replay: 60 of 60"):
+        label(FakeJudge(model="n"), "other", replay=True)
+    assert run.labels.judges == ["fake"]
+
+
+# -- refusals -----------------------------------------------------------------------------------
+
+
+def test_an_unfinished_run_is_refused(run, cache):
+    manifest = run.path / "manifest.json"
+    content = json.loads(manifest.read_text())
+    manifest.write_text(json.dumps(content | {"complete": False}))
+    judge = FakeJudge()
+    expected = r"run is still being written or was interrupted \(12 of 12 contexts\); let the comm"
+    with pytest.raises(UserError, match=expected):
+        label_run(Run.open(run.path), judge, "fake", Told(), cache_folder=cache)
+    manifest.write_text(json.dumps(content | {"complete": False, "parts": []}))
+    with pytest.raises(UserError, match="run holds no finished part yet; let the run go on first"):
+        label_run(Run.open(run.path), judge, "fake", Told(), cache_folder=cache)
+    assert judge.asked == [] and run.labels.judges == [] and not cache.exists()
+
+
+def test_a_name_that_can_not_be_a_files_is_refused_before_anything_is_paid(label, run, cache):
+    judge, before = FakeJudge(), files_under(run.path.parent)
+    with pytest.raises(UserError, match=r"'\.\./x' can't name a file"):
+        label(judge, "../x")
+    assert judge.asked == [] and files_under(run.path.parent) == before
+
+
+def test_another_judge_under_the_same_name_is_refused_naming_what_differs(label, run):
+    label(FakeJudge())
+    before = (run.path / "judgements" / "fake.parquet").read_bytes()
+    judge = FakeJudge(model="n", params={"top": 2}, seed=1)
+    expected = (
+        r"run has verdicts of another judge named 'fake' \(differs in model, params, seed\); "
+        r"give another --name, or --replace"
+    )
+    with pytest.raises(UserError, match=expected):
+        label(judge)
+    assert judge.asked == [] and (run.path / "judgements" / "fake.parquet").read_bytes() == before
+    rows = label(judge, replace=True)
+    assert len(rows) == ROWS == len(judge.asked) and run.labels.judges == ["fake"]
+    assert run.labels.record("judgements", "fake")["identity"] == judge.identity
+
+
+def test_the_same_judge_needs_no_permission_to_replace_its_verdicts(label, run):
+    label(FakeJudge(failing("unavailable")))
+    assert label(FakeJudge())["genuine"].all()
+    assert files_under(run.path / "judgements") == ["fake.parquet"]
+
+
+def test_verdicts_that_can_not_be_read_are_refused_before_anything_is_paid(label, run):
+    label(FakeJudge())
+    path = run.path / "judgements" / "fake.parquet"
+    path.write_bytes(path.read_bytes()[:-50])
+    judge = FakeJudge(model="n")
+    with pytest.raises(UserError, match=r"fake\.parquet can't be read .*; remove it and run: pyth"):
+        label(judge)
+    assert judge.asked == []
+    assert len(label(judge, replace=True)) == ROWS
+
+
+# -- ends ---------------------------------------------------------------------------------------
+
+
+def test_a_judge_that_gives_up_leaves_what_was_paid_for_and_no_file(label, run, cache):
+    judge, progress = FakeJudge(fails_after=7), Told()
+    with pytest.raises(UserError, match="the server is gone; look after it"):
+        label(judge, progress=progress)
+    assert len(judge.asked) == 7 == kept(judge, cache) == len(progress.seen)
+    assert progress.stopped == 1 and judge.closed
+    assert run.labels.judges == [] and not (run.path / "judgements").exists()
+    again, progress = FakeJudge(), Told()
+    rows = label(again, progress=progress)
+    assert progress.began == (ROWS - 7, 7, "53 to ask")
+    assert not set(again.asked) & set(judge.asked) and len(again.asked) == ROWS - 7
+    assert rows["cached"].sum() == 7 and rows["cost"].sum() == 0.25 * ROWS
+
+
+def test_a_judge_that_gives_up_leaves_the_verdicts_of_before(label, run):
+    label(FakeJudge())
+    before = (run.path / "judgements" / "fake.parquet").read_bytes()
+    with pytest.raises(UserError, match="the server is gone"):
+        label(FakeJudge(model="n", fails_after=7), replace=True)
+    assert (run.path / "judgements" / "fake.parquet").read_bytes() == before
+    assert files_under(run.path / "judgements") == ["fake.parquet"]
+
+
+def test_an_interrupt_ends_the_judge_and_keeps_what_was_paid_for(label, run, cache):
+    judge, progress = FakeJudge(), Told(interrupt_at=7)
+    closed = []  # whether the judge had ended when the progress did
+    progress.stop = lambda: closed.append(judge.closed)
+    with pytest.raises(KeyboardInterrupt):
+        label(judge, progress=progress)
+    assert closed == [True]
+    assert kept(judge, cache) == 7 and run.labels.judges == []
+    again = FakeJudge()
+    label(again)
+    assert len(again.asked) == ROWS - 7

@@ -1,0 +1,334 @@
+"""What judges and people say of a run: files that come back as they were, or not at all."""
+
+import json
+import os
+import shutil
+
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from runs import files_under
+
+from ia_mech.errors import UserError
+from ia_mech.judge.rubric import CANNOT_ASSESS, GENUINE
+from ia_mech.run import Run
+from ia_mech.run.labels import ANNOTATIONS, JUDGEMENTS, KEY, Labels, check_name
+
+WHO = {"identity": {"kind": "rules", "model": "ü"}, "repeats": 1}
+VERDICTS = [
+    {"category": GENUINE, "genuine": True, "status": "judged", "rationale": "asks “why”\n日本"},
+    {"category": "new_topic", "genuine": False, "status": "judged", "scores": '{"generic": 0.5}'},
+    {"category": CANNOT_ASSESS, "genuine": None, "status": "judged", "cost": 0.25},
+    {"category": None, "genuine": None, "status": "refused", "error": "no", "cached": True},
+]
+ROWS = [
+    {"context_id": f"c{i}", "temperature": 0.7 * i, "sample": i, "repeat": 0, **verdict}
+    for i, verdict in enumerate(VERDICTS)
+]
+LABELS = [
+    {"context_id": "c0", "temperature": 0.0, "sample": 0, "category": GENUINE, "genuine": True}
+    | {"note": "sicher", "sheet": "sheet-1", "stratum": "generic", "inclusion_probability": 0.125},
+    {"context_id": "c1", "temperature": 1.0, "sample": 3, "category": CANNOT_ASSESS},
+]
+BAD_NAMES = [
+    "",
+    ".",
+    "..",
+    "../x",
+    "a/b",
+    "a\\b",
+    ".hidden",
+    "-x",
+    "_x",
+    "a b",
+    "a\n",
+    "é",
+    "a" * 101,
+]
+
+
+@pytest.fixture
+def labels(tmp_path) -> Labels:
+    (tmp_path / "run").mkdir()
+    return Labels(tmp_path / "run")
+
+
+# -- round trips --------------------------------------------------------------------------------
+
+
+def test_judgements_come_back_as_they_were_written(labels):
+    path = labels.write_judgements("rules", ROWS, WHO)
+    assert path == labels.path / "judgements" / "rules.parquet"
+    frame = labels.judgements("rules")
+    assert list(frame.columns) == JUDGEMENTS.names
+    assert frame["context_id"].tolist() == ["c0", "c1", "c2", "c3"]
+    assert frame["temperature"].tolist() == [0.7 * i for i in range(4)]
+    assert frame["category"].tolist()[:3] == [GENUINE, "new_topic", CANNOT_ASSESS]
+    assert frame["category"].isna().tolist() == [False, False, False, True]
+    assert frame["rationale"][0] == "asks “why”\n日本"
+    assert json.loads(frame["scores"][1]) == {"generic": 0.5}
+    assert frame["cost"][2] == 0.25 and frame["cost"].isna().sum() == 3
+    assert frame["error"][3] == "no" and frame["cached"][3]
+
+
+def test_genuine_is_nullable(labels):
+    labels.write_judgements("rules", ROWS, WHO)
+    genuine = labels.judgements("rules")["genuine"]
+    assert genuine.dtype == "boolean"
+    assert genuine.tolist() == [True, False, pd.NA, pd.NA]
+    assert genuine.mean() == 0.5
+    labels.write_annotations("anna", [LABELS[1]], {})
+    assert labels.annotations("anna")["genuine"].dtype == "boolean"
+    assert labels.annotations("anna")["genuine"].isna().all()
+
+
+def test_annotations_come_back_as_they_were_written(labels):
+    path = labels.write_annotations("anna", LABELS, {"sheets": ["sheet-1"]})
+    assert path == labels.path / "annotations" / "anna.parquet"
+    frame = labels.annotations("anna")
+    assert list(frame.columns) == ANNOTATIONS.names
+    assert frame.iloc[0].to_dict() == LABELS[0]
+    assert frame[list(KEY)].iloc[1].tolist() == ["c1", 1.0, 3]
+    assert frame["note"].isna().tolist() == [False, True]
+    assert labels.record("annotations", "anna") == {"sheets": ["sheet-1"]}
+
+
+def test_no_row_at_all_is_a_table_with_all_columns(labels):
+    labels.write_judgements("rules", [], WHO)
+    frame = labels.judgements("rules")
+    assert frame.shape == (0, len(JUDGEMENTS)) and frame["genuine"].dtype == "boolean"
+
+
+def test_each_file_carries_its_own_record(labels):
+    labels.write_judgements("rules", ROWS, WHO)
+    labels.write_judgements("other", ROWS, {"identity": {"kind": "llm"}})
+    assert labels.record("judgements", "rules") == WHO
+    assert labels.record("judgements", "other") == {"identity": {"kind": "llm"}}
+
+
+def test_files_open_in_pandas_and_without_a_record(labels):
+    """A table that another program wrote has no record, and is read all the same."""
+    path = labels.write_judgements("rules", ROWS, WHO)
+    frame = pd.read_parquet(path)
+    assert frame["context_id"].tolist() == ["c0", "c1", "c2", "c3"]
+    pq.write_table(pq.read_table(path).replace_schema_metadata(None), path)
+    assert labels.record("judgements", "rules") == {}
+    assert len(labels.judgements("rules")) == 4
+
+
+def test_sheets_come_back_as_they_were_written(labels):
+    key = {"rows": [["c0", 0.0, 0]], "judge": "rules", "note": "日本"}
+    path = labels.write_sheet("sheet-1", key)
+    assert path == labels.path / "annotations" / "sheets" / "sheet-1.json"
+    assert labels.sheet("sheet-1") == key
+
+
+# -- what is there ------------------------------------------------------------------------------
+
+
+def test_a_run_has_labels_of_no_one_at_first(merged, tmp_path):
+    run = Run.open(shutil.copytree(merged.path, tmp_path / "run"))
+    before = files_under(run.path)
+    assert run.labels.judges == run.labels.annotators == run.labels.sheets == []
+    assert files_under(run.path) == before
+
+
+def test_labels_leave_the_rest_of_the_run_as_it_was(merged, tmp_path):
+    run = Run.open(shutil.copytree(merged.path, tmp_path / "run"))
+    before = files_under(run.path)
+    run.labels.write_judgements("rules", ROWS, WHO)
+    run.labels.write_annotations("anna", LABELS, {})
+    added = ["annotations/anna.parquet", "judgements/rules.parquet"]
+    assert files_under(run.path) == sorted(before + added)
+    again = Run.open(run.path)
+    assert again.digest() == merged.digest() and again.verify() == []
+
+
+def test_names_are_listed_in_order_and_apart(labels):
+    for name in ("rules", "a.b", "gpt-5-mini"):
+        labels.write_judgements(name, ROWS, WHO)
+    labels.write_annotations("anna", LABELS, {})
+    labels.write_sheet("sheet-1", {})
+    assert labels.judges == ["a.b", "gpt-5-mini", "rules"]
+    assert labels.annotators == ["anna"]
+    assert labels.sheets == ["sheet-1"]
+
+
+def test_the_folder_of_sheets_is_no_annotator(labels):
+    labels.write_sheet("anna", {"rows": []})
+    assert labels.annotators == []
+    labels.write_annotations("sheets", LABELS, {})
+    assert labels.annotators == ["sheets"] and labels.sheets == ["anna"]
+    assert labels.sheet("anna") == {"rows": []}
+
+
+def test_files_that_were_not_written_here_are_not_listed(labels):
+    labels.write_judgements("rules", ROWS, WHO)
+    folder = labels.path / "judgements"
+    for name in ("._rules.parquet", "rules.parquet.tmp", "notes.txt", "a b.parquet"):
+        (folder / name).write_text("mine")
+    (folder / "folder.parquet").mkdir()
+    assert labels.judges == ["rules"]
+
+
+def test_a_folder_name_with_an_equals_sign_adds_no_column(tmp_path):
+    path = tmp_path / "seed=3" / "lr=0.1"
+    path.mkdir(parents=True)
+    labels = Labels(path)
+    labels.write_judgements("rules", ROWS, WHO)
+    assert list(labels.judgements("rules").columns) == JUDGEMENTS.names
+
+
+# -- names --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", BAD_NAMES)
+def test_a_name_that_can_not_be_a_files_writes_nothing(labels, name):
+    for write in (
+        lambda: labels.write_judgements(name, ROWS, WHO),
+        lambda: labels.write_annotations(name, LABELS, {}),
+        lambda: labels.write_sheet(name, {}),
+    ):
+        with pytest.raises(UserError, match="can't name a file; use letters, digits, dots, dashes"):
+            write()
+    assert list(labels.path.parent.rglob("*")) == [labels.path]
+
+
+@pytest.mark.parametrize("name", ["rules", "gpt-5-mini", "Qwen3_0.6B", "7", "a" * 100])
+def test_a_name_that_can_be_a_files_is_taken_as_it_is(labels, name):
+    assert check_name(name) == name
+    labels.write_judgements(name, ROWS, WHO)
+    assert labels.judges == [name] and len(labels.judgements(name)) == 4
+
+
+@pytest.mark.parametrize("name", BAD_NAMES)
+def test_reading_such_a_name_finds_nothing(labels, name):
+    """Not even a file that is there: names don't lead out of the folder."""
+    labels.write_judgements("rules", ROWS, WHO)
+    pq.write_table(pa.table({"x": [1]}), labels.path / "x.parquet")
+    (labels.path / "annotations" / "sheets").mkdir(parents=True)
+    (labels.path / "annotations" / "x.json").write_text("{}")
+    for read in (labels.judgements, labels.annotations, labels.sheet):
+        with pytest.raises(UserError, match=" has no "):
+            read(name)
+
+
+# -- replaced whole -----------------------------------------------------------------------------
+
+
+def test_writing_again_replaces_rows_and_record(labels):
+    labels.write_judgements("rules", ROWS, WHO)
+    labels.write_judgements("rules", ROWS[:1], {"identity": {}})
+    assert len(labels.judgements("rules")) == 1
+    assert labels.record("judgements", "rules") == {"identity": {}}
+    assert files_under(labels.path) == ["judgements/rules.parquet"]
+
+
+@pytest.mark.parametrize("step", ["write", "replace"])
+def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(labels, monkeypatch, step):
+    path = labels.write_judgements("rules", ROWS, WHO)
+    before = path.read_bytes()
+
+    def full(*arguments):
+        if step == "write":
+            arguments[1].write_bytes(b"PAR1 half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(*((pq, "write_table") if step == "write" else (os, "replace")), full)
+    with pytest.raises(OSError, match="No space left"):
+        labels.write_judgements("rules", ROWS[:1], {})
+    assert path.read_bytes() == before
+    assert files_under(labels.path) == ["judgements/rules.parquet"]
+    monkeypatch.undo()
+    labels.write_judgements("rules", ROWS[:1], {})
+    assert len(labels.judgements("rules")) == 1
+
+
+def test_rows_that_do_not_fit_leave_the_old_file_and_nothing_else(labels):
+    path = labels.write_judgements("rules", ROWS, WHO)
+    before = path.read_bytes()
+    with pytest.raises((pa.ArrowInvalid, pa.ArrowTypeError)):
+        labels.write_judgements("rules", [ROWS[0] | {"sample": "first"}], WHO)
+    with pytest.raises(TypeError):
+        labels.write_judgements("rules", ROWS, {"identity": object()})
+    assert path.read_bytes() == before
+    assert files_under(labels.path) == ["judgements/rules.parquet"]
+
+
+# -- what can't be read -------------------------------------------------------------------------
+
+
+def test_an_unknown_judge_is_refused_naming_those_there(labels):
+    expected = r"run has no judgements of 'gpt'; run: python -m ia_mech\.judge run \S+/run$"
+    for read in (labels.judgements, lambda name: labels.record("judgements", name)):
+        with pytest.raises(UserError, match=expected):
+            read("gpt")
+    labels.write_judgements("rules", ROWS, WHO)
+    labels.write_judgements("other", ROWS, WHO)
+    for read in (labels.judgements, lambda name: labels.record("judgements", name)):
+        with pytest.raises(UserError, match=r"of 'gpt' \(there are: other, rules\); run: python"):
+            read("gpt")
+
+
+def test_an_unknown_annotator_is_refused_naming_those_there(labels):
+    with pytest.raises(UserError, match=r"of 'ben'; run: .* import \S+ FILE --annotator ben$"):
+        labels.annotations("ben")
+    labels.write_annotations("anna", LABELS, {})
+    with pytest.raises(UserError, match=r"no annotations of 'ben' \(there are: anna\); run: "):
+        labels.annotations("ben")
+    with pytest.raises(UserError, match=r"no annotations of 'ben' \(there are: anna\); run: "):
+        labels.record("annotations", "ben")
+
+
+def test_an_unknown_sheet_is_refused_naming_those_there(labels):
+    with pytest.raises(UserError, match="run has no sheet 'two'; there are: none"):
+        labels.sheet("two")
+    labels.write_sheet("one", {})
+    with pytest.raises(UserError, match="run has no sheet 'two'; there are: one"):
+        labels.sheet("two")
+
+
+def test_the_suggested_command_survives_a_folder_with_spaces(tmp_path):
+    with pytest.raises(UserError, match=r"run: python -m ia_mech\.judge run '\S+/a run'$"):
+        Labels(tmp_path / "a run").judgements("rules")
+
+
+@pytest.mark.parametrize("damage", [b"", b"not Parquet", "cut", "flipped"])
+def test_a_file_that_is_not_parquet_is_refused_by_name(labels, damage):
+    path = labels.write_judgements("rules", ROWS, WHO)
+    whole = path.read_bytes()
+    content = {"cut": whole[:-20], "flipped": whole[:-40] + b"\xff" * 30 + whole[-10:]}
+    path.write_bytes(content.get(damage, damage))
+    shutil.copytree(labels.path / "judgements", labels.path / "annotations")
+    for read in (labels.judgements, lambda name: labels.record("judgements", name)):
+        with pytest.raises(
+            UserError, match=r"(?s)judgements/rules\.parquet can't be read \(.*remo"
+        ):
+            read("rules")
+    for read in (labels.annotations, lambda name: labels.record("annotations", name)):
+        with pytest.raises(
+            UserError, match=r"(?s)annotations/rules\.parquet can't be read \(.*rem"
+        ):
+            read("rules")
+
+
+def test_a_table_of_something_else_is_refused_by_name(labels):
+    folder = labels.path / "annotations"
+    folder.mkdir()
+    pq.write_table(pa.table({"context_id": ["c0"], "genuine": [True]}), folder / "mine.parquet")
+    with pytest.raises(UserError, match=r"mine\.parquet can't be read \(no column temperature, sa"):
+        labels.annotations("mine")
+
+
+def test_a_damaged_record_is_refused_by_name(labels):
+    path = labels.write_judgements("rules", ROWS, WHO)
+    pq.write_table(pq.read_table(path).replace_schema_metadata({b"ia_mech": b"{"}), path)
+    with pytest.raises(UserError, match=r"judgements/rules\.parquet can't be read"):
+        labels.record("judgements", "rules")
+
+
+def test_a_damaged_sheet_is_refused_by_name(labels):
+    labels.write_sheet("one", {"rows": []}).write_text('{"rows": [')
+    with pytest.raises(UserError, match=r"sheets/one\.json is damaged .*; export another sheet"):
+        labels.sheet("one")
