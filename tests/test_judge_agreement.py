@@ -1,0 +1,396 @@
+"""Agreement of judges and annotators: figures against hand computation, and what is shown."""
+
+import csv
+import io
+import json
+import re
+import shutil
+
+import numpy as np
+import pytest
+from rich.console import Console
+from runs import files_under
+
+from ia_mech.errors import UserError
+from ia_mech.judge.__main__ import main
+from ia_mech.judge.agreement import agreement, compare, joint_rows, print_comparison
+from ia_mech.judge.agreement.comparison import group_alpha
+from ia_mech.judge.rubric import ASSESSED, CANNOT_ASSESS, GENUINE, NAMES
+from ia_mech.judge.sheets import export_sheet
+from ia_mech.judge.sheets.files import inert
+from ia_mech.run import Run
+from ia_mech.run.labels import KEY
+from ia_mech.stats import krippendorff_alpha
+
+ROWS = 60
+
+
+def keys_of(run: Run) -> list[dict]:
+    return run.generations[list(KEY)].to_dict("records")
+
+
+def plant(run: Run, name: str, repeats: list[list[str | None]], **columns: list) -> None:
+    """Verdicts of a judge: one list of categories per repeat."""
+    rows = [
+        {
+            **key,
+            "repeat": repeat,
+            "category": said[i],
+            "status": "judged" if said[i] else "unparsable",
+            **{column: values[i] for column, values in columns.items()},
+        }
+        for repeat, said in enumerate(repeats)
+        for i, key in enumerate(keys_of(run))
+    ]
+    run.labels.write_judgements(name, rows, {})
+
+
+def annotate(run: Run, name: str, said: dict[int, str], sheet="s", stratum="all", of=None) -> None:
+    """Labels of an annotator by row; each row has the same probability unless ``of`` tells it."""
+    keys = keys_of(run)
+    rows = [
+        {
+            **keys[i],
+            "category": category,
+            "note": f"note {i}",
+            "sheet": sheet,
+            "stratum": stratum if isinstance(stratum, str) else stratum[i],
+            "inclusion_probability": len(said) / ROWS if of is None else of[i],
+        }
+        for i, category in said.items()
+    ]
+    run.labels.write_annotations(name, rows, {})
+
+
+def random_labels(seed: int, names=NAMES) -> list[str]:
+    return [names[i] for i in np.random.default_rng(seed).integers(len(names), size=ROWS)]
+
+
+@pytest.fixture
+def run(merged, tmp_path) -> Run:
+    shutil.copytree(merged.path, tmp_path / "run")
+    return Run.open(tmp_path / "run")
+
+
+# -- two columns of labels ------------------------------------------------------------------------
+
+
+def test_a_worked_example_with_weights():
+    """By hand: weights of (genuine, genuine) 1, (genuine, generic) 2, (generic, generic) 3 + 4."""
+    truth = [GENUINE, GENUINE, "generic", "generic"]
+    prediction = [GENUINE, "generic", "generic", "generic"]
+    c = compare(truth, prediction, ["a", "b", "c", "d"], [1, 2, 3, 4])
+    assert (c.n, c.sources, c.weight, c.weighted) == (4, 4, 10, True)
+    # Observed 8/10; expected 3/10 * 1/10 + 7/10 * 9/10 = 0.66.
+    assert c.kappa.value == c.kappa_genuine.value == pytest.approx((0.8 - 0.66) / (1 - 0.66))
+    assert c.accuracy.value == c.accuracy_genuine.value == pytest.approx(0.8)
+    assert c.balanced_accuracy.value == pytest.approx((1 / 3 + 1) / 2)
+    assert c.alpha.value == pytest.approx(
+        krippendorff_alpha(list(zip(truth, prediction, strict=True)), weights=[1, 2, 3, 4])
+    )
+    lines = {line.category: line for line in c.categories}
+    assert tuple(lines) == ASSESSED
+    genuine, generic, unused = (lines[x] for x in (GENUINE, "generic", "degenerate"))
+    assert (genuine.truth, genuine.predicted) == (2, 1)
+    assert (genuine.truth_weight, genuine.predicted_weight) == (3, 1)
+    assert (genuine.precision.value, genuine.recall.value) == pytest.approx((1, 1 / 3))
+    assert (generic.precision.value, generic.recall.value) == pytest.approx((7 / 9, 1))
+    assert (unused.truth, unused.predicted) == (0, 0)
+    assert np.isnan([unused.precision.value, unused.recall.value]).all()
+    g, h = ASSESSED.index(GENUINE), ASSESSED.index("generic")
+    assert c.confusion[[g, g, h], [g, h, h]].tolist() == [1, 2, 7] and c.confusion.sum() == 10
+    assert c.confusion_rows[[g, g, h], [g, h, h]].tolist() == [1, 1, 2]
+
+
+def test_abstentions_and_failures_stand_apart():
+    truth = [GENUINE, "generic", CANNOT_ASSESS, GENUINE, "generic", None, CANNOT_ASSESS]
+    prediction = [GENUINE, CANNOT_ASSESS, GENUINE, None, "generic", "generic", CANNOT_ASSESS]
+    c = compare(truth, prediction, list("abcdefg"))
+    assert (c.matched, c.n, c.sources, c.weighted) == (7, 2, 2, False)
+    assert (c.abstained_truth, c.abstained_prediction) == (2, 2)
+    assert (c.failed_truth, c.failed_prediction) == (1, 1)
+    assert c.accuracy.value == c.kappa.value == 1
+    with pytest.raises(ValueError, match="'nonsense' is not a category"):
+        compare(["nonsense"], [GENUINE], ["a"])
+    with pytest.raises(ValueError, match="one length"):
+        compare([GENUINE], [GENUINE], ["a", "b"])
+
+
+def test_what_has_no_value_or_no_interval():
+    perfect = compare([GENUINE, "generic"] * 20, [GENUINE, "generic"] * 20, range(40))
+    assert perfect.kappa.value == perfect.balanced_accuracy.value == 1
+    assert np.isnan(perfect.kappa.low)  # resampling perfect agreement says nothing
+    assert 0.9 < perfect.accuracy.low < 1  # an exact bound does
+    one = compare(["generic"] * 9, [GENUINE] * 4 + ["generic"] * 5, range(9))
+    assert np.isnan(one.balanced_accuracy.value)  # the truth has no genuine follow-up
+    empty = compare([CANNOT_ASSESS], [GENUINE], ["a"])
+    assert empty.n == 0 and np.isnan(empty.kappa.value) and np.isnan(empty.alpha.value)
+    assert compare([], [], []).n == 0
+    text = shown(lambda console: print_comparison(console, "x", empty))
+    assert "no row that both put into a category" in text
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_alpha_from_patterns_is_alpha_from_rows(seed):
+    rng = np.random.default_rng(seed)
+    choices = np.array([*ASSESSED[:3], CANNOT_ASSESS, None], dtype=object)
+    table = choices[rng.choice(5, p=[0.4, 0.2, 0.2, 0.1, 0.1], size=(50, 3))]
+    weights = rng.integers(1, 9, 50).astype(float)
+    found = group_alpha(list(table.T), rng.integers(8, size=50), weights)
+    table[table == CANNOT_ASSESS] = None
+    assert found.categories.value == pytest.approx(krippendorff_alpha(table, weights=weights))
+    genuine = np.array([[None if x is None else x == GENUINE for x in r] for r in table], object)
+    assert found.genuine.value == pytest.approx(krippendorff_alpha(genuine, weights=weights))
+    paired = (table != None).sum(1) >= 2  # noqa: E711
+    assert found.n == paired.sum() and found.weight == weights[paired].sum()
+    assert found.categories.low < found.categories.value < found.categories.high
+
+
+def test_intervals_widen_with_rows_that_come_in_clusters():
+    rng = np.random.default_rng(0)
+    truth = np.repeat(rng.choice([GENUINE, "generic"], 40), 10)
+    wrong = np.repeat(rng.random(40) < 0.2, 10)
+    prediction = np.where(wrong, "degenerate", truth)
+    alone = compare(truth, prediction, range(400))
+    together = compare(truth, prediction, np.repeat(range(40), 10))
+    assert alone.kappa.value == together.kappa.value
+    width = [c.kappa.high - c.kappa.low for c in (alone, together)]
+    assert width[1] > 2 * width[0]
+
+
+# -- a run ----------------------------------------------------------------------------------------
+
+
+def test_figures_of_a_sample_are_about_the_run(run):
+    """Weighted accuracy is unbiased over the draws of a stratified sheet; unweighted isn't."""
+    rng = np.random.default_rng(3)
+    judged = ["generic"] * 45 + [GENUINE] * 10 + ["degenerate"] * 5
+    rate = {"generic": 0.9, GENUINE: 0.4, "degenerate": 0.6}  # the judge is right so often
+    truth = [said if rng.random() < rate[said] else "new_topic" for said in judged]
+    right = np.array(truth) == np.array(judged)
+    plant(run, "rules", [judged])
+    place = {tuple(key.values()): i for i, key in enumerate(keys_of(run))}
+    weighted, plain = [], []
+    for seed in range(300):
+        key = export_sheet(run, 15, seed=seed).key
+        drawn = list(key["items"].values())
+        at = [place[tuple(p[c] for c in KEY)] for p in drawn]
+        weights = 1 / np.array([p["inclusion_probability"] for p in drawn])
+        weighted.append(np.average(right[at], weights=weights))
+        plain.append(right[at].mean())
+    error = np.std(weighted) / np.sqrt(len(weighted))
+    assert abs(np.mean(weighted) - right.mean()) < 4 * error
+    assert abs(np.mean(plain) - right.mean()) > 10 * error
+
+    annotate(
+        run,
+        "anna",
+        {i: truth[i] for i in at},
+        key["sheet"],
+        {i: p["stratum"] for i, p in zip(at, drawn, strict=True)},
+        {i: p["inclusion_probability"] for i, p in zip(at, drawn, strict=True)},
+    )
+    (pair,) = agreement(run).pairs
+    assert (pair.truth, pair.prediction) == ("anna", "rules")  # people are the truth
+    assert pair.comparison.n == 15 and pair.comparison.weight == pytest.approx(ROWS)
+    assert pair.comparison.accuracy.value == pytest.approx(weighted[-1])
+
+
+def test_weights_of_two_annotators(run):
+    def weights_of(*names):
+        found = agreement(run, names)
+        return dict(zip(*(x.tolist() for x in joint_rows(found.labellers)), strict=True))
+
+    strata = {i: "low" if i < 40 else "high" for i in range(ROWS)}
+    of = {i: 10 / 40 if i < 40 else 10 / 20 for i in range(ROWS)}
+    on_sheet = [*range(10), *range(40, 50)]
+    annotate(run, "anna", dict.fromkeys(on_sheet, GENUINE), "one", strata, of)
+    annotate(run, "bert", dict.fromkeys(on_sheet, GENUINE), "one", strata, of)
+    # Of one sheet, all of it: the sheet's probabilities.
+    assert weights_of("anna", "bert") == {i: 1 / of[i] for i in on_sheet}
+    # Of one sheet, not all: the rows that both labelled stand for their strata.
+    part = [0, 1, 2, 3, 40, 41, 42, 43, 44]
+    annotate(
+        run,
+        "cleo",
+        dict.fromkeys(part, GENUINE),
+        "one",
+        strata,
+        {i: 4 / 40 if i < 40 else 5 / 20 for i in part},
+    )
+    weights = weights_of("anna", "cleo")
+    assert weights == {i: 40 / 4 if i < 40 else 20 / 5 for i in part}
+    assert sum(weights.values()) == ROWS
+    # Of two sheets: independent samples.
+    annotate(run, "dora", dict.fromkeys([5, 9, 50], GENUINE), "two", "all")
+    assert weights_of("anna", "dora") == pytest.approx({5: 4 * 20, 9: 4 * 20})
+    plant(run, "rules", [random_labels(0)])
+    assert weights_of("rules", "cleo", "anna") == weights
+    # Not of a sheet: a census.
+    annotate(run, "edda", {7: GENUINE, 8: GENUINE}, None, "x", dict.fromkeys(range(60)))
+    assert weights_of("rules", "edda") == {7: 1, 8: 1}
+    found = agreement(run, ["cleo", "edda"])
+    assert found.pairs[0].comparison.n == 0
+
+
+def test_who_is_compared_with_whom(run):
+    plant(run, "first", [random_labels(0)])
+    with pytest.raises(UserError, match=r"needs two labellers, and .* has first; run: python"):
+        agreement(run)
+    plant(run, "second", [random_labels(1)])
+    annotate(run, "first", dict.fromkeys(range(9), GENUINE))
+    pairs = [(p.truth, p.prediction) for p in agreement(run).pairs]
+    assert pairs == [
+        ("judge:first", "second"),
+        ("annotator:first", "judge:first"),
+        ("annotator:first", "second"),
+    ]
+    pairs = [(p.truth, p.prediction) for p in agreement(run, ["second", "judge:first"]).pairs]
+    assert pairs == [("second", "judge:first")]  # between equals the one named first
+    with pytest.raises(UserError, match="both a judge and an annotator are named 'first'; choose"):
+        agreement(run, ["first", "second"])
+    with pytest.raises(UserError, match=r"nobody named 'third' .*; choose from: judge:first, sec"):
+        agreement(run, ["third", "second"])
+    with pytest.raises(UserError, match="needs two different labellers"):
+        agreement(run, ["second", "second"])
+
+
+def test_nobody_has_labelled(run, capsys):
+    assert main(["agreement", str(run.path)]) == 2
+    error = capsys.readouterr().err
+    assert "has nobody" in error and "ia_mech.judge run" in error and error.count("\n") == 1
+
+
+def test_a_judge_with_itself(run):
+    said = random_labels(0, ASSESSED)
+    noisy = [x if i % 3 else "generic" for i, x in enumerate(said)]
+    plant(run, "same", [said, said])
+    plant(run, "noisy", [said, noisy, said])
+    found = agreement(run)
+    assert found.pairs[0].comparison.kappa.value == 1  # the first repeat counts
+    (two, same), (three, noise) = found.repeats["same"], found.repeats["noisy"]
+    assert (two, three) == (2, 3) and same.n == noise.n == ROWS
+    assert same.categories.value == 1 and 0 < noise.categories.value < 1
+
+
+def test_the_group_is_measured_where_everyone_was_asked(run):
+    said = random_labels(0, ASSESSED)
+    plant(run, "a", [said])
+    plant(run, "b", [said[:30] + random_labels(1, ASSESSED)[30:]])
+    annotate(run, "anna", {i: said[i] for i in range(0, 40, 2)})
+    group = agreement(run).group
+    assert group.n == 20 and group.weight == pytest.approx(ROWS)
+    assert 0 < group.categories.value < 1
+    assert agreement(run, ["a", "b"]).group is None
+
+
+def test_labels_that_do_not_belong(run):
+    plant(run, "good", [random_labels(0)])
+    plant(run, "other", [["off_topic"] * ROWS])
+    with pytest.raises(UserError, match="uses the category 'off_topic', which this rubric"):
+        agreement(run)
+    run.labels.write_judgements(
+        "other",
+        [{"context_id": "x", "temperature": 0.0, "sample": 0, "repeat": 0, "status": "judged"}],
+        {},
+    )
+    with pytest.raises(UserError, match="judge 'other' are of other turns than those"):
+        agreement(run)
+    run.labels.write_judgements("other", [], {})
+    with pytest.raises(UserError, match=r"judge 'other' of .* has no labels"):
+        agreement(run)
+    run.complete = False
+    with pytest.raises(UserError, match="still being written"):
+        agreement(run)
+
+
+# -- disagreements, and what is shown -------------------------------------------------------------
+
+
+def test_the_most_telling_disagreements_come_first(run):
+    first = ["generic"] * ROWS
+    second = list(first)
+    for i, category in {1: GENUINE, 2: "degenerate", 3: GENUINE, 4: CANNOT_ASSESS, 5: None}.items():
+        second[i] = category
+    sure = [json.dumps({GENUINE: 0.6 + 0.3 * (i == 3), "degenerate": 0.99}) for i in range(ROWS)]
+    plant(run, "first", [first], rationale=["because"] * ROWS)
+    plant(run, "second", [second], scores=sure)
+    annotate(run, "anna", {7: "new_topic", 8: GENUINE, 9: "generic"})
+    found = agreement(run).disagreements
+    place = {tuple(key.values()): i for i, key in enumerate(keys_of(run))}
+    # People contradicted (genuine first), then judges alone: genuine by certainty, then others.
+    assert [place[tuple(d.row[c] for c in KEY)] for d in found] == [8, 7, 3, 1, 2]
+    assert found[0].said == {"first": "generic", "second": "generic", "anna": GENUINE}
+    assert found[0].why == {"first": "because", "anna": "note 8"}
+    assert found[0].item.turn == run.generations["text"][8]
+    assert agreement(run).disagreements == found
+
+
+def shown(body) -> str:
+    console = Console(
+        file=io.StringIO(), width=110, highlight=False, emoji=False, force_terminal=False
+    )
+    body(console)
+    return console.file.getvalue()
+
+
+def test_the_command(run, tmp_path, capsys):
+    said = ["generic"] * 40 + [GENUINE] * 20
+    plant(run, "rules", [said, said], rationale=["=[red]x[/red]\x1b :cat:"] * ROWS)
+    annotate(run, "anna", dict.fromkeys(range(0, ROWS, 4), GENUINE))
+    out = {"--json": tmp_path / "a.json", "--csv": tmp_path / "a.csv"}
+    options = [str(x) for pair in out.items() for x in pair]
+    out["--json"].write_text("old")
+    before = files_under(run.path)
+    assert main(["agreement", str(run.path), "--disagreements", "3", *options]) == 0
+    assert files_under(run.path) == before
+    text = capsys.readouterr().out
+    for name in ASSESSED:
+        assert len(re.findall(rf"│ (\d )?{name} ", text)) == 2, name  # used or not
+    assert "rules / anna" in text and "15 rows (standing for ≈ 60) from 12 sources" in text
+    assert "rules with itself (2 repeats)" in text
+    assert "=[red]x[/red]� :cat:" in text and "\x1b" not in text
+    assert "10 disagreements" in text and len(re.findall("anna says", text)) == 3
+    assert max(map(len, text.splitlines()[:6])) <= 110
+
+    report = json.loads(out["--json"].read_text(), parse_constant=pytest.fail)
+    (pair,) = report["pairs"]
+    figures = pair["comparison"]
+    assert (pair["truth"], figures["n"], figures["weight"]) == ("anna", 15, pytest.approx(60))
+    assert figures["accuracy"]["value"] == pytest.approx(5 / 15)
+    assert figures["balanced_accuracy"]["value"] is None  # the truth is genuine throughout
+    assert [line["category"] for line in figures["categories"]] == list(ASSESSED)
+    assert report["repeats"]["rules"]["repeats"] == 2 and report["disagreements"] == 10
+    rows = list(csv.DictReader(io.StringIO(out["--csv"].read_text(encoding="utf-8-sig"))))
+    assert len(rows) == 10 and {row["anna"] for row in rows} == {GENUINE}
+    assert {row["rules (why)"] for row in rows} == {"'=[red]x[/red]� :cat:"}
+    assert {row["user_turn"] for row in rows} <= {inert(text) for text in run.generations["text"]}
+
+
+def test_files_are_written_together_or_not_at_all(run, tmp_path, capsys):
+    plant(run, "a", [random_labels(0)])
+    plant(run, "b", [random_labels(1)])
+    command = ["agreement", str(run.path), "--json", str(tmp_path / "a.json")]
+    assert main([*command, "--csv", str(tmp_path / "nowhere" / "a.csv")]) == 2
+    output = capsys.readouterr()
+    assert "there is no folder" in output.err and output.err.count("\n") == 1
+    assert not (tmp_path / "a.json").exists() and output.out == ""
+    assert main([*command, "--disagreements", "-1"]) == 2
+    assert "can't be negative" in capsys.readouterr().err
+
+
+def test_no_disagreement_and_alike_rows(run, capsys):
+    plant(run, "a", [["generic"] * ROWS])
+    plant(run, "b", [["generic"] * ROWS])
+    assert main(["agreement", str(run.path)]) == 0
+    assert "no disagreements" in capsys.readouterr().out
+    # Rows with the same text in the same context are shown once, with their number.
+    plant(run, "b", [[GENUINE] * ROWS])
+    found = agreement(run)
+    alike = {}
+    for d in found.disagreements:
+        alike[d.item] = alike.get(d.item, 0) + 1
+    assert main(["agreement", str(run.path), "--disagreements", "60"]) == 0
+    text = capsys.readouterr().out
+    assert len(re.findall("a says", text)) == len(alike)
+    assert "60 disagreements, 60 of them shown" in text

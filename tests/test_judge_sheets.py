@@ -1,0 +1,534 @@
+"""Blind sheets: what is drawn, what is shown, and what comes back."""
+
+import csv
+import io
+import itertools
+import json
+import os
+import re
+import shutil
+from collections import Counter
+
+import pandas as pd
+import pytest
+from runs import files_under
+
+from ia_mech.errors import UserError
+from ia_mech.judge.__main__ import main
+from ia_mech.judge.label import items_of
+from ia_mech.judge.rubric import CANNOT_ASSESS, GENUINE, NAMES
+from ia_mech.judge.sheets import export_sheet, import_sheet, write_sheet
+from ia_mech.judge.sheets.draw import COLUMNS, allocate
+from ia_mech.judge.sheets.files import csv_bytes, inert, read_sheet
+from ia_mech.run import Run
+from ia_mech.run.labels import KEY
+
+# What the judge of these tests says of the run's 60 rows: strata of very different sizes.
+SAID = ["prompt_restatement"] * 34 + ["degenerate"] * 14 + [GENUINE] * 7 + ["new_topic"] * 2
+SAID += [CANNOT_ASSESS] + [None] * 2
+
+
+def keys_of(run: Run) -> list[dict]:
+    return run.generations[list(KEY)].to_dict("records")
+
+
+def plant(run: Run, name: str, said: list[str | None] = SAID) -> None:
+    """Verdicts of a judge, spread over the run's rows."""
+    rows = [
+        {
+            **key,
+            "repeat": 0,
+            "category": said[i * 7 % len(said)],
+            "status": "judged" if said[i * 7 % len(said)] else "unparsable",
+        }
+        for i, key in enumerate(keys_of(run))
+    ]
+    run.labels.write_judgements(name, rows, {"identity_hash": f"hash of {name}"})
+
+
+@pytest.fixture
+def run(merged, tmp_path) -> Run:
+    shutil.copytree(merged.path, tmp_path / "run")
+    return Run.open(tmp_path / "run")
+
+
+@pytest.fixture
+def judged(run) -> Run:
+    plant(run, "rules")
+    return run
+
+
+def exported(run: Run, n: int = 30, **options):
+    sheet = export_sheet(run, n, **options)
+    return sheet, write_sheet(run, sheet, run.path.parent / sheet.key["sheet"])
+
+
+def filled_in(sheet, blank: int = 0) -> list[dict]:
+    """The sheet with a category in all rows but the last few, spelt as people do."""
+    spelt = ["genuine_follow_up", "Generic", " new topic ", "CANNOT-ASSESS", "degenerate"]
+    count = len(sheet.rows) - blank
+    return [
+        row | {"category": spelt[i % 5] if i < count else " ", "note": f"so, {i};\n“né”"}
+        for i, row in enumerate(sheet.rows)
+    ]
+
+
+def save(path, rows, *, encoding="utf-8", columns=COLUMNS, **dialect):
+    with open(path, "w", encoding=encoding, newline="") as handle:
+        writer = csv.DictWriter(handle, columns, extrasaction="ignore", **dialect)
+        writer.writeheader()
+        writer.writerows(rows)
+    return path
+
+
+# -- drawing --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", [6, 7, 20, 30, 45, 59, 60])
+def test_weights_of_every_stratum_add_up_to_its_rows(judged, n):
+    sheet = export_sheet(judged, n)
+    sizes = Counter(category or "failed" for category in SAID)
+    totals, drawn = Counter(), Counter()
+    for place in sheet.key["items"].values():
+        totals[place["stratum"]] += 1 / place["inclusion_probability"]
+        drawn[place["stratum"]] += 1
+    assert totals == pytest.approx(sizes)
+    assert drawn.total() == n == len(sheet.rows)
+    for stratum, counts in sheet.key["strata"].items():
+        assert counts == {"rows": sizes[stratum], "drawn": drawn[stratum]}
+        assert drawn[stratum] >= min(sizes[stratum], 5, n // 6)
+
+
+def test_allocation_lies_between_proportional_and_equal():
+    drawn = allocate({"common": 10_000, "rare": 100, "tiny": 3}, 200)
+    assert drawn == {"common": 179, "rare": 18, "tiny": 3}
+    assert allocate({"only": 9}, 9) == {"only": 9}
+
+
+def test_every_row_of_a_stratum_is_as_likely(judged):
+    seen = Counter()
+    for seed in range(200):
+        for place in export_sheet(judged, 20, seed=seed).key["items"].values():
+            seen[place["stratum"], tuple(place[column] for column in KEY)] += 1
+    common = [count for (stratum, _), count in seen.items() if stratum == "prompt_restatement"]
+    probability = export_sheet(judged, 20).key["strata"]["prompt_restatement"]["drawn"] / 34
+    assert len(common) == 34
+    spread = 4.5 * (200 * probability * (1 - probability)) ** 0.5
+    assert all(abs(count - 200 * probability) < spread for count in common)
+
+
+def test_draws_repeat_and_sheets_are_independent(judged):
+    assert export_sheet(judged, 20) == export_sheet(judged, 20)
+    one, other = (export_sheet(judged, 20, name=name).key["items"] for name in ("one", "other"))
+    rows = [{tuple(p[c] for c in KEY) for p in items.values()} for items in (one, other)]
+    assert rows[0] != rows[1]
+    assert not one.keys() & other.keys()  # an item belongs to one sheet
+
+
+def test_without_a_judge_there_is_one_stratum(run):
+    sheet = export_sheet(run, 15)
+    assert sheet.key["judge"] is None
+    assert sheet.key["strata"] == {"all": {"rows": 60, "drawn": 15}}
+    assert {p["inclusion_probability"] for p in sheet.key["items"].values()} == {0.25}
+
+
+def test_which_judge_stratifies(run):
+    plant(run, "first", [GENUINE, "generic"])
+    assert export_sheet(run, 10).key["judge"]["name"] == "first"
+    plant(run, "second", ["generic"])
+    with pytest.raises(UserError, match=r"several judges \(first, second\); say with --by"):
+        export_sheet(run, 10)
+    assert export_sheet(run, 10, by="second").key["strata"].keys() == {"generic"}
+    plant(run, "rules")
+    assert export_sheet(run, 10).key["judge"] == {
+        "name": "rules",
+        "identity_hash": "hash of rules",
+    }
+    with pytest.raises(UserError, match="has no judgements of 'third'"):
+        export_sheet(run, 10, by="third")
+
+
+@pytest.mark.parametrize(
+    ("n", "said"),
+    [
+        (0, "has 60 user turns; give --n from 1 to 60"),
+        (-3, "has 60 user turns; give --n from 1 to 60"),
+        (61, r"\(60 takes them all\)"),
+        (5, "can't cover the 6 strata by judge 'rules'"),
+    ],
+)
+def test_a_sheet_that_cannot_be_drawn(judged, n, said):
+    with pytest.raises(UserError, match=said):
+        export_sheet(judged, n)
+
+
+def test_an_unfinished_run_has_no_sheet(judged, monkeypatch):
+    judged.complete = False
+    with pytest.raises(UserError, match="still being written or was interrupted"):
+        export_sheet(judged, 10)
+
+
+# -- what is shown --------------------------------------------------------------------------------
+
+
+def test_the_sheet_is_blind(judged):
+    sheet, files = exported(judged)
+    items = {(i.query, i.response, i.turn) for i in items_of(judged)}
+    for row in sheet.rows:
+        assert tuple(row) == COLUMNS
+        assert (row["query"], row["response"], row["user_turn"]) in items
+        assert re.fullmatch("t[0-9a-f]{12}", row["item"])
+        assert row["category"] == row["note"] == "" and row["response_complete"] is True
+    contexts = judged.contexts
+    forbidden = {*contexts["context_id"], *contexts["source_id"], *contexts["dataset"], *NAMES}
+    forbidden |= {judged.model["name"], "rules", "failed", "temperature", "0.7"}
+    forbidden |= set(contexts["reference"].dropna())
+    turns = {row[c] for row in sheet.rows for c in ("query", "response", "user_turn")}
+    for file in files:
+        text = file.read_text(encoding="utf-8-sig")
+        shown = [word for word in forbidden if word in text or word in file.name]
+        assert [word for word in shown if not any(word in turn for turn in turns)] == []
+        assert judged.path.name not in file.stem.split("-")
+
+
+def test_the_order_tells_nothing(judged):
+    sheet = export_sheet(judged, 60)
+    places = [sheet.key["items"][row["item"]] for row in sheet.rows]
+    strata = [place["stratum"] for place in places]
+    assert sum(a != b for a, b in itertools.pairwise(strata)) > 20
+    rows = pd.MultiIndex.from_frame(judged.generations[list(KEY)])
+    order = rows.get_indexer(pd.MultiIndex.from_frame(pd.DataFrame(places)[list(KEY)]))
+    assert abs(pd.Series(order).corr(pd.Series(range(60)))) < 0.4
+
+
+def test_a_cut_off_response_is_shown_as_one(judged):
+    judged.contexts.loc[judged.contexts["context_id"] == "maths-01", "response_cut_off"] = True
+    sheet = export_sheet(judged, 60)
+    for row in sheet.rows:
+        cut = sheet.key["items"][row["item"]]["context_id"] == "maths-01"
+        assert row["response_complete"] is not cut
+
+
+def test_the_key_stays_in_the_run_with_its_files_beside(judged):
+    before = files_under(judged.path)
+    sheet, files = exported(judged)
+    name = sheet.key["sheet"]
+    assert set(files_under(judged.path)) - set(before) == {
+        "judgements/rules.parquet",
+        f"annotations/sheets/{name}.json",
+    } - set(before)
+    assert judged.labels.sheet(name) == sheet.key
+    assert [f.name for f in files] == [f"{name}.csv", f"{name}.jsonl"]
+    lines = [json.loads(line) for line in files[1].read_text().splitlines()]
+    assert lines == sheet.rows
+    assert files[0].read_bytes().startswith(b"\xef\xbb\xbf")  # for Excel
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["=1+1", "+1", "-1", "@SUM(A1)", " =1", "\t=1", "\n=1", "＝1+1", "－1", "\tx", "\r\nx"],
+)
+def test_a_cell_is_no_formula(text):
+    cell = inert(text)
+    assert cell.startswith("'") and cell[1:] == text.replace("\r\n", "\n")
+
+
+def test_texts_survive_the_csv():
+    texts = [
+        'a "quoted", one',
+        "two\nlines\n\n",
+        "a;b\tc",
+        "Ünïcødé 🙂",
+        "'=x",
+        "",
+        "a - b",
+        "1 = 2",
+    ]
+    rows = [{"text": text, "number": 0.7} for text in texts]
+    content = csv_bytes(["text", "number"], rows).decode("utf-8-sig")
+    back = list(csv.DictReader(io.StringIO(content, newline="")))
+    assert [row["text"] for row in back] == texts
+    assert inert("a\x00b\rc\x1b") == "a�b\nc�"
+
+
+# -- the way back ---------------------------------------------------------------------------------
+
+
+def _as_it_is(path, rows):
+    path.write_bytes(csv_bytes(COLUMNS, rows))
+    return path
+
+
+def _jsonl(path, rows, encoding="utf-8", end="\n"):
+    path = path.with_suffix(".jsonl")
+    text = "".join(json.dumps(row, ensure_ascii=False) + end for row in rows)
+    path.write_bytes((text + end).encode(encoding))
+    return path
+
+
+WAYS = {
+    "as it is": _as_it_is,
+    "semicolons": lambda p, rows: save(p, rows, delimiter=";"),
+    "semicolons, BOM": lambda p, rows: save(p, rows, delimiter=";", encoding="utf-8-sig"),
+    "tabs, unix ends": lambda p, rows: save(
+        p.with_suffix(".tsv"), rows, delimiter="\t", lineterminator="\n"
+    ),
+    "all quoted": lambda p, rows: save(p, rows, quoting=csv.QUOTE_ALL, lineterminator="\n"),
+    "shuffled, without texts": lambda p, rows: save(
+        p, rows[::-1], columns=("note", "category", "item")
+    ),
+    "headings in capitals": lambda p, rows: save(
+        p, [{k.title(): v for k, v in row.items()} for row in rows], columns=("Item", "Category")
+    ),
+    "jsonl": _jsonl,
+    "jsonl with BOM": lambda p, rows: _jsonl(p, rows, "utf-8-sig", "\r\n"),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_there_and_back(judged, way):
+    sheet, files = exported(judged)
+    rows = filled_in(sheet)
+    file = WAYS[way](files[0].with_name("filled.csv"), rows)
+    done = import_sheet(judged, file, "anna")
+    labels = judged.labels.annotations("anna").set_index(list(KEY))
+    assert len(labels) == 30 and done.drawn == 30
+    for row in rows:
+        place = sheet.key["items"][row["item"]]
+        label = labels.loc[tuple(place[column] for column in KEY)]
+        category = row["category"].strip().lower().replace(" ", "_").replace("-", "_")
+        assert label["category"] == category
+        assert (label["genuine"] is pd.NA) == (category == CANNOT_ASSESS)
+        assert category == CANNOT_ASSESS or label["genuine"] == (category == GENUINE)
+        assert label["note"] == ("" if way.startswith("headings") else row["note"])
+        assert label["stratum"] == place["stratum"] and label["sheet"] == sheet.key["sheet"]
+        assert label["inclusion_probability"] == place["inclusion_probability"]
+    record = judged.labels.record("annotations", "anna")
+    assert record["sheet"] == sheet.key["sheet"] and record["judge"]["name"] == "rules"
+
+
+def test_what_is_filled_in_counts_as_the_sample(judged):
+    sheet, files = exported(judged)
+    import_sheet(judged, save(files[0].with_name("part.csv"), filled_in(sheet, 12)), "anna")
+    labels = judged.labels.annotations("anna")
+    assert len(labels) == 18
+    sizes = Counter(category or "failed" for category in SAID)
+    totals = (1 / labels["inclusion_probability"]).groupby(labels["stratum"]).sum()
+    assert totals.to_dict() == pytest.approx({s: sizes[s] for s in totals.index})
+
+
+def test_a_stratum_of_which_nothing_is_filled_in_is_named(judged, capsys):
+    sheet, files = exported(judged)
+    rows = filled_in(sheet)
+    for row in rows:
+        if sheet.key["items"][row["item"]]["stratum"] in ("failed", GENUINE):
+            row["category"] = ""
+    file = save(files[0].with_name("part.csv"), rows)
+    assert main(["import", str(judged.path), str(file), "--annotator", "anna"]) == 0
+    assert "nothing is labelled of failed, genuine_follow_up" in capsys.readouterr().out
+
+
+def test_an_item_that_stands_there_twice(judged):
+    sheet, files = exported(judged)
+    rows = filled_in(sheet)
+    file = save(files[0].with_name("twice.csv"), [*rows, rows[0], rows[1] | {"category": ""}])
+    assert import_sheet(judged, file, "anna").labels.total() == 30
+    save(file, [*rows, rows[0] | {"category": "degenerate"}])
+    said = rf"row 32 of .*calls {rows[0]['item']} degenerate, and row 2 of .* genuine_follow_up; "
+    with pytest.raises(UserError, match=said):
+        import_sheet(judged, file, "anna", replace=True)
+
+
+def test_labels_are_replaced_only_when_asked(judged):
+    sheet, files = exported(judged)
+    file = save(files[0].with_name("filled.csv"), filled_in(sheet))
+    for annotator in ("anna", "bert"):
+        import_sheet(judged, file, annotator)
+    kept = (judged.path / "annotations/bert.parquet").read_bytes()
+    with pytest.raises(UserError, match="'anna'; give another --annotator, or --replace"):
+        import_sheet(judged, file, "anna")
+    save(file, filled_in(sheet, 20))
+    import_sheet(judged, file, "anna", replace=True)
+    assert len(judged.labels.annotations("anna")) == 10
+    assert (judged.path / "annotations/bert.parquet").read_bytes() == kept
+
+
+def _bad_cells(column, value, at=3):
+    def change(path, rows):
+        return save(path, [row | {column: value} if i == at else row for i, row in enumerate(rows)])
+
+    return change
+
+
+def _bad_text(change, suffix=".csv"):
+    def write(path, rows):
+        path = (save if suffix == ".csv" else _jsonl)(path, rows)
+        path.write_bytes(change(path.read_bytes()))
+        return path
+
+    return write
+
+
+BAD = {
+    "a near category": (
+        _bad_cells("category", "assistant_restatment"),
+        r"row 5 of .* \(ends in line \d+\) has the unknown category 'assistant_restatment'; did "
+        "you mean assistant_restatement",
+    ),
+    "a short one": (_bad_cells("category", "genuine"), "did you mean genuine_follow_up"),
+    "a far one": (_bad_cells("category", "x"), "choose from genuine_follow_up, prompt_rest"),
+    "an unknown item": (_bad_cells("item", "t000000000000"), "row 5 .* the item 't000000000000'"),
+    "no item": (_bad_cells("item", ""), "row 5 of .* has no item"),
+    "two bad rows": (
+        lambda p, rows: save(p, [r | {"category": "x"} for r in rows[:2]] + rows[2:]),
+        r"row 2 of .* 'x' \(and 1 more bad rows\); choose",
+    ),
+    "another run's": (
+        lambda p, rows: save(p, [r | {"item": f"t{i:012x}"} for i, r in enumerate(rows)]),
+        "holds annotations of another run: none of its 30 items",
+    ),
+    "nothing filled in": (
+        lambda p, rows: save(p, [r | {"category": ""} for r in rows]),
+        "no row of .* has a category",
+    ),
+    "no category column": (
+        lambda p, rows: save(p, rows, columns=("item", "note")),
+        "has no column 'category'; keep the columns item and category",
+    ),
+    "two category columns": (
+        _bad_text(lambda b: b.replace(b",note", b",category", 1)),
+        "has 2 columns 'category'",
+    ),
+    "no rows": (lambda p, rows: save(p, []), "has no rows"),
+    "nothing at all": (_bad_text(lambda b: b""), "has no column 'item'"),
+    "latin-1": (
+        lambda p, rows: save(
+            p,
+            [r | {"query": "né", "user_turn": "", "response": ""} for r in rows],
+            encoding="cp1252",
+        ),
+        r"isn't UTF-8 \(byte 0xe9 in line 2\)",
+    ),
+    "utf-16": (
+        lambda p, rows: save(p, rows, encoding="utf-16"),
+        r"isn't UTF-8 \(byte 0xff in line 1\); save it as CSV UTF-8",
+    ),
+    "an open quote": (_bad_text(lambda b: b + b'"t12'), "isn't CSV at line"),
+    "too many cells": (_bad_text(lambda b: b + b"a,b,c,d,e,f,g,h,i\r\n"), "has 9 cells under 7"),
+    "broken JSON": (
+        _bad_text(lambda b: b.replace(b'"item"', b'"item', 1), ".jsonl"),
+        "line 1 of .* isn't JSON",
+    ),
+    "JSON, no object": (_bad_text(lambda b: b"[1]\n" + b, ".jsonl"), "line 1 .* JSON object"),
+    "JSON, a number": (
+        _bad_text(lambda b: b.replace(b'"Generic"', b"7", 1), ".jsonl"),
+        "line 2 of .*: category isn't a text",
+    ),
+    "JSON, no item": (_bad_text(lambda b: b'{"category": ""}\n' + b, ".jsonl"), "line 1 .* 'item'"),
+    "deep JSON": (_bad_text(lambda b: b"[" * 100_000, ".jsonl"), "line 1 of .* isn't JSON"),
+    "a workbook": (
+        lambda p, rows: save(p.with_suffix(".xlsx"), rows),
+        "neither .csv nor .jsonl; save the sheet as CSV",
+    ),
+    "no file": (lambda p, rows: p, "there is no file"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_sheets_are_refused_in_one_line_and_nothing_is_written(judged, capsys, case):
+    sheet, files = exported(judged)
+    change, said = BAD[case]
+    file = change(files[0].with_name("bad.csv"), filled_in(sheet))
+    before = files_under(judged.path)
+    assert main(["import", str(judged.path), str(file), "--annotator", "anna"]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and re.search(said, error), error
+    assert files_under(judged.path) == before
+
+
+def test_a_file_holds_one_sheet(judged):
+    one, files = exported(judged, name="one")
+    other, _ = exported(judged, name="other")
+    file = save(files[0].with_name("both.csv"), filled_in(one) + filled_in(other))
+    with pytest.raises(UserError, match="mixes the sheets one and other"):
+        import_sheet(judged, file, "anna")
+
+
+def test_labels_of_turns_that_have_changed_are_refused(judged):
+    sheet, files = exported(judged)
+    file = save(files[0].with_name("filled.csv"), filled_in(sheet))
+    judged.generations["text"] = judged.generations["text"] + "!"
+    with pytest.raises(UserError, match="was changed after sheet"):
+        import_sheet(judged, file, "anna")
+    assert judged.labels.annotators == []
+
+
+def test_a_bad_annotator_name(judged):
+    _, files = exported(judged)
+    with pytest.raises(UserError, match="can't name a file"):
+        import_sheet(judged, files[0], "../anna")
+
+
+# -- files that appear together or not at all -----------------------------------------------------
+
+
+def test_nothing_is_overwritten(judged, tmp_path):
+    sheet, files = exported(judged)
+    kept = [file.read_bytes() for file in files]
+    with pytest.raises(UserError, match=f"has a sheet named '{sheet.key['sheet']}'"):
+        exported(judged)
+    other = export_sheet(judged, 30, name="other")
+    files[0].unlink()
+    before = files_under(tmp_path)
+    with pytest.raises(UserError, match="exists; give another --out, or remove it"):
+        write_sheet(judged, other, files[1].with_suffix(""))
+    assert files_under(tmp_path) == before and files[1].read_bytes() == kept[1]
+    with pytest.raises(UserError, match="there is no folder"):
+        write_sheet(judged, other, tmp_path / "nowhere" / "sheet")
+    assert files_under(tmp_path) == before
+
+
+@pytest.mark.parametrize("call", [1, 2, 3])
+def test_a_failure_at_any_rename_leaves_nothing(judged, tmp_path, monkeypatch, call):
+    before, replace, calls = files_under(tmp_path), os.replace, []
+
+    def failing(*paths):
+        calls.append(paths)
+        if len(calls) == call:
+            raise OSError("no space left")
+        replace(*paths)
+
+    monkeypatch.setattr(os, "replace", failing)
+    with pytest.raises(OSError, match="no space left"):
+        exported(judged)
+    left = [f for f in files_under(tmp_path) if f not in before and not f.endswith(".json.tmp")]
+    assert left == []
+
+
+# -- the command line -----------------------------------------------------------------------------
+
+
+def test_export_and_import_say_what_they_did(judged, tmp_path, capsys):
+    out = tmp_path / "for anna.csv"
+    command = ["export", str(judged.path), "--n", "30", "--out", str(out)]
+    assert main(command) == 0
+    said = capsys.readouterr().out
+    assert "30 of 60 turns, by what rules says:" in said
+    assert re.search(r"genuine_follow_up +5 of +7\n", said)
+    assert f"sheet: {out}\n" in said and "python -m ia_mech.judge rubric" in said
+    assert judged.labels.sheets == ["for-anna"]
+    assert main(command) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+    rows = [{**vars(row), "category": "generic"} for row in read_sheet(out)]
+    save(out, rows[:20], columns=("item", "category"))
+    assert main(["import", str(judged.path), str(out), "--annotator", "anna"]) == 0
+    said = capsys.readouterr().out
+    assert "20 of 30 rows labelled by anna: generic 20\n" in said
+    assert "10 of the sheet's 30 rows have no category" in said
+    assert f"next: python -m ia_mech.judge agreement {judged.path}" in said
+
+
+def test_export_without_a_judge_says_so(run, capsys):
+    assert main(["export", str(run.path), "--n", "9"]) == 0
+    assert "no judge has judged this run" in capsys.readouterr().out
