@@ -1,0 +1,191 @@
+"""A local causal language model as a judge, without a server.
+
+It isn't asked to write: the rubric's names are scored as the assistant's answer, and the likeliest
+is the verdict. So there is always one, and a probability for each category with it.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from ia_mech.engine.check import check_engine
+from ia_mech.engine.memory import Halving
+from ia_mech.engine.prefix import Prefilled, Prefix, State, expand, forward, prefill
+from ia_mech.engine.score import Turn, score
+from ia_mech.errors import UserError
+from ia_mech.judge.llm import prompt
+from ia_mech.judge.rubric import NAMES, rubric_hash
+from ia_mech.judge.verdict import Item, Verdict
+from ia_mech.models import ModelSpec, Subject, context_limit, is_out_of_memory, load
+from ia_mech.template import ChatTemplate, message
+
+CHARACTERS_PER_TOKEN = 4  # of English prose, for estimates
+
+# What an item says that says nothing: how likely the model finds each name regardless.
+CONTENT_FREE = Item("N/A", "N/A", "N/A")
+
+
+class TooLong(ValueError):
+    """An item's prompt doesn't fit into the model's context."""
+
+
+class HfJudge:
+    """Judges by the likelihood of each category's name as the answer of a causal language model.
+
+    The score of a category is the log-probability of all tokens of its name after the prompt, less
+    the same for an item without content: contextual calibration (Zhao et al. 2021, arXiv
+    2102.09690), or, as a difference of logarithms, the pointwise mutual information of Holtzman et
+    al. 2021 (arXiv 2104.08315). Without it, models favour some names whatever the item. The sum
+    isn't divided by the name's length: no name begins another, so the sums are log-probabilities of
+    events that exclude each other, and calibration takes away what a long name costs. ``scores`` is
+    the softmax over all names, ``cannot_assess`` included.
+
+    The rubric's part of the prompt is run through the model once and copied for every item. Items
+    go one by one and unpadded, their nine answers as one right-padded batch, so a verdict doesn't
+    depend on what else is judged. It is deterministic: repeats are equal and say nothing.
+
+    Args:
+        model: hub id, local directory or GGUF file, as for sampling; it needs a chat template.
+            Templates that think are told not to.
+        device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
+        subject: a model that is loaded already, instead.
+
+    Attributes:
+        weights_hash: of the model, to compare with a run's subject model.
+
+    Raises:
+        UserError: a model that can't be loaded, has no chat template, or that the engine gets
+            wrong.
+    """
+
+    paid = True
+
+    def __init__(self, model: str, device: str = "auto", *, subject: Subject | None = None) -> None:
+        if not model or not model.strip():
+            raise UserError("--judge hf needs a model", "give --model with a hub id or directory")
+        self.model = model
+        self._subject = subject or load(ModelSpec(name=model, device=device))
+        self.weights_hash = self._subject.weights_hash
+        self._template = ChatTemplate(self._subject.tokenizer)
+        self._shared = self._shared_ids()
+        check_engine(self._subject.model, self._shared[:64])
+        self._answers = [self._answer_ids(name) for name in NAMES]
+        self._rubric: State | None = None  # the shared part, run through the model
+        self._prior: torch.Tensor | None = None  # [categories], of the item without content
+        self._halving = Halving(len(NAMES))
+        self.identity: dict[str, Any] = {
+            "kind": "hf",
+            "model": model,
+            "weights_hash": self.weights_hash,
+            "template": self._template.hash,
+            "rubric": rubric_hash(),
+            "prompt": prompt.prompt_hash(names_only=True),
+            "calibrated": True,
+        }
+
+    def estimate(self, items: Sequence[Item]) -> str:
+        """Turns and tokens, on one line."""
+        if not items:
+            return ""
+        rest = sum(len(prompt.messages(item)[-1]["content"]) for item in items)
+        return (
+            f"{len(items):,} turns through {self.model} on {self._subject.device.type}, about "
+            f"{rest // CHARACTERS_PER_TOKEN:,} tokens (characters / {CHARACTERS_PER_TOKEN}) after "
+            f"{len(self._shared):,} of the rubric, once"
+        )
+
+    def judge(self, items: Sequence[Item], repeats: Sequence[int]) -> Iterator[tuple[int, Verdict]]:
+        """Yield (index, verdict) in the order of the items.
+
+        An item that is too long for the model, or for the device's memory, is ``rejected``.
+        """
+        known: dict[Item, Verdict] = {}
+        for index, item in enumerate(items):
+            if item not in known:
+                known[item] = self._verdict(item)
+            yield index, known[item]
+
+    def log_likelihoods(self, item: Item) -> torch.Tensor:
+        """Log-probability of each name after the item's prompt, in nats; ``[categories]`` float64.
+
+        Raises:
+            TooLong: the prompt is longer than the model's context.
+        """
+        ids = self._prompt_ids(item)
+        limit = context_limit(self._subject.model.config)
+        longest = max(len(answer) for answer in self._answers)
+        if limit is not None and len(ids) + longest > limit:
+            raise TooLong(f"the prompt has {len(ids)} tokens, the model takes {limit}")
+        model = self._subject.model
+        with torch.inference_mode():
+            prefilled = self._prefill(ids)
+            turns = [Turn(0, answer) for answer in self._answers]
+            scored = self._halving.map(lambda group: score(model, prefilled, group, []), turns)
+        return torch.tensor(
+            [float(s.logprobs_raw.astype("float64").sum()) for s in scored]
+        ).double()
+
+    # -- one item ------------------------------------------------------------------------------
+
+    def _verdict(self, item: Item) -> Verdict:
+        try:
+            if self._prior is None:
+                self._prior = self.log_likelihoods(CONTENT_FREE)
+            logits = self.log_likelihoods(item) - self._prior
+        except TooLong as problem:
+            return Verdict(None, "rejected", error=str(problem))
+        except (RuntimeError, MemoryError, UserError) as error:
+            if not (isinstance(error, UserError) or is_out_of_memory(error)):
+                raise
+            return Verdict(None, "rejected", error="the item doesn't fit into the device's memory")
+        scores = logits.softmax(-1).tolist()
+        best = max(range(len(NAMES)), key=scores.__getitem__)
+        return Verdict(
+            NAMES[best],
+            scores=dict(zip(NAMES, scores, strict=True)),
+            rationale=f"the likeliest answer of {self.model}, at {scores[best]:.2f}",
+            mode="likelihood",
+        )
+
+    def _prefill(self, ids: list[int]) -> Prefilled:
+        """The state after a prompt, from the state after the rubric where they begin alike."""
+        model, device = self._subject.model, self._subject.device
+        if ids[: len(self._shared)] != self._shared:  # a tokenizer that merges across the border
+            return prefill(model, [Prefix(ids)])
+        if self._rubric is None:
+            self._rubric = prefill(model, [Prefix(self._shared)]).state
+        state = expand(self._rubric, torch.zeros(1, dtype=torch.long, device=device))
+        rest = torch.tensor([ids[len(self._shared) :]], device=device)
+        logits = forward(model, state, rest, torch.ones_like(rest))[:, -1]
+        return Prefilled(state, logits, None)
+
+    # -- text and tokens -----------------------------------------------------------------------
+
+    def _prompt_text(self, item: Item) -> str:
+        """The dialogue up to where the assistant answers."""
+        system, user = prompt.messages(item, names_only=True)
+        options = {"add_generation_prompt": True, "enable_thinking": False}
+        try:
+            return self._template.render([system, user], **options)
+        except UserError:  # no system messages: all goes to the user's
+            whole = message("user", f"{system['content']}\n\n{user['content']}")
+            return self._template.render([whole], **options)
+
+    def _prompt_ids(self, item: Item) -> list[int]:
+        return self._template.encode(self._prompt_text(item))[0]
+
+    def _shared_ids(self) -> list[int]:
+        """The ids that all prompts begin with, less the last few, which the item may change."""
+        first, second = (self._prompt_ids(Item(mark, "", "")) for mark in ("a", "7"))
+        pairs = zip(first, second, strict=False)
+        common = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
+        return first[: max(1, common - 4)]
+
+    def _answer_ids(self, name: str) -> list[int]:
+        """The tokens of a name at the start of the assistant's turn."""
+        before = self._prompt_text(CONTENT_FREE)
+        whole, start = self._template.encode(before + name)[0], self._template.encode(before)[0]
+        return (
+            whole[len(start) :] if whole[: len(start)] == start else self._template.encode(name)[0]
+        )

@@ -1,0 +1,133 @@
+"""A chat-completions server on loopback that answers as a test tells it to."""
+
+import json
+import re
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+VERDICT = {"rationale": "asks about the lens", "category": "genuine_follow_up"}
+HANG, DROP = "hang", "drop"
+
+
+class Reply:
+    """What the server sends: a status, a body (JSON, or text as it is) and headers."""
+
+    def __init__(self, status: int, body: Any, **headers: str) -> None:
+        self.status = status
+        self.body = body if isinstance(body, str) else json.dumps(body)
+        self.headers = {name.replace("_", "-"): value for name, value in headers.items()}
+
+
+def completion(content: str | None = None, *, finish: str = "stop", **message) -> Reply:
+    """A chat completion; 100 prompt and 20 completion tokens."""
+    if content is None and not message:
+        content = json.dumps(VERDICT)
+    spoken = {"role": "assistant", "content": content, **message}
+    choice = {"index": 0, "finish_reason": finish, "message": spoken}
+    usage = {"prompt_tokens": 100, "completion_tokens": 20, "total_tokens": 120}
+    head = {"id": "c", "object": "chat.completion", "created": 0, "model": "stub"}
+    return Reply(200, head | {"choices": [choice], "usage": usage})
+
+
+def error(status: int, message: str, **more) -> Reply:
+    """An error as OpenAI words them; ``param`` and ``code`` in ``more``, headers after them."""
+    fields = {name: more.pop(name) for name in ("param", "code", "type") if name in more}
+    return Reply(status, {"error": {"message": message, **fields}}, **more)
+
+
+Answering = Callable[[dict, int], Reply | str]
+
+
+class StubServer:
+    """Runs while it is entered.
+
+    ``answer(body, n)`` is called with the body of request number n (from 0) and says what to send:
+    a ``Reply``, ``HANG`` or ``DROP``.
+
+    Attributes:
+        bodies: of all requests, in the order of their arrival.
+        keys: the Authorization headers.
+        turns: how many requests each user turn was in.
+        most: requests that were ever under way at once.
+    """
+
+    def __init__(self, answer: Answering = lambda body, n: completion(), delay: float = 0) -> None:
+        self.answer = answer
+        self.delay = delay
+        self.bodies: list[dict] = []
+        self.keys: list[str | None] = []
+        self.turns: Counter[str] = Counter()
+        self.most = 0
+        self._under_way = 0
+        self._lock = threading.Lock()
+        self._end = threading.Event()
+        self._http = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
+        self._http.daemon_threads = True
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._http.server_port}/v1"
+
+    def __enter__(self) -> "StubServer":
+        threading.Thread(target=self._http.serve_forever, args=(0.01,), daemon=True).start()
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._end.set()
+        self._http.shutdown()
+        self._http.server_close()
+
+    def _receive(self, body: dict, key: str | None) -> Reply | str:
+        with self._lock:
+            number = len(self.bodies)
+            self.bodies.append(body)
+            self.keys.append(key)
+            self.turns[turn_of(body)] += 1
+            self._under_way += 1
+            self.most = max(self.most, self._under_way)
+        try:
+            time.sleep(self.delay)
+            return self.answer(body, number)
+        finally:
+            with self._lock:
+                self._under_way -= 1
+
+    def _handler(stub):
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+            disable_nagle_algorithm = True
+
+            def do_POST(self) -> None:
+                length = int(self.headers["Content-Length"])
+                body = json.loads(self.rfile.read(length))
+                reply = stub._receive(body, self.headers.get("Authorization"))
+                if isinstance(reply, str):
+                    if reply == HANG:
+                        stub._end.wait(30)
+                    self.close_connection = True
+                    return
+                content = reply.body.encode()
+                self.send_response(reply.status)
+                headers = {"Content-Type": "application/json"} | reply.headers
+                for name, value in headers.items():
+                    self.send_header(name, value)
+                self.send_header("Content-Length", str(len(content)))
+                self.end_headers()
+                self.wfile.write(content)
+
+            def log_message(self, *_) -> None: ...
+
+        return Handler
+
+
+def item_of(body: dict) -> dict[str, str]:
+    """The item in a request, read as the prompt says it is to be read."""
+    return json.loads(re.match(r"Item: (.*)\n", body["messages"][-1]["content"])[1])
+
+
+def turn_of(body: dict) -> str:
+    return item_of(body)["user_turn"]

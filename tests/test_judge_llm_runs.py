@@ -1,0 +1,378 @@
+"""The judge that asks a server, over many items: retries, ends, money, interrupts, the cache."""
+
+import asyncio
+import email.utils
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from judging import KEY, QUERY, RESPONSE, Quiet, items, judge_for, one, verdicts_of
+from stub_server import DROP, HANG, Reply, StubServer, completion, error, turn_of
+
+from ia_mech.errors import UserError
+from ia_mech.judge.cache import VerdictCache
+from ia_mech.judge.label import judge_items
+from ia_mech.judge.llm import LlmJudge, budget, server, session
+from ia_mech.judge.verdict import Item, Verdict
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch) -> None:
+    """A key in the environment, and no other server."""
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    monkeypatch.delenv("OPENAI_BASE_URL", raising=False)
+
+
+@pytest.fixture
+def naps(monkeypatch) -> list[float]:
+    """The waits that were asked for, which take no time."""
+    asked: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        asked.append(seconds)
+
+    monkeypatch.setattr(server, "sleep", sleep)
+    return asked
+
+
+# -- retries ----------------------------------------------------------------------------------
+
+
+def test_retry_after_is_honoured_in_seconds_and_as_a_date(naps):
+    date = email.utils.formatdate(time.time() + 40, usegmt=True)
+    replies = [error(429, "slow down", Retry_After="7"), error(429, "still", Retry_After=date)]
+    with StubServer(lambda _, n: [*replies, completion()][n]) as stub:
+        verdict = one(judge_for(stub))
+    assert verdict.category == "genuine_follow_up"
+    assert [round(nap) in range(low, low + 3) for nap, low in zip(naps, (7, 38), strict=True)]
+    assert 6.5 < naps[0] < 8.1 and 38 < naps[1] < 41.1
+
+
+def test_retry_after_in_real_time():
+    with StubServer(lambda _, n: completion() if n else error(429, "", Retry_After="0.4")) as stub:
+        start = time.monotonic()
+        one(judge_for(stub))
+    assert 0.4 <= time.monotonic() - start < 3
+
+
+def test_a_retry_after_of_hours_ends_the_run(naps):
+    with (
+        StubServer(lambda *_: error(429, "daily limit", Retry_After="7200")) as stub,
+        pytest.raises(UserError, match=r"asks to wait for 7200 s .*same command"),
+    ):
+        one(judge_for(stub))
+    assert naps == []
+
+
+def test_back_off_is_bounded_by_doubling_waits(naps):
+    with StubServer(lambda _, n: completion() if n == 5 else error(503, "busy")) as stub:
+        assert one(judge_for(stub)).category == "genuine_follow_up"
+    assert len(naps) == 5
+    assert all(nap <= 2**attempt for attempt, nap in enumerate(naps))
+
+
+def test_errors_of_the_server_are_retried_and_then_a_row(naps):
+    for reply in [
+        error(500, "oh"),
+        error(409, "conflict"),
+        error(408, "late"),
+        DROP,
+        Reply(200, "{"),
+    ]:
+        with StubServer(lambda *_: reply) as stub:  # noqa: B023
+            verdict = one(judge_for(stub, retries=2))
+        assert verdict.status == "unavailable"
+        assert verdict.error.startswith("after 3 attempts: ")
+        assert len(stub.bodies) == 3
+
+
+def test_a_dropped_connection_and_a_body_cut_short_are_retried(naps):
+    replies = [DROP, Reply(200, completion().body[:50]), completion()]
+    with StubServer(lambda _, n: replies[n]) as stub:
+        assert one(judge_for(stub)).category == "genuine_follow_up"
+
+
+def test_a_hang_ends_after_the_timeout(naps):
+    with StubServer(lambda *_: HANG) as stub:
+        start = time.monotonic()
+        verdict = one(judge_for(stub, timeout=0.2, retries=1))
+    assert time.monotonic() - start < 3
+    assert verdict.status == "unavailable"
+    assert verdict.error == "after 2 attempts: no answer within 0.2 s"
+
+
+def test_one_item_that_fails_stops_no_other(naps):
+    def answer(body, _):
+        return error(500, "oh") if turn_of(body) == "turn 3" else completion()
+
+    with StubServer(answer) as stub:
+        verdicts = verdicts_of(judge_for(stub, retries=1), items(20))
+    assert [v.status for v in verdicts].count("judged") == 19
+    assert verdicts[3].status == "unavailable"
+
+
+# -- what ends a run --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("reply", "problem"),
+    [
+        (error(401, f"Incorrect API key provided: {KEY}"), "refuses access .*OPENAI_API_KEY"),
+        (error(403, "country"), "refuses access"),
+        (error(402, "Insufficient Balance"), "no credit"),
+        (error(429, "quota", code="insufficient_quota"), "no credit"),
+        (error(404, "The model `stub-model` does not exist", code="model_not_found"), "no model"),
+        (
+            Reply(404, "<html>nginx</html>", Content_Type="text/html"),
+            "check --model, and --base-url",
+        ),
+        (Reply(400, {"detail": "Server is pinned to 'x'; requested 'stub-model'."}), "the model"),
+        (Reply(200, "<html>hello</html>", Content_Type="text/html"), "no chat completion"),
+    ],
+)
+def test_what_no_item_would_get_past_ends_the_run_with_one_request(reply, problem):
+    with StubServer(lambda *_: reply) as stub, pytest.raises(UserError, match=problem) as raised:
+        verdicts_of(judge_for(stub), items(30))
+    assert len(stub.bodies) == 1
+    assert KEY not in str(raised.value) and "\n" not in str(raised.value)
+
+
+def test_an_unreachable_server_is_an_error(naps):
+    with StubServer() as stub:
+        url = stub.url
+    for base_url in (url, "http://no-such-host.invalid/v1"):
+        with pytest.raises(UserError, match=r"can't be reached .*check --base-url"):
+            verdicts_of(LlmJudge("m", base_url=base_url, retries=2), items(30))
+        assert len(naps) == 2
+        naps.clear()
+
+
+def test_a_server_that_never_answers_is_given_up(naps):
+    with StubServer(lambda *_: error(500, "out of memory")) as stub:
+        judge, got = judge_for(stub, retries=1, concurrency=3), []
+        with pytest.raises(UserError, match=r"requests in a row got no answer, .*out of memory"):
+            got.extend(judge.judge(items(100), [0] * 100))
+    assert session.BREAKER <= len(got) <= session.BREAKER + 3
+    assert {verdict.status for _, verdict in got} == {"unavailable"}
+
+
+def test_rejections_are_no_verdicts_before_the_server_has_answered_anything():
+    with StubServer(lambda *_: error(400, "bad")) as stub:
+        judge, got = judge_for(stub, concurrency=3), []
+        with pytest.raises(UserError, match=r"rejected the first \d+ requests.*HTTP 400: bad"):
+            got.extend(judge.judge(items(100), [0] * 100))
+    assert got == []
+    with StubServer(
+        lambda body, _: error(400, "bad") if "9" in turn_of(body) else completion()
+    ) as s:
+        verdicts = verdicts_of(judge_for(s), items(40))
+    assert Counter(v.status for v in verdicts) == {"judged": 36, "rejected": 4}
+
+
+def test_verdicts_under_way_come_before_the_error():
+    def answer(body, number):
+        if number == 5:
+            return error(401, "revoked")
+        if number:
+            time.sleep(0.15)
+        return completion()
+
+    with StubServer(answer) as stub:
+        got = []
+        with pytest.raises(UserError, match="refuses access"):
+            got.extend(judge_for(stub, concurrency=5).judge(items(50), [0] * 50))
+    assert len(got) == len(stub.bodies) - 1
+    assert {verdict.status for _, verdict in got} == {"judged"}
+
+
+# -- money ------------------------------------------------------------------------------------
+
+
+def test_the_maximum_cost_is_never_exceeded(monkeypatch):
+    monkeypatch.setattr(budget, "FIRST_COMPLETION", 30)
+    # 100 prompt and 20 completion tokens a request: 0.003 dollars
+    with StubServer(delay=0.01) as stub:
+        judge, got = judge_for(stub, price=(10.0, 100.0), max_cost=0.2), []
+        with pytest.raises(UserError, match=r"--max-cost 0.2: \$0.1\d+ is spent.*larger") as raised:
+            got.extend(judge.judge(items(200), [0] * 200))
+        spent = sum(verdict.cost for _, verdict in got)
+        assert len(got) == len(stub.bodies)
+        assert 0.15 < spent <= 0.2
+        assert f"${spent:.4f} is spent" in str(raised.value)
+
+
+def test_a_cost_limit_below_one_request_sends_none():
+    with (
+        StubServer() as stub,
+        pytest.raises(UserError, match=r"\$0.0000 is spent, and the next request may cost"),
+    ):
+        one(judge_for(stub, price=(10.0, 100.0), max_cost=0.01))
+    assert stub.bodies == []
+
+
+def test_unanswered_requests_count_against_the_limit(naps):
+    with StubServer(lambda *_: HANG) as stub:
+        options = {"price": (1.0, 1.0), "max_cost": 0.03, "timeout": 0.1}
+        with pytest.raises(UserError, match="unanswered"):
+            one(judge_for(stub, **options))
+    assert 1 <= len(stub.bodies) <= 2
+
+
+def test_the_estimate_says_how_it_was_made():
+    judge = LlmJudge("m", base_url="http://x/v1", price=(1.0, 2.0))
+    line = judge.estimate(items(1000))
+    assert line.startswith("1,000 requests to m, about 3,")
+    assert "characters / 4" in line and ", about $3." in line and "\n" not in line
+    assert judge.estimate([]) == ""
+    assert "$" not in LlmJudge("m", base_url="http://x/v1").estimate(items(2))
+
+
+# -- many at once -----------------------------------------------------------------------------
+
+
+def test_concurrency_is_used_and_bounded():
+    with StubServer(delay=0.03) as stub:
+        verdicts_of(judge_for(stub, concurrency=4), items(41))
+    assert stub.most == 4
+    with StubServer(delay=0.01) as stub:
+        verdicts_of(judge_for(stub, concurrency=1), items(5))
+    assert stub.most == 1
+
+
+def test_no_more_answers_wait_than_concurrency_allows():
+    with StubServer() as stub:
+        stream = judge_for(stub, concurrency=3).judge(items(50), [0] * 50)
+        for taken in range(1, 6):
+            next(stream)
+            time.sleep(0.05)
+            assert len(stub.bodies) <= taken + 3
+        stream.close()
+
+
+def test_a_consumer_may_stop(naps):
+    with StubServer(lambda _, n: HANG if n > 3 else completion()) as stub:
+        stream = judge_for(stub, concurrency=2, timeout=30.0).judge(items(50), [0] * 50)
+        next(stream)
+        start = time.monotonic()
+        stream.close()
+        assert time.monotonic() - start < 2
+        sent = len(stub.bodies)
+        time.sleep(0.1)
+        assert len(stub.bodies) == sent
+    assert not [t for t in threading.enumerate() if "_run" in t.name]
+
+
+def test_an_interrupt_while_waiting_ends_at_once():
+    with StubServer(lambda _, n: HANG if n else completion()) as stub:
+        stream = judge_for(stub, timeout=30.0).judge(items(50), [0] * 50)
+        next(stream)
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+        start = time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
+            next(stream)
+        assert time.monotonic() - start < 2
+
+
+def test_it_works_inside_a_running_loop():
+    async def cell() -> list[Verdict]:
+        return verdicts_of(judge_for(stub), items(3))
+
+    with StubServer() as stub:
+        assert len(asyncio.run(cell())) == 3
+
+
+# -- with the cache ---------------------------------------------------------------------------
+
+
+def test_nothing_is_asked_twice_and_replay_needs_no_server(tmp_path):
+    asked = items(10)
+    with StubServer() as stub:
+        judge = judge_for(stub)
+        first, cached = judge_items(asked, judge, Quiet(), cache_folder=tmp_path, repeats=2)
+        assert not cached and len(stub.bodies) == 20
+        url = stub.url
+    gone = LlmJudge("stub-model", base_url=url)
+    again, cached = judge_items(asked, gone, Quiet(), cache_folder=tmp_path, repeats=2, replay=True)
+    assert again == first and len(cached) == 20
+    with pytest.raises(UserError, match=r"--replay: 1 of 11 verdicts .* the turn 'another'"):
+        more = [*asked, Item(QUERY, RESPONSE, "another")]
+        judge_items(more, gone, Quiet(), cache_folder=tmp_path, replay=True)
+
+
+def test_failures_of_items_are_kept_and_those_of_the_server_are_not(tmp_path, naps):
+    replies = {"turn 1": error(500, "oh"), "turn 2": completion(None, refusal="no")}
+    with StubServer(lambda body, _: replies.get(turn_of(body), completion())) as stub:
+        judge = judge_for(stub, retries=0)
+        judge_items(items(4), judge, Quiet(), cache_folder=tmp_path)
+        replies.clear()
+        found, cached = judge_items(items(4), judge, Quiet(), cache_folder=tmp_path)
+        assert len(cached) == 3 and stub.turns["turn 1"] == 2
+        assert found[items(4)[2], 0].status == "refused"
+        found, cached = judge_items(
+            items(4), judge, Quiet(), cache_folder=tmp_path, retry_failed=True
+        )
+    assert {verdict.status for verdict in found.values()} == {"judged"}
+    assert stub.turns == {"turn 0": 1, "turn 1": 2, "turn 2": 2, "turn 3": 1}
+
+
+def test_a_cost_limit_keeps_what_was_paid_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(budget, "FIRST_COMPLETION", 30)
+    with StubServer() as stub:
+        options = {"price": (10.0, 100.0), "cache_folder": tmp_path}
+        folder = options.pop("cache_folder")
+        with pytest.raises(UserError, match="--max-cost"):
+            judge_items(
+                items(60), judge_for(stub, max_cost=0.15, **options), Quiet(), cache_folder=folder
+            )
+        done = len(stub.bodies)
+        _, cached = judge_items(
+            items(60), judge_for(stub, max_cost=1.0, **options), Quiet(), cache_folder=folder
+        )
+    assert len(cached) == done > 5
+    assert max(stub.turns.values()) == 1
+    with VerdictCache(judge_for(stub).identity, folder) as cache:
+        assert all(cache.get(item, 0) for item in items(60))
+
+
+KILLED = """
+import sys
+from pathlib import Path
+from judging import Quiet, items
+from ia_mech.judge.label import judge_items
+from ia_mech.judge.llm import LlmJudge
+
+judge = LlmJudge("stub-model", base_url=sys.argv[1], concurrency=4)
+judge_items(items(80), judge, Quiet(), cache_folder=Path(sys.argv[2]))
+"""
+
+
+def test_a_kill_loses_no_verdict_and_pays_for_none_twice(tmp_path):
+    with StubServer(delay=0.02) as stub:
+        process = subprocess.Popen(
+            [sys.executable, "-c", KILLED, stub.url, str(tmp_path)],
+            env=os.environ | {"PYTHONPATH": str(Path(__file__).parent)},
+        )
+        try:
+            deadline = time.monotonic() + 60
+            while len(stub.bodies) < 30 and process.poll() is None:
+                assert time.monotonic() < deadline
+                time.sleep(0.005)
+        finally:
+            process.kill()
+            process.wait()
+        assert process.returncode == -signal.SIGKILL
+        time.sleep(0.1)  # what was under way comes to its end at the server
+        paid = dict(stub.turns)
+        judge = LlmJudge("stub-model", base_url=stub.url, concurrency=4)
+        verdicts, cached = judge_items(items(80), judge, Quiet(), cache_folder=tmp_path)
+    assert len(verdicts) == 80 and {v.status for v in verdicts.values()} == {"judged"}
+    assert 30 <= len(paid) < 80, "it was killed midway"
+    assert all(stub.turns[item.turn] == 1 for item, _ in cached), "none is paid for twice"
+    twice = [turn for turn, times in stub.turns.items() if times > 1]
+    assert len(twice) <= 4 and len(cached) >= len(paid) - 4, "only what was under way is lost"
