@@ -1,14 +1,22 @@
 # Two commands matter: `make sample` runs the main job, `make test` runs the tests.
-# Both create .venv and install on first use; later calls reuse it.
+# `make demo` runs the main job, judges what it wrote, and counts.
+# All create .venv and install on first use; later calls reuse it.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: sample test lint clean
+DEMO := $(or $(IA_MECH_CACHE),cache)/demo
+
+.PHONY: sample demo test lint clean
 
 sample: $(INSTALLED)
 	$(BIN)/python -m ia_mech.sample $(ARGS)
+
+demo: $(INSTALLED)
+	$(BIN)/python -m ia_mech.sample --out $(DEMO)
+	$(BIN)/python -m ia_mech.judge run $(DEMO)
+	$(BIN)/python -m ia_mech.rates $(DEMO) --examples 3
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest $(ARGS)

@@ -5,7 +5,9 @@ import shlex
 from pathlib import Path
 
 from ia_mech import embedded, options, sample
-from ia_mech.run import layout
+from ia_mech.judge import options as judge_options
+from ia_mech.rates import options as rates_options
+from ia_mech.run import labels, layout
 
 README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
 
@@ -29,13 +31,21 @@ def test_the_example_runs_on_the_embedded_model(tmp_path, monkeypatch, capsys):
 
 def test_every_column_is_documented():
     documented = set(re.findall(r"`…?([a-z_]+)`", README))
-    for column in [*layout.contexts_schema([]).names, *layout.GENERATIONS.names]:
+    for column in [
+        *layout.contexts_schema([]).names,
+        *layout.GENERATIONS.names,
+        *labels.JUDGEMENTS.names,
+        *labels.ANNOTATIONS.names,
+    ]:
         stem = column.removeprefix("reference_")
         suffixes = [f"_{s}" for s in ("tempered", "with_end") if column.endswith(f"_{s}")]
         assert {column, stem, *suffixes} & documented, column
 
 
 def test_every_flag_in_the_readme_exists():
-    help_text = options.build_parser().format_help()
+    judge = judge_options.build_parser()
+    commands = judge._subparsers._group_actions[0].choices.values()
+    parsers = [options.build_parser(), rates_options.build_parser(), judge, *commands]
+    help_text = "".join(parser.format_help() for parser in parsers)
     for flag in set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", README)):
         assert flag in help_text, flag

@@ -1,0 +1,119 @@
+"""The command line of ``python -m ia_mech.rates``: its flags and their help."""
+
+import argparse
+from pathlib import Path
+
+from ia_mech.cli import Parser
+
+DESCRIPTION = """\
+Say how often the generated user turns of a run are genuine follow-ups, per model, dataset and
+temperature, from the verdicts that python -m ia_mech.judge wrote into it. Several runs of one model
+and dataset are pooled; everything else stays apart.
+
+follow-up rate   share of genuine turns among those the judge could assess. Turns that it could not
+                 (cannot_assess) or failed on are counted apart, with the range of the rate if none
+                 or all of them were genuine.
+any of n         latent reach: share of contexts with a genuine turn among n samples, estimated
+                 without bias over all subsets of n of the samples there are (pass@k; Chen et al.
+                 2021, arXiv 2107.03374). Turns not assessed are left out; so are contexts with
+                 fewer than n others. Over all temperatures it draws from their samples together;
+                 these share their noise, so it is no estimate for as many fresh samples.
+difference       mean over sources of a source's rate minus its greedy rate; p values by sign flips
+                 over sources, corrected by Holm's method over all comparisons in the output. What
+                 could have been found with 80% power in a single comparison stands beside it.
+failure profile  share of every category among the turns assessed.
+corrected rate   needs annotations (python -m ia_mech.judge export, then import). Rogan & Gladen's
+                 estimate takes the judge's sensitivity and specificity from all annotated turns of
+                 a model, weighed by their inclusion probabilities: it assumes that the judge errs
+                 alike at all temperatures and in all datasets. The prediction-powered one doesn't,
+                 and is given where 30 annotated turns of 10 sources are there for the very group.
+
+Intervals are over sources (the original prompts): samples of one context are not independent. Lines
+"(all)" weigh every turn alike, whatever its dataset, and count among the comparisons. Where
+responses were cut off, the rate after complete responses stands beside the rate of all. Of a
+judge's repeats the first is used.
+"""
+
+EPILOG = """\
+examples:
+  python -m ia_mech.rates cache/RUN
+      the tables of one run, by the only judge there
+  python -m ia_mech.rates cache/RUN-* --judge gpt-5-mini --json rates.json --parquet rates.parquet
+      several runs, by one judge, with all figures in files: one row per estimate
+  python -m ia_mech.rates cache/RUN --annotator anna --examples 3
+      corrected for the judge's errors by anna's labels; three drawn turns of every category
+
+Before: python -m ia_mech.judge run cache/RUN
+Exit status: 0 done, 2 bad input (one line says what and what to do), 130 interrupted.
+"""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = Parser(prog="python -m ia_mech.rates", description=DESCRIPTION, epilog=EPILOG)
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's folder")
+    parser.add_argument("--judge", metavar="NAME", help="whose verdicts (default: the only judge)")
+    parser.add_argument(
+        "--annotator",
+        metavar="NAME",
+        help="whose labels correct the rate (default: the only annotator, if there is one)",
+    )
+    numbers = parser.add_argument_group("intervals")
+    numbers.add_argument(
+        "--level", type=_level, default=0.95, help="coverage of intervals (default: 0.95)"
+    )
+    numbers.add_argument(
+        "--resamples",
+        type=_resamples,
+        default=2000,
+        help="bootstrap samples, where an interval is made from them (default: 2000)",
+    )
+    numbers.add_argument(
+        "--seed",
+        type=_count,
+        default=0,
+        help="of resampling, sign flips and --examples (default: 0)",
+    )
+    numbers.add_argument(
+        "--method",
+        choices=["auto", "percentile", "bca"],
+        default="auto",
+        help="intervals of shares and differences. auto: what kept its level in simulations of "
+        "clustered turns (python -m benchmarks.coverage); percentile, bca: a cluster bootstrap. A "
+        "share of 0 or 1 has the exact one-sided bound on sources with each (default: auto)",
+    )
+    files = parser.add_argument_group("output")
+    for kind in ("json", "csv", "parquet"):
+        files.add_argument(
+            f"--{kind}", type=Path, metavar="FILE", help="write every estimate here, one per row"
+        )
+    files.add_argument(
+        "--examples",
+        type=_count,
+        default=0,
+        metavar="N",
+        help="show N turns of every category found, drawn by --seed (default: 0)",
+    )
+    return parser
+
+
+def _level(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not between 0 and 1, such as 0.95")
+    return value
+
+
+def _resamples(text: str) -> int:
+    if _count(text) < 100:
+        raise argparse.ArgumentTypeError(f"{text} resamples say nothing; give 100 or more")
+    return int(text)
+
+
+def _count(text: str) -> int:
+    if not (text.isascii() and text.isdigit()):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 up")
+    return int(text)

@@ -1,0 +1,281 @@
+"""The user turns of one or more runs, joined with a judge's verdicts and a person's labels.
+
+Runs are pooled where they are of the same model (name and weights), dataset, perturbation and
+judge. A source is named by its dataset and its ``source_id``: pooled runs keep the samples of one
+prompt together, and prompts of two datasets that happen to have the same id stay apart.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from ia_mech.errors import UserError
+from ia_mech.judge.label import check_finished, items_of
+from ia_mech.judge.rubric import CANNOT_ASSESS, GENUINE, NAMES
+from ia_mech.judge.verdict import JUDGED, identity_hash
+from ia_mech.run import Run
+from ia_mech.run.labels import KEY
+
+FAILED = "failed"  # the judge gave no category
+SUBJECT = ["model", "weights_hash", "perturbation"]  # one table each
+
+
+@dataclass(frozen=True)
+class Judged:
+    """What rates are computed from.
+
+    Attributes:
+        turns: one row per user turn: ``model``, ``weights_hash``, ``dataset``, ``perturbation``,
+            ``source`` and ``context`` (keys that hold across runs), ``temperature``, ``sample``,
+            ``cut_off`` (it follows a cut-off response), ``category`` (a name of the rubric, or
+            ``failed``), ``genuine`` (1, 0, or NaN where not assessed), and of the annotator
+            ``truth`` (likewise; NaN where not annotated) and ``inclusion`` (the probability of
+            being chosen for annotation).
+        judge: the judge's name.
+        record: who the judge is.
+        annotator: whose labels are in ``truth``; None without any.
+        runs: the runs, in the given order.
+        notes: what a reader has to know of how they were put together.
+    """
+
+    turns: pd.DataFrame
+    judge: str
+    record: dict[str, Any]
+    annotator: str | None
+    runs: list[Run]
+    notes: list[str]
+
+
+def read_runs(
+    paths: Sequence[str | Path], judge: str | None = None, annotator: str | None = None
+) -> Judged:
+    """Read runs with their labels, and check that they can be reported together.
+
+    Args:
+        paths: the runs' folders.
+        judge: whose verdicts; the only judge there if not given.
+        annotator: whose labels; the only annotator there, if any, if not given.
+
+    Raises:
+        UserError: not a run, an unfinished one, or the same one twice; none or several judges or
+            annotators to choose from; verdicts or labels that aren't of the run's turns; judges
+            that share a name but not their identity.
+    """
+    places = [Path(path).resolve() for path in paths]
+    for at, place in enumerate(places):
+        if place in places[:at]:
+            raise UserError(f"{paths[at]} is given twice", "give each run once")
+    runs = [Run.open(path) for path in paths]
+    for run in runs:
+        check_finished(run)
+    judge = _choose_judge(runs, judge)
+    verdicts = [run.labels.judgements(judge) for run in runs]
+    record = _same_judge(runs, judge)
+    annotator = _choose_annotator(runs, annotator)
+    turns, earlier = [], {}
+    for run, said in zip(runs, verdicts, strict=True):
+        frame = _turns(run, judge, said)
+        _label(frame, run, annotator)
+        turns.append(_without_repeated(frame, run, earlier))
+    pooled = pd.concat(turns, ignore_index=True)
+    return Judged(pooled, judge, record, annotator, runs, _notes(runs, record, pooled, annotator))
+
+
+# -- whose labels -------------------------------------------------------------------------------
+
+
+def _choose_judge(runs: list[Run], judge: str | None) -> str:
+    for run in runs:
+        if not run.labels.judges:
+            raise UserError(
+                f"{run.path} has not been judged", f"run: python -m ia_mech.judge run {run.path}"
+            )
+    names = sorted({name for run in runs for name in run.labels.judges})
+    if judge is not None:
+        for run in runs:
+            if judge not in run.labels.judges:
+                raise UserError(
+                    f"{run.path} has no verdicts of {judge!r}",
+                    f"give --judge one of: {', '.join(run.labels.judges)}",
+                )
+        return judge
+    if len(names) > 1:
+        raise UserError(f"there are verdicts of {', '.join(names)}", "choose one with --judge")
+    return names[0]
+
+
+def _same_judge(runs: list[Run], judge: str) -> dict[str, Any]:
+    """The judge's record; UserError if the runs' verdicts aren't one judge's."""
+    records = [run.labels.record("judgements", judge) for run in runs]
+    hashes = [
+        (identity_hash(record.get("identity", {})), record.get("rubric", {}).get("hash"))
+        for record in records
+    ]
+    for run, these in zip(runs, hashes, strict=True):
+        if these != hashes[0]:
+            raise UserError(
+                f"the verdicts named {judge!r} of {runs[0].path} and {run.path} are of different "
+                "judges (model, settings or rubric)",
+                "judge both alike (python -m ia_mech.judge run … --replace), or report them apart",
+            )
+    return records[0] | {"repeats": max(record.get("repeats", 1) for record in records)}
+
+
+def _choose_annotator(runs: list[Run], annotator: str | None) -> str | None:
+    names = sorted({name for run in runs for name in run.labels.annotators})
+    if annotator is None:
+        if len(names) > 1:
+            raise UserError(f"there are labels of {', '.join(names)}", "choose with --annotator")
+        return names[0] if names else None
+    if annotator not in names:
+        raise UserError(
+            f"there are no labels of {annotator!r}",
+            f"give --annotator one of: {', '.join(names)}" if names else "leave --annotator out",
+        )
+    return annotator
+
+
+# -- one run ------------------------------------------------------------------------------------
+
+
+def _turns(run: Run, judge: str, verdicts: pd.DataFrame) -> pd.DataFrame:
+    """``Judged.turns`` of one run, without labels; ``context_id`` comes with it, for their sake."""
+    generations = run.generations
+    again = f"judge it again: python -m ia_mech.judge run {run.path} --name {judge} --replace"
+    unknown = sorted(set(verdicts["category"].dropna()) - set(NAMES))
+    if unknown:
+        raise UserError(
+            f"the verdicts of {judge!r} in {run.path} name {', '.join(unknown)}, which the rubric "
+            "lacks",
+            again,
+        )
+    verdicts = verdicts[verdicts["repeat"] == 0]
+    at = verdicts.set_index(list(KEY))
+    keys = pd.MultiIndex.from_frame(generations[list(KEY)])
+    misses = len(keys.difference(at.index))
+    if misses or len(at) != len(keys) or not at.index.is_unique:
+        raise UserError(
+            f"the verdicts of {judge!r} don't cover {run.path}: {len(at)} verdicts for "
+            f"{len(keys)} user turns, {misses} of which have none",
+            again,
+        )
+    at = at.loc[keys]
+    texts = pd.Series([item.key("", 0)[:16] for item in items_of(run)], index=at.index)
+    changed = int((at["item"].notna() & (at["item"] != texts)).sum())
+    if changed:
+        raise UserError(
+            f"the verdicts of {judge!r} in {run.path} are of other texts ({changed} turns have "
+            "changed since)",
+            again,
+        )
+    category = at["category"].where(at["status"] == JUDGED).fillna(FAILED).to_numpy()
+    assessed = ~np.isin(category, [FAILED, CANNOT_ASSESS])
+    texts = run.contexts.set_index("context_id")["text"]
+    sources = generations["dataset"] + "\0" + generations["source_id"]
+    context = generations["context_id"] + "\0" + generations["context_id"].map(texts)
+    return pd.DataFrame(
+        {
+            "model": run.model["name"],
+            "weights_hash": run.model["weights_hash"],
+            "dataset": generations["dataset"],
+            "perturbation": generations["perturbation"].fillna("none"),
+            "source": sources,
+            "context": sources + "\0" + context,
+            "temperature": generations["temperature"],
+            "sample": generations["sample"],
+            "cut_off": generations["response_cut_off"].fillna(False).astype(bool),
+            "category": category,
+            "genuine": np.where(assessed, category == GENUINE, np.nan).astype(float),
+            "context_id": generations["context_id"],
+        }
+    )
+
+
+def _label(frame: pd.DataFrame, run: Run, annotator: str | None) -> None:
+    """Add ``truth`` and ``inclusion``, and take ``context_id`` off."""
+    keys = pd.MultiIndex.from_frame(frame[list(KEY)])
+    frame.drop(columns="context_id", inplace=True)
+    frame["truth"] = frame["inclusion"] = np.nan
+    if annotator is None or annotator not in run.labels.annotators:
+        return
+    labels = run.labels.annotations(annotator).set_index(list(KEY))
+    where = f"the labels of {annotator!r} in {run.path}"
+    remedy = f"import them again: python -m ia_mech.judge import {run.path} FILE --annotator …"
+    unknown = sorted(set(labels["category"]) - set(NAMES), key=str)
+    if unknown:
+        raise UserError(f"{where} name {', '.join(map(str, unknown))}", remedy)
+    if len(labels.index.difference(keys)) or not labels.index.is_unique:
+        raise UserError(f"{where} are not of its user turns", remedy)
+    chances = labels["inclusion_probability"].dropna()
+    if not ((chances > 0) & (chances <= 1)).all():
+        raise UserError(f"{where} have inclusion probabilities outside (0, 1]", remedy)
+    truth = (labels["category"] == GENUINE).astype(float)
+    truth[labels["category"] == CANNOT_ASSESS] = np.nan
+    frame["truth"] = truth.reindex(keys).to_numpy()
+    frame["inclusion"] = labels["inclusion_probability"].astype(float).reindex(keys).to_numpy()
+
+
+def _without_repeated(frame: pd.DataFrame, run: Run, earlier: dict) -> pd.DataFrame:
+    """Leave out greedy turns that an earlier run has; refuse samples that it has.
+
+    A sample is fixed by model, context, temperature, seed and number. Runs of other seeds or
+    temperatures add samples, but their greedy turns are the same turns once more, which would count
+    twice.
+    """
+    names = [*SUBJECT, "context", "temperature", "sample"]
+    seed = run.config["grid"]["seed"]
+    keys = [
+        (*key, seed if key[-2] else None) for key in frame[names].itertuples(index=False, name=None)
+    ]
+    shared = [earlier.get(key) for key in keys]
+    twice = [other for key, other in zip(keys, shared, strict=True) if other and key[-3]]
+    if twice:
+        raise UserError(
+            f"{twice[0]} and {run.path} hold {len(twice)} of the same samples (same model, "
+            "contexts and seed)",
+            "give one of them",
+        )
+    earlier.update((key, run.path) for key in keys if key not in earlier)
+    return frame[[other is None for other in shared]]
+
+
+# -- what a reader has to know --------------------------------------------------------------------
+
+
+def _notes(runs: list[Run], record: dict, turns: pd.DataFrame, annotator: str | None) -> list[str]:
+    notes = []
+    if record["repeats"] > 1:
+        notes.append(f"of the judge's {record['repeats']} verdicts per turn, the first is used.")
+    if len(runs) > 1:
+        notes.append(f"{len(runs)} runs; greedy turns that several of them hold count once.")
+    differing = sorted({name for same in _by_model(runs) for name in _differing(same)})
+    if differing:
+        notes.append(f"runs that were pooled differ in {', '.join(differing)}.")
+    if annotator and turns.loc[turns["truth"].notna(), "inclusion"].isna().any():
+        notes.append(
+            f"some labels of {annotator} have no inclusion probability: all are weighed alike."
+        )
+    return notes
+
+
+def _by_model(runs: list[Run]) -> list[list[Run]]:
+    found: dict[tuple, list[Run]] = {}
+    for run in runs:
+        found.setdefault((run.model["name"], run.model["weights_hash"]), []).append(run)
+    return list(found.values())
+
+
+def _differing(runs: list[Run]) -> list[str]:
+    """Settings that change what is sampled, and in which these runs aren't alike."""
+    settings = [
+        {name: run.config[name] for name in ("system", "thinking", "response", "date")}
+        | {"max_new_tokens": run.config["grid"]["max_new_tokens"]}
+        | {"max_response_tokens": run.config["max_response_tokens"]}
+        | {"dtype": run.model["dtype"]}
+        for run in runs
+    ]
+    return [name for name in settings[0] if any(s[name] != settings[0][name] for s in settings)]

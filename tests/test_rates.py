@@ -1,0 +1,324 @@
+"""The figures of the rates report, against hand counts, brute force and simulation."""
+
+from itertools import combinations
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from ia_mech.judge.rubric import ASSESSED, CANNOT_ASSESS, GENUINE
+from ia_mech.rates import Judged, Row, estimates, frame_of
+from ia_mech.rates.pool import FAILED
+from ia_mech.rates.show import curve_points
+from ia_mech.rates.tables import ALL, any_of_n
+from ia_mech.stats import (
+    cluster_mean,
+    detectable_difference,
+    holm,
+    paired_difference,
+    prediction_powered,
+)
+
+NEW, LOOP = "new_topic", "degenerate"
+
+
+def judged(turns: list[tuple], **columns) -> Judged:
+    """From (source, temperature, sample, category) rows; other columns as given for all."""
+    frame = pd.DataFrame(turns, columns=["source", "temperature", "sample", "category"])
+    defaults = {
+        "model": "m",
+        "weights_hash": "w",
+        "dataset": "d",
+        "perturbation": "none",
+        "cut_off": False,
+        "truth": np.nan,
+        "inclusion": np.nan,
+    }
+    for name, value in (defaults | columns).items():
+        frame[name] = value
+    frame["context"] = frame.get("context", frame["source"])
+    frame["temperature"] = frame["temperature"].astype(float)
+    assessed = ~frame["category"].isin([FAILED, CANNOT_ASSESS])
+    frame["genuine"] = (frame["category"] == GENUINE).astype(float).where(assessed)
+    return Judged(frame, "planted", {}, "anna", [], [])
+
+
+def simulated(sources: int, rates: dict[float, float], samples: int, seed: int = 0) -> Judged:
+    """Genuine turns that come in clusters."""
+    rng = np.random.default_rng(seed)
+    turns = []
+    for source in range(sources):
+        lean = rng.normal()
+        for temperature, rate in rates.items():
+            for sample in range(samples if temperature else 1):
+                hit = rng.normal() * 0.8 + lean * 0.6 < np.quantile(rng.normal(size=999), rate)
+                turns.append((f"s{source:03d}", temperature, sample, GENUINE if hit else NEW))
+    return judged(turns)
+
+
+def one(rows: list[Row], quantity: str, temperature: float | None = 1.0, **more) -> Row:
+    found = [
+        row
+        for row in rows
+        if row.quantity == quantity
+        and row.temperature == temperature
+        and all(getattr(row, name) == value for name, value in more.items())
+    ]
+    assert len(found) == 1, (quantity, temperature, more, len(found))
+    return found[0]
+
+
+# -- rates ---------------------------------------------------------------------------------------
+
+
+def test_rates_and_profile_are_the_counted_ones():
+    turns = [("a", 0, 0, NEW), ("b", 0, 0, GENUINE)]
+    turns += [("a", 1, i, c) for i, c in enumerate([GENUINE, NEW, GENUINE])]
+    turns += [("b", 1, i, c) for i, c in enumerate([LOOP, NEW, GENUINE])]
+    rows = estimates(judged(turns))
+    rate = one(rows, "follow_up_rate")
+    assert (rate.value, rate.events, rate.rows) == (0.5, 3, 6)
+    assert (rate.sources, rate.contexts) == (2, 2)
+    shares = {name: one(rows, "category_share", category=name) for name in ASSESSED}
+    assert {n: r.events for n, r in shares.items() if r.events} == {GENUINE: 3, NEW: 2, LOOP: 1}
+    assert sum(row.value for row in shares.values()) == pytest.approx(1)
+    assert one(rows, "follow_up_rate", 0.0).value == 0.5
+    assert not [row for row in rows if row.quantity.endswith(("complete", "bounds"))]
+
+
+def test_intervals_are_those_of_the_statistics():
+    sample = simulated(30, {0: 0.2, 1: 0.5}, 4)
+    at = sample.turns[sample.turns["temperature"] == 1]
+    for method in ("auto", "percentile"):
+        row = one(
+            estimates(sample, level=0.9, resamples=500, seed=3, method=method), "follow_up_rate"
+        )
+        options = {"level": 0.9, "resamples": 500, "seed": 3, "method": method}
+        expected = cluster_mean(at["genuine"], at["source"], proportion=True, **options)
+        assert row.estimate == expected and row.low < row.value < row.high and row.level == 0.9
+
+
+def test_what_could_not_be_assessed_is_apart_with_bounds():
+    categories = [GENUINE, NEW, NEW, NEW, CANNOT_ASSESS, CANNOT_ASSESS, FAILED, GENUINE]
+    turns = [("a" if i < 4 else "b", 1, i % 4, c) for i, c in enumerate(categories)]
+    rows = estimates(judged(turns))
+    rate = one(rows, "follow_up_rate")
+    assert (rate.value, rate.rows) == (2 / 5, 5)
+    bounds = one(rows, "follow_up_rate_bounds")
+    assert (bounds.low, bounds.high) == (2 / 8, 5 / 8) and np.isnan(bounds.value)
+    assert (one(rows, CANNOT_ASSESS).events, one(rows, FAILED).events) == (2, 1)
+    assert one(rows, CANNOT_ASSESS).rows == 8
+    assert one(rows, "category_share", category=NEW).value == 3 / 5
+
+
+def test_nothing_assessed_gives_no_rate():
+    turns = [(s, t, 0, FAILED) for s in "ab" for t in (0, 1)]
+    rows = estimates(judged(turns))
+    rate, bounds = one(rows, "follow_up_rate"), one(rows, "follow_up_rate_bounds")
+    assert np.isnan(rate.value) and rate.rows == 0
+    assert (bounds.low, bounds.high) == (0, 1)
+    assert np.isnan(one(rows, "difference_from_greedy").p)
+
+
+def test_cut_off_responses_are_apart():
+    turns = [("a", 1, 0, GENUINE), ("a", 1, 1, NEW), ("b", 1, 0, GENUINE), ("b", 1, 1, GENUINE)]
+    rows = estimates(judged(turns, cut_off=[False, False, True, True]))
+    assert one(rows, "follow_up_rate").value == 0.75
+    complete = one(rows, "follow_up_rate_complete")
+    assert (complete.value, complete.rows, complete.sources) == (0.5, 2, 1)
+    assert (one(rows, "cut_off").events, one(rows, "cut_off").rows) == (2, 4)
+
+
+def test_datasets_stand_apart_and_together():
+    turns = [("a", 1, 0, GENUINE), ("b", 1, 0, NEW), ("c", 1, 0, NEW)]
+    rows = estimates(judged(turns, dataset=["x", "y", "y"]))
+    values = [one(rows, "follow_up_rate", dataset=name).value for name in ("x", "y", ALL)]
+    assert values == [1, 0, pytest.approx(1 / 3)]
+
+
+def test_models_of_one_name_and_perturbations_stand_apart():
+    turns = [("a", 1, 0, GENUINE), ("a", 1, 0, NEW), ("a", 1, 0, NEW)]
+    rows = estimates(
+        judged(turns, weights_hash=["v", "w", "v"], perturbation=["none", "none", "words"])
+    )
+    rates = [row for row in rows if row.quantity == "follow_up_rate"]
+    assert [(r.weights_hash, r.perturbation, r.value) for r in rates] == [
+        ("v", "none", 1),
+        ("v", "words", 0),
+        ("w", "none", 0),
+    ]
+
+
+# -- latent reach --------------------------------------------------------------------------------
+
+
+def test_any_of_n_is_the_mean_over_all_subsets():
+    for samples in range(1, 8):
+        for genuine in range(samples + 1):
+            marks = [1] * genuine + [0] * (samples - genuine)
+            for n in range(1, 9):
+                got = any_of_n([genuine], [samples], n)[0]
+                if n > samples:
+                    assert np.isnan(got)
+                else:
+                    expected = np.mean([any(subset) for subset in combinations(marks, n)])
+                    assert got == pytest.approx(expected, abs=1e-12)
+
+
+def test_any_of_n_is_unbiased_for_fresh_samples():
+    rng = np.random.default_rng(0)
+    genuine = rng.binomial(6, 0.2, size=40_000)
+    assert any_of_n(genuine, np.full(40_000, 6), 3).mean() == pytest.approx(1 - 0.8**3, abs=0.005)
+
+
+def test_reach_at_each_temperature_and_pooled():
+    turns = [("a", 0, 0, GENUINE), ("b", 0, 0, NEW)]
+    turns += [("a", 0.5, i, c) for i, c in enumerate([NEW, NEW])]
+    turns += [("b", 0.5, i, c) for i, c in enumerate([NEW, CANNOT_ASSESS])]
+    turns += [("a", 1, i, c) for i, c in enumerate([GENUINE, NEW])]
+    turns += [("b", 1, i, c) for i, c in enumerate([NEW, NEW])]
+    rows = estimates(judged(turns))
+    assert [one(rows, "reach", n_samples=n).value for n in (1, 2)] == [0.25, 0.5]
+    lone = one(rows, "reach", 0.5, n_samples=2)  # b has one sample that was assessed
+    assert (lone.value, lone.contexts) == (0, 1)
+    pooled = [one(rows, "reach", None, n_samples=n) for n in (1, 2, 3, 4)]
+    assert [row.value for row in pooled] == pytest.approx([1 / 8, 2 / 8, 3 / 8, 1])
+    assert [row.contexts for row in pooled] == [2, 2, 2, 1]
+    assert not [row for row in rows if row.quantity == "reach" and row.temperature == 0]
+    assert all(row.low <= row.value <= row.high for row in pooled)
+
+
+def test_contexts_of_one_source_count_apart_in_reach_and_together_in_sources():
+    turns = [("a", 1, i, c) for i, c in enumerate([GENUINE, NEW, NEW, NEW])]
+    rows = estimates(judged(turns, context=["one", "one", "two", "two"]))
+    row = one(rows, "reach", n_samples=2)
+    assert (row.value, row.contexts, row.sources) == (0.5, 2, 1)
+
+
+def test_curve_points_hold_both_ends():
+    assert curve_points(1, 1) == [1]
+    assert curve_points(2, 6) == [2, 4, 6]
+    assert curve_points(4, 12) == [2, 4, 8, 12]
+    assert curve_points(16, 48) == [4, 8, 16, 32, 48]
+
+
+# -- differences ---------------------------------------------------------------------------------
+
+
+def test_differences_are_paired_by_source_and_corrected_over_all():
+    sample = simulated(25, {0: 0.1, 0.7: 0.3, 1: 0.6}, 3)
+    turns = sample.turns
+    turns["dataset"] = np.where(turns["source"] < "s012", "x", "y")
+    rows = estimates(sample, resamples=300)
+    found = [row for row in rows if row.quantity == "difference_from_greedy"]
+    assert len(found) == 6  # two temperatures of x, y and both
+    for row in found:
+        own = turns if row.dataset == ALL else turns[turns["dataset"] == row.dataset]
+        columns = []
+        for temperature in (row.temperature, 0):
+            at = own[own["temperature"] == temperature]
+            columns += [at["genuine"], at["source"]]
+        paired = paired_difference(*columns, resamples=300)
+        assert (row.estimate, row.p) == (paired.difference, paired.p)
+        assert row.rows == len(columns[0]) + len(columns[2])
+        size = one(rows, "detectable_difference", row.temperature, dataset=row.dataset)
+        assert size.value == detectable_difference(*columns)
+    assert [row.p_holm for row in found] == holm([row.p for row in found]).tolist()
+    assert all(np.isnan(row.p_holm) for row in rows if row not in found)
+
+
+def test_a_difference_is_of_the_same_sources_only():
+    """c has no greedy turn that was assessed, and must not move the difference."""
+    turns = [("a", 0, 0, NEW), ("b", 0, 0, NEW), ("c", 0, 0, FAILED)]
+    turns += [("a", 1, 0, GENUINE), ("b", 1, 0, NEW), ("c", 1, 0, GENUINE)]
+    row = one(estimates(judged(turns)), "difference_from_greedy")
+    assert (row.value, row.sources) == (0.5, 2)
+
+
+# -- the judge's errors --------------------------------------------------------------------------
+
+
+def erring(seed: int, sources: int = 300, samples: int = 6) -> tuple[Judged, float]:
+    """Turns of 20% genuine with a judge of 0.8 sensitivity and 0.9 specificity, a part of them
+    annotated, more of those it calls genuine; and the true rate."""
+    rng = np.random.default_rng(seed)
+    count = sources * samples
+    chance = np.repeat(rng.beta(1, 4, size=sources), samples)
+    truth = rng.random(count) < chance
+    said = np.where(truth, rng.random(count) < 0.8, rng.random(count) < 0.1)
+    inclusion = np.where(said, 0.6, 0.2)
+    drawn = rng.random(count) < inclusion
+    turns = [
+        (f"s{i // samples:03d}", 1, i % samples, GENUINE if yes else NEW)
+        for i, yes in enumerate(said)
+    ]
+    sample = judged(turns, truth=np.where(drawn, truth.astype(float), np.nan), inclusion=inclusion)
+    sample.turns.loc[~drawn, "inclusion"] = np.nan
+    return sample, truth.mean()
+
+
+def test_corrected_rates_find_the_truth_behind_a_judge_that_errs():
+    errors = []
+    for seed in range(12):
+        sample, truth = erring(seed)
+        rows = estimates(sample, resamples=100)
+        errors.append(
+            [
+                one(rows, name).value - truth
+                for name in ("follow_up_rate", "rate_rogan_gladen", "rate_prediction_powered")
+            ]
+        )
+    raw, rogan_gladen, powered = np.mean(errors, axis=0)
+    assert raw > 0.03  # 0.2 becomes 0.24
+    assert abs(rogan_gladen) < 0.01 and abs(powered) < 0.01
+    sensitivity, specificity = (
+        one(rows, f"judge_{name}", None) for name in ("sensitivity", "specificity")
+    )
+    assert sensitivity.low < 0.8 < sensitivity.high and specificity.low < 0.9 < specificity.high
+    row = one(rows, "rate_rogan_gladen")
+    assert row.low < truth < row.high and "anna" in row.method
+    assert row.events == sensitivity.rows + specificity.rows
+
+
+def test_inclusion_probabilities_reach_the_corrections():
+    sample, _ = erring(1)
+    at = sample.turns
+    own = at[at["truth"].notna()]
+    expected = prediction_powered(
+        at["genuine"],
+        at["source"],
+        truth=own["truth"],
+        truth_prediction=own["genuine"],
+        truth_sources=own["source"],
+        inclusion=own["inclusion"],
+        resamples=100,
+    )
+    row = one(estimates(sample, resamples=100), "rate_prediction_powered")
+    assert [row.value, row.low, row.high] == pytest.approx(
+        [expected.value, expected.low, expected.high]
+    )
+
+
+def test_prediction_powered_needs_annotations_in_the_group():
+    turns = [(f"s{i:02d}", t, 0, GENUINE if i % 3 else NEW) for t in (0, 1) for i in range(40)]
+    truth = np.array([float(i % 3 > 0) for _ in range(2) for i in range(40)])
+    truth[5], truth[50] = 0, 1
+    truth[70:] = np.nan  # 40 annotated at greedy, 30 at T = 1
+    rows = estimates(judged(turns, truth=truth, inclusion=0.5), resamples=100)
+    assert one(rows, "rate_prediction_powered", 0.0).events == 40
+    assert one(rows, "rate_prediction_powered").events == 30
+    truth[69] = np.nan
+    rows = estimates(judged(turns, truth=truth, inclusion=0.5), resamples=100)
+    assert not [r for r in rows if r.quantity == "rate_prediction_powered" and r.temperature]
+    assert one(rows, "rate_rogan_gladen").events == 69  # pooled over temperatures
+
+
+def test_without_annotations_no_rate_is_corrected():
+    rows = estimates(simulated(8, {0: 0.2, 1: 0.5}, 2))
+    assert not [r for r in rows if r.quantity.startswith(("rate_", "judge_"))]
+
+
+def test_the_frame_has_whole_numbers_where_they_are():
+    frame = frame_of(estimates(simulated(8, {0: 0.2, 1: 0.5}, 2)))
+    assert frame["rows"].dtype == frame["n_samples"].dtype == "Int64"
+    assert frame["temperature"].tolist().count(0.0) and frame["p_holm"].notna().sum() == 1

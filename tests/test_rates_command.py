@@ -1,0 +1,511 @@
+"""python -m ia_mech.rates: which runs it takes, what it prints and writes, what it refuses."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections import namedtuple
+from pathlib import Path
+
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from rich.console import Console
+from runs import CONTEXTS
+
+from ia_mech.judge.label import items_of
+from ia_mech.judge.rubric import GENUINE, NAMES
+from ia_mech.rates import examples_by_category, frame_of, print_examples, read_runs
+from ia_mech.rates.__main__ import main
+from ia_mech.rates.files import COLUMNS
+from ia_mech.rates.show import SHORT
+from ia_mech.rates.tables import estimates
+from ia_mech.run import Run, layout
+from ia_mech.run.labels import KEY
+
+Outcome = namedtuple("Outcome", "status out err")
+CAVEAT = "a heuristic, 0.9 of the time right"
+RULES = {"identity": {"kind": "rules"}, "repeats": 1, "caveat": CAVEAT}
+
+
+def category_of(key: tuple) -> str:
+    """What the planted judge says: greedy never genuine, T = 1 always, T = 0.7 the first sample."""
+    _, temperature, sample = key
+    if temperature == 0:
+        return "prompt_restatement"
+    return GENUINE if temperature == 1 or sample == 0 else "new_topic"
+
+
+def plant(run: Run, judge: str = "rules", *, say=category_of, record=RULES, change=None) -> None:
+    """Verdicts as a judge writes them; ``change`` may alter the rows before."""
+    rows = []
+    keys = run.generations[list(KEY)].itertuples(index=False, name=None)
+    for key, item in zip(keys, items_of(run), strict=True):
+        category = say(key)
+        rows.append(
+            dict(zip(KEY, key, strict=True))
+            | {"repeat": 0, "category": category, "genuine": category == GENUINE}
+            | {"status": "judged" if category else "unparsable", "rationale": f"[because] {key}"}
+            | {"item": item.key("", 0)[:16]}
+        )
+    run.labels.write_judgements(judge, change(rows) if change else rows, record)
+
+
+def annotate(run: Run, annotator: str = "anna", *, rows: slice = slice(None), **columns) -> None:
+    labels = [
+        dict(zip(KEY, key, strict=True))
+        | {"category": category_of(key), "genuine": category_of(key) == GENUINE}
+        | {"inclusion_probability": 0.5}
+        | columns
+        for key in run.generations[list(KEY)].itertuples(index=False, name=None)
+    ]
+    run.labels.write_annotations(annotator, labels[rows], {})
+
+
+@pytest.fixture
+def copy(merged, tmp_path):
+    """Copies of the sampled run, to be written to."""
+
+    def make(name: str = "run") -> Run:
+        return Run.open(shutil.copytree(merged.path, tmp_path / name))
+
+    return make
+
+
+@pytest.fixture
+def run(copy) -> Run:
+    made = copy()
+    plant(made)
+    return made
+
+
+@pytest.fixture
+def rates(capfd, monkeypatch):
+    """Run the command line in this process, in a terminal of 80 columns."""
+    monkeypatch.setenv("COLUMNS", "80")
+
+    def call(*arguments) -> Outcome:
+        capfd.readouterr()
+        try:
+            status = main([str(argument) for argument in arguments])
+        except SystemExit as stopped:
+            status = stopped.code
+        return Outcome(status, *capfd.readouterr())
+
+    return call
+
+
+def rewrite(run: Run, kind: str, **columns) -> Run:
+    """Change columns of ``contexts`` or ``generations``, as another sampling would have."""
+    manifest = json.loads((run.path / "manifest.json").read_text())
+    for part in manifest["parts"]:
+        for name in [name for name in part["files"] if name.startswith(kind)]:
+            table = pq.read_table(run.path / name)
+            for column, value in columns.items():
+                values = [value(old) for old in table[column].to_pylist()]
+                at = table.column_names.index(column)
+                field = table.schema.field(column)
+                table = table.set_column(at, field, pa.array(values, type=field.type))
+            pq.write_table(table, run.path / name)
+            size = (run.path / name).stat().st_size
+            part["files"][name] = {"bytes": size, "sha256": layout.sha256(run.path / name)}
+    layout.write_json(run.path / "manifest.json", manifest)
+    return Run.open(run.path)
+
+
+def with_record(run: Run, change) -> Run:
+    record = json.loads((run.path / "run.json").read_text())
+    change(record)
+    (run.path / "run.json").write_text(json.dumps(record))
+    return Run.open(run.path)
+
+
+def refused(outcome: Outcome, *words: str) -> None:
+    assert outcome.status == 2 and not outcome.out, outcome
+    assert outcome.err.startswith("error: ") and outcome.err.count("\n") == 1, outcome.err
+    for word in words:
+        assert word in outcome.err, outcome.err
+
+
+# -- what it says --------------------------------------------------------------------------------
+
+
+def test_every_rate_is_printed_with_an_interval(run, rates):
+    outcome = rates(run.path)
+    assert outcome.status == 0, outcome.err
+    main_table = outcome.out.split("what the turns are")[0]
+    lines = [line for line in main_table.splitlines() if line.startswith("│") and "dat" not in line]
+    assert len(lines) == 12  # three datasets and all of them, each at three temperatures
+    interval = r"\d\.\d\d \[\d\.\d\d, \d\.\d\d\]"
+    for line in lines:
+        cells = [cell.strip() for cell in line.strip("│").split("│")]
+        assert re.fullmatch(interval, cells[4]), line
+        if "greedy" not in line:
+            assert re.fullmatch(r"[+-]\d\.\d\d \[[+-]\d\.\d\d, [+-]\d\.\d\d\]", cells[5]), line
+            assert re.fullmatch(interval, cells[8]), line
+    greedy, cooler, one = (next(x for x in lines if f" {t} │" in x) for t in ("greedy", "0.7", "1"))
+    assert "0.00 [0.00" in greedy and "0.50 [" in cooler and "1.00 [" in one
+    profile = outcome.out.split("what the turns are")[1].split("contexts with")[0]
+    shares = re.findall(r"^│ .*", profile, re.MULTILINE)
+    for line, below in zip(shares[2::2], shares[3::2], strict=True):
+        values = [cell.strip() for cell in line.split("│")[3:-1]]
+        assert [bool(re.fullmatch(r"[\d.]+", v)) for v in values] == [True] * 3
+        assert below.count("[") == 3
+    assert "Holm-corrected over 8 comparisons" in outcome.out
+    assert CAVEAT in outcome.out and "none is" in outcome.out
+    assert f"ia_mech.judge export {run.path}" in outcome.out
+
+
+def test_a_language_model_is_not_called_a_heuristic(copy, rates):
+    run = copy()
+    plant(run, "gpt-x", record={"identity": {"kind": "llm"}, "repeats": 3})
+    outcome = rates(run.path)
+    assert "heuristic" not in outcome.out and "judge gpt-x" in outcome.out
+    assert "3 verdicts per turn, the first is used" in outcome.out
+
+
+def test_the_first_of_repeated_verdicts_counts(copy):
+    run = copy()
+
+    def repeated(rows: list[dict]) -> list[dict]:
+        return rows + [row | {"repeat": 1, "category": "generic"} for row in rows]
+
+    plant(run, change=repeated)
+    turns = read_runs([run.path]).turns
+    assert len(turns) == len(run.generations) and "generic" not in set(turns["category"])
+
+
+def test_cut_off_responses_are_flagged_and_reported_apart(copy, rates):
+    run = rewrite(copy(), "generations", response_cut_off=lambda _: True)
+    plant(run)
+    outcome = rates(run.path)
+    assert outcome.status == 0 and "(† 8)" in outcome.out and "complete responses" in outcome.out
+    assert "– of 0" in outcome.out and "†: after a response that was cut off" in outcome.out
+
+
+def test_turns_that_were_not_assessed_are_counted(copy, rates):
+    run = copy()
+
+    def say(key: tuple) -> str | None:
+        if key[1] == 0:
+            return None
+        return "cannot_assess" if key[2] else category_of(key)
+
+    plant(run, say=say)
+    outcome = rates(run.path)
+    assert outcome.status == 0, outcome.err
+    block = outcome.out.split("turns that were not assessed")[1].split("what the turns are")[0]
+    whole = next(line for line in block.splitlines() if "(all)" in line)
+    cells = [cell.strip() for cell in whole.split("│")]
+    assert cells[3:7] == [str(CONTEXTS), "0", str(CONTEXTS), "0.00 … 1.00"]
+
+
+def test_corrected_rates_name_who_annotated_and_how_many(run, rates):
+    annotate(run)
+    outcome = rates(run.path)
+    assert outcome.status == 0, outcome.err
+    count = len(run.generations)
+    assert f"against anna's labels of {count} turns: sensitivity 1.00 [" in outcome.out
+    assert "Rogan & Gladen" in outcome.out and "prediction-powered rate needs 30" in outcome.out
+    assert "no annotations" not in outcome.out
+
+
+def test_annotations_of_one_kind_are_said_to_be_too_few(run, rates):
+    annotate(run, rows=slice(0, 1))  # greedy only
+    outcome = rates(run.path)
+    assert outcome.status == 0, outcome.err
+    assert "Rogan & Gladen: undefined: annotations of one kind only" in outcome.out
+
+
+def test_an_annotator_who_could_not_assess_corrects_nothing(run, rates):
+    annotate(run, rows=slice(0, 2), category="cannot_assess", genuine=None)
+    outcome = rates(run.path)
+    assert outcome.status == 0 and "none of anna's labels is of a turn" in outcome.out
+
+
+def test_texts_are_not_markup(copy, rates):
+    def rename(record: dict) -> None:
+        record["identity"]["model"]["name"] = "a[red]b:cat:"
+
+    run = with_record(copy(), rename)
+    plant(run)
+    outcome = rates(run.path, "--examples", 1)
+    assert "a[red]b:cat:" in outcome.out and "[because]" in outcome.out
+
+
+# -- pooling -------------------------------------------------------------------------------------
+
+
+def reseeded(run: Run) -> Run:
+    """The same run as though sampled with another seed."""
+    return with_record(run, lambda record: record["identity"]["config"]["grid"].update(seed=1))
+
+
+def test_runs_of_other_seeds_are_pooled_and_greedy_turns_count_once(copy, rates):
+    first, second = copy("first"), reseeded(copy("second"))
+    plant(first)
+    plant(second, say=lambda key: "generic")
+    judged = read_runs([first.path, second.path])
+    counts = judged.turns.groupby("temperature").size()
+    assert counts.to_dict() == {0.0: CONTEXTS, 0.7: 4 * CONTEXTS, 1.0: 4 * CONTEXTS}
+    assert judged.turns["source"].nunique() == judged.turns["context"].nunique() == CONTEXTS
+    rows = estimates(judged, resamples=100)
+    whole = [r for r in rows if r.quantity == "follow_up_rate" and r.dataset == "(all)"]
+    assert [row.value for row in whole] == [0, 0.25, 0.5]
+    reach = [r for r in rows if (r.quantity, r.dataset, r.temperature) == ("reach", "(all)", 0.7)]
+    assert [row.value for row in reach] == pytest.approx([0.25, 0.5, 0.75, 1])
+    outcome = rates(first.path, second.path)
+    assert outcome.status == 0 and "2 runs" in outcome.out
+
+
+def test_models_stand_apart_and_their_hashes_are_named_where_names_are_not_enough(copy, rates):
+    def other(record: dict) -> None:
+        record["identity"]["model"]["weights_hash"] = "feedfacefeedface"
+
+    first, second = copy("first"), with_record(copy("second"), other)
+    plant(first)
+    plant(second)
+    outcome = rates(first.path, second.path)
+    assert outcome.status == 0 and "feedfacefeedface" in outcome.out
+    assert "Holm-corrected over 16 comparisons" in outcome.out
+
+
+def test_one_source_id_in_two_datasets_is_two_sources(copy):
+    run = rewrite(copy(), "generations", source_id=lambda old: "s" + old[-2:])
+    plant(run)
+    turns = read_runs([run.path]).turns
+    assert run.generations["source_id"].nunique() < turns["source"].nunique() == CONTEXTS
+
+
+def test_pooled_runs_that_differ_in_a_setting_are_said_to(copy, rates):
+    def longer(record: dict) -> None:
+        record["identity"]["config"]["grid"].update(seed=1, max_new_tokens=99)
+
+    first, second = copy("first"), with_record(copy("second"), longer)
+    plant(first)
+    plant(second)
+    assert "pooled differ in max_new_tokens" in rates(first.path, second.path).out
+
+
+# -- files ---------------------------------------------------------------------------------------
+
+
+def test_json_csv_and_parquet_hold_the_same_rows(run, rates, tmp_path):
+    annotate(run)
+    files = {kind: tmp_path / f"rates.{kind}" for kind in ("json", "csv", "parquet")}
+    flags = [word for kind, path in files.items() for word in (f"--{kind}", path)]
+    outcome = rates(run.path, *flags, "--level", 0.9, "--resamples", 200, "--seed", 4)
+    assert outcome.status == 0, outcome.err
+    expected = frame_of(estimates(read_runs([run.path]), level=0.9, resamples=200, seed=4))
+    assert tuple(expected.columns) == COLUMNS and set(expected["level"]) == {0.9}
+    read = json.loads(files["json"].read_text())
+    frames = {
+        "json": pd.DataFrame(read["estimates"]),
+        "csv": pd.read_csv(files["csv"]),
+        "parquet": pd.read_parquet(files["parquet"]),
+    }
+    for kind, frame in frames.items():
+        frame = frame.astype(expected.dtypes.to_dict())
+        frame = frame.where(frame.notna(), None)
+        pd.testing.assert_frame_equal(
+            frame, expected.where(expected.notna(), None), check_dtype=False, obj=kind
+        )
+    about = json.loads(pq.read_schema(files["parquet"]).metadata[b"ia_mech"])
+    assert about == read["about"]
+    assert about["comparisons"] == 8 and about["annotator"] == "anna" and about["level"] == 0.9
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        *("rates.csv", "rates.json", "rates.parquet", "run"),
+    ]
+
+
+def test_nothing_is_written_unless_asked_for(run, rates):
+    before = {p: p.stat().st_mtime_ns for p in run.path.parent.rglob("*")}
+    assert rates(run.path).status == 0
+    assert {p: p.stat().st_mtime_ns for p in run.path.parent.rglob("*")} == before
+
+
+def test_the_same_command_gives_the_same_figures(run, rates, tmp_path):
+    for name in ("one.csv", "two.csv"):
+        assert rates(run.path, "--csv", tmp_path / name, "--method", "percentile").status == 0
+    assert (tmp_path / "one.csv").read_bytes() == (tmp_path / "two.csv").read_bytes()
+
+
+# -- examples ------------------------------------------------------------------------------------
+
+
+def test_examples_are_drawn_by_seed_from_different_sources(run):
+    found = examples_by_category(run, "rules", 3, seed=0)
+    assert list(found) == [GENUINE, "prompt_restatement", "new_topic"]
+    for category, turns in found.items():
+        assert len({turn.source_id for turn in turns}) == 3
+        for turn in turns:
+            assert category_of((turn.context_id, turn.temperature, turn.sample)) == category
+            assert turn.rationale.startswith("[because]") and turn.query and turn.response
+    assert found == examples_by_category(run, "rules", 3, seed=0)
+    assert any(found != examples_by_category(run, "rules", 3, seed=s) for s in (1, 2))
+    every = examples_by_category(run, "rules", 1000)
+    assert sum(map(len, every.values())) == len(run.generations)
+
+
+def test_examples_are_printed_and_escaped(run, capsys):
+    print_examples(Console(highlight=False, width=100), examples_by_category(run, "rules", 2))
+    out = capsys.readouterr().out
+    assert out.count("user turn:") == 6 and "because:   [because]" in out
+    assert "drawn by seed" in out
+
+
+def test_the_flag_prints_examples(run, rates):
+    assert "user turn:" not in rates(run.path).out
+    outcome = rates(run.path, "--examples", 2)
+    assert outcome.out.count("user turn:") == 6
+
+
+# -- bad input -----------------------------------------------------------------------------------
+
+
+def test_what_is_not_a_run(tmp_path, rates):
+    refused(rates(tmp_path), "is not a run")
+    refused(rates(tmp_path / "nowhere"), "is not a run")
+
+
+def test_an_unfinished_run(run, rates):
+    manifest = json.loads((run.path / "manifest.json").read_text())
+    layout.write_json(run.path / "manifest.json", manifest | {"complete": False})
+    refused(rates(run.path), "still being written", "let the command")
+
+
+def test_a_run_that_was_not_judged(merged, run, rates):
+    refused(rates(merged.path), "has not been judged", f"ia_mech.judge run {merged.path}")
+    refused(rates(run.path, merged.path), f"{merged.path} has not been judged")
+
+
+def test_an_unknown_judge_or_several(run, rates):
+    refused(rates(run.path, "--judge", "gpt"), "no verdicts of 'gpt'", "rules")
+    plant(run, "other")
+    refused(rates(run.path), "other, rules", "--judge")
+    assert rates(run.path, "--judge", "other").status == 0
+
+
+def test_an_unknown_annotator_or_several(run, rates):
+    refused(rates(run.path, "--annotator", "anna"), "no labels of 'anna'")
+    annotate(run)
+    annotate(run, "ben")
+    refused(rates(run.path), "anna, ben", "--annotator")
+    assert "against ben's labels" in rates(run.path, "--annotator", "ben").out
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda rows: rows[1:],
+        lambda rows: [*rows, rows[0] | {"sample": 99}],
+        lambda rows: [*rows, rows[0]],
+        lambda rows: [rows[0] | {"context_id": "another"}, *rows[1:]],
+    ],
+)
+def test_verdicts_that_do_not_cover_the_run(copy, rates, change):
+    run = copy()
+    plant(run, change=change)
+    refused(rates(run.path), "don't cover", "judge it again")
+
+
+def test_verdicts_of_other_texts(run, rates):
+    rewrite(run, "generations", text=lambda old: old + "!")
+    refused(rates(run.path), f"{len(run.generations)} turns have changed since", "judge it again")
+
+
+def test_verdicts_by_another_rubric(copy, rates):
+    run = copy()
+    plant(run, say=lambda key: "follow_up")
+    refused(rates(run.path), "name follow_up", "judge it again")
+
+
+def test_a_damaged_file_of_verdicts_or_labels(run, rates):
+    annotate(run)
+    (run.path / "annotations" / "anna.parquet").write_bytes(b"PAR1")
+    refused(rates(run.path), "anna.parquet can't be read")
+    (run.path / "judgements" / "rules.parquet").write_bytes(b"")
+    refused(rates(run.path), "rules.parquet can't be read")
+
+
+def test_labels_that_are_not_of_the_run(run, rates):
+    annotate(run, sample=77)
+    refused(rates(run.path), "the labels of 'anna'", "import them again")
+    annotate(run, category="lovely")
+    refused(rates(run.path), "name lovely")
+    annotate(run, inclusion_probability=0.0)
+    refused(rates(run.path), "inclusion probabilities")
+
+
+def test_one_run_twice(run, rates):
+    refused(rates(run.path, run.path / ".." / run.path.name), "given twice")
+
+
+def test_a_copy_of_a_run_would_count_its_samples_twice(copy, rates):
+    first, second = copy("first"), copy("second")
+    plant(first)
+    plant(second)
+    refused(rates(first.path, second.path), f"{4 * CONTEXTS} of the same samples", "give one")
+
+
+def test_judges_of_one_name_that_differ(copy, rates):
+    first, second = copy("first"), reseeded(copy("second"))
+    plant(first)
+    plant(second, record={"identity": {"kind": "rules", "threshold": 2}})
+    refused(rates(first.path, second.path), "different judges", "--replace")
+
+
+def test_files_that_can_not_be_written(run, rates, tmp_path):
+    refused(rates(run.path, "--csv", tmp_path / "no" / "rates.csv"), "no folder", "make it first")
+    refused(rates(run.path, "--json", tmp_path), "is a folder")
+    same = tmp_path / "rates"
+    refused(rates(run.path, "--json", same, "--csv", same), "the same file")
+    assert not same.exists()
+
+
+def test_a_file_that_is_there_survives_a_failure(run, rates, tmp_path, monkeypatch):
+    file = tmp_path / "rates.parquet"
+    file.write_text("old")
+
+    def full(*_args, **_options):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(pq, "write_table", full)
+    outcome = rates(run.path, "--parquet", file)
+    assert outcome.status == 2 and "No space left" in outcome.err
+    assert file.read_text() == "old" and not list(tmp_path.glob("*.tmp"))
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--level", "95"],
+        ["--level", "nan"],
+        ["--resamples", "5"],
+        ["--resamples", "many"],
+        ["--seed", "-1"],
+        ["--examples", "x"],
+        ["--method", "guess"],
+        [],
+    ],
+)
+def test_flags_that_can_not_be(run, rates, flags):
+    refused(rates(*([run.path, *flags] if flags else [])), "--help")
+
+
+def test_help_needs_neither_torch_nor_pandas():
+    code = (
+        "import sys; from ia_mech.rates.options import build_parser; build_parser().format_help(); "
+        "print(*{'torch', 'pandas', 'scipy'} & set(sys.modules))"
+    )
+    root = Path(__file__).parent.parent
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0 and not done.stdout.strip(), done
+
+
+def test_categories_have_a_heading_each():
+    assert set(SHORT) == set(NAMES)
