@@ -144,7 +144,9 @@ def print_run(run: Run) -> None:
         f"print(run.residuals({run.layers[-1] // 2}, {run.positions[-1]!r}).shape)"
     )
     quoted = shlex.quote(code) if set('"$`\\!') & set(code) else f'"{code}"'
-    console.print(f"next: python -c {escape(quoted)}", soft_wrap=True)
+    console.print(f"read it: python -c {escape(quoted)}", soft_wrap=True)
+    path = escape(shlex.quote(str(run.path)))
+    console.print(f"next: python -m ia_mech.judge run {path}", soft_wrap=True)
 
 
 def _counted(count: int, cut_off: int) -> str:

@@ -618,10 +618,12 @@ def test_three_turns_are_shown(sample):
 
 
 @pytest.mark.parametrize("folder", ["run", "it's a run", 'a "$HOME" run'])
-def test_the_next_command_that_is_suggested_works(sample, capfd, tmp_path, folder):
+def test_the_commands_that_are_suggested_work(sample, capfd, tmp_path, folder):
     outcome = sample("--positions", "response_end", "--out", tmp_path / folder)
-    words = shlex.split(re.search(r"^next: (.*)$", outcome.out, re.MULTILINE)[1])
+    words = shlex.split(re.search(r"^read it: (.*)$", outcome.out, re.MULTILINE)[1])
     assert words[:2] == ["python", "-c"] and len(words) == 3
+    judge = shlex.split(re.search(r"^next: (.*)$", outcome.out, re.MULTILINE)[1])
+    assert judge == ["python", "-m", "ia_mech.judge", "run", str(tmp_path / folder)]
     exec(words[2], {})
     assert capfd.readouterr().out.endswith("torch.Size([3, 32])\n")
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from ia_mech.stats import prediction_powered, rogan_gladen
+from ia_mech.stats import IMPOSSIBLE, prediction_powered, rogan_gladen
 from ia_mech.stats.resampling import widened
 
 
@@ -212,3 +212,17 @@ def test_bad_input_is_named(changed, message):
     }
     with pytest.raises(ValueError, match=message):
         prediction_powered([1, 0], ["a", "b"], **{**good, **changed})
+
+
+def test_a_rate_that_no_truth_could_give_is_not_clipped_to_certainty():
+    """The judge has 20% false alarms where it was annotated and says genuine nowhere else."""
+    sources = np.repeat(np.arange(40), 5)
+    truth = np.tile([1, 1, 0, 0, 0, 0, 0, 0, 0, 0], 20)
+    said = np.tile([1, 1, 1, 0, 0, 1, 0, 0, 0, 0], 20)
+    annotated = {"truth": truth, "truth_prediction": said, "truth_sources": sources}
+    never = np.zeros(200)
+    never[0] = 1  # so that no made-up source joins
+    estimate = rogan_gladen(never, np.arange(200) + 1000, **annotated)
+    assert np.isnan([estimate.value, estimate.low, estimate.high]).all()
+    assert estimate.method == IMPOSSIBLE
+    assert rogan_gladen(never, np.arange(200) + 1000, **annotated, clip=False).high < 0

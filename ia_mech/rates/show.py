@@ -17,6 +17,7 @@ from ia_mech.rates.tables import (
     Row,
     comparisons,
 )
+from ia_mech.stats import IMPOSSIBLE
 
 CURVE = 5  # points of a reach curve that fit on a line
 
@@ -256,6 +257,11 @@ def _notes(judged: Judged, rows: list[Row]) -> list[str]:
         )
     if judged.record.get("caveat"):
         notes.append(judged.record["caveat"])
+    if any(row.method.startswith(IMPOSSIBLE) for row in rows):
+        notes.append(
+            "– under Rogan & Gladen: the judge says genuine less often there than it errs that way "
+            "elsewhere, so the assumption fails and no rate fits."
+        )
     if any(row.quantity == "rate_rogan_gladen" for row in rows):
         notes.append(
             "Rogan & Gladen assumes that the judge errs alike in all rows of a table; the "

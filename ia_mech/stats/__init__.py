@@ -16,13 +16,14 @@ from ia_mech.stats.agreement import (
     precision_recall,
 )
 from ia_mech.stats.clusters import cluster_mean, cluster_statistic
-from ia_mech.stats.correction import prediction_powered, rogan_gladen
+from ia_mech.stats.correction import IMPOSSIBLE, prediction_powered, rogan_gladen
 from ia_mech.stats.intervals import Estimate, wilson, zero_events_bound
 from ia_mech.stats.multiple import PermutationTest, benjamini_hochberg, holm, permutation_max
 from ia_mech.stats.paired import Paired, paired_difference
 from ia_mech.stats.power import detectable_difference
 
 __all__ = [
+    "IMPOSSIBLE",
     "CategoryScore",
     "Estimate",
     "Paired",

@@ -13,6 +13,8 @@ from numpy.typing import ArrayLike
 from ia_mech.stats.intervals import Estimate, check_level
 from ia_mech.stats.resampling import as_column, as_weights, resample_sums, source_index, widened
 
+IMPOSSIBLE = "undefined: no rate fits, so the judge errs otherwise here than where it was annotated"
+
 # Columns of the table of sums per source.
 ROWS, POSITIVE, HIT, MISS, FALSE_ALARM, CORRECT_REJECTION = range(6)
 
@@ -61,7 +63,9 @@ def rogan_gladen(
     Returns:
         The corrected rate; ``sources`` are those of all rows. It is NaN, and ``method`` says so, if
         sensitivity or specificity can't be had or sum to 1 or less: then the judge's verdicts carry
-        no information about the truth, or the wrong way round, and no correction can add any.
+        no information about the truth, or the wrong way round, and no correction can add any. With
+        ``clip`` it is also NaN (:data:`IMPOSSIBLE`) if the whole interval lies outside [0, 1]: a
+        rate well below the judge's own false-alarm rate shows that it doesn't err alike on both.
 
     Raises:
         ValueError: lengths differ, or a verdict or annotation is neither 0, 1 nor NaN.
@@ -121,7 +125,8 @@ def prediction_powered(
         clip: keep the estimate within [0, 1]; unclipped it is unbiased, but may be negative.
 
     Returns:
-        The corrected rate; ``sources`` are those of all rows; NaN without rows or annotations.
+        The corrected rate; ``sources`` are those of all rows; NaN without rows or annotations, and
+        as in :func:`rogan_gladen` if the whole interval lies outside [0, 1].
 
     Raises:
         ValueError: lengths differ, an inclusion probability lies outside (0, 1], or a verdict or
@@ -170,6 +175,8 @@ def _estimate(
     low = np.quantile(np.where(np.isnan(replicates), 0.0, replicates), tail)
     high = np.quantile(np.where(np.isnan(replicates), 1.0, replicates), 1 - tail)
     ends = np.array([value, low, high])
+    if clip and (high <= 0 or low >= 1):  # clipping would make a certainty of a contradiction
+        return Estimate(np.nan, np.nan, np.nan, count, IMPOSSIBLE)
     value, low, high = np.clip(ends, 0, 1) if clip else ends
     return Estimate(float(value), float(low), float(high), count, "percentile")
 

@@ -1,7 +1,9 @@
 """Numbers that tell the categories of a user turn apart, from the three texts alone.
 
 Each feature has a name that says what it measures; :func:`measure` is the one place that computes
-them, for judging and for fitting alike.
+them, for judging and for fitting alike. Every one is of the turn: nothing that is known before the
+turn is written (lengths of query and response, what kind of query it is) may sway a verdict, or
+labels would differ between contexts for reasons that a probe could read off the context.
 """
 
 import math
@@ -64,10 +66,9 @@ def measure(item: Item) -> dict[str, float]:
     both = qc | rc
     numbers, known_q = _NUMBER.findall(turn), set(_NUMBER.findall(query))
     known_r = set(_NUMBER.findall(response))
-    names = set(_NAME.findall(turn))
+    names = {name for name in _NAME.findall(turn) if name.lower() not in t.FUNCTION_WORDS}
     _, run_q = t.longest_run(ts, qs)
     _, run_r = t.longest_run(ts, rs)
-    last_r = (t.sentences(response) or [""])[-1]
     q_parts = [*t.sentences(query), query]
     r_parts = [*t.sentences(response), response[: len(turn) + 20], response]
     return {
@@ -107,6 +108,8 @@ def measure(item: Item) -> dict[str, float]:
         "question_mark": float("?" in turn),
         "ends_with_question": float(low.endswith("?")),
         "opens_question": float(bool(_QUESTION.search(low))),
+        "asks_what_is": float(bool(re.match(r"what('s| is| are| was| were)\b", low))),
+        "asks_how_or_why": float(bool(re.match(r"(so |and |but )?(how|why)\b", low))),
         "opens_command": float(bool(_COMMAND.search(low))),
         "asks_assistant": float(bool(_ASKS_ASSISTANT.search(low))),
         "points_back": float(bool(_POINTS_BACK.search(low))),
@@ -121,13 +124,9 @@ def measure(item: Item) -> dict[str, float]:
             "?" not in turn and not _QUESTION.search(low) and not _COMMAND.search(low)
         ),
         # what it answers
-        "response_asks": float("?" in last_r),
         "answers_question": float(
             "?" in response[-200:] and bool(_OWN_SIDE.search(low)) and "?" not in turn
         ),
-        "query_puzzle": float(bool(_PUZZLE.search(query.lower()))),
-        "query_words_log": math.log1p(len(qw)),
-        "response_words_log": math.log1p(len(rw)),
         # how it is written
         "capitals": sum(w[:1].isupper() for w in turn.split()[1:]) / n,
         "odd_characters": sum(
