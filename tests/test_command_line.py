@@ -1,6 +1,5 @@
 """The command line: one line for bad input and nothing written, and what a run says and keeps."""
 
-import hashlib
 import io
 import json
 import os
@@ -10,13 +9,13 @@ import shutil
 import subprocess
 import sys
 import unicodedata
-from collections import namedtuple
 from pathlib import Path
 
 import families
 import pytest
 import tiny
 import torch
+from shell import Outcome, call, files, refusal
 
 from ia_mech import sample as command_line
 from ia_mech.options import build_parser
@@ -24,16 +23,6 @@ from ia_mech.run import Run
 
 SMALL = ["--limit", "3", "--samples", "1", "--temperatures", "1", "--max-new-tokens", "4"]
 DATA = ("contexts", "generations", "header_logits", "residuals")
-
-
-class Outcome(namedtuple("Outcome", "status out err")):
-    """Exit status, stdout and stderr of one command."""
-
-    @property
-    def run(self) -> Run:
-        """The run that it said it wrote."""
-        assert self.status == 0, self.err
-        return Run.open(re.search(r"^run: (.*)$", self.out, re.MULTILINE)[1])
 
 
 @pytest.fixture(autouse=True)
@@ -56,25 +45,11 @@ def one_thread():
 def sample(tiny_model_dir, capfd):
     """Run the command line in this process, on the tiny model unless told otherwise."""
 
-    def call(*arguments, small: bool = True) -> Outcome:
+    def run(*arguments, small: bool = True) -> Outcome:
         words = ["--model", tiny_model_dir, *(SMALL if small else []), *map(str, arguments)]
-        capfd.readouterr()
-        try:
-            status = command_line.main(words)
-        except SystemExit as stopped:
-            status = stopped.code
-        return Outcome(status, *capfd.readouterr())
+        return call(command_line.main, words, capfd)
 
-    return call
-
-
-def files(folder: Path) -> dict[str, str]:
-    """Every file below a folder with a hash of its content; locks hold nothing."""
-    return {
-        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in sorted(folder.rglob("*"))
-        if path.is_file() and path.suffix != ".lock" and path.name != ".lock"
-    }
+    return run
 
 
 @pytest.fixture
@@ -84,15 +59,11 @@ def refused(sample, tmp_path):
     def call(*arguments, small: bool = True) -> str:
         before = files(tmp_path)
         outcome = sample(*arguments, small=small)
-        assert outcome.status == 2, outcome
-        assert outcome.out == ""
-        assert outcome.err.count("\n") == 1 and outcome.err.endswith("\n"), outcome.err
-        assert outcome.err.startswith("error: ") and "; " in outcome.err
-        assert "Traceback" not in outcome.err
+        line = refusal(outcome)
         assert files(tmp_path) == before
         scratch = [p.name for p in tmp_path.rglob("*") if p.name.startswith(".ia_mech")]
         assert scratch == []
-        return outcome.err.removeprefix("error: ").rstrip("\n")
+        return line
 
     return call
 

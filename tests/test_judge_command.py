@@ -1,17 +1,16 @@
 """python -m ia_mech.judge: what run, check and rubric print and write, and what they refuse."""
 
-import hashlib
 import json
 import re
 import shlex
 import shutil
 import subprocess
 import sys
-from collections import namedtuple
 from pathlib import Path
 
 import pytest
 from runs import CONTEXTS
+from shell import call, files, refusal
 from stub_server import StubServer, completion
 
 from ia_mech.judge.__main__ import main
@@ -30,7 +29,6 @@ from ia_mech.judge.rules import RulesJudge
 from ia_mech.run import Run
 from ia_mech.run.labels import KEY
 
-Outcome = namedtuple("Outcome", "status out err")
 ROWS = CONTEXTS * 5
 COMMANDS = ("run", "check", "export", "import", "agreement", "rubric")
 SECRET = "sk-a-key-that-is-nowhere"
@@ -54,41 +52,20 @@ def run(merged, tmp_path) -> Run:
 def judge(capfd):
     """Run the command line in this process."""
 
-    def call(*arguments) -> Outcome:
-        capfd.readouterr()
-        try:
-            status = main([str(argument) for argument in arguments])
-        except SystemExit as stopped:
-            status = stopped.code
-        return Outcome(status, *capfd.readouterr())
-
-    return call
-
-
-def files(folder: Path) -> dict[str, str]:
-    """Every file below a folder with a hash of its content; locks hold nothing."""
-    return {
-        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in sorted(folder.rglob("*"))
-        if path.is_file() and path.suffix != ".lock" and path.name != ".lock"
-    }
+    return lambda *arguments: call(main, [str(argument) for argument in arguments], capfd)
 
 
 @pytest.fixture
 def refused(judge, tmp_path):
     """Run a command that must be refused in one line; returns the line."""
 
-    def call(*arguments) -> str:
+    def refuse(*arguments) -> str:
         before = files(tmp_path)
-        outcome = judge(*arguments)
-        assert outcome.status == 2, outcome
-        assert outcome.out == ""
-        assert outcome.err.count("\n") == 1 and outcome.err.endswith("\n"), outcome.err
-        assert outcome.err.startswith("error: ") and "; " in outcome.err
+        line = refusal(judge(*arguments))
         assert files(tmp_path) == before
-        return outcome.err.removeprefix("error: ").rstrip("\n")
+        return line
 
-    return call
+    return refuse
 
 
 def cells(out: str) -> list[list[str]]:
@@ -435,6 +412,10 @@ SETTINGS = [
     ("--max-cost 0", "--max-cost needs --judge llm; add it, or drop it"),
     ("--param temperature=0", "--param needs --judge llm; add it, or drop it"),
     ("--base-url http://localhost", "--base-url needs --judge llm; add it, or drop it"),
+    ("--concurrency 4", "--concurrency needs --judge llm; add it, or drop it"),
+    ("--judge hf --model m --mode text", "--mode needs --judge llm; add it, or drop it"),
+    ("--device cpu", "--device needs --judge hf; add it, or drop it"),
+    ("--judge llm --model m --force", "--force needs --judge hf; add it, or drop it"),
     ("--judge hf --model m --price 1 2", "--price needs --judge llm; add it, or drop it"),
     ("--judge llm", "--judge llm needs a model; give --model NAME"),
     ("--judge hf", "--judge hf needs a model; give --model NAME"),
@@ -588,5 +569,5 @@ def test_an_interrupt_says_what_is_kept(judge, run, monkeypatch):
     monkeypatch.setattr(RulesJudge, "verdict", interrupted)
     outcome = judge("run", run.path)
     assert outcome.status == 130 and outcome.out == ""
-    assert outcome.err.splitlines()[-1] == "interrupted; verdicts so far are kept"
+    assert outcome.err.splitlines()[-1] == "interrupted; verdicts that were paid for are kept"
     assert run.labels.judges == []

@@ -5,7 +5,6 @@ import re
 import shutil
 import subprocess
 import sys
-from collections import namedtuple
 from pathlib import Path
 
 import pandas as pd
@@ -14,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 from rich.console import Console
 from runs import CONTEXTS
+from shell import Outcome, call, refusal
 
 from ia_mech.judge.label import items_of
 from ia_mech.judge.rubric import GENUINE, NAMES
@@ -25,7 +25,6 @@ from ia_mech.rates.tables import estimates
 from ia_mech.run import Run, layout
 from ia_mech.run.labels import KEY
 
-Outcome = namedtuple("Outcome", "status out err")
 CAVEAT = "a heuristic, 0.9 of the time right"
 RULES = {"identity": {"kind": "rules"}, "repeats": 1, "caveat": CAVEAT}
 
@@ -86,15 +85,7 @@ def rates(capfd, monkeypatch):
     """Run the command line in this process, in a terminal of 80 columns."""
     monkeypatch.setenv("COLUMNS", "80")
 
-    def call(*arguments) -> Outcome:
-        capfd.readouterr()
-        try:
-            status = main([str(argument) for argument in arguments])
-        except SystemExit as stopped:
-            status = stopped.code
-        return Outcome(status, *capfd.readouterr())
-
-    return call
+    return lambda *arguments: call(main, [str(argument) for argument in arguments], capfd)
 
 
 def rewrite(run: Run, kind: str, **columns) -> Run:
@@ -123,10 +114,9 @@ def with_record(run: Run, change) -> Run:
 
 
 def refused(outcome: Outcome, *words: str) -> None:
-    assert outcome.status == 2 and not outcome.out, outcome
-    assert outcome.err.startswith("error: ") and outcome.err.count("\n") == 1, outcome.err
+    line = refusal(outcome)
     for word in words:
-        assert word in outcome.err, outcome.err
+        assert word in line, line
 
 
 # -- what it says --------------------------------------------------------------------------------

@@ -11,7 +11,9 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     tolerant_streams()
     args = build_parser().parse_args(argv)
-    return guarded(lambda: _COMMANDS[args.command](args), lambda: "verdicts so far are kept")
+    return guarded(
+        lambda: _COMMANDS[args.command](args), lambda: "verdicts that were paid for are kept"
+    )
 
 
 # What each needs is imported late, so that --help and a mistyped flag answer at once.

@@ -21,7 +21,9 @@ from ia_mech.judge.verdict import JUDGED, Item, Judge, Verdict
 from ia_mech.run import Run
 from ia_mech.run.labels import check_name
 
-_LLM_ONLY = ("base_url", "param", "price", "max_cost")
+# Flags that are for one kind of judge; those not given are the judge's own defaults.
+_SERVER = ("base_url", "api_key_env", "mode", "concurrency", "timeout", "retries", "max_cost")
+_ONLY = {"llm": (*_SERVER, "param", "price"), "hf": ("device", "force")}
 
 
 class Bar:
@@ -167,9 +169,13 @@ def make_judge(args: argparse.Namespace) -> Judge:
     Raises:
         UserError: flags that don't go together, or a judge that can't be had.
     """
-    for flag in _LLM_ONLY:
-        if args.judge != "llm" and getattr(args, flag) not in (None, []):
-            raise UserError(f"--{flag.replace('_', '-')} needs --judge llm", "add it, or drop it")
+    for kind, flags in _ONLY.items():
+        for flag in flags:
+            value = getattr(args, flag)
+            given = value is not None and value is not False and value != []
+            if given and args.judge != kind:
+                name = flag.replace("_", "-")
+                raise UserError(f"--{name} needs --judge {kind}", "add it, or drop it")
     if args.repeats < 1:
         raise UserError(f"--repeats {args.repeats}", "give at least 1")
     if args.replay and args.retry_failed:
@@ -189,21 +195,20 @@ def make_judge(args: argparse.Namespace) -> Judge:
     if args.judge == "hf":
         from ia_mech.judge.hf import HfJudge
 
-        return HfJudge(args.model, device=args.device)
+        return HfJudge(args.model, **_given(args, "device"))
     from ia_mech.judge.llm import LlmJudge
 
     return LlmJudge(
         args.model,
-        base_url=args.base_url,
-        api_key_env=args.api_key_env,
-        mode=args.mode,
         params=_params(args.param),
-        concurrency=args.concurrency,
-        timeout=args.timeout,
-        retries=args.retries,
         price=tuple(args.price) if args.price else None,
-        max_cost=args.max_cost,
+        **_given(args, *_SERVER),
     )
+
+
+def _given(args: argparse.Namespace, *flags: str) -> dict:
+    """The flags that were given; the judge has defaults for the others."""
+    return {flag: value for flag in flags if (value := getattr(args, flag)) is not None}
 
 
 def _params(pairs: list[str]) -> dict:

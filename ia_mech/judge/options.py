@@ -111,7 +111,6 @@ def _add_judge(parser: argparse.ArgumentParser) -> None:
     llm.add_argument(
         "--mode",
         choices=["auto", "json_schema", "json_object", "text"],
-        default="auto",
         help="how the answer's form is asked for; auto begins with json_schema and falls back "
         "where the server refuses it (default: auto)",
     )
@@ -123,14 +122,11 @@ def _add_judge(parser: argparse.ArgumentParser) -> None:
         help="a request parameter, such as temperature=0 or max_completion_tokens=400; nothing is "
         "sent that isn't given here",
     )
-    llm.add_argument("--concurrency", type=int, default=8, help="requests at a time (default: 8)")
-    llm.add_argument(
-        "--timeout", type=float, default=60, help="seconds for a request (default: 60)"
-    )
+    llm.add_argument("--concurrency", type=int, help="requests at a time (default: 8)")
+    llm.add_argument("--timeout", type=float, help="seconds for a request (default: 60)")
     llm.add_argument(
         "--retries",
         type=int,
-        default=5,
         help="of a request that a server error, a rate limit or a broken connection ended "
         "(default: 5)",
     )
@@ -143,7 +139,7 @@ def _add_judge(parser: argparse.ArgumentParser) -> None:
     )
     llm.add_argument("--max-cost", type=float, help="stop before more dollars than this are spent")
     hf = parser.add_argument_group("local models (--judge hf)")
-    hf.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: auto)")
+    hf.add_argument("--device", help="auto, cpu, cuda or cuda:N (default: auto)")
     hf.add_argument(
         "--force",
         action="store_true",

@@ -1,0 +1,52 @@
+"""Command lines run in this process, and what they may leave behind."""
+
+import hashlib
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from ia_mech.run import Run
+
+
+class Outcome(NamedTuple):
+    """Exit status, stdout and stderr of one command."""
+
+    status: int
+    out: str
+    err: str
+
+    @property
+    def run(self) -> Run:
+        """The run that it said it wrote."""
+        assert self.status == 0, self.err
+        return Run.open(re.search(r"^run: (.*)$", self.out, re.MULTILINE)[1])
+
+
+def call(main: Callable[[list[str]], int], words: list[str], capfd) -> Outcome:
+    """Exit status and output of a command line."""
+    capfd.readouterr()
+    try:
+        status = main(words)
+    except SystemExit as stopped:
+        status = stopped.code
+    return Outcome(status, *capfd.readouterr())
+
+
+def files(folder: Path) -> dict[str, str]:
+    """Every file below a folder with a hash of its content; locks hold nothing."""
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.suffix != ".lock" and path.name != ".lock"
+    }
+
+
+def refusal(outcome: Outcome) -> str:
+    """The one line of a refusal, without its ``error: ``."""
+    assert outcome.status == 2, outcome
+    assert outcome.out == ""
+    assert outcome.err.count("\n") == 1 and outcome.err.endswith("\n"), outcome.err
+    assert outcome.err.startswith("error: ") and "; " in outcome.err
+    assert "Traceback" not in outcome.err
+    return outcome.err.removeprefix("error: ").rstrip("\n")
