@@ -24,12 +24,8 @@ RESPONSE = (
     "Give it six hours of light, water it when the soil is dry to the first knuckle, and pinch "
     "off the flower buds. Leggy stems mean too little light."
 )
-# The two worked examples of the rubric that it gets wrong, and what it says instead.
-MISSED = {
-    "only in the bedroom, since last tuesday": "degenerate",
-    "Dear Mr Okafor, I am writing to let you know that the heating in my flat has stopped "
-    "working.": "degenerate",
-}
+# Worked examples of the rubric that it gets wrong (it takes both for degenerate).
+MISSED = ("only in the bedroom, since last tuesday", "Dear Mr Okafor, I am writing to let you know")
 
 
 @pytest.fixture(scope="module")
@@ -44,14 +40,19 @@ def say(judge: RulesJudge, turn: str, query: str = QUERY, response: str = RESPON
 @pytest.mark.parametrize(
     ("category", "example"),
     [
-        pytest.param(category.name, example, id=f"{category.name}-{i}")
+        pytest.param(
+            category.name,
+            example,
+            id=f"{category.name}-{i}",
+            marks=pytest.mark.xfail(example.turn.startswith(MISSED), reason="known to be missed"),
+        )
         for category in CATEGORIES
         for i, example in enumerate(category.examples)
     ],
 )
 def test_the_rubrics_worked_examples(judge, category, example):
     verdict = judge.verdict(Item(example.query, example.response, example.turn))
-    assert verdict.category == MISSED.get(example.turn, category)
+    assert verdict.category == category
 
 
 @pytest.mark.parametrize(
@@ -70,6 +71,9 @@ def test_the_rubrics_worked_examples(judge, category, example):
         ("As an AI language model I cannot garden.", "identity_leakage", "As an AI"),
         ("Thank you so much!", "generic", "thanks"),
         ("Как сохранить базилик?", "cannot_assess", "not Latin"),
+        ("¿Cuánta luz necesita la albahaca?", "cannot_assess", "'cuánta', 'la'"),
+        ("Pourquoi est-ce que les feuilles sont jaunes ?", "cannot_assess", "'les', 'sont'"),
+        ("Wie viel Wasser braucht er und wann ist es zu viel?", "cannot_assess", "'und'"),
     ],
 )
 def test_clear_cases_are_settled_by_a_rule_that_names_its_evidence(judge, turn, category, evidence):
@@ -118,7 +122,7 @@ def test_the_classifier_tells_its_evidence_and_probabilities_that_add_up(judge):
 def test_the_shipped_classifier_equals_scikit_learns_softmax(judge):
     from sklearn.utils.extmath import softmax
 
-    classifier, _, _ = module._shipped()
+    classifier = module._shipped()[0]
     features = measure(Item(QUERY, RESPONSE, "How dry is too dry?"))
     assert list(features) == list(classifier.features)
     x = (np.array([*features.values()]) - classifier.mean) / classifier.scale
@@ -127,7 +131,9 @@ def test_the_shipped_classifier_equals_scikit_learns_softmax(judge):
 
 
 def test_the_judge_names_its_model_and_calls_itself_a_heuristic(judge):
-    assert judge.identity["kind"] == "rules" and len(judge.identity["model"]) == 16
+    assert judge.identity["kind"] == "rules"
+    assert [len(judge.identity[part]) for part in ("model", "code")] == [16, 16]
+    assert set(judge.identity["libraries"]) == {"rapidfuzz", "snowballstemmer"}
     assert "heuristic" in judge.caveat and "0." in judge.caveat
 
 
@@ -243,3 +249,8 @@ def test_the_kept_numbers_of_the_leads_turns_are_those_of_the_shared_file():
         found = measure(Item(turn["query"], turn["response"], turn["user_turn"]))
         assert found == pytest.approx({name: row[name] for name in found})
         assert (turn["source_id"], turn["category"]) == (row["source"], row["category"])
+
+
+def test_names_of_another_language_leave_an_english_turn_english(judge):
+    turn = "What is the Rue de la Paix known for, and is it near the Place de la Concorde?"
+    assert say(judge, turn).category != "cannot_assess"

@@ -37,6 +37,17 @@ _WITH_THANKS = _THANKS | frozenset(
     continue go tell more know makes sense clear really much welcome understand day question
     questions anything everything else now time glad that's""".split()  # noqa: SIM905
 )
+# Frequent function words of Spanish, French, German, Italian, Portuguese and Dutch that are rare in
+# English prose and code.
+_FOREIGN = frozenset(
+    """el la los las de una por para qué cómo cuánto cuánta cuál pero más está muy también porque
+    cuando puedo puede quiero tengo hay es
+    le les une dans pour avec pas je vous nous mais où quel quelle est c'est qu'est j'ai sont
+    der das und ist nicht ein eine mit für wie ich du sie wir auch kann aber wenn oder
+    il che di per una sono è più questo perché
+    não uma você isso também são mas com
+    het een niet van voor ik jij maar ook""".split()  # noqa: SIM905
+)
 _ADDRESSES = frozenset({"you", "your", "you're", "you'd", "you'll", "you've"})
 _OPENS_ANSWER = frozenset(
     {
@@ -70,6 +81,9 @@ def clear_case(item: Item) -> tuple[str, str] | None:
     foreign = sum(not _latin(c) for c in letters)
     if len(letters) > 3 and foreign > len(letters) / 2:
         return CANNOT_ASSESS, f"{foreign} of {len(letters)} letters are not Latin; it reads English"
+    other = _other_language(tokens)
+    if other:
+        return CANNOT_ASSESS, f"{other} are of another language; it reads English"
     if not t.words(item.query) and not t.words(item.response):
         return CANNOT_ASSESS, "query and response hold no words"
     loop = _loop(tokens)
@@ -95,6 +109,15 @@ def clear_case(item: Item) -> tuple[str, str] | None:
     if nothing_else and _THANKS & set(tokens[:2]) and len(tokens) <= 14:
         return "generic", "nothing but words of thanks, closing or assent"
     return None
+
+
+def _other_language(tokens: list[str]) -> str | None:
+    """Function words of other languages, if there are more of them than of English ones."""
+    foreign = [word for word in tokens if word in _FOREIGN]
+    english = sum(word in t.FUNCTION_WORDS for word in tokens)
+    if len(set(foreign)) < 2 or len(foreign) <= english:
+        return None
+    return ", ".join(repr(word) for word in list(dict.fromkeys(foreign))[:4])
 
 
 def _latin(character: str) -> bool:

@@ -1,8 +1,8 @@
 """Numbers that tell the categories of a user turn apart, from the three texts alone.
 
 Each feature has a name that says what it measures; :func:`measure` is the one place that computes
-them, for judging and for fitting alike. Every one is of the turn: nothing that is known before the
-turn is written (lengths of query and response, what kind of query it is) may sway a verdict, or
+them, for judging and for fitting alike. Every one is of the turn, alone or against the two other
+texts: none is of the context alone (lengths of query and response, what kind of query it is), or
 labels would differ between contexts for reasons that a probe could read off the context.
 """
 

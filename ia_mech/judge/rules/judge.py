@@ -5,6 +5,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from importlib.metadata import version
 from importlib.resources import files
 from typing import Any
 
@@ -17,6 +18,7 @@ from ia_mech.judge.rules.features import measure
 from ia_mech.judge.verdict import Item, Verdict
 
 MODEL = "model.json"
+CODE = ("text.py", "clear.py", "features.py", "judge.py")
 
 
 @dataclass(frozen=True)
@@ -56,11 +58,19 @@ class Classifier:
 
 
 @cache
-def _shipped() -> tuple[Classifier, str, dict[str, Any]]:
-    """The classifier, the hash of its file, and what the file says of its accuracy."""
-    content = (files("ia_mech.judge.rules") / MODEL).read_bytes()
-    model = json.loads(content)
-    return Classifier.from_json(model), hashlib.sha256(content).hexdigest()[:16], model["accuracy"]
+def _shipped() -> tuple[Classifier, dict[str, Any], dict[str, Any]]:
+    """The classifier, what decides a verdict, and what the file says of its accuracy."""
+    folder = files("ia_mech.judge.rules")
+    model = json.loads((folder / MODEL).read_bytes())
+    code = hashlib.sha256()
+    for name in CODE:
+        code.update((folder / name).read_bytes())
+    identity = {
+        "model": hashlib.sha256((folder / MODEL).read_bytes()).hexdigest()[:16],
+        "code": code.hexdigest()[:16],
+        "libraries": {name: version(name) for name in ("rapidfuzz", "snowballstemmer")},
+    }
+    return Classifier.from_json(model), identity, model["accuracy"]
 
 
 class RulesJudge:
@@ -69,8 +79,8 @@ class RulesJudge:
     paid = False
 
     def __init__(self) -> None:
-        self._classifier, model, accuracy = _shipped()
-        self.identity = {"kind": "rules", "rubric": VERSION, "model": model}
+        self._classifier, decisive, accuracy = _shipped()
+        self.identity = {"kind": "rules", "rubric": VERSION, **decisive}
         lead, others = accuracy["lead"], accuracy["others"]
         self.caveat = (
             "the rules judge is a heuristic. Genuine against the rest, in nested cross-validation "

@@ -4,6 +4,7 @@ import re
 from collections.abc import Sequence
 from functools import lru_cache
 
+import numpy as np
 import snowballstemmer
 from rapidfuzz import fuzz
 
@@ -66,15 +67,14 @@ def share(part: Sequence, of: set) -> float:
 def longest_run(tokens: Sequence[str], other: Sequence[str]) -> tuple[int, int]:
     """Longest run of tokens that both have, as (start in tokens, length)."""
     best, start = 0, 0
-    previous = [0] * (len(other) + 1)
+    number: dict[str, int] = {}
+    peers = np.array([number.setdefault(peer, len(number)) for peer in other], dtype=int)
+    runs = np.zeros(len(other) + 1, dtype=int)  # [j + 1]: of the run that ends at other[j]
     for i, token in enumerate(tokens):
-        current = [0] * (len(other) + 1)
-        for j, peer in enumerate(other):
-            if token == peer:
-                current[j + 1] = previous[j] + 1
-                if current[j + 1] > best:
-                    best, start = current[j + 1], i - current[j + 1] + 1
-        previous = current
+        runs[1:] = np.where(peers == number.get(token, -1), runs[:-1] + 1, 0)
+        longest = int(runs.max())
+        if longest > best:
+            best, start = longest, i - longest + 1
     return start, best
 
 
