@@ -1,6 +1,6 @@
 """Do the intervals hold what they promise, and the tests? A simulation study on clustered data.
 
-    python -m benchmarks.coverage                 the whole study, ten minutes on one core
+    python -m benchmarks.coverage                 the whole study, a quarter of an hour on one core
     python -m benchmarks.coverage --quick         a tenth of the data sets
     python -m benchmarks.coverage --only rates    one part of it
 
@@ -13,21 +13,34 @@ to stdout, progress to stderr.
 import argparse
 import platform
 import resource
-import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from itertools import product
 
 import numpy as np
 import scipy
-from scipy.special import betaincinv, ndtr
 from scipy.stats import binomtest
 
+from benchmarks.coverage_data import (
+    annotate,
+    conditions,
+    percent,
+    rows_per_source,
+    share_and_interval,
+    skewed,
+    source_rates,
+    table,
+)
 from ia_mech.stats import (
+    alpha_of,
+    balanced_accuracy_of,
+    cluster_counts,
     cluster_mean,
     cluster_statistic,
     cohen_kappa,
     detectable_difference,
+    kappa_of,
     paired_difference,
     permutation_max,
     prediction_powered,
@@ -35,38 +48,6 @@ from ia_mech.stats import (
     zero_events_bound,
 )
 from ia_mech.stats.paired import sign_flip_p
-
-UNEQUAL = (1, 2, 4, 8, 16, 17)
-
-
-def rows_per_source(sources: int, equal: bool) -> np.ndarray:
-    """``[sources]`` numbers of rows."""
-    return np.full(sources, 8) if equal else np.resize(UNEQUAL, sources)
-
-
-def source_rates(
-    rng: np.random.Generator, mean: float, correlation: float, sources: int
-) -> np.ndarray:
-    """``[sources]`` beta-distributed rates; rows of a source then correlate as given."""
-    shape = (1 - correlation) / correlation
-    return rng.beta(mean * shape, (1 - mean) * shape, sources)
-
-
-def table(header: Iterable[str], rows: Iterable[Iterable[object]], total: int, name: str) -> None:
-    """Print a Markdown table row by row as it is computed, with progress on stderr."""
-    header, begun = list(header), time.perf_counter()
-    print("| " + " | ".join(header) + " |\n|" + "---|" * len(header), flush=True)
-    for done, row in enumerate(rows, 1):
-        print("| " + " | ".join(str(cell) for cell in row) + " |", flush=True)
-        spent = time.perf_counter() - begun
-        left = spent / done * (total - done)
-        print(f"{name}: {done} of {total}, {spent:.0f} s, {left:.0f} s left", file=sys.stderr)
-    print(flush=True)
-
-
-def percent(share: float) -> str:
-    """``94.8``."""
-    return f"{100 * share:.1f}"
 
 
 def rates(trials: int) -> None:
@@ -145,60 +126,48 @@ def means(trials: int) -> None:
     table(["values", "sources", "rows each", *methods], rows(), len(cells), "means")
 
 
-def conditions(
-    rng: np.random.Generator, rate_a: float, rate_b: float, rows: tuple[int, int], sources: int
-) -> list[np.ndarray]:
-    """Two conditions whose rates per source are Beta (correlation 0.3) and correlate at 0.7."""
-    first = rng.normal(size=sources)
-    second = 0.7 * first + np.sqrt(1 - 0.49) * rng.normal(size=sources)
-    out = []
-    for rate, n, normal in ((rate_a, rows[0], first), (rate_b, rows[1], second)):
-        shape = 0.7 / 0.3
-        each = betaincinv(rate * shape, (1 - rate) * shape, ndtr(normal)) if rate else 0 * normal
-        values = rng.random((sources, n)) < each[:, None]
-        out += [values.ravel().astype(float), np.repeat(np.arange(sources), n)]
-    return out
-
-
-def skewed(rng: np.random.Generator, rows: tuple[int, int], sources: int) -> list[np.ndarray]:
-    """Two conditions with log-normal values of the same mean, paired by source."""
-    level, out = rng.normal(0, 0.5, sources), []
-    for n in rows:
-        index = np.repeat(np.arange(sources), n)
-        out += [np.exp(rng.normal(level[index], 0.5)), index]
-    return out
-
-
-def paired(trials: int) -> None:
-    """False alarms of the paired test; coverage of the paired difference."""
-    print(f"### Paired test under no difference: {2 * trials} data sets a row\n")
+def alarms(trials: int) -> None:
+    """False alarms of the paired test at three levels, down to few sources."""
+    runs, levels = 10 * trials, (0.05, 0.01, 0.001)
+    print(f"### Paired test under no difference: {runs} data sets a row\n")
     kinds = (0.02, 0.05, 0.2, 0.5, "log-normal")
-    cells = list(product((24, 50, 100), ((1, 8), (8, 8)), kinds))
+    cells = list(product((8, 16, 24, 50, 100), ((1, 8), (8, 8)), kinds))
 
-    def alarms() -> Iterator[list[object]]:
+    def rows() -> Iterator[list[object]]:
         for number, (sources, n, kind) in enumerate(cells):
-            rng, found, flips = np.random.default_rng([4, number]), 0, 0
-            for _ in range(2 * trials):
-                a, at, b, bt = (
+            rng, p, flips = np.random.default_rng([4, number]), np.empty(runs), np.empty(runs)
+            tests: list[str] = []
+            for run in range(runs):
+                data = (
                     skewed(rng, n, sources)
                     if isinstance(kind, str)
                     else conditions(rng, kind, kind, n, sources)
                 )
-                test = paired_difference(a, at, b, bt, permutations=1999)
-                found += test.p <= 0.05
+                test = paired_difference(*data, permutations=1999)
+                p[run] = test.p
+                tests.append(test.test)
                 if n[0] != n[1]:
-                    means = a.reshape(sources, -1).mean(1) - b.reshape(sources, -1).mean(1)
-                    flips += sign_flip_p(means, 1999, 0) <= 0.05
-            ends = binomtest(found, 2 * trials).proportion_ci(0.95, "exact")
-            interval = f"{percent(ends.low)} … {percent(ends.high)}"
-            other = percent(flips / (2 * trials)) if n[0] != n[1] else "the same"
-            share = f"**{percent(found / (2 * trials))}**"
-            yield [sources, f"{n[0]} and {n[1]}", kind, test.test, share, interval, other]
+                    a, b = (data[i].reshape(sources, -1).mean(1) for i in (0, 2))
+                    flips[run] = sign_flip_p(a - b, 1999, 0)
+            shares = [share_and_interval(int((p <= x).sum()), runs, x) for x in levels]
+            other = " / ".join(f"{100 * (flips <= x).mean():.{1 + (x < 0.01)}f}" for x in levels)
+            yield [
+                *(
+                    sources,
+                    f"{n[0]} and {n[1]}",
+                    kind,
+                    Counter(tests).most_common(1)[0][0],
+                    *shares,
+                ),
+                other if n[0] != n[1] else "the same",
+            ]
 
-    header = ["sources", "rows each", "rate", "test", "false alarms at 5%", "95% interval"]
-    header += ["with sign flips"]
-    table(header, alarms(), len(cells), "paired test")
+    header = ["sources", "rows each", "rate", "test", *(f"at {100 * x:g}%" for x in levels)]
+    table([*header, "with sign flips"], rows(), len(cells), "alarms")
 
+
+def paired(trials: int) -> None:
+    """Coverage of the paired difference; power at the detectable difference."""
     print(f"### Difference of two rates: {trials} data sets a row\n")
     pairs = ((0.0, 0.02), (0.02, 0.02), (0.02, 0.1), (0.05, 0.2), (0.2, 0.5))
     grid = list(product((24, 50, 100), ((1, 8), (8, 8)), pairs))
@@ -309,22 +278,6 @@ def corrected(trials: int) -> None:
     table(header, rows(), len(cells), "corrected")
 
 
-def annotate(
-    rng: np.random.Generator, verdict: np.ndarray, choice: str
-) -> tuple[np.ndarray, np.ndarray]:
-    """200 rows to annotate and the probabilities with which they were chosen."""
-    if choice == "any rows":
-        at = rng.choice(len(verdict), 200, replace=False)
-        return at, np.full(200, 200 / len(verdict))
-    chosen, inclusion = [], []
-    for value in (0, 1):
-        rows = np.flatnonzero(verdict == value)
-        take = min(100, len(rows))
-        chosen.append(rng.choice(rows, take, replace=False))
-        inclusion.append(np.full(take, take / max(len(rows), 1)))
-    return np.concatenate(chosen), np.concatenate(inclusion)
-
-
 def agreement(trials: int) -> None:
     """Coverage of Cohen's kappa with a cluster bootstrap."""
     runs = max(trials // 3, 20)
@@ -343,10 +296,11 @@ def agreement(trials: int) -> None:
             rng, covered = np.random.default_rng([9, number]), 0
             for _ in range(runs):
                 first, second = raters(rng, sources)
-                e = cluster_statistic(
-                    lambda c, w: cohen_kappa(c["a"], c["b"], w),
-                    {"a": first, "b": second},
+                e = cluster_counts(
+                    lambda counts: kappa_of(counts.reshape(-1, 4, 4)),
+                    first * 4 + second,
                     np.repeat(np.arange(sources), 2),
+                    patterns=16,
                     resamples=500,
                 )
                 covered += e.low <= kappa <= e.high
@@ -357,23 +311,57 @@ def agreement(trials: int) -> None:
 
 def speed(_: int) -> None:
     """Seconds for 10,000 resamples of 1,000 sources."""
-    rng = np.random.default_rng(10)
-    values, index = rng.random(8000), np.repeat(np.arange(1000), 8)
-    print("### Speed: 10,000 resamples of 1,000 sources (8,000 rows), best of three\n")
+    rng, index = np.random.default_rng(10), np.repeat(np.arange(1000), 8)
+    values, truth = rng.random(8000), rng.integers(8, size=8000)
+    right, guesses = rng.random((3, 8000)) < 0.7, rng.integers(8, size=(3, 8000))
+    raters = np.where(right, truth, guesses)
+    cell = truth * 8 + raters[0]
+    patterns, pattern = np.unique(raters.T, axis=0, return_inverse=True)
+
+    def counted(statistic: Callable, of: np.ndarray, method: str) -> Callable:
+        return lambda: cluster_counts(statistic, of, index, resamples=10_000, method=method)
+
+    cases: dict[str, Callable] = {}
     for method in ("percentile", "bca"):
-        taken = []
-        for _ in range(3):
-            begun = time.perf_counter()
-            cluster_mean(values, index, resamples=10_000, method=method)
-            taken.append(time.perf_counter() - begun)
-        print(f"- {method}: {min(taken):.2f} s")
+        cases[f"mean, {method}"] = lambda method=method: cluster_mean(
+            values, index, resamples=10_000, method=method
+        )
+        for name, of_tables in (("κ", kappa_of), ("balanced accuracy", balanced_accuracy_of)):
+            cases[f"{name} of 8 categories, {method}"] = counted(
+                lambda c, of_tables=of_tables: of_tables(c.reshape(-1, 8, 8)), cell, method
+            )
+        cases[f"α of three raters, {len(patterns)} patterns of ratings, {method}"] = counted(
+            lambda c: alpha_of(c, patterns, 8000), pattern.reshape(-1), method
+        )
+    print("### Speed: 10,000 resamples of 1,000 sources (8,000 rows), best of three\n")
+    for name, case in cases.items():
+        print(f"- {name}: {min(seconds(case) for _ in range(3)):.2f} s")
+    slow = seconds(
+        lambda: cluster_statistic(
+            lambda c, w: cohen_kappa(c["a"], c["b"], w),
+            {"a": truth, "b": raters[0]},
+            index,
+            resamples=1000,
+        )
+    )
+    print(
+        f"- for comparison, κ by `cluster_statistic`, one call per resample: {10 * slow:.1f} s "
+        "(from 1,000 resamples, once)"
+    )
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024  # kB on Linux
     print(f"- largest memory of the whole process: {peak:.0f} MB\n", flush=True)
 
 
+def seconds(call: Callable) -> float:
+    """How long a call takes."""
+    begun = time.perf_counter()
+    call()
+    return time.perf_counter() - begun
+
+
 PARTS = {
     part.__name__: part
-    for part in (rates, zero_events, means, paired, maximum, corrected, agreement, speed)
+    for part in (rates, zero_events, means, alarms, paired, maximum, corrected, agreement, speed)
 }
 
 

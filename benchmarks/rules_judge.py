@@ -83,6 +83,7 @@ def measure_files(pairs: list[str]) -> None:
                     "source": turn["source_id"],
                     "category": turn["category"],
                     "close": bool(turn.get("close", False)),
+                    "item": item.key("", 0)[:16],
                     "clear": clear[0] if clear else "",
                     **measure(item),
                 }
@@ -93,7 +94,7 @@ def measure_files(pairs: list[str]) -> None:
 
 def read_turns() -> Turns:
     table = pd.read_parquet(TABLE)
-    facts = ["set", "source", "category", "close", "clear"]
+    facts = ["set", "source", "category", "close", "clear", "item"]
     names = tuple(column for column in table if column not in facts)
     return Turns(
         names,
@@ -247,6 +248,7 @@ def main() -> None:
         content = {
             "accuracy": accuracy,
             "settings": asdict(settings) | {"close": CLOSE},
+            "fitted_on": sorted(set(pd.read_parquet(TABLE)["item"])),
             "features": classifier.features,
             "classes": classifier.classes,
             **{key: np.round(getattr(classifier, key), 5).tolist() for key in numbers},

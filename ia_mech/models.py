@@ -170,14 +170,41 @@ def load(spec: ModelSpec) -> Subject:
     return Subject(spec, model, tokenizer, weights_hash(model))
 
 
-def weights_hash(model: PreTrainedModel) -> str:
+def same_model(name: str, revision: str | None, other: str, other_revision: str | None) -> bool:
+    """Whether two names that a user may give mean the same model, as far as names can tell.
+
+    A local name is its resolved path; the embedded model is also its folder, and the hub's original
+    that its weights were made from; a snapshot in the hub's local cache is its hub id.
+    """
+    return _identifier(name, revision) == _identifier(other, other_revision)
+
+
+def _identifier(name: str, revision: str | None) -> tuple[str, str]:
+    path = Path(name).expanduser().resolve()
+    snapshot = re.search(r"/models--([^/]+)--([^/]+)/snapshots/([^/]+)", str(path))
+    folder = f"{embedded.NAME}-{embedded.WHEEL_SHA256[:8]}"
+    original = f"huggingfacetb/{embedded.NAME}"
+    if name == embedded.NAME or name.lower() == original or path.name == folder:
+        return embedded.NAME, "main"
+    if snapshot:
+        return f"{snapshot[1]}/{snapshot[2]}".lower(), revision or snapshot[3]
+    if path.exists():
+        return str(path), ""
+    return name.lower(), revision or "main"
+
+
+def weights_hash(model: PreTrainedModel, dtype: str | None = None) -> str:
     """SHA-256 over names, dtypes, shapes and bytes of what the model would save, 16 hex digits.
 
-    Of the weights as loaded: the same checkpoint in another dtype is another subject.
+    Of the weights as loaded: the same checkpoint in another dtype is another subject. With
+    ``dtype`` (a key of ``DTYPES``), of the weights as they would be in that.
     """
+    cast = DTYPES.get(dtype)
 
     def digest(item: tuple[str, torch.Tensor]) -> bytes:
         name, tensor = item
+        if cast is not None and tensor.is_floating_point():
+            tensor = tensor.to(cast)
         tensor = tensor.detach().contiguous().cpu()
         h = hashlib.sha256(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}".encode())
         h.update(tensor.reshape(-1).view(torch.uint8).numpy())

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 from runs import files_under
+from shell import files
 
 from ia_mech.errors import UserError
 from ia_mech.judge.__main__ import main
@@ -120,6 +121,7 @@ def test_what_has_no_value_or_no_interval():
     perfect = compare([GENUINE, "generic"] * 20, [GENUINE, "generic"] * 20, range(40))
     assert perfect.kappa.value == perfect.balanced_accuracy.value == 1
     assert np.isnan(perfect.kappa.low)  # resampling perfect agreement says nothing
+    assert perfect.kappa.method == perfect.alpha.method == "no resample differs"
     assert 0.9 < perfect.accuracy.low < 1  # an exact bound does
     one = compare(["generic"] * 9, [GENUINE] * 4 + ["generic"] * 5, range(9))
     assert np.isnan(one.balanced_accuracy.value)  # the truth has no genuine follow-up
@@ -394,3 +396,12 @@ def test_no_disagreement_and_alike_rows(run, capsys):
     text = capsys.readouterr().out
     assert len(re.findall("a says", text)) == len(alike)
     assert "60 disagreements, 60 of them shown" in text
+
+
+@pytest.mark.parametrize("flag", ["--json", "--csv"])
+def test_no_output_is_written_into_a_run(run, flag, capsys):
+    target = run.path / "run.json"
+    before = files(run.path)
+    assert main(["agreement", str(run.path), flag, str(target)]) == 2
+    assert "lies inside the run" in capsys.readouterr().err
+    assert files(run.path) == before

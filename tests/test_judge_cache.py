@@ -166,3 +166,67 @@ def test_what_came_before_an_interrupt_is_kept_and_the_judge_is_closed(tmp_path)
     again = Closing()
     judge_items(ITEMS, again, Quiet(), cache_folder=tmp_path)
     assert len(again.asked) == 2
+
+
+# -- reading only -------------------------------------------------------------------------------
+
+
+def seen(folder) -> dict:
+    return {path: path.read_bytes() for path in folder.rglob("*")}
+
+
+def test_reading_only_makes_nothing_and_mends_nothing(filled, tmp_path):
+    filled.with_suffix(".lock").unlink()
+    os.truncate(filled, filled.stat().st_size - 5)
+    before = seen(tmp_path)
+    with VerdictCache({"kind": "x"}, tmp_path, read_only=True) as cache:
+        assert [cache.get(item, 0) == VERDICT for item in ITEMS] == [True, True, False]
+        with pytest.raises(OSError, match="read only"):
+            cache.put(ITEMS[2], 0, VERDICT)
+    with VerdictCache({"kind": "y"}, tmp_path / "none", read_only=True) as cache:
+        assert cache.get(ITEMS[0], 0) is None
+    assert seen(tmp_path) == before
+
+
+def test_reading_only_works_beside_a_writer(filled, tmp_path):
+    with VerdictCache({"kind": "x"}, tmp_path) as writer:
+        writer.put(ODD, 0, VERDICT)
+        with VerdictCache({"kind": "x"}, tmp_path, read_only=True) as reader:
+            assert reader.get(ODD, 0) == VERDICT
+        writer.put(ODD, 1, VERDICT)
+    assert held(tmp_path) == [True] * 3
+
+
+def test_a_replay_writes_nothing_and_works_beside_a_running_judge(tmp_path):
+    judge = Counting()
+    judge_items(ITEMS, judge, Quiet(), cache_folder=tmp_path)
+    for path in tmp_path.glob("*.lock"):
+        path.unlink()
+    before = seen(tmp_path)
+    verdicts, _ = judge_items(ITEMS, judge, Quiet(), cache_folder=tmp_path, replay=True)
+    assert len(verdicts) == 3 and seen(tmp_path) == before
+    with VerdictCache(judge.identity, tmp_path):
+        judge_items(ITEMS, judge, Quiet(), cache_folder=tmp_path, replay=True)
+    with pytest.raises(UserError, match="--replay: 3 of 3"):
+        judge_items(ITEMS, judge, Quiet(), cache_folder=tmp_path / "none", replay=True)
+    assert not (tmp_path / "none").exists()
+
+
+def test_a_write_that_fails_leaves_no_part_of_a_line(filled, tmp_path, monkeypatch):
+    real = os.write
+
+    def full(file, line) -> int:
+        monkeypatch.setattr(os, "write", no_room)
+        return real(file, line[:7])
+
+    def no_room(*_) -> int:
+        raise OSError(28, "No space left on device")
+
+    with VerdictCache({"kind": "x"}, tmp_path) as cache:
+        monkeypatch.setattr(os, "write", full)
+        with pytest.raises(OSError, match="No space"):
+            cache.put(ODD, 0, VERDICT)
+        monkeypatch.setattr(os, "write", real)
+        cache.put(ODD, 1, VERDICT)
+    assert len(filled.read_text().split("\n")) == 6
+    assert held(tmp_path) == [True] * 3

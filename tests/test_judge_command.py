@@ -9,11 +9,19 @@ import sys
 from pathlib import Path
 
 import pytest
-from runs import CONTEXTS
+import tiny
+from runs import CONTEXTS, sampled
 from shell import call, files, refusal
 from stub_server import StubServer, completion
 
+from ia_mech.config import SampleConfig
+from ia_mech.engine.plan import Grid
 from ia_mech.judge.__main__ import main
+from ia_mech.judge.cache import VerdictCache
+from ia_mech.judge.commands import Bar
+from ia_mech.judge.hf import HfJudge
+from ia_mech.judge.label import label_run
+from ia_mech.judge.llm import prompt
 from ia_mech.judge.options import build_parser
 from ia_mech.judge.rubric import (
     ASSESSED,
@@ -26,6 +34,7 @@ from ia_mech.judge.rubric import (
     VERSION,
 )
 from ia_mech.judge.rules import RulesJudge
+from ia_mech.models import ModelSpec, load
 from ia_mech.run import Run
 from ia_mech.run.labels import KEY
 
@@ -230,7 +239,7 @@ def test_failures_are_counted_and_told(judge, run):
     failed = (run.labels.judgements("some-model")["status"] == "refused").sum()
     assert outcome.status == 0 and failed > 0
     assert sum(int(line[-1]) for line in cells(outcome.out)) == failed
-    assert f"\n{failed} refused: I can't [bold]help[/bold]�[2J\n" in outcome.out
+    assert f"\n{failed} refused: I can't [bold]help[/bold]�[2J ({failed})\n" in outcome.out
 
 
 # -- check --------------------------------------------------------------------------------------
@@ -406,6 +415,7 @@ SETTINGS = [
     ("--repeats -2", "--repeats -2; give at least 1"),
     ("--repeats 2", "the rules judge says the same each time; drop --repeats"),
     ("--repeats two", "argument --repeats: invalid int value: 'two'; see python -m ia_mech.judge"),
+    ("--judge hf --model m --repeats 2", "the hf judge says the same each time; drop --repeats"),
     ("--replay", "the rules judge keeps no cache to replay; drop --replay"),
     ("--model gpt", "--model needs --judge llm or --judge hf; add it, or drop it"),
     ("--price 1 2", "--price needs --judge llm; add it, or drop it"),
@@ -483,11 +493,73 @@ def test_replaying_what_was_never_judged_is_refused(refused, run, turns):
     assert refused("check", turns, *LLM, "--replay").startswith("--replay: 4 of 4 verdicts are not")
 
 
+@pytest.fixture
+def unloaded(monkeypatch) -> None:
+    """No model may be loaded, and no hub asked."""
+
+    def load(*_):
+        raise AssertionError("a model was loaded")
+
+    monkeypatch.setattr("ia_mech.judge.hf.load", load)
+    monkeypatch.setattr("ia_mech.models._hub_answers", load)
+
+
+@pytest.mark.parametrize("words", ["", "--replay", "--dry-run"])
+def test_the_subject_model_is_refused_by_name_before_it_is_loaded(refused, run, unloaded, words):
+    model = run.model["name"]
+    line = refused("run", run.path, "--judge", "hf", "--model", model, *words.split())
+    assert line == (
+        f"{model} is the subject model of {run.path}: it would judge its own turns; "
+        "give another --model, or --force"
+    )
+
+
+def test_the_subject_model_is_refused_under_another_name_and_dtype(
+    refused, judge, tiny_model_dir, tmp_path, monkeypatch
+):
+    """The run has it in half precision, the judge takes a copy of its folder in full."""
+    few = SampleConfig(limit=2, grid=Grid((), 1, 2))
+    half = load(ModelSpec(tiny_model_dir, dtype="bfloat16", device="cpu"))
+    run = sampled(few, half, tmp_path / "half")
+    copy = tmp_path / "copy"
+    half.model.save_pretrained(copy)
+    half.tokenizer.save_pretrained(copy)
+    monkeypatch.setattr(prompt, "system_message", lambda *, names_only: "One of: generic")
+    words = ["run", run.path, "--judge", "hf", "--model", copy, "--device", "cpu"]
+    assert refused(*words).startswith(f"{copy} is the subject model of {run.path}: ")
+    outcome = judge(*words, "--force")
+    assert outcome.status == 0, outcome.err
+
+
+def test_a_local_models_verdicts_are_replayed_without_the_model(
+    judge, run, tokenizer, tmp_path, monkeypatch, unloaded
+):
+    monkeypatch.setattr(prompt, "system_message", lambda *, names_only: "One of: generic")
+    local = HfJudge("org/model", subject=tiny.subject("qwen3", tokenizer))
+    label_run(run, local, "model", Bar())
+    rows = run.labels.judgements("model")
+    for lock in (tmp_path / "cache").rglob("*.lock"):
+        lock.unlink()
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*")}
+    with VerdictCache(local.identity, read_only=True):
+        outcome = judge("run", run.path, "--judge", "hf", "--model", "org/model", "--replay")
+    assert outcome.status == 0, outcome.err
+    assert run.labels.judgements("model").drop(columns="cached").equals(rows.drop(columns="cached"))
+    assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*")}
+
+
+def test_a_local_model_that_never_judged_has_nothing_to_replay(refused, run, turns, unloaded):
+    for words in (["run", run.path], ["check", turns]):
+        line = refused(*words, "--judge", "hf", "--model", "org/model", "--replay")
+        assert re.match(r"--replay: none of \d+ verdicts of org/model by this rubric is in ", line)
+
+
 def test_verdicts_of_another_judge_are_replaced_only_when_told_to(judge, refused, run):
     run.labels.write_judgements("rules", [], {"identity": {"kind": "rules", "model": "old"}})
     line = refused("run", run.path)
     assert line == (
-        f"{run.path} has verdicts of another judge named 'rules' (differs in model, rubric); "
+        f"{run.path} has verdicts of another judge named 'rules' (differs in code, libraries, "
+        "model, rubric); "
         "give another --name, or --replace"
     )
     assert judge("run", run.path, "--replace").status == 0

@@ -5,13 +5,18 @@ import math
 import pytest
 import tiny
 import torch
+from judging import Quiet
 
+from ia_mech import embedded, models
 from ia_mech.errors import UserError
 from ia_mech.judge import hf
 from ia_mech.judge.hf import HfJudge
+from ia_mech.judge.hf_replay import HfReplay, described
+from ia_mech.judge.label import judge_items
 from ia_mech.judge.llm import prompt
 from ia_mech.judge.rubric import NAMES
 from ia_mech.judge.verdict import Item
+from ia_mech.models import ModelSpec, load, same_model
 
 ITEMS = [
     Item("How does the lens work?", "It gathers the light.", "And the lamp?"),
@@ -109,3 +114,107 @@ def test_templates_without_system_messages_get_all_in_the_users(tokenizer, monke
 def test_a_model_must_be_named():
     with pytest.raises(UserError, match="--model"):
         HfJudge("")
+
+
+# -- the subject model --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtypes", [("float32", "bfloat16"), ("bfloat16", "float32")])
+def test_a_subject_is_known_in_another_dtype(tiny_model_dir, tokenizer, dtypes):
+    """The hash of the weights covers their dtype. A checkpoint in bfloat16 loses nothing."""
+    ran, judging = (load(ModelSpec(tiny_model_dir, dtype=dtype, device="cpu")) for dtype in dtypes)
+    if dtypes[1] == "bfloat16":
+        ran.model = ran.model.bfloat16().float()
+        ran.weights_hash = models.weights_hash(ran.model)
+    judge = HfJudge("elsewhere", subject=judging)
+    assert judge.weights_hash != ran.weights_hash
+    assert judge.is_subject(ran.describe()) and judge.is_subject(judging.describe())
+    other = HfJudge("elsewhere", subject=tiny.subject("mistral", tokenizer))
+    assert not other.is_subject(ran.describe())
+
+
+HUB = "/home/a/.cache/huggingface/hub/models--Org--Model/snapshots/abc123"
+
+
+@pytest.mark.parametrize(
+    ("name", "revision", "other", "other_revision", "same"),
+    [
+        ("Org/Model", None, "org/model", "main", True),
+        ("Org/Model", None, "Org/Model", "step1000", False),
+        ("Org/Model", None, "Org/Model2", None, False),
+        (HUB, None, "Org/Model", "abc123", True),
+        (embedded.NAME, None, "HuggingFaceTB/SmolLM2-135M-Instruct", None, True),
+        (
+            f"/x/models/{embedded.NAME}-{embedded.WHEEL_SHA256[:8]}",
+            None,
+            embedded.NAME,
+            None,
+            True,
+        ),
+        (embedded.NAME, None, "Org/Model", None, False),
+    ],
+)
+def test_names_of_the_same_model(name, revision, other, other_revision, same):
+    assert same_model(name, revision, other, other_revision) == same
+    assert same_model(other, other_revision, name, revision) == same
+
+
+def test_a_folder_is_the_same_by_any_path(tmp_path, monkeypatch):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "link").symlink_to("model")
+    monkeypatch.chdir(tmp_path)
+    for name in ("model", "./model/", "link", "model/../model"):
+        assert same_model(name, None, str(tmp_path / "model"), None)
+    assert not same_model(".", None, "model", None)
+
+
+# -- replay -------------------------------------------------------------------------------------
+
+
+def judged(tokenizer, folder, family: str = "llama", items=ITEMS) -> tuple[HfJudge, dict]:
+    judge = HfJudge("org/model", subject=tiny.subject(family, tokenizer))
+    return judge, judge_items(items, judge, Quiet(), cache_folder=folder)[0]
+
+
+def test_a_replay_finds_the_verdicts_without_the_model(tokenizer, tmp_path):
+    judge, verdicts = judged(tokenizer, tmp_path)
+    replay = HfReplay("org/model", ITEMS, tmp_path)
+    assert replay.identity == judge.identity and replay.is_subject(judge._subject.describe())
+    again, _ = judge_items(ITEMS, replay, Quiet(), cache_folder=tmp_path, replay=True)
+    assert again == verdicts
+
+
+def test_a_replay_names_a_miss(tokenizer, tmp_path):
+    with pytest.raises(UserError, match=r"none of 3 verdicts of org/model .* 'And the lamp\?'"):
+        HfReplay("org/model", ITEMS, tmp_path / "none")
+    assert not (tmp_path / "none").exists()
+    judged(tokenizer, tmp_path, items=ITEMS[:2])
+    with pytest.raises(UserError, match="none of 3 verdicts of org/other "):
+        HfReplay("org/other", ITEMS, tmp_path)
+    replay = HfReplay("org/model", ITEMS, tmp_path)
+    with pytest.raises(UserError, match=r"--replay: 1 of 3 .* the first for the turn ''"):
+        judge_items(ITEMS, replay, Quiet(), cache_folder=tmp_path, replay=True)
+
+
+def test_a_replay_of_two_models_of_one_name_takes_the_whole_one_or_none(tokenizer, tmp_path):
+    first, _ = judged(tokenizer, tmp_path)
+    second, _ = judged(tokenizer, tmp_path, "qwen3", ITEMS[:1])
+    assert HfReplay("org/model", ITEMS, tmp_path).identity == first.identity
+    with pytest.raises(UserError, match="several models named org/model") as raised:
+        HfReplay("org/model", ITEMS[:1], tmp_path)
+    assert first.weights_hash in str(raised.value) and second.weights_hash in str(raised.value)
+
+
+def test_a_changed_rubric_misses(tokenizer, tmp_path, monkeypatch):
+    judged(tokenizer, tmp_path)
+    monkeypatch.setattr(prompt, "ENDING", "Other words.")
+    assert described("org/model")["prompt"] == prompt.prompt_hash(names_only=True)
+    with pytest.raises(UserError, match="none of 3"):
+        HfReplay("org/model", ITEMS, tmp_path)
+
+
+def test_files_that_are_no_caches_are_passed_over(tokenizer, tmp_path):
+    for number, content in enumerate(["", "{", "7\n", "[]\n", '{"identity": 3}\n', "\xff\n"]):
+        (tmp_path / f"{number}.jsonl").write_text(content, encoding="latin-1")
+    judge, _ = judged(tokenizer, tmp_path)
+    assert HfReplay("org/model", ITEMS, tmp_path).identity == judge.identity

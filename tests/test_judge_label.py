@@ -357,6 +357,19 @@ def test_failures_are_kept_and_asked_again_only_when_told_to(label):
     assert label(judge, retry_failed=True)["genuine"].all() and judge.asked == []
 
 
+def test_what_a_failed_attempt_cost_stays_paid(label):
+    bill = {"prompt_tokens": 10, "completion_tokens": 2, "cost": 0.5}
+    label(FakeJudge(lambda item, repeat: Verdict(None, "refused", error="no", **bill)))
+    rows = label(FakeJudge(lambda *_: Verdict(GENUINE, **bill)), retry_failed=True)
+    assert rows["genuine"].all()
+    distinct = rows["item"].nunique()
+    assert rows["cost"].sum() == distinct * 1.0
+    assert rows[["prompt_tokens", "completion_tokens"]].sum().tolist() == [
+        20 * distinct,
+        4 * distinct,
+    ]
+
+
 def test_what_the_server_could_not_do_is_never_kept(label, cache):
     judge = FakeJudge(failing("unavailable"))
     rows = label(judge)

@@ -1,15 +1,12 @@
-"""The judge that asks a server, over many items: retries, ends, money, interrupts, the cache."""
+"""The judge that asks a server, over many items: retries, ends, money, the cache."""
 
 import asyncio
 import email.utils
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections import Counter
-from pathlib import Path
 
 import pytest
 from judging import KEY, QUERY, RESPONSE, Quiet, items, judge_for, one, verdicts_of
@@ -199,18 +196,24 @@ def test_the_maximum_cost_is_never_exceeded(monkeypatch):
     # 100 prompt and 20 completion tokens a request: 0.003 dollars
     with StubServer(delay=0.01) as stub:
         judge, got = judge_for(stub, price=(10.0, 100.0), max_cost=0.2), []
-        with pytest.raises(UserError, match=r"--max-cost 0.2: \$0.1\d+ is spent.*larger") as raised:
+        with pytest.raises(
+            UserError, match=r"limits this invocation: .*; the same command goes on"
+        ) as raised:
             got.extend(judge.judge(items(200), [0] * 200))
         spent = sum(verdict.cost for _, verdict in got)
         assert len(got) == len(stub.bodies)
         assert 0.15 < spent <= 0.2
-        assert f"${spent:.4f} is spent" in str(raised.value)
+        assert f"--max-cost 0.2 limits this invocation: ${spent:.4f} is spent in it" in str(
+            raised.value
+        )
 
 
 def test_a_cost_limit_below_one_request_sends_none():
     with (
         StubServer() as stub,
-        pytest.raises(UserError, match=r"\$0.0000 is spent, and the next request may cost"),
+        pytest.raises(
+            UserError, match=r"\$0.0000 is spent in it, and .* may cost.*; give a larger"
+        ),
     ):
         one(judge_for(stub, price=(10.0, 100.0), max_cost=0.01))
     assert stub.bodies == []
@@ -251,7 +254,7 @@ def test_no_more_answers_wait_than_concurrency_allows():
         for taken in range(1, 6):
             next(stream)
             time.sleep(0.05)
-            assert len(stub.bodies) <= taken + 3
+            assert len(stub.bodies) <= taken - 1 + 3, "the last one taken may not be written yet"
         stream.close()
 
 
@@ -324,55 +327,20 @@ def test_failures_of_items_are_kept_and_those_of_the_server_are_not(tmp_path, na
 def test_a_cost_limit_keeps_what_was_paid_for(tmp_path, monkeypatch):
     monkeypatch.setattr(budget, "FIRST_COMPLETION", 30)
     with StubServer() as stub:
-        options = {"price": (10.0, 100.0), "cache_folder": tmp_path}
-        folder = options.pop("cache_folder")
-        with pytest.raises(UserError, match="--max-cost"):
-            judge_items(
-                items(60), judge_for(stub, max_cost=0.15, **options), Quiet(), cache_folder=folder
-            )
-        done = len(stub.bodies)
+        options, folder = {"price": (10.0, 100.0)}, tmp_path
+        judge = judge_for(stub, max_cost=0.15, **options)
+        done = 0
+        for _ in range(2):
+            with pytest.raises(UserError, match="--max-cost") as raised:
+                judge_items(items(200), judge, Quiet(), cache_folder=folder)
+            before, done = done, len(stub.bodies)
+            assert f"${(done - before) * 0.003:.4f} is spent in it" in str(raised.value)
+            assert f"turns have cost ${done * 0.003:.4f} in all" in str(raised.value)
+        assert before > 5 and done > before + 5, "the same command went on"
         _, cached = judge_items(
-            items(60), judge_for(stub, max_cost=1.0, **options), Quiet(), cache_folder=folder
+            items(200), judge_for(stub, max_cost=1.0, **options), Quiet(), cache_folder=folder
         )
     assert len(cached) == done > 5
     assert max(stub.turns.values()) == 1
     with VerdictCache(judge_for(stub).identity, folder) as cache:
-        assert all(cache.get(item, 0) for item in items(60))
-
-
-KILLED = """
-import sys
-from pathlib import Path
-from judging import Quiet, items
-from ia_mech.judge.label import judge_items
-from ia_mech.judge.llm import LlmJudge
-
-judge = LlmJudge("stub-model", base_url=sys.argv[1], concurrency=4)
-judge_items(items(80), judge, Quiet(), cache_folder=Path(sys.argv[2]))
-"""
-
-
-def test_a_kill_loses_no_verdict_and_pays_for_none_twice(tmp_path):
-    with StubServer(delay=0.02) as stub:
-        process = subprocess.Popen(
-            [sys.executable, "-c", KILLED, stub.url, str(tmp_path)],
-            env=os.environ | {"PYTHONPATH": str(Path(__file__).parent)},
-        )
-        try:
-            deadline = time.monotonic() + 60
-            while len(stub.bodies) < 30 and process.poll() is None:
-                assert time.monotonic() < deadline
-                time.sleep(0.005)
-        finally:
-            process.kill()
-            process.wait()
-        assert process.returncode == -signal.SIGKILL
-        time.sleep(0.1)  # what was under way comes to its end at the server
-        paid = dict(stub.turns)
-        judge = LlmJudge("stub-model", base_url=stub.url, concurrency=4)
-        verdicts, cached = judge_items(items(80), judge, Quiet(), cache_folder=tmp_path)
-    assert len(verdicts) == 80 and {v.status for v in verdicts.values()} == {"judged"}
-    assert 30 <= len(paid) < 80, "it was killed midway"
-    assert all(stub.turns[item.turn] == 1 for item, _ in cached), "none is paid for twice"
-    twice = [turn for turn, times in stub.turns.items() if times > 1]
-    assert len(twice) <= 4 and len(cached) >= len(paid) - 4, "only what was under way is lost"
+        assert all(cache.get(item, 0) for item in items(200))

@@ -1,16 +1,19 @@
 """The figures of the rates report, against hand counts, brute force and simulation."""
 
+from dataclasses import replace
 from itertools import combinations
 
 import numpy as np
 import pandas as pd
 import pytest
 
+from ia_mech.errors import UserError
 from ia_mech.judge.rubric import ASSESSED, CANNOT_ASSESS, GENUINE
 from ia_mech.rates import Judged, Row, estimates, frame_of
-from ia_mech.rates.pool import FAILED
+from ia_mech.rates.notes import notes_of
+from ia_mech.rates.pool import FAILED, restricted
 from ia_mech.rates.show import curve_points
-from ia_mech.rates.tables import ALL, any_of_n
+from ia_mech.rates.tables import ALL, any_of_n, comparisons
 from ia_mech.stats import (
     cluster_mean,
     detectable_difference,
@@ -33,6 +36,9 @@ def judged(turns: list[tuple], **columns) -> Judged:
         "cut_off": False,
         "truth": np.nan,
         "inclusion": np.nan,
+        "run": "cache/A",
+        "annotated": True,
+        "unlabelled": "",
     }
     for name, value in (defaults | columns).items():
         frame[name] = value
@@ -129,6 +135,29 @@ def test_cut_off_responses_are_apart():
     assert (one(rows, "cut_off").events, one(rows, "cut_off").rows) == (2, 4)
 
 
+@pytest.mark.parametrize("responses", ["complete", "cut-off"])
+def test_every_figure_can_be_restricted_to_one_kind_of_response(responses):
+    whole, annotated = simulated(30, {0: 0.2, 1: 0.5}, 4), erring(5)[0].turns
+    annotated["temperature"] = 1.0
+    turns = pd.concat([whole.turns, annotated.assign(dataset="y")], ignore_index=True)
+    turns["cut_off"] = turns["source"].str[-1].astype(int) < 3
+    whole = replace(whole, turns=turns)
+    part = restricted(whole, responses)
+    rows = estimates(part, resamples=100)
+    assert {row.responses for row in rows} == {responses}
+    kept = turns[turns["cut_off"] == (responses == "cut-off")]
+    bare = replace(whole, turns=kept.assign(cut_off=False))
+    expected = [replace(r, responses=responses) for r in estimates(bare, resamples=100)]
+    pd.testing.assert_frame_equal(frame_of(rows), frame_of(expected))
+    assert part.notes[-1].startswith(f"{len(kept)} of {len(turns)} user turns: those after")
+    assert {row.responses for row in estimates(whole, resamples=100)} == {"all"}
+    with pytest.raises(UserError, match=f"no user turn comes after a {responses} response"):
+        restricted(
+            bare if responses == "cut-off" else replace(whole, turns=turns.assign(cut_off=True)),
+            responses,
+        )
+
+
 def test_datasets_stand_apart_and_together():
     turns = [("a", 1, 0, GENUINE), ("b", 1, 0, NEW), ("c", 1, 0, NEW)]
     rows = estimates(judged(turns, dataset=["x", "y", "y"]))
@@ -220,10 +249,12 @@ def test_differences_are_paired_by_source_and_corrected_over_all():
             columns += [at["genuine"], at["source"]]
         paired = paired_difference(*columns, resamples=300)
         assert (row.estimate, row.p) == (paired.difference, paired.p)
+        assert row.test == paired.test
         assert row.rows == len(columns[0]) + len(columns[2])
         size = one(rows, "detectable_difference", row.temperature, dataset=row.dataset)
         assert size.value == detectable_difference(*columns)
-    assert [row.p_holm for row in found] == holm([row.p for row in found]).tolist()
+    for family in ([r for r in found if r.dataset != ALL], [r for r in found if r.dataset == ALL]):
+        assert [row.p_holm for row in family] == holm([row.p for row in family]).tolist()
     assert all(np.isnan(row.p_holm) for row in rows if row not in found)
 
 
@@ -233,6 +264,46 @@ def test_a_difference_is_of_the_same_sources_only():
     turns += [("a", 1, 0, GENUINE), ("b", 1, 0, NEW), ("c", 1, 0, GENUINE)]
     row = one(estimates(judged(turns)), "difference_from_greedy")
     assert (row.value, row.sources) == (0.5, 2)
+
+
+def test_the_test_behind_a_p_value_is_kept_and_named():
+    """As many greedy turns as samples: sign flips. One against three: with MOVER."""
+    even, uneven = simulated(25, {0: 0.1, 1: 0.6}, 1), simulated(25, {0: 0.1, 1: 0.6}, 3)
+    for sample, test, words in (
+        (even, "sign flip", "p: sign flips"),
+        (uneven, "mover and sign flip", "MOVER"),
+    ):
+        rows = estimates(sample, resamples=100)
+        assert one(rows, "difference_from_greedy").test == test
+        assert {row.test for row in rows if np.isnan(row.p)} == {None}
+        assert words in notes_of(sample, rows)[0]
+    uneven.turns["dataset"] = "y"
+    both = replace(even, turns=pd.concat([even.turns, uneven.turns], ignore_index=True))
+    line = notes_of(both, estimates(both, resamples=100))[0]
+    assert "sign flips of whole sources (1)" in line and "(2), Holm-corrected over 2" in line
+    assert "as a family of its own, over the 1 of (all)" in line
+
+
+def test_lines_of_all_datasets_do_not_make_the_others_weaker():
+    sample = simulated(60, {0: 0.1, 1: 0.3}, 3)
+    alone = one(estimates(sample, resamples=100), "difference_from_greedy")
+    sample.turns["dataset"] = np.where(sample.turns["source"] < "s030", "x", "y")
+    rows = estimates(sample, resamples=100)
+    assert comparisons(rows) == (2, 1)
+    whole = one(rows, "difference_from_greedy", dataset=ALL)
+    assert whole.p_holm == whole.p == alone.p_holm
+
+
+def test_fewer_sources_than_were_simulated_are_said():
+    for sources, said in ((23, True), (24, False)):
+        sample = simulated(sources, {0: 0.1, 1: 0.6}, 3)
+        notes = notes_of(sample, estimates(sample, resamples=100))
+        found = [note for note in notes if note.startswith("fewer than 24 sources")]
+        assert bool(found) is said
+    sample = simulated(40, {0: 0.1, 1: 0.6}, 3)
+    sample.turns["dataset"] = np.where(sample.turns["source"] < "s010", "x", "y")
+    (found,) = (n for n in notes_of(sample, estimates(sample)) if n.startswith("fewer than"))
+    assert "p values of x:" in found and "benchmarks/coverage.md" in found
 
 
 # -- the judge's errors --------------------------------------------------------------------------
@@ -313,6 +384,66 @@ def test_prediction_powered_needs_annotations_in_the_group():
     assert one(rows, "rate_rogan_gladen").events == 69  # pooled over temperatures
 
 
+def half_annotated() -> Judged:
+    """Dataset x of run A, annotated, and y of run B, not."""
+    sample, _ = erring(2, sources=100)
+    other, _ = erring(3, sources=100)
+    other.turns["truth"] = other.turns["inclusion"] = np.nan
+    known = pd.concat([sample.turns, other.turns], ignore_index=True)
+    known["dataset"] = np.repeat(["x", "y"], len(other.turns))
+    known["source"] = known["context"] = known["dataset"] + known["source"]
+    known["run"] = "cache/" + known["dataset"].map({"x": "A", "y": "B"})
+    known["annotated"] = known["dataset"] == "x"
+    return Judged(known, "planted", {}, "anna", [], [])
+
+
+def test_no_prediction_powered_rate_of_turns_that_nobody_could_label():
+    sample = half_annotated()
+    rows = estimates(sample, resamples=100)
+    own = one(rows, "rate_prediction_powered", dataset="x")
+    assert own.low < own.value < own.high
+    for dataset in ("y", ALL):
+        row = one(rows, "rate_prediction_powered", dataset=dataset)
+        assert np.isnan([row.value, row.low, row.high]).all() and row.rows
+        assert row.method == "undefined: no labels of turns of cache/B; truth: anna"
+        assert not np.isnan(one(rows, "rate_rogan_gladen", dataset=dataset).value)
+    assert one(rows, "rate_prediction_powered", dataset=ALL).events == own.events
+    notes = notes_of(sample, rows)
+    assert notes[-2].startswith("– under prediction-powered: no labels of turns of cache/B, so")
+    assert "labelled or not" in notes[-1]
+
+
+def test_a_run_whose_turns_are_not_in_the_group_may_lack_labels():
+    sample = half_annotated()
+    sample.turns.loc[sample.turns["dataset"] == "y", "category"] = FAILED
+    sample.turns.loc[sample.turns["dataset"] == "y", "genuine"] = np.nan
+    rows = estimates(sample, resamples=100)
+    assert not np.isnan(one(rows, "rate_prediction_powered", dataset=ALL).value)
+
+
+def test_a_stratum_without_labels_leaves_no_corrected_rate():
+    """Nothing that the judge calls genuine is labelled: its errors there may be any."""
+    sample, _ = erring(4)
+    turns = sample.turns
+    turns.loc[turns["genuine"] == 1, ["truth", "inclusion"]] = np.nan
+    turns["unlabelled"] = GENUINE
+    rows = estimates(sample, resamples=100)
+    for quantity in ("rate_rogan_gladen", "rate_prediction_powered"):
+        row = one(rows, quantity)
+        assert np.isnan([row.value, row.low, row.high]).all()
+        assert row.method.startswith(f"undefined: no labels of the stratum {GENUINE} in cache/A")
+    for quantity in ("judge_sensitivity", "judge_specificity"):
+        assert np.isnan(one(rows, quantity, None).value)
+
+
+def test_reasons_name_a_few_runs_only():
+    sample = half_annotated()
+    turns = sample.turns
+    turns["run"] = np.where(turns["annotated"], "A", "B" + (turns.index % 5).astype(str))
+    method = one(estimates(sample, resamples=100), "rate_prediction_powered", dataset=ALL).method
+    assert method.count("B") == 3 and " and 2 more;" in method
+
+
 def test_without_annotations_no_rate_is_corrected():
     rows = estimates(simulated(8, {0: 0.2, 1: 0.5}, 2))
     assert not [r for r in rows if r.quantity.startswith(("rate_", "judge_"))]
@@ -322,3 +453,14 @@ def test_the_frame_has_whole_numbers_where_they_are():
     frame = frame_of(estimates(simulated(8, {0: 0.2, 1: 0.5}, 2)))
     assert frame["rows"].dtype == frame["n_samples"].dtype == "Int64"
     assert frame["temperature"].tolist().count(0.0) and frame["p_holm"].notna().sum() == 1
+
+
+def test_the_annotators_own_rate_needs_no_judge():
+    """Two labels, 1 drawn with probability 1/4 and 0 with certainty: weights 4 and 1, so 4 / 5."""
+    turns = [(f"s{i:02d}", 0, 0, NEW) for i in range(40)]
+    truth, inclusion = np.full(40, np.nan), np.full(40, np.nan)
+    truth[:2], inclusion[:2] = [1, 0], [0.25, 1.0]
+    rows = estimates(judged(turns, truth=truth, inclusion=inclusion), resamples=100)
+    row = one(rows, "rate_annotated", 0.0)
+    assert (row.value, row.rows) == (pytest.approx(0.8), 2)
+    assert one(rows, "follow_up_rate", 0.0).value == 0

@@ -1,5 +1,6 @@
 """python -m ia_mech.rates: which runs it takes, what it prints and writes, what it refuses."""
 
+import itertools
 import json
 import re
 import shutil
@@ -17,6 +18,7 @@ from shell import Outcome, call, refusal
 
 from ia_mech.judge.label import items_of
 from ia_mech.judge.rubric import GENUINE, NAMES
+from ia_mech.judge.sheets import export_sheet, import_sheet, write_sheet
 from ia_mech.rates import examples_by_category, frame_of, print_examples, read_runs
 from ia_mech.rates.__main__ import main
 from ia_mech.rates.files import COLUMNS
@@ -143,7 +145,7 @@ def test_every_rate_is_printed_with_an_interval(run, rates):
         values = [cell.strip() for cell in line.split("│")[3:-1]]
         assert [bool(re.fullmatch(r"[\d.]+", v)) for v in values] == [True] * 3
         assert below.count("[") == 3
-    assert "Holm-corrected over 8 comparisons" in outcome.out
+    assert "Holm-corrected over 6 comparisons" in outcome.out
     assert CAVEAT in outcome.out and "none is" in outcome.out
     assert f"ia_mech.judge export {run.path}" in outcome.out
 
@@ -215,6 +217,118 @@ def test_an_annotator_who_could_not_assess_corrects_nothing(run, rates):
     assert outcome.status == 0 and "none of anna's labels is of a turn" in outcome.out
 
 
+def sheet_by(run: Run, file: Path, *, leave: tuple[str, ...] = (), say=None) -> None:
+    """Export a sheet of 40 rows, fill it in but for the strata in ``leave``, and import it."""
+    sheet = export_sheet(run, 40, by="rules", name="sheet")
+    write_sheet(run, sheet, file)
+    items = sheet.key["items"]
+    filled = [
+        row | {"category": say or items[row["item"]]["stratum"]}
+        for row in sheet.rows
+        if items[row["item"]]["stratum"] not in leave
+    ]
+    path = file.with_suffix(".jsonl")
+    path.write_text("".join(json.dumps(row) + "\n" for row in filled))
+    import_sheet(run, path, "anna")
+
+
+def corrected_lines(outcome: Outcome) -> list[list[str]]:
+    """T, Rogan & Gladen and prediction-powered of every line of the table."""
+    table = outcome.out.split("corrected for judge errors")[1].split("against anna")[0]
+    lines = [line for line in table.splitlines() if line.startswith("│")]
+    cells = [[cell.strip() for cell in line.split("│")] for line in lines]
+    return [[cell[2], cell[5], cell[6]] for cell in cells]
+
+
+def test_a_stratum_that_was_left_out_is_not_made_up_for(run, rates, tmp_path):
+    sheet_by(run, tmp_path / "sheet", leave=(GENUINE,))
+    outcome = rates(run.path)
+    assert outcome.status == 0, outcome.err
+    assert {tuple(line[1:]) for line in corrected_lines(outcome)} == {("–", "–")}
+    reason = f"no labels of the stratum {GENUINE} in {run.path}"
+    assert f"– under prediction-powered: {reason}, so" in outcome.out
+    assert f"Rogan & Gladen: undefined: {reason}" in outcome.out
+
+
+def test_labels_of_every_stratum_leave_none_out(run, tmp_path):
+    sheet_by(run, tmp_path / "sheet")
+    turns = read_runs([run.path]).turns
+    assert turns["annotated"].all() and set(turns["unlabelled"]) == {""}
+
+
+def test_a_stratum_that_people_could_not_assess_has_no_label(run, tmp_path):
+    sheet_by(run, tmp_path / "sheet", leave=(GENUINE, "new_topic"), say="cannot_assess")
+    turns = read_runs([run.path]).turns
+    assert set(turns["unlabelled"]) == {f"{GENUINE}, new_topic, prompt_restatement"}
+    assert not turns["annotated"].any()
+
+
+def test_turns_without_a_verdict_need_no_label(copy, tmp_path):
+    run = copy()
+    plant(run, say=lambda key: None if key[2] else category_of(key))
+    sheet_by(run, tmp_path / "sheet", leave=("failed",))
+    assert set(read_runs([run.path]).turns["unlabelled"]) == {""}
+    plant(run, "other")
+    assert set(read_runs([run.path], "other").turns["unlabelled"]) == {"failed"}
+
+
+def test_a_run_without_labels_among_others(copy, rates, tmp_path):
+    first, second = copy("first"), reseeded(copy("second"))
+    plant(first)
+    plant(second)
+    sheet_by(first, tmp_path / "sheet")
+    outcome = rates(first.path, second.path)
+    assert outcome.status == 0, outcome.err
+    for temperature, rogan_gladen, powered in corrected_lines(outcome):
+        assert "[" in rogan_gladen and (powered == "–" or temperature == "greedy")
+    assert f"prediction-powered: no labels of turns of {second.path}, so" in outcome.out
+
+
+def test_datasets_left_out_of_labels_without_a_sheet(run):
+    greedy = run.generations["dataset"].iloc[0]
+    annotate(run, rows=slice(0, 1))
+    turns = read_runs([run.path]).turns
+    assert turns.groupby("dataset")["annotated"].all().to_dict() == {
+        name: name == greedy for name in turns["dataset"].unique()
+    }
+
+
+def test_responses_of_one_kind(copy, rates, tmp_path):
+    cut_off = itertools.cycle([True] * 5 + [False] * 5)  # every second context
+    run = rewrite(copy(), "generations", response_cut_off=lambda _: next(cut_off))
+    plant(run)
+    for kind, flag in (("complete", False), ("cut-off", True)):
+        file = tmp_path / f"{kind}.json"
+        outcome = rates(run.path, "--responses", kind, "--json", file, "--examples", 50)
+        assert outcome.status == 0, outcome.err
+        assert (
+            f"after {kind} responses" in outcome.out and "complete responses │" not in outcome.out
+        )
+        kept = (run.generations["response_cut_off"] == flag).sum()
+        assert f"{kept} of {len(run.generations)} user turns" in outcome.out
+        assert outcome.out.count("user turn:") == kept
+        assert ("† cut off" in outcome.out) is flag
+        read = json.loads(file.read_text())
+        assert read["about"]["responses"] == kind
+        whole = [r for r in read["estimates"] if r["quantity"] == "failed" and r["rows"]]
+        assert {r["responses"] for r in read["estimates"]} == {kind}
+        assert sum(r["rows"] for r in whole if r["dataset"] != "(all)") == kept
+        assert not [r for r in read["estimates"] if r["quantity"] == "cut_off"]
+
+
+def test_no_response_of_that_kind(copy, run, rates):
+    other = rewrite(copy("cut"), "generations", response_cut_off=lambda _: True)
+    plant(other)
+    refused(rates(other.path, "--responses", "complete"), "no user turn comes after a complete")
+    refused(rates(run.path, "--responses", "some"), "--help")
+
+
+def test_the_note_names_the_tests_and_both_families(run, rates):
+    out = rates(run.path).out
+    assert "over 6 comparisons and, as a family of its own, over the 2 of (all)" in out
+    assert "p: sign flips of whole sources, Holm" in out and "fewer than 24 sources" in out
+
+
 def test_texts_are_not_markup(copy, rates):
     def rename(record: dict) -> None:
         record["identity"]["model"]["name"] = "a[red]b:cat:"
@@ -259,7 +373,7 @@ def test_models_stand_apart_and_their_hashes_are_named_where_names_are_not_enoug
     plant(second)
     outcome = rates(first.path, second.path)
     assert outcome.status == 0 and "feedfacefeedface" in outcome.out
-    assert "Holm-corrected over 16 comparisons" in outcome.out
+    assert "Holm-corrected over 12 comparisons" in outcome.out
 
 
 def test_one_source_id_in_two_datasets_is_two_sources(copy):
@@ -304,7 +418,8 @@ def test_json_csv_and_parquet_hold_the_same_rows(run, rates, tmp_path):
         )
     about = json.loads(pq.read_schema(files["parquet"]).metadata[b"ia_mech"])
     assert about == read["about"]
-    assert about["comparisons"] == 8 and about["annotator"] == "anna" and about["level"] == 0.9
+    assert (about["comparisons"], about["comparisons_of_all_datasets"]) == (6, 2)
+    assert about["responses"] == "all" and about["annotator"] == "anna" and about["level"] == 0.9
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         *("rates.csv", "rates.json", "rates.parquet", "run"),
     ]
@@ -499,3 +614,16 @@ def test_help_needs_neither_torch_nor_pandas():
 
 def test_categories_have_a_heading_each():
     assert set(SHORT) == set(NAMES)
+
+
+@pytest.mark.parametrize("kind", ["json", "csv", "parquet"])
+def test_no_output_is_written_into_a_run(run, rates, kind):
+    record = (run.path / "run.json").read_bytes()
+    refused(rates(run.path, f"--{kind}", run.path / "run.json"), "lies inside the run")
+    refused(rates(run.path, f"--{kind}", run.path / "contexts" / "new"), "lies inside the run")
+    assert (run.path / "run.json").read_bytes() == record
+
+
+def test_a_judge_that_assessed_nothing_gives_no_rates(run, rates):
+    plant(run, say=lambda key: None)
+    refused(rates(run.path), "assessed none of the", "--retry-failed")

@@ -21,12 +21,17 @@ def test_the_example_runs_on_the_embedded_model(tmp_path, monkeypatch, capsys):
     section = README.partition("## From Python")[2]
     command = re.search(r"```bash\n(python -m ia_mech\.sample .*)\n```", section)[1]
     assert sample.main(shlex.split(command)[3:]) == 0
-    code = re.search(r"```python\n(.*?)```", section, re.DOTALL)[1]
+    blocks = re.findall(r"```python\n(.*?)```", section.partition("\n## ")[0], re.DOTALL)
+    assert len(blocks) == 2
     capsys.readouterr()
-    exec(compile(code, "README.md", "exec"), {})
+    names: dict = {}
+    for code in blocks:
+        exec(compile(code, "README.md", "exec"), names)
     shown = capsys.readouterr().out
     assert "maths-01" in shown and "instructions-01" in shown and "open-01" in shown
     assert "torch.Size([3, 576])" in shown
+    assert names["verdicts"][0].category in shown
+    assert re.search(r"^\d\.\d\d \[\d\.\d\d, \d\.\d\d\]$", shown, re.MULTILINE)
 
 
 def test_every_column_is_documented():

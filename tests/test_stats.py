@@ -174,6 +174,25 @@ def test_a_mean_of_equal_normal_sources_gets_nearly_the_t_interval_of_their_mean
     assert alike.low == alike.value == alike.high
 
 
+@pytest.mark.parametrize("method", ["percentile", "bca"])
+def test_a_bootstrap_in_which_no_resample_differs_has_no_interval(method):
+    """Every source has the same mean: of 0 and 1, or of values whose sums are only rounded."""
+    for pair, proportion in (([0.0, 1.0], True), ([0.0, 1.0], False), ([0.1, 0.3], False)):
+        values, sources = np.tile(pair, 7), np.repeat(np.arange(7), 2)
+        estimate = cluster_mean(values, sources, proportion=proportion, method=method)
+        assert estimate.value == pytest.approx(np.mean(pair))
+        assert np.isnan([estimate.low, estimate.high]).all()
+        assert (estimate.method, estimate.sources) == ("no resample differs", 7)
+    rate = cluster_mean(np.tile([0.0, 1.0], 7), np.repeat(np.arange(7), 2), proportion=True)
+    assert rate.low < 0.5 < rate.high  # a score interval knows better
+    constant = cluster_statistic(lambda c, w: 3.0, {}, [], method=method)
+    assert constant.method == "no values"
+    constant = cluster_statistic(lambda c, w: 3.0, {}, range(9), method=method, resamples=20)
+    assert constant.method == "no resample differs" and np.isnan(constant.high)
+    differ = cluster_mean([1.0, 1.0, 1.0 + 1e-9], range(3), method=method)
+    assert differ.low < differ.high  # little is not nothing
+
+
 def test_coverage_of_means_of_skewed_values():
     """Log-normal rows in 50 sources of unequal size: better than the bootstrap, if below 95%."""
     rng, covered = np.random.default_rng(3), {"auto": 0, "percentile": 0}

@@ -105,6 +105,17 @@ def test_other_means_are_treated_as_means_of_the_sources_differences():
         assert other.low == pytest.approx(auto.low, abs=0.1) and other.method == method
 
 
+@pytest.mark.parametrize("method", ["percentile", "bca"])
+def test_alike_differences_give_a_bootstrap_nothing_to_say(method):
+    sources = np.arange(12)
+    paired = paired_difference(np.full(12, 1.3), sources, np.ones(12), sources, method=method)
+    difference = paired.difference
+    assert difference.value == pytest.approx(0.3)
+    assert np.isnan([difference.low, difference.high]).all()
+    assert difference.method == "no resample differs"
+    assert paired.p == 2 * 0.5**12  # the test needs no interval
+
+
 def test_p_is_where_the_interval_begins_to_leave_out_zero():
     """With unequal numbers of rows, for rates and for other means."""
     rng, sources = np.random.default_rng(1), np.arange(60)
@@ -120,7 +131,7 @@ def test_p_is_where_the_interval_begins_to_leave_out_zero():
     far = paired_difference(np.ones(60), sources, np.zeros(120), np.repeat(sources, 2))
     assert far.p == 2 * 0.5**60 or far.p < 1e-3
     same = paired_difference([1, 0], ["a", "b"], [1, 0, 0, 1], ["a", "a", "b", "b"])
-    assert same.p == 1 and same.test == "mover"
+    assert same.p == 1 and same.test == "mover and sign flip"
 
 
 @pytest.mark.parametrize(("rate", "rows"), [(0.02, (1, 8)), (0.3, (1, 8)), (0.5, (4, 4))])
@@ -133,7 +144,7 @@ def test_false_alarms_of_the_paired_test(rate, rows):
         alarms += paired.p <= 0.05
         differences = data[2].reshape(100, -1).mean(1) - data[0].reshape(100, -1).mean(1)
         flips += sign_flip_p(differences, 999, 0) <= 0.05
-    assert paired.test == ("sign flip" if rows[0] == rows[1] else "mover")
+    assert paired.test == ("sign flip" if rows[0] == rows[1] else "mover and sign flip")
     interval = binomtest(alarms, trials).proportion_ci(0.95, "exact")
     assert interval.low <= 0.05
     if rate > 0.1:
@@ -223,3 +234,12 @@ def test_the_detectable_difference_of_rates_is_found_as_often_as_it_says():
 def test_bad_input_is_named(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_few_sources_do_not_give_tiny_p_values():
+    """Four of eight sources move, one way: flips alone allow no p below 2 / 2^4."""
+    greedy, sources = [1, 1, 1, 1, 0, 0, 0, 0], np.arange(8)
+    for hits in ([1, 1, 1, 1, 0, 0, 0, 0], [2, 2, 2, 2, 0, 0, 0, 0], [0] * 8):
+        samples = np.concatenate([np.arange(4) < hit for hit in hits]).astype(float)
+        found = paired_difference(samples, np.repeat(sources, 4), greedy, sources)
+        assert found.p >= 0.125 and found.test == "mover and sign flip"

@@ -15,15 +15,12 @@ from tqdm import tqdm
 
 from ia_mech.cli import one_line
 from ia_mech.errors import UserError
+from ia_mech.judge.choose import make_judge
 from ia_mech.judge.label import check_finished, items_of, judge_items, label_run
 from ia_mech.judge.rubric import ASSESSED, CATEGORIES, NAMES, ORDER, SHORT, VERSION
 from ia_mech.judge.verdict import JUDGED, Item, Judge, Verdict
 from ia_mech.run import Run
 from ia_mech.run.labels import check_name
-
-# Flags that are for one kind of judge; those not given are the judge's own defaults.
-_SERVER = ("base_url", "api_key_env", "mode", "concurrency", "timeout", "retries", "max_cost")
-_ONLY = {"llm": (*_SERVER, "param", "price"), "hf": ("device", "force")}
 
 
 class Bar:
@@ -84,15 +81,19 @@ def run(args: argparse.Namespace) -> None:
     there = Run.open(args.run)
     check_finished(there)
     name = check_name(args.name or _default_name(args))
-    judge = make_judge(args)
-    _refuse_the_subject(args, there, judge)
+    items = items_of(there)
+    judge = make_judge(args, items, there)
     if args.dry_run:
-        _tell_plan(judge, items_of(there), args)
+        _tell_plan(judge, items, args)
         return
     begun = time.monotonic()
     path = label_run(there, judge, name, _bar(judge), replace=args.replace, **_options(args))
     _show_verdicts(there, name, judge, time.monotonic() - begun)
-    print(f"verdicts: {path}\nnext: python -m ia_mech.rates {shlex.quote(str(args.run))}")
+    print(f"verdicts: {path}")
+    if (there.labels.judgements(name)["status"] == JUDGED).any():
+        print(f"next: python -m ia_mech.rates {shlex.quote(str(args.run))}")
+    else:
+        print("no turn could be judged, for the reasons above: mend them, and add --retry-failed")
 
 
 def check(args: argparse.Namespace) -> None:
@@ -109,10 +110,10 @@ def check(args: argparse.Namespace) -> None:
             raise UserError(f"{args.out} is there already", "give another --out")
         if not args.out.parent.is_dir():
             raise UserError(f"there is no folder {args.out.parent}", "make it, or another --out")
-    judge = make_judge(args)
+    items = [Item(row["query"], row["response"], row["user_turn"]) for row in rows]
+    judge = make_judge(args, items)
     if args.repeats > 1:
         raise UserError("check compares one verdict per turn", "drop --repeats")
-    items = [Item(row["query"], row["response"], row["user_turn"]) for row in rows]
     if args.dry_run:
         _tell_plan(judge, items, args)
         return
@@ -128,6 +129,13 @@ def check(args: argparse.Namespace) -> None:
             [_source(rows[i], i) for i in annotated],
         )
         print_comparison(console, f"{args.judge} against {args.file.name}", comparison)
+        known = judge.fitted_on(items) if args.judge == "rules" else 0
+        if known:
+            console.print(
+                f"[bold]{known} of these {len(items)} turns were in the rules judge's fit[/]: on "
+                "them it looks better than it is; its card has cross-validated figures.",
+                soft_wrap=True,
+            )
     else:
         for row, verdict in zip(rows, found, strict=True):
             console.print(
@@ -163,68 +171,6 @@ def rubric(args: argparse.Namespace) -> None:
     console.print(f"Where two fit, the first that applies: {ORDER}.", soft_wrap=True)
 
 
-def make_judge(args: argparse.Namespace) -> Judge:
-    """The judge that the flags ask for.
-
-    Raises:
-        UserError: flags that don't go together, or a judge that can't be had.
-    """
-    for kind, flags in _ONLY.items():
-        for flag in flags:
-            value = getattr(args, flag)
-            given = value is not None and value is not False and value != []
-            if given and args.judge != kind:
-                name = flag.replace("_", "-")
-                raise UserError(f"--{name} needs --judge {kind}", "add it, or drop it")
-    if args.repeats < 1:
-        raise UserError(f"--repeats {args.repeats}", "give at least 1")
-    if args.replay and args.retry_failed:
-        raise UserError("--replay asks no one, and --retry-failed asks again", "drop one of them")
-    if args.judge == "rules":
-        from ia_mech.judge.rules import RulesJudge
-
-        if args.model:
-            raise UserError("--model needs --judge llm or --judge hf", "add it, or drop it")
-        if args.repeats > 1:
-            raise UserError("the rules judge says the same each time", "drop --repeats")
-        if args.replay:
-            raise UserError("the rules judge keeps no cache to replay", "drop --replay")
-        return RulesJudge()
-    if not args.model:
-        raise UserError(f"--judge {args.judge} needs a model", "give --model NAME")
-    if args.judge == "hf":
-        from ia_mech.judge.hf import HfJudge
-
-        return HfJudge(args.model, **_given(args, "device"))
-    from ia_mech.judge.llm import LlmJudge
-
-    return LlmJudge(
-        args.model,
-        params=_params(args.param),
-        price=tuple(args.price) if args.price else None,
-        **_given(args, *_SERVER),
-    )
-
-
-def _given(args: argparse.Namespace, *flags: str) -> dict:
-    """The flags that were given; the judge has defaults for the others."""
-    return {flag: value for flag in flags if (value := getattr(args, flag)) is not None}
-
-
-def _params(pairs: list[str]) -> dict:
-    """``["temperature=0"]`` as ``{"temperature": 0}``: values are JSON, or else text."""
-    params = {}
-    for pair in pairs:
-        key, equals, value = pair.partition("=")
-        if not equals or not key.isidentifier():
-            raise UserError(f"--param {pair!r} isn't KEY=VALUE", "give for example temperature=0")
-        try:
-            params[key] = json.loads(value)
-        except ValueError:
-            params[key] = value
-    return params
-
-
 def _default_name(args: argparse.Namespace) -> str:
     if args.judge == "rules":
         return "rules"
@@ -244,14 +190,6 @@ def _options(args: argparse.Namespace) -> dict:
         "replay": args.replay,
         "retry_failed": args.retry_failed,
     }
-
-
-def _refuse_the_subject(args: argparse.Namespace, run: Run, judge: Judge) -> None:
-    if args.judge == "hf" and judge.weights_hash == run.model["weights_hash"] and not args.force:
-        raise UserError(
-            f"{args.model} is the subject model of {args.run}: it would judge its own turns",
-            "give another --model, or --force",
-        )
 
 
 def _tell_plan(judge: Judge, items: list[Item], args: argparse.Namespace) -> None:
@@ -282,8 +220,10 @@ def _show_verdicts(run: Run, name: str, judge: Judge, seconds: float) -> None:
         table.add_row(f"{temperature:g}" if temperature else "greedy", *counts)
     console.print(table)
     for status, count in rows[failed]["status"].value_counts().items():
-        error = rows[rows["status"] == status]["error"].iloc[0]
-        console.print(f"{count} {status}: {escape(one_line(error, 120))}", soft_wrap=True)
+        errors = rows[rows["status"] == status]["error"].value_counts()
+        told = "; ".join(f"{one_line(error, 100)} ({n})" for error, n in errors.iloc[:3].items())
+        more = f"; {len(errors) - 3} other messages" if len(errors) > 3 else ""
+        console.print(f"{count} {status}: {escape(told)}{more}", soft_wrap=True)
     paid = [f"{len(rows)} rows, {rows['item'].nunique()} distinct turns in {seconds:.0f} s"]
     tokens = rows["prompt_tokens"].sum() + rows["completion_tokens"].sum()
     if tokens:

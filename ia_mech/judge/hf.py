@@ -14,10 +14,18 @@ from ia_mech.engine.memory import Halving
 from ia_mech.engine.prefix import Prefilled, Prefix, State, expand, forward, prefill
 from ia_mech.engine.score import Turn, score
 from ia_mech.errors import UserError
+from ia_mech.judge.hf_replay import described
 from ia_mech.judge.llm import prompt
-from ia_mech.judge.rubric import NAMES, rubric_hash
+from ia_mech.judge.rubric import NAMES
 from ia_mech.judge.verdict import Item, Verdict
-from ia_mech.models import ModelSpec, Subject, context_limit, is_out_of_memory, load
+from ia_mech.models import (
+    ModelSpec,
+    Subject,
+    context_limit,
+    is_out_of_memory,
+    load,
+    weights_hash,
+)
 from ia_mech.template import ChatTemplate, message
 
 CHARACTERS_PER_TOKEN = 4  # of English prose, for estimates
@@ -52,7 +60,7 @@ class HfJudge:
         subject: a model that is loaded already, instead.
 
     Attributes:
-        weights_hash: of the model, to compare with a run's subject model.
+        weights_hash: of the model as loaded.
 
     Raises:
         UserError: a model that can't be loaded, has no chat template, or that the engine gets
@@ -75,14 +83,18 @@ class HfJudge:
         self._prior: torch.Tensor | None = None  # [categories], of the item without content
         self._halving = Halving(len(NAMES))
         self.identity: dict[str, Any] = {
-            "kind": "hf",
-            "model": model,
+            **described(model),
             "weights_hash": self.weights_hash,
             "template": self._template.hash,
-            "rubric": rubric_hash(),
-            "prompt": prompt.prompt_hash(names_only=True),
-            "calibrated": True,
         }
+
+    def is_subject(self, model: dict[str, Any]) -> bool:
+        """Whether this judge has the weights that a run records of its ``model``, in any dtype."""
+        mine = self._subject.describe()
+        shape = ("architecture", "layers", "d_model", "vocab")
+        if model["dtype"] == mine["dtype"] or any(model[key] != mine[key] for key in shape):
+            return model["weights_hash"] == self.weights_hash
+        return model["weights_hash"] == weights_hash(self._subject.model, model["dtype"])
 
     def estimate(self, items: Sequence[Item]) -> str:
         """Turns and tokens, on one line."""

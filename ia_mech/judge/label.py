@@ -6,14 +6,14 @@ from the cache where it has them.
 
 import contextlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
 from ia_mech.errors import UserError
 from ia_mech.judge.cache import VerdictCache
 from ia_mech.judge.rubric import VERSION, rubric_hash
-from ia_mech.judge.verdict import JUDGED, Item, Judge, Verdict, identity_hash
+from ia_mech.judge.verdict import JUDGED, CostLimit, Item, Judge, Verdict, identity_hash
 from ia_mech.run import Run
 from ia_mech.run.labels import KEY, check_name
 
@@ -67,21 +67,27 @@ def judge_items(
         progress: told of the number to judge, and of every verdict.
         repeats: independent answers per item, for self-consistency.
         cache_folder: of the verdicts that were paid for.
-        replay: answer from the cache alone.
+        replay: answer from the cache alone, which is only read.
         retry_failed: judge anew what the cache has as a failure.
 
     Raises:
         UserError: with ``replay``, an item that the cache lacks; or what makes a judge useless.
+            What was received before that, or before an interrupt, is in the cache.
     """
     wanted = [(item, repeat) for item in dict.fromkeys(items) for repeat in range(repeats)]
     verdicts: dict[tuple[Item, int], Verdict] = {}
-    keeps = VerdictCache(judge.identity, cache_folder) if judge.paid else contextlib.nullcontext()
+    failed: dict[tuple[Item, int], Verdict] = {}  # to be judged anew; what they cost stays paid
+    keeps = contextlib.nullcontext()
+    if judge.paid:
+        keeps = VerdictCache(judge.identity, cache_folder, read_only=replay)
     with keeps as cache:
         if cache is not None:
             for item, repeat in wanted:
                 verdict = cache.get(item, repeat)
                 if verdict and (verdict.status == JUDGED or not retry_failed):
                     verdicts[item, repeat] = verdict
+                elif verdict:
+                    failed[item, repeat] = verdict
         cached = set(verdicts)
         missing = [pair for pair in wanted if pair not in verdicts]
         if replay and missing and cache is not None:
@@ -91,19 +97,53 @@ def judge_items(
                 "leave --replay out to judge them",
             )
         progress.start(len(missing), len(cached), judge.estimate([item for item, _ in missing]))
+
+        def keep(index: int, verdict: Verdict) -> None:
+            pair = missing[index]
+            if pair not in verdicts:
+                if pair in failed:
+                    verdict = verdict.after(failed[pair])
+                if cache is not None and verdict.status not in PASSING:
+                    cache.put(*pair, verdict)
+                verdicts[pair] = verdict
+
         try:
-            asked = judge.judge([item for item, _ in missing], [repeat for _, repeat in missing])
-            # Closed at once, so that an interrupt here also ends what the judge has under way.
-            with contextlib.closing(asked) if hasattr(asked, "close") else contextlib.nullcontext():
-                for index, verdict in asked:
-                    item, repeat = missing[index]
-                    if cache is not None and verdict.status not in PASSING:
-                        cache.put(item, repeat, verdict)
-                    verdicts[item, repeat] = verdict
-                    progress.advance(verdict)
+            _ask(judge, missing, keep, progress)
+        except CostLimit as limit:
+            total = sum(verdict.cost or 0.0 for verdict in verdicts.values())
+            raise UserError(
+                f"{limit.problem}; the verdicts of these turns have cost ${total:.4f} in all",
+                limit.remedy,
+            ) from limit
         finally:
             progress.stop()
     return verdicts, cached
+
+
+def _ask(
+    judge: Judge,
+    pairs: list[tuple[Item, int]],
+    keep: Callable[[int, Verdict], None],
+    progress: Progress,
+) -> None:
+    """Have ``pairs`` of item and repeat judged, and everything that comes kept, whatever happens.
+
+    ``keep`` may be told of a verdict twice.
+    """
+    asked = judge.judge([item for item, _ in pairs], [repeat for _, repeat in pairs])
+    try:
+        for index, verdict in asked:
+            keep(index, verdict)
+            progress.advance(verdict)
+    finally:
+        # After an interrupt or an error the judge ends what it has under way. What it had received
+        # by then, and not handed out, was paid for.
+        if hasattr(asked, "close"):
+            try:
+                asked.close()
+            finally:
+                for index, verdict in asked:
+                    keep(index, verdict)
 
 
 def label_run(

@@ -86,10 +86,13 @@ def _add_judge(parser: argparse.ArgumentParser) -> None:
         "--repeats",
         type=int,
         default=1,
-        help="independent verdicts per turn, for self-consistency (default: 1)",
+        help="independent verdicts per turn of --judge llm, for self-consistency (default: 1)",
     )
     parser.add_argument(
-        "--replay", action="store_true", help="from the cache alone; what it lacks is an error"
+        "--replay",
+        action="store_true",
+        help="from the cache alone: no server, no model is loaded, nothing is written there; what "
+        "it lacks is an error",
     )
     parser.add_argument(
         "--retry-failed", action="store_true", help="judge anew what failed the last time"
@@ -137,7 +140,12 @@ def _add_judge(parser: argparse.ArgumentParser) -> None:
         metavar=("IN", "OUT"),
         help="US dollars per million prompt and completion tokens, for costs",
     )
-    llm.add_argument("--max-cost", type=float, help="stop before more dollars than this are spent")
+    llm.add_argument(
+        "--max-cost",
+        type=float,
+        help="stop before this invocation spends more dollars than this; verdicts from the cache "
+        "don't count, so the same command goes on with as much again",
+    )
     hf = parser.add_argument_group("local models (--judge hf)")
     hf.add_argument("--device", help="auto, cpu, cuda or cuda:N (default: auto)")
     hf.add_argument(

@@ -7,9 +7,10 @@ make every later probe of those circular, so there is no place for them here.
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
+from ia_mech.errors import UserError
 from ia_mech.judge.rubric import CANNOT_ASSESS, GENUINE
 
 JUDGED = "judged"  # the status of a verdict that names a category; any other names a failure
@@ -41,7 +42,8 @@ class Verdict:
         scores: probability per category, from judges that have them.
         mode: how a language model was made to answer (``json_schema``, ``json_object``, ``text``).
         error: of a failure, what the server said, on one line.
-        prompt_tokens, completion_tokens: as billed; 0 for judges that don't count.
+        prompt_tokens, completion_tokens: as billed, failed attempts at the item included; 0 for
+            judges that don't count.
         cost: in US dollars; None if no price is known.
     """
 
@@ -61,6 +63,16 @@ class Verdict:
         if self.category is None or self.category == CANNOT_ASSESS:
             return None
         return self.category == GENUINE
+
+    def after(self, earlier: "Verdict") -> "Verdict":
+        """This verdict with what an earlier attempt at the same item cost on top."""
+        costs = [cost for cost in (earlier.cost, self.cost) if cost is not None]
+        return replace(
+            self,
+            prompt_tokens=earlier.prompt_tokens + self.prompt_tokens,
+            completion_tokens=earlier.completion_tokens + self.completion_tokens,
+            cost=sum(costs) if costs else None,
+        )
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -87,8 +99,16 @@ class Judge(Protocol):
 
         ``repeats[i]`` numbers the independent answers to one item, from 0. A failure to judge one
         item is a verdict; what makes all of them fail is a ``UserError``.
+
+        If the iterator has a ``close()``, that ends the judging, and what had been received by then
+        can still be iterated over, perhaps with the last one again. (Of a generator that is
+        nothing.)
         """
         ...
+
+
+class CostLimit(UserError):
+    """A judge may not spend any more in this invocation."""
 
 
 def identity_hash(identity: dict[str, Any]) -> str:

@@ -13,7 +13,7 @@ from importlib import import_module
 _HOME = {
     "Example": "examples",
     "Judged": "pool",
-    "Row": "tables",
+    "Row": "rows",
     "estimates": "tables",
     "examples_by_category": "examples",
     "frame_of": "files",

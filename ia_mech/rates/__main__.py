@@ -27,7 +27,8 @@ def main(argv: list[str] | None = None) -> int:
 def _rates(args: argparse.Namespace) -> None:
     asked = {kind: getattr(args, kind) for kind in ("json", "csv", "parquet")}
     files = {kind: path for kind, path in asked.items() if path is not None}
-    _check_files(files)
+    if files:
+        _check_files(files)
 
     from ia_mech.rates.examples import examples_by_category, print_examples
     from ia_mech.rates.files import write
@@ -35,14 +36,16 @@ def _rates(args: argparse.Namespace) -> None:
     from ia_mech.rates.show import console, print_rates
     from ia_mech.rates.tables import estimates
 
-    judged = read_runs(args.runs, args.judge, args.annotator)
+    judged = read_runs(args.runs, args.judge, args.annotator, args.responses)
     options = {key: getattr(args, key) for key in ("level", "resamples", "seed", "method")}
     rows = estimates(judged, **options)
     screen = console()
     print_rates(screen, judged, rows)
     if args.examples:
         for run in judged.runs:
-            found = examples_by_category(run, judged.judge, args.examples, args.seed)
+            found = examples_by_category(
+                run, judged.judge, args.examples, args.seed, responses=args.responses
+            )
             print_examples(screen, found, of=str(run.path) if len(judged.runs) > 1 else "")
     for kind, path in files.items():
         write(path, kind, rows, judged, options)
@@ -53,18 +56,21 @@ def _check_files(files: dict[str, Path]) -> None:
     """Refuse what can't be written before anything is computed.
 
     Raises:
-        UserError: a folder that isn't there, a folder in the file's place, one file for two forms.
+        UserError: a folder that isn't there or is a run's, a folder in the file's place, one file
+            for two forms.
     """
+    from ia_mech.run.layout import refuse_inside_run
+
     for kind, path in files.items():
         if path.is_dir():
             raise UserError(f"--{kind} {path} is a folder", "name a file in it")
         if not path.parent.is_dir():
             raise UserError(f"--{kind} {path}: there is no folder {path.parent}", "make it first")
-    if len({path.resolve() for path in files.values()}) < len(files):
-        raise UserError(
-            f"{' and '.join(f'--{kind}' for kind in files)} name the same file",
-            "give each its own",
-        )
+        refuse_inside_run(path)
+        same = [other for other in files if files[other].resolve() == path.resolve()]
+        if len(same) > 1:
+            named = " and ".join(f"--{other}" for other in same)
+            raise UserError(f"{named} name the same file", "give each its own")
 
 
 if __name__ == "__main__":

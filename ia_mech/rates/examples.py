@@ -10,6 +10,7 @@ from ia_mech.cli import one_line
 from ia_mech.errors import UserError
 from ia_mech.judge.rubric import NAMES
 from ia_mech.judge.verdict import JUDGED
+from ia_mech.rates.pool import CUT_OFF, EVERY
 from ia_mech.run import Run
 from ia_mech.run.labels import KEY
 
@@ -31,7 +32,7 @@ class Example:
 
 
 def examples_by_category(
-    run: Run, judge: str, per_category: int = 3, seed: int = 0
+    run: Run, judge: str, per_category: int = 3, seed: int = 0, *, responses: str = EVERY
 ) -> dict[str, list[Example]]:
     """Turns of every category that the judge found, drawn by a seeded generator.
 
@@ -44,6 +45,7 @@ def examples_by_category(
         judge: whose verdicts (the first of repeated ones).
         per_category: how many at most.
         seed: of the draw.
+        responses: after which responses the turns come: ``all``, ``complete`` or ``cut-off`` ones.
 
     Returns:
         Category to its examples, in the order of the rubric; categories without any are left out.
@@ -59,6 +61,9 @@ def examples_by_category(
             f"the verdicts of {judge!r} are not of the turns of {run.path}",
             f"judge it again: python -m ia_mech.judge run {run.path} --name {judge} --replace",
         )
+    if responses != EVERY:
+        cut_off = turns["response_cut_off"].fillna(False).astype(bool)
+        turns = turns[cut_off == (responses == CUT_OFF)]
     messages = run.contexts.set_index("context_id")["messages"]
     found = {}
     for number, category in enumerate(NAMES):

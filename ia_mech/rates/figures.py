@@ -3,7 +3,7 @@
 import numpy as np
 
 from ia_mech.judge.rubric import ASSESSED
-from ia_mech.rates.tables import ALL, Row
+from ia_mech.rates.rows import ALL, Row
 
 
 class Figures:

@@ -12,7 +12,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ia_mech.rates.pool import Judged
-from ia_mech.rates.tables import Row, comparisons
+from ia_mech.rates.rows import Row
+from ia_mech.rates.tables import comparisons
 from ia_mech.run.layout import fsync_folder
 
 _FLOATS = ("temperature", "value", "low", "high", "p", "p_holm", "level")
@@ -50,11 +51,14 @@ def write(
     """
     path = Path(path)
     scratch = path.with_name(path.name + ".tmp")
+    own, pooled = comparisons(rows)
     about = {
         "runs": [str(run.path) for run in judged.runs],
         "judge": {"name": judged.judge, "record": judged.record},
         "annotator": judged.annotator,
-        "comparisons": comparisons(rows),
+        "responses": judged.responses,
+        "comparisons": own,
+        "comparisons_of_all_datasets": pooled,
         "notes": judged.notes,
         **options,
     }

@@ -18,20 +18,28 @@ any of n         latent reach: share of contexts with a genuine turn among n sam
                  2021, arXiv 2107.03374). Turns not assessed are left out; so are contexts with
                  fewer than n others. Over all temperatures it draws from their samples together;
                  these share their noise, so it is no estimate for as many fresh samples.
-difference       mean over sources of a source's rate minus its greedy rate; p values by sign flips
-                 over sources, corrected by Holm's method over all comparisons in the output. What
-                 could have been found with 80% power in a single comparison stands beside it.
+difference       mean over sources of a source's rate minus its greedy rate. p is where MOVER's
+                 interval begins to leave out 0; where every source has as many turns at greedy as
+                 at the other temperature, it comes from flipping the signs of whole sources. Which
+                 test it was stands below the tables and in the files; --method doesn't change it.
+                 p is corrected by Holm's method over all comparisons of model, dataset and
+                 temperature in the output. What could have been found with 80% power in a single
+                 comparison stands beside it.
 failure profile  share of every category among the turns assessed.
 corrected rate   needs annotations (python -m ia_mech.judge export, then import). Rogan & Gladen's
                  estimate takes the judge's sensitivity and specificity from all annotated turns of
                  a model, weighed by their inclusion probabilities: it assumes that the judge errs
-                 alike at all temperatures and in all datasets. The prediction-powered one doesn't,
-                 and is given where 30 annotated turns of 10 sources are there for the very group.
+                 alike at all temperatures and in all datasets, labelled ones or not. The
+                 prediction-powered one assumes no such thing. It is given where 30 annotated turns
+                 of 10 sources are there for the very line, and labels of every run with turns in
+                 it: what people had no chance to see is not taken to be like what they saw. Neither
+                 is given where a stratum of a run's sheet has no label at all.
 
 Intervals are over sources (the original prompts): samples of one context are not independent. Lines
-"(all)" weigh every turn alike, whatever its dataset, and count among the comparisons. Where
-responses were cut off, the rate after complete responses stands beside the rate of all. Of a
-judge's repeats the first is used.
+"(all)" weigh every turn alike, whatever its dataset; they repeat what the datasets say, and their
+p values are corrected as a family of their own. Simulations cover 24 sources and more; where there
+are fewer, a note says so. Where responses were cut off, the rate after complete responses stands
+beside the rate of all; --responses shows everything apart. Of a judge's repeats the first is used.
 """
 
 EPILOG = """\
@@ -42,6 +50,8 @@ examples:
       several runs, by one judge, with all figures in files: one row per estimate
   python -m ia_mech.rates cache/RUN --annotator anna --examples 3
       corrected for the judge's errors by anna's labels; three drawn turns of every category
+  python -m ia_mech.rates cache/RUN --responses complete
+      everything once more, without the turns after responses that were cut off
 
 Before: python -m ia_mech.judge run cache/RUN
 Exit status: 0 done, 2 bad input (one line says what and what to do), 130 interrupted.
@@ -57,6 +67,13 @@ def build_parser() -> argparse.ArgumentParser:
         "--annotator",
         metavar="NAME",
         help="whose labels correct the rate (default: the only annotator, if there is one)",
+    )
+    parser.add_argument(
+        "--responses",
+        choices=["all", "complete", "cut-off"],
+        default="all",
+        help="count only user turns after such responses, in every figure and example; a response "
+        "that was cut off is a different stimulus (default: all)",
     )
     numbers = parser.add_argument_group("intervals")
     numbers.add_argument(

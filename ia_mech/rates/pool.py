@@ -6,7 +6,7 @@ prompt together, and prompts of two datasets that happen to have the same id sta
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from ia_mech.run import Run
 from ia_mech.run.labels import KEY
 
 FAILED = "failed"  # the judge gave no category
+EVERY, COMPLETE, CUT_OFF = RESPONSES = ("all", "complete", "cut-off")  # what turns come after
 SUBJECT = ["model", "weights_hash", "perturbation"]  # one table each
 
 
@@ -34,12 +35,15 @@ class Judged:
             ``cut_off`` (it follows a cut-off response), ``category`` (a name of the rubric, or
             ``failed``), ``genuine`` (1, 0, or NaN where not assessed), and of the annotator
             ``truth`` (likewise; NaN where not annotated) and ``inclusion`` (the probability of
-            being chosen for annotation).
+            being chosen for annotation). Of the run: ``run`` (its folder), ``annotated`` (the
+            annotator has labelled turns of it) and ``unlabelled`` (the strata of its sheet that
+            have turns but no label; empty if there are none).
         judge: the judge's name.
         record: who the judge is.
         annotator: whose labels are in ``truth``; None without any.
         runs: the runs, in the given order.
         notes: what a reader has to know of how they were put together.
+        responses: after which responses the turns come: ``all``, ``complete`` or ``cut-off`` ones.
     """
 
     turns: pd.DataFrame
@@ -48,10 +52,14 @@ class Judged:
     annotator: str | None
     runs: list[Run]
     notes: list[str]
+    responses: str = EVERY
 
 
 def read_runs(
-    paths: Sequence[str | Path], judge: str | None = None, annotator: str | None = None
+    paths: Sequence[str | Path],
+    judge: str | None = None,
+    annotator: str | None = None,
+    responses: str = EVERY,
 ) -> Judged:
     """Read runs with their labels, and check that they can be reported together.
 
@@ -59,11 +67,13 @@ def read_runs(
         paths: the runs' folders.
         judge: whose verdicts; the only judge there if not given.
         annotator: whose labels; the only annotator there, if any, if not given.
+        responses: ``complete`` keeps only turns after responses that weren't cut off, ``cut-off``
+            only those after ones that were.
 
     Raises:
         UserError: not a run, an unfinished one, or the same one twice; none or several judges or
             annotators to choose from; verdicts or labels that aren't of the run's turns; judges
-            that share a name but not their identity.
+            that share a name but not their identity; no turn comes after such responses.
     """
     places = [Path(path).resolve() for path in paths]
     for at, place in enumerate(places):
@@ -79,10 +89,40 @@ def read_runs(
     turns, earlier = [], {}
     for run, said in zip(runs, verdicts, strict=True):
         frame = _turns(run, judge, said)
-        _label(frame, run, annotator)
+        _label(frame, run, annotator, judge)
         turns.append(_without_repeated(frame, run, earlier))
     pooled = pd.concat(turns, ignore_index=True)
-    return Judged(pooled, judge, record, annotator, runs, _notes(runs, record, pooled, annotator))
+    if pooled["genuine"].isna().all():
+        raise UserError(
+            f"{judge!r} assessed none of the {len(pooled)} user turns",
+            "see why in the column status of its verdicts, and judge again with --retry-failed",
+        )
+    notes = _notes(runs, record, pooled, annotator)
+    return restricted(Judged(pooled, judge, record, annotator, runs, notes), responses)
+
+
+def restricted(judged: Judged, responses: str) -> Judged:
+    """Only the turns after such responses, with a note of how many they are.
+
+    Raises:
+        UserError: there are none.
+        ValueError: ``responses`` isn't one of :data:`RESPONSES`.
+    """
+    if responses not in RESPONSES:
+        raise ValueError(f"unknown responses {responses!r}; choose from {', '.join(RESPONSES)}")
+    if responses == EVERY:
+        return judged
+    kept = judged.turns[judged.turns["cut_off"] == (responses == CUT_OFF)].reset_index(drop=True)
+    if kept.empty:
+        raise UserError(
+            f"no user turn comes after a {responses} response",
+            f"leave --responses out: all {len(judged.turns)} come after the other kind",
+        )
+    note = (
+        f"{len(kept)} of {len(judged.turns)} user turns: those after {responses} responses. A "
+        "response that was cut off is a different stimulus."
+    )
+    return replace(judged, turns=kept, notes=[*judged.notes, note], responses=responses)
 
 
 # -- whose labels -------------------------------------------------------------------------------
@@ -179,6 +219,7 @@ def _turns(run: Run, judge: str, verdicts: pd.DataFrame) -> pd.DataFrame:
     context = generations["context_id"] + "\0" + generations["context_id"].map(texts)
     return pd.DataFrame(
         {
+            "run": str(run.path),
             "model": run.model["name"],
             "weights_hash": run.model["weights_hash"],
             "dataset": generations["dataset"],
@@ -195,11 +236,12 @@ def _turns(run: Run, judge: str, verdicts: pd.DataFrame) -> pd.DataFrame:
     )
 
 
-def _label(frame: pd.DataFrame, run: Run, annotator: str | None) -> None:
-    """Add ``truth`` and ``inclusion``, and take ``context_id`` off."""
+def _label(frame: pd.DataFrame, run: Run, annotator: str | None, judge: str) -> None:
+    """Add what the annotator says, and take ``context_id`` off."""
     keys = pd.MultiIndex.from_frame(frame[list(KEY)])
     frame.drop(columns="context_id", inplace=True)
     frame["truth"] = frame["inclusion"] = np.nan
+    frame["annotated"], frame["unlabelled"] = False, ""
     if annotator is None or annotator not in run.labels.annotators:
         return
     labels = run.labels.annotations(annotator).set_index(list(KEY))
@@ -217,6 +259,25 @@ def _label(frame: pd.DataFrame, run: Run, annotator: str | None) -> None:
     truth[labels["category"] == CANNOT_ASSESS] = np.nan
     frame["truth"] = truth.reindex(keys).to_numpy()
     frame["inclusion"] = labels["inclusion_probability"].astype(float).reindex(keys).to_numpy()
+    frame["annotated"] = bool(truth.notna().any())
+    record = run.labels.record("annotations", annotator)
+    strata = _strata_to_label(run, record, judge)
+    known = set(labels["stratum"][truth.notna()])
+    frame["unlabelled"] = ", ".join(name for name in strata if name not in known)
+    if not strata:  # labels that came without a sheet: whole datasets may have been left out
+        frame["annotated"] = frame["truth"].notna().groupby(frame["dataset"]).transform("any")
+
+
+def _strata_to_label(run: Run, record: dict[str, Any], judge: str) -> list[str]:
+    """Strata of the annotator's sheet that have turns which may count in a rate by this judge.
+
+    Where the strata are this judge's own categories, those that it didn't assess never count.
+    """
+    strata = [name for name, of in (record.get("strata") or {}).items() if of.get("rows")]
+    by = record.get("judge") or {}
+    verdicts = run.labels.record("judgements", judge).get("identity_hash")
+    own = by.get("name") == judge and by.get("identity_hash") == verdicts
+    return [name for name in strata if not (own and name in (FAILED, CANNOT_ASSESS))]
 
 
 def _without_repeated(frame: pd.DataFrame, run: Run, earlier: dict) -> pd.DataFrame:

@@ -9,15 +9,9 @@ from rich.table import Table
 from ia_mech.cli import one_line
 from ia_mech.judge.rubric import ASSESSED, CANNOT_ASSESS, SHORT
 from ia_mech.rates.figures import Figures
-from ia_mech.rates.pool import FAILED, Judged
-from ia_mech.rates.tables import (
-    MIN_ANNOTATED,
-    MIN_ANNOTATED_SOURCES,
-    POWER,
-    Row,
-    comparisons,
-)
-from ia_mech.stats import IMPOSSIBLE
+from ia_mech.rates.notes import notes_of
+from ia_mech.rates.pool import EVERY, FAILED, Judged
+from ia_mech.rates.rows import Row
 
 CURVE = 5  # points of a reach curve that fit on a line
 
@@ -47,6 +41,8 @@ def print_rates(screen: Console, judged: Judged, rows: list[Row]) -> None:
             name += f" ({weights})"
         if perturbation != "none":
             name += f" · perturbation {one_line(perturbation, 60)}"
+        if judged.responses != EVERY:
+            name += f" · after {judged.responses} responses"
         title = escape(f"{name} · judge {judged.judge}")
         _show(screen, _main_table(figures, f"[bold]{title}[/] ({level} intervals over sources)"))
         if figures.has("follow_up_rate_bounds"):
@@ -58,7 +54,7 @@ def print_rates(screen: Console, judged: Judged, rows: list[Row]) -> None:
         if figures.annotated:
             _show(screen, _corrected_table(figures, "follow-up rate, corrected for judge errors"))
             _say_errors(screen, figures, judged.annotator)
-    for note in _notes(judged, rows):
+    for note in notes_of(judged, rows):
         screen.print(escape(note), soft_wrap=True)
 
 
@@ -141,15 +137,20 @@ def _reach(figures: Figures, row: Row | None) -> str:
 
 
 def _corrected_table(figures: Figures, title: str) -> Table:
-    table = _table(title, ["by the judge", "Rogan & Gladen", "prediction-powered"])
+    table = _table(
+        title, ["by the judge", "by the labels alone", "Rogan & Gladen", "prediction-powered"]
+    )
     for dataset, temperature, first in _lines(figures.lines):
         found = [
             figures.get(dataset, temperature, quantity)
-            for quantity in ("follow_up_rate", "rate_rogan_gladen", "rate_prediction_powered")
+            for quantity in (
+                *("follow_up_rate", "rate_annotated"),
+                *("rate_rogan_gladen", "rate_prediction_powered"),
+            )
         ]
         cells = [row.estimate.text() if row else "–" for row in found]
-        if found[2]:
-            cells[2] += f" ({found[2].events} annotated)"
+        if found[1] and not np.isnan(found[1].value):
+            cells[1] += f" of {found[1].rows}"
         _add(table, dataset, temperature, first, cells)
     return table
 
@@ -197,8 +198,9 @@ def _signed(row: Row) -> str:
     """``+0.12 [-0.02, +0.25]``."""
     if np.isnan(row.value):
         return "–"
-    ends = "–" if np.isnan(row.low) else f"{row.low:+.2f}, {row.high:+.2f}"
-    return f"{row.value:+.2f} [{ends}]"
+    value, low, high = (x + 0.0 if abs(x) >= 0.005 else 0.0 for x in (row.value, row.low, row.high))
+    ends = "–" if np.isnan(row.low) else f"{low:+.2f}, {high:+.2f}"
+    return f"{value:+.2f} [{ends}]"
 
 
 def _p(p: float) -> str:
@@ -239,43 +241,3 @@ def _say_errors(screen: Console, figures: Figures, annotator: str | None) -> Non
     undefined = figures.undefined("rate_rogan_gladen")
     line += f"; Rogan & Gladen: {undefined}" if undefined else ""
     screen.print(escape(line + "."), soft_wrap=True)
-
-
-def _notes(judged: Judged, rows: list[Row]) -> list[str]:
-    """What has to be known to read the tables, each on a line."""
-    tests = comparisons(rows)
-    notes = [
-        f"Δ: mean over sources; p by sign flips, Holm-corrected over {tests} "
-        f"comparison{'' if tests == 1 else 's'}; detectable Δ: found with {POWER:.0%} power in one "
-        "comparison, uncorrected. any of n: contexts with a genuine turn among n samples, unbiased "
-        "over subsets (pass@k); (a/b): only a of b contexts have n samples that were assessed."
-    ]
-    if any(row.quantity == "cut_off" for row in rows):
-        notes.append(
-            "†: after a response that was cut off, which is a different stimulus; rates are of all "
-            "turns unless the column says complete responses."
-        )
-    if judged.record.get("caveat"):
-        notes.append(judged.record["caveat"])
-    if any(row.method.startswith(IMPOSSIBLE) for row in rows):
-        notes.append(
-            "– under Rogan & Gladen: the judge says genuine less often there than it errs that way "
-            "elsewhere, so the assumption fails and no rate fits."
-        )
-    if any(row.quantity == "rate_rogan_gladen" for row in rows):
-        notes.append(
-            "Rogan & Gladen assumes that the judge errs alike in all rows of a table; the "
-            f"prediction-powered rate needs {MIN_ANNOTATED} annotated turns of "
-            f"{MIN_ANNOTATED_SOURCES} sources in the very row."
-        )
-    elif judged.annotator:
-        notes.append(
-            f"none of {judged.annotator}'s labels is of a turn that the judge assessed: no rate is "
-            "corrected."
-        )
-    else:
-        notes.append(
-            "no annotations: a raw rate is only as good as the judge. To correct it: python -m "
-            f"ia_mech.judge export {judged.runs[0].path}, fill the sheet in, then import it."
-        )
-    return notes + judged.notes

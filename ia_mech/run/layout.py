@@ -122,6 +122,17 @@ def residuals_file(layer: int, part: str) -> str:
     return f"residuals/layer_{layer:02d}/{part}.safetensors"
 
 
+def refuse_inside_run(path: Path) -> None:
+    """Refuse to write a user's output over or among a run's own files.
+
+    Raises:
+        UserError: a folder above the file is a run's.
+    """
+    for folder in path.resolve().parents:
+        if (folder / RUN).is_file() and (folder / MANIFEST).is_file():
+            raise UserError(f"{path} lies inside the run {folder}", "write it somewhere else")
+
+
 def sha256(path: Path) -> str:
     with open(path, "rb") as handle:
         return hashlib.file_digest(handle, "sha256").hexdigest()

@@ -8,7 +8,9 @@ intervals and tests keep of their promises.
 
 from ia_mech.stats.agreement import (
     CategoryScore,
+    alpha_of,
     balanced_accuracy,
+    balanced_accuracy_of,
     cohen_kappa,
     confusion,
     kappa_of,
@@ -17,6 +19,7 @@ from ia_mech.stats.agreement import (
 )
 from ia_mech.stats.clusters import cluster_mean, cluster_statistic
 from ia_mech.stats.correction import IMPOSSIBLE, prediction_powered, rogan_gladen
+from ia_mech.stats.counts import cluster_counts
 from ia_mech.stats.intervals import Estimate, wilson, zero_events_bound
 from ia_mech.stats.multiple import PermutationTest, benjamini_hochberg, holm, permutation_max
 from ia_mech.stats.paired import Paired, paired_difference
@@ -28,8 +31,11 @@ __all__ = [
     "Estimate",
     "Paired",
     "PermutationTest",
+    "alpha_of",
     "balanced_accuracy",
+    "balanced_accuracy_of",
     "benjamini_hochberg",
+    "cluster_counts",
     "cluster_mean",
     "cluster_statistic",
     "cohen_kappa",

@@ -2,9 +2,9 @@
 
 Rows may carry weights: inverse inclusion probabilities of a stratified sample, or the
 multiplicities that ``cluster_statistic`` hands over, or their product. Intervals come from there;
-nothing here knows sources. Labels are strings or numbers (arrays of numbers go several times faster
-through many resamples); a missing label is the caller's to leave out, except for Krippendorff's
-alpha, which is made for it.
+nothing here knows sources. ``kappa_of``, ``balanced_accuracy_of`` and ``alpha_of`` take the tables
+of many resamples at once, as ``cluster_counts`` makes them. Labels are strings or numbers; a
+missing label is the caller's to leave out, except for Krippendorff's alpha, which is made for it.
 """
 
 from collections.abc import Hashable, Iterable, Sequence
@@ -99,14 +99,19 @@ def cohen_kappa(
     return kappa_of(table)
 
 
-def kappa_of(table: np.ndarray) -> float:
-    """Cohen's kappa of a ``[c, c]`` confusion matrix; see :func:`cohen_kappa`."""
-    total = table.sum()
-    if total == 0:
-        return np.nan
-    shares = table / total
-    expected = float(shares.sum(0) @ shares.sum(1))
-    return float((np.trace(shares) - expected) / (1 - expected)) if expected < 1 else np.nan
+def kappa_of(table: np.ndarray) -> float | np.ndarray:
+    """Cohen's kappa of a ``[c, c]`` confusion matrix, or of ``[..., c, c]`` many.
+
+    See :func:`cohen_kappa`.
+    """
+    table = np.asarray(table, dtype=float)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        total = table.sum((-2, -1), keepdims=True)
+        shares = table / total
+        expected = (shares.sum(-2) * shares.sum(-1)).sum(-1)
+        kappa = (np.trace(shares, axis1=-2, axis2=-1) - expected) / (1 - expected)
+    kappa = np.where((total[..., 0, 0] > 0) & (expected < 1), kappa, np.nan)
+    return kappa if kappa.ndim else float(kappa)
 
 
 def krippendorff_alpha(
@@ -131,12 +136,65 @@ def krippendorff_alpha(
     Raises:
         ValueError: shape or level isn't one of those.
     """
+    table = _ratings(ratings, level)
+    weight = as_weights(weights, len(table))
+    counts, values = _values_per_unit(table, level)
+    paired = counts.sum(1) >= 2
+    counts, weight = counts[paired], weight[paired]
+    if not len(counts) or weight.sum() == 0:
+        return np.nan
+    weight = weight / weight.mean()
+    scale = weight / (counts.sum(1) - 1)
+    coincidence = counts.T @ (counts * scale[:, None]) - np.diag(scale @ counts)
+    return float(_alpha(coincidence[None], values, level)[0])
+
+
+def alpha_of(
+    weights: np.ndarray, patterns: ArrayLike, units: int, level: str = "nominal"
+) -> np.ndarray:
+    """Krippendorff's alpha of many resamples at once, from how much weight each pattern has.
+
+    It equals :func:`krippendorff_alpha` of the units with the weights they have in the resample.
+
+    Args:
+        weights: ``[k, patterns]`` in each resample, the weight of all units rated so.
+        patterns: ``[patterns, raters]`` the different rows of ratings, as there.
+        units: how many units with two or more ratings the data have, for the small-sample term.
+        level: ``nominal``, ``ordinal`` or ``interval``.
+
+    Returns:
+        ``[k]`` alphas; NaN where no unit has two ratings or all ratings are the same.
+
+    Raises:
+        ValueError: a shape or level isn't one of those.
+    """
+    table = _ratings(patterns, level)
+    if weights.shape[1] != len(table):
+        raise ValueError(f"{weights.shape[1]} weights but {len(table)} patterns")
+    counts, values = _values_per_unit(table, level)
+    ratings = counts.sum(1)
+    paired = ratings >= 2
+    counts, ratings, weights = counts[paired], ratings[paired], weights[:, paired]
+    pairs = counts[:, :, None] * counts[:, None, :] - counts[:, :, None] * np.eye(len(values))
+    per_pattern = (pairs / (ratings[:, None, None] - 1)).reshape(len(counts), len(values) ** 2)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        scaled = weights * (units / weights.sum(1, keepdims=True))
+    coincidence = scaled @ per_pattern
+    return _alpha(coincidence.reshape(len(weights), len(values), len(values)), values, level)
+
+
+def _ratings(ratings: ArrayLike, level: str) -> np.ndarray:
+    """``[units, raters]``, or ValueError; lists keep None and mixed kinds as they are."""
     if level not in ("nominal", "ordinal", "interval"):
         raise ValueError(f"unknown level {level!r}; choose from nominal, ordinal, interval")
     table = np.asarray(ratings, dtype=None if isinstance(ratings, np.ndarray) else object)
     if table.ndim != 2:
         raise ValueError(f"ratings must be [units, raters], not of {table.ndim} dimensions")
-    weight = as_weights(weights, len(table))
+    return table
+
+
+def _values_per_unit(table: np.ndarray, level: str) -> tuple[np.ndarray, list]:
+    """``[units, values]`` how often each value was given, and the values, sorted unless nominal."""
     codes, found = _encode(table.ravel())
     values = [value for value in found if not is_missing(value)]
     if level != "nominal":
@@ -146,31 +204,38 @@ def krippendorff_alpha(
     column = np.array([position.get(value, missing) for value in found], dtype=np.intp)[codes]
     cells = np.repeat(np.arange(len(table)), table.shape[1]) * (missing + 1) + column
     counts = np.bincount(cells, minlength=len(table) * (missing + 1)).astype(float)
-    counts = counts.reshape(len(table), missing + 1)[:, :missing]
-    paired = counts.sum(1) >= 2
-    counts, weight = counts[paired], weight[paired]
-    if not len(counts) or weight.sum() == 0:
-        return np.nan
-    weight = weight / weight.mean()
-    scale = weight / (counts.sum(1) - 1)
-    coincidence = counts.T @ (counts * scale[:, None]) - np.diag(scale @ counts)
-    totals = coincidence.sum(0)
+    return counts.reshape(len(table), missing + 1)[:, :missing], values
+
+
+def _alpha(coincidence: np.ndarray, values: list, level: str) -> np.ndarray:
+    """``[k]`` alphas of ``[k, c, c]`` coincidences of values within units."""
+    totals = coincidence.sum(1)
     distance = _distances(values, totals, level)
-    expected = totals @ distance @ totals
-    if expected == 0:
-        return np.nan
-    return float(1 - (totals.sum() - 1) * (coincidence * distance).sum() / expected)
+    expected = (totals[:, :, None] * distance * totals[:, None, :]).sum((1, 2))
+    observed = (coincidence * distance).sum((1, 2))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        alpha = 1 - (totals.sum(1) - 1) * observed / expected
+    return np.where(expected > 0, alpha, np.nan)
 
 
 def _distances(values: list, totals: np.ndarray, level: str) -> np.ndarray:
-    """``[c, c]`` squared differences between values, as Krippendorff defines them per level."""
+    """Squared differences between values, as Krippendorff defines them per level.
+
+    Args:
+        values: ``c`` of them.
+        totals: ``[k, c]`` how often each occurs.
+        level: ``nominal``, ``ordinal`` or ``interval``.
+
+    Returns:
+        ``[k or 1, c, c]``.
+    """
     if level == "nominal":
-        return 1 - np.eye(len(values))
+        return 1 - np.eye(len(values))[None]
     if level == "interval":
-        line = np.asarray(values, dtype=float)
-        return (line[:, None] - line) ** 2
-    middle = np.cumsum(totals) - totals / 2  # an ordinal value stands where its ranks have middle
-    return (middle[:, None] - middle) ** 2
+        line = np.asarray(values, dtype=float)[None]
+    else:  # an ordinal value stands where its ranks have their middle
+        line = np.cumsum(totals, axis=1) - totals / 2
+    return (line[:, :, None] - line[:, None, :]) ** 2
 
 
 @dataclass(frozen=True)
@@ -239,7 +304,19 @@ def balanced_accuracy(
     Returns:
         A number in [0, 1]; NaN without rows. One label alone gives its recall.
     """
-    table = confusion(truth, prediction, _categories(truth, prediction), weights)
-    actual = table.sum(1)
-    there = actual > 0
-    return float((np.diag(table)[there] / actual[there]).mean()) if there.any() else np.nan
+    return balanced_accuracy_of(
+        confusion(truth, prediction, _categories(truth, prediction), weights)
+    )
+
+
+def balanced_accuracy_of(table: np.ndarray) -> float | np.ndarray:
+    """Balanced accuracy of a ``[c, c]`` confusion matrix, or of ``[..., c, c]`` many.
+
+    Truth is down and prediction across; see :func:`balanced_accuracy`.
+    """
+    table = np.asarray(table, dtype=float)
+    right, actual = np.diagonal(table, axis1=-2, axis2=-1), table.sum(-1)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        recalls = np.where(actual > 0, right / actual, 0.0)
+        mean = recalls.sum(-1) / (actual > 0).sum(-1)
+    return mean if mean.ndim else float(mean)

@@ -16,12 +16,10 @@ from ia_mech.stats.intervals import (
 from ia_mech.stats.resampling import (
     as_column,
     as_weights,
-    bca_ends,
-    percentile_ends,
+    bootstrap_estimate,
     resample_counts,
     resample_sums,
     source_index,
-    widened,
 )
 
 MEAN_METHODS = ("auto", "student", "percentile", "bca", "wilson", "korn-graubard")
@@ -71,7 +69,8 @@ def cluster_mean(
         seed: of the resampling.
         method: ``auto``, ``student``, ``percentile`` or ``bca`` (both draw whole sources with
             replacement, "pairs cluster bootstrap", Cameron, Gelbach & Miller 2008, Rev. Econ. Stat.
-            90:414), or, for proportions, ``wilson`` or ``korn-graubard``.
+            90:414; without an interval where no resample differs), or, for proportions, ``wilson``
+            or ``korn-graubard``.
         weights: ``[n]`` weights of rows, for instance inverse inclusion probabilities; the mean is
             the weighted mean, and rows of weight 0 are left out. All 1 if not given: every row
             counts alike, so a source counts by its number of rows.
@@ -116,10 +115,8 @@ def cluster_mean(
         return Estimate(value, *student(table, level), clusters, "student")
     sums = resample_sums(table, resamples, seed)
     replicates = sums[:, 0] / sums[:, 1]
-    if method == "percentile":
-        return Estimate(value, *percentile_ends(replicates, level), clusters, method)
     jackknife = (total - table[:, 0]) / (weight - table[:, 1])
-    return Estimate(value, *bca_ends(replicates, value, jackknife, level), clusters, method)
+    return bootstrap_estimate(value, replicates, jackknife, clusters, level, method)
 
 
 def cluster_statistic(
@@ -137,7 +134,11 @@ def cluster_statistic(
     Whole sources are drawn with replacement (Davison & Hinkley 1997, section 3.8; Cameron, Gelbach
     & Miller 2008, Rev. Econ. Stat. 90:414); a resample reaches the statistic as row multiplicities,
     so that rows are never copied. A resample on which the statistic is NaN (no row of a category
-    was drawn, say) is left out; if more than a tenth are NaN there is no interval.
+    was drawn, say) is left out; if more than a tenth are NaN there is no interval, nor if no
+    resample differs, as with perfect agreement.
+
+    The statistic is called once per resample. One that only depends on how often which kind of row
+    occurs (:func:`cluster_counts`) takes many resamples at once, and a hundredth of the time.
 
     Args:
         statistic: called with the columns and ``[n]`` float multiplicities of rows, gives one
@@ -183,27 +184,7 @@ def cluster_statistic(
         left_out = (np.where(index == i, 0.0, 1.0) for i in range(clusters))
         jackknife = np.array([np.atleast_1d(statistic(arrays, w)) for w in left_out], dtype=float)
     estimates = [
-        _interval(float(v), replicates[:, j], jackknife[:, j], clusters, level, method)
+        bootstrap_estimate(float(v), replicates[:, j], jackknife[:, j], clusters, level, method)
         for j, v in enumerate(values)
     ]
     return estimates if many else estimates[0]
-
-
-def _interval(
-    value: float,
-    replicates: np.ndarray,
-    jackknife: np.ndarray,
-    clusters: int,
-    level: float,
-    method: str,
-) -> Estimate:
-    """Ends from replicates, some of which may be NaN."""
-    defined = replicates[~np.isnan(replicates)]
-    if np.isnan(value) or len(defined) < 0.9 * len(replicates):
-        reason = "undefined" if np.isnan(value) else "undefined in more than a tenth of resamples"
-        return Estimate(value, np.nan, np.nan, clusters, reason)
-    if method == "bca":
-        low, high = bca_ends(defined, value, jackknife[~np.isnan(jackknife)], level)
-        return Estimate(value, low, high, clusters, method)
-    low, high = percentile_ends(defined, widened(level, clusters) if method == "auto" else level)
-    return Estimate(value, low, high, clusters, "percentile")

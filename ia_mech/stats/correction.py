@@ -11,7 +11,15 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from ia_mech.stats.intervals import Estimate, check_level
-from ia_mech.stats.resampling import as_column, as_weights, resample_sums, source_index, widened
+from ia_mech.stats.resampling import (
+    NONE_DIFFERS,
+    all_alike,
+    as_column,
+    as_weights,
+    resample_sums,
+    source_index,
+    widened,
+)
 
 IMPOSSIBLE = "undefined: no rate fits, so the judge errs otherwise here than where it was annotated"
 
@@ -61,7 +69,8 @@ def rogan_gladen(
         clip: keep the estimate within [0, 1]; unclipped it is unbiased, but may be negative.
 
     Returns:
-        The corrected rate; ``sources`` are those of all rows. It is NaN, and ``method`` says so, if
+        The corrected rate; ``sources`` are those of all rows. With one source, or if no resample
+        differs, it has no interval, and ``method`` says so. It is NaN, and ``method`` says so, if
         sensitivity or specificity can't be had or sum to 1 or less: then the judge's verdicts carry
         no information about the truth, or the wrong way round, and no correction can add any. With
         ``clip`` it is also NaN (:data:`IMPOSSIBLE`) if the whole interval lies outside [0, 1]: a
@@ -126,7 +135,8 @@ def prediction_powered(
 
     Returns:
         The corrected rate; ``sources`` are those of all rows; NaN without rows or annotations, and
-        as in :func:`rogan_gladen` if the whole interval lies outside [0, 1].
+        as in :func:`rogan_gladen` if the whole interval lies outside [0, 1]; without an interval
+        where that has none.
 
     Raises:
         ValueError: lengths differ, an inclusion probability lies outside (0, 1], or a verdict or
@@ -169,16 +179,18 @@ def _estimate(
     value: float, replicates: np.ndarray, count: int, level: float, clip: bool
 ) -> Estimate:
     """Percentile ends; replicates that are NaN count against both of them."""
+    kept = float(np.clip(value, 0, 1) if clip else value)
     if count < 2:
-        return Estimate(float(value), np.nan, np.nan, count, "one source")
+        return Estimate(kept, np.nan, np.nan, count, "one source")
     tail = (1 - widened(level, count)) / 2
     low = np.quantile(np.where(np.isnan(replicates), 0.0, replicates), tail)
     high = np.quantile(np.where(np.isnan(replicates), 1.0, replicates), 1 - tail)
-    ends = np.array([value, low, high])
     if clip and (high <= 0 or low >= 1):  # clipping would make a certainty of a contradiction
         return Estimate(np.nan, np.nan, np.nan, count, IMPOSSIBLE)
-    value, low, high = np.clip(ends, 0, 1) if clip else ends
-    return Estimate(float(value), float(low), float(high), count, "percentile")
+    if all_alike(replicates):
+        return Estimate(kept, np.nan, np.nan, count, NONE_DIFFERS)
+    low, high = np.clip([low, high], 0, 1) if clip else (low, high)
+    return Estimate(kept, float(low), float(high), count, "percentile")
 
 
 def _table(

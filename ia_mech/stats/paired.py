@@ -20,8 +20,7 @@ from ia_mech.stats.intervals import (
 from ia_mech.stats.resampling import (
     CHUNK,
     as_column,
-    bca_ends,
-    percentile_ends,
+    bootstrap_estimate,
     resample_sums,
     source_index,
 )
@@ -38,7 +37,8 @@ class Paired:
         difference: first minus second, with its interval.
         p: two-sided p value of no difference; NaN without a common source.
         sources: how many sources are in both conditions.
-        test: how p was found: ``sign flip``, ``mover`` or ``student``.
+        test: how p was found: ``sign flip``, or the larger of it and an interval's: ``mover and
+            sign flip``, ``student and sign flip``.
     """
 
     difference: Estimate
@@ -139,8 +139,10 @@ def paired_difference(
       exchangeable under no difference, and flipping the signs of whole sources is an exact test
       (:func:`sign_flip_p`).
     - If not (one greedy row against eight samples), a single row is 0 or 1 and a mean of eight is
-      not: differences are skewed, and flipping signs rejects up to twice as often as it should.
-      Then p is where the interval begins to leave out 0: MOVER's for rates, else Student's.
+      not: differences are skewed, and flipping signs rejects up to twice as often as it should at
+      the 5% level, more at smaller ones. Where the interval begins to leave out 0 (MOVER's for
+      rates, else Student's) is right at 5%, but small p values of it are too small where sources
+      are fewer than 24. p is the larger of the two, so it rejects only where both do.
 
     A sign-flip test and an interval are made separately and may disagree at the margin.
 
@@ -154,7 +156,8 @@ def paired_difference(
         permutations: sign flips to visit at most; with few sources all of them are visited.
         seed: of resampling and flips.
         proportion: the means are rates; if not given they are if all values are 0 or 1.
-        method: of the interval: ``auto``, ``mover``, ``student``, ``percentile`` or ``bca``.
+        method: of the interval: ``auto``, ``mover``, ``student``, ``percentile`` or ``bca``
+            (both without an interval where no resample differs).
 
     Returns:
         All NaN without a common source; with one there is no interval.
@@ -192,26 +195,32 @@ def _p_value(
 ) -> tuple[float, str]:
     """Two-sided p value and the name of the test."""
     differences, n = table[:, 0], len(table)
+    flips = sign_flip_p(differences, permutations, seed)
     if balanced or n == 1 or np.ptp(differences) == 0:  # without spread only flips say anything
-        return sign_flip_p(differences, permutations, seed), "sign flip"
+        return flips, "sign flip"
     spread = spread_between(table)
-    if not proportion:
-        ratio = abs(spread.mean) / np.sqrt(spread.variance)
-        return float(2 * stdtr(spread.freedom, -ratio)), "student"
-    if abs(spread.mean) < 1e-12:
-        return 1.0, "mover"
+    if proportion:
+        return max(flips, _mover_p(a, b, spread.mean)), "mover and sign flip"
+    ratio = abs(spread.mean) / np.sqrt(spread.variance)
+    return max(flips, float(2 * stdtr(spread.freedom, -ratio))), "student and sign flip"
+
+
+def _mover_p(a: Condition, b: Condition, difference: float) -> float:
+    """One minus the level at which MOVER's interval of the difference begins to leave out 0."""
+    if abs(difference) < 1e-12:
+        return 1.0
 
     def inner_end(exponent: float) -> float:
         """How far the interval at level ``1 - 10 ** exponent`` stays clear of 0, if it does."""
         low, high = _mover(a, b, 1 - 10**exponent)
-        return low if spread.mean > 0 else -high
+        return low if difference > 0 else -high
 
     smallest, largest = np.log10(P_RANGE)
     if inner_end(smallest) > 0:
-        return P_RANGE[0], "mover"
+        return P_RANGE[0]
     if inner_end(largest) <= 0:
-        return 1.0, "mover"
-    return float(10 ** brentq(inner_end, smallest, largest, xtol=1e-6)), "mover"
+        return 1.0
+    return float(10 ** brentq(inner_end, smallest, largest, xtol=1e-6))
 
 
 def _interval(
@@ -237,10 +246,8 @@ def _interval(
     if method in ("auto", "student"):
         return Estimate(value, *student(table, level), n, "student")
     replicates = resample_sums(differences[:, None], resamples, seed)[:, 0] / n
-    if method == "percentile":
-        return Estimate(value, *percentile_ends(replicates, level), n, method)
     jackknife = (differences.sum() - differences) / (n - 1)
-    return Estimate(value, *bca_ends(replicates, value, jackknife, level), n, method)
+    return bootstrap_estimate(value, replicates, jackknife, n, level, method)
 
 
 def are_rates(a: Condition, b: Condition, proportion: bool | None) -> bool:

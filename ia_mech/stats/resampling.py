@@ -11,6 +11,9 @@ import numpy as np
 from numpy.typing import ArrayLike
 from scipy.stats import norm, t
 
+from ia_mech.stats.intervals import Estimate
+
+NONE_DIFFERS = "no resample differs"
 CHUNK = 1 << 18  # counts per chunk: 2 MB, whatever the number of resamples
 
 
@@ -141,3 +144,51 @@ def bca_ends(
     slowed = np.maximum(1 - acceleration * shifted, 1e-6)  # negative, it would swap the ends
     low, high = np.quantile(replicates, norm.cdf(bias + shifted / slowed))
     return float(low), float(high)
+
+
+def all_alike(replicates: np.ndarray) -> bool:
+    """Whether no replicate differs from another by more than rounding.
+
+    All sources then say the same, and a bootstrap knows nothing but what they say: an interval of
+    no width would claim a certainty that a handful of sources can't give.
+    """
+    return bool(np.ptp(replicates) <= 1e-12 * np.abs(replicates).max())
+
+
+def bootstrap_estimate(
+    value: float,
+    replicates: np.ndarray,
+    jackknife: np.ndarray,
+    sources: int,
+    level: float,
+    method: str,
+) -> Estimate:
+    """The interval that replicates give, or why they give none.
+
+    None if the statistic is NaN, on the data or on more than a tenth of the resamples (fewer are
+    left out), and none if no resample differs (:func:`all_alike`).
+
+    Args:
+        value: the statistic on the data.
+        replicates: ``[resamples]`` the statistic on each resample; may hold NaN.
+        jackknife: ``[sources]`` the statistic with one source left out; only ``bca`` looks at it.
+        sources: how many there are, at least 2.
+        level: coverage.
+        method: ``percentile`` and ``bca`` are at exactly that level, ``auto`` is the percentile
+            interval at a level :func:`widened` for the number of sources.
+    """
+    defined = replicates[~np.isnan(replicates)]
+    reason = ""
+    if np.isnan(value):
+        reason = "undefined"
+    elif len(defined) < 0.9 * len(replicates):
+        reason = "undefined in more than a tenth of resamples"
+    elif all_alike(defined):
+        reason = NONE_DIFFERS
+    if reason:
+        return Estimate(value, np.nan, np.nan, sources, reason)
+    if method == "bca":
+        low, high = bca_ends(defined, value, jackknife[~np.isnan(jackknife)], level)
+        return Estimate(value, low, high, sources, method)
+    low, high = percentile_ends(defined, widened(level, sources) if method == "auto" else level)
+    return Estimate(value, low, high, sources, "percentile")

@@ -19,13 +19,16 @@ from ia_mech.judge.agreement.tables import (
     to_json,
 )
 from ia_mech.judge.sheets.files import NewFiles
-from ia_mech.run import Run
+from ia_mech.run import Run, layout
 
 
 def command(args: argparse.Namespace) -> None:
     """``python -m ia_mech.judge agreement``."""
     if args.disagreements < 0:
         raise UserError("--disagreements can't be negative", "give 0 for none")
+    for path in (args.json, args.csv):
+        if path is not None:
+            layout.refuse_inside_run(path)
     run = Run.open(args.run)
     found = agreement(run, args.between)
     contents = {}

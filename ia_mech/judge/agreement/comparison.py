@@ -5,7 +5,7 @@ side abstained on (``cannot_assess``) or failed on (no category) is counted and 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -13,12 +13,12 @@ from numpy.typing import ArrayLike
 from ia_mech.judge.rubric import ASSESSED, CANNOT_ASSESS, GENUINE
 from ia_mech.stats import (
     Estimate,
-    balanced_accuracy,
+    alpha_of,
+    balanced_accuracy_of,
+    cluster_counts,
     cluster_mean,
-    cluster_statistic,
-    cohen_kappa,
     confusion,
-    krippendorff_alpha,
+    kappa_of,
 )
 
 _UNKNOWN = Estimate(np.nan, np.nan, np.nan, 0, "no rows")
@@ -168,24 +168,15 @@ def group_alpha(
     sources = np.asarray(sources, dtype=object)[rated]
     if not len(columns):
         return GroupAlpha(0, 0, 0.0, _UNKNOWN, _UNKNOWN)
-    # Rows with the same ratings are one pattern: a resample then costs patterns, not rows.
     patterns, pattern = np.unique(columns, axis=0, return_inverse=True)
-    pattern = pattern.reshape(-1)
-    categories = [[None if code < 0 else code for code in row] for row in patterns.tolist()]
+    given = [[None if code < 0 else code for code in row] for row in patterns.tolist()]
     genuine_code = ASSESSED.index(GENUINE)
-    genuine = [[None if c is None else c == genuine_code for c in row] for row in categories]
-    ratings_per_row = (patterns >= 0).sum(1)
+    genuine = [[None if code is None else code == genuine_code for code in row] for row in given]
 
-    def statistic(data: dict[str, np.ndarray], multiplicity: np.ndarray) -> np.ndarray:
-        total = np.bincount(data["pattern"], data["weight"] * multiplicity, len(patterns))
-        values = [krippendorff_alpha(table, weights=total) for table in (categories, genuine)]
-        # Alpha's small-sample term counts ratings. It saw those of the patterns; restore the rows'.
-        mean = float(total @ ratings_per_row / total.sum())
-        seen, there = mean * len(patterns), mean * len(data["pattern"])
-        return 1 - (1 - np.array(values)) * (1 - 1 / there) / (1 - 1 / seen)
+    def statistic(counts: np.ndarray) -> np.ndarray:
+        return np.stack([alpha_of(counts, x, len(columns)) for x in (given, genuine)], axis=1)
 
-    data = {"pattern": pattern, "weight": weights}
-    found = [_varied(estimate) for estimate in cluster_statistic(statistic, data, sources)]
+    found = cluster_counts(statistic, pattern.reshape(-1), sources, weights=weights)
     return GroupAlpha(len(columns), len(set(sources)), float(weights.sum()), *found)
 
 
@@ -195,27 +186,17 @@ def _kappas(
     """κ of the categories, κ and balanced accuracy of genuine against the rest."""
     if not len(truth):
         return [_UNKNOWN] * 3
-    # All three depend on the confusion matrix alone: a resample costs cells, not rows.
-    pairs = list(zip(truth, prediction, strict=True))
-    cells = list(dict.fromkeys(pairs))
-    number = {cell: i for i, cell in enumerate(cells)}
-    down, across = zip(*cells, strict=True)
-    down_genuine, across_genuine = ([x == GENUINE for x in side] for side in (down, across))
-    genuine = np.array(down_genuine)
+    number, size = {category: i for i, category in enumerate(ASSESSED)}, len(ASSESSED)
+    cell = [number[a] * size + number[b] for a, b in zip(truth, prediction, strict=True)]
+    side = np.array([[category == GENUINE, category != GENUINE] for category in ASSESSED])
+    merge = np.kron(side, side).astype(float)  # cells of all categories into those of genuine
 
-    def statistic(data: dict[str, np.ndarray], multiplicity: np.ndarray) -> np.ndarray:
-        table = np.bincount(data["cell"], data["weight"] * multiplicity, len(cells))
-        both = table[genuine].sum() > 0 and table[~genuine].sum() > 0
-        return np.array(
-            [
-                cohen_kappa(down, across, table),
-                cohen_kappa(down_genuine, across_genuine, table),
-                balanced_accuracy(down_genuine, across_genuine, table) if both else np.nan,
-            ]
-        )
+    def statistic(counts: np.ndarray) -> np.ndarray:
+        two = (counts @ merge).reshape(-1, 2, 2)
+        balanced = np.where((two.sum(2) > 0).all(1), balanced_accuracy_of(two), np.nan)
+        return np.stack([kappa_of(counts.reshape(-1, size, size)), kappa_of(two), balanced], axis=1)
 
-    data = {"cell": np.array([number[pair] for pair in pairs]), "weight": weights}
-    return [_varied(estimate) for estimate in cluster_statistic(statistic, data, sources)]
+    return cluster_counts(statistic, cell, sources, weights=weights, patterns=size**2)
 
 
 def _line(
@@ -238,14 +219,6 @@ def _line(
 
 def _share(event: np.ndarray, sources: np.ndarray, weights: np.ndarray) -> Estimate:
     return cluster_mean(event, sources, proportion=True, weights=weights)
-
-
-def _varied(estimate: Estimate) -> Estimate:
-    """Without an interval where all resamples gave one value, as with perfect agreement: the
-    bootstrap would claim a certainty that it knows nothing of."""
-    if estimate.low < estimate.high or np.isnan(estimate.low):
-        return estimate
-    return replace(estimate, low=np.nan, high=np.nan, method="no resample differs")
 
 
 def _labels(labels: Sequence[str | None]) -> np.ndarray:

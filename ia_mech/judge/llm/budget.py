@@ -5,7 +5,7 @@ import contextlib
 from collections.abc import AsyncIterator
 from typing import Any
 
-from ia_mech.errors import UserError
+from ia_mech.judge.verdict import CostLimit
 
 FIRST_COMPLETION = 1000  # tokens a completion may take, before any has been seen
 SLACK = 64  # tokens a chat template may add to the texts
@@ -34,7 +34,7 @@ class Bill:
 
 
 class Budget:
-    """A limit in US dollars that the requests of one run share.
+    """A limit in US dollars that the requests of one invocation share.
 
     Before a request is sent, the most it could cost is set aside, and given back when its real cost
     is known. The bound for its prompt: byte-level tokenizers make at most one token per byte, and
@@ -79,7 +79,7 @@ class Budget:
             item_bytes: of the rest.
 
         Raises:
-            UserError: it could cost more than is left.
+            CostLimit: it could cost more than is left.
         """
         bill = Bill()
         if self.limit is None:
@@ -110,10 +110,12 @@ class Budget:
                     break
                 await self._changed.wait()  # those under way may turn out cheaper
         unsure = f", and up to ${self._unsure:.4f} for unanswered ones" if self._unsure else ""
-        raise UserError(
-            f"--max-cost {self.limit:g}: ${self.spent:.4f} is spent{unsure}, and the next request "
-            f"may cost ${most:.4f}",
-            "the same command with a larger --max-cost goes on; verdicts so far are kept",
+        raise CostLimit(
+            f"--max-cost {self.limit:g} limits this invocation: ${self.spent:.4f} is spent in it"
+            f"{unsure}, and the next request may cost ${most:.4f}",
+            "the same command goes on with as much again; verdicts so far are kept"
+            if self.spent or self._unsure
+            else "give a larger --max-cost, or bound answers with --param max_completion_tokens=N",
         )
 
     def _settle(self, bill: Bill, most: float) -> None:

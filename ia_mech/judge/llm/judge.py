@@ -1,5 +1,6 @@
 """A language model at a server as a judge."""
 
+import asyncio
 import contextlib
 import json
 import math
@@ -14,7 +15,7 @@ from ia_mech.judge.llm.address import Address
 from ia_mech.judge.llm.budget import Budget
 from ia_mech.judge.llm.parse import read_completion
 from ia_mech.judge.llm.server import CONNECT_SECONDS, Failed, FormatRefused, Halted, Server
-from ia_mech.judge.llm.session import Session
+from ia_mech.judge.llm.session import Session, Verdicts
 from ia_mech.judge.rubric import rubric_hash
 from ia_mech.judge.verdict import Item, Verdict
 
@@ -59,7 +60,8 @@ class LlmJudge:
         timeout: seconds for a whole request.
         retries: how often a failed request is repeated at most.
         price: US dollars per million prompt and completion tokens.
-        max_cost: US dollars after which judging stops, with a ``UserError`` (see ``Budget``).
+        max_cost: US dollars that one call of ``judge`` may spend before it stops with a
+            ``CostLimit`` (see ``Budget``). Verdicts from a cache don't count.
 
     Raises:
         UserError: a setting that can't be.
@@ -118,7 +120,9 @@ class LlmJudge:
         return line if cost is None else f"{line}, about ${cost:.2f}"
 
     def judge(self, items: Sequence[Item], repeats: Sequence[int]) -> Iterator[tuple[int, Verdict]]:
-        """Yield (index, verdict) as they come. See :class:`Session` for order and ends.
+        """(index, verdict) as they come. See :class:`Session` for order and ends.
+
+        To end early, close the iterator; it then still gives what was received (:class:`Verdicts`).
 
         Raises:
             UserError: no key; a server that can't be reached, refuses access, has no such model,
@@ -126,7 +130,7 @@ class LlmJudge:
                 received are yielded first.
         """
         if not items:
-            return
+            return iter(())
         key = self.address.key()
         limits = [self.params.get(name) for name in ("max_completion_tokens", "max_tokens")]
         limit = next((value for value in limits if isinstance(value, int) and value > 0), None)
@@ -153,14 +157,15 @@ class LlmJudge:
                     key,
                 )
 
-        yield from Session(connect, self._verdict, items, self.concurrency).verdicts()
+        return Verdicts(Session(connect, self._verdict, items, self.concurrency))
 
     # -- one item ------------------------------------------------------------------------------
 
     async def _verdict(self, server: Server, item: Item) -> Verdict:
         """One item's verdict; answers that can't be used are asked for once more.
 
-        If that second request fails or may not be made, the first answer stands: it was paid for.
+        If that second request fails, is interrupted or may not be made, the first answer stands: it
+        was paid for.
         """
         verdict: Verdict | None = None
         for _ in range(1 + REASKS):
@@ -168,7 +173,8 @@ class LlmJudge:
                 verdict = await self._ask(server, item, verdict)
             except Failed as failure:
                 return verdict or Verdict(None, failure.status, error=failure.said)
-            except (UserError, Halted):  # the next item will meet the same problem
+            except (UserError, Halted, asyncio.CancelledError):
+                # The next item will meet the same problem, or there is no next.
                 if verdict is None:
                     raise
                 return verdict

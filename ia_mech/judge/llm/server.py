@@ -152,6 +152,8 @@ class Server:
 
     async def _once(self, request: dict[str, Any], size: tuple[int, int]) -> tuple[Any, int, int]:
         async with self._budget.request(*size) as bill:
+            if self.halted.is_set():  # while it waited for its part of the budget
+                raise Halted
             try:
                 async with asyncio.timeout(self._timeout):
                     completion = await self._client.chat.completions.create(

@@ -59,7 +59,7 @@ class Classifier:
 
 @cache
 def _shipped() -> tuple[Classifier, dict[str, Any], dict[str, Any]]:
-    """The classifier, what decides a verdict, and what the file says of its accuracy."""
+    """The classifier, what decides a verdict, and what its file says of the fit."""
     folder = files("ia_mech.judge.rules")
     model = json.loads((folder / MODEL).read_bytes())
     code = hashlib.sha256()
@@ -70,7 +70,7 @@ def _shipped() -> tuple[Classifier, dict[str, Any], dict[str, Any]]:
         "code": code.hexdigest()[:16],
         "libraries": {name: version(name) for name in ("rapidfuzz", "snowballstemmer")},
     }
-    return Classifier.from_json(model), identity, model["accuracy"]
+    return Classifier.from_json(model), identity, model
 
 
 class RulesJudge:
@@ -79,8 +79,10 @@ class RulesJudge:
     paid = False
 
     def __init__(self) -> None:
-        self._classifier, decisive, accuracy = _shipped()
+        self._classifier, decisive, about = _shipped()
+        accuracy, fitted_on = about["accuracy"], about["fitted_on"]
         self.identity = {"kind": "rules", "rubric": VERSION, **decisive}
+        self._fitted_on = frozenset(fitted_on)
         lead, others = accuracy["lead"], accuracy["others"]
         self.caveat = (
             "the rules judge is a heuristic. Genuine against the rest, in nested cross-validation "
@@ -91,6 +93,10 @@ class RulesJudge:
             "were never tried: compare with people (export, import, agreement) before you rely on "
             "a rate."
         )
+
+    def fitted_on(self, items: Sequence[Item]) -> int:
+        """How many of these the classifier was fitted on; it looks better on them than it is."""
+        return sum(item.key("", 0)[:16] in self._fitted_on for item in items)
 
     def estimate(self, items: Sequence[Item]) -> str:
         return ""
