@@ -303,7 +303,7 @@ def test_fewer_sources_than_were_simulated_are_said():
     sample = simulated(40, {0: 0.1, 1: 0.6}, 3)
     sample.turns["dataset"] = np.where(sample.turns["source"] < "s010", "x", "y")
     (found,) = (n for n in notes_of(sample, estimates(sample)) if n.startswith("fewer than"))
-    assert "p values of x:" in found and "benchmarks/coverage.md" in found
+    assert "intervals of x:" in found and "benchmarks/coverage.md" in found
 
 
 # -- the judge's errors --------------------------------------------------------------------------

@@ -34,9 +34,9 @@ def notes_of(judged: Judged, rows: list[Row]) -> list[str]:
     few = _few_sources(rows)
     if few:
         notes.append(
-            f"fewer than {FEW_SOURCES} sources stand behind intervals or p values of "
-            f"{', '.join(few)}: the simulations (benchmarks/coverage.md) cover {FEW_SOURCES} and "
-            "more, so take these as rough."
+            f"fewer than {FEW_SOURCES} sources stand behind intervals of {', '.join(few)}: the "
+            f"simulations (benchmarks/coverage.md) cover {FEW_SOURCES} and more, so take these as "
+            "rough."
         )
     if judged.record.get("caveat"):
         notes.append(judged.record["caveat"])
@@ -85,7 +85,8 @@ def _few_sources(rows: list[Row]) -> list[str]:
         row
         for row in rows
         if row.sources < FEW_SOURCES
-        and row.quantity != "follow_up_rate_bounds"
+        # The table says of how many annotated turns a rate by labels alone is.
+        and row.quantity not in ("follow_up_rate_bounds", "rate_annotated")
         and not (np.isnan(row.low) and np.isnan(row.p))
     ]
     names = (
