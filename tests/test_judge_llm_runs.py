@@ -259,6 +259,7 @@ def test_no_more_answers_wait_than_concurrency_allows():
 
 
 def test_a_consumer_may_stop(naps):
+    before = set(threading.enumerate())
     with StubServer(lambda _, n: HANG if n > 3 else completion()) as stub:
         stream = judge_for(stub, concurrency=2, timeout=30.0).judge(items(50), [0] * 50)
         next(stream)
@@ -268,7 +269,10 @@ def test_a_consumer_may_stop(naps):
         sent = len(stub.bodies)
         time.sleep(0.1)
         assert len(stub.bodies) == sent
-    assert not [t for t in threading.enumerate() if "_run" in t.name]
+    ours = [t for t in threading.enumerate() if t not in before and "_run" in t.name]
+    for thread in ours:
+        thread.join(5)
+    assert not [thread for thread in ours if thread.is_alive()]
 
 
 def test_an_interrupt_while_waiting_ends_at_once():
