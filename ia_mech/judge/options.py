@@ -45,10 +45,10 @@ def _add_run(commands) -> None:
     parser = commands.add_parser(
         "run",
         help="judge all user turns of a run",
-        description="Judge all user turns of a run and write judgements/<name>.parquet into it. "
-        "Identical turns in identical contexts are judged once; verdicts of language models are\n"
-        "kept in cache/judgements/, so that judging again, or going on after a kill, pays for\n"
-        "nothing twice.",
+        description="Judge all user turns of a run and write judgements/<name>.parquet into it.\n"
+        "Identical turns in identical contexts are judged once. Verdicts of language models are\n"
+        "kept in cache/judgements/, so that judging again, or going on after an interrupt, pays\n"
+        "for nothing twice that had arrived.",
     )
     parser.add_argument("run", type=Path, help="a run's folder")
     _add_judge(parser)

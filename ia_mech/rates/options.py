@@ -18,10 +18,11 @@ any of n         latent reach: share of contexts with a genuine turn among n sam
                  2021, arXiv 2107.03374). Turns not assessed are left out; so are contexts with
                  fewer than n others. Over all temperatures it draws from their samples together;
                  these share their noise, so it is no estimate for as many fresh samples.
-difference       mean over sources of a source's rate minus its greedy rate. p is where MOVER's
-                 interval begins to leave out 0; where every source has as many turns at greedy as
-                 at the other temperature, it comes from flipping the signs of whole sources. Which
-                 test it was stands below the tables and in the files; --method doesn't change it.
+difference       mean over sources of a source's rate minus its greedy rate. p is the larger
+                 of two: by flipping the signs of whole sources, and where MOVER's interval begins
+                 to leave out 0 (flips alone where every source has as many turns at greedy as at
+                 the other temperature). Which test it was stands below the tables and in the
+                 files; --method doesn't change it.
                  p is corrected by Holm's method over all comparisons of model, dataset and
                  temperature in the output. What could have been found with 80% power in a single
                  comparison stands beside it.
