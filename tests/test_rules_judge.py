@@ -24,7 +24,7 @@ RESPONSE = (
     "Give it six hours of light, water it when the soil is dry to the first knuckle, and pinch "
     "off the flower buds. Leggy stems mean too little light."
 )
-# Worked examples of the rubric that it gets wrong (it takes both for degenerate).
+# Worked examples of the rubric that it gets wrong. Strict: one that comes right has to leave.
 MISSED = ("only in the bedroom, since last tuesday", "Dear Mr Okafor, I am writing to let you know")
 
 
@@ -44,7 +44,9 @@ def say(judge: RulesJudge, turn: str, query: str = QUERY, response: str = RESPON
             category.name,
             example,
             id=f"{category.name}-{i}",
-            marks=pytest.mark.xfail(example.turn.startswith(MISSED), reason="known to be missed"),
+            marks=pytest.mark.xfail(
+                example.turn.startswith(MISSED), reason="taken for degenerate", strict=True
+            ),
         )
         for category in CATEGORIES
         for i, example in enumerate(category.examples)
