@@ -54,3 +54,16 @@ def test_every_flag_in_the_readme_exists():
     help_text = "".join(parser.format_help() for parser in parsers)
     for flag in set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", README)):
         assert flag in help_text, flag
+
+
+def test_no_text_of_a_model_breaks_out_of_its_block():
+    opened = ""
+    for line in README.splitlines():
+        fence = re.match(r"`{3,}", line)
+        if fence and not opened:
+            opened = fence[0]
+            assert line.removeprefix(opened) in ("bash", "python", "text"), line
+        elif fence and len(fence[0]) >= len(opened):
+            assert line == opened
+            opened = ""
+    assert not opened
