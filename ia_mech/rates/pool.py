@@ -35,9 +35,10 @@ class Judged:
             ``cut_off`` (it follows a cut-off response), ``category`` (a name of the rubric, or
             ``failed``), ``genuine`` (1, 0, or NaN where not assessed), and of the annotator
             ``truth`` (likewise; NaN where not annotated) and ``inclusion`` (the probability of
-            being chosen for annotation). Of the run: ``run`` (its folder), ``annotated`` (the
-            annotator has labelled turns of it) and ``unlabelled`` (the strata of its sheet that
-            have turns but no label; empty if there are none).
+            being chosen for annotation). Of the run: ``run`` (its folder), ``context_id`` (its
+            own name of the context), ``annotated`` (the annotator has labelled turns of it) and
+            ``unlabelled`` (the strata of its sheet that have turns but no label; empty if there
+            are none).
         judge: the judge's name.
         record: who the judge is.
         annotator: whose labels are in ``truth``; None without any.
@@ -183,7 +184,7 @@ def _choose_annotator(runs: list[Run], annotator: str | None) -> str | None:
 
 
 def _turns(run: Run, judge: str, verdicts: pd.DataFrame) -> pd.DataFrame:
-    """``Judged.turns`` of one run, without labels; ``context_id`` comes with it, for their sake."""
+    """``Judged.turns`` of one run, without labels."""
     generations = run.generations
     again = f"judge it again: python -m ia_mech.judge run {run.path} --name {judge} --replace"
     unknown = sorted(set(verdicts["category"].dropna()) - set(NAMES))
@@ -237,9 +238,8 @@ def _turns(run: Run, judge: str, verdicts: pd.DataFrame) -> pd.DataFrame:
 
 
 def _label(frame: pd.DataFrame, run: Run, annotator: str | None, judge: str) -> None:
-    """Add what the annotator says, and take ``context_id`` off."""
+    """Add what the annotator says."""
     keys = pd.MultiIndex.from_frame(frame[list(KEY)])
-    frame.drop(columns="context_id", inplace=True)
     frame["truth"] = frame["inclusion"] = np.nan
     frame["annotated"], frame["unlabelled"] = False, ""
     if annotator is None or annotator not in run.labels.annotators:

@@ -20,18 +20,30 @@ from ia_mech.stats.agreement import (
 from ia_mech.stats.clusters import cluster_mean, cluster_statistic
 from ia_mech.stats.correction import IMPOSSIBLE, prediction_powered, rogan_gladen
 from ia_mech.stats.counts import cluster_counts
+from ia_mech.stats.curves import auroc, auroc_columns
 from ia_mech.stats.intervals import Estimate, wilson, zero_events_bound
-from ia_mech.stats.multiple import PermutationTest, benjamini_hochberg, holm, permutation_max
+from ia_mech.stats.multiple import (
+    PermutationTest,
+    benjamini_hochberg,
+    holm,
+    permutation_max,
+    permutation_p,
+)
 from ia_mech.stats.paired import Paired, paired_difference
 from ia_mech.stats.power import detectable_difference
+from ia_mech.stats.ranking import FoldScores, Replicated
 
 __all__ = [
     "IMPOSSIBLE",
     "CategoryScore",
     "Estimate",
+    "FoldScores",
     "Paired",
     "PermutationTest",
+    "Replicated",
     "alpha_of",
+    "auroc",
+    "auroc_columns",
     "balanced_accuracy",
     "balanced_accuracy_of",
     "benjamini_hochberg",
@@ -46,6 +58,7 @@ __all__ = [
     "krippendorff_alpha",
     "paired_difference",
     "permutation_max",
+    "permutation_p",
     "precision_recall",
     "prediction_powered",
     "rogan_gladen",

@@ -101,7 +101,7 @@ def permutation_max(
 
     All m statistics see the same permutation, so their dependence is kept, and each observed
     statistic is compared with the maximum (Westfall & Young 1993, single step). Every p value
-    counts the observed labels as one of the permutations (Phipson & Smyth 2010) and so is never 0.
+    counts the observed labels as one of the permutations (:func:`permutation_p`).
 
     Args:
         statistic: gives ``[m]`` numbers (or one) for ``[n]`` labels; larger means more effect. A
@@ -151,13 +151,24 @@ def permutation_max(
             for receiver, giver in enumerate(donor):
                 permuted[rows[receiver]] = labels[rows[giver]]
         null[b] = statistic(permuted)
-    null = np.where(np.isnan(null), -np.inf, null)
-    maximum = null.max(1)
-    # Equal statistics may differ in the last bits after a permutation; ties count against us.
-    floor = observed - 1e-12 * np.maximum(1, np.abs(observed))
+    maximum = np.where(np.isnan(null), -np.inf, null).max(1)
+    adjusted = permutation_p(observed, maximum[:, None])
+    return PermutationTest(observed, adjusted, permutation_p(observed, null), maximum)
 
-    def p(reached: np.ndarray) -> np.ndarray:
-        values = (1 + reached.sum(0)) / (1 + permutations)
-        return np.where(np.isnan(observed), np.nan, values)
 
-    return PermutationTest(observed, p(maximum[:, None] >= floor), p(null >= floor), maximum)
+def permutation_p(observed: ArrayLike, null: ArrayLike, slack: float = 1e-12) -> np.ndarray:
+    """How often a permuted statistic reaches the observed one.
+
+    The observed labels count as one of the permutations (Phipson & Smyth 2010), so p is never 0.
+
+    Args:
+        observed: ``[…]`` statistics; larger means more effect. NaN gives NaN.
+        null: ``[permutations, …]`` the same under each permutation; NaN counts as no effect.
+        slack: relative (absolute below 1): equal statistics may differ in the last bits after a
+            permutation, and ties count against us.
+    """
+    observed, null = np.asarray(observed, dtype=float), np.asarray(null)
+    floor = observed - slack * np.maximum(1, np.abs(observed))
+    with np.errstate(invalid="ignore"):
+        values = (1 + (null >= floor).sum(0)) / (1 + len(null))
+    return np.where(np.isnan(observed), np.nan, values)

@@ -1,0 +1,424 @@
+"""Scores of predictions against scikit-learn, and their replicates against repeated rows."""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+from scipy.optimize import minimize
+from scipy.stats import spearmanr
+from sklearn.metrics import (
+    average_precision_score,
+    brier_score_loss,
+    log_loss,
+    roc_auc_score,
+    roc_curve,
+)
+
+from ia_mech.stats import FoldScores, Replicated, auroc, auroc_columns
+from ia_mech.stats.resampling import resample_counts, source_index
+
+RESAMPLES = 40
+
+
+@dataclass(frozen=True)
+class Data:
+    """Contexts and predictions; ``rows`` may repeat contexts."""
+
+    k: np.ndarray
+    n: np.ndarray
+    sources: np.ndarray
+    folds: np.ndarray
+    strata: np.ndarray
+    scores: np.ndarray
+    null: np.ndarray
+
+    def __getitem__(self, rows):
+        return Data(*(getattr(self, name)[rows] for name in self.__dataclass_fields__))
+
+    @property
+    def p(self):
+        return 1 / (1 + np.exp(-self.scores))
+
+    def turns(self):
+        """Labels and weights of contexts doubled, positives first; use with ``np.tile(s, 2)``."""
+        labels = np.repeat([1, 0], len(self.k))
+        return labels, np.concatenate([self.k, self.n - self.k])
+
+    def fold_scores(self, **options):
+        strata = options.pop("strata", self.strata)
+        options = {"resamples": RESAMPLES, **options}
+        return FoldScores(self.k, self.n, self.sources, self.folds, strata, **options)
+
+
+def data(seed=0, contexts=150, decimals=None):
+    """Contexts of 30 sources in 4 folds and 2 strata, with scores that say something."""
+    rng = np.random.default_rng(seed)
+    sources = rng.integers(30, size=contexts)
+    n = rng.integers(1, 9, size=contexts).astype(float)
+    latent = rng.normal(size=contexts)
+    k = rng.binomial(n.astype(int), 1 / (1 + np.exp(1 - latent))).astype(float)
+    scores = latent + rng.normal(size=contexts)
+    if decimals is not None:
+        scores = scores.round(decimals)
+    null = rng.uniform(0.2, 0.5, size=contexts)
+    return Data(k, n, sources, sources % 4, rng.integers(2, size=contexts), scores, null)
+
+
+def brute_auroc(d):
+    labels, weights = d.turns()
+    return roc_auc_score(labels, np.tile(d.scores, 2), sample_weight=weights)
+
+
+def brute_precision(d):
+    labels, weights = d.turns()
+    return average_precision_score(labels, np.tile(d.scores, 2), sample_weight=weights)
+
+
+def brute_recall(d, rate):
+    labels, weights = d.turns()
+    x, y, _ = roc_curve(
+        labels, np.tile(d.scores, 2), sample_weight=weights, drop_intermediate=False
+    )
+    return np.interp(rate, x, y)
+
+
+def brute_brier(d):
+    labels, weights = d.turns()
+    return brier_score_loss(labels, np.tile(d.p, 2), sample_weight=weights)
+
+
+def brute_deviance(d):
+    labels, weights = d.turns()
+    model, null = (log_loss(labels, np.tile(p, 2), sample_weight=weights) for p in (d.p, d.null))
+    return 1 - model / null
+
+
+def brute_slope(d):
+    def loss(beta):
+        linear = beta[0] + beta[1] * d.scores
+        return (d.n * np.logaddexp(0, linear) - d.k * linear).sum()
+
+    fit = minimize(loss, [0, 0.5], method="Nelder-Mead", options={"xatol": 1e-9, "fatol": 1e-12})
+    return fit.x[1]
+
+
+def by_fold(d, score, weight=None):
+    """Mean over folds; within, mean over strata by weight, or all strata in one."""
+    means = []
+    for fold in np.unique(d.folds):
+        part = d[d.folds == fold]
+        if weight is None:
+            means.append(score(part))
+            continue
+        groups = [part[part.strata == s] for s in np.unique(part.strata)]
+        means.append(np.average([score(g) for g in groups], weights=[weight(g) for g in groups]))
+    return np.mean(means)
+
+
+def positives(d):
+    return d.k.sum()
+
+
+def pairs(d):
+    return d.k.sum() * (d.n - d.k).sum()
+
+
+def spearman(d):
+    return spearmanr(d.scores, d.k / d.n).statistic
+
+
+CASES = {
+    "auroc": (lambda f, d: f.auroc(d.scores), lambda d: by_fold(d, brute_auroc, pairs)),
+    "average precision": (
+        lambda f, d: f.average_precision(d.scores),
+        lambda d: by_fold(d, brute_precision, positives),
+    ),
+    "prevalence": (
+        lambda f, d: f.prevalence(),
+        lambda d: by_fold(d, lambda g: g.k.sum() / g.n.sum(), positives),
+    ),
+    "recall": (
+        lambda f, d: f.recall_at(d.scores, 0.0507),  # no share of turns, so no vertical segment
+        lambda d: by_fold(d, lambda g: brute_recall(g, 0.0507), positives),
+    ),
+    "brier": (lambda f, d: f.brier(d.p), lambda d: by_fold(d, brute_brier)),
+    "deviance": (
+        lambda f, d: f.deviance_explained(d.p, d.null),
+        lambda d: by_fold(d, brute_deviance),
+    ),
+    "spearman": (lambda f, d: f.spearman(d.scores), lambda d: by_fold(d, spearman, len_of)),
+    "in the large": (
+        lambda f, d: f.calibration(d.p)[0],
+        lambda d: (d.n @ d.p - d.k.sum()) / d.n.sum(),
+    ),
+}
+
+
+def len_of(d):
+    return len(d.k)
+
+
+@pytest.mark.parametrize("decimals", [None, 0], ids=["continuous", "ties"])
+@pytest.mark.parametrize("case", CASES)
+def test_scores_and_replicates_are_those_of_repeated_rows(case, decimals):
+    d = data(decimals=decimals)
+    score, brute = CASES[case]
+    result = score(d.fold_scores(seed=3), d)
+    assert result.value == pytest.approx(brute(d), abs=1e-12)
+    index, sources = source_index(d.sources)
+    (counts,) = resample_counts(sources, RESAMPLES, 3)
+    assert result.replicates.shape == (RESAMPLES,) and result.sources == sources
+    for r in (0, 1, 7, RESAMPLES - 1):
+        repeated = d[np.repeat(np.arange(len(d.k)), counts[r][index].astype(int))]
+        assert result.replicates[r] == pytest.approx(brute(repeated), abs=1e-12)
+
+
+def test_chunks_change_nothing(monkeypatch):
+    d = data()
+    whole = d.fold_scores().auroc(d.scores).replicates
+    monkeypatch.setattr("ia_mech.stats.ranking.CHUNK", 100)
+    np.testing.assert_array_equal(d.fold_scores().auroc(d.scores).replicates, whole)
+
+
+def test_calibration_slope_is_that_of_a_logistic_regression():
+    d = data()
+    _, slope = d.fold_scores(seed=3).calibration(d.p)
+    assert slope.value == pytest.approx(brute_slope(d), abs=1e-6)
+    index, sources = source_index(d.sources)
+    (counts,) = resample_counts(sources, RESAMPLES, 3)
+    repeated = d[np.repeat(np.arange(len(d.k)), counts[5][index].astype(int))]
+    assert slope.replicates[5] == pytest.approx(brute_slope(repeated), abs=1e-6)
+
+
+def test_calibration_of_true_probabilities_that_were_made_too_extreme():
+    rng = np.random.default_rng(0)
+    logit = rng.normal(size=4000)
+    k = rng.binomial(20, 1 / (1 + np.exp(-logit)))
+    scores = FoldScores(k, np.full(4000, 20), np.arange(4000), np.arange(4000) % 2, resamples=50)
+    large, slope = scores.calibration(1 / (1 + np.exp(-2 * logit)))
+    assert slope.value == pytest.approx(0.5, abs=0.02)
+    assert large.value == pytest.approx(0, abs=0.01)
+
+
+def test_calibration_slope_survives_confident_errors():
+    k, n = np.array([5.0, 0, 0, 1, 9, 4]), np.full(6, 10.0)
+    p = np.array([0.0, 1, 1, 0.5, 0.501, 0.499])
+    _, slope = FoldScores(k, n, range(6), [0] * 6, resamples=10).calibration(p)
+    clipped = np.clip(p, 1e-6, 1 - 1e-6)
+    d = replace(data(contexts=6), k=k, n=n, scores=np.log(clipped / (1 - clipped)))
+    assert slope.value == pytest.approx(brute_slope(d), abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("k", "p"),
+    [([1, 2, 1, 2], [0.3] * 4), ([0, 0, 3, 3], [0.1, 0.2, 0.7, 0.8]), ([0] * 4, [0.1, 0.2] * 2)],
+    ids=["constant", "separated", "no positives"],
+)
+def test_no_calibration_slope(k, p):
+    large, slope = FoldScores(k, [3] * 4, range(4), [0] * 4, resamples=20).calibration(p)
+    assert np.isnan(slope.value) and slope.estimate().method == "undefined"
+    assert large.value == pytest.approx(np.mean(p) - np.mean(k) / 3)
+
+
+def test_differences_and_means_are_paired():
+    d = data()
+    scores = d.fold_scores()
+    good, bad = scores.auroc(d.scores), scores.auroc(d.scores + np.sin(np.arange(len(d.k))))
+    difference = good - bad
+    assert difference.value == good.value - bad.value
+    np.testing.assert_array_equal(difference.replicates, good.replicates - bad.replicates)
+    interval, alone = difference.estimate(), good.estimate()
+    assert alone.low < alone.value < alone.high
+    assert interval.high - interval.low < alone.high - alone.low
+    assert (good - good).estimate().method == "no resample differs"
+    mean = Replicated.mean([good, bad])
+    assert mean.value == (good.value + bad.value) / 2
+    np.testing.assert_allclose(mean.replicates, (good.replicates + bad.replicates) / 2)
+
+
+def test_resamples_depend_on_sources_and_seed_only():
+    d = data()
+    rows = np.concatenate([np.arange(len(d.k)), np.arange(0, len(d.k), 2)])[::-1]
+    one, other = d.fold_scores().prevalence(), d[rows].fold_scores().prevalence()
+    np.testing.assert_array_equal(d.fold_scores()._draws, d[rows].fold_scores()._draws)
+    assert one.value != other.value
+    again = d.fold_scores().prevalence().replicates
+    np.testing.assert_array_equal(again, one.replicates)
+    assert (d.fold_scores(seed=1).prevalence().replicates != again).any()
+
+
+def test_scores_of_other_resamples_are_not_subtracted():
+    d = data()
+    one = d.fold_scores().prevalence()
+    for other in (d.fold_scores(resamples=5).prevalence(), d.fold_scores(level=0.9).prevalence()):
+        with pytest.raises(ValueError, match="same resamples"):
+            one - other
+        with pytest.raises(ValueError, match="same resamples"):
+            Replicated.mean([one, other])
+    with pytest.raises(ValueError, match="at least one"):
+        Replicated.mean([])
+
+
+def test_strata_are_not_compared():
+    d = data()
+    shifted = d.scores + 100 * d.strata
+    for score in ("auroc", "average_precision", "recall_at", "spearman"):
+        plain, moved = (getattr(d.fold_scores(), score)(s) for s in (d.scores, shifted))
+        assert plain.value == moved.value
+        np.testing.assert_array_equal(plain.replicates, moved.replicates)
+    pooled = d.fold_scores(strata=None)
+    assert pooled.auroc(shifted).value != pooled.auroc(d.scores).value
+    assert pooled.auroc(d.scores).value == pytest.approx(by_fold(d, brute_auroc), abs=1e-12)
+
+
+def test_equal_scores_are_worth_a_half():
+    d = data()
+    scores, constant = d.fold_scores(), np.zeros(len(d.k))
+    result = scores.auroc(constant)
+    assert result.value == 0.5 and (result.replicates == 0.5).all()
+    assert result.estimate().method == "no resample differs"
+    assert scores.recall_at(constant, 0.3).value == pytest.approx(0.3)
+    precision, line = scores.average_precision(constant), scores.prevalence()
+    np.testing.assert_allclose(precision.replicates, line.replicates)
+    assert np.isnan(scores.spearman(constant).value)
+
+
+def test_a_context_ties_with_itself():
+    assert auroc([1.0], [3], [4]) == 0.5
+    assert auroc([2.0, 1.0], [1, 0], [2, 1]) == 0.75
+
+
+def test_recall_takes_the_upper_end_of_a_vertical_segment():
+    # from the top: a negative, then a positive, then the rest; 29 of 100 negatives come first
+    k, n = [0, 1, 1], [29, 1, 72]
+    for rate, recall in ((0.28, 0.0), (0.29, 0.5), (1.0, 1.0)):
+        scores = FoldScores(k, n, range(3), [0] * 3, resamples=5)
+        assert scores.recall_at([3, 2, 1], rate).value == pytest.approx(recall)
+    assert FoldScores([1, 1], [1, 2], range(2), [0] * 2).recall_at([2, 1], 0).value == 0.5
+
+
+def test_folds_without_a_value_are_left_out():
+    k, n = np.array([2.0, 0, 0, 0, 3, 3]), np.full(6, 3.0)
+    folds, p = [0, 0, 1, 1, 2, 2], np.array([0.5, 0.2, 0.3, 0.4, 0.6, 0.7])
+    scores = FoldScores(k, n, range(6), folds, resamples=50)
+    assert scores.auroc(p).value == auroc(p[:2], k[:2], n[:2])
+    assert scores.recall_at(p, 1.0).value == 1.0
+    assert scores.average_precision(p).value == pytest.approx((2 / 3 + 1) / 2)
+    assert scores.prevalence().value == pytest.approx((1 / 3 + 1) / 2)
+    assert scores.spearman(p).value == pytest.approx(1)
+    none = FoldScores(np.zeros(6), n, range(6), folds, resamples=50)
+    for score in (none.auroc, none.average_precision, none.recall_at, none.spearman):
+        assert np.isnan(score(p).value) and np.isnan(score(p).replicates).all()
+        assert score(p).estimate().method == "undefined"
+    assert none.brier(p).value == pytest.approx(np.mean(p**2))
+
+
+def test_probabilities_of_0_and_1_cost_no_infinite_deviance():
+    scores = FoldScores([1, 0], [1, 1], [0, 1], [0, 0], resamples=5)
+    assert scores.deviance_explained([1, 0], [0.5, 0.5]).value == pytest.approx(1, abs=1e-5)
+    assert scores.deviance_explained([0, 1], [0.5, 0.5]).value == pytest.approx(
+        1 - np.log(1e-6) / np.log(0.5)
+    )
+
+
+def test_one_source_gives_no_interval():
+    result = FoldScores([1, 0, 2], [2, 2, 2], ["a"] * 3, [0] * 3, resamples=5).auroc([3, 2, 1])
+    assert result.value == auroc([3, 2, 1], [1, 0, 2], [2, 2, 2])
+    assert result.estimate().method == "one source"
+
+
+def test_fractional_and_infinite():
+    assert auroc([1, 2, np.inf, -np.inf], [0.5, 1, 2.5, 0], [2, 2, 3, 0.5]) == pytest.approx(
+        roc_auc_score(
+            [1] * 4 + [0] * 4,
+            [1, 2, 3, 0] * 2,
+            sample_weight=[0.5, 1, 2.5, 0, 1.5, 1, 0.5, 0.5],
+        ),
+        abs=1e-12,
+    )
+    assert auroc([np.inf, np.inf], [1, 0], [1, 1]) == 0.5
+
+
+@pytest.mark.parametrize("wide", ["neither", "positives", "trials", "both"])
+def test_columns_are_scored_one_by_one(wide):
+    rng = np.random.default_rng(1)
+    scores = rng.normal(size=(30, 6))
+    scores[:, 1] = scores[:, 1].round()
+    scores[:, 2] = 0
+    scores[3:5, 4] = 7
+    n = rng.integers(3, 7, size=(30, 6))
+    k = rng.integers(0, 4, size=(30, 6))
+    each = {
+        "positives": k if wide in ("positives", "both") else k[:, 0],
+        "trials": n if wide in ("trials", "both") else n[:, 0],
+    }
+    found = auroc_columns(scores, **each)
+    assert found.shape == (6,) and found[2] == 0.5
+    for j in range(6):
+        d = replace(
+            data(contexts=30),
+            k=each["positives"] if each["positives"].ndim == 1 else k[:, j],
+            n=each["trials"] if each["trials"].ndim == 1 else n[:, j],
+            scores=scores[:, j],
+        )
+        assert found[j] == pytest.approx(brute_auroc(d), abs=1e-12)
+        assert auroc(d.scores, d.k, d.n) == found[j]
+
+
+def test_columns_without_positives_or_negatives_are_undefined():
+    scores = np.arange(6.0).reshape(2, 3)
+    k = np.array([[0, 1, 1], [0, 1, 0]])
+    np.testing.assert_array_equal(auroc_columns(scores, k, [1, 1]), [np.nan, np.nan, 0])
+    assert np.isnan(auroc([], [], []))
+
+
+def test_impossible_data_are_refused():
+    good = {"positives": [1, 0], "trials": [2, 1], "sources": [0, 1], "folds": [0, 0]}
+    for change in (
+        {"positives": [1, 0, 1]},
+        {"trials": [2]},
+        {"sources": [0, 1, 2]},
+        {"sources": [0, None]},
+        {"folds": [0]},
+        {"strata": [0]},
+        {"positives": [3, 0]},
+        {"positives": [-1, 0]},
+        {"positives": [np.nan, 0]},
+        {"trials": [2, 0]},
+        {"trials": [2, np.inf]},
+        {"level": 1},
+        {"resamples": 0},
+        {name: [] for name in good},
+    ):
+        with pytest.raises(ValueError):
+            FoldScores(**{**good, **change})
+
+
+def test_impossible_predictions_are_refused():
+    scores = FoldScores([1, 0], [2, 1], [0, 1], [0, 0], resamples=5)
+    for method in (scores.auroc, scores.average_precision, scores.recall_at, scores.spearman):
+        for bad in ([1], [1, np.nan], [[1, 2]]):
+            with pytest.raises(ValueError, match="score"):
+                method(bad)
+    for method in (scores.brier, scores.calibration, lambda p: scores.deviance_explained(p, p)):
+        for bad in ([0.1], [0.1, np.nan], [0.1, 1.1], [-0.1, 0.1]):
+            with pytest.raises(ValueError, match="probabilities"):
+                method(bad)
+    for rate in (-0.1, 1.1, np.nan):
+        with pytest.raises(ValueError, match="rate"):
+            scores.recall_at([1, 2], rate)
+
+
+def test_impossible_columns_are_refused():
+    with pytest.raises(ValueError, match="one dimension"):
+        auroc([[1, 2]], [1], [1])
+    with pytest.raises(ValueError, match="two dimensions"):
+        auroc_columns([1, 2], [1, 0], [1, 1])
+    with pytest.raises(ValueError, match="NaN"):
+        auroc([1, np.nan], [1, 0], [1, 1])
+    with pytest.raises(ValueError, match="between"):
+        auroc([1, 2], [2, 0], [1, 1])
+    with pytest.raises(ValueError, match="trials have shape"):
+        auroc([1, 2], [1, 0], [1, 1, 1])
+    with pytest.raises(ValueError, match="positives have shape"):
+        auroc_columns([[1.0, 2.0]], [[1]], [1])
