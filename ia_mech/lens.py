@@ -55,6 +55,21 @@ class Lens:
         logits = self.norm(residual) @ self.unembedding.float().T * self.scale
         return logits if self.softcap is None else self.softcap * (logits / self.softcap).tanh()
 
+    def save(self, weights_hash: str) -> Path:
+        """Keep it where :meth:`load` finds it; an older one is replaced whole."""
+        file = lens_file(weights_hash)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        scratch = file.with_suffix(f".{os.getpid()}.tmp")
+        names = ("norm_weight", "norm_bias", "unembedding")
+        tensors = {name: getattr(self, name).contiguous() for name in names}
+        settings = {k: getattr(self, k) for k in ("eps", "centred", "scale", "softcap")}
+        try:
+            save_file(tensors, scratch, metadata={"lens": json.dumps(settings)})
+            os.replace(scratch, file)
+        finally:
+            scratch.unlink(missing_ok=True)
+        return file
+
     @classmethod
     def load(cls, weights_hash: str) -> "Lens":
         """The lens of a model that was sampled here.
@@ -88,8 +103,7 @@ def save_lens(subject: Subject, ids: list[int]) -> str | None:
         subject: the loaded model.
         ids: token ids of real text; a few dozen are enough.
     """
-    file = lens_file(subject.weights_hash)
-    if file.is_file():
+    if lens_file(subject.weights_hash).is_file():
         return None
     lens = _read_off(subject.model)
     if lens is None:
@@ -101,20 +115,7 @@ def save_lens(subject: Subject, ids: list[int]) -> str | None:
     allowed = max(TOLERANCE, 8 * torch.finfo(subject.model.dtype).eps) * largest
     if not error <= allowed:
         return f"final norm and unembedding miss the model's logits by {error:.2g}"
-    file.parent.mkdir(parents=True, exist_ok=True)
-    scratch = file.with_suffix(f".{os.getpid()}.tmp")
-    tensors = {"norm_weight": lens.norm_weight, "norm_bias": lens.norm_bias}
-    tensors["unembedding"] = lens.unembedding
-    settings = {k: getattr(lens, k) for k in ("eps", "centred", "scale", "softcap")}
-    try:
-        save_file(
-            {k: v.contiguous() for k, v in tensors.items()},
-            scratch,
-            metadata={"lens": json.dumps(settings)},
-        )
-        os.replace(scratch, file)
-    finally:
-        scratch.unlink(missing_ok=True)
+    lens.save(subject.weights_hash)
     return None
 
 

@@ -1,0 +1,292 @@
+"""The whole analysis of one target, as a function of arrays: heat map, headline, controls.
+
+Nothing here knows runs or files. ``probes.train`` reads those, and calls :func:`analyse`.
+"""
+
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+from scipy.special import expit
+from threadpoolctl import threadpool_limits
+
+from ia_mech.stats import Estimate, FoldScores, Replicated
+from probes.cell import Design, examine, fit, scores_only
+from probes.control_task import control_outcomes
+from probes.folds import make_folds, movable, permutations
+from probes.mdl import CodeLength, code_length
+from probes.outcome import Outcome
+from probes.records import (
+    MEASURES,
+    Analysis,
+    Compared,
+    Controls,
+    Headline,
+    Hidden,
+    Progress,
+    Quiet,
+    Settings,
+)
+from probes.rotation import Cell, rotate
+from probes.selection import Tested, against_permutations
+
+
+def analyse(
+    hidden: Hidden,
+    outcome: Outcome,
+    controls: Controls | None = None,
+    settings: Settings | None = None,
+    progress: Progress | None = None,
+) -> Analysis:
+    """Probe every layer and position, choose the headline, hold it against its controls.
+
+    Args:
+        hidden: the states, read one layer at a time.
+        outcome: k of n per context.
+        controls: what to compare with; none if not given.
+        settings: the default analysis if not given.
+        progress: told how far it is.
+
+    Raises:
+        ValueError: fewer sources than folds, or no source can change places with another.
+        UserError: whatever reading the states raises.
+    """
+    controls, settings = controls or Controls(), settings or Settings()
+    progress = progress or Quiet()
+    if movable(outcome) < 2:
+        raise ValueError("no source can change places with another; there is nothing to permute")
+    folds = make_folds(outcome, settings.folds, settings.seed)
+    permuted = permutations(outcome, folds, settings.permutations, settings.seed)
+    design = Design.of(outcome, folds, permuted, settings.estimator)
+    scores = fold_scores(outcome, folds, settings)
+    with threadpool_limits(1), ThreadPoolExecutor(_workers(settings)) as pool:
+        try:
+            work = _Work(hidden, design, scores, settings, pool, progress)
+            return work.run(controls)
+        finally:
+            progress.stop()
+
+
+def fold_scores(outcome: Outcome, folds: np.ndarray, settings: Settings) -> FoldScores:
+    """Scores within folds and runs; those of equal settings and sources share their resamples."""
+    return FoldScores(
+        outcome.positives,
+        outcome.trials,
+        outcome.sources,
+        folds,
+        outcome.runs,
+        level=settings.level,
+        resamples=settings.resamples,
+        seed=settings.seed,
+    )
+
+
+class _Work:
+    def __init__(self, hidden, design, scores, settings, pool, progress) -> None:
+        self.hidden: Hidden = hidden
+        self.design: Design = design
+        self.scores: FoldScores = scores
+        self.settings: Settings = settings
+        self.pool: ThreadPoolExecutor = pool
+        self.progress: Progress = progress
+        self.outcome: Outcome = design.outcome
+        self.layers, self.positions = list(hidden.layers), list(hidden.positions)
+
+    def run(self, controls: Controls) -> Analysis:
+        shape = (len(self.layers), len(self.positions))
+        self.progress.start("probes", shape[0] * shape[1])
+        examined = list(self._map(lambda cell: examine(cell, self.design), self._cells()))
+        sources = int(self.outcome.sources.max()) + 1
+        tested = against_permutations(
+            np.array([e.inner for e in examined]).reshape(*shape, *examined[0].inner.shape),
+            np.array([e.outer for e in examined]).reshape(*shape, *examined[0].outer.shape),
+            np.array([e.whole for e in examined]).reshape(shape),
+            round(sources * (1 - 1 / self.settings.folds)),
+            sources,
+        )
+        said = np.array([e.scores for e in examined], dtype=np.float32).reshape(*shape, -1)
+        penalties = np.array([e.penalties for e in examined]).reshape(*shape, -1)
+        inner = np.array([e.inner[:, 0] for e in examined]).reshape(*shape, -1)
+        by_cell = [self.scores.auroc(e.scores) for e in examined]
+        auroc = [r.estimate() for r in by_cell]
+        headline = self._headline(tested, said, penalties)
+        reached = self.scores.auroc(headline.scores)
+        compared = self._compared(controls, tested, headline, said, inner, reached)
+        position = self.positions.index(headline.position)
+        self.progress.start("code lengths", len(self.layers))
+        code = list(self._map(self._code, (cell for cell in self._cells([position]))))
+        width = len(self.positions)
+        return Analysis(
+            self.settings,
+            self.outcome,
+            self.design.folds,
+            self.layers,
+            self.positions,
+            tested,
+            [auroc[at : at + width] for at in range(0, len(auroc), width)],
+            said,
+            headline,
+            compared,
+            code,
+            list(controls.missing),
+        )
+
+    # -- parts ------------------------------------------------------------------------------------
+
+    def _headline(self, tested: Tested, said: np.ndarray, penalties: np.ndarray) -> Headline:
+        folds = self.design.folds
+        picked = tested.picked
+        scores = said[picked[folds, 0], picked[folds, 1], np.arange(len(folds))].astype(float)
+        layer, position = tested.headline
+        return Headline(
+            self.layers[layer],
+            self.positions[position],
+            [(self.layers[at], self.positions[where]) for at, where in picked],
+            scores,
+            self._weights(picked, penalties),
+            self._logistic_penalty(layer, position, penalties),
+            self._measures(scores),
+        )
+
+    def _logistic_penalty(self, layer: int, position: int, penalties: np.ndarray) -> float:
+        """What the inner loops chose for logistic regression, or would have: the median of folds."""
+        if self.settings.estimator == "logistic":
+            return float(np.median(penalties[layer, position]))
+        cell = Cell.of(self.hidden.layer(self.layers[layer])[:, position])
+        design = Design.of(self.outcome, self.design.folds, estimator="logistic")
+        return float(np.median(scores_only(cell, design)[1]))
+
+    def _weights(self, picked: np.ndarray, penalties: np.ndarray) -> np.ndarray:
+        """``[folds, d_model]`` of the headline's probes: fitted again, not kept for every cell."""
+        weights = []
+        for fold, (layer, position) in enumerate(picked):
+            cell = Cell.of(self.hidden.layer(self.layers[layer])[:, position])
+            train = self.design.rows_outside(fold)
+            rotated = rotate(cell, train, train[:1], self.outcome.runs)
+            fitted = fit(rotated, self.design, train, penalties[layer, position, fold])
+            weights.append(rotated.weights(fitted.weights))
+        return np.array(weights)
+
+    def _measures(self, scores: np.ndarray) -> dict[str, Estimate]:
+        chance, known = expit(scores), self._rates_of_runs()
+        large, slope = self.scores.calibration(chance)
+        found = {
+            "auroc": self.scores.auroc(scores),
+            "average_precision": self.scores.average_precision(scores),
+            "prevalence": self.scores.prevalence(),
+            "recall_at_5_fpr": self.scores.recall_at(scores, 0.05),
+            "spearman": self.scores.spearman(scores),
+            "deviance_explained": self.scores.deviance_explained(chance, known),
+            "brier": self.scores.brier(chance),
+            "brier_of_rate": self.scores.brier(known),
+            "calibration_in_the_large": large,
+            "calibration_slope": slope,
+        }
+        return {name: found[name].estimate() for name in MEASURES}
+
+    def _rates_of_runs(self) -> np.ndarray:
+        """``[contexts]`` rate of a context's run outside its fold."""
+        known = np.empty(len(self.outcome))
+        for fold in range(self.design.fold_count):
+            train = self.design.rows_outside(fold)
+            of_run = self.outcome.runs[train]
+            count = self.design.run_count
+            k = np.bincount(of_run, self.outcome.positives[train], count)
+            n = np.bincount(of_run, self.outcome.trials[train], count)
+            rate = np.where(n > 0, k / np.maximum(n, 1), k.sum() / n.sum())
+            rows = self.design.rows_of(fold)
+            known[rows] = rate[self.outcome.runs[rows]]
+        return known
+
+    def _compared(
+        self,
+        controls: Controls,
+        tested: Tested,
+        headline: Headline,
+        said: np.ndarray,
+        inner: np.ndarray,
+        reached: Replicated,
+    ) -> list[Compared]:
+        named = [("text", b) for b in controls.text] + [("output", b) for b in controls.output]
+        draws = self.settings.control_draws if controls.types is not None else 0
+        self.progress.start("controls", len(named) + draws)
+
+        def beside(kind: str, name: str, what: str, replicated: Replicated, scores) -> Compared:
+            gain = (reached - replicated).estimate()
+            return Compared(name, what, kind, replicated.estimate(), gain, scores)
+
+        cells = (Cell.of(baseline.features) for _, baseline in named)
+        found = []
+        probed = self._map(lambda cell: scores_only(cell, self.design)[0], cells)
+        for (kind, baseline), scores in zip(named, probed, strict=True):
+            replicated = self.scores.auroc(scores)
+            found.append(beside(kind, baseline.name, baseline.what, replicated, scores))
+        if 0 in self.layers and len(self.layers) > 1:
+            at = self.layers.index(0)
+            best = inner[at].argmax(0)[self.design.folds]
+            scores = said[at, best, np.arange(len(best))].astype(float)
+            what = "layer 0, at the position its inner loop chose"
+            found.append(beside("text", "embeddings", what, self.scores.auroc(scores), scores))
+        if draws:
+            replicated = self._control_task(controls.types, headline)
+            what = f"{draws} random functions of response length × opening token, same cells"
+            found.append(beside("control task", "control task", what, replicated, None))
+        return found
+
+    def _control_task(self, types: np.ndarray, headline: Headline) -> Replicated:
+        """AUROC on random functions of the type, each fold at the cell that the headline has."""
+        distinct = sorted(set(headline.picked), key=headline.picked.index)
+        cells = {}
+        for layer, position in distinct:
+            states = self.hidden.layer(layer)[:, self.positions.index(position)]
+            cells[layer, position] = Cell.of(states)
+        own = [np.array([p == cell for p in headline.picked]) for cell in distinct]
+
+        def probe(outcome: Outcome) -> Replicated:
+            design = Design.of(outcome, self.design.folds, estimator=self.settings.estimator)
+            scores = np.empty(len(outcome))
+            for cell, mine in zip(distinct, own, strict=True):
+                here = mine[self.design.folds]
+                scores[here] = scores_only(cells[cell], design)[0][here]
+            return fold_scores(outcome, design.folds, self.settings).auroc(scores)
+
+        draws = control_outcomes(
+            self.outcome, types, self.settings.control_draws, self.settings.seed
+        )
+        return Replicated.mean(list(self._map(probe, draws)))
+
+    def _code(self, cell: Cell) -> CodeLength:
+        settings = self.settings
+        return code_length(
+            cell, self.outcome, orders=settings.orders, seed=settings.seed, level=settings.level
+        )
+
+    # -- reading and computing --------------------------------------------------------------------
+
+    def _cells(self, positions: list[int] | None = None) -> Iterator[Cell]:
+        """Cells, layers first; a layer is read when its first cell is asked for."""
+        for layer in self.layers:
+            states = self.hidden.layer(layer)
+            for position in range(len(self.positions)) if positions is None else positions:
+                yield Cell.of(states[:, position])
+
+    def _map(self, function: Callable[[Any], Any], items: Iterable[Any]) -> Iterator[Any]:
+        """Results in order; no more items are taken than the threads can soon use."""
+        waiting: deque = deque()
+        for item in items:
+            waiting.append(self.pool.submit(function, item))
+            if len(waiting) > _workers(self.settings):
+                yield waiting.popleft().result()
+                self.progress.advance()
+        while waiting:
+            yield waiting.popleft().result()
+            self.progress.advance()
+
+
+def _workers(settings: Settings) -> int:
+    if settings.workers is not None:
+        return settings.workers
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

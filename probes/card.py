@@ -1,0 +1,222 @@
+"""A probe to keep: directions in activation space, and a card that says where they come from.
+
+::
+
+    probe.safetensors    weights_<direction> [d] float32, of length 1
+    card.json            what the caller tells, thresholds and slopes, and the hash of the weights
+
+The card is written last and names the hash of the weights it belongs to, so that files of two
+different probes aren't taken for one.
+"""
+
+import json
+import os
+import platform
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from hashlib import sha256
+from importlib.metadata import version
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike
+from safetensors import SafetensorError
+from safetensors.numpy import load, save
+from scipy.special import expit, logit
+from torch import Tensor
+
+import ia_mech
+from ia_mech.errors import UserError
+from ia_mech.run.layout import fsync_folder, read_json, write_json
+from probes.estimators import make
+from probes.outcome import Outcome
+
+FORMAT = 1
+WEIGHTS, CARD = "probe.safetensors", "card.json"
+DIRECTIONS = {"logistic": "logistic", "mass-mean": "mass-mean", "whitened": "lda"}  # estimators
+
+
+@dataclass(frozen=True)
+class Direction:
+    """One direction in activation space; further along it, more follow-ups.
+
+    Log-odds are ``slope * (x @ weights - threshold) + base_log_odds``.
+
+    Attributes:
+        name: a key of :data:`DIRECTIONS`.
+        weights: ``[d]`` float32 of length 1.
+        threshold: projection at which the predicted probability is the training contexts' base
+            rate; above it, follow-ups are likelier than usual.
+        slope: change of log-odds per unit of activation, above 0.
+        base_log_odds: log-odds of the base rate, all turns of the training contexts together.
+    """
+
+    name: str
+    weights: np.ndarray
+    threshold: float
+    slope: float
+    base_log_odds: float
+
+
+def directions(cell_features: ArrayLike, outcome: Outcome, penalty: float) -> dict[str, Direction]:
+    """Fit on all contexts given: logistic weights, difference of means, and its whitened form.
+
+    Slopes of the latter two are calibrated in sample. With several runs, thresholds are by the mean
+    of the runs' intercepts.
+
+    Args:
+        cell_features: ``[n, d]`` hidden states at one layer and position.
+        outcome: of the n contexts.
+        penalty: of the logistic regression, as :class:`probes.estimators.LogisticProbe` has it.
+
+    Raises:
+        ValueError: features aren't finite or don't differ, or rates don't.
+    """
+    base_log_odds = float(logit(outcome.positives.sum() / outcome.trials.sum()))
+    found = {}
+    for name, estimator in DIRECTIONS.items():
+        fitted = make(estimator, penalty).fit(
+            cell_features, outcome.rate, sample_weight=outcome.trials, runs=outcome.runs
+        )
+        weights, intercept = fitted.coef_[0], float(fitted.intercept_[0])
+        slope = float(np.linalg.norm(weights))
+        if slope == 0:
+            raise ValueError("hidden states that don't differ have no direction")
+        threshold = (base_log_odds - intercept) / slope
+        unit = (weights / slope).astype(np.float32)
+        found[name] = Direction(name, unit, threshold, slope, base_log_odds)
+    return found
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Directions of equal width and their card.
+
+    Attributes:
+        directions: by name.
+        card: plain JSON; run, model, layer convention, position, target, sources, scores.
+    """
+
+    directions: Mapping[str, Direction]
+    card: dict
+
+    def score(
+        self, residuals: np.ndarray | Tensor, direction: str = "logistic"
+    ) -> np.ndarray | Tensor:
+        """Projections less the threshold.
+
+        Args:
+            residuals: ``[…, d]`` of any float type, an array or a tensor on any device.
+            direction: which.
+
+        Returns:
+            ``[…]`` float32, of the same kind and on the same device.
+
+        Raises:
+            UserError: there is no such direction.
+            ValueError: the residuals have another width.
+        """
+        along = self._direction(direction)
+        width, shape = len(along.weights), tuple(residuals.shape)
+        if shape[-1:] != (width,):
+            raise ValueError(f"the probe is for width {width}, the residuals have shape {shape}")
+        if isinstance(residuals, Tensor):
+            weights = torch.as_tensor(along.weights, device=residuals.device)
+            return residuals.float() @ weights - along.threshold
+        return residuals.astype(np.float32) @ along.weights - np.float32(along.threshold)
+
+    def probability(
+        self, residuals: np.ndarray | Tensor, direction: str = "logistic"
+    ) -> np.ndarray | Tensor:
+        """``[…]`` float32 predicted rate of follow-ups; see :meth:`score` for the rest."""
+        along, scores = self._direction(direction), self.score(residuals, direction)
+        log_odds = along.slope * scores + along.base_log_odds
+        return log_odds.sigmoid() if isinstance(log_odds, Tensor) else expit(log_odds)
+
+    def _direction(self, name: str) -> Direction:
+        if name not in self.directions:
+            known = ", ".join(self.directions)
+            raise UserError(f"the probe has no direction {name!r}", f"choose from {known}")
+        return self.directions[name]
+
+    def save(self, folder: str | Path) -> None:
+        """Write the two files, each replaced atomically.
+
+        To the card are added the format, what is known of the directions, and the software that
+        fitted them (which a card that was loaded has already).
+
+        Raises:
+            UserError: there is a file of that name.
+            TypeError, ValueError: the card isn't plain JSON; nothing is written.
+        """
+        folder = Path(folder)
+        tensors = {f"weights_{name}": along.weights for name, along in self.directions.items()}
+        content = save({name: np.ascontiguousarray(w, np.float32) for name, w in tensors.items()})
+        about = {name: asdict(along) for name, along in self.directions.items()}
+        for facts in about.values():
+            facts["width"] = len(facts.pop("weights"))
+        card = {"software": _software(), **self.card, "format": FORMAT, "directions": about}
+        card["weights"] = {"file": WEIGHTS, "sha256": sha256(content).hexdigest()}
+        json.dumps(card, allow_nan=False)  # to fail before anything is replaced
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except (FileExistsError, NotADirectoryError):
+            raise UserError(f"{folder} is not a folder", "give another name") from None
+        scratch = folder / f"{WEIGHTS}.{os.getpid()}.tmp"
+        try:
+            with open(scratch, "wb") as handle:
+                handle.write(content)
+                handle.flush()
+                os.fsync(handle.fileno())
+            os.replace(scratch, folder / WEIGHTS)
+        finally:
+            scratch.unlink(missing_ok=True)
+        fsync_folder(folder)
+        write_json(folder / CARD, card)
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Probe":
+        """The probe of a folder, or of one of its two files.
+
+        Raises:
+            UserError: a file is missing, damaged, of another format or of another probe.
+        """
+        path = Path(path)
+        folder = path.parent if path.name in (WEIGHTS, CARD) else path
+        for name in (WEIGHTS, CARD):
+            if not (folder / name).is_file():
+                raise UserError(f"{path} is not a probe (no {name})", "give a probe's folder")
+        again = "write the probe again with probes.train"
+        try:
+            card = read_json(folder / CARD)
+            form = card["format"]
+        except (ValueError, TypeError, KeyError):
+            raise UserError(f"{folder / CARD} is damaged", again) from None
+        if form != FORMAT:
+            raise UserError(
+                f"{folder / CARD} has format {form}, this version reads {FORMAT}",
+                "read it with the version of ia_mech that wrote it",
+            )
+        content = (folder / WEIGHTS).read_bytes()
+        try:
+            if sha256(content).hexdigest() != card["weights"]["sha256"]:
+                raise UserError(f"{folder / WEIGHTS} is damaged or not of its {CARD}", again)
+            tensors = load(content)
+            found = {}
+            for name, facts in card["directions"].items():
+                weights = tensors[f"weights_{name}"]
+                if weights.shape != (facts["width"],):
+                    problem = f"has shape {list(weights.shape)}, its card says {facts['width']}"
+                    raise UserError(f"direction {name} in {folder / WEIGHTS} {problem}", again)
+                numbers = (float(facts[k]) for k in ("threshold", "slope", "base_log_odds"))
+                found[name] = Direction(name, weights, *numbers)
+        except (SafetensorError, ValueError, TypeError, KeyError, AttributeError) as error:
+            raise UserError(f"the probe in {folder} is damaged ({error!r})", again) from None
+        return cls(found, card)
+
+
+def _software() -> dict[str, str]:
+    packages = ("numpy", "scipy", "scikit-learn")
+    ours = {"ia_mech": ia_mech.__version__, "python": platform.python_version()}
+    return ours | {name: version(name) for name in packages}

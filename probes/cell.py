@@ -1,0 +1,281 @@
+"""One layer and position, examined in nested cross-validation.
+
+Five folds give the outer loop, and for each of them the other four give the inner loop. So the
+contexts outside two folds train for both of them, and five folds need ten inner and five outer
+decompositions, which all penalties, permutations and estimators share.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import combinations
+
+import numpy as np
+
+from ia_mech.stats import auroc_columns
+from probes import fits
+from probes.fits import PENALTIES, Fit
+from probes.outcome import Outcome
+from probes.rotation import Cell, Rotated, rotate
+
+ESTIMATORS = ("logistic", "mass-mean", "lda", "ridge")
+DIGITS = 9  # of log-odds: contexts with equal states tie, though their last bits may differ
+
+
+@dataclass(frozen=True)
+class Design:
+    """What is the same for all cells: outcome, folds, permuted labels, estimator.
+
+    Attributes:
+        outcome: k of n per context.
+        folds: ``[contexts]`` fold of each.
+        taken: ``[1 + permutations, contexts]`` whose labels a context gets; row 0 is its own.
+        estimator: of the scores that are reported, a name of :data:`ESTIMATORS`.
+        penalties: falling.
+    """
+
+    outcome: Outcome
+    folds: np.ndarray
+    taken: np.ndarray
+    estimator: str = "logistic"
+    penalties: tuple[float, ...] = PENALTIES
+
+    @classmethod
+    def of(
+        cls,
+        outcome: Outcome,
+        folds: np.ndarray,
+        permuted: Iterator[np.ndarray] | tuple = (),
+        estimator: str = "logistic",
+    ) -> "Design":
+        """With these permutations (none if not given)."""
+        if estimator not in ESTIMATORS:
+            known = ", ".join(ESTIMATORS)
+            raise ValueError(f"unknown estimator {estimator!r}; choose from {known}")
+        return cls(outcome, folds, np.array([np.arange(len(outcome)), *permuted]), estimator)
+
+    @property
+    def fold_count(self) -> int:
+        return int(self.folds.max()) + 1
+
+    @property
+    def run_count(self) -> int:
+        return int(self.outcome.runs.max()) + 1
+
+    @cached_property
+    def rates(self) -> np.ndarray:
+        """``[contexts, 1 + permutations]`` float32."""
+        return self.outcome.rate[self.taken].T.astype(np.float32)
+
+    @cached_property
+    def standard(self) -> dict[int, np.ndarray]:
+        """Rates of each fold's contexts, centred within runs, columns of length 1 (or 0)."""
+        found = {}
+        for fold in range(self.fold_count):
+            rows = self.rows_of(fold)
+            found[fold] = _unit(_within(self.rates[rows], self.outcome.runs[rows]))
+        return found
+
+    def rows_of(self, *folds: int) -> np.ndarray:
+        return np.flatnonzero(np.isin(self.folds, folds))
+
+    def rows_outside(self, *folds: int) -> np.ndarray:
+        return np.flatnonzero(~np.isin(self.folds, folds))
+
+    @property
+    def tried(self) -> tuple[float, ...]:
+        """Penalties of the reported estimator; one nominal if it has none."""
+        return self.penalties if self.estimator in ("logistic", "ridge") else (0.0,)
+
+
+@dataclass(frozen=True)
+class Examined:
+    """What came out for one cell.
+
+    The closed form (ridge on the rates) serves selection and permutations; the estimator gives the
+    scores that are reported.
+
+    Attributes:
+        inner: ``[folds, 1 + permutations]`` float32, for each outer fold the best penalty's
+            correlation with the rates, mean over inner folds.
+        outer: ``[folds, 1 + permutations]`` float32, AUROC in the outer fold with that penalty.
+        whole: correlation over all folds of the best penalty: what the selection on all contexts
+            looks at.
+        scores: ``[contexts]`` the estimator's log-odds, each from the probe of its outer fold.
+        penalties: ``[folds]`` the estimator's penalty, by the inner loop.
+    """
+
+    inner: np.ndarray
+    outer: np.ndarray
+    whole: float
+    scores: np.ndarray
+    penalties: np.ndarray
+
+
+def examine(cell: Cell, design: Design) -> Examined:
+    """Select, test and score the probes of one cell; see :class:`Examined`."""
+    number, runs = design.fold_count, design.outcome.runs
+    everyone = design.rates.shape[1]
+    inner = np.zeros((number, len(design.penalties), everyone), dtype=np.float32)
+    learnt = Inner(design)
+    for pair in combinations(range(number), 2):
+        train, test = design.rows_outside(*pair), design.rows_of(*pair)
+        rotated = rotate(cell, train, test, runs)
+        here = {fold: design.folds[test] == fold for fold in pair}
+        for at, predicted in enumerate(ridge_predictions(rotated, design, train)):
+            for fold, other in (pair, pair[::-1]):
+                # What was predicted for one fold helps to choose for the other.
+                inner[other, at] += correlation(predicted[here[fold]], design, fold)
+        learnt.add(rotated, train, test, pair)
+    inner /= number - 1
+    best = inner.argmax(1)
+    outer = np.empty((number, everyone), dtype=np.float32)
+    whole = np.zeros(len(design.penalties))
+    scores, chosen = np.empty(len(runs)), np.empty(number)
+    for fold in range(number):
+        train, test = design.rows_outside(fold), design.rows_of(fold)
+        rotated = rotate(cell, train, test, runs)
+        picked = np.empty((len(test), everyone), dtype=np.float32)
+        for at, predicted in enumerate(ridge_predictions(rotated, design, train)):
+            picked = np.where(best[fold] == at, predicted, picked)
+            whole[at] += correlation(predicted[:, :1], design, fold)[0] / number
+        outer[fold] = fold_auroc(picked, design, test)
+        chosen[fold] = learnt.penalty(fold)
+        fitted = fit(rotated, design, train, chosen[fold])
+        slope, levels = learnt.calibration(fold)
+        said = slope * fitted.scores(rotated.test, runs[test]) + levels[runs[test]]
+        scores[test] = np.round(said, DIGITS)
+    return Examined(inner.max(1), outer, float(whole.max()), scores, chosen)
+
+
+def scores_only(cell: Cell, design: Design) -> tuple[np.ndarray, np.ndarray]:
+    """``Examined.scores`` and ``.penalties`` alone: for baselines, which nothing selects."""
+    plain = Design(
+        design.outcome, design.folds, design.taken[:1], design.estimator, design.penalties
+    )
+    examined = examine(cell, plain)
+    return examined.scores, examined.penalties
+
+
+def fit(rotated: Rotated, design: Design, train: np.ndarray, penalty: float) -> Fit:
+    """The reported estimator on these training rows."""
+    return fit_path(rotated, design, train, [penalty])[0]
+
+
+def fit_path(
+    rotated: Rotated, design: Design, train: np.ndarray, penalties: list[float] | tuple
+) -> list[Fit]:
+    """The reported estimator for several penalties; one, the same, if it has none."""
+    outcome, z = design.outcome, rotated.train
+    k, n, runs = outcome.positives[train], outcome.trials[train], outcome.runs[train]
+    if design.estimator == "logistic":
+        return fits.logistic_path(z, runs, k, n, penalties, design.run_count)
+    level = np.zeros(design.run_count)
+    if design.estimator == "ridge":
+        rates = outcome.rate[train]
+        return [Fit(fits.ridge(z, rotated.squares, rates, p), level) for p in penalties]
+    if design.estimator == "mass-mean":
+        return [Fit(fits.mean_difference(z, k, n), level)]
+    width = rotated.width
+    return [Fit(fits.whitened_difference(z, rotated.squares, width, k, n), level)]
+
+
+class Inner:
+    """The inner loop of the reported estimator: which penalty, and how to calibrate."""
+
+    def __init__(self, design: Design) -> None:
+        self.design = design
+        # [outer fold, penalty, context]: what the probe without both folds says of a context.
+        shape = (design.fold_count, len(design.tried), len(design.outcome))
+        self.said = np.full(shape, np.nan)
+
+    def add(
+        self, rotated: Rotated, train: np.ndarray, test: np.ndarray, pair: tuple[int, int]
+    ) -> None:
+        runs = self.design.outcome.runs[test]
+        for at, fitted in enumerate(fit_path(rotated, self.design, train, self.design.tried)):
+            scores = fitted.scores(rotated.test, runs)
+            for fold, other in (pair, pair[::-1]):
+                here = self.design.folds[test] == fold
+                self.said[other, at, test[here]] = scores[here]
+
+    def penalty(self, fold: int) -> float:
+        """Of the smallest held-out loss; for ridge, of the largest correlation."""
+        return self.design.tried[self._best(fold)]
+
+    def _best(self, fold: int) -> int:
+        design = self.design
+        if len(design.tried) == 1:
+            return 0
+        rows = design.rows_outside(fold)
+        k, n = design.outcome.positives[rows], design.outcome.trials[rows]
+        said = self.said[fold][:, rows]
+        if design.estimator == "logistic":
+            return int(np.argmin((n * np.logaddexp(0, said) - k * said).sum(1)))
+        worth = [
+            sum(
+                correlation(said[at, design.folds[rows] == other][:, None], design, other)[0]
+                for other in range(design.fold_count)
+                if other != fold
+            )
+            for at in range(len(said))
+        ]
+        return int(np.argmax(worth))
+
+    def calibration(self, fold: int) -> tuple[float, np.ndarray]:
+        """Slope and ``[runs]`` intercepts to log-odds; logistic regression has them already."""
+        design = self.design
+        if design.estimator == "logistic":
+            return 1.0, np.zeros(design.run_count)
+        rows = design.rows_outside(fold)
+        there = design.outcome.positives[rows], design.outcome.trials[rows]
+        said = self.said[fold, self._best(fold), rows]
+        return fits.platt(said, design.outcome.runs[rows], *there, design.run_count)
+
+
+# -- the closed form ------------------------------------------------------------------------------
+
+
+def ridge_predictions(rotated: Rotated, design: Design, train: np.ndarray) -> Iterator[np.ndarray]:
+    """``[test, 1 + permutations]`` float32 for each penalty, up to a constant per run."""
+    z, test = rotated.train.astype(np.float32), rotated.test
+    projected = z.T @ design.rates[train]
+    for penalty in design.penalties:
+        shrunk = (test / (rotated.squares + penalty)).astype(np.float32)
+        yield shrunk @ projected
+
+
+def correlation(predicted: np.ndarray, design: Design, fold: int) -> np.ndarray:
+    """``[columns]`` correlation of predictions with a fold's rates, both less their runs' means."""
+    rows = design.rows_of(fold)
+    centred = _within(predicted, design.outcome.runs[rows])
+    truth = design.standard[fold][:, : predicted.shape[1]]
+    length = np.sqrt(np.einsum("nc,nc->c", centred, centred))
+    product = np.einsum("nc,nc->c", centred, truth)
+    return np.divide(product, length, out=np.zeros_like(product), where=length > 0)
+
+
+def _within(values: np.ndarray, runs: np.ndarray) -> np.ndarray:
+    """Values less the mean of their run."""
+    out = values.copy()
+    for run in np.unique(runs):
+        out[runs == run] -= out[runs == run].mean(0)
+    return out
+
+
+def _unit(values: np.ndarray) -> np.ndarray:
+    length = np.sqrt((values**2).sum(0))
+    return np.divide(values, length, out=np.zeros_like(values), where=length > 1e-6)
+
+
+def fold_auroc(scores: np.ndarray, design: Design, rows: np.ndarray) -> np.ndarray:
+    """``[columns]`` AUROC within runs of a fold's contexts, under each permutation's labels."""
+    outcome = design.outcome
+    k, n = outcome.positives[design.taken[:, rows]].T, outcome.trials[design.taken[:, rows]].T
+    won = total = 0.0
+    for run in np.unique(outcome.runs[rows]):
+        here = outcome.runs[rows] == run
+        pairs = k[here].sum(0) * (n[here] - k[here]).sum(0)
+        won = won + pairs * np.nan_to_num(auroc_columns(scores[here], k[here], n[here]))
+        total = total + pairs
+    return np.divide(won, total, out=np.full(len(won), 0.5), where=total > 0)

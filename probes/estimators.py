@@ -1,0 +1,186 @@
+"""The probes as scikit-learn estimators, on features as they come.
+
+What is fitted is what :mod:`probes.cell` fits: features are centred (within each run) and divided
+by one number, so that their mean squared norm is 1, and contexts weigh their number of trials over
+the mean of it. ``penalty`` is of half the squared weights on such features, against the sum of
+losses: scikit-learn's ``C = 1 / penalty`` there, or the ``alpha`` of its ridge regression.
+Weights and intercepts that come out are for the features as they were given.
+"""
+
+import numpy as np
+from numpy.typing import ArrayLike
+from scipy.special import expit
+from sklearn.base import BaseEstimator, ClassifierMixin
+from sklearn.utils import column_or_1d
+from sklearn.utils.multiclass import check_classification_targets
+from sklearn.utils.validation import check_is_fitted, validate_data
+
+from ia_mech.stats.resampling import as_column
+from probes import cell, fits
+from probes.cell import ESTIMATORS, Design
+from probes.outcome import Outcome
+from probes.rotation import Cell, rotate
+
+
+class _Probe(ClassifierMixin, BaseEstimator):
+    """A linear probe of two classes, or of rates.
+
+    Attributes:
+        coef_: ``[1, d]`` weights on the features as given; scores are log-odds.
+        intercept_: ``[1]`` mean of ``intercepts_``.
+        intercepts_: ``[runs]`` intercept of each run, in the sorted order of their labels.
+        classes_: the two labels; 0 and 1 for rates.
+        n_features_in_: d.
+    """
+
+    _name: str
+    penalty = 1.0  # of those that have none: not used
+
+    def fit(
+        self,
+        X: ArrayLike,
+        y: ArrayLike,
+        sample_weight: ArrayLike | None = None,
+        runs: ArrayLike | None = None,
+    ) -> "_Probe":
+        """Learn from contexts.
+
+        ``cross_val_predict`` numbers the distinct values of ``y`` before it gets here, so it is for
+        labels, not for rates.
+
+        Args:
+            X: ``[n, d]``.
+            y: ``[n]`` labels of two kinds, or rates between 0 and 1.
+            sample_weight: ``[n]`` trials behind each rate; 1 if not given.
+            runs: ``[n]`` run of each context, each with an intercept; one if not given.
+
+        Raises:
+            ValueError: a value is missing or not finite, lengths differ, a weight isn't above 0,
+                the penalty isn't, there are more than two labels, or in no run two contexts differ
+                in theirs.
+        """
+        X, y = validate_data(self, X, y, dtype=np.float64)
+        rates, self.classes_ = _rates(y)
+        n = len(X)
+        trials = np.ones(n) if sample_weight is None else as_column(sample_weight, n, "weights")
+        if not (np.isfinite(trials) & (trials > 0)).all():
+            raise ValueError("sample_weight must be finite and above zero")
+        if not (np.isfinite(self.penalty) and self.penalty > 0):
+            raise ValueError(f"penalty must be a finite number above 0, not {self.penalty}")
+        # Sources only matter to folds, of which there are none here.
+        outcome = Outcome.of(rates * trials, trials, np.arange(n), runs)
+        if all(np.ptp(rates[outcome.runs == run]) == 0 for run in np.unique(outcome.runs)):
+            raise ValueError("all labels are alike (1 class), so there is nothing to learn")
+        design = Design.of(outcome, np.zeros(n, dtype=int), estimator=self._name)
+        rows = np.arange(n)
+        rotated = rotate(Cell.of(X), rows, rows[:0], outcome.runs)
+        fitted = cell.fit(rotated, design, rows, self.penalty)
+        slope, levels = 1.0, fitted.intercepts
+        if self._name != "logistic":
+            scores = fitted.scores(rotated.train, outcome.runs)
+            there = outcome.positives, outcome.trials, design.run_count
+            slope, levels = fits.platt(scores, outcome.runs, *there)
+        weights = slope * rotated.weights(fitted.weights)
+        centres = X.mean(axis=0) + rotated.centres()
+        self.coef_ = weights[None]
+        self.intercepts_ = levels - centres @ weights
+        self.intercept_ = self.intercepts_.mean(keepdims=True)
+        return self
+
+    def decision_function(self, X: ArrayLike) -> np.ndarray:
+        """``[n]`` log-odds of the second class for ``[n, d]`` features."""
+        check_is_fitted(self)
+        X = validate_data(self, X, dtype=np.float64, reset=False)
+        return X @ self.coef_[0] + self.intercept_[0]
+
+    def predict_proba(self, X: ArrayLike) -> np.ndarray:
+        """``[n, 2]`` probabilities of the classes for ``[n, d]`` features."""
+        chance = expit(self.decision_function(X))
+        return np.column_stack([1 - chance, chance])
+
+    def predict(self, X: ArrayLike) -> np.ndarray:
+        """``[n]`` the more probable label for ``[n, d]`` features."""
+        positive = self.decision_function(X) > 0
+        return self.classes_[positive.astype(int)]
+
+    def __sklearn_tags__(self):
+        tags = super().__sklearn_tags__()
+        tags.classifier_tags.multi_class = False
+        return tags
+
+
+class LogisticProbe(_Probe):
+    """L2-penalised binomial logistic regression.
+
+    Args:
+        penalty: of half the squared weights on scaled features, above 0; see the module.
+    """
+
+    _name = "logistic"
+
+    def __init__(self, penalty: float = 1.0) -> None:
+        self.penalty = penalty
+
+
+class MassMeanProbe(_Probe):
+    """Difference of the means of positive and negative turns (Marks & Tegmark 2023).
+
+    Scores become log-odds by a logistic fit on the training scores (Platt 1999): these are
+    probabilities in sample. The nested analysis calibrates on inner held-out scores instead.
+    """
+
+    _name = "mass-mean"
+
+
+class LDAProbe(_Probe):
+    """Linear discriminant analysis with a Ledoit–Wolf covariance: the whitened mass-mean probe.
+
+    Calibrated in sample, as :class:`MassMeanProbe` is.
+    """
+
+    _name = "lda"
+
+
+class RidgeProbe(_Probe):
+    """Ridge regression of the rates, every context counting alike whatever its trials.
+
+    Trials only enter the calibration, which is in sample, as :class:`MassMeanProbe`'s is.
+
+    Args:
+        penalty: of the squared weights on scaled features, against the sum of squared errors.
+    """
+
+    _name = "ridge"
+
+    def __init__(self, penalty: float = 1.0) -> None:
+        self.penalty = penalty
+
+
+_CLASSES = {"logistic": LogisticProbe, "mass-mean": MassMeanProbe, "lda": LDAProbe}
+_CLASSES["ridge"] = RidgeProbe
+
+
+def make(name: str, penalty: float) -> _Probe:
+    """The estimator of that name, of :data:`probes.cell.ESTIMATORS`; some have no penalty.
+
+    Raises:
+        ValueError: there is none of that name.
+    """
+    if name not in ESTIMATORS:
+        raise ValueError(f"unknown estimator {name!r}; choose from {', '.join(ESTIMATORS)}")
+    found = _CLASSES[name]()
+    return found.set_params(penalty=penalty) if "penalty" in found.get_params() else found
+
+
+def _rates(y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """``[n]`` rates, and the two labels whose second they are the rates of."""
+    y = column_or_1d(y)
+    if y.dtype.kind in "fiub" and ((y >= 0) & (y <= 1)).all():
+        return y.astype(float), np.array([0, 1])
+    check_classification_targets(y)
+    classes, codes = np.unique(y, return_inverse=True)
+    if len(classes) > 2:
+        raise ValueError(
+            "Only binary classification is supported. The type of the target is multiclass."
+        )
+    return codes.astype(float), classes

@@ -1,0 +1,333 @@
+"""Pictures of an analysis: a heat map over layers and positions, and a curve over layers.
+
+Figures are made without pyplot, so that nothing outside them changes. Names are of runs, positions
+and controls, which anyone may choose: no text is taken for TeX.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import wraps
+from pathlib import Path
+from textwrap import fill
+from typing import Any
+
+import numpy as np
+from matplotlib import rc_context
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.container import ErrorbarContainer
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch, Rectangle
+from matplotlib.transforms import offset_copy
+
+from ia_mech.cli import one_line
+from ia_mech.stats import Estimate
+from probes.records import Analysis, Compared
+from probes.tables import replace_file
+
+SIGNIFICANT = 0.05  # family-wise
+NUMBERED = 12  # layers up to which cells hold their numbers
+LEAST_REACH = 0.2  # of the colour map on either side of 0.5: chance must not look like much
+LETTERS = 16  # of 8 points in an inch, about
+DPI = 150
+
+# Okabe & Ito's colours, which look different to the colour-blind too.
+BLUE, VERMILION, ORANGE, GREEN, PURPLE = "#0072B2", "#D55E00", "#E69F00", "#009E73", "#CC79A7"
+_OUTPUT = (VERMILION, ORANGE, GREEN)
+_GREYS = ("0.15", "0.35", "0.5", "0.62", "0.72")
+_DASHES = ((0, (6, 2)), (0, (3, 1.5)), (0, (8, 2, 2, 2)), (0, (5, 4)), (0, (2, 3)))
+_STYLE = {
+    "axes.labelsize": 9,
+    "axes.linewidth": 0.7,
+    "font.family": "DejaVu Sans",  # comes with matplotlib: the same picture everywhere
+    "font.size": 9,
+    "legend.fontsize": 8,
+    "text.parse_math": False,
+    "xtick.labelsize": 8,
+    "ytick.labelsize": 8,
+}
+
+
+def _styled(draw: Callable[..., Figure]) -> Callable[..., Figure]:
+    @wraps(draw)
+    def drawn(*args: Any, **kwargs: Any) -> Figure:
+        with rc_context(_STYLE):
+            return draw(*args, **kwargs)
+
+    return drawn
+
+
+# -- heat map -------------------------------------------------------------------------------------
+
+
+@_styled
+def heat_map(analysis: Analysis, title: str) -> Figure:
+    """AUROC of the reported estimator by layer (upwards) and position.
+
+    A dot marks a family-wise p value below 0.05, a frame the headline's layer and position.
+
+    Args:
+        analysis: of one target.
+        title: what was probed.
+    """
+    values = np.array([[cell.value for cell in row] for row in analysis.auroc])
+    layers, positions = values.shape
+    numbered = layers <= NUMBERED
+    height = 2.3 + (0.33 * layers if numbered else min(0.19 * layers, 9))
+    figure = Figure(figsize=(max(5.4, 2.6 + 0.85 * positions), height), layout="constrained")
+    axes = figure.add_subplot()
+    reach = max(LEAST_REACH, np.nanmax(np.abs(values - 0.5), initial=0))
+    image = axes.imshow(
+        values, origin="lower", aspect="auto", cmap="RdBu_r", vmin=0.5 - reach, vmax=0.5 + reach
+    )
+    axes.set_facecolor("0.85")  # cells without a value
+    _mark_cells(axes, analysis, values, reach, numbered)
+    _name_axes(axes, analysis)
+    bar = figure.colorbar(image, ax=axes, pad=0.03, fraction=0.06, aspect=5 * height)
+    bar.set_label("AUROC (0.5 = chance)")
+    bar.outline.set_linewidth(0.7)
+    _head(axes, analysis, title)
+    _explain_marks(figure, analysis)
+    return figure
+
+
+def _mark_cells(
+    axes: Axes, analysis: Analysis, values: np.ndarray, reach: float, numbered: bool
+) -> None:
+    """Numbers, dots (to the right of a number, if there are numbers) and the frame."""
+    beside = offset_copy(axes.transData, axes.figure, x=15 if numbered else 0, units="points")
+    for (i, j), value in np.ndenumerate(values):
+        ink = "white" if abs(value - 0.5) > 0.62 * reach else "black"
+        if numbered:
+            said = "–" if np.isnan(value) else f"{value:.2f}"
+            axes.text(j, i, said, ha="center", va="center", color=ink, fontsize=8)
+        if analysis.tested.p_family[i, j] < SIGNIFICANT:
+            axes.plot(j, i, "o", color=ink, markersize=3, transform=beside)
+    row = analysis.layers.index(analysis.headline.layer)
+    column = analysis.positions.index(analysis.headline.position)
+    axes.add_patch(
+        Rectangle((column - 0.5, row - 0.5), 1, 1, fill=False, linewidth=2, clip_on=False, zorder=3)
+    )
+
+
+def _name_axes(axes: Axes, analysis: Analysis) -> None:
+    names = [one_line(name, 24) for name in analysis.positions]
+    held = (axes.figure.get_figwidth() - 1.6) / len(names) * LETTERS  # characters by a column
+    slanted = max(map(len, names)) > held
+    axes.set_xticks(
+        range(len(names)),
+        names,
+        rotation=30 if slanted else 0,
+        ha="right" if slanted else "center",
+        rotation_mode="anchor" if slanted else "default",
+    )
+    step = -(-len(analysis.layers) // 20)
+    shown = range(0, len(analysis.layers), step)
+    axes.set_yticks(shown, [str(analysis.layers[at]) for at in shown])
+    axes.tick_params(length=2)
+    axes.set_xlabel("position")
+    axes.set_ylabel("layer (0 = embeddings)")
+
+
+def _explain_marks(figure: Figure, analysis: Analysis) -> None:
+    dot = Line2D([], [], marker="o", color="black", markersize=3, linestyle="none")
+    frame = Patch(fill=False, edgecolor="black", linewidth=2)
+    headline = analysis.headline
+    place = f"headline: layer {headline.layer}, {one_line(headline.position, 24)}"
+    handles, labels = [frame], [place]
+    if analysis.tested.permutations:
+        handles.append(dot)
+        labels.append("family-wise p < 0.05")
+    figure.legend(
+        handles, labels, loc="outside lower center", ncols=2, frameon=False, handlelength=1.2
+    )
+
+
+def _head(axes: Axes, analysis: Analysis, title: str) -> None:
+    """The title, and beneath it what stands behind the numbers."""
+    sources = int(analysis.outcome.sources.max()) + 1
+    facts = (
+        f"{len(analysis.outcome)} contexts of {sources} sources · "
+        f"{analysis.tested.permutations} permutations · {analysis.settings.estimator} probes, "
+        f"{analysis.settings.folds} folds"
+    )
+    inches = axes.figure.get_figwidth() - 0.9
+    facts = fill(facts, int(inches * LETTERS))
+    title = fill(one_line(title), int(inches * 0.65 * LETTERS))  # in larger letters
+    axes.set_title(title, fontsize=11, fontweight="bold", pad=10 + 10 * len(facts.splitlines()))
+    axes.annotate(
+        facts,
+        (0.5, 1),
+        xycoords="axes fraction",
+        xytext=(0, 6),
+        textcoords="offset points",
+        ha="center",
+        va="bottom",
+        fontsize=8,
+        color="0.3",
+    )
+
+
+# -- layer curve ----------------------------------------------------------------------------------
+
+
+@_styled
+def layer_curve(analysis: Analysis, title: str) -> Figure:
+    """AUROC by layer at the headline's position, its null and its controls; beneath, code lengths.
+
+    The null's bands are of the closed-form probes that the permutation tests use, the curve is of
+    the reported estimator.
+
+    Args:
+        analysis: of one target.
+        title: what was probed.
+    """
+    figure = Figure(figsize=(8, 6), layout="constrained")
+    upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3.4, 1))
+    at = analysis.positions.index(analysis.headline.position)
+    curve = [row[at] for row in analysis.auroc]
+    level = f"{100 * analysis.settings.level:g}%"
+    own = [
+        _headline_point(upper, analysis),
+        _with_band(upper, analysis.layers, curve, BLUE, f"each layer by itself, {level} interval"),
+        *_null(upper, analysis, at),
+    ]
+    controls = _control_lines(upper, analysis.compared)
+    upper.axhline(0.5, color="black", linewidth=0.7, zorder=1)
+    upper.set_ylabel(f"AUROC at {one_line(analysis.headline.position, 24)}")
+    saved = [code.saved_per_turn for code in analysis.code]
+    _with_band(lower, analysis.layers, saved, BLUE, "")
+    lower.axhline(0, color="black", linewidth=0.7, zorder=1)
+    lower.set_ylabel("code bits saved\nper turn")
+    lower.set_xlabel("layer (0 = embeddings)")
+    for axes in (upper, lower):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.margins(x=0.02)
+        axes.xaxis.get_major_locator().set_params(integer=True, nbins=12, steps=[1, 2, 5, 10])
+    figure.align_ylabels()
+    _head(upper, analysis, title)
+    _legend(figure, own, controls)
+    return figure
+
+
+def _legend(figure: Figure, own: Sequence[Any], compared: Sequence[Line2D]) -> None:
+    """What is probed and tested in the first column, then what it is compared with."""
+    rows = max(len(own), -(-len(compared) // 2))
+    columns = 1 + -(-len(compared) // rows)
+    # Columns are filled evenly, so what is short of a column is made up by blanks.
+    blank = Line2D([], [], linestyle="none", label="")
+    handles = [*own, *[blank] * (rows - len(own)), *compared]
+    handles += [blank] * (rows * columns - len(handles))
+    figure.legend(
+        handles,
+        [str(handle.get_label()) for handle in handles],
+        loc="outside lower center",
+        ncols=columns,
+        frameon=False,
+        fontsize=7.5,
+        handlelength=2.6,
+        columnspacing=1.5,
+    )
+
+
+def _with_band(
+    axes: Axes, layers: Sequence[int], estimates: Sequence[Estimate], colour: str, label: str
+) -> Line2D:
+    """A line through estimates, their intervals as a band."""
+    low, high = [e.low for e in estimates], [e.high for e in estimates]
+    axes.fill_between(layers, low, high, color=colour, alpha=0.2, linewidth=0, zorder=2)
+    values = [e.value for e in estimates]
+    line = axes.plot(layers, values, "o-", color=colour, markersize=3, linewidth=1.5, label=label)
+    return line[0]
+
+
+def _null(axes: Axes, analysis: Analysis, at: int) -> list[Artist]:
+    tested = analysis.tested
+    if not tested.permutations:
+        return []
+    band = axes.fill_between(
+        analysis.layers,
+        0.5,
+        tested.band[:, at],
+        color="0.85",
+        linewidth=0,
+        zorder=0,
+        label="null's 95% quantile (closed form)",
+    )
+    family = axes.axhline(
+        tested.family_band,
+        color="0.3",
+        linewidth=0.8,
+        zorder=1.8,  # visible where a control, which is drawn thicker, has the same value
+        label="null's largest, 95% (family-wise)",
+    )
+    return [band, family]
+
+
+def _control_lines(axes: Axes, compared: Sequence[Compared]) -> list[Line2D]:
+    """Controls as horizontal lines: text in dashed greys, outputs solid, the control task dotted.
+
+    Several lie near 0.5, one upon the other: names and intervals are in the legend.
+    """
+    drawn = {"text": 0, "output": 0, "control task": 0}
+    lines = []
+    for control in compared:
+        number = drawn[control.kind]
+        drawn[control.kind] += 1
+        look: dict[str, Any] = {"linestyle": ":", "color": PURPLE, "linewidth": 1.8}
+        if control.kind == "text":
+            dashes, grey = _DASHES[number % len(_DASHES)], _GREYS[number % len(_GREYS)]
+            look = {"linestyle": dashes, "color": grey, "linewidth": 1.1}
+        elif control.kind == "output":
+            look = {"linestyle": "-", "color": _OUTPUT[number % len(_OUTPUT)], "linewidth": 1.3}
+        label = f"{one_line(control.name, 18)}: {control.auroc.text()}"
+        lines.append(axes.axhline(control.auroc.value, label=label, zorder=1.5, **look))
+    return lines
+
+
+def _headline_point(axes: Axes, analysis: Analysis) -> ErrorbarContainer:
+    auroc = analysis.headline.measures["auroc"]
+    ends = np.maximum([[auroc.value - auroc.low], [auroc.high - auroc.value]], 0)
+    return axes.errorbar(
+        [analysis.headline.layer],
+        [auroc.value],
+        yerr=None if np.isnan(ends).any() else ends,
+        fmt="D",
+        color="black",
+        markersize=5,
+        capsize=3,
+        linewidth=1.3,
+        zorder=4,
+        label=f"headline (nested): {auroc.text()}",
+    )
+
+
+# -- files ----------------------------------------------------------------------------------------
+
+
+def save(figure: Figure, folder: str | Path, stem: str) -> list[Path]:
+    """Write a figure as PNG and as SVG, each replaced whole; the same bytes for the same figure.
+
+    Args:
+        figure: the figure.
+        folder: where to; it must be there.
+        stem: of the files' names.
+
+    Returns:
+        Both paths.
+
+    Raises:
+        OSError: a file can't be written.
+    """
+    paths = []
+    for kind, metadata in (("png", {"Software": None}), ("svg", {"Date": None})):
+        path = Path(folder) / f"{stem}.{kind}"
+
+        def write(scratch: Path, kind: str = kind, metadata: dict = metadata) -> None:
+            # Ticks are only made now. Ids in an SVG are random without a salt.
+            with rc_context({**_STYLE, "svg.hashsalt": stem}):
+                figure.savefig(scratch, format=kind, dpi=DPI, metadata=metadata)
+
+        replace_file(path, write)
+        paths.append(path)
+    return paths

@@ -1,0 +1,182 @@
+"""What an analysis leaves in the run it is of.
+
+::
+
+    probes/<name>/
+      probe.safetensors     directions in activation space
+      card.json             where they come from, what they score, what may be said; written last
+      estimates.parquet     every number with its interval, one row each
+      predictions.parquet   per context, from probes that weren't trained on its source
+      heat_map.png .svg     layer_curve.png .svg
+
+A folder is written under another name and takes its place when it is whole.
+"""
+
+import os
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import pandas as pd
+
+from ia_mech.errors import UserError
+from ia_mech.run.labels import check_name
+from ia_mech.run.layout import read_json
+from probes import figures, tables
+from probes.card import CARD, Probe, directions
+from probes.dataset import ProbeSet
+from probes.records import MEASURES, Analysis, Settings
+from probes.verdict import Verdict
+
+LAYERS = "0 = embeddings, l = output of block l, before the final norm"
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A place for one analysis.
+
+    Attributes:
+        folder: where it goes.
+        data: what is analysed.
+        asked: everything that decides the result, as the card records it.
+    """
+
+    folder: Path
+    data: ProbeSet
+    asked: dict
+
+    @classmethod
+    def place(
+        cls, data: ProbeSet, settings: Settings, name: str | None = None, replace: bool = False
+    ) -> "Kept":
+        """A folder in the first run that this analysis may write.
+
+        The same analysis may be written again; one of other settings or labels is only replaced if
+        asked for.
+
+        Args:
+            data: what is to be analysed.
+            settings: how.
+            name: of the folder; made from target, estimator and judge if not given.
+            replace: whatever is there.
+
+        Raises:
+            UserError: a name that no file can have, or one that is taken.
+        """
+        if name is None:
+            parts = [data.target.name.replace("@", "-at-"), settings.estimator, data.judge]
+            name = "-".join([*parts, f"{len(data.runs)}-runs"] if len(data.runs) > 1 else parts)
+        folder = data.runs[0].path / "probes" / check_name(name)
+        asked = _asked(data, settings)
+        if folder.exists() and not replace and _asked_before(folder) != asked:
+            raise UserError(
+                f"{folder} holds an analysis of other settings or labels",
+                "give another --out, or --replace",
+            )
+        return cls(folder, data, asked)
+
+    def write(self, analysis: Analysis, verdict: Verdict) -> None:
+        """Write all files, or none."""
+        scratch, old = (self.folder.with_name(f".{self.folder.name}.{w}") for w in ("new", "old"))
+        for left in (scratch, old):
+            shutil.rmtree(left, ignore_errors=True)
+        scratch.mkdir(parents=True)
+        try:
+            self._fill(scratch, analysis, verdict)
+            if self.folder.exists():
+                os.replace(self.folder, old)
+            os.replace(scratch, self.folder)
+        finally:
+            for left in (scratch, old):
+                shutil.rmtree(left, ignore_errors=True)
+
+    def _fill(self, folder: Path, analysis: Analysis, verdict: Verdict) -> None:
+        data, headline = self.data, analysis.headline
+        about = {
+            "target": data.target.name,
+            "judge": data.judge,
+            "estimator": analysis.settings.estimator,
+            "model": ", ".join(dict.fromkeys(run.model["name"] for run in data.runs)),
+            "runs": ", ".join(str(run.path) for run in data.runs),
+        }
+        tables.write_parquet(tables.rows(analysis, about), folder / "estimates.parquet")
+        names = data.contexts[["run", "context_id", "dataset", "source"]]
+        said = tables.predictions(analysis).drop(columns=["run", "source"], errors="ignore")
+        tables.write_parquet(pd.concat([names, said], axis=1), folder / "predictions.parquet")
+        title = f"{about['model']} · {data.target.name} · judge {data.judge}"
+        figures.save(figures.heat_map(analysis, title), folder, "heat_map")
+        figures.save(figures.layer_curve(analysis, title), folder, "layer_curve")
+        position = analysis.positions.index(headline.position)
+        states = data.layer(headline.layer)[:, position]
+        found = directions(states, data.outcome, headline.penalty)
+        Probe(found, self._card(analysis, verdict)).save(folder)
+
+    def _card(self, analysis: Analysis, verdict: Verdict) -> dict:
+        headline, tested = analysis.headline, analysis.tested
+        measures = {
+            name: {"what": MEASURES[name], **_plain(estimate)}
+            for name, estimate in headline.measures.items()
+        }
+        compared = [
+            {"name": c.name, "kind": c.kind, "what": c.what}
+            | {"auroc": _plain(c.auroc), "gain": _plain(c.gain)}
+            for c in analysis.compared
+        ]
+        return {
+            "asked": self.asked,
+            "layer": headline.layer,
+            "position": headline.position,
+            "layer_convention": LAYERS,
+            "penalty": headline.penalty,
+            "target": self.data.target.describe(),
+            "verdict": {"sentence": verdict.sentence, "latent": verdict.latent},
+            "p": tested.p,
+            "permutations": tested.permutations,
+            "chosen_by_outer_folds": [list(cell) for cell in headline.picked],
+            "scores": measures,
+            "controls": compared,
+            "contexts": len(analysis.outcome),
+            "training_sources": sorted(set(self.data.contexts["source"].str.replace("\0", "/"))),
+            "notes": [*self.data.notes, *analysis.notes],
+        }
+
+
+def _asked(data: ProbeSet, settings: Settings) -> dict:
+    """Runs, labels and settings, as JSON has them; not the number of threads."""
+    chosen = {k: v for k, v in asdict(settings).items() if k != "workers"}
+    runs = [
+        {"path": str(run.path.resolve()), "model": run.model, "labels": _labels_digest(data, n)}
+        for n, run in enumerate(data.runs)
+    ]
+    return {
+        "runs": runs,
+        "judge": {"name": data.judge, "identity": data.record.get("identity")},
+        "rubric": data.record.get("rubric"),
+        "target": data.target.name,
+        "positions": data.positions,
+        "layers": list(data.layers),
+        "settings": chosen,
+    }
+
+
+def _labels_digest(data: ProbeSet, number: int) -> str:
+    """Of a run's outcomes: which contexts, k and n."""
+    own = data.contexts.loc[data.contexts["run"] == number]
+    hashes = pd.util.hash_pandas_object(own[["context_id", "positives", "trials"]], index=False)
+    return f"{int(hashes.sum()):016x}"[-16:]
+
+
+def _asked_before(folder: Path) -> dict | None:
+    try:
+        return read_json(folder / CARD).get("asked")
+    except (OSError, ValueError, AttributeError):
+        return None
+
+
+def _plain(estimate) -> dict:
+    """JSON has no NaN."""
+    numbers = {name: getattr(estimate, name) for name in ("value", "low", "high")}
+    return {k: None if v != v else float(v) for k, v in numbers.items()} | {
+        "sources": estimate.sources,
+        "method": estimate.method,
+    }

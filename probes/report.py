@@ -1,0 +1,244 @@
+"""What the analysis of a target shows at a terminal."""
+
+from collections import Counter
+
+import numpy as np
+from rich.console import Console
+from rich.markup import escape
+from rich.measure import Measurement
+from rich.table import Table
+from rich.text import Text
+
+from ia_mech.cli import one_line
+from ia_mech.stats import Estimate
+from probes.records import Analysis
+from probes.verdict import Verdict
+
+WIDTH = 100
+ROWS = 17  # layers that the heat map shows
+SIGNIFICANT = 0.05  # family-wise
+
+
+def console() -> Console:
+    """A console that leaves texts as they are, wide enough for the tables."""
+    made = Console(highlight=False, emoji=False)  # ":cat:" in a text is not an emoji
+    made.width = max(made.width, WIDTH)
+    return made
+
+
+def print_analysis(screen: Console, analysis: Analysis, target_text: str, verdict: Verdict) -> None:
+    """Headline, controls, heat map, notes and, last, the verdict.
+
+    Args:
+        screen: where to; 100 columns hold everything, in fewer some positions are left out.
+        analysis: of one target.
+        target_text: what was probed, in words.
+        verdict: what may be said.
+    """
+    _say_what(screen, analysis, target_text)
+    _say_headline(screen, analysis)
+    screen.print(_measures_table(analysis))
+    if analysis.compared:
+        screen.print(_controls_table(analysis))
+    _show_heat_map(screen, analysis)
+    for note in analysis.notes:
+        screen.print(escape(one_line(note)))
+    screen.print(f"[bold]{escape(one_line(verdict.sentence))}[/]")
+
+
+# -- texts ----------------------------------------------------------------------------------------
+
+
+def _say_what(screen: Console, analysis: Analysis, target_text: str) -> None:
+    outcome, folds = analysis.outcome, analysis.settings.folds
+    turns, sources = round(outcome.trials.sum()), int(outcome.sources.max()) + 1
+    share = outcome.positives.sum() / outcome.trials.sum()
+    screen.print(f"[bold]{escape(one_line(target_text))}[/]")
+    screen.print(
+        f"{len(outcome)} contexts of {sources} sources, {turns} turns, {share:.1%} positive. "
+        f"Scores: mean over {folds} outer folds; on new sources, of probes trained on "
+        f"{folds - 1}/{folds} of these; pairs of contexts within a fold and run."
+    )
+
+
+def _say_headline(screen: Console, analysis: Analysis) -> None:
+    headline = analysis.headline
+    chosen = Counter(headline.picked).most_common()
+    folds = ", ".join(f"{_place(*cell)} ×{times}" for cell, times in chosen)
+    screen.print(
+        f"[bold]headline: {_place(headline.layer, headline.position)}[/] (chosen by the outer "
+        f"folds: {folds}); {_tests(analysis)}"
+    )
+
+
+def _tests(analysis: Analysis) -> str:
+    """The headline's p value, the smallest family-wise one, and where that is."""
+    tested = analysis.tested
+    if not tested.permutations:
+        return "no permutations, so nothing was tested"
+    # Many cells may have the smallest possible p: the one that reads best is named.
+    order = np.lexsort((-tested.statistic.ravel(), tested.p_family.ravel()))
+    i, j = np.unravel_index(order[0], tested.p_family.shape)
+    return (
+        f"p {_p(tested.p)} (selection replayed); smallest family-wise p "
+        f"{_p(tested.p_family[i, j])} ({_place(analysis.layers[i], analysis.positions[j])}); "
+        f"{tested.permutations} permutations"
+    )
+
+
+# -- tables ---------------------------------------------------------------------------------------
+
+
+def _measures_table(analysis: Analysis) -> Table:
+    """The headline's measures in two columns; what they are held against stands beside them."""
+    found = analysis.headline.measures
+    entries = [
+        ("AUROC", found["auroc"].text()),
+        ("average precision", found["average_precision"].text()),
+        ("  prevalence", found["prevalence"].text()),
+        ("recall at 5% FPR", found["recall_at_5_fpr"].text()),
+        ("Spearman's ρ", found["spearman"].text()),
+        ("deviance explained", found["deviance_explained"].text()),
+        ("Brier score", found["brier"].text(3)),
+        ("  of a run's rate", found["brier_of_rate"].text(3)),
+        ("calibration: p less rate", _signed(found["calibration_in_the_large"], 3)),
+        ("calibration: slope", found["calibration_slope"].text()),
+    ]
+    table = _table()
+    table.show_header = False
+    for _ in range(4):
+        table.add_column(no_wrap=True)
+    half = len(entries) // 2
+    for (name, value), other in zip(entries[:half], entries[half:], strict=True):
+        table.add_row(name, value + "    ", *other)
+    return table
+
+
+def _controls_table(analysis: Analysis) -> Table:
+    table = _table()
+    table.expand = True
+    level = f"{100 * analysis.settings.level:g}%"
+    table.add_column("control", no_wrap=True)
+    table.add_column("what a probe reads there", no_wrap=True, overflow="ellipsis", ratio=1)
+    table.add_column(escape(f"AUROC [{level}]"), no_wrap=True)
+    table.add_column(escape(f"headline's gain [{level}]"), no_wrap=True)
+    for control in analysis.compared:
+        what = one_line(control.what)
+        if control.kind == "control task":
+            what = f"(gain: selectivity) {what}"
+        table.add_row(
+            escape(one_line(control.name, 16)),
+            escape(what),
+            control.auroc.text(),
+            _signed(control.gain),
+        )
+    return table
+
+
+def _show_heat_map(screen: Console, analysis: Analysis) -> None:
+    layers = shown_layers(analysis)
+    positions = list(analysis.positions)
+    table = _heat_map(analysis, layers, positions)
+    wide = screen.options.update(width=1000)
+    while Measurement.get(screen, wide, table).maximum > screen.width and len(positions) > 1:
+        positions.remove(_least(analysis, positions))
+        table = _heat_map(analysis, layers, positions)
+    screen.print(
+        f"[bold]AUROC by layer (0 = embeddings) and position[/], {analysis.settings.estimator} "
+        f"probes, {100 * analysis.settings.level:g}% intervals over sources"
+    )
+    screen.print(table)
+    screen.print(escape("; ".join(_explained(analysis, layers, positions))))
+
+
+def _explained(analysis: Analysis, layers: list[int], positions: list[str]) -> list[str]:
+    """What a reader of the heat map has to know."""
+    said = []
+    if (analysis.tested.p_family < SIGNIFICANT).any():
+        said.append("* family-wise p < 0.05 (closed form)")
+    elif analysis.tested.permutations:
+        said.append("no family-wise p < 0.05 (closed form)")
+    if len(layers) < len(analysis.layers):
+        step = _step(analysis)
+        every = {2: "every second layer", 3: "every third layer"}.get(step, f"one layer in {step}")
+        said.append(f"{every} and those chosen")
+    missing = [one_line(name, 24) for name in analysis.positions if name not in positions]
+    if missing:
+        said.append(f"no room for {', '.join(missing)}")
+    return [*said, "rest: estimates.parquet"]
+
+
+def _heat_map(analysis: Analysis, layers: list[int], positions: list[str]) -> Table:
+    table = _table()
+    table.add_column("layer", justify="right", no_wrap=True)
+    for position in positions:
+        # Names such as turn_separator are wider than what stands beneath them.
+        name = "_\n".join(one_line(position, 24).rsplit("_", 1))
+        table.add_column(Text(name), no_wrap=True)
+    table.add_column("code bits saved\nper turn", justify="right", no_wrap=True)
+    columns = [analysis.positions.index(position) for position in positions]
+    for layer in layers:
+        i = analysis.layers.index(layer)
+        row = [_cell(analysis, i, j) for j in columns]
+        here = layer == analysis.headline.layer
+        saved = _signed(analysis.code[i].saved_per_turn, 3)
+        table.add_row(f"→ {layer}" if here else str(layer), *row, saved, style="bold" * here)
+    return table
+
+
+def shown_layers(analysis: Analysis, step: int | None = None) -> list[int]:
+    """Every so many layers (:data:`ROWS` at most, if not given), and those that were chosen."""
+    chosen = {analysis.headline.layer, *(layer for layer, _ in analysis.headline.picked)}
+    spaced = set(analysis.layers[:: step or _step(analysis)])
+    return [layer for layer in analysis.layers if layer in spaced | chosen]
+
+
+def _step(analysis: Analysis) -> int:
+    steps = range(1, len(analysis.layers) + 1)
+    return next((s for s in steps if len(shown_layers(analysis, s)) <= ROWS), len(steps))
+
+
+def _least(analysis: Analysis, positions: list[str]) -> str:
+    """The position to leave out first: chosen by the fewest folds, then the worst."""
+    votes = Counter(position for _, position in analysis.headline.picked)
+
+    def worth(position: str) -> tuple:
+        j = analysis.positions.index(position)
+        best = np.nanmax([row[j].value for row in analysis.auroc], initial=-np.inf)
+        return position == analysis.headline.position, votes[position], best
+
+    return min(positions, key=worth)
+
+
+def _table() -> Table:
+    return Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="underline")
+
+
+# -- cells ----------------------------------------------------------------------------------------
+
+
+def _cell(analysis: Analysis, i: int, j: int) -> str:
+    """With its interval at the headline's position only: there is no room for more."""
+    estimate = analysis.auroc[i][j]
+    star = "*" if analysis.tested.p_family[i, j] < SIGNIFICANT else ""
+    if analysis.positions[j] == analysis.headline.position:
+        return estimate.text() + star
+    return ("–" if np.isnan(estimate.value) else f"{estimate.value:.2f}") + star
+
+
+def _place(layer: int, position: str) -> str:
+    return f"layer {layer} {escape(one_line(position, 24))}"
+
+
+def _signed(estimate: Estimate, digits: int = 2) -> str:
+    """``+0.12 [-0.02, +0.25]``."""
+    if np.isnan(estimate.value):
+        return "–"
+    # Rounded first, so that what is almost 0 has no sign of its own.
+    numbers = (round(x, digits) + 0.0 for x in (estimate.value, estimate.low, estimate.high))
+    value, low, high = (f"{x:+.{digits}f}" for x in numbers)
+    return f"{value} [–]" if np.isnan(estimate.low) else f"{value} [{low}, {high}]"
+
+
+def _p(p: float) -> str:
+    return "–" if np.isnan(p) else "< 0.001" if p < 0.001 else f"= {p:.3f}"

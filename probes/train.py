@@ -1,0 +1,62 @@
+"""Train linear probes on a judged run, with controls, and keep what came out.
+
+Usage::
+
+    python -m probes.train cache/RUN
+    python -m probes.train cache/RUN --target latent --estimator mass-mean
+
+What needs torch, pandas or matplotlib is imported late, so that ``--help`` and a mistyped flag
+answer at once.
+"""
+
+import argparse
+import sys
+
+from ia_mech.cli import guarded, tolerant_streams
+from ia_mech.errors import UserError
+from probes.options import build_parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line; returns the exit status."""
+    tolerant_streams()
+    args = build_parser().parse_args(argv)
+    return guarded(lambda: _train(args), lambda: "nothing was written")
+
+
+def _train(args: argparse.Namespace) -> None:
+    from probes import dataset
+    from probes.analysis import analyse
+    from probes.controls import controls_of
+    from probes.keep import Kept
+    from probes.records import Settings
+    from probes.report import console, print_analysis
+    from probes.terminal import Bar
+    from probes.verdict import verdict
+
+    settings = Settings(
+        estimator=args.estimator,
+        permutations=args.permutations,
+        level=args.level,
+        resamples=args.resamples,
+        seed=args.seed,
+        workers=args.threads,
+    )
+    positions = None if "all" in args.positions else args.positions
+    layers = None if None in args.layers else sorted({at for part in args.layers for at in part})
+    data = dataset.read(args.runs, args.judge, args.target, positions, layers)
+    kept = Kept.place(data, settings, args.out, args.replace)
+    dataset.check_enough(data.outcome, settings.folds, positive=data.target.positive)
+    controls = controls_of(data, settings.seed)
+    try:
+        analysis = analyse(data, data.outcome, controls, settings, Bar())
+    except ValueError as error:
+        raise UserError(str(error), "sample contexts of more sources") from None
+    said = verdict(analysis, data.target.words)
+    print_analysis(console(), analysis, f"{data.target.name}: {data.target.describe()}", said)
+    kept.write(analysis, said)
+    print(f"wrote {kept.folder}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

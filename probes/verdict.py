@@ -1,0 +1,103 @@
+"""One sentence of what an analysis shows, and no more than it shows."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ia_mech.stats import Estimate
+from probes.records import Analysis, Compared
+
+LEVEL = 0.05  # of the headline's permutation test
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What may be said.
+
+    Attributes:
+        readable: the headline's p value is at most 0.05.
+        beyond_text: readable, and the gain over every text baseline has an interval above zero.
+        latent: beyond text, and the gain over every form of the model's own output distribution has
+            an interval above zero. Never without that control.
+        sentence: in words.
+    """
+
+    readable: bool
+    beyond_text: bool
+    latent: bool
+    sentence: str
+
+
+def verdict(analysis: Analysis, what: str = "the follow-up rate") -> Verdict:
+    """What the headline, its p value and its controls let one say.
+
+    Args:
+        analysis: of one target.
+        what: the target, in words.
+    """
+    headline, tested = analysis.headline, analysis.tested
+    auroc = headline.measures["auroc"]
+    readable = bool(tested.p <= LEVEL)
+    if not readable:
+        return Verdict(False, False, False, _nothing(analysis, what, auroc))
+    text, output = _of_kind(analysis, "text"), _of_kind(analysis, "output")
+    beyond_text = bool(text) and all(_above(c.gain) for c in text)
+    beyond_output = bool(output) and all(_above(c.gain) for c in output)
+    said = [
+        f"{what} is readable from {_place(analysis)}: AUROC {auroc.text()}, "
+        f"p {_p(tested.p)} (selection replayed)"
+    ]
+    said.append(_against(output, "the model's own output distribution"))
+    said.append(_against(text, "what can be read from the text"))
+    latent = beyond_text and beyond_output
+    if latent:
+        closing = "So it is latent: there before, and not already in, the next-token distribution"
+    elif not output:
+        closing = "Whether it is latent can't be said without the output control"
+    elif beyond_output:
+        closing = "Not shown to be more than topic, wording or length"
+    else:
+        closing = "Not shown to be latent"
+    return Verdict(True, beyond_text, latent, "; ".join(filter(None, said)) + f". {closing}.")
+
+
+def _nothing(analysis: Analysis, what: str, auroc: Estimate) -> str:
+    tested = analysis.tested
+    if not tested.permutations:
+        return f"{what} was not tested: nothing is claimed without permutations."
+    sources = int(analysis.outcome.sources.max()) + 1
+    chance = f"{np.quantile(tested.null, 0.95):.2f}"
+    return (
+        f"no evidence that {what} is readable from the hidden states of {len(analysis.outcome)} "
+        f"contexts of {sources} sources: AUROC {auroc.text()} where the inner loop chose to look "
+        f"({_place(analysis)}), p {_p(tested.p)}. The closed form that is tested has "
+        f"{tested.value:.2f}, and one in twenty permutations of the labels reaches {chance}: what "
+        "is readable no better than that can't be told from nothing here."
+    )
+
+
+def _against(compared: list[Compared], name: str) -> str:
+    """The smallest gain over controls of one kind: the strongest of them is what counts."""
+    if not compared:
+        return ""
+    strongest = min(compared, key=lambda c: c.gain.value)
+    gain = strongest.gain
+    ends = "" if np.isnan(gain.low) else f" [{gain.low:+.2f}, {gain.high:+.2f}]"
+    return f"{gain.value:+.2f}{ends} over {name} ({strongest.name})"
+
+
+def _place(analysis: Analysis) -> str:
+    headline = analysis.headline
+    return f"layer {headline.layer} at {headline.position}"
+
+
+def _of_kind(analysis: Analysis, kind: str) -> list[Compared]:
+    return [c for c in analysis.compared if c.kind == kind]
+
+
+def _above(gain: Estimate) -> bool:
+    return bool(gain.low > 0)
+
+
+def _p(p: float) -> str:
+    return "< 0.001" if p < 0.001 else f"= {p:.3f}"

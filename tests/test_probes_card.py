@@ -1,0 +1,295 @@
+"""A probe to keep: what its directions mean, and that it comes back from disk as it was."""
+
+import json
+import os
+import platform
+
+import numpy as np
+import pytest
+import sklearn
+import torch
+from safetensors.numpy import load_file, save_file
+from scipy.special import expit, logit
+
+from ia_mech.errors import UserError
+from ia_mech.run.layout import sha256
+from probes.card import Direction, Probe, directions
+from probes.estimators import LDAProbe, LogisticProbe, MassMeanProbe
+from probes.outcome import Outcome
+
+WIDTH = 24
+ESTIMATOR = {"logistic": LogisticProbe(0.1), "mass-mean": MassMeanProbe(), "whitened": LDAProbe()}
+EACH = pytest.mark.parametrize("name", ESTIMATOR)
+KINDS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+
+
+def contexts(runs=1, sign=1.0):
+    rng = np.random.default_rng(0)
+    features = rng.normal(size=(200, WIDTH)) * np.linspace(1, 4, WIDTH) + 3
+    n = rng.integers(1, 9, 200)
+    run = np.arange(200) % runs
+    k = rng.binomial(n, expit(sign * features[:, 0] - sign * 3 - 1 + run))
+    return features, Outcome.of(k, n, np.arange(200) // 2, run)
+
+
+@pytest.fixture(scope="module")
+def fitted():
+    features, outcome = contexts()
+    return features, outcome, Probe(directions(features, outcome, 0.1), {"layer": 17})
+
+
+# -- directions -----------------------------------------------------------------------------------
+
+
+@EACH
+def test_a_direction_says_what_the_estimator_says(fitted, name):
+    features, outcome, probe = fitted
+    estimator = ESTIMATOR[name].fit(features, outcome.rate, sample_weight=outcome.trials)
+    along = probe.directions[name]
+    assert along.name == name and along.weights.dtype == np.float32
+    assert np.linalg.norm(along.weights) == pytest.approx(1, abs=1e-6)
+    assert along.slope > 0
+    log_odds = along.slope * probe.score(features, name) + along.base_log_odds
+    np.testing.assert_allclose(log_odds, estimator.decision_function(features), atol=1e-4)
+    chance = estimator.predict_proba(features)[:, 1]
+    np.testing.assert_allclose(probe.probability(features, name), chance, atol=1e-5)
+
+
+@EACH
+def test_at_the_threshold_the_base_rate_is_predicted(fitted, name):
+    _, outcome, probe = fitted
+    along = probe.directions[name]
+    there = along.weights * np.float32(along.threshold)
+    base = outcome.positives.sum() / outcome.trials.sum()
+    assert probe.score(there, name) == pytest.approx(0, abs=1e-5)
+    assert probe.probability(there, name) == pytest.approx(base, abs=1e-5)
+    assert along.base_log_odds == pytest.approx(logit(base))
+
+
+@EACH
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+@pytest.mark.parametrize("runs", [1, 3])
+def test_larger_means_more_follow_ups(name, sign, runs):
+    features, outcome = contexts(runs, sign)
+    probe = Probe(directions(features, outcome, 0.1), {})
+    scores = probe.score(features, name)
+    assert np.corrcoef(scores, outcome.rate)[0, 1] > 0.2
+    assert sign * probe.directions[name].weights[0] > 0
+
+
+@pytest.mark.parametrize("features", [np.ones((200, WIDTH)), np.full((200, WIDTH), np.nan)])
+def test_hidden_states_without_a_direction_are_refused(features):
+    with pytest.raises(ValueError, match=r"differ|NaN"):
+        directions(features, contexts()[1], 1.0)
+
+
+def test_outcomes_that_are_all_alike_are_refused():
+    outcome = Outcome.of(np.full(200, 3), np.full(200, 3), np.arange(200))
+    with pytest.raises(ValueError, match="alike"):
+        directions(contexts()[0], outcome, 1.0)
+
+
+# -- scores ---------------------------------------------------------------------------------------
+
+
+@EACH
+def test_tensors_and_arrays_of_any_shape_score_alike(fitted, name):
+    features, _, probe = fitted
+    expected = features @ probe.directions[name].weights - probe.directions[name].threshold
+    for shape in [(200,), (4, 50), (2, 10, 10)]:
+        given = features.reshape(*shape, WIDTH)
+        for method in (probe.score, probe.probability):
+            array, tensor = method(given, name), method(torch.tensor(given), name)
+            assert array.shape == tuple(tensor.shape) == shape
+            assert array.dtype == np.float32 and tensor.dtype == torch.float32
+            np.testing.assert_allclose(tensor.numpy(), array, atol=1e-5)
+        np.testing.assert_allclose(probe.score(given, name).ravel(), expected, atol=1e-4)
+    assert probe.score(features[0], name) == pytest.approx(expected[0], abs=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_every_float_type_is_scored_in_float32(fitted, kind):
+    features, _, probe = fitted
+    tensor = torch.tensor(features).to(kind)
+    scores = probe.score(tensor)
+    assert scores.dtype == torch.float32
+    np.testing.assert_allclose(scores.numpy(), probe.score(tensor.double().numpy()), atol=1e-5)
+    assert probe.score(features.astype(np.float16)).dtype == np.float32
+
+
+def test_what_a_probe_cannot_score_is_refused(fitted):
+    features, _, probe = fitted
+    with pytest.raises(UserError, match="'up'; choose from logistic, mass-mean, whitened"):
+        probe.score(features, "up")
+    with pytest.raises(UserError, match="'up'"):
+        probe.probability(features, "up")
+    for wrong in (features[:, :-1], torch.ones(3, WIDTH - 1)):
+        with pytest.raises(ValueError, match=rf"width {WIDTH}.*{WIDTH - 1}"):
+            probe.score(wrong)
+    with pytest.raises(ValueError, match=r"shape \(\)"):
+        probe.score(torch.tensor(1.0))
+
+
+# -- on disk --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def saved(fitted, tmp_path):
+    folder = tmp_path / "new" / "probe"
+    fitted[2].save(folder)
+    return folder
+
+
+@pytest.mark.parametrize("file", ["", "probe.safetensors", "card.json"])
+def test_a_probe_comes_back_as_it_was(fitted, saved, file):
+    features, _, probe = fitted
+    loaded = Probe.load(saved / file)
+    assert list(loaded.directions) == list(probe.directions)
+    for name, along in probe.directions.items():
+        other = loaded.directions[name]
+        np.testing.assert_array_equal(other.weights, along.weights)
+        assert other.weights.dtype == np.float32
+        for number in ("name", "threshold", "slope", "base_log_odds"):
+            assert getattr(other, number) == getattr(along, number)
+        np.testing.assert_array_equal(loaded.score(features, name), probe.score(features, name))
+    assert loaded.card["layer"] == 17
+
+
+def test_the_files_are_what_others_can_read(fitted, saved):
+    assert sorted(os.listdir(saved)) == ["card.json", "probe.safetensors"]
+    tensors = load_file(saved / "probe.safetensors")
+    assert set(tensors) == {"weights_logistic", "weights_mass-mean", "weights_whitened"}
+    card = json.loads((saved / "card.json").read_text())
+    assert card["format"] == 1
+    along = fitted[2].directions["whitened"]
+    assert card["directions"]["whitened"] == {
+        "name": "whitened",
+        "threshold": along.threshold,
+        "slope": along.slope,
+        "base_log_odds": along.base_log_odds,
+        "width": WIDTH,
+    }
+    assert card["software"]["scikit-learn"] == sklearn.__version__
+    assert card["software"]["numpy"] == np.__version__
+    assert card["software"]["python"] == platform.python_version()
+    assert card["software"]["ia_mech"]
+
+
+def test_a_loaded_probe_keeps_the_software_that_fitted_it(saved, tmp_path):
+    card = json.loads((saved / "card.json").read_text())
+    card["software"]["numpy"] = "1.0"
+    (saved / "card.json").write_text(json.dumps(card))
+    Probe.load(saved).save(tmp_path / "again")
+    assert Probe.load(tmp_path / "again").card == card
+
+
+def test_a_probe_is_replaced_by_another(saved):
+    weights = np.eye(3, dtype=np.float32)[0]
+    Probe({"logistic": Direction("logistic", weights, 0.5, 2.0, -1.0)}, {"layer": 3}).save(saved)
+    loaded = Probe.load(saved)
+    assert list(loaded.directions) == ["logistic"] and loaded.card["layer"] == 3
+    assert loaded.probability(weights) == pytest.approx(expit(2 * 0.5 - 1))
+
+
+@pytest.mark.parametrize("value", [float("nan"), np.float32(1), {1, 2}])
+def test_a_card_that_is_not_json_leaves_the_old_probe_alone(fitted, saved, value):
+    before = {file.name: file.read_bytes() for file in saved.iterdir()}
+    with pytest.raises((TypeError, ValueError)):
+        Probe(fitted[2].directions, {"auroc": value}).save(saved)
+    assert {file.name: file.read_bytes() for file in saved.iterdir()} == before
+
+
+def test_a_stop_between_the_two_files_is_noticed(fitted, saved, monkeypatch):
+    features, outcome, _ = fitted
+    other = Probe(directions(features, outcome, 10.0), {"layer": 3})
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("probes.card.write_json", stop)
+    with pytest.raises(KeyboardInterrupt):
+        other.save(saved)
+    with pytest.raises(UserError, match="not of its card"):
+        Probe.load(saved)
+
+
+def test_a_file_in_the_place_of_the_folder_is_refused(fitted, tmp_path):
+    (tmp_path / "file").write_text("mine")
+    for name in ("file", "file/below"):
+        with pytest.raises(UserError, match="is not a folder"):
+            fitted[2].save(tmp_path / name)
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+@pytest.mark.parametrize("name", ["card.json", "probe.safetensors"])
+def test_a_missing_file_is_named(saved, name):
+    (saved / name).unlink()
+    for path in (saved, saved / name):
+        with pytest.raises(UserError, match=f"no {name}"):
+            Probe.load(path)
+
+
+def test_what_is_no_probe_at_all_is_refused(saved, tmp_path):
+    (saved / "other.txt").write_text("")
+    for path in (tmp_path, tmp_path / "nothing", saved / "other.txt"):
+        with pytest.raises(UserError, match="is not a probe"):
+            Probe.load(path)
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "null", "{}", '{"format": 1}', "\udcff"])
+def test_a_damaged_card_is_refused(saved, content):
+    (saved / "card.json").write_bytes(content.encode("utf-8", "surrogateescape"))
+    with pytest.raises(UserError, match="damaged"):
+        Probe.load(saved)
+
+
+def test_another_format_is_refused(saved):
+    change(saved, format=2)
+    with pytest.raises(UserError, match="format 2, this version reads 1"):
+        Probe.load(saved)
+
+
+def test_damaged_weights_are_refused(saved):
+    content = bytearray((saved / "probe.safetensors").read_bytes())
+    content[-1] ^= 1
+    (saved / "probe.safetensors").write_bytes(content)
+    with pytest.raises(UserError, match="damaged"):
+        Probe.load(saved)
+
+
+def test_weights_of_another_width_than_the_cards_are_refused(saved):
+    card = json.loads((saved / "card.json").read_text())
+    card["directions"]["logistic"]["width"] = WIDTH + 1
+    change(saved, **card)
+    with pytest.raises(UserError, match=rf"shape \[{WIDTH}\], its card says {WIDTH + 1}"):
+        Probe.load(saved)
+
+
+@pytest.mark.parametrize("lost", ["threshold", "slope", "base_log_odds", "width"])
+def test_a_card_that_lacks_a_number_is_refused(saved, lost):
+    card = json.loads((saved / "card.json").read_text())
+    del card["directions"]["mass-mean"][lost]
+    change(saved, **card)
+    with pytest.raises(UserError, match="damaged"):
+        Probe.load(saved)
+
+
+def test_a_direction_that_the_weights_lack_is_refused(saved):
+    tensors = load_file(saved / "probe.safetensors")
+    del tensors["weights_whitened"]
+    save_file(tensors, saved / "probe.safetensors")
+    change(saved, weights={"sha256": sha256(saved / "probe.safetensors")})
+    with pytest.raises(UserError, match="weights_whitened"):
+        Probe.load(saved)
+
+
+def test_weights_in_no_known_format_are_refused(saved):
+    (saved / "probe.safetensors").write_bytes(b"pickled, say")
+    change(saved, weights={"sha256": sha256(saved / "probe.safetensors")})
+    with pytest.raises(UserError, match="damaged"):
+        Probe.load(saved)
+
+
+def change(folder, **entries):
+    card = json.loads((folder / "card.json").read_text())
+    (folder / "card.json").write_text(json.dumps(card | entries))

@@ -1,0 +1,483 @@
+"""What probes are trained on: k and n of every target, and hidden states row by row."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from runs import CONTEXTS, LAYERS, files_under
+from safetensors.torch import load_file, save_file
+
+from ia_mech.errors import UserError
+from ia_mech.judge.label import items_of
+from ia_mech.judge.rubric import ASSESSED, CANNOT_ASSESS, GENUINE
+from ia_mech.run import Run, layout
+from ia_mech.run.labels import KEY
+from probes import dataset
+from probes.dataset import ProbeSet, check_enough, lens_of, read
+from probes.outcome import Outcome
+from probes.targets import FAILURES, Target, counts, parse
+
+NEW, LOOP, FAILED = "new_topic", "degenerate", "failed"
+RULES = {"identity": {"kind": "rules"}, "repeats": 1}
+
+
+# -- targets --------------------------------------------------------------------------------------
+
+
+def turns_of(said: dict[str, dict[float, list[str]]]) -> pd.DataFrame:
+    """``Judged.turns`` from context → temperature → categories."""
+    rows = [
+        {"run": "A", "context_id": context, "temperature": float(t), "category": category}
+        for context, by_temperature in said.items()
+        for t, categories in by_temperature.items()
+        for category in categories
+    ]
+    frame = pd.DataFrame(rows)
+    assessed = ~frame["category"].isin([FAILED, CANNOT_ASSESS])
+    frame["genuine"] = (frame["category"] == GENUINE).astype(float).where(assessed)
+    return frame
+
+
+TURNS = turns_of(
+    {
+        "latent": {0: [NEW], 0.7: [NEW, LOOP], 1: [GENUINE, GENUINE, FAILED]},
+        "never": {0: [LOOP], 0.7: [NEW, CANNOT_ASSESS], 1: [NEW, NEW, NEW]},
+        "greedy too": {0: [GENUINE], 0.7: [GENUINE, NEW], 1: [LOOP, NEW, NEW]},
+        "greedy failed": {0: [FAILED], 0.7: [GENUINE, NEW], 1: [NEW, NEW, NEW]},
+        "samples failed": {0: [NEW], 0.7: [FAILED, FAILED], 1: [FAILED] * 3},
+        "partly failed": {0: [NEW], 0.7: [FAILED, GENUINE], 1: [FAILED] * 3},
+    }
+)
+
+
+@pytest.mark.parametrize(
+    ("target", "expected"),  # k/n in the order of the contexts, – where there is no outcome
+    [
+        ("rate", "2/4 0/4 1/5 1/5 – 1/1"),
+        ("rate@0.7", "0/2 0/1 1/2 1/2 – 1/1"),
+        ("rate@1", "2/2 0/3 0/3 0/3 – –"),
+        ("greedy", "0/1 0/1 1/1 – 0/1 0/1"),
+        ("latent", "1/1 0/1 – – – 1/1"),
+        (NEW, "1/4 4/4 3/5 4/5 – 0/1"),
+        (f"{LOOP}@0.7", "1/2 0/1 0/2 0/2 – 0/1"),
+    ],
+)
+def test_k_and_n_are_the_counted_ones(target, expected):
+    found = counts(parse(target), TURNS)
+    assert list(found.index.names) == ["run", "context_id"]
+    got = {context: f"{row.k}/{row.n}" for (_, context), row in found.iterrows()}
+    assert " ".join(got.get(context, "–") for context in TURNS["context_id"].unique()) == expected
+
+
+def test_contexts_of_the_same_name_in_two_runs_stand_apart():
+    both = pd.concat([TURNS, TURNS.assign(run="B", category=GENUINE, genuine=1.0)])
+    found = counts(parse("rate"), both)
+    assert found.loc[("A", "never"), "k"] == 0 and found.loc[("B", "never"), "k"] == 5
+
+
+def test_targets_have_a_name_and_say_what_they_are():
+    assert parse(" rate@0.70 ") == Target("rate", 0.7)
+    assert parse("rate@0.70").name == "rate@0.7" and parse("new_topic@1").name == "new_topic@1"
+    names = ["rate", "greedy", "latent", "rate@0.7", *FAILURES]
+    assert [parse(name).name for name in names] == names
+    assert len({parse(name).describe() for name in names}) == len(names)
+    assert len({parse(name).positive for name in names}) == len(names) - 2
+    assert set(FAILURES) == {*ASSESSED} - {GENUINE}
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("rates", "unknown target 'rates'; give rate, rate@T, greedy, latent"),
+        ("", "unknown target ''"),
+        (GENUINE, "unknown target"),
+        (CANNOT_ASSESS, "unknown target"),
+        ("rate@0", "use greedy"),
+        (f"{NEW}@0.0", "above 0"),
+        ("rate@", "'' is not a temperature"),
+        ("rate@warm", "'warm' is not a temperature"),
+        ("rate@-1", "'-1' is not a temperature"),
+        ("rate@inf", "'inf' is not a temperature"),
+        ("greedy@1", "give greedy alone"),
+        ("latent@0.7", "give latent alone"),
+    ],
+)
+def test_what_is_no_target_is_refused(text, words):
+    with pytest.raises(UserError, match=words):
+        parse(text)
+
+
+def test_a_temperature_that_was_not_sampled_is_refused():
+    with pytest.raises(UserError, match=r"at temperature 0.5; give rate@0.7 or rate@1"):
+        counts(parse("rate@0.5"), TURNS)
+
+
+# -- reading --------------------------------------------------------------------------------------
+
+
+def plant(run: Run, say) -> Run:
+    """Verdicts as a judge writes them; ``say`` maps number of context, T and sample to one."""
+    number = {context: at for at, context in enumerate(run.contexts["context_id"])}
+    rows = []
+    keys = run.generations[list(KEY)].itertuples(index=False, name=None)
+    for key, item in zip(keys, items_of(run), strict=True):
+        category = say(number[key[0]], *key[1:])
+        rows.append(
+            dict(zip(KEY, key, strict=True))
+            | {"repeat": 0, "category": category, "genuine": category == GENUINE}
+            | {"status": "judged", "item": item.key("", 0)[:16]}
+        )
+    run.labels.write_judgements("rules", rows, RULES)
+    return run
+
+
+def saying(context: int, temperature: float, sample: int) -> str:
+    """2 is greedy-genuine, 5 was never assessed, even ones have genuine samples at T = 1."""
+    if context == 5:
+        return CANNOT_ASSESS
+    if temperature == 0:
+        return GENUINE if context == 2 else NEW
+    return GENUINE if context % 2 == 0 and temperature == 1 else NEW
+
+
+def with_record(run: Run, **changes) -> Run:
+    """Change ``run.json``: the seed, or what the model is."""
+    record = json.loads((run.path / "run.json").read_text())
+    if "seed" in changes:
+        record["identity"]["config"]["grid"]["seed"] = changes.pop("seed")
+    record["identity"]["model"].update(changes)
+    (run.path / "run.json").write_text(json.dumps(record))
+    return Run.open(run.path)
+
+
+def rewrite(run: Run, name: str, write) -> Run:
+    """Replace files of a kind; the manifest says they are as they were written."""
+    manifest = json.loads((run.path / "manifest.json").read_text())
+    for part in manifest["parts"]:
+        for file in [file for file in part["files"] if file.startswith(name)]:
+            path = run.path / file
+            write(path)
+            part["files"][file] = {"bytes": path.stat().st_size, "sha256": layout.sha256(path)}
+    layout.write_json(run.path / "manifest.json", manifest)
+    return Run.open(run.path)
+
+
+def in_file(run: Run, row: int) -> int:
+    """Where in the file of a run of one part a context lies."""
+    (name,) = [name for name in files_under(run.path) if name.startswith("contexts/")]
+    return (
+        pq.read_table(run.path / name)["context_id"]
+        .to_pylist()
+        .index(run.contexts["context_id"][row])
+    )
+
+
+def change_residuals(run: Run, change, layer: str = "") -> Run:
+    def write(path: Path) -> None:
+        save_file({"residuals": change(load_file(path)["residuals"])}, path)
+
+    return rewrite(run, f"residuals/{layer}", write)
+
+
+@pytest.fixture
+def copy(merged, tmp_path):
+    """Judged copies of the sampled run, to be written to."""
+
+    def make(name: str = "run", of: Run = merged, say=saying) -> Run:
+        return plant(Run.open(shutil.copytree(of.path, tmp_path / name)), say)
+
+    return make
+
+
+@pytest.fixture
+def other(copy, parted) -> Run:
+    """The same contexts with another seed, in several parts, and other hidden states."""
+    return change_residuals(with_record(copy("other", parted), seed=1), lambda x: x * 2 + 1)
+
+
+def aligned(found: ProbeSet) -> None:
+    """Row by row what the runs hold."""
+    for layer in found.layers:
+        states = found.layer(layer)
+        assert states.dtype == np.float32
+        assert states.shape == (len(found), len(found.positions), found.width)
+        for state, context in zip(states, found.contexts.itertuples(), strict=True):
+            run = found.runs[context.run]
+            row = run.contexts["context_id"].tolist().index(context.context_id)
+            assert row == context.row
+            for at, position in enumerate(found.positions):
+                np.testing.assert_array_equal(state[at], run.residuals(layer, position)[row])
+
+
+def test_rows_are_the_contexts_with_an_outcome(copy):
+    run = copy()
+    found = read([run.path])
+    frame = found.contexts
+    assert frame["row"].tolist() == [row for row in range(CONTEXTS) if row != 5]
+    assert frame["trials"].unique().tolist() == [4]
+    assert frame["positives"].tolist() == [2 * (row % 2 == 0) for row in frame["row"]]
+    own = run.contexts.iloc[frame["row"]]
+    for column in ("context_id", "dataset", "context_tokens"):
+        assert frame[column].tolist() == own[column].tolist()
+    sources = own["dataset"] + "\0" + own["source_id"]
+    assert frame["source"].tolist() == sources.tolist()
+    for text, messages in zip(frame["text"], own["messages"], strict=True):
+        assert text == "\n".join(message["content"] for message in messages)
+    assert found.layers == run.layers and len(found.layers) == LAYERS
+    assert found.positions == run.positions and found.width == run.model["d_model"]
+    assert (found.judge, found.record["identity"]) == ("rules", RULES["identity"])
+    assert any("1 of 12 contexts have no outcome for the target rate" in n for n in found.notes)
+    assert found.outcome.positives.tolist() == frame["positives"].tolist()
+    aligned(found)
+
+
+def test_latent_leaves_greedy_genuine_contexts_out(copy):
+    frame = read([copy().path], target="latent").contexts
+    assert frame["row"].tolist() == [row for row in range(CONTEXTS) if row not in (2, 5)]
+    assert frame["positives"].tolist() == [int(row % 2 == 0) for row in frame["row"]]
+
+
+def test_runs_are_pooled_row_by_row(copy, other):
+    run = copy()
+    found = read([run.path, other.path])
+    assert found.contexts["run"].tolist() == [0] * 11 + [1] * 11
+    assert found.contexts["source"][:11].tolist() == found.contexts["source"][11:].tolist()
+    assert not np.array_equal(found.layer(2)[:11], found.layer(2)[11:])
+    assert len(set(found.outcome.runs)) == 2
+    aligned(found)
+    shuffled = found.restricted(np.random.default_rng(0).permutation(len(found))[:9])
+    assert len(shuffled) == 9 and len(shuffled.outcome) == 9
+    aligned(shuffled)
+    second = found.restricted((found.contexts["run"] == 1).to_numpy())
+    assert len(second) == 11
+    aligned(second)
+
+
+def test_repeated_greedy_turns_count_once(copy, other):
+    assert read([copy().path, other.path], target="greedy").contexts["run"].unique().tolist() == [0]
+
+
+def test_chosen_positions_and_layers(copy):
+    run = copy()
+    found = read([run.path], positions=["header_last", "response_end"], layers=[3, 0, 3])
+    assert found.positions == ["response_end", "header_last"] and list(found.layers) == [0, 3]
+    aligned(found)
+    with pytest.raises(UserError, match=r"position nowhere was not kept .* header_last"):
+        read([run.path], positions=["header_last", "nowhere"])
+    with pytest.raises(UserError, match=f"no layer 77; give some of 0 … {LAYERS - 1}"):
+        read([run.path], layers=[1, 77])
+
+
+def lacking(run: Run, row: int, *names: str) -> Run:
+    """Make a context lack positions, as the template would: null index, NaN state."""
+    at, row = [run.positions.index(name) for name in names], in_file(run, row)
+
+    def drop_index(path: Path) -> None:
+        table = pq.read_table(path)
+        values = table["positions"].to_pylist()
+        values[row] |= dict.fromkeys(names)
+        field = table.schema.field("positions")
+        column = table.column_names.index("positions")
+        pq.write_table(table.set_column(column, field, pa.array(values, type=field.type)), path)
+
+    def drop_states(states: torch.Tensor) -> torch.Tensor:
+        states[row, at] = torch.nan
+        return states
+
+    return change_residuals(rewrite(run, "contexts/", drop_index), drop_states)
+
+
+def test_a_position_that_some_context_lacks_is_left_out_with_a_note(copy):
+    run = lacking(copy(), 3, "turn_separator", "query_end")
+    found = read([run.path])
+    assert found.positions == [
+        name for name in run.positions if name not in ("turn_separator", "query_end")
+    ]
+    assert "left out: turn_separator, which 1 of 11 contexts lack." in found.notes
+    aligned(found)
+    with pytest.raises(UserError, match="no position is left: some contexts lack query_end"):
+        read([run.path], positions=["query_end"])
+    run = lacking(copy("fifth"), 5, "turn_separator")  # a context without an outcome
+    assert read([run.path]).positions == run.positions
+
+
+def test_an_empty_response_has_no_opening(copy):
+    run = lacking(copy(), 0, "response_end")
+    frame = read([run.path]).contexts
+    tail = run.record["identity"]["chat"]["tail_ids"]
+    first = frame.iloc[0]
+    assert (first["opening"], first["response_tokens"]) == (-1, 0)
+    assert first["prompt_tokens"] == first["context_tokens"] - len(tail)
+
+
+@pytest.mark.parametrize("counted", [0, 3])
+def test_the_response_starts_where_the_template_ends(copy, tiny_subject, counted):
+    """Also where more tokens were sampled than the context holds."""
+    run = copy()
+
+    def write(path: Path) -> None:
+        table = pq.read_table(path)
+        values = [value + counted for value in table["response_tokens"].to_pylist()]
+        at = table.column_names.index("response_tokens")
+        pq.write_table(
+            table.set_column(at, table.schema.field(at), pa.array(values, pa.int32())), path
+        )
+
+    found = read([rewrite(run, "contexts/", write).path])
+    decode = tiny_subject.tokenizer.decode
+    for context in found.contexts.itertuples():
+        messages = run.contexts["messages"][context.row]
+        start, end = context.prompt_tokens, context.prompt_tokens + context.response_tokens
+        assert decode(context.token_ids[start:end]).strip() == messages[-1]["content"].strip()
+        assert context.opening == context.token_ids[start]
+
+
+def test_with_one_kind_of_response_tokens_are_counted_back():
+    """What a template writes can't be told from responses that all begin alike."""
+    assert dataset._opener([[1, 2, 5], [1, 2, 5]], ["The", "This"]) == []
+    assert dataset._opener([[1, 2, 5], [1, 2, 6], []], ["The", "A", ""]) == [1, 2]
+    assert dataset._opener([[1, 2, 5], [1, 2, 6], [9, 7]], ["The", "A", "So"]) == [1, 2]
+
+
+# -- refusals -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_states_that_are_not_finite_are_refused(copy, value):
+    run = copy()
+
+    def spoil(states: torch.Tensor) -> torch.Tensor:
+        states[in_file(run, 4), -1, 0] = value
+        return states
+
+    change_residuals(run, spoil, "layer_03")
+    found = read([run.path])
+    assert np.isfinite(found.layer(2)).all()
+    context = run.contexts["context_id"][4]
+    words = f"layer 3 at header_last holds NaN or infinity for context {context} of {run.path}"
+    with pytest.raises(UserError, match=words):
+        found.layer(3)
+
+
+def test_a_damaged_file_is_refused(copy):
+    run = copy()
+    found = read([run.path])
+    (name,) = [name for name in files_under(run.path) if name.startswith("residuals/layer_03")]
+    content = (run.path / name).read_bytes()
+    for damaged in (bytes([255] * 8) + content[8:], content[:100], None):
+        (run.path / name).unlink() if damaged is None else (run.path / name).write_bytes(damaged)
+        with pytest.raises(UserError, match=rf"part .*{name}.*--repair") as refusal:
+            found.layer(3)
+        assert "\n" not in str(refusal.value)
+
+
+def test_runs_that_cannot_be_read_are_refused(copy, merged, tmp_path):
+    with pytest.raises(UserError, match="has not been judged"):
+        read([merged.path])
+    with pytest.raises(UserError, match="is not a run"):
+        read([tmp_path])
+    run = copy()
+    with pytest.raises(UserError, match="no verdicts of 'nobody'"):
+        read([run.path], judge="nobody")
+    manifest = json.loads((run.path / "manifest.json").read_text())
+    layout.write_json(run.path / "manifest.json", manifest | {"complete": False})
+    with pytest.raises(UserError, match="still being written or was interrupted"):
+        read([run.path])
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [({"d_model": 8}, "hidden size: .* and 8"), ({"layers": 9}, "number of blocks: 4 and 9")],
+)
+def test_models_of_other_sizes_are_refused(copy, other, change, words):
+    run = copy()
+    with pytest.raises(UserError, match=words) as refusal:
+        read([run.path, with_record(other, **change).path])
+    assert str(run.path) in str(refusal.value) and str(other.path) in str(refusal.value)
+
+
+def test_two_models_of_one_size_are_noted(copy, other):
+    two = with_record(other, weights_hash="another", name="another/model")
+    notes = read([copy().path, two.path]).notes
+    assert any("2 models" in note and "another/model" in note for note in notes)
+
+
+def test_a_target_that_no_context_has_is_refused(copy):
+    run = copy(say=lambda context, t, sample: NEW if t else CANNOT_ASSESS)
+    with pytest.raises(UserError, match=r"none of the 12 contexts has an outcome .* greedy"):
+        read([run.path], target="greedy")
+
+
+# -- enough ---------------------------------------------------------------------------------------
+
+
+def outcome(positive: int, negative: int, both: int = 0) -> Outcome:
+    """Sources of one context and two turns: all positive, all negative, or one of each."""
+    k = [2] * positive + [0] * negative + [1] * both
+    return Outcome.of(k, [2] * len(k), np.arange(len(k)))
+
+
+def test_enough_sources_of_either_kind_pass():
+    check_enough(outcome(20, 20))
+    check_enough(outcome(1, 1, 19))
+    check_enough(outcome(2, 3), folds=2, minimum=2)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (
+            outcome(7, 17),
+            "only 7 sources have a genuine follow-up (of 24); probes need 20 with one and 20 "
+            "without; sample contexts of about 70 sources at this rate, more turns per context",
+        ),
+        (outcome(22, 1), "only 1 source has a turn other than a genuine follow-up (of 23)"),
+        (outcome(1, 1, 9), "sample contexts of about 30 sources at this rate, more"),
+        (outcome(0, 1, 11), "only 11 sources have a genuine follow-up (of 12)"),
+        (outcome(0, 30), "no context has a genuine follow-up: there is nothing to predict"),
+        (outcome(30, 0), "all turns of every context are a genuine follow-up: there is nothing"),
+        (outcome(0, 0, 30), "the same rate of a genuine follow-up, 0.50: there is nothing"),
+        (Outcome.of([0, 1], [1, 1], ["a", "a"]), "all 2 contexts come from one source"),
+    ],
+)
+def test_too_little_is_refused_and_what_would_be_enough_is_said(given, words):
+    with pytest.raises(UserError) as refusal:
+        check_enough(given, positive=parse("rate").positive)
+    assert words in str(refusal.value)
+
+
+def test_more_turns_are_no_remedy_where_every_source_has_both():
+    k = [1] * 9 + [2]
+    with pytest.raises(UserError) as refusal:
+        check_enough(Outcome.of(k, [3] * 10, np.arange(10)))
+    assert str(refusal.value).endswith("sample contexts of about 20 sources at this rate")
+
+
+def test_folds_need_sources_of_either_kind():
+    with pytest.raises(UserError, match="probes need 5 with one"):
+        check_enough(outcome(4, 4), folds=5, minimum=2)
+
+
+# -- the lens -------------------------------------------------------------------------------------
+
+
+def test_the_lens_of_a_run_or_why_there_is_none(merged, monkeypatch, tmp_path):
+    monkeypatch.setenv("IA_MECH_CACHE", str(tmp_path))
+    lens, reason = lens_of(merged)
+    assert lens is None and "no lens for the model" in reason
+    file = tmp_path / "models" / merged.model["weights_hash"] / "lens.safetensors"
+    file.parent.mkdir(parents=True)
+    file.write_bytes(b"\xff" * 64)
+    lens, reason = lens_of(merged)
+    assert lens is None and "can't be read" in reason
+    settings = {"eps": 1e-5, "centred": False, "scale": 1.0, "softcap": None}
+    tensors = {name: torch.ones(4) for name in ("norm_weight", "norm_bias", "unembedding")}
+    save_file(tensors, file, metadata={"lens": json.dumps(settings)})
+    lens, reason = lens_of(merged)
+    assert lens.norm(torch.ones(4)).shape == (4,) and reason is None

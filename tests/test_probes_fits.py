@@ -1,0 +1,387 @@
+"""Probes' fits: against scikit-learn and plain formulas, by either path, at awkward scales."""
+
+import numpy as np
+import pytest
+from scipy.special import expit
+from scipy.stats import ortho_group
+from sklearn.base import clone
+from sklearn.covariance import ledoit_wolf, ledoit_wolf_shrinkage
+from sklearn.linear_model import LogisticRegression, Ridge
+from sklearn.metrics import get_scorer, make_scorer, roc_auc_score
+from sklearn.model_selection import GridSearchCV, cross_val_predict, cross_val_score
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
+from sklearn.utils.estimator_checks import check_estimator
+
+from probes import fits
+from probes.cell import ESTIMATORS
+from probes.estimators import LDAProbe, LogisticProbe, MassMeanProbe, RidgeProbe, make
+from probes.rotation import Cell, rotate
+
+FEW, MANY = (150, 20), (60, 200)  # contexts, features: the two ways to decompose
+SHAPES = pytest.mark.parametrize("shape", [FEW, MANY], ids=["n > d", "n < d"])
+EVERY = [make(name, 1.0) for name in ESTIMATORS]
+ALL = pytest.mark.parametrize("probe", EVERY, ids=ESTIMATORS)
+
+
+def contexts(shape, seed=0, trials=8):
+    """Features far from zero, and k of n (n differing) that depend on the first of them."""
+    rng = np.random.default_rng(seed)
+    features = rng.normal(size=shape) * np.linspace(1, 3, shape[1]) + 5
+    n = rng.integers(1, trials + 1, shape[0])
+    k = rng.binomial(n, expit(features[:, 0] - 5.5))
+    return features, k, n
+
+
+def scaled(features):
+    centred = features - features.mean(0)
+    scale = 1 / np.sqrt((centred**2).sum(1).mean())
+    return centred * scale, scale
+
+
+def reference(columns, k, n, penalty, **settings):
+    """scikit-learn's logistic regression: each context once as positive and once as negative."""
+    weight = np.concatenate([k, n - k]) / n.mean()
+    label = np.repeat([1, 0], len(k))
+    # Weights of 0 are dropped: they change nothing but the number of rows.
+    rows = np.tile(np.arange(len(k)), 2)[weight > 0]
+    found = LogisticRegression(C=1 / penalty, tol=1e-10, max_iter=10_000, **settings)
+    return found.fit(columns[rows], label[weight > 0], weight[weight > 0])
+
+
+def cells(features):
+    """The same cell by its inner products and by its features."""
+    centred = features - features.mean(0)
+    size = Cell.of(features).size
+    return Cell(centred, centred @ centred.T, size), Cell(centred, None, size)
+
+
+# -- against scikit-learn -------------------------------------------------------------------------
+
+
+@SHAPES
+@pytest.mark.parametrize("penalty", fits.PENALTIES)
+def test_logistic_weights_are_scikit_learns(shape, penalty):
+    features, k, n = contexts(shape)
+    probe = LogisticProbe(penalty).fit(features, k / n, sample_weight=n)
+    columns, scale = scaled(features)
+    found = reference(columns, k, n, penalty, solver="newton-cholesky")
+    weights = found.coef_[0] * scale
+    assert np.linalg.norm(probe.coef_[0] - weights) < 1e-4 * np.linalg.norm(weights)
+    np.testing.assert_allclose(probe.coef_[0], weights, atol=1e-4 * abs(weights).max())
+    np.testing.assert_allclose(
+        probe.decision_function(features), found.decision_function(columns), rtol=1e-4, atol=1e-4
+    )
+
+
+@SHAPES
+def test_logistic_weights_are_those_of_another_solver(shape):
+    features, k, n = contexts(shape, seed=1)
+    probe = LogisticProbe(0.1).fit(features, k / n, sample_weight=n)
+    columns, scale = scaled(features)
+    weights = reference(columns, k, n, 0.1, solver="lbfgs").coef_[0] * scale
+    np.testing.assert_allclose(probe.coef_[0], weights, atol=1e-4 * abs(weights).max())
+
+
+@SHAPES
+def test_a_massive_activation_changes_nothing_in_that(shape):
+    features, k, n = contexts(shape, seed=2)
+    features[:, 3] = features[:, 3] * 1e4 + 1e6
+    columns, scale = scaled(features)
+    for penalty in (1e-3, 1e-6):  # the massive one has nearly all of the squared norm
+        probe = LogisticProbe(penalty).fit(features, k / n, sample_weight=n)
+        found = reference(columns, k, n, penalty, solver="newton-cholesky")
+        # Weights of so different sizes compare as what they do to the features.
+        ours, theirs = probe.coef_[0] * features.std(0), found.coef_[0] * scale * features.std(0)
+        np.testing.assert_allclose(ours, theirs, atol=1e-4 * abs(theirs).max())
+
+
+@SHAPES
+def test_several_runs_get_an_intercept_each_that_is_not_penalised(shape):
+    features, k, n = contexts(shape, seed=3)
+    runs = np.arange(len(features)) % 3
+    features = features + 10.0 * runs[:, None]  # runs differ in their means, which must not count
+    k = np.where(runs == 1, np.minimum(k + 1, n), k)
+    probe = LogisticProbe(1.0).fit(features, k / n, sample_weight=n, runs=runs)
+    centres = np.array([features[runs == run].mean(0) for run in range(3)])
+    centred = features - centres[runs]
+    scale = 1 / np.sqrt((centred**2).sum(1).mean())
+    dummies = 1e3 * (runs[:, None] == np.arange(3))
+    columns = np.hstack([centred * scale, dummies])
+    found = reference(columns, k, n, 1.0, solver="newton-cholesky", fit_intercept=False)
+    weights, levels = found.coef_[0, :-3] * scale, found.coef_[0, -3:] * 1e3
+    np.testing.assert_allclose(probe.coef_[0], weights, atol=1e-3 * abs(weights).max())
+    np.testing.assert_allclose(probe.intercepts_ + centres @ probe.coef_[0], levels, atol=1e-3)
+    np.testing.assert_allclose(probe.intercept_, [probe.intercepts_.mean()])
+    # Named runs in any order are the same runs.
+    named = LogisticProbe(1.0).fit(
+        features, k / n, sample_weight=n, runs=np.array(list("abc"))[runs]
+    )
+    np.testing.assert_array_equal(named.intercepts_, probe.intercepts_)
+
+
+@SHAPES
+@pytest.mark.parametrize("penalty", [100.0, 1.0, 0.001])
+def test_ridge_is_scikit_learns(shape, penalty):
+    features, k, n = contexts(shape)
+    columns, scale = scaled(features)
+    theirs = Ridge(alpha=penalty, solver="cholesky").fit(columns, k / n)
+    for cell in cells(features):
+        rotated = rotate(cell, *[np.arange(shape[0])] * 2, np.zeros(shape[0], int))
+        weights = rotated.weights(fits.ridge(rotated.train, rotated.squares, k / n, penalty))
+        error = abs(weights / scale - theirs.coef_).max() / abs(theirs.coef_).max()
+        assert error < 1e-8
+    probe = RidgeProbe(penalty).fit(features, k / n, sample_weight=n)
+    assert_parallel(probe.coef_[0], theirs.coef_)
+
+
+@SHAPES
+def test_ridge_takes_many_columns_at_once(shape):
+    features, k, n = contexts(shape)
+    rotated = rotate(Cell.of(features), *[np.arange(shape[0])] * 2, np.zeros(shape[0], int))
+    both = np.column_stack([k / n, 1 - k / n])
+    together = fits.ridge(rotated.train, rotated.squares, both, 1.0)
+    for column in range(2):
+        alone = fits.ridge(rotated.train, rotated.squares, both[:, column], 1.0)
+        np.testing.assert_allclose(together[:, column], alone)
+
+
+@SHAPES
+def test_shrinkage_is_scikit_learns(shape):
+    features, *_ = contexts(shape)
+    columns, _ = scaled(features)
+    for cell in cells(features):
+        rotated = rotate(cell, *[np.arange(shape[0])] * 2, np.zeros(shape[0], int))
+        intensity, target = fits.shrinkage(rotated.train, rotated.squares, shape[1])
+        assert intensity == pytest.approx(ledoit_wolf_shrinkage(columns), abs=1e-8)
+        assert target == pytest.approx((columns**2).mean(), rel=1e-8)
+
+
+@SHAPES
+def test_lda_solves_with_the_ledoit_wolf_covariance(shape):
+    features, k, n = contexts(shape)
+    probe = LDAProbe().fit(features, k / n, sample_weight=n)
+    covariance, _ = ledoit_wolf(features)
+    assert_parallel(probe.coef_[0], np.linalg.solve(covariance, difference(features, k, n)))
+
+
+@SHAPES
+def test_mass_mean_is_the_difference_of_means(shape):
+    features, k, n = contexts(shape)
+    probe = MassMeanProbe().fit(features, k / n, sample_weight=n)
+    assert_parallel(probe.coef_[0], difference(features, k, n))
+
+
+def difference(features, k, n):
+    return np.average(features, axis=0, weights=k) - np.average(features, axis=0, weights=n - k)
+
+
+def assert_parallel(one, other):
+    np.testing.assert_allclose(one / np.linalg.norm(one), other / np.linalg.norm(other), atol=1e-9)
+
+
+# -- coordinates ----------------------------------------------------------------------------------
+
+
+@SHAPES
+def test_inner_products_and_features_give_the_same(shape):
+    features, k, n = contexts(shape)
+    everyone = np.arange(shape[0])
+    runs, test, train = everyone % 2, everyone[::4], everyone[everyone % 4 > 0]
+    found = []
+    for cell in cells(features):
+        rotated = rotate(cell, train, test, runs)
+        path = fits.logistic_path(rotated.train, runs[train], k[train], n[train], [1.0, 0.01], 2)
+        said = [fit.scores(rotated.test, runs[test]) for fit in path]
+        found.append([rotated.squares, *said, *(rotated.weights(fit.weights) for fit in path)])
+        products = rotated.train.T @ rotated.train
+        np.testing.assert_allclose(products, np.diag(rotated.squares), atol=1e-9)
+        assert (rotated.train**2).sum(1).mean() == pytest.approx(1)
+        assert (np.diff(rotated.squares) <= 0).all()
+        # Coordinates and raw features say the same of contexts that weren't fitted on.
+        raw = (cell.features - rotated.centres()[runs])[test] @ rotated.weights(path[1].weights)
+        np.testing.assert_allclose(raw + path[1].intercepts[runs[test]], said[1], atol=1e-8)
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-6 * abs(other).max())
+
+
+@SHAPES
+def test_the_primal_and_the_dual_meet(shape):
+    features, k, n = contexts(shape)
+    weight, everyone = n / n.mean(), np.arange(shape[0])
+    columns, _ = scaled(features)
+    dummies, target = (everyone[:, None] % 2 == np.arange(2)).astype(float), k / n * weight
+    there = target, weight, 0.01
+    primal, levels = fits._primal(columns, dummies, *there, np.zeros(shape[1]), np.zeros(2))
+    dual = fits._dual(columns @ columns.T, dummies, *there, np.zeros(shape[0]), np.zeros(2))
+    np.testing.assert_allclose(columns.T @ dual[0], primal, atol=1e-5 * abs(primal).max())
+    np.testing.assert_allclose(dual[1], levels, atol=1e-5)
+
+
+@SHAPES
+@ALL
+def test_rotated_and_shifted_features_are_predicted_alike(shape, probe):
+    features, k, n = contexts(shape)
+    turned = features @ ortho_group.rvs(shape[1], random_state=0) * 7 - 40
+    said = [
+        clone(probe).fit(x, k / n, sample_weight=n).predict_proba(x) for x in (features, turned)
+    ]
+    np.testing.assert_allclose(*said, atol=1e-6)
+
+
+def test_a_run_without_training_contexts_is_centred_on_the_mean_of_all():
+    for shape in (FEW, MANY):
+        features, k, n = contexts(shape)
+        runs = (np.arange(shape[0]) >= 50).astype(int)
+        train, test = np.flatnonzero(runs == 0), np.flatnonzero(runs == 1)
+        for cell in cells(features):
+            rotated = rotate(cell, train, test, runs)
+            np.testing.assert_allclose(rotated.centres()[0], rotated.centres()[1], atol=1e-12)
+            (fit,) = fits.logistic_path(rotated.train, runs[train], k[train], n[train], [1.0], 2)
+            assert fit.intercepts[1] == fit.intercepts[0]
+
+
+# -- what may go wrong ----------------------------------------------------------------------------
+
+
+@SHAPES
+@ALL
+def test_features_that_do_not_differ_predict_the_base_rate(shape, probe):
+    _, k, n = contexts(shape)
+    constant = np.full(shape, 1234.5) + np.arange(shape[1]) / 7
+    for cell in cells(constant):
+        rotated = rotate(cell, *[np.arange(shape[0])] * 2, np.zeros(shape[0], int))
+        assert rotated.train.shape == (shape[0], 0)
+    fitted = clone(probe).fit(constant, k / n, sample_weight=n)
+    assert not fitted.coef_.any()
+    chance = fitted.predict_proba(constant)[:, 1]
+    np.testing.assert_allclose(chance, k.sum() / n.sum(), atol=1e-5)
+
+
+@pytest.mark.parametrize("penalty", [1.0, 1e-3])
+@SHAPES
+def test_separable_labels_converge(shape, penalty):
+    features, *_ = contexts(shape)
+    label = (features[:, 0] > 5).astype(int)
+    probe = LogisticProbe(penalty).fit(features, label)
+    columns, scale = scaled(features)
+    found = reference(columns, label, np.ones(len(label)), penalty, solver="newton-cholesky")
+    weights = found.coef_[0] * scale
+    np.testing.assert_allclose(probe.coef_[0], weights, atol=1e-4 * abs(weights).max())
+    assert (probe.predict(features) == label).all() or penalty == 1
+
+
+@SHAPES
+@ALL
+def test_a_run_of_negatives_only_stays_finite(shape, probe):
+    features, k, n = contexts(shape)
+    runs = np.arange(shape[0]) % 2
+    k = np.where(runs == 1, 0, k)
+    fitted = clone(probe).fit(features, k / n, sample_weight=n, runs=runs)
+    assert np.isfinite(fitted.coef_).all() and np.isfinite(fitted.intercepts_).all()
+    centres = np.array([features[runs == run].mean(0) for run in range(2)])
+    chance = expit(fitted.intercepts_ + centres @ fitted.coef_[0])
+    assert chance[1] < 0.01 < chance[0]
+
+
+def test_a_falling_path_ends_where_a_cold_start_does():
+    for shape in (FEW, MANY):
+        features, k, n = contexts(shape)
+        rotated = rotate(Cell.of(features), *[np.arange(shape[0])] * 2, np.zeros(shape[0], int))
+        there = rotated.train, np.zeros(shape[0], int), k, n
+        path = fits.logistic_path(*there, fits.PENALTIES, 1)
+        (cold,) = fits.logistic_path(*there, fits.PENALTIES[-1:], 1)
+        size = abs(cold.weights).max()
+        np.testing.assert_allclose(path[-1].weights, cold.weights, atol=1e-4 * size)
+
+
+def test_calibration_is_a_logistic_regression_on_the_score():
+    features, k, n = contexts((400, 3))
+    scores = 100 + 20 * features[:, 0]
+    slope, level = fits.platt(scores, np.zeros(400, int), k, n, 1)
+    found = reference(scaled(scores[:, None])[0], k, n, 1e-3, solver="newton-cholesky")
+    np.testing.assert_allclose(
+        slope * scores + level[0], found.decision_function(scaled(scores[:, None])[0]), atol=1e-4
+    )
+    assert fits.platt(np.ones(400), np.zeros(400, int), k, n, 1)[0] == 0
+
+
+# -- as scikit-learn estimators -------------------------------------------------------------------
+
+WEIGHTLESS = "a context without turns has no rate: a weight of 0 is refused"
+
+
+@ALL
+def test_scikit_learns_own_checks_pass(probe):
+    expected = dict.fromkeys(
+        [
+            "check_sample_weight_equivalence_on_dense_data",
+            "check_classifiers_one_label_sample_weights",
+        ],
+        WEIGHTLESS,
+    )
+    results = check_estimator(clone(probe), expected_failed_checks=expected, on_skip=None)
+    assert len(results) > 40
+
+
+@ALL
+def test_it_serves_in_scikit_learns_tools(probe):
+    features, k, n = contexts(FEW)
+    label = (2 * k > n).astype(int)
+    chance = cross_val_predict(probe, features, label, method="predict_proba", cv=4)
+    assert chance.shape == (150, 2) and roc_auc_score(label, chance[:, 1]) > 0.6
+    pipeline = make_pipeline(StandardScaler(), clone(probe))
+    scorer = make_scorer(roc_auc_score, response_method="decision_function")
+    own = cross_val_score(pipeline, features, label, scoring=scorer, cv=4)
+    np.testing.assert_array_equal(
+        own, cross_val_score(pipeline, features, label, scoring=get_scorer("roc_auc"), cv=4)
+    )
+
+
+def test_the_penalty_can_be_searched():
+    features, *_ = contexts(FEW)
+    search = GridSearchCV(LogisticProbe(), {"penalty": [100.0, 0.1]}, scoring="neg_log_loss", cv=3)
+    assert search.fit(features, features[:, 0] > 5).best_params_["penalty"] == 0.1
+
+
+def test_labels_of_any_kind_are_kept():
+    features, *_ = contexts(FEW)
+    label = features[:, 0] > 5
+    words = np.where(label, "follow-up", "end")
+    probe = LogisticProbe().fit(features, words)
+    assert probe.classes_.tolist() == ["end", "follow-up"]
+    assert set(probe.predict(features)) == {"end", "follow-up"}
+    binary = LogisticProbe().fit(features, label)
+    assert binary.classes_.tolist() == [0, 1] and binary.n_features_in_ == 20
+    np.testing.assert_array_equal(binary.coef_, probe.coef_)
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"X": np.where(np.eye(20) > 0, np.nan, 1.0)}, "NaN"),
+        ({"X": np.where(np.eye(20) > 0, np.inf, 1.0)}, "infinity"),
+        ({"y": np.ones(20)}, "alike"),
+        ({"y": np.full(20, 0.3)}, "alike"),
+        ({"runs": np.arange(20) % 2}, "alike"),
+        ({"y": np.arange(20) / 10}, "Unknown label type"),
+        ({"y": np.arange(20) % 3}, "multiclass"),
+        ({"sample_weight": np.zeros(20)}, "above zero"),
+        ({"sample_weight": np.full(20, np.nan)}, "finite"),
+        ({"sample_weight": np.ones(19)}, "20 entries"),
+        ({"runs": np.zeros(19)}, "one entry per context"),
+        ({"penalty": 0.0}, "penalty"),
+        ({"penalty": np.nan}, "penalty"),
+    ],
+)
+def test_what_cannot_be_fitted_is_refused(change, problem):
+    given = {"X": np.eye(20), "y": np.arange(20) % 2, "penalty": 1.0} | change
+    with pytest.raises(ValueError, match=problem):
+        LogisticProbe(given.pop("penalty")).fit(**given)
+
+
+def test_estimators_are_made_by_name():
+    assert make("logistic", 3.0).penalty == make("ridge", 3.0).penalty == 3.0
+    assert isinstance(make("mass-mean", 3.0), MassMeanProbe)
+    with pytest.raises(ValueError, match="'svm'; choose from logistic, mass-mean, lda, ridge"):
+        make("svm", 1.0)

@@ -1,0 +1,288 @@
+"""Folds of whole sources, and permutations held against everything that could have led to them."""
+
+from collections import Counter
+from fractions import Fraction
+from itertools import pairwise, product
+from itertools import permutations as orders_of
+
+import numpy as np
+import pytest
+from scipy.stats import chisquare
+
+from probes.folds import make_folds, movable, permutations
+from probes.outcome import Outcome
+
+DRAWS = 20_000
+
+
+def singles(positives, trials=8, runs=None):
+    """One context per source."""
+    number = len(positives)
+    return Outcome.of(positives, np.full(number, trials), range(number), runs)
+
+
+def mixed(seed=0, sources=47):
+    """Sources of one to three contexts in one or two runs, rows in any order."""
+    rng = np.random.default_rng(seed)
+    kinds = [(0,), (0,), (1,), (0, 0), (0, 1), (0, 1, 1)]
+    rows = [(s, run) for s in range(sources) for run in kinds[rng.integers(len(kinds))]]
+    rows = [rows[at] for at in rng.permutation(len(rows))]
+    source, run = np.array(rows).T
+    trials = rng.integers(1, 9, len(rows))
+    return Outcome.of(rng.binomial(trials, 0.4), trials, source, run)
+
+
+def source_rates(outcome):
+    number = range(outcome.sources.max() + 1)
+    rows = [outcome.sources == s for s in number]
+    return np.array([outcome.positives[r].sum() / outcome.trials[r].sum() for r in rows])
+
+
+def composition(outcome, source):
+    """How many contexts in which runs."""
+    return tuple(sorted(outcome.runs[outcome.sources == source]))
+
+
+def classes(outcome):
+    found = {}
+    for source in range(outcome.sources.max() + 1):
+        found.setdefault(composition(outcome, source), []).append(source)
+    return list(found.values())
+
+
+def per_source(outcome, by_context):
+    return np.array([by_context[outcome.sources == s][0] for s in range(outcome.sources.max() + 1)])
+
+
+def assert_dealt_evenly(rates, fold, folds):
+    """Sorted by rate, ties in some order, each ``folds`` in a row are in distinct folds.
+
+    Fold f holds exactly one of each full block, so its sources by rate are the first block's, the
+    second's, … (a fold's extra source comes last). That is the same as: no fold's i-th lowest rate
+    is above another's (i + 1)-th lowest, and counts differ by at most one.
+    """
+    ranked = [np.sort(rates[fold == f]) for f in range(folds)]
+    sizes = [len(r) for r in ranked]
+    assert max(sizes) - min(sizes) <= 1
+    for lower, upper in product(ranked, repeat=2):
+        both = min(len(lower), len(upper) - 1)
+        assert (lower[:both] <= upper[1 : both + 1]).all()
+
+
+# -- folds ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("folds", [2, 3, 5])
+def test_sources_stay_whole_and_each_class_is_dealt_evenly(seed, folds):
+    outcome = mixed(seed)
+    by_context = make_folds(outcome, folds, seed)
+    assert all(len(set(by_context[outcome.sources == s])) == 1 for s in set(outcome.sources))
+    assert sorted(set(by_context)) == list(range(folds))
+    rates, fold = source_rates(outcome), per_source(outcome, by_context)
+    for members in classes(outcome):
+        assert_dealt_evenly(rates[members], fold[members], folds)
+
+
+@pytest.mark.parametrize("sources", [10, 23, 24])
+@pytest.mark.parametrize("folds", [2, 3, 5])
+def test_neighbours_by_rate_are_in_distinct_folds(sources, folds):
+    rng = np.random.default_rng(sources)
+    outcome = singles(rng.permutation(sources), trials=sources)  # rates all differ
+    for seed in range(10):
+        fold = make_folds(outcome, folds, seed)[np.argsort(outcome.rate)]
+        for start in range(0, sources, folds):
+            block = fold[start : start + folds]
+            assert len(set(block)) == len(block)
+
+
+@pytest.mark.parametrize("folds", [2, 3, 5])
+def test_fold_sizes_differ_by_one_at_most(folds):
+    rng = np.random.default_rng(0)
+    for sources in range(folds, 40):
+        runs = rng.integers(0, 3, sources)  # three classes, none a multiple of the folds
+        fold = make_folds(singles(rng.integers(0, 9, sources), runs=runs), folds, seed=sources)
+        assert np.ptp(np.bincount(fold, minlength=folds)) <= 1
+
+
+def test_as_many_sources_as_folds_fill_every_fold():
+    # No two sources can change places: each is a class of its own.
+    source = np.repeat(np.arange(5), np.arange(1, 6))
+    outcome = Outcome.of(source > 2, np.ones(len(source)), source)
+    assert sorted(per_source(outcome, make_folds(outcome, 5))) == [0, 1, 2, 3, 4]
+
+
+def test_a_seed_gives_the_same_folds_and_another_one_others():
+    outcome = mixed()
+    np.testing.assert_array_equal(make_folds(outcome, 5, 7), make_folds(outcome, 5, 7))
+    assert (make_folds(outcome, 5, 7) != make_folds(outcome, 5, 8)).any()
+
+
+def test_every_source_is_in_every_fold_as_often():
+    outcome = singles([0, 0, 1, 3, 3, 3, 8])
+    found = np.array([make_folds(outcome, 3, seed) for seed in range(3000)])
+    for fold in range(3):
+        np.testing.assert_allclose((found == fold).mean(0), 1 / 3, atol=0.04)
+
+
+def test_fewer_sources_than_folds_are_refused():
+    outcome = Outcome.of(np.arange(8), np.full(8, 8), np.arange(8) % 4)
+    with pytest.raises(ValueError, match="4 sources can't be dealt into 5 folds"):
+        make_folds(outcome, 5)
+
+
+# -- permutations ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_labels_of_a_source_move_together_in_order_to_one_like_it(seed):
+    outcome = mixed(seed)
+    folds = make_folds(outcome, 5, seed)
+    moved = set()
+    for rows in permutations(outcome, folds, 40, seed):
+        assert sorted(rows) == list(range(len(outcome)))
+        np.testing.assert_array_equal(outcome.runs[rows], outcome.runs)
+        for source in range(outcome.sources.max() + 1):
+            own = np.flatnonzero(outcome.sources == source)
+            (giver,) = set(outcome.sources[rows[own]])
+            assert composition(outcome, giver) == composition(outcome, source)
+            for run in set(outcome.runs[own]):
+                # In the order they stand in, within each run.
+                given = rows[own[outcome.runs[own] == run]]
+                of_giver = (outcome.sources == giver) & (outcome.runs == run)
+                np.testing.assert_array_equal(given, np.flatnonzero(of_giver))
+            moved |= {source} if giver != source else set()
+    assert len(moved) == movable(outcome)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("folds", [2, 3, 5])
+def test_permuted_labels_are_stratified_as_the_observed_ones(seed, folds):
+    outcome = mixed(seed)
+    by_context = make_folds(outcome, folds, seed)
+    fold, rates = per_source(outcome, by_context), source_rates(outcome)
+    for rows in permutations(outcome, by_context, 30, seed):
+        permuted = rates[outcome.sources[rows]]
+        there = per_source(outcome, permuted)
+        for members in classes(outcome):
+            assert sorted(there[members]) == sorted(rates[members])
+            assert_dealt_evenly(there[members], fold[members], folds)
+
+
+def test_permutations_depend_on_the_seed_only():
+    outcome = mixed()
+    folds = make_folds(outcome)
+    some = np.array(list(permutations(outcome, folds, 5, 1)))
+    np.testing.assert_array_equal(some, list(permutations(outcome, folds, 5, 1)))
+    np.testing.assert_array_equal(some[:3], list(permutations(outcome, folds, 3, 1)))
+    assert (some != np.array(list(permutations(outcome, folds, 5, 2)))).any()
+    assert len({tuple(rows) for rows in some}) == 5
+
+
+def test_sources_like_no_other_stay_where_they_are():
+    outcome = Outcome.of([0, 1, 2, 3, 4], np.full(5, 4), [0, 0, 1, 2, 3], [0, 0, 0, 1, 2])
+    assert movable(outcome) == 0
+    for rows in permutations(outcome, make_folds(outcome, 2), 10):
+        np.testing.assert_array_equal(rows, np.arange(5))
+
+
+# -- exactly the arrangements that could have led to these folds ----------------------------------
+
+
+def chance_of(labels, fold, folds):
+    """The probability that the rule gives ``fold`` for these labels of one class, enumerated.
+
+    The slow way: all orders that sort the sources by rate are as likely; each block of neighbours
+    is dealt to distinct folds, whichever and in any order alike.
+    """
+    total, orders = Fraction(0), list(orders_of(range(len(labels))))
+    orders = [o for o in orders if all(labels[a] <= labels[b] for a, b in pairwise(o))]
+    for order in orders:
+        chance = Fraction(1, len(orders))
+        for start in range(0, len(order), folds):
+            dealt = tuple(int(fold[source]) for source in order[start : start + folds])
+            dealings = list(orders_of(range(folds), len(dealt)))
+            chance *= Fraction(dealings.count(dealt), len(dealings))
+        total += chance
+    return total
+
+
+def expected_of(labels, fold, folds):
+    """label arrangement -> its probability given the folds, all arrangements being as likely."""
+    found = {given: chance_of(given, fold, folds) for given in set(orders_of(labels))}
+    total = sum(found.values())
+    return {key: float(value / total) for key, value in found.items() if value}
+
+
+def assert_drawn(outcome, fold, expected):
+    drawn = Counter(
+        tuple(int(x) for x in outcome.positives[rows])
+        for rows in permutations(outcome, fold, DRAWS, seed=0)
+    )
+    assert_frequencies(drawn, expected)
+
+
+def assert_frequencies(found, expected):
+    assert set(found) == set(expected)
+    counts = np.array([found[key] for key in expected])
+    assert chisquare(counts, counts.sum() * np.array(list(expected.values()))).pvalue > 1e-3
+
+
+@pytest.mark.parametrize("folds", [2, 3])
+@pytest.mark.parametrize(
+    "labels",
+    [
+        (0, 1, 2, 3, 4, 5),  # all differ
+        (3, 0, 5, 1, 4),  # and the last block is not full
+        (0, 0, 0, 1, 3, 3),  # ties within blocks and across
+        (0, 0, 0, 0, 1),
+    ],
+    ids=["distinct", "partial", "ties", "ties, partial"],
+)
+def test_exactly_what_could_have_led_to_the_folds_is_drawn_and_evenly(labels, folds):
+    outcome = singles(labels)
+    fold = make_folds(outcome, folds, seed=3)
+    expected = expected_of(labels, fold, folds)
+    assert labels in expected
+    if len(set(labels)) == len(labels):
+        assert len(set(expected.values())) == 1  # without ties, each is as likely
+    assert_drawn(outcome, fold, expected)
+
+
+@pytest.mark.parametrize("labels", [(0, 1, 2, 3, 4), (0, 0, 1, 3, 3)])
+def test_the_rule_enumerated_above_is_the_one_that_deals(labels):
+    outcome, folds = singles(labels), 2
+    every = {fold: chance_of(labels, fold, folds) for fold in product(range(2), repeat=5)}
+    assert sum(every.values()) == 1
+    expected = {fold: float(chance) for fold, chance in every.items() if chance}
+    found = Counter(tuple(make_folds(outcome, folds, seed).tolist()) for seed in range(4000))
+    assert_frequencies(found, expected)
+
+
+def test_two_runs_are_permuted_independently():
+    labels, runs = (0, 2, 5, 7, 4, 1, 3, 8), [0, 0, 0, 0, 0, 1, 1, 1]
+    outcome = singles(labels, runs=runs)
+    fold = make_folds(outcome, 2, seed=1)
+    assert sorted(np.bincount(fold)) == [4, 4]  # the odd ones of the runs are in distinct folds
+    first, second = expected_of(labels[:5], fold[:5], 2), expected_of(labels[5:], fold[5:], 2)
+    assert_drawn(outcome, fold, {a + b: first[a] * second[b] for a in first for b in second})
+
+
+def test_p_values_against_them_keep_their_level():
+    """Folds made from labels without meaning, and a statistic that depends on the folds."""
+    rng = np.random.default_rng(0)
+    feature, small, repeats = rng.normal(size=12), 0, 400
+
+    def statistic(rate, fold):
+        within = [
+            f @ (r - r.mean()) for f, r in ((feature[fold == g], rate[fold == g]) for g in (0, 1))
+        ]
+        return max(within)
+
+    for seed in range(repeats):
+        outcome = singles(rng.binomial(8, 0.3, 12))
+        fold = make_folds(outcome, 3, seed)
+        observed = statistic(outcome.rate, fold) - 1e-12
+        null = [statistic(outcome.rate[r], fold) for r in permutations(outcome, fold, 19, seed)]
+        small += 1 + (np.array(null) >= observed).sum() <= 2  # p ≤ 0.1
+    assert 0.06 * repeats < small < 0.14 * repeats

@@ -1,0 +1,217 @@
+"""``python -m probes.train`` on planted runs: what it says, what it keeps, what it refuses."""
+
+import json
+import re
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from shell import call, files, refusal
+
+from ia_mech.run import Run
+from probes import train
+from probes.card import Probe
+from probes.planted import Plan, Planted, plant, write
+
+FEW = ["--permutations", "39", "--resamples", "100", "--threads", "1"]
+PLAN = Plan("signal", contexts=120, layers=5, informative_layer=3, d_model=24)
+FILES = [
+    "card.json",
+    "estimates.parquet",
+    "heat_map.png",
+    "heat_map.svg",
+    "layer_curve.png",
+    "layer_curve.svg",
+    "predictions.parquet",
+    "probe.safetensors",
+]
+
+
+@pytest.fixture(scope="module")
+def planted() -> Planted:
+    return plant(PLAN)
+
+
+@pytest.fixture(scope="module")
+def original(planted, tmp_path_factory) -> Path:
+    return write(planted, tmp_path_factory.mktemp("planted") / "run").path
+
+
+@pytest.fixture
+def run(original, planted, tmp_path, monkeypatch) -> Path:
+    """A run of its own for every test, with its model's lens in a cache of its own."""
+    monkeypatch.setenv("IA_MECH_CACHE", str(tmp_path / "cache"))
+    planted.lens.save(planted.weights_hash)
+    return Path(shutil.copytree(original, tmp_path / "run"))
+
+
+def probe(words: list, capfd):
+    return call(train.main, [*map(str, words), *FEW], capfd)
+
+
+# -- what comes out -------------------------------------------------------------------------------
+
+
+def test_it_finds_what_was_planted_and_keeps_it(run, planted, capfd, monkeypatch):
+    def never(*args, **options):
+        raise AssertionError("a language model was loaded")
+
+    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", never)
+    said = probe([run], capfd)
+    assert said.status == 0, said.err
+    assert said.err.splitlines()[-1] == f"wrote {run}/probes/rate-logistic-planted"
+    folder = run / "probes" / "rate-logistic-planted"
+    assert sorted(path.name for path in folder.iterdir()) == FILES
+    assert [path.name for path in folder.parent.iterdir()] == [folder.name]
+
+    card = json.loads((folder / "card.json").read_text())
+    assert card["position"] == "header_last" and abs(card["layer"] - 3) <= 1
+    assert card["p"] == 1 / 40 and card["verdict"]["sentence"] in " ".join(said.out.split())
+    assert not card["verdict"]["latent"]  # the direction reaches the output
+    assert len(card["training_sources"]) == 120
+    auroc = card["scores"]["auroc"]
+    assert auroc["low"] < auroc["value"] < auroc["high"]
+    assert {c["name"] for c in card["controls"]} >= {"tfidf", "lengths", "output", "control task"}
+
+    estimates = pd.read_parquet(folder / "estimates.parquet")
+    assert (estimates["target"] == "rate").all()
+    predictions = pd.read_parquet(folder / "predictions.parquet")
+    assert list(predictions["context_id"]) == list(Run.open(run).contexts["context_id"])
+    assert list(predictions["positives"]) == planted.positives.tolist()
+
+
+def test_the_probe_it_keeps_points_along_the_planted_direction(run, planted, capfd):
+    assert probe([run, "--layers", "3", "--positions", "header_last"], capfd).status == 0
+    loaded = Probe.load(run / "probes" / "rate-logistic-planted")
+    states = Run.open(run).residuals(3, "header_last")
+    scores = loaded.score(states)
+    assert isinstance(scores, torch.Tensor) and scores.shape == (120,)
+    assert np.corrcoef(scores.numpy(), planted.z)[0, 1] > 0.8
+    for direction in ("mass-mean", "whitened"):
+        assert np.corrcoef(loaded.score(states, direction).numpy(), planted.z)[0, 1] > 0.5
+
+
+@pytest.mark.parametrize("estimator", ["mass-mean", "lda", "ridge"])
+def test_every_estimator_reads_the_planted_layer(run, capfd, estimator):
+    chosen = ["--layers", "0", "3-4", "--positions", "header_last", "--estimator", estimator]
+    assert probe([run, *chosen], capfd).status == 0
+    card = json.loads((run / "probes" / f"rate-{estimator}-planted" / "card.json").read_text())
+    assert card["scores"]["auroc"]["low"] > 0.5
+    # Calibrated on held-out scores: slopes of log-odds near 1, not those of an overfitted probe.
+    assert 0.5 < card["scores"]["calibration_slope"]["value"] < 2
+
+
+def test_two_runs_are_pooled_with_labels_kept_within_each(run, tmp_path, capfd):
+    other = write(plant(replace(PLAN, draw=1, prevalence=0.5)), tmp_path / "other").path
+    said = probe([run, other, "--layers", "3", "--out", "pooled"], capfd)
+    assert said.status == 0, said.err
+    predictions = pd.read_parquet(run / "probes" / "pooled" / "predictions.parquet")
+    assert predictions["run"].value_counts().to_dict() == {0: 120, 1: 120}
+    assert not (other / "probes").exists()
+
+
+def test_the_same_again_is_the_same_and_other_settings_need_a_word(run, capfd):
+    words = [run, "--layers", "3", "--out", "mine"]
+    assert probe(words, capfd).status == 0
+    before = files(run)
+    assert probe(words, capfd).status == 0
+    assert files(run) == before
+    assert "of other settings or labels; give another --out, or --replace" in refusal(
+        probe([*words, "--seed", "1"], capfd)
+    )
+    assert files(run) == before
+    assert probe([*words, "--seed", "1", "--replace"], capfd).status == 0
+    assert files(run) != before
+
+
+def test_without_a_lens_nothing_is_called_latent(run, tmp_path, capfd):
+    shutil.rmtree(tmp_path / "cache")
+    said = probe([run, "--layers", "3-4"], capfd)
+    assert said.status == 0
+    assert "no output control, so nothing can be called latent" in " ".join(said.out.split())
+    assert "can't be said without the output control" in " ".join(said.out.split())
+
+
+# -- what is refused ------------------------------------------------------------------------------
+
+
+def with_verdicts(run: Path, change) -> None:
+    labels = Run.open(run).labels
+    rows = labels.judgements("planted").astype(object)
+    rows = rows.where(rows.notna(), None)
+    change(rows)
+    record = labels.record("judgements", "planted")
+    labels.write_judgements("planted", rows.to_dict("records"), record)
+
+
+def all_alike(run: Path) -> None:
+    def change(rows):
+        rows["category"], rows["genuine"] = "new_topic", False
+
+    with_verdicts(run, change)
+
+
+def few_positive(run: Path) -> None:
+    def change(rows):
+        late = ~rows["context_id"].isin(rows["context_id"].unique()[:7])
+        rows.loc[late, "category"], rows.loc[late, "genuine"] = "new_topic", False
+
+    with_verdicts(run, change)
+
+
+def not_a_number(run: Path) -> None:
+    (part,) = (run / "residuals" / "layer_02").iterdir()
+    tensors = load_file(part)
+    tensors["residuals"][5, 2, 1] = torch.nan
+    save_file(tensors, part)
+
+
+def damaged(run: Path) -> None:
+    (part,) = (run / "residuals" / "layer_02").iterdir()
+    part.write_bytes(part.read_bytes()[:-100])
+
+
+def in_progress(run: Path) -> None:
+    manifest = json.loads((run / "manifest.json").read_text())
+    (run / "manifest.json").write_text(json.dumps(manifest | {"complete": False}))
+
+
+@pytest.mark.parametrize(
+    ("change", "words", "problem", "remedy"),
+    [
+        (lambda run: shutil.rmtree(run / "judgements"), [], "has not been judged", "judge run"),
+        (all_alike, [], "no context has a genuine follow-up", "choose another --target"),
+        (few_positive, [], "of 120); probes need 20 with one", "sample contexts of about"),
+        (not_a_number, [], "layer 2 at header_last holds NaN", "--repair"),
+        (damaged, [], "is damaged", "--repair"),
+        (in_progress, [], "still being written or was interrupted", "finish"),
+        (None, ["--target", "happiness"], "unknown target 'happiness'", "rate@T"),
+        (None, ["--target", "rate@0.7"], "no turn was sampled at temperature 0.7", "rate@1"),
+        (None, ["--positions", "nowhere"], "position nowhere was not kept", "header_last"),
+        (None, ["--layers", "2", "9"], "no layer 9", "0 … 5"),
+        (None, ["--layers", "5-2"], "is no layer and no range", "--help"),
+        (None, ["--judge", "anna"], "no verdicts of 'anna'", "--judge"),
+        (None, ["--out", "../up"], "can't name a file", "letters"),
+        (None, ["--estimator", "svm"], "invalid choice: 'svm'", "--help"),
+        (None, ["--permutations", "5"], "not a whole number from 19 up", "--help"),
+    ],
+)
+def test_bad_input_is_one_line_and_writes_nothing(run, capfd, change, words, problem, remedy):
+    if change is not None:
+        change(run)
+    before = files(run)
+    said = call(train.main, [str(run), *FEW, *words], capfd)
+    # Hidden states are read while a bar is shown; what comes before is one line.
+    line = refusal(said._replace(err=re.sub(r"\r[^\r\n]*(\n(?=error))?", "", said.err)))
+    assert problem in line and remedy in line
+    assert files(run) == before
+
+
+def test_one_source_is_refused(tmp_path, capfd):
+    only = write(plant(Plan("none", contexts=30, per_source=30)), tmp_path / "run")
+    assert "come from one source" in refusal(probe([only.path], capfd))
