@@ -7,14 +7,15 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from itertools import combinations
+from typing import Any, NamedTuple
 
 import numpy as np
 from scipy.special import expit
 from threadpoolctl import threadpool_limits
 
 from ia_mech.stats import Estimate, FoldScores, Replicated
-from probes.cell import Design, examine, fit, scores_only
+from probes.cell import Design, Examined, examine, examine_once, fit
 from probes.control_task import control_outcomes
 from probes.folds import make_folds, movable, permutations
 from probes.mdl import CodeLength, code_length
@@ -30,7 +31,7 @@ from probes.records import (
     Quiet,
     Settings,
 )
-from probes.rotation import Cell, rotate
+from probes.rotation import Cell, alike, rotate
 from probes.selection import Tested, against_permutations
 
 
@@ -84,6 +85,13 @@ def fold_scores(outcome: Outcome, folds: np.ndarray, settings: Settings) -> Fold
     )
 
 
+class _Probed(NamedTuple):
+    """``[contexts]`` log-odds, and how much of them is chance in training."""
+
+    scores: np.ndarray
+    chance: float
+
+
 class _Work:
     def __init__(self, hidden, design, scores, settings, pool, progress) -> None:
         self.hidden: Hidden = hidden
@@ -109,12 +117,11 @@ class _Work:
         )
         said = np.array([e.scores for e in examined], dtype=np.float32).reshape(*shape, -1)
         penalties = np.array([e.penalties for e in examined]).reshape(*shape, -1)
-        inner = np.array([e.inner[:, 0] for e in examined]).reshape(*shape, -1)
-        by_cell = [self.scores.auroc(e.scores) for e in examined]
-        auroc = [r.estimate() for r in by_cell]
-        headline = self._headline(tested, said, penalties)
-        reached = self.scores.auroc(headline.scores)
-        compared = self._compared(controls, tested, headline, said, inner, reached)
+        auroc = [self.scores.auroc(e.scores).with_training(e.chance).estimate() for e in examined]
+        chances = np.array([e.chance for e in examined]).reshape(shape)
+        headline = self._headline(tested, said, penalties, chances)
+        embeddings = self._embeddings(examined, said)
+        compared = self._compared(controls, headline, embeddings)
         position = self.positions.index(headline.position)
         self.progress.start("code lengths", len(self.layers))
         code = list(self._map(self._code, (cell for cell in self._cells([position]))))
@@ -136,56 +143,70 @@ class _Work:
 
     # -- parts ------------------------------------------------------------------------------------
 
-    def _headline(self, tested: Tested, said: np.ndarray, penalties: np.ndarray) -> Headline:
+    def _headline(
+        self, tested: Tested, said: np.ndarray, penalties: np.ndarray, chances: np.ndarray
+    ) -> Headline:
         folds = self.design.folds
         picked = tested.picked
         scores = said[picked[folds, 0], picked[folds, 1], np.arange(len(folds))].astype(float)
         layer, position = tested.headline
+        cells = [self._cell(*cell) for cell in picked]
+        # Chance in training counts twice only where two folds' probes learn alike.
+        pairs = [alike(a, b, self.outcome.runs) for a, b in combinations(cells, 2)]
+        chance = max(float(np.mean(pairs)), 0.0) * float(chances[tuple(picked.T)].mean())
         return Headline(
             self.layers[layer],
             self.positions[position],
             [(self.layers[at], self.positions[where]) for at, where in picked],
             scores,
-            self._weights(picked, penalties),
+            self._weights(cells, penalties[(*picked.T, np.arange(len(picked)))]),
             self._logistic_penalty(layer, position, penalties),
-            self._measures(scores),
+            self._measures(scores, chance),
+            chance,
         )
 
     def _logistic_penalty(self, layer: int, position: int, penalties: np.ndarray) -> float:
-        """What the inner loops chose for logistic regression, or would have: the median of folds."""
+        """What the inner loops chose for logistic regression, or would have: their median."""
         if self.settings.estimator == "logistic":
             return float(np.median(penalties[layer, position]))
-        cell = Cell.of(self.hidden.layer(self.layers[layer])[:, position])
         design = Design.of(self.outcome, self.design.folds, estimator="logistic")
-        return float(np.median(scores_only(cell, design)[1]))
+        return float(np.median(examine(self._cell(layer, position), design).penalties))
 
-    def _weights(self, picked: np.ndarray, penalties: np.ndarray) -> np.ndarray:
+    def _cell(self, layer: int, position: int) -> Cell:
+        """By indices of layer and position."""
+        return Cell.of(self.hidden.layer(self.layers[layer])[:, position])
+
+    def _weights(self, cells: list[Cell], penalties: np.ndarray) -> np.ndarray:
         """``[folds, d_model]`` of the headline's probes: fitted again, not kept for every cell."""
         weights = []
-        for fold, (layer, position) in enumerate(picked):
-            cell = Cell.of(self.hidden.layer(self.layers[layer])[:, position])
+        for fold, cell in enumerate(cells):
             train = self.design.rows_outside(fold)
             rotated = rotate(cell, train, train[:1], self.outcome.runs)
-            fitted = fit(rotated, self.design, train, penalties[layer, position, fold])
+            fitted = fit(rotated, self.design, train, penalties[fold])
             weights.append(rotated.weights(fitted.weights))
         return np.array(weights)
 
-    def _measures(self, scores: np.ndarray) -> dict[str, Estimate]:
-        chance, known = expit(scores), self._rates_of_runs()
-        large, slope = self.scores.calibration(chance)
+    def _measures(self, scores: np.ndarray, chance: float) -> dict[str, Estimate]:
+        predicted, known = expit(scores), self._rates_of_runs()
+        large, slope = self.scores.calibration(predicted)
         found = {
             "auroc": self.scores.auroc(scores),
+            "auroc_of_rates": self.scores.auroc(self.outcome.rate),
             "average_precision": self.scores.average_precision(scores),
             "prevalence": self.scores.prevalence(),
             "recall_at_5_fpr": self.scores.recall_at(scores, 0.05),
             "spearman": self.scores.spearman(scores),
-            "deviance_explained": self.scores.deviance_explained(chance, known),
-            "brier": self.scores.brier(chance),
+            "deviance_explained": self.scores.deviance_explained(predicted, known),
+            "brier": self.scores.brier(predicted),
             "brier_of_rate": self.scores.brier(known),
             "calibration_in_the_large": large,
             "calibration_slope": slope,
         }
-        return {name: found[name].estimate() for name in MEASURES}
+        untrained = ("auroc_of_rates", "prevalence", "brier_of_rate")
+        return {
+            name: found[name].with_training(0.0 if name in untrained else chance).estimate()
+            for name in MEASURES
+        }
 
     def _rates_of_runs(self) -> np.ndarray:
         """``[contexts]`` rate of a context's run outside its fold."""
@@ -201,42 +222,49 @@ class _Work:
             known[rows] = rate[self.outcome.runs[rows]]
         return known
 
+    def _embeddings(self, examined: list[Examined], said: np.ndarray) -> _Probed | None:
+        """Layer 0 at the position that each fold's inner loop chose."""
+        if 0 not in self.layers or len(self.layers) == 1:
+            return None
+        at, width = self.layers.index(0), len(self.positions)
+        here = examined[at * width : (at + 1) * width]
+        best = np.array([e.inner[:, 0] for e in here]).argmax(0)
+        scores = said[at, best[self.design.folds], np.arange(len(self.outcome))]
+        return _Probed(scores.astype(float), float(np.mean([here[b].chance for b in best])))
+
     def _compared(
-        self,
-        controls: Controls,
-        tested: Tested,
-        headline: Headline,
-        said: np.ndarray,
-        inner: np.ndarray,
-        reached: Replicated,
+        self, controls: Controls, headline: Headline, embeddings: _Probed | None
     ) -> list[Compared]:
         named = [("text", b) for b in controls.text] + [("output", b) for b in controls.output]
         draws = self.settings.control_draws if controls.types is not None else 0
         self.progress.start("controls", len(named) + draws)
+        reached = self.scores.auroc(headline.scores)
 
-        def beside(kind: str, name: str, what: str, replicated: Replicated, scores) -> Compared:
-            gain = (reached - replicated).estimate()
-            return Compared(name, what, kind, replicated.estimate(), gain, scores)
+        def beside(kind: str, name: str, what: str, probed: _Probed) -> Compared:
+            own = self.scores.auroc(probed.scores)
+            # Chance in training may be shared by the two, or not: the larger part is assumed.
+            gain = (reached - own).with_training(max(headline.chance, probed.chance)).estimate()
+            auroc = own.with_training(probed.chance).estimate()
+            return Compared(name, what, kind, auroc, gain, probed.scores)
 
-        cells = (Cell.of(baseline.features) for _, baseline in named)
         found = []
-        probed = self._map(lambda cell: scores_only(cell, self.design)[0], cells)
-        for (kind, baseline), scores in zip(named, probed, strict=True):
-            replicated = self.scores.auroc(scores)
-            found.append(beside(kind, baseline.name, baseline.what, replicated, scores))
-        if 0 in self.layers and len(self.layers) > 1:
-            at = self.layers.index(0)
-            best = inner[at].argmax(0)[self.design.folds]
-            scores = said[at, best, np.arange(len(best))].astype(float)
+        cells = (Cell.of(baseline.features) for _, baseline in named)
+        probed = self._map(lambda cell: examine_once(cell, self.design), cells)
+        for (kind, baseline), examined in zip(named, probed, strict=True):
+            own = _Probed(examined.scores, examined.chance)
+            found.append(beside(kind, baseline.name, baseline.what, own))
+        if embeddings is not None:
             what = "layer 0, at the position its inner loop chose"
-            found.append(beside("text", "embeddings", what, self.scores.auroc(scores), scores))
+            found.append(beside("text", "embeddings", what, embeddings))
         if draws:
-            replicated = self._control_task(controls.types, headline)
+            own, chance = self._control_task(controls.types, headline)
+            gain = (reached - own).with_training(max(headline.chance, chance)).estimate()
+            auroc = own.with_training(chance).estimate()
             what = f"{draws} random functions of response length × opening token, same cells"
-            found.append(beside("control task", "control task", what, replicated, None))
+            found.append(Compared("control task", what, "control task", auroc, gain, None))
         return found
 
-    def _control_task(self, types: np.ndarray, headline: Headline) -> Replicated:
+    def _control_task(self, types: np.ndarray, headline: Headline) -> tuple[Replicated, float]:
         """AUROC on random functions of the type, each fold at the cell that the headline has."""
         distinct = sorted(set(headline.picked), key=headline.picked.index)
         cells = {}
@@ -245,18 +273,22 @@ class _Work:
             cells[layer, position] = Cell.of(states)
         own = [np.array([p == cell for p in headline.picked]) for cell in distinct]
 
-        def probe(outcome: Outcome) -> Replicated:
+        def probe(outcome: Outcome) -> tuple[Replicated, float]:
             design = Design.of(outcome, self.design.folds, estimator=self.settings.estimator)
-            scores = np.empty(len(outcome))
+            scores, chances = np.empty(len(outcome)), []
             for cell, mine in zip(distinct, own, strict=True):
                 here = mine[self.design.folds]
-                scores[here] = scores_only(cells[cell], design)[0][here]
-            return fold_scores(outcome, design.folds, self.settings).auroc(scores)
+                examined = examine(cells[cell], design)
+                scores[here] = examined.scores[here]
+                chances.append(examined.chance)
+            auroc = fold_scores(outcome, design.folds, self.settings).auroc(scores)
+            return auroc, float(np.mean(chances))
 
         draws = control_outcomes(
             self.outcome, types, self.settings.control_draws, self.settings.seed
         )
-        return Replicated.mean(list(self._map(probe, draws)))
+        aurocs, chances = zip(*self._map(probe, draws), strict=True)
+        return Replicated.mean(aurocs), float(np.mean(chances))
 
     def _code(self, cell: Cell) -> CodeLength:
         settings = self.settings

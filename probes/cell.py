@@ -6,7 +6,7 @@ decompositions, which all penalties, permutations and estimators share.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import combinations
 
@@ -103,6 +103,8 @@ class Examined:
             looks at.
         scores: ``[contexts]`` the estimator's log-odds, each from the probe of its outer fold.
         penalties: ``[folds]`` the estimator's penalty, by the inner loop.
+        chance: share of the variance of the scores that is chance in training, see
+            :func:`chance_in_training`.
     """
 
     inner: np.ndarray
@@ -110,6 +112,7 @@ class Examined:
     whole: float
     scores: np.ndarray
     penalties: np.ndarray
+    chance: float
 
 
 def examine(cell: Cell, design: Design) -> Examined:
@@ -145,16 +148,45 @@ def examine(cell: Cell, design: Design) -> Examined:
         slope, levels = learnt.calibration(fold)
         said = slope * fitted.scores(rotated.test, runs[test]) + levels[runs[test]]
         scores[test] = np.round(said, DIGITS)
-    return Examined(inner.max(1), outer, float(whole.max()), scores, chosen)
+    chance = chance_in_training(cell, design, chosen)
+    return Examined(inner.max(1), outer, float(whole.max()), scores, chosen, chance)
 
 
-def scores_only(cell: Cell, design: Design) -> tuple[np.ndarray, np.ndarray]:
-    """``Examined.scores`` and ``.penalties`` alone: for baselines, which nothing selects."""
-    plain = Design(
-        design.outcome, design.folds, design.taken[:1], design.estimator, design.penalties
-    )
-    examined = examine(cell, plain)
-    return examined.scores, examined.penalties
+def examine_once(cell: Cell, design: Design) -> Examined:
+    """The same without permutations."""
+    return examine(cell, replace(design, taken=design.taken[:1]))
+
+
+def chance_in_training(cell: Cell, design: Design, penalties: np.ndarray) -> float:
+    """How much of what probes say of new contexts depends on who happened to train them.
+
+    For each outer fold two probes are trained on a half of the other folds each, which share no
+    source, and their scores in that fold are correlated, within runs. Stepped up to the whole
+    training set (Spearman–Brown) that is the scores' reliability; the rest is chance.
+
+    Args:
+        cell: hidden states.
+        design: outcome, folds and estimator.
+        penalties: ``[folds]`` of the estimator.
+
+    Returns:
+        0 (two such probes agree) to 1 (they have nothing in common).
+    """
+    runs, agreement = design.outcome.runs, []
+    for fold in range(design.fold_count):
+        test = design.rows_of(fold)
+        others = [other for other in range(design.fold_count) if other != fold]
+        said = []
+        for half in (others[::2], others[1::2]):
+            train = design.rows_of(*half)
+            rotated = rotate(cell, train, test, runs)
+            scores = fit(rotated, design, train, penalties[fold]).scores(rotated.test, runs[test])
+            said.append(_unit(_within(scores[:, None], runs[test])))
+        agreement.append(float((said[0] * said[1]).sum()))
+    # One standard error less: to overstate agreement would make intervals too short.
+    halves = np.mean(agreement) - np.std(agreement, ddof=1) / np.sqrt(len(agreement))
+    halves = max(float(halves), 0.0)
+    return 1 - 2 * halves / (1 + halves)
 
 
 def fit(rotated: Rotated, design: Design, train: np.ndarray, penalty: float) -> Fit:

@@ -129,6 +129,8 @@ class Headline:
         penalty: for logistic regression on all contexts at ``layer`` and ``position``: the median
             of what the inner loops chose.
         measures: name -> estimate, see :data:`MEASURES`.
+        chance: share of the variance of scores that is chance in training and shared by folds;
+            intervals are widened by it (:meth:`ia_mech.stats.Replicated.with_training`).
     """
 
     layer: int
@@ -138,6 +140,7 @@ class Headline:
     weights: np.ndarray
     penalty: float
     measures: dict[str, Estimate]
+    chance: float
 
 
 @dataclass(frozen=True)
@@ -172,6 +175,7 @@ class Analysis:
 
 MEASURES = {
     "auroc": "AUROC: a random positive turn's context outranks a random negative turn's",
+    "auroc_of_rates": "AUROC of the contexts' observed rates: more than any probe can reach",
     "average_precision": "average precision",
     "prevalence": "prevalence: average precision of a probe that knows nothing",
     "recall_at_5_fpr": "recall at 5% false positives",

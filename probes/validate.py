@@ -39,8 +39,8 @@ RUNS = {
 DESCRIPTION = """\
 Analyse synthetic runs whose truth is known, and print what the analysis made of them:
 
-  signal         one direction at header_last from layer 4 on, and so in the output too: is that where
-                 the headline lands?
+  signal         one direction at header_last, from layer 4 on and so in the output too: is that
+                 where the headline lands?
   elsewhere      the same at turn_end, which the output doesn't show: is it called latent?
   none           rates that nothing shows: how often is something found?
   output-common  the direction moves the logit of a token that is often sampled, in the last layer

@@ -11,7 +11,7 @@ from ia_mech.stats import Estimate
 from probes import analysis
 from probes.analysis import analyse
 from probes.baselines import Baseline
-from probes.cell import Design, examine, scores_only
+from probes.cell import Design, examine, examine_once
 from probes.folds import make_folds, permutations
 from probes.outcome import Outcome
 from probes.records import MEASURES, Arrays, Controls, Settings
@@ -284,7 +284,7 @@ def test_over_many_targets_constant_per_source_the_mean_is_one_half():
         hidden, positives, sources = fingerprints(seed)
         outcome = Outcome.of(positives, np.full(len(sources), 8), sources)
         design = Design.of(outcome, make_folds(outcome, 5, seed), estimator="mass-mean")
-        scores, _ = scores_only(Cell.of(hidden.layer(0)[:, 0]), design)
+        scores = examine_once(Cell.of(hidden.layer(0)[:, 0]), design).scores
         found.append(slow_auroc(scores, outcome, design.folds))
     assert abs(np.mean(found) - 0.5) < 3 * np.std(found) / np.sqrt(len(found))
 

@@ -9,7 +9,7 @@ from sklearn.covariance import ledoit_wolf
 from sklearn.linear_model import LogisticRegression, Ridge
 from sklearn.metrics import roc_auc_score
 
-from probes.cell import ESTIMATORS, Design, examine, scores_only
+from probes.cell import ESTIMATORS, Design, examine, examine_once
 from probes.fits import PENALTIES
 from probes.folds import make_folds, permutations
 from probes.outcome import Outcome
@@ -220,9 +220,10 @@ def test_scores_and_penalties_are_those_of_nested_loops(shape, runs, estimator):
 def test_scores_alone_are_the_same(runs, estimator):
     made = case(MANY, runs)
     found = made.examine(estimator)
-    scores, penalties = scores_only(Cell.of(made.features), made.design(estimator))
-    np.testing.assert_allclose(scores, found.scores, atol=1e-12)
-    np.testing.assert_array_equal(penalties, found.penalties)
+    alone = examine_once(Cell.of(made.features), made.design(estimator))
+    np.testing.assert_allclose(alone.scores, found.scores, atol=1e-12)
+    np.testing.assert_array_equal(alone.penalties, found.penalties)
+    assert alone.chance == found.chance and alone.outer.shape[1] == 1
 
 
 def test_the_closed_form_does_not_depend_on_the_estimator():

@@ -1,7 +1,7 @@
 """Scores of a probe's predictions, with intervals over sources that two probes can share."""
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -59,6 +59,26 @@ class Replicated:
         self._check(other)
         difference = self.replicates - other.replicates
         return Replicated(self.value - other.value, difference, self.sources, self.level)
+
+    def with_training(self, share: float) -> "Replicated":
+        """Replicates spread as if chance in training had its part in them too.
+
+        In cross-validation two sources meet twice, each tested by a probe that the other helped to
+        train, and chance makes the two agree. Resampling the tested sources takes them for
+        independent. Where scores are nothing but chance in training, that misses half the variance
+        (then an interval would hold 0.5 in some 82% of cases, not 95%), and where they aren't,
+        accordingly less: the variance is multiplied by ``1 + share``. No estimate of it from the
+        folds alone can be unbiased (Bengio & Grandvalet 2004, JMLR 5:1089).
+
+        Args:
+            share: of the variance of scores over contexts that is chance in training, 0 to 1.
+        """
+        return self.stretched(np.sqrt(1 + share))
+
+    def stretched(self, factor: float) -> "Replicated":
+        """Replicates that many times as far from their mean."""
+        centre = np.nanmean(self.replicates) if not np.isnan(self.replicates).all() else np.nan
+        return replace(self, replicates=centre + (self.replicates - centre) * factor)
 
     @classmethod
     def mean(cls, several: Sequence["Replicated"]) -> "Replicated":

@@ -1,0 +1,306 @@
+"""Whether probes carry over: what is trained on what, what a matrix says, and its command line."""
+
+import json
+import math
+import shutil
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from runs import CONTEXTS
+from shell import call, files, refusal
+
+from ia_mech.errors import UserError
+from ia_mech.judge.label import items_of
+from ia_mech.judge.rubric import GENUINE
+from ia_mech.run import Run
+from ia_mech.run.labels import KEY
+from ia_mech.stats import holm
+from probes import carry as module
+from probes import transfer
+from probes.carry import OTHERS, Unit, carry
+from probes.outcome import Outcome
+from probes.records import Arrays, Settings
+
+QUICK = Settings(permutations=199, resamples=200)
+WIDTH, TRIALS = 12, 8
+NEW = "new_topic"
+
+
+def made(directions, contexts=60, seed=0, strength=2.5, prompts=None):
+    """Units with a signal along one axis each, at layer 1 and position ``b`` alone.
+
+    Args:
+        directions: the axis of each unit.
+        contexts: of each unit, one per source.
+        seed: of everything.
+        strength: of the signal; 0 is none.
+        prompts: the set of sources that each unit has; its own if not given.
+    """
+    rng = np.random.default_rng(seed)
+    number = len(directions)
+    states = rng.normal(size=(2, number * contexts, 2, WIDTH))
+    hope = rng.normal(size=number * contexts)
+    units = [Unit(f"u{i}", np.arange(i * contexts, (i + 1) * contexts)) for i in range(number)]
+    for unit, axis in zip(units, directions, strict=True):
+        states[1, unit.rows, 1, axis] += strength * hope[unit.rows]
+    k = rng.binomial(TRIALS, 1 / (1 + np.exp(-2.5 * hope)))
+    of = np.arange(number) if prompts is None else np.asarray(prompts)
+    sources = (of[:, None] * contexts + np.arange(contexts)).ravel()
+    runs = np.repeat(np.arange(number), contexts)
+    outcome = Outcome.of(k, np.full(len(k), TRIALS), sources, runs)
+    return Arrays(states.astype(np.float32), ["a", "b"]), outcome, units
+
+
+def matrix(entries):
+    return {(entry.trained, entry.tested): entry for entry in entries}
+
+
+# -- what it says ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("estimator", ["logistic", "mass-mean", "lda", "ridge"])
+def test_a_shared_direction_carries_over_and_another_does_not(estimator):
+    settings = Settings(estimator=estimator, permutations=999, resamples=200)
+    entries, notes = carry(*made([0, 0, 5]), settings)
+    found = matrix(entries)
+    assert not notes and len(found) == 12
+    alike = [found[pair] for pair in [("u0", "u1"), ("u1", "u0"), ("u0", "u0"), ("u2", "u2")]]
+    for entry in [*alike, found[OTHERS, "u0"]]:
+        assert entry.auroc.low > 0.65 and entry.spearman.low > 0.2 and entry.p < 0.05
+        assert entry.usual == (1, "b")
+    for pair in [("u0", "u2"), ("u1", "u2"), ("u2", "u0"), ("u2", "u1")]:
+        # A trained probe leans a little on any axis, and these are strong: it need not be 0.5.
+        assert found[pair].auroc.value < found[pair[1], pair[1]].auroc.value
+        assert found[pair].p > 0.02 and found[pair].p_holm > 0.05
+    assert len(found["u0", "u1"].picked) == 1
+    assert len(found["u0", "u0"].picked) == 5
+    assert (found[OTHERS, "u0"].train_contexts, found[OTHERS, "u0"].test_sources) == (120, 60)
+
+
+def test_one_probe_serves_all_units_that_share_nothing_with_it():
+    together = matrix(carry(*made([0, 0, 5]), QUICK)[0])
+    hidden, outcome, units = made([0, 0, 5])
+    alone = matrix(carry(hidden, outcome, units[:2], QUICK)[0])
+    assert OTHERS not in {trained for trained, _ in alone}
+    for pair, entry in alone.items():
+        assert together[pair].auroc == entry.auroc and together[pair].p == entry.p
+
+
+def test_p_values_are_adjusted_over_the_matrix():
+    entries, _ = carry(*made([0, 0, 5], strength=0.6), QUICK)
+    assert [e.p_holm for e in entries] == pytest.approx(holm([e.p for e in entries]))
+    assert min(e.p for e in entries) >= 1 / 200
+
+
+@pytest.mark.parametrize("prompts", [[0, 1], [0, 0]], ids=["apart", "same prompts"])
+def test_without_signal_p_values_keep_their_level(prompts):
+    settings = Settings(permutations=39, resamples=100)
+    p = []
+    for seed in range(8):
+        entries, _ = carry(*made([0, 0], 40, seed, strength=0.0, prompts=prompts), settings)
+        p += [entry.p for entry in entries]
+    assert np.mean(np.array(p) <= 0.05) <= 0.2 and 0.35 < np.mean(p) < 0.65
+
+
+def test_a_target_that_is_constant_per_source_is_not_read_from_its_source():
+    rng = np.random.default_rng(3)
+    sources = np.repeat(np.arange(100), 4)
+    label = rng.integers(0, 2, 100)[sources]
+    topic = rng.normal(size=(100, WIDTH * 4))[sources]
+    states = (topic + 0.1 * rng.normal(size=topic.shape))[None, :, None]
+    outcome = Outcome.of(label, np.ones(400), sources)
+    units = [Unit("one", np.arange(200)), Unit("two", np.arange(200, 400))]
+    for entry in carry(Arrays(states, ["a"]), outcome, units, QUICK)[0]:
+        assert entry.auroc.low < 0.5 < entry.auroc.high and entry.p > 0.05
+
+
+# -- what is trained on what ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("prompts", [[0, 1, 2], [0, 0, 1]], ids=["apart", "same prompts"])
+def test_no_source_is_on_both_sides(monkeypatch, prompts):
+    hidden, outcome, units = made([0, 0, 0], 40, prompts=prompts)
+    rotate, seen = module.rotate, []
+
+    def watched(cell, train, test, runs):
+        seen.append((train, test))
+        return rotate(cell, train, test, runs)
+
+    monkeypatch.setattr(module, "rotate", watched)
+    entries, _ = carry(hidden, outcome, units, Settings(permutations=19, resamples=100))
+    assert len(seen) > 100
+    for train, test in seen:
+        assert not np.isin(outcome.sources[train], outcome.sources[test]).any()
+    crossed = {(e.trained, e.tested) for e in entries if len(e.picked) > 1}
+    apart = {("u0", "u0"), ("u1", "u1"), ("u2", "u2")}
+    same = {("u0", "u1"), ("u1", "u0"), (OTHERS, "u0"), (OTHERS, "u1")}
+    assert crossed == (apart | same if prompts == [0, 0, 1] else apart)
+
+
+def test_nothing_is_chosen_with_what_is_tested():
+    """Other labels and states among the tested contexts leave the probe as it was."""
+    hidden, outcome, units = made([0, 5])
+    rows = units[1].rows
+    k = outcome.positives.copy()
+    k[rows] = TRIALS - k[rows]
+    flipped = Outcome.of(k, outcome.trials, outcome.sources, outcome.runs)
+    before = matrix(carry(hidden, outcome, units, QUICK)[0])["u0", "u1"]
+    after = matrix(carry(hidden, flipped, units, QUICK)[0])["u0", "u1"]
+    assert after.auroc.value == pytest.approx(1 - before.auroc.value)
+    hidden.states[0, rows, 0, 0] += 5 * flipped.rate[rows]
+    assert matrix(carry(hidden, flipped, units, QUICK)[0])["u0", "u1"].picked == before.picked
+
+
+def test_the_same_prompts_may_be_read_differently_by_two_models():
+    found = matrix(carry(*made([0, 0], prompts=[0, 0]), QUICK)[0])
+    assert found["u0", "u1"].auroc.low > 0.65 and found["u0", "u1"].p < 0.05
+    other = matrix(carry(*made([0, 5], prompts=[0, 0]), QUICK)[0])
+    assert other["u0", "u1"].auroc.high < other["u0", "u0"].auroc.low
+
+
+def test_layers_are_read_once_and_the_chosen_once_more():
+    hidden, outcome, units = made([0, 0])
+    read = []
+
+    class Watched(Arrays):
+        def layer(self, layer):
+            read.append(layer)
+            return super().layer(layer)
+
+    entries, _ = carry(Watched(hidden.states, hidden.positions), outcome, units, QUICK)
+    chosen = {layer for entry in entries for layer, _ in entry.picked}
+    assert read == [0, 1, *sorted(chosen)]
+
+
+# -- too little -----------------------------------------------------------------------------------
+
+
+def cut(units, *sizes):
+    return [Unit(u.name, u.rows[:size]) for u, size in zip(units, sizes, strict=True)]
+
+
+def test_small_units_are_tested_on_only_or_left_out():
+    hidden, outcome, units = made([0, 0, 0])
+    entries, notes = carry(hidden, outcome, cut(units, 60, 15, 5), QUICK)
+    assert {(e.trained, e.tested) for e in entries} == {
+        ("u0", "u0"),
+        ("u0", "u1"),
+        (OTHERS, "u1"),
+    }
+    assert len(notes) == 2
+    assert notes[0].startswith("u1: 1") and "not trained on by itself (20 of each" in notes[0]
+    assert notes[1].startswith("u2: ") and "not tested on (10 of each" in notes[1]
+
+
+def test_equal_rates_can_be_neither_trained_nor_tested_on():
+    hidden, outcome, units = made([0, 0, 0])
+    k = outcome.positives.copy()
+    k[units[2].rows] = 4
+    level = Outcome.of(k, outcome.trials, outcome.sources, outcome.runs)
+    entries, notes = carry(hidden, level, units, QUICK)
+    assert "u2" not in {name for e in entries for name in (e.trained, e.tested)}
+    assert notes == [
+        "u2: every context has the same rate; not tested on (10 of each needed), nor trained on."
+    ]
+
+
+@pytest.mark.parametrize("sizes", [(60, 5), (15, 15)], ids=["only itself", "none to train on"])
+def test_without_an_entry_beside_the_diagonal_it_is_refused(sizes):
+    hidden, outcome, units = made([0, 0])
+    with pytest.raises(UserError, match=r"no unit of u0, u1 can be tested .* another --target"):
+        carry(hidden, outcome, cut(units, *sizes), QUICK)
+
+
+# -- the command line -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def command(capfd, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    return lambda *words: call(transfer.main, [str(word) for word in words], capfd)
+
+
+@pytest.fixture
+def runs(merged, tmp_path):
+    """Two runs of the same prompts by two models, every other context with more genuine turns."""
+    found = []
+    for name in ("A[x]", "B"):
+        run = Run.open(shutil.copytree(merged.path, tmp_path / name))
+        record = json.loads((run.path / "run.json").read_text())
+        record["identity"]["model"] |= {"weights_hash": name, "name": name}
+        (run.path / "run.json").write_text(json.dumps(record))
+        run = Run.open(run.path)
+        number = {context: at for at, context in enumerate(run.contexts["context_id"])}
+        rows = []
+        keys = run.generations[list(KEY)].itertuples(index=False, name=None)
+        for key, item in zip(keys, items_of(run), strict=True):
+            category = GENUINE if key[2] == 0 or number[key[0]] % 2 == 0 < key[1] < 1 else NEW
+            rows.append(
+                dict(zip(KEY, key, strict=True))
+                | {"repeat": 0, "category": category, "genuine": category == GENUINE}
+                | {"status": "judged", "item": item.key("", 0)[:16]}
+            )
+        run.labels.write_judgements("rules", rows, {"identity": {"kind": "rules"}, "repeats": 1})
+        found.append(run.path)
+    return found
+
+
+def test_the_command_prints_a_matrix_and_writes_it(runs, command, monkeypatch, tmp_path):
+    monkeypatch.setattr(module, "MIN_SOURCES", 10)
+    out, before = tmp_path / "transfer.parquet", files(runs[0])
+    words = ["--layers", "2-3", "--permutations", 19, "--resamples", 100, "--out", out]
+    said = command(*runs, *words)
+    assert said.status == 0, said.err
+    assert "A[x]" in said.out and "of 5)" in said.out and "target rate: k of the n" in said.out
+    assert "19 permutations can't give a * among 4 entries; give --permutations 100." in said.out
+    assert "the runs are of 2 models" in said.out and f"wrote {out}" in said.err
+    table = pq.read_table(out)
+    rows = table.to_pylist()
+    assert [(r["trained"], r["tested"]) for r in rows] == [
+        (a, b) for a in ("A[x]", "B") for b in ("A[x]", "B")
+    ]
+    for row in rows:
+        assert row["auroc_low"] < row["auroc_high"] and 0 < row["p"] <= 1
+        assert set(row["picked_layers"]) <= {2, 3}
+        assert row["test_sources"] == row["train_contexts"] == CONTEXTS
+        assert f"{row['auroc']:.2f} [" in said.out and not math.isnan(row["spearman"])
+    about = json.loads(table.schema.metadata[b"ia_mech"])
+    assert about["by"] == "run" and about["runs"] == [str(path) for path in runs]
+    assert files(runs[0]) == before
+    again = command(*runs, *words)
+    assert again.out == said.out and pq.read_table(out).to_pylist() == rows
+
+
+def test_too_few_sources_are_one_line(runs, command):
+    line = refusal(command(*runs))
+    assert line.startswith("no unit of A[x], B can be tested") and "sample contexts" in line
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["RUN"], "no unit of builtin-maths, builtin-instructions, builtin-open can be tested"),
+        (["RUN", "--by", "run"], "there is one run with an outcome, A[x]"),
+        (["RUN", "RUN"], "is given twice"),
+        (["RUN", "gone"], "gone is not a run"),
+        (["RUN", "--layers", "8-2"], "'8-2' is no layer"),
+        (["RUN", "--layers", "99"], "no layer 99"),
+        (["RUN", "--positions", "nowhere"], "position nowhere was not kept"),
+        (["RUN", "--target", "rates"], "unknown target 'rates'"),
+        (["RUN", "--judge", "gone"], "gone"),
+        (["RUN", "--level", "95"], "'95' is not between 0 and 1"),
+        (["RUN", "--permutations", "3"], "whole number from 19 up"),
+        (["RUN", "--out", "gone/x.parquet"], "there is no folder gone"),
+        (["RUN", "--out", "RUN"], "is a folder"),
+        (["RUN", "--out", "RUN/x.parquet"], "lies inside the run"),
+    ],
+)
+def test_bad_input_is_one_line(runs, command, words, said):
+    given = [word.replace("RUN", str(runs[0])) if "RUN" in word else word for word in words]
+    assert said in refusal(command(*given))
+
+
+def test_help_teaches(command):
+    told = command("--help")
+    assert told.status == 0 and "all others" in told.out and "--by" in told.out
