@@ -40,12 +40,12 @@ from sklearn.linear_model import LogisticRegression
 from threadpoolctl import threadpool_limits
 
 from probes.analysis import analyse
-from probes.baselines import Baseline
-from probes.cell import Design, examine, fit, fit_path
-from probes.folds import make_folds, permutations
-from probes.outcome import Outcome
+from probes.controls.baselines import Baseline
+from probes.data.outcome import Outcome
+from probes.fitting.cell import Design, examine, fit, fit_path
+from probes.fitting.folds import make_folds, permutations
+from probes.fitting.rotation import Cell, rotate
 from probes.records import Controls, Quiet, Settings
-from probes.rotation import Cell, rotate
 
 RESULTS = Path(__file__).with_suffix(".md")
 TURNS, REFITTED, LARGE_LAYERS = 24, 3, 2  # of a context; permutations refitted; layers timed
@@ -136,7 +136,7 @@ class Loop:
 
 
 def ours(features: np.ndarray, design: Design) -> Loop:
-    """The fits as ``probes.cell`` makes them."""
+    """The fits as ``probes.fitting.cell`` makes them."""
     begun, outcome, everyone = process_time(), design.outcome, range(design.fold_count)
     cell, pairs = Cell.of(features), list(combinations(everyone, 2))
     rotated = {

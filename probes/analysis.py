@@ -15,11 +15,13 @@ from scipy.special import expit
 from threadpoolctl import threadpool_limits
 
 from ia_mech.stats import Estimate, FoldScores, Replicated
-from probes.cell import Design, Examined, examine, examine_once, fit
-from probes.control_task import control_outcomes
-from probes.folds import make_folds, movable, permutations
-from probes.mdl import CodeLength, code_length
-from probes.outcome import Outcome
+from probes.controls.control_task import control_outcomes
+from probes.data.outcome import Outcome
+from probes.fitting.cell import Design, Examined, examine, examine_once, fit
+from probes.fitting.folds import make_folds, movable, permutations
+from probes.fitting.mdl import CodeLength, code_length
+from probes.fitting.rotation import Cell, alike, rotate
+from probes.fitting.selection import Tested, against_permutations
 from probes.records import (
     MEASURES,
     Analysis,
@@ -31,8 +33,6 @@ from probes.records import (
     Quiet,
     Settings,
 )
-from probes.rotation import Cell, alike, rotate
-from probes.selection import Tested, against_permutations
 
 
 def analyse(

@@ -1,9 +1,9 @@
 """The probes as scikit-learn estimators, on features as they come.
 
-What is fitted is what :mod:`probes.cell` fits: features are centred (within each run) and divided
-by one number, so that their mean squared norm is 1, and contexts weigh their number of trials over
-the mean of it. ``penalty`` is of half the squared weights on such features, against the sum of
-losses: scikit-learn's ``C = 1 / penalty`` there, or the ``alpha`` of its ridge regression.
+What is fitted is what :mod:`probes.fitting.cell` fits: features are centred (within each run) and
+divided by one number, so that their mean squared norm is 1, and contexts weigh their number of
+trials over the mean of it. ``penalty`` is of half the squared weights on such features, against the
+sum of losses: scikit-learn's ``C = 1 / penalty`` there, or the ``alpha`` of its ridge regression.
 Weights and intercepts that come out are for the features as they were given.
 """
 
@@ -16,10 +16,10 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 from ia_mech.stats.resampling import as_column
-from probes import cell, fits
-from probes.cell import ESTIMATORS, Design
-from probes.outcome import Outcome
-from probes.rotation import Cell, rotate
+from probes.data.outcome import Outcome
+from probes.fitting import cell, fits
+from probes.fitting.cell import ESTIMATORS, Design
+from probes.fitting.rotation import Cell, rotate
 
 
 class _Probe(ClassifierMixin, BaseEstimator):
@@ -161,7 +161,7 @@ _CLASSES["ridge"] = RidgeProbe
 
 
 def make(name: str, penalty: float) -> _Probe:
-    """The estimator of that name, of :data:`probes.cell.ESTIMATORS`; some have no penalty.
+    """The estimator of that name, of :data:`probes.fitting.cell.ESTIMATORS`; some have no penalty.
 
     Raises:
         ValueError: there is none of that name.

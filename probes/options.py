@@ -34,7 +34,7 @@ controls   the same probe on TF-IDF of the text, lengths, dataset, random token 
 code       bits per turn that the probe saves in an online code against the rate so far (MDL).
 
 Several runs (of models of one size) are pooled with an intercept each; labels are permuted within
-runs, and only contexts of the same run are compared.
+runs, and only contexts of the same run are compared; --within dataset does so for datasets.
 """
 
 EPILOG = """\
@@ -57,58 +57,15 @@ Exit status: 0 done, 2 bad input (one line says what and what to do), 130 interr
 def build_parser() -> argparse.ArgumentParser:
     """The command line."""
     parser = Parser(prog="python -m probes.train", description=DESCRIPTION, epilog=EPILOG)
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a judged run's folder")
-    parser.add_argument("--judge", metavar="NAME", help="whose verdicts (default: the only judge)")
+    add_subject(parser)
     parser.add_argument(
-        "--target",
-        default="rate",
-        metavar="TARGET",
-        help="rate, rate@T, greedy, latent, or a failure category (default: rate)",
+        "--within",
+        choices=["run", "dataset"],
+        default="run",
+        help="what contexts must share to be compared; with dataset, telling datasets apart earns "
+        "nothing (default: run)",
     )
-    parser.add_argument(
-        "--positions",
-        nargs="+",
-        default=["all"],
-        metavar="NAME",
-        help="positions to probe, of those the run kept (default: all)",
-    )
-    parser.add_argument(
-        "--layers",
-        nargs="+",
-        type=_layers,
-        default=[None],
-        metavar="LAYERS",
-        help="layers to probe, such as 0 8-12 30; 0 = embeddings (default: all)",
-    )
-    parser.add_argument(
-        "--estimator",
-        choices=ESTIMATORS,
-        default="logistic",
-        help="of the reported scores: L2 logistic regression, difference of means, its whitened "
-        "form (LDA, Ledoit-Wolf), or ridge on the rate (default: logistic)",
-    )
-    numbers = parser.add_argument_group("statistics")
-    numbers.add_argument(
-        "--permutations",
-        type=_at_least(19, "fewer can't reach p = 0.05"),
-        default=1000,
-        help="of whole sources (default: 1000)",
-    )
-    numbers.add_argument(
-        "--resamples",
-        type=_at_least(100, "fewer say nothing"),
-        default=2000,
-        help="bootstrap samples of sources (default: 2000)",
-    )
-    numbers.add_argument(
-        "--level", type=_level, default=0.95, help="coverage of intervals (default: 0.95)"
-    )
-    numbers.add_argument(
-        "--seed",
-        type=_at_least(0, ""),
-        default=0,
-        help="of folds, permutations, resampling and control task (default: 0)",
-    )
+    add_statistics(parser)
     output = parser.add_argument_group("output")
     output.add_argument(
         "--out",
@@ -122,13 +79,80 @@ def build_parser() -> argparse.ArgumentParser:
     )
     output.add_argument(
         "--threads",
-        type=_at_least(1, ""),
+        type=at_least(1),
         help="cells examined at once (default: all processors)",
     )
     return parser
 
 
-def _layers(text: str) -> list[int] | None:
+def add_subject(parser: argparse.ArgumentParser) -> None:
+    """What is probed, and by what: runs, judge, target, positions, layers, estimator."""
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a judged run's folder")
+    parser.add_argument("--judge", metavar="NAME", help="whose verdicts (default: the only judge)")
+    parser.add_argument(
+        "--target",
+        default="rate",
+        metavar="TARGET",
+        help="rate, rate@T, greedy, latent, or a failure category (default: rate)",
+    )
+    parser.add_argument(
+        "--positions",
+        nargs="+",
+        default=["all"],
+        metavar="NAME",
+        help="positions to probe, of those that every run kept (default: all)",
+    )
+    parser.add_argument(
+        "--layers",
+        nargs="+",
+        type=layers,
+        default=[None],
+        metavar="LAYERS",
+        help="layers to probe, such as 0 8-12 30; 0 = embeddings (default: all)",
+    )
+    parser.add_argument(
+        "--estimator",
+        choices=ESTIMATORS,
+        default="logistic",
+        help="of the reported scores: L2 logistic regression, difference of means, its whitened "
+        "form (LDA, Ledoit-Wolf), or ridge on the rate (default: logistic)",
+    )
+
+
+def add_statistics(parser: argparse.ArgumentParser) -> None:
+    """Permutations, resamples, level and seed."""
+    numbers = parser.add_argument_group("statistics")
+    numbers.add_argument(
+        "--permutations",
+        type=at_least(19, "fewer can't reach p = 0.05"),
+        default=1000,
+        help="of whole sources (default: 1000)",
+    )
+    numbers.add_argument(
+        "--resamples",
+        type=at_least(100, "fewer say nothing"),
+        default=2000,
+        help="bootstrap samples of sources (default: 2000)",
+    )
+    numbers.add_argument(
+        "--level", type=level, default=0.95, help="coverage of intervals (default: 0.95)"
+    )
+    numbers.add_argument(
+        "--seed",
+        type=at_least(0),
+        default=0,
+        help="of folds, permutations and resampling (default: 0)",
+    )
+
+
+def chosen(args: argparse.Namespace) -> tuple[list[str] | None, list[int] | None]:
+    """Positions and layers that were asked for; None for all."""
+    names = None if "all" in args.positions else args.positions
+    numbers = None if None in args.layers else sorted({at for part in args.layers for at in part})
+    return names, numbers
+
+
+def layers(text: str) -> list[int] | None:
     """``all`` (None), one layer, or a range with both ends."""
     if text == "all":
         return None
@@ -138,7 +162,9 @@ def _layers(text: str) -> list[int] | None:
     return list(range(int(found[1]), int(found[2] or found[1]) + 1))
 
 
-def _at_least(least: int, why: str):
+def at_least(least: int, why: str = ""):
+    """A parser of whole numbers from that one up."""
+
     def whole(text: str) -> int:
         if not (text.isascii() and text.isdigit()) or int(text) < least:
             reason = f" ({why})" if why else ""
@@ -150,7 +176,8 @@ def _at_least(least: int, why: str):
     return whole
 
 
-def _level(text: str) -> float:
+def level(text: str) -> float:
+    """A coverage."""
     try:
         value = float(text)
     except ValueError:

@@ -7,14 +7,14 @@ from typing import Protocol
 import numpy as np
 
 from ia_mech.stats import Estimate
-from probes.baselines import Baseline
-from probes.mdl import CodeLength
-from probes.outcome import Outcome
-from probes.selection import Tested
+from probes.controls.baselines import Baseline
+from probes.data.outcome import Outcome
+from probes.fitting.mdl import CodeLength
+from probes.fitting.selection import Tested
 
 
 class Hidden(Protocol):
-    """Hidden states by layer; ``probes.dataset.ProbeSet`` is one, :class:`Arrays` another."""
+    """Hidden states by layer; ``probes.data.dataset.ProbeSet`` is one, :class:`Arrays` another."""
 
     layers: Sequence[int]
     positions: Sequence[str]

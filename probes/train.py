@@ -14,7 +14,7 @@ import sys
 
 from ia_mech.cli import guarded, tolerant_streams
 from ia_mech.errors import UserError
-from probes.options import build_parser
+from probes.options import build_parser, chosen
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -25,14 +25,14 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _train(args: argparse.Namespace) -> None:
-    from probes import dataset
     from probes.analysis import analyse
-    from probes.controls import controls_of
-    from probes.keep import Kept
+    from probes.controls.gather import controls_of
+    from probes.data import dataset
     from probes.records import Settings
-    from probes.report import console, print_analysis
-    from probes.terminal import Bar
-    from probes.verdict import verdict
+    from probes.report.keep import Kept
+    from probes.report.progress import Bar
+    from probes.report.screen import console, print_analysis
+    from probes.report.verdict import verdict
 
     settings = Settings(
         estimator=args.estimator,
@@ -42,9 +42,7 @@ def _train(args: argparse.Namespace) -> None:
         seed=args.seed,
         workers=args.threads,
     )
-    positions = None if "all" in args.positions else args.positions
-    layers = None if None in args.layers else sorted({at for part in args.layers for at in part})
-    data = dataset.read(args.runs, args.judge, args.target, positions, layers)
+    data = dataset.read(args.runs, args.judge, args.target, *chosen(args), args.within)
     kept = Kept.place(data, settings, args.out, args.replace)
     dataset.check_enough(data.outcome, settings.folds, positive=data.target.positive)
     controls = controls_of(data, settings.seed)

@@ -12,20 +12,19 @@ import argparse
 import json
 import math
 import os
-import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ia_mech.cli import Parser, guarded, one_line, tolerant_streams
 from ia_mech.errors import UserError
-from probes.options import ESTIMATORS
+from probes.options import add_statistics, add_subject, chosen
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from probes.carry import Entry, Unit
-    from probes.dataset import ProbeSet
+    from probes.data.dataset import ProbeSet
+    from probes.fitting.carry import Entry, Unit
     from probes.records import Settings
 
 STAR = 0.05  # Holm-adjusted p values below it are marked
@@ -67,62 +66,13 @@ Exit status: 0 done, 2 bad input (one line says what and what to do), 130 interr
 def build_parser() -> argparse.ArgumentParser:
     """The command line."""
     parser = Parser(prog="python -m probes.transfer", description=DESCRIPTION, epilog=EPILOG)
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a judged run's folder")
+    add_subject(parser)
     parser.add_argument(
         "--by",
         choices=("run", "dataset"),
         help="what a row and a column are (default: run if several are given, else dataset)",
     )
-    parser.add_argument("--judge", metavar="NAME", help="whose verdicts (default: the only judge)")
-    parser.add_argument(
-        "--target",
-        default="rate",
-        metavar="TARGET",
-        help="rate, rate@T, greedy, latent, or a failure category (default: rate)",
-    )
-    parser.add_argument(
-        "--positions",
-        nargs="+",
-        default=["all"],
-        metavar="NAME",
-        help="positions to choose from, of those that every run kept (default: all)",
-    )
-    parser.add_argument(
-        "--layers",
-        nargs="+",
-        type=_layers,
-        default=[None],
-        metavar="LAYERS",
-        help="layers to choose from, such as 0 8-12 30; 0 = embeddings (default: all)",
-    )
-    parser.add_argument(
-        "--estimator",
-        choices=ESTIMATORS,
-        default="logistic",
-        help="of the scores (default: logistic)",
-    )
-    numbers = parser.add_argument_group("statistics")
-    numbers.add_argument(
-        "--permutations",
-        type=_at_least(19),
-        default=1000,
-        help="of whole sources; at least 19 (default: 1000)",
-    )
-    numbers.add_argument(
-        "--resamples",
-        type=_at_least(100),
-        default=2000,
-        help="bootstrap samples of sources; at least 100 (default: 2000)",
-    )
-    numbers.add_argument(
-        "--level", type=_level, default=0.95, help="coverage of intervals (default: 0.95)"
-    )
-    numbers.add_argument(
-        "--seed",
-        type=_at_least(0),
-        default=0,
-        help="of folds, permutations and resampling (default: 0)",
-    )
+    add_statistics(parser)
     parser.add_argument(
         "--out", type=Path, metavar="FILE.parquet", help="write every entry here, one per row"
     )
@@ -141,10 +91,10 @@ def _transfer(args: argparse.Namespace) -> None:
         _check_file(args.out)
 
     from ia_mech.rates.show import console
-    from probes import dataset
-    from probes.carry import carry
+    from probes.data import dataset
+    from probes.fitting.carry import carry
     from probes.records import Settings
-    from probes.terminal import Bar
+    from probes.report.progress import Bar
 
     settings = Settings(
         estimator=args.estimator,
@@ -153,9 +103,7 @@ def _transfer(args: argparse.Namespace) -> None:
         resamples=args.resamples,
         seed=args.seed,
     )
-    positions = None if "all" in args.positions else args.positions
-    layers = None if None in args.layers else sorted({at for part in args.layers for at in part})
-    data = dataset.read(args.runs, args.judge, args.target, positions, layers)
+    data = dataset.read(args.runs, args.judge, args.target, *chosen(args))
     by = args.by or ("run" if len(data.runs) > 1 else "dataset")
     units = units_of(data, by)
     entries, notes = carry(data, data.outcome, units, settings, Bar())
@@ -186,7 +134,7 @@ def units_of(data: "ProbeSet", by: str) -> list["Unit"]:
     """
     import numpy as np
 
-    from probes.carry import Unit
+    from probes.fitting.carry import Unit
 
     of = data.contexts["dataset" if by == "dataset" else "run"]
     names = {str(name): str(name) for name in of.unique()}
@@ -358,35 +306,6 @@ def _check_file(path: Path) -> None:
 
 
 # -- values of flags ------------------------------------------------------------------------------
-
-
-def _layers(text: str) -> list[int] | None:
-    """``all`` (None), one layer, or a range with both ends."""
-    if text == "all":
-        return None
-    found = re.fullmatch(r"(\d+)(?:-(\d+))?", text, re.ASCII)
-    if not found or int(found[2] or found[1]) < int(found[1]):
-        raise argparse.ArgumentTypeError(f"{text!r} is no layer and no range such as 8-12")
-    return list(range(int(found[1]), int(found[2] or found[1]) + 1))
-
-
-def _at_least(least: int):
-    def whole(text: str) -> int:
-        if not (text.isascii() and text.isdigit()) or int(text) < least:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {least} up")
-        return int(text)
-
-    return whole
-
-
-def _level(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not between 0 and 1, such as 0.95")
-    return value
 
 
 if __name__ == "__main__":

@@ -6,8 +6,8 @@ Usage::
     python -m probes.validate --of-each 10          a first look
     python -m probes.validate --write docs/probes-validation.md
 
-Every run is drawn from ``probes.planted``, written in the run format, read back and analysed as
-``python -m probes.train`` would; no model is behind any of them.
+Every run is drawn by ``probes.data.planted``, written in the run format, read back and analysed
+as ``python -m probes.train`` would; no model is behind any of them.
 """
 
 import argparse
@@ -29,11 +29,11 @@ from ia_mech.stats import Estimate, cluster_mean
 
 RUNS = {
     "signal": 200,
-    "elsewhere": 60,
+    "elsewhere": 50,
     "none": 400,
-    "output-common": 60,
-    "output-rare": 60,
-    "topic": 60,
+    "output-common": 50,
+    "output-rare": 50,
+    "topic": 50,
 }
 
 DESCRIPTION = """\
@@ -79,12 +79,12 @@ class Found:
 
 def try_one(kind: str, seed: int) -> Found:
     """Plant, write, read and analyse one run."""
-    from probes import dataset
     from probes.analysis import analyse
-    from probes.controls import controls_of
-    from probes.planted import GAUSSIAN, Plan, plant, true_auroc, write
+    from probes.controls.gather import controls_of
+    from probes.data import dataset
+    from probes.data.planted import GAUSSIAN, Plan, plant, true_auroc, write
     from probes.records import Settings
-    from probes.verdict import verdict
+    from probes.report.verdict import verdict
 
     position = "turn_end" if kind == "elsewhere" else "header_last"
     drawn = "signal" if kind == "elsewhere" else kind
@@ -185,7 +185,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _validate(args: argparse.Namespace) -> None:
-    from probes.terminal import Bar
+    from probes.report.progress import Bar
 
     if args.of_each is not None and args.of_each < 1:
         raise UserError(f"--of-each {args.of_each}", "give 1 or more")

@@ -10,13 +10,13 @@ from sklearn.metrics import roc_auc_score
 from ia_mech.stats import Estimate
 from probes import analysis
 from probes.analysis import analyse
-from probes.baselines import Baseline
-from probes.cell import Design, examine, examine_once
-from probes.folds import make_folds, permutations
-from probes.outcome import Outcome
+from probes.controls.baselines import Baseline
+from probes.data.outcome import Outcome
+from probes.fitting.cell import Design, examine, examine_once
+from probes.fitting.folds import make_folds, permutations
+from probes.fitting.rotation import Cell
+from probes.fitting.selection import against_permutations
 from probes.records import MEASURES, Arrays, Controls, Settings
-from probes.rotation import Cell
-from probes.selection import against_permutations
 
 LAYERS, POSITIONS, WIDTH = 5, ("start", "end"), 12
 SMALL = Settings(folds=4, permutations=19, control_draws=2, orders=1, resamples=100, workers=1)

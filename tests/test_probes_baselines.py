@@ -9,7 +9,7 @@ from scipy.stats import entropy
 from sklearn.feature_extraction.text import TfidfVectorizer
 
 from ia_mech.lens import Lens
-from probes import baselines
+from probes.controls import baselines
 
 TEXTS = [
     "the cat sat on the mat",

@@ -9,11 +9,11 @@ from sklearn.covariance import ledoit_wolf
 from sklearn.linear_model import LogisticRegression, Ridge
 from sklearn.metrics import roc_auc_score
 
-from probes.cell import ESTIMATORS, Design, examine, examine_once
-from probes.fits import PENALTIES
-from probes.folds import make_folds, permutations
-from probes.outcome import Outcome
-from probes.rotation import Cell
+from probes.data.outcome import Outcome
+from probes.fitting.cell import ESTIMATORS, Design, examine, examine_once
+from probes.fitting.fits import PENALTIES
+from probes.fitting.folds import make_folds, permutations
+from probes.fitting.rotation import Cell
 
 FOLDS, PERMUTATIONS = 5, 3
 MANY, FEW = (120, 10), (70, 100)  # contexts, features: the two ways to decompose

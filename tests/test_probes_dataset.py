@@ -18,10 +18,10 @@ from ia_mech.judge.label import items_of
 from ia_mech.judge.rubric import ASSESSED, CANNOT_ASSESS, GENUINE
 from ia_mech.run import Run, layout
 from ia_mech.run.labels import KEY
-from probes import dataset
-from probes.dataset import ProbeSet, check_enough, lens_of, read
-from probes.outcome import Outcome
-from probes.targets import FAILURES, Target, counts, parse
+from probes.data import dataset
+from probes.data.dataset import ProbeSet, check_enough, lens_of, read
+from probes.data.outcome import Outcome
+from probes.data.targets import FAILURES, Target, counts, parse
 
 NEW, LOOP, FAILED = "new_topic", "degenerate", "failed"
 RULES = {"identity": {"kind": "rules"}, "repeats": 1}

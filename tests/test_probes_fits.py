@@ -13,10 +13,10 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 from sklearn.utils.estimator_checks import check_estimator
 
-from probes import fits
-from probes.cell import ESTIMATORS
 from probes.estimators import LDAProbe, LogisticProbe, MassMeanProbe, RidgeProbe, make
-from probes.rotation import Cell, rotate
+from probes.fitting import fits
+from probes.fitting.cell import ESTIMATORS
+from probes.fitting.rotation import Cell, rotate
 
 FEW, MANY = (150, 20), (60, 200)  # contexts, features: the two ways to decompose
 SHAPES = pytest.mark.parametrize("shape", [FEW, MANY], ids=["n > d", "n < d"])

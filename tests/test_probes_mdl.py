@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from probes.mdl import block_bits, block_ends, code_length
-from probes.outcome import Outcome
-from probes.rotation import Cell
+from probes.data.outcome import Outcome
+from probes.fitting.mdl import block_bits, block_ends, code_length
+from probes.fitting.rotation import Cell
 
 
 def contexts(strength, sources=60, per_source=2, d=40, seed=0):

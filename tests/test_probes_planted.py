@@ -13,7 +13,7 @@ from sklearn.model_selection import GroupKFold, KFold, cross_val_predict
 
 from ia_mech.judge.rubric import GENUINE
 from ia_mech.rates.pool import read_runs
-from probes.planted import (
+from probes.data.planted import (
     COMMON_TOKEN,
     KINDS,
     RARE_TOKEN,

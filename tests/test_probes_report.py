@@ -15,13 +15,13 @@ from matplotlib.text import Text
 from rich.console import Console
 from scipy.special import expit
 
-from probes import figures, tables
 from probes.analysis import analyse
-from probes.baselines import Baseline
-from probes.outcome import Outcome
+from probes.controls.baselines import Baseline
+from probes.data.outcome import Outcome
 from probes.records import MEASURES, Arrays, Controls, Settings
-from probes.report import ROWS, print_analysis, shown_layers
-from probes.verdict import Verdict, verdict
+from probes.report import figures, tables
+from probes.report.screen import ROWS, print_analysis, shown_layers
+from probes.report.verdict import Verdict, verdict
 
 LAYERS, CONTEXTS, WIDTH, SIGNAL = 8, 60, 12, 3
 POSITIONS = ["turn_$x$ [red]", "header_last"]

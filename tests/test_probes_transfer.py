@@ -16,10 +16,10 @@ from ia_mech.judge.rubric import GENUINE
 from ia_mech.run import Run
 from ia_mech.run.labels import KEY
 from ia_mech.stats import holm
-from probes import carry as module
 from probes import transfer
-from probes.carry import OTHERS, Unit, carry
-from probes.outcome import Outcome
+from probes.data.outcome import Outcome
+from probes.fitting import carry as module
+from probes.fitting.carry import OTHERS, Unit, carry
 from probes.records import Arrays, Settings
 
 QUICK = Settings(permutations=199, resamples=200)

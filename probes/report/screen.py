@@ -12,7 +12,7 @@ from rich.text import Text
 from ia_mech.cli import one_line
 from ia_mech.stats import Estimate
 from probes.records import Analysis
-from probes.verdict import Verdict
+from probes.report.verdict import Verdict
 
 WIDTH = 100
 ROWS = 17  # layers that the heat map shows

@@ -20,8 +20,9 @@ class Outcome:
         trials: ``[contexts]`` turns assessed (n); above 0, at least ``positives``.
         sources: ``[contexts]`` source of each, numbered from 0: the unit of folds, permutations and
             intervals.
-        runs: ``[contexts]`` run of each, numbered from 0: a covariate. Probes get an intercept per
-            run, labels are permuted within runs, and scores compare contexts of the same run only.
+        runs: ``[contexts]`` run of each (or dataset, where only contexts of one dataset are to be
+            compared), numbered from 0: a covariate. Probes get an intercept per run, labels are
+            permuted within runs, and scores compare contexts of the same run only.
     """
 
     positives: np.ndarray

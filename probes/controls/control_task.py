@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import ArrayLike
 
-from probes.outcome import Outcome
+from probes.data.outcome import Outcome
 
 _OPENINGS = 8  # openings that are told apart; the rarer ones are one
 _TRIES = 10_000

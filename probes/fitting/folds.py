@@ -12,7 +12,7 @@ from itertools import groupby
 
 import numpy as np
 
-from probes.outcome import Outcome
+from probes.data.outcome import Outcome
 
 
 def make_folds(outcome: Outcome, folds: int = 5, seed: int = 0) -> np.ndarray:

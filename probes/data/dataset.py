@@ -20,10 +20,11 @@ from ia_mech.errors import UserError
 from ia_mech.lens import Lens
 from ia_mech.rates.pool import read_runs
 from ia_mech.run import Run
-from probes import targets
-from probes.outcome import Outcome
-from probes.targets import Target
+from probes.data import targets
+from probes.data.outcome import Outcome
+from probes.data.targets import Target
 
+RUN, DATASET = "run", "dataset"
 MIN_SOURCES = 20  # with a positive turn, and with a negative one
 
 
@@ -46,6 +47,8 @@ class ProbeSet:
         notes: what a reader has to know of how all this was put together.
         layers: the chosen layers, ascending; 0 = embeddings.
         width: d_model.
+        within: ``run`` or ``dataset``: what contexts must share to be compared. Each gets an
+            intercept, and labels are permuted within it.
     """
 
     runs: list[Run]
@@ -57,15 +60,18 @@ class ProbeSet:
     notes: list[str]
     layers: Sequence[int]
     width: int
+    within: str = RUN
 
     def __len__(self) -> int:
         return len(self.contexts)
 
     @cached_property
     def outcome(self) -> Outcome:
-        """k of n per context, with sources and runs."""
+        """k of n per context, with sources and runs (or each run's datasets)."""
         frame = self.contexts
-        return Outcome.of(frame["positives"], frame["trials"], frame["source"], frame["run"])
+        shared = ["run"] if self.within == RUN else ["run", "dataset"]
+        strata = frame.groupby(shared, sort=False).ngroup()
+        return Outcome.of(frame["positives"], frame["trials"], frame["source"], strata)
 
     def layer(self, layer: int) -> np.ndarray:
         """Hidden states at one layer, ``[contexts, positions, d_model]`` float32.
@@ -115,15 +121,17 @@ def read(
     target: str = "rate",
     positions: Sequence[str] | None = None,
     layers: Sequence[int] | None = None,
+    within: str = RUN,
 ) -> ProbeSet:
     """Read judged runs.
 
     Args:
         paths: the runs' folders.
         judge: whose verdicts; the only judge there if not given.
-        target: what is to be predicted, as :func:`probes.targets.parse` takes it.
+        target: what is to be predicted, as :func:`probes.data.targets.parse` takes it.
         positions: only these; all that were kept if not given.
         layers: only these; all if not given.
+        within: ``run`` or ``dataset``, see :class:`ProbeSet`.
 
     Raises:
         UserError: what :func:`ia_mech.rates.read_runs` refuses (unfinished, not judged, …); models
@@ -173,6 +181,7 @@ def read(
         notes,
         _layers(all_layers, layers),
         width,
+        within,
     )
 
 

@@ -22,11 +22,11 @@ import pandas as pd
 from ia_mech.errors import UserError
 from ia_mech.run.labels import check_name
 from ia_mech.run.layout import read_json
-from probes import figures, tables
 from probes.card import CARD, Probe, directions
-from probes.dataset import ProbeSet
+from probes.data.dataset import ProbeSet
 from probes.records import MEASURES, Analysis, Settings
-from probes.verdict import Verdict
+from probes.report import figures, tables
+from probes.report.verdict import Verdict
 
 LAYERS = "0 = embeddings, l = output of block l, before the final norm"
 
@@ -153,6 +153,7 @@ def _asked(data: ProbeSet, settings: Settings) -> dict:
         "judge": {"name": data.judge, "identity": data.record.get("identity")},
         "rubric": data.record.get("rubric"),
         "target": data.target.name,
+        "within": data.within,
         "positions": data.positions,
         "layers": list(data.layers),
         "settings": chosen,

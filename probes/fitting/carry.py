@@ -7,10 +7,11 @@ predicted by a probe trained on the other folds' sources. Layer, position and pe
 anew for every such probe, by cross-validation within its training contexts.
 
 Tests ask whether anything learnt from the training labels carries over: these labels are permuted,
-and choice and training repeated by the closed form, as in :mod:`probes.cell`. Permuting the tested
-labels against a trained probe's fixed scores would not do. A probe of something else leans a little
-on every direction; where the tested labels go with one of large variance, its scores go with them
-by chance. And cross-fitted scores vary more than that: each fold's labels train the others' probes.
+and choice and training repeated by the closed form, as in :mod:`probes.fitting.cell`. Permuting
+the tested labels against a trained probe's fixed scores would not do. A probe of something else
+leans a little on every direction; where the tested labels go with one of large variance, its scores
+go with them by chance. And cross-fitted scores vary more than that: each fold's labels train the
+others' probes.
 """
 
 from collections import Counter
@@ -22,13 +23,13 @@ from threadpoolctl import threadpool_limits
 
 from ia_mech.errors import UserError
 from ia_mech.stats import Estimate, FoldScores, holm, permutation_p
-from probes.cell import Design, Inner, correlation, fit, fold_auroc, ridge_predictions
-from probes.dataset import MIN_SOURCES
-from probes.folds import make_folds, permutations
-from probes.outcome import Outcome
+from probes.data.dataset import MIN_SOURCES
+from probes.data.outcome import Outcome
+from probes.fitting.cell import Design, Inner, correlation, fit, fold_auroc, ridge_predictions
+from probes.fitting.folds import make_folds, permutations
+from probes.fitting.rotation import Cell, rotate
+from probes.fitting.selection import choose
 from probes.records import Hidden, Progress, Quiet, Settings
-from probes.rotation import Cell, rotate
-from probes.selection import choose
 
 OTHERS = "all others"
 MIN_TESTED = 10  # sources with a positive turn, and with a negative one, in what is tested on
@@ -53,7 +54,8 @@ class Entry:
 
     Attributes:
         trained, tested: names of units; ``trained`` may be :data:`OTHERS`.
-        auroc, spearman: within folds and runs, with intervals over the sources tested.
+        auroc, spearman: within folds and runs, with intervals over the sources tested, widened for
+            chance in training where probes were cross-fitted.
         p: how often probes of permuted labels reach this AUROC, by the closed form; NaN without
             permutations.
         p_holm: the same, adjusted over all entries.
@@ -361,12 +363,14 @@ def _entry(
         resamples=settings.resamples,
         seed=settings.seed,
     )
+    # Cross-fitted scores share chance in training; how much isn't known here, so all is assumed.
+    share = 1.0 if len(set(trial.fold[rows])) > 1 else 0.0
     layers, positions = hidden.layers, hidden.positions
     return Entry(
         trained=trial.name,
         tested=unit.name,
-        auroc=measured.auroc(scores).estimate(),
-        spearman=measured.spearman(scores).estimate(),
+        auroc=measured.auroc(scores).with_training(share).estimate(),
+        spearman=measured.spearman(scores).with_training(share).estimate(),
         p=p,
         p_holm=np.nan,
         picked=[(int(layers[at]), positions[where]) for at, where in trial.chosen],

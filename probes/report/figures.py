@@ -23,7 +23,7 @@ from matplotlib.transforms import offset_copy
 from ia_mech.cli import one_line
 from ia_mech.stats import Estimate
 from probes.records import Analysis, Compared
-from probes.tables import replace_file
+from probes.report.tables import replace_file
 
 SIGNIFICANT = 0.05  # family-wise
 NUMBERED = 12  # layers up to which cells hold their numbers

@@ -16,9 +16,9 @@ import numpy as np
 from scipy.special import expit
 
 from ia_mech.stats import Estimate, cluster_mean
-from probes.fits import PENALTIES, logistic_path
-from probes.outcome import Outcome
-from probes.rotation import Cell, rotate
+from probes.data.outcome import Outcome
+from probes.fitting.fits import PENALTIES, logistic_path
+from probes.fitting.rotation import Cell, rotate
 
 BLOCKS = 10
 NARROW = 1e-4  # a probe's probability stays so far off 0 and 1: no turn costs over 13.3 bits

@@ -13,10 +13,10 @@ from itertools import combinations
 import numpy as np
 
 from ia_mech.stats import auroc_columns
-from probes import fits
-from probes.fits import PENALTIES, Fit
-from probes.outcome import Outcome
-from probes.rotation import Cell, Rotated, rotate
+from probes.data.outcome import Outcome
+from probes.fitting import fits
+from probes.fitting.fits import PENALTIES, Fit
+from probes.fitting.rotation import Cell, Rotated, rotate
 
 ESTIMATORS = ("logistic", "mass-mean", "lda", "ridge")
 DIGITS = 9  # of log-odds: contexts with equal states tie, though their last bits may differ

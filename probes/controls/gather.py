@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from probes import baselines
-from probes.baselines import Baseline
-from probes.control_task import types
-from probes.dataset import ProbeSet, lens_of
+from probes.controls import baselines
+from probes.controls.baselines import Baseline
+from probes.controls.control_task import types
+from probes.data.dataset import ProbeSet, lens_of
 from probes.records import Controls
 
 HEADER_LAST = "header_last"  # where the first token of the user turn is predicted

@@ -1,0 +1,1 @@
+"""What else a probe could be reading."""

@@ -1,0 +1,1 @@
+"""What probes are trained on: targets, contexts, hidden states; and planted runs."""

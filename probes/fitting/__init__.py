@@ -1,0 +1,1 @@
+"""Folds, rotations, fits, selection, code lengths and transfer: functions of arrays."""

@@ -1,0 +1,1 @@
+"""What an analysis is shown as and kept as."""
