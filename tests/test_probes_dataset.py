@@ -18,7 +18,7 @@ from ia_mech.judge.label import items_of
 from ia_mech.judge.rubric import ASSESSED, CANNOT_ASSESS, GENUINE
 from ia_mech.run import Run, layout
 from ia_mech.run.labels import KEY
-from probes.data import dataset
+from probes.data import tokens
 from probes.data.dataset import ProbeSet, check_enough, lens_of, read
 from probes.data.outcome import Outcome
 from probes.data.targets import FAILURES, Target, counts, parse
@@ -340,9 +340,9 @@ def test_the_response_starts_where_the_template_ends(copy, tiny_subject, counted
 
 def test_with_one_kind_of_response_tokens_are_counted_back():
     """What a template writes can't be told from responses that all begin alike."""
-    assert dataset._opener([[1, 2, 5], [1, 2, 5]], ["The", "This"]) == []
-    assert dataset._opener([[1, 2, 5], [1, 2, 6], []], ["The", "A", ""]) == [1, 2]
-    assert dataset._opener([[1, 2, 5], [1, 2, 6], [9, 7]], ["The", "A", "So"]) == [1, 2]
+    assert tokens._opener([[1, 2, 5], [1, 2, 5]], ["The", "This"]) == []
+    assert tokens._opener([[1, 2, 5], [1, 2, 6], []], ["The", "A", ""]) == [1, 2]
+    assert tokens._opener([[1, 2, 5], [1, 2, 6], [9, 7]], ["The", "A", "So"]) == [1, 2]
 
 
 # -- refusals -------------------------------------------------------------------------------------
