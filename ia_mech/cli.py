@@ -38,6 +38,31 @@ def guarded(body: Callable[[], None], interrupted: Callable[[], str]) -> int:
     return 0
 
 
+def coverage(text: str) -> float:
+    """The level of an interval, for argparse."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not between 0 and 1, such as 0.95")
+    return value
+
+
+def whole_from(least: int, why: str = "") -> Callable[[str], int]:
+    """Whole numbers from that one up, for argparse; ``why`` not fewer."""
+
+    def whole(text: str) -> int:
+        if not (text.isascii() and text.isdigit()) or int(text) < least:
+            reason = f" ({why})" if why else ""
+            raise argparse.ArgumentTypeError(
+                f"{text!r} is not a whole number from {least} up{reason}"
+            )
+        return int(text)
+
+    return whole
+
+
 def tolerant_streams() -> None:
     """Let the terminal lack characters that a model writes."""
     for stream in (sys.stdout, sys.stderr):

@@ -3,7 +3,6 @@
 Nothing here knows runs or files. ``probes.train`` reads those, and calls :func:`analyse`.
 """
 
-import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +21,7 @@ from probes.fitting.folds import make_folds, movable, permutations
 from probes.fitting.mdl import CodeLength, code_length
 from probes.fitting.rotation import Cell, alike, rotate
 from probes.fitting.selection import Tested, against_permutations
+from probes.options import processors
 from probes.records import (
     MEASURES,
     Analysis,
@@ -57,8 +57,15 @@ def analyse(
     """
     controls, settings = controls or Controls(), settings or Settings()
     progress = progress or Quiet()
-    if movable(outcome) < 2:
+    notes = list(controls.missing)
+    moving, sources = movable(outcome), int(outcome.sources.max()) + 1
+    if moving < 2:
         raise ValueError("no source can change places with another; there is nothing to permute")
+    if moving < sources:
+        notes.append(
+            f"{moving} of {sources} sources can change places in permutations; the others, alone "
+            "in their number of contexts per run or perturbation, stay and make the tests weaker."
+        )
     folds = make_folds(outcome, settings.folds, settings.seed)
     permuted = permutations(outcome, folds, settings.permutations, settings.seed)
     design = Design.of(outcome, folds, permuted, settings.estimator)
@@ -66,7 +73,7 @@ def analyse(
     with threadpool_limits(1), ThreadPoolExecutor(_workers(settings)) as pool:
         try:
             work = _Work(hidden, design, scores, settings, pool, progress)
-            return work.run(controls)
+            return work.run(controls, notes)
         finally:
             progress.stop()
 
@@ -103,7 +110,7 @@ class _Work:
         self.outcome: Outcome = design.outcome
         self.layers, self.positions = list(hidden.layers), list(hidden.positions)
 
-    def run(self, controls: Controls) -> Analysis:
+    def run(self, controls: Controls, notes: list[str]) -> Analysis:
         shape = (len(self.layers), len(self.positions))
         self.progress.start("probes", shape[0] * shape[1])
         examined = list(self._map(lambda cell: examine(cell, self.design), self._cells()))
@@ -120,7 +127,7 @@ class _Work:
         auroc = [self.scores.auroc(e.scores).with_training(e.chance).estimate() for e in examined]
         chances = np.array([e.chance for e in examined]).reshape(shape)
         headline = self._headline(tested, said, penalties, chances)
-        embeddings = self._embeddings(examined, said)
+        embeddings = self._embeddings(examined)
         compared = self._compared(controls, headline, embeddings)
         position = self.positions.index(headline.position)
         self.progress.start("code lengths", len(self.layers))
@@ -138,7 +145,7 @@ class _Work:
             headline,
             compared,
             code,
-            list(controls.missing),
+            notes,
         )
 
     # -- parts ------------------------------------------------------------------------------------
@@ -222,15 +229,20 @@ class _Work:
             known[rows] = rate[self.outcome.runs[rows]]
         return known
 
-    def _embeddings(self, examined: list[Examined], said: np.ndarray) -> _Probed | None:
-        """Layer 0 at the position that each fold's inner loop chose."""
-        if 0 not in self.layers or len(self.layers) == 1:
+    def _embeddings(self, examined: list[Examined]) -> _Probed | None:
+        """Layer 0 at the position that each fold's inner loop chose, also if it isn't probed."""
+        if self.layers == [0]:
             return None
-        at, width = self.layers.index(0), len(self.positions)
-        here = examined[at * width : (at + 1) * width]
+        if 0 in self.layers:
+            at, width = self.layers.index(0), len(self.positions)
+            here = examined[at * width : (at + 1) * width]
+        else:
+            states = np.moveaxis(self.hidden.layer(0), 1, 0)
+            here = [examine_once(Cell.of(at_position), self.design) for at_position in states]
         best = np.array([e.inner[:, 0] for e in here]).argmax(0)
-        scores = said[at, best[self.design.folds], np.arange(len(self.outcome))]
-        return _Probed(scores.astype(float), float(np.mean([here[b].chance for b in best])))
+        scores = np.array([e.scores for e in here])
+        chosen = scores[best[self.design.folds], np.arange(len(self.outcome))]
+        return _Probed(chosen, float(np.mean([here[b].chance for b in best])))
 
     def _compared(
         self, controls: Controls, headline: Headline, embeddings: _Probed | None
@@ -319,6 +331,4 @@ class _Work:
 
 
 def _workers(settings: Settings) -> int:
-    if settings.workers is not None:
-        return settings.workers
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return settings.workers or processors()

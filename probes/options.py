@@ -1,10 +1,11 @@
 """The command line of ``python -m probes.train``: its flags and their help."""
 
 import argparse
+import os
 import re
 from pathlib import Path
 
-from ia_mech.cli import Parser
+from ia_mech.cli import Parser, coverage, whole_from
 
 ESTIMATORS = ("logistic", "mass-mean", "lda", "ridge")
 
@@ -22,8 +23,8 @@ folds      five, of whole sources, stratified by the target. The inner loop (the
            chooses penalty, layer and position; the outer one scores. Of layers that read alike the
            earliest is taken (one-standard-error rule), since what a block writes stays there.
 AUROC      the chance that the context of a random positive turn gets a higher score than that of a
-           random negative one, of the same fold and run; ties count one half. Turns of one context
-           can't be told apart, so it stays below 1 even for a probe that knows every rate.
+           random negative turn of another context of the same fold and run; ties count one half. It
+           stays below 1 even for a probe that knows every rate; how far is printed.
 p          from permutations of whole sources' labels: family-wise over the heat map (largest
            statistic), and for the headline with its selection replayed. By the closed form (ridge).
 controls   the same probe on TF-IDF of the text, lengths, dataset, random token vectors, layer 0; on
@@ -58,13 +59,6 @@ def build_parser() -> argparse.ArgumentParser:
     """The command line."""
     parser = Parser(prog="python -m probes.train", description=DESCRIPTION, epilog=EPILOG)
     add_subject(parser)
-    parser.add_argument(
-        "--within",
-        choices=["run", "dataset"],
-        default="run",
-        help="what contexts must share to be compared; with dataset, telling datasets apart earns "
-        "nothing (default: run)",
-    )
     add_statistics(parser)
     output = parser.add_argument_group("output")
     output.add_argument(
@@ -79,7 +73,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     output.add_argument(
         "--threads",
-        type=at_least(1),
+        type=whole_from(1),
         help="cells examined at once (default: all processors)",
     )
     return parser
@@ -117,6 +111,13 @@ def add_subject(parser: argparse.ArgumentParser) -> None:
         help="of the reported scores: L2 logistic regression, difference of means, its whitened "
         "form (LDA, Ledoit-Wolf), or ridge on the rate (default: logistic)",
     )
+    parser.add_argument(
+        "--within",
+        choices=["run", "dataset"],
+        default="run",
+        help="what contexts must share to be compared; with dataset, telling datasets apart earns "
+        "nothing (default: run)",
+    )
 
 
 def add_statistics(parser: argparse.ArgumentParser) -> None:
@@ -124,22 +125,22 @@ def add_statistics(parser: argparse.ArgumentParser) -> None:
     numbers = parser.add_argument_group("statistics")
     numbers.add_argument(
         "--permutations",
-        type=at_least(19, "fewer can't reach p = 0.05"),
+        type=whole_from(19, "fewer can't reach p = 0.05"),
         default=1000,
         help="of whole sources (default: 1000)",
     )
     numbers.add_argument(
         "--resamples",
-        type=at_least(100, "fewer say nothing"),
+        type=whole_from(100, "fewer say nothing"),
         default=2000,
         help="bootstrap samples of sources (default: 2000)",
     )
     numbers.add_argument(
-        "--level", type=level, default=0.95, help="coverage of intervals (default: 0.95)"
+        "--level", type=coverage, default=0.95, help="coverage of intervals (default: 0.95)"
     )
     numbers.add_argument(
         "--seed",
-        type=at_least(0),
+        type=whole_from(0),
         default=0,
         help="of folds, permutations and resampling (default: 0)",
     )
@@ -152,6 +153,13 @@ def chosen(args: argparse.Namespace) -> tuple[list[str] | None, list[int] | None
     return names, numbers
 
 
+def processors() -> int:
+    """How many this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 def layers(text: str) -> list[int] | None:
     """``all`` (None), one layer, or a range with both ends."""
     if text == "all":
@@ -160,28 +168,3 @@ def layers(text: str) -> list[int] | None:
     if not found or int(found[2] or found[1]) < int(found[1]):
         raise argparse.ArgumentTypeError(f"{text!r} is no layer and no range such as 8-12")
     return list(range(int(found[1]), int(found[2] or found[1]) + 1))
-
-
-def at_least(least: int, why: str = ""):
-    """A parser of whole numbers from that one up."""
-
-    def whole(text: str) -> int:
-        if not (text.isascii() and text.isdigit()) or int(text) < least:
-            reason = f" ({why})" if why else ""
-            raise argparse.ArgumentTypeError(
-                f"{text!r} is not a whole number from {least} up{reason}"
-            )
-        return int(text)
-
-    return whole
-
-
-def level(text: str) -> float:
-    """A coverage."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not between 0 and 1, such as 0.95")
-    return value

@@ -13,7 +13,6 @@ import argparse
 import sys
 
 from ia_mech.cli import guarded, tolerant_streams
-from ia_mech.errors import UserError
 from probes.options import build_parser, chosen
 
 
@@ -46,10 +45,8 @@ def _train(args: argparse.Namespace) -> None:
     kept = Kept.place(data, settings, args.out, args.replace)
     dataset.check_enough(data.outcome, settings.folds, positive=data.target.positive)
     controls = controls_of(data, settings.seed)
-    try:
-        analysis = analyse(data, data.outcome, controls, settings, Bar())
-    except ValueError as error:
-        raise UserError(str(error), "sample contexts of more sources") from None
+    analysis = analyse(data, data.outcome, controls, settings, Bar())
+    analysis.notes[:0] = data.notes
     said = verdict(analysis, data.target.words)
     print_analysis(console(), analysis, f"{data.target.name}: {data.target.describe()}", said)
     kept.write(analysis, said)

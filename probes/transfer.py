@@ -9,9 +9,7 @@ What needs torch or pandas is imported late, so that ``--help`` and a mistyped f
 """
 
 import argparse
-import json
 import math
-import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -103,7 +101,7 @@ def _transfer(args: argparse.Namespace) -> None:
         resamples=args.resamples,
         seed=args.seed,
     )
-    data = dataset.read(args.runs, args.judge, args.target, *chosen(args))
+    data = dataset.read(args.runs, args.judge, args.target, *chosen(args), args.within)
     by = args.by or ("run" if len(data.runs) > 1 else "dataset")
     units = units_of(data, by)
     entries, notes = carry(data, data.outcome, units, settings, Bar())
@@ -252,22 +250,11 @@ def write(path: Path, entries: list["Entry"], about: dict[str, Any]) -> None:
     Raises:
         OSError: it can't be written.
     """
-    import pyarrow as pa
-    import pyarrow.parquet as pq
+    import pandas as pd
 
-    from ia_mech.run.layout import fsync_folder
+    from probes.report.tables import write_parquet
 
-    table = pa.Table.from_pylist([_record(entry) for entry in entries])
-    table = table.replace_schema_metadata({b"ia_mech": json.dumps(about, sort_keys=True).encode()})
-    scratch = path.with_name(path.name + ".tmp")
-    try:
-        pq.write_table(table, scratch)
-        with open(scratch, "rb+") as handle:
-            os.fsync(handle.fileno())
-        os.replace(scratch, path)
-    finally:
-        scratch.unlink(missing_ok=True)
-    fsync_folder(path.parent)
+    write_parquet(pd.DataFrame([_record(entry) for entry in entries]), path, about)
 
 
 def _record(entry: "Entry") -> dict[str, Any]:
@@ -303,9 +290,6 @@ def _check_file(path: Path) -> None:
     if not path.parent.is_dir():
         raise UserError(f"--out {path}: there is no folder {path.parent}", "make it first")
     refuse_inside_run(path)
-
-
-# -- values of flags ------------------------------------------------------------------------------
 
 
 if __name__ == "__main__":

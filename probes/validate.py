@@ -2,7 +2,7 @@
 
 Usage::
 
-    python -m probes.validate                       about 20 minutes on two cores
+    python -m probes.validate                       20 minutes on two cores
     python -m probes.validate --of-each 10          a first look
     python -m probes.validate --write docs/probes-validation.md
 
@@ -23,17 +23,18 @@ from pathlib import Path
 
 import numpy as np
 
-from ia_mech.cli import Parser, guarded, tolerant_streams
+from ia_mech.cli import Parser, guarded, tolerant_streams, whole_from
 from ia_mech.errors import UserError
 from ia_mech.stats import Estimate, cluster_mean
+from probes.options import processors
 
 RUNS = {
-    "signal": 200,
-    "elsewhere": 50,
+    "signal": 100,
+    "elsewhere": 30,
     "none": 400,
-    "output-common": 50,
-    "output-rare": 50,
-    "topic": 50,
+    "output-common": 30,
+    "output-rare": 30,
+    "topic": 30,
 }
 
 DESCRIPTION = """\
@@ -170,28 +171,33 @@ def table(found: list[Found], seconds: float, workers: int) -> str:
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     tolerant_streams()
+    args = build_parser().parse_args(argv)
+    return guarded(lambda: _validate(args), lambda: "nothing was written")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line."""
     parser = Parser(prog="python -m probes.validate", description=DESCRIPTION)
     parser.add_argument(
         "--of-each",
-        type=int,
+        type=whole_from(1),
         metavar="N",
         help="runs of each kind (default: " + ", ".join(f"{n} {k}" for k, n in RUNS.items()) + ")",
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the first run (default: 0)")
-    parser.add_argument("--workers", type=int, help="processes (default: all processors)")
+    parser.add_argument(
+        "--seed", type=whole_from(0), default=0, help="of the first run (default: 0)"
+    )
+    parser.add_argument("--workers", type=whole_from(1), help="processes (default: all processors)")
     parser.add_argument("--write", type=Path, metavar="FILE", help="also write the table here")
-    args = parser.parse_args(argv)
-    return guarded(lambda: _validate(args), lambda: "nothing was written")
+    return parser
 
 
 def _validate(args: argparse.Namespace) -> None:
     from probes.report.progress import Bar
 
-    if args.of_each is not None and args.of_each < 1:
-        raise UserError(f"--of-each {args.of_each}", "give 1 or more")
     if args.write is not None and not args.write.parent.is_dir():
         raise UserError(f"there is no folder {args.write.parent}", "make it first")
-    workers = args.workers or len(os.sched_getaffinity(0))
+    workers = args.workers or processors()
     kinds = [kind for kind, runs in RUNS.items() for _ in range(args.of_each or runs)]
     bar, begun = Bar(), time.monotonic()
     bar.start("runs", len(kinds))

@@ -1,6 +1,7 @@
 """The whole analysis on small arrays: what it reports, what may influence it, what doesn't leak."""
 
-from dataclasses import fields, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import pytest
@@ -52,7 +53,7 @@ def found():
 
 
 def slow_auroc(scores, outcome, folds):
-    """Mean over folds; turns of the same run are compared, each pair counting alike."""
+    """Mean over folds; turns of two contexts of a run are compared, each pair counting alike."""
     by_fold = []
     for fold in np.unique(folds):
         won = total = 0.0
@@ -60,9 +61,10 @@ def slow_auroc(scores, outcome, folds):
             here = (folds == fold) & (outcome.runs == run)
             k, rest = outcome.positives[here], outcome.negatives[here]
             label, turns = np.repeat([1, 0], here.sum()), np.concatenate([k, rest])
-            pairs = k.sum() * rest.sum()
-            won += pairs * roc_auc_score(label, np.tile(scores[here], 2), sample_weight=turns)
-            total += pairs
+            area = roc_auc_score(label, np.tile(scores[here], 2), sample_weight=turns)
+            pairs, own = k.sum() * rest.sum(), (k * rest).sum()  # within contexts all tie
+            won += area * pairs - own / 2
+            total += pairs - own
         by_fold.append(won / total)
     return np.mean(by_fold)
 
@@ -195,9 +197,44 @@ def test_without_controls_there_is_layer_zero_at_least():
     for fold in range(4):
         here = plain.folds == fold
         own = plain.compared[0].scores[here]
-        assert any((own == said[here]).all() for said in plain.cell_scores[0])
+        # Those of the cells are kept in single precision.
+        assert any(np.allclose(own, s[here], rtol=1e-6, atol=1e-6) for s in plain.cell_scores[0])
     single = analyse(Arrays(hidden.states[:1], POSITIONS), outcome, settings=SMALL)
     assert single.compared == []
+
+
+@dataclass(frozen=True)
+class Chosen(Arrays):
+    """Some layers only, as with ``--layers``; the others can be read all the same."""
+
+    layers: Sequence[int] = ()
+
+
+def test_layer_zero_is_a_control_also_where_it_is_not_probed(found):
+    hidden, outcome = planted(runs=2)
+    some = analyse(Chosen(hidden.states, POSITIONS, [2, 4]), outcome, controls(), SMALL)
+    assert some.layers == [2, 4] and some.cell_scores.shape[0] == 2
+    assert some.headline.layer == 2
+    (one,), (all_layers,) = (
+        [c for c in each.compared if c.name == "embeddings"] for each in (some, found)
+    )
+    assert one.kind == "text"
+    np.testing.assert_allclose(one.scores, all_layers.scores, atol=1e-9)
+    assert one.auroc.low == pytest.approx(all_layers.auroc.low, abs=1e-9)
+    only = analyse(Chosen(hidden.states, POSITIONS, [0]), outcome, settings=SMALL)
+    assert only.compared == []
+
+
+def test_sources_that_cannot_change_places_are_noted(found):
+    hidden, outcome = planted(runs=2)
+    sources = np.arange(100)
+    sources[[1, 3, 5]] = 1  # one source of three contexts, and no other
+    outcome = replace(outcome, sources=Outcome.of(*[np.ones(100)] * 2, sources).sources)
+    uneven = analyse(hidden, outcome, controls(), SMALL)
+    missing, note = uneven.notes
+    assert missing == "no lens" and note.startswith("97 of 98 sources can change places")
+    assert "weaker" in note
+    assert not any("change places" in note for note in found.notes)
 
 
 def test_without_permutations_there_is_no_p_value():
@@ -320,6 +357,8 @@ def test_what_cannot_be_tested_is_refused():
     few = Outcome.of(outcome.positives, outcome.trials, np.arange(100) % 3)
     with pytest.raises(ValueError, match="3 sources can't be dealt into 4 folds"):
         analyse(hidden, few, settings=SMALL)
+    with pytest.raises(ValueError, match="2 folds leave the inner loop none"):
+        analyse(hidden, outcome, settings=replace(SMALL, folds=2))
 
 
 def test_progress_is_told_of_all_cells_and_stopped_in_any_case():

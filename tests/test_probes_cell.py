@@ -10,7 +10,7 @@ from sklearn.linear_model import LogisticRegression, Ridge
 from sklearn.metrics import roc_auc_score
 
 from probes.data.outcome import Outcome
-from probes.fitting.cell import ESTIMATORS, Design, examine, examine_once
+from probes.fitting.cell import ESTIMATORS, Design, chance_in_training, examine, examine_once
 from probes.fitting.fits import PENALTIES
 from probes.fitting.folds import make_folds, permutations
 from probes.fitting.rotation import Cell
@@ -80,14 +80,16 @@ def correlation(said, rate, runs):
 
 
 def auroc(said, k, n, runs):
-    """Within runs, each pair of turns counting alike."""
+    """Within runs, each pair of turns of two contexts counting alike."""
     found, weight = [], []
     for run in np.unique(runs):
         here = runs == run
         label, turns = np.repeat([1, 0], here.sum()), np.concatenate([k[here], (n - k)[here]])
-        if k[here].sum() * (n - k)[here].sum() > 0:
-            found.append(roc_auc_score(label, np.tile(said[here], 2), sample_weight=turns))
-            weight.append(k[here].sum() * (n - k)[here].sum())
+        every, own = k[here].sum() * (n - k)[here].sum(), (k[here] * (n - k)[here]).sum()
+        if every > own:
+            area = roc_auc_score(label, np.tile(said[here], 2), sample_weight=turns)
+            found.append((area * every - own / 2) / (every - own))
+            weight.append(every - own)
     return np.average(found, weights=weight)
 
 
@@ -261,7 +263,7 @@ def test_a_constant_cell_says_nothing(shape, runs, estimator):
     made = replace(made, features=constant.astype(np.float32))
     found = made.examine(estimator)
     assert not found.inner.any() and found.whole == 0
-    assert (found.outer == 0.5).all()
+    assert (found.outer == 0.5).all() and found.chance == 0
     for fold in range(FOLDS):
         test, rest = made.test_rows(fold), made.folds != fold
         for run in range(runs):
@@ -303,6 +305,34 @@ def test_a_run_that_a_split_does_not_train_on_is_scored_too(estimator):
     made = replace(made, outcome=replace(made.outcome, runs=runs), taken=[])
     found = made.examine(estimator)
     assert np.isfinite(found.scores).all() and np.isfinite(found.inner).all()
+
+
+# -- chance in training ---------------------------------------------------------------------------
+
+
+def chance(strength, estimator, seed, contexts=200, width=40):
+    """Of probes of a direction this strong, as a multiple of the noise along it."""
+    rng = np.random.default_rng(seed)
+    latent, run = rng.normal(size=contexts), np.arange(contexts) % 2
+    features = rng.normal(size=(contexts, width)) + 10 * run[:, None]
+    features[:, 0] += strength * latent
+    outcome = Outcome.of(
+        rng.binomial(8, expit(2 * latent - run)), np.full(contexts, 8), range(contexts), run
+    )
+    design = Design.of(outcome, make_folds(outcome, FOLDS, seed), estimator=estimator)
+    cell = Cell.of(features)
+    found = examine_once(cell, design)
+    again = chance_in_training(cell, design, found.penalties)
+    assert found.chance == again and 0 <= again <= 1
+    return again
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_without_a_signal_all_is_chance_in_training_and_with_a_strong_one_nothing(estimator):
+    nothing, strong = ([chance(s, estimator, seed) for seed in range(5)] for s in (0, 50))
+    assert np.mean(nothing) > 0.85 and min(nothing) > 0.6
+    assert max(strong) < 0.05
+    assert max(strong) < np.mean([chance(1, estimator, seed) for seed in range(3)]) < 0.8
 
 
 # -- nothing leaks --------------------------------------------------------------------------------

@@ -274,6 +274,51 @@ def test_chosen_positions_and_layers(copy):
         read([run.path], layers=[1, 77])
 
 
+def with_column(run: Run, name: str, values: list) -> Run:
+    """Change a column of text of ``contexts``; ``values`` in the order of ``run.contexts``."""
+    given = dict(zip(run.contexts["context_id"], values, strict=True))
+
+    def write(path: Path) -> None:
+        table = pq.read_table(path)
+        column = pa.array([given[c] for c in table["context_id"].to_pylist()], pa.string())
+        at = table.column_names.index(name)
+        pq.write_table(table.set_column(at, table.schema.field(at), column), path)
+
+    return rewrite(run, "contexts/", write)
+
+
+def same_strata(found: ProbeSet, *columns: str) -> bool:
+    """Whether contexts are compared if, and only if, they share these columns."""
+    shared = list(found.contexts[list(columns)].itertuples(index=False, name=None))
+    strata = found.outcome.runs.tolist()
+    return len(set(shared)) == len(set(strata)) == len(set(zip(shared, strata, strict=True)))
+
+
+def test_contexts_of_one_run_and_perturbation_are_compared(copy, other):
+    kinds = [["none", "role-swap", None][at % 3] for at in range(CONTEXTS)]
+    run = with_column(copy(), "perturbation", kinds)
+    found = read([run.path, other.path])
+    said = found.contexts.loc[found.contexts["run"] == 0, "perturbation"].tolist()
+    assert said == [kinds[row] or "none" for row in range(CONTEXTS) if row != 5]
+    assert found.contexts["perturbation"].notna().all()
+    assert same_strata(found, "run", "perturbation")
+    assert len(set(found.outcome.runs)) == 3 and found.within == "run"
+
+
+def test_within_datasets_those_of_one_dataset_only(copy, other):
+    kinds = [["none", "role-swap"][at % 2] for at in range(CONTEXTS)]
+    run = with_column(copy(), "perturbation", kinds)
+    first = with_column(run, "dataset", [f"set {at // 2 % 2}" for at in range(CONTEXTS)])
+    second = with_column(other, "dataset", [f"set {at // 6}" for at in range(CONTEXTS)])
+    found = read([first.path, second.path], within="dataset")
+    assert found.within == "dataset"
+    assert same_strata(found, "run", "dataset", "perturbation")
+    assert len(set(found.outcome.runs)) == 6
+    plain = read([first.path, second.path])
+    assert same_strata(plain, "run", "perturbation") and len(set(plain.outcome.runs)) == 3
+    aligned(found)
+
+
 def lacking(run: Run, row: int, *names: str) -> Run:
     """Make a context lack positions, as the template would: null index, NaN state."""
     at, row = [run.positions.index(name) for name in names], in_file(run, row)
@@ -462,6 +507,46 @@ def test_more_turns_are_no_remedy_where_every_source_has_both():
 def test_folds_need_sources_of_either_kind():
     with pytest.raises(UserError, match="probes need 5 with one"):
         check_enough(outcome(4, 4), folds=5, minimum=2)
+
+
+def test_rates_must_vary_where_contexts_are_compared():
+    apart = Outcome.of([2] * 25 + [0] * 25, [2] * 50, np.arange(50), [0] * 25 + [1] * 25)
+    words = r"within each run \(or dataset\) all contexts have the same rate of a genuine follow-up"
+    with pytest.raises(UserError, match=words) as refusal:
+        check_enough(apart, positive=parse("rate").positive)
+    assert "choose another --target or --within" in str(refusal.value)
+    check_enough(Outcome.of(apart.positives, apart.trials, apart.sources))  # as one run
+
+
+def test_sources_count_where_rates_vary():
+    """Whatever a run has of which nothing can be told."""
+    constant, level = [1] * 40, 5
+    for few in (19, 20):
+        k = constant + [2] * few + [0] * few
+        runs = [level] * 40 + [7] * (2 * few)
+        given = Outcome.of(k, [2] * len(k), np.arange(len(k)), runs)
+        if few == 20:
+            check_enough(given)
+            continue
+        words = r"only 19 sources have .* \(of 38 in runs or datasets where rates differ\)"
+        with pytest.raises(UserError, match=words):
+            check_enough(given)
+
+
+def test_sources_must_be_able_to_change_places():
+    """30 sources of 1, 2, … contexts, like no other, and some of 40 contexts each."""
+
+    def uneven(alike: int) -> Outcome:
+        sources = np.repeat(np.arange(30 + alike), [*range(1, 31), *[40] * alike])
+        k = np.arange(len(sources)) % 3
+        return Outcome.of(k, np.full(len(k), 2), sources)
+
+    check_enough(uneven(20))
+    for alike, can in ((19, 19), (2, 2), (1, 0), (0, 0)):
+        words = f"only {can} of {30 + alike} sources can change places with another one"
+        with pytest.raises(UserError, match=words) as refusal:
+            check_enough(uneven(alike))
+        assert "give runs whose sources have equally many contexts" in str(refusal.value)
 
 
 # -- the lens -------------------------------------------------------------------------------------

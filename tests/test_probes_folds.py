@@ -73,7 +73,7 @@ def assert_dealt_evenly(rates, fold, folds):
 
 
 @pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize("folds", [2, 3, 5])
+@pytest.mark.parametrize("folds", [3, 4, 5])
 def test_sources_stay_whole_and_each_class_is_dealt_evenly(seed, folds):
     outcome = mixed(seed)
     by_context = make_folds(outcome, folds, seed)
@@ -85,7 +85,7 @@ def test_sources_stay_whole_and_each_class_is_dealt_evenly(seed, folds):
 
 
 @pytest.mark.parametrize("sources", [10, 23, 24])
-@pytest.mark.parametrize("folds", [2, 3, 5])
+@pytest.mark.parametrize("folds", [3, 4, 5])
 def test_neighbours_by_rate_are_in_distinct_folds(sources, folds):
     rng = np.random.default_rng(sources)
     outcome = singles(rng.permutation(sources), trials=sources)  # rates all differ
@@ -96,7 +96,7 @@ def test_neighbours_by_rate_are_in_distinct_folds(sources, folds):
             assert len(set(block)) == len(block)
 
 
-@pytest.mark.parametrize("folds", [2, 3, 5])
+@pytest.mark.parametrize("folds", [3, 4, 5])
 def test_fold_sizes_differ_by_one_at_most(folds):
     rng = np.random.default_rng(0)
     for sources in range(folds, 40):
@@ -131,6 +131,12 @@ def test_fewer_sources_than_folds_are_refused():
         make_folds(outcome, 5)
 
 
+@pytest.mark.parametrize("folds", [2, 1, 0, -3])
+def test_fewer_folds_than_three_are_refused(folds):
+    with pytest.raises(ValueError, match=f"{folds} folds leave the inner loop none .* 3 or more"):
+        make_folds(mixed(), folds)
+
+
 # -- permutations ---------------------------------------------------------------------------------
 
 
@@ -156,7 +162,7 @@ def test_labels_of_a_source_move_together_in_order_to_one_like_it(seed):
 
 
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("folds", [2, 3, 5])
+@pytest.mark.parametrize("folds", [3, 4, 5])
 def test_permuted_labels_are_stratified_as_the_observed_ones(seed, folds):
     outcome = mixed(seed)
     by_context = make_folds(outcome, folds, seed)
@@ -182,7 +188,7 @@ def test_permutations_depend_on_the_seed_only():
 def test_sources_like_no_other_stay_where_they_are():
     outcome = Outcome.of([0, 1, 2, 3, 4], np.full(5, 4), [0, 0, 1, 2, 3], [0, 0, 0, 1, 2])
     assert movable(outcome) == 0
-    for rows in permutations(outcome, make_folds(outcome, 2), 10):
+    for rows in permutations(outcome, make_folds(outcome, 3), 10):
         np.testing.assert_array_equal(rows, np.arange(5))
 
 
@@ -228,7 +234,7 @@ def assert_frequencies(found, expected):
     assert chisquare(counts, counts.sum() * np.array(list(expected.values()))).pvalue > 1e-3
 
 
-@pytest.mark.parametrize("folds", [2, 3])
+@pytest.mark.parametrize("folds", [3, 4])
 @pytest.mark.parametrize(
     "labels",
     [
@@ -251,8 +257,8 @@ def test_exactly_what_could_have_led_to_the_folds_is_drawn_and_evenly(labels, fo
 
 @pytest.mark.parametrize("labels", [(0, 1, 2, 3, 4), (0, 0, 1, 3, 3)])
 def test_the_rule_enumerated_above_is_the_one_that_deals(labels):
-    outcome, folds = singles(labels), 2
-    every = {fold: chance_of(labels, fold, folds) for fold in product(range(2), repeat=5)}
+    outcome, folds = singles(labels), 3
+    every = {fold: chance_of(labels, fold, folds) for fold in product(range(folds), repeat=5)}
     assert sum(every.values()) == 1
     expected = {fold: float(chance) for fold, chance in every.items() if chance}
     found = Counter(tuple(make_folds(outcome, folds, seed).tolist()) for seed in range(4000))
@@ -260,11 +266,11 @@ def test_the_rule_enumerated_above_is_the_one_that_deals(labels):
 
 
 def test_two_runs_are_permuted_independently():
-    labels, runs = (0, 2, 5, 7, 4, 1, 3, 8), [0, 0, 0, 0, 0, 1, 1, 1]
+    labels, runs = (0, 2, 5, 7, 4, 1, 3, 8, 6), [0, 0, 0, 0, 0, 1, 1, 1, 1]
     outcome = singles(labels, runs=runs)
-    fold = make_folds(outcome, 2, seed=1)
-    assert sorted(np.bincount(fold)) == [4, 4]  # the odd ones of the runs are in distinct folds
-    first, second = expected_of(labels[:5], fold[:5], 2), expected_of(labels[5:], fold[5:], 2)
+    fold = make_folds(outcome, 3, seed=1)
+    assert list(np.bincount(fold)) == [3, 3, 3]  # the runs' partial blocks are in distinct folds
+    first, second = expected_of(labels[:5], fold[:5], 3), expected_of(labels[5:], fold[5:], 3)
     assert_drawn(outcome, fold, {a + b: first[a] * second[b] for a in first for b in second})
 
 

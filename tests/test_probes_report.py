@@ -197,7 +197,7 @@ def test_heat_map(analysis):
     subtitle = next(text for text in facts if "contexts" in text).replace("\n", " ")
     assert "60 contexts of 40 sources · 20 permutations" in subtitle
     dots = {(line.get_xdata()[0], line.get_ydata()[0]) for line in axes.lines}
-    assert dots == {(j, i) for i, j in np.argwhere(analysis.tested.p_family < 0.05)}
+    assert dots == {(j, i) for i, j in np.argwhere(analysis.tested.p_family <= 0.05)}
     assert dots
     (frame,) = (patch for patch in axes.patches if isinstance(patch, Rectangle))
     at = POSITIONS.index(analysis.headline.position), analysis.headline.layer
@@ -281,13 +281,25 @@ def test_report_prints_every_cell(analysis):
     assert list(rows) == list(range(LAYERS))
     assert analysis.headline.position == POSITIONS[1]
     for layer, words in rows.items():
-        star = ["*" if p < 0.05 else "" for p in analysis.tested.p_family[layer]]
+        star = ["*" if p <= 0.05 else "" for p in analysis.tested.p_family[layer]]
         first, headline = (cell.text() for cell in analysis.auroc[layer])
         assert words[0] == first.split()[0] + star[0]
         assert " ".join(words[1:4]) == headline + star[1]
         assert words[4] == f"{round(analysis.code[layer].saved_per_turn.value, 3) + 0.0:+.3f}"
     assert f"→ {analysis.headline.layer}" in text
-    assert "* family-wise p < 0.05" in text
+    assert "* family-wise p ≤ 0.05" in text
+
+
+def test_a_p_value_of_one_in_twenty_is_marked_as_the_verdict_has_it(analysis):
+    p = np.full_like(analysis.tested.p_family, 0.0501)
+    p[2, 0] = 0.05
+    edge = replace(analysis, tested=replace(analysis.tested, p_family=p, p=0.05))
+    rows = heat_rows(printed(edge))
+    assert [layer for layer, words in rows.items() if "*" in " ".join(words)] == [2]
+    assert rows[2][0].endswith("*")
+    (dot,) = figures.heat_map(edge, "rate").axes[0].lines
+    assert (dot.get_xdata()[0], dot.get_ydata()[0]) == (0, 2)
+    assert verdict(edge).readable
 
 
 def test_report_prints_headline_controls_and_estimand(analysis):

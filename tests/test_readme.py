@@ -8,6 +8,8 @@ from ia_mech import embedded, options, sample
 from ia_mech.judge import options as judge_options
 from ia_mech.rates import options as rates_options
 from ia_mech.run import labels, layout
+from probes import options as probe_options
+from probes import transfer, validate
 
 README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
 
@@ -50,7 +52,8 @@ def test_every_column_is_documented():
 def test_every_flag_in_the_readme_exists():
     judge = judge_options.build_parser()
     commands = judge._subparsers._group_actions[0].choices.values()
-    parsers = [options.build_parser(), rates_options.build_parser(), judge, *commands]
+    probes = [probe_options.build_parser(), transfer.build_parser(), validate.build_parser()]
+    parsers = [options.build_parser(), rates_options.build_parser(), judge, *commands, *probes]
     help_text = "".join(parser.format_help() for parser in parsers)
     for flag in set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", README)):
         assert flag in help_text, flag

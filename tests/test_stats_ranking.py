@@ -31,6 +31,7 @@ class Data:
     strata: np.ndarray
     scores: np.ndarray
     null: np.ndarray
+    context: np.ndarray
 
     def __getitem__(self, rows):
         return Data(*(getattr(self, name)[rows] for name in self.__dataclass_fields__))
@@ -61,12 +62,39 @@ def data(seed=0, contexts=150, decimals=None):
     if decimals is not None:
         scores = scores.round(decimals)
     null = rng.uniform(0.2, 0.5, size=contexts)
-    return Data(k, n, sources, sources % 4, rng.integers(2, size=contexts), scores, null)
+    strata = rng.integers(2, size=contexts)
+    return Data(k, n, sources, sources % 4, strata, scores, null, np.arange(contexts))
+
+
+def own_pairs(d):
+    """Pairs of turns within a context; a repeat of a context is no other context."""
+    _, first, times = np.unique(d.context, return_index=True, return_counts=True)
+    return (times**2 * d.k[first] * (d.n - d.k)[first]).sum()
+
+
+def pairs(d):
+    """Of a positive and a negative turn of two contexts."""
+    return d.k.sum() * (d.n - d.k).sum() - own_pairs(d)
 
 
 def brute_auroc(d):
+    """scikit-learn's, where turns of a context tie, without those pairs."""
     labels, weights = d.turns()
-    return roc_auc_score(labels, np.tile(d.scores, 2), sample_weight=weights)
+    area = roc_auc_score(labels, np.tile(d.scores, 2), sample_weight=weights)
+    own = own_pairs(d)
+    return (area * (pairs(d) + own) - own / 2) / pairs(d)
+
+
+def counted_auroc(d):
+    """Pair by pair."""
+    won = total = 0.0
+    for i in range(len(d.k)):
+        for j in range(len(d.k)):
+            if d.context[i] != d.context[j]:
+                weight = d.k[i] * (d.n - d.k)[j]
+                total += weight
+                won += weight * (0.5 + np.sign(d.scores[i] - d.scores[j]) / 2)
+    return won / total
 
 
 def brute_precision(d):
@@ -117,10 +145,6 @@ def by_fold(d, score, weight=None):
 
 def positives(d):
     return d.k.sum()
-
-
-def pairs(d):
-    return d.k.sum() * (d.n - d.k).sum()
 
 
 def spearman(d):
@@ -283,9 +307,90 @@ def test_equal_scores_are_worth_a_half():
     assert np.isnan(scores.spearman(constant).value)
 
 
-def test_a_context_ties_with_itself():
-    assert auroc([1.0], [3], [4]) == 0.5
-    assert auroc([2.0, 1.0], [1, 0], [2, 1]) == 0.75
+def test_turns_of_one_context_are_not_compared():
+    assert auroc([2.0, 1.0], [1, 0], [2, 1]) == 1
+    assert auroc([2.0, 1.0], [1, 2], [2, 2]) == 0
+    # two pairs of turns: the first context's positive one wins, its negative one ties
+    assert auroc([2.0, 2.0, 1.0], [1, 1, 0], [2, 1, 1]) == pytest.approx(2.5 / 3)
+    np.testing.assert_array_equal(auroc_columns([[1.0, 2.0]], [[3, 0]], [4]), [np.nan, np.nan])
+
+
+@pytest.mark.parametrize("decimals", [None, 0], ids=["continuous", "ties"])
+def test_pairs_are_counted(decimals):
+    d = data(contexts=40, decimals=decimals)
+    assert auroc(d.scores, d.k, d.n) == pytest.approx(counted_auroc(d), abs=1e-12)
+    assert brute_auroc(d) == pytest.approx(counted_auroc(d), abs=1e-12)
+    repeated = d[np.arange(60) % 40]
+    one = FoldScores(d.k, d.n, d.context, 0 * d.context, resamples=3, seed=4)
+    (counts,) = resample_counts(40, 3, 4)
+    for r in range(3):
+        drawn = d[np.repeat(np.arange(40), counts[r].astype(int))]
+        assert one.auroc(d.scores).replicates[r] == pytest.approx(counted_auroc(drawn), abs=1e-12)
+    assert brute_auroc(repeated) == pytest.approx(counted_auroc(repeated), abs=1e-12)
+
+
+def test_with_one_turn_each_it_is_that_of_scikit_learn():
+    d = data(decimals=0)
+    labels = (d.k > 0).astype(int)
+    expected = roc_auc_score(labels, d.scores)
+    assert auroc(d.scores, labels, np.ones(150)) == pytest.approx(expected, abs=1e-12)
+    one = FoldScores(labels, np.ones(150), d.sources, np.zeros(150), resamples=5)
+    assert one.auroc(d.scores).value == pytest.approx(expected, abs=1e-12)
+
+
+def test_a_context_drawn_twice_is_no_other_context():
+    result = FoldScores([1, 0], [2, 1], [0, 1], [0, 0], resamples=50).auroc([2, 1])
+    (counts,) = resample_counts(2, 50, 0)
+    assert result.value == 1 and {0, 1, 2} <= set(counts[:, 0])
+    for replicate, (first, second) in zip(result.replicates, counts, strict=True):
+        assert replicate == 1 if first and second else np.isnan(replicate)
+    alone = FoldScores([3, 2], [4, 4], [0, 1], [0, 1], resamples=5).auroc([2, 1])
+    assert np.isnan(alone.value) and alone.estimate().method == "undefined"
+
+
+# -- replicates, stretched ------------------------------------------------------------------------
+
+
+def test_differences_know_how_large_they_can_be():
+    d = data()
+    scores = d.fold_scores()
+    area, rank, brier = scores.auroc(d.scores), scores.spearman(d.scores), scores.brier(d.p)
+    precision = scores.average_precision(d.scores)
+    assert area.bounds == precision.bounds == scores.recall_at(d.scores, 0.1).bounds == (0, 1)
+    assert rank.bounds == (-1, 1) and brier.bounds == (-np.inf, np.inf)
+    assert Replicated(0.5, np.zeros(3), 4, 0.95).bounds == (-np.inf, np.inf)
+    assert (area - precision).bounds == (-1, 1) and (area - rank).bounds == (-1, 2)
+    assert (rank - area).bounds == (-2, 1) and (area - brier).bounds == (-np.inf, np.inf)
+    assert Replicated.mean([area, precision]).bounds == (0, 1)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
+def test_chance_in_training_adds_its_share_of_the_variance(share):
+    d = data()
+    area = d.fold_scores(resamples=500).auroc(d.scores)
+    wider = area.with_training(share)
+    assert wider.replicates.var() == pytest.approx(area.replicates.var() * (1 + share))
+    assert wider.replicates.mean() == pytest.approx(area.replicates.mean())
+    order = np.argsort(area.replicates)
+    assert (np.diff(wider.replicates[order]) >= 0).all()
+    about = ("value", "sources", "level", "bounds")
+    assert all(getattr(wider, name) == getattr(area, name) for name in about)
+    was, now = area.estimate(), wider.estimate()
+    assert now.high - now.low == pytest.approx((was.high - was.low) * np.sqrt(1 + share))
+
+
+def test_stretched_scores_stay_within_their_bounds():
+    replicates = np.array([0.2, 0.5, 0.9, 1.0, np.nan])
+    score = Replicated(0.7, replicates, 20, 0.95, (0.0, 1.0))
+    found = score.stretched(3).replicates  # about a mean of 0.65
+    np.testing.assert_allclose(found, [0, 0.2, 1, 1, np.nan], atol=1e-12)
+    np.testing.assert_allclose(score.stretched(1).replicates, replicates, atol=1e-12)
+    free = replace(score, bounds=(-np.inf, np.inf)).stretched(3).replicates
+    np.testing.assert_allclose(free, [-0.7, 0.2, 1.4, 1.7, np.nan], atol=1e-12)
+    gain = (score - replace(score, replicates=1 - replicates)).stretched(9).replicates
+    assert np.nanmin(gain) == -1 and np.nanmax(gain) == 1
+    nothing = replace(score, replicates=np.full(5, np.nan))
+    assert np.isnan(nothing.with_training(1).replicates).all()
 
 
 def test_recall_takes_the_upper_end_of_a_vertical_segment():
@@ -328,14 +433,11 @@ def test_one_source_gives_no_interval():
 
 
 def test_fractional_and_infinite():
-    assert auroc([1, 2, np.inf, -np.inf], [0.5, 1, 2.5, 0], [2, 2, 3, 0.5]) == pytest.approx(
-        roc_auc_score(
-            [1] * 4 + [0] * 4,
-            [1, 2, 3, 0] * 2,
-            sample_weight=[0.5, 1, 2.5, 0, 1.5, 1, 0.5, 0.5],
-        ),
-        abs=1e-12,
-    )
+    k, n = np.array([0.5, 1, 2.5, 0]), np.array([2, 2, 3, 0.5])
+    finite = replace(data(contexts=4), k=k, n=n, scores=np.array([1.0, 2, 3, 0]))
+    found = auroc([1, 2, np.inf, -np.inf], k, n)
+    assert found == pytest.approx(brute_auroc(finite), abs=1e-12)
+    assert found == pytest.approx(counted_auroc(finite), abs=1e-12)
     assert auroc([np.inf, np.inf], [1, 0], [1, 1]) == 0.5
 
 

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import pyarrow.parquet as pq
 from ia_mech.rates.pool import Judged
 from ia_mech.rates.rows import Row
 from ia_mech.rates.tables import comparisons
-from ia_mech.run.layout import fsync_folder
+from ia_mech.run.layout import replace_file
 
 _FLOATS = ("temperature", "value", "low", "high", "p", "p_holm", "level")
 _WHOLE = ("n_samples", "events", "rows", "sources", "contexts")
@@ -50,7 +49,6 @@ def write(
         OSError: it can't be written.
     """
     path = Path(path)
-    scratch = path.with_name(path.name + ".tmp")
     own, pooled = comparisons(rows)
     about = {
         "runs": [str(run.path) for run in judged.runs],
@@ -62,7 +60,8 @@ def write(
         "notes": judged.notes,
         **options,
     }
-    try:
+
+    def fill(scratch: Path) -> None:
         if kind == "json":
             text = json.dumps(
                 {"about": about, "estimates": _records(rows)}, indent=1, ensure_ascii=False
@@ -73,12 +72,8 @@ def write(
         else:
             schema = SCHEMA.with_metadata({b"ia_mech": json.dumps(about, sort_keys=True).encode()})
             pq.write_table(pa.Table.from_pylist(_records(rows), schema=schema), scratch)
-        with open(scratch, "rb+") as handle:
-            os.fsync(handle.fileno())
-        os.replace(scratch, path)
-    finally:
-        scratch.unlink(missing_ok=True)
-    fsync_folder(path.parent)
+
+    replace_file(path, fill)
 
 
 def _records(rows: list[Row]) -> list[dict[str, Any]]:

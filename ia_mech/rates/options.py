@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from ia_mech.cli import Parser
+from ia_mech.cli import Parser, coverage, whole_from
 
 DESCRIPTION = """\
 Say how often the generated user turns of a run are genuine follow-ups, per model, dataset and
@@ -78,17 +78,17 @@ def build_parser() -> argparse.ArgumentParser:
     )
     numbers = parser.add_argument_group("intervals")
     numbers.add_argument(
-        "--level", type=_level, default=0.95, help="coverage of intervals (default: 0.95)"
+        "--level", type=coverage, default=0.95, help="coverage of intervals (default: 0.95)"
     )
     numbers.add_argument(
         "--resamples",
-        type=_resamples,
+        type=whole_from(100, "fewer say nothing"),
         default=2000,
         help="bootstrap samples, where an interval is made from them (default: 2000)",
     )
     numbers.add_argument(
         "--seed",
-        type=_count,
+        type=whole_from(0),
         default=0,
         help="of resampling, sign flips and --examples (default: 0)",
     )
@@ -107,31 +107,9 @@ def build_parser() -> argparse.ArgumentParser:
         )
     files.add_argument(
         "--examples",
-        type=_count,
+        type=whole_from(0),
         default=0,
         metavar="N",
         help="show N turns of every category found, drawn by --seed (default: 0)",
     )
     return parser
-
-
-def _level(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not between 0 and 1, such as 0.95")
-    return value
-
-
-def _resamples(text: str) -> int:
-    if _count(text) < 100:
-        raise argparse.ArgumentTypeError(f"{text} resamples say nothing; give 100 or more")
-    return int(text)
-
-
-def _count(text: str) -> int:
-    if not (text.isascii() and text.isdigit()):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 up")
-    return int(text)

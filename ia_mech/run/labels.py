@@ -11,7 +11,6 @@ its metadata under ``ia_mech``. Files are replaced whole: the old one or the new
 """
 
 import json
-import os
 import re
 import shlex
 from pathlib import Path
@@ -193,15 +192,7 @@ class Labels:
         path.parent.mkdir(parents=True, exist_ok=True)
         text = json.dumps(record, sort_keys=True)
         table = pa.Table.from_pylist(rows, schema=schema.with_metadata({_RECORD: text.encode()}))
-        scratch = path.with_name(path.name + ".tmp")
-        try:
-            pq.write_table(table, scratch)
-            with open(scratch, "rb+") as handle:
-                os.fsync(handle.fileno())
-            os.replace(scratch, path)
-        finally:
-            scratch.unlink(missing_ok=True)
-        layout.fsync_folder(path.parent)
+        layout.replace_file(path, lambda scratch: pq.write_table(table, scratch))
         return path
 
 

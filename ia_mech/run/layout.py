@@ -15,7 +15,7 @@
 import hashlib
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pyarrow as pa
@@ -177,6 +177,27 @@ def write_json(path: Path, value: dict) -> None:
         handle.flush()
         os.fsync(handle.fileno())
     os.replace(scratch, path)
+    fsync_folder(path.parent)
+
+
+def replace_file(path: Path, write: Callable[[Path], None]) -> None:
+    """Have a file written under another name, then put in its place.
+
+    Args:
+        path: the file; its folder must be there.
+        write: is given the other name, in the same folder.
+
+    Raises:
+        OSError: it can't be written.
+    """
+    scratch = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        write(scratch)
+        with open(scratch, "rb+") as handle:
+            os.fsync(handle.fileno())
+        os.replace(scratch, path)
+    finally:
+        scratch.unlink(missing_ok=True)
     fsync_folder(path.parent)
 
 

@@ -19,9 +19,11 @@ def check_outcomes(positives: np.ndarray, trials: np.ndarray) -> None:
 
 
 def auroc(scores: ArrayLike, positives: ArrayLike, trials: ArrayLike) -> float:
-    """How often a random positive turn has a higher score than a random negative one.
+    """How often a random positive turn scores higher than a random negative one of another context.
 
-    Ties count one half (Hanley & McNeil 1982, Radiology 143:29), and turns of a context tie.
+    Ties count one half (Hanley & McNeil 1982, Radiology 143:29). Turns of one context share its
+    score whatever the score is, so pairs within a context say nothing and aren't counted; they
+    would draw the result to one half, and the more so in resamples, which repeat contexts.
 
     Args:
         scores: ``[n]`` score of each context; may be infinite.
@@ -29,7 +31,7 @@ def auroc(scores: ArrayLike, positives: ArrayLike, trials: ArrayLike) -> float:
         trials: ``[n]`` all turns.
 
     Returns:
-        From 0 to 1, or NaN if no turn is positive or none is negative.
+        From 0 to 1, or NaN if no context has a positive turn while another has a negative one.
 
     Raises:
         ValueError: see :func:`auroc_columns`.
@@ -49,7 +51,7 @@ def auroc_columns(scores: ArrayLike, positives: ArrayLike, trials: ArrayLike) ->
         trials: ``[n]`` or ``[n, m]`` all turns.
 
     Returns:
-        ``[m]`` from 0 to 1; NaN where no turn is positive or none is negative.
+        ``[m]`` from 0 to 1; NaN where no context has a positive turn while another has a negative.
 
     Raises:
         ValueError: shapes don't fit, a score is NaN, or there are not 0 ≤ k ≤ n, n > 0.
@@ -75,8 +77,9 @@ def auroc_columns(scores: ArrayLike, positives: ArrayLike, trials: ArrayLike) ->
     tied = same.any(axis=1)
     if tied.any():
         middle[tied] = tied_middle(same[tied], after[tied], misses[tied])
-    pairs = k.sum(axis=1) * misses.sum(axis=1)
-    concordant = np.einsum("ij,ij->i", k, middle)
+    own = np.einsum("ij,ij->i", k, misses)
+    pairs = k.sum(axis=1) * misses.sum(axis=1) - own
+    concordant = np.einsum("ij,ij->i", k, middle) - own / 2
     return np.divide(concordant, pairs, out=np.full(len(pairs), np.nan), where=pairs > 0)
 
 

@@ -21,6 +21,8 @@ from ia_mech.stats.resampling import as_column, bootstrap_estimate, resample_cou
 CHUNK = 1 << 15  # numbers per chunk: 256 kB, which a core keeps at hand
 NARROW = 1e-6  # probabilities nearer than this to 0 or 1 would make one turn decide everything
 
+UNBOUNDED = (-np.inf, np.inf)
+
 Group = tuple[int, np.ndarray]  # number of a fold, and rows in it that are compared
 Part = Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]
 
@@ -34,12 +36,14 @@ class Replicated:
         replicates: ``[resamples]`` on the resamples; may hold NaN.
         sources: how many there are.
         level: coverage of the interval.
+        bounds: what the score can't be below and above.
     """
 
     value: float
     replicates: np.ndarray
     sources: int
     level: float
+    bounds: tuple[float, float] = UNBOUNDED
 
     def estimate(self) -> Estimate:
         """With its percentile interval, widened for the number of sources (``resampling``)."""
@@ -58,7 +62,9 @@ class Replicated:
         """
         self._check(other)
         difference = self.replicates - other.replicates
-        return Replicated(self.value - other.value, difference, self.sources, self.level)
+        (low, high), (other_low, other_high) = self.bounds, other.bounds
+        bounds = (low - other_high, high - other_low)
+        return Replicated(self.value - other.value, difference, self.sources, self.level, bounds)
 
     def with_training(self, share: float) -> "Replicated":
         """Replicates spread as if chance in training had its part in them too.
@@ -76,9 +82,10 @@ class Replicated:
         return self.stretched(np.sqrt(1 + share))
 
     def stretched(self, factor: float) -> "Replicated":
-        """Replicates that many times as far from their mean."""
+        """Replicates that many times as far from their mean, within the bounds of the score."""
         centre = np.nanmean(self.replicates) if not np.isnan(self.replicates).all() else np.nan
-        return replace(self, replicates=centre + (self.replicates - centre) * factor)
+        stretched = centre + (self.replicates - centre) * factor
+        return replace(self, replicates=np.clip(stretched, *self.bounds))
 
     @classmethod
     def mean(cls, several: Sequence["Replicated"]) -> "Replicated":
@@ -94,7 +101,7 @@ class Replicated:
             first._check(other)
         replicates = np.mean([one.replicates for one in several], axis=0)
         value = float(np.mean([one.value for one in several]))
-        return cls(value, replicates, first.sources, first.level)
+        return cls(value, replicates, first.sources, first.level, first.bounds)
 
     def _check(self, other: "Replicated") -> None:
         if (self.sources, self.level, len(self.replicates)) != (
@@ -177,10 +184,10 @@ class FoldScores:
             start += len(counts)
 
     def auroc(self, scores: ArrayLike) -> Replicated:
-        """How often a positive turn scores higher than a negative one; ties count one half.
+        """How often a positive turn scores higher than a negative one of another context.
 
-        Pairs within a context are pairs, and tie; see :func:`ia_mech.stats.auroc`. Every pair of a
-        fold counts alike, whatever its stratum.
+        See :func:`ia_mech.stats.auroc`. A context that was drawn twice is no other context. Every
+        pair of a fold counts alike, whatever its stratum.
 
         Args:
             scores: ``[contexts]`` numbers; may be infinite.
@@ -188,7 +195,17 @@ class FoldScores:
         Raises:
             ValueError: not one score per context, or one is NaN.
         """
-        return self._ranked(scores, concordance)
+        column = self._column(scores)
+        within = self._positives * self._negatives
+
+        def part(rows: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+            k, rest = self._positives[rows], self._negatives[rows]
+            area, pairs = concordance(*curves(column[rows], k, rest, counts))
+            own = within[rows] @ counts**2
+            pairs = np.maximum(pairs - own, 0.0)
+            return np.where(pairs > 0, area - own / 2, 0.0), pairs
+
+        return self._folded(self._descending(column), part, (0.0, 1.0))
 
     def average_precision(self, scores: ArrayLike) -> Replicated:
         """Average precision as in scikit-learn; strata count by their positive turns.
@@ -270,7 +287,7 @@ class FoldScores:
             contexts = np.where(np.isnan(correlation), 0.0, counts.sum(axis=0))
             return contexts * np.nan_to_num(correlation), contexts
 
-        return self._folded(self._groups, part)
+        return self._folded(self._groups, part, (-1.0, 1.0))
 
     def calibration(self, probabilities: ArrayLike) -> tuple[Replicated, Replicated]:
         """Calibration in the large, and its slope (Cox 1958, Biometrika 45:562).
@@ -318,13 +335,16 @@ class FoldScores:
     def _ranked(self, scores: ArrayLike, measure: Part) -> Replicated:
         """A score made of :func:`curves`, whose sums the measure gives."""
         column = self._column(scores)
-        groups = [(f, rows[np.argsort(-column[rows], kind="stable")]) for f, rows in self._groups]
 
         def part(rows: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
             k, rest = self._positives[rows], self._negatives[rows]
             return measure(*curves(column[rows], k, rest, counts))
 
-        return self._folded(groups, part)
+        return self._folded(self._descending(column), part, (0.0, 1.0))
+
+    def _descending(self, column: np.ndarray) -> list[Group]:
+        """Groups whose rows are in the order that :func:`curves` wants."""
+        return [(f, rows[np.argsort(-column[rows], kind="stable")]) for f, rows in self._groups]
 
     def _chunks(self, rows: np.ndarray) -> Iterator[tuple[slice, np.ndarray]]:
         """Columns of draws, and how often each row occurs in them: ``[rows, columns]``."""
@@ -333,13 +353,16 @@ class FoldScores:
             columns = slice(start, start + width)
             yield columns, self._draws[:, columns][self._source[rows]].astype(float)
 
-    def _folded(self, groups: list[Group], part: Part) -> Replicated:
+    def _folded(
+        self, groups: list[Group], part: Part, bounds: tuple[float, float] = UNBOUNDED
+    ) -> Replicated:
         """Mean over folds of a quotient of sums over the groups of a fold.
 
         Args:
             groups: fold and rows of each.
             part: of ``[rows]`` and their ``[rows, columns]`` multiplicities makes the ``[columns]``
                 sums to divide, and to divide by; both 0 where the group has nothing to say.
+            bounds: of the score.
         """
         folds = 1 + max(fold for fold, _ in groups)
         sums = np.zeros((2, folds, self._draws.shape[1]))
@@ -352,4 +375,5 @@ class FoldScores:
         number = defined.sum(axis=0)
         means = np.full(len(number), np.nan)
         np.divide(quotients.sum(axis=0), number, out=means, where=number > 0)
-        return Replicated(float(means[0]), means[1:], len(self._draws), self._level)
+        sources = len(self._draws)
+        return Replicated(float(means[0]), means[1:], sources, self._level, bounds)

@@ -3,10 +3,11 @@
 from dataclasses import replace
 
 import numpy as np
+from scipy.linalg import block_diag
 
 from probes.controls import baselines
 from probes.controls.baselines import Baseline
-from probes.controls.control_task import types
+from probes.controls.control_task import control_outcomes, types
 from probes.data.dataset import ProbeSet, lens_of
 from probes.records import Controls
 
@@ -40,9 +41,11 @@ def controls_of(data: ProbeSet, seed: int = 0) -> Controls:
     if why is not None:
         missing.append(f"no output control, so nothing can be called latent: {why}")
     kinds = types(frame["response_tokens"], frame["opening"])
-    if not any(len(set(kinds[frame["run"] == run])) > 1 for run in frame["run"].unique()):
+    try:
+        control_outcomes(data.outcome, kinds, 1, seed)
+    except ValueError as error:
         kinds = None
-        missing.append("no control task: all responses are of one length and open alike")
+        missing.append(f"no control task, so no selectivity: {error}")
     return Controls(text, output, kinds, missing)
 
 
@@ -73,7 +76,10 @@ def _output(data: ProbeSet) -> tuple[list[Baseline], str | None]:
 
 
 def _stacked(parts: list[Baseline], order: np.ndarray) -> Baseline:
-    """One baseline of several models' rows; columns that only some have are 0 for the others."""
-    width = max(part.features.shape[1] for part in parts)
-    rows = [np.pad(part.features, [(0, 0), (0, width - part.features.shape[1])]) for part in parts]
-    return replace(parts[0], features=np.concatenate(rows)[order])
+    """One baseline of several models' rows; each model has columns of its own.
+
+    A direction in one model's output needn't mean the same in another's: shared columns would ask
+    the control for one set of weights that fits all, and make it weaker than the output is.
+    """
+    blocks = block_diag(*(part.features - part.features.mean(0) for part in parts))
+    return replace(parts[0], features=blocks[order])

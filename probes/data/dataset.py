@@ -23,6 +23,7 @@ from probes.data import targets
 from probes.data.outcome import Outcome
 from probes.data.targets import Target
 from probes.data.tokens import index_of, response_starts
+from probes.fitting.folds import movable
 
 RUN, DATASET = "run", "dataset"
 MIN_SOURCES = 20  # with a positive turn, and with a negative one
@@ -38,17 +39,17 @@ class ProbeSet:
         record: who the judge is.
         target: what is to be predicted.
         contexts: one row per context: ``run`` (index into ``runs``), ``row`` (in
-            ``run.contexts``), ``context_id``, ``dataset``, ``source`` (a key that holds across
-            runs), ``text`` (all messages, one below the other), ``prompt_tokens`` (all before the
-            response), ``response_tokens`` (as the model read it), ``context_tokens``, ``cut_off``,
-            ``token_ids``, ``opening`` (id of the response's first token, -1 if it is empty),
-            ``positives`` and ``trials``.
+            ``run.contexts``), ``context_id``, ``dataset``, ``perturbation``, ``source`` (a key that
+            holds across runs), ``text`` (all messages, one below the other), ``prompt_tokens`` (all
+            before the response), ``response_tokens`` (as the model read it), ``context_tokens``,
+            ``cut_off``, ``token_ids``, ``opening`` (id of the response's first token, -1 if it is
+            empty), ``positives`` and ``trials``.
         positions: names of the positions that every context has, in storage order.
         notes: what a reader has to know of how all this was put together.
         layers: the chosen layers, ascending; 0 = embeddings.
         width: d_model.
-        within: ``run`` or ``dataset``: what contexts must share to be compared. Each gets an
-            intercept, and labels are permuted within it.
+        within: ``run`` or ``dataset``: what contexts must share to be compared, besides their
+            perturbation. Each gets an intercept, and labels are permuted within it.
     """
 
     runs: list[Run]
@@ -69,7 +70,7 @@ class ProbeSet:
     def outcome(self) -> Outcome:
         """k of n per context, with sources and runs (or each run's datasets)."""
         frame = self.contexts
-        shared = ["run"] if self.within == RUN else ["run", "dataset"]
+        shared = ["run", "perturbation"] + ["dataset"] * (self.within == DATASET)
         strata = frame.groupby(shared, sort=False).ngroup()
         return Outcome.of(frame["positives"], frame["trials"], frame["source"], strata)
 
@@ -218,14 +219,34 @@ def check_enough(
             "choose another --target, or sample at other temperatures or more turns per context",
         )
     needed = max(minimum, folds)
-    have = [len(set(outcome.sources[k > 0])) for k in (outcome.positives, outcome.negatives)]
+    # Where all contexts of a run have the same rate, nothing can be told from it.
+    varies = np.array([np.ptp(outcome.rate[outcome.runs == run]) > 0 for run in outcome.runs])
+    if not varies.any():
+        raise UserError(
+            f"within each run (or dataset) all contexts have the same rate of {positive}: there is "
+            "nothing to predict, as only contexts of the same are compared",
+            "choose another --target or --within, or sample at other temperatures",
+        )
+    counted = (outcome.positives > 0) & varies, (outcome.negatives > 0) & varies
+    have = [len(set(outcome.sources[rows])) for rows in counted]
     if min(have) >= needed:
+        moving = movable(outcome)
+        if moving < needed:
+            raise UserError(
+                f"only {moving} of {sources} sources can change places with another one, as the "
+                "others have other numbers of contexts per run or perturbation: there is too "
+                "little to permute",
+                "give runs whose sources have equally many contexts",
+            )
         return
-    enough = math.ceil(sources * needed / min(have) / 10) * 10
+    told, of = len(set(outcome.sources[varies])), f"{sources}"
+    if told < sources:
+        of = f"{told} in runs or datasets where rates differ"
+    enough = math.ceil(told * needed / min(have) / 10) * 10
     few, what = min((have[0], positive), (have[1], f"a turn other than {positive}"))
-    others = "" if few == sources else ", more turns per context, or at other temperatures"
+    others = "" if few == told else ", more turns per context, or at other temperatures"
     raise UserError(
-        f"only {few} source{' has' if few == 1 else 's have'} {what} (of {sources}); probes need "
+        f"only {few} source{' has' if few == 1 else 's have'} {what} (of {of}); probes need "
         f"{needed} with one and {needed} without",
         f"sample contexts of about {enough} sources at this rate{others}",
     )
@@ -340,6 +361,7 @@ def _contexts(run: Run, number: int) -> pd.DataFrame:
             "row": np.arange(len(own)),
             "context_id": own["context_id"],
             "dataset": own["dataset"],
+            "perturbation": own["perturbation"].fillna("none"),
             "text": ["\n".join(m["content"] for m in messages) for messages in own["messages"]],
             "prompt_tokens": first,
             "response_tokens": [

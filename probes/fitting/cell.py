@@ -17,8 +17,8 @@ from probes.data.outcome import Outcome
 from probes.fitting import fits
 from probes.fitting.fits import PENALTIES, Fit
 from probes.fitting.rotation import Cell, Rotated, rotate
+from probes.options import ESTIMATORS
 
-ESTIMATORS = ("logistic", "mass-mean", "lda", "ridge")
 DIGITS = 9  # of log-odds: contexts with equal states tie, though their last bits may differ
 
 
@@ -182,6 +182,8 @@ def chance_in_training(cell: Cell, design: Design, penalties: np.ndarray) -> flo
             rotated = rotate(cell, train, test, runs)
             scores = fit(rotated, design, train, penalties[fold]).scores(rotated.test, runs[test])
             said.append(_unit(_within(scores[:, None], runs[test])))
+        if not (said[0].any() or said[1].any()):
+            return 0.0  # scores that don't vary depend on nobody
         agreement.append(float((said[0] * said[1]).sum()))
     # One standard error less: to overstate agreement would make intervals too short.
     halves = np.mean(agreement) - np.std(agreement, ddof=1) / np.sqrt(len(agreement))
@@ -307,7 +309,8 @@ def fold_auroc(scores: np.ndarray, design: Design, rows: np.ndarray) -> np.ndarr
     won = total = 0.0
     for run in np.unique(outcome.runs[rows]):
         here = outcome.runs[rows] == run
-        pairs = k[here].sum(0) * (n[here] - k[here]).sum(0)
+        rest = n[here] - k[here]
+        pairs = k[here].sum(0) * rest.sum(0) - (k[here] * rest).sum(0)
         won = won + pairs * np.nan_to_num(auroc_columns(scores[here], k[here], n[here]))
         total = total + pairs
     return np.divide(won, total, out=np.full(len(won), 0.5), where=total > 0)

@@ -31,8 +31,10 @@ def make_folds(outcome: Outcome, folds: int = 5, seed: int = 0) -> np.ndarray:
         ``[contexts]`` fold of each; contexts of one source share it.
 
     Raises:
-        ValueError: fewer sources than folds.
+        ValueError: fewer sources than folds, or fewer folds than three: an inner loop needs two.
     """
+    if folds < 3:
+        raise ValueError(f"{folds} folds leave the inner loop none to train on; take 3 or more")
     rng = np.random.default_rng(seed)
     rates = _source_rates(outcome)
     if len(rates) < folds:

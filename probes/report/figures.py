@@ -21,11 +21,11 @@ from matplotlib.patches import Patch, Rectangle
 from matplotlib.transforms import offset_copy
 
 from ia_mech.cli import one_line
+from ia_mech.run.layout import replace_file
 from ia_mech.stats import Estimate
 from probes.records import Analysis, Compared
-from probes.report.tables import replace_file
+from probes.report.verdict import LEVEL
 
-SIGNIFICANT = 0.05  # family-wise
 NUMBERED = 12  # layers up to which cells hold their numbers
 LEAST_REACH = 0.2  # of the colour map on either side of 0.5: chance must not look like much
 LETTERS = 16  # of 8 points in an inch, about
@@ -101,7 +101,7 @@ def _mark_cells(
         if numbered:
             said = "–" if np.isnan(value) else f"{value:.2f}"
             axes.text(j, i, said, ha="center", va="center", color=ink, fontsize=8)
-        if analysis.tested.p_family[i, j] < SIGNIFICANT:
+        if analysis.tested.p_family[i, j] <= LEVEL:
             axes.plot(j, i, "o", color=ink, markersize=3, transform=beside)
     row = analysis.layers.index(analysis.headline.layer)
     column = analysis.positions.index(analysis.headline.position)
@@ -137,7 +137,7 @@ def _explain_marks(figure: Figure, analysis: Analysis) -> None:
     handles, labels = [frame], [place]
     if analysis.tested.permutations:
         handles.append(dot)
-        labels.append("family-wise p < 0.05")
+        labels.append("family-wise p ≤ 0.05")
     figure.legend(
         handles, labels, loc="outside lower center", ncols=2, frameon=False, handlelength=1.2
     )

@@ -67,6 +67,7 @@ class Kept:
             parts = [data.target.name.replace("@", "-at-"), settings.estimator, data.judge]
             name = "-".join([*parts, f"{len(data.runs)}-runs"] if len(data.runs) > 1 else parts)
         folder = data.runs[0].path / "probes" / check_name(name)
+        _restore(folder)
         asked = _asked(data, settings)
         if folder.exists() and not replace and _asked_before(folder) != asked:
             raise UserError(
@@ -77,18 +78,18 @@ class Kept:
 
     def write(self, analysis: Analysis, verdict: Verdict) -> None:
         """Write all files, or none."""
-        scratch, old = (self.folder.with_name(f".{self.folder.name}.{w}") for w in ("new", "old"))
-        for left in (scratch, old):
-            shutil.rmtree(left, ignore_errors=True)
+        scratch, old = _beside(self.folder, "new"), _beside(self.folder, "old")
+        shutil.rmtree(scratch, ignore_errors=True)
         scratch.mkdir(parents=True)
         try:
             self._fill(scratch, analysis, verdict)
             if self.folder.exists():
+                shutil.rmtree(old, ignore_errors=True)
                 os.replace(self.folder, old)
             os.replace(scratch, self.folder)
         finally:
-            for left in (scratch, old):
-                shutil.rmtree(left, ignore_errors=True)
+            _restore(self.folder)
+            shutil.rmtree(scratch, ignore_errors=True)
 
     def _fill(self, folder: Path, analysis: Analysis, verdict: Verdict) -> None:
         data, headline = self.data, analysis.headline
@@ -137,8 +138,20 @@ class Kept:
             "controls": compared,
             "contexts": len(analysis.outcome),
             "training_sources": sorted(set(self.data.contexts["source"].str.replace("\0", "/"))),
-            "notes": [*self.data.notes, *analysis.notes],
+            "notes": analysis.notes,
         }
+
+
+def _beside(folder: Path, word: str) -> Path:
+    return folder.with_name(f".{folder.name}.{word}")
+
+
+def _restore(folder: Path) -> None:
+    """Bring back what was moved out of the way, unless something else is there by now."""
+    old = _beside(folder, "old")
+    if old.exists() and not folder.exists():
+        os.replace(old, folder)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def _asked(data: ProbeSet, settings: Settings) -> dict:

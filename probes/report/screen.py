@@ -12,11 +12,10 @@ from rich.text import Text
 from ia_mech.cli import one_line
 from ia_mech.stats import Estimate
 from probes.records import Analysis
-from probes.report.verdict import Verdict
+from probes.report.verdict import LEVEL, Verdict
 
 WIDTH = 100
 ROWS = 17  # layers that the heat map shows
-SIGNIFICANT = 0.05  # family-wise
 
 
 def console() -> Console:
@@ -154,10 +153,10 @@ def _show_heat_map(screen: Console, analysis: Analysis) -> None:
 def _explained(analysis: Analysis, layers: list[int], positions: list[str]) -> list[str]:
     """What a reader of the heat map has to know."""
     said = []
-    if (analysis.tested.p_family < SIGNIFICANT).any():
-        said.append("* family-wise p < 0.05 (closed form)")
+    if (analysis.tested.p_family <= LEVEL).any():
+        said.append("* family-wise p ≤ 0.05 (closed form)")
     elif analysis.tested.permutations:
-        said.append("no family-wise p < 0.05 (closed form)")
+        said.append("no family-wise p ≤ 0.05 (closed form)")
     if len(layers) < len(analysis.layers):
         step = _step(analysis)
         every = {2: "every second layer", 3: "every third layer"}.get(step, f"one layer in {step}")
@@ -220,7 +219,7 @@ def _table() -> Table:
 def _cell(analysis: Analysis, i: int, j: int) -> str:
     """With its interval at the headline's position only: there is no room for more."""
     estimate = analysis.auroc[i][j]
-    star = "*" if analysis.tested.p_family[i, j] < SIGNIFICANT else ""
+    star = "*" if analysis.tested.p_family[i, j] <= LEVEL else ""
     if analysis.positions[j] == analysis.headline.position:
         return estimate.text() + star
     return ("–" if np.isnan(estimate.value) else f"{estimate.value:.2f}") + star

@@ -1,8 +1,8 @@
 """An analysis as tidy tables: one row per estimate, one row per context."""
 
-import os
+import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from scipy.special import expit
 
-from ia_mech.run.layout import fsync_folder
+from ia_mech.run.layout import replace_file
 from ia_mech.stats import Estimate
 from probes.records import Analysis
 
@@ -94,39 +94,24 @@ def predictions(analysis: Analysis) -> pd.DataFrame:
     return pd.DataFrame(columns)
 
 
-def write_parquet(frame: pd.DataFrame, path: str | Path) -> None:
+def write_parquet(
+    frame: pd.DataFrame, path: str | Path, about: dict[str, Any] | None = None
+) -> None:
     """Replace a file whole: the old one or the new one, never a half.
 
     Args:
         frame: the table; its index is left out.
         path: the file; its folder must be there.
+        about: kept as JSON in the file's metadata, under ``ia_mech``.
 
     Raises:
         OSError: it can't be written.
     """
     table = pa.Table.from_pandas(frame, preserve_index=False)
+    if about is not None:
+        text = json.dumps(about, sort_keys=True)
+        table = table.replace_schema_metadata((table.schema.metadata or {}) | {b"ia_mech": text})
     replace_file(Path(path), lambda scratch: pq.write_table(table, scratch))
-
-
-def replace_file(path: Path, write: Callable[[Path], None]) -> None:
-    """Have a file written under another name, then put in its place.
-
-    Args:
-        path: the file; its folder must be there.
-        write: is given the other name, in the same folder.
-
-    Raises:
-        OSError: it can't be written.
-    """
-    scratch = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        write(scratch)
-        with open(scratch, "rb+") as handle:
-            os.fsync(handle.fileno())
-        os.replace(scratch, path)
-    finally:
-        scratch.unlink(missing_ok=True)
-    fsync_folder(path.parent)
 
 
 # -- rows by what they are of ---------------------------------------------------------------------

@@ -7,7 +7,8 @@ import numpy as np
 from ia_mech.stats import Estimate
 from probes.records import Analysis, Compared
 
-LEVEL = 0.05  # of the headline's permutation test
+LEVEL = 0.05  # of permutation tests
+COVERAGE = 0.95  # that an interval of a gain must have at least
 
 
 @dataclass(frozen=True)
@@ -18,7 +19,7 @@ class Verdict:
         readable: the headline's p value is at most 0.05.
         beyond_text: readable, and the gain over every text baseline has an interval above zero.
         latent: beyond text, and the gain over every form of the model's own output distribution has
-            an interval above zero. Never without that control.
+            an interval above zero. Never without that control, nor from intervals below 95%.
         sentence: in words.
     """
 
@@ -41,23 +42,29 @@ def verdict(analysis: Analysis, what: str = "the follow-up rate") -> Verdict:
     if not readable:
         return Verdict(False, False, False, _nothing(analysis, what, auroc))
     text, output = _of_kind(analysis, "text"), _of_kind(analysis, "output")
-    beyond_text = bool(text) and all(_above(c.gain) for c in text)
-    beyond_output = bool(output) and all(_above(c.gain) for c in output)
+    sure = analysis.settings.level >= COVERAGE
+    beyond_text = sure and bool(text) and all(_above(c.gain) for c in text)
+    beyond_output = sure and bool(output) and all(_above(c.gain) for c in output)
     said = [
         f"{what} is readable from {_place(analysis)}: AUROC {auroc.text()}, "
         f"p {_p(tested.p)} (selection replayed)"
     ]
     said.append(_against(output, "the model's own output distribution"))
     said.append(_against(text, "what can be read from the text"))
+    said.append(_against(_of_kind(analysis, "control task"), "a task without meaning"))
     latent = beyond_text and beyond_output
     if latent:
-        closing = "So it is latent: there before, and not already in, the next-token distribution"
+        closing = "So it is latent: more than the next-token distribution and the text tell"
+    elif not sure:
+        closing = f"Latent is never said of intervals below {COVERAGE:.0%}"
     elif not output:
         closing = "Whether it is latent can't be said without the output control"
     elif beyond_output:
-        closing = "Not shown to be more than topic, wording or length"
+        closing = "Not shown to be latent: it may be topic, wording or length"
+    elif beyond_text:
+        closing = "Not shown to be latent: the output distribution may tell as much"
     else:
-        closing = "Not shown to be latent"
+        closing = "Not shown to be latent: text and output distribution may tell as much"
     return Verdict(True, beyond_text, latent, "; ".join(filter(None, said)) + f". {closing}.")
 
 
@@ -77,10 +84,10 @@ def _nothing(analysis: Analysis, what: str, auroc: Estimate) -> str:
 
 
 def _against(compared: list[Compared], name: str) -> str:
-    """The smallest gain over controls of one kind: the strongest of them is what counts."""
+    """The gain that is least sure to be one, over the controls of a kind: that is what counts."""
     if not compared:
         return ""
-    strongest = min(compared, key=lambda c: c.gain.value)
+    strongest = min(compared, key=lambda c: (_above(c.gain), np.nan_to_num(c.gain.low, nan=-1.0)))
     gain = strongest.gain
     ends = "" if np.isnan(gain.low) else f" [{gain.low:+.2f}, {gain.high:+.2f}]"
     return f"{gain.value:+.2f}{ends} over {name} ({strongest.name})"
