@@ -6,7 +6,6 @@ Nothing here knows runs or files. ``probes.train`` reads those, and calls :func:
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from itertools import combinations
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,7 +18,7 @@ from probes.data.outcome import Outcome
 from probes.fitting.cell import Design, Examined, examine, examine_once, fit
 from probes.fitting.folds import make_folds, movable, permutations
 from probes.fitting.mdl import CodeLength, code_length
-from probes.fitting.rotation import Cell, alike, rotate
+from probes.fitting.rotation import Cell, rotate
 from probes.fitting.selection import Tested, against_permutations
 from probes.options import processors
 from probes.records import (
@@ -158,9 +157,7 @@ class _Work:
         scores = said[picked[folds, 0], picked[folds, 1], np.arange(len(folds))].astype(float)
         layer, position = tested.headline
         cells = [self._cell(*cell) for cell in picked]
-        # Chance in training counts twice only where two folds' probes learn alike.
-        pairs = [alike(a, b, self.outcome.runs) for a, b in combinations(cells, 2)]
-        chance = max(float(np.mean(pairs)), 0.0) * float(chances[tuple(picked.T)].mean())
+        chance = float(chances[tuple(picked.T)].mean())
         return Headline(
             self.layers[layer],
             self.positions[position],

@@ -129,7 +129,7 @@ class Headline:
         penalty: for logistic regression on all contexts at ``layer`` and ``position``: the median
             of what the inner loops chose.
         measures: name -> estimate, see :data:`MEASURES`.
-        chance: share of the variance of scores that is chance in training and shared by folds;
+        chance: share of the variance of scores that is chance in training, mean of ``picked``;
             intervals are widened by it (:meth:`ia_mech.stats.Replicated.with_training`).
     """
 

@@ -4,7 +4,7 @@ Usage::
 
     python -m probes.validate                       20 minutes on two cores
     python -m probes.validate --of-each 10          a first look
-    python -m probes.validate --write docs/probes-validation.md
+    python -m probes.validate --write table.md      and keep the table
 
 Every run is drawn by ``probes.data.planted``, written in the run format, read back and analysed
 as ``python -m probes.train`` would; no model is behind any of them.

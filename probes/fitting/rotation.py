@@ -130,23 +130,6 @@ def rotate(cell: Cell, train: np.ndarray, test: np.ndarray, runs: np.ndarray) ->
     return Rotated(coordinates, others, squares, cell, train, runs, scale, vectors)
 
 
-def alike(one: Cell, other: Cell, runs: np.ndarray) -> float:
-    """Correlation of two cells' inner products between different contexts, centred within runs.
-
-    1 where probes of both would learn the same from the same contexts, 0 where what one has in
-    common between two contexts says nothing about the other.
-    """
-    everyone = np.arange(len(runs))
-    apart = ~np.eye(len(runs), dtype=bool)
-    centred = []
-    for cell in (one, other):
-        states = cell.features - (_averages(everyone, runs, len(runs)) @ cell.features)[runs]
-        products = (states @ states.T)[apart]
-        centred.append(products - products.mean())
-    length = np.sqrt((centred[0] ** 2).sum() * (centred[1] ** 2).sum())
-    return float(centred[0] @ centred[1] / length) if length > 0 else 0.0
-
-
 def _averages(train: np.ndarray, runs: np.ndarray, contexts: int) -> np.ndarray:
     """``[runs, contexts]`` that takes the training mean of each run.
 
