@@ -260,6 +260,12 @@ def test_differences_and_means_are_paired():
     np.testing.assert_allclose(mean.replicates, (good.replicates + bad.replicates) / 2)
 
 
+def test_a_mean_is_of_the_scores_that_a_resample_leaves_defined():
+    nan = np.nan
+    one, other = (Replicated(0.5, np.array(r), 9, 0.95) for r in ([1, nan, nan], [3, 5, nan]))
+    np.testing.assert_array_equal(Replicated.mean([one, other]).replicates, [2, 5, nan])
+
+
 def test_resamples_depend_on_sources_and_seed_only():
     d = data()
     rows = np.concatenate([np.arange(len(d.k)), np.arange(0, len(d.k), 2)])[::-1]

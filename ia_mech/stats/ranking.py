@@ -89,7 +89,7 @@ class Replicated:
 
     @classmethod
     def mean(cls, several: Sequence["Replicated"]) -> "Replicated":
-        """Plain mean of scores from the same resamples; NaN where one of them is.
+        """Plain mean of scores from the same resamples, of those that a resample leaves defined.
 
         Raises:
             ValueError: there are none, or they can't come from the same resamples.
@@ -99,7 +99,15 @@ class Replicated:
         first = several[0]
         for other in several:
             first._check(other)
-        replicates = np.mean([one.replicates for one in several], axis=0)
+        stacked = np.array([one.replicates for one in several])
+        defined = ~np.isnan(stacked)
+        replicates = np.full(stacked.shape[1], np.nan)
+        np.divide(
+            np.where(defined, stacked, 0).sum(axis=0),
+            defined.sum(axis=0),
+            out=replicates,
+            where=defined.any(axis=0),
+        )
         value = float(np.mean([one.value for one in several]))
         return cls(value, replicates, first.sources, first.level, first.bounds)
 
