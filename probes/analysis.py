@@ -12,6 +12,7 @@ import numpy as np
 from scipy.special import expit
 from threadpoolctl import threadpool_limits
 
+from ia_mech.errors import UserError
 from ia_mech.stats import Estimate, FoldScores, Replicated
 from probes.controls.control_task import control_outcomes
 from probes.data.outcome import Outcome
@@ -33,6 +34,8 @@ from probes.records import (
     Settings,
 )
 
+NEVER = -2.0  # below any correlation
+
 
 def analyse(
     hidden: Hidden,
@@ -43,6 +46,9 @@ def analyse(
 ) -> Analysis:
     """Probe every layer and position, choose the headline, hold it against its controls.
 
+    With arrays of your own, by ``probes.records.Arrays`` and ``probes.data.outcome.Outcome``:
+    ``analyse(Arrays(states, ["header_last"]), Outcome.of(k, n, sources))``.
+
     Args:
         hidden: the states, read one layer at a time.
         outcome: k of n per context.
@@ -51,12 +57,19 @@ def analyse(
         progress: told how far it is.
 
     Raises:
-        ValueError: fewer sources than folds, or no source can change places with another.
-        UserError: whatever reading the states raises.
+        ValueError: fewer sources than folds, no source can change places with another, or states
+            that are not of these contexts and positions.
+        UserError: states that don't differ, and whatever reading them raises.
     """
     controls, settings = controls or Controls(), settings or Settings()
     progress = progress or Quiet()
     notes = list(controls.missing)
+    shape = hidden.layer(next(iter(hidden.layers))).shape
+    if len(shape) != 3 or shape[:2] != (len(outcome), len(hidden.positions)):
+        raise ValueError(
+            f"a layer has shape {shape}; [contexts, positions, d_model] begins with "
+            f"({len(outcome)}, {len(hidden.positions)})"
+        )
     moving, sources = movable(outcome), int(outcome.sources.max()) + 1
     if moving < 2:
         raise ValueError("no source can change places with another; there is nothing to permute")
@@ -114,10 +127,18 @@ class _Work:
         self.progress.start("probes", shape[0] * shape[1])
         examined = list(self._map(lambda cell: examine(cell, self.design), self._cells()))
         sources = int(self.outcome.sources.max()) + 1
+        if not any(e.differs for e in examined):
+            raise UserError(
+                "hidden states at these layers and positions are the same in all contexts of a run",
+                "give other layers or positions",
+            )
+        # A cell where nothing differs, such as a header's tokens in layer 0, is never chosen.
+        inner = np.array([e.inner if e.differs else np.full_like(e.inner, NEVER) for e in examined])
+        whole = np.array([e.whole if e.differs else NEVER for e in examined])
         tested = against_permutations(
-            np.array([e.inner for e in examined]).reshape(*shape, *examined[0].inner.shape),
+            inner.reshape(*shape, *examined[0].inner.shape),
             np.array([e.outer for e in examined]).reshape(*shape, *examined[0].outer.shape),
-            np.array([e.whole for e in examined]).reshape(shape),
+            whole.reshape(shape),
             round(sources * (1 - 1 / self.settings.folds)),
             sources,
         )

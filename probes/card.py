@@ -101,10 +101,16 @@ class Probe:
     directions: Mapping[str, Direction]
     card: dict
 
+    def __repr__(self) -> str:
+        place = f"layer {self.card.get('layer')} at {self.card.get('position')}"
+        return f"Probe({place}, directions {', '.join(self.directions)})"
+
     def score(
         self, residuals: np.ndarray | Tensor, direction: str = "logistic"
     ) -> np.ndarray | Tensor:
-        """Projections less the threshold.
+        """Projections less the threshold, in units of the residual stream; 0 where the predicted
+        rate is that of all turns trained on. Contexts that it was trained on score better than new
+        ones do.
 
         Args:
             residuals: ``[…, d]`` of any float type, an array or a tensor on any device.
@@ -118,13 +124,14 @@ class Probe:
             ValueError: the residuals have another width.
         """
         along = self._direction(direction)
-        width, shape = len(along.weights), tuple(residuals.shape)
+        width, shape = len(along.weights), tuple(np.shape(residuals))
         if shape[-1:] != (width,):
             raise ValueError(f"the probe is for width {width}, the residuals have shape {shape}")
         if isinstance(residuals, Tensor):
             weights = torch.as_tensor(along.weights, device=residuals.device)
             return residuals.float() @ weights - along.threshold
-        return residuals.astype(np.float32) @ along.weights - np.float32(along.threshold)
+        states = np.asarray(residuals).astype(np.float32)
+        return states @ along.weights - np.float32(along.threshold)
 
     def probability(
         self, residuals: np.ndarray | Tensor, direction: str = "logistic"

@@ -11,6 +11,7 @@ answer at once.
 
 import argparse
 import sys
+from pathlib import Path
 
 from ia_mech.cli import guarded, tolerant_streams
 from probes.options import build_parser, chosen
@@ -27,6 +28,8 @@ def _train(args: argparse.Namespace) -> None:
     from probes.analysis import analyse
     from probes.controls.gather import controls_of
     from probes.data import dataset
+    from probes.data.enough import check_enough
+    from probes.data.targets import LATENT
     from probes.records import Settings
     from probes.report.keep import Kept
     from probes.report.progress import Bar
@@ -41,15 +44,25 @@ def _train(args: argparse.Namespace) -> None:
         seed=args.seed,
         workers=args.threads,
     )
-    data = dataset.read(args.runs, args.judge, args.target, *chosen(args), args.within)
-    kept = Kept.place(data, settings, args.out, args.replace)
-    dataset.check_enough(data.outcome, settings.folds, positive=data.target.positive)
+    runs = dataset.in_order(args.runs)
+    data = dataset.read(runs, args.judge, args.target, *chosen(args), args.within)
+    kept = Kept.place(data, settings, args.out, args.replace, home=Path(args.runs[0]))
+    check_enough(
+        data.outcome,
+        settings.folds,
+        positive=data.target.positive,
+        negative=data.target.negative,
+        more_turns=data.target.kind != LATENT,
+    )
     controls = controls_of(data, settings.seed)
     analysis = analyse(data, data.outcome, controls, settings, Bar())
     analysis.notes[:0] = data.notes
-    said = verdict(analysis, data.target.words)
-    print_analysis(console(), analysis, f"{data.target.name}: {data.target.describe()}", said)
+    datasets = data.within == dataset.DATASET
+    said = verdict(analysis, data.target.words + (" within datasets" if datasets else ""))
     kept.write(analysis, said)
+    what = f"{data.target.name}: {data.target.describe()}"
+    within = "run, and within a dataset" if datasets else "run"
+    print_analysis(console(), analysis, what, said, within)
     print(f"wrote {kept.folder}", file=sys.stderr)
 
 

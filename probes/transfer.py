@@ -169,7 +169,7 @@ def table_of(entries: list["Entry"], units: list["Unit"], title: str) -> "Table"
         row = {entry.tested: entry for entry in entries if entry.trained == trained}
         single = {entry.picked[0] for entry in row.values() if len(entry.picked) == 1}
         common = single.pop() if len(single) == 1 else None
-        named = f"{common[0]} {common[1]}" if common else "as below each"
+        named = f"{common[0]} {common[1]}" if common else "its own in each"
         cells = [_cell(row[name], common) if name in row else "–" for name in tested]
         table.add_row(escape(one_line(trained, 30)), escape(named), *cells)
     return table
@@ -203,8 +203,9 @@ def _lines(
     lines = [
         f"target {data.target.name}: {data.target.describe()}",
         "An entry: how often the context of a random positive turn scores higher than that of a "
-        "random negative one of the same run, by the row's probe, among the column's contexts "
-        "(0.5: chance). The interval is over the sources tested, given the trained probes.",
+        f"random negative one of the same {data.within}, by the row's probe, among the column's "
+        "contexts (0.5: chance). The interval is over the sources tested, given the trained "
+        "probes.",
         "Layer, position and penalty were chosen by cross-validation within the training contexts.",
         f"*: p < {STAR:g} after Holm's method over {tests} entries, from {settings.permutations} "
         "permutations of the training labels (whole sources), choice and training replayed by "
@@ -222,7 +223,8 @@ def _lines(
             f"{settings.permutations} permutations can't give a * among {tests} entries; give "
             f"--permutations {enough}."
         )
-    if about["by"] == "run" and (data.contexts.groupby("run")["dataset"].nunique() > 1).any():
+    mixed = (data.contexts.groupby("run")["dataset"].nunique() > 1).any()
+    if mixed and data.within == about["by"] == "run":
         lines.append(
             "Some runs hold several datasets, whose contexts are compared with each other too: a "
             "probe that only tells datasets apart can score. --by dataset compares within them."
@@ -287,6 +289,8 @@ def _check_file(path: Path) -> None:
 
     if path.is_dir():
         raise UserError(f"--out {path} is a folder", "name a file in it")
+    if path.suffix != ".parquet":
+        raise UserError(f"--out {path}: Parquet is what is written", "name it FILE.parquet")
     if not path.parent.is_dir():
         raise UserError(f"--out {path}: there is no folder {path.parent}", "make it first")
     refuse_inside_run(path)

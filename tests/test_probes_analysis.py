@@ -8,15 +8,15 @@ import pytest
 from scipy.special import expit
 from sklearn.metrics import roc_auc_score
 
+from ia_mech.errors import UserError
 from ia_mech.stats import Estimate
 from probes import analysis
 from probes.analysis import analyse
 from probes.controls.baselines import Baseline
 from probes.data.outcome import Outcome
-from probes.fitting.cell import Design, examine, examine_once
-from probes.fitting.folds import make_folds, permutations
+from probes.fitting.cell import Design, examine
+from probes.fitting.folds import make_folds
 from probes.fitting.rotation import Cell
-from probes.fitting.selection import against_permutations
 from probes.records import MEASURES, Arrays, Controls, Settings
 
 LAYERS, POSITIONS, WIDTH = 5, ("start", "end"), 12
@@ -237,6 +237,29 @@ def test_sources_that_cannot_change_places_are_noted(found):
     assert not any("change places" in note for note in found.notes)
 
 
+def test_states_that_are_the_same_everywhere_are_never_chosen():
+    rng = np.random.default_rng(0)
+    states = rng.normal(size=(3, 40, 2, WIDTH)).astype(np.float32)
+    states[0] = 1.0  # as a header's tokens are in layer 0
+    states[1, :20, 0], states[1, 20:, 0] = 2.0, 3.0  # and between runs only
+    outcome = Outcome.of(rng.binomial(8, 0.5, 40), np.full(40, 8), range(40), np.repeat([0, 1], 20))
+    for seed in range(5):
+        found = analyse(Arrays(states, ["a", "b"]), outcome, settings=replace(SMALL, seed=seed))
+        chosen = {(found.headline.layer, found.headline.position), *found.headline.picked}
+        assert not chosen & {(0, "a"), (0, "b"), (1, "a")}
+    with pytest.raises(UserError, match="the same in all contexts of a run; give other layers"):
+        analyse(Arrays(states[:1], ["a", "b"]), outcome, settings=SMALL)
+
+
+def test_states_of_other_contexts_or_positions_are_refused():
+    outcome = Outcome.of([1, 0] * 20, [2] * 40, range(40))
+    states = np.zeros((2, 50, 1, 4))
+    with pytest.raises(ValueError, match=r"shape \(50, 1, 4\); .* begins with \(40, 1\)"):
+        analyse(Arrays(states, ["a"]), outcome)
+    with pytest.raises(ValueError, match="with 2 positions"):
+        Arrays(states, ["a", "b"])
+
+
 def test_without_permutations_there_is_no_p_value():
     hidden, outcome = planted()
     one = analyse(hidden, outcome, settings=SMALL)
@@ -288,65 +311,6 @@ def test_labels_of_a_fold_have_no_say_in_its_scores_or_its_choice(monkeypatch):
     for before, after in zip(one.compared[:-1], two.compared[:-1], strict=True):
         np.testing.assert_array_equal(before.scores[tested], after.scores[tested])
     assert two.headline.measures["auroc"].value < one.headline.measures["auroc"].value - 0.1
-
-
-def fingerprints(seed):
-    """A target that is a random constant per source, in states that tell sources apart."""
-    rng = np.random.default_rng(seed)
-    sources = np.repeat(np.arange(60), 6)
-    own = rng.normal(size=(3, 60, 2, 80))
-    states = 3 * own[:, sources] + rng.normal(size=(3, 360, 2, 80))
-    return Arrays(states, POSITIONS), rng.choice([0, 1, 7, 8], 60)[sources], sources
-
-
-# Without any signal the interval holds 0.5 less often than 95% of the time (in 85% of 150 seeds):
-# folds test what others train on, so that chance agreements count twice. Seeds are fixed.
-@pytest.mark.parametrize("seed", range(3))
-def test_sources_that_are_told_apart_do_not_help_but_contexts_would(seed):
-    hidden, positives, sources = fingerprints(seed)
-    trials = np.full(len(sources), 8)
-    settings = replace(SMALL, folds=5)
-    whole = analyse(hidden, Outcome.of(positives, trials, sources), settings=settings)
-    auroc = whole.headline.measures["auroc"]
-    assert auroc.low < 0.5 < auroc.high
-    assert whole.tested.p > 0.05
-    by_context = Outcome.of(positives, trials, np.arange(len(sources)))
-    leaky = analyse(hidden, by_context, settings=settings)
-    assert leaky.headline.measures["auroc"].low > 0.8
-
-
-def test_over_many_targets_constant_per_source_the_mean_is_one_half():
-    found = []
-    for seed in range(60):
-        hidden, positives, sources = fingerprints(seed)
-        outcome = Outcome.of(positives, np.full(len(sources), 8), sources)
-        design = Design.of(outcome, make_folds(outcome, 5, seed), estimator="mass-mean")
-        scores = examine_once(Cell.of(hidden.layer(0)[:, 0]), design).scores
-        found.append(slow_auroc(scores, outcome, design.folds))
-    assert abs(np.mean(found) - 0.5) < 3 * np.std(found) / np.sqrt(len(found))
-
-
-def test_labels_without_meaning_are_seldom_found():
-    rng, repeats, p = np.random.default_rng(0), 100, []
-    for seed in range(repeats):
-        cells = [Cell.of(states) for states in rng.normal(size=(4, 36, WIDTH))]
-        outcome = Outcome.of(rng.binomial(8, rng.beta(1, 1, 36)), np.full(36, 8), range(36))
-        folds = make_folds(outcome, 3, seed)
-        design = Design.of(outcome, folds, permutations(outcome, folds, 19, seed), "mass-mean")
-        examined = [examine(cell, design) for cell in cells]
-        inner, outer = (
-            np.array([getattr(e, name) for e in examined]).reshape(2, 2, 3, -1)
-            for name in ("inner", "outer")
-        )
-        whole = np.array([e.whole for e in examined]).reshape(2, 2)
-        tested = against_permutations(inner, outer, whole, 24, 36)
-        p.append([tested.p, tested.p_family.min()])
-    # At a level of 0.1, over 19 of 100 have odds of 1 in 500.
-    assert ((np.array(p) <= 0.1 + 1e-9).sum(0) <= 19).all()
-    assert (abs(np.mean(p, axis=0) - 0.525) < 0.1).all()
-
-
-# -- what it refuses ------------------------------------------------------------------------------
 
 
 def test_what_cannot_be_tested_is_refused():

@@ -5,7 +5,6 @@ import shutil
 from pathlib import Path
 
 import numpy as np
-import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -15,107 +14,14 @@ from safetensors.torch import load_file, save_file
 
 from ia_mech.errors import UserError
 from ia_mech.judge.label import items_of
-from ia_mech.judge.rubric import ASSESSED, CANNOT_ASSESS, GENUINE
+from ia_mech.judge.rubric import CANNOT_ASSESS, GENUINE
 from ia_mech.run import Run, layout
 from ia_mech.run.labels import KEY
 from probes.data import tokens
-from probes.data.dataset import ProbeSet, check_enough, lens_of, read
-from probes.data.outcome import Outcome
-from probes.data.targets import FAILURES, Target, counts, parse
+from probes.data.dataset import ProbeSet, lens_of, read
 
 NEW, LOOP, FAILED = "new_topic", "degenerate", "failed"
 RULES = {"identity": {"kind": "rules"}, "repeats": 1}
-
-
-# -- targets --------------------------------------------------------------------------------------
-
-
-def turns_of(said: dict[str, dict[float, list[str]]]) -> pd.DataFrame:
-    """``Judged.turns`` from context → temperature → categories."""
-    rows = [
-        {"run": "A", "context_id": context, "temperature": float(t), "category": category}
-        for context, by_temperature in said.items()
-        for t, categories in by_temperature.items()
-        for category in categories
-    ]
-    frame = pd.DataFrame(rows)
-    assessed = ~frame["category"].isin([FAILED, CANNOT_ASSESS])
-    frame["genuine"] = (frame["category"] == GENUINE).astype(float).where(assessed)
-    return frame
-
-
-TURNS = turns_of(
-    {
-        "latent": {0: [NEW], 0.7: [NEW, LOOP], 1: [GENUINE, GENUINE, FAILED]},
-        "never": {0: [LOOP], 0.7: [NEW, CANNOT_ASSESS], 1: [NEW, NEW, NEW]},
-        "greedy too": {0: [GENUINE], 0.7: [GENUINE, NEW], 1: [LOOP, NEW, NEW]},
-        "greedy failed": {0: [FAILED], 0.7: [GENUINE, NEW], 1: [NEW, NEW, NEW]},
-        "samples failed": {0: [NEW], 0.7: [FAILED, FAILED], 1: [FAILED] * 3},
-        "partly failed": {0: [NEW], 0.7: [FAILED, GENUINE], 1: [FAILED] * 3},
-    }
-)
-
-
-@pytest.mark.parametrize(
-    ("target", "expected"),  # k/n in the order of the contexts, – where there is no outcome
-    [
-        ("rate", "2/4 0/4 1/5 1/5 – 1/1"),
-        ("rate@0.7", "0/2 0/1 1/2 1/2 – 1/1"),
-        ("rate@1", "2/2 0/3 0/3 0/3 – –"),
-        ("greedy", "0/1 0/1 1/1 – 0/1 0/1"),
-        ("latent", "1/1 0/1 – – – 1/1"),
-        (NEW, "1/4 4/4 3/5 4/5 – 0/1"),
-        (f"{LOOP}@0.7", "1/2 0/1 0/2 0/2 – 0/1"),
-    ],
-)
-def test_k_and_n_are_the_counted_ones(target, expected):
-    found = counts(parse(target), TURNS)
-    assert list(found.index.names) == ["run", "context_id"]
-    got = {context: f"{row.k}/{row.n}" for (_, context), row in found.iterrows()}
-    assert " ".join(got.get(context, "–") for context in TURNS["context_id"].unique()) == expected
-
-
-def test_contexts_of_the_same_name_in_two_runs_stand_apart():
-    both = pd.concat([TURNS, TURNS.assign(run="B", category=GENUINE, genuine=1.0)])
-    found = counts(parse("rate"), both)
-    assert found.loc[("A", "never"), "k"] == 0 and found.loc[("B", "never"), "k"] == 5
-
-
-def test_targets_have_a_name_and_say_what_they_are():
-    assert parse(" rate@0.70 ") == Target("rate", 0.7)
-    assert parse("rate@0.70").name == "rate@0.7" and parse("new_topic@1").name == "new_topic@1"
-    names = ["rate", "greedy", "latent", "rate@0.7", *FAILURES]
-    assert [parse(name).name for name in names] == names
-    assert len({parse(name).describe() for name in names}) == len(names)
-    assert len({parse(name).positive for name in names}) == len(names) - 2
-    assert set(FAILURES) == {*ASSESSED} - {GENUINE}
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("rates", "unknown target 'rates'; give rate, rate@T, greedy, latent"),
-        ("", "unknown target ''"),
-        (GENUINE, "unknown target"),
-        (CANNOT_ASSESS, "unknown target"),
-        ("rate@0", "use greedy"),
-        (f"{NEW}@0.0", "above 0"),
-        ("rate@", "'' is not a temperature"),
-        ("rate@warm", "'warm' is not a temperature"),
-        ("rate@-1", "'-1' is not a temperature"),
-        ("rate@inf", "'inf' is not a temperature"),
-        ("greedy@1", "give greedy alone"),
-        ("latent@0.7", "give latent alone"),
-    ],
-)
-def test_what_is_no_target_is_refused(text, words):
-    with pytest.raises(UserError, match=words):
-        parse(text)
-
-
-def test_a_temperature_that_was_not_sampled_is_refused():
-    with pytest.raises(UserError, match=r"at temperature 0.5; give rate@0.7 or rate@1"):
-        counts(parse("rate@0.5"), TURNS)
 
 
 # -- reading --------------------------------------------------------------------------------------
@@ -457,96 +363,6 @@ def test_a_target_that_no_context_has_is_refused(copy):
     run = copy(say=lambda context, t, sample: NEW if t else CANNOT_ASSESS)
     with pytest.raises(UserError, match=r"none of the 12 contexts has an outcome .* greedy"):
         read([run.path], target="greedy")
-
-
-# -- enough ---------------------------------------------------------------------------------------
-
-
-def outcome(positive: int, negative: int, both: int = 0) -> Outcome:
-    """Sources of one context and two turns: all positive, all negative, or one of each."""
-    k = [2] * positive + [0] * negative + [1] * both
-    return Outcome.of(k, [2] * len(k), np.arange(len(k)))
-
-
-def test_enough_sources_of_either_kind_pass():
-    check_enough(outcome(20, 20))
-    check_enough(outcome(1, 1, 19))
-    check_enough(outcome(2, 3), folds=2, minimum=2)
-
-
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
-        (
-            outcome(7, 17),
-            "only 7 sources have a genuine follow-up (of 24); probes need 20 with one and 20 "
-            "without; sample contexts of about 70 sources at this rate, more turns per context",
-        ),
-        (outcome(22, 1), "only 1 source has a turn other than a genuine follow-up (of 23)"),
-        (outcome(1, 1, 9), "sample contexts of about 30 sources at this rate, more"),
-        (outcome(0, 1, 11), "only 11 sources have a genuine follow-up (of 12)"),
-        (outcome(0, 30), "no context has a genuine follow-up: there is nothing to predict"),
-        (outcome(30, 0), "all turns of every context are a genuine follow-up: there is nothing"),
-        (outcome(0, 0, 30), "the same rate of a genuine follow-up, 0.50: there is nothing"),
-        (Outcome.of([0, 1], [1, 1], ["a", "a"]), "all 2 contexts come from one source"),
-    ],
-)
-def test_too_little_is_refused_and_what_would_be_enough_is_said(given, words):
-    with pytest.raises(UserError) as refusal:
-        check_enough(given, positive=parse("rate").positive)
-    assert words in str(refusal.value)
-
-
-def test_more_turns_are_no_remedy_where_every_source_has_both():
-    k = [1] * 9 + [2]
-    with pytest.raises(UserError) as refusal:
-        check_enough(Outcome.of(k, [3] * 10, np.arange(10)))
-    assert str(refusal.value).endswith("sample contexts of about 20 sources at this rate")
-
-
-def test_folds_need_sources_of_either_kind():
-    with pytest.raises(UserError, match="probes need 5 with one"):
-        check_enough(outcome(4, 4), folds=5, minimum=2)
-
-
-def test_rates_must_vary_where_contexts_are_compared():
-    apart = Outcome.of([2] * 25 + [0] * 25, [2] * 50, np.arange(50), [0] * 25 + [1] * 25)
-    words = r"within each run \(or dataset\) all contexts have the same rate of a genuine follow-up"
-    with pytest.raises(UserError, match=words) as refusal:
-        check_enough(apart, positive=parse("rate").positive)
-    assert "choose another --target or --within" in str(refusal.value)
-    check_enough(Outcome.of(apart.positives, apart.trials, apart.sources))  # as one run
-
-
-def test_sources_count_where_rates_vary():
-    """Whatever a run has of which nothing can be told."""
-    constant, level = [1] * 40, 5
-    for few in (19, 20):
-        k = constant + [2] * few + [0] * few
-        runs = [level] * 40 + [7] * (2 * few)
-        given = Outcome.of(k, [2] * len(k), np.arange(len(k)), runs)
-        if few == 20:
-            check_enough(given)
-            continue
-        words = r"only 19 sources have .* \(of 38 in runs or datasets where rates differ\)"
-        with pytest.raises(UserError, match=words):
-            check_enough(given)
-
-
-def test_sources_must_be_able_to_change_places():
-    """30 sources of 1, 2, … contexts, like no other, and some of 40 contexts each."""
-
-    def uneven(alike: int) -> Outcome:
-        sources = np.repeat(np.arange(30 + alike), [*range(1, 31), *[40] * alike])
-        k = np.arange(len(sources)) % 3
-        return Outcome.of(k, np.full(len(k), 2), sources)
-
-    check_enough(uneven(20))
-    for alike, can in ((19, 19), (2, 2), (1, 0), (0, 0)):
-        words = f"only {can} of {30 + alike} sources can change places with another one"
-        with pytest.raises(UserError, match=words) as refusal:
-            check_enough(uneven(alike))
-        assert "give runs whose sources have equally many contexts" in str(refusal.value)
 
 
 # -- the lens -------------------------------------------------------------------------------------

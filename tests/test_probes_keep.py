@@ -4,6 +4,7 @@ import os
 import shutil
 from dataclasses import replace
 
+import pandas as pd
 import pytest
 from shell import files
 
@@ -67,6 +68,38 @@ def test_a_new_analysis_takes_the_place_of_the_old_one(kept, analysis):
     assert Probe.load(kept.folder).card["notes"] == ["another one"]
 
 
+def test_a_moved_run_is_the_same_run(kept, data, tmp_path):
+    moved = shutil.move(data.runs[0].path, tmp_path / "moved")
+    again = Kept.place(read([moved], positions=["header_last"]), SETTINGS, "mine")
+    assert again.folder == tmp_path / "moved" / "probes" / "mine"
+
+
+@pytest.mark.parametrize("replacing", [False, True])
+def test_what_no_analysis_wrote_is_never_replaced(kept, replacing):
+    (kept.folder / "notes.md").write_text("mine")
+    with pytest.raises(UserError, match=r"holds what no analysis wrote \(notes.md\)"):
+        Kept.place(kept.data, SETTINGS, "mine", replace=replacing)
+    file = kept.folder.parent / "file"
+    file.write_text("mine")
+    with pytest.raises(UserError, match="file is a file"):
+        Kept.place(kept.data, SETTINGS, "file", replace=replacing)
+    assert file.read_text() == (kept.folder / "notes.md").read_text() == "mine"
+
+
+def test_an_empty_folder_is_free_and_an_analysis_without_its_card_is_not(kept):
+    (kept.folder.parent / "empty").mkdir()
+    assert Kept.place(kept.data, SETTINGS, "empty")
+    (kept.folder / "card.json").write_text("{")
+    with pytest.raises(UserError, match=r"card.json is missing or can't be read; .*--replace"):
+        Kept.place(kept.data, SETTINGS, "mine")
+    assert Kept.place(kept.data, SETTINGS, "mine", replace=True)
+
+
+def test_sources_in_tables_hold_no_control_characters(kept):
+    sources = pd.read_parquet(kept.folder / "predictions.parquet")["source"]
+    assert sources.map(str.isprintable).all() and sources.str.contains("/").all()
+
+
 # -- killed ---------------------------------------------------------------------------------------
 
 
@@ -85,7 +118,7 @@ def test_what_a_kill_left_aside_is_brought_back(kept, analysis):
 def test_what_is_brought_back_is_not_replaced_unasked(kept):
     before = files(kept.folder)
     os.replace(kept.folder, beside(kept, "old"))
-    with pytest.raises(UserError, match="of other settings or labels"):
+    with pytest.raises(UserError, match="differs in settings"):
         Kept.place(kept.data, replace(SETTINGS, seed=1), "mine")
     assert files(kept.folder) == before and alone(kept)
     assert Kept.place(kept.data, replace(SETTINGS, seed=1), "mine", replace=True)

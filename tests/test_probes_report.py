@@ -317,8 +317,7 @@ def test_report_prints_headline_controls_and_estimand(analysis):
     for control in analysis.compared:
         assert control.name[:15] in text
         assert control.auroc.text() in text
-        value, low = (round(x, 2) + 0.0 for x in (control.gain.value, control.gain.low))
-        assert f"{value:+.2f} [{low:+.2f}," in text
+        assert f"{control.gain.value:+.2f} [{control.gain.low:+.2f}," in text
     assert "selectivity" in text
     assert "no lengths [of anything]" in text
 

@@ -111,8 +111,19 @@ def test_two_runs_are_pooled_with_labels_kept_within_each(run, tmp_path, capfd):
     said = probe([run, other, "--layers", "3", "--out", "pooled"], capfd)
     assert said.status == 0, said.err
     predictions = pd.read_parquet(run / "probes" / "pooled" / "predictions.parquet")
-    assert predictions["run"].value_counts().to_dict() == {0: 120, 1: 120}
+    assert predictions["run"].value_counts().to_dict() == {str(run): 120, str(other): 120}
     assert not (other / "probes").exists()
+    # In whatever order they are given.
+    assert probe([other, run, "--layers", "3", "--out", "pooled"], capfd).out == said.out
+    assert sorted(path.name for path in (other / "probes").iterdir()) == ["pooled"]
+
+
+def test_compared_within_datasets_it_says_so(run, capfd):
+    said = " ".join(probe([run, "--layers", "3", "--within", "dataset"], capfd).out.split())
+    assert "pairs of contexts within a fold and run, and within a dataset." in said
+    assert "the follow-up rate within datasets is readable" in said
+    kept = pd.read_parquet(run / "probes" / "rate-logistic-planted" / "estimates.parquet")
+    assert set(kept["within"]) == {"dataset"}
 
 
 def test_the_same_again_is_the_same_and_other_settings_need_a_word(run, capfd):
@@ -121,8 +132,9 @@ def test_the_same_again_is_the_same_and_other_settings_need_a_word(run, capfd):
     before = files(run)
     assert probe(words, capfd).status == 0
     assert files(run) == before
-    assert "of other settings or labels; give another --out, or --replace" in refusal(
-        probe([*words, "--seed", "1"], capfd)
+    assert (
+        "holds an analysis that differs in settings; give another --out, or --replace"
+        in refusal(probe([*words, "--seed", "1"], capfd))
     )
     assert files(run) == before
     assert probe([*words, "--seed", "1", "--replace"], capfd).status == 0

@@ -204,7 +204,8 @@ def check_name(name: str) -> str:
     """
     if not _NAME.fullmatch(name) or len(name) > 100:
         raise UserError(
-            f"{name!r} can't name a file", "use letters, digits, dots, dashes and underscores"
+            f"{name!r} can't name a file",
+            "use letters, digits, dots, dashes and underscores (ASCII, at most 100)",
         )
     return name
 

@@ -44,6 +44,13 @@ class Target:
         return f"a turn of {self.category}" if self.category else "a genuine follow-up"
 
     @property
+    def negative(self) -> str:
+        """What one without it is called."""
+        if self.kind == LATENT:
+            return "no genuine follow-up in any turn"
+        return f"a turn other than {self.positive}"
+
+    @property
     def words(self) -> str:
         """The subject of a sentence about it."""
         if self.kind == GREEDY:

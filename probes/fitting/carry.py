@@ -23,7 +23,7 @@ from threadpoolctl import threadpool_limits
 
 from ia_mech.errors import UserError
 from ia_mech.stats import Estimate, FoldScores, holm, permutation_p
-from probes.data.dataset import MIN_SOURCES
+from probes.data.enough import MIN_SOURCES
 from probes.data.outcome import Outcome
 from probes.fitting.cell import Design, Inner, correlation, fit, fold_auroc, ridge_predictions
 from probes.fitting.folds import make_folds, permutations

@@ -105,6 +105,7 @@ class Examined:
         penalties: ``[folds]`` the estimator's penalty, by the inner loop.
         chance: share of the variance of the scores that is chance in training, see
             :func:`chance_in_training`.
+        differs: whether any two contexts of a run have different states.
     """
 
     inner: np.ndarray
@@ -113,6 +114,7 @@ class Examined:
     scores: np.ndarray
     penalties: np.ndarray
     chance: float
+    differs: bool
 
 
 def examine(cell: Cell, design: Design) -> Examined:
@@ -149,7 +151,9 @@ def examine(cell: Cell, design: Design) -> Examined:
         said = slope * fitted.scores(rotated.test, runs[test]) + levels[runs[test]]
         scores[test] = np.round(said, DIGITS)
     chance = chance_in_training(cell, design, chosen)
-    return Examined(inner.max(1), outer, float(whole.max()), scores, chosen, chance)
+    here = (cell.features[runs == run] for run in np.unique(runs))
+    differs = any((states != states[0]).any() for states in here)
+    return Examined(inner.max(1), outer, float(whole.max()), scores, chosen, chance, differs)
 
 
 def examine_once(cell: Cell, design: Design) -> Examined:

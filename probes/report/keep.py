@@ -22,12 +22,16 @@ import pandas as pd
 from ia_mech.errors import UserError
 from ia_mech.run.labels import check_name
 from ia_mech.run.layout import read_json
-from probes.card import CARD, Probe, directions
-from probes.data.dataset import ProbeSet
+from probes.card import CARD, WEIGHTS, Probe, directions
+from probes.data.dataset import ProbeSet, identity_digest
 from probes.records import MEASURES, Analysis, Settings
 from probes.report import figures, tables
 from probes.report.verdict import Verdict
 
+FILES = {
+    *(WEIGHTS, CARD, "estimates.parquet", "predictions.parquet"),
+    *(f"{name}.{kind}" for name in ("heat_map", "layer_curve") for kind in ("png", "svg")),
+}
 LAYERS = "0 = embeddings, l = output of block l, before the final norm"
 
 
@@ -47,9 +51,14 @@ class Kept:
 
     @classmethod
     def place(
-        cls, data: ProbeSet, settings: Settings, name: str | None = None, replace: bool = False
+        cls,
+        data: ProbeSet,
+        settings: Settings,
+        name: str | None = None,
+        replace: bool = False,
+        home: Path | None = None,
     ) -> "Kept":
-        """A folder in the first run that this analysis may write.
+        """A folder in a run that this analysis may write.
 
         The same analysis may be written again; one of other settings or labels is only replaced if
         asked for.
@@ -58,22 +67,20 @@ class Kept:
             data: what is to be analysed.
             settings: how.
             name: of the folder; made from target, estimator and judge if not given.
-            replace: whatever is there.
+            replace: any other analysis that is there.
+            home: the run to keep it in; the first if not given.
 
         Raises:
-            UserError: a name that no file can have, or one that is taken.
+            UserError: a name that no file can have, one that is taken, or files there that no
+                analysis wrote.
         """
         if name is None:
             parts = [data.target.name.replace("@", "-at-"), settings.estimator, data.judge]
             name = "-".join([*parts, f"{len(data.runs)}-runs"] if len(data.runs) > 1 else parts)
-        folder = data.runs[0].path / "probes" / check_name(name)
+        folder = (home or data.runs[0].path) / "probes" / check_name(name)
         _restore(folder)
         asked = _asked(data, settings)
-        if folder.exists() and not replace and _asked_before(folder) != asked:
-            raise UserError(
-                f"{folder} holds an analysis of other settings or labels",
-                "give another --out, or --replace",
-            )
+        _check_free(folder, asked, replace)
         return cls(folder, data, asked)
 
     def write(self, analysis: Analysis, verdict: Verdict) -> None:
@@ -96,12 +103,17 @@ class Kept:
         about = {
             "target": data.target.name,
             "judge": data.judge,
+            "within": data.within,
             "estimator": analysis.settings.estimator,
             "model": ", ".join(dict.fromkeys(run.model["name"] for run in data.runs)),
             "runs": ", ".join(str(run.path) for run in data.runs),
         }
         tables.write_parquet(tables.rows(analysis, about), folder / "estimates.parquet")
-        names = data.contexts[["run", "context_id", "dataset", "source"]]
+        names = data.contexts[["run", "context_id", "dataset"]]
+        names = names.assign(
+            run=names["run"].map(lambda number: str(data.runs[number].path)),
+            source=data.contexts["source"].str.replace("\0", "/"),
+        )
         said = tables.predictions(analysis).drop(columns=["run", "source"], errors="ignore")
         tables.write_parquet(pd.concat([names, said], axis=1), folder / "predictions.parquet")
         title = f"{about['model']} · {data.target.name} · judge {data.judge}"
@@ -142,6 +154,45 @@ class Kept:
         }
 
 
+def _check_free(folder: Path, asked: dict, replace: bool) -> None:
+    """Refuse a place that holds anything but this analysis, or another one that may go.
+
+    Raises:
+        UserError: says what is there.
+    """
+    if not folder.exists():
+        return
+    if not folder.is_dir():
+        raise UserError(f"{folder} is a file", "give another --out")
+    others = sorted({path.name for path in folder.iterdir()} - FILES)
+    if others:
+        raise UserError(
+            f"{folder} holds what no analysis wrote ({', '.join(others[:3])})",
+            "move it elsewhere, or give another --out",
+        )
+    if replace or not any(folder.iterdir()):
+        return
+    before = _asked_before(folder)
+    if before is None:
+        raise UserError(
+            f"{folder / CARD} is missing or can't be read", "give another --out, or --replace"
+        )
+    differing = [key for key in asked if _compared(before, key) != _compared(asked, key)]
+    if differing:
+        raise UserError(
+            f"{folder} holds an analysis that differs in {', '.join(differing)}",
+            "give another --out, or --replace",
+        )
+
+
+def _compared(asked: dict, key: str):
+    """A run that was moved is still the same run."""
+    found = asked.get(key)
+    if key == "runs" and isinstance(found, list):
+        return [{k: v for k, v in run.items() if k != "path"} for run in found]
+    return found
+
+
 def _beside(folder: Path, word: str) -> Path:
     return folder.with_name(f".{folder.name}.{word}")
 
@@ -158,7 +209,12 @@ def _asked(data: ProbeSet, settings: Settings) -> dict:
     """Runs, labels and settings, as JSON has them; not the number of threads."""
     chosen = {k: v for k, v in asdict(settings).items() if k != "workers"}
     runs = [
-        {"path": str(run.path.resolve()), "model": run.model, "labels": _labels_digest(data, n)}
+        {
+            "path": str(run.path.resolve()),
+            "identity": identity_digest(run),
+            "model": run.model,
+            "labels": _labels_digest(data, n),
+        }
         for n, run in enumerate(data.runs)
     ]
     return {
@@ -182,9 +238,10 @@ def _labels_digest(data: ProbeSet, number: int) -> str:
 
 def _asked_before(folder: Path) -> dict | None:
     try:
-        return read_json(folder / CARD).get("asked")
+        asked = read_json(folder / CARD).get("asked")
     except (OSError, ValueError, AttributeError):
         return None
+    return asked if isinstance(asked, dict) else None
 
 
 def _plain(estimate) -> dict:

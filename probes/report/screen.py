@@ -1,6 +1,7 @@
 """What the analysis of a target shows at a terminal."""
 
 from collections import Counter
+from itertools import zip_longest
 
 import numpy as np
 from rich.console import Console
@@ -25,7 +26,9 @@ def console() -> Console:
     return made
 
 
-def print_analysis(screen: Console, analysis: Analysis, target_text: str, verdict: Verdict) -> None:
+def print_analysis(
+    screen: Console, analysis: Analysis, target_text: str, verdict: Verdict, within: str = "run"
+) -> None:
     """Headline, controls, heat map, notes and, last, the verdict.
 
     Args:
@@ -33,8 +36,9 @@ def print_analysis(screen: Console, analysis: Analysis, target_text: str, verdic
         analysis: of one target.
         target_text: what was probed, in words.
         verdict: what may be said.
+        within: what contexts share that are compared, in words.
     """
-    _say_what(screen, analysis, target_text)
+    _say_what(screen, analysis, target_text, within)
     _say_headline(screen, analysis)
     screen.print(_measures_table(analysis))
     if analysis.compared:
@@ -48,7 +52,7 @@ def print_analysis(screen: Console, analysis: Analysis, target_text: str, verdic
 # -- texts ----------------------------------------------------------------------------------------
 
 
-def _say_what(screen: Console, analysis: Analysis, target_text: str) -> None:
+def _say_what(screen: Console, analysis: Analysis, target_text: str, within: str) -> None:
     outcome, folds = analysis.outcome, analysis.settings.folds
     turns, sources = round(outcome.trials.sum()), int(outcome.sources.max()) + 1
     share = outcome.positives.sum() / outcome.trials.sum()
@@ -56,7 +60,8 @@ def _say_what(screen: Console, analysis: Analysis, target_text: str) -> None:
     screen.print(
         f"{len(outcome)} contexts of {sources} sources, {turns} turns, {share:.1%} positive. "
         f"Scores: mean over {folds} outer folds; on new sources, of probes trained on "
-        f"{folds - 1}/{folds} of these; pairs of contexts within a fold and run."
+        f"{folds - 1}/{folds} of these; pairs of contexts within a fold and "
+        f"{within}."
     )
 
 
@@ -93,6 +98,7 @@ def _measures_table(analysis: Analysis) -> Table:
     found = analysis.headline.measures
     entries = [
         ("AUROC", found["auroc"].text()),
+        ("  of the rates themselves", found["auroc_of_rates"].text()),
         ("average precision", found["average_precision"].text()),
         ("  prevalence", found["prevalence"].text()),
         ("recall at 5% FPR", found["recall_at_5_fpr"].text()),
@@ -107,8 +113,8 @@ def _measures_table(analysis: Analysis) -> Table:
     table.show_header = False
     for _ in range(4):
         table.add_column(no_wrap=True)
-    half = len(entries) // 2
-    for (name, value), other in zip(entries[:half], entries[half:], strict=True):
+    half = (len(entries) + 1) // 2
+    for (name, value), other in zip_longest(entries[:half], entries[half:], fillvalue=("", "")):
         table.add_row(name, value + "    ", *other)
     return table
 
@@ -164,6 +170,8 @@ def _explained(analysis: Analysis, layers: list[int], positions: list[str]) -> l
     missing = [one_line(name, 24) for name in analysis.positions if name not in positions]
     if missing:
         said.append(f"no room for {', '.join(missing)}")
+    if analysis.settings.estimator != "logistic":
+        said.append("code: of logistic probes")
     return [*said, "rest: estimates.parquet"]
 
 
@@ -233,9 +241,8 @@ def _signed(estimate: Estimate, digits: int = 2) -> str:
     """``+0.12 [-0.02, +0.25]``."""
     if np.isnan(estimate.value):
         return "–"
-    # Rounded first, so that what is almost 0 has no sign of its own.
-    numbers = (round(x, digits) + 0.0 for x in (estimate.value, estimate.low, estimate.high))
-    value, low, high = (f"{x:+.{digits}f}" for x in numbers)
+    # On which side of 0 an end lies decides what may be said: -0.00 is below it.
+    value, low, high = (f"{x:+.{digits}f}" for x in (estimate.value, estimate.low, estimate.high))
     return f"{value} [–]" if np.isnan(estimate.low) else f"{value} [{low}, {high}]"
 
 
