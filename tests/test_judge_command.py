@@ -455,7 +455,8 @@ def test_a_setting_that_cannot_be(refused, run, turns, words, expected):
 @pytest.mark.parametrize("name", ["../x", "a/b", ".x", "é"])
 def test_a_name_that_can_not_be_a_files_is_refused(refused, run, name):
     line = refused("run", run.path, "--name", name)
-    assert line == f"'{name}' can't name a file; use letters, digits, dots, dashes and underscores"
+    allowed = "letters, digits, dots, dashes and underscores (ASCII, at most 100)"
+    assert line == f"'{name}' can't name a file; use {allowed}"
 
 
 @pytest.mark.parametrize(
