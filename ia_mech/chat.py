@@ -268,6 +268,27 @@ class ChatFormat:
         ids = ids[len(context.ids) :]
         return ids[:-1] if self.closing_id is not None else ids
 
+    def opening(self, messages: Sequence[Message]) -> list[int]:
+        """Token ids of the open user header with no turn before it.
+
+        What the template itself writes there stays (begin of text, system message), and so does a
+        system message of the conversation.
+
+        Raises:
+            UserError: the template opens a first user turn in another way than later ones, or
+                refuses it.
+        """
+        said = [m for m in self._turns(messages) if m["role"] == "system"]
+        before, _ = self.template.around([*said, message("user", MARK)], len(said))
+        text = before.removesuffix(self._lead)
+        ids, _ = self._tokenize_context(text)
+        if not before.endswith(self._lead) or ids[-len(self.header_ids) :] != self.header_ids:
+            raise UserError(
+                "the chat template opens a first user turn in another way than later ones",
+                "leave the system message out",
+            )
+        return ids
+
     def text(self, ids: Sequence[int]) -> str:
         """What a sampled turn says: special tokens kept, the token that ended it left out."""
         return self.template.decode(_without_end(ids, self.stop_ids)).removeprefix(self._lead)

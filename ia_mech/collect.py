@@ -30,7 +30,6 @@ from ia_mech.engine.loop import Decoded, Row, decode
 from ia_mech.engine.memory import Halving
 from ia_mech.engine.plan import contexts_per_unit, plan_units
 from ia_mech.engine.prefix import Prefilled, Prefix, prefill
-from ia_mech.engine.score import Scored, Turn, score
 from ia_mech.errors import UserError
 from ia_mech.intake import (
     check_folder,
@@ -46,6 +45,10 @@ from ia_mech.models import Subject, context_limit
 from ia_mech.rows import Item, Result, tables
 from ia_mech.run import Run, RunWriter, layout
 from ia_mech.sampling import stream_key
+from ia_mech.scoring.candidates import OwnCandidates
+from ia_mech.scoring.donors import Donors
+from ia_mech.scoring.scorer import Scorable, Scorer
+from ia_mech.scoring.temperatures import scored_temperatures
 
 RESPONSE_ROWS = 8  # responses written together; small, so that a kill costs less than a minute
 
@@ -78,7 +81,13 @@ def eos_ids(generation_config, model_config) -> list[int]:
     return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
 
 
-def identity(config: SampleConfig, subject: Subject, chat: ChatFormat, snapshot: dict) -> dict:
+def identity(
+    config: SampleConfig,
+    subject: Subject,
+    chat: ChatFormat,
+    snapshot: dict,
+    own: OwnCandidates | None = None,
+) -> dict:
     """What two runs must share to be one run."""
     return json.loads(
         json.dumps(
@@ -87,7 +96,9 @@ def identity(config: SampleConfig, subject: Subject, chat: ChatFormat, snapshot:
                 "model": subject.describe(),
                 "chat": chat.describe(),
                 "positions": kept_positions(config, chat),
+                "score_temperatures": scored_temperatures(config.grid.temperatures),
                 "conversations": snapshot,
+                "candidates": None if own is None else own.sha256,
                 "software": {
                     "ia_mech": __version__,
                     "torch": torch.__version__,
@@ -116,6 +127,7 @@ def collect(
         config, subject.tokenizer, eos_ids(subject.model.generation_config, subject.model.config)
     )
     check_folder(out)
+    own = None if config.candidates is None else OwnCandidates.read(config.candidates)
     probe = [{"role": "user", "content": "What is it?"}, {"role": "assistant", "content": "Blue."}]
     check_engine(subject.model, (chat.context(probe).ids * 12)[:12])
     try:
@@ -125,10 +137,12 @@ def collect(
             source = open_source(config)
             limit = context_limit(subject.model.config)
             snapshot = write_snapshot(source, config, chat, limit, file)
+            if own is not None:
+                own.check_ids({c.id for _, window in windows(file) for _, c in window})
             record = {
                 "format": layout.FORMAT,
                 "source": source.description,
-                "identity": identity(config, subject, chat, snapshot),
+                "identity": identity(config, subject, chat, snapshot, own),
             }
             check_room(config, subject, chat, snapshot, out)
             if (out / layout.RUN).is_file():
@@ -137,7 +151,7 @@ def collect(
                 writer = RunWriter.create(out, record, file)
         with writer:
             if not writer.manifest["complete"]:
-                _Job(config, subject, chat, writer, progress).work()
+                _Job(config, subject, chat, writer, progress, own).work()
     except OSError as error:
         raise UserError(
             f"{out} could not be written ({error.strerror or error})",
@@ -178,12 +192,15 @@ def _machine(subject: Subject) -> dict:
 class _Job:
     """The work of one process on one run."""
 
-    def __init__(self, config, subject, chat, writer: RunWriter, progress: Progress) -> None:
+    def __init__(
+        self, config, subject, chat, writer: RunWriter, progress: Progress, own=None
+    ) -> None:
         self.config: SampleConfig = config
         self.subject: Subject = subject
         self.chat: ChatFormat = chat
         self.writer = writer
         self.progress = progress
+        self.own: OwnCandidates | None = own
         self.blocks = find_blocks(subject.model)
         self.positions = kept_positions(config, chat)
         self.grid_rows = config.grid.rows()
@@ -191,6 +208,7 @@ class _Job:
         self.rows_limit = Halving(config.batch_rows, self._halved, outermost=False)
         self.halved: list[int] = []
         self.skipped: list[str] = []
+        self.refused: dict[str, str] = {}
 
     def _halved(self, size: int) -> None:
         if not self.halved:
@@ -273,6 +291,7 @@ class _Job:
         rows = len(self.grid_rows)
         self.progress.start("user turns", total * rows, self.writer.count("contexts") * rows)
         size = contexts_per_unit(rows, self.config.batch_rows)
+        scorer = self._scorer()
         for window, conversations in windows(self._snapshot):
             responses = self.writer.read_responses([order for order, _ in conversations])
             items = [
@@ -284,7 +303,9 @@ class _Job:
                 name = f"{window}.{index}"
                 if name not in done:
                     members = [items[i] for i in unit]
-                    results = self.contexts_limit.map(self._run_contexts, members)
+                    results = self.contexts_limit.map(
+                        lambda group: self._run_contexts(group, scorer), members
+                    )
                     stored = tables(members, results, self.config, self.chat)
                     self.writer.add_contexts(name, *stored)
 
@@ -314,7 +335,7 @@ class _Job:
             return None
         return Item(order, conversation, written, context, turn)
 
-    def _run_contexts(self, items: list[Item]) -> list[Result]:
+    def _run_contexts(self, items: list[Item], scorer: Scorer) -> list[Result]:
         """Prefill a group once; sample and score from that."""
         prefixes = []
         for item in items:
@@ -328,12 +349,17 @@ class _Job:
                 "use --dtype bfloat16 or float32 and another --out",
             )
         decoded = self._sample(prefilled, items)
-        scored = self._score(prefilled, items)
         width = len(self.grid_rows)
+        of_context = [decoded[at * width : (at + 1) * width] for at in range(len(items))]
+        contexts = [
+            Scorable(item.order, item.conversation, item.chat.ids, item.reference_ids)
+            for item in items
+        ]
+        scores = scorer.score(prefilled, contexts, of_context)
         return [
             Result(
-                rows=decoded[index * width : (index + 1) * width],
-                reference=scored.get(index),
+                rows=of_context[index],
+                scores=scores[index],
                 logits=prefilled.logits[index].cpu(),
                 residuals=prefilled.residuals[index].cpu(),
             )
@@ -360,16 +386,31 @@ class _Job:
             rows,
         )
 
-    def _score(self, prefilled: Prefilled, items: list[Item]) -> dict[int, Scored]:
-        """Scores of the reference turns, with their turn-end, by the index of their context."""
-        closing = [] if self.chat.closing_id is None else [self.chat.closing_id]
-        turns = [
-            Turn(index, [*item.reference_ids, *closing])
-            for index, item in enumerate(items)
-            if item.reference_ids is not None
-        ]
-        scored = self.rows_limit.map(
-            lambda part: score(self.subject.model, prefilled, part, self.config.grid.temperatures),
-            turns,
+    def _scorer(self) -> Scorer:
+        """What scores given turns; every conversation of the run may lend its response to it."""
+        rows = (
+            (order, conversation, responses.get(order))
+            for _, conversations in windows(self._snapshot)
+            for responses in [self.writer.read_responses([order for order, _ in conversations])]
+            for order, conversation in conversations
         )
-        return {turn.context: result for turn, result in zip(turns, scored, strict=True)}
+        grid = self.config.grid
+        return Scorer(
+            self.subject.model,
+            self.chat,
+            Donors.of(rows, self.subject.tokenizer, grid.seed),
+            scored_temperatures(grid.temperatures),
+            swaps=self.config.swaps,
+            generations=self.config.score_generations,
+            own=self.own,
+            limit=context_limit(self.subject.model.config),
+            rows_limit=self.rows_limit,
+            note=self._refuse,
+        )
+
+    def _refuse(self, kind: str, problem: str) -> None:
+        """Say and record once what of the scores the template can't have."""
+        if kind not in self.refused:
+            self.refused[kind] = problem
+            self.progress.say(f"not scored everywhere: {kind}: {problem}")
+            self.writer.note("contrasts_refused", self.refused)

@@ -19,6 +19,9 @@ class SampleConfig:
         header_logits: ``full``, ``none``, or the number of largest logits to keep.
         batch_rows: most rows decoded together; part of the configuration because rounding depends
             on the batch.
+        swaps: other conversations' responses that reference turns are scored after.
+        score_generations: whether generations are scored after other responses too.
+        candidates: a JSONL file of turns that references are compared with, besides the usual.
     """
 
     model: ModelSpec = field(default_factory=ModelSpec)
@@ -36,3 +39,6 @@ class SampleConfig:
     positions: tuple[str, ...] = ("all",)
     header_logits: str = "full"
     batch_rows: int = 64
+    swaps: int = 4
+    score_generations: bool = False
+    candidates: str | None = None

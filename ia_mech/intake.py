@@ -22,13 +22,21 @@ from ia_mech.run import layout
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run will do and write; from tokenizer and configuration alone (``--dry-run``)."""
+    """What a run will do and write; from tokenizer and configuration alone (``--dry-run``).
+
+    ``contrast_contexts`` are prefilled only to score turns after them, ``contrast_tokens`` are
+    theirs; ``scored_tokens`` are those of the turns, counted for every context they follow. Both
+    are estimates: other conversations' responses are taken to be as long as a context's own.
+    """
 
     contexts: int
     responses_to_generate: int
     rows: int
     context_tokens: int
     longest_context: int
+    contrast_contexts: int
+    contrast_tokens: int
+    scored_tokens: int
     bytes: int
     lens_bytes: int
     header_text: str
@@ -140,7 +148,9 @@ def run_bytes(
         logits = 6 * min(int(config.header_logits), text.vocab_size)
     # A generation: id, log-probability, rank and margin of four bytes each per token, and its text.
     rows = len(config.grid.rows()) * (config.grid.max_new_tokens * 20 + 100)
-    return contexts * (residuals + logits + rows) + 10 * tokens
+    # Candidates with their texts and a log-probability per temperature, and what columns cost.
+    scores = 4_500 * contexts + 8_000
+    return contexts * (residuals + logits + rows) + 10 * tokens + scores
 
 
 def size_text(count: int) -> str:
@@ -189,19 +199,35 @@ def check_room(
 def make_plan(config: SampleConfig, chat: ChatFormat, model_config, dtype_bytes: int) -> Plan:
     """What a run would do and write, without the model's weights."""
     positions = kept_positions(config, chat)
-    lengths, to_generate = [], 0
+    lengths, to_generate, contrasts, scored = [], 0, [0, 0], 0
     text = text_config(model_config)
     for conversation, length in checked(
         open_source(config), config, chat, context_limit(model_config)
     ):
         lengths.append(length)
         to_generate += needs_response(config, conversation)
+        others = config.swaps + 1  # and an empty response; the bare header is next to nothing
+        turn = 0
+        if conversation.reference is not None:
+            turn = len(
+                chat.tokenizer(conversation.reference, add_special_tokens=False)["input_ids"]
+            )
+            # Query and response are rivals of the reference, about as long as the context.
+            scored += length + turn
+        if config.score_generations:
+            turn += len(config.grid.rows()) * config.grid.max_new_tokens
+        if turn:
+            contrasts = [contrasts[0] + others, contrasts[1] + others * length]
+            scored += (others + 1) * turn
     return Plan(
         contexts=len(lengths),
         responses_to_generate=to_generate,
         rows=len(config.grid.rows()) * len(lengths),
         context_tokens=sum(lengths),
         longest_context=max(lengths),
+        contrast_contexts=contrasts[0],
+        contrast_tokens=contrasts[1],
+        scored_tokens=scored,
         bytes=run_bytes(config, positions, model_config, dtype_bytes, len(lengths), sum(lengths)),
         lens_bytes=(text.vocab_size + 2) * text.hidden_size * dtype_bytes,
         header_text=chat.header_text,

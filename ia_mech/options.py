@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ia_mech import embedded
-from ia_mech.cli import Parser
+from ia_mech.cli import Parser, whole_from
 from ia_mech.errors import UserError
 
 if TYPE_CHECKING:
@@ -182,6 +182,27 @@ def build_parser() -> argparse.ArgumentParser:
         help="most rows decoded together; halved by itself when memory runs out (default: 64)",
     )
 
+    scoring = parser.add_argument_group("likelihood of given turns")
+    scoring.add_argument(
+        "--swaps",
+        type=whole_from(0),
+        default=4,
+        metavar="K",
+        help="score the users' real follow-ups after K other conversations' responses as well, "
+        "after an empty one and after the bare user header (default: 4)",
+    )
+    scoring.add_argument(
+        "--score-generations",
+        action="store_true",
+        help="and the generations too; --dry-run says what that costs",
+    )
+    scoring.add_argument(
+        "--candidates",
+        metavar="FILE",
+        help='your own rivals of the real follow-up, JSONL: {"name": …, "text": …}, for one '
+        'conversation with "id"; besides the query, the response, another follow-up and a closing',
+    )
+
     run = parser.add_argument_group("run")
     run.add_argument(
         "--out", type=Path, help="the run's folder (default: cache/<model>-<dataset>-<hash>)"
@@ -284,4 +305,7 @@ def parse_config(args: argparse.Namespace) -> "SampleConfig":
         positions=tuple(args.positions),
         header_logits=args.header_logits,
         batch_rows=args.batch_rows,
+        swaps=args.swaps,
+        score_generations=args.score_generations,
+        candidates=args.candidates,
     )

@@ -12,10 +12,9 @@ from ia_mech.chat import ChatContext, ChatFormat
 from ia_mech.config import SampleConfig
 from ia_mech.conversations import Conversation
 from ia_mech.engine.loop import Decoded
-from ia_mech.engine.score import Scored
 from ia_mech.run import layout
-
-LN2 = float(np.log(2.0))
+from ia_mech.scoring.columns import contrast_columns, reference_columns
+from ia_mech.scoring.scorer import ContextScores, Contrasts
 
 
 @dataclass(frozen=True)
@@ -39,7 +38,7 @@ class Result:
     """What the engine gave for one context."""
 
     rows: list[Decoded]
-    reference: Scored | None
+    scores: ContextScores
     logits: Tensor  # [vocab] float32
     residuals: Tensor  # [layers + 1, positions, d_model]
 
@@ -55,9 +54,14 @@ def tables(
     """
     contexts = [context_row(i, r, config, chat) for i, r in zip(items, results, strict=True)]
     generations = [
-        generation_row(item, temperature, sample, row, chat)
+        generation_row(item, temperature, sample, row, contrasts, chat)
         for item, result in zip(items, results, strict=True)
-        for (temperature, sample), row in zip(config.grid.rows(), result.rows, strict=True)
+        for (temperature, sample), row, contrasts in zip(
+            config.grid.rows(),
+            result.rows,
+            result.scores.generations or [None] * len(result.rows),
+            strict=True,
+        )
     ]
     return (
         pa.Table.from_pylist(contexts, schema=layout.contexts_schema(chat.position_names)),
@@ -90,12 +94,20 @@ def context_row(item: Item, result: Result, config: SampleConfig, chat: ChatForm
         "first_token_entropy_tempered": [
             entropy(result.logits / t) for t in config.grid.temperatures
         ],
-        **_reference_columns(item, result.reference, chat.closing_id is not None),
+        "swapped_from": result.scores.swapped_from or None,
+        **reference_columns(
+            result.scores.candidates, conversation.reference or "", chat.closing_id is not None
+        ),
     }
 
 
 def generation_row(
-    item: Item, temperature: float, sample: int, row: Decoded, chat: ChatFormat
+    item: Item,
+    temperature: float,
+    sample: int,
+    row: Decoded,
+    contrasts: Contrasts | None,
+    chat: ChatFormat,
 ) -> dict:
     """One row of ``generations/``; log-probabilities of the whole turn are sums in float64."""
     tempered = float(row.logprobs_tempered.sum(dtype=np.float64)) if temperature else None
@@ -113,6 +125,7 @@ def generation_row(
         "logprobs_raw": row.logprobs_raw,
         "ranks": row.ranks,
         "margins": row.margins,
+        **contrast_columns(contrasts),
     }
 
 
@@ -123,29 +136,6 @@ def _names(item: Item) -> dict:
         "dataset": item.conversation.dataset,
         "perturbation": "none",
         "order": item.order,
-    }
-
-
-def _reference_columns(item: Item, scored: Scored | None, closed: bool) -> dict:
-    """Scores of the reference turn; totals without its turn-end, and with it if there is one."""
-    if scored is None:
-        return {}
-    n = len(item.reference_ids)
-    raw = scored.logprobs_raw.astype(np.float64)
-    tempered = scored.logprobs_tempered.astype(np.float64)
-    bytes_ = len(item.conversation.reference.encode())
-    greedy_tokens = int(np.argmin(scored.greedy)) if not scored.greedy.all() else len(scored.greedy)
-    return {
-        "reference_token_ids": item.reference_ids,
-        "reference_logprobs_raw": scored.logprobs_raw,
-        "reference_ranks": scored.ranks,
-        "reference_logprob": float(raw[:n].sum()),
-        "reference_logprob_with_end": float(raw.sum()) if closed else None,
-        "reference_logprob_tempered": tempered[:, :n].sum(-1),
-        "reference_logprob_tempered_with_end": tempered.sum(-1) if closed else None,
-        "reference_bits_per_byte": float(-raw[:n].sum() / LN2 / bytes_) if bytes_ else None,
-        "reference_greedy": bool(scored.greedy.all()),
-        "reference_greedy_tokens": min(greedy_tokens, n),
     }
 
 

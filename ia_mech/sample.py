@@ -66,9 +66,12 @@ def _dry_run(config: "SampleConfig", out: Path) -> None:
         resolve_dtype,
         stored_dtype,
     )
+    from ia_mech.scoring.candidates import OwnCandidates
     from ia_mech.terminal import print_plan
 
     check_folder(out)
+    if config.candidates is not None:
+        OwnCandidates.read(config.candidates)
     dtype = resolve_dtype(config.model.dtype, resolve_device(config.model.device))
     tokenizer, model_config = load_tokenizer_and_config(config.model)
     if dtype == "auto":
@@ -114,12 +117,15 @@ def _check_input(config: "SampleConfig", out: Path, repair: bool = False) -> Non
     from ia_mech.intake import check_folder, kept_positions, open_source
     from ia_mech.models import load_tokenizer_and_config, resolve_device
     from ia_mech.run import layout
+    from ia_mech.scoring.candidates import OwnCandidates
 
     resolve_device(config.model.device)
     check_folder(out)
     if repair and not (out / layout.RUN).is_file():
         raise UserError(f"there is no run in {out} to repair", "leave --repair out to begin one")
     open_source(config)
+    if config.candidates is not None:
+        OwnCandidates.read(config.candidates)
     tokenizer, _ = load_tokenizer_and_config(config.model)
     kept_positions(config, build_chat(config, tokenizer))
 

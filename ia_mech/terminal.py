@@ -75,6 +75,11 @@ def print_plan(config: SampleConfig, plan: Plan, out: Path) -> None:
         ("positions kept", ", ".join(plan.positions)),
         ("context tokens", f"{plan.context_tokens} (longest {plan.longest_context})"),
         ("rows to decode", f"{plan.rows} x at most {config.grid.max_new_tokens} tokens"),
+        (
+            "to score turns",
+            f"about {plan.scored_tokens} tokens, after {plan.contrast_contexts} more contexts of "
+            f"{plan.contrast_tokens} tokens",
+        ),
         ("bytes to be written", f"{size_text(plan.bytes)}, to {out}"),
         ("once for this model", f"{size_text(plan.lens_bytes)}, its final norm and unembedding"),
     ):

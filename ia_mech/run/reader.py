@@ -74,6 +74,11 @@ class Run:
         """Names of the positions whose residual stream was kept, in storage order."""
         return list(self.record["identity"]["positions"])
 
+    @property
+    def score_temperatures(self) -> list[float]:
+        """The temperatures of ``reference_logprob_tempered``, ascending; empty in older runs."""
+        return list(self.record["identity"].get("score_temperatures", []))
+
     @cached_property
     def contexts(self) -> pd.DataFrame:
         """One row per context; the columns are listed in the README."""

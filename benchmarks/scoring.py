@@ -1,0 +1,171 @@
+"""What it costs to score given turns, against one forward pass per context and turn.
+
+    python -m benchmarks.scoring                 about five minutes on two cores
+    python -m benchmarks.scoring --rounds 1      a quick look
+
+One workload, one process, the same model object: built-in conversations, each with its reference
+turn, its rivals, four swapped responses, an empty one and the bare header; then the same with 25
+generations of 24 tokens each, as ``--score-generations`` scores them. "Pass by pass" runs every
+(context, turn) whole through the model, alone, and reads the same log-probabilities: what a script
+without a shared prefill does. It takes T = 1 only; ours also scores the candidates at 20 other
+temperatures. The contenders take turns, and must agree. Prints Markdown.
+"""
+
+import argparse
+import os
+import platform
+import statistics
+
+import numpy as np
+import torch
+import transformers
+
+from benchmarks.sampling import timed
+from ia_mech.chat import ChatFormat
+from ia_mech.conversations import open_conversations
+from ia_mech.engine.loop import Row, decode
+from ia_mech.engine.memory import Halving
+from ia_mech.engine.prefix import Prefix, prefill
+from ia_mech.formats import ColumnMap
+from ia_mech.models import ModelSpec, load
+from ia_mech.sampling import stream_key
+from ia_mech.scoring.donors import Donors
+from ia_mech.scoring.scorer import Contrasts, Scorable, ScoredCandidate, Scorer
+from ia_mech.scoring.temperatures import scored_temperatures
+
+SWAPS, GENERATIONS, NEW_TOKENS, BATCH_ROWS = 4, 25, 24, 64
+
+
+class PassByPass:
+    """Every turn after every context, each a forward pass of its own."""
+
+    def __init__(self, model, chat, donors) -> None:
+        self.model, self.chat, self.donors = model, chat, donors
+        self.end = [chat.closing_id]
+
+    @torch.inference_mode()
+    def logprob(self, context: list[int], turn: list[int]) -> float:
+        """Of a whole turn after a context, T = 1, nats."""
+        ids = torch.tensor([[*context, *turn]], device=self.model.device)
+        keep = len(turn) + 1
+        logits = self.model(input_ids=ids, use_cache=False, logits_to_keep=keep).logits[0, :-1]
+        chosen = torch.tensor(turn, device=logits.device)
+        return float(logits.float().log_softmax(-1)[torch.arange(len(turn)), chosen].double().sum())
+
+    def score(self, item: Scorable, candidates: list[ScoredCandidate], decoded) -> list[float]:
+        """All log-probabilities of one context, in the order of :func:`said`."""
+        conversation = item.conversation
+        lenders = self.donors.responses(item.order, SWAPS)
+        others = [
+            self.chat.context(conversation.with_response("").messages).ids,
+            *(
+                self.chat.context(conversation.with_response(d.response).messages).ids
+                for d in lenders
+            ),
+            self.chat.opening(conversation.messages),
+        ]
+        found = [self.logprob(list(item.ids), [*one.ids, *self.end]) for one in candidates]
+        turns = [[*one.ids, *self.end] for one in candidates if one.contrasts is not None]
+        turns += [row.token_ids.tolist() for row in decoded]
+        return found + [self.logprob(other, turn) for turn in turns for other in others]
+
+
+def said(contrasts: Contrasts) -> list[float]:
+    """The log-probabilities of a turn after everything that stands in the response's place."""
+    whole = [contrasts.empty, *contrasts.swapped, contrasts.header]
+    return [one.content if one.whole is None else one.whole for one in whole]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=3, help="of every contender (default: 3)")
+    parser.add_argument("--contexts", type=int, default=4, help="default: 4")
+    parser.add_argument("--device", default="auto", help="auto, cpu or cuda (default: auto)")
+    args = parser.parse_args()
+    subject = load(ModelSpec(device=args.device, dtype="float32"))
+    chat = ChatFormat(subject.tokenizer)
+    source = open_conversations("builtin", limit=None, columns=ColumnMap(), split=None, subset=None)
+    conversations = list(enumerate(source))
+    donors = Donors.of(((o, c, None) for o, c in conversations), subject.tokenizer, seed=0)
+    items = []
+    for order, conversation in conversations[: args.contexts]:
+        context = chat.context(conversation.messages)
+        ids = chat.reference_ids(conversation.messages, context, conversation.reference)
+        items.append(Scorable(order, conversation, context.ids, ids))
+    print(
+        f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, "
+        f"{torch.get_num_threads()} threads, float32 on {subject.model.device.type}, torch "
+        f"{torch.__version__}, transformers {transformers.__version__}; {len(items)} contexts of "
+        f"{np.mean([len(item.ids) for item in items]):.0f} tokens, {args.rounds} rounds, medians.\n"
+    )
+    print("| | ours, s | pass by pass, s | ours / pass by pass (min … max) | differ by, nats |")
+    print("|---|---|---|---|---|")
+    for name, count in (("references and candidates", 0), ("and 25 generations", GENERATIONS)):
+        print(f"| {name} | {compare(subject.model, chat, donors, items, count, args.rounds)} |")
+
+
+def compare(model, chat, donors, items: list[Scorable], generations: int, rounds: int) -> str:
+    """One row of the table."""
+    prefixes = [Prefix(item.ids) for item in items]
+    rows = [
+        Row(at, 1.0, stream_key(0, "benchmark", sample))
+        for at in range(len(items))
+        for sample in range(generations)
+    ]
+    written = decode(model, prefill(model, prefixes), rows, chat.stop_ids, NEW_TOKENS)
+    of_context = [written[at * generations : (at + 1) * generations] for at in range(len(items))]
+    scorer = Scorer(
+        model,
+        chat,
+        donors,
+        scored_temperatures((0.7, 1.0, 1.3)),
+        swaps=SWAPS,
+        generations=generations > 0,
+        own=None,
+        limit=None,
+        rows_limit=Halving(BATCH_ROWS, lambda size: None),
+        note=lambda kind, problem: None,
+    )
+    found = {}
+
+    def ours() -> None:
+        # The run's own prefill, which sampling pays for, is counted in.
+        found["ours"] = scorer.score(prefill(model, prefixes), items, of_context)
+
+    plain = PassByPass(model, chat, donors)
+
+    def alone() -> None:
+        found["alone"] = [
+            plain.score(item, scores.candidates, own)
+            for item, scores, own in zip(items, found["ours"], of_context, strict=True)
+        ]
+
+    seconds = {ours: [], alone: []}
+    for _ in range(rounds):
+        for contender, taken in seconds.items():
+            taken.append(timed(contender))
+    differences = [
+        abs(a - b)
+        for scores, alone_said in zip(found["ours"], found["alone"], strict=True)
+        for a, b in zip(flat(scores), alone_said, strict=True)
+    ]
+    ratios = [a / b for a, b in zip(*seconds.values(), strict=True)]
+    middle = [statistics.median(taken) for taken in seconds.values()]
+    return (
+        f"{middle[0]:.1f} | {middle[1]:.1f} | **{statistics.median(ratios):.0%}** "
+        f"({min(ratios):.0%} … {max(ratios):.0%}) | {max(differences):.1e}"
+    )
+
+
+def flat(scores) -> list[float]:
+    """Our log-probabilities in the order of :meth:`PassByPass.score`."""
+    candidates = [float(c.scored.logprobs_raw.astype(float).sum()) for c in scores.candidates]
+    turns = [one.contrasts for one in scores.candidates if one.contrasts is not None]
+    turns += scores.generations or []
+    return candidates + [value for contrasts in turns for value in said(contrasts)]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,102 @@
+"""Tables and figures of how likely users' real follow-ups are, offline.
+
+Usage::
+
+    python -m experiments.likelihood cache/RUN
+    python -m experiments.likelihood cache/RUN-A cache/RUN-B --judge rules --out tables/
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from ia_mech.cli import Parser, coverage, guarded, tolerant_streams, whole_from
+
+DESCRIPTION = """\
+How likely is what users really said next, and how much of that does the response account for?
+From the scores that python -m ia_mech.sample stored; no language model is loaded.
+
+likelihood  log p of the reference turn at T = 1, and at 20 temperatures and the run's own (nats,
+            with the turn-end where the template has one): at which is it largest? Where does greedy
+            decoding leave it, at which rank and probability?
+contrasts   in bits, in favour of the context's own response: log2 p(turn | query, response) less
+              response  log2 of the mean p(turn | query, another response) over the swapped ones
+              empty     log2 p(turn | query, an empty response)
+              header    log2 p(turn | the bare user header)
+            The turn's own fluency is in both terms and goes out. "another's reference" is the same
+            for a turn of another conversation, which has nothing to do with the response: what it
+            gains isn't understanding. Read the difference.
+rivals      how often the reference is likelier than the query repeated, the response repeated,
+            another conversation's reference, a closing, or candidates of yours: as a whole turn
+            (short ones win) and per token.
+generations with --score-generations and a judge: do genuine follow-ups owe more to the response
+            than others? AUROC between turns of different contexts and of the same one.
+"""
+
+EPILOG = """\
+A contrast is no mutual information: see the README. The unit is the source; intervals over sources.
+Written: estimates.parquet (every number, one per row), temperature_curve and contrasts (PNG, SVG).
+Exit status: 0 done, 2 bad input (one line says what and what to do), 130 interrupted.
+"""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line; returns the exit status."""
+    tolerant_streams()
+    args = build_parser().parse_args(argv)
+    return guarded(lambda: _run(args), lambda: "nothing was written")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = Parser(prog="python -m experiments.likelihood", description=DESCRIPTION, epilog=EPILOG)
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's folder")
+    parser.add_argument("--judge", metavar="NAME", help="whose verdicts (default: the only judge)")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="FOLDER",
+        help="where tables and figures go (default: experiments/likelihood in the first run)",
+    )
+    parser.add_argument(
+        "--level", type=coverage, default=0.95, help="coverage of intervals (default: 0.95)"
+    )
+    parser.add_argument(
+        "--resamples",
+        type=whole_from(100, "fewer say nothing"),
+        default=2000,
+        help="bootstrap samples, where an interval is made from them (default: 2000)",
+    )
+    parser.add_argument(
+        "--seed", type=whole_from(0), default=0, help="of the resampling (default: 0)"
+    )
+    return parser
+
+
+def _run(args: argparse.Namespace) -> None:
+    from experiments.likelihood import figures, screen
+    from experiments.likelihood.read import read
+    from experiments.likelihood.tables import estimates
+    from ia_mech.run.layout import refuse_inside_run
+    from probes.report.figures import save
+    from probes.report.tables import write_parquet
+
+    if args.out is not None:
+        refuse_inside_run(args.out / "estimates.parquet")
+    scored = read(args.runs, args.judge)
+    found = estimates(scored, level=args.level, resamples=args.resamples, seed=args.seed)
+    screen.show(found, scored.notes)
+    folder = args.out or args.runs[0] / "experiments" / "likelihood"
+    folder.mkdir(parents=True, exist_ok=True)
+    about = {"runs": [str(run.path) for run in scored.runs], "judge": scored.judge}
+    write_parquet(found, folder / "estimates.parquet", about)
+    name = scored.runs[0].model["name"]
+    save(figures.temperature_curve(found, f"{name} · real follow-ups"), folder, "temperature_curve")
+    if (found["quantity"] == "contrast, bits").any():
+        title = f"{name} · what real follow-ups owe to the response"
+        save(figures.contrasts(found, title), folder, "contrasts")
+    print(f"wrote {folder}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,71 @@
+"""Pictures of the estimates: tempered likelihood, and what a follow-up owes to the response."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "0.4")  # Okabe & Ito
+
+
+def temperature_curve(estimates: pd.DataFrame, title: str) -> Figure:
+    """Mean log-probability of real follow-ups by temperature, a line per dataset."""
+    figure = Figure(figsize=(7, 4.2), layout="constrained")
+    axes = figure.add_subplot()
+    curves = estimates[estimates["quantity"] == "tempered log p"]
+    for colour, (dataset, rows) in _coloured(curves):
+        axes.plot(rows["temperature"], rows["value"], color=colour, marker="o", ms=3, label=dataset)
+        axes.fill_between(
+            rows["temperature"], rows["low"], rows["high"], color=colour, alpha=0.15, lw=0
+        )
+        best = estimates[
+            (estimates["quantity"] == "best temperature") & (estimates["dataset"] == dataset)
+        ]["value"].iloc[0]
+        axes.axvline(best, color=colour, lw=0.8, ls=":")
+    # The cold end runs to minus thousands; what matters is around the maximum.
+    top = curves["high"].max()
+    floor = curves[curves["temperature"].between(0.5, 2.0)]["low"].min()
+    if np.isfinite([top, floor]).all() and floor < top:
+        axes.set_ylim(floor, top + 0.05 * (top - floor))
+    axes.set_xlabel("temperature (dotted: the best of the grid)")
+    axes.set_ylabel("log p of the real follow-up, nats")
+    axes.legend(frameon=False, fontsize=8)
+    _head(axes, title)
+    return figure
+
+
+def contrasts(estimates: pd.DataFrame, title: str) -> Figure:
+    """Bits that real follow-ups gain from the response, against each thing put in its place."""
+    figure = Figure(figsize=(7, 4.2), layout="constrained")
+    axes = figure.add_subplot()
+    rows = estimates[estimates["quantity"] == "contrast, bits"]
+    kinds = list(dict.fromkeys(rows["of"]))
+    datasets = list(dict.fromkeys(rows["dataset"]))
+    for number, (colour, (dataset, own)) in enumerate(_coloured(rows)):
+        at = np.array([kinds.index(of) for of in own["of"]])
+        at = at + (number - (len(datasets) - 1) / 2) * 0.8 / max(len(datasets), 2)
+        value = own["value"].to_numpy()
+        reach = np.abs(own[["low", "high"]].to_numpy().T - value)
+        axes.errorbar(
+            value, at, xerr=np.nan_to_num(reach), fmt="o", ms=4, color=colour, lw=1.2, label=dataset
+        )
+    axes.axvline(0, color="0.3", lw=0.8)
+    axes.set_yticks(range(len(kinds)), kinds)
+    axes.invert_yaxis()
+    axes.set_xlabel("bits in favour of the context's own response")
+    axes.legend(frameon=False, fontsize=8)
+    _head(axes, title)
+    return figure
+
+
+def _coloured(frame: pd.DataFrame) -> Iterator[tuple[str, tuple[str, pd.DataFrame]]]:
+    groups = list(frame.groupby("dataset", sort=False))
+    for number, group in enumerate(groups):
+        yield COLOURS[number % len(COLOURS)], group
+
+
+def _head(axes: Axes, title: str) -> None:
+    axes.set_title(title, fontsize=10, fontweight="bold")
+    axes.spines[["top", "right"]].set_visible(False)

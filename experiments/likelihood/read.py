@@ -1,0 +1,141 @@
+"""Scored turns of one or more runs as data frames."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from ia_mech.errors import UserError
+from ia_mech.judge.label import check_finished
+from ia_mech.rates.pool import read_runs
+from ia_mech.run import Run
+
+REFERENCE, CONTROL = "reference", "other_reference"
+
+
+@dataclass(frozen=True)
+class Scored:
+    """What the tables are computed from.
+
+    Attributes:
+        runs: the runs.
+        temperatures: at which all of them scored their references, ascending.
+        references: one row per context with a reference turn: ``run``, ``context_id``, ``dataset``,
+            ``source`` (a key that holds across runs) and the stored columns.
+        curve: ``[references, temperatures]`` log-probability of the turn, with its turn-end where
+            the template has one, in nats.
+        candidates: one row per candidate of these contexts: ``reference`` (row of ``references``),
+            the stored fields, ``whole`` (log-probability of the whole turn) and its ``curve``.
+        generations: one row per generation that was scored after other responses, with ``genuine``
+            (1, 0 or NaN) where a judge said so; empty if none was.
+        judge: whose verdicts, or None.
+        notes: what a reader has to know.
+    """
+
+    runs: list[Run]
+    temperatures: np.ndarray
+    references: pd.DataFrame
+    curve: np.ndarray
+    candidates: pd.DataFrame
+    generations: pd.DataFrame
+    judge: str | None
+    notes: list[str]
+
+
+def read(paths: Sequence[str | Path], judge: str | None = None) -> Scored:
+    """Read runs of one model.
+
+    Args:
+        paths: the runs' folders.
+        judge: whose verdicts on generations; the only judge if there is one.
+
+    Raises:
+        UserError: not a finished run, one given twice or without scores, several models, no
+            reference turn at all, or a judge that isn't there.
+    """
+    places = [Path(path).resolve() for path in paths]
+    for at, place in enumerate(places):
+        if place in places[:at]:
+            raise UserError(f"{paths[at]} is given twice", "give each run once")
+    runs = [Run.open(path) for path in paths]
+    for run in runs:
+        check_finished(run)
+        if not run.score_temperatures:
+            raise UserError(
+                f"{run.path} was sampled before turns were scored after other responses",
+                "sample again",
+            )
+    if len({run.model["weights_hash"] for run in runs}) > 1:
+        names = ", ".join(dict.fromkeys(run.model["name"] for run in runs))
+        raise UserError(f"the runs are of several models ({names})", "give runs of one model")
+    contexts = pd.concat([_keyed(run, run.contexts) for run in runs], ignore_index=True)
+    references = contexts[contexts["reference_logprob"].notna()].reset_index(drop=True)
+    if references.empty:
+        raise UserError(
+            "no context has a reference turn: the data doesn't say what users said next",
+            "give runs of conversations with a later user turn (--followup-column)",
+        )
+    common = set.intersection(*({*run.score_temperatures} for run in runs))
+    temperatures = np.array(sorted(common))
+    closed = references["reference_logprob_with_end"].notna().all()
+    name = "reference_logprob_tempered" + ("_with_end" if closed else "")
+    at = {str(run.path): [run.score_temperatures.index(t) for t in temperatures] for run in runs}
+    curve = np.array(
+        [
+            np.asarray(values)[at[path]]
+            for values, path in zip(references[name], references["run"], strict=True)
+        ]
+    )
+    notes = []
+    generations, judge = _generations(runs, paths, judge, notes)
+    candidates = _candidates(references, at, closed)
+    return Scored(runs, temperatures, references, curve, candidates, generations, judge, notes)
+
+
+def _keyed(run: Run, frame: pd.DataFrame) -> pd.DataFrame:
+    source = frame["dataset"] + "\x1f" + frame["source_id"]
+    return frame.assign(run=str(run.path), source=source)
+
+
+def _candidates(references: pd.DataFrame, at: dict[str, list[int]], closed: bool) -> pd.DataFrame:
+    end = "_with_end" if closed else ""
+    rows = [
+        {
+            **candidate,
+            "reference": row,
+            "dataset": context["dataset"],
+            "source": context["source"],
+            "whole": candidate[f"logprob{end}"],
+            "curve": np.asarray(candidate[f"logprob_tempered{end}"])[at[context["run"]]],
+        }
+        for row, context in references.iterrows()
+        for candidate in context["candidates"]
+    ]
+    return pd.DataFrame(rows)
+
+
+def _generations(
+    runs: list[Run], paths: Sequence[str | Path], judge: str | None, notes: list[str]
+) -> tuple[pd.DataFrame, str | None]:
+    """Generations with a contrast, with their labels if all runs are judged."""
+    pooled = pd.concat([_keyed(run, run.generations) for run in runs], ignore_index=True)
+    if judge is not None:
+        for run in runs:
+            run.labels.judgements(judge)  # that there is one is checked though none may be needed
+    contrasts = ["response_contrast_bits", "empty_contrast_bits", "header_contrast_bits"]
+    scored = pooled[pooled[contrasts].notna().any(axis=1)].reset_index(drop=True)
+    if scored.empty:
+        notes.append(
+            "generations were not scored after other responses: sample with --score-generations"
+        )
+        return scored, None
+    if judge is None and not all(run.labels.judges for run in runs):
+        notes.append("generations are not judged: python -m ia_mech.judge run RUN")
+        return scored.assign(genuine=np.nan), None
+    judged = read_runs(paths, judge)
+    keys = ["run", "context_id", "temperature", "sample"]
+    labels = judged.turns[[*keys, "genuine"]].assign(run=judged.turns["run"].astype(str))
+    notes += judged.notes
+    return scored.merge(labels, on=keys, how="inner"), judged.judge

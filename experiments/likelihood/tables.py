@@ -1,0 +1,215 @@
+"""Estimates over scored turns, one row each, with intervals over sources."""
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+
+import numpy as np
+import pandas as pd
+
+from experiments.likelihood.read import CONTROL, REFERENCE, Scored
+from ia_mech.stats import Estimate, FoldScores, cluster_mean, cluster_statistic
+
+ALL = "all"
+CONTRASTS = ("response", "empty", "header")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One estimate.
+
+    Attributes:
+        quantity: what it is; the README lists them.
+        dataset: of the turns, or ``all``.
+        temperature: at which turns were scored or sampled, NaN if that is not a question.
+        of: the rival, the contrast or the kind of generation, or empty.
+        turns: how many it is of.
+    """
+
+    quantity: str
+    dataset: str
+    temperature: float
+    of: str
+    turns: int
+    value: float
+    low: float
+    high: float
+    sources: int
+    method: str
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Turns of one dataset, or of all; what :class:`Row` needs of them."""
+
+    dataset: str
+    sources: np.ndarray
+    options: dict
+
+    def mean(self, quantity: str, values, *, t=np.nan, of="", proportion=False) -> Row:
+        values = np.asarray(values, dtype=float)
+        estimate = cluster_mean(values, self.sources, proportion=proportion, **self.options)
+        return self.row(quantity, estimate, int((~np.isnan(values)).sum()), t=t, of=of)
+
+    def row(self, quantity: str, estimate: Estimate, turns: int, *, t=np.nan, of="") -> Row:
+        e = estimate
+        found = e.value, e.low, e.high, e.sources, e.method
+        return Row(quantity, self.dataset, t, of, turns, *found)
+
+
+def estimates(
+    scored: Scored, *, level: float = 0.95, resamples: int = 2000, seed: int = 0
+) -> pd.DataFrame:
+    """Every estimate, one row each; see :class:`Row`."""
+    options = {"level": level, "resamples": resamples, "seed": seed}
+    rows: list[Row] = []
+    for dataset, here in _datasets(scored.references):
+        group = _Group(dataset, scored.references["source"].to_numpy()[here], options)
+        references, curve = scored.references[here], scored.curve[here]
+        rows += _references(group, references)
+        rows += _temperatures(group, references, curve, scored.temperatures)
+        rows += _contrasts(group, references, scored.candidates)
+        rows += _rivals(group, references, scored)
+    for dataset, here in _datasets(scored.generations):
+        for temperature, turns in scored.generations[here].groupby("temperature"):
+            group = _Group(dataset, turns["source"].to_numpy(), options)
+            rows += _generations(group, turns, float(temperature))
+    return pd.DataFrame([asdict(row) for row in rows])
+
+
+def _datasets(frame: pd.DataFrame) -> Iterator[tuple[str, np.ndarray]]:
+    if frame.empty:
+        return
+    names = sorted(frame["dataset"].unique())
+    for name in names:
+        yield name, (frame["dataset"] == name).to_numpy()
+    if len(names) > 1:
+        yield ALL, np.ones(len(frame), dtype=bool)
+
+
+def _references(group: _Group, references: pd.DataFrame) -> Iterator[Row]:
+    tokens = references["reference_token_ids"].map(len).to_numpy()
+    filled = np.where(tokens > 0, tokens, np.nan)  # an empty turn has no token to speak of
+    yield group.mean("bits per byte", references["reference_bits_per_byte"])
+    yield group.mean("log p per token", references["reference_logprob"] / filled)
+    yield group.mean("log p", references["reference_logprob"])
+    yield group.mean("log p with turn-end", references["reference_logprob_with_end"])
+    greedy = references["reference_greedy"].astype(float)
+    yield group.mean("greedy writes it", greedy, proportion=True)
+    yield group.mean("tokens until greedy leaves", references["reference_greedy_tokens"])
+    left = references["reference_greedy_left_prob"]
+    yield group.mean("probability where greedy leaves", left, proportion=True)
+    ranks = references["reference_greedy_left_rank"].to_numpy(dtype=float)
+    left = ~np.isnan(ranks)
+    if left.any():
+        estimate = cluster_statistic(
+            lambda columns, counts: np.median(np.repeat(columns["rank"], counts.astype(int))),
+            {"rank": ranks[left]},
+            group.sources[left],
+            **group.options,
+        )
+        yield group.row("median rank where greedy leaves", estimate, int(left.sum()))
+
+
+def _temperatures(
+    group: _Group, references: pd.DataFrame, curve: np.ndarray, temperatures: np.ndarray
+) -> Iterator[Row]:
+    """The mean log-probability of a whole turn by temperature, and where it is largest."""
+    for column, t in zip(curve.T, temperatures, strict=True):
+        yield group.mean("tempered log p", column, t=float(t))
+
+    def best(columns, counts) -> float:
+        return float(temperatures[np.argmax(counts @ columns["curve"])])
+
+    estimate = cluster_statistic(best, {"curve": curve}, group.sources, **group.options)
+    yield group.row("best temperature", estimate, len(curve))
+
+
+def _contrasts(group: _Group, references: pd.DataFrame, candidates: pd.DataFrame) -> Iterator[Row]:
+    tokens = references["reference_token_ids"].map(len).to_numpy()
+    filled = np.where(tokens > 0, tokens, np.nan)
+    for name in CONTRASTS:
+        bits = references[f"reference_{name}_contrast_bits"]
+        if bits.notna().any():
+            yield group.mean("contrast, bits", bits, of=name)
+            yield group.mean("contrast, bits per token", bits / filled, of=name)
+    control = candidates[candidates["name"] == CONTROL].set_index("reference")
+    shuffled = control["response_contrast_bits"].reindex(references.index)
+    if shuffled.notna().any():
+        own = references["reference_response_contrast_bits"]
+        yield group.mean("contrast, bits", shuffled, of="response, another's reference")
+        yield group.mean("contrast, bits", own - shuffled, of="response, own less another's")
+
+
+def _rivals(group: _Group, references: pd.DataFrame, scored: Scored) -> Iterator[Row]:
+    """How often the reference is likelier than a rival, as a whole turn and per token."""
+    candidates = scored.candidates[scored.candidates["reference"].isin(references.index)]
+    own = candidates[candidates["name"] == REFERENCE].set_index("reference")
+    for name, rival in candidates[candidates["name"] != REFERENCE].groupby("name", sort=False):
+        rival = rival.set_index("reference")
+        genuine = own.loc[rival.index]
+        subset = _Group(group.dataset, rival["source"].to_numpy(), group.options)
+        beats = (genuine["whole"] > rival["whole"]).astype(float)
+        yield subset.mean("reference beats", beats, t=1.0, of=name, proportion=True)
+        pace = [f["logprob"] / f["tokens"].where(f["tokens"] > 0) for f in (genuine, rival)]
+        beats = (pace[0] > pace[1]).astype(float).where(pace[0].notna() & pace[1].notna())
+        yield subset.mean("reference beats per token", beats, t=1.0, of=name, proportion=True)
+        curves = np.stack(genuine["curve"].to_list()), np.stack(rival["curve"].to_list())
+        for at, t in enumerate(scored.temperatures):
+            if t != 1.0:
+                beats = (curves[0][:, at] > curves[1][:, at]).astype(float)
+                yield subset.mean("reference beats", beats, t=float(t), of=name, proportion=True)
+    yield group.mean("log-odds among candidates", references["candidate_log_odds"], t=1.0)
+
+
+def _generations(group: _Group, turns: pd.DataFrame, t: float) -> Iterator[Row]:
+    """Contrasts of generations, of genuine ones and others, and how well they tell them apart."""
+    for name in CONTRASTS:
+        bits, genuine = turns[f"{name}_contrast_bits"], turns["genuine"]
+        if bits.isna().all():
+            continue
+        yield group.mean("generations' contrast, bits", bits, t=t, of=name)
+        for label, said in ((1.0, "genuine"), (0.0, "not genuine")):
+            meant = bits.where(genuine == label)
+            if meant.notna().any():
+                yield group.mean("generations' contrast, bits", meant, t=t, of=f"{name}, {said}")
+        known = (bits.notna() & genuine.notna()).to_numpy()
+        labels, sources = genuine.to_numpy()[known], group.sources[known]
+        if len(set(labels)) < 2:
+            continue
+        values = bits.to_numpy()[known]
+        ones = np.ones(len(labels))
+        ranked = FoldScores(labels, ones, sources, ones, **group.options).auroc(values)
+        yield group.row(
+            "AUROC of genuine, between contexts", ranked.estimate(), len(labels), t=t, of=name
+        )
+        contexts = turns.groupby(["source", "context_id"]).ngroup().to_numpy()[known]
+        inside = _inside(values, labels, contexts)
+        if inside[1].any():
+            estimate = cluster_statistic(
+                lambda columns, counts: _quotient(columns, counts),
+                {"won": inside[0], "pairs": inside[1]},
+                sources,
+                **group.options,
+            )
+            yield group.row(
+                "AUROC of genuine, within contexts", estimate, len(labels), t=t, of=name
+            )
+
+
+def _inside(
+    values: np.ndarray, labels: np.ndarray, contexts: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """``[turns]`` pairs that a genuine turn wins, and all its pairs, with others of its context."""
+    won, pairs = np.zeros(len(values)), np.zeros(len(values))
+    for context in np.unique(contexts[labels == 1]):
+        here = contexts == context
+        others = values[here & (labels == 0)]
+        for row in np.flatnonzero(here & (labels == 1)):
+            won[row] = (values[row] > others).sum() + (values[row] == others).sum() / 2
+            pairs[row] = len(others)
+    return won, pairs
+
+
+def _quotient(columns: dict[str, np.ndarray], counts: np.ndarray) -> float:
+    pairs = counts @ columns["pairs"]
+    return float(counts @ columns["won"] / pairs) if pairs else np.nan

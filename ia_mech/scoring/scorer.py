@@ -1,0 +1,297 @@
+"""Scores of given user turns in a group of contexts, and of the same turns after other responses.
+
+Everything the run's own prefill can give comes from it: the reference and its rivals, at every
+temperature. For a contrast the same turns are scored after another context, which costs that
+context one prefill, however many turns are scored after it.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from transformers import PreTrainedModel
+
+from ia_mech.chat import ChatFormat
+from ia_mech.conversations import Conversation
+from ia_mech.engine.loop import Decoded
+from ia_mech.engine.memory import Halving
+from ia_mech.engine.prefix import Prefilled, Prefix, prefill
+from ia_mech.engine.score import Scored, Turn, score
+from ia_mech.errors import UserError
+from ia_mech.scoring.candidates import OTHER, REFERENCE, Candidate, OwnCandidates, rivals
+from ia_mech.scoring.donors import Donors
+
+EMPTY, HEADER = "empty", "header"  # what replaces the response, besides another one's
+
+
+@dataclass(frozen=True)
+class Likelihood:
+    """Log-probability of a turn in nats, T = 1.
+
+    Attributes:
+        content: of its tokens, without the turn-end; 0 for an empty turn.
+        whole: with the turn-end; None where the turn has none (it was cut off, or the template
+            closes turns with text).
+    """
+
+    content: float
+    whole: float | None
+
+    @classmethod
+    def of(cls, logprobs: np.ndarray, tokens: int) -> "Likelihood":
+        """From ``[tokens]`` or ``[tokens + 1]`` log-probabilities, summed in float64."""
+        logprobs = np.asarray(logprobs, dtype=np.float64)
+        whole = float(logprobs.sum()) if len(logprobs) > tokens else None
+        return cls(float(logprobs[:tokens].sum()), whole)
+
+
+@dataclass
+class Contrasts:
+    """How likely a turn is after its context's response, and after what stands in its place.
+
+    Attributes:
+        given: after the response.
+        empty: after an empty response; None if the template refuses one.
+        swapped: after each other conversation's response.
+        header: after the bare user header, with no conversation before it; None if the template
+            opens a first user turn otherwise.
+    """
+
+    given: Likelihood
+    empty: Likelihood | None = None
+    swapped: list[Likelihood] = field(default_factory=list)
+    header: Likelihood | None = None
+
+
+@dataclass
+class ScoredCandidate:
+    """A candidate with its scores: ``ids`` without the turn-end, which ``scored`` has at the end
+    where the template closes turns with a token."""
+
+    candidate: Candidate
+    ids: list[int]
+    scored: Scored
+    contrasts: Contrasts | None = None
+
+
+@dataclass
+class ContextScores:
+    """All scores of one context.
+
+    Attributes:
+        candidates: the reference first; empty where the context has none.
+        generations: contrasts of its generations, in the grid's order, or None if not asked for.
+        swapped_from: ids of the conversations whose responses were put in place, in the order of
+            every ``Contrasts.swapped``.
+    """
+
+    candidates: list[ScoredCandidate] = field(default_factory=list)
+    generations: list[Contrasts] | None = None
+    swapped_from: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Scorable:
+    """A context as the scorer sees it.
+
+    Attributes:
+        order: of the conversation in the run.
+        conversation: with its response.
+        ids: of the context, with the open header.
+        reference_ids: of the reference turn, without turn-end; None if there is none.
+    """
+
+    order: int
+    conversation: Conversation
+    ids: Sequence[int]
+    reference_ids: Sequence[int] | None
+
+
+@dataclass
+class _Probe:
+    """A turn on its way: its ids with the turn-end, and where the results go."""
+
+    context: int
+    ids: list[int]
+    tokens: int
+    contrasts: Contrasts
+
+
+class Scorer:
+    """Scores for a run.
+
+    Args:
+        model: the subject model.
+        chat: its format.
+        donors: all conversations of the run.
+        temperatures: at which the candidates are scored.
+        swaps: how many other responses each turn is scored after.
+        generations: whether generations are, too.
+        own: the user's candidates.
+        limit: of the model's context, or None.
+        rows_limit: how many turns are scored together; halved when memory ends.
+        note: told of what a template refuses: a kind of context, or a candidate.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        chat: ChatFormat,
+        donors: Donors,
+        temperatures: Sequence[float],
+        *,
+        swaps: int,
+        generations: bool,
+        own: OwnCandidates | None,
+        limit: int | None,
+        rows_limit: Halving,
+        note: Callable[[str, str], None],
+    ) -> None:
+        self._model, self._chat, self._donors = model, chat, donors
+        self._temperatures, self._swaps, self._generations = temperatures, swaps, generations
+        self._own, self._limit, self._rows_limit, self._note = own, limit, rows_limit, note
+        self._closing = [] if chat.closing_id is None else [chat.closing_id]
+
+    def score(
+        self,
+        prefilled: Prefilled,
+        contexts: Sequence[Scorable],
+        decoded: Sequence[Sequence[Decoded]],
+    ) -> list[ContextScores]:
+        """All scores of a group of contexts.
+
+        Args:
+            prefilled: the group.
+            contexts: its members, in that order.
+            decoded: the generations of each.
+        """
+        scores = [ContextScores() for _ in contexts]
+        lenders = [self._donors.responses(c.order, self._swaps) for c in contexts]
+        self._score_candidates(prefilled, contexts, lenders, scores)
+        probes = [
+            _Probe(at, [*c.ids, *self._closing], len(c.ids), c.contrasts)
+            for at, one in enumerate(scores)
+            for c in one.candidates
+            if c.contrasts is not None
+        ]
+        if self._generations:
+            for at, rows in enumerate(decoded):
+                own = [self._generated(at, row) for row in rows]
+                scores[at].generations = [probe.contrasts for probe in own]
+                probes += own
+        if probes:
+            self._contrast(contexts, lenders, scores, probes)
+        return scores
+
+    # -- in the context itself ------------------------------------------------------------------
+
+    def _score_candidates(self, prefilled, contexts, lenders, scores) -> None:
+        found: list[tuple[int, Candidate, list[int]]] = []
+        for at, context in enumerate(contexts):
+            if context.reference_ids is None:
+                continue
+            conversation = context.conversation
+            genuine = Candidate(REFERENCE, conversation.reference)
+            found.append((at, genuine, list(context.reference_ids)))
+            lender = self._donors.reference(context.order, lenders[at])
+            for candidate in rivals(conversation, lender, self._own):
+                ids = self._ids_of(context, candidate.text)
+                if ids is not None:
+                    found.append((at, candidate, ids))
+        turns = [Turn(at, [*ids, *self._closing]) for at, _, ids in found]
+        scored = self._rows_limit.map(
+            lambda part: score(self._model, prefilled, part, self._temperatures), turns
+        )
+        for (at, candidate, ids), one in zip(found, scored, strict=True):
+            contrasts = None
+            if candidate.name in (REFERENCE, OTHER):
+                contrasts = Contrasts(Likelihood.of(one.logprobs_raw, len(ids)))
+            scores[at].candidates.append(ScoredCandidate(candidate, ids, one, contrasts))
+
+    def _ids_of(self, context: Scorable, text: str) -> list[int] | None:
+        """A candidate's ids; None where the template refuses it or the model's context is full."""
+        messages = context.conversation.messages
+        try:
+            opened = self._chat.context(messages)
+            ids = self._chat.reference_ids(messages, opened, text)
+        except UserError as error:
+            self._note(f"candidate in {context.conversation.id}", error.problem)
+            return None
+        full = self._limit is not None and len(context.ids) + len(ids) + 1 > self._limit
+        return None if full else ids
+
+    def _generated(self, at: int, row: Decoded) -> _Probe:
+        ids = row.token_ids.tolist()
+        tokens = len(ids) - (row.finish_reason == "turn_end")
+        return _Probe(at, ids, tokens, Contrasts(Likelihood.of(row.logprobs_raw, tokens)))
+
+    # -- in other contexts ----------------------------------------------------------------------
+
+    def _contrast(self, contexts, lenders, scores, probes: list[_Probe]) -> None:
+        """Score every probe after an empty response, other responses and the bare header."""
+        wanted = sorted({probe.context for probe in probes})
+        longest = {at: max(len(p.ids) for p in probes if p.context == at) for at in wanted}
+        swapped: dict[int, list[list[int]]] = {at: [] for at in wanted}
+        empty, header = {}, {}
+        for at in wanted:
+            conversation = contexts[at].conversation
+
+            def fits(ids: list[int] | None, at: int = at) -> bool:
+                return ids is not None and (
+                    self._limit is None or len(ids) + longest[at] <= self._limit
+                )
+
+            for lender in lenders[at]:
+                ids = self._context_with(conversation, lender.response)
+                if fits(ids):
+                    swapped[at].append(ids)
+                    scores[at].swapped_from.append(lender.id)
+            ids = self._context_with(conversation, "", EMPTY)
+            if fits(ids):
+                empty[at] = ids
+            ids = self._opening(conversation)
+            if fits(ids):
+                header[at] = ids
+
+        def put(name: str) -> Callable[[Contrasts, Likelihood], None]:
+            return lambda contrasts, found: setattr(contrasts, name, found)
+
+        self._score_after(empty, probes, put(EMPTY))
+        self._score_after(header, probes, put(HEADER))
+        for number in range(max(map(len, swapped.values()))):
+            after = {at: ids[number] for at, ids in swapped.items() if number < len(ids)}
+            self._score_after(after, probes, lambda contrasts, it: contrasts.swapped.append(it))
+
+    def _score_after(
+        self,
+        after: dict[int, list[int]],
+        probes: list[_Probe],
+        put: Callable[[Contrasts, Likelihood], None],
+    ) -> None:
+        """Score the probes of these contexts after other ids; equal ids are prefilled once."""
+        rows = {ids: row for row, ids in enumerate(dict.fromkeys(map(tuple, after.values())))}
+        if not rows:
+            return
+        prefilled = prefill(self._model, [Prefix(ids) for ids in rows])
+        meant = [probe for probe in probes if probe.context in after]
+        turns = [Turn(rows[tuple(after[probe.context])], probe.ids) for probe in meant]
+        scored = self._rows_limit.map(lambda part: score(self._model, prefilled, part, ()), turns)
+        for probe, one in zip(meant, scored, strict=True):
+            put(probe.contrasts, Likelihood.of(one.logprobs_raw, probe.tokens))
+
+    def _context_with(
+        self, conversation: Conversation, response: str, kind: str | None = None
+    ) -> list[int] | None:
+        try:
+            return self._chat.context(conversation.with_response(response).messages).ids
+        except UserError as error:
+            if kind is not None:
+                self._note(kind, error.problem)
+            return None
+
+    def _opening(self, conversation: Conversation) -> list[int] | None:
+        try:
+            return self._chat.opening(conversation.messages)
+        except UserError as error:
+            self._note(HEADER, error.problem)
+            return None

@@ -1,0 +1,66 @@
+"""Conversations with follow-ups, and what a plain forward pass says of a turn after a context."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from ia_mech.conversations import Conversation
+
+QUERY = "What is 17 times 24?"
+_KEPT: dict[tuple, torch.Tensor] = {}
+LONG = "Because the light that passes through glass does not stay in the glass. " * 8
+CONVERSATIONS = [
+    {"query": QUERY, "response": "408.", "reference": "Are you sure?"},
+    {"query": "Why?", "response": LONG, "reference": "Could you say that in one sentence?"},
+    {"query": "hello", "response": "Hi! How can I help?", "reference": "hi"},
+    {"query": "Who wrote this book?", "response": "Nobody knows.", "reference": None},
+    {"query": f"{LONG} Is that so?", "response": "Yes, of course.", "reference": "And half of it?"},
+    {
+        "system": "Be brief.",
+        "query": "Où est le café ?",
+        "response": "Là-bas, près de l'église.",
+        "reference": "Merci 🙂 and how far is that?\n\n1. on foot\n2. by car",
+    },
+    {"query": "Write me a poem.", "response": "", "reference": "Well?"},
+    {"query": "Make it longer.", "response": "Sure.", "reference": "Make it funny.", "of": "odd"},
+    {"query": "Make it funny.", "response": "No.", "reference": "Write me a poem.", "of": "odd"},
+]
+
+
+def dataset(path: Path, conversations=CONVERSATIONS) -> str:
+    """A JSONL file of this project's own shape, ids c0, c1, …"""
+    with open(path, "w", encoding="utf-8") as file:
+        for number, one in enumerate(conversations):
+            messages = [{"role": "system", "content": one["system"]}] if "system" in one else []
+            messages.append({"role": "user", "content": one["query"]})
+            messages.append({"role": "assistant", "content": one["response"]})
+            row = {"id": f"c{number}", "dataset": one.get("of", "plain"), "messages": messages}
+            if one["reference"] is not None:
+                row["reference"] = one["reference"]
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+    return str(path)
+
+
+def conversation(row) -> Conversation:
+    """A row of ``Run.contexts`` as the conversation that it was."""
+    messages = tuple(dict(message) for message in row["messages"])
+    reference = row["reference"] if isinstance(row["reference"], str) else None
+    return Conversation(row["context_id"], row["source_id"], row["dataset"], messages, reference)
+
+
+@torch.inference_mode()
+def logits(model, context: list[int], turn: list[int]) -> torch.Tensor:
+    """``[tokens, vocab]`` that predict a turn after a context: one pass over both, float64."""
+    return model(torch.tensor([[*context, *turn]])).logits[0, len(context) - 1 : -1].double()
+
+
+def logprobs(model, context: list[int], turn: list[int], temperature: float = 1.0) -> np.ndarray:
+    """``[tokens]`` of a turn after a context; the last pass is kept for other temperatures."""
+    key = (id(model), *context, -1, *turn)
+    if key not in _KEPT:
+        _KEPT.clear()
+        _KEPT[key] = logits(model, context, turn) if len(turn) else torch.zeros(0, 1)
+    chosen = torch.tensor(list(turn), dtype=torch.long)[:, None]
+    return (_KEPT[key] / temperature).log_softmax(-1).gather(-1, chosen)[:, 0].numpy()

@@ -1,0 +1,129 @@
+"""What a dry run says scoring will cost, against counts by hand."""
+
+from dataclasses import replace
+
+import pytest
+import scored
+from conftest import Silent
+from shell import call
+
+import ia_mech.scoring.scorer
+from ia_mech import sample as command_line
+from ia_mech.collect import build_chat, collect
+from ia_mech.config import SampleConfig
+from ia_mech.engine.plan import Grid
+from ia_mech.intake import Plan, make_plan
+
+# Three conversations, one of which has no reference; two rows of at most 5 tokens to each.
+CONVERSATIONS = [scored.CONVERSATIONS[at] for at in (0, 1, 3)]
+GRID = Grid((1.0,), 1, 5)
+ROWS = 2 * 5
+
+
+@pytest.fixture
+def config(tmp_path) -> SampleConfig:
+    data = scored.dataset(tmp_path / "chats.jsonl", CONVERSATIONS)
+    return SampleConfig(dataset=data, limit=None, grid=GRID, swaps=3)
+
+
+@pytest.fixture
+def plan(tiny_subject):
+    def make(config: SampleConfig) -> Plan:
+        chat = build_chat(config, tiny_subject.tokenizer)
+        return make_plan(config, chat, tiny_subject.model.config, 4)
+
+    return make
+
+
+@pytest.fixture
+def counts(config, tiny_subject) -> tuple[list[int], list[int]]:
+    """Tokens of every context, and of every reference."""
+    chat = build_chat(config, tiny_subject.tokenizer)
+    contexts = [
+        [{"role": "user", "content": c["query"]}, {"role": "assistant", "content": c["response"]}]
+        for c in CONVERSATIONS
+    ]
+    references = [c["reference"] for c in CONVERSATIONS]
+    return (
+        [len(chat.context(messages).ids) for messages in contexts],
+        [0 if text is None else len(tiny_subject.tokenizer.tokenize(text)) for text in references],
+    )
+
+
+def test_references_are_counted_after_their_context_the_swaps_and_an_empty_response(
+    config, plan, counts
+):
+    (a, b, c), (x, y, _) = counts
+    found = plan(config)
+    assert found.context_tokens == a + b + c and found.longest_context == b
+    assert found.contrast_contexts == 2 * (3 + 1)
+    assert found.contrast_tokens == (3 + 1) * (a + b)
+    # Query and response are rivals, together about as long as the context; the reference follows
+    # its own response, three others and an empty one.
+    assert found.scored_tokens == (a + x + 5 * x) + (b + y + 5 * y)
+
+
+def test_generations_are_counted_at_their_longest_in_every_context(config, plan, counts):
+    (a, b, c), (x, y, _) = counts
+    found = plan(replace(config, score_generations=True))
+    assert found.contrast_contexts == 3 * (3 + 1)
+    assert found.contrast_tokens == (3 + 1) * (a + b + c)
+    assert found.scored_tokens == (a + x + 5 * (x + ROWS)) + (b + y + 5 * (y + ROWS)) + 5 * ROWS
+
+
+def test_without_swaps_the_empty_response_is_left(config, plan, counts):
+    (a, b, _), (x, y, _) = counts
+    found = plan(replace(config, swaps=0))
+    assert (found.contrast_contexts, found.contrast_tokens) == (2, a + b)
+    assert found.scored_tokens == a + b + 3 * (x + y)
+
+
+def test_conversations_without_references_cost_nothing(tmp_path, plan):
+    data = scored.dataset(tmp_path / "chats.jsonl", [CONVERSATIONS[2]])
+    found = plan(SampleConfig(dataset=data, limit=None, grid=GRID))
+    assert (found.contrast_contexts, found.contrast_tokens, found.scored_tokens) == (0, 0, 0)
+
+
+def test_responses_to_be_written_are_counted_at_their_longest(config, plan):
+    longer, shorter = (
+        plan(replace(config, response="generate", max_response_tokens=n)) for n in (40, 10)
+    )
+    assert longer.contrast_contexts == shorter.contrast_contexts == 8
+    assert longer.contrast_tokens - shorter.contrast_tokens == 8 * 30
+    assert longer.scored_tokens - shorter.scored_tokens == 2 * 30
+
+
+def test_as_many_contexts_are_prefilled_as_were_foreseen(
+    config, plan, tiny_subject, tmp_path, monkeypatch
+):
+    """Where as many responses can be lent; the bare headers, all alike, are one more."""
+    module, prefilled = ia_mech.scoring.scorer, []
+    honest = module.prefill
+
+    def counting(model, prefixes, *others):
+        prefilled.extend(tuple(prefix.ids) for prefix in prefixes)
+        return honest(model, prefixes, *others)
+
+    monkeypatch.setattr(module, "prefill", counting)
+    config = replace(config, swaps=2)
+    run = collect(config, tiny_subject, tmp_path / "run", Silent())
+    assert len(run.contexts) == 3
+    assert len(set(prefilled)) == len(prefilled) == plan(config).contrast_contexts + 1
+
+
+@pytest.mark.parametrize("words", [[], ["--score-generations"], ["--swaps", "0"]])
+def test_the_dry_run_prints_them(config, plan, tiny_model_dir, capfd, monkeypatch, words, tmp_path):
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("IA_MECH_CACHE", str(tmp_path / "cache"))
+    given = ["--model", tiny_model_dir, "--dataset", config.dataset, "--limit", "all"]
+    given += ["--samples", "1", "--temperatures", "1", "--max-new-tokens", "5", "--swaps", "3"]
+    outcome = call(command_line.main, [*given, *words, "--dry-run"], capfd)
+    found = plan(
+        replace(
+            config, score_generations="--score-generations" in words, swaps=0 if "0" in words else 3
+        )
+    )
+    assert outcome.status == 0, outcome.err
+    said = " ".join(outcome.out.split())
+    assert f"about {found.scored_tokens} tokens, after {found.contrast_contexts} more" in said
+    assert f"of {found.contrast_tokens} tokens" in said

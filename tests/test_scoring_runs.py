@@ -1,0 +1,313 @@
+"""Likelihoods in a run: refused contrasts, resuming, the user's candidates, the command line."""
+
+import copy
+import hashlib
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import families
+import numpy as np
+import pytest
+import scored
+import tiny
+from conftest import Silent
+from shell import call, files, refusal
+
+from ia_mech import sample as command_line
+from ia_mech.collect import collect
+from ia_mech.config import SampleConfig
+from ia_mech.engine.plan import Grid
+from ia_mech.errors import UserError
+from ia_mech.models import Subject
+from ia_mech.run import Run, RunWriter, layout
+from ia_mech.scoring.scorer import Scorer
+
+GRID = Grid((1.0,), 1, 4, 0)
+PLAIN = scored.CONVERSATIONS[:5]
+
+
+@pytest.fixture
+def config(tmp_path) -> SampleConfig:
+    data = scored.dataset(tmp_path / "chats.jsonl", PLAIN)
+    return SampleConfig(dataset=data, limit=None, grid=GRID, batch_rows=4, swaps=2)
+
+
+def with_template(family: str, template: str) -> Subject:
+    tokenizer = copy.deepcopy(families.build(family))
+    tokenizer.chat_template = template + families.template(family)
+    return tiny.subject("llama", tokenizer)
+
+
+def session(run: Run) -> dict:
+    return layout.read_json(run.path / layout.MANIFEST)["sessions"][-1]
+
+
+# -- what a template refuses --------------------------------------------------------------------
+
+REFUSALS = {
+    "empty": "{%- for m in messages if m.role == 'assistant' and not m.content -%}"
+    "{{- raise_exception('no empty answers') -}}{%- endfor -%}",
+    "header": "{%- if messages | length == 1 and not add_generation_prompt -%}"
+    "{{- raise_exception('nobody answers') -}}{%- endif -%}",
+}
+PROBLEMS = {
+    "empty": "the chat template refuses the roles user/assistant/user (no empty answers)",
+    "header": "the chat template refuses the roles user (nobody answers)",
+}
+
+
+@pytest.mark.parametrize("kind", REFUSALS)
+def test_a_contrast_that_the_template_refuses_is_null_said_once_and_recorded(
+    config, tmp_path, progress, kind
+):
+    subject = with_template("smollm2", REFUSALS[kind])
+    config = replace(config, score_generations=True)
+    run = collect(config, subject, tmp_path / "run", progress)
+    assert run.complete and len(run.contexts) == len(PLAIN)
+    assert [line for line in progress.lines if "contrast" in line] == [
+        f"no contrast with the {kind} context: {PROBLEMS[kind]}"
+    ]
+    assert session(run)["contrasts_refused"] == {kind: PROBLEMS[kind]}
+    references = run.contexts[run.contexts["reference_logprob"].notna()]
+    other = {"empty": "header", "header": "empty"}[kind]
+    for frame, prefix in ((references, "reference_"), (run.generations, "")):
+        for name in (f"logprob_{kind}", f"{kind}_contrast_bits"):
+            assert frame[prefix + name].isna().all()
+            assert frame[f"{prefix}{name}_with_end"].isna().all()
+        for name in ("response_contrast_bits", f"{other}_contrast_bits"):
+            assert frame[prefix + name].notna().all()
+
+
+def test_a_system_message_in_the_first_user_turn_leaves_that_header_out(tmp_path, progress):
+    """Of the conversation that has one; the others' headers are there."""
+    data = scored.dataset(tmp_path / "chats.jsonl", [*PLAIN, scored.CONVERSATIONS[5]])
+    subject = tiny.subject("llama", families.build("gemma3"))
+    config = SampleConfig(dataset=data, limit=None, grid=Grid((), 1, 2), swaps=1)
+    run = collect(config, subject, tmp_path / "run", progress)
+    rows = run.contexts.set_index("context_id")
+    rows = rows[rows["reference_logprob"].notna()]
+    assert rows.index[rows["reference_logprob_header"].isna()].tolist() == ["c5"]
+    assert rows["reference_logprob_empty"].notna().all()
+    assert len([line for line in progress.lines if "the header context" in line]) == 1
+    assert list(session(run)["contrasts_refused"]) == ["header"]
+
+
+def test_nothing_is_said_where_nothing_is_refused(config, tiny_subject, tmp_path, progress):
+    run = collect(config, tiny_subject, tmp_path / "run", progress)
+    assert [line for line in progress.lines if "contrast" in line] == []
+    assert "contrasts_refused" not in session(run)
+
+
+# -- responses that the model writes ------------------------------------------------------------
+
+
+def test_written_responses_are_lent_and_replaced(config, tiny_subject, tmp_path):
+    config = replace(config, response="generate", max_response_tokens=5)
+    run = collect(config, tiny_subject, tmp_path / "run", Silent())
+    rows = run.contexts.set_index("context_id")
+    assert set(rows["response_policy"]) == {"generated"}
+    row = rows.loc["c0"]
+    chat = command_line_chat(config, tiny_subject)
+    ids = [*row["reference_token_ids"], chat.closing_id]
+    own = [dict(m) for m in row["messages"]]
+    for lender, found in zip(
+        row["swapped_from"], row["reference_logprob_swapped_with_end"], strict=True
+    ):
+        context = chat.context([*own[:-1], dict(rows.loc[lender, "messages"][-1])])
+        expected = scored.logprobs(tiny_subject.model, context.ids, ids).sum()
+        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4)
+
+
+def command_line_chat(config: SampleConfig, subject: Subject):
+    from ia_mech.collect import build_chat
+
+    return build_chat(config, subject.tokenizer)
+
+
+# -- going on -----------------------------------------------------------------------------------
+
+
+class CtrlC(Silent):
+    """A progress during which somebody presses Ctrl-C after so many steps of decoding."""
+
+    def __init__(self, steps: int) -> None:
+        super().__init__()
+        self.left = steps
+
+    def advance(self, *_) -> None:
+        self.left -= 1
+        if self.left < 0:
+            raise KeyboardInterrupt
+
+
+def test_an_interrupted_run_goes_on_to_the_same_digest(config, tiny_subject, tmp_path, monkeypatch):
+    """Interrupted while it decodes, while it scores, and between a unit and its merging."""
+    monkeypatch.setattr(layout, "PART_CONTEXTS", 3)
+    own = tmp_path / "own.jsonl"
+    own.write_text('{"name": "why", "text": "Why?"}\n{"name": "w", "text": "Who?", "id": "c1"}')
+    config = replace(
+        config, candidates=str(own), score_generations=True, response="generate",
+        max_response_tokens=3,
+    )  # fmt: skip
+    expected = collect(config, tiny_subject, tmp_path / "whole", Silent()).digest()
+    for number, steps in enumerate((0, 9)):
+        out = tmp_path / f"decoding-{number}"
+        with pytest.raises(KeyboardInterrupt):
+            collect(config, tiny_subject, out, CtrlC(steps))
+        assert not Run.open(out).complete
+        assert collect(config, tiny_subject, out, Silent()).digest() == expected
+    out, honest = tmp_path / "scoring", Scorer.score
+    for _ in range(2):  # every attempt finishes one more of three units
+        calls = []
+
+        def stopped(*arguments, calls=calls):
+            calls.append(1)
+            if len(calls) > 1:
+                raise KeyboardInterrupt
+            return honest(*arguments)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Scorer, "score", stopped)
+            with pytest.raises(KeyboardInterrupt):
+                collect(config, tiny_subject, out, Silent())
+    assert len(Run.open(out).contexts) == 4
+    assert collect(config, tiny_subject, out, Silent()).digest() == expected
+
+    def stopped_there(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RunWriter, "_merge_group", stopped_there)
+        with pytest.raises(KeyboardInterrupt):
+            collect(config, tiny_subject, tmp_path / "merging", Silent())
+    assert collect(config, tiny_subject, tmp_path / "merging", Silent()).digest() == expected
+
+
+def test_another_way_to_score_is_another_run(config, tiny_subject, tmp_path):
+    collect(config, tiny_subject, tmp_path / "run", Silent())
+    other = replace(config, swaps=3, score_generations=True)
+    with pytest.raises(UserError, match="holds another configuration") as refused:
+        collect(other, tiny_subject, tmp_path / "run", Silent())
+    assert "config.swaps: 2 there, 3 asked for" in refused.value.problem
+    assert "config.score_generations: False there, True asked for" in refused.value.problem
+
+
+# -- the user's candidates ----------------------------------------------------------------------
+
+
+def own_candidates(path: Path, *rows: dict) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return str(path)
+
+
+def test_own_candidates_are_scored_beside_the_others(config, tiny_subject, tmp_path):
+    everywhere = {"name": "why", "text": " Why?\n"}
+    one = {"name": "who", "text": "Who says so?", "id": "c1"}
+    file = own_candidates(tmp_path / "own.jsonl", everywhere, one)
+    run = collect(replace(config, candidates=file), tiny_subject, tmp_path / "run", Silent())
+    identity = run.record["identity"]
+    assert identity["candidates"] == hashlib.sha256(Path(file).read_bytes()).hexdigest()
+    assert identity["config"]["candidates"] == file
+    chat = command_line_chat(config, tiny_subject)
+    for _, row in run.contexts[run.contexts["reference_logprob"].notna()].iterrows():
+        found = {c["name"]: c for c in row["candidates"]}
+        assert ("who" in found) == (row["context_id"] == "c1")
+        assert found["why"]["text"] == "Why?"
+        own = [dict(m) for m in row["messages"]]
+        context = chat.context(own)
+        ids = [*chat.reference_ids(own, context, "Why?"), chat.closing_id]
+        expected = scored.logprobs(tiny_subject.model, context.ids, ids).sum()
+        np.testing.assert_allclose(found["why"]["logprob_with_end"], expected, rtol=0, atol=1e-4)
+        rest = [c["logprob_with_end"] for c in row["candidates"][1:]]
+        odds = row["reference_logprob_with_end"] - np.logaddexp.reduce(rest)
+        np.testing.assert_allclose(row["candidate_log_odds"], odds, rtol=1e-9)
+
+
+def test_other_candidates_under_the_same_name_are_another_run(config, tiny_subject, tmp_path):
+    file = own_candidates(tmp_path / "own.jsonl", {"name": "why", "text": "Why?"})
+    config = replace(config, candidates=file)
+    run = collect(config, tiny_subject, tmp_path / "run", Silent())
+    there = run.record["identity"]["candidates"]
+    before = files(run.path)
+    own_candidates(Path(file), {"name": "why", "text": "Why not?"})
+    with pytest.raises(UserError, match=r"another configuration \(candidates: ") as refused:
+        collect(config, tiny_subject, run.path, Silent())
+    assert there[:37] in refused.value.problem
+    assert files(run.path) == before
+
+
+def test_a_candidate_that_no_tokenizer_takes_is_an_error_for_the_user(
+    config, tiny_subject, tmp_path
+):
+    file = own_candidates(tmp_path / "own.jsonl", {"name": "why", "text": "\ud800"})
+    with pytest.raises(UserError):
+        collect(replace(config, candidates=file), tiny_subject, tmp_path / "run", Silent())
+
+
+# -- the command line ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def sample(tiny_model_dir, tmp_path, capfd, monkeypatch):
+    monkeypatch.setenv("IA_MECH_CACHE", str(tmp_path / "cache"))
+    data = scored.dataset(tmp_path / "chats.jsonl", PLAIN)
+    words = ["--model", tiny_model_dir, "--dataset", data, "--limit", "all", "--samples", "1"]
+    words += ["--temperatures", "1", "--max-new-tokens", "4", "--out", str(tmp_path / "run")]
+
+    return lambda *more: call(command_line.main, [*words, *map(str, more)], capfd)
+
+
+def test_the_command_line_takes_candidates_swaps_and_generations(sample, tmp_path):
+    file = own_candidates(tmp_path / "own.jsonl", {"name": "why", "text": "Why?", "id": "c4"})
+    run = sample("--candidates", file, "--swaps", 1, "--score-generations").run
+    names = {
+        row["context_id"]: [c["name"] for c in row["candidates"]]
+        for _, row in run.contexts.iterrows()
+        if row["candidates"] is not None
+    }
+    assert {name for name, found in names.items() if "why" in found} == {"c4"}
+    assert set(run.contexts["swapped_from"].map(len)) == {1}
+    assert run.generations["response_contrast_bits"].notna().all()
+    again = sample("--candidates", file, "--swaps", 1, "--score-generations")
+    assert again.status == 0 and "was finished before" in again.err
+
+
+UNUSABLE = {
+    "an unknown conversation": (
+        [{"name": "why", "text": "Why?", "id": "c9"}],
+        "--candidates names conversations that the run hasn't: c9; give ids of this dataset",
+    ),
+    "a reserved name": ([{"name": "query", "text": "Why?"}], "a candidate that every context has"),
+}
+
+
+@pytest.mark.parametrize(("rows", "said"), UNUSABLE.values(), ids=UNUSABLE)
+def test_candidates_that_cannot_be_used_are_refused_in_one_line(sample, tmp_path, rows, said):
+    file = own_candidates(tmp_path / "own.jsonl", *rows)
+    before = files(tmp_path)
+    assert said in refusal(sample("--candidates", file))
+    assert files(tmp_path) == before and not (tmp_path / "run").exists()
+    assert not list(tmp_path.rglob(".ia_mech*"))
+
+
+def test_a_file_of_candidates_that_is_not_there_is_refused_in_one_line(sample, tmp_path):
+    assert "can't be read (No such file" in refusal(sample("--candidates", tmp_path / "none"))
+    assert not (tmp_path / "run").exists()
+
+
+def test_candidates_of_conversations_beyond_the_limit_are_refused(sample, tmp_path):
+    file = own_candidates(tmp_path / "own.jsonl", {"name": "why", "text": "Why?", "id": "c4"})
+    line = refusal(sample("--candidates", file, "--limit", 4))
+    assert "hasn't: c4" in line and "--limit all" in line
+
+
+@pytest.mark.parametrize("words", [("--swaps", "-1"), ("--swaps", "some"), ("--swaps", "1.5")])
+def test_a_number_of_swaps_that_cannot_be_is_refused(sample, words):
+    outcome = sample(*words)
+    assert outcome.status == 2 and outcome.err.count("\n") == 1
+    assert "is not a whole number from 0 up" in outcome.err
+
+
+def test_a_dry_run_refuses_candidates_that_the_run_would_refuse(sample, tmp_path):
+    refusal(sample("--candidates", tmp_path / "none", "--dry-run"))

@@ -1,0 +1,327 @@
+"""Every stored likelihood against one plain forward pass over the whole sequence.
+
+Log-probabilities of a turn are held to 1e-4 nats. The largest difference seen is 1.2e-5 at T = 1,
+of a turn of 190 tokens at -1161 nats (1e-8 of it), and 7e-6 in a reference's contrasts: rounding of
+float32 logits, once for each token. A relative tolerance would say nothing of a contrast near 0; it
+is added where temperatures below 1 magnify a logit's rounding (1.7e-4 of -6918 nats at T = 0.1).
+"""
+
+import copy
+
+import families
+import numpy as np
+import pandas as pd
+import pytest
+import scored
+import tiny
+from conftest import Silent
+
+from ia_mech.chat import ChatFormat
+from ia_mech.collect import build_chat, collect, eos_ids
+from ia_mech.config import SampleConfig
+from ia_mech.engine.plan import Grid
+from ia_mech.models import ModelSpec, Subject, weights_hash
+from ia_mech.run import Run
+from ia_mech.scoring.candidates import CLOSING_TEXT
+from ia_mech.scoring.donors import Donors
+from ia_mech.scoring.temperatures import scored_temperatures
+
+NATS = {"rtol": 0, "atol": 1e-4}
+LN2 = np.log(2)
+GRID = Grid((0.7, 5.0), 2, 6, 0)
+TEMPERATURES = scored_temperatures(GRID.temperatures)
+
+
+@pytest.fixture(scope="module")
+def subject(tokenizer) -> Subject:
+    """The tiny Llama, which ends a turn at many tokens: some of its few generations end then."""
+    model = copy.deepcopy(tiny.model("llama", len(tokenizer)))
+    model.generation_config.eos_token_id = [2, *range(100, 220)]
+    return Subject(ModelSpec(name="tiny-llama"), model, tokenizer, weights_hash(model))
+
+
+@pytest.fixture(scope="module")
+def chat(subject) -> ChatFormat:
+    ids = eos_ids(subject.model.generation_config, subject.model.config)
+    return build_chat(SampleConfig(), subject.tokenizer, ids)
+
+
+def sampled(subject, folder, name: str = "run", **options) -> Run:
+    data = scored.dataset(folder / "chats.jsonl")
+    options = {"grid": GRID, "batch_rows": 15, "score_generations": True} | options
+    config = SampleConfig(dataset=data, limit=None, **options)
+    return collect(config, subject, folder / name, Silent())
+
+
+@pytest.fixture(scope="module")
+def run(subject, tmp_path_factory) -> Run:
+    return sampled(subject, tmp_path_factory.mktemp("scored"))
+
+
+def messages(run: Run, name: str) -> list[dict]:
+    row = run.contexts.set_index("context_id").loc[name]
+    return [dict(m) for m in row["messages"]]
+
+
+def contexts_of(run: Run, chat: ChatFormat, row) -> dict[str, list]:
+    """Ids of everything that a context's turns were scored after."""
+    own = messages(run, row["context_id"])
+
+    def after(response: str) -> list[int]:
+        return chat.context([*own[:-1], {"role": "assistant", "content": response}]).ids
+
+    return {
+        "given": [chat.context(own).ids],
+        "empty": [after("")],
+        "header": [chat.opening(own)],
+        "swapped": [
+            after(messages(run, lender)[-1]["content"])
+            for lender in ([] if row["swapped_from"] is None else row["swapped_from"])
+        ],
+    }
+
+
+def expected_contrasts(model, after: dict[str, list], ids: list[int], tokens: int) -> dict:
+    """Columns of a turn's contrasts, by forward passes; ``tokens`` of its ids are its content."""
+    columns = {}
+    for end, kept in (("", tokens), ("_with_end", len(ids))):
+        if end and kept == tokens:  # there is no turn-end
+            continue
+        sums = {
+            kind: [scored.logprobs(model, context, ids)[:kept].sum() for context in contexts]
+            for kind, contexts in after.items()
+        }
+        given = sums["given"][0]
+        mean = np.log(np.mean(np.exp(np.array(sums["swapped"]) - given))) + given
+        columns |= {
+            f"logprob_empty{end}": sums["empty"][0],
+            f"logprob_header{end}": sums["header"][0],
+            f"logprob_swapped{end}": sums["swapped"],
+            f"response_contrast_bits{end}": (given - mean) / LN2,
+            f"empty_contrast_bits{end}": (given - sums["empty"][0]) / LN2,
+            f"header_contrast_bits{end}": (given - sums["header"][0]) / LN2,
+        }
+    return columns
+
+
+def referenced(run: Run) -> pd.DataFrame:
+    return run.contexts[run.contexts["reference_logprob"].notna()]
+
+
+# -- against forward passes ---------------------------------------------------------------------
+
+
+def test_the_data_has_what_can_go_wrong(run):
+    """Lengths far apart, a response that is empty, no reference, and turns with and without end."""
+    assert run.contexts["context_tokens"].max() > 3 * run.contexts["context_tokens"].min()
+    assert len(referenced(run)) == len(run.contexts) - 1
+    counts = run.generations["finish_reason"].value_counts()
+    assert counts["turn_end"] >= 5 and counts["length"] >= 5
+    assert (run.generations["tokens"] == 1).any()  # a turn-end and nothing else
+    assert run.contexts["swapped_from"].map(len).tolist() == [4] * 7 + [1] * 2
+
+
+def test_references_equal_a_full_forward_pass(run, subject, chat):
+    for _, row in referenced(run).iterrows():
+        after = contexts_of(run, chat, row)
+        ids = [*row["reference_token_ids"], chat.closing_id]
+        assert row["token_ids"].tolist() == after["given"][0]
+        full = scored.logprobs(subject.model, after["given"][0], ids)
+        np.testing.assert_allclose(row["reference_logprobs_raw"], full, atol=2e-5)
+        np.testing.assert_allclose(row["reference_logprob"], full[:-1].sum(), **NATS)
+        np.testing.assert_allclose(row["reference_logprob_with_end"], full.sum(), **NATS)
+        bits = -full[:-1].sum() / LN2 / len(row["reference"].encode())
+        np.testing.assert_allclose(row["reference_bits_per_byte"], bits, rtol=1e-6)
+        for name, value in expected_contrasts(subject.model, after, ids, len(ids) - 1).items():
+            np.testing.assert_allclose(row[f"reference_{name}"], value, **NATS, err_msg=name)
+
+
+def test_greedy_decoding_leaves_the_reference_where_the_forward_pass_does(run, subject, chat):
+    for _, row in referenced(run).iterrows():
+        ids = [*row["reference_token_ids"], chat.closing_id]
+        context = chat.context(messages(run, row["context_id"])).ids
+        full = scored.logits(subject.model, context, ids)
+        left = next(i for i, token in enumerate(ids) if full[i].argmax() != token)
+        assert not row["reference_greedy"]
+        assert row["reference_greedy_tokens"] == left
+        rank = int((full[left] > full[left][ids[left]]).sum()) + 1
+        assert abs(row["reference_greedy_left_rank"] - rank) <= 1  # of two that are nearly equal
+        probability = np.exp(scored.logprobs(subject.model, context, ids)[left])
+        np.testing.assert_allclose(row["reference_greedy_left_prob"], probability, rtol=1e-4)
+
+
+def test_candidates_equal_a_full_forward_pass_at_every_temperature(run, subject, chat):
+    assert run.record["identity"]["score_temperatures"] == list(TEMPERATURES)
+    for _, row in referenced(run).iterrows():
+        own = messages(run, row["context_id"])
+        context = chat.context(own)
+        for one in row["candidates"]:
+            ids = chat.reference_ids(own, context, one["text"])
+            assert one["tokens"] == len(ids)
+            for at, temperature in enumerate(TEMPERATURES):
+                tokens = [*ids, chat.closing_id]
+                full = scored.logprobs(subject.model, context.ids, tokens, temperature)
+                close = {"rtol": 1e-6, "atol": 1e-4}
+                content, whole = full[:-1].sum(), full.sum()
+                np.testing.assert_allclose(one["logprob_tempered"][at], content, **close)
+                np.testing.assert_allclose(one["logprob_tempered_with_end"][at], whole, **close)
+                if temperature == 1.0:
+                    np.testing.assert_allclose(one["logprob"], content, **NATS)
+                    np.testing.assert_allclose(one["logprob_with_end"], whole, **NATS)
+        reference = row["candidates"][0]
+        assert reference["name"] == "reference" and reference["text"] == row["reference"]
+        for end in ("", "_with_end"):
+            names = (f"logprob{end}", f"logprob_tempered{end}", f"response_contrast_bits{end}")
+            for name in names:
+                np.testing.assert_array_equal(row[f"reference_{name}"], reference[name])
+
+
+def test_another_conversations_reference_is_contrasted_as_the_own_one_is(run, subject, chat):
+    seen = 0
+    for _, row in referenced(run).iterrows():
+        own = messages(run, row["context_id"])
+        for one in row["candidates"]:
+            if one["name"] == "reference":
+                continue
+            if one["name"] != "other_reference":
+                assert np.isnan(one["response_contrast_bits"] or np.nan), one["name"]
+                continue
+            ids = chat.reference_ids(own, chat.context(own), one["text"])
+            ids = [*ids, chat.closing_id]
+            after = contexts_of(run, chat, row)
+            found = expected_contrasts(subject.model, after, ids, len(ids) - 1)
+            for name in ("response_contrast_bits", "response_contrast_bits_with_end"):
+                np.testing.assert_allclose(one[name], found[name], **NATS)
+            lender = run.contexts.set_index("context_id").loc[one["lender"]]
+            assert lender["reference"] == one["text"]
+            assert lender["dataset"] == row["dataset"]
+            assert one["lender"] not in {row["context_id"], *row["swapped_from"]}
+            seen += 1
+    assert seen == 6
+
+
+def test_generations_equal_a_full_forward_pass(run, subject, chat):
+    contexts = run.contexts.set_index("context_id", drop=False)
+    after = {name: contexts_of(run, chat, row) for name, row in contexts.iterrows()}
+    for _, row in run.generations.iterrows():
+        ids = row["token_ids"].tolist()
+        tokens = len(ids) - (row["finish_reason"] == "turn_end")
+        found = expected_contrasts(subject.model, after[row["context_id"]], ids, tokens)
+        for name, value in found.items():
+            np.testing.assert_allclose(row[name], value, **NATS, err_msg=name)
+        if row["finish_reason"] == "length":  # it never ended, so there is nothing with its end
+            ends = [name for name in run.generations.columns if name.endswith("_with_end")]
+            assert len(ends) == 6 and row[ends].isna().all()
+        elif tokens == 0:
+            assert row["response_contrast_bits"] == row["empty_contrast_bits"] == 0.0
+            assert row["logprob_swapped"].tolist() == [0.0] * len(row["logprob_swapped"])
+
+
+def test_lenders_are_those_that_the_seed_draws(run, subject):
+    rows = [
+        (order, scored.conversation(row), None)
+        for order, (_, row) in enumerate(run.contexts.iterrows())
+    ]
+    donors = Donors.of(rows, subject.tokenizer, GRID.seed)
+    for order, row in run.contexts.iterrows():
+        lent = donors.responses(order, 4)
+        assert row["swapped_from"].tolist() == [d.id for d in lent]
+        reference = donors.reference(order, lent)
+        if row["candidates"] is not None:
+            lenders = [one["lender"] for one in row["candidates"] if one["lender"] is not None]
+            assert lenders == ([] if reference is None else [reference.id])
+
+
+def test_rivals_are_those_of_the_conversation(run):
+    for _, row in referenced(run).iterrows():
+        own = [dict(m) for m in row["messages"]]
+        said = {one["name"]: one["text"] for one in row["candidates"]}
+        assert said["query"] == own[-2]["content"] and said["closing"] == CLOSING_TEXT
+        assert said.get("response", "") == own[-1]["content"].strip()
+    # Where all other sources lent a response, none is left to lend a reference.
+    assert [len(row) for row in referenced(run)["candidates"]] == [5] * 5 + [4] * 3
+
+
+# -- what must not matter -----------------------------------------------------------------------
+
+
+def flat(run: Run) -> pd.DataFrame:
+    """Every likelihood of the references, a number per column and context."""
+    rows = []
+    for _, row in referenced(run).iterrows():
+        numbers = {}
+        for name in run.contexts.columns:
+            if name.startswith(("reference_logprob", "candidate_")) or name.endswith("_bits"):
+                numbers[name] = np.atleast_1d(row[name])
+        for one in row["candidates"]:
+            numbers[one["name"]] = np.append(one["logprob_tempered_with_end"], one["logprob"])
+        rows.append(np.concatenate([numbers[name].astype(float) for name in sorted(numbers)]))
+    return rows
+
+
+@pytest.mark.parametrize("rows", [5, 64])
+def test_likelihoods_do_not_depend_on_the_batch(run, subject, tmp_path, rows):
+    other = sampled(subject, tmp_path, batch_rows=rows)
+    for a, b in zip(flat(run), flat(other), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=2e-5)
+    assert [list(x) for x in run.contexts["swapped_from"]] == [
+        list(x) for x in other.contexts["swapped_from"]
+    ]
+    a, b = run.generations, other.generations
+    same = [x.tolist() == y.tolist() for x, y in zip(a["token_ids"], b["token_ids"], strict=True)]
+    assert np.mean(same) > 0.9  # but for near-ties
+    for name in ("response_contrast_bits", "empty_contrast_bits", "header_contrast_bits_with_end"):
+        np.testing.assert_allclose(a[name][same], b[name][same], rtol=1e-5, atol=5e-5)
+
+
+def test_without_generations_references_are_the_same_and_generations_have_no_contrast(
+    run, subject, tmp_path
+):
+    other = sampled(subject, tmp_path, score_generations=False)
+    for a, b in zip(flat(run), flat(other), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=2e-5)
+    contrasts = [
+        name for name in other.generations.columns if "contrast" in name or "empty" in name
+    ]
+    assert len(contrasts) == 8 and other.generations[contrasts].isna().all().all()
+    assert other.contexts["swapped_from"][3] is None  # nothing of it was scored
+
+
+def test_without_swaps_the_empty_response_and_the_header_are_still_there(run, subject, tmp_path):
+    other = sampled(subject, tmp_path, swaps=0)
+    for frame, prefix in ((referenced(other), "reference_"), (other.generations, "")):
+        for name in ("logprob_swapped", "response_contrast_bits"):
+            assert (
+                frame[prefix + name].isna().all() and frame[f"{prefix}{name}_with_end"].isna().all()
+            )
+        for name in (
+            "logprob_empty",
+            "logprob_header",
+            "empty_contrast_bits",
+            "header_contrast_bits",
+        ):
+            assert frame[prefix + name].notna().all()
+    assert other.contexts["swapped_from"].isna().all()
+    kept = ["reference_logprob_empty", "reference_header_contrast_bits_with_end"]
+    a, b = (referenced(r)[kept].to_numpy(dtype=float) for r in (run, other))
+    np.testing.assert_allclose(a, b, rtol=1e-5, atol=2e-5)
+    # Nobody lends a response, so everybody may lend a reference.
+    assert [len(row) for row in referenced(other)["candidates"]] == [5] * 5 + [4] + [5] * 2
+
+
+@pytest.mark.parametrize("family", [f for f in families.REAL_FAMILIES if f != "smollm2"])
+def test_other_templates_are_scored_after_their_own_contexts(family, tmp_path):
+    subject = tiny.subject("llama", families.build(family))
+    data = scored.dataset(tmp_path / "chats.jsonl", scored.CONVERSATIONS[:3])
+    config = SampleConfig(dataset=data, limit=None, grid=Grid((), 1, 1), swaps=2)
+    run = collect(config, subject, tmp_path / "run", Silent())
+    chat = build_chat(config, subject.tokenizer)
+    closing = [] if chat.closing_id is None else [chat.closing_id]
+    for _, row in referenced(run).iterrows():
+        ids = [*row["reference_token_ids"], *closing]
+        found = expected_contrasts(
+            subject.model, contexts_of(run, chat, row), ids, len(ids) - len(closing)
+        )
+        assert len(found) == (12 if closing else 6)
+        for name, value in found.items():
+            np.testing.assert_allclose(row[f"reference_{name}"], value, **NATS, err_msg=name)
