@@ -184,7 +184,7 @@ def test_one_of_several_judges_is_chosen(copied, likelihood):
         likelihood(run.path)
     )
     assert read([run.path], "other").judge == "other"
-    assert "has no verdicts of 'nobody'" in refusal(likelihood(run.path, "--judge", "nobody"))
+    assert "has no judgements of 'nobody'" in refusal(likelihood(run.path, "--judge", "nobody"))
 
 
 def test_a_judge_that_is_not_there_is_refused_without_scored_generations_too(sampled, likelihood):

@@ -51,6 +51,7 @@ REFUSALS = {
     "header": "{%- if messages | length == 1 and not add_generation_prompt -%}"
     "{{- raise_exception('nobody answers') -}}{%- endif -%}",
 }
+SAID = {"empty": "empty response", "header": "bare header"}
 PROBLEMS = {
     "empty": "the chat template refuses the roles user/assistant/user (no empty answers)",
     "header": "the chat template refuses the roles user (nobody answers)",
@@ -65,10 +66,10 @@ def test_a_contrast_that_the_template_refuses_is_null_said_once_and_recorded(
     config = replace(config, score_generations=True)
     run = collect(config, subject, tmp_path / "run", progress)
     assert run.complete and len(run.contexts) == len(PLAIN)
-    assert [line for line in progress.lines if "contrast" in line] == [
-        f"no contrast with the {kind} context: {PROBLEMS[kind]}"
+    assert [line for line in progress.lines if "not scored" in line] == [
+        f"not scored everywhere: {SAID[kind]}: {PROBLEMS[kind]}"
     ]
-    assert session(run)["contrasts_refused"] == {kind: PROBLEMS[kind]}
+    assert session(run)["contrasts_refused"] == {SAID[kind]: PROBLEMS[kind]}
     references = run.contexts[run.contexts["reference_logprob"].notna()]
     other = {"empty": "header", "header": "empty"}[kind]
     for frame, prefix in ((references, "reference_"), (run.generations, "")):
@@ -89,13 +90,13 @@ def test_a_system_message_in_the_first_user_turn_leaves_that_header_out(tmp_path
     rows = rows[rows["reference_logprob"].notna()]
     assert rows.index[rows["reference_logprob_header"].isna()].tolist() == ["c5"]
     assert rows["reference_logprob_empty"].notna().all()
-    assert len([line for line in progress.lines if "the header context" in line]) == 1
-    assert list(session(run)["contrasts_refused"]) == ["header"]
+    assert len([line for line in progress.lines if "not scored everywhere: bare header" in line]) == 1
+    assert list(session(run)["contrasts_refused"]) == ["bare header"]
 
 
 def test_nothing_is_said_where_nothing_is_refused(config, tiny_subject, tmp_path, progress):
     run = collect(config, tiny_subject, tmp_path / "run", progress)
-    assert [line for line in progress.lines if "contrast" in line] == []
+    assert [line for line in progress.lines if "not scored" in line] == []
     assert "contrasts_refused" not in session(run)
 
 
@@ -202,7 +203,7 @@ def own_candidates(path: Path, *rows: dict) -> str:
 
 
 def test_own_candidates_are_scored_beside_the_others(config, tiny_subject, tmp_path):
-    everywhere = {"name": "why", "text": " Why?\n"}
+    everywhere = {"name": "why", "text": " Why so?\n"}
     one = {"name": "who", "text": "Who says so?", "id": "c1"}
     file = own_candidates(tmp_path / "own.jsonl", everywhere, one)
     run = collect(replace(config, candidates=file), tiny_subject, tmp_path / "run", Silent())
@@ -213,10 +214,10 @@ def test_own_candidates_are_scored_beside_the_others(config, tiny_subject, tmp_p
     for _, row in run.contexts[run.contexts["reference_logprob"].notna()].iterrows():
         found = {c["name"]: c for c in row["candidates"]}
         assert ("who" in found) == (row["context_id"] == "c1")
-        assert found["why"]["text"] == "Why?"
+        assert found["why"]["text"] == "Why so?"
         own = [dict(m) for m in row["messages"]]
         context = chat.context(own)
-        ids = [*chat.reference_ids(own, context, "Why?"), chat.closing_id]
+        ids = [*chat.reference_ids(own, context, "Why so?"), chat.closing_id]
         expected = scored.logprobs(tiny_subject.model, context.ids, ids).sum()
         np.testing.assert_allclose(found["why"]["logprob_with_end"], expected, rtol=0, atol=1e-4)
         rest = [c["logprob_with_end"] for c in row["candidates"][1:]]

@@ -21,7 +21,7 @@ from ia_mech.errors import UserError
 from ia_mech.scoring.candidates import OTHER, REFERENCE, Candidate, OwnCandidates, rivals
 from ia_mech.scoring.donors import Donors
 
-EMPTY, HEADER = "empty", "header"  # what replaces the response, besides another one's
+EMPTY, HEADER = "empty response", "bare header"  # in place of the response: as notes name them
 
 
 @dataclass(frozen=True)
@@ -256,8 +256,8 @@ class Scorer:
         def put(name: str) -> Callable[[Contrasts, Likelihood], None]:
             return lambda contrasts, found: setattr(contrasts, name, found)
 
-        self._score_after(empty, probes, put(EMPTY))
-        self._score_after(header, probes, put(HEADER))
+        self._score_after(empty, probes, put("empty"))
+        self._score_after(header, probes, put("header"))
         for number in range(max(map(len, swapped.values()))):
             after = {at: ids[number] for at, ids in swapped.items() if number < len(ids)}
             self._score_after(after, probes, lambda contrasts, it: contrasts.swapped.append(it))
