@@ -7,20 +7,15 @@ the captured residual stream, the header logits, all sampled rows and the scores
 """
 
 import contextlib
-import json
 import os
-import platform
 import shutil
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
 import psutil
-import torch
-import transformers
 
-from ia_mech import __version__
 from ia_mech.chat import ChatFormat
 from ia_mech.config import SampleConfig
 from ia_mech.conversations import Conversation
@@ -31,6 +26,7 @@ from ia_mech.engine.memory import Halving
 from ia_mech.engine.plan import contexts_per_unit, plan_units
 from ia_mech.engine.prefix import Prefilled, Prefix, prefill
 from ia_mech.errors import UserError
+from ia_mech.identity import build_chat, eos_ids, identity, machine
 from ia_mech.intake import (
     check_folder,
     check_room,
@@ -50,7 +46,9 @@ from ia_mech.scoring.donors import Donors
 from ia_mech.scoring.scorer import Scorable, Scorer
 from ia_mech.scoring.temperatures import scored_temperatures
 
-RESPONSE_ROWS = 8  # responses written together; small, so that a kill costs less than a minute
+# Small, so that a kill costs about a minute at most:
+RESPONSE_ROWS = 8  # responses written together
+SCORED_CONTEXTS = 8  # contexts computed together where turns are scored after other responses, too
 
 
 class Progress(Protocol):
@@ -67,46 +65,6 @@ class Progress(Protocol):
 
     def stop(self) -> None:
         """The phase is over."""
-
-
-def build_chat(config: SampleConfig, tokenizer, eos_ids=()) -> ChatFormat:
-    """The chat format that a configuration asks for."""
-    return ChatFormat(tokenizer, config.system, config.thinking, config.date, eos_ids)
-
-
-def eos_ids(generation_config, model_config) -> list[int]:
-    """The ids at which ``generate`` stops: the model's own, one or several."""
-    ids = getattr(generation_config, "eos_token_id", None)
-    ids = getattr(model_config, "eos_token_id", None) if ids is None else ids
-    return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
-
-
-def identity(
-    config: SampleConfig,
-    subject: Subject,
-    chat: ChatFormat,
-    snapshot: dict,
-    own: OwnCandidates | None = None,
-) -> dict:
-    """What two runs must share to be one run."""
-    return json.loads(
-        json.dumps(
-            {
-                "config": asdict(config),
-                "model": subject.describe(),
-                "chat": chat.describe(),
-                "positions": kept_positions(config, chat),
-                "score_temperatures": scored_temperatures(config.grid.temperatures),
-                "conversations": snapshot,
-                "candidates": None if own is None else own.sha256,
-                "software": {
-                    "ia_mech": __version__,
-                    "torch": torch.__version__,
-                    "transformers": transformers.__version__,
-                },
-            }
-        )
-    )
 
 
 def collect(
@@ -175,20 +133,6 @@ def _scratch(parent: Path) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _machine(subject: Subject) -> dict:
-    """What rounding depends on besides the configuration."""
-    on_gpu = subject.device.type == "cuda"
-    return {
-        "machine": platform.machine(),
-        "device": torch.cuda.get_device_name(subject.device) if on_gpu else platform.processor(),
-        "cpus": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "python": platform.python_version(),
-        "matmul_precision": torch.get_float32_matmul_precision(),
-        "cudnn_tf32": torch.backends.cudnn.allow_tf32,
-    }
-
-
 class _Job:
     """The work of one process on one run."""
 
@@ -217,14 +161,14 @@ class _Job:
         self.writer.note("out_of_memory", self.halved)
 
     def work(self) -> None:
-        machine = _machine(self.subject)
+        here = machine(self.subject)
         before = self.writer.manifest["sessions"]
-        if before and any(before[-1].get(name) != value for name, value in machine.items()):
+        if before and any(before[-1].get(name) != value for name, value in here.items()):
             self.progress.say(
                 "note: this run was begun on another machine, or with other threads; rows computed "
                 "now may round differently"
             )
-        self.writer.start_session(machine)
+        self.writer.start_session(here)
         try:
             self._write_responses()
             self._write_contexts()
@@ -299,7 +243,11 @@ class _Job:
                 for order, conversation in conversations
                 if (item := self._item(order, conversation, responses.get(order))) is not None
             ]
-            for index, unit in enumerate(plan_units([len(i.chat.ids) for i in items], size)):
+            scored = self.config.score_generations or any(
+                i.reference_ids is not None for i in items
+            )
+            together = min(size, SCORED_CONTEXTS) if scored else size
+            for index, unit in enumerate(plan_units([len(i.chat.ids) for i in items], together)):
                 name = f"{window}.{index}"
                 if name not in done:
                     members = [items[i] for i in unit]

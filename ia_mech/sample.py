@@ -58,7 +58,7 @@ def default_out(config: "SampleConfig") -> Path:
 
 
 def _dry_run(config: "SampleConfig", out: Path) -> None:
-    from ia_mech.collect import build_chat
+    from ia_mech.identity import build_chat
     from ia_mech.intake import check_folder, make_plan
     from ia_mech.models import (
         load_tokenizer_and_config,
@@ -113,7 +113,7 @@ def _check_input(config: "SampleConfig", out: Path, repair: bool = False) -> Non
     Raises:
         UserError: a device, folder, dataset, template or position that can't be.
     """
-    from ia_mech.collect import build_chat
+    from ia_mech.identity import build_chat
     from ia_mech.intake import check_folder, kept_positions, open_source
     from ia_mech.models import load_tokenizer_and_config, resolve_device
     from ia_mech.run import layout

@@ -220,7 +220,7 @@ def test_tables_and_figures_go_into_the_first_run(copied, likelihood):
     found = pd.read_parquet(folder / "estimates.parquet")
     again = estimates(read([run.path]), resamples=100)
     pd.testing.assert_frame_equal(found, again, check_dtype=False)
-    for said in ("best T", "another's reference", "likelier than", "within contexts"):
+    for said in ("best T", "another's follow-up", "likelier than", "within contexts"):
         assert said in outcome.out
     assert Run.open(run.path).verify() == []
 

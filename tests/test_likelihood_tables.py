@@ -12,6 +12,16 @@ TEMPERATURES = np.array([0.5, 1.0, 2.0])
 NAN = np.nan
 
 
+CONTRASTS = {  # of a reference, against what stands in the response's place
+    "response_contrast_bits": 3.0,
+    "empty_contrast_bits": 2.0,
+    "header_contrast_bits": NAN,
+    "response, mean of logs": 4.0,
+    "likeliest": 1.0,
+    "chance": 0.2,
+}
+
+
 def reference(source: str, curve: list[float], **changes) -> dict:
     """A reference of two tokens whose log-probabilities by temperature are these."""
     return {
@@ -26,14 +36,14 @@ def reference(source: str, curve: list[float], **changes) -> dict:
         "reference_greedy_tokens": 0,
         "reference_greedy_left_rank": 4.0,
         "reference_greedy_left_prob": 0.25,
-        "reference_response_contrast_bits": 3.0,
-        "reference_empty_contrast_bits": 2.0,
-        "reference_header_contrast_bits": NAN,
         "candidate_log_odds": 1.0,
+        "contrasts": CONTRASTS,
     } | changes
 
 
-def candidate(at: int, name: str, curve: list[float], logprob=-10.0, tokens=2, bits=NAN) -> dict:
+def candidate(
+    at: int, name: str, curve: list[float], logprob=-10.0, tokens=2, bits=NAN, **contrasts
+) -> dict:
     """A candidate of the reference in that row; as a whole turn it is what the curve says."""
     return {
         "reference": at,
@@ -42,8 +52,9 @@ def candidate(at: int, name: str, curve: list[float], logprob=-10.0, tokens=2, b
         "whole": curve[1],
         "logprob": logprob,
         "tokens": tokens,
+        **dict.fromkeys(CONTRASTS, NAN),
         "response_contrast_bits": bits,
-    }
+    } | contrasts
 
 
 def generation(source: str, context: str, bits: float, genuine: float, **changes) -> dict:
@@ -63,9 +74,11 @@ def scored(references, candidates=(), generations=()) -> Scored:
     """As ``read`` gives it; references are their own candidates too."""
     frame = pd.DataFrame(references)
     curve = np.stack(frame.pop("curve").to_list())
+    frame = frame.drop(columns="contrasts")
     own = [
         candidate(at, "reference", row["curve"].tolist(), row["reference_logprob"])
         | {"tokens": len(row["reference_token_ids"])}
+        | row["contrasts"]
         for at, row in enumerate(references)
     ]
     rivals = pd.DataFrame([*own, *candidates])
@@ -161,7 +174,8 @@ def test_several_datasets_are_reported_each_and_together():
 
 def test_contrasts_the_control_and_their_difference():
     references = [
-        reference("s0", [-3, -2, -1], reference_response_contrast_bits=bits) for bits in (8, 2, 5)
+        reference("s0", [-3, -2, -1], contrasts=CONTRASTS | {"response_contrast_bits": bits})
+        for bits in (8, 2, 5)
     ]
     references[1]["reference_token_ids"] = np.array([1, 2, 3, 4])
     control = [
@@ -176,21 +190,53 @@ def test_contrasts_the_control_and_their_difference():
     )
     assert value(found, "contrast, bits", "empty") == 2.0
     assert rows(found, "contrast, bits", "header").empty  # none was made
-    assert value(found, "contrast, bits", "response, another's reference") == -1.0
+    assert value(found, "control's contrast, bits", "response") == -1.0
     # Of the two contexts that have both: 8 - 2 and 5 + 4.
-    assert value(found, "contrast, bits", "response, own less another's") == 7.5
-    assert rows(found, "contrast, bits", "response, own less another's")["turns"].item() == 2
+    assert value(found, "contrast less control's, bits", "response") == 7.5
+    assert rows(found, "contrast less control's, bits", "response")["turns"].item() == 2
+    assert rows(found, "control's contrast, bits", "empty").empty  # the control has none
+
+
+def test_how_often_a_turn_is_likeliest_after_its_own_response():
+    worse = {"likeliest": 0.0, "chance": 1 / 3, "response, mean of logs": -1.0}
+    references = [
+        reference("s0", [-3, -2, -1]),
+        reference("s1", [-3, -2, -1], contrasts=CONTRASTS | worse),
+        reference("s2", [-3, -2, -1], contrasts=CONTRASTS | dict.fromkeys(worse, NAN)),
+    ]
+    control = [candidate(0, "other_reference", [-3, -2, -1], **worse)]
+    found = of(references, control)
+    for turn, share, chance, turns in (
+        ("reference", 0.5, (1 / 5 + 1 / 3) / 2, 2),
+        ("other_reference", 0.0, 1 / 3, 1),
+    ):
+        likeliest = rows(found, "likeliest after its response", turn)
+        assert (likeliest["value"].item(), likeliest["turns"].item()) == (share, turns)
+        by_chance = value(found, "likeliest after its response, by chance", turn)
+        assert by_chance == pytest.approx(chance)
+    assert value(found, "contrast, bits", "response, mean of logs") == 1.5
+    assert value(found, "contrast less control's, bits", "response, mean of logs") == 5.0
 
 
 def test_without_another_reference_there_is_no_control():
     found = of(REFERENCES, [candidate(0, "query", [-1, -1, -1])])
-    assert set(found[found["quantity"] == "contrast, bits"]["of"]) == {"response", "empty"}
+    assert set(found[found["quantity"] == "contrast, bits"]["of"]) == {
+        "response",
+        "response, mean of logs",
+        "empty",
+    }
+    assert not found["quantity"].str.contains("control").any()
 
 
 def test_controls_stay_with_their_own_dataset():
     references = [
         reference("s0", [-3, -2, -1]),
-        reference("t0", [-3, -2, -1], dataset="maths", reference_response_contrast_bits=7.0),
+        reference(
+            "t0",
+            [-3, -2, -1],
+            dataset="maths",
+            contrasts=CONTRASTS | {"response_contrast_bits": 7.0},
+        ),
     ]
     control = [
         candidate(at, "other_reference", [-3, -2, -1], bits=bits)
@@ -198,7 +244,7 @@ def test_controls_stay_with_their_own_dataset():
     ]
     found = of(references, control)
     differences = {
-        dataset: value(found, "contrast, bits", "response, own less another's", dataset=dataset)
+        dataset: value(found, "contrast less control's, bits", "response", dataset=dataset)
         for dataset in ("chats", "maths", "all")
     }
     assert differences == {"chats": 2.0, "maths": 5.0, "all": 3.5}
@@ -323,12 +369,7 @@ def test_everything_that_was_estimated_can_be_shown_and_drawn(capsys):
     assert "a note with [brackets]" in out and "0.50" in out
     assert figures.temperature_curve(found, "t").axes[0].get_legend_handles_labels()[1] == ["chats"]
     labels = [tick.get_text() for tick in figures.contrasts(found, "t").axes[0].get_yticklabels()]
-    assert labels == [
-        "response",
-        "empty",
-        "response, another's reference",
-        "response, own less another's",
-    ]
+    assert labels == ["response", "response, mean of logs", "empty"]
 
 
 def test_a_single_turn_of_a_single_source_is_shown_without_intervals(capsys):

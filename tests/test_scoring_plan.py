@@ -9,9 +9,10 @@ from shell import call
 
 import ia_mech.scoring.scorer
 from ia_mech import sample as command_line
-from ia_mech.collect import build_chat, collect
+from ia_mech.collect import collect
 from ia_mech.config import SampleConfig
 from ia_mech.engine.plan import Grid
+from ia_mech.identity import build_chat
 from ia_mech.intake import Plan, make_plan
 
 # Three conversations, one of which has no reference; two rows of at most 5 tokens to each.

@@ -90,7 +90,9 @@ def test_a_system_message_in_the_first_user_turn_leaves_that_header_out(tmp_path
     rows = rows[rows["reference_logprob"].notna()]
     assert rows.index[rows["reference_logprob_header"].isna()].tolist() == ["c5"]
     assert rows["reference_logprob_empty"].notna().all()
-    assert len([line for line in progress.lines if "not scored everywhere: bare header" in line]) == 1
+    assert (
+        len([line for line in progress.lines if "not scored everywhere: bare header" in line]) == 1
+    )
     assert list(session(run)["contrasts_refused"]) == ["bare header"]
 
 
@@ -121,7 +123,7 @@ def test_written_responses_are_lent_and_replaced(config, tiny_subject, tmp_path)
 
 
 def command_line_chat(config: SampleConfig, subject: Subject):
-    from ia_mech.collect import build_chat
+    from ia_mech.identity import build_chat
 
     return build_chat(config, subject.tokenizer)
 

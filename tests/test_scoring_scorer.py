@@ -17,9 +17,10 @@ import tiny
 from conftest import Silent
 
 from ia_mech.chat import ChatFormat
-from ia_mech.collect import build_chat, collect, eos_ids
+from ia_mech.collect import collect
 from ia_mech.config import SampleConfig
 from ia_mech.engine.plan import Grid
+from ia_mech.identity import build_chat, eos_ids
 from ia_mech.models import ModelSpec, Subject, weights_hash
 from ia_mech.run import Run
 from ia_mech.scoring.candidates import CLOSING_TEXT

@@ -37,24 +37,37 @@ def temperature_curve(estimates: pd.DataFrame, title: str) -> Figure:
 
 
 def contrasts(estimates: pd.DataFrame, title: str) -> Figure:
-    """Bits that real follow-ups gain from the response, against each thing put in its place."""
+    """Bits that real follow-ups gain from the response, against each thing put in its place.
+
+    Hollow: the same for another conversation's follow-up, the control.
+    """
     figure = Figure(figsize=(7, 4.2), layout="constrained")
     axes = figure.add_subplot()
-    rows = estimates[estimates["quantity"] == "contrast, bits"]
-    kinds = list(dict.fromkeys(rows["of"]))
-    datasets = list(dict.fromkeys(rows["dataset"]))
-    for number, (colour, (dataset, own)) in enumerate(_coloured(rows)):
-        at = np.array([kinds.index(of) for of in own["of"]])
-        at = at + (number - (len(datasets) - 1) / 2) * 0.8 / max(len(datasets), 2)
-        value = own["value"].to_numpy()
-        reach = np.abs(own[["low", "high"]].to_numpy().T - value)
-        axes.errorbar(
-            value, at, xerr=np.nan_to_num(reach), fmt="o", ms=4, color=colour, lw=1.2, label=dataset
-        )
+    own = estimates[estimates["quantity"] == "contrast, bits"]
+    control = estimates[estimates["quantity"] == "control's contrast, bits"]
+    kinds = list(dict.fromkeys(own["of"]))
+    datasets = list(dict.fromkeys(own["dataset"]))
+    for number, (colour, (dataset, rows)) in enumerate(_coloured(own)):
+        middle = (number - (len(datasets) - 1) / 2) * 0.8 / max(len(datasets), 2)
+        hollow = control[control["dataset"] == dataset]
+        for part, face, label in ((rows, colour, dataset), (hollow, "white", None)):
+            value = part["value"].to_numpy()
+            reach = np.abs(part[["low", "high"]].to_numpy().T - value)
+            axes.errorbar(
+                value,
+                [kinds.index(of) + middle for of in part["of"]],
+                xerr=np.nan_to_num(reach),
+                fmt="o",
+                ms=4,
+                color=colour,
+                mfc=face,
+                lw=1.2,
+                label=label,
+            )
     axes.axvline(0, color="0.3", lw=0.8)
     axes.set_yticks(range(len(kinds)), kinds)
     axes.invert_yaxis()
-    axes.set_xlabel("bits in favour of the context's own response")
+    axes.set_xlabel("bits in favour of the context's own response (hollow: another's follow-up)")
     axes.legend(frameon=False, fontsize=8)
     _head(axes, title)
     return figure

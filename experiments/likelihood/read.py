@@ -13,6 +13,7 @@ from ia_mech.rates.pool import read_runs
 from ia_mech.run import Run
 
 REFERENCE, CONTROL = "reference", "other_reference"
+MEAN_OF_LOGS = "response, mean of logs"  # a contrast made here from stored log-probabilities
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,10 @@ class Scored:
         curve: ``[references, temperatures]`` log-probability of the turn, with its turn-end where
             the template has one, in nats.
         candidates: one row per candidate of these contexts: ``reference`` (row of ``references``),
-            the stored fields, ``whole`` (log-probability of the whole turn) and its ``curve``.
+            the stored fields, ``whole`` (log-probability of the whole turn), its ``curve``, and
+            where it was scored after other responses the contrast in ``MEAN_OF_LOGS``, whether
+            it is ``likeliest`` after the context's own (1 or 0), and the ``chance`` of that if all
+            responses were alike to it.
         generations: one row per generation that was scored after other responses, with ``genuine``
             (1, 0 or NaN) where a judge said so; empty if none was.
         judge: whose verdicts, or None.
@@ -109,11 +113,23 @@ def _candidates(references: pd.DataFrame, at: dict[str, list[int]], closed: bool
             "source": context["source"],
             "whole": candidate[f"logprob{end}"],
             "curve": np.asarray(candidate[f"logprob_tempered{end}"])[at[context["run"]]],
+            **_among_swapped(candidate["logprob"], candidate["logprob_swapped"]),
         }
         for row, context in references.iterrows()
         for candidate in context["candidates"]
     ]
     return pd.DataFrame(rows)
+
+
+def _among_swapped(logprob: float, swapped: np.ndarray | None) -> dict:
+    """How a turn's log-probability after its own response stands among those after others."""
+    if swapped is None:
+        return {MEAN_OF_LOGS: np.nan, "likeliest": np.nan, "chance": np.nan}
+    return {
+        MEAN_OF_LOGS: (logprob - np.mean(swapped)) / np.log(2.0),
+        "likeliest": float(logprob > np.max(swapped)),
+        "chance": 1 / (len(swapped) + 1),
+    }
 
 
 def _generations(

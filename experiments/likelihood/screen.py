@@ -28,8 +28,19 @@ def show(estimates: pd.DataFrame, notes: list[str]) -> None:
         },
         "quantity",
     )
+    bits = {
+        "contrast, bits": ("follow-up", 2),
+        "control's contrast, bits": ("another's follow-up", 2),
+        "contrast less control's, bits": ("difference", 2),
+    }
+    _print(console, "bits in favour of the context's own response", plain, bits, "quantity", "of")
+    rank = {
+        "likeliest after its response": ("likeliest after its own", 2),
+        "likeliest after its response, by chance": ("by chance", 2),
+    }
+    title = "how often a turn is likelier after its context's response than after any swapped one"
+    _print(console, title, plain, rank, "quantity", "of")
     for quantity, title in (
-        ("contrast, bits", "bits in favour of the context's own response"),
         ("reference beats", "share of contexts where the follow-up is likelier than (whole turn)"),
         ("reference beats per token", "the same per token"),
     ):
@@ -45,7 +56,7 @@ def show(estimates: pd.DataFrame, notes: list[str]) -> None:
         rows = estimates[estimates["quantity"] == quantity]
         rows = rows[rows["of"].str.startswith("response")]
         names = {of: (of, 2) for of in dict.fromkeys(rows["of"])}
-        _print(console, quantity, rows, names, "of", by_temperature=True)
+        _print(console, quantity, rows, names, "of", "temperature")
     for note in notes:
         console.print(escape(one_line(note)), soft_wrap=True)
 
@@ -56,29 +67,37 @@ def _print(
     rows: pd.DataFrame,
     columns: dict[str, tuple[str, int]],
     key: str,
-    by_temperature: bool = False,
+    besides: str | None = None,
 ) -> None:
-    """A row per dataset (and temperature), a column per kind of estimate; nothing if empty."""
+    """A row per dataset (and what stands in ``besides``), a column per kind of estimate.
+
+    Nothing is printed of no rows.
+    """
     rows = rows[rows[key].isin(columns)]
     if rows.empty:
         return
     table = Table(title=title, title_justify="left")
     table.add_column("dataset", no_wrap=True)
-    if by_temperature:
-        table.add_column("T", justify="right", no_wrap=True)
+    if besides is not None:
+        table.add_column({"temperature": "T"}.get(besides, besides), no_wrap=True)
     table.add_column("turns", justify="right")
     for name, _ in columns.values():
         table.add_column(name, justify="right", no_wrap=True)
-    groups = ["dataset", "temperature"] if by_temperature else ["dataset"]
+    groups = ["dataset"] if besides is None else ["dataset", besides]
     for names, own in rows.groupby(groups, sort=False):
         found = own.set_index(key)
         cells = [
             _cell(found.loc[of], digits) if of in found.index else ""
             for of, (_, digits) in columns.items()
         ]
-        t = ([f"{names[1]:g}" if names[1] else "greedy"]) if by_temperature else []
-        table.add_row(escape(one_line(names[0], 30)), *t, str(own["turns"].max()), *cells)
+        more = [_label(name) for name in names[1:]]
+        table.add_row(escape(one_line(names[0], 30)), *more, str(own["turns"].max()), *cells)
     console.print(table)
+
+
+def _label(value: str | float) -> str:
+    """What ``besides`` holds: a name, or a temperature."""
+    return value if isinstance(value, str) else f"{value:g}" if value else "greedy"
 
 
 def _cell(row: pd.Series, digits: int) -> str:

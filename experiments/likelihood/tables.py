@@ -6,11 +6,12 @@ from dataclasses import asdict, dataclass
 import numpy as np
 import pandas as pd
 
-from experiments.likelihood.read import CONTROL, REFERENCE, Scored
+from experiments.likelihood.read import CONTROL, MEAN_OF_LOGS, REFERENCE, Scored
 from ia_mech.stats import Estimate, FoldScores, cluster_mean, cluster_statistic
 
 ALL = "all"
-CONTRASTS = ("response", "empty", "header")
+STORED = {name: f"{name}_contrast_bits" for name in ("response", "empty", "header")}
+CONTRASTS = {"response": STORED["response"], MEAN_OF_LOGS: MEAN_OF_LOGS} | STORED
 
 
 @dataclass(frozen=True)
@@ -125,19 +126,30 @@ def _temperatures(
 
 
 def _contrasts(group: _Group, references: pd.DataFrame, candidates: pd.DataFrame) -> Iterator[Row]:
-    tokens = references["reference_token_ids"].map(len).to_numpy()
-    filled = np.where(tokens > 0, tokens, np.nan)
-    for name in CONTRASTS:
-        bits = references[f"reference_{name}_contrast_bits"]
+    """Contrasts of references, of the control, and how much the former exceed the latter.
+
+    The log of a mean is above the mean of logs, so a turn to which all responses are alike has a
+    negative ``response`` contrast on average, and a zero one in the ``mean of logs``.
+    """
+    own, control = (
+        candidates[candidates["name"] == name].set_index("reference").reindex(references.index)
+        for name in (REFERENCE, CONTROL)
+    )
+    tokens = own["tokens"].where(own["tokens"] > 0)  # an empty turn has no token to speak of
+    for name, column in CONTRASTS.items():
+        bits, shuffled = own[column].astype(float), control[column].astype(float)
         if bits.notna().any():
             yield group.mean("contrast, bits", bits, of=name)
-            yield group.mean("contrast, bits per token", bits / filled, of=name)
-    control = candidates[candidates["name"] == CONTROL].set_index("reference")
-    shuffled = control["response_contrast_bits"].reindex(references.index)
-    if shuffled.notna().any():
-        own = references["reference_response_contrast_bits"]
-        yield group.mean("contrast, bits", shuffled, of="response, another's reference")
-        yield group.mean("contrast, bits", own - shuffled, of="response, own less another's")
+            yield group.mean("contrast, bits per token", bits / tokens, of=name)
+        if (bits - shuffled).notna().any():
+            yield group.mean("control's contrast, bits", shuffled, of=name)
+            yield group.mean("contrast less control's, bits", bits - shuffled, of=name)
+    for name, turns in ((REFERENCE, own), (CONTROL, control)):
+        if turns["likeliest"].notna().any():
+            yield group.mean(
+                "likeliest after its response", turns["likeliest"], of=name, proportion=True
+            )
+            yield group.mean("likeliest after its response, by chance", turns["chance"], of=name)
 
 
 def _rivals(group: _Group, references: pd.DataFrame, scored: Scored) -> Iterator[Row]:
@@ -163,8 +175,8 @@ def _rivals(group: _Group, references: pd.DataFrame, scored: Scored) -> Iterator
 
 def _generations(group: _Group, turns: pd.DataFrame, t: float) -> Iterator[Row]:
     """Contrasts of generations, of genuine ones and others, and how well they tell them apart."""
-    for name in CONTRASTS:
-        bits, genuine = turns[f"{name}_contrast_bits"], turns["genuine"]
+    for name, column in STORED.items():
+        bits, genuine = turns[column], turns["genuine"]
         if bits.isna().all():
             continue
         yield group.mean("generations' contrast, bits", bits, t=t, of=name)

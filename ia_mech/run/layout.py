@@ -33,21 +33,6 @@ PART_CONTEXTS = 1024  # a full part has at least so many; smaller ones are merge
 
 _MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
 
-_CANDIDATE = pa.struct(
-    [
-        ("name", pa.string()),
-        ("text", pa.string()),
-        ("lender", pa.string()),
-        ("tokens", pa.int32()),
-        ("logprob", pa.float64()),
-        ("logprob_with_end", pa.float64()),
-        ("logprob_tempered", pa.list_(pa.float64())),
-        ("logprob_tempered_with_end", pa.list_(pa.float64())),
-        ("response_contrast_bits", pa.float64()),
-        ("response_contrast_bits_with_end", pa.float64()),
-    ]
-)
-
 
 def _contrast_fields(prefix: str = "") -> list[tuple[str, pa.DataType]]:
     """Columns of ``scoring.columns.contrast_columns``."""
@@ -67,6 +52,21 @@ def _contrast_fields(prefix: str = "") -> list[tuple[str, pa.DataType]]:
     return [
         (prefix + name, types.get(name.removesuffix("_with_end"), pa.float64())) for name in names
     ]
+
+
+_CANDIDATE = pa.struct(
+    [
+        ("name", pa.string()),
+        ("text", pa.string()),
+        ("lender", pa.string()),
+        ("tokens", pa.int32()),
+        ("logprob", pa.float64()),
+        ("logprob_with_end", pa.float64()),
+        ("logprob_tempered", pa.list_(pa.float64())),
+        ("logprob_tempered_with_end", pa.list_(pa.float64())),
+        *_contrast_fields(),
+    ]
+)
 
 
 RESPONSES = pa.schema(

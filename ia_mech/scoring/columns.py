@@ -87,7 +87,6 @@ def _tempered(one: ScoredCandidate, closed: bool) -> tuple[np.ndarray, np.ndarra
 def _candidate(one: ScoredCandidate, closed: bool) -> dict:
     likelihood = Likelihood.of(one.scored.logprobs_raw, len(one.ids))
     tempered, with_end = _tempered(one, closed)
-    contrasts = contrast_columns(one.contrasts)
     return {
         "name": one.candidate.name,
         "text": one.candidate.text,
@@ -97,8 +96,7 @@ def _candidate(one: ScoredCandidate, closed: bool) -> dict:
         "logprob_with_end": likelihood.whole,
         "logprob_tempered": tempered,
         "logprob_tempered_with_end": with_end,
-        "response_contrast_bits": contrasts.get("response_contrast_bits"),
-        "response_contrast_bits_with_end": contrasts.get("response_contrast_bits_with_end"),
+        **contrast_columns(one.contrasts),
     }
 
 
