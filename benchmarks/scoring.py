@@ -1,17 +1,19 @@
 """What it costs to score given turns, against one forward pass per context and turn.
 
-    python -m benchmarks.scoring                 about five minutes on two cores
+    python -m benchmarks.scoring                 about ten minutes on two cores
     python -m benchmarks.scoring --rounds 1      a quick look
 
 One workload, one process, the same model object: built-in conversations, each with its reference
-turn, its rivals, four swapped responses, an empty one and the bare header; then the same with 25
-generations of 24 tokens each, as ``--score-generations`` scores them. "Pass by pass" runs every
-(context, turn) whole through the model, alone, and reads the same log-probabilities: what a script
-without a shared prefill does. It takes T = 1 only; ours also scores the candidates at 20 other
-temperatures. The contenders take turns, and must agree. Prints Markdown.
+turn, its rivals, four swapped responses, an empty one and the bare header; then half of them with
+25 generations of 24 tokens each, as ``--score-generations`` scores them. Contexts are computed in
+the units of a default run, whose prefill is there already. "Pass by pass" runs every (context,
+turn) whole through the model, alone, and reads the same log-probabilities, those of the candidates
+at all temperatures: what a script without a shared prefill does. The contenders take turns, and
+must agree. Prints Markdown.
 """
 
 import argparse
+import itertools
 import os
 import platform
 import statistics
@@ -25,6 +27,7 @@ from ia_mech.chat import ChatFormat
 from ia_mech.conversations import open_conversations
 from ia_mech.engine.loop import Row, decode
 from ia_mech.engine.memory import Halving
+from ia_mech.engine.plan import contexts_per_unit, plan_units
 from ia_mech.engine.prefix import Prefix, prefill
 from ia_mech.formats import ColumnMap
 from ia_mech.models import ModelSpec, load
@@ -34,6 +37,7 @@ from ia_mech.scoring.scorer import Contrasts, Scorable, ScoredCandidate, Scorer
 from ia_mech.scoring.temperatures import scored_temperatures
 
 SWAPS, GENERATIONS, NEW_TOKENS, BATCH_ROWS = 4, 25, 24, 64
+TEMPERATURES = scored_temperatures((0.7, 1.0, 1.3))
 
 
 class PassByPass:
@@ -44,13 +48,17 @@ class PassByPass:
         self.end = [chat.closing_id]
 
     @torch.inference_mode()
-    def logprob(self, context: list[int], turn: list[int]) -> float:
-        """Of a whole turn after a context, T = 1, nats."""
+    def logprobs(self, context: list[int], turn: list[int], temperatures=(1.0,)) -> list[float]:
+        """Of a whole turn after a context at each temperature, nats."""
         ids = torch.tensor([[*context, *turn]], device=self.model.device)
         keep = len(turn) + 1
         logits = self.model(input_ids=ids, use_cache=False, logits_to_keep=keep).logits[0, :-1]
         chosen = torch.tensor(turn, device=logits.device)
-        return float(logits.float().log_softmax(-1)[torch.arange(len(turn)), chosen].double().sum())
+        at = torch.arange(len(turn))
+        return [
+            float((logits.float() / t).log_softmax(-1)[at, chosen].double().sum())
+            for t in temperatures
+        ]
 
     def score(self, item: Scorable, candidates: list[ScoredCandidate], decoded) -> list[float]:
         """All log-probabilities of one context, in the order of :func:`said`."""
@@ -64,10 +72,14 @@ class PassByPass:
             ),
             self.chat.opening(conversation.messages),
         ]
-        found = [self.logprob(list(item.ids), [*one.ids, *self.end]) for one in candidates]
+        found = [
+            value
+            for one in candidates
+            for value in self.logprobs(list(item.ids), [*one.ids, *self.end], TEMPERATURES)
+        ]
         turns = [[*one.ids, *self.end] for one in candidates if one.contrasts is not None]
         turns += [row.token_ids.tolist() for row in decoded]
-        return found + [self.logprob(other, turn) for turn in turns for other in others]
+        return found + [self.logprobs(other, turn)[0] for turn in turns for other in others]
 
 
 def said(contrasts: Contrasts) -> list[float]:
@@ -81,7 +93,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=3, help="of every contender (default: 3)")
-    parser.add_argument("--contexts", type=int, default=4, help="default: 4")
+    parser.add_argument("--contexts", type=int, default=4, help="2 or more (default: 4)")
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda (default: auto)")
     args = parser.parse_args()
     subject = load(ModelSpec(device=args.device, dtype="float32"))
@@ -102,8 +114,12 @@ def main() -> None:
     )
     print("| | ours, s | pass by pass, s | ours / pass by pass (min … max) | differ by, nats |")
     print("|---|---|---|---|---|")
-    for name, count in (("references and candidates", 0), ("and 25 generations", GENERATIONS)):
-        print(f"| {name} | {compare(subject.model, chat, donors, items, count, args.rounds)} |")
+    for name, part, count in (
+        (f"references and candidates of {len(items)} contexts", items, 0),
+        ("half of them, with 25 generations each", items[: len(items) // 2], GENERATIONS),
+    ):
+        found = compare(subject.model, chat, donors, part, count, args.rounds)
+        print(f"| {name} | {found} |", flush=True)
 
 
 def compare(model, chat, donors, items: list[Scorable], generations: int, rounds: int) -> str:
@@ -114,13 +130,15 @@ def compare(model, chat, donors, items: list[Scorable], generations: int, rounds
         for at in range(len(items))
         for sample in range(generations)
     ]
-    written = decode(model, prefill(model, prefixes), rows, chat.stop_ids, NEW_TOKENS)
+    written = (
+        decode(model, prefill(model, prefixes), rows, chat.stop_ids, NEW_TOKENS) if rows else []
+    )
     of_context = [written[at * generations : (at + 1) * generations] for at in range(len(items))]
     scorer = Scorer(
         model,
         chat,
         donors,
-        scored_temperatures((0.7, 1.0, 1.3)),
+        TEMPERATURES,
         swaps=SWAPS,
         generations=generations > 0,
         own=None,
@@ -128,18 +146,26 @@ def compare(model, chat, donors, items: list[Scorable], generations: int, rounds
         rows_limit=Halving(BATCH_ROWS, lambda size: None),
         note=lambda kind, problem: None,
     )
+    size = contexts_per_unit(GENERATIONS, BATCH_ROWS)
+    units = plan_units([len(item.ids) for item in items], size)
+    made_anyway = [prefill(model, [prefixes[i] for i in unit]) for unit in units]
     found = {}
 
     def ours() -> None:
-        # The run's own prefill, which sampling pays for, is counted in.
-        found["ours"] = scorer.score(prefill(model, prefixes), items, of_context)
+        found["ours"] = [
+            one
+            for unit, prefilled in zip(units, made_anyway, strict=True)
+            for one in scorer.score(
+                prefilled, [items[i] for i in unit], [of_context[i] for i in unit]
+            )
+        ]
 
     plain = PassByPass(model, chat, donors)
 
     def alone() -> None:
         found["alone"] = [
-            plain.score(item, scores.candidates, own)
-            for item, scores, own in zip(items, found["ours"], of_context, strict=True)
+            plain.score(items[i], scores.candidates, of_context[i])
+            for i, scores in zip(itertools.chain(*units), found["ours"], strict=True)
         ]
 
     seconds = {ours: [], alone: []}
@@ -161,7 +187,11 @@ def compare(model, chat, donors, items: list[Scorable], generations: int, rounds
 
 def flat(scores) -> list[float]:
     """Our log-probabilities in the order of :meth:`PassByPass.score`."""
-    candidates = [float(c.scored.logprobs_raw.astype(float).sum()) for c in scores.candidates]
+    candidates = [
+        float(total)
+        for one in scores.candidates
+        for total in one.scored.logprobs_tempered.astype(float).sum(-1)
+    ]
     turns = [one.contrasts for one in scores.candidates if one.contrasts is not None]
     turns += scores.generations or []
     return candidates + [value for contrasts in turns for value in said(contrasts)]

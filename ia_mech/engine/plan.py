@@ -4,6 +4,7 @@ Rounding depends on the batch a row sits in, so a run that is to give the same b
 the same batches again. Nothing here looks at the clock, the device or what was already done.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -51,7 +52,10 @@ class Grid:
 
 
 def plan_units(
-    lengths: Sequence[int], contexts_per_unit: int, max_tokens: int = MAX_UNIT_TOKENS
+    lengths: Sequence[int],
+    contexts_per_unit: int,
+    max_tokens: int = MAX_UNIT_TOKENS,
+    max_padding: float = math.inf,
 ) -> list[list[int]]:
     """Split one window of contexts into the units that are computed, and written, together.
 
@@ -61,6 +65,7 @@ def plan_units(
         lengths: tokens of each context of the window.
         contexts_per_unit: how many contexts a unit holds at most.
         max_tokens: most tokens of a unit, padding included; a longer context is a unit of its own.
+        max_padding: most padding of a unit, as a share of its real tokens.
 
     Returns:
         Lists of indices into ``lengths``; every index once.
@@ -68,11 +73,13 @@ def plan_units(
     units: list[list[int]] = []
     for i in sorted(range(len(lengths)), key=lambda i: (lengths[i], i)):
         # Sorted, so the context that comes last is the longest of its unit.
-        fits = units and (len(units[-1]) + 1) * lengths[i] <= max_tokens
-        if fits and len(units[-1]) < contexts_per_unit:
-            units[-1].append(i)
-        else:
-            units.append([i])
+        if units and len(units[-1]) < contexts_per_unit:
+            padded = (len(units[-1]) + 1) * lengths[i]
+            real = lengths[i] + sum(lengths[j] for j in units[-1])
+            if padded <= max_tokens and padded - real <= max_padding * real:
+                units[-1].append(i)
+                continue
+        units.append([i])
     return units
 
 

@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ia_mech.engine.plan import plan_units
 from ia_mech.engine.prefix import Prefilled, expand, forward
 
 LOGIT_TOKENS = 256  # most tokens whose full logits are held at once
+PADDING = 0.25  # most padding of turns that share a pass, as a share of their tokens
 
 
 @dataclass(frozen=True)
@@ -48,18 +50,11 @@ def score(
     turns alone. Turns of similar length share a pass.
     """
     results: list[Scored | None] = [None] * len(turns)
-    order = sorted(range(len(turns)), key=lambda i: (len(turns[i].ids), i))
-    while order:
-        longest = len(turns[order[-1]].ids)
-        group = [
-            order.pop() for _ in range(min(len(order), max(1, LOGIT_TOKENS // max(1, longest))))
-        ]
-        for index, scored in zip(
-            group,
-            _score_group(model, prefilled, [turns[i] for i in group], temperatures),
-            strict=True,
-        ):
-            results[index] = scored
+    lengths = [len(turn.ids) for turn in turns]
+    for group in plan_units(lengths, len(turns), LOGIT_TOKENS, PADDING):
+        scored = _score_group(model, prefilled, [turns[i] for i in group], temperatures)
+        for index, one in zip(group, scored, strict=True):
+            results[index] = one
     return results
 
 
@@ -104,8 +99,9 @@ def _score_tokens(logits: Tensor, ids: Tensor, temperatures: Sequence[float]) ->
     chosen = logits.gather(-1, ids[:, None])  # [tokens, 1]
 
     def logprob(temperature: float) -> np.ndarray:
-        scaled = chosen / temperature - (logits / temperature).logsumexp(-1, keepdim=True)
-        return scaled[:, 0].cpu().numpy()
+        # On a CPU log_softmax takes a fourth of logsumexp's time.
+        scaled = (logits / temperature).log_softmax(-1)
+        return scaled.gather(-1, ids[:, None])[:, 0].cpu().numpy()
 
     return Scored(
         logprobs_raw=logprob(1.0),

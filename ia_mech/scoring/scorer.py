@@ -15,12 +15,14 @@ from ia_mech.chat import ChatFormat
 from ia_mech.conversations import Conversation
 from ia_mech.engine.loop import Decoded
 from ia_mech.engine.memory import Halving
+from ia_mech.engine.plan import plan_units
 from ia_mech.engine.prefix import Prefilled, Prefix, prefill
 from ia_mech.engine.score import Scored, Turn, score
 from ia_mech.errors import UserError
 from ia_mech.scoring.candidates import OTHER, REFERENCE, Candidate, OwnCandidates, rivals
 from ia_mech.scoring.donors import Donors
 
+CONTRAST_TOKENS, CONTRAST_PADDING = 4096, 0.1  # of other contexts that are prefilled together
 EMPTY, HEADER = "empty response", "bare header"  # in place of the response: as notes name them
 
 
@@ -115,6 +117,16 @@ class _Probe:
     ids: list[int]
     tokens: int
     contrasts: Contrasts
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """Where the scores after other ids go: the context, the field of its probes' ``Contrasts``, and
+    which of the swapped responses it is."""
+
+    context: int
+    name: str
+    number: int
 
 
 class Scorer:
@@ -229,55 +241,52 @@ class Scorer:
 
     def _contrast(self, contexts, lenders, scores, probes: list[_Probe]) -> None:
         """Score every probe after an empty response, other responses and the bare header."""
-        wanted = sorted({probe.context for probe in probes})
-        longest = {at: max(len(p.ids) for p in probes if p.context == at) for at in wanted}
-        swapped: dict[int, list[list[int]]] = {at: [] for at in wanted}
-        empty, header = {}, {}
-        for at in wanted:
+        of: dict[int, list[_Probe]] = {}
+        for probe in probes:
+            of.setdefault(probe.context, []).append(probe)
+        others: dict[tuple[int, ...], list[_Slot]] = {}  # ids that many share are prefilled once
+
+        def add(at: int, name: str, ids: list[int] | None) -> bool:
+            longest = max(len(probe.ids) for probe in of[at])
+            full = self._limit is not None and ids is not None and len(ids) + longest > self._limit
+            if ids is None or full:
+                return False
+            others.setdefault(tuple(ids), []).append(_Slot(at, name, len(scores[at].swapped_from)))
+            return True
+
+        for at in of:
             conversation = contexts[at].conversation
-
-            def fits(ids: list[int] | None, at: int = at) -> bool:
-                return ids is not None and (
-                    self._limit is None or len(ids) + longest[at] <= self._limit
-                )
-
             for lender in lenders[at]:
-                ids = self._context_with(conversation, lender.response)
-                if fits(ids):
-                    swapped[at].append(ids)
+                if add(at, "swapped", self._context_with(conversation, lender.response)):
                     scores[at].swapped_from.append(lender.id)
-            ids = self._context_with(conversation, "", EMPTY)
-            if fits(ids):
-                empty[at] = ids
-            ids = self._opening(conversation)
-            if fits(ids):
-                header[at] = ids
-
-        def put(name: str) -> Callable[[Contrasts, Likelihood], None]:
-            return lambda contrasts, found: setattr(contrasts, name, found)
-
-        self._score_after(empty, probes, put("empty"))
-        self._score_after(header, probes, put("header"))
-        for number in range(max(map(len, swapped.values()))):
-            after = {at: ids[number] for at, ids in swapped.items() if number < len(ids)}
-            self._score_after(after, probes, lambda contrasts, it: contrasts.swapped.append(it))
+            add(at, "empty", self._context_with(conversation, "", EMPTY))
+            add(at, "header", self._opening(conversation))
+            for probe in of[at]:
+                probe.contrasts.swapped = [None] * len(scores[at].swapped_from)
+        ids = list(others)
+        limits = len(ids), CONTRAST_TOKENS, CONTRAST_PADDING
+        for unit in plan_units([len(one) for one in ids], *limits):
+            self._score_after({ids[i]: others[ids[i]] for i in unit}, of)
 
     def _score_after(
-        self,
-        after: dict[int, list[int]],
-        probes: list[_Probe],
-        put: Callable[[Contrasts, Likelihood], None],
+        self, others: dict[tuple[int, ...], list[_Slot]], of: dict[int, list[_Probe]]
     ) -> None:
-        """Score the probes of these contexts after other ids; equal ids are prefilled once."""
-        rows = {ids: row for row, ids in enumerate(dict.fromkeys(map(tuple, after.values())))}
-        if not rows:
-            return
-        prefilled = prefill(self._model, [Prefix(ids) for ids in rows])
-        meant = [probe for probe in probes if probe.context in after]
-        turns = [Turn(rows[tuple(after[probe.context])], probe.ids) for probe in meant]
+        """Score the probes of contexts after these ids, all of which are prefilled together."""
+        prefilled = prefill(self._model, [Prefix(ids) for ids in others])
+        meant = [
+            (row, slot, probe)
+            for row, slots in enumerate(others.values())
+            for slot in slots
+            for probe in of[slot.context]
+        ]
+        turns = [Turn(row, probe.ids) for row, _, probe in meant]
         scored = self._rows_limit.map(lambda part: score(self._model, prefilled, part, ()), turns)
-        for probe, one in zip(meant, scored, strict=True):
-            put(probe.contrasts, Likelihood.of(one.logprobs_raw, probe.tokens))
+        for (_, slot, probe), one in zip(meant, scored, strict=True):
+            found = Likelihood.of(one.logprobs_raw, probe.tokens)
+            if slot.name == "swapped":
+                probe.contrasts.swapped[slot.number] = found
+            else:
+                setattr(probe.contrasts, slot.name, found)
 
     def _context_with(
         self, conversation: Conversation, response: str, kind: str | None = None
