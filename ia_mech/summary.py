@@ -57,10 +57,10 @@ def temperature_table(run: Run) -> list[TemperatureRow]:
 class ReferenceRow:
     """How the model likes the users' real follow-ups, per dataset.
 
-    ``logprob``: mean raw log-probability per token of a reference turn, in nats. ``greedy_share``:
-    share of its tokens, from the start, that greedy decoding would have written. ``greedy``: share
-    of references that greedy decoding writes whole, turn-end included. ``cut_off`` of them follow a
-    response that was cut off.
+    ``logprob``: mean raw log-probability per token of a reference turn, in nats. ``contrast``: mean
+    response contrast in bits (``scoring.columns``). ``greedy``: share of references that greedy
+    decoding writes whole, turn-end included. ``cut_off`` of them follow a response that was cut
+    off.
     """
 
     dataset: str
@@ -68,7 +68,7 @@ class ReferenceRow:
     cut_off: int
     logprob: Estimate
     bits_per_byte: Estimate
-    greedy_share: Estimate
+    contrast: Estimate
     greedy: Estimate
 
 
@@ -85,7 +85,9 @@ def reference_table(run: Run) -> list[ReferenceRow]:
                 cut_off=int(rows["response_cut_off"].sum()),
                 logprob=cluster_mean(rows["reference_logprob"] / tokens, sources),
                 bits_per_byte=cluster_mean(rows["reference_bits_per_byte"], sources),
-                greedy_share=cluster_mean(rows["reference_greedy_tokens"] / tokens, sources),
+                contrast=cluster_mean(
+                    rows["reference_response_contrast_bits"].astype(float), sources
+                ),
                 greedy=cluster_mean(
                     rows["reference_greedy"].astype(float), sources, proportion=True
                 ),

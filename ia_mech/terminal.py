@@ -107,7 +107,8 @@ def print_run(run: Run) -> None:
     references = reference_table(run)
     if references:
         table = Table(title="the users' real follow-ups", title_justify="left")
-        for name in ("dataset", "turns", "log p / token", "bits / byte", "greedy writes"):
+        columns = "log p / token", "bits / byte", "contrast, bits", "greedy writes"
+        for name in ("dataset", "turns", *columns):
             table.add_column(name, justify="left" if name == "dataset" else "right", no_wrap=True)
         for row in references:
             table.add_row(
@@ -115,12 +116,14 @@ def print_run(run: Run) -> None:
                 _counted(row.references, row.cut_off),
                 row.logprob.text(),
                 row.bits_per_byte.text(),
+                row.contrast.text(1),
                 row.greedy.text(),
             )
         console.print(table)
     console.print(
-        "log p: raw (T = 1), nats. entropy: of the first token at T, nats. greedy writes: share of "
-        "follow-ups that greedy decoding writes whole.",
+        "log p: raw (T = 1), nats. entropy: of the first token at T, nats. contrast: bits by which "
+        "a follow-up is likelier after its own response than after others'. greedy writes: share "
+        "of follow-ups that greedy decoding writes whole.",
         soft_wrap=True,
     )
     if cut:

@@ -102,6 +102,26 @@ def test_references_and_curves_are_the_stored_ones(plain):
     assert found.references["source"].nunique() == len(stored)
 
 
+def test_how_a_turn_stands_among_swapped_responses_is_made_from_what_is_stored(plain):
+    found = read([plain.path]).candidates
+    own = found[found["name"] == "reference"]
+    stored = plain.contexts[plain.contexts["reference_logprob"].notna()]
+    several = 0
+    for (_, one), (_, row) in zip(own.iterrows(), stored.iterrows(), strict=True):
+        first, *rest = swapped = row["reference_logprob_swapped"].tolist()
+        bits = (row["reference_logprob"] - sum(swapped) / len(swapped)) / np.log(2)
+        assert one["response, mean of logs"] == pytest.approx(bits)
+        assert one["likeliest"] == all(row["reference_logprob"] > value for value in swapped)
+        assert one["chance"] == 1 / (1 + len(swapped))
+        if rest:
+            several += 1
+            placebo = (first - sum(rest) / len(rest)) / np.log(2)
+            assert one["placebo"] == pytest.approx(placebo)
+    assert several > 1
+    others = found[~found["name"].isin(["reference", "other_reference"])]
+    assert others[["response, mean of logs", "placebo", "likeliest", "chance"]].isna().all(None)
+
+
 def test_the_estimates_of_a_run_are_means_of_what_it_stores(plain):
     found = estimates(read([plain.path]), resamples=100)
     stored = plain.contexts[plain.contexts["reference_logprob"].notna()]

@@ -17,6 +17,7 @@ CONTRASTS = {  # of a reference, against what stands in the response's place
     "empty_contrast_bits": 2.0,
     "header_contrast_bits": NAN,
     "response, mean of logs": 4.0,
+    "placebo": -0.5,
     "likeliest": 1.0,
     "chance": 0.2,
 }
@@ -215,6 +216,7 @@ def test_how_often_a_turn_is_likeliest_after_its_own_response():
         by_chance = value(found, "likeliest after its response, by chance", turn)
         assert by_chance == pytest.approx(chance)
     assert value(found, "contrast, bits", "response, mean of logs") == 1.5
+    assert value(found, "placebo's contrast, bits", "response, mean of logs") == -0.5
     assert value(found, "contrast less control's, bits", "response, mean of logs") == 5.0
 
 

@@ -23,9 +23,11 @@ contrasts   in bits, in favour of the context's own response: log2 p(turn | quer
               response  log2 of the mean p(turn | query, another response) over the swapped ones
               empty     log2 p(turn | query, an empty response)
               header    log2 p(turn | the bare user header)
-            The turn's own fluency is in both terms and goes out. "another's reference" is the same
+            The turn's own fluency is in both terms and goes out. "another's follow-up" is the same
             for a turn of another conversation, which has nothing to do with the response: what it
-            gains isn't understanding. Read the difference.
+            gains or loses isn't understanding. Read the difference. In the "mean of logs" a turn to
+            which all responses are alike has 0, as the placebo has, where a swapped response takes
+            the own one's place; in the log of a mean it has less.
 rivals      how often the reference is likelier than the query repeated, the response repeated,
             another conversation's reference, a closing, or candidates of yours: as a whole turn
             (short ones win) and per token.

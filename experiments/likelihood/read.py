@@ -29,9 +29,10 @@ class Scored:
             the template has one, in nats.
         candidates: one row per candidate of these contexts: ``reference`` (row of ``references``),
             the stored fields, ``whole`` (log-probability of the whole turn), its ``curve``, and
-            where it was scored after other responses the contrast in ``MEAN_OF_LOGS``, whether
-            it is ``likeliest`` after the context's own (1 or 0), and the ``chance`` of that if all
-            responses were alike to it.
+            where it was scored after other responses the contrast in ``MEAN_OF_LOGS``, its
+            ``placebo`` (a swapped response takes the own one's place), whether it is ``likeliest``
+            after the context's own (1 or 0), and the ``chance`` of that if all responses were alike
+            to it.
         generations: one row per generation that was scored after other responses, with ``genuine``
             (1, 0 or NaN) where a judge said so; empty if none was.
         judge: whose verdicts, or None.
@@ -124,9 +125,11 @@ def _candidates(references: pd.DataFrame, at: dict[str, list[int]], closed: bool
 def _among_swapped(logprob: float, swapped: np.ndarray | None) -> dict:
     """How a turn's log-probability after its own response stands among those after others."""
     if swapped is None:
-        return {MEAN_OF_LOGS: np.nan, "likeliest": np.nan, "chance": np.nan}
+        return dict.fromkeys((MEAN_OF_LOGS, "placebo", "likeliest", "chance"), np.nan)
+    several = len(swapped) > 1
     return {
         MEAN_OF_LOGS: (logprob - np.mean(swapped)) / np.log(2.0),
+        "placebo": (swapped[0] - np.mean(swapped[1:])) / np.log(2.0) if several else np.nan,
         "likeliest": float(logprob > np.max(swapped)),
         "chance": 1 / (len(swapped) + 1),
     }

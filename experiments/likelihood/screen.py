@@ -12,7 +12,7 @@ from ia_mech.cli import one_line
 def show(estimates: pd.DataFrame, notes: list[str]) -> None:
     """Print what there is: references, contrasts, rivals, generations, notes."""
     console = Console(highlight=False, emoji=False)
-    console.width = max(console.width, 118)  # intervals belong on one line
+    console.width = max(console.width, 150)  # intervals belong on one line
     plain = estimates[estimates["temperature"].isna()]
     _print(
         console,
@@ -32,6 +32,7 @@ def show(estimates: pd.DataFrame, notes: list[str]) -> None:
         "contrast, bits": ("follow-up", 2),
         "control's contrast, bits": ("another's follow-up", 2),
         "contrast less control's, bits": ("difference", 2),
+        "placebo's contrast, bits": ("placebo", 2),
     }
     _print(console, "bits in favour of the context's own response", plain, bits, "quantity", "of")
     rank = {
@@ -80,7 +81,7 @@ def _print(
     table.add_column("dataset", no_wrap=True)
     if besides is not None:
         table.add_column({"temperature": "T"}.get(besides, besides), no_wrap=True)
-    table.add_column("turns", justify="right")
+    table.add_column("turns", justify="right", no_wrap=True)
     for name, _ in columns.values():
         table.add_column(name, justify="right", no_wrap=True)
     groups = ["dataset"] if besides is None else ["dataset", besides]

@@ -1,7 +1,7 @@
 """Estimates over scored turns, one row each, with intervals over sources."""
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 import pandas as pd
@@ -96,7 +96,8 @@ def _references(group: _Group, references: pd.DataFrame) -> Iterator[Row]:
     yield group.mean("log p with turn-end", references["reference_logprob_with_end"])
     greedy = references["reference_greedy"].astype(float)
     yield group.mean("greedy writes it", greedy, proportion=True)
-    yield group.mean("tokens until greedy leaves", references["reference_greedy_tokens"])
+    until = group.mean("tokens until greedy leaves", references["reference_greedy_tokens"])
+    yield replace(until, low=float(np.maximum(until.low, 0)))  # counts; NaN stays NaN
     left = references["reference_greedy_left_prob"]
     yield group.mean("probability where greedy leaves", left, proportion=True)
     ranks = references["reference_greedy_left_rank"].to_numpy(dtype=float)
@@ -129,7 +130,8 @@ def _contrasts(group: _Group, references: pd.DataFrame, candidates: pd.DataFrame
     """Contrasts of references, of the control, and how much the former exceed the latter.
 
     The log of a mean is above the mean of logs, so a turn to which all responses are alike has a
-    negative ``response`` contrast on average, and a zero one in the ``mean of logs``.
+    negative ``response`` contrast on average, and a zero one in the ``mean of logs``, as the
+    placebo has.
     """
     own, control = (
         candidates[candidates["name"] == name].set_index("reference").reindex(references.index)
@@ -144,6 +146,8 @@ def _contrasts(group: _Group, references: pd.DataFrame, candidates: pd.DataFrame
         if (bits - shuffled).notna().any():
             yield group.mean("control's contrast, bits", shuffled, of=name)
             yield group.mean("contrast less control's, bits", bits - shuffled, of=name)
+    if own["placebo"].notna().any():
+        yield group.mean("placebo's contrast, bits", own["placebo"], of=MEAN_OF_LOGS)
     for name, turns in ((REFERENCE, own), (CONTROL, control)):
         if turns["likeliest"].notna().any():
             yield group.mean(
