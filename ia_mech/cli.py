@@ -38,6 +38,20 @@ def guarded(body: Callable[[], None], interrupted: Callable[[], str]) -> int:
     return 0
 
 
+def add_intervals(group: argparse._ArgumentGroup, seed: str) -> None:
+    """``--level``, ``--resamples`` and ``--seed``; ``seed`` says what is drawn with it."""
+    group.add_argument(
+        "--level", type=coverage, default=0.95, help="coverage of intervals (default: 0.95)"
+    )
+    group.add_argument(
+        "--resamples",
+        type=whole_from(100, "fewer say nothing"),
+        default=2000,
+        help="bootstrap samples, where an interval is made from them (default: 2000)",
+    )
+    group.add_argument("--seed", type=whole_from(0), default=0, help=f"of {seed} (default: 0)")
+
+
 def coverage(text: str) -> float:
     """The level of an interval, for argparse."""
     try:

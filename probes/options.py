@@ -5,7 +5,7 @@ import os
 import re
 from pathlib import Path
 
-from ia_mech.cli import Parser, coverage, whole_from
+from ia_mech.cli import Parser, add_intervals, whole_from
 
 ESTIMATORS = ("logistic", "mass-mean", "lda", "ridge")
 
@@ -129,21 +129,7 @@ def add_statistics(parser: argparse.ArgumentParser) -> None:
         default=1000,
         help="of whole sources (default: 1000)",
     )
-    numbers.add_argument(
-        "--resamples",
-        type=whole_from(100, "fewer say nothing"),
-        default=2000,
-        help="bootstrap samples of sources (default: 2000)",
-    )
-    numbers.add_argument(
-        "--level", type=coverage, default=0.95, help="coverage of intervals (default: 0.95)"
-    )
-    numbers.add_argument(
-        "--seed",
-        type=whole_from(0),
-        default=0,
-        help="of folds, permutations and resampling (default: 0)",
-    )
+    add_intervals(numbers, seed="folds, permutations and resampling")
 
 
 def chosen(args: argparse.Namespace) -> tuple[list[str] | None, list[int] | None]:

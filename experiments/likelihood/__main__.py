@@ -10,7 +10,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from ia_mech.cli import Parser, coverage, guarded, tolerant_streams, whole_from
+from ia_mech.cli import Parser, add_intervals, guarded, tolerant_streams
 
 DESCRIPTION = """\
 How likely is what users really said next, and how much of that does the response account for?
@@ -60,18 +60,7 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="FOLDER",
         help="where tables and figures go (default: experiments/likelihood in the first run)",
     )
-    parser.add_argument(
-        "--level", type=coverage, default=0.95, help="coverage of intervals (default: 0.95)"
-    )
-    parser.add_argument(
-        "--resamples",
-        type=whole_from(100, "fewer say nothing"),
-        default=2000,
-        help="bootstrap samples, where an interval is made from them (default: 2000)",
-    )
-    parser.add_argument(
-        "--seed", type=whole_from(0), default=0, help="of the resampling (default: 0)"
-    )
+    add_intervals(parser.add_argument_group("intervals"), seed="resampling")
     return parser
 
 
@@ -87,7 +76,6 @@ def _run(args: argparse.Namespace) -> None:
         refuse_inside_run(args.out / "estimates.parquet")
     scored = read(args.runs, args.judge)
     found = estimates(scored, level=args.level, resamples=args.resamples, seed=args.seed)
-    screen.show(found, scored.notes)
     folder = args.out or args.runs[0] / "experiments" / "likelihood"
     folder.mkdir(parents=True, exist_ok=True)
     about = {"runs": [str(run.path) for run in scored.runs], "judge": scored.judge}
@@ -97,6 +85,7 @@ def _run(args: argparse.Namespace) -> None:
     if (found["quantity"] == "contrast, bits").any():
         title = f"{name} · what real follow-ups owe to the response"
         save(figures.contrasts(found, title), folder, "contrasts")
+    screen.show(found, scored.notes)  # last: a closed pipe must not cost the files
     print(f"wrote {folder}", file=sys.stderr)
 
 

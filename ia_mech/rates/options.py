@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from ia_mech.cli import Parser, coverage, whole_from
+from ia_mech.cli import Parser, add_intervals, whole_from
 
 DESCRIPTION = """\
 Say how often the generated user turns of a run are genuine follow-ups, per model, dataset and
@@ -77,21 +77,7 @@ def build_parser() -> argparse.ArgumentParser:
         "that was cut off is a different stimulus (default: all)",
     )
     numbers = parser.add_argument_group("intervals")
-    numbers.add_argument(
-        "--level", type=coverage, default=0.95, help="coverage of intervals (default: 0.95)"
-    )
-    numbers.add_argument(
-        "--resamples",
-        type=whole_from(100, "fewer say nothing"),
-        default=2000,
-        help="bootstrap samples, where an interval is made from them (default: 2000)",
-    )
-    numbers.add_argument(
-        "--seed",
-        type=whole_from(0),
-        default=0,
-        help="of resampling, sign flips and --examples (default: 0)",
-    )
+    add_intervals(numbers, seed="resampling, sign flips and --examples")
     numbers.add_argument(
         "--method",
         choices=["auto", "percentile", "bca"],
