@@ -25,6 +25,13 @@ def test_long_contexts_share_a_unit_with_fewer_others():
     assert plan_units([20_000], 4, max_tokens=12_000) == [[0]]
 
 
+def test_units_with_little_padding_hold_similar_lengths():
+    lengths = [100, 95, 50, 100, 52, 3]
+    assert plan_units(lengths, 6, max_padding=0.1) == [[5], [2, 4], [1, 0, 3]]
+    assert plan_units(lengths, 6, max_padding=0.0) == [[5], [2], [4], [1], [0, 3]]
+    assert plan_units([0, 0, 1], 6, max_padding=0.5) == [[0, 1], [2]]  # turns may be empty
+
+
 def test_contexts_of_a_unit_fill_the_batch():
     assert contexts_per_unit(13, 64) == 4
     assert contexts_per_unit(100, 64) == 1

@@ -128,6 +128,27 @@ def command_line_chat(config: SampleConfig, subject: Subject):
     return build_chat(config, subject.tokenizer)
 
 
+def test_few_contexts_are_computed_together_where_turns_are_scored(
+    config, tiny_subject, tmp_path, monkeypatch
+):
+    """So that a kill costs little; without turns to score a unit fills its batch."""
+    together, honest = [], Scorer.score
+
+    def counted(self, prefilled, contexts, decoded):
+        together.append(len(contexts))
+        return honest(self, prefilled, contexts, decoded)
+
+    monkeypatch.setattr(Scorer, "score", counted)
+    monkeypatch.setattr("ia_mech.collect.SCORED_CONTEXTS", 2)
+    wide = replace(config, batch_rows=1000)
+    collect(wide, tiny_subject, tmp_path / "scored", Silent())
+    assert max(together) == 2 and sum(together) == len(PLAIN)
+    together.clear()
+    bare = scored.dataset(tmp_path / "bare.jsonl", [one | {"reference": None} for one in PLAIN])
+    collect(replace(wide, dataset=bare), tiny_subject, tmp_path / "bare", Silent())
+    assert together == [len(PLAIN)]
+
+
 # -- going on -----------------------------------------------------------------------------------
 
 
