@@ -243,10 +243,7 @@ class _Job:
                 for order, conversation in conversations
                 if (item := self._item(order, conversation, responses.get(order))) is not None
             ]
-            scored = self.config.score_generations or any(
-                i.reference_ids is not None for i in items
-            )
-            together = min(size, SCORED_CONTEXTS) if scored else size
+            together = min(size, SCORED_CONTEXTS) if self._is_scored(items) else size
             for index, unit in enumerate(plan_units([len(i.chat.ids) for i in items], together)):
                 name = f"{window}.{index}"
                 if name not in done:
@@ -296,7 +293,8 @@ class _Job:
                 f"or its neighbours in {self.subject.describe()['dtype']}",
                 "use --dtype bfloat16 or float32 and another --out",
             )
-        decoded = self._sample(prefilled, items)
+        scored = self._is_scored(items)
+        decoded = self._sample(prefilled, items, rows_are_done=not scored)
         width = len(self.grid_rows)
         of_context = [decoded[at * width : (at + 1) * width] for at in range(len(items))]
         contexts = [
@@ -304,6 +302,8 @@ class _Job:
             for item in items
         ]
         scores = scorer.score(prefilled, contexts, of_context)
+        if scored:
+            self.progress.advance(0, len(decoded))
         return [
             Result(
                 rows=of_context[index],
@@ -314,9 +314,19 @@ class _Job:
             for index in range(len(items))
         ]
 
-    def _sample(self, prefilled: Prefilled, items: list[Item]) -> list[Decoded]:
+    def _is_scored(self, items: list[Item]) -> bool:
+        """Whether any turn of these contexts is scored, which may take longer than decoding."""
+        return self.config.score_generations or any(i.reference_ids is not None for i in items)
+
+    def _sample(
+        self, prefilled: Prefilled, items: list[Item], rows_are_done: bool
+    ) -> list[Decoded]:
         """Every row of the grid for every context, contexts first."""
         grid = self.config.grid
+
+        def advance(tokens: int, rows: int) -> None:
+            self.progress.advance(tokens, rows if rows_are_done else 0)
+
         rows = [
             Row(index, temperature, stream_key(grid.seed, item.conversation.source_id, sample))
             for index, item in enumerate(items)
@@ -329,7 +339,7 @@ class _Job:
                 part,
                 self.chat.stop_ids,
                 grid.max_new_tokens,
-                self.progress.advance,
+                advance,
             ),
             rows,
         )

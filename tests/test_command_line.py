@@ -563,6 +563,7 @@ def test_every_share_has_an_interval(sample):
     for row in followups:
         for column in ("log p / token", "bits / byte"):
             assert re.fullmatch(r"-?\d+\.\d\d \[-?\d+\.\d\d, -?\d+\.\d\d\]", row[column])
+        assert re.fullmatch(r"-?\d+\.\d \[-?\d+\.\d, -?\d+\.\d\]", row["contrast, bits"])
 
 
 def test_a_share_of_a_single_source_still_has_an_interval(sample):

@@ -279,7 +279,7 @@ class CtrlC(Quiet):
         ("responses", 0, 0, 0),
         ("responses", 7, 2, 0),  # six steps a unit
         ("user turns", 0, 6, 0),
-        ("user turns", 9, 6, 4),  # four steps a unit
+        ("user turns", 11, 6, 4),  # four steps a unit, and its rows are done when they are scored
     ],
 )
 def test_an_interrupted_run_goes_on(
