@@ -153,6 +153,16 @@ def test_the_best_temperature_is_where_the_mean_curve_is_highest():
     assert value(of(REFERENCES[2:]), "best temperature") == 2.0  # -20 before -21
 
 
+def test_the_best_temperature_lies_between_points_of_the_grid():
+    alike = [reference(f"s{i}", [-30, -20, -24]) for i in range(5)]
+    best = rows(of(alike), "best temperature")
+    assert best[["value", "low", "high"]].to_numpy().tolist() == [[1.0, 0.5, 2.0]]
+    edge = rows(of([reference(f"s{i}", [-30, -20, -10]) for i in range(5)]), "best temperature")
+    assert edge[["value", "low", "high"]].to_numpy().tolist() == [[2.0, 1.0, 2.0]]
+    alone = rows(of(alike[:1]), "best temperature")
+    assert np.isnan(alone["low"].item())
+
+
 def test_references_that_greedy_decoding_writes_all_have_no_rank_where_it_leaves():
     found = of([REFERENCES[2]])
     assert rows(found, "median rank where greedy leaves").empty

@@ -123,6 +123,12 @@ def _temperatures(
         return float(temperatures[np.argmax(counts @ columns["curve"])])
 
     estimate = cluster_statistic(best, {"curve": curve}, group.sources, **group.options)
+    if estimate.sources > 1:
+        # Between which points of the grid it may lie; where all resamples agree there is no spread.
+        ends = np.nan_to_num([estimate.low, estimate.high], nan=estimate.value)
+        at = np.searchsorted(temperatures, ends) + np.array([-1, 1])
+        low, high = temperatures[at.clip(0, len(temperatures) - 1)]
+        estimate = replace(estimate, low=float(low), high=float(high))
     yield group.row("best temperature", estimate, len(curve))
 
 
