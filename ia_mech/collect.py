@@ -96,7 +96,9 @@ def collect(
             limit = context_limit(subject.model.config)
             snapshot = write_snapshot(source, config, chat, limit, file)
             if own is not None:
-                own.check_ids({c.id for _, window in windows(file) for _, c in window})
+                every = [c for _, window in windows(file) for _, c in window]
+                references = sum(c.reference is not None for c in every)
+                own.check({c.id for c in every}, references)
             record = {
                 "format": layout.FORMAT,
                 "source": source.description,

@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import shutil
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from ia_mech.engine.plan import WINDOW
 from ia_mech.errors import UserError
 from ia_mech.models import Subject, context_limit, text_config
 from ia_mech.run import layout
+from ia_mech.scoring.candidates import OwnCandidates
 
 
 @dataclass(frozen=True)
@@ -196,38 +198,59 @@ def check_room(
         )
 
 
-def make_plan(config: SampleConfig, chat: ChatFormat, model_config, dtype_bytes: int) -> Plan:
-    """What a run would do and write, without the model's weights."""
+def make_plan(
+    config: SampleConfig,
+    chat: ChatFormat,
+    model_config,
+    dtype_bytes: int,
+    own: OwnCandidates | None = None,
+) -> Plan:
+    """What a run would do and write, without the model's weights.
+
+    Raises:
+        UserError: conversations or the user's ``own`` candidates that can't be used.
+    """
     positions = kept_positions(config, chat)
-    lengths, to_generate, contrasts, scored = [], 0, [0, 0], 0
+    lengths, to_generate, ids, references = [], 0, set(), 0
+    candidate_tokens, turns, sources = 0, [], defaultdict(set)
     text = text_config(model_config)
+
+    def count(turn: str) -> int:
+        return len(chat.tokenizer(turn, add_special_tokens=False)["input_ids"])
+
     for conversation, length in checked(
         open_source(config), config, chat, context_limit(model_config)
     ):
         lengths.append(length)
         to_generate += needs_response(config, conversation)
-        others = config.swaps + 1  # and an empty response; the bare header is next to nothing
+        ids.add(conversation.id)
+        sources[conversation.dataset].add(conversation.source_id)
         turn = 0
         if conversation.reference is not None:
-            turn = len(
-                chat.tokenizer(conversation.reference, add_special_tokens=False)["input_ids"]
-            )
+            references += 1
+            turn = count(conversation.reference)
             # Query and response are rivals of the reference, about as long as the context.
-            scored += length + turn
+            candidate_tokens += length + turn
+            for candidate in own.of(conversation.id) if own is not None else []:
+                candidate_tokens += count(candidate.text)
         if config.score_generations:
             turn += len(config.grid.rows()) * config.grid.max_new_tokens
         if turn:
-            contrasts = [contrasts[0] + others, contrasts[1] + others * length]
-            scored += (others + 1) * turn
+            turns.append((conversation.dataset, length, turn))
+    if own is not None:
+        own.check(ids, references)
+    # Other responses of the dataset and an empty one; the bare header is next to nothing.
+    others = {name: min(config.swaps, len(found) - 1) + 1 for name, found in sources.items()}
     return Plan(
         contexts=len(lengths),
         responses_to_generate=to_generate,
         rows=len(config.grid.rows()) * len(lengths),
         context_tokens=sum(lengths),
         longest_context=max(lengths),
-        contrast_contexts=contrasts[0],
-        contrast_tokens=contrasts[1],
-        scored_tokens=scored,
+        contrast_contexts=sum(others[dataset] for dataset, _, _ in turns),
+        contrast_tokens=sum(others[dataset] * length for dataset, length, _ in turns),
+        scored_tokens=candidate_tokens
+        + sum((others[dataset] + 1) * turn for dataset, _, turn in turns),
         bytes=run_bytes(config, positions, model_config, dtype_bytes, len(lengths), sum(lengths)),
         lens_bytes=(text.vocab_size + 2) * text.hidden_size * dtype_bytes,
         header_text=chat.header_text,

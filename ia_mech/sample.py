@@ -70,14 +70,14 @@ def _dry_run(config: "SampleConfig", out: Path) -> None:
     from ia_mech.terminal import print_plan
 
     check_folder(out)
-    if config.candidates is not None:
-        OwnCandidates.read(config.candidates)
+    own = None if config.candidates is None else OwnCandidates.read(config.candidates)
     dtype = resolve_dtype(config.model.dtype, resolve_device(config.model.device))
     tokenizer, model_config = load_tokenizer_and_config(config.model)
     if dtype == "auto":
         dtype = stored_dtype(model_config)
     size = dtype.itemsize
-    print_plan(config, make_plan(config, build_chat(config, tokenizer), model_config, size), out)
+    plan = make_plan(config, build_chat(config, tokenizer), model_config, size, own)
+    print_plan(config, plan, out)
 
 
 def _sample(config: "SampleConfig", out: Path, repair: bool) -> "Run":

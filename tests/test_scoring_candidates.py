@@ -22,7 +22,7 @@ def own(tmp_path) -> OwnCandidates:
     file = written(
         tmp_path / "own.jsonl",
         {"name": "why", "text": " Why?\n"},
-        {"name": "odd", "text": "Où ? 🙂", "id": "a", "more": [1]},
+        {"name": "odd", "text": "Où ? 🙂", "id": "a"},
         {"name": "odd", "text": "Who?", "id": "b"},
         {"name": "long", "text": "Make it longer.", "id": None},
     )
@@ -73,9 +73,10 @@ BAD = {
     "a number as name": ('{"name": 3, "text": "Why?"}', "line 1 has no name that is text", EACH),
     "a blank name": ('{"name": " ", "text": "Why?"}', "line 1 has no name that is text", EACH),
     "a list as name": ('{"name": ["a"], "text": "b"}', "line 1 has no name that is text", EACH),
-    "a number as id": (
-        '{"name": "w", "text": "Why?", "id": 3}', "line 1 has no id that is text", EACH
-    ),
+    "a list as id": ('{"name": "w", "text": "Why?", "id": []}', "has no id that is text", EACH),
+    "true as id": ('{"name": "w", "text": "Why?", "id": true}', "has no id that is text", EACH),
+    "another key": ('{"name": "w", "text": "Why?", "ID": "a"}', "the key 'ID'", "use name,"),
+    "control characters": ('{"name": "w\\u001b[1m", "text": "Why?"}', "can't be", "plain"),
     "a blank id": ('{"name": "w", "text": "Why?", "id": ""}', "no id that is text", EACH),
     "twice everywhere": (ROW + ROW, "has two candidates 'why' for one context", "a name of its"),
     "twice for one": (
@@ -136,15 +137,23 @@ def test_half_a_surrogate_pair_is_refused(tmp_path, key):
 
 
 def test_ids_that_the_run_has_not_are_refused(own, tmp_path):
-    own.check_ids({"a", "b", "c"})
+    own.check({"a", "b", "c"}, 1)
     with pytest.raises(UserError, match=r"names conversations that the run hasn't: b; give ids"):
-        own.check_ids({"a"})
+        own.check({"a"}, 1)
     rows = [{"name": "n", "text": "t", "id": name} for name in "gfedc"]
     many = OwnCandidates.read(written(tmp_path / "many", *rows))
     with pytest.raises(UserError, match=r"hasn't: d, e, f and 1 more; give ids of this dataset"):
-        many.check_ids({"c"})
+        many.check({"c"}, 1)
     written(tmp_path / "all", {"name": "why", "text": "Why?"})
-    OwnCandidates.read(tmp_path / "all").check_ids(set())
+    everywhere = OwnCandidates.read(tmp_path / "all")
+    everywhere.check(set(), 1)
+    with pytest.raises(UserError, match="the data doesn't say that; give data with a later user"):
+        everywhere.check({"a"}, 0)
+
+
+def test_numbers_as_ids_are_read_as_text(tmp_path):
+    file = written(tmp_path / "f", {"name": "w", "text": "Why?", "id": 81})
+    assert OwnCandidates.read(file).of("81") == [Candidate("w", "Why?")]
 
 
 # -- rivals -------------------------------------------------------------------------------------

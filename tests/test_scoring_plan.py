@@ -14,6 +14,7 @@ from ia_mech.config import SampleConfig
 from ia_mech.engine.plan import Grid
 from ia_mech.identity import build_chat
 from ia_mech.intake import Plan, make_plan
+from ia_mech.scoring.candidates import OwnCandidates
 
 # Three conversations, one of which has no reference; two rows of at most 5 tokens to each.
 CONVERSATIONS = [scored.CONVERSATIONS[at] for at in (0, 1, 3)]
@@ -24,7 +25,7 @@ ROWS = 2 * 5
 @pytest.fixture
 def config(tmp_path) -> SampleConfig:
     data = scored.dataset(tmp_path / "chats.jsonl", CONVERSATIONS)
-    return SampleConfig(dataset=data, limit=None, grid=GRID, swaps=3)
+    return SampleConfig(dataset=data, limit=None, grid=GRID, swaps=2)
 
 
 @pytest.fixture
@@ -57,19 +58,19 @@ def test_references_are_counted_after_their_context_the_swaps_and_an_empty_respo
     (a, b, c), (x, y, _) = counts
     found = plan(config)
     assert found.context_tokens == a + b + c and found.longest_context == b
-    assert found.contrast_contexts == 2 * (3 + 1)
-    assert found.contrast_tokens == (3 + 1) * (a + b)
+    assert found.contrast_contexts == 2 * (2 + 1)
+    assert found.contrast_tokens == (2 + 1) * (a + b)
     # Query and response are rivals, together about as long as the context; the reference follows
-    # its own response, three others and an empty one.
-    assert found.scored_tokens == (a + x + 5 * x) + (b + y + 5 * y)
+    # its own response, two others and an empty one.
+    assert found.scored_tokens == (a + x + 4 * x) + (b + y + 4 * y)
 
 
 def test_generations_are_counted_at_their_longest_in_every_context(config, plan, counts):
     (a, b, c), (x, y, _) = counts
     found = plan(replace(config, score_generations=True))
-    assert found.contrast_contexts == 3 * (3 + 1)
-    assert found.contrast_tokens == (3 + 1) * (a + b + c)
-    assert found.scored_tokens == (a + x + 5 * (x + ROWS)) + (b + y + 5 * (y + ROWS)) + 5 * ROWS
+    assert found.contrast_contexts == 3 * (2 + 1)
+    assert found.contrast_tokens == (2 + 1) * (a + b + c)
+    assert found.scored_tokens == (a + x + 4 * (x + ROWS)) + (b + y + 4 * (y + ROWS)) + 4 * ROWS
 
 
 def test_without_swaps_the_empty_response_is_left(config, plan, counts):
@@ -89,9 +90,27 @@ def test_responses_to_be_written_are_counted_at_their_longest(config, plan):
     longer, shorter = (
         plan(replace(config, response="generate", max_response_tokens=n)) for n in (40, 10)
     )
-    assert longer.contrast_contexts == shorter.contrast_contexts == 8
-    assert longer.contrast_tokens - shorter.contrast_tokens == 8 * 30
+    assert longer.contrast_contexts == shorter.contrast_contexts == 6
+    assert longer.contrast_tokens - shorter.contrast_tokens == 6 * 30
     assert longer.scored_tokens - shorter.scored_tokens == 2 * 30
+
+
+def test_no_more_responses_are_counted_than_there_are_to_lend(config, plan):
+    assert plan(replace(config, swaps=1000)) == plan(config)
+
+
+def test_own_candidates_are_counted_where_there_is_a_reference(
+    config, plan, tiny_subject, tmp_path
+):
+    file = tmp_path / "own.jsonl"
+    file.write_text(
+        '{"name": "a", "text": "Why is that so?"}\n{"name": "b", "text": "No", "id": "c1"}'
+    )
+    own = OwnCandidates.read(file)
+    chat = build_chat(config, tiny_subject.tokenizer)
+    found = make_plan(config, chat, tiny_subject.model.config, 4, own)
+    everywhere, one = (len(tiny_subject.tokenizer.tokenize(t)) for t in ("Why is that so?", "No"))
+    assert found.scored_tokens == plan(config).scored_tokens + 2 * everywhere + one
 
 
 def test_as_many_contexts_are_prefilled_as_were_foreseen(

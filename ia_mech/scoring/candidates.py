@@ -80,12 +80,22 @@ class OwnCandidates:
                 )
         return cls(everywhere, dict(of), hashlib.sha256(content).hexdigest())
 
-    def check_ids(self, known: set[str]) -> None:
-        """Refuse candidates of conversations that the run hasn't.
+    def check(self, known: set[str], references: int) -> None:
+        """Refuse candidates that a run has no use for.
+
+        Args:
+            known: ids of its conversations.
+            references: how many of these have a reference turn.
 
         Raises:
-            UserError: there are some.
+            UserError: there is no reference, or some are of conversations that it hasn't.
         """
+        if not references:
+            raise UserError(
+                "--candidates are compared with what users really said next, and the data doesn't "
+                "say that",
+                "give data with a later user turn (--followup-column), or leave --candidates out",
+            )
         unknown = sorted(set(self._of) - known)
         if unknown:
             raise UserError(
@@ -106,6 +116,11 @@ def _parse(line: str, place: str) -> tuple[Candidate, str | None]:
         row = None
     if not isinstance(row, dict):
         raise UserError(f"{place} is not a JSON object", 'write {"name": "why", "text": "Why?"}')
+    unknown = sorted(set(row) - {"name", "text", "id"})
+    if unknown:
+        raise UserError(f"{place} has the key {unknown[0]!r}", "use name, text and id")
+    if type(row.get("id")) is int:  # and no bool
+        row["id"] = str(row["id"])
     for key, needed in (("name", True), ("text", True), ("id", False)):
         value = row.get(key)
         if not (value is None and not needed) and not (isinstance(value, str) and value.strip()):
@@ -116,6 +131,8 @@ def _parse(line: str, place: str) -> tuple[Candidate, str | None]:
         raise UserError(
             f"{place} holds half of a surrogate pair", "write whole characters"
         ) from None
+    if not row["name"].isprintable():
+        raise UserError(f"{place}: {row['name']!r} can't be printed", "name it with plain text")
     if row["name"] in NAMES:
         raise UserError(
             f"{place}: {row['name']!r} is a candidate that every context has",

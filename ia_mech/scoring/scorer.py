@@ -207,7 +207,7 @@ class Scorer:
             found.append((at, genuine, list(context.reference_ids)))
             lender = self._donors.reference(context.order, lenders[at])
             for candidate in rivals(conversation, lender, self._own):
-                ids = self._ids_of(context, candidate.text)
+                ids = self._ids_of(context, candidate)
                 if ids is not None:
                     found.append((at, candidate, ids))
         turns = [Turn(at, [*ids, *self._closing]) for at, _, ids in found]
@@ -220,17 +220,19 @@ class Scorer:
                 contrasts = Contrasts(Likelihood.of(one.logprobs_raw, len(ids)))
             scores[at].candidates.append(ScoredCandidate(candidate, ids, one, contrasts))
 
-    def _ids_of(self, context: Scorable, text: str) -> list[int] | None:
+    def _ids_of(self, context: Scorable, candidate: Candidate) -> list[int] | None:
         """A candidate's ids; None where the template refuses it or the model's context is full."""
-        messages = context.conversation.messages
+        messages, name = context.conversation.messages, f"candidate {candidate.name!r}"
         try:
             opened = self._chat.context(messages)
-            ids = self._chat.reference_ids(messages, opened, text)
+            ids = self._chat.reference_ids(messages, opened, candidate.text)
         except UserError as error:
-            self._note(f"candidate in {context.conversation.id}", error.problem)
+            self._note(name, error.problem)
             return None
-        full = self._limit is not None and len(context.ids) + len(ids) + 1 > self._limit
-        return None if full else ids
+        if self._limit is not None and len(context.ids) + len(ids) + 1 > self._limit:
+            self._note(name, f"the model's context of {self._limit} tokens has no room for it")
+            return None
+        return ids
 
     def _generated(self, at: int, row: Decoded) -> _Probe:
         ids = row.token_ids.tolist()
