@@ -166,16 +166,36 @@ def test_pooled_runs_share_the_temperatures_that_both_scored(plain, sampled):
 
 def test_generations_without_judgements_are_noted(plain):
     found = read([plain.path])
-    assert found.notes == ["generations are not judged: python -m ia_mech.judge run RUN"]
+    assert found.notes[-1] == (
+        f"{plain.path} is not judged, so generations aren't told apart: python -m ia_mech.judge "
+        f"run {plain.path}"
+    )
     assert found.judge is None and found.generations["genuine"].isna().all()
 
 
 def test_generations_that_were_not_scored_are_noted(sampled):
     found = read([sampled(scored.CONVERSATIONS[:3]).path])
     assert found.generations.empty
-    assert found.notes == [
+    assert found.notes[-1] == (
         "generations were not scored after other responses: sample with --score-generations"
+    )
+
+
+def test_what_a_reader_of_contrasts_has_to_know_is_noted(sampled, plain):
+    own = sampled(response="generate", max_response_tokens=3, swaps=1)
+    found = read([plain.path, own.path]).notes
+    rows = own.contexts
+    cut = int(rows.loc[rows["reference_logprob"].notna(), "response_cut_off"].sum())
+    assert cut > 0
+    assert found[:4] == [
+        f"{cut} of 16 follow-ups are scored after a response that was cut off, which is another "
+        "stimulus (column response_cut_off).",
+        "responses are the model's own: what users really said answered other ones.",
+        "2 of 16 contexts have fewer swapped responses than --swaps asked for: their datasets have "
+        "no more others.",
+        "runs that were pooled differ in response, max_response_tokens, swaps.",
     ]
+    assert "no control in odd: there is no other follow-up" in read([plain.path]).notes[1]
 
 
 def test_verdicts_are_joined_by_run_context_temperature_and_sample(copied):
@@ -186,7 +206,7 @@ def test_verdicts_are_joined_by_run_context_temperature_and_sample(copied):
     assert found.generations["genuine"].tolist() == expected.astype(float).tolist()
     rows = estimates(found, resamples=100)
     within = rows[(rows["quantity"] == "AUROC of genuine, within contexts")]
-    within = within[(within["of"] == "response") & (within["dataset"] == "all")]
+    within = within[(within["of"] == "response, bits") & (within["dataset"] == "all")]
     warm = found.generations[found.generations["temperature"] == 1.0]
     won = [
         (g > o) + (g == o) / 2
@@ -251,7 +271,7 @@ def test_tables_and_figures_go_where_they_are_wanted(plain, likelihood, tmp_path
     outcome = likelihood(plain.path, "--out", folder)
     assert outcome.status == 0, outcome.err
     assert sorted(p.name for p in folder.iterdir()) == WRITTEN
-    assert "generations are not judged" in outcome.out
+    assert "is not judged, so generations aren't told apart" in outcome.out
     assert files(plain.path) == before
     kept = (folder / "estimates.parquet").read_bytes()
     assert likelihood(plain.path, "--out", folder).status == 0  # again, over it
@@ -273,6 +293,12 @@ def test_a_run_given_twice_is_refused(plain, likelihood, tmp_path):
     (tmp_path / "link").symlink_to(plain.path)
     for other in (plain.path, tmp_path / "link", f"{plain.path}/."):
         assert "is given twice; give each run once" in refusal(likelihood(plain.path, other))
+
+
+def test_a_copy_of_a_run_is_refused(plain, copied, likelihood):
+    other = copied()
+    line = refusal(likelihood(plain.path, other.path))
+    assert f"{other.path} is a copy of {plain.path}; give each run once" in line
 
 
 def test_runs_of_several_models_are_refused(plain, copied, likelihood):

@@ -60,9 +60,12 @@ def candidate(
 
 def generation(source: str, context: str, bits: float, genuine: float, **changes) -> dict:
     return {
+        "run": "r",
         "dataset": "chats",
         "source": source,
         "context_id": context,
+        "tokens": 5,
+        "finish_reason": "turn_end",
         "temperature": 1.0,
         "genuine": genuine,
         "response_contrast_bits": bits,
@@ -308,7 +311,8 @@ WRITTEN = [
     generation("s3", "d", 2.0, 0.0),
     generation("s3", "d", 3.0, NAN),
 ]
-GENUINE = "AUROC of genuine, {} contexts"
+BETWEEN, WITHIN = "AUROC of genuine, between sources", "AUROC of genuine, within contexts"
+BITS = "response, bits"
 
 
 def test_contrasts_of_generations_by_what_the_judge_says():
@@ -320,25 +324,37 @@ def test_contrasts_of_generations_by_what_the_judge_says():
     assert rows(found, name, "empty").empty
 
 
-def test_auroc_between_contexts_compares_all_pairs():
-    genuine, others = [5, 1, 9], [4, 6, 1, 2]
-    won = sum((g > o) + (g == o) / 2 for g in genuine for o in others)
+def test_auroc_between_sources_compares_turns_of_different_sources():
+    """s0: 5 beats 1 and 2; s1: 1 loses to 4, 6 and 2; s2: 9 beats all four."""
     found = of(REFERENCES, generations=WRITTEN)
-    assert value(found, GENUINE.format("between"), "response") == pytest.approx(won / 12)
+    assert value(found, BETWEEN, BITS) == pytest.approx(6 / 9)
+    assert rows(found, BETWEEN, BITS)["turns"].item() == 7
+
+
+def test_contrasts_of_generations_per_token():
+    written = [row | {"tokens": 2 + at} for at, row in enumerate(WRITTEN)]
+    written[0] |= {"finish_reason": "length", "tokens": 1}
+    written[7] |= {"tokens": 1}  # a turn-end alone
+    found = of(REFERENCES, generations=written)
+    pace = [5 / 1, 4 / 2, 6 / 3, 1 / 4, 1 / 5, 9 / 6, 2 / 7]
+    name = "generations' contrast, bits per token"
+    assert value(found, name, "response") == pytest.approx(np.mean(pace))
+    assert rows(found, name, "response")["turns"].item() == 7
+    # 5 beats the three others' 1/5 and 2/7; 1/4 beats 2/7? no; 1.5 beats 1/5 and 2/7.
+    assert value(found, BETWEEN, "response, bits per token") == pytest.approx((2 + 0 + 2) / 9)
 
 
 def test_auroc_within_contexts_compares_pairs_of_one_context():
     """Context a: 5 beats 4 and loses to 6; b: a tie; c and d have no pair."""
-    found = of(REFERENCES, generations=WRITTEN)
-    assert value(found, GENUINE.format("within"), "response") == pytest.approx((1 + 0.5) / 3)
+    found = rows(of(REFERENCES, generations=WRITTEN), WITHIN, BITS)
+    assert found["value"].item() == pytest.approx((1 + 0.5) / 3)
+    assert found["turns"].item() == 5 and found["sources"].item() == 2
 
 
 def test_temperatures_are_kept_apart():
     warm = [row | {"temperature": 2.0, "genuine": 1.0 - row["genuine"]} for row in WRITTEN]
     found = of(REFERENCES, generations=[*WRITTEN, *warm])
-    one, two = (
-        value(found, GENUINE.format("within"), "response", temperature=t) for t in (1.0, 2.0)
-    )
+    one, two = (value(found, WITHIN, BITS, temperature=t) for t in (1.0, 2.0))
     assert one == pytest.approx(1.5 / 3) and two == pytest.approx(1 - one)
 
 
@@ -359,7 +375,7 @@ def test_contexts_of_two_datasets_that_share_an_id_are_not_compared():
     ]
     found = of([*REFERENCES, reference("t0", [-1, -1, -1], dataset="maths")], generations=written)
     shares = {
-        dataset: value(found, GENUINE.format("within"), "response", dataset=dataset)
+        dataset: value(found, WITHIN, BITS, dataset=dataset)
         for dataset in ("chats", "maths", "all")
     }
     assert shares == {"chats": 1.0, "maths": 1.0, "all": 1.0}
@@ -371,13 +387,14 @@ def test_contexts_of_two_datasets_that_share_an_id_are_not_compared():
 def test_everything_that_was_estimated_can_be_shown_and_drawn(capsys):
     rivals = [candidate(at, "other_reference", [-9, -9, -9], bits=1.0) for at in range(4)]
     found = of(REFERENCES, rivals, generations=WRITTEN)
-    screen.show(found, ["a note with [brackets]"])
+    screen.show(found, ["a note with [brackets]"], 0.9)
     out = capsys.readouterr().out
     for title in (
         "real follow-ups", "bits in favour", "likelier than", "per token", "generations' contrast",
-        "between contexts", "within contexts",
+        "between sources", "within contexts",
     ):  # fmt: skip
         assert title in out
+    assert "(90% intervals over sources)" in out and "…" not in out
     assert "a note with [brackets]" in out and "0.50" in out
     assert figures.temperature_curve(found, "t").axes[0].get_legend_handles_labels()[1] == ["chats"]
     labels = [tick.get_text() for tick in figures.contrasts(found, "t").axes[0].get_yticklabels()]
@@ -386,7 +403,7 @@ def test_everything_that_was_estimated_can_be_shown_and_drawn(capsys):
 
 def test_a_single_turn_of_a_single_source_is_shown_without_intervals(capsys):
     found = of(REFERENCES[:1])
-    screen.show(found, [])
+    screen.show(found, [], 0.95)
     assert "[–]" in capsys.readouterr().out
     figures.temperature_curve(found, "t")
     figures.contrasts(found, "t")

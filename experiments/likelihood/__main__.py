@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 from ia_mech.cli import Parser, add_intervals, guarded, tolerant_streams
+from ia_mech.errors import UserError
 
 DESCRIPTION = """\
 How likely is what users really said next, and how much of that does the response account for?
@@ -72,20 +73,27 @@ def _run(args: argparse.Namespace) -> None:
     from probes.report.figures import save
     from probes.report.tables import write_parquet
 
-    if args.out is not None:
-        refuse_inside_run(args.out / "estimates.parquet")
+    usual = args.runs[0] / "experiments" / "likelihood"
+    folder = usual if args.out is None else args.out
+    if folder.resolve() != usual.resolve():
+        refuse_inside_run(folder / "estimates.parquet")
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"{folder} is a file", "name a folder with --out")
     scored = read(args.runs, args.judge)
     found = estimates(scored, level=args.level, resamples=args.resamples, seed=args.seed)
-    folder = args.out or args.runs[0] / "experiments" / "likelihood"
     folder.mkdir(parents=True, exist_ok=True)
-    about = {"runs": [str(run.path) for run in scored.runs], "judge": scored.judge}
+    about = {
+        "runs": [str(run.path) for run in scored.runs],
+        "judge": scored.judge,
+        "level": args.level,
+    }
     write_parquet(found, folder / "estimates.parquet", about)
     name = scored.runs[0].model["name"]
     save(figures.temperature_curve(found, f"{name} · real follow-ups"), folder, "temperature_curve")
     if (found["quantity"] == "contrast, bits").any():
-        title = f"{name} · what real follow-ups owe to the response"
+        title = f"{name} · bits in favour of the own response"
         save(figures.contrasts(found, title), folder, "contrasts")
-    screen.show(found, scored.notes)  # last: a closed pipe must not cost the files
+    screen.show(found, scored.notes, args.level)  # last: a closed pipe must not cost the files
     print(f"wrote {folder}", file=sys.stderr)
 
 

@@ -9,7 +9,7 @@ import pandas as pd
 
 from ia_mech.errors import UserError
 from ia_mech.judge.label import check_finished
-from ia_mech.rates.pool import read_runs
+from ia_mech.rates.pool import differing, read_runs
 from ia_mech.run import Run
 
 REFERENCE, CONTROL = "reference", "other_reference"
@@ -65,8 +65,11 @@ def read(paths: Sequence[str | Path], judge: str | None = None) -> Scored:
         if place in places[:at]:
             raise UserError(f"{paths[at]} is given twice", "give each run once")
     runs = [Run.open(path) for path in paths]
-    for run in runs:
+    for at, run in enumerate(runs):
         check_finished(run)
+        same = [other for other in runs[:at] if other.identity_digest == run.identity_digest]
+        if same:
+            raise UserError(f"{run.path} is a copy of {same[0].path}", "give each run once")
         if not run.score_temperatures:
             raise UserError(
                 f"{run.path} was sampled before turns were scored after other responses",
@@ -93,9 +96,9 @@ def read(paths: Sequence[str | Path], judge: str | None = None) -> Scored:
             for values, path in zip(references[name], references["run"], strict=True)
         ]
     )
-    notes = []
-    generations, judge = _generations(runs, paths, judge, notes)
     candidates = _candidates(references, at, closed)
+    notes = _notes(runs, references, candidates)
+    generations, judge = _generations(runs, paths, judge, notes)
     return Scored(runs, temperatures, references, curve, candidates, generations, judge, notes)
 
 
@@ -120,6 +123,38 @@ def _candidates(references: pd.DataFrame, at: dict[str, list[int]], closed: bool
         for candidate in context["candidates"]
     ]
     return pd.DataFrame(rows)
+
+
+def _notes(runs: list[Run], references: pd.DataFrame, candidates: pd.DataFrame) -> list[str]:
+    """What a reader of estimates over references has to know."""
+    notes = []
+    cut, total = int(references["response_cut_off"].sum()), len(references)
+    if cut:
+        notes.append(
+            f"{cut} of {total} follow-ups are scored after a response that was cut off, which is "
+            "another stimulus (column response_cut_off)."
+        )
+    if any(run.config["response"] == "generate" for run in runs):
+        notes.append("responses are the model's own: what users really said answered other ones.")
+    swaps = {str(run.path): run.config["swaps"] for run in runs}
+    found = references["swapped_from"].map(lambda ids: 0 if ids is None else len(ids))
+    fewer = int((found < references["run"].map(swaps)).sum())
+    if fewer:
+        notes.append(
+            f"{fewer} of {total} contexts have fewer swapped responses than --swaps asked for: "
+            "their datasets have no more others."
+        )
+    controlled = set(candidates.loc[candidates["name"] == CONTROL, "dataset"])
+    without = sorted(set(references["dataset"]) - controlled)
+    if without:
+        notes.append(
+            f"no control in {', '.join(without)}: there is no other follow-up than of those who "
+            "lend their responses."
+        )
+    different = differing(runs) + (["swaps"] if len(set(swaps.values())) > 1 else [])
+    if different:
+        notes.append(f"runs that were pooled differ in {', '.join(different)}.")
+    return notes
 
 
 def _among_swapped(logprob: float, swapped: np.ndarray | None) -> dict:
@@ -151,10 +186,14 @@ def _generations(
         )
         return scored, None
     if judge is None and not all(run.labels.judges for run in runs):
-        notes.append("generations are not judged: python -m ia_mech.judge run RUN")
+        bare = next(run.path for run in runs if not run.labels.judges)
+        notes.append(
+            f"{bare} is not judged, so generations aren't told apart: python -m ia_mech.judge run "
+            f"{bare}"
+        )
         return scored.assign(genuine=np.nan), None
     judged = read_runs(paths, judge)
     keys = ["run", "context_id", "temperature", "sample"]
     labels = judged.turns[[*keys, "genuine"]].assign(run=judged.turns["run"].astype(str))
-    notes += judged.notes
+    notes += [note for note in judged.notes if note not in notes]
     return scored.merge(labels, on=keys, how="inner"), judged.judge

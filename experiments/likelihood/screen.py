@@ -8,15 +8,17 @@ from rich.table import Table
 
 from ia_mech.cli import one_line
 
+WIDTH = 1000  # tables take what they need; an interval that is cut is worse than a long line
 
-def show(estimates: pd.DataFrame, notes: list[str]) -> None:
+
+def show(estimates: pd.DataFrame, notes: list[str], level: float) -> None:
     """Print what there is: references, contrasts, rivals, generations, notes."""
     console = Console(highlight=False, emoji=False)
-    console.width = max(console.width, 150)  # intervals belong on one line
+    console.width = max(console.width, WIDTH)
     plain = estimates[estimates["temperature"].isna()]
     _print(
         console,
-        "the users' real follow-ups (95% intervals over sources)",
+        f"the users' real follow-ups ({100 * level:g}% intervals over sources)",
         plain,
         {
             "bits per byte": ("bits / byte", 2),
@@ -51,7 +53,8 @@ def show(estimates: pd.DataFrame, notes: list[str]) -> None:
         _print(console, title, rows, names, "of")
     for quantity in (
         "generations' contrast, bits",
-        "AUROC of genuine, between contexts",
+        "generations' contrast, bits per token",
+        "AUROC of genuine, between sources",
         "AUROC of genuine, within contexts",
     ):
         rows = estimates[estimates["quantity"] == quantity]
@@ -77,13 +80,13 @@ def _print(
     rows = rows[rows[key].isin(columns)]
     if rows.empty:
         return
-    table = Table(title=title, title_justify="left")
+    table = Table(title=escape(title), title_justify="left")
     table.add_column("dataset", no_wrap=True)
     if besides is not None:
         table.add_column({"temperature": "T"}.get(besides, besides), no_wrap=True)
     table.add_column("turns", justify="right", no_wrap=True)
     for name, _ in columns.values():
-        table.add_column(name, justify="right", no_wrap=True)
+        table.add_column(escape(one_line(name, 40)), justify="right", no_wrap=True)
     groups = ["dataset"] if besides is None else ["dataset", besides]
     for names, own in rows.groupby(groups, sort=False):
         found = own.set_index(key)

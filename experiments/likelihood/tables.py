@@ -7,7 +7,13 @@ import numpy as np
 import pandas as pd
 
 from experiments.likelihood.read import CONTROL, MEAN_OF_LOGS, REFERENCE, Scored
-from ia_mech.stats import Estimate, FoldScores, cluster_mean, cluster_statistic
+from ia_mech.stats import (
+    Estimate,
+    auroc_between,
+    auroc_within,
+    cluster_mean,
+    cluster_statistic,
+)
 
 ALL = "all"
 STORED = {name: f"{name}_contrast_bits" for name in ("response", "empty", "header")}
@@ -184,54 +190,32 @@ def _rivals(group: _Group, references: pd.DataFrame, scored: Scored) -> Iterator
 
 
 def _generations(group: _Group, turns: pd.DataFrame, t: float) -> Iterator[Row]:
-    """Contrasts of generations, of genuine ones and others, and how well they tell them apart."""
+    """Contrasts of generations, of genuine ones and others, and how well they tell them apart.
+
+    As sums and per token: a long turn has more to gain.
+    """
+    genuine = turns["genuine"]
+    tokens = turns["tokens"] - (turns["finish_reason"] == "turn_end")
+    contexts = turns.groupby(["run", "source", "context_id"]).ngroup().to_numpy()
     for name, column in STORED.items():
-        bits, genuine = turns[column], turns["genuine"]
-        if bits.isna().all():
-            continue
-        yield group.mean("generations' contrast, bits", bits, t=t, of=name)
-        for label, said in ((1.0, "genuine"), (0.0, "not genuine")):
-            meant = bits.where(genuine == label)
-            if meant.notna().any():
-                yield group.mean("generations' contrast, bits", meant, t=t, of=f"{name}, {said}")
-        known = (bits.notna() & genuine.notna()).to_numpy()
-        labels, sources = genuine.to_numpy()[known], group.sources[known]
-        if len(set(labels)) < 2:
-            continue
-        values = bits.to_numpy()[known]
-        ones = np.ones(len(labels))
-        ranked = FoldScores(labels, ones, sources, ones, **group.options).auroc(values)
-        yield group.row(
-            "AUROC of genuine, between contexts", ranked.estimate(), len(labels), t=t, of=name
-        )
-        contexts = turns.groupby(["source", "context_id"]).ngroup().to_numpy()[known]
-        inside = _inside(values, labels, contexts)
-        if inside[1].any():
-            estimate = cluster_statistic(
-                lambda columns, counts: _quotient(columns, counts),
-                {"won": inside[0], "pairs": inside[1]},
-                sources,
-                **group.options,
-            )
-            yield group.row(
-                "AUROC of genuine, within contexts", estimate, len(labels), t=t, of=name
-            )
-
-
-def _inside(
-    values: np.ndarray, labels: np.ndarray, contexts: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """``[turns]`` pairs that a genuine turn wins, and all its pairs, with others of its context."""
-    won, pairs = np.zeros(len(values)), np.zeros(len(values))
-    for context in np.unique(contexts[labels == 1]):
-        here = contexts == context
-        others = values[here & (labels == 0)]
-        for row in np.flatnonzero(here & (labels == 1)):
-            won[row] = (values[row] > others).sum() + (values[row] == others).sum() / 2
-            pairs[row] = len(others)
-    return won, pairs
-
-
-def _quotient(columns: dict[str, np.ndarray], counts: np.ndarray) -> float:
-    pairs = counts @ columns["pairs"]
-    return float(counts @ columns["won"] / pairs) if pairs else np.nan
+        sums = turns[column].astype(float)
+        for unit, bits in (("bits", sums), ("bits per token", sums / tokens.where(tokens > 0))):
+            if bits.isna().all():
+                continue
+            quantity = f"generations' contrast, {unit}"
+            yield group.mean(quantity, bits, t=t, of=name)
+            for label, said in ((1.0, "genuine"), (0.0, "not genuine")):
+                meant = bits.where(genuine == label)
+                if meant.notna().any():
+                    yield group.mean(quantity, meant, t=t, of=f"{name}, {said}")
+            known = (bits.notna() & genuine.notna()).to_numpy()
+            scored = bits.to_numpy()[known], genuine.to_numpy()[known], group.sources[known]
+            between = auroc_between(*scored, **group.options)
+            within, rows = auroc_within(*scored, contexts[known], **group.options)
+            for pairs, estimate, count in (
+                ("between sources", between, int(known.sum())),
+                ("within contexts", within, rows),
+            ):
+                if not np.isnan(estimate.value):
+                    of = f"{name}, {unit}"
+                    yield group.row(f"AUROC of genuine, {pairs}", estimate, count, t=t, of=of)

@@ -313,9 +313,9 @@ def _notes(runs: list[Run], record: dict, turns: pd.DataFrame, annotator: str | 
         notes.append(f"of the judge's {record['repeats']} verdicts per turn, the first is used.")
     if len(runs) > 1:
         notes.append(f"{len(runs)} runs; greedy turns that several of them hold count once.")
-    differing = sorted({name for same in _by_model(runs) for name in _differing(same)})
-    if differing:
-        notes.append(f"runs that were pooled differ in {', '.join(differing)}.")
+    different = sorted({name for same in _by_model(runs) for name in differing(same)})
+    if different:
+        notes.append(f"runs that were pooled differ in {', '.join(different)}.")
     if annotator and turns.loc[turns["truth"].notna(), "inclusion"].isna().any():
         notes.append(
             f"some labels of {annotator} have no inclusion probability: all are weighed alike."
@@ -330,8 +330,8 @@ def _by_model(runs: list[Run]) -> list[list[Run]]:
     return list(found.values())
 
 
-def _differing(runs: list[Run]) -> list[str]:
-    """Settings that change what is sampled, and in which these runs aren't alike."""
+def differing(runs: list[Run]) -> list[str]:
+    """Names of the settings that change what is sampled and in which these runs aren't alike."""
     settings = [
         {name: run.config[name] for name in ("system", "thinking", "response", "date")}
         | {"max_new_tokens": run.config["grid"]["max_new_tokens"]}

@@ -75,6 +75,12 @@ class Run:
         return list(self.record["identity"]["positions"])
 
     @property
+    def identity_digest(self) -> str:
+        """Hash of what makes a run that run, wherever its folder lies."""
+        text = json.dumps(self.record["identity"], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    @property
     def score_temperatures(self) -> list[float]:
         """The temperatures of ``reference_logprob_tempered``, ascending; empty in older runs."""
         return list(self.record["identity"].get("score_temperatures", []))

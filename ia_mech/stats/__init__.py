@@ -30,6 +30,7 @@ from ia_mech.stats.multiple import (
     permutation_p,
 )
 from ia_mech.stats.paired import Paired, paired_difference
+from ia_mech.stats.pairs import auroc_between, auroc_within
 from ia_mech.stats.power import detectable_difference
 from ia_mech.stats.ranking import FoldScores, Replicated
 
@@ -43,7 +44,9 @@ __all__ = [
     "Replicated",
     "alpha_of",
     "auroc",
+    "auroc_between",
     "auroc_columns",
+    "auroc_within",
     "balanced_accuracy",
     "balanced_accuracy_of",
     "benjamini_hochberg",

@@ -4,8 +4,6 @@ Rows are contexts everywhere. Text and numbers are in a data frame; hidden state
 runs a layer at a time, when asked for.
 """
 
-import hashlib
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -185,19 +183,13 @@ def read(
     )
 
 
-def identity_digest(run: Run) -> str:
-    """Of what makes a run that run, wherever its folder lies."""
-    text = json.dumps(run.record["identity"], sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
 def in_order(paths: Sequence[str | Path]) -> list[Path]:
     """Runs in an order of their own, so that it doesn't matter in which they are given.
 
     Raises:
         UserError: one is no run.
     """
-    return sorted(map(Path, paths), key=lambda path: (identity_digest(Run(path)), str(path)))
+    return sorted(map(Path, paths), key=lambda path: (Run(path).identity_digest, str(path)))
 
 
 def lens_of(run: Run) -> tuple[Lens | None, str | None]:

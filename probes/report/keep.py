@@ -23,7 +23,7 @@ from ia_mech.errors import UserError
 from ia_mech.run.labels import check_name
 from ia_mech.run.layout import read_json
 from probes.card import CARD, WEIGHTS, Probe, directions
-from probes.data.dataset import ProbeSet, identity_digest
+from probes.data.dataset import ProbeSet
 from probes.records import MEASURES, Analysis, Settings
 from probes.report import figures, tables
 from probes.report.verdict import Verdict
@@ -211,7 +211,7 @@ def _asked(data: ProbeSet, settings: Settings) -> dict:
     runs = [
         {
             "path": str(run.path.resolve()),
-            "identity": identity_digest(run),
+            "identity": run.identity_digest,
             "model": run.model,
             "labels": _labels_digest(data, n),
         }
