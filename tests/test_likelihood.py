@@ -187,15 +187,15 @@ def test_what_a_reader_of_contrasts_has_to_know_is_noted(sampled, plain):
     rows = own.contexts
     cut = int(rows.loc[rows["reference_logprob"].notna(), "response_cut_off"].sum())
     assert cut > 0
-    assert found[:4] == [
+    assert found[:5] == [
         f"{cut} of 16 follow-ups are scored after a response that was cut off, which is another "
         "stimulus (column response_cut_off).",
         "responses are the model's own: what users really said answered other ones.",
         "2 of 16 contexts have fewer swapped responses than --swaps asked for: their datasets have "
         "no more others.",
+        "no control in odd: there is no other follow-up than of those who lend their responses.",
         "runs that were pooled differ in response, max_response_tokens, swaps.",
     ]
-    assert "no control in odd: there is no other follow-up" in read([plain.path]).notes[1]
 
 
 def test_verdicts_are_joined_by_run_context_temperature_and_sample(copied):
