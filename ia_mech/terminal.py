@@ -92,7 +92,7 @@ def print_plan(config: SampleConfig, plan: Plan, out: Path) -> None:
 def print_run(run: Run) -> None:
     """What a finished run is shown as: tables, three user turns, and where to go from here."""
     console = Console(highlight=False, emoji=False)  # ":cat:" in a text is not an emoji
-    console.width = max(console.width, 124)  # the tables' intervals belong on one line
+    console.width = max(console.width, 150)  # the tables' intervals belong on one line
     cut = int(run.contexts["response_cut_off"].sum())
     table = Table(title="user turns (95% intervals over sources)", title_justify="left")
     for name in ("T", "rows", "mean tokens", "ended by turn-end", "log p / token", "entropy"):

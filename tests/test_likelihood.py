@@ -190,7 +190,7 @@ def test_what_a_reader_of_contrasts_has_to_know_is_noted(sampled, plain):
     assert found[:5] == [
         f"{cut} of 16 follow-ups are scored after a response that was cut off, which is another "
         "stimulus (column response_cut_off).",
-        "responses are the model's own: what users really said answered other ones.",
+        f"responses of {own.path} are the model's own: what users really said answered other ones.",
         "2 of 16 contexts have fewer swapped responses than --swaps asked for: their datasets have "
         "no more others.",
         "no control in odd: there is no other follow-up than of those who lend their responses.",

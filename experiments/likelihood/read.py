@@ -134,8 +134,12 @@ def _notes(runs: list[Run], references: pd.DataFrame, candidates: pd.DataFrame) 
             f"{cut} of {total} follow-ups are scored after a response that was cut off, which is "
             "another stimulus (column response_cut_off)."
         )
-    if any(run.config["response"] == "generate" for run in runs):
-        notes.append("responses are the model's own: what users really said answered other ones.")
+    written = [str(run.path) for run in runs if run.config["response"] == "generate"]
+    if written:
+        notes.append(
+            f"responses of {', '.join(written)} are the model's own: what users really said "
+            "answered other ones."
+        )
     swaps = {str(run.path): run.config["swaps"] for run in runs}
     found = references["swapped_from"].map(lambda ids: 0 if ids is None else len(ids))
     fewer = int((found < references["run"].map(swaps)).sum())
@@ -195,5 +199,5 @@ def _generations(
     judged = read_runs(paths, judge)
     keys = ["run", "context_id", "temperature", "sample"]
     labels = judged.turns[[*keys, "genuine"]].assign(run=judged.turns["run"].astype(str))
-    notes += [note for note in judged.notes if note not in notes]
+    notes += [note for note in judged.notes if not note.startswith("runs that were pooled")]
     return scored.merge(labels, on=keys, how="inner"), judged.judge
