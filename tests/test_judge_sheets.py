@@ -270,8 +270,9 @@ WAYS = {
     "as it is": _as_it_is,
     "semicolons": lambda p, rows: save(p, rows, delimiter=";"),
     "semicolons, BOM": lambda p, rows: save(p, rows, delimiter=";", encoding="utf-8-sig"),
+    # Quoted, as Python's writer would leave a lone \r of a text bare between unix ends.
     "tabs, unix ends": lambda p, rows: save(
-        p.with_suffix(".tsv"), rows, delimiter="\t", lineterminator="\n"
+        p.with_suffix(".tsv"), rows, delimiter="\t", lineterminator="\n", quoting=csv.QUOTE_ALL
     ),
     "all quoted": lambda p, rows: save(p, rows, quoting=csv.QUOTE_ALL, lineterminator="\n"),
     "shuffled, without texts": lambda p, rows: save(
