@@ -301,7 +301,11 @@ def test_contexts_and_turns_that_exceed_the_limit_are_left_out():
     assert len(set(lengths.values())) == 3
     for length in lengths.values():
         for limit in (length + longest, length + longest - 1):
+            bench.notes.clear()
             cut = bench.score(chosen=[at], swaps=3, generations=False, limit=limit)[0]
+            no_room = f"the model's context of {limit} tokens has no room for it"
+            short = len(free.swapped_from) > len(cut.swapped_from)
+            assert (("swapped response", no_room) in bench.notes) is short
             fitting = [x for x in free.swapped_from if lengths[x] + longest <= limit]
             assert cut.swapped_from == fitting
             for a, b in zip(free.candidates, cut.candidates, strict=False):
@@ -322,6 +326,7 @@ def test_an_empty_context_that_just_fits_is_scored():
         scores = bench.score(chosen=[3], swaps=0, generations=False, limit=limit)[0]
         assert [one.candidate.name for one in scores.candidates] == ["reference"]
         assert (scores.candidates[0].contrasts.empty is not None) is there
+        assert ("empty response" not in dict(bench.notes)) is there
         assert scores.candidates[0].contrasts.header is not None
 
 
@@ -337,6 +342,8 @@ def test_a_rival_that_does_not_fit_is_left_out():
         for scores in bench.score(chosen=[0], swaps=0, generations=False, limit=allowed)
     }
     assert "response" in names[limit] and "response" not in names[limit - 1]
+    problem = f"the model's context of {limit - 1} tokens has no room for it"
+    assert ("candidate 'response'", problem) in bench.notes
     assert "query" in names[own + query + 1] and "query" not in names[own + query]
 
 

@@ -23,7 +23,7 @@ from ia_mech.scoring.candidates import OTHER, REFERENCE, Candidate, OwnCandidate
 from ia_mech.scoring.donors import Donors
 
 CONTRAST_TOKENS, CONTRAST_PADDING = 4096, 0.1  # of other contexts that are prefilled together
-EMPTY, HEADER = "empty response", "bare header"  # in place of the response: as notes name them
+SAID = {"empty": "empty response", "swapped": "swapped response", "header": "bare header"}
 
 
 @dataclass(frozen=True)
@@ -230,7 +230,7 @@ class Scorer:
             self._note(name, error.problem)
             return None
         if self._limit is not None and len(context.ids) + len(ids) + 1 > self._limit:
-            self._note(name, f"the model's context of {self._limit} tokens has no room for it")
+            self._note(name, self._no_room())
             return None
         return ids
 
@@ -249,9 +249,11 @@ class Scorer:
         others: dict[tuple[int, ...], list[_Slot]] = {}  # ids that many share are prefilled once
 
         def add(at: int, name: str, ids: list[int] | None) -> bool:
+            if ids is None:
+                return False
             longest = max(len(probe.ids) for probe in of[at])
-            full = self._limit is not None and ids is not None and len(ids) + longest > self._limit
-            if ids is None or full:
+            if self._limit is not None and len(ids) + longest > self._limit:
+                self._note(SAID[name], self._no_room())
                 return False
             others.setdefault(tuple(ids), []).append(_Slot(at, name, len(scores[at].swapped_from)))
             return True
@@ -259,9 +261,9 @@ class Scorer:
         for at in of:
             conversation = contexts[at].conversation
             for lender in lenders[at]:
-                if add(at, "swapped", self._context_with(conversation, lender.response)):
+                if add(at, "swapped", self._context_with(conversation, lender.response, "swapped")):
                     scores[at].swapped_from.append(lender.id)
-            add(at, "empty", self._context_with(conversation, "", EMPTY))
+            add(at, "empty", self._context_with(conversation, "", "empty"))
             add(at, "header", self._opening(conversation))
             for probe in of[at]:
                 probe.contrasts.swapped = [None] * len(scores[at].swapped_from)
@@ -291,18 +293,20 @@ class Scorer:
                 setattr(probe.contrasts, slot.name, found)
 
     def _context_with(
-        self, conversation: Conversation, response: str, kind: str | None = None
+        self, conversation: Conversation, response: str, name: str
     ) -> list[int] | None:
         try:
             return self._chat.context(conversation.with_response(response).messages).ids
         except UserError as error:
-            if kind is not None:
-                self._note(kind, error.problem)
+            self._note(SAID[name], error.problem)
             return None
 
     def _opening(self, conversation: Conversation) -> list[int] | None:
         try:
             return self._chat.opening(conversation.messages)
         except UserError as error:
-            self._note(HEADER, error.problem)
+            self._note(SAID["header"], error.problem)
             return None
+
+    def _no_room(self) -> str:
+        return f"the model's context of {self._limit} tokens has no room for it"
