@@ -24,16 +24,18 @@ contrasts   in bits, in favour of the context's own response: log2 p(turn | quer
               response  log2 of the mean p(turn | query, another response) over the swapped ones
               empty     log2 p(turn | query, an empty response)
               header    log2 p(turn | the bare user header)
-            The turn's own fluency is in both terms and goes out. "another's follow-up" is the same
-            for a turn of another conversation, which has nothing to do with the response: what it
-            gains or loses isn't understanding. Read the difference. In the "mean of logs" a turn to
+            The turn's own fluency is in both terms and goes out. In the "mean of logs" a turn to
             which all responses are alike has 0, as the placebo has, where a swapped response takes
-            the own one's place; in the log of a mean it has less.
+            the own one's place; in the log of a mean it has less. "another's follow-up" is the same
+            for a turn of another conversation, which has nothing to do with the response; what
+            doesn't fit is less likely after a response that fits, so it may be below 0. The
+            difference is how much better the right turn fits, topic included.
 rivals      how often the reference is likelier than the query repeated, the response repeated,
             another conversation's reference, a closing, or candidates of yours: as a whole turn
             (short ones win) and per token.
 generations with --score-generations and a judge: do genuine follow-ups owe more to the response
-            than others? AUROC between turns of different contexts and of the same one.
+            than others, in all and per token? AUROC between turns of different sources, and between
+            turns of one context.
 """
 
 EPILOG = """\
