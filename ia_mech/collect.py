@@ -369,7 +369,7 @@ class _Job:
         )
 
     def _refuse(self, kind: str, problem: str) -> None:
-        """Say and record once what of the scores the template can't have."""
+        """Say and record once per kind what is left out of the scores somewhere."""
         if kind not in self.refused:
             self.refused[kind] = problem
             self.progress.say(f"not scored everywhere: {kind}: {problem}")

@@ -49,7 +49,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     tolerant_streams()
     args = build_parser().parse_args(argv)
-    return guarded(lambda: _run(args), lambda: "nothing was written")
+    return guarded(lambda: _run(args), lambda: "files that were written are whole")
 
 
 def build_parser() -> argparse.ArgumentParser:

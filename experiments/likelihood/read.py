@@ -11,8 +11,9 @@ from ia_mech.errors import UserError
 from ia_mech.judge.label import check_finished
 from ia_mech.rates.pool import differing, read_runs
 from ia_mech.run import Run
+from ia_mech.scoring.candidates import OTHER
 
-REFERENCE, CONTROL = "reference", "other_reference"
+CONTROL = OTHER  # owes the response nothing
 MEAN_OF_LOGS = "response, mean of logs"  # a contrast made here from stored log-probabilities
 
 

@@ -6,7 +6,8 @@ from dataclasses import asdict, dataclass, replace
 import numpy as np
 import pandas as pd
 
-from experiments.likelihood.read import CONTROL, MEAN_OF_LOGS, REFERENCE, Scored
+from experiments.likelihood.read import CONTROL, MEAN_OF_LOGS, Scored
+from ia_mech.scoring.candidates import REFERENCE
 from ia_mech.stats import (
     Estimate,
     auroc_between,

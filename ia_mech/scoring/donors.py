@@ -52,6 +52,10 @@ class Donors:
             by_length = self._of_dataset.setdefault(donor.dataset, {})
             by_length.setdefault(donor.tokens, []).append(donor)
         self._lengths = {name: sorted(by) for name, by in self._of_dataset.items()}
+        self._with_reference = {
+            name: _References([d for d in self._all.values() if d.dataset == name])
+            for name in self._of_dataset
+        }
         self._seed = seed
 
     @classmethod
@@ -103,14 +107,7 @@ class Donors:
         """A lender of a reference turn: another one than ``besides``; None if there is none."""
         own = self._all[order]
         taken = {own.source_id, *(donor.source_id for donor in besides)}
-        others = [
-            donor
-            for donor in self._all.values()
-            if donor.dataset == own.dataset
-            and (donor.reference or "").strip()
-            and donor.reference != own.reference
-            and donor.source_id not in taken
-        ]
+        others = self._with_reference[own.dataset].besides(taken, own.reference)
         drawn = self._draw(others, 1, own, REFERENCES)
         return drawn[0] if drawn else None
 
@@ -132,7 +129,34 @@ class Donors:
                 below -= 1
             yield from sorted(same, key=lambda donor: donor.order)
 
-    def _draw(self, donors: list[Donor], count: int, own: Donor, stream: int) -> list[Donor]:
+    def _draw(self, donors: Sequence[Donor], count: int, own: Donor, stream: int) -> list[Donor]:
         rng = np.random.default_rng(list(stream_key(self._seed, own.id, stream)))
         chosen = rng.permutation(len(donors))[:count]
         return [donors[i] for i in chosen]
+
+
+class _References:
+    """Donors of one dataset that have a reference.
+
+    Who of them may lend is asked once per conversation of the run, so it is found on arrays.
+    """
+
+    def __init__(self, donors: list[Donor]) -> None:
+        kept = [donor for donor in donors if (donor.reference or "").strip()]
+        self._donors = np.array(kept, dtype=object)
+        self._source_code: dict[str, int] = {}
+        self._text_code: dict[str, int] = {}
+        coded = [
+            (
+                self._source_code.setdefault(donor.source_id, len(self._source_code)),
+                self._text_code.setdefault(donor.reference, len(self._text_code)),
+            )
+            for donor in kept
+        ]
+        self._sources, self._texts = np.array(coded, dtype=np.int64).reshape(-1, 2).T
+
+    def besides(self, sources: set[str], reference: str | None) -> Sequence[Donor]:
+        """Those of other sources and with another reference."""
+        taken = [self._source_code.get(source, -1) for source in sources]
+        own = self._text_code.get(reference, -1)
+        return self._donors[~np.isin(self._sources, taken) & (self._texts != own)]

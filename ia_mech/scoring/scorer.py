@@ -142,7 +142,7 @@ class Scorer:
         own: the user's candidates.
         limit: of the model's context, or None.
         rows_limit: how many turns are scored together; halved when memory ends.
-        note: told of what a template refuses: a kind of context, or a candidate.
+        note: told what is left out somewhere (a kind of context, or a candidate), and why.
     """
 
     def __init__(

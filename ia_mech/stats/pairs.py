@@ -7,6 +7,7 @@ from numpy.typing import ArrayLike
 
 from ia_mech.stats.clusters import cluster_statistic
 from ia_mech.stats.intervals import Estimate
+from ia_mech.stats.resampling import source_index
 
 
 def auroc_between(
@@ -27,15 +28,15 @@ def auroc_between(
         NaN without an interval if no pair can be compared.
     """
     values, labels = np.asarray(values, dtype=float), np.asarray(labels)
-    names, of = np.unique(np.asarray(list(sources), dtype=object).astype(str), return_inverse=True)
+    of, count = source_index(sources)
     below, behind = values[labels == 0], of[labels == 0]
-    won = np.zeros((len(names), len(names)))
+    won = np.zeros((count, count))
     pairs = np.zeros_like(won)
     for source in np.unique(of[labels == 1]):
         own = values[(labels == 1) & (of == source), None]
         beaten = ((own > below) + (own == below) / 2).sum(0)
-        won[source] = np.bincount(behind, beaten, minlength=len(names))
-        pairs[source] = len(own) * np.bincount(behind, minlength=len(names))
+        won[source] = np.bincount(behind, beaten, minlength=count)
+        pairs[source] = len(own) * np.bincount(behind, minlength=count)
     np.fill_diagonal(won, 0.0)
     np.fill_diagonal(pairs, 0.0)
 
@@ -43,7 +44,7 @@ def auroc_between(
         compared = counts @ pairs @ counts
         return float(counts @ won @ counts / compared) if compared else np.nan
 
-    return cluster_statistic(share, {}, names, **options)
+    return cluster_statistic(share, {}, range(count), **options)
 
 
 def auroc_within(
