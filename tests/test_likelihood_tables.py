@@ -139,7 +139,7 @@ def test_means_are_over_turns_and_leave_out_what_an_empty_turn_has_not():
     assert value(found, "probability where greedy leaves") == 0.25
     assert value(found, "median rank where greedy leaves") == 4
     turns = {"bits per byte": 3, "log p": 4, "median rank where greedy leaves": 3}
-    assert {name: rows(found, name)["turns"].item() for name in turns} == turns
+    assert {name: rows(found, name)["rows"].item() for name in turns} == turns
     assert rows(found, "log p")["sources"].item() == 3
     assert rows(found, "log p")["temperature"].isna().all()
 
@@ -207,7 +207,7 @@ def test_contrasts_the_control_and_their_difference():
     assert value(found, "control's contrast, bits", "response") == -1.0
     # Of the two contexts that have both: 8 - 2 and 5 + 4.
     assert value(found, "contrast less control's, bits", "response") == 7.5
-    assert rows(found, "contrast less control's, bits", "response")["turns"].item() == 2
+    assert rows(found, "contrast less control's, bits", "response")["rows"].item() == 2
     assert rows(found, "control's contrast, bits", "empty").empty  # the control has none
 
 
@@ -225,7 +225,7 @@ def test_how_often_a_turn_is_likeliest_after_its_own_response():
         ("other_reference", 0.0, 1 / 3, 1),
     ):
         likeliest = rows(found, "likeliest after its response", turn)
-        assert (likeliest["value"].item(), likeliest["turns"].item()) == (share, turns)
+        assert (likeliest["value"].item(), likeliest["rows"].item()) == (share, turns)
         by_chance = value(found, "likeliest after its response, by chance", turn)
         assert by_chance == pytest.approx(chance)
     assert value(found, "contrast, bits", "response, mean of logs") == 1.5
@@ -279,9 +279,9 @@ def test_shares_of_contexts_where_the_reference_is_likelier():
     found = of(REFERENCES, rivals)
     beats = [value(found, "reference beats", "query", temperature=t) for t in TEMPERATURES]
     assert beats == pytest.approx([1 / 3, 2 / 3, 1 / 3])
-    assert rows(found, "reference beats", "query", temperature=1.0)["turns"].item() == 3
+    assert rows(found, "reference beats", "query", temperature=1.0)["rows"].item() == 3
     assert value(found, "reference beats per token", "query") == 0.5
-    assert rows(found, "reference beats per token", "query")["turns"].item() == 2
+    assert rows(found, "reference beats per token", "query")["rows"].item() == 2
     assert value(found, "reference beats", "closing", temperature=1.0) == 0.0  # a tie
     assert np.isnan(value(found, "reference beats per token", "closing"))
     assert value(found, "log-odds among candidates") == 1.0
@@ -328,7 +328,7 @@ def test_auroc_between_sources_compares_turns_of_different_sources():
     """s0: 5 beats 1 and 2; s1: 1 loses to 4, 6 and 2; s2: 9 beats all four."""
     found = of(REFERENCES, generations=WRITTEN)
     assert value(found, BETWEEN, BITS) == pytest.approx(6 / 9)
-    assert rows(found, BETWEEN, BITS)["turns"].item() == 7
+    assert rows(found, BETWEEN, BITS)["rows"].item() == 7
 
 
 def test_contrasts_of_generations_per_token():
@@ -339,7 +339,7 @@ def test_contrasts_of_generations_per_token():
     pace = [5 / 1, 4 / 2, 6 / 3, 1 / 4, 1 / 5, 9 / 6, 2 / 7]
     name = "generations' contrast, bits per token"
     assert value(found, name, "response") == pytest.approx(np.mean(pace))
-    assert rows(found, name, "response")["turns"].item() == 7
+    assert rows(found, name, "response")["rows"].item() == 7
     # 5 beats the three others' 1/5 and 2/7; 1/4 beats 2/7? no; 1.5 beats 1/5 and 2/7.
     assert value(found, BETWEEN, "response, bits per token") == pytest.approx((2 + 0 + 2) / 9)
 
@@ -348,7 +348,7 @@ def test_auroc_within_contexts_compares_pairs_of_one_context():
     """Context a: 5 beats 4 and loses to 6; b: a tie; c and d have no pair."""
     found = rows(of(REFERENCES, generations=WRITTEN), WITHIN, BITS)
     assert found["value"].item() == pytest.approx((1 + 0.5) / 3)
-    assert found["turns"].item() == 5 and found["sources"].item() == 2
+    assert found["rows"].item() == 5 and found["sources"].item() == 2
 
 
 def test_temperatures_are_kept_apart():

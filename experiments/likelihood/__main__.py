@@ -10,8 +10,8 @@ import argparse
 import sys
 from pathlib import Path
 
+from experiments.common.command import add_out, output_folder, write_estimates
 from ia_mech.cli import Parser, add_intervals, guarded, tolerant_streams
-from ia_mech.errors import UserError
 
 DESCRIPTION = """\
 How likely is what users really said next, and how much of that does the response account for?
@@ -57,12 +57,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = Parser(prog="python -m experiments.likelihood", description=DESCRIPTION, epilog=EPILOG)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's folder")
     parser.add_argument("--judge", metavar="NAME", help="whose verdicts (default: the only judge)")
-    parser.add_argument(
-        "--out",
-        type=Path,
-        metavar="FOLDER",
-        help="where tables and figures go (default: experiments/likelihood in the first run)",
-    )
+    add_out(parser, "likelihood")
     add_intervals(parser.add_argument_group("intervals"), seed="resampling")
     return parser
 
@@ -71,25 +66,12 @@ def _run(args: argparse.Namespace) -> None:
     from experiments.likelihood import figures, screen
     from experiments.likelihood.read import read
     from experiments.likelihood.tables import estimates
-    from ia_mech.run.layout import refuse_inside_run
     from probes.report.figures import save
-    from probes.report.tables import write_parquet
 
-    usual = args.runs[0] / "experiments" / "likelihood"
-    folder = usual if args.out is None else args.out
-    if folder.resolve() != usual.resolve():
-        refuse_inside_run(folder / "estimates.parquet")
-    if folder.exists() and not folder.is_dir():
-        raise UserError(f"{folder} is a file", "name a folder with --out")
+    folder = output_folder(args.out, args.runs[0], "likelihood")
     scored = read(args.runs, args.judge)
     found = estimates(scored, level=args.level, resamples=args.resamples, seed=args.seed)
-    folder.mkdir(parents=True, exist_ok=True)
-    about = {
-        "runs": [str(run.path) for run in scored.runs],
-        "judge": scored.judge,
-        "level": args.level,
-    }
-    write_parquet(found, folder / "estimates.parquet", about)
+    write_estimates(found, folder, scored.runs, args.level, judge=scored.judge)
     name = scored.runs[0].model["name"]
     save(figures.temperature_curve(found, f"{name} · real follow-ups"), folder, "temperature_curve")
     if (found["quantity"] == "contrast, bits").any():

@@ -1,13 +1,10 @@
 """Pictures of the estimates: tempered likelihood, and what a follow-up owes to the response."""
 
-from collections.abc import Iterator
-
 import numpy as np
 import pandas as pd
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "0.4")  # Okabe & Ito
+from experiments.common.figures import coloured, head
 
 
 def temperature_curve(estimates: pd.DataFrame, title: str) -> Figure:
@@ -15,7 +12,7 @@ def temperature_curve(estimates: pd.DataFrame, title: str) -> Figure:
     figure = Figure(figsize=(7, 4.2), layout="constrained")
     axes = figure.add_subplot()
     curves = estimates[estimates["quantity"] == "tempered log p"]
-    for colour, (dataset, rows) in _coloured(curves):
+    for colour, (dataset, rows) in coloured(curves, "dataset"):
         axes.plot(rows["temperature"], rows["value"], color=colour, marker="o", ms=3, label=dataset)
         axes.fill_between(
             rows["temperature"], rows["low"], rows["high"], color=colour, alpha=0.15, lw=0
@@ -32,7 +29,7 @@ def temperature_curve(estimates: pd.DataFrame, title: str) -> Figure:
     axes.set_xlabel("temperature (dotted: the best of the grid)")
     axes.set_ylabel("log p of the real follow-up, nats")
     axes.legend(frameon=False, fontsize=8)
-    _head(axes, title)
+    head(axes, title)
     return figure
 
 
@@ -47,7 +44,7 @@ def contrasts(estimates: pd.DataFrame, title: str) -> Figure:
     control = estimates[estimates["quantity"] == "control's contrast, bits"]
     kinds = list(dict.fromkeys(own["of"]))
     datasets = list(dict.fromkeys(own["dataset"]))
-    for number, (colour, (dataset, rows)) in enumerate(_coloured(own)):
+    for number, (colour, (dataset, rows)) in enumerate(coloured(own, "dataset")):
         middle = (number - (len(datasets) - 1) / 2) * 0.8 / max(len(datasets), 2)
         hollow = control[control["dataset"] == dataset]
         for part, face, label in ((rows, colour, dataset), (hollow, "white", None)):
@@ -69,16 +66,5 @@ def contrasts(estimates: pd.DataFrame, title: str) -> Figure:
     axes.invert_yaxis()
     axes.set_xlabel("bits in favour of the context's own response (hollow: another's follow-up)")
     axes.legend(frameon=False, fontsize=8)
-    _head(axes, title)
+    head(axes, title)
     return figure
-
-
-def _coloured(frame: pd.DataFrame) -> Iterator[tuple[str, tuple[str, pd.DataFrame]]]:
-    groups = list(frame.groupby("dataset", sort=False))
-    for number, group in enumerate(groups):
-        yield COLOURS[number % len(COLOURS)], group
-
-
-def _head(axes: Axes, title: str) -> None:
-    axes.set_title(title, fontsize=10, fontweight="bold")
-    axes.spines[["top", "right"]].set_visible(False)

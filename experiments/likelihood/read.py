@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
+from experiments.common.runs import of_one_model, open_runs
 from ia_mech.errors import UserError
-from ia_mech.judge.label import check_finished
 from ia_mech.rates.pool import differing, read_runs
 from ia_mech.run import Run
 from ia_mech.scoring.candidates import OTHER
@@ -61,24 +61,13 @@ def read(paths: Sequence[str | Path], judge: str | None = None) -> Scored:
         UserError: not a finished run, one given twice or without scores, several models, no
             reference turn at all, or a judge that isn't there.
     """
-    places = [Path(path).resolve() for path in paths]
-    for at, place in enumerate(places):
-        if place in places[:at]:
-            raise UserError(f"{paths[at]} is given twice", "give each run once")
-    runs = [Run.open(path) for path in paths]
-    for at, run in enumerate(runs):
-        check_finished(run)
-        same = [other for other in runs[:at] if other.identity_digest == run.identity_digest]
-        if same:
-            raise UserError(f"{run.path} is a copy of {same[0].path}", "give each run once")
+    runs = of_one_model(open_runs(paths))
+    for run in runs:
         if not run.score_temperatures:
             raise UserError(
                 f"{run.path} was sampled before turns were scored after other responses",
                 "sample again",
             )
-    if len({run.model["weights_hash"] for run in runs}) > 1:
-        names = ", ".join(dict.fromkeys(run.model["name"] for run in runs))
-        raise UserError(f"the runs are of several models ({names})", "give runs of one model")
     contexts = pd.concat([_keyed(run, run.contexts) for run in runs], ignore_index=True)
     references = contexts[contexts["reference_logprob"].notna()].reset_index(drop=True)
     if references.empty:

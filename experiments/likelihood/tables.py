@@ -1,100 +1,48 @@
 """Estimates over scored turns, one row each, with intervals over sources."""
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
 
+from experiments.common.estimates import Group, Row, by_dataset, frame_of
 from experiments.likelihood.read import CONTROL, MEAN_OF_LOGS, Scored
 from ia_mech.scoring.candidates import REFERENCE
 from ia_mech.stats import (
-    Estimate,
     auroc_between,
     auroc_within,
-    cluster_mean,
     cluster_statistic,
 )
 
-ALL = "all"
 STORED = {name: f"{name}_contrast_bits" for name in ("response", "empty", "header")}
 CONTRASTS = {"response": STORED["response"], MEAN_OF_LOGS: MEAN_OF_LOGS} | STORED
-
-
-@dataclass(frozen=True)
-class Row:
-    """One estimate.
-
-    Attributes:
-        quantity: what it is; the README lists them.
-        dataset: of the turns, or ``all``.
-        temperature: at which turns were scored or sampled, NaN if that is not a question.
-        of: the rival, the contrast or the kind of generation, or empty.
-        turns: how many it is of.
-    """
-
-    quantity: str
-    dataset: str
-    temperature: float
-    of: str
-    turns: int
-    value: float
-    low: float
-    high: float
-    sources: int
-    method: str
-
-
-@dataclass(frozen=True)
-class _Group:
-    """Turns of one dataset, or of all; what :class:`Row` needs of them."""
-
-    dataset: str
-    sources: np.ndarray
-    options: dict
-
-    def mean(self, quantity: str, values, *, t=np.nan, of="", proportion=False) -> Row:
-        values = np.asarray(values, dtype=float)
-        estimate = cluster_mean(values, self.sources, proportion=proportion, **self.options)
-        return self.row(quantity, estimate, int((~np.isnan(values)).sum()), t=t, of=of)
-
-    def row(self, quantity: str, estimate: Estimate, turns: int, *, t=np.nan, of="") -> Row:
-        e = estimate
-        found = e.value, e.low, e.high, e.sources, e.method
-        return Row(quantity, self.dataset, t, of, turns, *found)
+# ``temperature``: at which turns were scored or sampled; ``of``: rival, contrast or kind of turn.
+COLUMNS = {"dataset": "str", "temperature": "float64", "of": "str"}
 
 
 def estimates(
     scored: Scored, *, level: float = 0.95, resamples: int = 2000, seed: int = 0
 ) -> pd.DataFrame:
-    """Every estimate, one row each; see :class:`Row`."""
+    """Every estimate, one row each: quantity, :data:`COLUMNS`, value and interval."""
     options = {"level": level, "resamples": resamples, "seed": seed}
     rows: list[Row] = []
-    for dataset, here in _datasets(scored.references):
-        group = _Group(dataset, scored.references["source"].to_numpy()[here], options)
+    for dataset, here in by_dataset(scored.references):
+        sources = scored.references["source"].to_numpy()[here]
+        group = Group(sources, options, {"dataset": dataset})
         references, curve = scored.references[here], scored.curve[here]
         rows += _references(group, references)
         rows += _temperatures(group, references, curve, scored.temperatures)
         rows += _contrasts(group, references, scored.candidates)
         rows += _rivals(group, references, scored)
-    for dataset, here in _datasets(scored.generations):
+    for dataset, here in by_dataset(scored.generations):
         for temperature, turns in scored.generations[here].groupby("temperature"):
-            group = _Group(dataset, turns["source"].to_numpy(), options)
+            group = Group(turns["source"].to_numpy(), options, {"dataset": dataset})
             rows += _generations(group, turns, float(temperature))
-    return pd.DataFrame([asdict(row) for row in rows])
+    return frame_of(rows, COLUMNS)
 
 
-def _datasets(frame: pd.DataFrame) -> Iterator[tuple[str, np.ndarray]]:
-    if frame.empty:
-        return
-    names = sorted(frame["dataset"].unique())
-    for name in names:
-        yield name, (frame["dataset"] == name).to_numpy()
-    if len(names) > 1:
-        yield ALL, np.ones(len(frame), dtype=bool)
-
-
-def _references(group: _Group, references: pd.DataFrame) -> Iterator[Row]:
+def _references(group: Group, references: pd.DataFrame) -> Iterator[Row]:
     tokens = references["reference_token_ids"].map(len).to_numpy()
     filled = np.where(tokens > 0, tokens, np.nan)  # an empty turn has no token to speak of
     yield group.mean("bits per byte", references["reference_bits_per_byte"])
@@ -104,7 +52,8 @@ def _references(group: _Group, references: pd.DataFrame) -> Iterator[Row]:
     greedy = references["reference_greedy"].astype(float)
     yield group.mean("greedy writes it", greedy, proportion=True)
     until = group.mean("tokens until greedy leaves", references["reference_greedy_tokens"])
-    yield replace(until, low=float(np.maximum(until.low, 0)))  # counts; NaN stays NaN
+    low = float(np.maximum(until.estimate.low, 0))  # of counts; NaN stays NaN
+    yield replace(until, estimate=replace(until.estimate, low=low))
     left = references["reference_greedy_left_prob"]
     yield group.mean("probability where greedy leaves", left, proportion=True)
     ranks = references["reference_greedy_left_rank"].to_numpy(dtype=float)
@@ -120,11 +69,11 @@ def _references(group: _Group, references: pd.DataFrame) -> Iterator[Row]:
 
 
 def _temperatures(
-    group: _Group, references: pd.DataFrame, curve: np.ndarray, temperatures: np.ndarray
+    group: Group, references: pd.DataFrame, curve: np.ndarray, temperatures: np.ndarray
 ) -> Iterator[Row]:
     """The mean log-probability of a whole turn by temperature, and where it is largest."""
     for column, t in zip(curve.T, temperatures, strict=True):
-        yield group.mean("tempered log p", column, t=float(t))
+        yield group.mean("tempered log p", column, temperature=float(t))
 
     def best(columns, counts) -> float:
         return float(temperatures[np.argmax(counts @ columns["curve"])])
@@ -139,7 +88,7 @@ def _temperatures(
     yield group.row("best temperature", estimate, len(curve))
 
 
-def _contrasts(group: _Group, references: pd.DataFrame, candidates: pd.DataFrame) -> Iterator[Row]:
+def _contrasts(group: Group, references: pd.DataFrame, candidates: pd.DataFrame) -> Iterator[Row]:
     """Contrasts of references, of the control, and how much the former exceed the latter.
 
     The log of a mean is above the mean of logs, so a turn to which all responses are alike has a
@@ -169,28 +118,33 @@ def _contrasts(group: _Group, references: pd.DataFrame, candidates: pd.DataFrame
             yield group.mean("likeliest after its response, by chance", turns["chance"], of=name)
 
 
-def _rivals(group: _Group, references: pd.DataFrame, scored: Scored) -> Iterator[Row]:
+def _rivals(group: Group, references: pd.DataFrame, scored: Scored) -> Iterator[Row]:
     """How often the reference is likelier than a rival, as a whole turn and per token."""
     candidates = scored.candidates[scored.candidates["reference"].isin(references.index)]
     own = candidates[candidates["name"] == REFERENCE].set_index("reference")
     for name, rival in candidates[candidates["name"] != REFERENCE].groupby("name", sort=False):
         rival = rival.set_index("reference")
         genuine = own.loc[rival.index]
-        subset = _Group(group.dataset, rival["source"].to_numpy(), group.options)
+        subset = Group(rival["source"].to_numpy(), group.options, group.names)
         beats = (genuine["whole"] > rival["whole"]).astype(float)
-        yield subset.mean("reference beats", beats, t=1.0, of=name, proportion=True)
+        yield subset.mean("reference beats", beats, temperature=1.0, of=name, proportion=True)
         pace = [f["logprob"] / f["tokens"].where(f["tokens"] > 0) for f in (genuine, rival)]
         beats = (pace[0] > pace[1]).astype(float).where(pace[0].notna() & pace[1].notna())
-        yield subset.mean("reference beats per token", beats, t=1.0, of=name, proportion=True)
+        yield subset.mean(
+            "reference beats per token", beats, temperature=1.0, of=name, proportion=True
+        )
         curves = np.stack(genuine["curve"].to_list()), np.stack(rival["curve"].to_list())
         for at, t in enumerate(scored.temperatures):
             if t != 1.0:
                 beats = (curves[0][:, at] > curves[1][:, at]).astype(float)
-                yield subset.mean("reference beats", beats, t=float(t), of=name, proportion=True)
-    yield group.mean("log-odds among candidates", references["candidate_log_odds"], t=1.0)
+                yield subset.mean(
+                    "reference beats", beats, temperature=float(t), of=name, proportion=True
+                )
+    odds = references["candidate_log_odds"]
+    yield group.mean("log-odds among candidates", odds, temperature=1.0)
 
 
-def _generations(group: _Group, turns: pd.DataFrame, t: float) -> Iterator[Row]:
+def _generations(group: Group, turns: pd.DataFrame, t: float) -> Iterator[Row]:
     """Contrasts of generations, of genuine ones and others, and how well they tell them apart.
 
     As sums and per token: a long turn has more to gain.
@@ -204,11 +158,11 @@ def _generations(group: _Group, turns: pd.DataFrame, t: float) -> Iterator[Row]:
             if bits.isna().all():
                 continue
             quantity = f"generations' contrast, {unit}"
-            yield group.mean(quantity, bits, t=t, of=name)
+            yield group.mean(quantity, bits, temperature=t, of=name)
             for label, said in ((1.0, "genuine"), (0.0, "not genuine")):
                 meant = bits.where(genuine == label)
                 if meant.notna().any():
-                    yield group.mean(quantity, meant, t=t, of=f"{name}, {said}")
+                    yield group.mean(quantity, meant, temperature=t, of=f"{name}, {said}")
             known = (bits.notna() & genuine.notna()).to_numpy()
             scored = bits.to_numpy()[known], genuine.to_numpy()[known], group.sources[known]
             between = auroc_between(*scored, **group.options)
@@ -219,4 +173,6 @@ def _generations(group: _Group, turns: pd.DataFrame, t: float) -> Iterator[Row]:
             ):
                 if not np.isnan(estimate.value):
                     of = f"{name}, {unit}"
-                    yield group.row(f"AUROC of genuine, {pairs}", estimate, count, t=t, of=of)
+                    yield group.row(
+                        f"AUROC of genuine, {pairs}", estimate, count, temperature=t, of=of
+                    )

@@ -1,0 +1,1 @@
+"""What all experiments do alike: open runs, estimate, write, show."""

@@ -1,0 +1,126 @@
+"""Estimates as tidy rows: what a number is of, the number, its interval, its test."""
+
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from ia_mech.stats import Estimate, cluster_mean, holm, paired_difference
+
+ALL = "all"  # the datasets together
+
+
+@dataclass(frozen=True)
+class Row:
+    """One estimate.
+
+    Attributes:
+        quantity: what it is.
+        names: what it is of (dataset, temperature, layer, …): the experiment's own columns.
+        rows: how many values it is made of.
+        estimate: the number with its interval over sources.
+        p: of the null hypothesis that a difference is 0; NaN where nothing was tested.
+        test: which gave p, as :class:`ia_mech.stats.Paired` names it; None without p.
+        p_holm: p corrected by :func:`corrected`.
+    """
+
+    quantity: str
+    names: dict[str, Any]
+    rows: int
+    estimate: Estimate
+    p: float = np.nan
+    test: str | None = None
+    p_holm: float = np.nan
+
+
+@dataclass(frozen=True)
+class Group:
+    """Values that share names and sources, and how to make estimates of them.
+
+    Attributes:
+        sources: ``[rows]`` the source of each value.
+        options: ``level``, ``resamples`` and ``seed`` of :func:`ia_mech.stats.cluster_mean`.
+        names: what every estimate of the group is of.
+    """
+
+    sources: np.ndarray
+    options: dict[str, Any]
+    names: dict[str, Any] = field(default_factory=dict)
+
+    def mean(self, quantity: str, values, *, proportion: bool = False, **names) -> Row:
+        """The mean of ``[rows]`` values with its interval; NaN is left out."""
+        values = np.asarray(values, dtype=float)
+        estimate = cluster_mean(values, self.sources, proportion=proportion, **self.options)
+        return self.row(quantity, estimate, int((~np.isnan(values)).sum()), **names)
+
+    def difference(
+        self, quantity: str, values, baseline, *, proportion: bool | None = None, **names
+    ) -> Row:
+        """Mean over sources of value less baseline, both ``[rows]``; the source is the pair.
+
+        A source counts if it has a value in both; see :func:`ia_mech.stats.paired_difference`.
+        """
+        paired = paired_difference(
+            values, self.sources, baseline, self.sources, proportion=proportion, **self.options
+        )
+        rows = int((~np.isnan(np.asarray(values, dtype=float))).sum())
+        row = self.row(quantity, paired.difference, rows, **names)
+        return replace(row, p=paired.p, test=paired.test or None)
+
+    def row(self, quantity: str, estimate: Estimate, rows: int, **names) -> Row:
+        """An estimate that was made elsewhere, under the group's names and ``names``."""
+        return Row(quantity, self.names | names, rows, estimate)
+
+
+def by_dataset(frame: pd.DataFrame) -> Iterator[tuple[str, np.ndarray]]:
+    """Each dataset with its mask ``[rows]``, then :data:`ALL` if there are several."""
+    if frame.empty:
+        return
+    names = sorted(frame["dataset"].unique())
+    for name in names:
+        yield name, (frame["dataset"] == name).to_numpy()
+    if len(names) > 1:
+        yield ALL, np.ones(len(frame), dtype=bool)
+
+
+def corrected(rows: Iterable[Row], family: Callable[[Row], Hashable]) -> list[Row]:
+    """The rows with ``p_holm``, Holm-corrected over all tests of the same family."""
+    rows = list(rows)
+    families = [family(row) if not np.isnan(row.p) else None for row in rows]
+    adjusted = np.full(len(rows), np.nan)
+    for name in set(families) - {None}:
+        at = [i for i, of in enumerate(families) if of == name]
+        adjusted[at] = holm([rows[i].p for i in at])
+    return [replace(row, p_holm=float(p)) for row, p in zip(rows, adjusted, strict=True)]
+
+
+def frame_of(rows: Iterable[Row], names: dict[str, str]) -> pd.DataFrame:
+    """One line per estimate.
+
+    Args:
+        rows: the estimates.
+        names: column → dtype of what estimates may be of; what an estimate isn't of is missing
+            (an empty string where the dtype is ``str``).
+    """
+    records = []
+    for row in rows:
+        unknown = set(row.names) - set(names)
+        if unknown:
+            raise ValueError(f"{row.quantity} is of {', '.join(sorted(unknown))}, not a column")
+        e = row.estimate
+        records.append(
+            {"quantity": row.quantity, **row.names, "rows": row.rows}
+            | {"value": e.value, "low": e.low, "high": e.high}
+            | {"p": row.p, "p_holm": row.p_holm, "test": row.test}
+            | {"sources": e.sources, "method": e.method}
+        )
+    after = ["rows", "value", "low", "high", "p", "p_holm", "test", "sources", "method"]
+    frame = pd.DataFrame(records, columns=["quantity", *names, *after])
+    for name, dtype in names.items():
+        if dtype == "str":
+            frame[name] = frame[name].astype("object").where(frame[name].notna(), "")
+        else:
+            frame[name] = frame[name].astype(dtype)
+    return frame

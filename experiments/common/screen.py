@@ -1,0 +1,90 @@
+"""Estimates as tables in a terminal."""
+
+import numpy as np
+import pandas as pd
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from ia_mech.cli import one_line
+
+WIDTH = 1000  # tables take what they need; an interval that is cut is worse than a long line
+HEADS = {"temperature": "T"}  # of columns that are called otherwise on the screen
+
+
+def console() -> Console:
+    """Where tables are printed."""
+    made = Console(highlight=False, emoji=False)
+    made.width = max(made.width, WIDTH)
+    return made
+
+
+def print_notes(to: Console, notes: list[str]) -> None:
+    """What a reader has to know, a line each."""
+    for note in notes:
+        to.print(escape(one_line(note)), soft_wrap=True)
+
+
+def print_table(
+    to: Console,
+    title: str,
+    rows: pd.DataFrame,
+    columns: dict[str, tuple[str, int]],
+    *,
+    key: str = "quantity",
+    index: tuple[str, ...] = ("dataset",),
+) -> None:
+    """A line per combination of ``index``, a column per kind of estimate; nothing of no rows.
+
+    Args:
+        to: where to.
+        title: of the table.
+        rows: estimates as :func:`experiments.common.estimates.frame_of` makes them.
+        columns: value of ``key`` → column head and number of decimals. A test's Holm-corrected p
+            stands behind its difference.
+        key: the column that tells kinds of estimates apart.
+        index: columns that name a line.
+    """
+    rows = rows[rows[key].isin(columns)]
+    if rows.empty:
+        return
+    table = Table(title=escape(title), title_justify="left")
+    for name in index:
+        table.add_column(HEADS.get(name, name), no_wrap=True)
+    table.add_column("rows", justify="right", no_wrap=True)
+    there = {of: head for of, head in columns.items() if of in set(rows[key])}
+    for name, _ in there.values():
+        table.add_column(escape(one_line(name, 40)), justify="right", no_wrap=True)
+    for names, own in rows.groupby(list(index), sort=False, dropna=False):
+        found = own.set_index(key)
+        cells = [
+            cell(found.loc[of], digits) if of in found.index else ""
+            for of, (_, digits) in there.items()
+        ]
+        labels = [escape(label(name, of)) for name, of in zip(names, index, strict=True)]
+        table.add_row(*labels, str(own["rows"].max()), *cells)
+    to.print(table)
+
+
+def label(value, column: str = "") -> str:
+    """What names a line: text, a number, or a temperature."""
+    if isinstance(value, str):
+        return one_line(value, 40)
+    if pd.isna(value):
+        return "–"
+    if column == "temperature" and value == 0:
+        return "greedy"
+    return f"{value:g}"
+
+
+def cell(row: pd.Series, digits: int) -> str:
+    """An estimate as text: value, interval, and the corrected p value of a test."""
+    if np.isnan(row["value"]):
+        return "–"
+    text = f"{row['value']:.{digits}f}"
+    ends = f"{row['low']:.{digits}f}, {row['high']:.{digits}f}"
+    text += " [–]" if np.isnan(row["low"]) else f" [{ends}]"
+    if not np.isnan(row["p_holm"]):
+        p = row["p_holm"]
+        text += " p<0.001" if p < 0.001 else f" p={p:.3f}"
+    return text
