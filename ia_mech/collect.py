@@ -18,7 +18,7 @@ import psutil
 
 from ia_mech.chat import ChatFormat
 from ia_mech.config import SampleConfig
-from ia_mech.conversations import Conversation
+from ia_mech.conversations import UNPERTURBED, Conversation
 from ia_mech.engine.capture import find_blocks
 from ia_mech.engine.check import check_engine
 from ia_mech.engine.loop import Decoded, Row, decode
@@ -26,6 +26,7 @@ from ia_mech.engine.memory import Halving
 from ia_mech.engine.plan import contexts_per_unit, plan_units
 from ia_mech.engine.prefix import Prefilled, Prefix, prefill
 from ia_mech.errors import UserError
+from ia_mech.headers import rendered
 from ia_mech.identity import build_chat, eos_ids, identity, machine
 from ia_mech.intake import (
     check_folder,
@@ -266,13 +267,8 @@ class _Job:
             messages = tuple(without_response(conversation))
             conversation = replace(conversation, messages=messages)
             conversation = conversation.with_response(written["response"])
-        turn = None
         try:
-            context = self.chat.context(conversation.messages)
-            if conversation.reference is not None:
-                turn = self.chat.reference_ids(
-                    conversation.messages, context, conversation.reference
-                )
+            context, turn = rendered(self.chat, conversation)
         except UserError as error:
             if written is None:
                 raise
@@ -347,12 +343,13 @@ class _Job:
         )
 
     def _scorer(self) -> Scorer:
-        """What scores given turns; every conversation of the run may lend its response to it."""
+        """What scores given turns; every unperturbed conversation may lend its response to it."""
         rows = (
             (order, conversation, responses.get(order))
             for _, conversations in windows(self._snapshot)
             for responses in [self.writer.read_responses([order for order, _ in conversations])]
             for order, conversation in conversations
+            if conversation.perturbation == UNPERTURBED
         )
         grid = self.config.grid
         return Scorer(

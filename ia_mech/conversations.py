@@ -22,6 +22,10 @@ from ia_mech.formats import ColumnMap, Message, Parts, parse
 
 BUILTIN = ("maths", "instructions", "open")
 SUFFIXES = (".jsonl", ".json", ".parquet")
+UNPERTURBED = "none"
+UNPERTURBED_RESPONSE = "unperturbed_response"  # in the metadata of a perturbed conversation
+USER_HEADER = "user"
+HEADERS = (USER_HEADER, "alone", "assistant", "no_turn_end", "no_turn_separator")
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 _PARQUET_ROWS = 256  # at a time: bounds the memory, not the speed
 
@@ -40,6 +44,9 @@ class Conversation:
         reference: what the user really said next.
         answer: the gold answer to the query.
         metadata: anything else the data says; JSON values only.
+        perturbation: what was changed of the source's conversation; :data:`UNPERTURBED` if nothing.
+        header: which header is opened after the response, one of :data:`HEADERS`; see
+            :func:`ia_mech.headers.opened`.
     """
 
     id: str
@@ -49,6 +56,8 @@ class Conversation:
     reference: str | None = None
     answer: str | None = None
     metadata: dict = field(default_factory=dict)
+    perturbation: str = UNPERTURBED
+    header: str = USER_HEADER
 
     @property
     def query(self) -> str:
@@ -68,7 +77,11 @@ class Conversation:
 
     def to_dict(self) -> dict:
         """A JSON object that ``from_dict``, and any reader of our JSONL, takes back unchanged."""
-        return asdict(self) | {"messages": [dict(m) for m in self.messages]}
+        row = asdict(self) | {"messages": [dict(m) for m in self.messages]}
+        for name, usual in (("perturbation", UNPERTURBED), ("header", USER_HEADER)):
+            if row[name] == usual:  # most conversations, and all of older runs, say nothing of it
+                del row[name]
+        return row
 
     @classmethod
     def from_dict(cls, row: dict) -> "Conversation":
@@ -95,9 +108,13 @@ def validate(conversation: Conversation, place: str) -> None:
                 "use system, user or assistant",
             )
         _check_text(content, f"{place}: message {number} ({role})")
-    for name in ("id", "source_id", "reference", "answer"):
+    for name in ("id", "source_id", "reference", "answer", "perturbation"):
         if (text := getattr(conversation, name)) is not None:
             _check_text(text, f"{place}: the {name}")
+    if conversation.header not in HEADERS:
+        raise UserError(
+            f"{place}: the header is {conversation.header!r}", f"use one of {', '.join(HEADERS)}"
+        )
     roles = [message["role"] for message in conversation.messages]
     turns = roles[1:] if roles[:1] == ["system"] else roles
     if not turns:
@@ -170,6 +187,8 @@ class ConversationSource:
             reference=reference,
             answer=parts.answer,
             metadata=parts.metadata,
+            perturbation=UNPERTURBED if parts.perturbation is None else parts.perturbation,
+            header=USER_HEADER if parts.header is None else parts.header,
         )
 
 

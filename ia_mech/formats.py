@@ -90,6 +90,8 @@ class Parts:
     source_id: str | None = None
     dataset: str | None = None
     metadata: dict = field(default_factory=dict)
+    perturbation: str | None = None
+    header: str | None = None
 
 
 def parse(row: dict, columns: ColumnMap, place: str) -> Parts:
@@ -106,6 +108,9 @@ def parse(row: dict, columns: ColumnMap, place: str) -> Parts:
     parts.source_id = cells.identifier("source", ("source_id",))
     if isinstance(row.get("dataset"), str):
         parts.dataset = cells.take("dataset")
+    if isinstance(row.get("perturbation"), str):  # as experiments.perturbations writes them
+        parts.perturbation = cells.take("perturbation")
+        parts.header = cells.take("header" if "header" in row else None)
     parts.metadata = cells.rest()
     return parts
 

@@ -6,7 +6,7 @@ import os
 import shutil
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -14,9 +14,15 @@ import pyarrow.parquet as pq
 
 from ia_mech.chat import ChatFormat
 from ia_mech.config import SampleConfig
-from ia_mech.conversations import Conversation, ConversationSource, open_conversations
+from ia_mech.conversations import (
+    UNPERTURBED,
+    Conversation,
+    ConversationSource,
+    open_conversations,
+)
 from ia_mech.engine.plan import WINDOW
 from ia_mech.errors import UserError
+from ia_mech.headers import rendered
 from ia_mech.models import Subject, context_limit, text_config
 from ia_mech.run import layout
 from ia_mech.scoring.candidates import OwnCandidates
@@ -131,10 +137,8 @@ def _lengths(conversation: Conversation, config: SampleConfig, chat: ChatFormat)
             "no response, and --response given was asked for",
             "use --response auto to let the model write the missing ones",
         )
-    context, following = chat.context(messages), 0
-    if conversation.reference is not None:
-        following = len(chat.reference_ids(messages, context, conversation.reference)) + 1
-    return len(context.ids) + extra, following
+    context, turn = rendered(chat, replace(conversation, messages=tuple(messages)))
+    return len(context.ids) + extra, 0 if turn is None else len(turn) + 1
 
 
 def run_bytes(
@@ -224,10 +228,13 @@ def make_plan(
         lengths.append(length)
         to_generate += needs_response(config, conversation)
         ids.add(conversation.id)
+        references += conversation.reference is not None
+        if conversation.perturbation != UNPERTURBED:  # its reference is scored, and nothing else
+            candidate_tokens += count(conversation.reference or "")
+            continue
         sources[conversation.dataset].add(conversation.source_id)
         turn = 0
         if conversation.reference is not None:
-            references += 1
             turn = count(conversation.reference)
             # Query and response are rivals of the reference, about as long as the context.
             candidate_tokens += length + turn

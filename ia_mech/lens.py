@@ -8,7 +8,8 @@ of that model.
 import copy
 import json
 import os
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -54,6 +55,21 @@ class Lens:
         """Logits ``[…, vocab]`` float32 as the model would give them if this were layer L."""
         logits = self.norm(residual) @ self.unembedding.float().T * self.scale
         return logits if self.softcap is None else self.softcap * (logits / self.softcap).tanh()
+
+    def logits_in_slices(self, residual: Tensor, most: int = 2**23) -> Iterator[Tensor]:
+        """The same logits a slice of the vocabulary at a time, ``[rows, slice]`` each.
+
+        Neither all logits nor a float32 copy of the whole unembedding is ever held.
+
+        Args:
+            residual: ``[rows, d_model]``.
+            most: numbers of a slice, of logits as of the unembedding.
+        """
+        vocab, width = self.unembedding.shape
+        step = max(1, most // max(len(residual), width, 1))
+        for start in range(0, vocab, step):
+            part = replace(self, unembedding=self.unembedding[start : start + step])
+            yield part.logits(residual)
 
     def save(self, weights_hash: str) -> Path:
         """Keep it where :meth:`load` finds it; an older one is replaced whole."""

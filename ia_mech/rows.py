@@ -134,7 +134,7 @@ def _names(item: Item) -> dict:
         "context_id": item.conversation.id,
         "source_id": item.conversation.source_id,
         "dataset": item.conversation.dataset,
-        "perturbation": "none",
+        "perturbation": item.conversation.perturbation,
         "order": item.order,
     }
 

@@ -172,6 +172,7 @@ def test_the_file_says_who_judged_and_by_which_rubric(run, label):
         "identity_hash": identity_hash(judge.identity),
         "rubric": {"version": VERSION, "hash": rubric_hash()},
         "repeats": 2,
+        "unperturbed": False,
         "caveat": judge.caveat,
     }
 

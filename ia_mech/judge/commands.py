@@ -16,7 +16,7 @@ from tqdm import tqdm
 from ia_mech.cli import one_line
 from ia_mech.errors import UserError
 from ia_mech.judge.choose import make_judge
-from ia_mech.judge.label import check_finished, items_of, judge_items, label_run
+from ia_mech.judge.label import UNSEEN, check_finished, items_of, judge_items, label_run
 from ia_mech.judge.rubric import ASSESSED, CATEGORIES, NAMES, ORDER, SHORT, VERSION
 from ia_mech.judge.verdict import JUDGED, Item, Judge, Verdict
 from ia_mech.run import Run
@@ -80,14 +80,15 @@ def run(args: argparse.Namespace) -> None:
     """
     there = Run.open(args.run)
     check_finished(there)
-    name = check_name(args.name or _default_name(args))
-    items = items_of(there)
+    name = check_name(args.name or _default_name(args) + UNSEEN * args.unperturbed)
+    items = items_of(there, unperturbed=args.unperturbed)
     judge = make_judge(args, items, there)
     if args.dry_run:
         _tell_plan(judge, items, args)
         return
     begun = time.monotonic()
-    path = label_run(there, judge, name, _bar(judge), replace=args.replace, **_options(args))
+    how = {"replace": args.replace, "unperturbed": args.unperturbed}
+    path = label_run(there, judge, name, _bar(judge), **how, **_options(args))
     _show_verdicts(there, name, judge, time.monotonic() - begun)
     print(f"verdicts: {path}")
     if (there.labels.judgements(name)["status"] == JUDGED).any():

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from ia_mech.conversations import UNPERTURBED, UNPERTURBED_RESPONSE
 from ia_mech.errors import UserError
 from ia_mech.judge.cache import VerdictCache
 from ia_mech.judge.rubric import VERSION, rubric_hash
@@ -19,6 +20,7 @@ from ia_mech.run.labels import KEY, check_name
 
 # A failure that another attempt may not meet: the server's, not the item's. Never cached.
 PASSING = frozenset({"unavailable"})
+UNSEEN = "-unperturbed"  # ends the name of verdicts on responses that the model was not given
 
 
 class Progress(Protocol):
@@ -38,14 +40,38 @@ def check_finished(run: Run) -> None:
         )
 
 
-def items_of(run: Run) -> list[Item]:
-    """What a judge sees of every row of ``run.generations``, in its order."""
-    messages = run.contexts.set_index("context_id")["messages"]
+def items_of(run: Run, *, unperturbed: bool = False) -> list[Item]:
+    """What a judge sees of every row of ``run.generations``, in its order.
+
+    Args:
+        run: the run.
+        unperturbed: show the response that the source's conversation had before it was perturbed,
+            not the one that the model was given. A turn that was written without having seen the
+            response can then be held against it.
+
+    Raises:
+        UserError: a perturbed context that doesn't say what it was.
+    """
+    contexts = run.contexts
+    shown = {
+        context: (messages[-2]["content"], messages[-1]["content"])
+        for context, messages in zip(contexts["context_id"], contexts["messages"], strict=True)
+    }
+    if unperturbed:
+        changed = contexts[contexts["perturbation"].fillna(UNPERTURBED) != UNPERTURBED]
+        for context, metadata in zip(changed["context_id"], changed["metadata"], strict=True):
+            before = json.loads(metadata).get(UNPERTURBED_RESPONSE)
+            if before is None:
+                raise UserError(
+                    f"context {context} of {run.path} doesn't say what it was before it was "
+                    "perturbed",
+                    "judge it as it was shown to the model",
+                )
+            shown[context] = (shown[context][0], before)
+    generations = run.generations
     return [
-        Item(messages[context][-2]["content"], messages[context][-1]["content"], turn)
-        for context, turn in zip(
-            run.generations["context_id"], run.generations["text"], strict=True
-        )
+        Item(*shown[context], turn)
+        for context, turn in zip(generations["context_id"], generations["text"], strict=True)
     ]
 
 
@@ -147,11 +173,18 @@ def _ask(
 
 
 def label_run(
-    run: Run, judge: Judge, name: str, progress: Progress, *, replace: bool = False, **options
+    run: Run,
+    judge: Judge,
+    name: str,
+    progress: Progress,
+    *,
+    replace: bool = False,
+    unperturbed: bool = False,
+    **options,
 ) -> Path:
     """Judge every user turn of a run and write ``judgements/<name>.parquet``.
 
-    ``options`` are those of :func:`judge_items`.
+    ``unperturbed`` is that of :func:`items_of`, ``options`` are those of :func:`judge_items`.
 
     Raises:
         UserError: an unfinished run; a name that can't be a file's; verdicts of another judge
@@ -160,7 +193,14 @@ def label_run(
     check_finished(run)
     check_name(name)
     if name in run.labels.judges and not replace:
-        there = run.labels.record("judgements", name).get("identity", {})
+        record = run.labels.record("judgements", name)
+        if record.get("unperturbed", False) != unperturbed:
+            shown = "another" if unperturbed else "the unperturbed"
+            raise UserError(
+                f"{run.path} has verdicts named {name!r} of turns after {shown} response",
+                "give another --name, or --replace",
+            )
+        there = record.get("identity", {})
         if identity_hash(there) != identity_hash(judge.identity):
             changed = sorted(
                 key
@@ -172,7 +212,7 @@ def label_run(
                 f"{', '.join(changed)})",
                 "give another --name, or --replace",
             )
-    items = items_of(run)
+    items = items_of(run, unperturbed=unperturbed)
     verdicts, cached = judge_items(items, judge, progress, **options)
     rows = _rows(run, items, verdicts, cached)
     record = {
@@ -180,6 +220,7 @@ def label_run(
         "identity_hash": identity_hash(judge.identity),
         "rubric": {"version": VERSION, "hash": rubric_hash()},
         "repeats": options.get("repeats", 1),
+        "unperturbed": unperturbed,
         "caveat": getattr(judge, "caveat", ""),
     }
     return run.labels.write_judgements(name, rows, record)

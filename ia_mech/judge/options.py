@@ -60,6 +60,13 @@ def _add_run(commands) -> None:
         action="store_true",
         help="replace verdicts of another judge that are there under the same name",
     )
+    parser.add_argument(
+        "--unperturbed",
+        action="store_true",
+        help="of perturbed contexts (experiments.perturbations): show the judge the response as it "
+        "was, not what the model was given in its place; default name: that of the judge with "
+        "-unperturbed",
+    )
 
 
 def _add_check(commands) -> None:

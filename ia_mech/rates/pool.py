@@ -205,7 +205,10 @@ def _turns(run: Run, judge: str, verdicts: pd.DataFrame) -> pd.DataFrame:
             again,
         )
     at = at.loc[keys]
-    texts = pd.Series([item.key("", 0)[:16] for item in items_of(run)], index=at.index)
+    other = run.labels.record("judgements", judge).get("unperturbed", False)
+    texts = pd.Series(
+        [item.key("", 0)[:16] for item in items_of(run, unperturbed=other)], index=at.index
+    )
     changed = int((at["item"].notna() & (at["item"] != texts)).sum())
     if changed:
         raise UserError(

@@ -3,6 +3,8 @@
 Everything the run's own prefill can give comes from it: the reference and its rivals, at every
 temperature. For a contrast the same turns are scored after another context, which costs that
 context one prefill, however many turns are scored after it.
+
+A perturbed context is a contrast itself: its reference is scored in it, and nothing else.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,7 +14,7 @@ import numpy as np
 from transformers import PreTrainedModel
 
 from ia_mech.chat import ChatFormat
-from ia_mech.conversations import Conversation
+from ia_mech.conversations import UNPERTURBED, Conversation
 from ia_mech.engine.loop import Decoded
 from ia_mech.engine.memory import Halving
 from ia_mech.engine.plan import plan_units
@@ -108,6 +110,10 @@ class Scorable:
     ids: Sequence[int]
     reference_ids: Sequence[int] | None
 
+    @property
+    def perturbed(self) -> bool:
+        return self.conversation.perturbation != UNPERTURBED
+
 
 @dataclass
 class _Probe:
@@ -178,7 +184,9 @@ class Scorer:
             decoded: the generations of each.
         """
         scores = [ContextScores() for _ in contexts]
-        lenders = [self._donors.responses(c.order, self._swaps) for c in contexts]
+        lenders = [
+            [] if c.perturbed else self._donors.responses(c.order, self._swaps) for c in contexts
+        ]
         self._score_candidates(prefilled, contexts, lenders, scores)
         probes = [
             _Probe(at, [*c.ids, *self._closing], len(c.ids), c.contrasts)
@@ -188,6 +196,8 @@ class Scorer:
         ]
         if self._generations:
             for at, rows in enumerate(decoded):
+                if contexts[at].perturbed:
+                    continue
                 own = [self._generated(at, row) for row in rows]
                 scores[at].generations = [probe.contrasts for probe in own]
                 probes += own
@@ -205,6 +215,8 @@ class Scorer:
             conversation = context.conversation
             genuine = Candidate(REFERENCE, conversation.reference)
             found.append((at, genuine, list(context.reference_ids)))
+            if context.perturbed:
+                continue
             lender = self._donors.reference(context.order, lenders[at])
             for candidate in rivals(conversation, lender, self._own):
                 ids = self._ids_of(context, candidate)
@@ -216,7 +228,7 @@ class Scorer:
         )
         for (at, candidate, ids), one in zip(found, scored, strict=True):
             contrasts = None
-            if candidate.name in (REFERENCE, OTHER):
+            if candidate.name in (REFERENCE, OTHER) and not contexts[at].perturbed:
                 contrasts = Contrasts(Likelihood.of(one.logprobs_raw, len(ids)))
             scores[at].candidates.append(ScoredCandidate(candidate, ids, one, contrasts))
 

@@ -17,6 +17,7 @@ from ia_mech.stats.agreement import (
     krippendorff_alpha,
     precision_recall,
 )
+from ia_mech.stats.association import Grouped, group_difference, kendall, kendall_p
 from ia_mech.stats.clusters import cluster_mean, cluster_statistic
 from ia_mech.stats.correction import IMPOSSIBLE, prediction_powered, rogan_gladen
 from ia_mech.stats.counts import cluster_counts
@@ -39,6 +40,7 @@ __all__ = [
     "CategoryScore",
     "Estimate",
     "FoldScores",
+    "Grouped",
     "Paired",
     "PermutationTest",
     "Replicated",
@@ -56,8 +58,11 @@ __all__ = [
     "cohen_kappa",
     "confusion",
     "detectable_difference",
+    "group_difference",
     "holm",
     "kappa_of",
+    "kendall",
+    "kendall_p",
     "krippendorff_alpha",
     "paired_difference",
     "permutation_max",

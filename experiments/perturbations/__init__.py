@@ -1,0 +1,1 @@
+"""What changes in the user turn when the response, or the header, is changed?"""

@@ -1,0 +1,121 @@
+"""Estimates per condition, and how far each is from the unperturbed one."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from experiments.common.estimates import ALL, Group, Row, by_dataset, corrected, frame_of
+from experiments.perturbations.displacement import Moved, displacements
+from experiments.perturbations.read import Compared
+from ia_mech.conversations import UNPERTURBED
+from ia_mech.judge.rubric import ASSESSED
+from ia_mech.stats import detectable_difference, paired_difference
+from ia_mech.stats.intervals import Estimate
+
+RATE = "follow-up rate"
+HELD = "follow-up rate, held against the unperturbed response"
+SHARE = "category share"
+REFERENCE = "reference log p, bits"
+LESS = ", less unperturbed"
+DETECTABLE = "detectable difference"
+DISTANCE, RELATIVE = "header displacement", "header displacement, relative to its norm"
+COLUMNS = {
+    "dataset": "str",
+    "condition": "str",
+    "temperature": "float64",
+    "category": "str",
+    "layer": "Int64",
+    "position": "str",
+}
+
+
+def estimates(
+    compared: Compared, *, level: float = 0.95, resamples: int = 2000, seed: int = 0
+) -> pd.DataFrame:
+    """Every estimate, one row each: quantity, :data:`COLUMNS`, value, interval and test.
+
+    Differences are Holm-corrected over all tests of one quantity; those over all datasets
+    (``all``) are a family of their own.
+    """
+    options = {"level": level, "resamples": resamples, "seed": seed}
+    rows: list[Row] = []
+    for dataset, here in by_dataset(compared.turns):
+        for temperature, turns in compared.turns[here].groupby("temperature"):
+            names = {"dataset": dataset, "temperature": float(temperature)}
+            rows += _turns(turns, names, options)
+    for dataset, here in by_dataset(compared.contexts):
+        rows += _references(compared.contexts[here], {"dataset": dataset}, options)
+    rows += _displacements(compared, options)
+    rows = corrected(rows, lambda row: (row.quantity, row.names["dataset"] == ALL))
+    return frame_of(rows, COLUMNS)
+
+
+def _turns(turns: pd.DataFrame, names: dict[str, Any], options: dict) -> Iterator[Row]:
+    """Rates and profile of one temperature, condition by condition."""
+    plain = turns[turns["condition"] == UNPERTURBED]
+    for condition, own in turns.groupby("condition", sort=False):
+        group = Group(own["source"].to_numpy(), options, names | {"condition": condition})
+        for quantity, column in ((RATE, "genuine"), (HELD, "held")):
+            yield group.mean(quantity, own[column], proportion=True)
+            if condition != UNPERTURBED:
+                yield _difference(group, quantity + LESS, own, plain, own[column], plain[column])
+        if condition != UNPERTURBED:
+            columns = own["held"], own["source"], plain["held"], plain["source"]
+            size = detectable_difference(*columns, level=options["level"])
+            found = Estimate(size, np.nan, np.nan, own["source"].nunique(), "80% power, one test")
+            yield group.row(DETECTABLE, found, len(own))
+        for category in ASSESSED:
+            events, before = (_events(frame, category) for frame in (own, plain))
+            yield group.mean(SHARE, events, proportion=True, category=category)
+            if condition != UNPERTURBED:
+                row = _difference(group, SHARE + LESS, own, plain, events, before)
+                yield replace(row, names=row.names | {"category": category})
+
+
+def _events(turns: pd.DataFrame, category: str) -> np.ndarray:
+    """``[turns]`` 1 where the category is that one; NaN where the turn wasn't assessed."""
+    return np.where(turns["genuine"].isna(), np.nan, turns["category"] == category).astype(float)
+
+
+def _difference(
+    group: Group, quantity: str, own: pd.DataFrame, plain: pd.DataFrame, values, baseline
+) -> Row:
+    """Values of a condition less those unperturbed; the source is the pair."""
+    sides = values, own["source"], baseline, plain["source"]
+    paired = paired_difference(*sides, **group.options)
+    row = group.row(quantity, paired.difference, int((~np.isnan(values)).sum()))
+    return replace(row, p=paired.p, test=paired.test or None)
+
+
+def _references(contexts: pd.DataFrame, names: dict[str, Any], options: dict) -> Iterator[Row]:
+    """Log-probability of real follow-ups at T = 1, in bits."""
+    scored = contexts[contexts["logprob"].notna()]
+    plain = scored[scored["condition"] == UNPERTURBED]
+    for condition, own in scored.groupby("condition", sort=False):
+        group = Group(own["source"].to_numpy(), options, names | {"condition": condition})
+        bits, before = (frame["logprob"].to_numpy() / np.log(2.0) for frame in (own, plain))
+        yield group.mean(REFERENCE, bits, temperature=1.0)
+        if condition != UNPERTURBED:
+            row = _difference(group, REFERENCE + LESS, own, plain, bits, before)
+            yield replace(row, names=row.names | {"temperature": 1.0})
+
+
+def _displacements(compared: Compared, options: dict) -> Iterator[Row]:
+    plain = compared.contexts[compared.contexts["condition"] == UNPERTURBED]
+    parts = list(by_dataset(plain))
+    for moved in displacements(compared):
+        for dataset, here in parts:
+            yield from _moved(moved, dataset, here, plain["source"].to_numpy(), options)
+
+
+def _moved(
+    moved: Moved, dataset: str, here: np.ndarray, sources: np.ndarray, options: dict
+) -> Iterator[Row]:
+    names = {name: getattr(moved, name) for name in ("condition", "layer", "position")}
+    group = Group(sources[here], options, {"dataset": dataset, **names})
+    for quantity, values in ((DISTANCE, moved.distance), (RELATIVE, moved.relative)):
+        if not np.isnan(values[here]).all():
+            yield group.mean(quantity, values[here])

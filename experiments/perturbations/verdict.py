@@ -1,0 +1,66 @@
+"""The falsifier: does the follow-up rate fall when there is no response to react to?"""
+
+from collections.abc import Iterator
+
+import numpy as np
+import pandas as pd
+
+from experiments.common.estimates import ALL
+from experiments.common.screen import label
+from experiments.perturbations.conditions import REMOVE, SWAP
+from experiments.perturbations.tables import DETECTABLE, HELD, LESS
+from ia_mech.conversations import UNPERTURBED
+
+
+def verdicts(estimates: pd.DataFrame, level: float) -> Iterator[str]:
+    """A line per temperature, over all datasets.
+
+    A genuine follow-up that reacts to the response can't be written without having seen it. All
+    turns are held against the unperturbed response: held against an empty one, hardly any turn is
+    grounded, and the rate would fall by definition.
+
+    Args:
+        estimates: of :func:`experiments.perturbations.tables.estimates`.
+        level: of confidence; a difference counts if its Holm-corrected p is at most 1 - level.
+    """
+    datasets = set(estimates["dataset"]) - {ALL}
+    pooled = estimates[estimates["dataset"].isin([ALL] if len(datasets) > 1 else datasets)]
+    for temperature, rows in pooled[pooled["quantity"] == HELD].groupby("temperature"):
+        at = pooled[pooled["temperature"] == temperature]
+        plain = rows[rows["condition"] == UNPERTURBED].iloc[0]
+        where = "greedy" if temperature == 0 else f"T = {label(temperature)}"
+        if not plain["value"] > 0:
+            yield (
+                f"falsifier, {where}: no unperturbed turn is judged genuine "
+                f"(of {plain['rows']}, at most {plain['high']:.3f}), so nothing could be lower."
+            )
+            continue
+        yield f"falsifier, {where}: {_said(at, level)}"
+
+
+def _said(at: pd.DataFrame, level: float) -> str:
+    found, failed = [], []
+    for condition in (REMOVE, SWAP):
+        rows = at[(at["condition"] == condition)].set_index("quantity")
+        if HELD + LESS not in rows.index:
+            continue
+        row = rows.loc[HELD + LESS]
+        p = "p<0.001" if row["p_holm"] < 0.001 else f"p={row['p_holm']:.3f}"
+        interval = f"{row['value']:+.3f} [{row['low']:+.3f}, {row['high']:+.3f}], {p}"
+        lower = row["value"] < 0 and row["p_holm"] <= 1 - level
+        size = rows.loc[DETECTABLE, "value"]
+        if lower or np.isnan(size):
+            found.append(f"{condition} {interval}")
+        else:
+            found.append(f"{condition} {interval} (detectable: {size:.3f})")
+        if not lower:
+            failed.append(condition)
+    if not found:
+        return f"neither {REMOVE} nor {SWAP} was made, so it can't be told."
+    text = "; ".join(found)
+    if failed:
+        return (
+            f"{text}. {' and '.join(failed)} isn't shown to lower the rate: what was measured is "
+            "not shown to react to the response."
+        )
+    return f"{text}. The rate falls without the response: what was measured reacts to it."

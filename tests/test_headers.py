@@ -1,0 +1,137 @@
+"""Other headers than the user's: what each variant changes of the context, and what it leaves."""
+
+from dataclasses import replace
+
+import families
+import pytest
+
+from ia_mech.chat import ChatFormat
+from ia_mech.conversations import HEADERS, Conversation
+from ia_mech.errors import UserError
+from ia_mech.headers import context_of, rendered
+
+EACH = pytest.mark.parametrize("family", (*families.REAL_FAMILIES, "zephyr_text"))
+DIALOGUE = (
+    {"role": "user", "content": "What is 17 times 24?"},
+    {"role": "assistant", "content": "408."},
+)
+ASKED = Conversation("a", "a", "d", DIALOGUE, reference="Are you sure?")
+ENDS = {  # how contexts end, in each family: (user, assistant, no_turn_end, no_turn_separator)
+    "smollm2": (
+        "408.<|im_end|>\n<|im_start|>user\n",
+        "408.<|im_end|>\n<|im_start|>assistant\n",
+        "408.\n<|im_start|>user\n",
+        "408.<|im_end|><|im_start|>user\n",
+    ),
+    "llama3_1": (
+        "408.<|eot_id|><|start_header_id|>user<|end_header_id|>\n\n",
+        "408.<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n",
+        "408.<|start_header_id|>user<|end_header_id|>\n\n",
+        None,
+    ),
+    "gemma3": (
+        "408.<end_of_turn>\n<start_of_turn>user\n",
+        "408.<end_of_turn>\n<start_of_turn>model\n",
+        "408.\n<start_of_turn>user\n",
+        "408.<end_of_turn><start_of_turn>user\n",
+    ),
+    "glm4": ("408.<|user|>\n", "408.<|assistant|>", None, None),
+    "gpt_oss": (
+        "408.<|end|><|start|>user<|message|>",
+        "408.<|end|><|start|>assistant",
+        "408.<|start|>user<|message|>",
+        None,
+    ),
+    "deepseek_v3": (
+        "408.<｜end▁of▁sentence｜><｜User｜>",
+        "408.<｜end▁of▁sentence｜><｜Assistant｜>",
+        "408.<｜User｜>",
+        None,
+    ),
+    "mistral": ("408.</s>[INST]", "408.</s>[/INST]", "408.[INST]", None),
+}
+
+
+def chat_of(family: str) -> ChatFormat:
+    return ChatFormat(families.build(family))
+
+
+def variant(chat: ChatFormat, header: str):
+    return context_of(chat, replace(ASKED, header=header))
+
+
+@pytest.mark.parametrize("family", ENDS)
+def test_the_variants_are_what_they_are_called(family):
+    chat = chat_of(family)
+    names = ("user", "assistant", "no_turn_end", "no_turn_separator")
+    for name, end in zip(names, ENDS[family], strict=True):
+        if end is None:
+            with pytest.raises(UserError, match=name.removeprefix("no_").replace("_", " ")):
+                variant(chat, name)
+        else:
+            assert variant(chat, name).text.endswith(end)
+
+
+@EACH
+def test_the_regular_header_is_the_chat_formats_own(family):
+    chat = chat_of(family)
+    assert variant(chat, "user") == chat.context(DIALOGUE)
+
+
+@EACH
+def test_the_bare_header_is_the_opening(family):
+    chat = chat_of(family)
+    bare = variant(chat, "alone")
+    assert bare.ids == chat.opening(DIALOGUE)
+    assert bare.ids[bare.positions["header_last"]] == chat.header_ids[-1]
+    there = [i for i in bare.positions.values() if i is not None]
+    assert [bare.ids[i] for i in there] == chat.header_ids
+    assert all(bare.positions[name] is None for name in ("query_end", "response_end", "turn_end"))
+
+
+@EACH
+@pytest.mark.parametrize("name", ["turn_end", "turn_separator"])
+def test_leaving_a_mark_out_changes_no_other_id_and_no_position_s_token(family, name):
+    chat = chat_of(family)
+    regular = chat.context(DIALOGUE)
+    if regular.positions[name] is None:
+        pytest.skip(f"{family} has no {name}")
+    changed = variant(chat, f"no_{name}")
+    at = regular.positions[name]
+    if name == "turn_separator":
+        assert changed.ids == regular.ids[: regular.positions["turn_end"] + 1] + chat.header_ids
+    else:
+        assert changed.ids == regular.ids[:at] + regular.ids[at + 1 :]
+    assert changed.positions[name] is None
+    for other, index in changed.positions.items():
+        if other != name and index is not None:
+            assert changed.ids[index] == regular.ids[regular.positions[other]], other
+
+
+@EACH
+def test_the_assistant_header_stands_where_the_user_header_stood(family):
+    chat = chat_of(family)
+    regular, changed = chat.context(DIALOGUE), variant(chat, "assistant")
+    kept = len(regular.ids) - len(chat.header_ids)
+    assert changed.ids[:kept] == regular.ids[:kept]
+    header = changed.ids[kept:]
+    assert header and header != chat.header_ids
+    prompt = chat.prompt(DIALOGUE[:1])
+    assert prompt[-len(header) :] == header  # as before the first response
+    assert changed.positions["header_last"] == len(changed.ids) - 1
+    first = next(name for name in chat.position_names if name.startswith("header_"))
+    wanted = kept if len(header) > 1 or first == "header_last" else None
+    assert changed.positions[first] == wanted
+
+
+@EACH
+def test_all_headers_score_the_same_ids_of_the_reference(family):
+    chat = chat_of(family)
+    ids = chat.reference_ids(DIALOGUE, chat.context(DIALOGUE), ASKED.reference)
+    for header in HEADERS:
+        try:
+            _, turn = rendered(chat, replace(ASKED, header=header))
+        except UserError:
+            continue
+        assert turn == ids
+    assert rendered(chat, replace(ASKED, reference=None))[1] is None
