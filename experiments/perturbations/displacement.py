@@ -72,7 +72,7 @@ def typical_distance(states: np.ndarray, datasets: np.ndarray, sources: np.ndarr
         sources: ``[n]``.
 
     Returns:
-        NaN where the dataset has no two sources.
+        NaN where the dataset has no two sources, or their states don't differ.
     """
     found = np.full(len(states), np.nan)
     there = ~np.isnan(states).any(axis=1)
@@ -82,6 +82,6 @@ def typical_distance(states: np.ndarray, datasets: np.ndarray, sources: np.ndarr
         squares = (x**2).sum(1)
         gaps = np.sqrt(np.maximum(squares[:, None] + squares[None] - 2 * x @ x.T, 0))
         different = sources[at][:, None] != sources[at][None]
-        if different.any():
+        if gaps[different].any():  # at layer 0 one token's states are all alike
             found[datasets == dataset] = gaps[different].mean()
     return found
