@@ -1,0 +1,230 @@
+"""Responses of one or more models with their verdicts, and the user turns that follow them."""
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from experiments.common.runs import open_runs
+from experiments.decoupling.shared import labelled, on_shared_prompts
+from experiments.decoupling.verify import instructions, maths, verifier_of, verify
+from ia_mech.conversations import UNPERTURBED
+from ia_mech.errors import UserError
+from ia_mech.rates.pool import NOBODY, read_runs
+from ia_mech.run import Run
+
+LIBRARIES = {maths.NAME: "math-verify", instructions.NAME: "if-verifiable"}
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What the tables are computed from: every model on the prompts that it shares with others.
+
+    Attributes:
+        runs: the runs.
+        responses: one row per context: ``model``, ``dataset``, ``source`` (a key that holds across
+            datasets), ``source_id``, ``run``, ``context_id``, ``query``, ``response``,
+            ``response_cut_off``, and the fields of
+            :class:`experiments.decoupling.verify.verdict.Verdict`; ``correct`` and
+            ``correct_loosely`` are 1, 0, or NaN where it couldn't be told.
+        turns: one row per user turn: ``response`` (row of ``responses``), its ``model``,
+            ``dataset``, ``source``, ``correct`` and ``response_cut_off``, ``temperature``, and
+            ``genuine`` (1, 0, or NaN where the judge couldn't say).
+        judge: whose verdicts.
+        notes: what a reader has to know.
+    """
+
+    runs: list[Run]
+    responses: pd.DataFrame
+    turns: pd.DataFrame
+    judge: str
+    notes: list[str]
+
+    @property
+    def models(self) -> list[str]:
+        """Names of the models, as the tables call them."""
+        return sorted(self.responses["model"].unique())
+
+
+def read(paths: Sequence[str | Path], judge: str | None = None) -> Measured:
+    """Read judged runs and verify the responses that their models wrote.
+
+    Args:
+        paths: the runs' folders.
+        judge: whose verdicts on the user turns; the only judge if there is one.
+
+    Raises:
+        UserError: not a finished run, a copy of another or one without judgements; no response by
+            the model itself, or none of an unperturbed prompt; nothing to verify responses by;
+            prompts that the models don't share, or that have one name and several texts.
+    """
+    runs = open_runs(paths)
+    judged = read_runs(paths, judge, NOBODY)
+    notes = list(judged.notes)
+    contexts = pd.concat([_contexts(run, notes) for run in runs], ignore_index=True)
+    contexts = labelled(contexts)
+    contexts = _verifiable(contexts, notes)
+    contexts = on_shared_prompts(contexts, notes)
+    # Runs of other seeds hold the same response to the same prompt once more.
+    key = ["model", "source", "text"]
+    contexts["response_row"] = contexts.groupby(key, sort=False).ngroup()
+    turns = _turns(judged.turns, contexts)
+    responses = contexts.drop_duplicates(key).reset_index(drop=True)
+    responses = _verified(responses)
+    if responses["correct"].isna().all():
+        raise UserError(
+            f"none of the {len(responses)} responses could be verified: {_reasons(responses)}",
+            "give runs of prompts that can be, or install what is missing",
+        )
+    turns = turns.join(
+        responses[["model", "dataset", "source", "correct", "response_cut_off"]], on="response"
+    )
+    if turns["genuine"].isna().all():
+        raise UserError(
+            f"{judged.judge!r} assessed no user turn after these responses",
+            "judge again with --retry-failed, or choose another with --judge",
+        )
+    notes += _notes(responses, turns)
+    return Measured(runs, responses, turns, judged.judge, notes)
+
+
+def _contexts(run: Run, notes: list[str]) -> pd.DataFrame:
+    """Contexts of a run whose response is the model's own and whose prompt is as it was."""
+    frame = run.contexts.assign(
+        run=str(run.path), name=run.model["name"], weights_hash=run.model["weights_hash"]
+    )
+    own = frame[frame["response_policy"] == "generated"]
+    if own.empty:
+        raise UserError(
+            f"the {len(frame)} responses in {run.path} were given, not written by "
+            f"{run.model['name']}: they say nothing of how accurate it is",
+            "sample with --response generate",
+        )
+    if len(own) < len(frame):
+        notes.append(
+            f"{len(frame) - len(own)} of {len(frame)} responses in {run.path} were given, not "
+            "written by the model, and are left out."
+        )
+    plain = own[own["perturbation"].fillna(UNPERTURBED) == UNPERTURBED]
+    if plain.empty:
+        raise UserError(
+            f"all {len(own)} contexts of {run.path} are perturbed", "give a run of plain prompts"
+        )
+    if len(plain) < len(own):
+        notes.append(
+            f"{len(own) - len(plain)} of {len(own)} contexts in {run.path} are perturbed and are "
+            "left out."
+        )
+    messages = [list(messages) for messages in plain["messages"]]
+    return plain.assign(
+        source=plain["dataset"] + "\x1f" + plain["source_id"],
+        query=[told[-2]["content"] for told in messages],
+        response=[told[-1]["content"] for told in messages],
+        # A system message may differ between models; what they are asked may not.
+        asked=[
+            "\x1f".join(turn["content"] for turn in told[:-1] if turn["role"] != "system")
+            for told in messages
+        ],
+        answer=plain["answer"].astype(object).where(plain["answer"].notna(), None),
+        metadata=[json.loads(text) for text in plain["metadata"]],
+        response_cut_off=plain["response_cut_off"].fillna(False).astype(bool),
+    )
+
+
+def _verifiable(contexts: pd.DataFrame, notes: list[str]) -> pd.DataFrame:
+    """Those whose response can be held against something; a dataset without any is named."""
+    needed = (
+        "verifying takes a gold answer that is one number or formula (--answer-column), or "
+        "IFEval's columns instruction_id_list and kwargs"
+    )
+    names = [
+        verifier_of(answer, metadata)
+        for answer, metadata in zip(contexts["answer"], contexts["metadata"], strict=True)
+    ]
+    contexts = contexts.assign(verifier=names)
+    known = contexts[contexts["verifier"].notna()]
+    without = sorted(set(contexts["dataset"]) - set(known["dataset"]))
+    if known.empty:
+        raise UserError(f"nothing says which responses of {', '.join(without)} are right", needed)
+    if without:
+        notes.append(f"{', '.join(without)} left out: nothing says what is right. {needed}.")
+    for dataset, rows in contexts[~contexts["dataset"].isin(without)].groupby("dataset"):
+        open_ones = int(rows["verifier"].isna().sum())
+        if open_ones:
+            notes.append(
+                f"{open_ones} of {len(rows)} responses of {dataset} left out: their gold answer is "
+                "missing or is no number or formula."
+            )
+    return known
+
+
+def _verified(responses: pd.DataFrame) -> pd.DataFrame:
+    """The responses with their verdicts."""
+    needed = ["query", "response", "answer", "metadata", "response_cut_off"]
+    found = [
+        verify(row.query, row.response, row.answer, row.metadata, cut_off=row.response_cut_off)
+        for row in responses[needed].itertuples(index=False)
+    ]
+    kept = ["model", "dataset", "source", "source_id", "run", "context_id", "verifier"]
+    return responses[kept].assign(
+        correct=np.array([one.correct for one in found], dtype=float),
+        correct_loosely=np.array([one.correct_loosely for one in found], dtype=float),
+        why=[one.why for one in found],
+        answer=[one.answer for one in found],
+        gold=[one.gold for one in found],
+        instructions=[list(one.instructions) for one in found],
+        followed=[list(one.followed) for one in found],
+        followed_loosely=[list(one.followed_loosely) for one in found],
+        response_cut_off=responses["response_cut_off"],
+        query=responses["query"],
+        response=responses["response"],
+    )
+
+
+def _turns(turns: pd.DataFrame, contexts: pd.DataFrame) -> pd.DataFrame:
+    """The judged turns that follow these contexts' responses."""
+    rows = contexts.set_index(["run", "context_id"])["response_row"]
+    at = rows.reindex(pd.MultiIndex.from_frame(turns[["run", "context_id"]])).to_numpy()
+    kept = turns[["temperature", "genuine"]].assign(response=at)
+    kept = kept[kept["response"].notna()].reset_index(drop=True)
+    return kept.astype({"response": int})
+
+
+def _notes(responses: pd.DataFrame, turns: pd.DataFrame) -> list[str]:
+    """What a reader has to know of the verdicts."""
+    notes = []
+    for dataset, rows in responses.groupby("dataset"):
+        names = [f"{name} {version(name)}" for name in map(LIBRARIES.get, _of(rows["verifier"]))]
+        notes.append(f"{dataset}: {len(rows)} responses verified by {' and '.join(names)}.")
+        unknown = int(rows["correct"].isna().sum())
+        if unknown:
+            notes.append(
+                f"{unknown} of {len(rows)} responses of {dataset} could not be verified and count "
+                f"as neither right nor wrong: {_reasons(rows)}."
+            )
+    cut = int(responses["response_cut_off"].sum())
+    if cut:
+        notes.append(
+            f"{cut} of {len(responses)} responses were cut off by the token limit, and may be "
+            "wrong only because of that; what follows them is another stimulus, too. Hence the "
+            "figures of complete responses."
+        )
+    missing = int(turns["genuine"].isna().sum())
+    if missing:
+        notes.append(f"{missing} of {len(turns)} user turns were not assessed and are left out.")
+    return notes
+
+
+def _reasons(responses: pd.DataFrame) -> str:
+    """Why responses couldn't be verified, with how many each."""
+    found = Counter(responses.loc[responses["correct"].isna(), "why"])
+    return "; ".join(f"{why} ({count})" for why, count in found.most_common())
+
+
+def _of(names: pd.Series) -> list[str]:
+    return sorted(names.unique())
