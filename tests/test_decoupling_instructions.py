@@ -7,7 +7,7 @@ import nltk
 import pytest
 
 from experiments.decoupling.verify import instructions, verifier_of, verify
-from experiments.decoupling.verify.instructions import _checkers, check
+from experiments.decoupling.verify.instructions import check, checkers
 
 QUERY = "Repeat this sentence. Then say something."
 COUNTRIES = (
@@ -196,7 +196,7 @@ WITH_NLTK = {  # these look words and sentences up in NLTK's data
 @pytest.fixture(autouse=True)
 def without_nltk_data(monkeypatch):
     """Whatever this machine has: tests say what there is; and nothing may be downloaded."""
-    _checkers()
+    checkers()
 
     def refused(*_, **__):
         raise AssertionError("a download")
@@ -207,8 +207,8 @@ def without_nltk_data(monkeypatch):
 
 
 def test_every_instruction_that_the_library_knows_is_tested():
-    assert set(IFBENCH) | set(IFEVAL) | set(WITH_NLTK) == set(_checkers())
-    assert len(_checkers()) == 58 + 25
+    assert set(IFBENCH) | set(IFEVAL) | set(WITH_NLTK) == set(checkers())
+    assert len(checkers()) == 58 + 25
     assert version("if-verifiable") >= "0.1.2"
 
 
@@ -309,7 +309,7 @@ def test_a_missing_parameter_is_not_drawn_at_random():
 
 
 def test_a_checker_that_fails_leaves_the_verdict_open(monkeypatch):
-    _, kind = _checkers()["punctuation:no_comma"]
+    _, kind = checkers()["punctuation:no_comma"]
 
     def fails(*_):
         raise IndexError("out of range")
@@ -321,7 +321,7 @@ def test_a_checker_that_fails_leaves_the_verdict_open(monkeypatch):
 
 
 def test_a_checker_that_never_ends_leaves_the_verdict_open(monkeypatch):
-    _, kind = _checkers()["punctuation:no_comma"]
+    _, kind = checkers()["punctuation:no_comma"]
 
     def hangs(*_):
         while True:

@@ -174,21 +174,21 @@ def test_a_parser_that_fails_leaves_the_verdict_open(monkeypatch):
 
 
 def test_a_response_that_takes_too_long_leaves_the_verdict_open():
-    started = time.monotonic()
+    started = time.process_time()
     found = verify("", "The answer is \\boxed{9^{9^{9^{9}}}}", "18", {}, seconds=0.3)
     assert (found.correct, found.why) == (None, "the verifier took more than 0.3 s")
-    assert time.monotonic() - started < 3
+    assert time.process_time() - started < 3
 
 
 def test_a_limit_leaves_nothing_behind():
-    before = signal.getsignal(signal.SIGALRM)
+    before = signal.getsignal(signal.SIGPROF)
     with limited(5):
         pass
     with pytest.raises(TimedOut), limited(0.02):
         while True:
             pass
-    assert signal.getsignal(signal.SIGALRM) is before
-    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+    assert signal.getsignal(signal.SIGPROF) is before
+    assert signal.getitimer(signal.ITIMER_PROF) == (0.0, 0.0)
 
 
 def test_outside_the_main_thread_there_is_no_limit_but_a_verdict():

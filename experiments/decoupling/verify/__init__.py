@@ -41,7 +41,7 @@ def verify(
         answer: the gold answer.
         metadata: of the conversation.
         cut_off: the response was cut off by a token limit.
-        seconds: time limit.
+        seconds: time limit, of the processor.
 
     Raises:
         ValueError: no verifier applies.
@@ -50,6 +50,8 @@ def verify(
     if name is None:
         raise ValueError("neither a mathematical gold answer nor instructions")
     said = response.rpartition("</think>")[2]
+    if name == instructions.NAME:
+        instructions.checkers()  # what has to be imported takes seconds that the limit isn't for
     try:
         with limited(seconds):
             if name == maths.NAME:

@@ -74,10 +74,10 @@ def check(
     """
     from if_verifiable import IFBenchSample, evaluate_output_for_sample
 
-    checkers = _checkers()
-    if name not in checkers:
+    known = checkers()
+    if name not in known:
         return None, None, "no verifier knows this instruction"
-    benchmark, kind = checkers[name]
+    benchmark, kind = known[name]
     given = {key: value for key, value in given.items() if value is not None}
     # Some checkers ask for it only of responses that are long enough, and call the others wrong:
     # without it, only wrong ones would count.
@@ -113,7 +113,7 @@ def _there(resource: str) -> bool:
 
 
 @cache
-def _checkers() -> dict[str, tuple[str, type]]:
+def checkers() -> dict[str, tuple[str, type]]:
     """Instruction id → the benchmark it is of, and its checker."""
     # The library downloads data as it is imported; what runs offline has to stay offline. Its
     # language detection draws at random unless it is seeded.

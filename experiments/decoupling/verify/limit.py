@@ -12,25 +12,26 @@ class TimedOut(BaseException):
 
 @contextmanager
 def limited(seconds: float) -> Iterator[None]:
-    """Stop what runs inside after so many seconds.
+    """Stop what runs inside after so many seconds of processor time.
 
-    By an alarm signal, which there is on POSIX systems and in the main thread; elsewhere nothing
-    is stopped. An alarm that is set already is put off, not kept.
+    Not of the clock's, so that a busy machine gives the same verdicts. By a signal, which there is
+    on POSIX systems and in the main thread; elsewhere nothing is stopped. A profiling timer that is
+    set already is put off, not kept.
 
     Raises:
         TimedOut: the limit was reached.
     """
-    if not hasattr(signal, "SIGALRM") or threading.current_thread() is not threading.main_thread():
+    if not hasattr(signal, "SIGPROF") or threading.current_thread() is not threading.main_thread():
         yield
         return
 
     def stop(*_) -> None:
         raise TimedOut
 
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    before = signal.signal(signal.SIGPROF, stop)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
