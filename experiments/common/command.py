@@ -31,12 +31,20 @@ def output_folder(out: Path | None, first_run: Path, name: str) -> Path:
     Raises:
         UserError: a file, or a folder among a run's own files.
     """
-    from ia_mech.run.layout import refuse_inside_run
-
     usual = first_run / "experiments" / name
     folder = usual if out is None else out
-    if folder.resolve() != usual.resolve():
-        refuse_inside_run(folder / "estimates.parquet")
+    return folder if folder.resolve() == usual.resolve() else outside_runs(folder)
+
+
+def outside_runs(folder: Path) -> Path:
+    """The folder, if results may go there.
+
+    Raises:
+        UserError: a file, or a folder among a run's own files.
+    """
+    from ia_mech.run.layout import refuse_inside_run
+
+    refuse_inside_run(folder / "estimates.parquet")
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{folder} is a file", "name a folder with --out")
     return folder

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from ia_mech.stats import Estimate, cluster_mean, holm, paired_difference
+from ia_mech.stats import Estimate, cluster_counts, cluster_mean, holm, paired_difference
 
 ALL = "all"  # the datasets together
 
@@ -55,23 +55,49 @@ class Group:
         estimate = cluster_mean(values, self.sources, proportion=proportion, **self.options)
         return self.row(quantity, estimate, int((~np.isnan(values)).sum()), **names)
 
-    def difference(
-        self, quantity: str, values, baseline, *, proportion: bool | None = None, **names
-    ) -> Row:
-        """Mean over sources of value less baseline, both ``[rows]``; the source is the pair.
+    def median(self, quantity: str, values, **names) -> Row:
+        """The median of ``[rows]`` values with a cluster-bootstrap interval; NaN is left out."""
+        values = np.asarray(values, dtype=float)
+        kept = ~np.isnan(values)
+        found, codes = np.unique(values[kept], return_inverse=True)
 
-        A source counts if it has a value in both; see :func:`ia_mech.stats.paired_difference`.
-        """
-        paired = paired_difference(
-            values, self.sources, baseline, self.sources, proportion=proportion, **self.options
-        )
-        rows = int((~np.isnan(np.asarray(values, dtype=float))).sum())
-        row = self.row(quantity, paired.difference, rows, **names)
-        return replace(row, p=paired.p, test=paired.test or None)
+        def middle(counts: np.ndarray) -> np.ndarray:
+            reached = counts.cumsum(1)
+            half = reached[:, -1:] / 2
+            # Of an even number of rows, the mean of the two in the middle.
+            return (found[(reached >= half).argmax(1)] + found[(reached > half).argmax(1)]) / 2
+
+        if not kept.any():
+            return self.row(quantity, Estimate(np.nan, np.nan, np.nan, 0, "no values"), 0, **names)
+        sources = np.asarray(self.sources)[kept]
+        estimate = cluster_counts(middle, codes, sources, **self.options)
+        return self.row(quantity, estimate, int(kept.sum()), **names)
 
     def row(self, quantity: str, estimate: Estimate, rows: int, **names) -> Row:
         """An estimate that was made elsewhere, under the group's names and ``names``."""
         return Row(quantity, self.names | names, rows, estimate)
+
+
+def paired_row(
+    group: Group, quantity: str, values, sources, baseline, baseline_sources, **names
+) -> Row:
+    """Mean over sources of one condition less another, with its test; the source is the pair.
+
+    See :func:`ia_mech.stats.paired_difference`; a source counts if it has a value in both.
+
+    Args:
+        group: gives options and names; its own sources aren't looked at.
+        quantity: what it is.
+        values: ``[n]``.
+        sources: ``[n]`` of the values.
+        baseline: ``[m]`` what is subtracted.
+        baseline_sources: ``[m]`` of these.
+        names: more of what it is of.
+    """
+    paired = paired_difference(values, sources, baseline, baseline_sources, **group.options)
+    counted = int((~np.isnan(np.asarray(values, dtype=float))).sum())
+    row = group.row(quantity, paired.difference, counted, **names)
+    return replace(row, p=paired.p, test=paired.test or None)
 
 
 def by_dataset(frame: pd.DataFrame) -> Iterator[tuple[str, np.ndarray]]:

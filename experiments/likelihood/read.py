@@ -7,9 +7,10 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
+from experiments.common.references import keyed, references_of
 from experiments.common.runs import of_one_model, open_runs
 from ia_mech.errors import UserError
-from ia_mech.rates.pool import differing, read_runs
+from ia_mech.rates.pool import NOBODY, differing, read_runs
 from ia_mech.run import Run
 from ia_mech.scoring.candidates import OTHER
 
@@ -68,33 +69,19 @@ def read(paths: Sequence[str | Path], judge: str | None = None) -> Scored:
                 f"{run.path} was sampled before turns were scored after other responses",
                 "sample again",
             )
-    contexts = pd.concat([_keyed(run, run.contexts) for run in runs], ignore_index=True)
-    references = contexts[contexts["reference_logprob"].notna()].reset_index(drop=True)
-    if references.empty:
+    found = references_of(runs)
+    if found is None:
         raise UserError(
             "no context has a reference turn: the data doesn't say what users said next",
             "give runs of conversations with a later user turn (--followup-column)",
         )
-    common = set.intersection(*({*run.score_temperatures} for run in runs))
-    temperatures = np.array(sorted(common))
-    closed = references["reference_logprob_with_end"].notna().all()
-    name = "reference_logprob_tempered" + ("_with_end" if closed else "")
-    at = {str(run.path): [run.score_temperatures.index(t) for t in temperatures] for run in runs}
-    curve = np.array(
-        [
-            np.asarray(values)[at[path]]
-            for values, path in zip(references[name], references["run"], strict=True)
-        ]
-    )
-    candidates = _candidates(references, at, closed)
+    references = found.frame
+    candidates = _candidates(references, found.columns, found.closed)
     notes = _notes(runs, references, candidates)
     generations, judge = _generations(runs, paths, judge, notes)
-    return Scored(runs, temperatures, references, curve, candidates, generations, judge, notes)
-
-
-def _keyed(run: Run, frame: pd.DataFrame) -> pd.DataFrame:
-    source = frame["dataset"] + "\x1f" + frame["source_id"]
-    return frame.assign(run=str(run.path), source=source)
+    return Scored(
+        runs, found.temperatures, references, found.curve, candidates, generations, judge, notes
+    )
 
 
 def _candidates(references: pd.DataFrame, at: dict[str, list[int]], closed: bool) -> pd.DataFrame:
@@ -168,7 +155,7 @@ def _generations(
     runs: list[Run], paths: Sequence[str | Path], judge: str | None, notes: list[str]
 ) -> tuple[pd.DataFrame, str | None]:
     """Generations with a contrast, with their labels if all runs are judged."""
-    pooled = pd.concat([_keyed(run, run.generations) for run in runs], ignore_index=True)
+    pooled = pd.concat([keyed(run, run.generations) for run in runs], ignore_index=True)
     if judge is not None:
         for run in runs:
             run.labels.judgements(judge)  # that there is one is checked though none may be needed
@@ -186,7 +173,7 @@ def _generations(
             f"{bare}"
         )
         return scored.assign(genuine=np.nan), None
-    judged = read_runs(paths, judge)
+    judged = read_runs(paths, judge, NOBODY)
     keys = ["run", "context_id", "temperature", "sample"]
     labels = judged.turns[[*keys, "genuine"]].assign(run=judged.turns["run"].astype(str))
     notes += [note for note in judged.notes if not note.startswith("runs that were pooled")]

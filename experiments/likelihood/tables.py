@@ -7,6 +7,7 @@ import numpy as np
 import pandas as pd
 
 from experiments.common.estimates import Group, Row, by_dataset, frame_of
+from experiments.common.references import by_temperature
 from experiments.likelihood.read import CONTROL, MEAN_OF_LOGS, Scored
 from ia_mech.scoring.candidates import REFERENCE
 from ia_mech.stats import (
@@ -32,7 +33,7 @@ def estimates(
         group = Group(sources, options, {"dataset": dataset})
         references, curve = scored.references[here], scored.curve[here]
         rows += _references(group, references)
-        rows += _temperatures(group, references, curve, scored.temperatures)
+        rows += by_temperature(group, curve, scored.temperatures)
         rows += _contrasts(group, references, scored.candidates)
         rows += _rivals(group, references, scored)
     for dataset, here in by_dataset(scored.generations):
@@ -66,26 +67,6 @@ def _references(group: Group, references: pd.DataFrame) -> Iterator[Row]:
             **group.options,
         )
         yield group.row("median rank where greedy leaves", estimate, int(left.sum()))
-
-
-def _temperatures(
-    group: Group, references: pd.DataFrame, curve: np.ndarray, temperatures: np.ndarray
-) -> Iterator[Row]:
-    """The mean log-probability of a whole turn by temperature, and where it is largest."""
-    for column, t in zip(curve.T, temperatures, strict=True):
-        yield group.mean("tempered log p", column, temperature=float(t))
-
-    def best(columns, counts) -> float:
-        return float(temperatures[np.argmax(counts @ columns["curve"])])
-
-    estimate = cluster_statistic(best, {"curve": curve}, group.sources, **group.options)
-    if estimate.sources > 1:
-        # Between which points of the grid it may lie; where all resamples agree there is no spread.
-        ends = np.nan_to_num([estimate.low, estimate.high], nan=estimate.value)
-        at = np.searchsorted(temperatures, ends) + np.array([-1, 1])
-        low, high = temperatures[at.clip(0, len(temperatures) - 1)]
-        estimate = replace(estimate, low=float(low), high=float(high))
-    yield group.row("best temperature", estimate, len(curve))
 
 
 def _contrasts(group: Group, references: pd.DataFrame, candidates: pd.DataFrame) -> Iterator[Row]:

@@ -12,7 +12,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from experiments.common.command import write_estimates
+from experiments.common.command import outside_runs, write_estimates
 from ia_mech.cli import Parser, add_intervals, guarded, tolerant_streams, whole_from
 
 DESCRIPTION = """\
@@ -115,14 +115,14 @@ def _run(args: argparse.Namespace) -> None:
     from experiments.perturbations.conditions import CONDITIONS
     from experiments.perturbations.read import read
     from experiments.perturbations.tables import REFERENCE, estimates
-    from ia_mech.rates.pool import read_runs
+    from ia_mech.rates.pool import NOBODY, read_runs
     from probes.report.figures import save
 
     folder = _folder(args)
     names = known_conditions(args.conditions or list(CONDITIONS))
     grid = {"limit": args.limit, "temperatures": args.temperatures, "samples": args.samples}
     base = read_base(args.runs, **grid)
-    judge = read_runs(args.runs, args.judge).judge  # before hours of sampling
+    judge = read_runs(args.runs, args.judge, NOBODY).judge  # before hours of sampling
     conversations, left_out, notes = sample.prepare(base, names)
     if args.dry_run:
         screen.show_plan(conversations, base, notes, folder)
@@ -144,15 +144,9 @@ def _run(args: argparse.Namespace) -> None:
 
 def _folder(args: argparse.Namespace) -> Path:
     from ia_mech.embedded import cache_dir
-    from ia_mech.errors import UserError
-    from ia_mech.run.layout import refuse_inside_run
 
     name = args.runs[0].resolve().name
-    folder = cache_dir() / f"{name}-perturbed" if args.out is None else args.out
-    refuse_inside_run(folder / "estimates.parquet")
-    if folder.exists() and not folder.is_dir():
-        raise UserError(f"{folder} is a file", "name a folder with --out")
-    return folder
+    return outside_runs(cache_dir() / f"{name}-perturbed" if args.out is None else args.out)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import pandas as pd
 from experiments.perturbations.base import Base
 from ia_mech.conversations import UNPERTURBED
 from ia_mech.judge.label import UNSEEN
-from ia_mech.rates.pool import read_runs
+from ia_mech.rates.pool import NOBODY, read_runs
 from ia_mech.run import Run
 
 
@@ -51,10 +51,10 @@ def read(base: Base, run: Run, judge: str, left_out: list[str]) -> Compared:
     """
     used = base.contexts[~base.contexts["context_id"].isin(left_out)]
     paths = [run.path, *(one.path for one in base.runs)]
-    seen = read_runs(paths, judge)
+    seen = read_runs(paths, judge, NOBODY)
     turns = seen.turns[_compared(seen.turns, base, run, set(used["context_id"]))].copy()
     keys = ["context_id", "temperature", "sample"]
-    held = read_runs([run.path], judge + UNSEEN).turns.set_index(keys)["genuine"]
+    held = read_runs([run.path], judge + UNSEEN, NOBODY).turns.set_index(keys)["genuine"]
     own = turns["genuine"].to_numpy()
     other = held.reindex(pd.MultiIndex.from_frame(turns[keys])).to_numpy()
     perturbed = (turns["perturbation"] != UNPERTURBED).to_numpy()

@@ -45,7 +45,8 @@ def sampled(base: Base, conversations: list[Conversation], folder: Path) -> Run:
     Raises:
         UserError: the folder holds other conversations, the model has other weights than the runs'.
     """
-    file, out = folder / CONVERSATIONS, folder / RUN
+    # Absolute, for the path is part of the run's configuration, wherever the command is given.
+    file, out = folder.resolve() / CONVERSATIONS, folder / RUN
     text = "".join(json.dumps(c.to_dict(), ensure_ascii=False) + "\n" for c in conversations)
     if (out / layout.RUN).is_file() and (not file.is_file() or file.read_text("utf-8") != text):
         raise UserError(
@@ -59,7 +60,8 @@ def sampled(base: Base, conversations: list[Conversation], folder: Path) -> Run:
     config = config_of(base, file, tuple(p for p in positions if p.startswith("header_")))
     if (out / layout.RUN).is_file():
         there = Run.open(out)
-        if there.complete and there.config == json.loads(json.dumps(asdict(config))):
+        asked = json.loads(json.dumps(asdict(config)))
+        if there.complete and there.config | {"dataset": str(file)} == asked:
             return there
     return _sample(base, config, out, len(conversations))
 

@@ -77,7 +77,7 @@ def show_plan(
     for one in conversations:
         if one.metadata["unperturbed_id"] == first:
             header = "" if one.header == USER_HEADER else f" (header: {one.header})"
-            response = one_line(one.response)
+            response = "" if one.header == "alone" else one_line(one.response)
             if len(response) > 2 * SHOWN:
                 response = f"{response[:SHOWN]} … {response[-SHOWN:]}"
             screen.print(f"  {one.perturbation:<20}{escape(response)!s}{header}", soft_wrap=True)

@@ -1,18 +1,25 @@
 """Estimates per condition, and how far each is from the unperturbed one."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from experiments.common.estimates import ALL, Group, Row, by_dataset, corrected, frame_of
+from experiments.common.estimates import (
+    ALL,
+    Group,
+    Row,
+    by_dataset,
+    corrected,
+    frame_of,
+    paired_row,
+)
 from experiments.perturbations.displacement import Moved, displacements
 from experiments.perturbations.read import Compared
 from ia_mech.conversations import UNPERTURBED
 from ia_mech.judge.rubric import ASSESSED
-from ia_mech.stats import detectable_difference, paired_difference
+from ia_mech.stats import detectable_difference
 from ia_mech.stats.intervals import Estimate
 
 RATE = "follow-up rate"
@@ -61,7 +68,7 @@ def _turns(turns: pd.DataFrame, names: dict[str, Any], options: dict) -> Iterato
         for quantity, column in ((RATE, "genuine"), (HELD, "held")):
             yield group.mean(quantity, own[column], proportion=True)
             if condition != UNPERTURBED:
-                yield _difference(group, quantity + LESS, own, plain, own[column], plain[column])
+                yield _less(group, quantity, own, plain, own[column], plain[column])
         if condition != UNPERTURBED:
             columns = own["held"], own["source"], plain["held"], plain["source"]
             size = detectable_difference(*columns, level=options["level"])
@@ -71,8 +78,7 @@ def _turns(turns: pd.DataFrame, names: dict[str, Any], options: dict) -> Iterato
             events, before = (_events(frame, category) for frame in (own, plain))
             yield group.mean(SHARE, events, proportion=True, category=category)
             if condition != UNPERTURBED:
-                row = _difference(group, SHARE + LESS, own, plain, events, before)
-                yield replace(row, names=row.names | {"category": category})
+                yield _less(group, SHARE, own, plain, events, before, category=category)
 
 
 def _events(turns: pd.DataFrame, category: str) -> np.ndarray:
@@ -80,14 +86,10 @@ def _events(turns: pd.DataFrame, category: str) -> np.ndarray:
     return np.where(turns["genuine"].isna(), np.nan, turns["category"] == category).astype(float)
 
 
-def _difference(
-    group: Group, quantity: str, own: pd.DataFrame, plain: pd.DataFrame, values, baseline
-) -> Row:
-    """Values of a condition less those unperturbed; the source is the pair."""
+def _less(group: Group, quantity: str, own, plain, values, baseline, **names) -> Row:
+    """Values of a condition's rows less those of the unperturbed ones; the source is the pair."""
     sides = values, own["source"], baseline, plain["source"]
-    paired = paired_difference(*sides, **group.options)
-    row = group.row(quantity, paired.difference, int((~np.isnan(values)).sum()))
-    return replace(row, p=paired.p, test=paired.test or None)
+    return paired_row(group, quantity + LESS, *sides, **names)
 
 
 def _references(contexts: pd.DataFrame, names: dict[str, Any], options: dict) -> Iterator[Row]:
@@ -99,8 +101,7 @@ def _references(contexts: pd.DataFrame, names: dict[str, Any], options: dict) ->
         bits, before = (frame["logprob"].to_numpy() / np.log(2.0) for frame in (own, plain))
         yield group.mean(REFERENCE, bits, temperature=1.0)
         if condition != UNPERTURBED:
-            row = _difference(group, REFERENCE + LESS, own, plain, bits, before)
-            yield replace(row, names=row.names | {"temperature": 1.0})
+            yield _less(group, REFERENCE, own, plain, bits, before, temperature=1.0)
 
 
 def _displacements(compared: Compared, options: dict) -> Iterator[Row]:

@@ -8,7 +8,7 @@ standardisation: it can only help a baseline.
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
@@ -174,7 +174,9 @@ def output_summaries(
     others = [t for t in dict.fromkeys(temperatures) if t != 1]
     step = max(1, _VALUES // len(lens.unembedding))
     chunks = [
-        _summaries(_logits(lens, rows), sorted(set(turn_end_ids)), others)
+        _summaries(
+            torch.cat(list(lens.logits_in_slices(rows)), dim=-1), sorted(set(turn_end_ids)), others
+        )
         for rows in _finite(residual).split(step)
     ]
     features = _standardised(torch.cat(chunks).double().numpy())
@@ -203,19 +205,6 @@ def _finite(residual: Tensor | np.ndarray) -> Tensor:
     if not residual.isfinite().all():
         raise ValueError("the residual stream has NaN or infinite values")
     return residual
-
-
-def _logits(lens: Lens, residual: Tensor) -> Tensor:
-    """``[contexts, vocab]``, the vocabulary in slices.
-
-    The lens makes a float32 copy of an unembedding in half precision, gigabytes if it were whole.
-    """
-    vocab, width = lens.unembedding.shape
-    logits = torch.empty(len(residual), vocab)
-    for tokens in torch.arange(vocab).split(max(1, _VALUES // width)):
-        part = slice(int(tokens[0]), int(tokens[-1]) + 1)
-        logits[:, part] = replace(lens, unembedding=lens.unembedding[part]).logits(residual)
-    return logits
 
 
 def _summaries(logits: Tensor, turn_end_ids: list[int], temperatures: list[float]) -> Tensor:

@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 
 from ia_mech.errors import UserError
 from ia_mech.lens import Lens
-from ia_mech.rates.pool import read_runs
+from ia_mech.rates.pool import NOBODY, read_runs
 from ia_mech.run import Run
 from probes.data import targets
 from probes.data.outcome import Outcome
@@ -137,7 +137,7 @@ def read(
             or no position that all of them have.
     """
     wanted = targets.parse(target)
-    judged = read_runs(paths, judge)
+    judged = read_runs(paths, judge, NOBODY)
     runs = judged.runs
     width, all_layers = _same_size(runs)
     notes = list(judged.notes)

@@ -1,0 +1,439 @@
+"""What a temperature sweep computes, against closed forms on planted logits, turns and lenses."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+from experiments.common.references import References
+from experiments.temperature_sweep.first_token import FirstToken, curves, first_token
+from experiments.temperature_sweep.hidden import against_others, leaving
+from experiments.temperature_sweep.lens_curves import compared, lens_curves, log_probs, overtaking
+from experiments.temperature_sweep.openings import openings_of
+from experiments.temperature_sweep.read import RESTATEMENTS, Sweep
+from experiments.temperature_sweep.tables import GARBLED, Found, estimates
+from ia_mech.judge.rubric import ASSESSED, GENUINE
+from ia_mech.lens import Lens
+from ia_mech.stats import cluster_mean, holm, paired_difference
+
+NAN, LOG = np.nan, np.log
+QUERY, RESPONSE, LOOP = "prompt_restatement", "assistant_restatement", "degenerate"
+
+
+def turn(source: str, temperature: float, category: str, ids=(5,), **changes) -> dict:
+    made = {
+        "run": "r",
+        "dataset": "d",
+        "source": source,
+        "context": source,
+        "context_id": source,
+        "temperature": temperature,
+        "category": category,
+        "genuine": float(category == GENUINE) if category in ASSESSED else NAN,
+        "token_ids": np.array(ids),
+    }
+    return made | changes
+
+
+# -- the first token ------------------------------------------------------------------------------
+
+
+def test_two_levels_of_logits_have_a_closed_form_at_every_temperature():
+    # k tokens a nats above n others: p of one of them is e^(a/T) / Z, Z = k e^(a/T) + n.
+    k, n, a = 3, 13, 2.0
+    logits = torch.zeros(2, k + n)
+    logits[:, :k] = a
+    logits[1] += 40.0  # a constant changes nothing
+    shares = [np.zeros((2, 2)), np.array([[1.0, 0.0], [0.25, 0.5]])]
+    temperatures = [0.25, 1.0, 4.0]
+    entropy, ends, variation, none, opened = curves(
+        logits, temperatures, [0, k], [1, k + 1], shares
+    )
+    for at, t in enumerate(temperatures):
+        z = k * np.exp(a / t) + n
+        high, low = np.exp(a / t) / z, 1 / z
+        assert entropy[:, at] == pytest.approx(-k * high * LOG(high) - n * low * LOG(low), abs=1e-5)
+        assert ends[:, at] == pytest.approx(high + low, abs=1e-6)
+        one = np.exp(a) / (k * np.exp(a) + n)
+        # Mass moves from one level to the other, all of it counted once.
+        assert variation[:, at] == pytest.approx(k * abs(high - one), abs=1e-6)
+        assert opened[0, at] == pytest.approx(high, abs=1e-6)
+        assert opened[1, at] == pytest.approx(high / 4 + low / 2, abs=1e-6)
+        assert none[:, at] == pytest.approx(0)
+
+
+def test_flat_logits_have_as_many_effective_tokens_as_there_are():
+    entropy, *_ = curves(torch.zeros(1, 7), [0.3, 2.0], [0], [1], [])
+    assert np.exp(entropy) == pytest.approx(np.full((1, 2), 7.0), rel=1e-6)
+
+
+def test_kinds_of_turns_are_the_rubrics():
+    assert {GARBLED, *RESTATEMENTS} < set(ASSESSED) - {GENUINE}
+
+
+# -- openings -------------------------------------------------------------------------------------
+
+OPENINGS = pd.DataFrame(
+    [
+        turn("a", 1.0, GENUINE, [5, 1]),
+        turn("a", 1.3, GENUINE, [5, 2]),
+        turn("a", 1.0, QUERY, [6]),
+        turn("b", 1.0, GENUINE, [6]),
+        turn("b", 1.0, QUERY, [5]),
+        turn("b", 1.0, RESPONSE, [7]),
+        turn("c", 1.0, GENUINE, [5]),
+        turn("c", 1.0, RESPONSE, [5]),
+        turn("c", 1.0, LOOP, [8]),  # neither: no opening
+        turn("c", 0.0, GENUINE, [9]),  # greedy: no sample
+    ]
+)
+
+
+def test_openings_are_counted_in_sampled_turns_of_other_sources():
+    found = openings_of(OPENINGS)
+    assert found.ids.tolist() == [5, 6, 7]
+    genuine, restated = found.of_others(["a", "b", "c", "a"])
+    # a sees b and c: token 5 opened 1 genuine turn (c) and 2 restatements (b, c).
+    assert genuine[0] == pytest.approx([1 / 3, 1, 0])
+    assert restated[0] == pytest.approx([2 / 3, 0, 1])
+    assert genuine[1] == pytest.approx([3 / 4, 0, 0])
+    assert restated[1] == pytest.approx([1 / 4, 1, 0])  # token 7 opened nothing in a or c
+    assert genuine[2] == pytest.approx([2 / 3, 1 / 2, 0])
+    assert restated[2] == pytest.approx([1 / 3, 1 / 2, 1])
+    assert (genuine[3] == genuine[0]).all()
+
+
+def test_a_sources_own_turns_say_nothing_of_its_openings():
+    lone = OPENINGS[(OPENINGS["source"] == "a") | (OPENINGS["category"] != GENUINE)]
+    genuine, restated = openings_of(lone).of_others(["a", "b"])
+    assert np.isnan(genuine[0]).all() and not np.isnan(restated[0]).any()
+    assert not np.isnan(genuine[1]).any()
+
+
+def test_without_openings_shares_are_missing():
+    found = openings_of(OPENINGS[OPENINGS["category"] == LOOP])
+    assert all(np.isnan(share).all() for share in found.of_others(["c"]))
+
+
+# -- how hidden -----------------------------------------------------------------------------------
+
+
+def written(ids, logprobs, ranks) -> SimpleNamespace:
+    return SimpleNamespace(token_ids=ids, logprobs_raw=np.log(logprobs), ranks=ranks)
+
+
+def test_greedy_leaves_at_the_first_token_that_differs_and_the_gap_is_of_one_distribution():
+    greedy = written([4, 5, 6, 2], [0.5, 0.4, 0.6, 0.9], [1, 1, 1, 1])
+    found = leaving(written([4, 5, 9, 6, 2], [0.5, 0.4, 0.1, 0.7, 0.9], [1, 1, 3, 1, 1]), greedy)
+    assert found == pytest.approx(
+        {"follows": 1, "leaves": 1, "token": 3, "before": 2 / 5, "rank": 3}
+        | {"probability": 0.1, "gap": LOG(0.6 / 0.1)}
+    )
+    at_once = leaving(written([7, 5], [0.01, 0.2], [12, 1]), greedy)
+    assert at_once == pytest.approx(
+        {"follows": 0, "leaves": 1, "token": 1, "before": 0, "rank": 12}
+        | {"probability": 0.01, "gap": LOG(0.5 / 0.01)}
+    )
+
+
+def test_greedys_own_turn_is_never_left():
+    same = written([4, 2], [0.5, 0.9], [1, 1])
+    found = leaving(same, same)
+    assert (found["follows"], found["leaves"]) == (1, 0)
+    assert all(np.isnan(found[name]) for name in ("token", "before", "rank", "gap"))
+
+
+def test_genuine_turns_are_compared_within_context_and_temperature():
+    rows = [("x", 1.0, 1, 4.0), ("x", 1.0, 0, 1.0), ("x", 1.0, 0, 2.0), ("x", 1.3, 1, 50.0)]
+    rows += [("y", 1.0, 0, 9.0), ("z", 1.3, 1, 1.0), ("z", 1.3, 1, 3.0), ("z", 1.3, 0, 7.0)]
+    rows += [("z", 1.3, 0, NAN)]
+    frame = pd.DataFrame(rows, columns=["context", "temperature", "genuine", "value"])
+    values, genuine, kept = against_others(frame, "value")
+    assert values.tolist() == [2.5, -0.5, 0.5, -6.0, -4.0, 0.0]  # less 1.5 in x, less 7 in z
+    assert genuine.tolist() == [True, False, False, True, True, False]
+    assert kept["context"].tolist() == ["x"] * 3 + ["z"] * 3
+
+
+# -- logit lens -----------------------------------------------------------------------------------
+
+EYE = torch.eye(4)
+
+
+def planted_lens(**changes) -> Lens:
+    """An RMSNorm without weights: logits of a residual r are 10 r / rms(r)."""
+    made = Lens(torch.ones(4), torch.zeros(4), 10 * EYE, 0.0, False, 1.0, None)
+    return replace(made, **changes)
+
+
+def test_log_probabilities_by_the_lens_have_a_closed_form():
+    # e_j has rms 1/2, so its logit is 20 and the others' 0; r = e_0 + e_1: √2 · 10 twice.
+    residual = torch.stack([EYE[1], EYE[0] + EYE[1], torch.full((4,), torch.nan)])
+    said = log_probs(planted_lens(), residual, np.array([1, 3]))
+    z = LOG(np.exp(20.0) + 3)
+    assert said[0] == pytest.approx([20 - z, -z], abs=1e-5)
+    a = 10 * np.sqrt(2.0)
+    z = LOG(2 * np.exp(a) + 2)
+    assert said[1] == pytest.approx([a - z, -z], abs=1e-5)
+    assert np.isnan(said[2]).all()
+
+
+def test_slices_of_the_vocabulary_are_the_logits():
+    lens = planted_lens(unembedding=torch.randn(23, 4).half(), softcap=7.0, scale=0.5)
+    residual = torch.randn(5, 4)
+    parts = list(lens.logits_in_slices(residual, most=40))
+    assert [part.shape[1] for part in parts] == [8, 8, 7]
+    torch.testing.assert_close(torch.cat(parts, -1), lens.logits(residual))
+
+
+def test_log_probabilities_are_of_the_whole_vocabulary():
+    lens = planted_lens(unembedding=torch.randn(2500, 4))
+    residual = torch.randn(1, 4).repeat(8192, 1)  # so many that the vocabulary is cut in three
+    assert len(list(lens.logits_in_slices(residual))) == 3
+    expected = lens.logits(residual[:1]).log_softmax(-1)[0, [7, 2400]]
+    said = log_probs(lens, residual, np.array([7, 2400]))
+    assert said[[0, -1]] == pytest.approx(np.tile(expected, (2, 1)), abs=1e-4)
+
+
+class PlantedRun:
+    """Residual streams of 3 contexts, 3 layers; ``early`` was kept for the first two only."""
+
+    path, layers = "r", range(3)
+    positions = ("early", "header_last")
+
+    def __init__(self) -> None:
+        self.config, self.model = {"header_logits": "none"}, {"vocab": 4}
+        self.record = {"identity": {"chat": {"stop_ids": {"3": "end"}}}}
+
+    def residuals(self, layer: int, position: str) -> torch.Tensor:
+        last = {
+            0: [EYE[1], EYE[2], EYE[0]],  # token 1, 2, 0 on top
+            1: [EYE[0], EYE[2], EYE[0] + EYE[1]],
+            2: [EYE[0], EYE[0], EYE[0]],
+        }[layer]
+        made = torch.stack(last)
+        if position == "early":
+            made = made.flip(-1).clone()
+            made[2] = torch.nan
+        return made
+
+
+def planted_sweep() -> Sweep:
+    """Greedy opens with token 0 in all; others' genuine turns open with 1, and half with 2."""
+    turns = [turn(s, 1.0, GENUINE, [1]) for s in "abc"]
+    turns += [turn(s, 1.0, c, [2]) for s in "abc" for c in (GENUINE, QUERY)]
+    turns += [turn(s, 1.0, QUERY, [0]) for s in "abc"]
+    contexts = pd.DataFrame(
+        {"context": list("abc"), "dataset": "d", "source": list("abc"), "run": 0}
+        | {"at": [0, 1, 2], "greedy": 0}
+    )
+    return Sweep([PlantedRun()], pd.DataFrame(turns), contexts, "planted", [])
+
+
+def test_the_lens_reads_every_layer_and_position():
+    sweep = planted_sweep()
+    found = lens_curves(sweep, openings_of(sweep.turns), planted_lens())
+    assert found.positions == ["early", "header_last"] and found.layers == [0, 1, 2]
+    assert found.share.tolist() == [0, 0, 0]
+    z = LOG(np.exp(20.0) + 3)
+    own = found.greedy[..., 1]
+    assert own[0] == pytest.approx([-z, 20 - z, 20 - z], abs=1e-4)
+    assert own[1] == pytest.approx([-z, -z, 20 - z], abs=1e-4)
+    # Together: token 1 whole and half of token 2. At layer 0 context 0 says 1, context 1 says 2.
+    both = found.follow_ups[..., 1]
+    assert both[0, 0] == pytest.approx(LOG(np.exp(20 - z) + np.exp(-z) / 2), abs=1e-4)
+    assert both[1, 0] == pytest.approx(LOG(np.exp(-z) + np.exp(20 - z) / 2), abs=1e-4)
+    assert both[0, 2] == pytest.approx(LOG(1.5) - z, abs=1e-4)
+    best = found.best[..., 1]
+    assert best[:2, 0] == pytest.approx([20 - z] * 2, abs=1e-4)
+    assert best[0, 2] == pytest.approx(-z, abs=1e-4)
+    early = found.greedy[..., 0]  # e_0 flipped is token 3: token 0 has the lower logit
+    assert early[0, 2] == pytest.approx(-z, abs=1e-4) and np.isnan(early[2]).all()
+    only = lens_curves(sweep, openings_of(sweep.turns), planted_lens(), ["header_last"])
+    np.testing.assert_array_equal(only.greedy[..., 0], own)
+    first = overtaking(found.greedy, found.best)
+    # Context 2 is ahead at layer 0, level at layer 1 (no lead), and ahead for good at layer 2.
+    assert first[:, 1].tolist() == [1, 2, 2]
+    assert np.isinf(first[:2, 0]).all() and np.isnan(first[2, 0])
+
+
+def test_what_greedy_opens_with_is_not_its_own_rival():
+    said = np.log([[0.5, 0.2, 0.3]] * 3)
+    weights = np.array([[0.0, 1.0, 0.25], [0.0, 0.0, 0.0], [NAN, NAN, NAN]])
+    greedy, together, best = compared(said, np.array([0, 0, 0]), weights)
+    assert greedy == pytest.approx(LOG([0.5] * 3))
+    assert together[0] == pytest.approx(LOG(0.2 + 0.3 / 4)) and best[0] == pytest.approx(LOG(0.2))
+    assert np.isnan([together[1:], best[1:]]).all()
+    sweep = planted_sweep()
+    sweep.contexts["greedy"] = 1  # the follow-up opening itself
+    found = lens_curves(sweep, openings_of(sweep.turns), planted_lens())
+    assert found.share.tolist() == [1, 1, 1]
+    z = LOG(np.exp(20.0) + 3)
+    assert found.best[1, 0, 1] == pytest.approx(20 - z, abs=1e-4)
+    assert found.best[0, 0, 1] == pytest.approx(-z, abs=1e-4)  # token 2, not its own token 1
+
+
+def test_overtaking_is_for_good():
+    ahead = np.array([[1, 0, 1, 1], [0, 1, 1, 0], [1, 1, 1, 1], [0, 0, 0, 1], [1, 1, 1, 1]])
+    greedy = ahead[..., None].astype(float)
+    greedy[4, 1] = NAN
+    found = overtaking(greedy, np.full(greedy.shape, 0.5))[:, 0]
+    np.testing.assert_array_equal(found, [2, np.inf, 0, 3, NAN])
+
+
+def test_logits_that_were_not_stored_come_from_the_last_layer():
+    sweep = planted_sweep()
+    found = first_token(sweep, openings_of(sweep.turns), [0.5, 1.0], planted_lens())
+    z = np.exp(np.array([40.0, 20.0])) + 3  # at both temperatures, token 0 on top
+    assert found.turn_end == pytest.approx(np.tile(1 / z, (3, 1)), rel=1e-3)
+    assert found.genuine == pytest.approx(np.tile(1.5 / z, (3, 1)), rel=1e-3)
+    # Of token 0 all, of token 2 half.
+    assert found.restated == pytest.approx(np.tile((z - 3 + 0.5) / z, (3, 1)), rel=1e-6)
+    assert found.tokens == pytest.approx(np.exp(found.entropy))
+
+
+# -- estimates ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def simulated() -> tuple[Found, pd.DataFrame]:
+    rng = np.random.default_rng(0)
+    turns = []
+    for number in range(24):
+        dataset = "even" if number % 2 else "odd"
+        for t, samples in ((0.0, 1), (0.7, 3), (1.0, 3)):
+            for _ in range(samples):
+                weights = np.array([0.2 + t / 3, 0.5 - t / 3, 0.3])
+                category = rng.choice([GENUINE, QUERY, LOOP], p=weights / weights.sum())
+                turns.append(turn(f"s{number:02d}", t, str(category), dataset=dataset))
+    turns[5] |= {"category": "cannot_assess", "genuine": NAN}
+    turns = pd.DataFrame(turns)
+    contexts = turns[turns["temperature"] == 0][["context", "dataset", "source"]]
+    sweep = Sweep([], turns, contexts.reset_index(drop=True), "planted", [])
+    parts = {name: rng.random((24, 2)) for name in vars(FirstToken([], *[np.zeros(0)] * 6))}
+    first = FirstToken(**parts | {"temperatures": [0.5, 1.0]})
+    hidden = turns[(turns["temperature"] > 0) & turns["genuine"].notna()].reset_index(drop=True)
+    hidden = hidden[["dataset", "source", "context", "temperature", "genuine", "category"]]
+    for name in ("token", "before", "rank", "probability", "gap"):
+        hidden[name] = rng.random(len(hidden)) + (name == "rank")
+    hidden["token"] = np.ceil(hidden["token"] * 3)
+    hidden = hidden.assign(follows=(hidden["token"] > 1).astype(float), leaves=1.0)
+    found = Found(sweep, first, hidden, None, None)
+    return found, estimates(found, resamples=200)
+
+
+def picked(made: pd.DataFrame, quantity: str, **names) -> pd.DataFrame:
+    for name, value in ({"quantity": quantity} | names).items():
+        made = made[made[name] == value]
+    return made
+
+
+def test_rates_and_differences_from_greedy_are_those_of_the_library(simulated):
+    found, made = simulated
+    turns = found.sweep.turns[found.sweep.turns["genuine"].notna()]
+    greedy = turns[turns["temperature"] == 0]
+    for category, quantity, of in (
+        (GENUINE, "follow-up rate", ""),
+        (QUERY, "share of turns", QUERY),
+    ):
+        at = turns[turns["temperature"] == 0.7]
+        so, before = ((f["category"] == category).astype(float) for f in (at, greedy))
+        rate = cluster_mean(so, at["source"], proportion=True)
+        row = picked(made, quantity, of=of, dataset="all", temperature=0.7).iloc[0]
+        assert row[["value", "low", "high"]].tolist() == [rate.value, rate.low, rate.high]
+        paired = paired_difference(so, at["source"], before, greedy["source"])
+        row = picked(made, f"{quantity} less greedy's", of=of, dataset="all", temperature=0.7)
+        ends = paired.difference.value, paired.difference.low, paired.difference.high, paired.p
+        assert tuple(row[["value", "low", "high", "p"]].iloc[0]) == ends
+        both = at.groupby("source")["category"].agg(lambda c, k=category: (c == k).mean())
+        plain = both - (greedy.set_index("source")["category"] == category)
+        assert row["value"].item() == pytest.approx(plain.mean())
+    shares = made[made["quantity"].isin(("follow-up rate", "share of turns"))]
+    total = shares.groupby(["dataset", "temperature"])["value"].sum()
+    assert len(total) == 9 and np.allclose(total, 1)
+
+
+def test_tests_are_corrected_in_families(simulated):
+    _, made = simulated
+    families = {
+        "follow-up rate less greedy's": ["follow-up rate less greedy's"],
+        "share of turns less greedy's": ["share of turns less greedy's"],
+        "others": [q for q in set(made["quantity"]) if q.endswith("less other turns'")],
+    }
+    assert len(families["others"]) == 4
+    tested = 0
+    for quantities in families.values():
+        rows = made[made["quantity"].isin(quantities)]
+        for of in (rows["dataset"] == "all", rows["dataset"] != "all"):
+            own = rows[of]
+            tested += own["p"].notna().sum()
+            np.testing.assert_allclose(own["p_holm"], holm(own["p"].to_numpy()))
+    assert tested == made["p"].notna().sum() > 30
+
+
+def test_masses_are_means_of_contexts_and_their_difference_is_paired(simulated):
+    found, made = simulated
+    first = found.first
+    less = first.genuine[:, 0] - first.restated[:, 0]
+    expected = cluster_mean(less, found.sweep.contexts["source"])
+    row = picked(made, "mass on openings", of="genuine less restated", dataset="all").iloc[0]
+    assert row[["value", "low", "high"]].tolist() == [expected.value, expected.low, expected.high]
+    row = picked(made, "effective number of first tokens", dataset="all", temperature=1.0).iloc[0]
+    assert row["value"] == pytest.approx(first.tokens[:, 1].mean())
+    bounded = made[made["quantity"].isin(("mass on turn-end", "total variation from T = 1"))]
+    assert len(bounded) == 12 and bounded[["low", "high"]].stack().between(0, 1).all()
+
+
+def test_where_greedy_leaves_is_counted_by_kind(simulated):
+    found, made = simulated
+    turns = found.hidden[(found.hidden["temperature"] == 1.0) & (found.hidden["genuine"] == 1)]
+    own = made[(made["dataset"] == "all") & (made["temperature"] == 1.0)]
+    own = own[own["of"] == "genuine"].set_index("quantity")
+    assert own.loc["rank where greedy leaves", "value"] == pytest.approx(turns["rank"].median())
+    assert own.loc["gap where greedy leaves", "value"] == pytest.approx(turns["gap"].mean())
+    by = own.loc["greedy has left by token"].set_index("at")["value"]
+    assert by[2.0] == pytest.approx((turns["token"] <= 2).mean()) and by[32.0] == 1
+    apart = picked(made, "gap where greedy leaves less other turns'", dataset="all")
+    apart = apart[apart["temperature"] == 1.0].set_index("of")["value"]
+    at = found.hidden[found.hidden["temperature"] == 1.0]
+    formed = at[at["category"] != LOOP]
+    assert 0 < len(formed) < len(at)
+    for of, rows in {"all others": at, "others but degenerate ones": formed}.items():
+        means = rows.pivot_table(index="context", columns="genuine", values="gap").dropna()
+        assert apart[of] == pytest.approx((means[1.0] - means[0.0]).mean())
+
+
+def test_overtaking_layers_are_medians_and_reference_curves_are_means():
+    sweep = planted_sweep()
+    lens = lens_curves(sweep, openings_of(sweep.turns), planted_lens())
+    first = FirstToken([1.0], *[np.array([[0.0], [0.0], [0.9]])] * 6)
+    turns = pd.DataFrame([turn(s, t, GENUINE) for s in "abc" for t in (0.0, 0.7)])
+    hidden = pd.DataFrame(columns=["dataset", "source", "temperature", "genuine"])
+    frame = pd.DataFrame({"dataset": "d", "source": list("abc")})
+    curve = np.array([[-9.0, -4.0, -6.0], [-9.0, -5.0, -3.0], [-9.0, -3.0, -6.0]])
+    references = References(frame, np.array([0.5, 1.0, 2.0]), curve, {}, True)
+    found = Found(replace(sweep, turns=turns), first, hidden, lens, references)
+    made = estimates(found, resamples=100)
+    curve = picked(made, "tempered log p")
+    assert curve["temperature"].tolist() == [0.5, 1.0, 2.0]
+    assert curve["value"].tolist() == [-9, -4, -5]
+    assert picked(made, "best temperature")["value"].tolist() == [1.0]
+    ends = picked(made, "mass on turn-end").iloc[0]
+    assert ends["value"] == pytest.approx(0.3) and (ends["low"], ends["high"]) == (0, 1)  # clipped
+    said = picked(made, "log p by the lens", position="header_last", of="greedy opening")
+    np.testing.assert_allclose(said["value"], lens.greedy[..., 1].mean(0), rtol=1e-5)
+    layer = picked(made, "layer where greedy overtakes", position="header_last")
+    assert layer.set_index("of")["value"].to_dict() == {
+        "best follow-up opening": 2.0,
+        "best follow-up opening, greedy doesn't": 2.0,
+        "all follow-up openings": 2.0,
+        "all follow-up openings, greedy doesn't": 2.0,
+    }
+    ahead = picked(made, "greedy ahead for good", position="header_last")
+    ahead = ahead[ahead["of"] == "best follow-up opening"]
+    assert ahead["value"].tolist() == pytest.approx([0, 1 / 3, 1])
+    assert ahead["layer"].tolist() == [0, 1, 2]
+    never = picked(made, "layer where greedy overtakes", position="early")
+    assert never["value"].isna().all() and (never["rows"] == 0).all()
