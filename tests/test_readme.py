@@ -4,6 +4,10 @@ import re
 import shlex
 from pathlib import Path
 
+from experiments.decoupling import __main__ as decoupling
+from experiments.likelihood import __main__ as likelihood
+from experiments.perturbations import __main__ as perturbations
+from experiments.temperature_sweep import __main__ as temperature_sweep
 from ia_mech import embedded, options, sample
 from ia_mech.judge import options as judge_options
 from ia_mech.rates import options as rates_options
@@ -53,7 +57,11 @@ def test_every_flag_in_the_readme_exists():
     judge = judge_options.build_parser()
     commands = judge._subparsers._group_actions[0].choices.values()
     probes = [probe_options.build_parser(), transfer.build_parser(), validate.build_parser()]
-    parsers = [options.build_parser(), rates_options.build_parser(), judge, *commands, *probes]
+    experiments = [
+        one.build_parser() for one in (decoupling, likelihood, perturbations, temperature_sweep)
+    ]
+    parsers = [options.build_parser(), rates_options.build_parser(), judge, *commands]
+    parsers += [*probes, *experiments]
     help_text = "".join(parser.format_help() for parser in parsers)
     for flag in set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", README)):
         assert flag in help_text, flag
