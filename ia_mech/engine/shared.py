@@ -29,6 +29,8 @@ NAME = (
     "ia_mech_shared"  # in transformers' tables; "ia_mech_shared_sdpa" where others are left to it
 )
 
+UNUSED = "its attention doesn't use the cached keys as they are"
+
 
 @dataclass(frozen=True)
 class Engine:
@@ -148,7 +150,7 @@ class SharedLayer(DynamicLayer):
     def demand_attention(self) -> None:
         """Raises RuntimeError if keys were handed out that no attention function has used."""
         if self.waiting:
-            raise RuntimeError("attention was computed without the keys of the shared prefix")
+            raise RuntimeError(UNUSED)
 
     def get_seq_length(self) -> int:
         return self.prefix[0].shape[-2] + self.keys.shape[-2]
@@ -284,6 +286,8 @@ def _attention(
     """Attention as ``transformers`` calls it, over a shared layer; ``[rows, new, heads, dim]``."""
     if sliding_window is not None or position_bias is not None:
         raise NotImplementedError("a shared layer knows no sliding window and no position bias")
+    if not hasattr(key, "shared_layer"):
+        raise RuntimeError(UNUSED)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     output = key.shared_layer.attend(query, key, value, scaling, softcap, s_aux)
     return output.transpose(1, 2).contiguous(), None
