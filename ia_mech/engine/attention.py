@@ -82,10 +82,8 @@ def merge(parts: Sequence[tuple[Tensor, Tensor]], sinks: Tensor | None = None) -
     totals = [total.float() for _, total in parts]
     if sinks is not None:
         totals.append(sinks.float()[:, None].expand_as(totals[0]))
-    scores = torch.stack(totals, -1)  # [batch, heads, new, parts]
-    least = torch.finfo(torch.float32).min
-    weights = (scores - scores.amax(-1, keepdim=True).clamp(min=least)).exp()
-    weights = weights / weights.sum(-1, keepdim=True).clamp(min=1e-30)
+    # [batch, heads, new, parts]; not a number only where every part has nothing to see
+    weights = torch.stack(totals, -1).softmax(-1).nan_to_num(0.0)
     merged = sum(
         average.float() * weight[..., None]
         for (average, _), weight in zip(parts, weights.unbind(-1), strict=False)
