@@ -11,6 +11,8 @@ import scored
 from conftest import Silent
 from shell import call, files, refusal
 
+from experiments.decoupling import __main__ as decoupling
+from experiments.likelihood import __main__ as likelihood
 from experiments.perturbations.__main__ import main
 from experiments.perturbations.base import read_base, under_conditions
 from experiments.perturbations.conditions import CONDITIONS
@@ -27,6 +29,7 @@ from experiments.perturbations.tables import (
     estimates,
 )
 from experiments.perturbations.verdict import verdicts
+from experiments.temperature_sweep import __main__ as temperature_sweep
 from ia_mech.chat import ChatFormat
 from ia_mech.collect import collect
 from ia_mech.config import SampleConfig
@@ -426,7 +429,15 @@ def test_bad_input_is_refused_in_a_line(refused, sampled, plain, run, tmp_path):
 def test_the_same_context_in_two_runs_is_refused(refused, sampled, plain, tmp_path):
     same = sampled(CHATS[:2], grid=Grid((1.0, 0.5), 3, 5, 0))
     line = refused(plain.path, same.path, "--out", tmp_path / "out")
-    assert line == "context c0 is in two runs; give one of them"
+    assert line.startswith("context c0 is in two runs; give one of them, or perturb them apart")
+
+
+def test_other_experiments_take_no_perturbed_runs(run, capfd):
+    line = refusal(call(likelihood.main, [str(run.path)], capfd))
+    assert line == f"{run.path} holds perturbed contexts; give the run that they were made from"
+    assert "perturbed" in refusal(call(temperature_sweep.main, [str(run.path)], capfd))
+    words = [str(run.path), "--judge", "rules"]
+    assert "were given, not written by" in refusal(call(decoupling.main, words, capfd))
 
 
 def test_another_judge_is_asked_for_by_name(refused, plain, sampled, tmp_path):
