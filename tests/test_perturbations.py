@@ -311,11 +311,10 @@ def test_tests_of_one_quantity_are_corrected_together(found):
     assert found.loc[found["quantity"].isin([RATE, DISTANCE, RELATIVE]), "p"].isna().all()
 
 
-def planted(
-    before: float, remove: float, swap: float, temperature: float = 1.0, p: float = 0.001
-) -> pd.DataFrame:
+def planted(before: float, p: float = 0.001, temperature: float = 1.0, **after) -> pd.DataFrame:
+    """The held rates of conditions, and their differences from the unperturbed one."""
     rows = []
-    for condition, rate in (("none", before), ("remove", remove), ("swap", swap)):
+    for condition, rate in {"none": before, **after}.items():
         names = {"dataset": "d", "condition": condition, "temperature": temperature}
         rows.append(names | {"quantity": HELD, "value": rate, "high": 0.9, "rows": 50})
         if condition != "none":
@@ -325,31 +324,46 @@ def planted(
     return pd.DataFrame(rows).astype({"rows": "Int64"})
 
 
-def test_the_falsifier_speaks_of_a_reaction_only_where_both_rates_fall():
-    (line,) = verdicts(planted(0.5, 0.1, 0.2), 0.95)
+REACTS = "The rate falls without the response: what was measured reacts to it."
+
+
+def test_the_falsifier_speaks_of_a_reaction_only_where_all_rates_fall():
+    (line,) = verdicts(planted(0.5, remove=0.1, swap=0.2, header_only=0.05), 0.95)
     assert line.startswith("falsifier, T = 1: remove -0.400 [-0.500, -0.300], p=0.001; swap -0.300")
-    assert line.endswith("The rate falls without the response: what was measured reacts to it.")
+    assert "header_only -0.450" in line and line.endswith(REACTS)
+    (line,) = verdicts(planted(0.5, remove=0.1, swap=0.2), 0.95)
+    assert line.endswith(REACTS)
 
 
 @pytest.mark.parametrize(
     ("planting", "failed"),
     [
         ({"remove": 0.1, "swap": 0.6}, "swap isn't"),  # risen, however surely
-        ({"remove": 0.6, "swap": 0.6}, "remove and swap isn't"),
-        ({"remove": 0.1, "swap": 0.2, "p": 0.06}, "remove and swap isn't"),
+        ({"remove": 0.6, "swap": 0.6, "header_only": 0.6}, "remove and swap aren't"),
+        ({"remove": 0.1, "swap": 0.2, "p": 0.06}, "remove and swap aren't"),
     ],
 )
 def test_the_falsifier_says_so_where_a_rate_does_not_fall(planting, failed):
     (line,) = verdicts(planted(0.5, **planting), 0.95)
-    assert f"{failed} shown to lower the rate" in line and "reacts to it" not in line
+    assert f"{failed} shown to lower the rate" in line and REACTS not in line
     assert "(detectable: 0.123)" in line
     if "p" in planting:
         (line,) = verdicts(planted(0.5, **planting), 0.9)
-        assert "reacts to it" in line
+        assert line.endswith(REACTS)
+
+
+def test_the_falsifier_does_not_trust_a_judge_that_takes_role_play_for_a_reaction():
+    (line,) = verdicts(planted(0.5, remove=0.1, swap=0.2, header_only=0.5), 0.95)
+    assert "header_only +0.000" in line and line.endswith("no evidence of a reaction.")
+
+
+def test_the_falsifier_needs_a_condition_without_the_response():
+    (line,) = verdicts(planted(0.5, ask=0.1, header_only=0.1), 0.95)
+    assert line == "falsifier, T = 1: neither remove nor swap was made, so it can't be told."
 
 
 def test_the_falsifier_has_nothing_to_say_where_no_turn_is_genuine():
-    (line,) = verdicts(planted(0.0, 0.0, 0.0, 0.0), 0.95)
+    (line,) = verdicts(planted(0.0, temperature=0.0, remove=0.0, swap=0.0), 0.95)
     assert line == (
         "falsifier, greedy: no unperturbed turn is judged genuine (of 50, at most 0.900), so "
         "nothing could be lower."

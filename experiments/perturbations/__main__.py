@@ -39,7 +39,9 @@ rate          share of turns judged genuine, after the response that the model w
               the judge is shown the unperturbed response instead. A turn that was written without
               it can still fit by topic or luck; that rate is what a reaction has to exceed.
 falsifier     if remove and swap don't lower the held rate, what was measured isn't shown to react
-              to the response. It is printed per temperature, with what could have been detected.
+              to the response; nor if turns after the bare header, which have seen no conversation,
+              are called genuine as often. It is printed per temperature, with what could have been
+              detected.
 profile       shares of the rubric's categories.
 real follow-ups  log p at T = 1 of what users really said, the same token ids under all conditions.
 displacement  L2 distance of the header's residual stream from the unperturbed one, layer by layer;

@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 from experiments.common.estimates import ALL
 from experiments.common.figures import COLOURS, coloured, head
 from experiments.perturbations.tables import DISTANCE, HELD, LESS, RATE, REFERENCE, SHARE
-from ia_mech.judge.rubric import ASSESSED, SHORT
+from ia_mech.judge.rubric import ASSESSED, heading
 
 STYLES = ("-", "--", ":", "-.")
 
@@ -71,7 +71,7 @@ def profile(estimates: pd.DataFrame, title: str) -> Figure:
             panel.barh(
                 names, share, left=left, height=0.75, color=COLOURS[number % len(COLOURS)],
                 hatch="" if number < len(COLOURS) else "///", edgecolor="white", lw=0.4,
-                label=SHORT.get(category, category),
+                label=heading(category),
             )  # fmt: skip
             left += share
         panel.set_xlim(0, 1)

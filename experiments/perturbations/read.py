@@ -7,6 +7,7 @@ import numpy as np
 import pandas as pd
 
 from experiments.perturbations.base import Base
+from experiments.perturbations.conditions import BARE
 from ia_mech.conversations import UNPERTURBED
 from ia_mech.judge.label import UNSEEN
 from ia_mech.rates.pool import NOBODY, read_runs
@@ -102,7 +103,7 @@ def _notes(contexts: pd.DataFrame, base: Base, run: Run) -> list[str]:
             f"{cut} of {len(plain)} unperturbed responses were cut off, which is another stimulus; "
             "their perturbations are made of the cut text."
         )
-    if "header_only" in set(perturbed["condition"]):
+    if BARE in set(perturbed["condition"]):
         notes.append(
             "header_only shows the model nothing of a conversation: all its greedy turns are one "
             "turn, held against every source's response."

@@ -9,7 +9,7 @@ from experiments.common.estimates import ALL
 from experiments.common.figures import coloured, head
 from experiments.temperature_sweep.read import HEADER_LAST
 from experiments.temperature_sweep.tables import FAILURE, KINDS, RATE, RIVALS, together
-from ia_mech.judge.rubric import SHORT
+from ia_mech.judge.rubric import heading
 
 KIND_OF = {"genuine": "genuine turns of others", "restated": "restatements of others"}
 PLAIN = FuncFormatter(lambda value, _: f"{value:g}")  # powers would be set as TeX, which is off
@@ -29,7 +29,7 @@ def rates(estimates: pd.DataFrame, title: str) -> Figure:
             rows,
             "temperature",
             colour,
-            SHORT[category].replace("-\n", "").replace("\n", " "),
+            heading(category),
         )
     for axes, label in ((left, RATE), (right, "share of turns")):
         axes.set_xlabel("temperature (0 = greedy)")
