@@ -11,6 +11,7 @@ import scored
 from conftest import Silent
 from shell import call, files, refusal
 
+from experiments.common.command import write_estimates
 from experiments.decoupling import __main__ as decoupling
 from experiments.likelihood import __main__ as likelihood
 from experiments.perturbations.__main__ import main
@@ -45,6 +46,10 @@ from ia_mech.stats import cluster_mean, paired_difference
 
 GRID = Grid((1.0,), 3, 5, 0)
 KEYS = ["context_id", "temperature", "sample"]
+NO_LENDER = (
+    "condition swap is left out: none of these conversations has another response of its dataset "
+    "to swap with."
+)
 CHATS = [one | {"of": "plain"} for one in scored.CONVERSATIONS]
 
 
@@ -440,6 +445,43 @@ def test_bad_input_is_refused_in_a_line(refused, sampled, plain, run, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def test_another_experiment_s_results_are_not_replaced(refused, plain, tmp_path):
+    found = pd.DataFrame({"quantity": ["accuracy"]})
+    out = tmp_path / "out"
+    write_estimates(found, out, [plain], 0.95, experiment="decoupling")
+    before = files(out)
+    line = refused(plain.path, "--out", out)
+    assert line == f"{out} holds results of decoupling; name another folder with --out"
+    (out / "estimates.parquet").write_bytes(b"mine")
+    assert "holds results of something else; " in refused(plain.path, "--out", out)
+    assert files(out).keys() == before.keys()
+
+
+def test_one_conversation_has_no_displacement_and_few_say_so(perturb, sampled, tmp_path):
+    run = sampled(CHATS[:1])
+    out = tmp_path / "out"
+    outcome = perturb(run.path, "--out", out, "--conditions", "remove", "--resamples", "100")
+    assert outcome.status == 0, outcome.err
+    assert "no displacement: a dataset needs two sources" in outcome.out
+    assert "fewer than 24 sources stand behind intervals of plain" in outcome.out
+    assert "nan" not in outcome.out and not (out / "displacement.png").exists()
+    found = pd.read_parquet(out / "estimates.parquet")
+    assert found.loc[found["quantity"] == "detectable difference", "value"].isna().all()
+
+
+def test_the_lender_of_a_swapped_response_is_named(plain, run):
+    for name in plain.contexts["context_id"]:
+        row = context(run, f"{name}~swap")
+        lender = json.loads(row["metadata"])["lender"]
+        lent = context(plain, lender)["messages"][-1]["content"]
+        assert row["messages"][-1]["content"] == lent
+
+
+def test_judging_against_an_unperturbed_response_needs_a_perturbed_context(plain):
+    with pytest.raises(UserError, match="holds no perturbed context"):
+        label_run(plain, RulesJudge(), "other", Quiet(), unperturbed=True)
+
+
 def test_the_same_context_in_two_runs_is_refused(refused, sampled, plain, tmp_path):
     same = sampled(CHATS[:2], grid=Grid((1.0, 0.5), 3, 5, 0))
     line = refused(plain.path, same.path, "--out", tmp_path / "out")
@@ -504,7 +546,7 @@ def test_conditions_and_conversations_that_can_t_be_made_are_left_out_and_said(t
         two[:1], ["swap", "remove"], ChatFormat(tokenizer), 0, None
     )
     assert [one.id for one in made] == ["a~remove"] and left == []
-    assert notes == ["condition swap is left out: its dataset has no other response to swap with."]
+    assert notes == [NO_LENDER]
     with pytest.raises(UserError, match="no condition can be made"):
         under_conditions(two[:1], ["swap"], ChatFormat(tokenizer), 0, None)
     with pytest.raises(UserError, match="tokens under remove"):

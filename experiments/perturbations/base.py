@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pandas as pd
@@ -203,9 +203,13 @@ def _made(
     if name == SWAP:
         lenders = donors.responses(order, 1)
         if not lenders:
-            raise UserError("its dataset has no other response to swap with", "")
-        lender = lenders[0].response
-    changed = perturbed(conversation, name, seed, lender)
+            raise UserError(
+                "none of these conversations has another response of its dataset to swap with", ""
+            )
+        lender = lenders[0]
+    changed = perturbed(conversation, name, seed, lender and lender.response)
+    if lender is not None:
+        changed = replace(changed, metadata=changed.metadata | {"lender": lender.id})
     context, turn = rendered(chat, changed)
     if room is not None and len(context.ids) + len(turn or ()) > room:
         raise UserError(f"its context has {len(context.ids)} tokens under {name}", "")

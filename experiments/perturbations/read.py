@@ -51,7 +51,7 @@ def read(base: Base, run: Run, judge: str, left_out: list[str]) -> Compared:
         UserError: verdicts are missing, or are of different judges or texts.
     """
     used = base.contexts[~base.contexts["context_id"].isin(left_out)]
-    paths = [run.path, *(one.path for one in base.runs)]
+    paths = [*(one.path for one in base.runs), run.path]
     seen = read_runs(paths, judge, NOBODY)
     turns = seen.turns[_compared(seen.turns, base, run, set(used["context_id"]))].copy()
     keys = ["context_id", "temperature", "sample"]

@@ -47,7 +47,8 @@ def _said(at: pd.DataFrame, level: float) -> str:
             continue
         row, size = rows.loc[HELD + LESS], rows.loc[DETECTABLE, "value"]
         p = "p<0.001" if row["p_holm"] < 0.001 else f"p={row['p_holm']:.3f}"
-        text = f"{condition} {row['value']:+.3f} [{row['low']:+.3f}, {row['high']:+.3f}], {p}"
+        ends = "–" if np.isnan(row["low"]) else f"{row['low']:+.3f}, {row['high']:+.3f}"
+        text = f"{condition} {row['value']:+.3f} [{ends}], {p}"
         if not (row["value"] < 0 and row["p_holm"] <= 1 - level):
             failed.append(condition)
             text += "" if np.isnan(size) else f" (detectable: {size:.3f})"

@@ -61,7 +61,7 @@ def _first_token(screen, whole: pd.DataFrame) -> None:
     columns = {
         "first token's entropy": ("entropy, nats", 2),
         "effective number of first tokens": ("effective tokens", 1),
-        "mass on turn-end": ("turn-end", 4),
+        "mass on turn-end": ("turn-end", ".0e"),
         "total variation from T = 1": ("variation from T = 1", 2),
         "mass on openings, genuine": ("genuine openings", 2),
         "mass on openings, restated": ("restatements'", 2),
