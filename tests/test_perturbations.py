@@ -11,6 +11,9 @@ import scored
 from conftest import Silent
 from shell import call, files, refusal
 
+from experiments.common.command import write_estimates
+from experiments.decoupling import __main__ as decoupling
+from experiments.likelihood import __main__ as likelihood
 from experiments.perturbations.__main__ import main
 from experiments.perturbations.base import read_base, under_conditions
 from experiments.perturbations.conditions import CONDITIONS
@@ -27,6 +30,7 @@ from experiments.perturbations.tables import (
     estimates,
 )
 from experiments.perturbations.verdict import verdicts
+from experiments.temperature_sweep import __main__ as temperature_sweep
 from ia_mech.chat import ChatFormat
 from ia_mech.collect import collect
 from ia_mech.config import SampleConfig
@@ -42,6 +46,10 @@ from ia_mech.stats import cluster_mean, paired_difference
 
 GRID = Grid((1.0,), 3, 5, 0)
 KEYS = ["context_id", "temperature", "sample"]
+NO_LENDER = (
+    "condition swap is left out: none of these conversations has another response of its dataset "
+    "to swap with."
+)
 CHATS = [one | {"of": "plain"} for one in scored.CONVERSATIONS]
 
 
@@ -308,11 +316,10 @@ def test_tests_of_one_quantity_are_corrected_together(found):
     assert found.loc[found["quantity"].isin([RATE, DISTANCE, RELATIVE]), "p"].isna().all()
 
 
-def planted(
-    before: float, remove: float, swap: float, temperature: float = 1.0, p: float = 0.001
-) -> pd.DataFrame:
+def planted(before: float, p: float = 0.001, temperature: float = 1.0, **after) -> pd.DataFrame:
+    """The held rates of conditions, and their differences from the unperturbed one."""
     rows = []
-    for condition, rate in (("none", before), ("remove", remove), ("swap", swap)):
+    for condition, rate in {"none": before, **after}.items():
         names = {"dataset": "d", "condition": condition, "temperature": temperature}
         rows.append(names | {"quantity": HELD, "value": rate, "high": 0.9, "rows": 50})
         if condition != "none":
@@ -322,31 +329,46 @@ def planted(
     return pd.DataFrame(rows).astype({"rows": "Int64"})
 
 
-def test_the_falsifier_speaks_of_a_reaction_only_where_both_rates_fall():
-    (line,) = verdicts(planted(0.5, 0.1, 0.2), 0.95)
+REACTS = "The rate falls without the response: what was measured reacts to it."
+
+
+def test_the_falsifier_speaks_of_a_reaction_only_where_all_rates_fall():
+    (line,) = verdicts(planted(0.5, remove=0.1, swap=0.2, header_only=0.05), 0.95)
     assert line.startswith("falsifier, T = 1: remove -0.400 [-0.500, -0.300], p=0.001; swap -0.300")
-    assert line.endswith("The rate falls without the response: what was measured reacts to it.")
+    assert "header_only -0.450" in line and line.endswith(REACTS)
+    (line,) = verdicts(planted(0.5, remove=0.1, swap=0.2), 0.95)
+    assert line.endswith(REACTS)
 
 
 @pytest.mark.parametrize(
     ("planting", "failed"),
     [
         ({"remove": 0.1, "swap": 0.6}, "swap isn't"),  # risen, however surely
-        ({"remove": 0.6, "swap": 0.6}, "remove and swap isn't"),
-        ({"remove": 0.1, "swap": 0.2, "p": 0.06}, "remove and swap isn't"),
+        ({"remove": 0.6, "swap": 0.6, "header_only": 0.6}, "remove and swap aren't"),
+        ({"remove": 0.1, "swap": 0.2, "p": 0.06}, "remove and swap aren't"),
     ],
 )
 def test_the_falsifier_says_so_where_a_rate_does_not_fall(planting, failed):
     (line,) = verdicts(planted(0.5, **planting), 0.95)
-    assert f"{failed} shown to lower the rate" in line and "reacts to it" not in line
+    assert f"{failed} shown to lower the rate" in line and REACTS not in line
     assert "(detectable: 0.123)" in line
     if "p" in planting:
         (line,) = verdicts(planted(0.5, **planting), 0.9)
-        assert "reacts to it" in line
+        assert line.endswith(REACTS)
+
+
+def test_the_falsifier_does_not_trust_a_judge_that_takes_role_play_for_a_reaction():
+    (line,) = verdicts(planted(0.5, remove=0.1, swap=0.2, header_only=0.5), 0.95)
+    assert "header_only +0.000" in line and line.endswith("no evidence of a reaction.")
+
+
+def test_the_falsifier_needs_a_condition_without_the_response():
+    (line,) = verdicts(planted(0.5, ask=0.1, header_only=0.1), 0.95)
+    assert line == "falsifier, T = 1: neither remove nor swap was made, so it can't be told."
 
 
 def test_the_falsifier_has_nothing_to_say_where_no_turn_is_genuine():
-    (line,) = verdicts(planted(0.0, 0.0, 0.0, 0.0), 0.95)
+    (line,) = verdicts(planted(0.0, temperature=0.0, remove=0.0, swap=0.0), 0.95)
     assert line == (
         "falsifier, greedy: no unperturbed turn is judged genuine (of 50, at most 0.900), so "
         "nothing could be lower."
@@ -423,10 +445,55 @@ def test_bad_input_is_refused_in_a_line(refused, sampled, plain, run, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def test_another_experiment_s_results_are_not_replaced(refused, plain, tmp_path):
+    found = pd.DataFrame({"quantity": ["accuracy"]})
+    out = tmp_path / "out"
+    write_estimates(found, out, [plain], 0.95, experiment="decoupling")
+    before = files(out)
+    line = refused(plain.path, "--out", out)
+    assert line == f"{out} holds results of decoupling; name another folder with --out"
+    (out / "estimates.parquet").write_bytes(b"mine")
+    assert "holds results of something else; " in refused(plain.path, "--out", out)
+    assert files(out).keys() == before.keys()
+
+
+def test_one_conversation_has_no_displacement_and_few_say_so(perturb, sampled, tmp_path):
+    run = sampled(CHATS[:1])
+    out = tmp_path / "out"
+    outcome = perturb(run.path, "--out", out, "--conditions", "remove", "--resamples", "100")
+    assert outcome.status == 0, outcome.err
+    assert "no displacement: a dataset needs two sources" in outcome.out
+    assert "fewer than 24 sources stand behind intervals of plain" in outcome.out
+    assert "nan" not in outcome.out and not (out / "displacement.png").exists()
+    found = pd.read_parquet(out / "estimates.parquet")
+    assert found.loc[found["quantity"] == "detectable difference", "value"].isna().all()
+
+
+def test_the_lender_of_a_swapped_response_is_named(plain, run):
+    for name in plain.contexts["context_id"]:
+        row = context(run, f"{name}~swap")
+        lender = json.loads(row["metadata"])["lender"]
+        lent = context(plain, lender)["messages"][-1]["content"]
+        assert row["messages"][-1]["content"] == lent
+
+
+def test_judging_against_an_unperturbed_response_needs_a_perturbed_context(plain):
+    with pytest.raises(UserError, match="holds no perturbed context"):
+        label_run(plain, RulesJudge(), "other", Quiet(), unperturbed=True)
+
+
 def test_the_same_context_in_two_runs_is_refused(refused, sampled, plain, tmp_path):
     same = sampled(CHATS[:2], grid=Grid((1.0, 0.5), 3, 5, 0))
     line = refused(plain.path, same.path, "--out", tmp_path / "out")
-    assert line == "context c0 is in two runs; give one of them"
+    assert line.startswith("context c0 is in two runs; give one of them, or perturb them apart")
+
+
+def test_other_experiments_take_no_perturbed_runs(run, capfd):
+    line = refusal(call(likelihood.main, [str(run.path)], capfd))
+    assert line == f"{run.path} holds perturbed contexts; give the run that they were made from"
+    assert "perturbed" in refusal(call(temperature_sweep.main, [str(run.path)], capfd))
+    words = [str(run.path), "--judge", "rules"]
+    assert "were given, not written by" in refusal(call(decoupling.main, words, capfd))
 
 
 def test_another_judge_is_asked_for_by_name(refused, plain, sampled, tmp_path):
@@ -479,7 +546,7 @@ def test_conditions_and_conversations_that_can_t_be_made_are_left_out_and_said(t
         two[:1], ["swap", "remove"], ChatFormat(tokenizer), 0, None
     )
     assert [one.id for one in made] == ["a~remove"] and left == []
-    assert notes == ["condition swap is left out: its dataset has no other response to swap with."]
+    assert notes == [NO_LENDER]
     with pytest.raises(UserError, match="no condition can be made"):
         under_conditions(two[:1], ["swap"], ChatFormat(tokenizer), 0, None)
     with pytest.raises(UserError, match="tokens under remove"):

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from ia_mech.rates.notes import FEW_SOURCES
 from ia_mech.stats import Estimate, cluster_counts, cluster_mean, holm, paired_difference
 
 ALL = "all"  # the datasets together
@@ -150,3 +151,15 @@ def frame_of(rows: Iterable[Row], names: dict[str, str]) -> pd.DataFrame:
         else:
             frame[name] = frame[name].astype(dtype)
     return frame
+
+
+def few_sources(estimates: pd.DataFrame) -> list[str]:
+    """A note naming the datasets whose intervals rest on fewer sources than were simulated."""
+    shown = estimates[estimates["low"].notna() & (estimates["sources"] < FEW_SOURCES)]
+    names = list(dict.fromkeys(shown["dataset"]))
+    if not names:
+        return []
+    return [
+        f"fewer than {FEW_SOURCES} sources stand behind intervals of {', '.join(names)}: the "
+        f"simulations (benchmarks/coverage.md) cover {FEW_SOURCES} and more; these are rough."
+    ]

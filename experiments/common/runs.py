@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from ia_mech.conversations import UNPERTURBED
 from ia_mech.errors import UserError
 from ia_mech.judge.label import check_finished
 from ia_mech.run import Run
@@ -24,6 +25,20 @@ def open_runs(paths: Sequence[str | Path]) -> list[Run]:
         same = [other for other in runs[:at] if other.identity_digest == run.identity_digest]
         if same:
             raise UserError(f"{run.path} is a copy of {same[0].path}", "give each run once")
+    return runs
+
+
+def unperturbed(runs: list[Run]) -> list[Run]:
+    """The runs, if none of their contexts is perturbed.
+
+    Raises:
+        UserError: one is: what is measured in changed contexts isn't pooled with the rest.
+    """
+    for run in runs:
+        if (run.contexts["perturbation"].fillna(UNPERTURBED) != UNPERTURBED).any():
+            raise UserError(
+                f"{run.path} holds perturbed contexts", "give the run that they were made from"
+            )
     return runs
 
 

@@ -29,7 +29,7 @@ def print_table(
     to: Console,
     title: str,
     rows: pd.DataFrame,
-    columns: dict[str, tuple[str, int]],
+    columns: dict[str, tuple[str, int | str]],
     *,
     key: str = "quantity",
     index: tuple[str, ...] = ("dataset",),
@@ -40,8 +40,8 @@ def print_table(
         to: where to.
         title: of the table.
         rows: estimates as :func:`experiments.common.estimates.frame_of` makes them.
-        columns: value of ``key`` → column head and number of decimals. A test's Holm-corrected p
-            stands behind its difference.
+        columns: value of ``key`` → column head and number of decimals (or a format such as
+            ``".0e"``). A test's Holm-corrected p stands behind its difference.
         key: the column that tells kinds of estimates apart.
         index: columns that name a line.
     """
@@ -77,12 +77,13 @@ def label(value, column: str = "") -> str:
     return f"{value:g}"
 
 
-def cell(row: pd.Series, digits: int) -> str:
+def cell(row: pd.Series, digits: int | str) -> str:
     """An estimate as text: value, interval, and the corrected p value of a test."""
     if np.isnan(row["value"]):
         return "–"
-    text = f"{row['value']:.{digits}f}"
-    ends = f"{row['low']:.{digits}f}, {row['high']:.{digits}f}"
+    style = digits if isinstance(digits, str) else f".{digits}f"
+    text = f"{row['value']:{style}}"
+    ends = f"{row['low']:{style}}, {row['high']:{style}}"
     text += " [–]" if np.isnan(row["low"]) else f" [{ends}]"
     if not np.isnan(row["p_holm"]):
         p = row["p_holm"]

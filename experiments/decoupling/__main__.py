@@ -20,7 +20,7 @@ judged runs (python -m ia_mech.sample --response generate, python -m ia_mech.jud
 model is loaded.
 
 accuracy     maths, where the data have a gold answer (GSM8K, MATH): equal as formulas, by
-             math-verify; a response that was cut off counts only if it states an answer before.
+             math-verify; a response that was cut off before it states an answer counts as wrong.
              Instructions, where they have instruction_id_list and kwargs (IFEval, IFBench): all
              are followed, strictly, by if-verifiable; "loose" also without first line, last line
              or asterisks. Unverified responses count as neither right nor wrong.
@@ -61,6 +61,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _run(args: argparse.Namespace) -> None:
+    from experiments.common.estimates import few_sources
     from experiments.decoupling import figures, screen
     from experiments.decoupling.read import read
     from experiments.decoupling.tables import estimates, remarks
@@ -70,7 +71,9 @@ def _run(args: argparse.Namespace) -> None:
     folder = output_folder(args.out, args.runs[0], "decoupling")
     measured = read(args.runs, args.judge)
     found = estimates(measured, level=args.level, resamples=args.resamples, seed=args.seed)
-    write_estimates(found, folder, measured.runs, args.level, judge=measured.judge)
+    write_estimates(
+        found, folder, measured.runs, args.level, judge=measured.judge, experiment="decoupling"
+    )
     record = {"runs": [str(run.path) for run in measured.runs]}
     write_parquet(measured.responses, folder / "responses.parquet", record)
     name = " · ".join(measured.models) if len(measured.models) < 4 else "several models"
@@ -78,7 +81,7 @@ def _run(args: argparse.Namespace) -> None:
     save(figures.scatter(found, title), folder, "scatter")
     save(figures.association(found, title), folder, "association")
     # Last: a closed pipe must not cost the files.
-    screen.show(found, measured.notes + remarks(found), args.level)
+    screen.show(found, measured.notes + remarks(found) + few_sources(found), args.level)
     print(f"wrote {folder}", file=sys.stderr)
 
 

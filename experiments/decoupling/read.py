@@ -210,9 +210,9 @@ def _notes(responses: pd.DataFrame, turns: pd.DataFrame) -> list[str]:
     cut = int(responses["response_cut_off"].sum())
     if cut:
         notes.append(
-            f"{cut} of {len(responses)} responses were cut off by the token limit, and may be "
-            "wrong only because of that; what follows them is another stimulus, too. Hence the "
-            "figures of complete responses."
+            f"{cut} of {len(responses)} responses were cut off by the token limit, which may "
+            "be why they are wrong, or right; what follows them is another stimulus, too. Hence "
+            "the figures of complete responses."
         )
     missing = int(turns["genuine"].isna().sum())
     if missing:

@@ -63,6 +63,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _run(args: argparse.Namespace) -> None:
+    from experiments.common.estimates import few_sources
     from experiments.likelihood import figures, screen
     from experiments.likelihood.read import read
     from experiments.likelihood.tables import estimates
@@ -71,13 +72,17 @@ def _run(args: argparse.Namespace) -> None:
     folder = output_folder(args.out, args.runs[0], "likelihood")
     scored = read(args.runs, args.judge)
     found = estimates(scored, level=args.level, resamples=args.resamples, seed=args.seed)
-    write_estimates(found, folder, scored.runs, args.level, judge=scored.judge)
+    write_estimates(
+        found, folder, scored.runs, args.level, judge=scored.judge, experiment="likelihood"
+    )
     name = scored.runs[0].model["name"]
     save(figures.temperature_curve(found, f"{name} · real follow-ups"), folder, "temperature_curve")
     if (found["quantity"] == "contrast, bits").any():
         title = f"{name} · bits in favour of the own response"
         save(figures.contrasts(found, title), folder, "contrasts")
-    screen.show(found, scored.notes, args.level)  # last: a closed pipe must not cost the files
+    screen.show(
+        found, scored.notes + few_sources(found), args.level
+    )  # last: a closed pipe must not cost the files
     print(f"wrote {folder}", file=sys.stderr)
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 
 from experiments.common.references import keyed, references_of
-from experiments.common.runs import of_one_model, open_runs
+from experiments.common.runs import of_one_model, open_runs, unperturbed
 from ia_mech.errors import UserError
 from ia_mech.rates.pool import NOBODY, differing, read_runs
 from ia_mech.run import Run
@@ -62,7 +62,7 @@ def read(paths: Sequence[str | Path], judge: str | None = None) -> Scored:
         UserError: not a finished run, one given twice or without scores, several models, no
             reference turn at all, or a judge that isn't there.
     """
-    runs = of_one_model(open_runs(paths))
+    runs = unperturbed(of_one_model(open_runs(paths)))
     for run in runs:
         if not run.score_temperatures:
             raise UserError(

@@ -20,36 +20,45 @@ Does the user turn react to the response, or is it role play that would come any
 conversation of a sampled and judged run is changed in one respect and sampled again, with the same
 random numbers; every conversation appears under every condition.
 
-truncate             the first half of the response, cut at a sentence's end
+truncate             the first half of the response, cut at a sentence's end (a single sentence:
+                     between words)
 truncate_mid         the first half of the response, cut inside a sentence
 ask                  a generic question after the response
 remove               an empty response
-swap                 another conversation's response of similar length, of the same dataset
+swap                 another conversation's response of similar length, drawn from these
+                     conversations of the same dataset
 contradict           a wrong final answer where it is a number, else a sentence that retracts
 neutral              "Okay." and the like in place of the response
-shuffle              the response's sentences in random order
+shuffle              the response's sentences in random order (a single one stays as it is)
 header_only          the bare user header, no conversation: what the role alone brings forth
 header_assistant     an assistant header where the user header stood: is it the role, or the place?
 header_no_turn_end   the token that ends the response left out
 header_no_separator  what stands between turn end and user header left out
+
+What a condition did to each conversation is in its metadata (how); conversations that it left
+unchanged count, and are counted in a note.
 """
 
 EPILOG = """\
 rate          share of turns judged genuine, after the response that the model was given. "Held":
               the judge is shown the unperturbed response instead. A turn that was written without
-              it can still fit by topic or luck; that rate is what a reaction has to exceed.
+              it can still fit by topic or luck; that rate is what a reaction has to exceed. Of the
+              conditions on the header both are the same.
 falsifier     if remove and swap don't lower the held rate, what was measured isn't shown to react
-              to the response. It is printed per temperature, with what could have been detected.
+              to the response; nor if turns after the bare header, which have seen no conversation,
+              are called genuine as often. It is printed per temperature, with what could have been
+              detected.
 profile       shares of the rubric's categories.
 real follow-ups  log p at T = 1 of what users really said, the same token ids under all conditions.
 displacement  L2 distance of the header's residual stream from the unperturbed one, layer by layer;
-              1 is the mean distance between two conversations of the dataset.
+              1 is the mean distance between two of these conversations, of one dataset.
 Differences are paired within sources and Holm-corrected.
 
-The unperturbed turns come from the runs, nothing is sampled twice. An interrupted run goes on when
-the same command is given again. The rules judge judges at once; another one is asked for by name.
-Written to --out: conversations.jsonl (what each condition made of each conversation), run/ (a run
-like any other), estimates.parquet, rates, profile, references and displacement (PNG, SVG).
+The unperturbed turns are the runs' first --samples, nothing is sampled twice. An interrupted run
+goes on when the same command is given again. The rules judge judges at once; another one is asked
+for by name. Written to --out: conversations.jsonl (what each condition made of each conversation),
+run/ (a run like any other), estimates.parquet, rates, profile, references and displacement (PNG,
+SVG).
 Exit status: 0 done, 2 bad input (one line says what and what to do), 130 interrupted.
 """
 
@@ -110,11 +119,12 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _run(args: argparse.Namespace) -> None:
+    from experiments.common.estimates import few_sources
     from experiments.perturbations import figures, sample, screen
     from experiments.perturbations.base import known_conditions, read_base
     from experiments.perturbations.conditions import CONDITIONS
     from experiments.perturbations.read import read
-    from experiments.perturbations.tables import REFERENCE, estimates
+    from experiments.perturbations.tables import DISTANCE, REFERENCE, estimates
     from ia_mech.rates.pool import NOBODY, read_runs
     from probes.report.figures import save
 
@@ -131,14 +141,19 @@ def _run(args: argparse.Namespace) -> None:
     sample.judged(run, judge, base)
     compared = read(base, run, judge, left_out)
     found = estimates(compared, level=args.level, resamples=args.resamples, seed=args.seed)
-    write_estimates(found, folder, [*base.runs, run], args.level, judge=judge)
+    about = {"experiment": "perturbations", "judge": judge}
+    write_estimates(found, folder, [*base.runs, run], args.level, **about)
     name = run.model["name"]
     save(figures.rates(found, f"{name}, {judge}"), folder, "rates")
     save(figures.profile(found, f"{name}, {judge}"), folder, "profile")
-    save(figures.displacement(found, f"{name} · header_last"), folder, "displacement")
+    if (found["quantity"] == DISTANCE).any():
+        save(figures.displacement(found, f"{name} · header_last"), folder, "displacement")
+    else:
+        notes.append("no displacement: a dataset needs two sources to say how far apart they lie.")
     if (found["quantity"] == REFERENCE).any():
         save(figures.references(found, f"{name} · real follow-ups"), folder, "references")
-    screen.show(found, [*notes, *compared.notes], args.level)  # last: a closed pipe costs no file
+    notes += compared.notes + few_sources(found)
+    screen.show(found, notes, args.level)  # last: a closed pipe costs no file
     print(f"wrote {folder}", file=sys.stderr)
 
 
@@ -146,7 +161,8 @@ def _folder(args: argparse.Namespace) -> Path:
     from ia_mech.embedded import cache_dir
 
     name = args.runs[0].resolve().name
-    return outside_runs(cache_dir() / f"{name}-perturbed" if args.out is None else args.out)
+    folder = cache_dir() / f"{name}-perturbed" if args.out is None else args.out
+    return outside_runs(folder, "perturbations")
 
 
 if __name__ == "__main__":

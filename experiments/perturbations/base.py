@@ -2,16 +2,16 @@
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pandas as pd
 
-from experiments.common.runs import of_one_model, open_runs
+from experiments.common.runs import of_one_model, open_runs, unperturbed
 from experiments.perturbations.conditions import CONDITIONS, SWAP, perturbed
 from ia_mech.chat import ChatFormat
 from ia_mech.config import SampleConfig
-from ia_mech.conversations import UNPERTURBED, Conversation
+from ia_mech.conversations import Conversation
 from ia_mech.engine.plan import Grid
 from ia_mech.errors import UserError
 from ia_mech.headers import rendered
@@ -63,7 +63,7 @@ def read_base(
         UserError: runs of several models or settings, perturbed ones, one source twice, or
             decoding that they lack.
     """
-    runs = of_one_model(open_runs(paths))
+    runs = unperturbed(of_one_model(open_runs(paths)))
     for name in (*SHARED, "dtype"):
         settings = [run.config.get(name, run.model.get(name)) for run in runs]
         _same(runs, name, settings)
@@ -105,14 +105,12 @@ def _same(runs: list[Run], name: str, settings: list) -> None:
 
 
 def _check(contexts: pd.DataFrame) -> None:
-    changed = contexts[contexts["perturbation"].fillna(UNPERTURBED) != UNPERTURBED]
-    if len(changed):
-        raise UserError(
-            f"{changed['run'].iloc[0]} holds perturbed contexts", "give the run they were made from"
-        )
     twice = contexts[contexts.duplicated("context_id")]
     if len(twice):
-        raise UserError(f"context {twice['context_id'].iloc[0]} is in two runs", "give one of them")
+        raise UserError(
+            f"context {twice['context_id'].iloc[0]} is in two runs",
+            "give one of them, or perturb them apart if these are different conversations",
+        )
 
 
 def conversations_of(contexts: pd.DataFrame) -> list[Conversation]:
@@ -205,9 +203,13 @@ def _made(
     if name == SWAP:
         lenders = donors.responses(order, 1)
         if not lenders:
-            raise UserError("its dataset has no other response to swap with", "")
-        lender = lenders[0].response
-    changed = perturbed(conversation, name, seed, lender)
+            raise UserError(
+                "none of these conversations has another response of its dataset to swap with", ""
+            )
+        lender = lenders[0]
+    changed = perturbed(conversation, name, seed, lender and lender.response)
+    if lender is not None:
+        changed = replace(changed, metadata=changed.metadata | {"lender": lender.id})
     context, turn = rendered(chat, changed)
     if room is not None and len(context.ids) + len(turn or ()) > room:
         raise UserError(f"its context has {len(context.ids)} tokens under {name}", "")

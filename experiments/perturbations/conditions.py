@@ -14,7 +14,7 @@ from ia_mech.conversations import (
 )
 from ia_mech.sampling import stream_key
 
-REMOVE, SWAP = "remove", "swap"
+REMOVE, SWAP, BARE = "remove", "swap", "header_only"
 STREAM = -3  # of the draws; samples and lenders have streams of their own
 
 
@@ -40,7 +40,7 @@ CONDITIONS = {
     "contradict": Condition("a wrong final answer (a number), or else a sentence that retracts"),
     "neutral": Condition("an empty acknowledgement in place of the response"),
     "shuffle": Condition("the response's sentences in random order"),
-    "header_only": Condition("the bare user header, with no conversation", "alone"),
+    BARE: Condition("the bare user header, with no conversation", "alone"),
     "header_assistant": Condition("an assistant header in the user header's place", "assistant"),
     "header_no_turn_end": Condition("the token that ends the response left out", "no_turn_end"),
     "header_no_separator": Condition(

@@ -3,13 +3,15 @@
 import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 
 from experiments.common.estimates import ALL
 from experiments.common.figures import COLOURS, coloured, head
 from experiments.perturbations.tables import DISTANCE, HELD, LESS, RATE, REFERENCE, SHARE
-from ia_mech.judge.rubric import ASSESSED, SHORT
+from ia_mech.judge.rubric import ASSESSED, heading
 
 STYLES = ("-", "--", ":", "-.")
+FACES = ("0.3", "white")  # of held rates, and of the others
 
 
 def _pooled(estimates: pd.DataFrame) -> pd.DataFrame:
@@ -48,6 +50,9 @@ def rates(estimates: pd.DataFrame, title: str) -> Figure:
         head(panel, f"{title} · {_at(temperature)}" if panel is axes[0] else _at(temperature))
     axes[0].set_yticks(range(len(names)), names)
     axes[0].invert_yaxis()
+    marks = [Line2D([], [], color="0.3", marker="o", ms=4, mfc=face, lw=0) for face in FACES]
+    said = "judged against the unperturbed response (held)", "against what the model was given"
+    figure.legend(marks, said, loc="outside lower center", ncols=2, frameon=False, fontsize=7)
     return figure
 
 
@@ -71,7 +76,7 @@ def profile(estimates: pd.DataFrame, title: str) -> Figure:
             panel.barh(
                 names, share, left=left, height=0.75, color=COLOURS[number % len(COLOURS)],
                 hatch="" if number < len(COLOURS) else "///", edgecolor="white", lw=0.4,
-                label=SHORT.get(category, category),
+                label=heading(category),
             )  # fmt: skip
             left += share
         panel.set_xlim(0, 1)
@@ -100,7 +105,7 @@ def references(estimates: pd.DataFrame, title: str) -> Figure:
     axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
     axes.set_xlabel("change of the real follow-up's log p, bits")
-    axes.legend(frameon=False, fontsize=7)
+    axes.legend(frameon=False, fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
     head(axes, title)
     return figure
 

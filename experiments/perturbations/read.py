@@ -7,6 +7,7 @@ import numpy as np
 import pandas as pd
 
 from experiments.perturbations.base import Base
+from experiments.perturbations.conditions import BARE
 from ia_mech.conversations import UNPERTURBED
 from ia_mech.judge.label import UNSEEN
 from ia_mech.rates.pool import NOBODY, read_runs
@@ -50,7 +51,7 @@ def read(base: Base, run: Run, judge: str, left_out: list[str]) -> Compared:
         UserError: verdicts are missing, or are of different judges or texts.
     """
     used = base.contexts[~base.contexts["context_id"].isin(left_out)]
-    paths = [run.path, *(one.path for one in base.runs)]
+    paths = [*(one.path for one in base.runs), run.path]
     seen = read_runs(paths, judge, NOBODY)
     turns = seen.turns[_compared(seen.turns, base, run, set(used["context_id"]))].copy()
     keys = ["context_id", "temperature", "sample"]
@@ -102,7 +103,7 @@ def _notes(contexts: pd.DataFrame, base: Base, run: Run) -> list[str]:
             f"{cut} of {len(plain)} unperturbed responses were cut off, which is another stimulus; "
             "their perturbations are made of the cut text."
         )
-    if "header_only" in set(perturbed["condition"]):
+    if BARE in set(perturbed["condition"]):
         notes.append(
             "header_only shows the model nothing of a conversation: all its greedy turns are one "
             "turn, held against every source's response."

@@ -13,7 +13,7 @@ from experiments.perturbations.tables import DISTANCE, HELD, LESS, RATE, REFEREN
 from experiments.perturbations.verdict import verdicts
 from ia_mech.cli import one_line
 from ia_mech.conversations import USER_HEADER, Conversation
-from ia_mech.judge.rubric import ASSESSED, SHORT
+from ia_mech.judge.rubric import ASSESSED, heading
 
 LAYERS = 7  # that are shown; the file has all
 SHOWN = 60  # characters of a response, at either end
@@ -41,7 +41,7 @@ def show(estimates: pd.DataFrame, notes: list[str], level: float) -> None:
         screen,
         "failure profile: shares of assessed turns, all datasets",
         pooled[pooled["quantity"] == SHARE],
-        {category: (SHORT.get(category, category), 2) for category in ASSESSED},
+        {category: (heading(category), 2) for category in ASSESSED},
         key="category",
         index=("temperature", "condition"),
     )

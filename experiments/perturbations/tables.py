@@ -1,6 +1,7 @@
 """Estimates per condition, and how far each is from the unperturbed one."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -72,7 +73,10 @@ def _turns(turns: pd.DataFrame, names: dict[str, Any], options: dict) -> Iterato
         if condition != UNPERTURBED:
             columns = own["held"], own["source"], plain["held"], plain["source"]
             size = detectable_difference(*columns, level=options["level"])
-            found = Estimate(size, np.nan, np.nan, own["source"].nunique(), "80% power, one test")
+            sources = own["source"].nunique()
+            if 2.0 ** (1 - sources) > 1 - options["level"]:
+                size = np.nan  # no signs of so few sources can be surprising
+            found = Estimate(size, np.nan, np.nan, sources, "80% power, one test")
             yield group.row(DETECTABLE, found, len(own))
         for category in ASSESSED:
             events, before = (_events(frame, category) for frame in (own, plain))
@@ -119,4 +123,6 @@ def _moved(
     group = Group(sources[here], options, {"dataset": dataset, **names})
     for quantity, values in ((DISTANCE, moved.distance), (RELATIVE, moved.relative)):
         if not np.isnan(values[here]).all():
-            yield group.mean(quantity, values[here])
+            row = group.mean(quantity, values[here])
+            low = float(np.maximum(row.estimate.low, 0))  # of a distance; NaN stays NaN
+            yield replace(row, estimate=replace(row.estimate, low=low))

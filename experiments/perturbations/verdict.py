@@ -7,7 +7,7 @@ import pandas as pd
 
 from experiments.common.estimates import ALL
 from experiments.common.screen import label
-from experiments.perturbations.conditions import REMOVE, SWAP
+from experiments.perturbations.conditions import BARE, REMOVE, SWAP
 from experiments.perturbations.tables import DETECTABLE, HELD, LESS
 from ia_mech.conversations import UNPERTURBED
 
@@ -17,7 +17,8 @@ def verdicts(estimates: pd.DataFrame, level: float) -> Iterator[str]:
 
     A genuine follow-up that reacts to the response can't be written without having seen it. All
     turns are held against the unperturbed response: held against an empty one, hardly any turn is
-    grounded, and the rate would fall by definition.
+    grounded, and the rate would fall by definition. Turns after the bare header have seen nothing
+    at all; what of them is called genuine, the judge calls genuine by their form.
 
     Args:
         estimates: of :func:`experiments.perturbations.tables.estimates`.
@@ -39,28 +40,33 @@ def verdicts(estimates: pd.DataFrame, level: float) -> Iterator[str]:
 
 
 def _said(at: pd.DataFrame, level: float) -> str:
-    found, failed = [], []
-    for condition in (REMOVE, SWAP):
-        rows = at[(at["condition"] == condition)].set_index("quantity")
+    texts, failed = {}, []
+    for condition in (REMOVE, SWAP, BARE):
+        rows = at[at["condition"] == condition].set_index("quantity")
         if HELD + LESS not in rows.index:
             continue
-        row = rows.loc[HELD + LESS]
+        row, size = rows.loc[HELD + LESS], rows.loc[DETECTABLE, "value"]
         p = "p<0.001" if row["p_holm"] < 0.001 else f"p={row['p_holm']:.3f}"
-        interval = f"{row['value']:+.3f} [{row['low']:+.3f}, {row['high']:+.3f}], {p}"
-        lower = row["value"] < 0 and row["p_holm"] <= 1 - level
-        size = rows.loc[DETECTABLE, "value"]
-        if lower or np.isnan(size):
-            found.append(f"{condition} {interval}")
-        else:
-            found.append(f"{condition} {interval} (detectable: {size:.3f})")
-        if not lower:
+        ends = "–" if np.isnan(row["low"]) else f"{row['low']:+.3f}, {row['high']:+.3f}"
+        text = f"{condition} {row['value']:+.3f} [{ends}], {p}"
+        if not (row["value"] < 0 and row["p_holm"] <= 1 - level):
             failed.append(condition)
-    if not found:
+            text += "" if np.isnan(size) else f" (detectable: {size:.3f})"
+        texts[condition] = text
+    if not {REMOVE, SWAP} & set(texts):
         return f"neither {REMOVE} nor {SWAP} was made, so it can't be told."
-    text = "; ".join(found)
-    if failed:
+    text = "; ".join(texts.values())
+    kept = [condition for condition in failed if condition != BARE]
+    if kept:
+        verb = "isn't" if len(kept) == 1 else "aren't"
         return (
-            f"{text}. {' and '.join(failed)} isn't shown to lower the rate: what was measured is "
+            f"{text}. {' and '.join(kept)} {verb} shown to lower the rate: what was measured is "
             "not shown to react to the response."
+        )
+    if BARE in failed:
+        return (
+            f"{text}. The rate falls without the response, but turns that were written with no "
+            "conversation at all are called genuine about as often: by this judge, the rate is no "
+            "evidence of a reaction."
         )
     return f"{text}. The rate falls without the response: what was measured reacts to it."

@@ -34,13 +34,14 @@ hidden       greedy leaves a turn at the first token that differs from the run's
              somewhere, so the question is the difference: genuine turns less other turns of the
              same context and temperature, with and without degenerate ones (noise that leads far
              from greedy also garbles). A negative gap: genuine turns lie nearer to greedy.
-references   log p of users' real follow-ups by temperature, and where it is largest.
+references   log p of users' real follow-ups by temperature (in the file), and where it is largest.
 logit lens   at every stored position, every layer's residual stream through final norm and
              unembedding: log p of the token that opens the greedy turn, of the best of the other
              tokens that open follow-ups (in at least half of the turns, as above), and of all those
              together. "Overtakes" is the first layer from which greedy's opening stays ahead to the
-             last. Early layers aren't made to be read so: it shows when an answer becomes legible
-             to the unembedding, not when it is decided.
+             last (there it is ahead of every other by definition). Early layers aren't made to be
+             read so: it shows when an answer becomes legible to the unembedding, not when it is
+             decided.
 """
 
 EPILOG = """\
@@ -99,6 +100,7 @@ def _temperature(text: str) -> float:
 
 
 def _run(args: argparse.Namespace) -> None:
+    from experiments.common.estimates import few_sources
     from experiments.temperature_sweep import figures, screen
     from experiments.temperature_sweep.analysis import analyse
     from experiments.temperature_sweep.read import read
@@ -115,7 +117,9 @@ def _run(args: argparse.Namespace) -> None:
     finally:
         bar.stop()
     made = estimates(found, level=args.level, resamples=args.resamples, seed=args.seed)
-    write_estimates(made, folder, sweep.runs, args.level, judge=sweep.judge)
+    write_estimates(
+        made, folder, sweep.runs, args.level, judge=sweep.judge, experiment="temperature_sweep"
+    )
     # Keys that hold across runs are for joining here; a reader has the names.
     turns = found.hidden.drop(columns=["source", "context"])
     write_parquet(turns, folder / "turns.parquet", {"judge": sweep.judge})
@@ -125,7 +129,8 @@ def _run(args: argparse.Namespace) -> None:
     save(figures.hidden(made, name), folder, "hidden")
     if found.lens is not None:
         save(figures.lens(made, name), folder, "lens")
-    screen.show(made, notes, args.level)  # last: a closed pipe must not cost the files
+    # Last: a closed pipe must not cost the files.
+    screen.show(made, notes + few_sources(made), args.level)
     print(f"wrote {folder}", file=sys.stderr)
 
 

@@ -102,7 +102,11 @@ def _of_openings(openings: Openings) -> list[str]:
 def _references(sweep: Sweep, notes: list[str]) -> References | None:
     """Scored references of unperturbed contexts, each once."""
     scored = [run for run in sweep.runs if run.score_temperatures]
-    older = [str(run.path) for run in sweep.runs if not run.score_temperatures]
+    older = [
+        str(run.path)
+        for run in sweep.runs
+        if not run.score_temperatures and run.contexts["reference"].notna().any()
+    ]
     if older:
         notes.append(
             f"{', '.join(older)}: sampled before references were scored at many temperatures, so "

@@ -9,7 +9,7 @@ from experiments.common.estimates import ALL
 from experiments.common.figures import coloured, head
 from experiments.temperature_sweep.read import HEADER_LAST
 from experiments.temperature_sweep.tables import FAILURE, KINDS, RATE, RIVALS, together
-from ia_mech.judge.rubric import SHORT
+from ia_mech.judge.rubric import heading
 
 KIND_OF = {"genuine": "genuine turns of others", "restated": "restatements of others"}
 PLAIN = FuncFormatter(lambda value, _: f"{value:g}")  # powers would be set as TeX, which is off
@@ -24,13 +24,7 @@ def rates(estimates: pd.DataFrame, title: str) -> Figure:
         line(left, rows, "temperature", colour, dataset)
     whole = together(estimates)
     for colour, (category, rows) in coloured(of(whole, FAILURE), "of"):
-        line(
-            right,
-            rows,
-            "temperature",
-            colour,
-            SHORT[category].replace("-\n", "").replace("\n", " "),
-        )
+        line(right, rows, "temperature", colour, heading(category))
     for axes, label in ((left, RATE), (right, "share of turns")):
         axes.set_xlabel("temperature (0 = greedy)")
         axes.set_ylabel(label)
@@ -75,8 +69,12 @@ def hidden(estimates: pd.DataFrame, title: str) -> Figure:
     left, right = figure.subplots(1, 2)
     whole = together(estimates)
     panels = {
-        "greedy has left by token": (left, "by token", "share of sampled turns"),
-        "rank where greedy leaves, at most": (right, "rank at most", "share of those it leaves"),
+        "greedy has left by token": (left, "token", "turns that greedy has left by then"),
+        "rank where greedy leaves, at most": (
+            right,
+            "rank there, at most",
+            "share of turns it leaves",
+        ),
     }
     for quantity, (axes, across, up) in panels.items():
         for colour, (t, rows) in coloured(of(whole, quantity), "temperature"):
@@ -114,13 +112,13 @@ def lens(estimates: pd.DataFrame, title: str) -> Figure:
     ahead = ahead[ahead["of"] == RIVALS["best"]]
     for colour, (position, rows) in coloured(ahead, "position"):
         line(right, rows, "layer", colour, position)
-    right.set_ylabel("share of contexts, greedy's opening ahead for good")
+    right.set_ylabel("share of contexts")
     right.set_ylim(0, 1)
     legend(right)
     for axes in (left, right):
         axes.set_xlabel("layer (0 = embeddings)")
     head(left, title)
-    head(right, f"ahead of the {RIVALS['best']}")
+    head(right, f"greedy's opening for good ahead of the {RIVALS['best']}")
     return figure
 
 

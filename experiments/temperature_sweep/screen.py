@@ -4,7 +4,7 @@ import pandas as pd
 
 from experiments.common.screen import console, print_notes, print_table
 from experiments.temperature_sweep.tables import FAILURE, LESS, LESS_OTHERS, RATE, together
-from ia_mech.judge.rubric import ASSESSED, GENUINE, SHORT
+from ia_mech.judge.rubric import ASSESSED, GENUINE, heading
 
 BY_TEMPERATURE = ("dataset", "temperature")
 SHOWN = (0.3, 0.5, 0.7, 1.0, 1.3, 1.5, 2.0)  # of the curve; the file has them all
@@ -16,7 +16,7 @@ def show(estimates: pd.DataFrame, notes: list[str], level: float) -> None:
     rates = {RATE: (RATE, 2), RATE + LESS: ("difference from greedy", 2)}
     title = f"follow-up rate by temperature ({100 * level:g}% intervals over sources)"
     print_table(screen, title, estimates, rates, index=BY_TEMPERATURE)
-    failures = {c: (SHORT[c].replace("-\n", "").replace("\n", " "), 2) for c in ASSESSED}
+    failures = {c: (heading(c), 2) for c in ASSESSED}
     del failures[GENUINE]
     whole = together(estimates)
     for quantity, title in (
@@ -61,7 +61,7 @@ def _first_token(screen, whole: pd.DataFrame) -> None:
     columns = {
         "first token's entropy": ("entropy, nats", 2),
         "effective number of first tokens": ("effective tokens", 1),
-        "mass on turn-end": ("turn-end", 4),
+        "mass on turn-end": ("turn-end", ".0e"),
         "total variation from T = 1": ("variation from T = 1", 2),
         "mass on openings, genuine": ("genuine openings", 2),
         "mass on openings, restated": ("restatements'", 2),

@@ -50,7 +50,7 @@ def items_of(run: Run, *, unperturbed: bool = False) -> list[Item]:
             response can then be held against it.
 
     Raises:
-        UserError: a perturbed context that doesn't say what it was.
+        UserError: there is no perturbed context, or one doesn't say what it was.
     """
     contexts = run.contexts
     shown = {
@@ -59,6 +59,10 @@ def items_of(run: Run, *, unperturbed: bool = False) -> list[Item]:
     }
     if unperturbed:
         changed = contexts[contexts["perturbation"].fillna(UNPERTURBED) != UNPERTURBED]
+        if changed.empty:
+            raise UserError(
+                f"{run.path} holds no perturbed context", "judge it without --unperturbed"
+            )
         for context, metadata in zip(changed["context_id"], changed["metadata"], strict=True):
             before = json.loads(metadata).get(UNPERTURBED_RESPONSE)
             if before is None:

@@ -223,6 +223,12 @@ SHORT = {
     CANNOT_ASSESS: "can't\nassess",
 }
 
+
+def heading(category: str) -> str:
+    """A category's heading on one line."""
+    return SHORT[category].replace("-\n", "").replace("\n", " ")
+
+
 # Where a turn fits two categories, the first that applies.
 ORDER = (
     "degenerate, if it has no meaning as a whole; then meta_planning; then prompt_restatement and "

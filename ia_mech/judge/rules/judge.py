@@ -91,7 +91,9 @@ class RulesJudge:
             f"calls left out; {others['balanced_accuracy']} and {others['kappa']} on "
             f"{others['turns']} labelled by AI assistants, close calls in. Other models' turns "
             "were never tried: compare with people (export, import, agreement) before you rely on "
-            "a rate."
+            "a rate. It takes well-formed requests for follow-ups: of turns that were sampled at "
+            "T = 1 with no conversation before them it called 0.21 [0.17, 0.25] genuine "
+            "(docs/perturbations.md)."
         )
 
     def fitted_on(self, items: Sequence[Item]) -> int:
