@@ -25,6 +25,7 @@ from ia_mech.engine.loop import Decoded, Row, decode
 from ia_mech.engine.memory import Halving
 from ia_mech.engine.plan import contexts_per_unit, plan_units
 from ia_mech.engine.prefix import Prefilled, Prefix, prefill
+from ia_mech.engine.shared import Engine
 from ia_mech.errors import UserError
 from ia_mech.headers import rendered
 from ia_mech.identity import build_chat, eos_ids, identity, machine
@@ -88,7 +89,7 @@ def collect(
     check_folder(out)
     own = None if config.candidates is None else OwnCandidates.read(config.candidates)
     probe = [{"role": "user", "content": "What is it?"}, {"role": "assistant", "content": "Blue."}]
-    check_engine(subject.model, (chat.context(probe).ids * 12)[:12])
+    engine = check_engine(subject.model, (chat.context(probe).ids * 12)[:12], config.engine)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         with _scratch(out.parent) as scratch:
@@ -103,7 +104,7 @@ def collect(
             record = {
                 "format": layout.FORMAT,
                 "source": source.description,
-                "identity": identity(config, subject, chat, snapshot, own),
+                "identity": identity(config, subject, chat, snapshot, engine, own),
             }
             check_room(config, subject, chat, snapshot, out)
             if (out / layout.RUN).is_file():
@@ -112,7 +113,7 @@ def collect(
                 writer = RunWriter.create(out, record, file)
         with writer:
             if not writer.manifest["complete"]:
-                _Job(config, subject, chat, writer, progress, own).work()
+                _Job(config, subject, chat, writer, progress, engine, own).work()
     except OSError as error:
         raise UserError(
             f"{out} could not be written ({error.strerror or error})",
@@ -140,13 +141,14 @@ class _Job:
     """The work of one process on one run."""
 
     def __init__(
-        self, config, subject, chat, writer: RunWriter, progress: Progress, own=None
+        self, config, subject, chat, writer: RunWriter, progress: Progress, engine: Engine, own=None
     ) -> None:
         self.config: SampleConfig = config
         self.subject: Subject = subject
         self.chat: ChatFormat = chat
         self.writer = writer
         self.progress = progress
+        self.engine = engine
         self.own: OwnCandidates | None = own
         self.blocks = find_blocks(subject.model)
         self.positions = kept_positions(config, chat)
@@ -172,6 +174,9 @@ class _Job:
                 "now may round differently"
             )
         self.writer.start_session(here)
+        self.progress.say(f"engine: {self.engine}")
+        if self.engine.why:
+            self.writer.note("engine", str(self.engine))
         try:
             self._write_responses()
             self._write_contexts()
@@ -218,6 +223,7 @@ class _Job:
             self.chat.response_stop_ids,
             self.config.max_response_tokens,
             self.progress.advance,
+            self.engine.shared > 0,
         )
         return [
             {
@@ -338,6 +344,7 @@ class _Job:
                 self.chat.stop_ids,
                 grid.max_new_tokens,
                 advance,
+                self.engine.shared > 0,
             ),
             rows,
         )
@@ -363,6 +370,7 @@ class _Job:
             limit=context_limit(self.subject.model.config),
             rows_limit=self.rows_limit,
             note=self._refuse,
+            share=self.engine.shared > 0,
         )
 
     def _refuse(self, kind: str, problem: str) -> None:

@@ -22,6 +22,8 @@ class SampleConfig:
         swaps: other conversations' responses that reference turns are scored after.
         score_generations: whether generations are scored after other responses too.
         candidates: a JSONL file of turns that references are compared with, besides the usual.
+        engine: ``shared`` has rows attend to their context's keys and values where the prefill left
+            them, ``portable`` gives each row a copy, ``auto`` shares in every layer that allows it.
     """
 
     model: ModelSpec = field(default_factory=ModelSpec)
@@ -42,3 +44,4 @@ class SampleConfig:
     swaps: int = 4
     score_generations: bool = False
     candidates: str | None = None
+    engine: str = "auto"

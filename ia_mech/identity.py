@@ -11,6 +11,7 @@ import transformers
 from ia_mech import __version__
 from ia_mech.chat import ChatFormat
 from ia_mech.config import SampleConfig
+from ia_mech.engine.shared import Engine
 from ia_mech.intake import kept_positions
 from ia_mech.models import Subject
 from ia_mech.scoring.candidates import OwnCandidates
@@ -34,6 +35,7 @@ def identity(
     subject: Subject,
     chat: ChatFormat,
     snapshot: dict,
+    engine: Engine,
     own: OwnCandidates | None = None,
 ) -> dict:
     """What two runs must share to be one run."""
@@ -42,6 +44,7 @@ def identity(
             {
                 "config": asdict(config),
                 "model": subject.describe(),
+                "engine": engine.name,
                 "chat": chat.describe(),
                 "positions": kept_positions(config, chat),
                 "score_temperatures": scored_temperatures(config.grid.temperatures),

@@ -182,6 +182,15 @@ def build_parser() -> argparse.ArgumentParser:
         help="most rows decoded together; halved by itself when memory runs out (default: 64)",
     )
 
+    decoding.add_argument(
+        "--engine",
+        choices=["auto", "shared", "portable"],
+        default="auto",
+        help="shared: the rows of a context attend to its keys and values in one place, exactly; "
+        "portable: each row has a copy; auto: shared in the layers that allow it, said at the "
+        "start and recorded (default: auto)",
+    )
+
     scoring = parser.add_argument_group("likelihood of given turns")
     scoring.add_argument(
         "--swaps",
@@ -308,4 +317,5 @@ def parse_config(args: argparse.Namespace) -> "SampleConfig":
         swaps=args.swaps,
         score_generations=args.score_generations,
         candidates=args.candidates,
+        engine=args.engine,
     )

@@ -21,7 +21,7 @@ class Bar:
     """Progress on the terminal: rows done, tokens per second, time left.
 
     Args:
-        heading: a line to show before the first phase.
+        heading: a line to show before anything else.
 
     Attributes:
         started: whether there was anything to do.
@@ -29,13 +29,12 @@ class Bar:
 
     def __init__(self, heading: str) -> None:
         self.started = False
-        self._heading = heading
+        self._heading: str | None = heading
         self._bar: tqdm | None = None
 
     def start(self, phase: str, rows: int, done: int) -> None:
         self.stop()
-        if not self.started:
-            self.say(self._heading)
+        self._introduce()
         self.started = True
         # Redrawn twice a second at a terminal; a log file gets a line every ten seconds.
         self._bar = tqdm(
@@ -59,7 +58,13 @@ class Bar:
             self._bar.last_print_t = time.time()
 
     def say(self, line: str) -> None:
+        self._introduce()
         tqdm.write(line, file=sys.stderr)
+
+    def _introduce(self) -> None:
+        if self._heading is not None:
+            tqdm.write(self._heading, file=sys.stderr)
+        self._heading = None
 
     def stop(self) -> None:
         if self._bar is not None:

@@ -228,6 +228,7 @@ def config_of(base: Base, file: Path, positions: tuple[str, ...]) -> SampleConfi
         positions=positions,
         header_logits="none",
         batch_rows=first["batch_rows"],
+        engine=first.get("engine", "portable"),  # runs of before there was a choice
         swaps=0,
         **base.shared,
     )

@@ -3,10 +3,13 @@
 Some architectures keep state in ways that cached decoding, left padding or a continuation of
 several tokens don't reach (Mamba2 ignores the cache it is given, Jamba's multi-token continuation
 its recurrent state) and would give wrong numbers without a word. So the engine's path is held
-against plain forward passes without a cache, on two short prompts of unequal length.
+against plain forward passes without a cache, on two short prompts of unequal length. Sharing the
+prefix reaches deeper into the model's attention than copying it: where only that fails, the
+portable engine is used.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from transformers import PreTrainedModel
@@ -15,6 +18,7 @@ from ia_mech.engine.capture import find_blocks
 from ia_mech.engine.loop import decode_step
 from ia_mech.engine.prefix import Prefix, expand, prefill
 from ia_mech.engine.score import Turn, score
+from ia_mech.engine.shared import Engine
 from ia_mech.errors import UserError
 from ia_mech.models import is_out_of_memory
 
@@ -22,19 +26,41 @@ TOLERANCE = 2e-3  # of the largest logit, in float32; in half precision 16 round
 STEPS = 3
 
 
-def check_engine(model: PreTrainedModel, ids: Sequence[int]) -> None:
-    """Compare prefill, decoding and scoring with full forward passes.
+def check_engine(model: PreTrainedModel, ids: Sequence[int], wanted: str = "auto") -> Engine:
+    """Choose the engine, and compare its prefill, decoding and scoring with full forward passes.
 
     Args:
         model: the subject model.
         ids: at least 12 token ids of real text.
+        wanted: ``auto``, ``shared`` or ``portable``; ``auto`` shares the prefix where the
+            architecture has layers for it and the numbers are right.
 
     Raises:
         UserError: the model's numbers differ, or it can't be run this way; names the architecture.
     """
+    engine = Engine.possible(model)
+    if wanted == "shared" and not engine.shared:
+        raise UserError(
+            f"--engine shared: {type(model).__name__} can't ({engine.why})", "use --engine auto"
+        )
+    if wanted == "portable":
+        engine = replace(engine, shared=0, why="")
+    try:
+        _check(model, list(ids), share=engine.shared > 0)
+    except UserError as error:
+        if not engine.shared:
+            raise
+        _check(model, list(ids), share=False)  # raises if the fault is the model's
+        if wanted == "shared":
+            raise UserError(f"--engine shared: {error.problem}", "use --engine auto") from error
+        engine = replace(engine, shared=0, why=error.problem)
+    return engine
+
+
+def _check(model: PreTrainedModel, ids: list[int], share: bool) -> None:
     name = type(model).__name__
     try:
-        worst, largest = _differences(model, list(ids))
+        worst, largest = _differences(model, ids, share)
     except UserError:
         raise
     except Exception as error:  # whatever an architecture raises that isn't made for this
@@ -60,7 +86,9 @@ def check_engine(model: PreTrainedModel, ids: Sequence[int]) -> None:
 
 
 @torch.inference_mode()
-def _differences(model: PreTrainedModel, ids: list[int]) -> tuple[dict[str, float], float]:
+def _differences(
+    model: PreTrainedModel, ids: list[int], share: bool
+) -> tuple[dict[str, float], float]:
     """Largest difference by what was done, and the largest absolute logit."""
     prompts, turn = [ids[:7], ids[:4]], ids[7 : 8 + STEPS]
     prefixes = [Prefix(prompt, [len(prompt) - 1]) for prompt in prompts]
@@ -72,18 +100,20 @@ def _differences(model: PreTrainedModel, ids: list[int]) -> tuple[dict[str, floa
         worst[what] = max(worst[what], float((ours - theirs).abs().nan_to_num(torch.inf).max()))
 
     prefilled = prefill(model, prefixes, find_blocks(model))
-    state = expand(prefilled.state, torch.tensor([0, 1], device=model.device), room=STEPS)
     for row, logits in enumerate(full):
         note("a left-padded batch", prefilled.logits[row], logits[0])
+    rows = [0, 1, 1]  # the context of each
+    index = torch.tensor(rows, device=model.device)
+    state = expand(prefilled.state, index, room=STEPS, share=share)
     for step in range(STEPS):
-        token = torch.tensor([turn[step]] * 2, device=model.device)
+        token = torch.tensor([turn[step]] * len(rows), device=model.device)
         ours = decode_step(model, state, token)
-        for row, logits in enumerate(full):
-            note("cached decoding", ours[row], logits[step + 1])
-    scored = score(model, prefilled, [Turn(0, turn), Turn(1, turn)], [])
-    for row, logits in enumerate(full):
+        for row, context in enumerate(rows):
+            note("cached decoding", ours[row], full[context][step + 1])
+    scored = score(model, prefilled, [Turn(context, turn) for context in rows], [], share)
+    for row, context in enumerate(rows):
         chosen = torch.tensor(turn, device=model.device)[:, None]
-        raw = logits[: len(turn)].log_softmax(-1).gather(-1, chosen)[:, 0].cpu()
+        raw = full[context][: len(turn)].log_softmax(-1).gather(-1, chosen)[:, 0].cpu()
         note("scoring a turn", torch.from_numpy(scored[row].logprobs_raw), raw)
     return worst, largest
 

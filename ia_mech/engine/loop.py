@@ -1,7 +1,7 @@
 """The sampling loop: prefill once, expand to rows, decode, sample.
 
 Rows of several contexts, each at its own temperature, are decoded in one batch. A finished row
-leaves the batch; the state of the prefill is never touched, only copies of it advance.
+leaves the batch; the state of the prefill is never touched, only what is made of it advances.
 """
 
 from collections.abc import Callable, Sequence
@@ -55,6 +55,7 @@ def decode(
     stop_ids: Sequence[int],
     max_new_tokens: int,
     on_step: Callable[[int, int], None] | None = None,
+    share: bool = True,
 ) -> list[Decoded]:
     """Decode rows to their turn-end or to ``max_new_tokens``.
 
@@ -65,6 +66,8 @@ def decode(
         stop_ids: ids that end a row (kept as its last token).
         max_new_tokens: most tokens of a row.
         on_step: called after each step with (tokens written, rows finished) in that step.
+        share: rows read their context's keys and values where the prefill left them, in layers of
+            full attention; else every row gets a copy.
     """
     device = prefilled.logits.device
     context = torch.tensor([row.context for row in rows], device=device)
@@ -93,9 +96,10 @@ def decode(
                 keep = running.nonzero()[:, 0]
                 alive, token, running = alive[keep], token[keep], running[keep]
                 if state is None:
-                    state = expand(prefilled.state, context[alive], room=max_new_tokens)
+                    index = context[alive]
+                    state = expand(prefilled.state, index, room=max_new_tokens, share=share)
                 else:
-                    state = expand(state, keep)
+                    state.keep(keep)
             logits = decode_step(model, state, token)
     return record.rows(stops.tolist())
 

@@ -11,6 +11,7 @@ from transformers.cache_utils import DynamicLayer
 
 from ia_mech.engine.capture import ResidualCapture
 from ia_mech.engine.room import RoomyLayer
+from ia_mech.engine.shared import SharedLayer, sharing
 from ia_mech.models import accepts
 
 
@@ -41,6 +42,12 @@ class State:
     @property
     def rows(self) -> int:
         return self.mask.shape[0]
+
+    def keep(self, index: Tensor) -> None:
+        """Keep the rows ``index`` ``[kept]`` int64, in that order, in place: layer by layer, so
+        that no more than one of them is in memory twice."""
+        self.cache.reorder_cache(index)
+        self.mask, self.position = self.mask[index], self.position[index]
 
 
 @dataclass
@@ -109,21 +116,22 @@ def forward(
     arguments = {"logits_to_keep": keep} if accepts(model, "logits_to_keep") else {}
     if accepts(model, "position_ids"):
         arguments["position_ids"] = positions.clamp(min=0)
-    output = model(
-        input_ids=ids,
-        # A mask of ones only costs time: without one, attention takes its unmasked path.
-        attention_mask=None if state.mask.all() else state.mask,
-        past_key_values=state.cache,
-        use_cache=True,
-        **arguments,
-    )
+    with sharing(model, state.cache):
+        output = model(
+            input_ids=ids,
+            # A mask of ones only costs time: without one, attention takes its unmasked path.
+            attention_mask=None if state.mask.all() else state.mask,
+            past_key_values=state.cache,
+            use_cache=True,
+            **arguments,
+        )
     state.position = state.position + mask.sum(-1)
     logits = output.logits if keep == 0 else output.logits[:, -keep:]
     return logits.float()
 
 
-def expand(state: State, index: Tensor, room: int = 0) -> State:
-    """A new state whose row i is a copy of row ``index[i]``; the given state is left as it was.
+def expand(state: State, index: Tensor, room: int = 0, *, share: bool = False) -> State:
+    """A new state whose row i goes on from row ``index[i]``; the given state is left as it was.
 
     ``reorder_cache`` is the one selection that every cache layer of ``transformers`` implements,
     recurrent ones included. It assigns new tensors, so shallow copies of the layers (and of the
@@ -134,11 +142,17 @@ def expand(state: State, index: Tensor, room: int = 0) -> State:
         index: ``[rows]`` int64.
         room: how many tokens the rows will be decoded for; full-attention layers then write in
             place instead of concatenating. 0 where it isn't known.
+        share: full-attention layers refer to the given state's keys and values instead of copying
+            them; see :mod:`ia_mech.engine.shared`.
     """
+    padding = (state.mask.cumsum(-1) == 0).sum(-1).tolist() if share else []
     cache = copy.copy(state.cache)
     cache.layers = []
     for layer in state.cache.layers:
-        if room and type(layer) is DynamicLayer and layer.is_initialized:
+        full = type(layer) is DynamicLayer and layer.is_initialized
+        if full and share:
+            cache.layers.append(SharedLayer(layer, padding, index, room))
+        elif full and room:
             cache.layers.append(RoomyLayer(layer, index, room))
         else:
             cache.layers.append(_shallow(layer))

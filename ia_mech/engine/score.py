@@ -43,22 +43,32 @@ def score(
     prefilled: Prefilled,
     turns: Sequence[Turn],
     temperatures: Sequence[float],
+    share: bool = True,
 ) -> list[Scored]:
     """Score turns given their contexts; the prefilled state is left as it was.
 
     The first token is scored by the prefill's own logits, the others by one more pass over the
-    turns alone. Turns of similar length share a pass.
+    turns alone. Turns of similar length share a pass, and within it those of one context are
+    neighbours.
+
+    Args:
+        model: the subject model.
+        prefilled: the contexts.
+        turns: what to score, in any order.
+        temperatures: at which besides T = 1.
+        share: as for :func:`ia_mech.engine.loop.decode`.
     """
     results: list[Scored | None] = [None] * len(turns)
     lengths = [len(turn.ids) for turn in turns]
     for group in plan_units(lengths, len(turns), LOGIT_TOKENS, PADDING):
-        scored = _score_group(model, prefilled, [turns[i] for i in group], temperatures)
+        group.sort(key=lambda i: turns[i].context)
+        scored = _score_group(model, prefilled, [turns[i] for i in group], temperatures, share)
         for index, one in zip(group, scored, strict=True):
             results[index] = one
     return results
 
 
-def _score_group(model, prefilled, turns, temperatures) -> list[Scored]:
+def _score_group(model, prefilled, turns, temperatures, share) -> list[Scored]:
     device = prefilled.logits.device
     context = torch.tensor([turn.context for turn in turns], device=device)
     longest = max(1, max(len(turn.ids) for turn in turns))
@@ -68,7 +78,8 @@ def _score_group(model, prefilled, turns, temperatures) -> list[Scored]:
         ids[row, : len(turn.ids)] = torch.tensor(turn.ids, dtype=torch.long)
         mask[row, : max(len(turn.ids) - 1, 0)] = 1  # the last token is only predicted
     ids, mask = ids.to(device), mask.to(device)
-    state = expand(prefilled.state, context) if longest > 1 else None
+    room = longest - 1 if share else 0  # in one pass, concatenating copies less than room does
+    state = expand(prefilled.state, context, room, share=share) if longest > 1 else None
     pieces: list[list[Scored]] = [[] for _ in turns]
     logits = prefilled.logits[context][:, None]  # [turns, 1, vocab], they predict the first token
     done = 0

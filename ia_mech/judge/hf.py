@@ -77,7 +77,8 @@ class HfJudge:
         self.weights_hash = self._subject.weights_hash
         self._template = ChatTemplate(self._subject.tokenizer)
         self._shared = self._shared_ids()
-        check_engine(self._subject.model, self._shared[:64])
+        engine = check_engine(self._subject.model, self._shared[:64])
+        self._share = engine.shared > 0
         self._answers = [self._answer_ids(name) for name in NAMES]
         self._rubric: State | None = None  # the shared part, run through the model
         self._prior: torch.Tensor | None = None  # [categories], of the item without content
@@ -133,7 +134,9 @@ class HfJudge:
         with torch.inference_mode():
             prefilled = self._prefill(ids)
             turns = [Turn(0, answer) for answer in self._answers]
-            scored = self._halving.map(lambda group: score(model, prefilled, group, []), turns)
+            scored = self._halving.map(
+                lambda group: score(model, prefilled, group, [], self._share), turns
+            )
         return torch.tensor(
             [float(s.logprobs_raw.astype("float64").sum()) for s in scored]
         ).double()

@@ -149,6 +149,7 @@ class Scorer:
         limit: of the model's context, or None.
         rows_limit: how many turns are scored together; halved when memory ends.
         note: told what is left out somewhere (a kind of context, or a candidate), and why.
+        share: turns after one context read its keys and values in one place.
     """
 
     def __init__(
@@ -164,10 +165,12 @@ class Scorer:
         limit: int | None,
         rows_limit: Halving,
         note: Callable[[str, str], None],
+        share: bool = True,
     ) -> None:
         self._model, self._chat, self._donors = model, chat, donors
         self._temperatures, self._swaps, self._generations = temperatures, swaps, generations
         self._own, self._limit, self._rows_limit, self._note = own, limit, rows_limit, note
+        self._share = share
         self._closing = [] if chat.closing_id is None else [chat.closing_id]
 
     def score(
@@ -224,7 +227,8 @@ class Scorer:
                     found.append((at, candidate, ids))
         turns = [Turn(at, [*ids, *self._closing]) for at, _, ids in found]
         scored = self._rows_limit.map(
-            lambda part: score(self._model, prefilled, part, self._temperatures), turns
+            lambda part: score(self._model, prefilled, part, self._temperatures, self._share),
+            turns,
         )
         for (at, candidate, ids), one in zip(found, scored, strict=True):
             contrasts = None
@@ -296,7 +300,9 @@ class Scorer:
             for probe in of[slot.context]
         ]
         turns = [Turn(row, probe.ids) for row, _, probe in meant]
-        scored = self._rows_limit.map(lambda part: score(self._model, prefilled, part, ()), turns)
+        scored = self._rows_limit.map(
+            lambda part: score(self._model, prefilled, part, (), self._share), turns
+        )
         for (_, slot, probe), one in zip(meant, scored, strict=True):
             found = Likelihood.of(one.logprobs_raw, probe.tokens)
             if slot.name == "swapped":

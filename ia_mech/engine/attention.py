@@ -1,0 +1,91 @@
+"""Attention in parts: each with its log-sum-exp, merged exactly.
+
+A softmax over keys in two places is the average of the softmaxes over each, weighted by what each
+place sums to (Hydragen, arXiv 2402.05099, section 3.1). So many rows can attend to a prefix that is
+stored once, each to its own tokens besides, and nothing is approximated.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+FUSED = (torch.float32, torch.bfloat16, torch.float16)  # what PyTorch's kernel for CPUs takes
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    scaling: float,
+    softcap: float | None = None,
+    causal: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Attention over one set of keys, without padding.
+
+    Args:
+        query: ``[batch, heads, new, dim]``.
+        key: ``[batch, kv_heads, keys, dim]``; each head of it serves ``heads / kv_heads`` others,
+            in order.
+        value: ``[batch, kv_heads, keys, value_dim]``.
+        scaling: factor of the scores.
+        softcap: scores become ``softcap * tanh(scores / softcap)``.
+        causal: the last keys are the queries' own tokens, which look at themselves and back.
+
+    Returns:
+        The average of the values ``[batch, heads, new, value_dim]`` in the query's dtype, and the
+        log-sum-exp of the scores ``[batch, heads, new]`` float32.
+    """
+    new, keys = query.shape[-2], key.shape[-2]
+    unseen = None  # [new, keys], which keys a query may not look at
+    if causal and new > 1:
+        unseen = torch.ones(new, keys, dtype=torch.bool, device=query.device)
+        unseen = unseen.triu(keys - new + 1)
+    fused = query.device.type == "cpu" and query.dtype in FUSED and softcap is None
+    if fused and query.shape[-1] == value.shape[-1]:
+        bias = None
+        if unseen is not None:
+            bias = torch.zeros(1, 1, new, keys, dtype=query.dtype).masked_fill_(unseen, -torch.inf)
+        # What scaled_dot_product_attention calls on a CPU; it keeps the log-sum-exp to itself.
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, attn_mask=bias, scale=scaling
+        )
+    batch, heads, _, dim = query.shape
+    kv_heads = key.shape[1]
+    folded = query.reshape(
+        batch, kv_heads, -1, dim
+    )  # [batch, kv_heads, heads per kv_head * new, …]
+    scores = (folded @ key.mT).float() * scaling
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if unseen is not None:
+        per_head = scores.view(batch, kv_heads, -1, new, keys)
+        per_head.masked_fill_(unseen, -torch.inf)
+    total = scores.logsumexp(-1)
+    average = (scores - total[..., None]).exp().to(value.dtype) @ value
+    return average.view(batch, heads, new, -1), total.view(batch, heads, new)
+
+
+def merge(parts: Sequence[tuple[Tensor, Tensor]], sinks: Tensor | None = None) -> Tensor:
+    """What attention over all keys at once would give, from attention over parts of them.
+
+    Args:
+        parts: pairs as :func:`attend` returns them. A part that a query sees nothing of has a
+            log-sum-exp of minus infinity and any finite average.
+        sinks: ``[heads]`` scores of keys without a value (gpt-oss); they only take weight away.
+
+    Returns:
+        ``[batch, heads, new, value_dim]`` in the first part's dtype, computed in float32; zero
+        where no part has anything to see.
+    """
+    totals = [total.float() for _, total in parts]
+    if sinks is not None:
+        totals.append(sinks.float()[:, None].expand_as(totals[0]))
+    # [batch, heads, new, parts]; not a number only where every part has nothing to see
+    weights = torch.stack(totals, -1).softmax(-1).nan_to_num(0.0)
+    merged = sum(
+        average.float() * weight[..., None]
+        for (average, _), weight in zip(parts, weights.unbind(-1), strict=False)
+    )
+    return merged.to(parts[0][0].dtype)

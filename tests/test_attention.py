@@ -1,0 +1,99 @@
+"""Attention in parts against attention over all keys in float64."""
+
+import pytest
+import torch
+
+from ia_mech.engine.attention import attend, merge
+
+ROWS, HEADS, KV_HEADS, DIM = 3, 6, 2, 16
+
+
+def drawn(keys: int, *, rows=ROWS, heads=KV_HEADS, dim=DIM, seed=0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(rows, heads, keys, dim, generator=generator)
+
+
+def exact(query, key, value, unseen, *, scaling, softcap=None, sinks=None) -> torch.Tensor:
+    """Plain attention in float64; ``unseen`` broadcasts to ``[rows, heads, new, keys]``."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = (t.double().repeat_interleave(groups, 1) for t in (key, value))
+    scores = query.double() @ key.mT * scaling
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(unseen, -torch.inf)
+    if sinks is not None:
+        sink = sinks.double()[:, None, None].expand(*scores.shape[:3], 1)
+        return torch.cat([scores, sink], -1).softmax(-1)[..., :-1] @ value
+    return scores.softmax(-1) @ value
+
+
+@pytest.mark.parametrize("new", [1, 5])
+@pytest.mark.parametrize("own", [5, 9])
+@pytest.mark.parametrize("scaling", [0.25, 1e-6, 1e4, -1e4])
+@pytest.mark.parametrize(
+    ("softcap", "with_sinks", "value_dim"),
+    [(None, False, DIM), (None, True, DIM), (5.0, False, DIM), (None, False, 8)],
+)
+def test_two_parts_equal_all_keys_in_float64(new, own, scaling, softcap, with_sinks, value_dim):
+    """Scores up to 1e5 of either sign; capped ones and narrow values take the path without the
+    fused kernel."""
+    query = drawn(new, heads=HEADS, seed=1)
+    prefix = drawn(40, seed=2), drawn(40, dim=value_dim, seed=3)
+    suffix = drawn(own, seed=4), drawn(own, dim=value_dim, seed=5)
+    sinks = torch.linspace(-3, 3, HEADS) if with_sinks else None
+    numbers = {"scaling": scaling, "softcap": softcap}
+    parts = [attend(query, *prefix, **numbers), attend(query, *suffix, causal=True, **numbers)]
+    unseen = torch.ones(new, 40 + own, dtype=torch.bool).triu(40 + own - new + 1)
+    key, value = (torch.cat(pair, 2) for pair in zip(prefix, suffix, strict=True))
+    expected = exact(query, key, value, unseen, sinks=sinks, **numbers)
+    ours = merge(parts, sinks)
+    assert ours.dtype == torch.float32 and ours.shape == expected.shape
+    # Scores of 1e5 are themselves rounded by 4e-3, which is what the merge may then be off by.
+    largest = abs(scaling) * float((query.double() @ key.repeat_interleave(3, 1).mT.double()).max())
+    allowed = 2e-6 + (0 if softcap else 4e-7 * largest)
+    assert (ours.double() - expected).abs().max() < allowed
+
+
+def test_a_log_sum_exp_is_that_of_the_scores():
+    query, key = drawn(4, heads=HEADS, seed=1), drawn(7, seed=2)
+    scores = query.double() @ key.double().repeat_interleave(3, 1).mT * 0.3
+    for softcap in (None, 1e9):  # both paths: such a cap changes nothing
+        _, total = attend(query, key, key, scaling=0.3, softcap=softcap)
+        torch.testing.assert_close(total.double(), scores.logsumexp(-1), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("score", [-1e4, 0.0, 1e4])
+def test_the_merge_of_given_scores_in_float64(score):
+    averages = drawn(2, seed=1), drawn(2, seed=2)
+    totals = [torch.full((ROWS, KV_HEADS, 2), score), torch.full((ROWS, KV_HEADS, 2), score + 1.5)]
+    weights = torch.tensor([0.0, 1.5], dtype=torch.float64).softmax(0)
+    expected = weights[0] * averages[0].double() + weights[1] * averages[1].double()
+    merged = merge(list(zip(averages, totals, strict=True)))
+    assert (merged.double() - expected).abs().max() < 1e-6
+
+
+def test_parts_that_see_nothing_count_for_nothing():
+    average, total = drawn(2, seed=1), torch.zeros(ROWS, KV_HEADS, 2)
+    nothing = torch.full_like(total, -torch.inf)
+    merged = merge([(average, total), (drawn(2, seed=2), nothing)])
+    assert torch.equal(merged, average)
+    assert torch.equal(merge([(average, nothing)] * 2), torch.zeros_like(average))
+    far = merge([(average, total - 1e4), (drawn(2, seed=2), total + 1e4)])
+    assert torch.equal(far, drawn(2, seed=2))
+
+
+def test_sinks_only_take_weight_away():
+    average, total = drawn(2, seed=1), torch.zeros(ROWS, KV_HEADS, 2)
+    merged = merge([(average, total)], torch.tensor([0.0, -1e4]))
+    torch.testing.assert_close(merged[:, 0], average[:, 0] / 2)
+    assert torch.equal(merged[:, 1], average[:, 1])
+
+
+def test_half_precision_is_merged_in_float32():
+    query, prefix, own = (drawn(n, seed=n).bfloat16() for n in (1, 50, 3))
+    parts = [attend(query, keys, keys, scaling=0.25) for keys in (prefix, own)]
+    merged = merge(parts)
+    keys = torch.cat([prefix, own], 2)
+    expected = exact(query, keys, keys, torch.zeros(1, 53, dtype=torch.bool), scaling=0.25)
+    assert merged.dtype == torch.bfloat16
+    assert (merged.double() - expected).abs().max() < 2e-2

@@ -1,0 +1,299 @@
+"""The shared prefix against the portable engine and against full forward passes."""
+
+import copy
+import hashlib
+
+import numpy as np
+import pytest
+import tiny
+import torch
+import transformers
+
+import ia_mech.engine.shared
+from ia_mech.engine.check import check_engine
+from ia_mech.engine.loop import Row, decode, decode_step
+from ia_mech.engine.prefix import Prefix, expand, forward, prefill
+from ia_mech.engine.score import Turn, score
+from ia_mech.engine.shared import Engine, SharedLayer, sharing
+from ia_mech.errors import UserError
+from ia_mech.sampling import stream_key
+
+LENGTHS = (23, 14, 5)
+SHARED = {  # layers of full attention, of 4
+    "llama": 4, "mistral": 0, "qwen3": 4, "qwen3_moe": 4, "qwen3_5": 1, "gpt_oss": 2, "glm4": 4,
+    "glm4_moe": 4, "gemma3": 1, "gemma2": 2,
+}  # fmt: skip
+EACH = pytest.mark.parametrize("architecture", SHARED)
+SHARING = pytest.mark.parametrize("architecture", [name for name, n in SHARED.items() if n])
+
+
+def model_of(architecture: str) -> transformers.PreTrainedModel:
+    """The tested architectures, and two more: one of soft-capped scores, and one whose cache holds
+    what keys and values are made from."""
+    if architecture in tiny.ARCHITECTURES:
+        return tiny.model(architecture)
+    sizes = {
+        "vocab_size": tiny.VOCAB, "hidden_size": 32, "intermediate_size": 48,
+        "num_hidden_layers": 4, "num_attention_heads": 4, "initializer_range": 0.25,
+        "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": tiny.EOS,
+    }  # fmt: skip
+    config = {
+        "gemma2": lambda: transformers.Gemma2Config(
+            **sizes, num_key_value_heads=2, head_dim=8, sliding_window=8,
+            attn_logit_softcapping=2.0, query_pre_attn_scalar=8,
+        ),
+        "deepseek_v3": lambda: transformers.DeepseekV3Config(
+            **sizes, num_key_value_heads=4, q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=8,
+            qk_rope_head_dim=8, v_head_dim=8, first_k_dense_replace=4, n_routed_experts=4,
+            n_group=1, topk_group=1, num_experts_per_tok=2, moe_intermediate_size=16,
+        ),
+    }[architecture]()  # fmt: skip
+    torch.manual_seed(0)
+    attention = "eager" if architecture == "gemma2" else "sdpa"
+    made = transformers.AutoModelForCausalLM.from_config(
+        config, dtype=torch.float32, attn_implementation=attention
+    )
+    return made.eval().requires_grad_(False)
+
+
+def prefilled_by(model):
+    return prefill(model, [Prefix(tiny.prompt(n, seed=n)) for n in LENGTHS])
+
+
+def largest_difference(model, index: list[int], steps: int, leave: dict[int, list[int]]) -> float:
+    """Of the logits of both engines, step by step, relative to the largest logit."""
+    state, rows = prefilled_by(model).state, torch.tensor(index)
+    copied = expand(state, rows, room=steps)
+    shared = expand(state, rows, room=steps, share=True)
+    worst = largest = 0.0
+    for step in range(steps):
+        if step in leave:
+            copied, kept = expand(copied, torch.tensor(leave[step])), torch.tensor(leave[step])
+            shared.keep(kept)
+        token = torch.tensor(tiny.prompt(copied.rows, seed=step))
+        ours, theirs = decode_step(model, shared, token), decode_step(model, copied, token)
+        worst = max(worst, float((ours - theirs).abs().max()))
+        largest = max(largest, float(theirs.abs().max()))
+    assert torch.equal(copied.mask, shared.mask) and torch.equal(copied.position, shared.position)
+    return worst / largest
+
+
+@EACH
+@pytest.mark.parametrize(
+    ("index", "leave"),
+    [
+        ([1], {}),
+        ([0] * 5 + [1] * 3 + [2] * 9, {4: [0, 3, 4, 5, 9, 16], 7: [5, 1, 2], 9: [0]}),
+        ([2, 0, 2, 1, 0], {6: [4, 4, 1]}),  # contexts in turns, and a row twice
+    ],
+)
+def test_logits_equal_the_portable_engines(architecture, index, leave):
+    assert largest_difference(model_of(architecture), index, 12, leave) < 1e-5
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt_oss", "qwen3_5"])
+def test_64_rows_and_256_tokens(architecture):
+    index = [0] * 30 + [1] * 33 + [2]
+    leave = {40: list(range(20, 50)), 200: [0, 29]}
+    assert largest_difference(model_of(architecture), index, 256, leave) < 1e-5
+
+
+# PyTorch's grouped products of experts take no float64.
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "qwen3_5", "glm4", "gemma3", "gemma2"])
+def test_logits_are_as_near_to_float64_as_the_portable_engines(architecture):
+    model = model_of(architecture)
+    double = copy.deepcopy(model).double()
+    state, row = prefilled_by(model).state, torch.tensor([1, 1])
+    tokens = tiny.prompt(16, seed=3)
+    ids = torch.tensor([[*tiny.prompt(LENGTHS[1], seed=LENGTHS[1]), *tokens]])
+    with torch.inference_mode():
+        exact = double(ids, use_cache=False).logits[0, LENGTHS[1] :]
+    error = {}
+    for share in (False, True):
+        rows = expand(state, row, room=16, share=share)
+        logits = [decode_step(model, rows, torch.tensor([t, t]))[1] for t in tokens]
+        error[share] = float((torch.stack(logits).double() - exact).abs().max())
+    assert error[True] < max(2 * error[False], 1e-5)
+
+
+@EACH
+def test_engines_write_the_same_tokens(architecture):
+    """But for first differences with a margin below 1e-4 (numbers contract 6)."""
+    model = model_of(architecture)
+    prefilled = prefilled_by(model)
+    rows = [Row(c, 0.0, (0, 0)) for c in range(3)] + [
+        Row(c, t, stream_key(1, f"s{c}", s)) for c in range(3) for t in (0.7, 1.3) for s in range(3)
+    ]
+    stops = [tiny.EOS, 5, 50, 77]
+    ours, theirs = (decode(model, prefilled, rows, stops, 24, None, s) for s in (True, False))
+    assert {len(row.token_ids) for row in ours} != {24}, "rows that finish early leave the batch"
+    near_ties = 0
+    for a, b in zip(ours, theirs, strict=True):
+        if a.token_ids.tolist() != b.token_ids.tolist():
+            length = min(len(a.token_ids), len(b.token_ids))
+            first = int(np.argmax(a.token_ids[:length] != b.token_ids[:length]))
+            assert min(a.margins[first], b.margins[first]) < 1e-4
+            near_ties += 1
+        else:
+            np.testing.assert_allclose(a.logprobs_raw, b.logprobs_raw, atol=2e-5)
+    assert near_ties <= 1
+
+
+@EACH
+@pytest.mark.parametrize("piece", [256, 5])  # turns fed whole, and in pieces
+def test_scores_equal_the_portable_engines_and_a_full_pass(architecture, piece, monkeypatch):
+    monkeypatch.setattr("ia_mech.engine.score.LOGIT_TOKENS", piece)
+    model = model_of(architecture)
+    prefilled = prefilled_by(model)
+    turns = [Turn(c, tiny.prompt(n, seed=n)) for c, n in
+             [(2, 9), (0, 8), (1, 1), (0, 11), (2, 10), (1, 30), (0, 9)]]  # fmt: skip
+    ours, theirs = (score(model, prefilled, turns, [0.5], s) for s in (True, False))
+    for turn, a, b in zip(turns, ours, theirs, strict=True):
+        np.testing.assert_allclose(a.logprobs_raw, b.logprobs_raw, atol=2e-5)
+        np.testing.assert_allclose(a.logprobs_tempered, b.logprobs_tempered, atol=4e-5)
+        ids = tiny.prompt(LENGTHS[turn.context], seed=LENGTHS[turn.context])
+        logits = model(torch.tensor([[*ids, *turn.ids]])).logits[0, len(ids) - 1 : -1]
+        full = logits.log_softmax(-1).gather(-1, torch.tensor(turn.ids)[:, None])[:, 0]
+        np.testing.assert_allclose(a.logprobs_raw, full.numpy(), atol=4e-5)
+
+
+@EACH
+def test_layers_are_shared_one_by_one(architecture):
+    model = model_of(architecture)
+    engine = check_engine(model, tiny.prompt(12, seed=0))
+    assert (engine.shared, engine.layers) == (SHARED[architecture], 4)
+    said = {0: "portable (no layer has full attention)"}
+    assert str(engine) == said.get(engine.shared, f"shared-prefix {engine.shared} of 4 layers")
+    state = expand(prefilled_by(model).state, torch.tensor([0, 1]), room=3, share=True)
+    assert sum(isinstance(layer, SharedLayer) for layer in state.cache.layers) == engine.shared
+
+
+def storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+@SHARING
+def test_the_prefix_is_in_memory_once_and_room_is_made_once(architecture):
+    model = model_of(architecture)
+    prefilled = prefilled_by(model)
+    state = expand(prefilled.state, torch.tensor([0] * 4 + [1] * 2), room=6, share=True)
+    pairs = list(zip(prefilled.state.cache.layers, state.cache.layers, strict=True))
+    pairs = [(theirs, ours) for theirs, ours in pairs if isinstance(ours, SharedLayer)]
+    assert pairs
+    made = [[storage(t) for t in (ours.keys, ours.values)] for _, ours in pairs]
+    for step in range(6):
+        decode_step(model, state, torch.tensor(tiny.prompt(6, seed=step)))
+        for (theirs, ours), at in zip(pairs, made, strict=True):
+            assert [storage(t) for t in (ours.keys, ours.values)] == at
+            assert ours.prefix[0].data_ptr() == theirs.keys.data_ptr()
+            assert ours.prefix[1].data_ptr() == theirs.values.data_ptr()
+            assert ours.prefix_of(1)[0].data_ptr() == theirs.keys[1, :, 9:].data_ptr()
+            assert ours.get_seq_length() == LENGTHS[0] + step + 1
+            assert ours.get_mask_sizes(1) == (LENGTHS[0] + step + 2, 0)
+    state.keep(torch.tensor([1, 5]))
+    assert all(ours.prefix[0].data_ptr() == theirs.keys.data_ptr() for theirs, ours in pairs)
+    held = [ours.keys.untyped_storage().nbytes() for _, ours in pairs]
+    assert held == [ours.keys[:, :, :1].nbytes * 6 for _, ours in pairs], "of two rows"
+    decode_step(model, state, torch.tensor([3, 4]))  # beyond the room
+    assert pairs[0][1].keys.shape[2] == 7
+
+
+@SHARING
+def test_the_prefilled_state_is_left_alone(architecture):
+    model = model_of(architecture)
+    prefilled = prefilled_by(model)
+
+    def digest() -> str:
+        found = hashlib.sha256()
+        for layer in prefilled.state.cache.layers:
+            for value in vars(layer).values():
+                for t in value.values() if isinstance(value, dict) else [value]:
+                    found.update(t.numpy().tobytes() if isinstance(t, torch.Tensor) else b"")
+        return found.hexdigest()
+
+    before = digest()
+    decode(model, prefilled, [Row(c, 0.0, (0, 0)) for c in (0, 1, 1)], [5, 50], 12)
+    score(model, prefilled, [Turn(1, tiny.prompt(9, seed=1)), Turn(1, [4, 5])], [1.0])
+    assert digest() == before
+
+
+@SHARING
+def test_the_attention_implementation_is_restored_after_an_error(architecture, monkeypatch):
+    model = model_of(architecture)
+    before = model.config._attn_implementation
+    state = expand(prefilled_by(model).state, torch.tensor([0, 1]), room=3, share=True)
+    seen = []
+
+    def failing(*_):
+        seen.append(model.config._attn_implementation)
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(ia_mech.engine.shared, "merge", failing)
+    with pytest.raises(ZeroDivisionError):
+        decode_step(model, state, torch.tensor([3, 4]))
+    assert seen[0].startswith("ia_mech_shared")
+    assert model.config._attn_implementation == before
+
+
+def test_a_plain_pass_in_between_knows_nothing_of_it():
+    model = tiny.model("llama")
+    plain = expand(prefilled_by(model).state, torch.tensor([0]))
+    with sharing(model, plain.cache):
+        assert model.config._attn_implementation == "sdpa"
+
+
+def test_keys_that_the_attention_function_never_sees_are_an_error():
+    model = tiny.model("llama")
+    state = expand(prefilled_by(model).state, torch.tensor([0]), room=3, share=True)
+    layer, new = state.cache.layers[0], torch.zeros(1, 2, 1, 8)
+    with (
+        pytest.raises(RuntimeError, match="doesn't use the cached keys"),
+        sharing(model, state.cache),
+    ):
+        layer.update(new, new)
+    with pytest.raises(RuntimeError, match="doesn't use the cached keys"):
+        layer.update(new, new)
+
+
+def wrong(parts, sinks=None):
+    return parts[1][0]
+
+
+def test_where_sharing_goes_wrong_the_portable_engine_is_used_and_says_why(monkeypatch):
+    model, ids = tiny.model("llama"), tiny.prompt(12, seed=0)
+    monkeypatch.setattr(ia_mech.engine.shared, "merge", wrong)
+    engine = check_engine(model, ids)
+    assert engine.shared == 0 and engine.name == "portable"
+    assert "LlamaForCausalLM gives other logits in cached decoding" in str(engine)
+    with pytest.raises(UserError, match="--engine shared: LlamaForCausalLM gives other logits"):
+        check_engine(model, ids, "shared")
+    assert str(check_engine(model, ids, "portable")) == "portable"
+
+
+def test_a_cache_of_something_else_than_keys_is_found_out_and_left_portable():
+    model, ids = model_of("deepseek_v3"), tiny.prompt(12, seed=0)
+    state = expand(prefilled_by(model).state, torch.tensor([0, 1]), room=3, share=True)
+    with pytest.raises(RuntimeError, match="doesn't use the cached keys"):
+        decode_step(model, state, torch.tensor([3, 4]))
+    assert str(check_engine(model, ids)) == (
+        "portable (DeepseekV3ForCausalLM can't be run by this engine "
+        "(its attention doesn't use the cached keys as they are))"
+    )
+
+
+def test_asked_for_where_no_layer_can_be_shared_is_an_error():
+    with pytest.raises(UserError, match="MistralForCausalLM can't"):
+        check_engine(tiny.model("mistral"), tiny.prompt(12, seed=0), "shared")
+    assert check_engine(tiny.model("mistral"), tiny.prompt(12, seed=0)) == Engine(
+        0, 4, "no layer has full attention"
+    )
+
+
+def test_several_tokens_at_once_equal_one_by_one():
+    model = tiny.model("llama")
+    state, ids = prefilled_by(model).state, torch.tensor([tiny.prompt(6, seed=i) for i in range(3)])
+    index = torch.tensor([1, 1, 2])
+    at_once, stepped = (expand(state, index, room=6, share=True) for _ in range(2))
+    whole = forward(model, at_once, ids, torch.ones_like(ids), keep=0)
+    single = torch.stack([decode_step(model, stepped, ids[:, at]) for at in range(6)], 1)
+    torch.testing.assert_close(whole, single, atol=2e-5, rtol=1e-5)
