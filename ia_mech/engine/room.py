@@ -24,7 +24,7 @@ class RoomyLayer(DynamicLayer):
     def __init__(self, layer: DynamicLayer, index: Tensor, room: int) -> None:
         super().__init__()
         self.dtype, self.device, self.is_initialized = layer.keys.dtype, layer.keys.device, True
-        self._buffers = tuple(with_room(t, index, room) for t in (layer.keys, layer.values))
+        self._buffers = tuple(_with_room(t, index, room) for t in (layer.keys, layer.values))
         self._use(layer.keys.shape[-2])
 
     def _use(self, length: int) -> None:
@@ -38,7 +38,7 @@ class RoomyLayer(DynamicLayer):
         end = start + key_states.shape[-2]
         if end > self._buffers[0].shape[-2]:
             everyone = torch.arange(self.keys.shape[0], device=self.device)
-            self._buffers = tuple(with_room(t, everyone, end) for t in (self.keys, self.values))
+            self._buffers = tuple(_with_room(t, everyone, end) for t in (self.keys, self.values))
         for buffer, new in zip(self._buffers, (key_states, value_states), strict=True):
             buffer[:, :, start:end] = new
         self._use(end)
@@ -51,7 +51,7 @@ class RoomyLayer(DynamicLayer):
         self._use(length)
 
 
-def with_room(tensor: Tensor, index: Tensor, room: int) -> Tensor:
+def _with_room(tensor: Tensor, index: Tensor, room: int) -> Tensor:
     """``tensor[index]``, ``[rows, heads, length, dim]``, with ``room`` more along the length."""
     _, heads, length, dim = tensor.shape
     buffer = tensor.new_empty(len(index), heads, length + room, dim)

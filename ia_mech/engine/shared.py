@@ -22,12 +22,11 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 from transformers.masking_utils import AttentionMaskInterface
 
 from ia_mech.engine.attention import attend, merge
-from ia_mech.engine.room import with_room
+from ia_mech.engine.room import RoomyLayer
 from ia_mech.models import text_config
 
-NAME = (
-    "ia_mech_shared"  # in transformers' tables; "ia_mech_shared_sdpa" where others are left to it
-)
+# In transformers' tables; "ia_mech_shared_sdpa" where other layers are left to sdpa.
+NAME = "ia_mech_shared"
 
 UNUSED = "its attention doesn't use the cached keys as they are"
 
@@ -73,7 +72,7 @@ class Span:
     context: int
 
 
-class SharedLayer(DynamicLayer):
+class SharedLayer(RoomyLayer):
     """The layer's part of a context, by reference, and room for the tokens that rows add to it.
 
     ``keys`` and ``values`` are views of the rows' own tokens only, ``[rows, kv_heads, own, dim]``;
@@ -93,7 +92,7 @@ class SharedLayer(DynamicLayer):
     """
 
     def __init__(self, layer: DynamicLayer, padding: list[int], index: Tensor, room: int) -> None:
-        super().__init__()
+        DynamicLayer.__init__(self)  # not RoomyLayer's, which copies the prefix
         self.dtype, self.device, self.is_initialized = layer.keys.dtype, layer.keys.device, True
         self.prefix, self._padding = (layer.keys, layer.values), padding
         self._buffers = tuple(
@@ -103,9 +102,6 @@ class SharedLayer(DynamicLayer):
         self.waiting = False
         self._use(0)
         self._place(index)
-
-    def _use(self, length: int) -> None:
-        self.keys, self.values = (buffer[:, :, :length] for buffer in self._buffers)
 
     def _place(self, context: Tensor) -> None:
         self._context = context
@@ -134,16 +130,9 @@ class SharedLayer(DynamicLayer):
             RuntimeError: the model's attention passed by what was returned the last time.
         """
         self.demand_attention()
-        start = self.keys.shape[-2]
-        end = start + key_states.shape[-2]
-        if end > self._buffers[0].shape[-2]:
-            everyone = torch.arange(self.keys.shape[0], device=self.device)
-            self._buffers = tuple(with_room(t, everyone, end) for t in (self.keys, self.values))
-        for buffer, new in zip(self._buffers, (key_states, value_states), strict=True):
-            buffer[:, :, start:end] = new
-        self._use(end)
+        super().update(key_states, value_states)
         self.waiting = True
-        keys = self._buffers[0][:, :, :end]
+        keys = self._buffers[0][:, :, : self.keys.shape[-2]]
         keys.shared_layer = self
         return keys, self.values
 
@@ -157,9 +146,7 @@ class SharedLayer(DynamicLayer):
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Keep the given rows, in the given order; the prefix stays where it is."""
-        length = self.keys.shape[-2]
-        self._buffers = tuple(buffer.index_select(0, beam_idx) for buffer in self._buffers)
-        self._use(length)
+        super().reorder_cache(beam_idx)
         self._place(self._context[beam_idx])
 
     def attend(
