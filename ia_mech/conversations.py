@@ -46,7 +46,7 @@ class Conversation:
         metadata: anything else the data says; JSON values only.
         perturbation: what was changed of the source's conversation; :data:`UNPERTURBED` if nothing.
         header: which header is opened after the response, one of :data:`HEADERS`; see
-            :func:`ia_mech.headers.opened`.
+            :func:`ia_mech.headers.context_of`.
     """
 
     id: str

@@ -153,6 +153,12 @@ def frame_of(rows: Iterable[Row], names: dict[str, str]) -> pd.DataFrame:
     return frame
 
 
+def together(estimates: pd.DataFrame) -> pd.DataFrame:
+    """Rows of all datasets together; of the only one where there is one."""
+    several = (estimates["dataset"] == ALL).any()
+    return estimates[estimates["dataset"] == ALL] if several else estimates
+
+
 def few_sources(estimates: pd.DataFrame) -> list[str]:
     """A note naming the datasets whose intervals rest on fewer sources than were simulated."""
     shown = estimates[estimates["low"].notna() & (estimates["sources"] < FEW_SOURCES)]

@@ -2,10 +2,11 @@
 
 import numpy as np
 import pandas as pd
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from experiments.common.estimates import ALL
+from experiments.common.estimates import together
 from experiments.common.figures import COLOURS, coloured, head
 from experiments.perturbations.tables import DISTANCE, HELD, LESS, RATE, REFERENCE, SHARE
 from ia_mech.judge.rubric import ASSESSED, heading
@@ -14,27 +15,25 @@ STYLES = ("-", "--", ":", "-.")
 FACES = ("0.3", "white")  # of held rates, and of the others
 
 
-def _pooled(estimates: pd.DataFrame) -> pd.DataFrame:
-    several = estimates["dataset"].eq(ALL).any()
-    return estimates[estimates["dataset"] == ALL] if several else estimates
-
-
 def _at(temperature: float) -> str:
     return f"T = {temperature:g}" if temperature else "greedy"
 
 
+def _panels(rows: pd.DataFrame, margin: float) -> tuple[Figure, list[Axes], list[float], list[str]]:
+    """A panel per temperature, conditions from top to bottom; ``margin`` in inches beside them."""
+    temperatures = sorted(rows["temperature"].unique())
+    names = list(dict.fromkeys(rows["condition"]))
+    size = 4.2 * len(temperatures) + margin, 0.36 * len(names) + 1.6
+    figure = Figure(figsize=size, layout="constrained")
+    axes = figure.subplots(1, len(temperatures), sharey=True, squeeze=False)[0]
+    return figure, list(axes), temperatures, names
+
+
 def rates(estimates: pd.DataFrame, title: str) -> Figure:
     """Change of the follow-up rate per condition; hollow: judged after what the model was given."""
-    pooled = _pooled(estimates)
+    pooled = together(estimates)
     rows = pooled[pooled["quantity"].isin([RATE + LESS, HELD + LESS])]
-    temperatures, names = (
-        sorted(rows["temperature"].unique()),
-        list(dict.fromkeys(rows["condition"])),
-    )
-    figure = Figure(
-        figsize=(4.2 * len(temperatures) + 1, 0.36 * len(names) + 1.6), layout="constrained"
-    )
-    axes = figure.subplots(1, len(temperatures), sharey=True, squeeze=False)[0]
+    figure, axes, temperatures, names = _panels(rows, 1)
     for panel, temperature, colour in zip(axes, temperatures, COLOURS, strict=False):
         for quantity, face, shift in ((HELD + LESS, colour, -0.15), (RATE + LESS, "white", 0.15)):
             own = rows[(rows["temperature"] == temperature) & (rows["quantity"] == quantity)]
@@ -58,16 +57,9 @@ def rates(estimates: pd.DataFrame, title: str) -> Figure:
 
 def profile(estimates: pd.DataFrame, title: str) -> Figure:
     """Shares of the categories per condition, a panel per temperature."""
-    pooled = _pooled(estimates)
+    pooled = together(estimates)
     rows = pooled[pooled["quantity"] == SHARE]
-    temperatures, names = (
-        sorted(rows["temperature"].unique()),
-        list(dict.fromkeys(rows["condition"])),
-    )
-    figure = Figure(
-        figsize=(4.2 * len(temperatures) + 2.4, 0.36 * len(names) + 1.6), layout="constrained"
-    )
-    axes = figure.subplots(1, len(temperatures), sharey=True, squeeze=False)[0]
+    figure, axes, temperatures, names = _panels(rows, 2.4)
     for panel, temperature in zip(axes, temperatures, strict=True):
         left = np.zeros(len(names))
         for number, category in enumerate(ASSESSED):
@@ -112,7 +104,7 @@ def references(estimates: pd.DataFrame, title: str) -> Figure:
 
 def displacement(estimates: pd.DataFrame, title: str) -> Figure:
     """How far header_last moves, layer by layer; 1 is as far as another conversation lies."""
-    pooled = _pooled(estimates)
+    pooled = together(estimates)
     rows = pooled[(pooled["quantity"] == DISTANCE) & (pooled["position"] == "header_last")]
     figure = Figure(figsize=(7.6, 4.2), layout="constrained")
     axes = figure.add_subplot()

@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 from rich.markup import escape
 
-from experiments.common.estimates import ALL
+from experiments.common.estimates import together
 from experiments.common.screen import console, print_notes, print_table
 from experiments.perturbations.base import Base
 from experiments.perturbations.tables import DISTANCE, HELD, LESS, RATE, REFERENCE, SHARE
@@ -35,8 +35,7 @@ def show(estimates: pd.DataFrame, notes: list[str], level: float) -> None:
         },
         index=("dataset", "temperature", "condition"),
     )
-    several = estimates["dataset"].eq(ALL).any()
-    pooled = estimates[estimates["dataset"] == ALL] if several else estimates
+    pooled = together(estimates)
     print_table(
         screen,
         "failure profile: shares of assessed turns, all datasets",

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import numpy as np
 import pandas as pd
 
-from experiments.common.estimates import ALL
+from experiments.common.estimates import together
 from experiments.common.screen import label
 from experiments.perturbations.conditions import BARE, REMOVE, SWAP
 from experiments.perturbations.tables import DETECTABLE, HELD, LESS
@@ -24,8 +24,7 @@ def verdicts(estimates: pd.DataFrame, level: float) -> Iterator[str]:
         estimates: of :func:`experiments.perturbations.tables.estimates`.
         level: of confidence; a difference counts if its Holm-corrected p is at most 1 - level.
     """
-    datasets = set(estimates["dataset"]) - {ALL}
-    pooled = estimates[estimates["dataset"].isin([ALL] if len(datasets) > 1 else datasets)]
+    pooled = together(estimates)
     for temperature, rows in pooled[pooled["quantity"] == HELD].groupby("temperature"):
         at = pooled[pooled["temperature"] == temperature]
         plain = rows[rows["condition"] == UNPERTURBED].iloc[0]

@@ -5,10 +5,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
-from experiments.common.estimates import ALL
+from experiments.common.estimates import ALL, together
 from experiments.common.figures import coloured, head
 from experiments.temperature_sweep.read import HEADER_LAST
-from experiments.temperature_sweep.tables import FAILURE, KINDS, RATE, RIVALS, together
+from experiments.temperature_sweep.tables import FAILURE, KINDS, RATE, RIVALS
 from ia_mech.judge.rubric import heading
 
 KIND_OF = {"genuine": "genuine turns of others", "restated": "restatements of others"}

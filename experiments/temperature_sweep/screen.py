@@ -2,8 +2,9 @@
 
 import pandas as pd
 
+from experiments.common.estimates import together
 from experiments.common.screen import console, print_notes, print_table
-from experiments.temperature_sweep.tables import FAILURE, LESS, LESS_OTHERS, RATE, together
+from experiments.temperature_sweep.tables import FAILURE, LESS, LESS_OTHERS, RATE
 from ia_mech.judge.rubric import ASSESSED, GENUINE, heading
 
 BY_TEMPERATURE = ("dataset", "temperature")

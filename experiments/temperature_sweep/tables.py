@@ -82,12 +82,6 @@ def estimates(
     return frame_of(families, COLUMNS)
 
 
-def together(estimates: pd.DataFrame) -> pd.DataFrame:
-    """Rows of all datasets together; of the only one where there is one."""
-    several = (estimates["dataset"] == ALL).any()
-    return estimates[estimates["dataset"] == ALL] if several else estimates
-
-
 def _family(quantity: str) -> str:
     """The rate, the failures, and how hidden genuine turns are: one question each."""
     return LESS_OTHERS if quantity.endswith(LESS_OTHERS) else quantity
