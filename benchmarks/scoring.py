@@ -27,7 +27,7 @@ from ia_mech.chat import ChatFormat
 from ia_mech.conversations import open_conversations
 from ia_mech.engine.loop import Row, decode
 from ia_mech.engine.memory import Halving
-from ia_mech.engine.plan import contexts_per_unit, plan_units
+from ia_mech.engine.plan import contexts_per_batch, plan_units
 from ia_mech.engine.prefix import Prefix, prefill
 from ia_mech.formats import ColumnMap
 from ia_mech.models import ModelSpec, load
@@ -146,7 +146,7 @@ def compare(model, chat, donors, items: list[Scorable], generations: int, rounds
         rows_limit=Halving(BATCH_ROWS, lambda size: None),
         note=lambda kind, problem: None,
     )
-    size = contexts_per_unit(GENERATIONS, BATCH_ROWS)
+    size = contexts_per_batch(GENERATIONS, BATCH_ROWS)
     units = plan_units([len(item.ids) for item in items], size)
     made_anyway = [prefill(model, [prefixes[i] for i in unit]) for unit in units]
     found = {}

@@ -11,6 +11,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -21,9 +22,14 @@ from ia_mech.config import SampleConfig
 from ia_mech.conversations import UNPERTURBED, Conversation
 from ia_mech.engine.capture import find_blocks
 from ia_mech.engine.check import check_engine
-from ia_mech.engine.loop import Decoded, Row, decode
+from ia_mech.engine.loop import Decoded, Row, decode_stream
 from ia_mech.engine.memory import Halving
-from ia_mech.engine.plan import contexts_per_unit, plan_units
+from ia_mech.engine.plan import (
+    contexts_per_batch,
+    contexts_per_unit,
+    plan_units,
+    prefill_tokens,
+)
 from ia_mech.engine.prefix import Prefilled, Prefix, prefill
 from ia_mech.engine.shared import Engine
 from ia_mech.errors import UserError
@@ -45,12 +51,12 @@ from ia_mech.run import Run, RunWriter, layout
 from ia_mech.sampling import stream_key
 from ia_mech.scoring.candidates import OwnCandidates
 from ia_mech.scoring.donors import Donors
-from ia_mech.scoring.scorer import Scorable, Scorer
+from ia_mech.scoring.scorer import Scorer
 from ia_mech.scoring.temperatures import scored_temperatures
 
 # Small, so that a kill costs about a minute at most:
-RESPONSE_ROWS = 8  # responses written together
-SCORED_CONTEXTS = 8  # contexts computed together where turns are scored after other responses, too
+RESPONSE_SHARE = 4  # responses are written by a batch that is so much smaller; they are long
+SCORED_CONTEXTS = 12  # contexts written together where turns are scored after other responses, too
 
 
 class Progress(Protocol):
@@ -153,8 +159,9 @@ class _Job:
         self.blocks = find_blocks(subject.model)
         self.positions = kept_positions(config, chat)
         self.grid_rows = config.grid.rows()
-        self.contexts_limit = Halving(10**9, self._halved)
-        self.rows_limit = Halving(config.batch_rows, self._halved, outermost=False)
+        self.width = Halving(config.batch_rows, self._halved)
+        self.responses_limit = Halving(config.batch_rows, self._halved)
+        self.turns_limit = Halving(config.batch_rows, self._halved, outermost=False)
         self.halved: list[int] = []
         self.skipped: list[str] = []
         self.refused: dict[str, str] = {}
@@ -206,24 +213,31 @@ class _Job:
                 for order, c in conversations
                 if needs_response(self.config, c)
             ]
-            units = plan_units([len(prompt) for _, prompt in todo], RESPONSE_ROWS)
+            together = max(1, self.config.batch_rows // RESPONSE_SHARE)
+            units = plan_units([len(prompt) for _, prompt in todo], together)
             for index, unit in enumerate(units):
                 name = f"{window}.{index}"
                 if name not in done:
                     group = [todo[i] for i in unit]
-                    self.writer.add_responses(name, self.contexts_limit.map(self._respond, group))
+                    self.writer.add_responses(name, self.responses_limit.map(self._respond, group))
         self.progress.stop()
 
     def _respond(self, group: list[tuple[int, list[int]]]) -> list[dict]:
         """Greedy responses to (order, prompt ids), as ``generate(do_sample=False)`` writes them."""
-        decoded = decode(
-            self.subject.model,
-            prefill(self.subject.model, [Prefix(prompt) for _, prompt in group]),
+        model = self.subject.model
+        prompts = [Prefix(prompt) for _, prompt in group]
+        parts = plan_units(
+            [len(prompt.ids) for prompt in prompts], len(prompts), prefill_tokens(model.device)
+        )
+        decoded = decode_stream(
+            model,
+            (prefill(model, [prompts[i] for i in part]) for part in parts),
             [Row(i, 0.0, (0, 0)) for i in range(len(group))],
             self.chat.response_stop_ids,
             self.config.max_response_tokens,
-            self.progress.advance,
-            self.engine.shared > 0,
+            width=len(group),
+            on_step=self.progress.advance,
+            share=self.engine.shared > 0,
         )
         return [
             {
@@ -243,7 +257,7 @@ class _Job:
         total = self.writer.record["identity"]["conversations"]["count"]
         rows = len(self.grid_rows)
         self.progress.start("user turns", total * rows, self.writer.count("contexts") * rows)
-        size = contexts_per_unit(rows, self.config.batch_rows)
+        size = contexts_per_unit(rows, self.config.batch_rows, self.config.grid.max_new_tokens)
         scorer = self._scorer()
         for window, conversations in windows(self._snapshot):
             responses = self.writer.read_responses([order for order, _ in conversations])
@@ -253,13 +267,12 @@ class _Job:
                 if (item := self._item(order, conversation, responses.get(order))) is not None
             ]
             together = min(size, SCORED_CONTEXTS) if self._is_scored(items) else size
-            for index, unit in enumerate(plan_units([len(i.chat.ids) for i in items], together)):
+            units = plan_units([len(i.chat.ids) for i in items], together)
+            for index, unit in enumerate(units):
                 name = f"{window}.{index}"
                 if name not in done:
                     members = [items[i] for i in unit]
-                    results = self.contexts_limit.map(
-                        lambda group: self._run_contexts(group, scorer), members
-                    )
+                    results = self.width.retry(partial(self._run_contexts, members, scorer))
                     stored = tables(members, results, self.config, self.chat)
                     self.writer.add_contexts(name, *stored)
 
@@ -284,8 +297,41 @@ class _Job:
             return None
         return Item(order, conversation, written, context, turn)
 
-    def _run_contexts(self, items: list[Item], scorer: Scorer) -> list[Result]:
-        """Prefill a group once; sample and score from that."""
+    def _run_contexts(self, items: list[Item], scorer: Scorer, width: int) -> list[Result]:
+        """Prefill contexts group by group; sample and score from that."""
+        results: list[Result] = []
+
+        def groups() -> Iterator[Prefilled]:
+            together = contexts_per_batch(len(self.grid_rows), width)
+            # The items are sorted by length, so the groups are slices of them.
+            tokens = prefill_tokens(self.subject.model.device)
+            for group in plan_units([len(item.chat.ids) for item in items], together, tokens):
+                members = [items[i] for i in group]
+                prefilled = self._prefill(members)
+                scores = scorer.score_candidates(prefilled, [item.scorable for item in members])
+                results.extend(
+                    Result([], score, logits.cpu(), residuals.cpu())
+                    for score, logits, residuals in zip(
+                        scores, prefilled.logits, prefilled.residuals, strict=True
+                    )
+                )
+                yield prefilled
+
+        scored = self._is_scored(items)
+        decoded = self._sample(groups(), items, width, rows_are_done=not scored)
+        rows = len(self.grid_rows)
+        for at, result in enumerate(results):
+            result.rows.extend(decoded[at * rows : (at + 1) * rows])
+        scorer.add_contrasts(
+            [item.scorable for item in items],
+            [result.scores for result in results],
+            [result.rows for result in results],
+        )
+        if scored:
+            self.progress.advance(0, len(decoded))
+        return results
+
+    def _prefill(self, items: list[Item]) -> Prefilled:
         prefixes = []
         for item in items:
             at = [item.chat.positions[name] for name in self.positions]
@@ -297,33 +343,14 @@ class _Job:
                 f"or its neighbours in {self.subject.describe()['dtype']}",
                 "use --dtype bfloat16 or float32 and another --out",
             )
-        scored = self._is_scored(items)
-        decoded = self._sample(prefilled, items, rows_are_done=not scored)
-        width = len(self.grid_rows)
-        of_context = [decoded[at * width : (at + 1) * width] for at in range(len(items))]
-        contexts = [
-            Scorable(item.order, item.conversation, item.chat.ids, item.reference_ids)
-            for item in items
-        ]
-        scores = scorer.score(prefilled, contexts, of_context)
-        if scored:
-            self.progress.advance(0, len(decoded))
-        return [
-            Result(
-                rows=of_context[index],
-                scores=scores[index],
-                logits=prefilled.logits[index].cpu(),
-                residuals=prefilled.residuals[index].cpu(),
-            )
-            for index in range(len(items))
-        ]
+        return prefilled
 
     def _is_scored(self, items: list[Item]) -> bool:
         """Whether any turn of these contexts is scored, which may take longer than decoding."""
         return self.config.score_generations or any(i.reference_ids is not None for i in items)
 
     def _sample(
-        self, prefilled: Prefilled, items: list[Item], rows_are_done: bool
+        self, groups: Iterator[Prefilled], items: list[Item], width: int, rows_are_done: bool
     ) -> list[Decoded]:
         """Every row of the grid for every context, contexts first."""
         grid = self.config.grid
@@ -336,17 +363,15 @@ class _Job:
             for index, item in enumerate(items)
             for temperature, sample in self.grid_rows
         ]
-        return self.rows_limit.map(
-            lambda part: decode(
-                self.subject.model,
-                prefilled,
-                part,
-                self.chat.stop_ids,
-                grid.max_new_tokens,
-                advance,
-                self.engine.shared > 0,
-            ),
+        return decode_stream(
+            self.subject.model,
+            groups,
             rows,
+            self.chat.stop_ids,
+            grid.max_new_tokens,
+            width=width,
+            on_step=advance,
+            share=self.engine.shared > 0,
         )
 
     def _scorer(self) -> Scorer:
@@ -368,7 +393,7 @@ class _Job:
             generations=self.config.score_generations,
             own=self.own,
             limit=context_limit(self.subject.model.config),
-            rows_limit=self.rows_limit,
+            rows_limit=self.turns_limit,
             note=self._refuse,
             share=self.engine.shared > 0,
         )

@@ -40,7 +40,7 @@ class SampleConfig:
     date: str = PINNED_DATE
     positions: tuple[str, ...] = ("all",)
     header_logits: str = "full"
-    batch_rows: int = 64
+    batch_rows: int = 128
     swaps: int = 4
     score_generations: bool = False
     candidates: str | None = None

@@ -178,8 +178,8 @@ def build_parser() -> argparse.ArgumentParser:
     decoding.add_argument(
         "--batch-rows",
         type=int,
-        default=64,
-        help="most rows decoded together; halved by itself when memory runs out (default: 64)",
+        default=128,
+        help="most rows decoded together; halved by itself when memory runs out (default: 128)",
     )
 
     decoding.add_argument(

@@ -14,7 +14,7 @@ from ia_mech.conversations import Conversation
 from ia_mech.engine.loop import Decoded
 from ia_mech.run import layout
 from ia_mech.scoring.columns import contrast_columns, reference_columns
-from ia_mech.scoring.scorer import ContextScores, Contrasts
+from ia_mech.scoring.scorer import ContextScores, Contrasts, Scorable
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,11 @@ class Item:
     written: dict | None  # the response the subject model wrote, if it did
     chat: ChatContext
     reference_ids: list[int] | None
+
+    @property
+    def scorable(self) -> Scorable:
+        """The same for the scorer."""
+        return Scorable(self.order, self.conversation, self.chat.ids, self.reference_ids)
 
     @property
     def response_cut_off(self) -> bool:

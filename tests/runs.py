@@ -16,7 +16,7 @@ from ia_mech.rows import stored_logits
 from ia_mech.run import Run, RunWriter, layout
 
 CONTEXTS = 12
-CONFIG = SampleConfig(limit=CONTEXTS, grid=Grid((0.7, 1.0), 2, 6, 0), batch_rows=10)
+CONFIG = SampleConfig(limit=CONTEXTS, grid=Grid((0.7, 1.0), 2, 6, 0), batch_rows=4)
 LAYERS = 5  # of the tiny model, embeddings included
 
 

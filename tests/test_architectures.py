@@ -295,7 +295,7 @@ def test_turns_fed_in_pieces_score_the_same(architecture, monkeypatch):
     prefilled = prefill(model, prefixes())
     turns = [Turn(0, tiny.prompt(23, seed=1)), Turn(2, tiny.prompt(7, seed=2)), Turn(1, [])]
     whole = score(model, prefilled, turns, [0.5])
-    monkeypatch.setattr("ia_mech.engine.score.LOGIT_TOKENS", 5)
+    monkeypatch.setattr("ia_mech.engine.score.LOGITS", 5 * tiny.VOCAB)
     for a, b in zip(whole, score(model, prefilled, turns, [0.5]), strict=True):
         np.testing.assert_allclose(a.logprobs_raw, b.logprobs_raw, atol=2e-5)
         np.testing.assert_allclose(a.logprobs_tempered, b.logprobs_tempered, atol=4e-5)

@@ -42,8 +42,11 @@ def test_two_parts_equal_all_keys_in_float64(new, own, scaling, softcap, with_si
     suffix = drawn(own, seed=4), drawn(own, dim=value_dim, seed=5)
     sinks = torch.linspace(-3, 3, HEADS) if with_sinks else None
     numbers = {"scaling": scaling, "softcap": softcap}
-    parts = [attend(query, *prefix, **numbers), attend(query, *suffix, causal=True, **numbers)]
     unseen = torch.ones(new, 40 + own, dtype=torch.bool).triu(40 + own - new + 1)
+    unseen = unseen.repeat(ROWS, 1, 1, 1)
+    unseen[1, ..., 40 + own - new] = own > new  # a key that one of the rows may not look at
+    bias = torch.zeros(ROWS, 1, new, own).masked_fill(unseen[..., 40:], -torch.inf)
+    parts = [attend(query, *prefix, **numbers), attend(query, *suffix, bias=bias, **numbers)]
     key, value = (torch.cat(pair, 2) for pair in zip(prefix, suffix, strict=True))
     expected = exact(query, key, value, unseen, sinks=sinks, **numbers)
     ours = merge(parts, sinks)

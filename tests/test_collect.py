@@ -8,6 +8,7 @@ import tiny
 import torch
 
 import ia_mech.collect
+import ia_mech.engine.loop
 from ia_mech.collect import collect
 from ia_mech.config import SampleConfig
 from ia_mech.engine.plan import Grid
@@ -22,14 +23,14 @@ def test_memory_running_out_is_said_once_recorded_and_survived(
     tiny_subject, tmp_path, progress, monkeypatch
 ):
     whole = collect(CONFIG, tiny_subject, tmp_path / "whole", progress)
-    honest = ia_mech.collect.decode
+    honest = ia_mech.engine.loop.decode_step
 
-    def tight(model, prefilled, rows, *others):
-        if len(rows) > 6:
+    def tight(model, state, token):
+        if len(token) > 6:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return honest(model, prefilled, rows, *others)
+        return honest(model, state, token)
 
-    monkeypatch.setattr(ia_mech.collect, "decode", tight)
+    monkeypatch.setattr(ia_mech.engine.loop, "decode_step", tight)
     progress.lines.clear()
     run = collect(CONFIG, tiny_subject, tmp_path / "tight", progress)
     assert [line for line in progress.lines if "memory" in line] == [

@@ -4,7 +4,13 @@ import pytest
 import torch
 
 from ia_mech.engine.memory import Halving
-from ia_mech.engine.plan import Grid, contexts_per_unit, plan_units
+from ia_mech.engine.plan import (
+    UNIT_TOKENS,
+    Grid,
+    contexts_per_batch,
+    contexts_per_unit,
+    plan_units,
+)
 from ia_mech.errors import UserError
 from ia_mech.models import is_out_of_memory
 
@@ -33,8 +39,15 @@ def test_units_with_little_padding_hold_similar_lengths():
 
 
 def test_contexts_of_a_unit_fill_the_batch():
-    assert contexts_per_unit(13, 64) == 4
-    assert contexts_per_unit(100, 64) == 1
+    assert contexts_per_batch(13, 64) == 4
+    assert contexts_per_batch(100, 64) == 1
+
+
+def test_contexts_written_together_fill_several_batches_unless_that_takes_long():
+    assert contexts_per_unit(13, 64, 40) == 3 * 64 // 13
+    assert contexts_per_unit(13, 64, 100) == UNIT_TOKENS // 1300 == 12
+    assert contexts_per_unit(13, 64, 1000) == 4, "one batch at least"
+    assert contexts_per_unit(100, 64, 1000) == 1
 
 
 def test_the_grid_lists_greedy_first():

@@ -209,7 +209,7 @@ def test_a_whole_run_is_not_written_again(merged, tmp_path, tiny_subject):
 
 def test_another_configuration_is_refused_with_what_differs(merged, tmp_path, tiny_subject):
     out = shutil.copytree(merged.path, tmp_path / "run")
-    other = SampleConfig(limit=CONTEXTS, grid=Grid((0.7,), 2, 6, 1), batch_rows=10)
+    other = SampleConfig(limit=CONTEXTS, grid=Grid((0.7,), 2, 6, 1), batch_rows=4)
     with pytest.raises(UserError) as refusal:
         sampled(other, tiny_subject, out)
     assert refusal.value.problem == (
@@ -393,4 +393,4 @@ def test_what_is_in_memory_does_not_grow_with_the_run(tiny_subject, tmp_path, mo
     config = SampleConfig(limit=3 * windows, grid=Grid((), 1, 2), batch_rows=1)
     sampled(config, tiny_subject, tmp_path / "run")
     assert len(items.made) == len(results.made) == 3 * windows
-    assert (items.most, results.most) == (6, 2)
+    assert (items.most, results.most) == (6, 6)

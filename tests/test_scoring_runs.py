@@ -132,13 +132,13 @@ def test_few_contexts_are_computed_together_where_turns_are_scored(
     config, tiny_subject, tmp_path, monkeypatch
 ):
     """So that a kill costs little; without turns to score a unit fills its batch."""
-    together, honest = [], Scorer.score
+    together, honest = [], Scorer.add_contrasts
 
-    def counted(self, prefilled, contexts, decoded):
+    def counted(self, contexts, scores, decoded):
         together.append(len(contexts))
-        return honest(self, prefilled, contexts, decoded)
+        return honest(self, contexts, scores, decoded)
 
-    monkeypatch.setattr(Scorer, "score", counted)
+    monkeypatch.setattr(Scorer, "add_contrasts", counted)
     monkeypatch.setattr("ia_mech.collect.SCORED_CONTEXTS", 2)
     wide = replace(config, batch_rows=1000)
     collect(wide, tiny_subject, tmp_path / "scored", Silent())
@@ -168,6 +168,7 @@ class CtrlC(Silent):
 def test_an_interrupted_run_goes_on_to_the_same_digest(config, tiny_subject, tmp_path, monkeypatch):
     """Interrupted while it decodes, while it scores, and between a unit and its merging."""
     monkeypatch.setattr(layout, "PART_CONTEXTS", 3)
+    monkeypatch.setattr("ia_mech.collect.SCORED_CONTEXTS", 2)
     own = tmp_path / "own.jsonl"
     own.write_text('{"name": "why", "text": "Why?"}\n{"name": "w", "text": "Who?", "id": "c1"}')
     config = replace(
@@ -181,7 +182,7 @@ def test_an_interrupted_run_goes_on_to_the_same_digest(config, tiny_subject, tmp
             collect(config, tiny_subject, out, CtrlC(steps))
         assert not Run.open(out).complete
         assert collect(config, tiny_subject, out, Silent()).digest() == expected
-    out, honest = tmp_path / "scoring", Scorer.score
+    out, honest = tmp_path / "scoring", Scorer.add_contrasts
     for _ in range(2):  # every attempt finishes one more of three units
         calls = []
 
@@ -192,7 +193,7 @@ def test_an_interrupted_run_goes_on_to_the_same_digest(config, tiny_subject, tmp
             return honest(*arguments)
 
         with monkeypatch.context() as patch:
-            patch.setattr(Scorer, "score", stopped)
+            patch.setattr(Scorer, "add_contrasts", stopped)
             with pytest.raises(KeyboardInterrupt):
                 collect(config, tiny_subject, out, Silent())
     assert len(Run.open(out).contexts) == 4

@@ -142,7 +142,7 @@ def test_engines_write_the_same_tokens(architecture):
 @EACH
 @pytest.mark.parametrize("piece", [256, 5])  # turns fed whole, and in pieces
 def test_scores_equal_the_portable_engines_and_a_full_pass(architecture, piece, monkeypatch):
-    monkeypatch.setattr("ia_mech.engine.score.LOGIT_TOKENS", piece)
+    monkeypatch.setattr("ia_mech.engine.score.LOGITS", piece * tiny.VOCAB)
     model = model_of(architecture)
     prefilled = prefilled_by(model)
     turns = [Turn(c, tiny.prompt(n, seed=n)) for c, n in
@@ -185,13 +185,14 @@ def test_the_prefix_is_in_memory_once_and_room_is_made_once(architecture):
         decode_step(model, state, torch.tensor(tiny.prompt(6, seed=step)))
         for (theirs, ours), at in zip(pairs, made, strict=True):
             assert [storage(t) for t in (ours.keys, ours.values)] == at
-            assert ours.prefix[0].data_ptr() == theirs.keys.data_ptr()
-            assert ours.prefix[1].data_ptr() == theirs.values.data_ptr()
-            assert ours.prefix_of(1)[0].data_ptr() == theirs.keys[1, :, 9:].data_ptr()
+            for context, padding in ((0, 0), (1, 9)):
+                keys, values = ours.contexts[context]
+                assert keys.data_ptr() == theirs.keys[context, :, padding:].data_ptr()
+                assert values.data_ptr() == theirs.values[context, :, padding:].data_ptr()
             assert ours.get_seq_length() == LENGTHS[0] + step + 1
             assert ours.get_mask_sizes(1) == (LENGTHS[0] + step + 2, 0)
     state.keep(torch.tensor([1, 5]))
-    assert all(ours.prefix[0].data_ptr() == theirs.keys.data_ptr() for theirs, ours in pairs)
+    assert all(ours.contexts[0][0].data_ptr() == theirs.keys.data_ptr() for theirs, ours in pairs)
     held = [ours.keys.untyped_storage().nbytes() for _, ours in pairs]
     assert held == [ours.keys[:, :, :1].nbytes * 6 for _, ours in pairs], "of two rows"
     decode_step(model, state, torch.tensor([3, 4]))  # beyond the room
@@ -250,6 +251,7 @@ def test_keys_that_the_attention_function_never_sees_are_an_error():
         pytest.raises(RuntimeError, match="doesn't use the cached keys"),
         sharing(model, state.cache),
     ):
+        state.lines.begin(1)
         layer.update(new, new)
     with pytest.raises(RuntimeError, match="doesn't use the cached keys"):
         layer.update(new, new)

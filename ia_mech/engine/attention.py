@@ -20,7 +20,7 @@ def attend(
     *,
     scaling: float,
     softcap: float | None = None,
-    causal: bool = False,
+    bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention over one set of keys, without padding.
 
@@ -31,27 +31,20 @@ def attend(
         value: ``[batch, kv_heads, keys, value_dim]``.
         scaling: factor of the scores.
         softcap: scores become ``softcap * tanh(scores / softcap)``.
-        causal: the last keys are the queries' own tokens, which look at themselves and back.
+        bias: ``[batch or 1, 1, new, keys]`` in the query's dtype, added to the scores; minus
+            infinity hides a key, but a query must see one.
 
     Returns:
         The average of the values ``[batch, heads, new, value_dim]`` in the query's dtype, and the
         log-sum-exp of the scores ``[batch, heads, new]`` float32.
     """
-    new, keys = query.shape[-2], key.shape[-2]
-    unseen = None  # [new, keys], which keys a query may not look at
-    if causal and new > 1:
-        unseen = torch.ones(new, keys, dtype=torch.bool, device=query.device)
-        unseen = unseen.triu(keys - new + 1)
     fused = query.device.type == "cpu" and query.dtype in FUSED and softcap is None
     if fused and query.shape[-1] == value.shape[-1]:
-        bias = None
-        if unseen is not None:
-            bias = torch.zeros(1, 1, new, keys, dtype=query.dtype).masked_fill_(unseen, -torch.inf)
         # What scaled_dot_product_attention calls on a CPU; it keeps the log-sum-exp to itself.
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             query, key, value, attn_mask=bias, scale=scaling
         )
-    batch, heads, _, dim = query.shape
+    batch, heads, new, dim = query.shape
     kv_heads = key.shape[1]
     folded = query.reshape(
         batch, kv_heads, -1, dim
@@ -59,9 +52,9 @@ def attend(
     scores = (folded @ key.mT).float() * scaling
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    if unseen is not None:
-        per_head = scores.view(batch, kv_heads, -1, new, keys)
-        per_head.masked_fill_(unseen, -torch.inf)
+    if bias is not None:
+        per_head = scores.view(batch, heads, new, -1)
+        per_head += bias
     total = scores.logsumexp(-1)
     average = (scores - total[..., None]).exp().to(value.dtype) @ value
     return average.view(batch, heads, new, -1), total.view(batch, heads, new)

@@ -14,6 +14,7 @@ from dataclasses import replace
 import torch
 from transformers import PreTrainedModel
 
+from ia_mech.engine.admit import admit, can_admit
 from ia_mech.engine.capture import find_blocks
 from ia_mech.engine.loop import decode_step
 from ia_mech.engine.prefix import Prefix, expand, prefill
@@ -94,7 +95,8 @@ def _differences(
     prefixes = [Prefix(prompt, [len(prompt) - 1]) for prompt in prompts]
     full = [_full(model, [*prompt, *turn])[len(prompt) - 1 :] for prompt in prompts]
     largest = float(torch.stack([logits.abs().amax() for logits in full]).amax())
-    worst = {"a left-padded batch": 0.0, "cached decoding": 0.0, "scoring a turn": 0.0}
+    kinds = "a left-padded batch", "cached decoding", "a batch that is joined", "scoring a turn"
+    worst = dict.fromkeys(kinds, 0.0)
 
     def note(what: str, ours: torch.Tensor, theirs: torch.Tensor) -> None:
         worst[what] = max(worst[what], float((ours - theirs).abs().nan_to_num(torch.inf).max()))
@@ -110,6 +112,12 @@ def _differences(
         ours = decode_step(model, state, token)
         for row, context in enumerate(rows):
             note("cached decoding", ours[row], full[context][step + 1])
+    if can_admit(state):  # a row of context 1 begins in line 0, and the others write their last
+        admit(state, [0], prefilled.state, index[1:2], [1])
+        token = torch.tensor([turn[0], turn[STEPS], turn[STEPS]], device=model.device)
+        ours = decode_step(model, state, token)
+        for row, (context, step) in enumerate([(1, 0), (1, STEPS), (1, STEPS)]):
+            note("a batch that is joined", ours[row], full[context][step + 1])
     scored = score(model, prefilled, [Turn(context, turn) for context in rows], [], share)
     for row, context in enumerate(rows):
         chosen = torch.tensor(turn, device=model.device)[:, None]

@@ -1,10 +1,10 @@
 """The sampling loop: prefill once, expand to rows, decode, sample.
 
-Rows of several contexts, each at its own temperature, are decoded in one batch. A finished row
-leaves the batch; the state of the prefill is never touched, only what is made of it advances.
+Rows of several contexts, each at its own temperature, are decoded in one batch. A row that finishes
+makes room for another; the state of the prefill is never touched, only what is made of it advances.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ia_mech.engine.packed import packed_linears
+from ia_mech.engine.admit import admit, can_admit, put_rows
 from ia_mech.engine.prefix import Prefilled, State, expand, forward
+from ia_mech.engine.schedule import Schedule
 from ia_mech.sampling import Draw, draw, gumbel
 
-COMPACT_BELOW = 0.875  # the batch is compacted when this share of it, or less, is still decoding
 # On a CPU sampling goes over rows and streams in slices of so many numbers, whose tensors stay in
 # its cache; a slice of noise is also small enough for PyTorch not to wake its threads at each of
 # the 120 integer operations.
@@ -57,51 +57,178 @@ def decode(
     on_step: Callable[[int, int], None] | None = None,
     share: bool = True,
 ) -> list[Decoded]:
-    """Decode rows to their turn-end or to ``max_new_tokens``.
+    """Decode rows of one group of contexts, all together; see :func:`decode_stream`."""
+    return decode_stream(
+        model,
+        [prefilled],
+        rows,
+        stop_ids,
+        max_new_tokens,
+        width=len(rows),
+        on_step=on_step,
+        share=share,
+    )
+
+
+def decode_stream(
+    model: PreTrainedModel,
+    groups: Iterable[Prefilled],
+    rows: Sequence[Row],
+    stop_ids: Sequence[int],
+    max_new_tokens: int,
+    *,
+    width: int,
+    on_step: Callable[[int, int], None] | None = None,
+    share: bool = True,
+) -> list[Decoded]:
+    """Decode rows to their turn-end or to ``max_new_tokens``, in a batch that is kept full.
+
+    A row that finishes makes room for the next one, of whatever context; groups of contexts are
+    asked for when their first row is to begin, and let go when their last one has. Where a cache
+    can't be joined (see :func:`ia_mech.engine.admit.can_admit`), a batch is decoded to its end
+    before the next one begins.
 
     Args:
         model: the subject model.
-        prefilled: the contexts that the rows continue; left as it is.
-        rows: what to decode, in any order.
+        groups: contexts in order, prefilled together; left as they are.
+        rows: what to decode, in any order; their contexts are counted through all groups.
         stop_ids: ids that end a row (kept as its last token).
         max_new_tokens: most tokens of a row.
-        on_step: called after each step with (tokens written, rows finished) in that step.
+        width: most rows in the batch.
+        on_step: called whenever tokens were drawn with (how many, how many rows that finished).
         share: rows read their context's keys and values where the prefill left them, in layers of
             full attention; else every row gets a copy.
-    """
-    device = prefilled.logits.device
-    context = torch.tensor([row.context for row in rows], device=device)
-    temperature = torch.tensor([row.temperature for row in rows], device=device)
-    stream = torch.tensor([row.stream for row in rows], device=device).view(-1, 2)
-    stops = torch.tensor(list(stop_ids), device=device)
-    record = _Record(len(rows), max_new_tokens)
 
-    alive = torch.arange(len(rows), device=device)  # which row each line of the batch is
-    running = torch.ones(len(rows), dtype=torch.bool, device=device)  # per line of the batch
-    state: State | None = None
-    logits = prefilled.logits[context]
-    with packed_linears(model):
-        for step in range(max_new_tokens):
-            drawn = sample(logits, temperature[alive], stream[alive], step)
-            record.add(step, alive[running], drawn, running)
-            ended = torch.isin(drawn.token, stops) & running
-            if on_step is not None:
-                last = step + 1 == max_new_tokens
-                on_step(int(running.sum()), int(running.sum() if last else ended.sum()))
-            running = running & ~ended
-            if not running.any() or step + 1 == max_new_tokens:
+    Returns:
+        What each row wrote, in the order of ``rows``.
+    """
+    order = sorted(range(len(rows)), key=lambda i: rows[i].context)
+    stream = _Stream(
+        model, groups, [rows[i] for i in order], stop_ids, max_new_tokens, width, on_step, share
+    )
+    decoded: list[Decoded | None] = [None] * len(rows)
+    for i, one in zip(order, stream.run(), strict=True):
+        decoded[i] = one
+    return decoded
+
+
+class _Stream:
+    """The work of one :func:`decode_stream`; rows are in the order of their contexts."""
+
+    def __init__(
+        self, model, groups, rows, stop_ids, max_new_tokens, width, on_step, share
+    ) -> None:
+        self._model, self._groups, self._rows = model, iter(groups), rows
+        self._stops, self._most = set(stop_ids), max_new_tokens
+        self._width, self._on_step, self._share = width, on_step, share
+        self._schedule = Schedule(len(rows), width)
+        self._record = _Record(len(rows), max_new_tokens)
+        self._temperature = torch.tensor([row.temperature for row in rows])
+        self._keys = torch.tensor([row.stream for row in rows]).view(-1, 2)
+        self._group: Prefilled | None = None
+        self._first = self._end = 0  # numbers of the group's contexts
+        self._state: State | None = None
+
+    def run(self) -> list[Decoded]:
+        schedule = self._schedule
+        token = torch.zeros(0, dtype=torch.long)  # [lines], the newest of each
+        while True:
+            token = self._begin(token)
+            if not schedule.busy:
+                return self._record.rows(self._stops)
+            keep = schedule.compact()
+            if keep is not None:
+                token = token[keep]
+                self._state.keep(torch.tensor(keep, device=token.device))
+            logits = decode_step(self._model, self._state, token)
+            busy = schedule.busy
+            token, finished = self._draw(logits, schedule.lines, schedule.age)
+            schedule.drawn(finished)
+            self._tell(len(busy), len(finished))
+            if schedule.busy:
+                self._state.retire(finished)
+            else:
+                self._state = None
+
+    def _begin(self, token: Tensor) -> Tensor:
+        """Rows begin until no line is free or nobody waits; returns the newest token per line."""
+        schedule = self._schedule
+        while schedule.waiting and schedule.free:
+            if self._state is not None and not can_admit(self._state):
                 break
-            token = drawn.token
-            if state is None or running.float().mean() <= COMPACT_BELOW:
-                keep = running.nonzero()[:, 0]
-                alive, token, running = alive[keep], token[keep], running[keep]
-                if state is None:
-                    index = context[alive]
-                    state = expand(prefilled.state, index, room=max_new_tokens, share=share)
-                else:
-                    state.keep(keep)
-            logits = decode_step(model, state, token)
-    return record.rows(stops.tolist())
+            group = self._group_of(self._rows[schedule.waiting[0]].context)
+            rows, first = self._draw_first(group)
+            if not rows:
+                continue
+            context = [self._rows[row].context for row in rows]
+            index = torch.tensor(context, device=first.device) - self._first
+            lines = schedule.place(rows)
+            if self._state is None:
+                self._state = expand(
+                    group.state,
+                    index,
+                    room=self._most,
+                    share=self._share,
+                    capacity=self._width,
+                    numbers=context,
+                )
+                token = first
+            else:
+                admit(self._state, lines, group.state, index, context)
+                at = torch.tensor(lines, device=token.device)
+                token = put_rows(token, first, at, self._state.rows)
+        return token
+
+    def _group_of(self, context: int) -> Prefilled:
+        while context >= self._end:
+            self._group = None  # let go before the next one is made
+            self._group = next(self._groups)
+            self._first, self._end = self._end, self._end + len(self._group.logits)
+        return self._group
+
+    def _draw_first(self, group: Prefilled) -> tuple[list[int], Tensor]:
+        """The next rows of the group that don't end with their first token, as many as there are
+        lines free, and those tokens; the rows that do are recorded."""
+        schedule, going, first = self._schedule, [], []
+        while len(going) < schedule.free:
+            left = [r for r in schedule.waiting if self._rows[r].context < self._end]
+            rows = schedule.take(min(schedule.free - len(going), len(left)))
+            if not rows:
+                break
+            index = torch.tensor([self._rows[row].context for row in rows]) - self._first
+            logits = group.logits[index.to(group.logits.device)]
+            token, finished = self._draw(logits, rows, [0] * len(rows))
+            self._tell(len(rows), len(finished))
+            on = [at for at in range(len(rows)) if at not in finished]
+            going += [rows[at] for at in on]
+            first.append(token[on])
+        return going, torch.cat(first)
+
+    def _draw(
+        self, logits: Tensor, rows: Sequence[int], ages: Sequence[int]
+    ) -> tuple[Tensor, list[int]]:
+        """Draw and record a token for each row, -1 for none, of so many tokens.
+
+        Returns:
+            The tokens ``[rows]``, and which of them are their rows' last.
+        """
+        row, age = torch.tensor(rows), torch.tensor(ages)
+        # A line without a row is drawn greedily, which takes no noise.
+        temperature = torch.where(row < 0, 0.0, self._temperature[row])
+        device = logits.device
+        drawn = sample(logits, temperature.to(device), self._keys[row].to(device), age.to(device))
+        self._record.add(row.numpy(), age.numpy(), drawn)
+        tokens = drawn.token.tolist()
+        finished = [
+            at
+            for at, (row, age) in enumerate(zip(rows, ages, strict=True))
+            if row >= 0 and (tokens[at] in self._stops or age + 1 == self._most)
+        ]
+        return drawn.token, finished
+
+    def _tell(self, tokens: int, finished: int) -> None:
+        if self._on_step is not None:
+            self._on_step(tokens, finished)
 
 
 def decode_step(model: PreTrainedModel, state: State, token: Tensor) -> Tensor:
@@ -109,32 +236,33 @@ def decode_step(model: PreTrainedModel, state: State, token: Tensor) -> Tensor:
     return forward(model, state, token[:, None], torch.ones_like(token)[:, None])[:, -1]
 
 
-def sample(logits: Tensor, temperature: Tensor, stream: Tensor, step: int) -> Draw:
-    """Draw one token per row; noise is made once per stream that a non-greedy row uses.
+def sample(logits: Tensor, temperature: Tensor, stream: Tensor, step: Tensor) -> Draw:
+    """Draw one token per row; noise is made once per stream and step that a non-greedy row uses.
 
     Args:
         logits: ``[rows, vocab]`` float32.
         temperature: ``[rows]``, 0 for greedy.
         stream: ``[rows, 2]`` int64 Philox keys.
-        step: index of the token within its row.
+        step: ``[rows]`` int64, index of the token within its row.
     """
     vocab = logits.shape[-1]
     noise_row = torch.zeros(len(temperature), dtype=torch.long, device=logits.device)
     sampled = (temperature > 0).nonzero()[:, 0]
-    keys, noise_row[sampled] = torch.unique(stream[sampled], dim=0, return_inverse=True)
-    noise = torch.empty(len(keys), vocab, device=logits.device)
-    for part in _slices(len(keys), vocab, CPU_NOISE, logits.device):
-        noise[part] = gumbel(keys[part], step, vocab)
+    used = torch.cat([stream, step[:, None]], dim=-1)[sampled]
+    used, noise_row[sampled] = torch.unique(used, dim=0, return_inverse=True)
+    noise = torch.empty(len(used), vocab, device=logits.device)
+    for part in cpu_slices(len(used), vocab, CPU_NOISE, logits.device):
+        noise[part] = gumbel(used[part, :2], used[part, 2:], vocab)
     parts = [
         draw(logits[part], temperature[part], noise, noise_row[part])
-        for part in _slices(len(temperature), vocab, CPU_LOGITS, logits.device)
+        for part in cpu_slices(len(temperature), vocab, CPU_LOGITS, logits.device)
     ]
     names = vars(parts[0])
     return Draw(**{name: torch.cat([getattr(part, name) for part in parts]) for name in names})
 
 
-def _slices(count: int, width: int, most: int, device: torch.device) -> list[slice]:
-    """Slices of rows of ``width`` numbers, ``most`` numbers each; one slice but on a CPU."""
+def cpu_slices(count: int, width: int, most: int, device: torch.device) -> list[slice]:
+    """Slices of ``count`` rows, ``most`` numbers of ``width`` a row each; but on a CPU, one."""
     size = max(1, most // width) if device.type == "cpu" else max(1, count)
     return [slice(start, start + size) for start in range(0, count, size)]
 
@@ -153,18 +281,20 @@ class _Record:
             for name in self.FIELDS
         }
 
-    def add(self, step: int, rows: Tensor, drawn: Draw, running: Tensor) -> None:
-        rows = rows.cpu().numpy()
+    def add(self, rows: np.ndarray, ages: np.ndarray, drawn: Draw) -> None:
+        """One more token for each row that isn't -1, of so many tokens before it."""
+        real = rows >= 0
+        rows, ages = rows[real], ages[real]
         for name in self.FIELDS:
-            self.values[name][rows, step] = getattr(drawn, name)[running].cpu().numpy()
-        self.length[rows] = step + 1
+            self.values[name][rows, ages] = getattr(drawn, name).cpu().numpy()[real]
+        self.length[rows] = ages + 1
 
-    def rows(self, stop_ids: list[int]) -> list[Decoded]:
+    def rows(self, stop_ids: set[int]) -> list[Decoded]:
         done = []
         for row, length in enumerate(self.length):
             token, raw, tempered, rank, margin = (
                 self.values[name][row, :length] for name in self.FIELDS
             )
-            reason = "turn_end" if token[-1] in stop_ids else "length"
+            reason = "turn_end" if int(token[-1]) in stop_ids else "length"
             done.append(Decoded(token, raw, tempered, rank, margin, reason))
         return done

@@ -54,16 +54,33 @@ class Halving:
                 if not is_out_of_memory(error):
                     raise
             # Outside the except block: the traceback would keep the batch's tensors alive.
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
-            if len(group) == 1 and not self._outermost:
-                raise MemoryError("a single item doesn't fit")
-            if len(group) == 1:
-                raise UserError(
-                    "out of memory with a batch of one",
-                    "use a smaller model, --dtype bfloat16, or shorter conversations",
-                )
-            self.limit = len(group) // 2
-            if self._notify is not None:
-                self._notify(self.limit)
+            self._halve(len(group))
         return results
+
+    def retry(self, function: Callable[[int], Result]) -> Result:
+        """The result of ``function``, which is called with the limit until that is small enough.
+
+        Raises:
+            UserError, MemoryError: as for :meth:`map`.
+        """
+        while True:
+            try:
+                return function(self.limit)
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+            self._halve(self.limit)
+
+    def _halve(self, size: int) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        if size == 1 and not self._outermost:
+            raise MemoryError("a single item doesn't fit")
+        if size == 1:
+            raise UserError(
+                "out of memory with a batch of one",
+                "use a smaller model, --dtype bfloat16, or shorter conversations",
+            )
+        self.limit = size // 2
+        if self._notify is not None:
+            self._notify(self.limit)

@@ -10,6 +10,8 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from ia_mech.engine.capture import ResidualCapture
+from ia_mech.engine.lines import Lines
+from ia_mech.engine.packed import packed_linears
 from ia_mech.engine.room import RoomyLayer
 from ia_mech.engine.shared import SharedLayer, sharing
 from ia_mech.models import accepts
@@ -32,12 +34,13 @@ class State:
 
     ``cache`` is a ``transformers`` cache of ``rows`` rows; ``mask`` is ``[rows, length]`` int64, 1
     for real tokens and 0 for left padding; ``position`` is ``[rows]`` int64, the position id of the
-    next token.
+    next token. ``lines`` are those of the shared layers, where there are any.
     """
 
     cache: DynamicCache
     mask: Tensor
     position: Tensor
+    lines: Lines | None = None
 
     @property
     def rows(self) -> int:
@@ -48,6 +51,13 @@ class State:
         that no more than one of them is in memory twice."""
         self.cache.reorder_cache(index)
         self.mask, self.position = self.mask[index], self.position[index]
+        if self.lines is not None:
+            self.lines.keep(index.tolist())
+
+    def retire(self, lines: list[int]) -> None:
+        """Nobody looks at these lines any more, until others are put there."""
+        if self.lines is not None:
+            self.lines.retire(lines)
 
 
 @dataclass
@@ -116,7 +126,9 @@ def forward(
     arguments = {"logits_to_keep": keep} if accepts(model, "logits_to_keep") else {}
     if accepts(model, "position_ids"):
         arguments["position_ids"] = positions.clamp(min=0)
-    with sharing(model, state.cache):
+    if state.lines is not None:
+        state.lines.begin(ids.shape[1])
+    with packed_linears(model), sharing(model, state.cache):
         output = model(
             input_ids=ids,
             # A mask of ones only costs time: without one, attention takes its unmasked path.
@@ -125,12 +137,22 @@ def forward(
             use_cache=True,
             **arguments,
         )
+    if state.lines is not None:
+        state.lines.finish(ids.shape[1])
     state.position = state.position + mask.sum(-1)
     logits = output.logits if keep == 0 else output.logits[:, -keep:]
     return logits.float()
 
 
-def expand(state: State, index: Tensor, room: int = 0, *, share: bool = False) -> State:
+def expand(
+    state: State,
+    index: Tensor,
+    room: int = 0,
+    *,
+    share: bool = False,
+    capacity: int = 0,
+    numbers: Sequence[int] | None = None,
+) -> State:
     """A new state whose row i goes on from row ``index[i]``; the given state is left as it was.
 
     ``reorder_cache`` is the one selection that every cache layer of ``transformers`` implements,
@@ -144,25 +166,45 @@ def expand(state: State, index: Tensor, room: int = 0, *, share: bool = False) -
             place instead of concatenating. 0 where it isn't known.
         share: full-attention layers refer to the given state's keys and values instead of copying
             them; see :mod:`ia_mech.engine.shared`.
+        capacity: how many rows there will be at most, where more are to be admitted.
+        numbers: ``[rows]``, by which number to call the context of each; the index itself if none.
     """
-    padding = (state.mask.cumsum(-1) == 0).sum(-1).tolist() if share else []
+    contexts = index.tolist()
+    numbers = contexts if numbers is None else list(numbers)
+    called = dict(zip(numbers, contexts, strict=True))
     cache = copy.copy(state.cache)
     cache.layers = []
+    new = State(cache, state.mask[index], state.position[index])
     for layer in state.cache.layers:
-        full = type(layer) is DynamicLayer and layer.is_initialized
-        if full and share:
-            cache.layers.append(SharedLayer(layer, padding, index, room))
-        elif full and room:
+        if is_full(layer) and share:
+            if new.lines is None:
+                new.lines = Lines(numbers, layer.keys.dtype, layer.keys.device)
+                padding = left_padding(state.mask)
+            cache.layers.append(SharedLayer(layer, new.lines, room, max(capacity, len(numbers))))
+            cache.layers[-1].refer(layer, padding, called)
+            cache.layers[-1].length = state.mask.shape[1]
+        elif is_full(layer) and room:
             cache.layers.append(RoomyLayer(layer, index, room))
         else:
-            cache.layers.append(_shallow(layer))
-            cache.layers[-1].reorder_cache(index)
-    return State(cache, state.mask[index], state.position[index])
+            cache.layers.append(selected(layer, index))
+    return new
 
 
-def _shallow(layer):
+def is_full(layer) -> bool:
+    """Whether this layer of a cache is one of full attention and holds something."""
+    return type(layer) is DynamicLayer and layer.is_initialized
+
+
+def left_padding(mask: Tensor) -> list[int]:
+    """Tokens of left padding of each row of a mask ``[rows, length]``."""
+    return (mask.cumsum(-1) == 0).sum(-1).tolist()
+
+
+def selected(layer, index: Tensor):
+    """A copy of a layer that holds the given rows; the layer is left as it was."""
     twin = copy.copy(layer)
     for name, value in vars(twin).items():
         if isinstance(value, dict):
             setattr(twin, name, dict(value))
+    twin.reorder_cache(index)
     return twin

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ia_mech.engine.loop import CPU_LOGITS, cpu_slices
 from ia_mech.engine.plan import plan_units
 from ia_mech.engine.prefix import Prefilled, expand, forward
 
-LOGIT_TOKENS = 256  # most tokens whose full logits are held at once
+LOGITS = 2**25  # most logits that are held at once, or those of one token
 PADDING = 0.25  # most padding of turns that share a pass, as a share of their tokens
 
 
@@ -60,15 +61,17 @@ def score(
     """
     results: list[Scored | None] = [None] * len(turns)
     lengths = [len(turn.ids) for turn in turns]
-    for group in plan_units(lengths, len(turns), LOGIT_TOKENS, PADDING):
+    most = max(1, LOGITS // prefilled.logits.shape[-1])  # tokens of one pass
+    for group in plan_units(lengths, len(turns), most, PADDING):
         group.sort(key=lambda i: turns[i].context)
-        scored = _score_group(model, prefilled, [turns[i] for i in group], temperatures, share)
+        members = [turns[i] for i in group]
+        scored = _score_group(model, prefilled, members, temperatures, share, most)
         for index, one in zip(group, scored, strict=True):
             results[index] = one
     return results
 
 
-def _score_group(model, prefilled, turns, temperatures, share) -> list[Scored]:
+def _score_group(model, prefilled, turns, temperatures, share, most) -> list[Scored]:
     device = prefilled.logits.device
     context = torch.tensor([turn.context for turn in turns], device=device)
     longest = max(1, max(len(turn.ids) for turn in turns))
@@ -92,8 +95,7 @@ def _score_group(model, prefilled, turns, temperatures, share) -> list[Scored]:
         done += logits.shape[1]
         if done >= longest:
             return [_joined(parts) for parts in pieces]
-        # A turn longer than LOGIT_TOKENS is fed in pieces.
-        fed = slice(done - 1, min(done - 1 + LOGIT_TOKENS, longest - 1))
+        fed = slice(done - 1, min(done - 1 + most, longest - 1))  # long turns are fed in pieces
         logits = forward(model, state, ids[:, fed], mask[:, fed], keep=0)
 
 
@@ -107,18 +109,21 @@ def _joined(parts: list[Scored]) -> Scored:
 
 
 def _score_tokens(logits: Tensor, ids: Tensor, temperatures: Sequence[float]) -> Scored:
-    chosen = logits.gather(-1, ids[:, None])  # [tokens, 1]
-
-    def logprob(temperature: float) -> np.ndarray:
-        # On a CPU log_softmax takes a fourth of logsumexp's time.
-        scaled = (logits / temperature).log_softmax(-1)
-        return scaled.gather(-1, ids[:, None])[:, 0].cpu().numpy()
-
+    # In slices, because on a CPU a temperature takes an eighth of the time if it finds the logits
+    # in the cache, and by log_softmax, which takes half of logsumexp's.
+    logprobs = torch.empty(1 + len(temperatures), len(ids), device=logits.device)
+    ranks, greedy = torch.empty_like(ids), torch.empty_like(ids, dtype=torch.bool)
+    for part in cpu_slices(*logits.shape, CPU_LOGITS, logits.device):
+        one, chosen = logits[part], ids[part, None]
+        for at, temperature in enumerate((1.0, *temperatures)):
+            scaled = (one / temperature).log_softmax(-1)
+            logprobs[at, part] = scaled.gather(-1, chosen)[:, 0]
+        ranks[part] = (one > one.gather(-1, chosen)).sum(-1) + 1
+        greedy[part] = one.argmax(-1) == ids[part]
+    logprobs = logprobs.cpu().numpy()
     return Scored(
-        logprobs_raw=logprob(1.0),
-        logprobs_tempered=np.stack([logprob(t) for t in temperatures])
-        if len(temperatures)
-        else np.zeros((0, len(ids)), dtype=np.float32),
-        ranks=((logits > chosen).sum(-1) + 1).cpu().numpy(),
-        greedy=(logits.argmax(-1) == ids).cpu().numpy(),
+        logprobs_raw=logprobs[0],
+        logprobs_tempered=logprobs[1:],
+        ranks=ranks.cpu().numpy(),
+        greedy=greedy.cpu().numpy(),
     )

@@ -22,7 +22,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 from transformers.masking_utils import AttentionMaskInterface
 
 from ia_mech.engine.attention import attend, merge
-from ia_mech.engine.room import RoomyLayer
+from ia_mech.engine.lines import Lines, Span
 from ia_mech.models import text_config
 
 # In transformers' tables; "ia_mech_shared_sdpa" where other layers are left to sdpa.
@@ -63,60 +63,49 @@ class Engine:
         return f"{self.name} ({self.why})" if self.why else self.name
 
 
-@dataclass(frozen=True)
-class Span:
-    """Consecutive rows, from ``start`` to before ``stop``, that continue one context."""
-
-    start: int
-    stop: int
-    context: int
-
-
-class SharedLayer(RoomyLayer):
-    """The layer's part of a context, by reference, and room for the tokens that rows add to it.
+class SharedLayer(DynamicLayer):
+    """The layer's part of several contexts, by reference, and room for the tokens that rows add.
 
     ``keys`` and ``values`` are views of the rows' own tokens only, ``[rows, kv_heads, own, dim]``;
     lengths and mask sizes count the context's as well, padding included. Tokens beyond the room
     make it grow.
 
     Args:
-        layer: the prefilled layer, left as it is.
-        padding: ``[contexts]``, tokens of left padding of each context.
-        index: ``[rows]`` int64, the context that each row continues. Consecutive rows of a context
-            are computed together.
-        room: for how many tokens.
+        layer: a prefilled layer, whose keys say how many heads there are.
+        lines: of the batch, the same for all layers of a cache.
+        room: for how many tokens of a row.
+        capacity: for how many rows; more make it grow.
 
     Attributes:
-        prefix: keys and values of the contexts, ``[contexts, kv_heads, tokens, dim]``.
+        contexts: by number, keys and values ``[1, kv_heads, tokens, dim]`` of a context's prefix.
         waiting: keys were handed out that no attention function has used yet.
+        length: tokens of all that a mask covers, own ones included.
     """
 
-    def __init__(self, layer: DynamicLayer, padding: list[int], index: Tensor, room: int) -> None:
-        DynamicLayer.__init__(self)  # not RoomyLayer's, which copies the prefix
+    def __init__(self, layer: DynamicLayer, lines: Lines, room: int, capacity: int) -> None:
+        super().__init__()
         self.dtype, self.device, self.is_initialized = layer.keys.dtype, layer.keys.device, True
-        self.prefix, self._padding = (layer.keys, layer.values), padding
+        self.lines, self.contexts, self.length, self.waiting = lines, {}, 0, False
+        # Zeros: what is stored beyond a row's age is multiplied with a weight of zero.
         self._buffers = tuple(
-            tensor.new_empty(len(index), tensor.shape[1], room, tensor.shape[-1])
-            for tensor in self.prefix
+            tensor.new_zeros(capacity, tensor.shape[1], room, tensor.shape[-1])
+            for tensor in (layer.keys, layer.values)
         )
-        self.waiting = False
-        self._use(0)
-        self._place(index)
+        self.keys, self.values = (buffer[: len(lines), :, :0] for buffer in self._buffers)
 
-    def _place(self, context: Tensor) -> None:
-        self._context = context
-        contexts, counts = torch.unique_consecutive(context, return_counts=True)
-        stops = counts.cumsum(0).tolist()
-        self.spans = [
-            Span(start, stop, context)
-            for start, stop, context in zip([0, *stops], stops, contexts.tolist(), strict=False)
-        ]
+    def refer(self, layer: DynamicLayer, padding: list[int], numbers: dict[int, int]) -> None:
+        """From now on rows may continue these contexts, and only those that still have rows.
 
-    def prefix_of(self, context: int) -> tuple[Tensor, Tensor]:
-        """Views of the keys and values of a context, ``[1, kv_heads, tokens, dim]``, unpadded."""
-        keys, values = self.prefix
-        one, tokens = slice(context, context + 1), slice(self._padding[context], None)
-        return keys[one, :, tokens], values[one, :, tokens]
+        Args:
+            layer: of a prefill, left as it is.
+            padding: ``[contexts]``, tokens of left padding of each of its contexts.
+            numbers: by which number lines call which of them.
+        """
+        used = set(self.lines.contexts)
+        self.contexts = {n: known for n, known in self.contexts.items() if n in used}
+        for number, context in numbers.items():
+            one, tokens = slice(context, context + 1), slice(padding[context], None)
+            self.contexts[number] = layer.keys[one, :, tokens], layer.values[one, :, tokens]
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args, **kwargs
@@ -130,11 +119,30 @@ class SharedLayer(RoomyLayer):
             RuntimeError: the model's attention passed by what was returned the last time.
         """
         self.demand_attention()
-        super().update(key_states, value_states)
+        self._make_room()
+        self.keys, self.values = (
+            self.lines.write(buffer, states)
+            for buffer, states in zip(self._buffers, (key_states, value_states), strict=True)
+        )
+        self.length += key_states.shape[-2]
         self.waiting = True
-        keys = self._buffers[0][:, :, : self.keys.shape[-2]]
+        keys = self.keys[:]
         keys.shared_layer = self
         return keys, self.values
+
+    def _make_room(self) -> None:
+        rows, room = len(self.lines), self.lines.step.end
+        if rows > self._buffers[0].shape[0] or room > self._buffers[0].shape[2]:
+            more = (
+                buffer.new_zeros(
+                    max(rows, buffer.shape[0]), buffer.shape[1], max(room, buffer.shape[2]),
+                    buffer.shape[3],
+                )
+                for buffer in self._buffers
+            )  # fmt: skip
+            old, self._buffers = self._buffers, tuple(more)
+            for buffer, before in zip(self._buffers, old, strict=True):
+                buffer[: before.shape[0], :, : before.shape[2]] = before
 
     def demand_attention(self) -> None:
         """Raises RuntimeError if keys were handed out that no attention function has used."""
@@ -142,12 +150,13 @@ class SharedLayer(RoomyLayer):
             raise RuntimeError(UNUSED)
 
     def get_seq_length(self) -> int:
-        return self.prefix[0].shape[-2] + self.keys.shape[-2]
+        return self.length
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Keep the given rows, in the given order; the prefix stays where it is."""
-        super().reorder_cache(beam_idx)
-        self._place(self._context[beam_idx])
+        """Keep the given rows, in the given order; the prefixes stay where they are."""
+        own = self.keys.shape[-2]
+        self._buffers = tuple(buffer.index_select(0, beam_idx) for buffer in self._buffers)
+        self.keys, self.values = (buffer[:, :, :own] for buffer in self._buffers)
 
     def attend(
         self,
@@ -173,16 +182,20 @@ class SharedLayer(RoomyLayer):
         """
         self.waiting = False
         numbers = {"scaling": scaling, "softcap": softcap}
-        own = attend(query, key, value, causal=True, **numbers)
-        before = [self._attend_prefix(query, span, numbers) for span in self.spans]
-        if len(before) == 1:
-            return merge([before[0], own], sinks)
-        averages, totals = zip(*before, strict=True)
-        return merge([(torch.cat(averages), torch.cat(totals)), own], sinks)
+        own = attend(query, key, value, bias=self.lines.step.bias, **numbers)
+        order, back = self.lines.order, self.lines.back
+        sorted_query = query if order is None else query[order]
+        parts = [self._attend_prefix(sorted_query, span, numbers) for span in self.lines.spans]
+        if len(parts) == 1:
+            return merge([parts[0], own], sinks)
+        before = tuple(torch.cat(tensors) for tensors in zip(*parts, strict=True))
+        if back is not None:
+            before = tuple(tensor[back] for tensor in before)
+        return merge([before, own], sinks)
 
     def _attend_prefix(self, query: Tensor, span: Span, numbers: dict) -> tuple[Tensor, Tensor]:
         """Attention of the rows of a span over their context, as :func:`attend` returns it."""
-        keys, values = self.prefix_of(span.context)
+        keys, values = self.contexts[span.context]
         query = query[span.start : span.stop]
         rows, heads, new, dim = query.shape
         kv_heads = keys.shape[1]

@@ -17,14 +17,14 @@ from ia_mech.chat import ChatFormat
 from ia_mech.conversations import UNPERTURBED, Conversation
 from ia_mech.engine.loop import Decoded
 from ia_mech.engine.memory import Halving
-from ia_mech.engine.plan import plan_units
+from ia_mech.engine.plan import plan_units, prefill_tokens
 from ia_mech.engine.prefix import Prefilled, Prefix, prefill
 from ia_mech.engine.score import Scored, Turn, score
 from ia_mech.errors import UserError
 from ia_mech.scoring.candidates import OTHER, REFERENCE, Candidate, OwnCandidates, rivals
 from ia_mech.scoring.donors import Donors
 
-CONTRAST_TOKENS, CONTRAST_PADDING = 4096, 0.1  # of other contexts that are prefilled together
+CONTRAST_PADDING = 0.1  # most of other contexts that are prefilled together
 SAID = {"empty": "empty response", "swapped": "swapped response", "header": "bare header"}
 
 
@@ -171,6 +171,7 @@ class Scorer:
         self._temperatures, self._swaps, self._generations = temperatures, swaps, generations
         self._own, self._limit, self._rows_limit, self._note = own, limit, rows_limit, note
         self._share = share
+        self._others_limit = Halving(10**6, outermost=False)
         self._closing = [] if chat.closing_id is None else [chat.closing_id]
 
     def score(
@@ -179,18 +180,38 @@ class Scorer:
         contexts: Sequence[Scorable],
         decoded: Sequence[Sequence[Decoded]],
     ) -> list[ContextScores]:
-        """All scores of a group of contexts.
+        """All scores of a group of contexts; see the two methods that follow."""
+        scores = self.score_candidates(prefilled, contexts)
+        self.add_contrasts(contexts, scores, decoded)
+        return scores
+
+    def score_candidates(
+        self, prefilled: Prefilled, contexts: Sequence[Scorable]
+    ) -> list[ContextScores]:
+        """Scores of the references and their rivals, in their own contexts.
 
         Args:
-            prefilled: the group.
+            prefilled: a group of contexts.
             contexts: its members, in that order.
-            decoded: the generations of each.
         """
         scores = [ContextScores() for _ in contexts]
-        lenders = [
-            [] if c.perturbed else self._donors.responses(c.order, self._swaps) for c in contexts
-        ]
+        lenders = [self._lenders(context) for context in contexts]
         self._score_candidates(prefilled, contexts, lenders, scores)
+        return scores
+
+    def add_contrasts(
+        self,
+        contexts: Sequence[Scorable],
+        scores: Sequence[ContextScores],
+        decoded: Sequence[Sequence[Decoded]],
+    ) -> None:
+        """Scores of the same turns, and of generations, in other contexts; into ``scores``.
+
+        Args:
+            contexts: any that :meth:`score_candidates` was asked about.
+            scores: what it answered for each.
+            decoded: the generations of each.
+        """
         probes = [
             _Probe(at, [*c.ids, *self._closing], len(c.ids), c.contrasts)
             for at, one in enumerate(scores)
@@ -205,8 +226,14 @@ class Scorer:
                 scores[at].generations = [probe.contrasts for probe in own]
                 probes += own
         if probes:
+            lenders = [self._lenders(context) for context in contexts]
             self._contrast(contexts, lenders, scores, probes)
-        return scores
+
+    def _lenders(self, context: Scorable) -> list:
+        """The conversations whose responses its turns are scored after."""
+        if context.perturbed:
+            return []
+        return self._donors.responses(context.order, self._swaps)
 
     # -- in the context itself ------------------------------------------------------------------
 
@@ -284,9 +311,11 @@ class Scorer:
             for probe in of[at]:
                 probe.contrasts.swapped = [None] * len(scores[at].swapped_from)
         ids = list(others)
-        limits = len(ids), CONTRAST_TOKENS, CONTRAST_PADDING
+        limits = len(ids), prefill_tokens(self._model.device), CONTRAST_PADDING
         for unit in plan_units([len(one) for one in ids], *limits):
-            self._score_after({ids[i]: others[ids[i]] for i in unit}, of)
+            self._others_limit.map(
+                lambda part: self._score_after({ids[i]: others[ids[i]] for i in part}, of), unit
+            )
 
     def _score_after(
         self, others: dict[tuple[int, ...], list[_Slot]], of: dict[int, list[_Probe]]
@@ -309,6 +338,7 @@ class Scorer:
                 probe.contrasts.swapped[slot.number] = found
             else:
                 setattr(probe.contrasts, slot.name, found)
+        return list(others)
 
     def _context_with(
         self, conversation: Conversation, response: str, name: str

@@ -1,0 +1,154 @@
+"""Rows that join a batch under way: the same numbers as alone."""
+
+import gc
+import weakref
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import tiny
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ia_mech.engine.admit import admit, can_admit
+from ia_mech.engine.loop import Row, decode, decode_step, decode_stream
+from ia_mech.engine.prefix import Prefix, expand, prefill
+from ia_mech.sampling import stream_key
+
+SHARED = ("llama", "qwen3", "qwen3_moe", "qwen3_5", "gpt_oss", "glm4", "glm4_moe", "gemma3")
+STOPS = [tiny.EOS, 5, 50, 77, *range(90, 110)]
+
+
+def prefilled_by(model, lengths):
+    return prefill(model, [Prefix(tiny.prompt(n, seed=n)) for n in lengths])
+
+
+@pytest.mark.parametrize("architecture", SHARED)
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [((23, 14, 5), (30, 4)), ((23, 14, 5), (6, 3)), ((4,), (5, 3)), ((9,), (40, 41))],
+)
+def test_rows_that_join_have_the_logits_they_have_alone(architecture, first, then):
+    """Contexts that are shorter and longer than the batch, in lines that became free and in new
+    ones, into a batch of any age; windows of 8 tokens are full and not."""
+    model = tiny.model(architecture)
+    groups = [prefilled_by(model, lengths) for lengths in (first, then)]
+    lengths = [*first, *then]
+    batch = expand(
+        groups[0].state, torch.arange(len(first)).repeat(2), room=16, share=True, capacity=9
+    )
+    held = list(range(len(first))) * 2  # the context of each line
+    assert can_admit(batch)
+    own = {}  # by line, the tokens it was given
+    worst = largest = 0.0
+    for step in range(12):
+        if step in (3, 7):
+            lines = [1, len(held)] if len(held) < 9 else [1, 0]
+            batch.retire(lines[:1])
+            admit(batch, lines, groups[1].state, torch.tensor([1, 0]), [len(first) + 1, len(first)])
+            held[lines[0]] = len(first) + 1
+            held[lines[1] : lines[1] + 1] = [len(first)]
+            own |= {line: [] for line in lines}
+        tokens = tiny.prompt(len(held), seed=step)
+        logits = decode_step(model, batch, torch.tensor(tokens))
+        for line, token in enumerate(tokens):
+            own.setdefault(line, []).append(token)
+        for line in (0, 1, len(held) - 1):
+            ids = [*tiny.prompt(lengths[held[line]], seed=lengths[held[line]]), *own[line]]
+            with torch.inference_mode():
+                alone = model(torch.tensor([ids]), use_cache=False).logits[0, -1]
+            worst = max(worst, float((logits[line] - alone).abs().max()))
+            largest = max(largest, float(alone.abs().max()))
+    assert worst / largest < 1e-5
+
+
+def near_ties(ours, theirs) -> int:
+    """How many rows differ, each at a decision with a margin below 1e-4 (numbers contract 6)."""
+    found = 0
+    for a, b in zip(ours, theirs, strict=True):
+        if a.token_ids.tolist() == b.token_ids.tolist():
+            np.testing.assert_allclose(a.logprobs_raw, b.logprobs_raw, atol=2e-5)
+            np.testing.assert_allclose(a.logprobs_tempered, b.logprobs_tempered, atol=4e-5)
+            assert a.ranks.tolist() == b.ranks.tolist() and a.finish_reason == b.finish_reason
+            continue
+        length = min(len(a.token_ids), len(b.token_ids))
+        first = int(np.argmax(a.token_ids[:length] != b.token_ids[:length]))
+        assert min(a.margins[first], b.margins[first]) < 1e-4
+        found += 1
+    return found
+
+
+LENGTHS = (3, 5, 9, 14, 17, 23, 26, 31)
+ROWS = [Row(c, 0.0, (0, 0)) for c in range(8)] + [
+    Row(c, t, stream_key(1, f"s{c}", s)) for c in range(8) for t in (0.7, 1.3) for s in range(3)
+]
+
+
+@pytest.mark.parametrize("architecture", (*SHARED, "mistral"))
+@pytest.mark.parametrize("share", [True, False])
+def test_a_narrow_batch_writes_what_each_row_writes_alone(architecture, share):
+    model = tiny.model(architecture)
+    alone = []
+    for row in ROWS:
+        one = prefilled_by(model, LENGTHS[row.context : row.context + 1])
+        alone += decode(model, one, [Row(0, row.temperature, row.stream)], STOPS, 12, None, False)
+    lengths = {len(row.token_ids) for row in alone}
+    assert 1 in lengths and 12 in lengths and len(lengths) > 3, "rows end at all times"
+    for width, parts in ((5, ((0, 3), (3, 4), (4, 8))), (17, ((0, 8),))):
+        groups = (prefilled_by(model, LENGTHS[a:b]) for a, b in parts)
+        ours = decode_stream(model, groups, ROWS, STOPS, 12, width=width, share=share)
+        assert near_ties(ours, alone) <= 1
+
+
+@settings(derandomize=True, deadline=None, max_examples=25)
+@given(
+    rows=st.lists(st.integers(0, 4), min_size=1, max_size=24),
+    width=st.integers(1, 9),
+    cuts=st.sets(st.integers(1, 4)),
+    most=st.integers(1, 7),
+    stops=st.sets(st.integers(3, tiny.VOCAB - 1), max_size=60),
+)
+def test_any_mix_of_contexts_rows_and_stops(rows, width, cuts, most, stops):
+    """Each row once, whatever the groups; told as often as tokens were drawn."""
+    model = tiny.model("llama")
+    rows = [Row(c, 0.5 * (i % 3), stream_key(0, "mix", i)) for i, c in enumerate(rows)]
+    edges = [0, *sorted(cuts), 5]
+    groups = (prefilled_by(model, LENGTHS[a:b]) for a, b in pairwise(edges))
+    told = []
+    ours = decode_stream(
+        model, groups, rows, stops, most, width=width, on_step=lambda *n: told.append(n)
+    )
+    alone = decode(model, prefilled_by(model, LENGTHS[:5]), rows, stops, most, None, False)
+    assert near_ties(ours, alone) <= 1
+    assert sum(tokens for tokens, _ in told) == sum(len(row.token_ids) for row in ours)
+    assert sum(finished for _, finished in told) == len(rows)
+    assert all(tokens <= width for tokens, _ in told)
+
+
+def test_groups_are_made_when_they_are_needed_and_let_go_afterwards():
+    model, alive, log = tiny.model("llama"), [], []
+
+    def groups():
+        for number in range(4):
+            log.append(f"group {number}")
+            made = prefilled_by(model, LENGTHS[2 * number : 2 * number + 2])
+            alive.append(weakref.ref(made.state.cache.layers[0].keys.untyped_storage()))
+            yield made
+            del made
+            gc.collect()
+            log.append(sum(ref() is not None for ref in alive))
+
+    rows = [Row(context, 0.0, (0, 0)) for context in range(8) for _ in range(2)]
+    decode_stream(model, groups(), rows, [], 6, width=4, on_step=lambda *_: log.append("."))
+    asked = [at for at, what in enumerate(log) if str(what).startswith("group")]
+    assert all("." in log[a:b] for a, b in pairwise(asked))
+    held = [what for what in log if isinstance(what, int)]
+    assert held == [0, 0, 0] or max(held) <= 2, held
+
+
+def test_full_attention_that_is_copied_is_not_joined():
+    model = tiny.model("llama")
+    group = prefilled_by(model, LENGTHS[:2])
+    assert not can_admit(expand(group.state, torch.tensor([0, 1]), room=3))
+    assert can_admit(expand(group.state, torch.tensor([0, 1]), room=3, share=True))
