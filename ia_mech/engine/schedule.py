@@ -56,10 +56,10 @@ class Schedule:
         self.age += [1] * len(added)
         return lines
 
-    def drawn(self, finished: Sequence[int]) -> None:
-        """Every busy line drew a token, which was the last one of the rows in the given lines."""
+    def drawn(self, finished: Sequence[int], steps: int = 1) -> None:
+        """Every busy line drew so many tokens; rows in the given lines ended with one of them."""
         for line in self.busy:
-            self.age[line] += 1
+            self.age[line] += steps
         for line in finished:
             self.lines[line] = -1
         if not self.busy:
@@ -70,6 +70,10 @@ class Schedule:
         busy = self.busy
         if self.waiting or not busy or len(busy) > COMPACT_BELOW * len(self.lines):
             return None
-        self.lines = [self.lines[line] for line in busy]
-        self.age = [self.age[line] for line in busy]
+        self.keep(busy)
         return busy
+
+    def keep(self, lines: Sequence[int]) -> None:
+        """Only these lines, which are then counted anew."""
+        self.lines = [self.lines[line] for line in lines]
+        self.age = [self.age[line] for line in lines]

@@ -38,12 +38,14 @@ class Engine:
     Attributes:
         shared: number of layers that read it where the prefill left it; 0 = the portable engine.
         layers: of the model.
-        why: what keeps all layers portable, where something does.
+        why: what keeps all layers portable, or decoding on a GPU from graphs, where something does.
+        graphs: a GPU replays decoding steps as CUDA graphs; see :mod:`ia_mech.engine.cuda`.
     """
 
     shared: int
     layers: int
     why: str = ""
+    graphs: bool = False
 
     @classmethod
     def possible(cls, model: PreTrainedModel) -> "Engine":
@@ -57,13 +59,37 @@ class Engine:
         """What a run records."""
         if not self.shared:
             return "portable"
-        return f"shared-prefix {self.shared} of {self.layers} layers"
+        graphs = ", CUDA graphs" if self.graphs else ""
+        return f"shared-prefix {self.shared} of {self.layers} layers{graphs}"
 
     def __str__(self) -> str:
         return f"{self.name} ({self.why})" if self.why else self.name
 
 
-class SharedLayer(DynamicLayer):
+class PrefixLayer(DynamicLayer):
+    """A layer whose keys, as it hands them out, are only the rows' own: it attends by itself.
+
+    Attributes:
+        waiting: keys were handed out that no attention function has used yet.
+    """
+
+    waiting = False
+
+    def hand_out(self, keys: Tensor) -> Tensor:
+        """These keys, carrying this layer as ``shared_layer``: attention functions aren't told the
+        cache. It is a view that isn't kept, or the two would keep each other alive."""
+        self.waiting = True
+        keys = keys[:]
+        keys.shared_layer = self
+        return keys
+
+    def demand_attention(self) -> None:
+        """Raises RuntimeError if keys were handed out that no attention function has used."""
+        if self.waiting:
+            raise RuntimeError(UNUSED)
+
+
+class SharedLayer(PrefixLayer):
     """The layer's part of several contexts, by reference, and room for the tokens that rows add.
 
     ``keys`` and ``values`` are views of the rows' own tokens only, ``[rows, kv_heads, own, dim]``;
@@ -78,14 +104,13 @@ class SharedLayer(DynamicLayer):
 
     Attributes:
         contexts: by number, keys and values ``[1, kv_heads, tokens, dim]`` of a context's prefix.
-        waiting: keys were handed out that no attention function has used yet.
         length: tokens of all that a mask covers, own ones included.
     """
 
     def __init__(self, layer: DynamicLayer, lines: Lines, room: int, capacity: int) -> None:
         super().__init__()
         self.dtype, self.device, self.is_initialized = layer.keys.dtype, layer.keys.device, True
-        self.lines, self.contexts, self.length, self.waiting = lines, {}, 0, False
+        self.lines, self.contexts, self.length = lines, {}, 0
         # Zeros: what is stored beyond a row's age is multiplied with a weight of zero.
         self._buffers = tuple(
             tensor.new_zeros(capacity, tensor.shape[1], room, tensor.shape[-1])
@@ -112,9 +137,6 @@ class SharedLayer(DynamicLayer):
     ) -> tuple[Tensor, Tensor]:
         """Write new keys and values ``[rows, kv_heads, new, dim]``; returns the rows' own ones.
 
-        The keys returned carry this layer as ``shared_layer``: attention functions aren't told the
-        cache. They are a view that isn't kept, or the two would keep each other alive.
-
         Raises:
             RuntimeError: the model's attention passed by what was returned the last time.
         """
@@ -125,10 +147,7 @@ class SharedLayer(DynamicLayer):
             for buffer, states in zip(self._buffers, (key_states, value_states), strict=True)
         )
         self.length += key_states.shape[-2]
-        self.waiting = True
-        keys = self.keys[:]
-        keys.shared_layer = self
-        return keys, self.values
+        return self.hand_out(self.keys), self.values
 
     def _make_room(self) -> None:
         rows, room = len(self.lines), self.lines.step.end
@@ -143,11 +162,6 @@ class SharedLayer(DynamicLayer):
             old, self._buffers = self._buffers, tuple(more)
             for buffer, before in zip(self._buffers, old, strict=True):
                 buffer[: before.shape[0], :, : before.shape[2]] = before
-
-    def demand_attention(self) -> None:
-        """Raises RuntimeError if keys were handed out that no attention function has used."""
-        if self.waiting:
-            raise RuntimeError(UNUSED)
 
     def get_seq_length(self) -> int:
         return self.length
@@ -219,14 +233,14 @@ def sharing(model: PreTrainedModel, cache: DynamicCache) -> Iterator[None]:
         RuntimeError: on leaving, if a shared layer's keys were used by something else than the
             attention function; the model's output is wrong then.
     """
-    shared = [layer for layer in cache.layers if isinstance(layer, SharedLayer)]
+    shared = [layer for layer in cache.layers if isinstance(layer, PrefixLayer)]
     if not shared:
         yield
         return
     others = [
         layer
         for layer in cache.layers
-        if isinstance(layer, CacheLayerMixin) and not isinstance(layer, SharedLayer)
+        if isinstance(layer, CacheLayerMixin) and not isinstance(layer, PrefixLayer)
     ]
     config = text_config(model.config)
     before = config._attn_implementation
