@@ -22,6 +22,8 @@ from ia_mech.config import SampleConfig
 from ia_mech.conversations import UNPERTURBED, Conversation
 from ia_mech.engine.capture import find_blocks
 from ia_mech.engine.check import check_engine
+from ia_mech.engine.cuda.check import with_graphs
+from ia_mech.engine.cuda.outbox import Outbox, Parcel
 from ia_mech.engine.loop import Decoded, Row, decode_stream
 from ia_mech.engine.memory import Halving
 from ia_mech.engine.plan import (
@@ -51,7 +53,7 @@ from ia_mech.run import Run, RunWriter, layout
 from ia_mech.sampling import stream_key
 from ia_mech.scoring.candidates import OwnCandidates
 from ia_mech.scoring.donors import Donors
-from ia_mech.scoring.scorer import Scorer
+from ia_mech.scoring.scorer import ContextScores, Scorer
 from ia_mech.scoring.temperatures import scored_temperatures
 
 # Small, so that a kill costs about a minute at most:
@@ -95,7 +97,8 @@ def collect(
     check_folder(out)
     own = None if config.candidates is None else OwnCandidates.read(config.candidates)
     probe = [{"role": "user", "content": "What is it?"}, {"role": "assistant", "content": "Blue."}]
-    engine = check_engine(subject.model, (chat.context(probe).ids * 12)[:12], config.engine)
+    ids = (chat.context(probe).ids * 12)[:12]
+    engine = with_graphs(subject.model, ids, check_engine(subject.model, ids, config.engine))
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         with _scratch(out.parent) as scratch:
@@ -157,6 +160,7 @@ class _Job:
         self.engine = engine
         self.own: OwnCandidates | None = own
         self.blocks = find_blocks(subject.model)
+        self.outbox = Outbox(subject.device)
         self.positions = kept_positions(config, chat)
         self.grid_rows = config.grid.rows()
         self.width = Halving(config.batch_rows, self._halved)
@@ -238,6 +242,8 @@ class _Job:
             width=len(group),
             on_step=self.progress.advance,
             share=self.engine.shared > 0,
+            graphs=self.engine.graphs,
+            longest=max(len(prompt.ids) for prompt in prompts),
         )
         return [
             {
@@ -299,7 +305,7 @@ class _Job:
 
     def _run_contexts(self, items: list[Item], scorer: Scorer, width: int) -> list[Result]:
         """Prefill contexts group by group; sample and score from that."""
-        results: list[Result] = []
+        sent: list[tuple[list[ContextScores], Parcel, Parcel]] = []
 
         def groups() -> Iterator[Prefilled]:
             together = contexts_per_batch(len(self.grid_rows), width)
@@ -309,16 +315,17 @@ class _Job:
                 members = [items[i] for i in group]
                 prefilled = self._prefill(members)
                 scores = scorer.score_candidates(prefilled, [item.scorable for item in members])
-                results.extend(
-                    Result([], score, logits.cpu(), residuals.cpu())
-                    for score, logits, residuals in zip(
-                        scores, prefilled.logits, prefilled.residuals, strict=True
-                    )
-                )
+                parcels = (self.outbox.send(t) for t in (prefilled.logits, prefilled.residuals))
+                sent.append((scores, *parcels))
                 yield prefilled
 
         scored = self._is_scored(items)
         decoded = self._sample(groups(), items, width, rows_are_done=not scored)
+        results = [
+            Result([], *one)
+            for scores, *parcels in sent
+            for one in zip(scores, *(parcel.take() for parcel in parcels), strict=True)
+        ]
         rows = len(self.grid_rows)
         for at, result in enumerate(results):
             result.rows.extend(decoded[at * rows : (at + 1) * rows])
@@ -372,6 +379,8 @@ class _Job:
             width=width,
             on_step=advance,
             share=self.engine.shared > 0,
+            graphs=self.engine.graphs,
+            longest=max(len(item.chat.ids) for item in items),
         )
 
     def _scorer(self) -> Scorer:

@@ -11,6 +11,7 @@ import transformers
 from ia_mech import __version__
 from ia_mech.chat import ChatFormat
 from ia_mech.config import SampleConfig
+from ia_mech.engine.cuda import fused
 from ia_mech.engine.shared import Engine
 from ia_mech.intake import kept_positions
 from ia_mech.models import Subject
@@ -64,6 +65,7 @@ def machine(subject: Subject) -> dict:
     """What rounding depends on besides the configuration."""
     on_gpu = subject.device.type == "cuda"
     return {
+        **(_gpu(subject.device) if on_gpu else {}),
         "machine": platform.machine(),
         "device": torch.cuda.get_device_name(subject.device) if on_gpu else platform.processor(),
         "cpus": os.cpu_count(),
@@ -71,4 +73,17 @@ def machine(subject: Subject) -> dict:
         "python": platform.python_version(),
         "matmul_precision": torch.get_float32_matmul_precision(),
         "cudnn_tf32": torch.backends.cudnn.allow_tf32,
+    }
+
+
+def _gpu(device: torch.device) -> dict:
+    """What rounding on a GPU depends on besides: its kernels, and how they may add up."""
+    matmul = torch.backends.cuda.matmul
+    return {
+        "capability": ".".join(map(str, torch.cuda.get_device_capability(device))),
+        "cuda": torch.version.cuda,
+        "matmul_tf32": matmul.allow_tf32,
+        "bf16_reduced_precision_sums": matmul.allow_bf16_reduced_precision_reduction,
+        "fp16_reduced_precision_sums": matmul.allow_fp16_reduced_precision_reduction,
+        "sampling_kernel": "triton" if fused.available() else "torch",
     }

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ia_mech.engine.admit import admit, can_admit, put_rows
+from ia_mech.engine.cuda import fused
 from ia_mech.engine.prefix import Prefilled, State, expand, forward
 from ia_mech.engine.schedule import Schedule
 from ia_mech.sampling import Draw, draw, gumbel
@@ -56,6 +57,7 @@ def decode(
     max_new_tokens: int,
     on_step: Callable[[int, int], None] | None = None,
     share: bool = True,
+    graphs: bool = False,
 ) -> list[Decoded]:
     """Decode rows of one group of contexts, all together; see :func:`decode_stream`."""
     return decode_stream(
@@ -67,6 +69,8 @@ def decode(
         width=len(rows),
         on_step=on_step,
         share=share,
+        graphs=graphs,
+        longest=prefilled.state.mask.shape[1],
     )
 
 
@@ -80,6 +84,8 @@ def decode_stream(
     width: int,
     on_step: Callable[[int, int], None] | None = None,
     share: bool = True,
+    graphs: bool = False,
+    longest: int = 0,
 ) -> list[Decoded]:
     """Decode rows to their turn-end or to ``max_new_tokens``, in a batch that is kept full.
 
@@ -98,21 +104,29 @@ def decode_stream(
         on_step: called whenever tokens were drawn with (how many, how many rows that finished).
         share: rows read their context's keys and values where the prefill left them, in layers of
             full attention; else every row gets a copy.
+        graphs: decode in buffers of fixed addresses, on a GPU as CUDA graphs; for models of which
+            :class:`ia_mech.engine.shared.Engine` says so.
+        longest: tokens of the longest context of all groups, which ``graphs`` needs to know.
 
     Returns:
         What each row wrote, in the order of ``rows``.
     """
     order = sorted(range(len(rows)), key=lambda i: rows[i].context)
-    stream = _Stream(
-        model, groups, [rows[i] for i in order], stop_ids, max_new_tokens, width, on_step, share
-    )
+    sorted_rows = [rows[i] for i in order]
+    arguments = model, groups, sorted_rows, stop_ids, max_new_tokens, width, on_step, share
+    if graphs:
+        from ia_mech.engine.cuda.stream import StaticStream  # which is made of this module's Stream
+
+        stream = StaticStream(longest, *arguments)
+    else:
+        stream = Stream(*arguments)
     decoded: list[Decoded | None] = [None] * len(rows)
     for i, one in zip(order, stream.run(), strict=True):
         decoded[i] = one
     return decoded
 
 
-class _Stream:
+class Stream:
     """The work of one :func:`decode_stream`; rows are in the order of their contexts."""
 
     def __init__(
@@ -157,7 +171,7 @@ class _Stream:
             if self._state is not None and not can_admit(self._state):
                 break
             group = self._group_of(self._rows[schedule.waiting[0]].context)
-            rows, first = self._draw_first(group)
+            rows, first = self._draw_first(group, self._end)
             if not rows:
                 continue
             context = [self._rows[row].context for row in rows]
@@ -186,12 +200,12 @@ class _Stream:
             self._first, self._end = self._end, self._end + len(self._group.logits)
         return self._group
 
-    def _draw_first(self, group: Prefilled) -> tuple[list[int], Tensor]:
+    def _draw_first(self, group: Prefilled, end: int) -> tuple[list[int], Tensor]:
         """The next rows of the group that don't end with their first token, as many as there are
-        lines free, and those tokens; the rows that do are recorded."""
+        lines free, of contexts before ``end``, and those tokens; the rows that do are recorded."""
         schedule, going, first = self._schedule, [], []
         while len(going) < schedule.free:
-            left = [r for r in schedule.waiting if self._rows[r].context < self._end]
+            left = [r for r in schedule.waiting if self._rows[r].context < end]
             rows = schedule.take(min(schedule.free - len(going), len(left)))
             if not rows:
                 break
@@ -245,6 +259,8 @@ def sample(logits: Tensor, temperature: Tensor, stream: Tensor, step: Tensor) ->
         stream: ``[rows, 2]`` int64 Philox keys.
         step: ``[rows]`` int64, index of the token within its row.
     """
+    if logits.device.type == "cuda" and fused.available():
+        return fused.draw(logits, temperature, stream, step)
     vocab = logits.shape[-1]
     noise_row = torch.zeros(len(temperature), dtype=torch.long, device=logits.device)
     sampled = (temperature > 0).nonzero()[:, 0]

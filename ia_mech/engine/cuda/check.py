@@ -1,0 +1,71 @@
+"""Can this model be decoded from CUDA graphs, and are the numbers right then?
+
+Asked on a GPU, after the engine itself was found right. Whatever speaks against it is a reason to
+decode step by step as on a CPU, which is said and recorded, and none to stop.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from transformers import PreTrainedModel
+
+from ia_mech.engine.check import TOLERANCE
+from ia_mech.engine.cuda.seating import Seating
+from ia_mech.engine.cuda.sizes import Sizes
+from ia_mech.engine.cuda.stepper import FIELDS, STEPS, Stepper, why_not
+from ia_mech.engine.prefix import Prefix, prefill
+from ia_mech.engine.shared import Engine
+from ia_mech.models import is_out_of_memory
+
+
+def with_graphs(model: PreTrainedModel, ids: Sequence[int], engine: Engine) -> Engine:
+    """The engine, with CUDA graphs if the model is on a GPU and they are right.
+
+    Args:
+        model: the subject model.
+        ids: at least 12 token ids of real text.
+        engine: that was checked.
+    """
+    if model.device.type != "cuda" or not engine.shared:
+        return engine
+    problem = why_not(model)
+    try:
+        problem = problem or _problem(model, list(ids))
+    except Exception as error:  # whatever a model does that can't be captured
+        if is_out_of_memory(error):
+            raise
+        while error.__context__ is not None:  # leaving a capture that failed raises once more
+            error = error.__context__
+        problem = f"no CUDA graphs: {' '.join(str(error).split())[:120]}"
+    return replace(engine, graphs=not problem, why=problem)
+
+
+@torch.inference_mode()
+def _problem(model: PreTrainedModel, ids: list[int]) -> str:
+    """Decode three rows of two contexts greedily; what is recorded against full passes."""
+    prompts, contexts = [ids[:7], ids[7:11]], [0, 1, 1]
+    group = prefill(model, [Prefix(prompt) for prompt in prompts])
+    sizes = Sizes.of(contexts, len(contexts), max(map(len, prompts)), STEPS + 1)
+    stepper, seating = Stepper(model, sizes, group), Seating(sizes.slots)
+    for context in range(len(prompts)):
+        stepper.put_context(seating.hold(context), group, context)
+    first = group.logits.argmax(-1)[contexts]
+    rows = len(contexts)
+    stepper.begin(range(rows), contexts, first, torch.zeros(rows), torch.zeros(rows, 2).long())
+    stepper.seat(*seating.tables(contexts, sizes))
+    drawn = stepper.run(rows, STEPS)
+    tokens, logprobs = (drawn[:, FIELDS.index(name)] for name in ("token", "logprob"))
+    worst, largest = 0.0, 1.0
+    for row, context in enumerate(contexts):
+        wrote = [int(first[row]), *tokens[:, row].long().tolist()]
+        whole = torch.tensor([[*prompts[context], *wrote]], device=model.device)
+        logits = model(whole, use_cache=False).logits[0, -STEPS - 1 : -1].double().cpu()
+        theirs = logits.log_softmax(-1).gather(-1, torch.tensor(wrote[1:])[:, None])[:, 0]
+        apart = (logprobs[:, row] - theirs).abs().nan_to_num(torch.inf)
+        worst, largest = max(worst, float(apart.max())), max(largest, float(logits.abs().max()))
+    # A log-probability is off by twice what its logits are off by.
+    allowed = 2 * max(TOLERANCE, 16 * torch.finfo(model.dtype).eps) * largest
+    if worst <= allowed:
+        return ""
+    return f"no CUDA graphs: log-probabilities differ from a full pass by {worst:.2g}"
