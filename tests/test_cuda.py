@@ -1,0 +1,182 @@
+"""What only a GPU can show; skipped without one. Run with: pytest -m gpu -n 0"""
+
+import copy
+
+import numpy as np
+import pytest
+import test_fused
+import tiny
+import torch
+from scipy import stats
+from test_static import STATIC
+from test_stream import LENGTHS, ROWS, STOPS, near_ties, prefilled_by
+from transformers import GenerationConfig
+
+from ia_mech.engine.capture import find_blocks
+from ia_mech.engine.cuda import check, fused
+from ia_mech.engine.cuda.outbox import Outbox
+from ia_mech.engine.cuda.seating import Seating
+from ia_mech.engine.cuda.sizes import Shape, Sizes, free_bytes, needed_bytes
+from ia_mech.engine.cuda.stepper import STEPS, Stepper
+from ia_mech.engine.loop import Row, decode, decode_stream, sample
+from ia_mech.engine.prefix import Prefix, prefill
+from ia_mech.engine.shared import Engine
+from ia_mech.models import text_config
+from ia_mech.sampling import stream_key
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+
+
+@pytest.fixture(autouse=True)
+def exact_products():
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = False
+
+
+def model_of(architecture: str, dtype: torch.dtype = torch.float32):
+    return copy.deepcopy(tiny.model(architecture)).to("cuda", dtype)
+
+
+def greedy(model, prompt: list[int], tokens: int) -> list[int]:
+    """What ``generate`` writes."""
+    settings = GenerationConfig(
+        do_sample=False, max_new_tokens=tokens, eos_token_id=tiny.EOS, pad_token_id=0
+    )
+    ids = torch.tensor([prompt], device="cuda")
+    written = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings)
+    return written[0, len(prompt) :].tolist()
+
+
+def stepper_of(model, rows: int = 3, graphs: bool = True) -> Stepper:
+    """Greedy rows of one context, that drew their first token."""
+    group = prefilled_by(model, (9,))
+    sizes = Sizes.of([0] * rows, rows, 9, 40)
+    stepper, seating = Stepper(model, sizes, group, graphs=graphs), Seating(sizes.slots)
+    stepper.put_context(seating.hold(0), group, 0)
+    first = group.logits.argmax(-1).expand(rows)
+    stepper.begin(range(rows), [0] * rows, first, torch.zeros(rows), torch.zeros(rows, 2).long())
+    stepper.seat(*seating.tables([0] * rows, sizes))
+    return stepper
+
+
+@pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
+def test_greedy_equals_generate_in_float32(architecture):
+    model = model_of(architecture)
+    prompts = [tiny.prompt(n, seed=n) for n in LENGTHS]
+    group = prefill(model, [Prefix(prompt) for prompt in prompts])
+    engine = check.with_graphs(model, tiny.prompt(12, seed=0), Engine.possible(model))
+    rows = [Row(c, 0.0, (0, 0)) for c in range(len(prompts))]
+    share = engine.shared > 0
+    ours = decode(model, group, rows, [tiny.EOS], 24, share=share, graphs=engine.graphs)
+    for prompt, row in zip(prompts, ours, strict=True):
+        theirs = greedy(model, prompt, 24)
+        if row.token_ids.tolist() != theirs:
+            length = min(len(theirs), len(row.token_ids))
+            first = int(np.argmax(row.token_ids[:length] != np.array(theirs[:length])))
+            assert row.margins[first] < 1e-4
+
+
+@pytest.mark.parametrize("architecture", STATIC)
+def test_the_engine_uses_graphs_or_says_why(architecture):
+    model = model_of(architecture)
+    engine = check.with_graphs(model, tiny.prompt(12, seed=0), Engine(4, 4))
+    assert engine.graphs or engine.why.startswith("no CUDA graphs: ")
+    if architecture in ("llama", "qwen3", "glm4"):  # without experts nothing speaks against it
+        assert engine.graphs, engine.why
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_graph_and_eager_steps_are_bit_for_bit_the_same(dtype):
+    model = model_of("qwen3", dtype)
+    replayed, stepped = (stepper_of(model, graphs=g) for g in (True, False))
+    for _ in range(6):
+        ours, theirs = (stepper.run(3, STEPS) for stepper in (replayed, stepped))
+        torch.testing.assert_close(ours, theirs, atol=0, rtol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "glm4"])
+def test_rows_equal_between_graphs_the_loop_and_widths(architecture):
+    model = model_of(architecture)
+    group = prefilled_by(model, LENGTHS)
+    loops = decode(model, group, ROWS, STOPS, 12)
+    for width in (1, 5, 17, len(ROWS)):
+        ours = decode_stream(
+            model, [group], ROWS, STOPS, 12, width=width, graphs=True, longest=max(LENGTHS)
+        )
+        assert near_ties(ours, loops) <= 1
+
+
+def test_a_step_never_waits_for_the_host_to_be_told():
+    stepper = stepper_of(model_of("qwen3"))
+    stepper.run(3, 1)  # captures
+    stepped = stepper_of(model_of("qwen3"), graphs=False)
+    stepped.run(3, 1)  # makes what libraries make on first use
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with torch.inference_mode():
+            for graph in stepper._graphs.values():
+                graph.replay()
+            stepped._at.zero_()
+            stepped._step(stepped.sizes.bucket(3))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_residuals_equal_the_cpus():
+    for architecture in STATIC:
+        cpu, gpu = tiny.model(architecture), model_of(architecture)
+        prefixes = [Prefix(tiny.prompt(n, seed=n), [0, n - 1]) for n in (9, 23, 14)]
+        ours, theirs = (prefill(m, prefixes, find_blocks(m)).residuals.cpu() for m in (gpu, cpu))
+        error = (ours - theirs).norm(dim=-1) / theirs.norm(dim=-1)
+        assert error.max() <= 1e-4, architecture
+
+
+@pytest.mark.skipif(not fused.available(), reason="no Triton")
+def test_the_kernel_draws_what_pytorch_operations_draw():
+    test_fused.check("cuda", (97, 5001, 151_936))
+
+
+@pytest.mark.parametrize("triton", ["1", "0"])
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 2.0])
+def test_draws_follow_the_distribution(triton, temperature, monkeypatch):
+    monkeypatch.setenv("IA_MECH_TRITON", triton)
+    draws, vocab = 200_000, 50
+    logits = torch.randn(vocab, generator=torch.Generator().manual_seed(1)).cuda() * 2
+    keys = torch.tensor([stream_key(0, "chi", i) for i in range(draws)], device="cuda")
+    drawn = sample(
+        logits.expand(draws, vocab),
+        torch.full((draws,), temperature, device="cuda"),
+        keys,
+        torch.full((draws,), 3, device="cuda"),
+    )
+    expected = (logits.double() / temperature).softmax(-1).cpu().numpy() * draws
+    counts = np.bincount(drawn.token.cpu().numpy(), minlength=vocab)
+    rare = expected < 5
+    counts, expected = (np.append(x[~rare], x[rare].sum()) for x in (counts, expected))
+    keep = expected > 0
+    assert stats.chisquare(counts[keep], expected[keep]).pvalue > 1e-3
+
+
+def test_tensors_leave_while_the_device_works():
+    outbox, tensor = Outbox(torch.device("cuda")), torch.randn(512, 512, device="cuda")
+    parcel = outbox.send(tensor)
+    expected = tensor.clone()
+    del tensor
+    torch.full((512, 512), 7.0, device="cuda")  # would be given the memory if it were free
+    assert parcel.take().is_pinned() and torch.equal(parcel.take(), expected.cpu())
+
+
+def test_a_batch_takes_no_more_than_was_planned():
+    model = model_of("llama")
+    group = prefilled_by(model, (9,))
+    shape = Shape.of(text_config(model.config), group.state.cache.layers, group.logits)
+    before = torch.cuda.memory_allocated()
+    stepper = stepper_of(model, rows=64)
+    stepper.run(64, 1)
+    planned = needed_bytes(shape, stepper.sizes, fused.available())
+    assert torch.cuda.memory_allocated() - before < planned + 2**26  # libraries' workspaces
+    assert free_bytes(torch.device("cuda")) <= torch.cuda.mem_get_info()[1]
