@@ -1,142 +1,177 @@
-"""Tokens per second of the sampling loop against ``generate``, and what capture costs.
+"""How fast rows are sampled: ours against its peers and against the matrix products alone.
 
-    python -m benchmarks.sampling                 about five minutes on two cores
-    python -m benchmarks.sampling --rounds 1      a quick look
+    python -m benchmarks.sampling                     about 20 minutes on two cores
+    python -m benchmarks.sampling --rounds 1          about 8 minutes
+    python -m benchmarks.sampling --quick             does it run? its figures mean nothing
+    python -m benchmarks.sampling --write             puts the tables into the two READMEs
 
-One workload, one process, the same model object: a context of 231 tokens, greedy + 4 temperatures
-x 8 samples = 33 rows, 48 new tokens each, nothing stops early. ``generate`` can't mix temperatures,
-so it gets the easier job of 33 rows at T = 1 in a single call. Ours runs with the shared prefix and
-with a copy per row; and both decode four such contexts, 132 rows, together. The contenders take
-turns, round by round, and ratios are taken within a round, so that a machine that changes pace
-doesn't favour one. Prints Markdown.
+One process, the embedded model, nothing stops early: a context of 231 tokens, greedy + 4
+temperatures x 8 samples = 33 rows of 48 new tokens; and 4 such contexts, 132 rows, together.
+Contenders take turns, round by round, and ratios are taken within a round, so that a machine that
+changes pace doesn't favour one. In the same rounds: the model's matrix products by themselves, what
+capture adds to a prefill, and ours with more or fewer rows, new tokens and tokens of context. Then
+the memory for keys and values, and which rows the portable engine or another width writes
+otherwise. Prints Markdown; progress goes to stderr. A peer that isn't installed is named in the
+output, with what would install it.
 """
 
 import argparse
+import datetime
 import os
 import platform
-import statistics
-import time
-from collections.abc import Callable
+import re
+import sys
 from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 import torch
-import transformers
-from transformers import GenerationConfig
 
-from ia_mech.chat import ChatFormat
-from ia_mech.conversations import open_conversations
-from ia_mech.engine.capture import find_blocks
-from ia_mech.engine.loop import Row, decode
-from ia_mech.engine.prefix import Prefix, prefill
-from ia_mech.formats import ColumnMap
-from ia_mech.models import ModelSpec, load
-from ia_mech.sampling import stream_key
+from benchmarks import sampling_floor, sampling_memory
+from benchmarks.sampling_growth import Growth, capture_cost, compare
+from benchmarks.sampling_peers import CONTEXTS, QUICK, Size, Workload, contenders, timed
+from benchmarks.sampling_results import FLOOR, OURS, Results, Timing
+from benchmarks.sampling_tables import PEERS, between_markers, full, short
+from ia_mech.cli import Parser, guarded, whole_from
+from ia_mech.models import ModelSpec, Subject, load
 
-OURS = "ia_mech, all layers at 7 positions"
-TEMPERATURES, SAMPLES, NEW_TOKENS, CONTEXT_TOKENS = (0.5, 0.7, 1.0, 1.3), 8, 48, 231
-
-
-def timed(function: Callable[[], object]) -> float:
-    """Seconds of one call."""
-    begun = time.perf_counter()
-    function()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter() - begun
+FOLDER = Path(__file__).parent
+DOCUMENTS = {FOLDER / "README.md": full, FOLDER.parent / "README.md": short}  # for --write
+CHOICES = [peer for peer in PEERS if peer not in (OURS, FLOOR)]
+CAPTURE_PAIRS = 10  # of prefills with and without capture, per round
+PACKAGES = ("torch", "transformers", "transformer-lens", "llama-cpp-python")
 
 
-def context_ids(subject) -> list[int]:
-    """The last 231 tokens of a real chat context, its user header included."""
-    chat = ChatFormat(subject.tokenizer)
-    source = open_conversations(
-        "builtin", limit=None, columns=ColumnMap(), split=None, subset=None, revision=None
+def main(argv: list[str] | None = None) -> int:
+    parser = build_parser()
+    args = parser.parse_args(argv)
+    if args.quick and args.write:
+        parser.error("--write: the figures of --quick mean nothing")
+    return guarded(lambda: run(args), lambda: "nothing was kept")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = Parser(prog="python -m benchmarks.sampling", description=__doc__)
+    parser.add_argument(
+        "--rounds", type=whole_from(1), default=3, help="of every contender (default: 3)"
     )
-    contexts = (chat.context(c.messages).ids for c in source)
-    return next(ids for ids in contexts if len(ids) >= CONTEXT_TOKENS)[-CONTEXT_TOKENS:]
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser.add_argument(
+        "--peers",
+        nargs="*",
+        choices=CHOICES,
+        default=CHOICES,
+        metavar="PEER",
+        help=f"which, besides ours: {', '.join(CHOICES)} (default: all that can be had)",
     )
-    parser.add_argument("--rounds", type=int, default=3, help="of every contender (default: 3)")
+    parser.add_argument(
+        "--gguf",
+        type=Path,
+        metavar="FILE",
+        help="for llama.cpp (default: the embedded model's, 93 MB, fetched once)",
+    )
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda (default: auto)")
     parser.add_argument("--dtype", default="float32", help="default: float32")
-    args = parser.parse_args()
-    subject = load(ModelSpec(device=args.device, dtype=args.dtype))
-    model, blocks, ids = subject.model, find_blocks(subject.model), context_ids(subject)
-    last = len(ids) - 1
-    rows = [Row(0, 0.0, (0, 0))] + [
-        Row(0, t, stream_key(0, "benchmark", s)) for t in TEMPERATURES for s in range(SAMPLES)
-    ]
-    batch = torch.tensor([ids] * len(rows), device=model.device)
-
-    def ours(contexts: int = 1, share: bool = True) -> None:
-        prefixes = [Prefix(ids, range(last - 6, last + 1))] * contexts
-        mine = [replace(row, context=c) for c in range(contexts) for row in rows]
-        prefilled = prefill(model, prefixes, blocks)
-        decode(model, prefilled, mine, [], NEW_TOKENS, share=share)
-
-    def generate(**outputs) -> None:
-        settings = GenerationConfig(
-            do_sample=True,
-            temperature=1.0,
-            top_k=0,
-            max_new_tokens=NEW_TOKENS,
-            min_new_tokens=NEW_TOKENS,
-            pad_token_id=0,
-            return_dict_in_generate=bool(outputs),
-            **outputs,
-        )
-        model.generate(batch, attention_mask=torch.ones_like(batch), generation_config=settings)
-
-    contenders = {
-        OURS: ours,
-        "the same, a copy of the prefix per row": lambda: ours(share=False),
-        "generate": generate,
-        "generate, output_hidden_states and output_scores": lambda: generate(
-            output_hidden_states=True, output_scores=True
-        ),
-        OURS + ", 4 contexts": lambda: ours(4),
-        "the same, a copy of the prefix per row, 4 contexts": lambda: ours(4, share=False),
-    }
-    for warm_up in contenders.values():
-        warm_up()
-    seconds = {name: [] for name in contenders}
-    for _ in range(args.rounds):
-        for name, run in contenders.items():
-            seconds[name].append(timed(run))
-
-    plain, captured = [], []
-    for _ in range(20):
-        plain.append(timed(lambda: prefill(model, [Prefix(ids)])))
-        captured.append(
-            timed(lambda: prefill(model, [Prefix(ids, range(last - 6, last + 1))], blocks))
-        )
-    extra = statistics.median(c / p for c, p in zip(captured, plain, strict=True)) - 1
-
-    tokens = len(rows) * NEW_TOKENS
-    print(
-        f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, "
-        f"{torch.get_num_threads()} threads, {subject.describe()['dtype']} on {model.device.type}, "
-        f"torch {torch.__version__}, transformers {transformers.__version__}; "
-        f"{args.rounds} rounds, medians.\n"
+    parser.add_argument("--quick", action="store_true", help="few rows and tokens, one round")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="save the measurements too")
+    parser.add_argument(
+        "--read", type=Path, metavar="FILE", help="make the tables of saved ones; measure nothing"
     )
-    print("| | tokens/s | ratio of ours to it (min … max over rounds) |")
-    print("|---|---|---|")
-    for name, taken in seconds.items():
-        contexts = 4 if name.endswith("4 contexts") else 1
-        base = seconds[OURS + ", 4 contexts" if contexts == 4 else OURS]
-        ratios = [other / mine for other, mine in zip(taken, base, strict=True)]
-        print(
-            f"| {name} | {contexts * tokens / statistics.median(taken):.0f} | "
-            f"{statistics.median(ratios):.2f} ({min(ratios):.2f} … {max(ratios):.2f}) |"
-        )
-    print(
-        f"\nCapturing all layers at 7 positions adds {extra:+.1%} to a plain prefill "
-        f"({statistics.median(plain) * 1000:.0f} ms; median of 20 pairs)."
+    parser.add_argument(
+        "--write",
+        action="store_true",
+        help="put the tables between the markers in README.md and benchmarks/README.md",
     )
+    return parser
+
+
+def run(args: argparse.Namespace) -> None:
+    if args.write:  # better known now than after the measurement
+        for document in DOCUMENTS:
+            between_markers(document.read_text(encoding="utf-8"), "")
+    results = Results.read(args.read) if args.read else measure(args)
+    print(full(results))
+    if args.json:
+        results.save(args.json)
+    if args.write:
+        for document, text in DOCUMENTS.items():
+            after = between_markers(document.read_text(encoding="utf-8"), text(results))
+            document.write_text(after, encoding="utf-8")
+
+
+def measure(args: argparse.Namespace) -> Results:
+    """All of it, in rounds; progress is told on stderr."""
+    size, rounds = (QUICK, 1) if args.quick else (Size(), args.rounds)
+    spec = ModelSpec(device=args.device, dtype=args.dtype)
+    workload, written = Workload.of(load(spec), size), {}
+    found, missing = contenders(workload, args.peers, args.gguf, written)
+    timings = [Timing(one.peer, one.contexts, []) for one in found]
+    products, plain, captured, growth = [], [], [], Growth(workload)
+    for one in found:
+        tell(f"warming up: {one.peer}")
+        one.run(2)
+    for number in range(1, rounds + 1):
+        for one, timing in zip(found, timings, strict=True):
+            tell(f"round {number} of {rounds}: {one.peer}, contexts: {one.contexts}")
+            timing.seconds.append(timed(lambda run=one.run: run(size.new_tokens)))
+        if workload.subject.device.type == "cpu":  # elsewhere waiting for each would be counted
+            tell(f"round {number} of {rounds}: matrix products")
+            sampling_floor.measure(workload, products)
+        tell(f"round {number} of {rounds}: capture, growth")
+        for taken, seconds in zip(
+            (plain, captured), capture_cost(workload, CAPTURE_PAIRS), strict=True
+        ):
+            taken.append(seconds)
+        growth.measure()
+    tell("memory")
+    return Results(
+        setting=setting(workload.subject),
+        context_tokens=size.context_tokens,
+        rows=size.rows,
+        new_tokens=size.new_tokens,
+        contexts=CONTEXTS,
+        rounds=rounds,
+        missing=missing,
+        timings=timings,
+        products=products,
+        plain=plain,
+        captured=captured,
+        growth=growth.points,
+        memory=sampling_memory.measure(replace(spec, device=str(workload.subject.device)), size),
+        compared=compare(written, size.rows, CONTEXTS),
+    )
+
+
+def setting(subject: Subject) -> str:
+    """Hardware, versions, dtype and date, on one line."""
+    described = subject.describe()
+    names = []
+    for package in PACKAGES:
+        try:
+            names.append(f"{package} {version(package)}")
+        except PackageNotFoundError:
+            continue
+    return (
+        f"{processor()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads, "
+        f"{described['dtype']} on {described['device']}, {', '.join(names)}, "
+        f"{datetime.date.today().isoformat()}"
+    )
+
+
+def processor() -> str:
+    """The CPU's name, with the widest vectors it has."""
+    try:
+        told = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return platform.processor() or platform.machine()
+    name = re.search(r"model name\s*: (.*)", told)
+    vectors = next((v for v in ("avx512f", "avx2") if re.search(rf"\b{v}\b", told)), None)
+    named = name[1].strip() if name else platform.machine()
+    return f"{named} ({vectors})" if vectors else named
+
+
+def tell(what: str) -> None:
+    print(what, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
