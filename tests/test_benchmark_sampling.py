@@ -10,11 +10,11 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from benchmarks import sampling
-from benchmarks.sampling_growth import compare, first_differences
-from benchmarks.sampling_memory import expected_bytes, held_bytes
-from benchmarks.sampling_peers import rows_of
-from benchmarks.sampling_results import (
+from benchmarks.sampling import __main__ as sampling
+from benchmarks.sampling.growth import compare, first_differences
+from benchmarks.sampling.memory import expected_bytes, held_bytes
+from benchmarks.sampling.peers import rows_of
+from benchmarks.sampling.results import (
     Compared,
     Held,
     Point,
@@ -24,7 +24,7 @@ from benchmarks.sampling_results import (
     floor,
     gflops,
 )
-from benchmarks.sampling_tables import (
+from benchmarks.sampling.tables import (
     CLOSING,
     OPENING,
     between_markers,

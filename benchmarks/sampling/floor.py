@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from benchmarks.sampling_peers import Workload, timed
-from benchmarks.sampling_results import Product
+from benchmarks.sampling.peers import Workload, timed
+from benchmarks.sampling.results import Product
 
 PASSES = 3  # through the model; the median counts
 

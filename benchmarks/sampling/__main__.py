@@ -27,15 +27,15 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import sampling_floor, sampling_memory
-from benchmarks.sampling_growth import Growth, capture_cost, compare
-from benchmarks.sampling_peers import CONTEXTS, QUICK, Size, Workload, contenders, timed
-from benchmarks.sampling_results import FLOOR, OURS, Results, Timing
-from benchmarks.sampling_tables import PEERS, between_markers, full, short
+from benchmarks.sampling import floor, memory
+from benchmarks.sampling.growth import Growth, capture_cost, compare
+from benchmarks.sampling.peers import CONTEXTS, QUICK, Size, Workload, contenders, timed
+from benchmarks.sampling.results import FLOOR, OURS, Results, Timing
+from benchmarks.sampling.tables import PEERS, between_markers, full, short
 from ia_mech.cli import Parser, guarded, whole_from
 from ia_mech.models import ModelSpec, Subject, load
 
-FOLDER = Path(__file__).parent
+FOLDER = Path(__file__).parents[1]
 DOCUMENTS = {FOLDER / "README.md": full, FOLDER.parent / "README.md": short}  # for --write
 CHOICES = [peer for peer in PEERS if peer not in (OURS, FLOOR)]
 CAPTURE_PAIRS = 10  # of prefills with and without capture, per round
@@ -115,7 +115,7 @@ def measure(args: argparse.Namespace) -> Results:
             timing.seconds.append(timed(lambda run=one.run: run(size.new_tokens)))
         if workload.subject.device.type == "cpu":  # elsewhere waiting for each would be counted
             tell(f"round {number} of {rounds}: matrix products")
-            sampling_floor.measure(workload, products)
+            floor.measure(workload, products)
         tell(f"round {number} of {rounds}: capture, growth")
         for taken, seconds in zip(
             (plain, captured), capture_cost(workload, CAPTURE_PAIRS), strict=True
@@ -136,7 +136,7 @@ def measure(args: argparse.Namespace) -> Results:
         plain=plain,
         captured=captured,
         growth=growth.points,
-        memory=sampling_memory.measure(replace(spec, device=str(workload.subject.device)), size),
+        memory=memory.measure(replace(spec, device=str(workload.subject.device)), size),
         compared=compare(written, size.rows, CONTEXTS),
     )
 

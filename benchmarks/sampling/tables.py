@@ -3,7 +3,7 @@
 import statistics
 from collections.abc import Iterable, Sequence
 
-from benchmarks.sampling_results import FLOOR, OURS, Results, floor, gflops, ratios
+from benchmarks.sampling.results import FLOOR, OURS, Results, floor, gflops, ratios
 from ia_mech.errors import UserError
 
 OPENING, CLOSING = "<!-- benchmarks.sampling -->", "<!-- /benchmarks.sampling -->"

@@ -186,7 +186,7 @@ def llama_cpp(workload: Workload, gguf: Path | None) -> list[Contender]:
     if workload.subject.device.type != "cpu":
         raise UserError("llama.cpp is measured on CPUs only", "use --device cpu")
     try:
-        from benchmarks.sampling_llama import Llama
+        from benchmarks.sampling.llama import Llama
     except (ImportError, OSError, RuntimeError) as error:  # the last two of its shared library
         raise UserError(
             f"llama-cpp-python can't be imported ({error})",

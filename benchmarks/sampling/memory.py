@@ -18,8 +18,8 @@ from types import FunctionType, ModuleType
 import torch
 from torch import Tensor, nn
 
-from benchmarks.sampling_peers import CONTEXTS, Size, Workload, prefixes
-from benchmarks.sampling_results import Held
+from benchmarks.sampling.peers import CONTEXTS, Size, Workload, prefixes
+from benchmarks.sampling.results import Held
 from ia_mech.engine.capture import find_blocks
 from ia_mech.engine.loop import decode
 from ia_mech.engine.prefix import expand, prefill
@@ -37,7 +37,7 @@ def measure(spec: ModelSpec, size: Size) -> list[Held]:
             asked = {"spec": dataclasses.asdict(spec), "size": dataclasses.asdict(size)}
             asked |= {"contexts": count, "shared": shared}
             done = subprocess.run(
-                [sys.executable, "-m", "benchmarks.sampling_memory", json.dumps(asked)],
+                [sys.executable, "-m", "benchmarks.sampling.memory", json.dumps(asked)],
                 env=os.environ | {"MALLOC_MMAP_THRESHOLD_": str(MAPPED_FROM)},
                 stdout=subprocess.PIPE,
                 text=True,

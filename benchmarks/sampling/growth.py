@@ -4,8 +4,8 @@ import statistics
 from collections.abc import Sequence
 from functools import partial
 
-from benchmarks.sampling_peers import Workload, prefixes, real_contexts, rows_of, timed
-from benchmarks.sampling_results import Compared, Point
+from benchmarks.sampling.peers import Workload, prefixes, real_contexts, rows_of, timed
+from benchmarks.sampling.results import Compared, Point
 from ia_mech.engine.capture import find_blocks
 from ia_mech.engine.loop import Decoded, decode
 from ia_mech.engine.prefix import Prefix, prefill
