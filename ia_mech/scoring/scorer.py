@@ -19,12 +19,13 @@ from ia_mech.engine.loop import Decoded
 from ia_mech.engine.memory import Halving
 from ia_mech.engine.plan import plan_units, prefill_tokens
 from ia_mech.engine.prefix import Prefilled, Prefix, prefill
-from ia_mech.engine.score import Scored, Turn, score
+from ia_mech.engine.score import Scored, Turn, score, score_groups
 from ia_mech.errors import UserError
 from ia_mech.scoring.candidates import OTHER, REFERENCE, Candidate, OwnCandidates, rivals
 from ia_mech.scoring.donors import Donors
 
 CONTRAST_PADDING = 0.1  # most of other contexts that are prefilled together
+HELD_TOKENS = 4096  # of other contexts whose turns are scored together
 SAID = {"empty": "empty response", "swapped": "swapped response", "header": "bare header"}
 
 
@@ -310,27 +311,36 @@ class Scorer:
             add(at, "header", self._opening(conversation))
             for probe in of[at]:
                 probe.contrasts.swapped = [None] * len(scores[at].swapped_from)
-        ids = list(others)
-        limits = len(ids), prefill_tokens(self._model.device), CONTRAST_PADDING
-        for unit in plan_units([len(one) for one in ids], *limits):
+        ids = sorted(others, key=len)
+        for held in plan_units([len(one) for one in ids], len(ids), HELD_TOKENS):
             self._others_limit.map(
-                lambda part: self._score_after({ids[i]: others[ids[i]] for i in part}, of), unit
+                lambda part: self._score_after(part, others, of), [ids[i] for i in held]
             )
 
     def _score_after(
-        self, others: dict[tuple[int, ...], list[_Slot]], of: dict[int, list[_Probe]]
-    ) -> None:
-        """Score the probes of contexts after these ids, all of which are prefilled together."""
-        prefilled = prefill(self._model, [Prefix(ids) for ids in others])
+        self,
+        ids: Sequence[tuple[int, ...]],
+        others: dict[tuple[int, ...], list[_Slot]],
+        of: dict[int, list[_Probe]],
+    ) -> Sequence[tuple[int, ...]]:
+        """Score the probes of contexts after these ids, which are sorted by length; returns them.
+
+        They are prefilled in groups, but all scored together: their turns are few and short.
+        """
+        limits = len(ids), prefill_tokens(self._model.device), CONTRAST_PADDING
+        groups = [
+            prefill(self._model, [Prefix(ids[i]) for i in unit])
+            for unit in plan_units([len(one) for one in ids], *limits)
+        ]
         meant = [
             (row, slot, probe)
-            for row, slots in enumerate(others.values())
-            for slot in slots
+            for row, one in enumerate(ids)
+            for slot in others[one]
             for probe in of[slot.context]
         ]
         turns = [Turn(row, probe.ids) for row, _, probe in meant]
         scored = self._rows_limit.map(
-            lambda part: score(self._model, prefilled, part, (), self._share), turns
+            lambda part: score_groups(self._model, groups, part, (), self._share), turns
         )
         for (_, slot, probe), one in zip(meant, scored, strict=True):
             found = Likelihood.of(one.logprobs_raw, probe.tokens)
@@ -338,7 +348,7 @@ class Scorer:
                 probe.contrasts.swapped[slot.number] = found
             else:
                 setattr(probe.contrasts, slot.name, found)
-        return list(others)
+        return ids
 
     def _context_with(
         self, conversation: Conversation, response: str, name: str
