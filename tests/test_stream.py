@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import ia_mech.engine.loop
 from ia_mech.engine.admit import admit, can_admit
 from ia_mech.engine.loop import Row, decode, decode_step, decode_stream
 from ia_mech.engine.prefix import Prefix, expand, prefill
@@ -172,3 +173,18 @@ def test_turns_of_several_groups_are_scored_as_alone(architecture, share):
         np.testing.assert_allclose(ours.logprobs_raw, theirs.logprobs_raw, atol=2e-5)
         np.testing.assert_allclose(ours.logprobs_tempered, theirs.logprobs_tempered, atol=4e-5)
         assert ours.ranks.tolist() == theirs.ranks.tolist()
+
+
+def test_a_batch_that_is_not_joined_is_compacted_while_others_wait(monkeypatch):
+    model, widths = tiny.model("llama"), []
+    honest = ia_mech.engine.loop.decode_step
+
+    def seen(model, state, token):
+        widths.append(len(token))
+        return honest(model, state, token)
+
+    monkeypatch.setattr(ia_mech.engine.loop, "decode_step", seen)
+    groups = (prefilled_by(model, LENGTHS[at : at + 2]) for at in (0, 2, 4, 6))
+    decode_stream(model, groups, ROWS, STOPS, 12, width=14, share=False)
+    first = widths[: next(at for at in range(1, len(widths)) if widths[at] > widths[at - 1])]
+    assert first[0] > first[-1] and first == sorted(first, reverse=True)

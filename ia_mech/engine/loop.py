@@ -136,7 +136,7 @@ class _Stream:
             token = self._begin(token)
             if not schedule.busy:
                 return self._record.rows(self._stops)
-            keep = schedule.compact()
+            keep = schedule.compact(can_admit(self._state))
             if keep is not None:
                 token = token[keep]
                 self._state.keep(torch.tensor(keep, device=token.device))
