@@ -55,7 +55,7 @@ from ia_mech.scoring.scorer import Scorer
 from ia_mech.scoring.temperatures import scored_temperatures
 
 # Small, so that a kill costs about a minute at most:
-RESPONSE_SHARE = 4  # responses are written by a batch that is so much smaller; they are long
+RESPONSE_SHARE = 8  # responses are written by a batch that is so much smaller; they are long
 SCORED_CONTEXTS = 8  # contexts written together where turns are scored after other responses, too
 
 

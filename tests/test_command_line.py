@@ -493,7 +493,7 @@ def test_an_interrupted_run_keeps_its_responses(sample, monkeypatch, tmp_path):
     out = tmp_path / "run"
     words = ["--response", "generate", "--max-response-tokens", "4", "--out", out]
     original = collect.prefill
-    monkeypatch.setattr(collect, "RESPONSE_SHARE", 32)
+    monkeypatch.setattr(collect, "RESPONSE_SHARE", 64)
     monkeypatch.setattr(collect, "prefill", Interrupted(original, 1))
     outcome = sample(*words)
     assert outcome.status == 130

@@ -144,6 +144,21 @@ class SharedLayer(DynamicLayer):
             for buffer, before in zip(self._buffers, old, strict=True):
                 buffer[: before.shape[0], :, : before.shape[2]] = before
 
+    def in_one_place(self, length: int) -> tuple[Tensor, Tensor]:
+        """Copies of prefix and own keys and values, ``[rows, kv_heads, length, dim]``, left-padded
+        with zeros."""
+        found = []
+        for which, own in enumerate((self.keys, self.values)):
+            whole = own.new_zeros(*own.shape[:2], length, own.shape[-1])
+            for line, context in enumerate(self.lines.contexts):
+                before = self.contexts[context][which][0]
+                mine = own[line, :, self.lines.padding[line] :]
+                begin = length - before.shape[-2] - mine.shape[-2]
+                whole[line, :, begin : begin + before.shape[-2]] = before
+                whole[line, :, begin + before.shape[-2] :] = mine
+            found.append(whole)
+        return tuple(found)
+
     def demand_attention(self) -> None:
         """Raises RuntimeError if keys were handed out that no attention function has used."""
         if self.waiting:

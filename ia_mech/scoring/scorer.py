@@ -17,14 +17,15 @@ from ia_mech.chat import ChatFormat
 from ia_mech.conversations import UNPERTURBED, Conversation
 from ia_mech.engine.loop import Decoded
 from ia_mech.engine.memory import Halving
-from ia_mech.engine.plan import plan_units, prefill_tokens
-from ia_mech.engine.prefix import Prefilled, Prefix, prefill
+from ia_mech.engine.plan import consecutive
+from ia_mech.engine.prefix import Prefilled
 from ia_mech.engine.score import Scored, Turn, score, score_groups
+from ia_mech.engine.shared import Engine
 from ia_mech.errors import UserError
 from ia_mech.scoring.candidates import OTHER, REFERENCE, Candidate, OwnCandidates, rivals
 from ia_mech.scoring.donors import Donors
+from ia_mech.scoring.others import Ids, prefill_others, trunk
 
-CONTRAST_PADDING = 0.1  # most of other contexts that are prefilled together
 HELD_TOKENS = 4096  # of other contexts whose turns are scored together
 SAID = {"empty": "empty response", "swapped": "swapped response", "header": "bare header"}
 
@@ -172,6 +173,8 @@ class Scorer:
         self._temperatures, self._swaps, self._generations = temperatures, swaps, generations
         self._own, self._limit, self._rows_limit, self._note = own, limit, rows_limit, note
         self._share = share
+        engine = Engine.possible(model)
+        self._branches = share and engine.shared == engine.layers
         self._others_limit = Halving(10**6, outermost=False)
         self._closing = [] if chat.closing_id is None else [chat.closing_id]
 
@@ -290,7 +293,7 @@ class Scorer:
         of: dict[int, list[_Probe]] = {}
         for probe in probes:
             of.setdefault(probe.context, []).append(probe)
-        others: dict[tuple[int, ...], list[_Slot]] = {}  # ids that many share are prefilled once
+        others: dict[Ids, list[_Slot]] = {}  # ids that many share are prefilled once
 
         def add(at: int, name: str, ids: list[int] | None) -> bool:
             if ids is None:
@@ -311,30 +314,39 @@ class Scorer:
             add(at, "header", self._opening(conversation))
             for probe in of[at]:
                 probe.contrasts.swapped = [None] * len(scores[at].swapped_from)
-        ids = sorted(others, key=len)
-        for held in plan_units([len(one) for one in ids], len(ids), HELD_TOKENS):
+        trunks = self._trunks(others)
+        ids = sorted(others, key=lambda one: (trunks[one], len(one)))
+        for held in consecutive([len(one) for one in ids], HELD_TOKENS):
             self._others_limit.map(
-                lambda part: self._score_after(part, others, of), [ids[i] for i in held]
+                lambda part: self._score_after(part, trunks, others, of), [ids[i] for i in held]
             )
+
+    def _trunks(self, others: dict[Ids, list[_Slot]]) -> dict[Ids, Ids]:
+        """What each of these contexts begins with that others of its conversation do, too."""
+        of: dict[int, list[Ids]] = {}
+        for ids, slots in others.items():
+            if self._branches and slots[0].name != "header":
+                of.setdefault(slots[0].context, []).append(ids)
+        found = {
+            ids: begun for several in of.values() for begun in [trunk(several)] for ids in several
+        }
+        return dict.fromkeys(others, ()) | found
 
     def _score_after(
         self,
-        ids: Sequence[tuple[int, ...]],
-        others: dict[tuple[int, ...], list[_Slot]],
+        ids: Sequence[Ids],
+        trunks: dict[Ids, Ids],
+        others: dict[Ids, list[_Slot]],
         of: dict[int, list[_Probe]],
-    ) -> Sequence[tuple[int, ...]]:
-        """Score the probes of contexts after these ids, which are sorted by length; returns them.
+    ) -> Sequence[Ids]:
+        """Score the probes of contexts after these ids, and return the ids.
 
         They are prefilled in groups, but all scored together: their turns are few and short.
         """
-        limits = len(ids), prefill_tokens(self._model.device), CONTRAST_PADDING
-        groups = [
-            prefill(self._model, [Prefix(ids[i]) for i in unit])
-            for unit in plan_units([len(one) for one in ids], *limits)
-        ]
+        groups, order = prefill_others(self._model, ids, [trunks[one] for one in ids])
         meant = [
             (row, slot, probe)
-            for row, one in enumerate(ids)
+            for row, one in enumerate(ids[i] for i in order)
             for slot in others[one]
             for probe in of[slot.context]
         ]
