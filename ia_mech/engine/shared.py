@@ -53,6 +53,11 @@ class Engine:
         return cls(shared, len(layers), "" if shared else "no layer has full attention")
 
     @property
+    def whole(self) -> bool:
+        """Whether every layer is shared."""
+        return self.shared == self.layers
+
+    @property
     def name(self) -> str:
         """What a run records."""
         if not self.shared:

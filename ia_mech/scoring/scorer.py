@@ -173,8 +173,7 @@ class Scorer:
         self._temperatures, self._swaps, self._generations = temperatures, swaps, generations
         self._own, self._limit, self._rows_limit, self._note = own, limit, rows_limit, note
         self._share = share
-        engine = Engine.possible(model)
-        self._branches = share and engine.shared == engine.layers
+        self._branches = share and Engine.possible(model).whole
         self._others_limit = Halving(10**6, outermost=False)
         self._closing = [] if chat.closing_id is None else [chat.closing_id]
 
