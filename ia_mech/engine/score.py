@@ -162,15 +162,15 @@ def _joined(parts: list[Scored]) -> Scored:
 
 
 def _score_tokens(logits: Tensor, ids: Tensor, temperatures: Sequence[float]) -> Scored:
-    # In slices, because on a CPU a temperature takes an eighth of the time if it finds the logits
-    # in the cache, and by log_softmax, which takes half of logsumexp's.
+    # In slices, because on a CPU a temperature takes a fifth of the time if it finds the logits in
+    # the cache. Not by log_softmax, which takes half of that, but is off by up to 1e-5, one way.
     logprobs = torch.empty(1 + len(temperatures), len(ids), device=logits.device)
     ranks, greedy = torch.empty_like(ids), torch.empty_like(ids, dtype=torch.bool)
     for part in cpu_slices(*logits.shape, CPU_LOGITS, logits.device):
         one, chosen = logits[part], ids[part, None]
         for at, temperature in enumerate((1.0, *temperatures)):
-            scaled = (one / temperature).log_softmax(-1)
-            logprobs[at, part] = scaled.gather(-1, chosen)[:, 0]
+            scaled = one / temperature
+            logprobs[at, part] = scaled.gather(-1, chosen)[:, 0] - scaled.logsumexp(-1)
         ranks[part] = (one > one.gather(-1, chosen)).sum(-1) + 1
         greedy[part] = one.argmax(-1) == ids[part]
     logprobs = logprobs.cpu().numpy()
