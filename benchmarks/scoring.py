@@ -22,7 +22,7 @@ import numpy as np
 import torch
 import transformers
 
-from benchmarks.sampling import timed
+from benchmarks.sampling.peers import timed
 from ia_mech.chat import ChatFormat
 from ia_mech.conversations import open_conversations
 from ia_mech.engine.loop import Row, decode

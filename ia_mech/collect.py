@@ -6,16 +6,11 @@ comes first, with batches of its own; then every context is prefilled once, and 
 the captured residual stream, the header logits, all sampled rows and the scores of reference turns.
 """
 
-import contextlib
-import os
-import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Protocol
-
-import psutil
 
 from ia_mech.chat import ChatFormat
 from ia_mech.config import SampleConfig
@@ -43,6 +38,7 @@ from ia_mech.intake import (
     kept_positions,
     needs_response,
     open_source,
+    scratch_folder,
     windows,
     without_response,
     write_snapshot,
@@ -57,8 +53,8 @@ from ia_mech.scoring.scorer import ContextScores, Scorer
 from ia_mech.scoring.temperatures import scored_temperatures
 
 # Small, so that a kill costs about a minute at most:
-RESPONSE_SHARE = 4  # responses are written by a batch that is so much smaller; they are long
-SCORED_CONTEXTS = 12  # contexts written together where turns are scored after other responses, too
+RESPONSE_SHARE = 8  # responses are written by a batch that is so much smaller; they are long
+SCORED_CONTEXTS = 8  # contexts written together where turns are scored after other responses, too
 
 
 class Progress(Protocol):
@@ -101,7 +97,7 @@ def collect(
     engine = with_graphs(subject.model, ids, check_engine(subject.model, ids, config.engine))
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        with _scratch(out.parent) as scratch:
+        with scratch_folder(out.parent) as scratch:
             file = scratch / layout.CONVERSATIONS
             source = open_source(config)
             limit = context_limit(subject.model.config)
@@ -129,21 +125,6 @@ def collect(
             "make room or give another --out; the same command then goes on from what is kept",
         ) from error
     return Run.open(out)
-
-
-@contextlib.contextmanager
-def _scratch(parent: Path) -> Iterator[Path]:
-    """A folder of this process for files in the making; those of killed processes are removed."""
-    for stale in parent.glob(".ia_mech-*"):
-        pid = stale.name.rpartition("-")[2]
-        if pid.isdigit() and not psutil.pid_exists(int(pid)):
-            shutil.rmtree(stale, ignore_errors=True)
-    folder = parent / f".ia_mech-{os.getpid()}"
-    folder.mkdir(exist_ok=True)
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 class _Job:

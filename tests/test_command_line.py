@@ -467,6 +467,7 @@ class Interrupted:
 def test_an_interrupted_run_says_what_is_kept_and_goes_on(sample, monkeypatch, tmp_path):
     from ia_mech import collect
 
+    monkeypatch.setattr("ia_mech.engine.plan.UNIT_BATCHES", 1)
     words = ["--batch-rows", "2"]  # one context at a time
     whole = sample(*words, "--out", tmp_path / "whole").run
     original = collect.prefill
@@ -493,7 +494,7 @@ def test_an_interrupted_run_keeps_its_responses(sample, monkeypatch, tmp_path):
     out = tmp_path / "run"
     words = ["--response", "generate", "--max-response-tokens", "4", "--out", out]
     original = collect.prefill
-    monkeypatch.setattr(collect, "RESPONSE_SHARE", 32)
+    monkeypatch.setattr(collect, "RESPONSE_SHARE", 64)
     monkeypatch.setattr(collect, "prefill", Interrupted(original, 1))
     outcome = sample(*words)
     assert outcome.status == 130

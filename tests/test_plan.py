@@ -7,9 +7,11 @@ from ia_mech.engine.memory import Halving
 from ia_mech.engine.plan import (
     UNIT_TOKENS,
     Grid,
+    consecutive,
     contexts_per_batch,
     contexts_per_unit,
     plan_units,
+    prefill_tokens,
 )
 from ia_mech.errors import UserError
 from ia_mech.models import is_out_of_memory
@@ -48,6 +50,16 @@ def test_contexts_written_together_fill_several_batches_unless_that_takes_long()
     assert contexts_per_unit(13, 64, 100) == UNIT_TOKENS // 1300 == 12
     assert contexts_per_unit(13, 64, 1000) == 4, "one batch at least"
     assert contexts_per_unit(100, 64, 1000) == 1
+
+
+def test_what_is_held_together_is_cut_in_order():
+    assert consecutive([3, 4, 2, 9, 1, 1], 7) == [[0, 1], [2], [3], [4, 5]]
+    assert consecutive([], 7) == []
+
+
+def test_prefills_suit_the_device():
+    cpu, gpu = (prefill_tokens(torch.device(name)) for name in ("cpu", "cuda"))
+    assert cpu < gpu
 
 
 def test_the_grid_lists_greedy_first():

@@ -118,13 +118,13 @@ def test_as_many_contexts_are_prefilled_as_were_foreseen(
 ):
     """Where as many responses can be lent; the bare headers, all alike, are one more."""
     module, prefilled = ia_mech.scoring.scorer, []
-    honest = module.prefill
+    honest = module.prefill_others
 
-    def counting(model, prefixes, *others):
-        prefilled.extend(tuple(prefix.ids) for prefix in prefixes)
-        return honest(model, prefixes, *others)
+    def counting(model, contexts, trunks):
+        prefilled.extend(contexts)
+        return honest(model, contexts, trunks)
 
-    monkeypatch.setattr(module, "prefill", counting)
+    monkeypatch.setattr(module, "prefill_others", counting)
     config = replace(config, swaps=2)
     run = collect(config, tiny_subject, tmp_path / "run", Silent())
     assert len(run.contexts) == 3

@@ -11,9 +11,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import ia_mech.engine.loop
 from ia_mech.engine.admit import admit, can_admit
 from ia_mech.engine.loop import Row, decode, decode_step, decode_stream
 from ia_mech.engine.prefix import Prefix, expand, prefill
+from ia_mech.engine.score import Turn, score, score_groups
 from ia_mech.sampling import stream_key
 
 SHARED = ("llama", "qwen3", "qwen3_moe", "qwen3_5", "gpt_oss", "glm4", "glm4_moe", "gemma3")
@@ -152,3 +154,37 @@ def test_full_attention_that_is_copied_is_not_joined():
     group = prefilled_by(model, LENGTHS[:2])
     assert not can_admit(expand(group.state, torch.tensor([0, 1]), room=3))
     assert can_admit(expand(group.state, torch.tensor([0, 1]), room=3, share=True))
+
+
+@pytest.mark.parametrize("architecture", (*SHARED, "mistral"))
+@pytest.mark.parametrize("share", [True, False])
+def test_turns_of_several_groups_are_scored_as_alone(architecture, share):
+    model = tiny.model(architecture)
+    groups = [prefilled_by(model, LENGTHS[a:b]) for a, b in ((0, 3), (3, 4), (4, 8))]
+    turns = [
+        Turn(c, tiny.prompt(n, seed=n))
+        for c, n in [(5, 9), (0, 8), (3, 1), (0, 11), (7, 10), (1, 30), (2, 9), (4, 8), (3, 9)]
+    ]
+    alone = [
+        score(model, prefilled_by(model, [LENGTHS[t.context]]), [Turn(0, t.ids)], [0.5], False)[0]
+        for t in turns
+    ]
+    for ours, theirs in zip(score_groups(model, groups, turns, [0.5], share), alone, strict=True):
+        np.testing.assert_allclose(ours.logprobs_raw, theirs.logprobs_raw, atol=2e-5)
+        np.testing.assert_allclose(ours.logprobs_tempered, theirs.logprobs_tempered, atol=4e-5)
+        assert ours.ranks.tolist() == theirs.ranks.tolist()
+
+
+def test_a_batch_that_is_not_joined_is_compacted_while_others_wait(monkeypatch):
+    model, widths = tiny.model("llama"), []
+    honest = ia_mech.engine.loop.decode_step
+
+    def seen(model, state, token):
+        widths.append(len(token))
+        return honest(model, state, token)
+
+    monkeypatch.setattr(ia_mech.engine.loop, "decode_step", seen)
+    groups = (prefilled_by(model, LENGTHS[at : at + 2]) for at in (0, 2, 4, 6))
+    decode_stream(model, groups, ROWS, STOPS, 12, width=14, share=False)
+    first = widths[: next(at for at in range(1, len(widths)) if widths[at] > widths[at - 1])]
+    assert first[0] > first[-1] and first == sorted(first, reverse=True)

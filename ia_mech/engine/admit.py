@@ -11,7 +11,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from transformers.cache_utils import DynamicSlidingWindowLayer, LinearAttentionCacheLayerMixin
+from transformers.cache_utils import (
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionCacheLayerMixin,
+)
 
 from ia_mech.engine.prefix import State, left_padding, selected
 from ia_mech.engine.shared import SharedLayer
@@ -20,12 +24,14 @@ RECURRENT = ("conv_states", "recurrent_states")
 
 
 def can_admit(state: State) -> bool:
-    """Whether rows can join this batch: some layer is shared, and no layer is of a kind unknown."""
-    return state.lines is not None and all(
-        type(layer) in (SharedLayer, DynamicSlidingWindowLayer)
-        or isinstance(layer, LinearAttentionCacheLayerMixin)
-        for layer in state.cache.layers
-    )
+    """Whether rows can join this batch: some layer is shared, and each is of a kind known here."""
+    return state.lines is not None and all(map(_is_known, state.cache.layers))
+
+
+def _is_known(layer) -> bool:
+    recurrent = isinstance(layer, LinearAttentionCacheLayerMixin)
+    holds_keys = isinstance(layer, DynamicLayer)
+    return type(layer) in (SharedLayer, DynamicSlidingWindowLayer) or (recurrent and not holds_keys)
 
 
 @torch.inference_mode()

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from ia_mech.engine.admit import admit, can_admit
 from ia_mech.engine.capture import find_blocks
 from ia_mech.engine.loop import decode_step
-from ia_mech.engine.prefix import Prefix, expand, prefill
+from ia_mech.engine.prefix import Prefix, expand, prefill, prefill_on
 from ia_mech.engine.score import Turn, score
 from ia_mech.engine.shared import Engine
 from ia_mech.errors import UserError
@@ -25,6 +25,13 @@ from ia_mech.models import is_out_of_memory
 
 TOLERANCE = 2e-3  # of the largest logit, in float32; in half precision 16 roundings of it
 STEPS = 3
+KINDS = (
+    "a left-padded batch",
+    "cached decoding",
+    "a batch that is joined",
+    "a prefill that goes on",
+    "scoring a turn",
+)
 
 
 def check_engine(model: PreTrainedModel, ids: Sequence[int], wanted: str = "auto") -> Engine:
@@ -95,8 +102,7 @@ def _differences(
     prefixes = [Prefix(prompt, [len(prompt) - 1]) for prompt in prompts]
     full = [_full(model, [*prompt, *turn])[len(prompt) - 1 :] for prompt in prompts]
     largest = float(torch.stack([logits.abs().amax() for logits in full]).amax())
-    kinds = "a left-padded batch", "cached decoding", "a batch that is joined", "scoring a turn"
-    worst = dict.fromkeys(kinds, 0.0)
+    worst = dict.fromkeys(KINDS, 0.0)
 
     def note(what: str, ours: torch.Tensor, theirs: torch.Tensor) -> None:
         worst[what] = max(worst[what], float((ours - theirs).abs().nan_to_num(torch.inf).max()))
@@ -118,6 +124,10 @@ def _differences(
         ours = decode_step(model, state, token)
         for row, (context, step) in enumerate([(1, 0), (1, STEPS), (1, STEPS)]):
             note("a batch that is joined", ours[row], full[context][step + 1])
+    if share and Engine.possible(model).whole:  # both prompts, with one more token and two more
+        longer = prefill_on(model, prefilled, [1, 0], [turn[:2], turn[:1]])
+        for row, (context, step) in enumerate([(1, 2), (0, 1)]):
+            note("a prefill that goes on", longer.logits[row], full[context][step])
     scored = score(model, prefilled, [Turn(context, turn) for context in rows], [], share)
     for row, context in enumerate(rows):
         chosen = torch.tensor(turn, device=model.device)[:, None]

@@ -51,6 +51,7 @@ class Lines:
     Attributes:
         contexts: as given, kept up to date.
         ages: how many own tokens each line holds.
+        padding: how many of these, the first ones, are none; nobody looks at them.
         order: ``[lines]`` int64, the lines sorted by context; None if they already are.
         back: ``[lines]`` int64, where each line is in that order; None likewise.
         spans: of the contexts, in that order.
@@ -59,7 +60,7 @@ class Lines:
 
     def __init__(self, contexts: list[int], dtype: torch.dtype, device: torch.device) -> None:
         self.contexts, self.dtype, self.device = list(contexts), dtype, device
-        self.ages = [0] * len(contexts)
+        self.ages, self.padding = [0] * len(contexts), [0] * len(contexts)
         self.step = Step(0, 0, None, None)
         self._idle: set[int] = set()
         self._sort()
@@ -87,8 +88,9 @@ class Lines:
             if line == len(self):
                 self.contexts.append(context)
                 self.ages.append(0)
+                self.padding.append(0)
             else:
-                self.contexts[line], self.ages[line] = context, 0
+                self.contexts[line], self.ages[line], self.padding[line] = context, 0, 0
                 self._idle.discard(line)
         self._sort()
 
@@ -97,6 +99,7 @@ class Lines:
         self._idle = {at for at, line in enumerate(index) if line in self._idle}
         self.contexts = [self.contexts[line] for line in index]
         self.ages = [self.ages[line] for line in index]
+        self.padding = [self.padding[line] for line in index]
         self._sort()
 
     def retire(self, lines: list[int]) -> None:
@@ -111,15 +114,25 @@ class Lines:
             self.ages[line] = oldest
         start = oldest if min(busy, default=0) == oldest else None
         places = bias = None
-        if start is None or new > 1:
+        if start is None or new > 1 or any(self.padding):
             ages = self.ages if start is None else [oldest]
             places = torch.tensor(ages, device=self.device)[:, None]
             places = places + torch.arange(new, device=self.device)
-            keys = torch.arange(oldest + new, device=self.device)
-            unseen = keys > places[:, None, :, None]
+            unseen = self._unseen(places, oldest + new)
             bias = torch.zeros(unseen.shape, dtype=self.dtype, device=self.device)
             bias.masked_fill_(unseen, -torch.inf)
         self.step = Step(start, oldest + new, places, bias)
+
+    def _unseen(self, places: Tensor, end: int) -> Tensor:
+        """Which of the keys before ``end`` tokens at these places may not look at,
+        ``[lines or 1, 1, new, end]`` bool."""
+        keys, own = torch.arange(end, device=self.device), places[:, None, :, None]
+        unseen = keys > own
+        if any(self.padding):
+            padding = torch.tensor(self.padding, device=self.device)[:, None, None, None]
+            # Padding looks at itself, since to look at nothing would give no number.
+            unseen = unseen | ((keys < padding) & (keys != own))
+        return unseen
 
     def finish(self, new: int) -> None:
         """The tokens are written."""

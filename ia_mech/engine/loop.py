@@ -18,10 +18,8 @@ from ia_mech.engine.prefix import Prefilled, State, expand, forward
 from ia_mech.engine.schedule import Schedule
 from ia_mech.sampling import Draw, draw, gumbel
 
-# On a CPU sampling goes over rows and streams in slices of so many numbers, whose tensors stay in
-# its cache; a slice of noise is also small enough for PyTorch not to wake its threads at each of
-# the 120 integer operations.
-CPU_LOGITS, CPU_NOISE = 400_000, 50_000
+# On a CPU sampling goes over rows in slices of so many numbers, whose tensors stay in its caches.
+CPU_LOGITS = 400_000
 
 
 @dataclass(frozen=True)
@@ -134,8 +132,8 @@ class Stream:
     ) -> None:
         self._model, self._groups, self._rows = model, iter(groups), rows
         self._stops, self._most = set(stop_ids), max_new_tokens
-        self._width, self._on_step, self._share = width, on_step, share
-        self._schedule = Schedule(len(rows), width)
+        self._width, self._on_step, self._share = min(width, len(rows)), on_step, share
+        self._schedule = Schedule(len(rows), self._width)
         self._record = _Record(len(rows), max_new_tokens)
         self._temperature = torch.tensor([row.temperature for row in rows])
         self._keys = torch.tensor([row.stream for row in rows]).view(-1, 2)
@@ -150,7 +148,7 @@ class Stream:
             token = self._begin(token)
             if not schedule.busy:
                 return self._record.rows(self._stops)
-            keep = schedule.compact()
+            keep = schedule.compact(can_admit(self._state))
             if keep is not None:
                 token = token[keep]
                 self._state.keep(torch.tensor(keep, device=token.device))
@@ -267,7 +265,7 @@ def sample(logits: Tensor, temperature: Tensor, stream: Tensor, step: Tensor) ->
     used = torch.cat([stream, step[:, None]], dim=-1)[sampled]
     used, noise_row[sampled] = torch.unique(used, dim=0, return_inverse=True)
     noise = torch.empty(len(used), vocab, device=logits.device)
-    for part in cpu_slices(len(used), vocab, CPU_NOISE, logits.device):
+    for part in cpu_slices(len(used), vocab, CPU_LOGITS, logits.device):
         noise[part] = gumbel(used[part, :2], used[part, 2:], vocab)
     parts = [
         draw(logits[part], temperature[part], noise, noise_row[part])

@@ -88,6 +88,19 @@ def plan_units(
     return units
 
 
+def consecutive(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """Indices in their order, cut where ``max_tokens`` would be passed; a longer one is alone."""
+    parts: list[list[int]] = []
+    tokens = 0
+    for i, length in enumerate(lengths):
+        tokens += length
+        if not parts or tokens > max_tokens:
+            parts.append([])
+            tokens = length
+        parts[-1].append(i)
+    return parts
+
+
 def prefill_tokens(device: torch.device) -> int:
     """Most tokens that are prefilled together on such a device."""
     return PREFILL_TOKENS_CPU if device.type == "cpu" else PREFILL_TOKENS

@@ -83,13 +83,8 @@ def prefill(
         prefixes: the contexts; all with the same number of positions.
         blocks: the model's blocks; given, the residual stream is captured at the positions.
     """
-    longest = max(len(prefix.ids) for prefix in prefixes)
-    ids = torch.zeros(len(prefixes), longest, dtype=torch.long)
-    mask = torch.zeros_like(ids)
-    for row, prefix in enumerate(prefixes):
-        ids[row, longest - len(prefix.ids) :] = torch.tensor(prefix.ids)
-        mask[row, longest - len(prefix.ids) :] = 1
-    ids, mask = ids.to(model.device), mask.to(model.device)
+    ids, mask = _left_padded([prefix.ids for prefix in prefixes], model.device)
+    longest = ids.shape[1]
     state = State(
         cache=DynamicCache(config=model.config),
         mask=mask[:, :0],
@@ -102,6 +97,50 @@ def prefill(
     with ResidualCapture(blocks, torch.where(at < 0, at, at + pad)) as capture:
         logits = forward(model, state, ids, mask)[:, -1]
     return Prefilled(state, logits, capture.residuals())
+
+
+@torch.inference_mode()
+def prefill_on(
+    model: PreTrainedModel,
+    trunks: Prefilled,
+    index: Sequence[int],
+    rests: Sequence[Sequence[int]],
+) -> Prefilled:
+    """Prefill contexts that begin alike from the state that their beginning left.
+
+    Args:
+        model: a model all of whose layers can be shared.
+        trunks: the beginnings; left as they are.
+        index: ``[contexts]``, which of these each context begins with.
+        rests: the ids that follow, one at least.
+
+    Returns:
+        What :func:`prefill` of the whole contexts gives, without residuals.
+    """
+    ids, mask = _left_padded(rests, model.device)
+    longest = ids.shape[1]
+    at = torch.tensor(index, device=model.device)
+    state = expand(trunks.state, at, room=longest, share=True)
+    state.lines.padding = [longest - len(rest) for rest in rests]
+    logits = forward(model, state, ids, mask)[:, -1]
+    lengths = state.mask.sum(-1, keepdim=True)
+    length = int(lengths.max())
+    cache = DynamicCache(config=model.config)
+    for number, layer in enumerate(state.cache.layers):
+        cache.update(*layer.in_one_place(length), number)
+    real = torch.arange(length, device=model.device) >= length - lengths
+    return Prefilled(State(cache, real.long(), state.position), logits, None)
+
+
+def _left_padded(ids: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
+    """``[rows, longest]`` int64 ids, zeros on their left, and a mask of the real ones."""
+    longest = max(len(one) for one in ids)
+    padded = torch.zeros(len(ids), longest, dtype=torch.long)
+    mask = torch.zeros_like(padded)
+    for row, one in enumerate(ids):
+        padded[row, longest - len(one) :] = torch.tensor(one)
+        mask[row, longest - len(one) :] = 1
+    return padded.to(device), mask.to(device)
 
 
 @torch.inference_mode()

@@ -2,12 +2,12 @@
 
 Pure bookkeeping: what happens depends on the rows, the width and on which rows finish, so that the
 same run forms the same batches again. Rows wait in order; those that finish give their line to the
-next ones; when nobody waits any more the batch is compacted.
+next ones; when nobody waits any more, or may join, the batch is compacted.
 """
 
 from collections.abc import Sequence
 
-COMPACT_BELOW = 0.875  # a batch with no rows waiting is compacted at this share of busy lines
+COMPACT_BELOW = 0.875  # a batch that nobody joins is compacted at this share of busy lines
 
 
 class Schedule:
@@ -65,10 +65,14 @@ class Schedule:
         if not self.busy:
             self.lines, self.age = [], []
 
-    def compact(self) -> list[int] | None:
-        """The lines to keep, if it's time to keep no others; they are then counted anew."""
-        busy = self.busy
-        if self.waiting or not busy or len(busy) > COMPACT_BELOW * len(self.lines):
+    def compact(self, joined: bool = True) -> list[int] | None:
+        """The lines to keep, if it's time to keep no others; they are then counted anew.
+
+        Args:
+            joined: whether waiting rows may take idle lines.
+        """
+        busy, wanted = self.busy, joined and self.waiting
+        if wanted or not busy or len(busy) > COMPACT_BELOW * len(self.lines):
             return None
         self.keep(busy)
         return busy

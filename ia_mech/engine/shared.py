@@ -55,6 +55,11 @@ class Engine:
         return cls(shared, len(layers), "" if shared else "no layer has full attention")
 
     @property
+    def whole(self) -> bool:
+        """Whether every layer is shared."""
+        return self.shared == self.layers
+
+    @property
     def name(self) -> str:
         """What a run records."""
         if not self.shared:
@@ -162,6 +167,21 @@ class SharedLayer(PrefixLayer):
             old, self._buffers = self._buffers, tuple(more)
             for buffer, before in zip(self._buffers, old, strict=True):
                 buffer[: before.shape[0], :, : before.shape[2]] = before
+
+    def in_one_place(self, length: int) -> tuple[Tensor, Tensor]:
+        """Copies of prefix and own keys and values, ``[rows, kv_heads, length, dim]``, left-padded
+        with zeros."""
+        found = []
+        for which, own in enumerate((self.keys, self.values)):
+            whole = own.new_zeros(*own.shape[:2], length, own.shape[-1])
+            for line, context in enumerate(self.lines.contexts):
+                before = self.contexts[context][which][0]
+                mine = own[line, :, self.lines.padding[line] :]
+                begin = length - before.shape[-2] - mine.shape[-2]
+                whole[line, :, begin : begin + before.shape[-2]] = before
+                whole[line, :, begin + before.shape[-2] :] = mine
+            found.append(whole)
+        return tuple(found)
 
     def get_seq_length(self) -> int:
         return self.length

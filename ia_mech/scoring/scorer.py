@@ -17,14 +17,16 @@ from ia_mech.chat import ChatFormat
 from ia_mech.conversations import UNPERTURBED, Conversation
 from ia_mech.engine.loop import Decoded
 from ia_mech.engine.memory import Halving
-from ia_mech.engine.plan import plan_units, prefill_tokens
-from ia_mech.engine.prefix import Prefilled, Prefix, prefill
-from ia_mech.engine.score import Scored, Turn, score
+from ia_mech.engine.plan import consecutive
+from ia_mech.engine.prefix import Prefilled
+from ia_mech.engine.score import Scored, Turn, score, score_groups
+from ia_mech.engine.shared import Engine
 from ia_mech.errors import UserError
 from ia_mech.scoring.candidates import OTHER, REFERENCE, Candidate, OwnCandidates, rivals
 from ia_mech.scoring.donors import Donors
+from ia_mech.scoring.others import Ids, prefill_others, trunk
 
-CONTRAST_PADDING = 0.1  # most of other contexts that are prefilled together
+HELD_TOKENS = 4096  # of other contexts whose turns are scored together
 SAID = {"empty": "empty response", "swapped": "swapped response", "header": "bare header"}
 
 
@@ -171,6 +173,7 @@ class Scorer:
         self._temperatures, self._swaps, self._generations = temperatures, swaps, generations
         self._own, self._limit, self._rows_limit, self._note = own, limit, rows_limit, note
         self._share = share
+        self._branches = share and Engine.possible(model).whole
         self._others_limit = Halving(10**6, outermost=False)
         self._closing = [] if chat.closing_id is None else [chat.closing_id]
 
@@ -289,7 +292,7 @@ class Scorer:
         of: dict[int, list[_Probe]] = {}
         for probe in probes:
             of.setdefault(probe.context, []).append(probe)
-        others: dict[tuple[int, ...], list[_Slot]] = {}  # ids that many share are prefilled once
+        others: dict[Ids, list[_Slot]] = {}  # ids that many share are prefilled once
 
         def add(at: int, name: str, ids: list[int] | None) -> bool:
             if ids is None:
@@ -310,27 +313,45 @@ class Scorer:
             add(at, "header", self._opening(conversation))
             for probe in of[at]:
                 probe.contrasts.swapped = [None] * len(scores[at].swapped_from)
-        ids = list(others)
-        limits = len(ids), prefill_tokens(self._model.device), CONTRAST_PADDING
-        for unit in plan_units([len(one) for one in ids], *limits):
+        trunks = self._trunks(others)
+        ids = sorted(others, key=lambda one: (trunks[one], len(one)))
+        for held in consecutive([len(one) for one in ids], HELD_TOKENS):
             self._others_limit.map(
-                lambda part: self._score_after({ids[i]: others[ids[i]] for i in part}, of), unit
+                lambda part: self._score_after(part, trunks, others, of), [ids[i] for i in held]
             )
 
+    def _trunks(self, others: dict[Ids, list[_Slot]]) -> dict[Ids, Ids]:
+        """What each of these contexts begins with that others of its conversation do, too."""
+        of: dict[int, list[Ids]] = {}
+        for ids, slots in others.items():
+            if self._branches and slots[0].name != "header":
+                of.setdefault(slots[0].context, []).append(ids)
+        found = {
+            ids: begun for several in of.values() for begun in [trunk(several)] for ids in several
+        }
+        return dict.fromkeys(others, ()) | found
+
     def _score_after(
-        self, others: dict[tuple[int, ...], list[_Slot]], of: dict[int, list[_Probe]]
-    ) -> None:
-        """Score the probes of contexts after these ids, all of which are prefilled together."""
-        prefilled = prefill(self._model, [Prefix(ids) for ids in others])
+        self,
+        ids: Sequence[Ids],
+        trunks: dict[Ids, Ids],
+        others: dict[Ids, list[_Slot]],
+        of: dict[int, list[_Probe]],
+    ) -> Sequence[Ids]:
+        """Score the probes of contexts after these ids, and return the ids.
+
+        They are prefilled in groups, but all scored together: their turns are few and short.
+        """
+        groups, order = prefill_others(self._model, ids, [trunks[one] for one in ids])
         meant = [
             (row, slot, probe)
-            for row, slots in enumerate(others.values())
-            for slot in slots
+            for row, one in enumerate(ids[i] for i in order)
+            for slot in others[one]
             for probe in of[slot.context]
         ]
         turns = [Turn(row, probe.ids) for row, _, probe in meant]
         scored = self._rows_limit.map(
-            lambda part: score(self._model, prefilled, part, (), self._share), turns
+            lambda part: score_groups(self._model, groups, part, (), self._share), turns
         )
         for (_, slot, probe), one in zip(meant, scored, strict=True):
             found = Likelihood.of(one.logprobs_raw, probe.tokens)
@@ -338,7 +359,7 @@ class Scorer:
                 probe.contrasts.swapped[slot.number] = found
             else:
                 setattr(probe.contrasts, slot.name, found)
-        return list(others)
+        return ids
 
     def _context_with(
         self, conversation: Conversation, response: str, name: str
