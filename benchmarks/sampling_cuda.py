@@ -29,7 +29,7 @@ from ia_mech.engine.check import check_engine
 from ia_mech.engine.cuda.check import with_graphs
 from ia_mech.engine.cuda.outbox import Outbox, Parcel
 from ia_mech.engine.loop import Row, decode_stream
-from ia_mech.engine.plan import PREFILL_TOKENS, plan_units
+from ia_mech.engine.plan import GPU, plan_units
 from ia_mech.engine.prefix import Prefilled, Prefix, prefill
 from ia_mech.engine.shared import Engine
 from ia_mech.models import DTYPES, text_config
@@ -117,7 +117,7 @@ class Workload:
         at = range(CONTEXT_TOKENS - POSITIONS, CONTEXT_TOKENS)
         prefixes = [Prefix(ids, at) for ids in self.ids]
         lengths = [CONTEXT_TOKENS] * self.contexts
-        for unit in plan_units(lengths, self.contexts, PREFILL_TOKENS):
+        for unit in plan_units(lengths, self.contexts, GPU.prefill_tokens):
             members = [prefixes[i] for i in unit]
             group = prefill(self.model, members, self.blocks if capture else None)
             if sent is not None:

@@ -24,8 +24,8 @@ from ia_mech.engine.memory import Halving
 from ia_mech.engine.plan import (
     contexts_per_batch,
     contexts_per_unit,
+    pace,
     plan_units,
-    prefill_tokens,
 )
 from ia_mech.engine.prefix import Prefilled, Prefix, prefill
 from ia_mech.engine.shared import Engine
@@ -46,15 +46,12 @@ from ia_mech.intake import (
 from ia_mech.models import Subject, context_limit
 from ia_mech.rows import Item, Result, tables
 from ia_mech.run import Run, RunWriter, layout
+from ia_mech.run.background import Background
 from ia_mech.sampling import stream_key
 from ia_mech.scoring.candidates import OwnCandidates
 from ia_mech.scoring.donors import Donors
 from ia_mech.scoring.scorer import ContextScores, Scorer
 from ia_mech.scoring.temperatures import scored_temperatures
-
-# Small, so that a kill costs about a minute at most:
-RESPONSE_SHARE = 8  # responses are written by a batch that is so much smaller; they are long
-SCORED_CONTEXTS = 8  # contexts written together where turns are scored after other responses, too
 
 
 class Progress(Protocol):
@@ -87,6 +84,8 @@ def collect(
         UserError: anything wrong with data, template, folder or disk; nothing is written then that
             a later call wouldn't remove.
     """
+    if config.batch_rows is None:
+        config = replace(config, batch_rows=pace(subject.device).batch_rows)
     chat = build_chat(
         config, subject.tokenizer, eos_ids(subject.model.generation_config, subject.model.config)
     )
@@ -140,8 +139,10 @@ class _Job:
         self.progress = progress
         self.engine = engine
         self.own: OwnCandidates | None = own
+        self.pace = pace(subject.device)
         self.blocks = find_blocks(subject.model)
         self.outbox = Outbox(subject.device)
+        self.behind = Background(subject.device.type == "cuda")
         self.positions = kept_positions(config, chat)
         self.grid_rows = config.grid.rows()
         self.width = Halving(config.batch_rows, self._halved)
@@ -170,8 +171,9 @@ class _Job:
         if self.engine.why:
             self.writer.note("engine", str(self.engine))
         try:
-            self._write_responses()
-            self._write_contexts()
+            with self.behind:
+                self._write_responses()
+                self._write_contexts()
         finally:
             self.progress.stop()
         self.writer.finish()
@@ -198,7 +200,7 @@ class _Job:
                 for order, c in conversations
                 if needs_response(self.config, c)
             ]
-            together = max(1, self.config.batch_rows // RESPONSE_SHARE)
+            together = max(1, self.config.batch_rows // self.pace.response_share)
             units = plan_units([len(prompt) for _, prompt in todo], together)
             for index, unit in enumerate(units):
                 name = f"{window}.{index}"
@@ -212,7 +214,7 @@ class _Job:
         model = self.subject.model
         prompts = [Prefix(prompt) for _, prompt in group]
         parts = plan_units(
-            [len(prompt.ids) for prompt in prompts], len(prompts), prefill_tokens(model.device)
+            [len(prompt.ids) for prompt in prompts], len(prompts), self.pace.prefill_tokens
         )
         decoded = decode_stream(
             model,
@@ -244,7 +246,9 @@ class _Job:
         total = self.writer.record["identity"]["conversations"]["count"]
         rows = len(self.grid_rows)
         self.progress.start("user turns", total * rows, self.writer.count("contexts") * rows)
-        size = contexts_per_unit(rows, self.config.batch_rows, self.config.grid.max_new_tokens)
+        size = contexts_per_unit(
+            rows, self.config.batch_rows, self.config.grid.max_new_tokens, self.pace.unit_tokens
+        )
         scorer = self._scorer()
         for window, conversations in windows(self._snapshot):
             responses = self.writer.read_responses([order for order, _ in conversations])
@@ -253,15 +257,18 @@ class _Job:
                 for order, conversation in conversations
                 if (item := self._item(order, conversation, responses.get(order))) is not None
             ]
-            together = min(size, SCORED_CONTEXTS) if self._is_scored(items) else size
+            together = min(size, self.pace.scored_contexts) if self._is_scored(items) else size
             units = plan_units([len(i.chat.ids) for i in items], together)
             for index, unit in enumerate(units):
                 name = f"{window}.{index}"
                 if name not in done:
                     members = [items[i] for i in unit]
                     results = self.width.retry(partial(self._run_contexts, members, scorer))
-                    stored = tables(members, results, self.config, self.chat)
-                    self.writer.add_contexts(name, *stored)
+                    self.behind.do(partial(self._store, name, members, results))
+
+    def _store(self, unit: str, items: list[Item], results: list[Result]) -> None:
+        stored = tables(items, results, self.config, self.chat)
+        self.writer.add_contexts(unit, *stored)
 
     def _item(self, order: int, conversation: Conversation, written: dict | None) -> Item | None:
         """A conversation made ready for the engine; None where its written response can't be used.
@@ -291,8 +298,8 @@ class _Job:
         def groups() -> Iterator[Prefilled]:
             together = contexts_per_batch(len(self.grid_rows), width)
             # The items are sorted by length, so the groups are slices of them.
-            tokens = prefill_tokens(self.subject.model.device)
-            for group in plan_units([len(item.chat.ids) for item in items], together, tokens):
+            lengths = [len(item.chat.ids) for item in items]
+            for group in plan_units(lengths, together, self.pace.prefill_tokens):
                 members = [items[i] for i in group]
                 prefilled = self._prefill(members)
                 scores = scorer.score_candidates(prefilled, [item.scorable for item in members])

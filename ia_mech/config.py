@@ -17,8 +17,8 @@ class SampleConfig:
             write it greedily, ``auto`` generates only where the data has none.
         positions: names of positions to keep, or ``all``, or ``header`` (the header's tokens).
         header_logits: ``full``, ``none``, or the number of largest logits to keep.
-        batch_rows: most rows decoded together; part of the configuration because rounding depends
-            on the batch.
+        batch_rows: most rows decoded together, None for what suits the device; part of a run's
+            identity because rounding depends on the batch.
         swaps: other conversations' responses that reference turns are scored after.
         score_generations: whether generations are scored after other responses too.
         candidates: a JSONL file of turns that references are compared with, besides the usual.
@@ -40,7 +40,7 @@ class SampleConfig:
     date: str = PINNED_DATE
     positions: tuple[str, ...] = ("all",)
     header_logits: str = "full"
-    batch_rows: int = 128
+    batch_rows: int | None = None
     swaps: int = 4
     score_generations: bool = False
     candidates: str | None = None

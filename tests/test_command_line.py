@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import unicodedata
+from dataclasses import replace
 from pathlib import Path
 
 import families
@@ -18,6 +19,7 @@ import torch
 from shell import Outcome, call, files, refusal
 
 from ia_mech import sample as command_line
+from ia_mech.engine import plan
 from ia_mech.options import build_parser
 from ia_mech.run import Run
 
@@ -494,7 +496,7 @@ def test_an_interrupted_run_keeps_its_responses(sample, monkeypatch, tmp_path):
     out = tmp_path / "run"
     words = ["--response", "generate", "--max-response-tokens", "4", "--out", out]
     original = collect.prefill
-    monkeypatch.setattr(collect, "RESPONSE_SHARE", 64)
+    monkeypatch.setattr(plan, "CPU", replace(plan.CPU, response_share=64))
     monkeypatch.setattr(collect, "prefill", Interrupted(original, 1))
     outcome = sample(*words)
     assert outcome.status == 130

@@ -5,13 +5,14 @@ import torch
 
 from ia_mech.engine.memory import Halving
 from ia_mech.engine.plan import (
-    UNIT_TOKENS,
+    CPU,
+    GPU,
     Grid,
     consecutive,
     contexts_per_batch,
     contexts_per_unit,
+    pace,
     plan_units,
-    prefill_tokens,
 )
 from ia_mech.errors import UserError
 from ia_mech.models import is_out_of_memory
@@ -46,10 +47,10 @@ def test_contexts_of_a_unit_fill_the_batch():
 
 
 def test_contexts_written_together_fill_several_batches_unless_that_takes_long():
-    assert contexts_per_unit(13, 64, 40) == 3 * 64 // 13
-    assert contexts_per_unit(13, 64, 100) == UNIT_TOKENS // 1300 == 12
-    assert contexts_per_unit(13, 64, 1000) == 4, "one batch at least"
-    assert contexts_per_unit(100, 64, 1000) == 1
+    assert contexts_per_unit(13, 64, 40, 16_384) == 3 * 64 // 13
+    assert contexts_per_unit(13, 64, 100, 16_384) == 16_384 // 1300 == 12
+    assert contexts_per_unit(13, 64, 1000, 16_384) == 4, "one batch at least"
+    assert contexts_per_unit(100, 64, 1000, 16_384) == 1
 
 
 def test_what_is_held_together_is_cut_in_order():
@@ -57,9 +58,13 @@ def test_what_is_held_together_is_cut_in_order():
     assert consecutive([], 7) == []
 
 
-def test_prefills_suit_the_device():
-    cpu, gpu = (prefill_tokens(torch.device(name)) for name in ("cpu", "cuda"))
-    assert cpu < gpu
+def test_batches_suit_the_device():
+    cpu, gpu = (pace(torch.device(name)) for name in ("cpu", "cuda"))
+    assert (cpu, gpu) == (CPU, GPU)
+    assert all(getattr(cpu, name) < getattr(gpu, name) for name in ("batch_rows", "prefill_tokens"))
+    for one in (cpu, gpu):  # of the default grid: a unit fills its batch several times
+        contexts = contexts_per_unit(13, one.batch_rows, 40, one.unit_tokens)
+        assert contexts >= 3 * contexts_per_batch(13, one.batch_rows)
 
 
 def test_the_grid_lists_greedy_first():

@@ -25,6 +25,7 @@ import torch
 import ia_mech.collect
 from ia_mech.collect import collect
 from ia_mech.config import SampleConfig
+from ia_mech.engine import plan
 from ia_mech.engine.plan import Grid
 from ia_mech.errors import UserError
 from ia_mech.models import Subject
@@ -63,7 +64,7 @@ class Quiet:
 def drive(root: Path) -> dict:
     """Make every variant once undisturbed, and once with ten kills; what was seen, as JSON."""
     torch.set_num_threads(1)  # a forked child has no other threads
-    ia_mech.collect.RESPONSE_SHARE = 1
+    plan.CPU = replace(plan.CPU, response_share=1)
     layout.PART_CONTEXTS = 7  # merges on the way
     subject = tiny.subject("llama", families.build("smollm2"))
     seen = {}
@@ -244,7 +245,7 @@ def _small_units():
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ia_mech.collect, "RESPONSE_SHARE", 1)
+        patch.setattr(plan, "CPU", replace(plan.CPU, response_share=1))
         patch.setattr(layout, "PART_CONTEXTS", 4)
         yield
     torch.set_num_threads(threads)

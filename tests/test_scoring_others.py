@@ -1,10 +1,12 @@
 """Contexts that begin alike: the numbers they have when each is prefilled whole."""
 
+from dataclasses import replace
+
 import pytest
 import tiny
 import torch
 
-import ia_mech.engine.plan
+from ia_mech.engine import plan
 from ia_mech.engine.loop import decode_step
 from ia_mech.engine.prefix import Prefix, expand, prefill, prefill_on
 from ia_mech.engine.score import Turn, score_groups
@@ -57,7 +59,8 @@ def test_the_trunk_is_what_all_have_but_for_a_last_token():
 
 @pytest.mark.parametrize("branched", [True, False])
 def test_turns_after_others_are_scored_as_after_whole_prefills(branched, monkeypatch):
-    monkeypatch.setattr(ia_mech.engine.plan, "PREFILL_TOKENS_CPU", 60)  # several groups
+    several = replace(plan.CPU, prefill_tokens=60)  # groups
+    monkeypatch.setattr(plan, "CPU", several)
     model = tiny.model("llama")
     contexts = [tuple(whole(*rest)) for rest in RESTS] + [tuple(tiny.prompt(6, seed=1))]
     trunks = [tuple(TRUNKS[at]) if branched else () for at, _ in RESTS] + [()]

@@ -17,6 +17,7 @@ from shell import call, files, refusal
 from ia_mech import sample as command_line
 from ia_mech.collect import collect
 from ia_mech.config import SampleConfig
+from ia_mech.engine import plan
 from ia_mech.engine.plan import Grid
 from ia_mech.errors import UserError
 from ia_mech.models import Subject
@@ -139,7 +140,7 @@ def test_few_contexts_are_computed_together_where_turns_are_scored(
         return honest(self, contexts, scores, decoded)
 
     monkeypatch.setattr(Scorer, "add_contrasts", counted)
-    monkeypatch.setattr("ia_mech.collect.SCORED_CONTEXTS", 2)
+    monkeypatch.setattr(plan, "CPU", replace(plan.CPU, scored_contexts=2))
     wide = replace(config, batch_rows=1000)
     collect(wide, tiny_subject, tmp_path / "scored", Silent())
     assert max(together) == 2 and sum(together) == len(PLAIN)
@@ -168,7 +169,7 @@ class CtrlC(Silent):
 def test_an_interrupted_run_goes_on_to_the_same_digest(config, tiny_subject, tmp_path, monkeypatch):
     """Interrupted while it decodes, while it scores, and between a unit and its merging."""
     monkeypatch.setattr(layout, "PART_CONTEXTS", 3)
-    monkeypatch.setattr("ia_mech.collect.SCORED_CONTEXTS", 2)
+    monkeypatch.setattr(plan, "CPU", replace(plan.CPU, scored_contexts=2))
     own = tmp_path / "own.jsonl"
     own.write_text('{"name": "why", "text": "Why?"}\n{"name": "w", "text": "Who?", "id": "c1"}')
     config = replace(

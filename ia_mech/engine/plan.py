@@ -13,11 +13,34 @@ import torch
 from ia_mech.errors import UserError
 
 COLDEST, HOTTEST = 1e-3, 1e3  # logits divided by less or by more leave what float32 can tell apart
-# Of one prefill, padding included. A CPU is fastest while the activations fit into its caches (four
-# contexts of 230 tokens take a fourth less time each than sixteen), a GPU when it has enough to do.
-PREFILL_TOKENS, PREFILL_TOKENS_CPU = 8192, 1024
-UNIT_BATCHES, UNIT_TOKENS = 3, 16_384  # of what is written together, and so lost in a kill
+UNIT_BATCHES = 3  # of what is written together, and so lost in a kill
 WINDOW = 256  # contexts sorted by length together; bounds memory, whatever the size of the run
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How much is computed together on a kind of device, and how much is lost in a kill there.
+
+    Attributes:
+        batch_rows: rows decoded together, where nobody says.
+        prefill_tokens: most tokens of one prefill, padding included.
+        unit_tokens: most tokens that rows may grow by before they are written.
+        scored_contexts: contexts written together where turns are scored after other responses.
+        response_share: responses, which are long, are written by a batch so much smaller.
+    """
+
+    batch_rows: int
+    prefill_tokens: int
+    unit_tokens: int
+    scored_contexts: int
+    response_share: int
+
+
+# A CPU is fastest while a prefill's activations fit into its caches (four contexts of 230 tokens
+# take a fourth less time each than sixteen), and a unit takes it up to a minute. A GPU is fast when
+# it has much to do; its numbers are by reckoning (see benchmarks/README.md).
+CPU = Pace(128, 1024, 16_384, 8, 8)
+GPU = Pace(1024, 8192, 262_144, 64, 1)
 
 
 @dataclass(frozen=True)
@@ -101,9 +124,9 @@ def consecutive(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     return parts
 
 
-def prefill_tokens(device: torch.device) -> int:
-    """Most tokens that are prefilled together on such a device."""
-    return PREFILL_TOKENS_CPU if device.type == "cpu" else PREFILL_TOKENS
+def pace(device: torch.device) -> Pace:
+    """Of such a device."""
+    return CPU if device.type == "cpu" else GPU
 
 
 def contexts_per_batch(rows_per_context: int, batch_rows: int) -> int:
@@ -111,13 +134,15 @@ def contexts_per_batch(rows_per_context: int, batch_rows: int) -> int:
     return max(1, batch_rows // rows_per_context)
 
 
-def contexts_per_unit(rows_per_context: int, batch_rows: int, max_new_tokens: int) -> int:
+def contexts_per_unit(
+    rows_per_context: int, batch_rows: int, max_new_tokens: int, unit_tokens: int
+) -> int:
     """How many contexts are decoded through one batch and written together.
 
-    The batch is full but for its end, so units are of several batches, unless that many tokens may
-    take long; at least of one.
+    The batch is full but for its end, so units are of several batches, unless that is more than
+    ``unit_tokens``; at least of one.
     """
-    most = UNIT_TOKENS // (rows_per_context * max_new_tokens)
+    most = unit_tokens // (rows_per_context * max_new_tokens)
     one, several = (
         contexts_per_batch(rows_per_context, batch_rows * batches) for batches in (1, UNIT_BATCHES)
     )

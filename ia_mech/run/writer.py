@@ -9,6 +9,7 @@ merged into parts of about a thousand contexts so that a large run isn't a hundr
 import errno
 import os
 import re
+import threading
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -28,11 +29,14 @@ from ia_mech.run import layout
 class RunWriter:
     """The one writer of a run's folder; holds a lock on it until closed.
 
+    One thread may add units while another one notes what happened.
+
     Use :meth:`create` for a new run and :meth:`resume` for one that is there.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._changing = threading.RLock()  # what is in the manifest
         self._lock = FileLock(path / layout.LOCK)
         try:
             self._lock.acquire(timeout=0)
@@ -155,8 +159,9 @@ class RunWriter:
 
     def note(self, key: str, value) -> None:
         """Add a fact to this session's entry in the manifest."""
-        self.manifest["sessions"][-1][key] = value
-        self._write_manifest()
+        with self._changing:
+            self.manifest["sessions"][-1][key] = value
+            self._write_manifest()
 
     def finish(self) -> None:
         """Merge what is small and mark the run complete."""
@@ -220,14 +225,15 @@ class RunWriter:
         return f"{number:05d}"
 
     def _add(self, kind: str, unit: str, contexts: int, files) -> None:
-        name = self._new_name(kind)
+        with self._changing:
+            name = self._new_name(kind)
         written = {file: self._write_file(file, data) for file, data in files(name).items()}
         self._flush_folders(written)
-        self.manifest["parts"].append(
-            {"kind": kind, "name": name, "units": [unit], "contexts": contexts, "files": written}
-        )
-        self._write_manifest()
-        self._merge(kind)
+        part = {"kind": kind, "name": name, "units": [unit], "contexts": contexts, "files": written}
+        with self._changing:
+            self.manifest["parts"].append(part)
+            self._write_manifest()
+            self._merge(kind)
 
     def _merge(self, kind: str, *, rest: bool = False) -> None:
         """Merge small parts into full ones, and with ``rest`` those left over too.

@@ -10,7 +10,7 @@ from itertools import takewhile
 
 from transformers import PreTrainedModel
 
-from ia_mech.engine.plan import plan_units, prefill_tokens
+from ia_mech.engine.plan import pace, plan_units
 from ia_mech.engine.prefix import Prefilled, Prefix, prefill, prefill_on
 
 PADDING = 0.1  # most of contexts that are prefilled together, as a share of their tokens
@@ -48,7 +48,7 @@ def prefill_others(
         number = {begun: at for at, begun in enumerate(dict.fromkeys(trunks[i] for i in some))}
         begun = prefill(model, [Prefix(one) for one in number]) if branched and some else None
         rests = [contexts[i][len(trunks[i]) :] for i in some]
-        limits = len(some), prefill_tokens(model.device), PADDING
+        limits = len(some), pace(model.device).prefill_tokens, PADDING
         for unit in plan_units([len(rest) for rest in rests], *limits):
             parts = [rests[at] for at in unit]
             if begun is None:
