@@ -27,6 +27,7 @@ from ia_mech.scoring.donors import Donors
 from ia_mech.scoring.others import Ids, prefill_others, trunk
 
 HELD_TOKENS = 4096  # of other contexts whose turns are scored together
+NOBODY_LENDS = "no other source of its dataset has another response to lend"
 SAID = {"empty": "empty response", "swapped": "swapped response", "header": "bare header"}
 
 
@@ -306,6 +307,8 @@ class Scorer:
 
         for at in of:
             conversation = contexts[at].conversation
+            if self._swaps and not lenders[at] and not contexts[at].perturbed:
+                self._note(SAID["swapped"], NOBODY_LENDS)
             for lender in lenders[at]:
                 if add(at, "swapped", self._context_with(conversation, lender.response, "swapped")):
                     scores[at].swapped_from.append(lender.id)
