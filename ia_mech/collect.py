@@ -12,6 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
+from torch import Tensor
+
 from ia_mech.chat import ChatFormat
 from ia_mech.config import SampleConfig
 from ia_mech.conversations import UNPERTURBED, Conversation
@@ -315,7 +317,8 @@ class _Job:
             for one in zip(scores, *(parcel.take() for parcel in parcels), strict=True)
         ]
         rows = len(self.grid_rows)
-        for at, result in enumerate(results):
+        for at, (item, result) in enumerate(zip(items, results, strict=True)):
+            self._demand_numbers(item, result.logits)
             result.rows.extend(decoded[at * rows : (at + 1) * rows])
         scorer.add_contrasts(
             [item.scorable for item in items],
@@ -331,14 +334,16 @@ class _Job:
         for item in items:
             at = [item.chat.positions[name] for name in self.positions]
             prefixes.append(Prefix(item.chat.ids, [-1 if p is None else p for p in at]))
-        prefilled = prefill(self.subject.model, prefixes, self.blocks)
-        if prefilled.logits.isnan().any():
+        return prefill(self.subject.model, prefixes, self.blocks)
+
+    def _demand_numbers(self, item: Item, logits: Tensor) -> None:
+        """Asked once they are on the host: a GPU isn't kept waiting for the answer."""
+        if logits.isnan().any():
             raise UserError(
-                f"the model's logits are not numbers for a context of {items[-1].conversation.id} "
-                f"or its neighbours in {self.subject.describe()['dtype']}",
+                f"the model's logits are not numbers for the context of {item.conversation.id} "
+                f"in {self.subject.describe()['dtype']}",
                 "use --dtype bfloat16 or float32 and another --out",
             )
-        return prefilled
 
     def _is_scored(self, items: list[Item]) -> bool:
         """Whether any turn of these contexts is scored, which may take longer than decoding."""

@@ -20,7 +20,7 @@ from ia_mech.collect import collect
 from ia_mech.config import SampleConfig
 from ia_mech.engine.cuda import check
 from ia_mech.engine.cuda.layer import StaticLayer, View
-from ia_mech.engine.cuda.outbox import Outbox
+from ia_mech.engine.cuda.outbox import Outbox, Parcel
 from ia_mech.engine.cuda.seating import Seating
 from ia_mech.engine.cuda.sizes import Sizes
 from ia_mech.engine.cuda.stepper import Stepper, stepper_for, why_not
@@ -125,6 +125,32 @@ def test_every_tensor_stays_where_it_is_over_refills_buckets_and_streams():
     assert len(seen[0][1]) == 12 + 4 * 4 and max(lines) == 17
     assert lines == sorted(lines, reverse=True) and len(set(lines)) > 2, "buckets only shrink"
     assert all(np.array_equal(a.margins, b.margins) for a, b in zip(first, again, strict=True))
+
+
+def test_the_next_steps_are_launched_before_the_last_ones_are_looked_at(monkeypatch):
+    """Also where rows begin in lines that became free: nothing is waited for but old news."""
+    model, events = tiny.model("llama"), []
+
+    class Slow(Parcel):
+        def __init__(self, tensor):
+            super().__init__(tensor.clone())
+            events.append(("launched", id(self)))
+
+        def take(self):
+            events.append(("looked", id(self)))
+            return super().take()
+
+    monkeypatch.setattr(stepper_module, "send", Slow)
+    rows = statically(model, [prefilled_by(model, LENGTHS)], ROWS, STOPS, 13, 5)
+    order = [one for kind, one in events if kind == "launched"]
+    assert [one for kind, one in events if kind == "looked"] == order and len(order) > 20
+    ahead, most = 0, 0
+    for kind, _ in events[:-2]:
+        ahead += 1 if kind == "launched" else -1
+        assert ahead >= 0 and (kind == "launched" or ahead > 0), "the device has nothing to do"
+        most = max(most, ahead)
+    assert most <= 4, "first tokens and steps, of two rounds"
+    assert near_ties(rows, decode(model, prefilled_by(model, LENGTHS), ROWS, STOPS, 13)) <= 1
 
 
 def test_a_stepper_is_kept_while_its_model_and_its_sizes_are():

@@ -169,7 +169,7 @@ class Stream:
             if self._state is not None and not can_admit(self._state):
                 break
             group = self._group_of(self._rows[schedule.waiting[0]].context)
-            rows, first = self._draw_first(group, self._end)
+            rows, first = self._draw_first(group)
             if not rows:
                 continue
             context = [self._rows[row].context for row in rows]
@@ -198,12 +198,12 @@ class Stream:
             self._first, self._end = self._end, self._end + len(self._group.logits)
         return self._group
 
-    def _draw_first(self, group: Prefilled, end: int) -> tuple[list[int], Tensor]:
+    def _draw_first(self, group: Prefilled) -> tuple[list[int], Tensor]:
         """The next rows of the group that don't end with their first token, as many as there are
-        lines free, of contexts before ``end``, and those tokens; the rows that do are recorded."""
+        lines free, and those tokens; the rows that do are recorded."""
         schedule, going, first = self._schedule, [], []
         while len(going) < schedule.free:
-            left = [r for r in schedule.waiting if self._rows[r].context < end]
+            left = [r for r in schedule.waiting if self._rows[r].context < self._end]
             rows = schedule.take(min(schedule.free - len(going), len(left)))
             if not rows:
                 break

@@ -46,22 +46,23 @@ def _problem(model: PreTrainedModel, ids: list[int]) -> str:
     """Decode three rows of two contexts greedily; what is recorded against full passes."""
     prompts, contexts = [ids[:7], ids[7:11]], [0, 1, 1]
     group = prefill(model, [Prefix(prompt) for prompt in prompts])
-    sizes = Sizes.of(contexts, len(contexts), max(map(len, prompts)), STEPS + 1)
+    sizes = Sizes.of(contexts, len(contexts), max(map(len, prompts)), 2 * STEPS + 1)
     stepper, seating = Stepper(model, sizes, group), Seating(sizes.slots)
     for context in range(len(prompts)):
         stepper.put_context(seating.hold(context), group, context)
-    first = group.logits.argmax(-1)[contexts]
     rows = len(contexts)
-    stepper.begin(range(rows), contexts, first, torch.zeros(rows), torch.zeros(rows, 2).long())
+    told = torch.tensor(contexts), torch.zeros(rows), torch.zeros(rows, 2).long()
+    first = stepper.begin(range(rows), contexts, group.logits, *told)
     stepper.seat(*seating.tables(contexts, sizes))
-    drawn = stepper.run(rows, STEPS)
+    parcels = [first, stepper.run(rows, STEPS), stepper.run(rows, STEPS)]
+    drawn = torch.cat([parcel.take() for parcel in parcels])
     tokens, logprobs = (drawn[:, FIELDS.index(name)] for name in ("token", "logprob"))
     worst, largest = 0.0, 1.0
     for row, context in enumerate(contexts):
-        wrote = [int(first[row]), *tokens[:, row].long().tolist()]
+        wrote = tokens[:, row].long().tolist()
         whole = torch.tensor([[*prompts[context], *wrote]], device=model.device)
-        logits = model(whole, use_cache=False).logits[0, -STEPS - 1 : -1].double().cpu()
-        theirs = logits.log_softmax(-1).gather(-1, torch.tensor(wrote[1:])[:, None])[:, 0]
+        logits = model(whole, use_cache=False).logits[0, -len(wrote) - 1 : -1].double().cpu()
+        theirs = logits.log_softmax(-1).gather(-1, torch.tensor(wrote)[:, None])[:, 0]
         apart = (logprobs[:, row] - theirs).abs().nan_to_num(torch.inf)
         worst, largest = max(worst, float(apart.max())), max(largest, float(logits.abs().max()))
     # A log-probability is off by twice what its logits are off by.

@@ -1,7 +1,7 @@
-"""Tensors leave the device while the next batch is being computed.
+"""Tensors leave the device while it goes on computing.
 
-A plain copy makes the host wait for everything that the device was told before. Here a stream of
-its own copies into pinned memory, and the host waits only when it takes the tensor.
+A plain copy makes the host wait for everything that the device was told before. Here copies go to
+pinned memory, and the host waits only when it takes the tensor.
 """
 
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class Parcel:
-    """A tensor on its way to the host; see :class:`Outbox`."""
+    """A tensor on its way to the host; see :func:`send`."""
 
     def __init__(self, tensor: Tensor, arrived: "torch.cuda.Event | None" = None) -> None:
         self._tensor, self._arrived = tensor, arrived
@@ -21,8 +21,21 @@ class Parcel:
         return self._tensor
 
 
+def send(tensor: Tensor) -> Parcel:
+    """Begin to copy a tensor, in the order of what its device was told: it may be changed
+    afterwards."""
+    if tensor.device.type != "cuda":
+        return Parcel(tensor.clone())
+    with torch.cuda.device_of(tensor):
+        pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        pinned.copy_(tensor, non_blocking=True)
+        arrived = torch.cuda.Event()
+        arrived.record()
+    return Parcel(pinned, arrived)
+
+
 class Outbox:
-    """Sends tensors of a device to the host. On a CPU they are there already.
+    """Sends large tensors of a device, besides what it computes. On a CPU they are there already.
 
     Args:
         device: where the tensors are.
@@ -37,9 +50,13 @@ class Outbox:
             return Parcel(tensor)
         self._stream.wait_stream(torch.cuda.current_stream(tensor.device))
         with torch.cuda.stream(self._stream):
-            pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-            pinned.copy_(tensor, non_blocking=True)
-            arrived = torch.cuda.Event()
-            arrived.record(self._stream)
+            parcel = send(tensor)
         tensor.record_stream(self._stream)  # its memory isn't given away before it was read
-        return Parcel(pinned, arrived)
+        return parcel
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the host on a device; a GPU fetches it when it gets there, and nobody waits."""
+    if device.type == "cuda":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)

@@ -1,8 +1,8 @@
 """One decoding step in buffers of fixed addresses: on a CPU it is run, on a GPU replayed.
 
 A step embeds the newest token of every line, runs the model, draws the next tokens and notes what
-is recorded about them, all without the host: it launches and doesn't wait. Several steps are made
-before the host reads what they drew; it then says which lines go on, and which begin anew.
+is recorded about them, all without the host: it launches and doesn't wait. What several steps drew
+is sent to the host, which says afterwards which lines go on, and which begin anew.
 """
 
 import weakref
@@ -16,13 +16,14 @@ from transformers import DynamicCache, PreTrainedModel
 
 from ia_mech.engine.cuda import fused
 from ia_mech.engine.cuda.layer import StaticLayer, View
+from ia_mech.engine.cuda.outbox import Parcel, send, to_device
 from ia_mech.engine.cuda.sizes import Shape, Sizes, demand, free_bytes, needed_bytes
 from ia_mech.engine.prefix import Prefilled, left_padding
 from ia_mech.engine.shared import Engine, sharing
 from ia_mech.models import accepts, text_config
 from ia_mech.sampling import Draw, draw, gumbel
 
-STEPS = 4  # between two looks of the host; a row that ends waits 1.5 of them on average
+STEPS = 2  # launched together, while the host looks at those before: a row's end is seen 2.5 late
 WARM_UP = 2  # steps before a capture, in which libraries make what they make on first use
 FIELDS = tuple(field.name for field in fields(Draw))
 
@@ -103,7 +104,6 @@ class Stepper:
         self._length = numbers(sizes.slots, fill=1)
         self._line_at = numbers(sizes.slots * sizes.seats)
         self._seat_of = numbers(sizes.lines)
-        # float64 holds ids, ranks and float32 alike, so that all is read in one copy.
         self._drawn = numbers(STEPS, len(FIELDS), sizes.lines, dtype=torch.float64)
         self._at = numbers(1)  # the step of _drawn that is written next
         self._prefix_tokens = torch.arange(sizes.prefix, device=device)
@@ -134,30 +134,38 @@ class Stepper:
         self,
         lines: Sequence[int],
         slots: Sequence[int],
-        token: Tensor,
+        logits: Tensor,
+        index: Tensor,
         temperature: Tensor,
         key: Tensor,
-    ) -> None:
-        """Rows that drew their first token begin in these lines.
+    ) -> Parcel:
+        """Rows draw their first token and begin in these lines.
 
         Args:
             lines: one for each row.
             slots: ``[rows]``, where the prefix of each one's context is.
-            token: ``[rows]`` int64, what they drew.
+            logits: ``[contexts, vocab]`` float32, of contexts.
+            index: ``[rows]`` int64, which of these each row continues.
             temperature: ``[rows]`` float32, 0 for greedy.
             key: ``[rows, 2]`` int64.
+
+        Returns:
+            What was drawn, ``[1, 5, rows]``, as :meth:`run` returns it.
         """
-        at = torch.tensor(lines, device=self._device)
-        self._token[at] = token
+        told = torch.tensor(lines), torch.tensor(slots), index, temperature, key
+        at, slot, index, temperature, key = (to_device(tensor, self._device) for tensor in told)
+        drawn = self._draw(logits[index], temperature, key, torch.zeros_like(at))
+        self._token[at] = drawn.token
         self._age[at] = 1
-        self._start[at] = self._length[torch.tensor(slots, device=self._device)]
-        self._temperature[at] = temperature.to(self._device)
-        self._key[at] = key.to(self._device)
+        self._start[at] = self._length[slot]
+        self._temperature[at] = temperature
+        self._key[at] = key
+        return send(_noted(drawn)[None])
 
     @torch.inference_mode()
     def keep(self, lines: Sequence[int], moves: Sequence[tuple[int, int]]) -> None:
         """These lines become the first ones, and prefixes move from slot to slot."""
-        index = torch.tensor(lines, device=self._device)
+        index = to_device(torch.tensor(lines), self._device)
         for tensor in (self._token, self._age, self._start, self._temperature, self._key):
             tensor[: len(lines)] = tensor[index]
         for layer in self._cache.layers:
@@ -170,17 +178,17 @@ class Stepper:
     @torch.inference_mode()
     def seat(self, line_at, seat_of) -> None:
         """Who sits where, as :meth:`ia_mech.engine.cuda.seating.Seating.tables` says."""
-        self._line_at[: line_at.size] = torch.from_numpy(line_at.ravel()).to(self._device)
-        self._seat_of[: seat_of.size] = torch.from_numpy(seat_of).to(self._device)
+        for ours, table in ((self._line_at, line_at.ravel()), (self._seat_of, seat_of)):
+            ours[: table.size] = to_device(torch.from_numpy(table), self._device)
 
     # -- steps ----------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def run(self, lines: int, steps: int) -> Tensor:
+    def run(self, lines: int, steps: int) -> Parcel:
         """Make so many steps, at most :data:`STEPS`, of the bucket of so many lines.
 
         Returns:
-            What was drawn, ``[steps, 5, bucket]`` float64 on the CPU, fields as :data:`FIELDS`.
+            What is drawn, ``[steps, 5, bucket]`` float64, fields as :data:`FIELDS`.
         """
         sizes = self.sizes.bucket(lines)
         self._at.zero_()
@@ -192,7 +200,7 @@ class Stepper:
                 self._graphs[sizes.lines] = self._capture(sizes)
             for _ in range(steps):
                 self._graphs[sizes.lines].replay()
-        return self._drawn[:steps, :, : sizes.lines].cpu()  # here the host waits
+        return send(self._drawn[:steps, :, : sizes.lines])
 
     def _step(self, sizes: Sizes) -> None:
         n, model = sizes.lines, self._model()
@@ -208,8 +216,7 @@ class Stepper:
                 use_cache=True,
             )
         drawn = self._draw(output.logits[:, -1], self._temperature[:n], self._key[:n], age)
-        noted = torch.stack([getattr(drawn, name).double() for name in FIELDS])
-        self._drawn[:, :, :n].index_copy_(0, self._at, noted[None])
+        self._drawn[:, :, :n].index_copy_(0, self._at, _noted(drawn)[None])
         token.copy_(drawn.token)
         age.add_(1)
         self._at.add_(1)
@@ -236,6 +243,7 @@ class Stepper:
     def _draw(self, logits: Tensor, temperature: Tensor, key: Tensor, age: Tensor) -> Draw:
         if self._fused:
             return fused.draw(logits, temperature, key, age)  # converts on the way
+        # Without telling rows of one stream apart: to find them the host would have to wait.
         noise = gumbel(key, age[:, None], logits.shape[-1])
         each = torch.arange(len(age), device=self._device)
         return draw(logits.float(), temperature, noise, each)
@@ -263,3 +271,8 @@ class Stepper:
         with torch.cuda.stream(current), torch.cuda.graph(graph, self._pool, self._side):
             self._step(sizes)
         return graph
+
+
+def _noted(drawn: Draw) -> Tensor:
+    """``[5, rows]`` float64, which holds ids, ranks and float32 alike, so that one copy has all."""
+    return torch.stack([getattr(drawn, name).double() for name in FIELDS])

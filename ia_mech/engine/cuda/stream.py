@@ -1,15 +1,18 @@
-"""The sampling loop over static buffers: as ``engine/loop.py``, a few steps at a time.
+"""The sampling loop over static buffers: as ``engine/loop.py``, but the host is a few steps behind.
 
-Rows that end are noticed after up to ``STEPS`` steps, from the tokens; what their lines wrote after
-the end is thrown away. Then others begin in their place. When nobody waits any more the batch moves
-to the smallest bucket that holds it.
+While the device makes some steps, the host looks at what those before drew: which rows ended, and
+what is recorded of them. What their lines drew after the end is thrown away. Then others begin in
+their place. When nobody waits any more the batch moves to the smallest bucket that holds it. What
+the device is told depends on what was drawn, never on when it arrived.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from ia_mech.engine.cuda.outbox import Parcel
 from ia_mech.engine.cuda.seating import Seating
 from ia_mech.engine.cuda.sizes import Sizes
 from ia_mech.engine.cuda.stepper import FIELDS, STEPS, Stepper, stepper_for
@@ -18,8 +21,25 @@ from ia_mech.engine.prefix import Prefilled
 from ia_mech.sampling import Draw
 
 
+@dataclass(frozen=True)
+class Flight:
+    """Tokens that rows draw and nobody looked at yet.
+
+    Attributes:
+        rows: ``[lines]``, which row each line held, -1 for none.
+        ages: ``[lines]``, how many tokens that row had drawn before.
+        drawn: ``[steps, 5, lines or more]``.
+    """
+
+    rows: np.ndarray
+    ages: np.ndarray
+    drawn: Parcel
+
+
 class StaticStream(Stream):
     """The work of one :func:`ia_mech.engine.loop.decode_stream` on static buffers.
+
+    The schedule counts tokens when they are launched, not when they were seen.
 
     Args:
         longest: tokens of the longest context of all groups.
@@ -32,41 +52,69 @@ class StaticStream(Stream):
         self._sizes = Sizes.of(contexts, self._width, longest, self._most)
         self._seating = Seating(self._sizes.slots)
         self._stepper: Stepper | None = None
+        self._ended = np.zeros(len(self._rows), dtype=bool)
 
     def run(self) -> list[Decoded]:
         """Decode all rows."""
-        schedule = self._schedule
+        behind: list[Flight] = []
         while True:
-            self._fill()
-            if not schedule.busy:
+            ahead = self._fill()
+            if self._schedule.busy:
+                self._move()
+                ahead.append(self._launch())
+            for flight in behind:
+                self._note(flight)
+            if not ahead:
                 return self._record.rows(self._stops)
-            self._move()
-            sizes = self._sizes.bucket(len(schedule.lines))
-            self._stepper.seat(*self._seating.tables(self._held(), sizes))
-            left = max(self._most - schedule.age[line] for line in schedule.busy)
-            self._note(self._stepper.run(sizes.lines, min(STEPS, left)).numpy())
-            self._seating.keep({context for context in self._held() if context is not None})
+            behind = ahead
+
+    def _launch(self) -> Flight:
+        """The next steps of all lines."""
+        schedule = self._schedule
+        rows, ages = np.array(schedule.lines), np.array(schedule.age)
+        sizes = self._sizes.bucket(len(rows))
+        self._stepper.seat(*self._seating.tables(self._held(), sizes))
+        steps = min(STEPS, self._most - min(schedule.age[line] for line in schedule.busy))
+        drawn = self._stepper.run(sizes.lines, steps)
+        schedule.drawn([line for line in schedule.busy if ages[line] + steps >= self._most], steps)
+        self._forget()
+        return Flight(rows, ages, drawn)
 
     def _held(self) -> list[int | None]:
         """Of each line the context, None if it is idle."""
         return [None if row < 0 else self._rows[row].context for row in self._schedule.lines]
 
-    def _fill(self) -> None:
+    def _forget(self) -> None:
+        """Contexts that no line continues leave their slots."""
+        self._seating.keep({context for context in self._held() if context is not None})
+
+    def _fill(self) -> list[Flight]:
         """Rows begin until no line or no slot is free, or nobody waits."""
-        schedule = self._schedule
+        schedule, begun = self._schedule, []
         while schedule.waiting and schedule.free:
             first = self._rows[schedule.waiting[0]].context
             if first not in self._seating.slot and not self._seating.free:
                 break
-            group = self._group_of(first)
-            rows, token = self._draw_first(group, self._reach())
-            if not rows:
-                continue
-            if self._stepper is None:
-                self._stepper = stepper_for(self._model, self._sizes, group)
-            slots = [self._slot_of(self._rows[row].context, group) for row in rows]
-            lines = schedule.place(rows)
-            self._stepper.begin(lines, slots, token, self._temperature[rows], self._keys[rows])
+            begun.append(self._begin_rows(self._group_of(first)))
+        return begun
+
+    def _begin_rows(self, group: Prefilled) -> Flight:
+        """As many of the group's rows as there are lines and slots for draw their first token."""
+        schedule, reach = self._schedule, self._reach()
+        here = [row for row in schedule.waiting if self._rows[row].context < reach]
+        rows = schedule.take(min(schedule.free, len(here)))
+        if self._stepper is None:
+            self._stepper = stepper_for(self._model, self._sizes, group)
+        slots = [self._slot_of(self._rows[row].context, group) for row in rows]
+        index = torch.tensor([self._rows[row].context - self._first for row in rows])
+        lines = schedule.place(rows)
+        drawn = self._stepper.begin(
+            lines, slots, group.logits, index, self._temperature[rows], self._keys[rows]
+        )
+        if self._most == 1:
+            schedule.drawn(lines, 0)
+            self._forget()
+        return Flight(np.array(rows), np.zeros(len(rows), dtype=np.int64), drawn)
 
     def _reach(self) -> int:
         """Rows of contexts before this one may begin: of those there is a group and a slot."""
@@ -96,20 +144,22 @@ class StaticStream(Stream):
         self._schedule.keep(busy)
         self._stepper.keep(busy, self._seating.squeeze(smaller.slots))
 
-    def _note(self, drawn: np.ndarray) -> None:
-        """Record what ``[steps, 5, bucket]`` was drawn; rows that ended leave their lines."""
-        schedule, steps = self._schedule, len(drawn)
-        rows, ages = np.array(schedule.lines), np.array(schedule.age)
-        drawn = drawn[:, :, : len(rows)]
+    def _note(self, flight: Flight) -> None:
+        """Record what was drawn; rows that ended leave their lines."""
+        rows = np.where(self._ended[flight.rows], -1, flight.rows)  # and -1 stays what it is
+        drawn = flight.drawn.take().numpy()[:, :, : len(rows)]
         tokens = drawn[:, FIELDS.index("token")].astype(np.int64)
-        kept, ended = resolve(tokens, ages, sorted(self._stops), self._most)
+        kept, ended = resolve(tokens, flight.ages, sorted(self._stops), self._most)
         kept[rows < 0], ended[rows < 0] = 0, False
-        for step in range(steps):
+        for step in range(len(drawn)):
             fields = {name: torch.from_numpy(drawn[step, at]) for at, name in enumerate(FIELDS)}
-            self._record.add(np.where(step < kept, rows, -1), ages + step, Draw(**fields))
-        finished = np.flatnonzero(ended).tolist()
-        schedule.drawn(finished, steps)
-        self._tell(int(kept.sum()), len(finished))
+            self._record.add(np.where(step < kept, rows, -1), flight.ages + step, Draw(**fields))
+        over = rows[ended]
+        self._ended[over] = True
+        line_of = {row: line for line, row in enumerate(self._schedule.lines)}
+        self._schedule.drawn([line_of[row] for row in over.tolist() if row in line_of], 0)
+        self._forget()
+        self._tell(int(kept.sum()), len(over))
 
 
 def resolve(
