@@ -21,6 +21,7 @@ from ia_mech.engine.capture import find_blocks
 from ia_mech.engine.check import check_engine
 from ia_mech.engine.cuda.check import with_graphs
 from ia_mech.engine.cuda.outbox import Outbox, Parcel
+from ia_mech.engine.cuda.stepper import forget
 from ia_mech.engine.loop import Decoded, Row, decode_stream
 from ia_mech.engine.memory import Halving
 from ia_mech.engine.plan import (
@@ -155,6 +156,7 @@ class _Job:
         self.refused: dict[str, str] = {}
 
     def _halved(self, size: int) -> None:
+        forget(self.subject.model)
         if not self.halved:
             self.progress.say(f"out of memory: going on with batches of {size} or fewer")
         self.halved.append(size)
@@ -308,6 +310,7 @@ class _Job:
                 parcels = (self.outbox.send(t) for t in (prefilled.logits, prefilled.residuals))
                 sent.append((scores, *parcels))
                 yield prefilled
+                del prefilled  # before the next one is made
 
         scored = self._is_scored(items)
         decoded = self._sample(groups(), items, width, rows_are_done=not scored)

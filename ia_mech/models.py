@@ -216,11 +216,19 @@ def weights_hash(model: PreTrainedModel, dtype: str | None = None) -> str:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an exception means that a device, or this machine, had no memory left."""
+    """Whether an exception means that a device, or this machine, had no memory left.
+
+    Also where it was raised while that was being handled, as by leaving a CUDA graph's capture.
+    """
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
+    if not isinstance(error, RuntimeError):
+        return False
     said = ("can't allocate memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
-    return isinstance(error, RuntimeError) and any(text in str(error) for text in said)
+    if any(text in str(error) for text in said):
+        return True
+    before = error.__cause__ or error.__context__
+    return before is not None and is_out_of_memory(before)
 
 
 def accepts(model: PreTrainedModel, argument: str) -> bool:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_stream import prefilled_by
 
-from ia_mech.engine.cuda.sizes import Shape, Sizes, demand, needed_bytes
+from ia_mech.engine.cuda.sizes import FACTOR, SMALLEST, Shape, Sizes, demand, needed_bytes
 from ia_mech.engine.cuda.stepper import Stepper
 from ia_mech.engine.memory import Halving
 from ia_mech.errors import UserError
@@ -21,9 +21,9 @@ def test_the_grid_of_the_benchmark():
     contexts = [c for c in range(32) for _ in range(33)]
     sizes = Sizes.of(contexts, 1056, 512, 64)
     assert sizes == Sizes(lines=1056, slots=32, seats=33, prefix=512, own=64)
-    assert sizes.buckets == [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 1056]
+    assert sizes.buckets == [16, 64, 256, 1024, 1056]
     assert sizes.bucket(1050) == sizes and sizes.bucket(33) == Sizes(64, 32, 33, 512, 64)
-    assert sizes.bucket(3) == Sizes(4, 4, 4, 512, 64)
+    assert sizes.bucket(3) == Sizes(16, 16, 16, 512, 64)
     half = Sizes.of(contexts, 528, 513, 64)
     assert half == Sizes(lines=528, slots=32, seats=33, prefix=640, own=64)
 
@@ -37,7 +37,7 @@ def test_sizes_hold_what_they_promise(contexts, width):
     assert sizes.buckets == sorted(set(sizes.buckets)) and sizes.buckets[-1] == width
     for lines in range(1, width + 1):
         bucket = sizes.bucket(lines)
-        assert lines <= bucket.lines < max(2 * lines, 2) or bucket.lines == width
+        assert lines <= bucket.lines < max(FACTOR * lines, SMALLEST + 1) or bucket.lines == width
         assert bucket.slots == min(sizes.slots, bucket.lines)
 
 
@@ -79,4 +79,4 @@ def test_what_doesnt_fit_is_halved_and_said():
     assert tried == [1056, 528, 264] and said == [528, 264]
     with pytest.raises(UserError, match="batch of one"):
         Halving(1).retry(lambda width: demand(10, 11))
-    demand(9, 10)
+    demand(7, 10)

@@ -35,6 +35,15 @@ EACH = pytest.mark.parametrize("architecture", STATIC)
 steady = settings(derandomize=True, deadline=None, max_examples=200)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def many_buckets():
+    """Of the few lines of these tests, too."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ia_mech.engine.cuda.sizes.SMALLEST", 1)
+        patch.setattr("ia_mech.engine.cuda.sizes.FACTOR", 2)
+        yield
+
+
 def statically(model, groups, rows, stops, most, width, on_step=None):
     return decode_stream(
         model, groups, rows, stops, most, width=width, on_step=on_step, graphs=True, longest=31

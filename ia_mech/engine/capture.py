@@ -70,6 +70,7 @@ class ResidualCapture:
     def __init__(self, blocks: nn.ModuleList, positions: Tensor) -> None:
         self.blocks = blocks
         self.positions = positions
+        self._told: dict[torch.device, tuple[Tensor, Tensor, Tensor]] = {}
         self.kept: list[Tensor] = []
         self._handles: list = []
 
@@ -95,10 +96,14 @@ class ResidualCapture:
     def _keep(self, hidden: Tensor) -> None:
         if hidden.ndim != 3:
             raise ValueError(f"a block gave a tensor of {hidden.ndim} dimensions, expected 3")
-        rows = torch.arange(hidden.shape[0], device=hidden.device)[:, None]
-        at = self.positions.to(hidden.device)
-        kept = hidden[rows, at.clamp(min=0)]  # [batch, positions, d_model], a copy
-        self.kept.append(kept.masked_fill_((at < 0)[..., None], torch.nan))
+        # Once for all blocks of a device, which would wait for each copy.
+        if hidden.device not in self._told:
+            at = self.positions.to(hidden.device)
+            rows = torch.arange(len(at), device=hidden.device)[:, None]
+            self._told[hidden.device] = rows, at.clamp(min=0), (at < 0)[..., None]
+        rows, at, lacking = self._told[hidden.device]
+        kept = hidden[rows, at]  # [batch, positions, d_model], a copy
+        self.kept.append(kept.masked_fill_(lacking, torch.nan))
 
     def residuals(self) -> Tensor:
         """``[batch, layers + 1, positions, d_model]`` in the model's dtype.

@@ -168,6 +168,7 @@ class Stream:
         while schedule.waiting and schedule.free:
             if self._state is not None and not can_admit(self._state):
                 break
+            group = None  # let go before the next one is made
             group = self._group_of(self._rows[schedule.waiting[0]].context)
             rows, first = self._draw_first(group)
             if not rows:
@@ -193,7 +194,7 @@ class Stream:
 
     def _group_of(self, context: int) -> Prefilled:
         while context >= self._end:
-            self._group = None  # let go before the next one is made
+            self._group = None
             self._group = next(self._groups)
             self._first, self._end = self._end, self._end + len(self._group.logits)
         return self._group

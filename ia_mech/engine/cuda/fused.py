@@ -38,7 +38,9 @@ def draw(logits: Tensor, temperature: Tensor, keys: Tensor, step: Tensor) -> Dra
     """
     rows, vocab = logits.shape
     token, rank = (torch.empty(rows, dtype=torch.long, device=logits.device) for _ in range(2))
-    floats = torch.empty(3, rows, dtype=torch.float32, device=logits.device)
+    # Each begins at a multiple of 16 bytes whatever the rows, or Triton would compile once more.
+    room = -(-rows // 4) * 4
+    floats = torch.empty(3, room, dtype=torch.float32, device=logits.device)[:, :rows]
     block = min(BLOCK, triton.next_power_of_2(vocab))
     with torch.cuda.device_of(logits):  # Triton launches on the current device
         _draw[(rows,)](

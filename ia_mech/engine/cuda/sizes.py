@@ -15,7 +15,10 @@ from torch import Tensor
 
 ROUND = 128  # prefixes are given room in multiples of this, so that units of a run share buffers
 SPARE = 2  # contexts held at a time, as a multiple of those that fill the batch
-RESERVE = 0.9  # of the free memory that a batch may plan with; the rest is for fragmentation
+# Of the free memory that a batch may plan with. The rest is for what it isn't asked for: the next
+# contexts' prefill, turns that are scored, graphs, workspaces of libraries, fragmentation.
+RESERVE = 0.7
+SMALLEST, FACTOR = 16, 4  # below so many lines a step takes as long as reading the weights
 # Bytes per logit of the sampling rule in PyTorch operations: logits, scores, two distributions and
 # the noise in float32, and about six of Philox' integer tensors of a quarter of the vocabulary.
 SAMPLING_BYTES = 5 * 4 + 6 * 8 // 4
@@ -55,9 +58,13 @@ class Sizes:
 
     @property
     def buckets(self) -> list[int]:
-        """The numbers of lines that steps are made for: powers of two, and all."""
-        powers = [1 << n for n in range(self.lines.bit_length())]
-        return [*(n for n in powers if n < self.lines), self.lines]
+        """The numbers of lines that steps are made for: some far apart, since each is a capture,
+        and all."""
+        found, n = [], SMALLEST
+        while n < self.lines:
+            found.append(n)
+            n *= FACTOR
+        return [*found, self.lines]
 
     def bucket(self, lines: int) -> "Sizes":
         """The part of the buffers that a step of the smallest bucket for so many lines reads."""

@@ -5,8 +5,10 @@ is recorded about them, all without the host: it launches and doesn't wait. What
 is sent to the host, which says afterwards which lines go on, and which begin anew.
 """
 
+import contextlib
+import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from weakref import WeakKeyDictionary
 
@@ -24,7 +26,6 @@ from ia_mech.models import accepts, text_config
 from ia_mech.sampling import Draw, draw, gumbel
 
 STEPS = 2  # launched together, while the host looks at those before: a row's end is seen 2.5 late
-WARM_UP = 2  # steps before a capture, in which libraries make what they make on first use
 FIELDS = tuple(field.name for field in fields(Draw))
 
 _kept: WeakKeyDictionary[PreTrainedModel, "Stepper"] = WeakKeyDictionary()
@@ -52,12 +53,23 @@ def stepper_for(model: PreTrainedModel, sizes: Sizes, group: Prefilled) -> "Step
         MemoryError: the device hasn't the memory.
     """
     kept = _kept.get(model)
-    if kept is not None and kept.sizes == sizes:
+    if kept is not None and kept.sizes == sizes and kept.weights == _weights(model):
         return kept
     del kept
-    _kept.pop(model, None)  # before the next one is made
+    forget(model)  # before the next one is made
     _kept[model] = Stepper(model, sizes, group)
     return _kept[model]
+
+
+def forget(model: PreTrainedModel) -> None:
+    """Give back the memory of the model's last stepper, if there is one."""
+    _kept.pop(model, None)
+
+
+def _weights(model: PreTrainedModel) -> tuple[int, torch.dtype]:
+    """Tells a model from itself after it was moved or cast: graphs hold addresses."""
+    one = next(model.parameters())
+    return one.data_ptr(), one.dtype
 
 
 class Stepper:
@@ -71,6 +83,7 @@ class Stepper:
 
     Attributes:
         sizes: as given.
+        weights: tells whether the model is where it was.
 
     Raises:
         MemoryError: the device hasn't the memory.
@@ -86,7 +99,7 @@ class Stepper:
         if on_gpu:
             shape = Shape.of(text_config(model.config), layers, group.logits)
             demand(needed_bytes(shape, sizes, self._fused), free_bytes(device))
-        self._model, self.sizes = weakref.ref(model), sizes
+        self._model, self.sizes, self.weights = weakref.ref(model), sizes, _weights(model)
         self._cache = DynamicCache(config=model.config)
         self._cache.layers = [StaticLayer(layer, sizes) for layer in layers]
         self._dtype, self._device = layers[0].keys.dtype, device
@@ -260,17 +273,37 @@ class Stepper:
         current = torch.cuda.current_stream(self._device)
         self._side.wait_stream(current)
         with torch.cuda.stream(self._side):
-            for _ in range(WARM_UP):
+            self._step(sizes)  # libraries make what they make on first use, and may wait then
+            restore()
+            with _no_waiting():
                 self._step(sizes)
                 restore()
         current.wait_stream(self._side)
         graph = torch.cuda.CUDAGraph()
+        # cuBLAS keeps one workspace for a stream, which others may clear. Made anew during the
+        # capture it is in the graphs' own memory.
+        torch._C._cuda_clearCublasWorkspaces()
         # Graphs may share memory: one at a time is replayed, and nothing that a graph makes is
         # looked at after it but what it writes into our own tensors.
         # PyTorch doesn't leave the stream when a capture fails, so that is done around it.
         with torch.cuda.stream(current), torch.cuda.graph(graph, self._pool, self._side):
             self._step(sizes)
+        torch._C._cuda_clearCublasWorkspaces()
         return graph
+
+
+@contextlib.contextmanager
+def _no_waiting() -> Iterator[None]:
+    """Raises RuntimeError where the host waits for the device, which no capture survives: PyTorch
+    before 2.13 is left in disorder by one that fails."""
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that the mode is a prototype
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
 
 
 def _noted(drawn: Draw) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 from ia_mech.engine.cuda.outbox import Parcel
 from ia_mech.engine.cuda.seating import Seating
 from ia_mech.engine.cuda.sizes import Sizes
-from ia_mech.engine.cuda.stepper import FIELDS, STEPS, Stepper, stepper_for
+from ia_mech.engine.cuda.stepper import FIELDS, STEPS, Stepper, forget, stepper_for
 from ia_mech.engine.loop import Decoded, Stream
 from ia_mech.engine.prefix import Prefilled
 from ia_mech.sampling import Draw
@@ -56,6 +56,13 @@ class StaticStream(Stream):
 
     def run(self) -> list[Decoded]:
         """Decode all rows."""
+        try:
+            return self._run()
+        except BaseException:
+            forget(self._model)  # a smaller batch may need its memory, and it is left in mid-step
+            raise
+
+    def _run(self) -> list[Decoded]:
         behind: list[Flight] = []
         while True:
             ahead = self._fill()
