@@ -35,9 +35,9 @@ def with_graphs(model: PreTrainedModel, ids: Sequence[int], engine: Engine) -> E
     except Exception as error:  # whatever a model does that can't be captured
         if is_out_of_memory(error):
             raise
-        while error.__context__ is not None:  # leaving a capture that failed raises once more
-            error = error.__context__
-        problem = f"no CUDA graphs: {' '.join(str(error).split())[:120]}"
+        # Leaving a capture that failed raises once more.
+        first = error.__context__ if isinstance(error.__context__, RuntimeError) else error
+        problem = f"no CUDA graphs: {' '.join(str(first).split())[:120]}"
     return replace(engine, graphs=not problem, why=problem)
 
 
@@ -65,8 +65,10 @@ def _problem(model: PreTrainedModel, ids: list[int]) -> str:
         theirs = logits.log_softmax(-1).gather(-1, torch.tensor(wrote)[:, None])[:, 0]
         apart = (logprobs[:, row] - theirs).abs().nan_to_num(torch.inf)
         worst, largest = max(worst, float(apart.max())), max(largest, float(logits.abs().max()))
-    # A log-probability is off by twice what its logits are off by.
-    allowed = 2 * max(TOLERANCE, 16 * torch.finfo(model.dtype).eps) * largest
+    # A log-probability is off by twice what its logits are off by. Rows that read each other's
+    # contexts are found in every dtype (the embedded model: 6.9 nats, where bfloat16 allows 0.96
+    # and takes 0.13); rows displaced by a token (0.17 nats) only in float32, as in the tests.
+    allowed = 2 * max(TOLERANCE, 2 * torch.finfo(model.dtype).eps) * largest
     if worst <= allowed:
         return ""
     return f"no CUDA graphs: log-probabilities differ from a full pass by {worst:.2g}"
