@@ -13,7 +13,7 @@ from ia_mech.engine.memory import Halving
 from ia_mech.errors import UserError
 from ia_mech.models import text_config
 
-LAYERS = ((8, 128, 128),) * 28
+LAYERS = ((8, 128, 128, None),) * 28
 QWEN = Shape(LAYERS, heads=16, width=1024 + 3072, vocab=151_936, dtype=torch.bfloat16)
 
 
@@ -41,17 +41,44 @@ def test_sizes_hold_what_they_promise(contexts, width):
         assert bucket.slots == min(sizes.slots, bucket.lines)
 
 
-def test_buffers_take_what_was_planned():
-    model = tiny.model("llama")
+# Bytes of a row's state in a gated delta layer of qwen3_5: the last 4 tokens of two keys of 2 heads
+# and a value of 4, and a matrix for each of these.
+STATE = 4 * (4 * (2 * 16 + 32) + 4 * 8 * 8)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "windows", "recurrent"),
+    [
+        ("llama", [None] * 4, 0),
+        ("gemma3", [8, 8, 8, None], 0),
+        ("mistral", [8] * 4, 0),
+        ("qwen3_5", [None], 3 * STATE),
+    ],
+)
+def test_buffers_take_what_was_planned(architecture, windows, recurrent):
+    model = tiny.model(architecture)
     group = prefilled_by(model, (9, 5))
     sizes = Sizes.of([0] * 4 + [1] * 3, 7, 9, 6)
     stepper = Stepper(model, sizes, group)
-    cache = sum(t.nbytes for layer in stepper._cache.layers for t in (*layer.own, *layer.prefix))
-    shape = Shape.of(text_config(model.config), group.state.cache.layers, group.logits)
-    assert shape == Shape(((2, 8, 8),) * 4, 4, 32 + 48, tiny.VOCAB, torch.float32)
-    assert cache == 4 * 4 * 2 * (8 + 8) * (2 * 128 + 7 * 6)
-    scores = 3 * 4 * 4 * (2 * 4 * 128 + 7 * 6)
-    assert needed_bytes(shape, sizes, fused=True) == cache + scores + 4 * 7 * 80 * 4
+    cache = sum(t.nbytes for layer in stepper._cache.layers for t in layer.tensors())
+    shape = Shape.of(
+        text_config(model.config), group.state.cache.layers, group.logits, model.dtype
+    )
+    layers = tuple((2, 8, 8, window) for window in windows)
+    assert shape == Shape(layers, 4, 32 + 48, tiny.VOCAB, torch.float32, recurrent)
+    rooms = [128 if window is None else window for window in windows]
+    keys = sum(4 * 2 * (8 + 8) * (2 * room + 7 * 6) for room in rooms)
+    assert cache == keys + 7 * recurrent
+    scores = 3 * 4 * 4 * (2 * 4 * max(rooms) + 7 * 6)
+    biases = 4 * 2 * 4 * 8 * 2 if 8 in windows else 0  # of 2 slots of 4 seats, 2 heads to a key
+    logits = 7 * tiny.VOCAB * 8
+    planned = cache + max(scores + biases, logits) + 4 * 7 * 80 * 4
+    assert needed_bytes(shape, sizes, fused=True) == planned
+
+
+def test_windows_hold_no_more_than_is_seen():
+    sizes = Sizes(lines=8, slots=2, seats=4, prefix=256, own=6)
+    assert [sizes.room(window) for window in (None, 8, 128, 4096)] == [256, 8, 128, 256]
 
 
 def test_memory_at_150k_logits():

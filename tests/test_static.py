@@ -30,8 +30,7 @@ from ia_mech.engine.plan import Grid
 from ia_mech.engine.shared import Engine
 from ia_mech.sampling import stream_key
 
-STATIC = ("llama", "qwen3", "qwen3_moe", "glm4", "glm4_moe")  # all layers are shared
-EACH = pytest.mark.parametrize("architecture", STATIC)
+EACH = pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
 steady = settings(derandomize=True, deadline=None, max_examples=200)
 
 
@@ -283,7 +282,9 @@ def test_a_run_decodes_from_static_buffers_where_the_engine_says_so(
     )
     loops = collect(config, tiny_subject, tmp_path / "loop", progress)
     monkeypatch.setattr(
-        ia_mech.collect, "with_graphs", lambda model, ids, engine: replace(engine, graphs=True)
+        ia_mech.collect,
+        "with_graphs",
+        lambda model, ids, engine, wanted: replace(engine, graphs=True),
     )
     ours = collect(config, tiny_subject, tmp_path / "static", progress)
     assert ours.record["identity"]["engine"] == "shared-prefix 4 of 4 layers, CUDA graphs"

@@ -19,15 +19,21 @@ from ia_mech.engine.shared import Engine
 from ia_mech.models import is_out_of_memory
 
 
-def with_graphs(model: PreTrainedModel, ids: Sequence[int], engine: Engine) -> Engine:
+def with_graphs(
+    model: PreTrainedModel, ids: Sequence[int], engine: Engine, wanted: str = "auto"
+) -> Engine:
     """The engine, with CUDA graphs if the model is on a GPU and they are right.
 
     Args:
         model: the subject model.
         ids: at least 12 token ids of real text.
         engine: that was checked.
+        wanted: as for :func:`ia_mech.engine.check.check_engine`; ``portable`` refuses graphs, whose
+            rows share their prefix.
     """
-    if model.device.type != "cuda" or not engine.shared:
+    # Where layers that can be shared are not, their attention was found wrong.
+    found_wrong = engine.shared < Engine.possible(model).shared
+    if model.device.type != "cuda" or wanted == "portable" or found_wrong:
         return engine
     problem = why_not(model)
     try:
@@ -38,7 +44,8 @@ def with_graphs(model: PreTrainedModel, ids: Sequence[int], engine: Engine) -> E
         while error.__context__ is not None:  # leaving a capture that failed raises once more
             error = error.__context__
         problem = f"no CUDA graphs: {' '.join(str(error).split())[:120]}"
-    return replace(engine, graphs=not problem, why=problem)
+    why = "; ".join(filter(None, [engine.why, problem])) if problem else ""
+    return replace(engine, graphs=not problem, why=why)
 
 
 @torch.inference_mode()
@@ -52,7 +59,8 @@ def _problem(model: PreTrainedModel, ids: list[int]) -> str:
         stepper.put_context(seating.hold(context), group, context)
     first = group.logits.argmax(-1)[contexts]
     rows = len(contexts)
-    stepper.begin(range(rows), contexts, first, torch.zeros(rows), torch.zeros(rows, 2).long())
+    greedy = torch.zeros(rows), torch.zeros(rows, 2).long()
+    stepper.begin(range(rows), contexts, first, *greedy, group, contexts)
     stepper.seat(*seating.tables(contexts, sizes))
     drawn = stepper.run(rows, STEPS)
     tokens, logprobs = (drawn[:, FIELDS.index(name)] for name in ("token", "logprob"))

@@ -13,12 +13,18 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import (
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionLayer,
+)
 
 from ia_mech.engine.cuda import fused
 from ia_mech.engine.cuda.layer import StaticLayer, View
+from ia_mech.engine.cuda.recurrent import StaticRecurrentLayer
 from ia_mech.engine.cuda.sizes import Shape, Sizes, demand, free_bytes, needed_bytes
 from ia_mech.engine.prefix import Prefilled, left_padding
-from ia_mech.engine.shared import Engine, sharing
+from ia_mech.engine.shared import sharing
 from ia_mech.models import accepts, text_config
 from ia_mech.sampling import Draw, draw, gumbel
 
@@ -26,14 +32,25 @@ STEPS = 4  # between two looks of the host; a row that ends waits 1.5 of them on
 WARM_UP = 2  # steps before a capture, in which libraries make what they make on first use
 FIELDS = tuple(field.name for field in fields(Draw))
 
+# What stands in for which layer of a cache.
+STATIC = {
+    DynamicLayer: StaticLayer,
+    DynamicSlidingWindowLayer: StaticLayer,
+    LinearAttentionLayer: StaticRecurrentLayer,
+}
+
 _kept: WeakKeyDictionary[PreTrainedModel, "Stepper"] = WeakKeyDictionary()
 
 
 def why_not(model: PreTrainedModel) -> str:
     """What keeps this model from being decoded in static buffers; empty where nothing does."""
-    engine = Engine.possible(model)
-    if engine.shared < engine.layers:
-        return "no CUDA graphs: some layers hold state that isn't kept at fixed addresses"
+    kinds = (type(layer) for layer in DynamicCache(config=model.config).layers)
+    other = next((kind.__name__ for kind in kinds if kind not in STATIC), None)
+    if other is not None:
+        return f"no CUDA graphs: a {other} isn't kept at fixed addresses"
+    # Their caches are those of sliding windows, their masks are not.
+    if getattr(text_config(model.config), "attention_chunk_size", None) is not None:
+        return "no CUDA graphs: some layers attend in chunks"
     if not accepts(model, "position_ids"):
         return "no CUDA graphs: the model finds positions by itself"
     return ""
@@ -83,12 +100,12 @@ class Stepper:
         on_gpu = device.type == "cuda"
         self._fused = on_gpu and fused.available()
         if on_gpu:
-            shape = Shape.of(text_config(model.config), layers, group.logits)
+            shape = Shape.of(text_config(model.config), layers, group.logits, model.dtype)
             demand(needed_bytes(shape, sizes, self._fused), free_bytes(device))
         self._model, self.sizes = weakref.ref(model), sizes
         self._cache = DynamicCache(config=model.config)
-        self._cache.layers = [StaticLayer(layer, sizes) for layer in layers]
-        self._dtype, self._device = layers[0].keys.dtype, device
+        self._cache.layers = [STATIC[type(layer)](layer, sizes) for layer in layers]
+        self._device = device
 
         def numbers(*shape: int, fill: int = 0, dtype: torch.dtype = torch.long) -> Tensor:
             return torch.full(shape, fill, dtype=dtype, device=device)
@@ -106,8 +123,6 @@ class Stepper:
         # float64 holds ids, ranks and float32 alike, so that all is read in one copy.
         self._drawn = numbers(STEPS, len(FIELDS), sizes.lines, dtype=torch.float64)
         self._at = numbers(1)  # the step of _drawn that is written next
-        self._prefix_tokens = torch.arange(sizes.prefix, device=device)
-        self._own_tokens = torch.arange(sizes.own, device=device)
         self._graphs: dict[int, torch.cuda.CUDAGraph] | None = None
         if on_gpu if graphs is None else graphs:
             # One stream and one pool for all captures: only so do graphs share their memory.
@@ -117,7 +132,7 @@ class Stepper:
     def tensors(self) -> list[Tensor]:
         """Every tensor that a step reads or writes and that is still there after it."""
         own = [value for value in vars(self).values() if isinstance(value, Tensor)]
-        return own + [t for layer in self._cache.layers for t in (*layer.own, *layer.prefix)]
+        return own + [t for layer in self._cache.layers for t in layer.tensors()]
 
     # -- between steps --------------------------------------------------------------------------
 
@@ -137,6 +152,8 @@ class Stepper:
         token: Tensor,
         temperature: Tensor,
         key: Tensor,
+        group: Prefilled,
+        contexts: Sequence[int],
     ) -> None:
         """Rows that drew their first token begin in these lines.
 
@@ -146,8 +163,13 @@ class Stepper:
             token: ``[rows]`` int64, what they drew.
             temperature: ``[rows]`` float32, 0 for greedy.
             key: ``[rows, 2]`` int64.
+            group: their contexts as they were prefilled.
+            contexts: ``[rows]``, which of the group's each one goes on from.
         """
         at = torch.tensor(lines, device=self._device)
+        index = torch.tensor(contexts, device=self._device)
+        for ours, theirs in zip(self._cache.layers, group.state.cache.layers, strict=True):
+            ours.begin(at, theirs, index)
         self._token[at] = token
         self._age[at] = 1
         self._start[at] = self._length[torch.tensor(slots, device=self._device)]
@@ -216,22 +238,15 @@ class Stepper:
 
     def _look(self, sizes: Sizes, place: Tensor) -> None:
         """Tell the layers where each line writes, and what it looks at."""
-        length = self._length[: sizes.slots, None]
         view = View(
             sizes,
-            place=place[:, None, None, None],
-            own_bias=self._bias(self._own_tokens > place[:, None]),
-            prefix_bias=self._bias(self._prefix_tokens >= length),
+            place=place,
+            length=self._length[: sizes.slots],
             line_at=self._line_at[: sizes.slots * sizes.seats],
             seat_of=self._seat_of[: sizes.lines],
         )
         for layer in self._cache.layers:
-            layer.view = view
-
-    def _bias(self, unseen: Tensor) -> Tensor:
-        """``[rows, 1, 1, tokens]``, minus infinity where ``[rows, tokens]`` is true, else 0."""
-        bias = torch.zeros(unseen.shape, dtype=self._dtype, device=self._device)
-        return bias.masked_fill_(unseen, -torch.inf)[:, None, None]
+            layer.look(view)
 
     def _draw(self, logits: Tensor, temperature: Tensor, key: Tensor, age: Tensor) -> Draw:
         if self._fused:

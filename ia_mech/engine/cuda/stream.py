@@ -64,9 +64,18 @@ class StaticStream(Stream):
                 continue
             if self._stepper is None:
                 self._stepper = stepper_for(self._model, self._sizes, group)
-            slots = [self._slot_of(self._rows[row].context, group) for row in rows]
+            contexts = [self._rows[row].context for row in rows]
+            slots = [self._slot_of(context, group) for context in contexts]
             lines = schedule.place(rows)
-            self._stepper.begin(lines, slots, token, self._temperature[rows], self._keys[rows])
+            self._stepper.begin(
+                lines,
+                slots,
+                token,
+                self._temperature[rows],
+                self._keys[rows],
+                group,
+                [context - self._first for context in contexts],
+            )
 
     def _reach(self) -> int:
         """Rows of contexts before this one may begin: of those there is a group and a slot."""
