@@ -4,6 +4,7 @@
 lines alone take part in a step, and rows that begin in some of them.
 """
 
+import torch
 from torch import Tensor
 from transformers.cache_utils import LinearAttentionLayer
 
@@ -33,6 +34,7 @@ class StaticRecurrentLayer(LinearAttentionLayer):
             "conv_kernel_size",
         ):
             setattr(self, name, dict(getattr(layer, name)))
+        self._aside: dict[tuple, Tensor] | None = None
         self.states = {
             name: state.new_zeros(sizes.lines, *state.shape[1:])
             for name, state in states_of(layer).items()
@@ -41,7 +43,19 @@ class StaticRecurrentLayer(LinearAttentionLayer):
 
     def _show(self, lines: int) -> None:
         for (kind, number), buffer in self.states.items():
-            getattr(self, kind)[number] = buffer[:lines]
+            shown = buffer[:lines]
+            if self._aside is not None:
+                name = kind, number, *shown.shape
+                if name not in self._aside:
+                    self._aside[name] = torch.zeros_like(shown)
+                shown = self._aside[name]
+            getattr(self, kind)[number] = shown
+
+    def step_aside(self, scratch: dict[tuple, Tensor] | None) -> None:
+        """From now on steps read and write ``scratch``, which is filled as needed, instead of the
+        lines' states; None ends that. Layers may share it, where their numbers don't matter: the
+        states of a large batch don't fit into memory twice."""
+        self._aside = scratch
 
     def tensors(self) -> list[Tensor]:
         """All buffers."""

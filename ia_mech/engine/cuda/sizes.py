@@ -86,7 +86,7 @@ class Shape:
         width: of the residual stream and of the blocks' widest layer, together.
         vocab: number of logits.
         dtype: of weights and cache.
-        recurrent: bytes of a row's state in all recurrent layers.
+        recurrent: of each recurrent layer, the bytes of a row's state.
     """
 
     layers: tuple[tuple[int, int, int, int | None], ...]
@@ -94,14 +94,14 @@ class Shape:
     width: int
     vocab: int
     dtype: torch.dtype
-    recurrent: int = 0
+    recurrent: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, config, layers: Sequence, logits: Tensor, dtype: torch.dtype) -> "Shape":
         """Of a model with this text configuration, from the layers of a prefilled cache."""
         widest = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
         attention = [layer for layer in layers if isinstance(layer, DynamicLayer)]
-        states = [state for layer in layers for state in states_of(layer).values()]
+        states = [states_of(layer).values() for layer in layers]
         return cls(
             tuple(
                 (t.keys.shape[1], t.keys.shape[-1], t.values.shape[-1], window_of(t))
@@ -111,7 +111,7 @@ class Shape:
             config.hidden_size + widest,
             logits.shape[-1],
             dtype,
-            sum(state[0].nbytes for state in states),
+            tuple(sum(state[0].nbytes for state in held) for held in states if held),
         )
 
 
@@ -138,7 +138,8 @@ def needed_bytes(shape: Shape, sizes: Sizes, fused: bool = False) -> int:
         fused: sampling reads the logits in one kernel and makes no tensors of their size.
     """
     item = shape.dtype.itemsize
-    cache = sizes.lines * shape.recurrent
+    # The largest state once more: rows that begin or move are copied, and a warm-up has its own.
+    cache = sizes.lines * (sum(shape.recurrent) + max(shape.recurrent, default=0))
     seen, biases = 0, {}
     for heads, key, value, window in shape.layers:
         room = sizes.room(window)

@@ -257,19 +257,10 @@ class Stepper:
 
     def _capture(self, sizes: Sizes) -> torch.cuda.CUDAGraph:
         """The step of a bucket as a graph; what it advances is left as it was."""
-        advanced = self._token, self._age, self._at
-        before = [tensor.clone() for tensor in advanced]
-
-        def restore() -> None:
-            for tensor, value in zip(advanced, before, strict=True):
-                tensor.copy_(value)
-
         current = torch.cuda.current_stream(self._device)
         self._side.wait_stream(current)
         with torch.cuda.stream(self._side):
-            for _ in range(WARM_UP):
-                self._step(sizes)
-                restore()
+            self._warm_up(sizes)
         current.wait_stream(self._side)
         graph = torch.cuda.CUDAGraph()
         # Graphs may share memory: one at a time is replayed, and nothing that a graph makes is
@@ -278,3 +269,22 @@ class Stepper:
         with torch.cuda.stream(current), torch.cuda.graph(graph, self._pool, self._side):
             self._step(sizes)
         return graph
+
+    def _warm_up(self, sizes: Sizes) -> None:
+        """Steps that advance nothing. Keys and values they do write, where the next step writes."""
+        advanced = self._token, self._age, self._at
+        before = [tensor.clone() for tensor in advanced]
+        recurrent = [
+            layer for layer in self._cache.layers if isinstance(layer, StaticRecurrentLayer)
+        ]
+        scratch: dict[tuple, Tensor] = {}
+        try:
+            for layer in recurrent:
+                layer.step_aside(scratch)
+            for _ in range(WARM_UP):
+                self._step(sizes)
+                for tensor, value in zip(advanced, before, strict=True):
+                    tensor.copy_(value)
+        finally:
+            for layer in recurrent:
+                layer.step_aside(None)
