@@ -70,8 +70,8 @@ def test_buffers_take_what_was_planned(architecture, windows, recurrent):
     scores = 3 * 4 * 4 * (2 * 4 * max(rooms) + 7 * 6)
     biases = 4 * 2 * 4 * 8 * 2 if 8 in windows else 0  # of 2 slots of 4 seats, 2 heads to a key
     logits = 7 * tiny.VOCAB * 8
-    once_more = 7 * max(recurrent, default=0)
-    planned = cache + once_more + max(scores + biases, logits) + 4 * 7 * 80 * 4
+    largest = 7 * max(recurrent, default=0)
+    planned = cache + largest + max(scores + biases, logits, 3 * largest) + 4 * 7 * 80 * 4
     assert needed_bytes(shape, sizes, fused=True) == planned
 
 
@@ -91,6 +91,22 @@ def test_memory_at_150k_logits():
     assert needed_bytes(QWEN, whole) == cache + logits + 4 * 1056 * 4096 * 2
     assert 0.49 < needed_bytes(QWEN, half) / needed_bytes(QWEN, whole) < 0.51
     assert needed_bytes(QWEN, whole, fused=True) < cache + 2**30
+
+
+def test_memory_of_recurrent_states():
+    """Of the hybrid that is benchmarked: 24 gated delta layers of 32 heads of 128 × 128 in float32,
+    which at 64 rows take 3 GiB, and the last 4 tokens of 8192 channels in half precision."""
+    state = 32 * 128 * 128 * 4 + 8192 * 4 * 2
+    layers = ((4, 256, 256, None),) * 8
+    shape = Shape(layers, 16, 2560 + 9216, 248_320, torch.bfloat16, (state,) * 24)
+    sizes = Sizes(lines=64, slots=4, seats=33, prefix=512, own=64)
+    keys = 8 * 2 * 4 * 512 * (4 * 512 + 64 * 64)
+    logits = 64 * 248_320 * (2 + 4 + 32)
+    planned = needed_bytes(shape, sizes)
+    assert planned == 64 * 25 * state + keys + logits + 4 * 64 * 11_776 * 2
+    assert 64 * 24 * 32 * 128 * 128 * 4 == 3 * 2**30
+    fused = needed_bytes(shape, sizes, fused=True)
+    assert planned - fused == logits - 64 * 3 * state, "the step of a layer then takes the most"
 
 
 def test_what_doesnt_fit_is_halved_and_said():

@@ -24,6 +24,7 @@ RESERVE = 0.9  # of the free memory that a batch may plan with; the rest is for 
 # Bytes per logit of the sampling rule in PyTorch operations: logits, scores, two distributions and
 # the noise in float32, and about six of Philox' integer tensors of a quarter of the vocabulary.
 SAMPLING_BYTES = 5 * 4 + 6 * 8 // 4
+STATES = 3  # recurrent states of a layer alive at once in a step: decayed, what is added, the sum
 SCORES = 3  # float32 tensors of attention scores alive at once: raw, weights, and in half precision
 
 
@@ -138,8 +139,9 @@ def needed_bytes(shape: Shape, sizes: Sizes, fused: bool = False) -> int:
         fused: sampling reads the logits in one kernel and makes no tensors of their size.
     """
     item = shape.dtype.itemsize
+    largest = sizes.lines * max(shape.recurrent, default=0)
     # The largest state once more: rows that begin or move are copied, and a warm-up has its own.
-    cache = sizes.lines * (sum(shape.recurrent) + max(shape.recurrent, default=0))
+    cache = sizes.lines * sum(shape.recurrent) + largest
     seen, biases = 0, {}
     for heads, key, value, window in shape.layers:
         room = sizes.room(window)
@@ -152,7 +154,7 @@ def needed_bytes(shape: Shape, sizes: Sizes, fused: bool = False) -> int:
     scores = seen * shape.heads * 4 * SCORES + sum(biases.values())
     logits = sizes.lines * shape.vocab * (item + 4 + (0 if fused else SAMPLING_BYTES))
     activations = 4 * sizes.lines * shape.width * item
-    return cache + max(scores, logits) + activations
+    return cache + max(scores, logits, STATES * largest) + activations
 
 
 def demand(needed: int, free: int) -> None:
