@@ -96,7 +96,8 @@ def collect(
     own = None if config.candidates is None else OwnCandidates.read(config.candidates)
     probe = [{"role": "user", "content": "What is it?"}, {"role": "assistant", "content": "Blue."}]
     ids = (chat.context(probe).ids * 12)[:12]
-    engine = with_graphs(subject.model, ids, check_engine(subject.model, ids, config.engine))
+    engine = check_engine(subject.model, ids, config.engine)
+    engine = with_graphs(subject.model, ids, engine, config.engine)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         with scratch_folder(out.parent) as scratch:

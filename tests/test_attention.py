@@ -85,6 +85,22 @@ def test_parts_that_see_nothing_count_for_nothing():
     assert torch.equal(far, drawn(2, seed=2))
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_a_query_that_sees_nothing_has_a_log_sum_exp_of_minus_infinity(dtype, softcap):
+    """With the kernel for CPUs and without; its neighbours aren't touched."""
+    query, key = drawn(3, heads=HEADS, seed=1).to(dtype), drawn(700, seed=2).to(dtype)
+    bias = torch.zeros(ROWS, 1, 3, 700, dtype=dtype)
+    bias[1, :, 2] = -torch.inf
+    average, total = attend(query, key, key, scaling=0.25, softcap=softcap, bias=bias)
+    whole = attend(query, key, key, scaling=0.25, softcap=softcap)
+    assert (total[1, :, 2] == -torch.inf).all() and (average[1, :, 2] == 0).all()
+    seen = torch.ones(ROWS, HEADS, 3, dtype=torch.bool)
+    seen[1, :, 2] = False
+    torch.testing.assert_close(average[seen], whole[0][seen])
+    torch.testing.assert_close(total[seen], whole[1][seen])
+
+
 def test_sinks_only_take_weight_away():
     average, total = drawn(2, seed=1), torch.zeros(ROWS, KV_HEADS, 2)
     merged = merge([(average, total)], torch.tensor([0.0, -1e4]))

@@ -13,7 +13,7 @@ from ia_mech.engine.memory import Halving
 from ia_mech.errors import UserError
 from ia_mech.models import text_config
 
-LAYERS = ((8, 128, 128),) * 28
+LAYERS = ((8, 128, 128, None),) * 28
 QWEN = Shape(LAYERS, heads=16, width=1024 + 3072, vocab=151_936, dtype=torch.bfloat16)
 
 
@@ -41,17 +41,43 @@ def test_sizes_hold_what_they_promise(contexts, width):
         assert bucket.slots == min(sizes.slots, bucket.lines)
 
 
-def test_buffers_take_what_was_planned():
-    model = tiny.model("llama")
+# Bytes of a row's state in a gated delta layer of qwen3_5: the last 4 tokens of two keys of 2 heads
+# and a value of 4, and a matrix for each of these.
+STATE = 4 * (4 * (2 * 16 + 32) + 4 * 8 * 8)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "windows", "recurrent"),
+    [
+        ("llama", [None] * 4, ()),
+        ("gemma3", [8, 8, 8, None], ()),
+        ("mistral", [8] * 4, ()),
+        ("qwen3_5", [None], (STATE,) * 3),
+    ],
+)
+def test_buffers_take_what_was_planned(architecture, windows, recurrent):
+    model = tiny.model(architecture)
     group = prefilled_by(model, (9, 5))
     sizes = Sizes.of([0] * 4 + [1] * 3, 7, 9, 6)
     stepper = Stepper(model, sizes, group)
-    cache = sum(t.nbytes for layer in stepper._cache.layers for t in (*layer.own, *layer.prefix))
-    shape = Shape.of(text_config(model.config), group.state.cache.layers, group.logits)
-    assert shape == Shape(((2, 8, 8),) * 4, 4, 32 + 48, tiny.VOCAB, torch.float32)
-    assert cache == 4 * 4 * 2 * (8 + 8) * (2 * 128 + 7 * 6)
-    scores = 3 * 4 * 4 * (2 * 4 * 128 + 7 * 6)
-    assert needed_bytes(shape, sizes, fused=True) == cache + scores + 4 * 7 * 80 * 4
+    cache = sum(t.nbytes for layer in stepper._cache.layers for t in layer.tensors())
+    shape = Shape.of(text_config(model.config), group.state.cache.layers, group.logits, model.dtype)
+    layers = tuple((2, 8, 8, window) for window in windows)
+    assert shape == Shape(layers, 4, 32 + 48, tiny.VOCAB, torch.float32, recurrent)
+    rooms = [128 if window is None else window for window in windows]
+    keys = sum(4 * 2 * (8 + 8) * (2 * room + 7 * 6) for room in rooms)
+    assert cache == keys + 7 * sum(recurrent)
+    scores = 3 * 4 * 4 * (2 * 4 * max(rooms) + 7 * 6)
+    biases = 4 * 2 * 4 * 8 * 2 if 8 in windows else 0  # of 2 slots of 4 seats, 2 heads to a key
+    logits = 7 * tiny.VOCAB * 8
+    largest = 7 * max(recurrent, default=0)
+    planned = cache + largest + max(scores + biases, logits, 3 * largest) + 4 * 7 * 80 * 4
+    assert needed_bytes(shape, sizes, fused=True) == planned
+
+
+def test_windows_hold_no_more_than_is_seen():
+    sizes = Sizes(lines=8, slots=2, seats=4, prefix=256, own=6)
+    assert [sizes.room(window) for window in (None, 8, 128, 4096)] == [256, 8, 128, 256]
 
 
 def test_memory_at_150k_logits():
@@ -65,6 +91,22 @@ def test_memory_at_150k_logits():
     assert needed_bytes(QWEN, whole) == cache + logits + 4 * 1056 * 4096 * 2
     assert 0.49 < needed_bytes(QWEN, half) / needed_bytes(QWEN, whole) < 0.51
     assert needed_bytes(QWEN, whole, fused=True) < cache + 2**30
+
+
+def test_memory_of_recurrent_states():
+    """Of the hybrid that is benchmarked: 24 gated delta layers of 32 heads of 128 × 128 in float32,
+    which at 64 rows take 3 GiB, and the last 4 tokens of 8192 channels in half precision."""
+    state = 32 * 128 * 128 * 4 + 8192 * 4 * 2
+    layers = ((4, 256, 256, None),) * 8
+    shape = Shape(layers, 16, 2560 + 9216, 248_320, torch.bfloat16, (state,) * 24)
+    sizes = Sizes(lines=64, slots=4, seats=33, prefix=512, own=64)
+    keys = 8 * 2 * 4 * 512 * (4 * 512 + 64 * 64)
+    logits = 64 * 248_320 * (2 + 4 + 32)
+    planned = needed_bytes(shape, sizes)
+    assert planned == 64 * 25 * state + keys + logits + 4 * 64 * 11_776 * 2
+    assert 64 * 24 * 32 * 128 * 128 * 4 == 3 * 2**30
+    fused = needed_bytes(shape, sizes, fused=True)
+    assert planned - fused == logits - 64 * 3 * state, "the step of a layer then takes the most"
 
 
 def test_what_doesnt_fit_is_halved_and_said():

@@ -31,19 +31,24 @@ def attend(
         value: ``[batch, kv_heads, keys, value_dim]``.
         scaling: factor of the scores.
         softcap: scores become ``softcap * tanh(scores / softcap)``.
-        bias: ``[batch or 1, 1, new, keys]`` in the query's dtype, added to the scores; minus
-            infinity hides a key, but a query must see one.
+        bias: ``[batch or 1, 1, new or 1, keys]`` in the query's dtype, added to the scores; minus
+            infinity hides a key.
 
     Returns:
         The average of the values ``[batch, heads, new, value_dim]`` in the query's dtype, and the
-        log-sum-exp of the scores ``[batch, heads, new]`` float32.
+        log-sum-exp of the scores ``[batch, heads, new]`` float32. A query that sees no key has an
+        average of zero and a log-sum-exp of minus infinity.
     """
     fused = query.device.type == "cpu" and query.dtype in FUSED and softcap is None
     if fused and query.shape[-1] == value.shape[-1]:
         # What scaled_dot_product_attention calls on a CPU; it keeps the log-sum-exp to itself.
-        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            query, key, value, attn_mask=bias, scale=scaling
+        each = None if bias is None else bias.expand(-1, -1, query.shape[2], -1)
+        average, total = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, attn_mask=each, scale=scaling
         )
+        if bias is not None:  # where nothing is seen it gives a log-sum-exp of zero
+            total = total.masked_fill(bias.amax(-1) == -torch.inf, -torch.inf)
+        return average, total
     batch, heads, new, dim = query.shape
     kv_heads = key.shape[1]
     folded = query.reshape(
@@ -56,7 +61,9 @@ def attend(
         per_head = scores.view(batch, heads, new, -1)
         per_head += bias
     total = scores.logsumexp(-1)
-    average = (scores - total[..., None]).exp().to(value.dtype) @ value
+    # Minus infinity less itself would be no number.
+    least = total.clamp(min=torch.finfo(total.dtype).min)
+    average = (scores - least[..., None]).exp().to(value.dtype) @ value
     return average.view(batch, heads, new, -1), total.view(batch, heads, new)
 
 

@@ -39,7 +39,8 @@ class Engine:
         shared: number of layers that read it where the prefill left it; 0 = the portable engine.
         layers: of the model.
         why: what keeps all layers portable, or decoding on a GPU from graphs, where something does.
-        graphs: a GPU replays decoding steps as CUDA graphs; see :mod:`ia_mech.engine.cuda`.
+        graphs: a GPU replays decoding steps as CUDA graphs; see :mod:`ia_mech.engine.cuda`. Layers
+            with a sliding window then share the prefix of the rows that are decoded, too.
     """
 
     shared: int
@@ -63,7 +64,7 @@ class Engine:
     def name(self) -> str:
         """What a run records."""
         if not self.shared:
-            return "portable"
+            return "CUDA graphs" if self.graphs else "portable"
         graphs = ", CUDA graphs" if self.graphs else ""
         return f"shared-prefix {self.shared} of {self.layers} layers{graphs}"
 
@@ -76,9 +77,11 @@ class PrefixLayer(DynamicLayer):
 
     Attributes:
         waiting: keys were handed out that no attention function has used yet.
+        window: tokens of its sliding window, None if it has none.
     """
 
     waiting = False
+    window: int | None = None
 
     def hand_out(self, keys: Tensor) -> Tensor:
         """These keys, carrying this layer as ``shared_layer``: attention functions aren't told the
@@ -318,10 +321,13 @@ def _attention(
     **kwargs,
 ) -> tuple[Tensor, None]:
     """Attention as ``transformers`` calls it, over a shared layer; ``[rows, new, heads, dim]``."""
-    if sliding_window is not None or position_bias is not None:
-        raise NotImplementedError("a shared layer knows no sliding window and no position bias")
     if not hasattr(key, "shared_layer"):
         raise RuntimeError(UNUSED)
+    # Models that keep to masks say nothing of their windows here.
+    if sliding_window not in (None, key.shared_layer.window):
+        raise NotImplementedError("the layer's keys aren't kept for this sliding window")
+    if position_bias is not None:
+        raise NotImplementedError("a shared layer knows no position bias")
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     output = key.shared_layer.attend(query, key, value, scaling, softcap, s_aux)
     return output.transpose(1, 2).contiguous(), None

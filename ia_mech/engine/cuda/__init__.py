@@ -1,6 +1,7 @@
 """Decoding in buffers of fixed addresses, which a GPU can replay as CUDA graphs.
 
 ``sizes`` says how large the buffers are and what they take, ``seating`` who sits where in them,
-``layer`` is a cache layer made of them, ``stepper`` the step, ``stream`` the loop around it.
+``layer`` is a cache layer made of them, ``recurrent`` one of a recurrent state, ``stepper`` the
+step, ``stream`` the loop around it.
 Everything but the capture of a graph runs on a CPU as well, which is how it is tested.
 """

@@ -19,15 +19,21 @@ from ia_mech.engine.shared import Engine
 from ia_mech.models import is_out_of_memory
 
 
-def with_graphs(model: PreTrainedModel, ids: Sequence[int], engine: Engine) -> Engine:
+def with_graphs(
+    model: PreTrainedModel, ids: Sequence[int], engine: Engine, wanted: str = "auto"
+) -> Engine:
     """The engine, with CUDA graphs if the model is on a GPU and they are right.
 
     Args:
         model: the subject model.
         ids: at least 12 token ids of real text.
         engine: that was checked.
+        wanted: as for :func:`ia_mech.engine.check.check_engine`; ``portable`` refuses graphs, whose
+            rows share their prefix.
     """
-    if model.device.type != "cuda" or not engine.shared:
+    # Where layers that can be shared are not, their attention was found wrong.
+    found_wrong = engine.shared < Engine.possible(model).shared
+    if model.device.type != "cuda" or wanted == "portable" or found_wrong:
         return engine
     problem = why_not(model)
     try:
@@ -38,7 +44,8 @@ def with_graphs(model: PreTrainedModel, ids: Sequence[int], engine: Engine) -> E
         # Leaving a capture that failed raises once more.
         first = error.__context__ if isinstance(error.__context__, RuntimeError) else error
         problem = f"no CUDA graphs: {' '.join(str(first).split())[:120]}"
-    return replace(engine, graphs=not problem, why=problem)
+    why = "; ".join(filter(None, [engine.why, problem])) if problem else ""
+    return replace(engine, graphs=not problem, why=why)
 
 
 @torch.inference_mode()
@@ -51,8 +58,8 @@ def _problem(model: PreTrainedModel, ids: list[int]) -> str:
     for context in range(len(prompts)):
         stepper.put_context(seating.hold(context), group, context)
     rows = len(contexts)
-    told = torch.tensor(contexts), torch.zeros(rows), torch.zeros(rows, 2).long()
-    first = stepper.begin(range(rows), contexts, group.logits, *told)
+    greedy = torch.zeros(rows), torch.zeros(rows, 2).long()
+    first = stepper.begin(range(rows), contexts, group, torch.tensor(contexts), *greedy)
     stepper.seat(*seating.tables(contexts, sizes))
     parcels = [first, stepper.run(rows, STEPS), stepper.run(rows, STEPS)]
     drawn = torch.cat([parcel.take() for parcel in parcels])

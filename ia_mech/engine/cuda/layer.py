@@ -4,13 +4,15 @@ What a step reads and writes is told by tensors, never by numbers of Python: a C
 the addresses and the shapes that it saw, and only what is stored there may change.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
 from ia_mech.engine.attention import attend, merge
-from ia_mech.engine.cuda.sizes import Sizes
+from ia_mech.engine.cuda.sizes import Sizes, window_of
 from ia_mech.engine.shared import PrefixLayer
 
 
@@ -20,20 +22,68 @@ class View:
 
     Attributes:
         sizes: of the bucket.
-        place: ``[lines, 1, 1, 1]`` int64, where each line writes its keys and values.
-        own_bias: ``[lines, 1, 1, own]``, 0 up to that place and minus infinity after it.
-        prefix_bias: ``[slots, 1, 1, prefix]``, 0 for tokens of the slot's context, else minus
-            infinity.
+        place: ``[lines]`` int64, where each line writes its keys and values.
+        length: ``[slots]`` int64, tokens of each slot's context.
         line_at, seat_of: as :meth:`ia_mech.engine.cuda.seating.Seating.tables` makes them, the
             first one flat.
+        biases: those that were asked for; layers of the same window share them.
     """
 
     sizes: Sizes
     place: Tensor
-    own_bias: Tensor
-    prefix_bias: Tensor
+    length: Tensor
     line_at: Tensor
     seat_of: Tensor
+    biases: dict[tuple, Tensor] = field(default_factory=dict)
+
+    def held(self, window: int | None) -> Tensor:
+        """``[slots]`` int64, how many tokens of each context a layer of this window holds: the last
+        ones, as many as the first of its own tokens sees."""
+        return self.length if window is None else self.length.clamp(max=window - 1)
+
+    def own_bias(self, window: int | None, dtype: torch.dtype) -> Tensor:
+        """``[lines, 1, 1, own]``, minus infinity where a line doesn't see its own token, else 0."""
+
+        def unseen() -> Tensor:
+            tokens = torch.arange(self.sizes.own, device=self.place.device)
+            place = self.place[:, None]
+            later = tokens > place
+            return later if window is None else later | (tokens <= place - window)
+
+        return self._bias(("own", window), unseen, dtype)[:, None, None]
+
+    def prefix_bias(self, window: int | None, group: int, dtype: torch.dtype) -> Tensor:
+        """Minus infinity where a query doesn't see a token that its slot holds, else 0.
+
+        Args:
+            window: of the layer.
+            group: heads that share a key.
+            dtype: of the queries.
+
+        Returns:
+            ``[slots, 1, seats * group, room]``, or ``[slots, 1, 1, room]`` without a window.
+        """
+        slots, seats = self.sizes.slots, self.sizes.seats
+
+        def unseen() -> Tensor:
+            held = self.held(window)[:, None, None]
+            tokens = torch.arange(self.sizes.room(window), device=self.place.device)
+            none_there = tokens >= held
+            if window is None:
+                return none_there
+            place = self.place[self.line_at].view(slots, seats, 1)
+            passed = none_there | (tokens <= held + place - window)
+            return passed[:, :, None].expand(-1, -1, group, -1).reshape(slots, seats * group, -1)
+
+        return self._bias(("prefix", window, group), unseen, dtype)[:, None]
+
+    def _bias(self, name: tuple, unseen: Callable[[], Tensor], dtype: torch.dtype) -> Tensor:
+        """Zeros with minus infinity where ``unseen`` is true, made once for each name."""
+        if name not in self.biases:
+            hidden = unseen()
+            zeros = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
+            self.biases[name] = zeros.masked_fill_(hidden, -torch.inf)
+        return self.biases[name]
 
 
 class StaticLayer(PrefixLayer):
@@ -44,30 +94,49 @@ class StaticLayer(PrefixLayer):
         sizes: of the batch.
 
     Attributes:
+        window: tokens of its sliding window, the newest one included; None = it sees all.
         own: keys and values ``[lines, kv_heads, own, dim]`` of the lines' own tokens.
-        prefix: keys and values ``[slots, kv_heads, prefix, dim]`` of contexts, without padding.
+        prefix: keys and values ``[slots, kv_heads, room, dim]`` of contexts, without padding; under
+            a window only of the last tokens that somebody may see.
         view: of the step that is being made.
     """
 
     def __init__(self, layer: DynamicLayer, sizes: Sizes) -> None:
         super().__init__()
         self.dtype, self.device, self.is_initialized = layer.keys.dtype, layer.keys.device, True
+        self.window = window_of(layer)
         # Zeros: what nobody wrote yet is multiplied with a weight of zero.
         self.own, self.prefix = (
             tuple(
                 tensor.new_zeros(count, tensor.shape[1], room, tensor.shape[-1])
                 for tensor in (layer.keys, layer.values)
             )
-            for count, room in ((sizes.lines, sizes.own), (sizes.slots, sizes.prefix))
+            for count, room in (
+                (sizes.lines, sizes.own),
+                (sizes.slots, sizes.room(self.window)),
+            )
         )
         self.keys, self.values = self.own
         self.view: View | None = None
 
+    def tensors(self) -> list[Tensor]:
+        """All buffers."""
+        return [*self.own, *self.prefix]
+
+    def look(self, view: View) -> None:
+        """What follows is a step of this view."""
+        self.view = view
+
+    def begin(self, lines: Tensor, layer: DynamicLayer, contexts: Tensor) -> None:
+        """Nothing: a row that begins has no keys of its own, and its context's are in a slot."""
+
     def put_prefix(self, slot: int, layer: DynamicLayer, context: int, padding: int) -> None:
         """Copy a context's keys and values from a prefill, without its left padding, to a slot."""
+        # A window let go of the first tokens, which padding is the first of.
+        gone = 0 if self.window is None else layer.get_seq_length() - layer.keys.shape[2]
+        first = max(0, padding - gone)
         for buffer, tensor in zip(self.prefix, (layer.keys, layer.values), strict=True):
-            tokens = tensor.shape[2] - padding
-            buffer[slot, :, :tokens] = tensor[context, :, padding:]
+            buffer[slot, :, : tensor.shape[2] - first] = tensor[context, :, first:]
 
     def move_prefix(self, start: int, to: int) -> None:
         """What is in one slot is copied to another."""
@@ -85,9 +154,9 @@ class StaticLayer(PrefixLayer):
         """Write one token's keys and values ``[lines, kv_heads, 1, dim]``; returns the lines' own,
         all their room."""
         self.demand_attention()
-        lines = self.view.sizes.lines
+        lines, place = self.view.sizes.lines, self.view.place[:, None, None, None]
         for buffer, states in zip(self.own, (key_states, value_states), strict=True):
-            buffer[:lines].scatter_(2, self.view.place.expand_as(states), states)
+            buffer[:lines].scatter_(2, place.expand_as(states), states)
         keys, values = (buffer[:lines] for buffer in self.own)
         return self.hand_out(keys), values
 
@@ -110,14 +179,15 @@ class StaticLayer(PrefixLayer):
         view, (prefix_keys, prefix_values) = self.view, self.prefix
         slots, seats = view.sizes.slots, view.sizes.seats
         numbers = {"scaling": scaling, "softcap": softcap}
-        own = attend(query, key, value, bias=view.own_bias, **numbers)
+        bias = view.own_bias(self.window, query.dtype)
+        own = attend(query, key, value, bias=bias, **numbers)
 
         _, heads, _, dim = query.shape
         kv_heads = prefix_keys.shape[1]
         # Seats and the heads of a group become the rows of one matrix per slot and key-value head.
         seated = query[view.line_at].view(slots, seats, kv_heads, -1, dim).transpose(1, 2)
         seated = seated.reshape(slots, kv_heads, -1, dim)
-        bias = view.prefix_bias.expand(-1, -1, seated.shape[2], -1)
+        bias = view.prefix_bias(self.window, heads // kv_heads, query.dtype)
         average, total = attend(
             seated, prefix_keys[:slots], prefix_values[:slots], bias=bias, **numbers
         )

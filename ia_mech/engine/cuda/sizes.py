@@ -12,6 +12,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from transformers.cache_utils import (
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionLayer,
+)
 
 ROUND = 128  # prefixes are given room in multiples of this, so that units of a run share buffers
 SPARE = 2  # contexts held at a time, as a multiple of those that fill the batch
@@ -22,6 +27,7 @@ SMALLEST, FACTOR = 16, 4  # below so many lines a step takes as long as reading 
 # Bytes per logit of the sampling rule in PyTorch operations: logits, scores, two distributions and
 # the noise in float32, and about six of Philox' integer tensors of a quarter of the vocabulary.
 SAMPLING_BYTES = 5 * 4 + 6 * 8 // 4
+STATES = 3  # recurrent states of a layer alive at once in a step: decayed, what is added, the sum
 SCORES = 3  # float32 tensors of attention scores alive at once: raw, weights, and in half precision
 
 
@@ -56,6 +62,11 @@ class Sizes:
         slots = min(len(rows), width, max(2, -(-SPARE * width // seats)))
         return cls(width, max(1, slots), seats, -(-longest // ROUND) * ROUND, own)
 
+    def room(self, window: int | None) -> int:
+        """Tokens of a context that a layer has room for, with a sliding window of so many tokens or
+        none. Whoever goes on from the context sees one less; with that one, rows stay aligned."""
+        return self.prefix if window is None else min(self.prefix, window)
+
     @property
     def buckets(self) -> list[int]:
         """The numbers of lines that steps are made for: some far apart, since each is a capture,
@@ -77,30 +88,53 @@ class Shape:
     """What of a model its batches' memory depends on.
 
     Attributes:
-        layers: of each layer the key-value heads, and the dimensions of a key and of a value.
+        layers: of each attention layer the key-value heads, the dimensions of a key and of a value,
+            and the tokens of its sliding window, None if it sees all.
         heads: of the queries.
         width: of the residual stream and of the blocks' widest layer, together.
         vocab: number of logits.
         dtype: of weights and cache.
+        recurrent: of each recurrent layer, the bytes of a row's state.
     """
 
-    layers: tuple[tuple[int, int, int], ...]
+    layers: tuple[tuple[int, int, int, int | None], ...]
     heads: int
     width: int
     vocab: int
     dtype: torch.dtype
+    recurrent: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, config, layers: Sequence, logits: Tensor) -> "Shape":
+    def of(cls, config, layers: Sequence, logits: Tensor, dtype: torch.dtype) -> "Shape":
         """Of a model with this text configuration, from the layers of a prefilled cache."""
         widest = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+        attention = [layer for layer in layers if isinstance(layer, DynamicLayer)]
+        states = [states_of(layer).values() for layer in layers]
         return cls(
-            tuple((t.keys.shape[1], t.keys.shape[-1], t.values.shape[-1]) for t in layers),
+            tuple(
+                (t.keys.shape[1], t.keys.shape[-1], t.values.shape[-1], window_of(t))
+                for t in attention
+            ),
             config.num_attention_heads,
             config.hidden_size + widest,
             logits.shape[-1],
-            layers[0].keys.dtype,
+            dtype,
+            tuple(sum(state[0].nbytes for state in held) for held in states if held),
         )
+
+
+def window_of(layer) -> int | None:
+    """Tokens of an attention layer's sliding window, the newest one included; None without one."""
+    return layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else None
+
+
+def states_of(layer) -> dict[tuple[str, int], Tensor]:
+    """The states ``[rows, …]`` that a recurrent layer holds, by kind and number; of others none."""
+    if not isinstance(layer, LinearAttentionLayer):
+        return {}
+    kinds = ("conv_states", "recurrent_states")
+    named = {(kind, n): state for kind in kinds for n, state in getattr(layer, kind).items()}
+    return {name: state for name, state in named.items() if state is not None}
 
 
 def needed_bytes(shape: Shape, sizes: Sizes, fused: bool = False) -> int:
@@ -112,13 +146,22 @@ def needed_bytes(shape: Shape, sizes: Sizes, fused: bool = False) -> int:
         fused: sampling reads the logits in one kernel and makes no tensors of their size.
     """
     item = shape.dtype.itemsize
-    tokens = sizes.slots * sizes.prefix + sizes.lines * sizes.own
-    cache = tokens * item * sum(heads * (key + value) for heads, key, value in shape.layers)
-    seen = sizes.slots * sizes.seats * sizes.prefix + sizes.lines * sizes.own
-    scores = seen * shape.heads * 4 * SCORES
+    largest = sizes.lines * max(shape.recurrent, default=0)
+    # The largest state once more: rows that begin or move are copied, and a warm-up has its own.
+    cache = sizes.lines * sum(shape.recurrent) + largest
+    seen, biases = 0, {}
+    for heads, key, value, window in shape.layers:
+        room = sizes.room(window)
+        tokens = sizes.slots * room + sizes.lines * sizes.own
+        cache += tokens * item * heads * (key + value)
+        asked = sizes.slots * sizes.seats * room
+        seen = max(seen, asked + sizes.lines * sizes.own)
+        if window is not None:  # one bias for each query, for all layers of this window
+            biases[window] = asked * shape.heads // heads * item
+    scores = seen * shape.heads * 4 * SCORES + sum(biases.values())
     logits = sizes.lines * shape.vocab * (item + 4 + (0 if fused else SAMPLING_BYTES))
     activations = 4 * sizes.lines * shape.width * item
-    return cache + max(scores, logits) + activations
+    return cache + max(scores, logits, STATES * largest) + activations
 
 
 def demand(needed: int, free: int) -> None:

@@ -15,27 +15,44 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import (
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionLayer,
+)
 
 from ia_mech.engine.cuda import fused
 from ia_mech.engine.cuda.layer import StaticLayer, View
 from ia_mech.engine.cuda.outbox import Parcel, send, to_device
+from ia_mech.engine.cuda.recurrent import StaticRecurrentLayer
 from ia_mech.engine.cuda.sizes import Shape, Sizes, demand, free_bytes, needed_bytes
 from ia_mech.engine.prefix import Prefilled, left_padding
-from ia_mech.engine.shared import Engine, sharing
+from ia_mech.engine.shared import sharing
 from ia_mech.models import accepts, text_config
 from ia_mech.sampling import Draw, draw, gumbel
 
 STEPS = 2  # launched together, while the host looks at those before: a row's end is seen 2.5 late
 FIELDS = tuple(field.name for field in fields(Draw))
 
+# What stands in for which layer of a cache.
+STATIC = {
+    DynamicLayer: StaticLayer,
+    DynamicSlidingWindowLayer: StaticLayer,
+    LinearAttentionLayer: StaticRecurrentLayer,
+}
+
 _kept: WeakKeyDictionary[PreTrainedModel, "Stepper"] = WeakKeyDictionary()
 
 
 def why_not(model: PreTrainedModel) -> str:
     """What keeps this model from being decoded in static buffers; empty where nothing does."""
-    engine = Engine.possible(model)
-    if engine.shared < engine.layers:
-        return "no CUDA graphs: some layers hold state that isn't kept at fixed addresses"
+    kinds = (type(layer) for layer in DynamicCache(config=model.config).layers)
+    other = next((kind.__name__ for kind in kinds if kind not in STATIC), None)
+    if other is not None:
+        return f"no CUDA graphs: a {other} isn't kept at fixed addresses"
+    # Their caches are those of sliding windows, their masks are not.
+    if getattr(text_config(model.config), "attention_chunk_size", None) is not None:
+        return "no CUDA graphs: some layers attend in chunks"
     if not accepts(model, "position_ids"):
         return "no CUDA graphs: the model finds positions by itself"
     return ""
@@ -97,12 +114,12 @@ class Stepper:
         on_gpu = device.type == "cuda"
         self._fused = on_gpu and fused.available()
         if on_gpu:
-            shape = Shape.of(text_config(model.config), layers, group.logits)
+            shape = Shape.of(text_config(model.config), layers, group.logits, model.dtype)
             demand(needed_bytes(shape, sizes, self._fused), free_bytes(device))
         self._model, self.sizes, self.weights = weakref.ref(model), sizes, _weights(model)
         self._cache = DynamicCache(config=model.config)
-        self._cache.layers = [StaticLayer(layer, sizes) for layer in layers]
-        self._dtype, self._device = layers[0].keys.dtype, device
+        self._cache.layers = [STATIC[type(layer)](layer, sizes) for layer in layers]
+        self._device = device
 
         def numbers(*shape: int, fill: int = 0, dtype: torch.dtype = torch.long) -> Tensor:
             return torch.full(shape, fill, dtype=dtype, device=device)
@@ -119,8 +136,6 @@ class Stepper:
         self._seat_of = numbers(sizes.lines)
         self._drawn = numbers(STEPS, len(FIELDS), sizes.lines, dtype=torch.float64)
         self._at = numbers(1)  # the step of _drawn that is written next
-        self._prefix_tokens = torch.arange(sizes.prefix, device=device)
-        self._own_tokens = torch.arange(sizes.own, device=device)
         self._graphs: dict[int, torch.cuda.CUDAGraph] | None = None
         if on_gpu if graphs is None else graphs:
             # One stream and one pool for all captures: only so do graphs share their memory.
@@ -130,7 +145,7 @@ class Stepper:
     def tensors(self) -> list[Tensor]:
         """Every tensor that a step reads or writes and that is still there after it."""
         own = [value for value in vars(self).values() if isinstance(value, Tensor)]
-        return own + [t for layer in self._cache.layers for t in (*layer.own, *layer.prefix)]
+        return own + [t for layer in self._cache.layers for t in layer.tensors()]
 
     # -- between steps --------------------------------------------------------------------------
 
@@ -147,7 +162,7 @@ class Stepper:
         self,
         lines: Sequence[int],
         slots: Sequence[int],
-        logits: Tensor,
+        group: Prefilled,
         index: Tensor,
         temperature: Tensor,
         key: Tensor,
@@ -157,8 +172,8 @@ class Stepper:
         Args:
             lines: one for each row.
             slots: ``[rows]``, where the prefix of each one's context is.
-            logits: ``[contexts, vocab]`` float32, of contexts.
-            index: ``[rows]`` int64, which of these each row continues.
+            group: contexts that were prefilled.
+            index: ``[rows]`` int64, which of these each row goes on from.
             temperature: ``[rows]`` float32, 0 for greedy.
             key: ``[rows, 2]`` int64.
 
@@ -167,7 +182,9 @@ class Stepper:
         """
         told = torch.tensor(lines), torch.tensor(slots), index, temperature, key
         at, slot, index, temperature, key = (to_device(tensor, self._device) for tensor in told)
-        drawn = self._draw(logits[index], temperature, key, torch.zeros_like(at))
+        for ours, theirs in zip(self._cache.layers, group.state.cache.layers, strict=True):
+            ours.begin(at, theirs, index)
+        drawn = self._draw(group.logits[index], temperature, key, torch.zeros_like(at))
         self._token[at] = drawn.token
         self._age[at] = 1
         self._start[at] = self._length[slot]
@@ -236,22 +253,15 @@ class Stepper:
 
     def _look(self, sizes: Sizes, place: Tensor) -> None:
         """Tell the layers where each line writes, and what it looks at."""
-        length = self._length[: sizes.slots, None]
         view = View(
             sizes,
-            place=place[:, None, None, None],
-            own_bias=self._bias(self._own_tokens > place[:, None]),
-            prefix_bias=self._bias(self._prefix_tokens >= length),
+            place=place,
+            length=self._length[: sizes.slots],
             line_at=self._line_at[: sizes.slots * sizes.seats],
             seat_of=self._seat_of[: sizes.lines],
         )
         for layer in self._cache.layers:
-            layer.view = view
-
-    def _bias(self, unseen: Tensor) -> Tensor:
-        """``[rows, 1, 1, tokens]``, minus infinity where ``[rows, tokens]`` is true, else 0."""
-        bias = torch.zeros(unseen.shape, dtype=self._dtype, device=self._device)
-        return bias.masked_fill_(unseen, -torch.inf)[:, None, None]
+            layer.look(view)
 
     def _draw(self, logits: Tensor, temperature: Tensor, key: Tensor, age: Tensor) -> Draw:
         if self._fused:
@@ -263,21 +273,10 @@ class Stepper:
 
     def _capture(self, sizes: Sizes) -> torch.cuda.CUDAGraph:
         """The step of a bucket as a graph; what it advances is left as it was."""
-        advanced = self._token, self._age, self._at
-        before = [tensor.clone() for tensor in advanced]
-
-        def restore() -> None:
-            for tensor, value in zip(advanced, before, strict=True):
-                tensor.copy_(value)
-
         current = torch.cuda.current_stream(self._device)
         self._side.wait_stream(current)
         with torch.cuda.stream(self._side):
-            self._step(sizes)  # libraries make what they make on first use, and may wait then
-            restore()
-            with _no_waiting():
-                self._step(sizes)
-                restore()
+            self._warm_up(sizes)
         current.wait_stream(self._side)
         graph = torch.cuda.CUDAGraph()
         # cuBLAS keeps one workspace for a stream, which others may clear. Made anew during the
@@ -291,11 +290,35 @@ class Stepper:
         torch._C._cuda_clearCublasWorkspaces()
         return graph
 
+    def _warm_up(self, sizes: Sizes) -> None:
+        """Steps that advance nothing. Keys and values they do write, where the next step writes."""
+        advanced = self._token, self._age, self._at
+        before = [tensor.clone() for tensor in advanced]
+        recurrent = [
+            layer for layer in self._cache.layers if isinstance(layer, StaticRecurrentLayer)
+        ]
+        scratch: dict[tuple, Tensor] = {}
+        try:
+            for layer in recurrent:
+                layer.step_aside(scratch)
+            # In the first one libraries make what they make on first use, and may wait.
+            for guard in (contextlib.nullcontext(), _no_waiting(self._device)):
+                with guard:
+                    self._step(sizes)
+                for tensor, value in zip(advanced, before, strict=True):
+                    tensor.copy_(value)
+        finally:
+            for layer in recurrent:
+                layer.step_aside(None)
+
 
 @contextlib.contextmanager
-def _no_waiting() -> Iterator[None]:
-    """Raises RuntimeError where the host waits for the device, which no capture survives: PyTorch
-    before 2.13 is left in disorder by one that fails."""
+def _no_waiting(device: torch.device) -> Iterator[None]:
+    """Raises RuntimeError where the host waits for a GPU, which no capture survives: PyTorch before
+    2.13 is left in disorder by one that fails."""
+    if device.type != "cuda":
+        yield
+        return
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that the mode is a prototype

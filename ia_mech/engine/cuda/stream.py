@@ -116,7 +116,7 @@ class StaticStream(Stream):
         index = torch.tensor([self._rows[row].context - self._first for row in rows])
         lines = schedule.place(rows)
         drawn = self._stepper.begin(
-            lines, slots, group.logits, index, self._temperature[rows], self._keys[rows]
+            lines, slots, group, index, self._temperature[rows], self._keys[rows]
         )
         if self._most == 1:
             schedule.drawn(lines, 0)

@@ -1,0 +1,233 @@
+"""The layers of static buffers one by one, and that a step launches without looking at data."""
+
+import copy
+
+import pytest
+import tiny
+import torch
+from test_attention import exact
+from test_stream import prefilled_by
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
+
+from ia_mech.engine.cuda.layer import StaticLayer, View
+from ia_mech.engine.cuda.recurrent import StaticRecurrentLayer
+from ia_mech.engine.cuda.seating import Seating
+from ia_mech.engine.cuda.sizes import Sizes
+from ia_mech.engine.cuda.stepper import STEPS, Stepper, why_not
+from ia_mech.engine.prefix import Prefilled, State
+
+pytestmark = pytest.mark.usefixtures("many_buckets")
+EACH = pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize("window", [None, 2, 4, 8, 10, 12, 300])
+def test_attention_over_slots_and_own_tokens_in_float64(window, softcap, fused, monkeypatch):
+    """Lines of two contexts in turns, of any age, a line that is idle and a slot that is free. Of
+    windows some are full before the row begins, some reach the prefix no more, some see all."""
+    if not fused:
+        monkeypatch.setattr("ia_mech.engine.attention.FUSED", ())
+    sizes = Sizes(lines=5, slots=3, seats=2, prefix=128, own=6)
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(*shape):
+        return torch.randn(*shape, generator=generator)
+
+    given = drawn(2, 2, 9, 8), drawn(2, 2, 9, 8)
+    source = DynamicLayer() if window is None else DynamicSlidingWindowLayer(window)
+    source.update(*given)
+    layer = StaticLayer(source, sizes)
+    assert layer.prefix[0].shape[2] == (128 if window is None else min(128, window))
+    lengths = torch.tensor([9, 5, 1])  # of the slots; context 1 has 4 tokens of padding
+    layer.put_prefix(0, source, 0, 0)
+    layer.put_prefix(1, source, 1, 4)
+    seating, contexts = Seating(3), [1, 0, None, 1, 0]
+    assert [seating.hold(0), seating.hold(1)] == [0, 1]
+    line_at, seat_of = map(torch.from_numpy, seating.tables(contexts, sizes))
+    place = torch.tensor([0, 3, 5, 5, 1])
+    layer.own[0].copy_(drawn(5, 2, 6, 8))
+    layer.own[1].copy_(drawn(5, 2, 6, 8))
+    layer.look(View(sizes, place, lengths, line_at.flatten(), seat_of))
+    query, new = drawn(5, 4, 1, 8), (drawn(5, 2, 1, 8), drawn(5, 2, 1, 8))
+    keys, values = layer.update(*new)
+    assert keys.shared_layer is layer
+    ours = layer.attend(query, keys, values, 0.3, softcap, None)
+    assert torch.isfinite(ours).all()
+    for line, context in enumerate(contexts):
+        if context is not None:
+            parts = [
+                torch.cat(
+                    [tensor[context, :, (0, 4)[context] :], own[line, :, : place[line] + 1]], 1
+                )
+                for tensor, own in zip(given, layer.own, strict=True)
+            ]
+            assert torch.equal(parts[0][:, -1:], new[0][line])
+            tokens = parts[0].shape[1]
+            unseen = torch.arange(tokens) < tokens - (window or tokens)
+            theirs = exact(
+                query[line : line + 1],
+                *(part[None] for part in parts),
+                unseen,
+                scaling=0.3,
+                softcap=softcap,
+            )
+            assert (ours[line].double() - theirs[0]).abs().max() < 2e-6
+
+
+def test_layers_of_a_window_share_their_biases():
+    sizes = Sizes(lines=2, slots=1, seats=2, prefix=128, own=6)
+    numbers = torch.zeros(2, dtype=torch.long)
+    view = View(sizes, numbers, numbers[:1] + 9, numbers, torch.arange(2))
+    first, again = (view.prefix_bias(4, 2, torch.float32) for _ in range(2))
+    assert first.data_ptr() == again.data_ptr() and first.shape == (1, 1, 4, 4)
+    assert view.prefix_bias(8, 2, torch.float32).shape == (1, 1, 4, 8)
+    assert view.prefix_bias(None, 2, torch.float32).shape == (1, 1, 1, 128)
+    assert view.own_bias(4, torch.float32).data_ptr() == view.own_bias(4, torch.float32).data_ptr()
+
+
+def recurrent_layer(generator: torch.Generator, contexts: int = 3) -> LinearAttentionLayer:
+    """As a prefill leaves it, with two states of one kind and one of the other."""
+    layer = LinearAttentionLayer(number_of_states=2)
+    for number in range(2):
+        layer.update_conv_state(torch.randn(contexts, 6, 4, generator=generator), number)
+    layer.update_recurrent_state(torch.randn(contexts, 2, 3, 5, generator=generator))
+    return layer
+
+
+def test_recurrent_states_begin_advance_and_move_in_place():
+    generator = torch.Generator().manual_seed(0)
+    source, sizes = recurrent_layer(generator), Sizes(5, 3, 2, 128, 6)
+    layer = StaticRecurrentLayer(source, sizes)
+    pointers = [t.data_ptr() for t in layer.tensors()]
+    assert len(pointers) == 3 and all(t.shape[0] == 5 for t in layer.tensors())
+    layer.begin(torch.tensor([4, 0, 2]), source, torch.tensor([1, 2, 1]))
+    assert torch.equal(layer.conv_states[1][[0, 2, 4]], source.conv_states[1][[2, 1, 1]])
+    assert torch.equal(layer.recurrent_states[0][[0, 2, 4]], source.recurrent_states[0][[2, 1, 1]])
+    assert not layer.recurrent_states[0][[1, 3]].any()
+    layer.keep(torch.tensor([2, 4]))
+    assert torch.equal(layer.recurrent_states[0][:2], source.recurrent_states[0][[1, 1]])
+    before = [t.clone() for t in layer.tensors()]
+    numbers = torch.zeros(2, dtype=torch.long)
+    layer.look(View(sizes.bucket(2), numbers, numbers, numbers, numbers))
+    new = torch.randn(2, 2, 3, 5, generator=generator), torch.randn(2, 6, 1, generator=generator)
+    assert layer.update_recurrent_state(new[0]).shape[0] == 2
+    seen = layer.update_conv_state(new[1], 0)
+    assert torch.equal(seen, torch.cat([before[0][:2], new[1]], -1)), "goes on from what was there"
+    assert torch.equal(layer.states["recurrent_states", 0][:2], new[0])
+    assert torch.equal(layer.states["conv_states", 0][:2], seen[..., -4:])
+    assert torch.equal(layer.states["conv_states", 1], before[1])
+    for now, then in zip(layer.tensors(), before, strict=True):
+        assert torch.equal(now[2:], then[2:]), "lines of no row are left alone"
+    assert pointers == [t.data_ptr() for t in layer.tensors()]
+
+
+@EACH
+def test_steps_before_a_capture_advance_nothing(architecture):
+    """What two steppers draw, one of which was warmed up in between."""
+    model = tiny.model(architecture)
+    group, drawn = prefilled_by(model, (9, 5)), []
+    for warmed in (False, True):
+        sizes = Sizes.of([0, 1, 1], 3, 9, 12)
+        stepper, seating = Stepper(model, sizes, group), Seating(sizes.slots)
+        for context in range(2):
+            stepper.put_context(seating.hold(context), group, context)
+        contexts, hot = [0, 1, 1], (torch.ones(3), torch.arange(6).view(3, 2))
+        stepper.begin(range(3), contexts, group, torch.tensor(contexts), *hot)
+        stepper.seat(*seating.tables(contexts, sizes))
+        drawn.append([])
+        for _ in range(2):
+            if warmed:
+                with torch.inference_mode():
+                    stepper._at.zero_()  # as before every step that is captured
+                    stepper._warm_up(sizes)
+            drawn[-1].append(stepper.run(3, STEPS).take())
+    for ours, theirs in zip(*drawn, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+class NoData(TorchDispatchMode):
+    """Raises where an operation touches a tensor that isn't on the meta device: a copy from the
+    host, or work there."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        output = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves((args, kwargs, output)):
+            if isinstance(leaf, torch.Tensor) and leaf.device.type != "meta":
+                raise RuntimeError(f"{func} of a tensor on {leaf.device}")
+        return output
+
+
+def without_data(group: Prefilled) -> Prefilled:
+    """The shapes of a prefilled group."""
+
+    def moved(value):
+        if isinstance(value, dict):
+            return {name: moved(one) for name, one in value.items()}
+        return value.to("meta") if isinstance(value, torch.Tensor) else value
+
+    cache, state = copy.copy(group.state.cache), group.state
+    cache.layers = [copy.copy(layer) for layer in cache.layers]
+    for layer in cache.layers:
+        vars(layer).update(moved(vars(layer)))
+    state = State(cache, moved(state.mask), moved(state.position))
+    return Prefilled(state, moved(group.logits), None)
+
+
+def step_without_data(architecture: str, experts: str | None = None) -> Stepper:
+    """A step on tensors that have shapes and no numbers, with the attention that a GPU takes: what
+    would make the host wait for a number raises."""
+    # In half precision, the only one whose grouped products PyTorch has shapes for.
+    model = copy.deepcopy(tiny.model(architecture)).bfloat16()
+    group = prefilled_by(model, (9, 5, 12))
+    if experts is not None:
+        model.set_experts_implementation(experts)
+    sizes = Sizes.of([0, 1, 1, 2, 2], 5, 12, 12)
+    stepper = Stepper(model.to("meta"), sizes, without_data(group), graphs=False)
+    with torch.inference_mode(), NoData():
+        stepper._step(sizes.bucket(3))
+    return stepper
+
+
+@EACH
+def test_no_step_depends_on_data(architecture):
+    stepper = step_without_data(architecture)
+    assert {tensor.device.type for tensor in stepper.tensors()} == {"meta"}
+
+
+@pytest.mark.parametrize("architecture", ["qwen3_moe", "gpt_oss", "glm4_moe"])
+def test_loops_over_experts_depend_on_data(architecture):
+    """With that implementation of them a model falls back to steps that aren't replayed."""
+    with pytest.raises(NotImplementedError, match="nonzero"):
+        step_without_data(architecture, experts="eager")
+
+
+@pytest.mark.parametrize(
+    "look",
+    [
+        lambda x: x.sum().item(),
+        lambda x: bool((x > 0).all()),
+        lambda x: x.nonzero(),
+        lambda x: x[x > 0],
+        lambda x: x.cpu(),
+        lambda x: x[torch.tensor([0, 2])],
+        lambda x: x + torch.ones(3).to(x.device),
+    ],
+)
+def test_looking_at_data_is_noticed(look):
+    x = torch.ones(3, device="meta")
+    with pytest.raises((RuntimeError, NotImplementedError)), NoData():
+        look(x)
+
+
+def test_models_of_other_layers_say_so():
+    model = copy.deepcopy(tiny.model("llama"))
+    model.config.layer_types = ["hybrid"] * 4
+    assert why_not(model) == (
+        "no CUDA graphs: a LinearAttentionAndFullAttentionLayer isn't kept at fixed addresses"
+    )
+    model.config.layer_types = ["chunked_attention"] * 4
+    model.config.attention_chunk_size = 8
+    assert why_not(model) == "no CUDA graphs: some layers attend in chunks"
