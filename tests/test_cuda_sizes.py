@@ -1,5 +1,7 @@
 """The arithmetic of buffers and memory, checked against tensors."""
 
+from dataclasses import replace
+
 import pytest
 import tiny
 import torch
@@ -51,7 +53,22 @@ def test_buffers_take_what_was_planned():
     assert shape == Shape(((2, 8, 8),) * 4, 4, 32 + 48, tiny.VOCAB, torch.float32)
     assert cache == 4 * 4 * 2 * (8 + 8) * (2 * 128 + 7 * 6)
     scores = 3 * 4 * 4 * (2 * 4 * 128 + 7 * 6)
-    assert needed_bytes(shape, sizes, fused=True) == cache + scores + 4 * 7 * 80 * 4
+    logits, activations = 7 * tiny.VOCAB * (4 + 4), 4 * 7 * 80 * 4
+    assert needed_bytes(shape, sizes) == cache + scores + activations
+    assert needed_bytes(shape, sizes, fused=True) == cache + logits + activations
+
+
+def test_kernels_of_attention_need_no_scores():
+    """Prefixes of 32k tokens: 21 GiB of scores, or the averages of all lines and heads; of one
+    line and context, those of as many splits as make 256 programs."""
+    contexts = [c for c in range(32) for _ in range(33)]
+    small = replace(QWEN, vocab=97)
+    whole, alone = Sizes.of(contexts, 1056, 2**15, 64), Sizes.of([0], 1, 2**15, 64)
+    spared = needed_bytes(small, whole) - needed_bytes(small, whole, fused=True)
+    seen = 32 * 33 * 2**15 + 1056 * 64
+    assert spared == (3 * seen - 1056 * 129) * 16 * 4
+    spared = needed_bytes(small, alone) - needed_bytes(small, alone, fused=True)
+    assert spared == (3 * (2**15 + 64) - 256 // 8 * 129) * 16 * 4
 
 
 def test_memory_at_150k_logits():

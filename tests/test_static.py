@@ -216,11 +216,12 @@ def test_attention_over_slots_and_own_tokens_in_float64(softcap):
 
     layer.view = View(
         sizes,
-        place[:, None, None, None],
-        bias(torch.arange(6) > place[:, None]),
-        bias(torch.arange(128) >= lengths[:, None]),
+        place,
+        lengths,
         line_at.flatten(),
         seat_of,
+        own_bias=bias(torch.arange(6) > place[:, None]),
+        prefix_bias=bias(torch.arange(128) >= lengths[:, None]),
     )
     query, new = drawn(5, 4, 1, 8), (drawn(5, 2, 1, 8), drawn(5, 2, 1, 8))
     keys, values = layer.update(*new)

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
 from ia_mech.engine.attention import attend, merge
+from ia_mech.engine.cuda import kernels
 from ia_mech.engine.cuda.sizes import Sizes
 from ia_mech.engine.shared import PrefixLayer
 
@@ -20,20 +21,23 @@ class View:
 
     Attributes:
         sizes: of the bucket.
-        place: ``[lines, 1, 1, 1]`` int64, where each line writes its keys and values.
-        own_bias: ``[lines, 1, 1, own]``, 0 up to that place and minus infinity after it.
-        prefix_bias: ``[slots, 1, 1, prefix]``, 0 for tokens of the slot's context, else minus
-            infinity.
+        place: ``[lines]`` int64, where each line writes its keys and values.
+        length: ``[slots]`` int64, tokens of each slot's context.
         line_at, seat_of: as :meth:`ia_mech.engine.cuda.seating.Seating.tables` makes them, the
             first one flat.
+        own_bias: ``[lines, 1, 1, own]``, 0 up to that place and minus infinity after it; None for
+            kernels, which read the place.
+        prefix_bias: ``[slots, 1, 1, prefix]``, 0 for tokens of the slot's context, else minus
+            infinity; None for kernels, which read the length.
     """
 
     sizes: Sizes
     place: Tensor
-    own_bias: Tensor
-    prefix_bias: Tensor
+    length: Tensor
     line_at: Tensor
     seat_of: Tensor
+    own_bias: Tensor | None = None
+    prefix_bias: Tensor | None = None
 
 
 class StaticLayer(PrefixLayer):
@@ -42,15 +46,18 @@ class StaticLayer(PrefixLayer):
     Args:
         layer: a prefilled layer, whose keys and values say heads, dimensions, dtype and device.
         sizes: of the batch.
+        by_kernels: attention is made by :mod:`ia_mech.engine.cuda.kernels`.
 
     Attributes:
         own: keys and values ``[lines, kv_heads, own, dim]`` of the lines' own tokens.
         prefix: keys and values ``[slots, kv_heads, prefix, dim]`` of contexts, without padding.
         view: of the step that is being made.
+        by_kernels: as given.
     """
 
-    def __init__(self, layer: DynamicLayer, sizes: Sizes) -> None:
+    def __init__(self, layer: DynamicLayer, sizes: Sizes, by_kernels: bool = False) -> None:
         super().__init__()
+        self.by_kernels = by_kernels
         self.dtype, self.device, self.is_initialized = layer.keys.dtype, layer.keys.device, True
         # Zeros: what nobody wrote yet is multiplied with a weight of zero.
         self.own, self.prefix = (
@@ -85,9 +92,9 @@ class StaticLayer(PrefixLayer):
         """Write one token's keys and values ``[lines, kv_heads, 1, dim]``; returns the lines' own,
         all their room."""
         self.demand_attention()
-        lines = self.view.sizes.lines
+        lines, place = self.view.sizes.lines, self.view.place[:, None, None, None]
         for buffer, states in zip(self.own, (key_states, value_states), strict=True):
-            buffer[:lines].scatter_(2, self.view.place.expand_as(states), states)
+            buffer[:lines].scatter_(2, place.expand_as(states), states)
         keys, values = (buffer[:lines] for buffer in self.own)
         return self.hand_out(keys), values
 
@@ -110,6 +117,12 @@ class StaticLayer(PrefixLayer):
         view, (prefix_keys, prefix_values) = self.view, self.prefix
         slots, seats = view.sizes.slots, view.sizes.seats
         numbers = {"scaling": scaling, "softcap": softcap}
+        if self.by_kernels:
+            return kernels.attend(
+                query, (key, value), (prefix_keys[:slots], prefix_values[:slots]),
+                place=view.place, length=view.length, line_at=view.line_at, seat_of=view.seat_of,
+                sinks=sinks, **numbers,
+            )  # fmt: skip
         own = attend(query, key, value, bias=view.own_bias, **numbers)
 
         _, heads, _, dim = query.shape

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ia_mech.engine.cuda.kernels import split
+
 ROUND = 128  # prefixes are given room in multiples of this, so that units of a run share buffers
 SPARE = 2  # contexts held at a time, as a multiple of those that fill the batch
 RESERVE = 0.9  # of the free memory that a batch may plan with; the rest is for fragmentation
@@ -102,16 +104,34 @@ def needed_bytes(shape: Shape, sizes: Sizes, fused: bool = False) -> int:
     Args:
         shape: of the model, whose weights are in memory already.
         sizes: of the batch.
-        fused: sampling reads the logits in one kernel and makes no tensors of their size.
+        fused: kernels make no tensors of the size of the logits in sampling, nor of scores in
+            attention.
     """
     item = shape.dtype.itemsize
     tokens = sizes.slots * sizes.prefix + sizes.lines * sizes.own
     cache = tokens * item * sum(heads * (key + value) for heads, key, value in shape.layers)
-    seen = sizes.slots * sizes.seats * sizes.prefix + sizes.lines * sizes.own
-    scores = seen * shape.heads * 4 * SCORES
+    attention = _parts(shape, sizes) if fused else _scores(shape, sizes)
     logits = sizes.lines * shape.vocab * (item + 4 + (0 if fused else SAMPLING_BYTES))
     activations = 4 * sizes.lines * shape.width * item
-    return cache + max(scores, logits) + activations
+    return cache + max(attention, logits) + activations
+
+
+def _scores(shape: Shape, sizes: Sizes) -> int:
+    """Bytes of the scores of a layer's attention in PyTorch operations."""
+    seen = sizes.slots * sizes.seats * sizes.prefix + sizes.lines * sizes.own
+    return seen * shape.heads * 4 * SCORES
+
+
+def _parts(shape: Shape, sizes: Sizes) -> int:
+    """Bytes of what the kernels of a layer's attention tell each other: of each line and head an
+    average and a log-sum-exp for every split. Smaller buckets have fewer lines, but more splits."""
+    most = 0
+    for bucket in map(sizes.bucket, sizes.buckets):
+        for kv_heads, _, dim in shape.layers:
+            queries = bucket.seats * shape.heads // kv_heads
+            splits = split(bucket.slots, kv_heads, queries, bucket.prefix)
+            most = max(most, splits * bucket.lines * shape.heads * (dim + 1) * 4)
+    return most
 
 
 def demand(needed: int, free: int) -> None:

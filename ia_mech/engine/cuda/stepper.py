@@ -7,14 +7,14 @@ before the host reads what they drew; it then says which lines go on, and which 
 
 import weakref
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from ia_mech.engine.cuda import fused
+from ia_mech.engine.cuda import fused, kernels
 from ia_mech.engine.cuda.layer import StaticLayer, View
 from ia_mech.engine.cuda.sizes import Shape, Sizes, demand, free_bytes, needed_bytes
 from ia_mech.engine.prefix import Prefilled, left_padding
@@ -82,12 +82,13 @@ class Stepper:
         layers, device = group.state.cache.layers, group.logits.device
         on_gpu = device.type == "cuda"
         self._fused = on_gpu and fused.available()
+        self._by_kernels = kernels.usable(device, layers[0].keys.dtype)
         if on_gpu:
             shape = Shape.of(text_config(model.config), layers, group.logits)
-            demand(needed_bytes(shape, sizes, self._fused), free_bytes(device))
+            demand(needed_bytes(shape, sizes, self._by_kernels), free_bytes(device))
         self._model, self.sizes = weakref.ref(model), sizes
         self._cache = DynamicCache(config=model.config)
-        self._cache.layers = [StaticLayer(layer, sizes) for layer in layers]
+        self._cache.layers = [StaticLayer(layer, sizes, self._by_kernels) for layer in layers]
         self._dtype, self._device = layers[0].keys.dtype, device
 
         def numbers(*shape: int, fill: int = 0, dtype: torch.dtype = torch.long) -> Tensor:
@@ -216,15 +217,20 @@ class Stepper:
 
     def _look(self, sizes: Sizes, place: Tensor) -> None:
         """Tell the layers where each line writes, and what it looks at."""
-        length = self._length[: sizes.slots, None]
+        length = self._length[: sizes.slots]
         view = View(
             sizes,
-            place=place[:, None, None, None],
-            own_bias=self._bias(self._own_tokens > place[:, None]),
-            prefix_bias=self._bias(self._prefix_tokens >= length),
+            place=place,
+            length=length,
             line_at=self._line_at[: sizes.slots * sizes.seats],
             seat_of=self._seat_of[: sizes.lines],
         )
+        if not self._by_kernels:
+            view = replace(
+                view,
+                own_bias=self._bias(self._own_tokens > place[:, None]),
+                prefix_bias=self._bias(self._prefix_tokens >= length[:, None]),
+            )
         for layer in self._cache.layers:
             layer.view = view
 
