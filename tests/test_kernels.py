@@ -4,8 +4,10 @@ import importlib.util
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import pytest
 import tiny
 import torch
@@ -26,7 +28,7 @@ class Case:
     """A batch and an attention.
 
     Attributes:
-        contexts: of each line, None if it is idle.
+        contexts: of each line; None if it is idle and not a number, -1 if it is idle and isn't.
         lengths: of the contexts' prefixes; there is a slot more, that is free.
         room: of prefixes.
         own: room of the lines' own tokens.
@@ -46,7 +48,7 @@ class Case:
     window: int | None = None
 
 
-MANY = (*(0,) * 9, None, *(1, 0) * 4, *(0,) * 3)  # seats of one context: 16
+MANY = (*(0,) * 9, None, *(1, 0) * 4, *(0,) * 3, -1)  # seats of one context: 16
 CASES = (
     Case(),
     Case(group=1, dim=64, value_dim=64, window=5),
@@ -54,6 +56,7 @@ CASES = (
     Case(group=8, dim=128, value_dim=80, softcap=3.0),
     Case(group=3, contexts=MANY, lengths=(70, 33), softcap=20.0, sinks=True),
     Case(contexts=MANY, lengths=(70, 33), window=36),
+    Case(dim=256, value_dim=256, scaling=0.1),
     Case(window=1),
     Case(room=640, lengths=(640, 9, 300), contexts=(0, 2, 1, None), scaling=1.5),
     Case(room=640, lengths=(640, 9, 300), contexts=(0, 2, 1, None), window=350, sinks=True),
@@ -61,73 +64,125 @@ CASES = (
     Case(torch.bfloat16, contexts=MANY, lengths=(70, 33), window=36, sinks=True),
     Case(torch.float16, dim=80, value_dim=64, softcap=3.0),
     Case(torch.float16, contexts=MANY, lengths=(70, 33), window=36),
+    Case(torch.float16, room=640, lengths=(640, 9, 300), contexts=(0, 2, 1, None)),
 )
 
 
-def differences(case: Case, device: str) -> float:
-    """The largest one from float64, relative to the largest output.
+def batch(case: Case) -> dict:
+    """What :func:`kernels.attend` is given, on the CPU.
 
     Whatever nobody may look at is not a number: a token that isn't there, a free slot, the query
-    and the own tokens of an idle line.
+    and the own tokens of an idle line, or of some of them.
     """
     lines, slots = len(case.contexts), len(case.lengths) + 1
-    seats = max(case.contexts.count(n) for n in range(slots - 1))
-    sizes = Sizes(lines, slots, seats, case.room, case.own)
     generator = torch.Generator().manual_seed(lines)
 
     def drawn(*shape) -> torch.Tensor:
         return torch.randn(*shape, generator=generator).to(case.dtype)
 
-    seating = Seating(slots)
-    for context in range(slots - 1):
-        assert seating.hold(context) == context
-    line_at, seat_of = map(torch.from_numpy, seating.tables(case.contexts, sizes))
+    seats = max(case.contexts.count(context) for context in range(slots - 1))
+    seating, sizes = Seating(slots), Sizes(lines, slots, seats, case.room, case.own)
+    assert [seating.hold(context) for context in range(slots - 1)] == [*range(slots - 1)]
+    held = [None if context == -1 else context for context in case.contexts]
+    line_at, seat_of = map(torch.from_numpy, seating.tables(held, sizes))
     place = torch.arange(lines) * 7 % case.own
-    length = torch.tensor([*case.lengths, 1])
-    dims = case.dim, case.value_dim
     query = drawn(lines, KV_HEADS * case.group, 1, case.dim)
-    own = tuple(drawn(lines, KV_HEADS, case.own, dim) for dim in dims)
-    prefix = tuple(drawn(slots, KV_HEADS, case.room, dim) for dim in dims)
-    sinks = drawn(query.shape[1]) if case.sinks else None
-    for line, context in enumerate(case.contexts):
-        (query if context is None else query[:0])[line : line + 1] = torch.nan
-        for tensor in own:
-            tensor[line, :, 0 if context is None else place[line] + 1 :] = torch.nan
+    own, prefix = (
+        tuple(drawn(count, KV_HEADS, room, dim) for dim in (case.dim, case.value_dim))
+        for count, room in ((lines, case.own), (slots, case.room))
+    )
+    nobody = torch.tensor([context is None for context in case.contexts])
+    query[nobody] = torch.nan
+    for tensor in own:
+        tensor[nobody] = torch.nan
+        for line in range(lines):
+            tensor[line, :, place[line] + 1 :] = torch.nan
     for tensor in prefix:
         for slot, tokens in enumerate([*case.lengths, 0]):
             tensor[slot, :, tokens:] = torch.nan
+    return {
+        "query": query,
+        "own": own,
+        "prefix": prefix,
+        "place": place,
+        "length": torch.tensor([*case.lengths, 1]),
+        "line_at": line_at.flatten(),
+        "seat_of": seat_of,
+        "sinks": 3 * drawn(query.shape[1]) if case.sinks else None,
+    }
+
+
+def expected(case: Case, given: dict, line: int) -> torch.Tensor:
+    """``[1, heads, 1, value_dim]`` of a line, in float64."""
+    context = case.contexts[line]
+    tokens = 0 if context == -1 else case.lengths[context]
+    key, value = (
+        torch.cat([p[context, :, :tokens], o[line, :, : given["place"][line] + 1]], 1)[None]
+        for p, o in zip(given["prefix"], given["own"], strict=True)
+    )
+    keys = key.shape[2]
+    unseen = torch.arange(keys) < keys - (case.window or keys)
+    numbers = {"scaling": case.scaling, "softcap": case.softcap, "sinks": given["sinks"]}
+    query = given["query"][line : line + 1]
+    return exact(query, key.double(), value.double(), unseen, **numbers)
+
+
+def difference(case: Case, device: str) -> float:
+    """The largest one from float64, relative to the largest output."""
 
     def there(value):
-        return tuple(map(there, value)) if isinstance(value, tuple) else value.to(device)
+        if isinstance(value, tuple):
+            return tuple(map(there, value))
+        return value if value is None else value.to(device)
 
-    numbers = {"scaling": case.scaling, "softcap": case.softcap}
-    ours = kernels.attend(
-        there(query),
-        there(own),
-        there(prefix),
-        place=there(place),
-        length=there(length),
-        line_at=there(line_at.flatten()),
-        seat_of=there(seat_of),
-        sinks=None if sinks is None else there(sinks),
-        window=case.window,
-        **numbers,
-    ).cpu()
-    assert ours.dtype == case.dtype and ours.shape == (*query.shape[:3], case.value_dim)
-    worst = largest = 0.0
-    for line, context in enumerate(case.contexts):
-        if context is None:
-            continue
-        key, value = (
-            torch.cat([p[context, :, : length[context]], o[line, :, : place[line] + 1]], 1)[None]
-            for p, o in zip(prefix, own, strict=True)
-        )
-        unseen = torch.arange(key.shape[2]) < key.shape[2] - (case.window or key.shape[2])
-        asked = query[line : line + 1]
-        theirs = exact(asked, key.double(), value.double(), unseen, sinks=sinks, **numbers)
-        worst = max(worst, float((ours[line].double() - theirs).abs().nan_to_num(torch.inf).max()))
-        largest = max(largest, float(theirs.abs().max()))
-    return worst / largest
+    given = batch(case)
+    numbers = {"scaling": case.scaling, "softcap": case.softcap, "window": case.window}
+    there_given = {name: there(value) for name, value in given.items()}
+    ours = kernels.attend(**there_given, **numbers).cpu()
+    lines = [line for line, context in enumerate(case.contexts) if context is not None]
+    theirs = torch.cat([expected(case, given, line) for line in lines])
+    assert ours.dtype == case.dtype and ours[lines].shape == theirs.shape
+    worst = (ours[lines].double() - theirs).abs().nan_to_num(torch.inf).max()
+    return float(worst / theirs.abs().max())
+
+
+def mend_the_interpreter() -> None:
+    """Triton's interpreter (3.9) multiplies the bits of bfloat16 as if they were integers."""
+    import triton.language as tl
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    honest = InterpreterBuilder.create_dot
+
+    def widened(handle):
+        if handle.dtype.scalar != tl.bfloat16 or handle.data.dtype != np.uint16:
+            return handle
+        return TensorHandle((handle.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+
+    def create_dot(builder, a, b, *rest):
+        return honest(builder, widened(a), widened(b), *rest)
+
+    InterpreterBuilder.create_dot = create_dot
+
+
+def check(device: str, cases: Sequence[Case] = CASES) -> None:
+    """Asserts that the kernels are right."""
+    for case in cases:
+        allowed = max(2e-6, torch.finfo(case.dtype).eps if case.dtype.itemsize < 4 else 0.0)
+        assert (found := difference(case, device)) < allowed, (case, found)
+
+
+def check_model() -> None:
+    """Asserts that a model's rows are the loop's, by kernels on the CPU."""
+    honest, asked = kernels.attend, []
+    kernels.usable = lambda device, dtype: True
+    kernels.attend = lambda *given, **named: asked.append(0) or honest(*given, **named)
+    model, lengths = tiny.model("llama"), (9, 5, 31)
+    rows = [replace(row, context=row.context % 3) for row in ROWS[:7]]
+    loops = decode(model, prefilled_by(model, lengths), rows, STOPS, 6)
+    ours = decode_stream(
+        model, [prefilled_by(model, lengths)], rows, STOPS, 6, width=4, graphs=True, longest=31
+    )
+    assert near_ties(ours, loops) <= 1 and asked
 
 
 @pytest.mark.parametrize("item", [2, 4])
@@ -155,44 +210,6 @@ def test_kernels_are_for_gpus_with_triton(monkeypatch):
     assert not kernels.usable(torch.device("cpu"), torch.bfloat16)
     monkeypatch.setenv("IA_MECH_TRITON", "0")
     assert not kernels.usable(gpu, torch.bfloat16)
-
-
-def mend_the_interpreter() -> None:
-    """Triton's interpreter (3.9) multiplies the bits of bfloat16 as if they were integers."""
-    import numpy as np
-    import triton.language as tl
-    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
-
-    honest = InterpreterBuilder.create_dot
-
-    def widened(handle):
-        if handle.dtype.scalar != tl.bfloat16 or handle.data.dtype != np.uint16:
-            return handle
-        return TensorHandle((handle.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
-
-    def create_dot(builder, a, b, *rest):
-        return honest(builder, widened(a), widened(b), *rest)
-
-    InterpreterBuilder.create_dot = create_dot
-
-
-def check(device: str) -> None:
-    """Asserts that the kernels are right in all cases."""
-    for case in CASES:
-        allowed = max(2e-6, torch.finfo(case.dtype).eps if case.dtype.itemsize < 4 else 0.0)
-        assert (found := differences(case, device)) < allowed, (case, found)
-
-
-def check_model() -> None:
-    """Asserts that a model's rows are the loop's, by kernels on the CPU."""
-    kernels.usable = lambda device, dtype: True
-    model, lengths = tiny.model("llama"), (9, 5, 31)
-    rows = [replace(row, context=row.context % 3) for row in ROWS[:7]]
-    loops = decode(model, prefilled_by(model, lengths), rows, STOPS, 6)
-    ours = decode_stream(
-        model, [prefilled_by(model, lengths)], rows, STOPS, 6, width=4, graphs=True, longest=31
-    )
-    assert near_ties(ours, loops) <= 1
 
 
 @pytest.mark.skipif(not TRITON, reason="Triton isn't installed, which comes with PyTorch for CUDA")
