@@ -116,3 +116,15 @@ def test_half_precision_is_merged_in_float32():
     expected = exact(query, keys, keys, torch.zeros(1, 53, dtype=torch.bool), scaling=0.25)
     assert merged.dtype == torch.bfloat16
     assert (merged.double() - expected).abs().max() < 2e-2
+
+
+def test_products_beyond_the_range_of_float16():
+    """Of 16 numbers near 80, scaled to near 500; the cap, which changes nothing, takes the path
+    without the fused kernel."""
+    query = torch.full((1, 1, 1, 16), 80.0).half()
+    key = (80 - torch.arange(5.0) / 4)[:, None].expand(1, 1, 5, 16).half()
+    value = drawn(5, rows=1, heads=1, seed=3).half()
+    average, total = attend(query, key, value, scaling=0.005, softcap=1e9)
+    unseen = torch.zeros(5, dtype=torch.bool)
+    expected = exact(query, key.double(), value.double(), unseen, scaling=0.005)
+    assert total.isfinite().all() and (average.double() - expected).abs().max() < 2e-3

@@ -1,10 +1,12 @@
 """What only a GPU can show; skipped without one. Run with: pytest -m gpu -n 0"""
 
 import copy
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import test_fused
+import test_kernels
 import tiny
 import torch
 from scipy import stats
@@ -99,8 +101,10 @@ def test_graph_and_eager_steps_are_bit_for_bit_the_same(architecture, dtype):
         torch.testing.assert_close(ours, theirs, atol=0, rtol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize("triton", ["1", "0"])
 @pytest.mark.parametrize("architecture", DENSE)
-def test_rows_equal_between_graphs_the_loop_and_widths(architecture):
+def test_rows_equal_between_graphs_the_loop_and_widths(architecture, triton, monkeypatch):
+    monkeypatch.setenv("IA_MECH_TRITON", triton)
     model = model_of(architecture)
     group = prefilled_by(model, LENGTHS)
     loops = decode(model, group, ROWS, STOPS, 12)
@@ -141,6 +145,35 @@ def test_residuals_equal_the_cpus():
 @pytest.mark.skipif(not fused.available(), reason="no Triton")
 def test_the_kernel_draws_what_pytorch_operations_draw():
     test_fused.check("cuda", (97, 5001, 151_936))
+
+
+@pytest.mark.skipif(not fused.available(), reason="no Triton")
+def test_the_kernels_of_attention_in_float64():
+    test_kernels.check("cuda")
+
+
+@pytest.mark.skipif(not fused.available(), reason="no Triton")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dim", [64, 80, 128, 256])
+@pytest.mark.parametrize("window", [None, 700])
+def test_the_kernels_of_attention_at_real_sizes(dtype, dim, window):
+    """33 rows of each of four contexts, of 1 to 2000 tokens."""
+    lengths = (2000, 1, 511, 900)
+    case = test_kernels.Case(
+        dtype,
+        group=4,
+        dim=dim,
+        value_dim=dim,
+        contexts=(*range(4),) * 33,
+        lengths=lengths,
+        room=2048,
+        own=128,
+        scaling=dim**-0.5,
+        window=window,
+    )
+    test_kernels.check("cuda", [case])
+    alone = replace(case, contexts=(0,), lengths=lengths[:1])  # in splits
+    test_kernels.check("cuda", [alone])
 
 
 @pytest.mark.parametrize("triton", ["1", "0"])

@@ -1,5 +1,7 @@
 """The arithmetic of buffers and memory, checked against tensors."""
 
+from dataclasses import replace
+
 import pytest
 import tiny
 import torch
@@ -69,15 +71,30 @@ def test_buffers_take_what_was_planned(architecture, windows, recurrent):
     assert cache == keys + 7 * sum(recurrent)
     scores = 3 * 4 * 4 * (2 * 4 * max(rooms) + 7 * 6)
     biases = 4 * 2 * 4 * 8 * 2 if 8 in windows else 0  # of 2 slots of 4 seats, 2 heads to a key
-    logits = 7 * tiny.VOCAB * 8
     largest = 7 * max(recurrent, default=0)
-    planned = cache + largest + max(scores + biases, logits, 3 * largest) + 4 * 7 * 80 * 4
-    assert needed_bytes(shape, sizes, fused=True) == planned
+    always = cache + largest + 4 * 7 * 80 * 4
+    logits = 7 * tiny.VOCAB * (8 + 32)
+    assert needed_bytes(shape, sizes) == always + max(scores + biases, logits, 3 * largest)
+    parts, logits = 7 * 4 * (8 + 1) * 4, 7 * tiny.VOCAB * 8
+    assert needed_bytes(shape, sizes, fused=True) == always + max(parts, logits, 3 * largest)
 
 
 def test_windows_hold_no_more_than_is_seen():
     sizes = Sizes(lines=8, slots=2, seats=4, prefix=256, own=6)
     assert [sizes.room(window) for window in (None, 8, 128, 4096)] == [256, 8, 128, 256]
+
+
+def test_kernels_of_attention_need_no_scores():
+    """Prefixes of 32k tokens: 21 GiB of scores, or the averages of all lines and heads; of one
+    line and context, those of as many splits as make 256 programs."""
+    contexts = [c for c in range(32) for _ in range(33)]
+    small = replace(QWEN, vocab=97)
+    whole, alone = Sizes.of(contexts, 1056, 2**15, 64), Sizes.of([0], 1, 2**15, 64)
+    spared = needed_bytes(small, whole) - needed_bytes(small, whole, fused=True)
+    seen = 32 * 33 * 2**15 + 1056 * 64
+    assert spared == (3 * seen - 1056 * 129) * 16 * 4
+    spared = needed_bytes(small, alone) - needed_bytes(small, alone, fused=True)
+    assert spared == (3 * (2**15 + 64) - 256 // 8 * 129) * 16 * 4
 
 
 def test_memory_at_150k_logits():

@@ -5,6 +5,7 @@ place sums to (Hydragen, arXiv 2402.05099, section 3.1). So many rows can attend
 stored once, each to its own tokens besides, and nothing is approximated.
 """
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -54,7 +55,7 @@ def attend(
     folded = query.reshape(
         batch, kv_heads, -1, dim
     )  # [batch, kv_heads, heads per kv_head * new, …]
-    scores = (folded @ key.mT).float() * scaling
+    scores = _scores(folded, key, scaling)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     if bias is not None:
@@ -65,6 +66,20 @@ def attend(
     least = total.clamp(min=torch.finfo(total.dtype).min)
     average = (scores - least[..., None]).exp().to(value.dtype) @ value
     return average.view(batch, heads, new, -1), total.view(batch, heads, new)
+
+
+def _scores(query: Tensor, key: Tensor, scaling: float) -> Tensor:
+    """Products of ``[…, queries, dim]`` and ``[…, keys, dim]``, scaled, in float32.
+
+    In float16 a product ends at 65504, which 128 numbers of 23 reach. So queries take as much of
+    the scaling as is a power of two, which rounds nothing but the tiniest numbers; other dtypes
+    have float32's range.
+    """
+    first = 1.0
+    if query.dtype == torch.float16:
+        first = 2.0 ** min(0, math.frexp(scaling)[1])
+        query = query * first
+    return (query @ key.mT).float() * (scaling / first)
 
 
 def merge(parts: Sequence[tuple[Tensor, Tensor]], sinks: Tensor | None = None) -> Tensor:

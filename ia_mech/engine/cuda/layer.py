@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
 from ia_mech.engine.attention import attend, merge
+from ia_mech.engine.cuda import kernels
 from ia_mech.engine.cuda.sizes import Sizes, window_of
 from ia_mech.engine.shared import PrefixLayer
 
@@ -26,6 +27,7 @@ class View:
         length: ``[slots]`` int64, tokens of each slot's context.
         line_at, seat_of: as :meth:`ia_mech.engine.cuda.seating.Seating.tables` makes them, the
             first one flat.
+        by_kernels: attention is made by :mod:`ia_mech.engine.cuda.kernels`, without biases.
         biases: those that were asked for; layers of the same window share them.
     """
 
@@ -34,6 +36,7 @@ class View:
     length: Tensor
     line_at: Tensor
     seat_of: Tensor
+    by_kernels: bool = False
     biases: dict[tuple, Tensor] = field(default_factory=dict)
 
     def held(self, window: int | None) -> Tensor:
@@ -179,6 +182,12 @@ class StaticLayer(PrefixLayer):
         view, (prefix_keys, prefix_values) = self.view, self.prefix
         slots, seats = view.sizes.slots, view.sizes.seats
         numbers = {"scaling": scaling, "softcap": softcap}
+        if view.by_kernels:
+            return kernels.attend(
+                query, (key, value), (prefix_keys[:slots], prefix_values[:slots]),
+                place=view.place, length=view.held(self.window), line_at=view.line_at,
+                seat_of=view.seat_of, sinks=sinks, window=self.window, **numbers,
+            )  # fmt: skip
         bias = view.own_bias(self.window, query.dtype)
         own = attend(query, key, value, bias=bias, **numbers)
 

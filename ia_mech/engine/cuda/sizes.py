@@ -18,6 +18,8 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
+from ia_mech.engine.cuda.kernels import split
+
 ROUND = 128  # prefixes are given room in multiples of this, so that units of a run share buffers
 SPARE = 2  # contexts held at a time, as a multiple of those that fill the batch
 # Of the free memory that a batch may plan with. The rest is for what it isn't asked for: the next
@@ -143,25 +145,43 @@ def needed_bytes(shape: Shape, sizes: Sizes, fused: bool = False) -> int:
     Args:
         shape: of the model, whose weights are in memory already.
         sizes: of the batch.
-        fused: sampling reads the logits in one kernel and makes no tensors of their size.
+        fused: kernels make no tensors of the size of the logits in sampling, nor of scores in
+            attention.
     """
     item = shape.dtype.itemsize
     largest = sizes.lines * max(shape.recurrent, default=0)
     # The largest state once more: rows that begin or move are copied, and a warm-up has its own.
     cache = sizes.lines * sum(shape.recurrent) + largest
-    seen, biases = 0, {}
     for heads, key, value, window in shape.layers:
-        room = sizes.room(window)
-        tokens = sizes.slots * room + sizes.lines * sizes.own
+        tokens = sizes.slots * sizes.room(window) + sizes.lines * sizes.own
         cache += tokens * item * heads * (key + value)
-        asked = sizes.slots * sizes.seats * room
-        seen = max(seen, asked + sizes.lines * sizes.own)
-        if window is not None:  # one bias for each query, for all layers of this window
-            biases[window] = asked * shape.heads // heads * item
-    scores = seen * shape.heads * 4 * SCORES + sum(biases.values())
+    attention = _parts(shape, sizes) if fused else _scores(shape, sizes)
     logits = sizes.lines * shape.vocab * (item + 4 + (0 if fused else SAMPLING_BYTES))
     activations = 4 * sizes.lines * shape.width * item
-    return cache + max(scores, logits, STATES * largest) + activations
+    return cache + max(attention, logits, STATES * largest) + activations
+
+
+def _scores(shape: Shape, sizes: Sizes) -> int:
+    """Bytes of the scores of a layer's attention in PyTorch operations, and of biases."""
+    seen, biases = 0, {}
+    for heads, _, _, window in shape.layers:
+        asked = sizes.slots * sizes.seats * sizes.room(window)
+        seen = max(seen, asked + sizes.lines * sizes.own)
+        if window is not None:  # one for each query, for all layers of this window
+            biases[window] = asked * shape.heads // heads * shape.dtype.itemsize
+    return seen * shape.heads * 4 * SCORES + sum(biases.values())
+
+
+def _parts(shape: Shape, sizes: Sizes) -> int:
+    """Bytes of what the kernels of a layer's attention tell each other: of each line and head an
+    average and a log-sum-exp for every split. Smaller buckets have fewer lines, but more splits."""
+    most = 0
+    for bucket in map(sizes.bucket, sizes.buckets):
+        for kv_heads, _, dim, window in shape.layers:
+            queries = bucket.seats * shape.heads // kv_heads
+            splits = split(bucket.slots, kv_heads, queries, bucket.room(window))
+            most = max(most, splits * bucket.lines * shape.heads * (dim + 1) * 4)
+    return most
 
 
 def demand(needed: int, free: int) -> None:

@@ -21,7 +21,7 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
-from ia_mech.engine.cuda import fused
+from ia_mech.engine.cuda import fused, kernels
 from ia_mech.engine.cuda.layer import StaticLayer, View
 from ia_mech.engine.cuda.outbox import Parcel, send, to_device
 from ia_mech.engine.cuda.recurrent import StaticRecurrentLayer
@@ -113,9 +113,10 @@ class Stepper:
         layers, device = group.state.cache.layers, group.logits.device
         on_gpu = device.type == "cuda"
         self._fused = on_gpu and fused.available()
+        self._by_kernels = kernels.usable(device, model.dtype)
         if on_gpu:
             shape = Shape.of(text_config(model.config), layers, group.logits, model.dtype)
-            demand(needed_bytes(shape, sizes, self._fused), free_bytes(device))
+            demand(needed_bytes(shape, sizes, self._by_kernels), free_bytes(device))
         self._model, self.sizes, self.weights = weakref.ref(model), sizes, _weights(model)
         self._cache = DynamicCache(config=model.config)
         self._cache.layers = [STATIC[type(layer)](layer, sizes) for layer in layers]
@@ -259,6 +260,7 @@ class Stepper:
             length=self._length[: sizes.slots],
             line_at=self._line_at[: sizes.slots * sizes.seats],
             seat_of=self._seat_of[: sizes.lines],
+            by_kernels=self._by_kernels,
         )
         for layer in self._cache.layers:
             layer.look(view)
