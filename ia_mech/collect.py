@@ -19,6 +19,7 @@ from ia_mech.config import SampleConfig
 from ia_mech.conversations import UNPERTURBED, Conversation
 from ia_mech.engine.capture import find_blocks
 from ia_mech.engine.check import check_engine
+from ia_mech.engine.cuda import fused
 from ia_mech.engine.cuda.check import with_graphs
 from ia_mech.engine.cuda.outbox import Outbox, Parcel
 from ia_mech.engine.cuda.stepper import forget
@@ -175,6 +176,9 @@ class _Job:
         self.progress.say(f"engine: {self.engine}")
         if self.engine.why:
             self.writer.note("engine", str(self.engine))
+        if problem := fused.missed(self.subject.device):
+            self.progress.say(f"note: without Triton's kernels, which is slower: {problem}")
+            self.writer.note("without_kernels", problem)
         try:
             with self.behind:
                 self._write_responses()

@@ -85,5 +85,5 @@ def _gpu(device: torch.device) -> dict:
         "matmul_tf32": matmul.allow_tf32,
         "bf16_reduced_precision_sums": matmul.allow_bf16_reduced_precision_reduction,
         "fp16_reduced_precision_sums": matmul.allow_fp16_reduced_precision_reduction,
-        "kernels": "triton" if fused.available() else "torch",
+        "kernels": "triton" if fused.available(device) else "torch",
     }

@@ -38,6 +38,9 @@ def check(device: str, vocabularies=(97, 4096, 5001)) -> None:
         for scale, dtype in ((3.0, torch.float32), (8.0, torch.bfloat16)):
             found = differences(vocab, scale, dtype, device)
             assert found["token"] == found["rank"] == 0, (vocab, dtype, found)
+            # Divided by the coldest temperature, logits of so many times the deviation round so.
+            cold = 4 * torch.finfo(torch.float32).eps * 6 * scale / 0.05
+            assert found.pop("logprob_tempered") < cold, (vocab, dtype)
             assert max(found.values()) < 1e-5, (vocab, dtype, found)
 
 
@@ -52,11 +55,23 @@ def test_the_kernel_in_the_interpreter():
     )
 
 
-def test_triton_can_be_refused(monkeypatch):
+def test_kernels_are_used_on_gpus_where_triton_works(monkeypatch):
+    gpu, cpu = torch.device("cuda"), torch.device("cpu")
+    monkeypatch.setattr(fused, "problem", lambda device: "")
+    monkeypatch.delenv("IA_MECH_TRITON", raising=False)
+    assert fused.available(gpu) is TRITON and not fused.available(cpu)
+    assert fused.missed(gpu) == ("" if TRITON else "Triton isn't installed")
+    assert fused.missed(cpu) == ""
+    monkeypatch.setattr(fused, "triton", object())
+    monkeypatch.setattr(fused, "problem", lambda device: "no C compiler")
+    assert not fused.available(gpu) and fused.missed(gpu) == "no C compiler"
     monkeypatch.setenv("IA_MECH_TRITON", "0")
-    assert not fused.available()
-    monkeypatch.delenv("IA_MECH_TRITON")
-    assert fused.available() is TRITON
+    assert not fused.available(gpu) and fused.missed(gpu) == ""
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, which draws")
+def test_what_a_trial_raises_is_the_reason():
+    assert fused.problem(torch.device("cuda")) != ""
 
 
 def test_the_series_of_the_exponential_is_exact_where_it_is_used():

@@ -205,6 +205,7 @@ def test_prefixes_are_split_where_there_are_few_programs():
 
 def test_kernels_are_for_gpus_with_triton(monkeypatch):
     gpu = torch.device("cuda")
+    monkeypatch.setattr("ia_mech.engine.cuda.fused.problem", lambda device: "")
     assert kernels.usable(gpu, torch.bfloat16) is TRITON
     assert not kernels.usable(gpu, torch.float64)
     assert not kernels.usable(torch.device("cpu"), torch.bfloat16)

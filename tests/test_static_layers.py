@@ -42,8 +42,8 @@ def test_attention_over_slots_and_own_tokens_in_float64(window, softcap, fused, 
     layer = StaticLayer(source, sizes)
     assert layer.prefix[0].shape[2] == (128 if window is None else min(128, window))
     lengths = torch.tensor([9, 5, 1])  # of the slots; context 1 has 4 tokens of padding
-    layer.put_prefix(0, source, 0, 0)
-    layer.put_prefix(1, source, 1, 4)
+    padded = torch.tensor([0, 4])
+    layer.put_prefixes(torch.arange(2), source, torch.arange(2), padded)
     seating, contexts = Seating(3), [1, 0, None, 1, 0]
     assert [seating.hold(0), seating.hold(1)] == [0, 1]
     line_at, seat_of = map(torch.from_numpy, seating.tables(contexts, sizes))
@@ -132,8 +132,7 @@ def test_steps_before_a_capture_advance_nothing(architecture):
     for warmed in (False, True):
         sizes = Sizes.of([0, 1, 1], 3, 9, 12)
         stepper, seating = Stepper(model, sizes, group), Seating(sizes.slots)
-        for context in range(2):
-            stepper.put_context(seating.hold(context), group, context)
+        stepper.put_contexts([seating.hold(0), seating.hold(1)], group, [0, 1])
         contexts, hot = [0, 1, 1], (torch.ones(3), torch.arange(6).view(3, 2))
         stepper.begin(range(3), contexts, group, torch.tensor(contexts), *hot)
         stepper.seat(*seating.tables(contexts, sizes))

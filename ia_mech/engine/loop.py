@@ -258,7 +258,7 @@ def sample(logits: Tensor, temperature: Tensor, stream: Tensor, step: Tensor) ->
         stream: ``[rows, 2]`` int64 Philox keys.
         step: ``[rows]`` int64, index of the token within its row.
     """
-    if logits.device.type == "cuda" and fused.available():
+    if fused.available(logits.device):
         return fused.draw(logits, temperature, stream, step)
     vocab = logits.shape[-1]
     noise_row = torch.zeros(len(temperature), dtype=torch.long, device=logits.device)

@@ -55,8 +55,7 @@ def _problem(model: PreTrainedModel, ids: list[int]) -> str:
     group = prefill(model, [Prefix(prompt) for prompt in prompts])
     sizes = Sizes.of(contexts, len(contexts), max(map(len, prompts)), 2 * STEPS + 1)
     stepper, seating = Stepper(model, sizes, group), Seating(sizes.slots)
-    for context in range(len(prompts)):
-        stepper.put_context(seating.hold(context), group, context)
+    stepper.put_contexts([seating.hold(context) for context in (0, 1)], group, (0, 1))
     rows = len(contexts)
     greedy = torch.zeros(rows), torch.zeros(rows, 2).long()
     first = stepper.begin(range(rows), contexts, group, torch.tensor(contexts), *greedy)

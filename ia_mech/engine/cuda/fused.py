@@ -6,6 +6,7 @@ In PyTorch operations the ten rounds of Philox alone read and write gigabytes at
 brings along for CUDA; where it is missing, or ``IA_MECH_TRITON=0``, PyTorch operations are used.
 """
 
+import functools
 import os
 
 import torch
@@ -22,17 +23,42 @@ except ImportError:
 BLOCK = 4096  # logits at a time
 
 
-def available() -> bool:
-    """Whether there is Triton and nobody asked to do without."""
-    return triton is not None and os.environ.get("IA_MECH_TRITON") != "0"
+def available(device: torch.device) -> bool:
+    """Whether kernels are used on this device: a GPU, with a Triton that works, and nobody asked to
+    do without."""
+    wanted = triton is not None and os.environ.get("IA_MECH_TRITON") != "0"
+    return wanted and device.type == "cuda" and not problem(device)
+
+
+def missed(device: torch.device) -> str:
+    """Why a GPU goes without kernels though nobody asked for that; empty where it doesn't."""
+    if device.type != "cuda" or os.environ.get("IA_MECH_TRITON") == "0":
+        return ""
+    return "Triton isn't installed" if triton is None else problem(device)
+
+
+@functools.cache
+def problem(device: torch.device) -> str:
+    """What keeps Triton from working there, empty where nothing does. By trial: it needs a C
+    compiler, a folder to write to, and a GPU that isn't too old."""
+    zeros = {"dtype": torch.long, "device": device}
+    try:
+        drawn = draw(
+            torch.zeros(1, 8, device=device), torch.zeros(1, device=device),
+            torch.zeros(1, 2, **zeros), torch.zeros(1, **zeros),
+        )  # fmt: skip
+        return "" if drawn.token.tolist() == [0] else "it draws wrong tokens"
+    except Exception as error:  # of the compiler, the driver or the file system
+        return " ".join(f"{type(error).__name__}: {error}".split())[:120]
 
 
 def draw(logits: Tensor, temperature: Tensor, keys: Tensor, step: Tensor) -> Draw:
     """As :func:`ia_mech.sampling.draw` with :func:`ia_mech.sampling.gumbel` noise of these keys.
 
     Args:
-        logits: ``[rows, vocab]``, raw, of any floating dtype; computed with in float32.
-        temperature: ``[rows]`` float32; 0 means greedy.
+        logits: ``[rows, vocab]``, raw, of any floating dtype, each row without gaps; computed with
+            in float32.
+        temperature: ``[rows]`` float32, without gaps; 0 means greedy.
         keys: ``[rows, 2]`` int64, Philox keys.
         step: ``[rows]`` int64, index of the token being drawn.
     """

@@ -133,13 +133,28 @@ class StaticLayer(PrefixLayer):
     def begin(self, lines: Tensor, layer: DynamicLayer, contexts: Tensor) -> None:
         """Nothing: a row that begins has no keys of its own, and its context's are in a slot."""
 
-    def put_prefix(self, slot: int, layer: DynamicLayer, context: int, padding: int) -> None:
-        """Copy a context's keys and values from a prefill, without its left padding, to a slot."""
+    def put_prefixes(
+        self, slots: Tensor, layer: DynamicLayer, contexts: Tensor, padding: Tensor
+    ) -> None:
+        """Copy contexts' keys and values from a prefill, without their left padding, to slots.
+
+        All at once, however long they are: after a short one its last token is repeated, which
+        nobody looks at.
+
+        Args:
+            slots: ``[contexts]`` int64.
+            layer: of the prefill.
+            contexts: ``[contexts]`` int64, which of its rows.
+            padding: ``[contexts]`` int64, of each of them.
+        """
+        held = layer.keys.shape[2]
         # A window let go of the first tokens, which padding is the first of.
-        gone = 0 if self.window is None else layer.get_seq_length() - layer.keys.shape[2]
-        first = max(0, padding - gone)
+        gone = 0 if self.window is None else layer.get_seq_length() - held
+        first = (padding - gone).clamp(min=0)
+        at = (first[:, None] + torch.arange(held, device=first.device)).clamp(max=held - 1)
         for buffer, tensor in zip(self.prefix, (layer.keys, layer.values), strict=True):
-            buffer[slot, :, : tensor.shape[2] - first] = tensor[context, :, first:]
+            chosen = tensor[contexts[:, None], :, at]  # [contexts, held, kv_heads, dim]
+            buffer[slots, :, :held] = chosen.transpose(1, 2)
 
     def move_prefix(self, start: int, to: int) -> None:
         """What is in one slot is copied to another."""

@@ -70,8 +70,8 @@ class StaticRecurrentLayer(LinearAttentionLayer):
         for name, state in states_of(layer).items():
             self.states[name][lines] = state[contexts]
 
-    def put_prefix(
-        self, slot: int, layer: LinearAttentionLayer, context: int, padding: int
+    def put_prefixes(
+        self, slots: Tensor, layer: LinearAttentionLayer, contexts: Tensor, padding: Tensor
     ) -> None:
         """Nothing: a state is copied where a row begins, and nobody reads it elsewhere."""
 

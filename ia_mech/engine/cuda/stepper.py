@@ -26,7 +26,7 @@ from ia_mech.engine.cuda.layer import StaticLayer, View
 from ia_mech.engine.cuda.outbox import Parcel, send, to_device
 from ia_mech.engine.cuda.recurrent import StaticRecurrentLayer
 from ia_mech.engine.cuda.sizes import Shape, Sizes, demand, free_bytes, needed_bytes
-from ia_mech.engine.prefix import Prefilled, left_padding
+from ia_mech.engine.prefix import Prefilled
 from ia_mech.engine.shared import sharing
 from ia_mech.models import accepts, text_config
 from ia_mech.sampling import Draw, draw, gumbel
@@ -112,7 +112,7 @@ class Stepper:
     ) -> None:
         layers, device = group.state.cache.layers, group.logits.device
         on_gpu = device.type == "cuda"
-        self._fused = on_gpu and fused.available()
+        self._fused = fused.available(device)
         self._by_kernels = kernels.usable(device, model.dtype)
         if on_gpu:
             shape = Shape.of(text_config(model.config), layers, group.logits, model.dtype)
@@ -151,11 +151,13 @@ class Stepper:
     # -- between steps --------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def put_context(self, slot: int, group: Prefilled, context: int) -> None:
-        """The prefix of a context of a group is copied to a slot."""
-        padding = left_padding(group.state.mask[context : context + 1])[0]
+    def put_contexts(self, slots: Sequence[int], group: Prefilled, contexts: Sequence[int]) -> None:
+        """The prefixes of contexts of a group are copied to slots."""
+        told = torch.tensor(slots), torch.tensor(contexts)
+        slot, context = (to_device(tensor, self._device) for tensor in told)
+        padding = (group.state.mask[context].cumsum(-1) == 0).sum(-1)
         for ours, theirs in zip(self._cache.layers, group.state.cache.layers, strict=True):
-            ours.put_prefix(slot, theirs, context, padding)
+            ours.put_prefixes(slot, theirs, context, padding)
         self._length[slot] = group.state.mask.shape[1] - padding
 
     @torch.inference_mode()

@@ -112,8 +112,10 @@ class StaticStream(Stream):
         rows = schedule.take(min(schedule.free, len(here)))
         if self._stepper is None:
             self._stepper = stepper_for(self._model, self._sizes, group)
-        slots = [self._slot_of(self._rows[row].context, group) for row in rows]
-        index = torch.tensor([self._rows[row].context - self._first for row in rows])
+        contexts = [self._rows[row].context for row in rows]
+        self._hold([c for c in dict.fromkeys(contexts) if c not in self._seating.slot], group)
+        slots = [self._seating.slot[context] for context in contexts]
+        index = torch.tensor(contexts) - self._first
         lines = schedule.place(rows)
         drawn = self._stepper.begin(
             lines, slots, group, index, self._temperature[rows], self._keys[rows]
@@ -136,11 +138,11 @@ class StaticStream(Stream):
                 return context
         return self._end
 
-    def _slot_of(self, context: int, group: Prefilled) -> int:
-        if context not in self._seating.slot:
-            slot = self._seating.hold(context)
-            self._stepper.put_context(slot, group, context - self._first)
-        return self._seating.slot[context]
+    def _hold(self, contexts: list[int], group: Prefilled) -> None:
+        """These contexts of the group get slots."""
+        if contexts:
+            slots = [self._seating.hold(context) for context in contexts]
+            self._stepper.put_contexts(slots, group, [c - self._first for c in contexts])
 
     def _move(self) -> None:
         """When nobody waits any more, lines that are busy move to a smaller bucket if they fit."""
