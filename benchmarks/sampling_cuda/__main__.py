@@ -38,7 +38,7 @@ from pathlib import Path
 
 from benchmarks.sampling.tables import between_markers
 from benchmarks.sampling_cuda.processes import GROUPS, Plan, Refused, Runner, tell
-from benchmarks.sampling_cuda.results import Results, Size
+from benchmarks.sampling_cuda.results import Log, Results, Size, setting_of
 from benchmarks.sampling_cuda.tables import CLOSING, OPENING, full
 from benchmarks.sampling_cuda.workload import SHAPES, TINY, TINY_SIZE
 from ia_mech.cli import Parser, guarded, whole_from
@@ -144,6 +144,10 @@ def run(args: argparse.Namespace) -> None:
         if missing:
             names = ", ".join(f"{model} {name}".strip() for model, name in missing)
             tell(f"the budget is spent; missing are {names}: the same command goes on with them")
+        if setting_of(Log(args.out).records()) is None:
+            raise UserError(
+                "no process got as far as measuring", "give more time with --limit and --budget"
+            )
     results = Results.read(args.read or [args.out])
     if args.write and (not results.setting.gpu or set(results.models) & set(TINY)):
         raise UserError(
