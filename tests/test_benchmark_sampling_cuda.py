@@ -20,7 +20,7 @@ from benchmarks.sampling_cuda import device as devices
 from benchmarks.sampling_cuda import peers, processes, worker
 from benchmarks.sampling_cuda.contenders import Contender, Ours, Profile
 from benchmarks.sampling_cuda.floor import Least, least
-from benchmarks.sampling_cuda.peers import Generate, demand_complete, errors_logged
+from benchmarks.sampling_cuda.peers import Continuous, Generate, demand_complete, errors_logged
 from benchmarks.sampling_cuda.processes import Plan, Runner
 from benchmarks.sampling_cuda.results import Log, Measured, Results, Setting, Size, collect, ratio
 from benchmarks.sampling_cuda.tables import CLOSING, OPENING, full, kernels_table, timed_table
@@ -237,6 +237,27 @@ def test_generate_that_stops_early_is_not_measured(work, monkeypatch):
     monkeypatch.setattr(work.model, "generate", lambda batch, **_: batch)
     with pytest.raises(RuntimeError, match=r"tokens \(4, 24\), not \(20, 30\)"):
         Generate(work, 4).warm_up()
+
+
+def test_continuous_batching_gets_other_contexts_each_time_and_says_its_attention(
+    work, monkeypatch
+):
+    given = []
+
+    def generate_batch(ids, generation_config, persistent_manager):
+        assert persistent_manager and generation_config.num_return_sequences == 5
+        work.model.model(torch.tensor(ids[:1]))
+        given.append(ids)
+        return results([f"req_{i}" for i in range(4)], 6)
+
+    monkeypatch.setattr(work.model, "generate_batch", generate_batch)
+    one = Continuous(work)
+    one.warm_up()
+    one.measure()
+    one.close()
+    assert one.notes == {"engine": "attention sdpa"}
+    assert [len(ids) for ids in given] == [4, 4] and given[0] != given[1]
+    assert not work.blocks[0]._forward_pre_hooks
 
 
 def test_on_a_cpu_ours_says_that_it_is_the_plain_loop(work):
@@ -576,6 +597,19 @@ def test_tables_of_a_cpu_are_not_written(tmp_path, capfd):
     log.agree(Setting(**asdict(SETTING) | {"gpu": False}))
     words = ["--read", str(log.path), "--write"]
     assert "mean nothing" in refusal(call(command.main, words, capfd))
+
+
+def test_tables_of_a_gpu_are_written_between_the_markers(tmp_path, monkeypatch, capfd):
+    log, document = Log(tmp_path / "log"), tmp_path / "README.md"
+    log.agree(SETTING)
+    log.add("failed", model="qwen3-4b", contender="static", why="no memory")
+    document.write_text(f"before\n{OPENING}\nold\n{CLOSING}\nafter\n", encoding="utf-8")
+    monkeypatch.setattr(command, "DOCUMENT", document)
+    outcome = call(command.main, ["--read", str(log.path), "--write"], capfd)
+    assert outcome.status == 0, outcome.err
+    told = document.read_text(encoding="utf-8")
+    assert told.startswith("before\n") and told.endswith("\nafter\n") and "old" not in told
+    assert outcome.out.strip() in told and "not measured (no memory)" in told
 
 
 def start(out: Path, *words: str) -> subprocess.Popen:

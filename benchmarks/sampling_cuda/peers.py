@@ -15,7 +15,7 @@ from transformers import GenerationConfig
 
 from benchmarks.sampling_cuda import device as devices
 from benchmarks.sampling_cuda.contenders import Contender
-from benchmarks.sampling_cuda.workload import Workload
+from benchmarks.sampling_cuda.workload import Workload, random_contexts
 from ia_mech.models import is_out_of_memory
 
 # What is said where a tensor has more numbers than a kernel can count.
@@ -84,12 +84,13 @@ class Generate(Contender):
 class Continuous(Contender):
     """``transformers``' continuous batching, all contexts in one call.
 
-    Its cache and graphs are made in the warm-up and kept.
+    Its cache and graphs are made in the warm-up and kept. It also keeps prefixes that it has seen,
+    so each call gets other contexts, or only the first one would prefill.
     """
 
     def __init__(self, work: Workload) -> None:
         super().__init__(work)
-        self.config = sampling_config(work)
+        self.config, self.calls = sampling_config(work), 0
 
     def warm_up(self) -> float:
         used: set[str] = set()
@@ -105,12 +106,14 @@ class Continuous(Contender):
         return taken
 
     def measure(self) -> dict:
-        return {"seconds": self._seconds(self._call)}
+        self.calls += 1
+        ids = random_contexts(self.work.model, self.work.size, seed=self.calls)
+        return {"seconds": self._seconds(partial(self._call, ids))}
 
-    def _call(self) -> None:
+    def _call(self, ids: list[list[int]]) -> None:
         with errors_logged() as errors:
             results = self.work.model.generate_batch(
-                self.work.ids, generation_config=self.config, persistent_manager=True
+                ids, generation_config=self.config, persistent_manager=True
             )
         size = self.work.size
         demand_complete(results, size.contexts, size.rows, size.new_tokens, errors)

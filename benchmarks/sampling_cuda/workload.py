@@ -66,9 +66,10 @@ def build(name: str, dtype: torch.dtype, device: torch.device) -> PreTrainedMode
     return model.eval().requires_grad_(False)
 
 
-def random_contexts(vocab: int, size: Size) -> list[list[int]]:
-    """Token ids ``[contexts][context_tokens]``, always the same."""
-    generator = torch.Generator().manual_seed(1)
+def random_contexts(model: PreTrainedModel, size: Size, seed: int = 1) -> list[list[int]]:
+    """Token ids ``[contexts][context_tokens]``, the same for the same seed."""
+    vocab = text_config(model.config).vocab_size
+    generator = torch.Generator().manual_seed(seed)
     shape = size.contexts, size.context_tokens
     return torch.randint(5, vocab, shape, generator=generator).tolist()
 
@@ -85,7 +86,7 @@ class Workload:
 
     def __init__(self, model: PreTrainedModel, size: Size) -> None:
         self.model, self.size = model, size
-        self.ids = random_contexts(text_config(model.config).vocab_size, size)
+        self.ids = random_contexts(model, size)
         self._rows = [
             row for context in range(size.contexts) for row in rows_of(context, size.rows)
         ]
