@@ -213,7 +213,11 @@ def test_generate_gets_half_as_many_contexts_until_they_fit(work, monkeypatch):
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3 GiB")
 
     monkeypatch.setattr(one, "_call", call)
+    resets = []
+    monkeypatch.setattr(torch.compiler, "reset", lambda: resets.append(len(calls)))
+    work.model._compiled_call = call  # compiled for four contexts, it would not do for two
     one.warm_up()
+    assert resets == [1] and not hasattr(work.model, "_compiled_call")
     assert calls == [4, 2, 1] and one.notes["together"] == 1
     assert one.notes["tried"][4].startswith("OutOfMemoryError: CUDA out of memory")
     one.measure()

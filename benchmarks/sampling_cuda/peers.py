@@ -46,6 +46,7 @@ class Generate(Contender):
             taken = time.perf_counter() - begun
             if not problem:
                 break
+            self._forget_compiled()
             devices.tidy(self.work.model.device)
             self.tried[self.together] = problem
             if self.together == 1:
@@ -71,6 +72,11 @@ class Generate(Contender):
         expected = len(ids) * size.rows, size.context_tokens + size.new_tokens
         if tuple(tokens.shape) != expected:
             raise RuntimeError(f"tokens {tuple(tokens.shape)}, not {expected}")
+
+    def _forget_compiled(self) -> None:
+        """Or the next batch would be compiled for any size, which is slower than for its own."""
+        if vars(self.work.model).pop("_compiled_call", None) is not None:
+            torch.compiler.reset()
 
     def _engine(self) -> str:
         model = self.work.model

@@ -99,14 +99,10 @@ class Runner:
             Refused: a process didn't accept its input.
         """
         jobs = self._jobs()
-        while jobs:
-            missing = [(job, rounds) for job in jobs if (rounds := self._missing(*job))]
-            if not missing:
-                jobs = []
-                continue
+        while missing := [(job, left) for job in jobs if (left := self._missing(*job))]:
             limit = min(self._plan.limit, self._left())
             if limit < min(self._plan.limit, WORTH):
-                return [(model, name) for (model, names), _ in missing for name in names]
+                return [(model, name) for (model, _), rounds in missing for name in rounds]
             (model, _), rounds = missing[0]
             self._process(model, rounds, limit)
         return []
