@@ -191,21 +191,23 @@ def full(results: Results) -> str:
     return "\n\n".join(parts)
 
 
-def between_markers(document: str, text: str) -> str:
+def between_markers(
+    document: str, text: str, opening: str = OPENING, closing: str = CLOSING
+) -> str:
     """The document with ``text`` in place of what stands between its two markers.
 
     Raises:
         UserError: it doesn't have each marker once, in order.
     """
-    head, _, rest = document.partition(OPENING)
-    _, _, tail = rest.partition(CLOSING)
-    once = document.count(OPENING) == document.count(CLOSING) == rest.count(CLOSING) == 1
+    head, _, rest = document.partition(opening)
+    _, _, tail = rest.partition(closing)
+    once = document.count(opening) == document.count(closing) == rest.count(closing) == 1
     if not once:
         raise UserError(
             "a README lacks one of the two markers, or has it twice",
-            f"put {OPENING} and {CLOSING} where the tables belong",
+            f"put {opening} and {closing} where the tables belong",
         )
-    return f"{head}{OPENING}\n\n{text.strip()}\n\n{CLOSING}{tail}"
+    return f"{head}{opening}\n\n{text.strip()}\n\n{closing}{tail}"
 
 
 def _contexts(count: int) -> str:
