@@ -25,7 +25,8 @@ import transformers
 from benchmarks.sampling.peers import timed
 from ia_mech.chat import ChatFormat
 from ia_mech.conversations import open_conversations
-from ia_mech.engine.loop import Row, decode
+from ia_mech.engine.decode import decode
+from ia_mech.engine.loop import Row
 from ia_mech.engine.memory import Halving
 from ia_mech.engine.plan import contexts_per_batch, plan_units
 from ia_mech.engine.prefix import Prefix, prefill

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 from torch import Tensor
 
@@ -23,14 +22,10 @@ from ia_mech.engine.cuda import fused
 from ia_mech.engine.cuda.check import with_graphs
 from ia_mech.engine.cuda.outbox import Outbox, Parcel
 from ia_mech.engine.cuda.stepper import forget
-from ia_mech.engine.loop import Decoded, Row, decode_stream
+from ia_mech.engine.decode import decode_stream
+from ia_mech.engine.loop import Decoded, Row
 from ia_mech.engine.memory import Halving
-from ia_mech.engine.plan import (
-    contexts_per_batch,
-    contexts_per_unit,
-    pace,
-    plan_units,
-)
+from ia_mech.engine.plan import contexts_per_batch, contexts_per_unit, pace, plan_units
 from ia_mech.engine.prefix import Prefilled, Prefix, prefill
 from ia_mech.engine.shared import Engine
 from ia_mech.errors import UserError
@@ -48,6 +43,7 @@ from ia_mech.intake import (
     write_snapshot,
 )
 from ia_mech.models import Subject, context_limit
+from ia_mech.progress import Progress
 from ia_mech.rows import Item, Result, tables
 from ia_mech.run import Run, RunWriter, layout
 from ia_mech.run.background import Background
@@ -56,22 +52,6 @@ from ia_mech.scoring.candidates import OwnCandidates
 from ia_mech.scoring.donors import Donors
 from ia_mech.scoring.scorer import ContextScores, Scorer
 from ia_mech.scoring.temperatures import scored_temperatures
-
-
-class Progress(Protocol):
-    """What :func:`collect` tells while it works."""
-
-    def start(self, phase: str, rows: int, done: int) -> None:
-        """A phase begins: ``responses`` or ``user turns``, so many rows, so many of them done."""
-
-    def advance(self, tokens: int, rows: int) -> None:
-        """So many tokens were written and so many rows finished."""
-
-    def say(self, line: str) -> None:
-        """Something the user should know."""
-
-    def stop(self) -> None:
-        """The phase is over."""
 
 
 def collect(

@@ -12,7 +12,8 @@ from transformers import GenerationConfig
 
 from ia_mech.engine.capture import ResidualCapture, find_blocks, find_final_norm
 from ia_mech.engine.check import check_engine
-from ia_mech.engine.loop import Row, decode, decode_step
+from ia_mech.engine.decode import decode
+from ia_mech.engine.loop import Row, decode_step
 from ia_mech.engine.prefix import Prefix, expand, prefill
 from ia_mech.engine.score import Turn, score
 from ia_mech.errors import UserError

@@ -22,7 +22,8 @@ from ia_mech.engine.cuda.outbox import Outbox
 from ia_mech.engine.cuda.seating import Seating
 from ia_mech.engine.cuda.sizes import Shape, Sizes, free_bytes, needed_bytes
 from ia_mech.engine.cuda.stepper import STEPS, Stepper
-from ia_mech.engine.loop import Row, decode, decode_stream, sample
+from ia_mech.engine.decode import decode, decode_stream
+from ia_mech.engine.loop import Row, sample
 from ia_mech.engine.plan import Grid
 from ia_mech.engine.prefix import Prefix, prefill
 from ia_mech.engine.shared import Engine

@@ -17,7 +17,7 @@ from test_stream import ROWS, STOPS, near_ties, prefilled_by
 from ia_mech.engine.cuda import kernels
 from ia_mech.engine.cuda.seating import Seating
 from ia_mech.engine.cuda.sizes import Sizes
-from ia_mech.engine.loop import decode, decode_stream
+from ia_mech.engine.decode import decode, decode_stream
 
 TRITON = importlib.util.find_spec("triton") is not None
 KV_HEADS = 2

@@ -8,7 +8,8 @@ from transformers import GenerationConfig
 from ia_mech.chat import ChatFormat
 from ia_mech.conversations import open_conversations
 from ia_mech.engine.capture import find_blocks, find_final_norm
-from ia_mech.engine.loop import Row, decode
+from ia_mech.engine.decode import decode
+from ia_mech.engine.loop import Row
 from ia_mech.engine.prefix import Prefix, prefill
 from ia_mech.models import ModelSpec, load
 

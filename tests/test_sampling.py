@@ -6,7 +6,8 @@ import torch
 from scipy.stats import chi2, chi2_contingency
 from transformers import LlamaConfig
 
-from ia_mech.engine.loop import Row, decode
+from ia_mech.engine.decode import decode
+from ia_mech.engine.loop import Row
 from ia_mech.engine.prefix import Prefix, prefill
 from ia_mech.sampling import draw, gumbel, philox, stream_key, uniforms
 

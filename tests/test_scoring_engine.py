@@ -13,7 +13,8 @@ from scored import logprobs
 
 from ia_mech.chat import ChatContext
 from ia_mech.conversations import Conversation
-from ia_mech.engine.loop import Decoded, Row, decode
+from ia_mech.engine.decode import decode
+from ia_mech.engine.loop import Decoded, Row
 from ia_mech.engine.memory import Halving
 from ia_mech.engine.prefix import Prefix, prefill
 from ia_mech.errors import UserError

@@ -11,7 +11,8 @@ import transformers
 
 import ia_mech.engine.shared
 from ia_mech.engine.check import check_engine
-from ia_mech.engine.loop import Row, decode, decode_step
+from ia_mech.engine.decode import decode
+from ia_mech.engine.loop import Row, decode_step
 from ia_mech.engine.prefix import Prefix, expand, forward, prefill
 from ia_mech.engine.score import Turn, score
 from ia_mech.engine.shared import Engine, SharedLayer, sharing

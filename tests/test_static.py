@@ -24,7 +24,8 @@ from ia_mech.engine.cuda.seating import Seating
 from ia_mech.engine.cuda.sizes import Sizes, states_of
 from ia_mech.engine.cuda.stepper import Stepper, stepper_for, why_not
 from ia_mech.engine.cuda.stream import resolve
-from ia_mech.engine.loop import Row, decode, decode_stream
+from ia_mech.engine.decode import decode, decode_stream
+from ia_mech.engine.loop import Row
 from ia_mech.engine.plan import Grid
 from ia_mech.engine.shared import Engine
 from ia_mech.sampling import stream_key
@@ -134,6 +135,14 @@ def test_every_tensor_stays_where_it_is_over_refills_buckets_and_streams(archite
     assert len(seen[0][1]) == 10 + buffers and max(lines) == 17
     assert lines == sorted(lines, reverse=True) and len(set(lines)) > 2, "buckets only shrink"
     assert all(np.array_equal(a.margins, b.margins) for a, b in zip(first, again, strict=True))
+
+
+def test_a_context_longer_than_was_said_is_refused():
+    model = tiny.model("llama")
+    with pytest.raises(ValueError, match="a context of 31 tokens, where room was made for 0"):
+        decode_stream(
+            model, [prefilled_by(model, LENGTHS)], ROWS, STOPS, 3, width=5, graphs=True, longest=0
+        )
 
 
 def test_the_next_steps_are_launched_before_the_last_ones_are_looked_at(monkeypatch):

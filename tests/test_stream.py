@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 import ia_mech.engine.loop
 from ia_mech.engine.admit import admit, can_admit
-from ia_mech.engine.loop import Row, decode, decode_step, decode_stream
+from ia_mech.engine.decode import decode, decode_stream
+from ia_mech.engine.loop import Row, decode_step
 from ia_mech.engine.prefix import Prefix, expand, prefill
 from ia_mech.engine.score import Turn, score, score_groups
 from ia_mech.sampling import stream_key

@@ -7,7 +7,8 @@ from functools import partial
 from benchmarks.sampling.peers import Workload, prefixes, real_contexts, rows_of, timed
 from benchmarks.sampling.results import Compared, Point
 from ia_mech.engine.capture import find_blocks
-from ia_mech.engine.loop import Decoded, decode
+from ia_mech.engine.decode import decode
+from ia_mech.engine.loop import Decoded
 from ia_mech.engine.prefix import Prefix, prefill
 
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from benchmarks.sampling.peers import CONTEXTS, Size, Workload, prefixes
 from benchmarks.sampling.results import Held
 from ia_mech.engine.capture import find_blocks
-from ia_mech.engine.loop import decode
+from ia_mech.engine.decode import decode
 from ia_mech.engine.prefix import expand, prefill
 from ia_mech.models import ModelSpec, load, text_config
 

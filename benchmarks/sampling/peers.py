@@ -18,7 +18,8 @@ from ia_mech import embedded
 from ia_mech.chat import ChatFormat
 from ia_mech.conversations import open_conversations
 from ia_mech.engine.capture import find_blocks
-from ia_mech.engine.loop import Decoded, Row, decode
+from ia_mech.engine.decode import decode
+from ia_mech.engine.loop import Decoded, Row
 from ia_mech.engine.prefix import Prefix, prefill
 from ia_mech.errors import UserError
 from ia_mech.formats import ColumnMap

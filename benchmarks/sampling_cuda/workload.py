@@ -14,7 +14,7 @@ from ia_mech.engine.capture import find_blocks
 from ia_mech.engine.check import check_engine
 from ia_mech.engine.cuda.check import with_graphs
 from ia_mech.engine.cuda.outbox import Outbox, Parcel
-from ia_mech.engine.loop import decode_stream
+from ia_mech.engine.decode import decode_stream
 from ia_mech.engine.plan import pace, plan_units
 from ia_mech.engine.prefix import Prefilled, prefill
 from ia_mech.engine.shared import Engine

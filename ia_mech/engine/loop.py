@@ -4,7 +4,7 @@ Rows of several contexts, each at its own temperature, are decoded in one batch.
 makes room for another; the state of the prefill is never touched, only what is made of it advances.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -47,85 +47,9 @@ class Decoded:
     finish_reason: str  # "turn_end" or "length"
 
 
-def decode(
-    model: PreTrainedModel,
-    prefilled: Prefilled,
-    rows: Sequence[Row],
-    stop_ids: Sequence[int],
-    max_new_tokens: int,
-    on_step: Callable[[int, int], None] | None = None,
-    share: bool = True,
-    graphs: bool = False,
-) -> list[Decoded]:
-    """Decode rows of one group of contexts, all together; see :func:`decode_stream`."""
-    return decode_stream(
-        model,
-        [prefilled],
-        rows,
-        stop_ids,
-        max_new_tokens,
-        width=len(rows),
-        on_step=on_step,
-        share=share,
-        graphs=graphs,
-        longest=prefilled.state.mask.shape[1],
-    )
-
-
-def decode_stream(
-    model: PreTrainedModel,
-    groups: Iterable[Prefilled],
-    rows: Sequence[Row],
-    stop_ids: Sequence[int],
-    max_new_tokens: int,
-    *,
-    width: int,
-    on_step: Callable[[int, int], None] | None = None,
-    share: bool = True,
-    graphs: bool = False,
-    longest: int = 0,
-) -> list[Decoded]:
-    """Decode rows to their turn-end or to ``max_new_tokens``, in a batch that is kept full.
-
-    A row that finishes makes room for the next one, of whatever context; groups of contexts are
-    asked for when their first row is to begin, and let go when their last one has. Where a cache
-    can't be joined (see :func:`ia_mech.engine.admit.can_admit`), a batch is decoded to its end
-    before the next one begins.
-
-    Args:
-        model: the subject model.
-        groups: contexts in order, prefilled together; left as they are.
-        rows: what to decode, in any order; their contexts are counted through all groups.
-        stop_ids: ids that end a row (kept as its last token).
-        max_new_tokens: most tokens of a row.
-        width: most rows in the batch.
-        on_step: called whenever tokens were drawn with (how many, how many rows that finished).
-        share: rows read their context's keys and values where the prefill left them, in layers of
-            full attention; else every row gets a copy.
-        graphs: decode in buffers of fixed addresses, on a GPU as CUDA graphs; for models of which
-            :class:`ia_mech.engine.shared.Engine` says so.
-        longest: tokens of the longest context of all groups, which ``graphs`` needs to know.
-
-    Returns:
-        What each row wrote, in the order of ``rows``.
-    """
-    order = sorted(range(len(rows)), key=lambda i: rows[i].context)
-    sorted_rows = [rows[i] for i in order]
-    arguments = model, groups, sorted_rows, stop_ids, max_new_tokens, width, on_step, share
-    if graphs:
-        from ia_mech.engine.cuda.stream import StaticStream  # which is made of this module's Stream
-
-        stream = StaticStream(longest, *arguments)
-    else:
-        stream = Stream(*arguments)
-    decoded: list[Decoded | None] = [None] * len(rows)
-    for i, one in zip(order, stream.run(), strict=True):
-        decoded[i] = one
-    return decoded
-
-
 class Stream:
-    """The work of one :func:`decode_stream`; rows are in the order of their contexts."""
+    """The work of one :func:`ia_mech.engine.decode.decode_stream`; rows are in the order of their
+    contexts."""
 
     def __init__(
         self, model, groups, rows, stop_ids, max_new_tokens, width, on_step, share

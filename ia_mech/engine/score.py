@@ -70,7 +70,7 @@ def score_groups(
         groups: contexts that were prefilled together.
         turns: what to score, in any order; their contexts are counted through all groups.
         temperatures: at which besides T = 1.
-        share: as for :func:`ia_mech.engine.loop.decode`.
+        share: as for :func:`ia_mech.engine.decode.decode`.
     """
     results: list[Scored | None] = [None] * len(turns)
     most = max(1, LOGITS // groups[0].logits.shape[-1])  # tokens of one pass

@@ -37,7 +37,7 @@ class Flight:
 
 
 class StaticStream(Stream):
-    """The work of one :func:`ia_mech.engine.loop.decode_stream` on static buffers.
+    """The work of one :func:`ia_mech.engine.decode.decode_stream` on static buffers.
 
     The schedule counts tokens when they are launched, not when they were seen.
 
@@ -140,6 +140,9 @@ class StaticStream(Stream):
 
     def _hold(self, contexts: list[int], group: Prefilled) -> None:
         """These contexts of the group get slots."""
+        tokens, room = group.state.mask.shape[1], self._sizes.prefix
+        if tokens > room:
+            raise ValueError(f"a context of {tokens} tokens, where room was made for {room}")
         if contexts:
             slots = [self._seating.hold(context) for context in contexts]
             self._stepper.put_contexts(slots, group, [c - self._first for c in contexts])
