@@ -21,11 +21,12 @@ from ia_mech.engine.check import check_engine
 from ia_mech.engine.cuda import fused
 from ia_mech.engine.cuda.check import with_graphs
 from ia_mech.engine.cuda.outbox import Outbox, Parcel
+from ia_mech.engine.cuda.sizes import Sizes
 from ia_mech.engine.cuda.stepper import forget
 from ia_mech.engine.decode import decode_stream
 from ia_mech.engine.loop import Decoded, Row
 from ia_mech.engine.memory import Halving
-from ia_mech.engine.plan import contexts_per_batch, contexts_per_unit, pace, plan_units
+from ia_mech.engine.plan import contexts_per_batch, contexts_per_unit, evenly, pace, plan_units
 from ia_mech.engine.prefix import Prefilled, Prefix, prefill
 from ia_mech.engine.shared import Engine
 from ia_mech.errors import UserError
@@ -190,16 +191,23 @@ class _Job:
                 if needs_response(self.config, c)
             ]
             together = max(1, self.config.batch_rows // self.pace.response_share)
-            units = plan_units([len(prompt) for _, prompt in todo], together)
+            together, lengths = evenly(len(todo), together), [len(prompt) for _, prompt in todo]
+            job = total, 1, together, max(lengths, default=0), self.config.max_response_tokens
+            respond = partial(self._respond, job)
+            units = plan_units(lengths, together)
             for index, unit in enumerate(units):
                 name = f"{window}.{index}"
                 if name not in done:
                     group = [todo[i] for i in unit]
-                    self.writer.add_responses(name, self.responses_limit.map(self._respond, group))
+                    self.writer.add_responses(name, self.responses_limit.map(respond, group))
+        forget(self.subject.model)
         self.progress.stop()
 
-    def _respond(self, group: list[tuple[int, list[int]]]) -> list[dict]:
-        """Greedy responses to (order, prompt ids), as ``generate(do_sample=False)`` writes them."""
+    def _respond(self, job: tuple[int, ...], group: list[tuple[int, list[int]]]) -> list[dict]:
+        """Greedy responses to (order, prompt ids), as ``generate(do_sample=False)`` writes them.
+
+        ``job``: see :meth:`_static`.
+        """
         model = self.subject.model
         prompts = [Prefix(prompt) for _, prompt in group]
         parts = plan_units(
@@ -214,8 +222,7 @@ class _Job:
             width=len(group),
             on_step=self.progress.advance,
             share=self.engine.shared > 0,
-            graphs=self.engine.graphs,
-            longest=max(len(prompt.ids) for prompt in prompts),
+            static=self._static(job, self.responses_limit.limit),
         )
         return [
             {
@@ -247,12 +254,16 @@ class _Job:
                 if (item := self._item(order, conversation, responses.get(order))) is not None
             ]
             together = min(size, self.pace.scored_contexts) if self._is_scored(items) else size
-            units = plan_units([len(i.chat.ids) for i in items], together)
+            lengths = [len(item.chat.ids) for item in items]
+            width, own = self.config.batch_rows, self.config.grid.max_new_tokens
+            job = total, rows, width, max(lengths, default=0), own
+            run = partial(self._run_contexts, scorer, job)
+            units = plan_units(lengths, evenly(len(items), together))
             for index, unit in enumerate(units):
                 name = f"{window}.{index}"
                 if name not in done:
                     members = [items[i] for i in unit]
-                    results = self.width.retry(partial(self._run_contexts, members, scorer))
+                    results = self.width.retry(partial(run, members))
                     self.behind.do(partial(self._store, name, members, results))
 
     def _store(self, unit: str, items: list[Item], results: list[Result]) -> None:
@@ -280,8 +291,13 @@ class _Job:
             return None
         return Item(order, conversation, written, context, turn)
 
-    def _run_contexts(self, items: list[Item], scorer: Scorer, width: int) -> list[Result]:
-        """Prefill contexts group by group; sample and score from that."""
+    def _run_contexts(
+        self, scorer: Scorer, job: tuple[int, ...], items: list[Item], width: int
+    ) -> list[Result]:
+        """Prefill contexts group by group; sample and score from that.
+
+        ``job``: see :meth:`_static`.
+        """
         sent: list[tuple[list[ContextScores], Parcel, Parcel]] = []
 
         def groups() -> Iterator[Prefilled]:
@@ -298,7 +314,7 @@ class _Job:
                 del prefilled  # before the next one is made
 
         scored = self._is_scored(items)
-        decoded = self._sample(groups(), items, width, rows_are_done=not scored)
+        decoded = self._sample(groups(), items, width, self._static(job, width), not scored)
         results = [
             Result([], *one)
             for scores, *parcels in sent
@@ -337,8 +353,27 @@ class _Job:
         """Whether any turn of these contexts is scored, which may take longer than decoding."""
         return self.config.score_generations or any(i.reference_ids is not None for i in items)
 
+    def _static(self, job: tuple[int, ...], width: int) -> Sizes | None:
+        """Of the buffers of fixed addresses, if there are any.
+
+        They are made for all that is alike in a window of the run, so that its units share them.
+
+        Args:
+            job: contexts, rows of each, most rows of a batch, tokens of the longest context and of
+                a row, at most; see :meth:`ia_mech.engine.cuda.sizes.Sizes.of`.
+            width: what memory left of the batch.
+        """
+        contexts, rows, together, longest, own = job
+        width = min(together, width)
+        return Sizes.of(contexts, rows, width, longest, own) if self.engine.graphs else None
+
     def _sample(
-        self, groups: Iterator[Prefilled], items: list[Item], width: int, rows_are_done: bool
+        self,
+        groups: Iterator[Prefilled],
+        items: list[Item],
+        width: int,
+        static: Sizes | None,
+        rows_are_done: bool,
     ) -> list[Decoded]:
         """Every row of the grid for every context, contexts first."""
         grid = self.config.grid
@@ -360,8 +395,7 @@ class _Job:
             width=width,
             on_step=advance,
             share=self.engine.shared > 0,
-            graphs=self.engine.graphs,
-            longest=max(len(item.chat.ids) for item in items),
+            static=static,
         )
 
     def _scorer(self) -> Scorer:

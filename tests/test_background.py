@@ -108,6 +108,16 @@ def test_an_interrupted_run_keeps_what_was_being_written(
     assert whole.digest() == collect(CONFIG, tiny_subject, tmp_path / "again", progress).digest()
 
 
+def test_what_was_noted_is_what_it_was_then(tiny_subject, tmp_path, progress):
+    """Another thread may be writing the manifest while its caller goes on to change it."""
+    run = collect(replace(CONFIG, limit=1), tiny_subject, tmp_path / "run", progress)
+    with RunWriter(run.path) as writer:
+        halved = [4]
+        writer.note("out_of_memory", halved)
+        halved.append(2)
+        assert writer.manifest["sessions"][-1]["out_of_memory"] == [4]
+
+
 def test_a_full_disk_is_told(tiny_subject, tmp_path, progress, threaded, monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")

@@ -21,7 +21,7 @@ from ia_mech.engine.cuda import check, fused
 from ia_mech.engine.cuda.outbox import Outbox
 from ia_mech.engine.cuda.seating import Seating
 from ia_mech.engine.cuda.sizes import Shape, Sizes, free_bytes, needed_bytes
-from ia_mech.engine.cuda.stepper import STEPS, Stepper
+from ia_mech.engine.cuda.stepper import FIELDS, STEPS, Stepper
 from ia_mech.engine.decode import decode, decode_stream
 from ia_mech.engine.loop import Row, sample
 from ia_mech.engine.plan import Grid
@@ -62,7 +62,7 @@ def greedy(model, prompt: list[int], tokens: int) -> list[int]:
 def stepper_of(model, rows: int = 3, graphs: bool = True) -> Stepper:
     """Greedy rows of one context, that drew their first token."""
     group = prefilled_by(model, (9,))
-    sizes = Sizes.of([0] * rows, rows, 9, 40)
+    sizes = Sizes.of_rows([0] * rows, rows, 9, 40)
     stepper, seating = Stepper(model, sizes, group, graphs=graphs), Seating(sizes.slots)
     stepper.put_contexts([seating.hold(0)], group, [0])
     greedy = torch.zeros(rows), torch.zeros(rows, 2).long()
@@ -105,6 +105,7 @@ def test_graph_and_eager_steps_are_bit_for_bit_the_same(architecture, dtype):
     for _ in range(6):
         ours, theirs = (stepper.run(3, STEPS).take() for stepper in (replayed, stepped))
         torch.testing.assert_close(ours, theirs, atol=0, rtol=0, equal_nan=True)
+        assert ours[:, FIELDS.index("logprob")].isfinite().all()
 
 
 @pytest.mark.parametrize("triton", ["1", "0"])
@@ -115,9 +116,8 @@ def test_rows_equal_between_graphs_the_loop_and_widths(architecture, triton, mon
     group = prefilled_by(model, LENGTHS)
     loops = decode(model, group, ROWS, STOPS, 12)
     for width in (1, 5, 17, len(ROWS)):
-        ours = decode_stream(
-            model, [group], ROWS, STOPS, 12, width=width, graphs=True, longest=max(LENGTHS)
-        )
+        sizes = Sizes.of_rows([row.context for row in ROWS], width, max(LENGTHS), 12)
+        ours = decode_stream(model, [group], ROWS, STOPS, 12, width=width, static=sizes)
         assert near_ties(ours, loops) <= 1
 
 

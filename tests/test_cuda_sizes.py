@@ -21,19 +21,20 @@ QWEN = Shape(LAYERS, heads=16, width=1024 + 3072, vocab=151_936, dtype=torch.bfl
 
 def test_the_grid_of_the_benchmark():
     contexts = [c for c in range(32) for _ in range(33)]
-    sizes = Sizes.of(contexts, 1056, 512, 64)
+    sizes = Sizes.of_rows(contexts, 1056, 512, 64)
     assert sizes == Sizes(lines=1056, slots=32, seats=33, prefix=512, own=64)
     assert sizes.buckets == [16, 64, 256, 1024, 1056]
     assert sizes.bucket(1050) == sizes and sizes.bucket(33) == Sizes(64, 32, 33, 512, 64)
     assert sizes.bucket(3) == Sizes(16, 16, 16, 512, 64)
-    half = Sizes.of(contexts, 528, 513, 64)
+    half = Sizes.of_rows(contexts, 528, 513, 64)
     assert half == Sizes(lines=528, slots=32, seats=33, prefix=640, own=64)
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=60), st.integers(1, 70))
 def test_sizes_hold_what_they_promise(contexts, width):
-    sizes = Sizes.of(contexts, width, 100, 8)
+    sizes = Sizes.of_rows(contexts, width, 100, 8)
     most = max(contexts.count(c) for c in contexts)
+    width = min(width, len(set(contexts)) * most)
     assert sizes.seats == min(width, most) and 1 <= sizes.slots <= len(set(contexts))
     assert sizes.slots * sizes.seats >= min(width, len(contexts), sizes.slots * most)
     assert sizes.buckets == sorted(set(sizes.buckets)) and sizes.buckets[-1] == width
@@ -60,7 +61,7 @@ STATE = 4 * (4 * (2 * 16 + 32) + 4 * 8 * 8)
 def test_buffers_take_what_was_planned(architecture, windows, recurrent):
     model = tiny.model(architecture)
     group = prefilled_by(model, (9, 5))
-    sizes = Sizes.of([0] * 4 + [1] * 3, 7, 9, 6)
+    sizes = Sizes.of_rows([0] * 4 + [1] * 3, 7, 9, 6)
     stepper = Stepper(model, sizes, group)
     cache = sum(t.nbytes for layer in stepper._cache.layers for t in layer.tensors())
     shape = Shape.of(text_config(model.config), group.state.cache.layers, group.logits, model.dtype)
@@ -89,7 +90,7 @@ def test_kernels_of_attention_need_no_scores():
     line and context, those of as many splits as make 256 programs."""
     contexts = [c for c in range(32) for _ in range(33)]
     small = replace(QWEN, vocab=97)
-    whole, alone = Sizes.of(contexts, 1056, 2**15, 64), Sizes.of([0], 1, 2**15, 64)
+    whole, alone = Sizes.of_rows(contexts, 1056, 2**15, 64), Sizes.of_rows([0], 1, 2**15, 64)
     spared = needed_bytes(small, whole) - needed_bytes(small, whole, fused=True)
     seen = 32 * 33 * 2**15 + 1056 * 64
     assert spared == (3 * seen - 1056 * 129) * 16 * 4
@@ -101,7 +102,7 @@ def test_memory_at_150k_logits():
     """Written out: 0.9 GiB of prefixes and 7.2 of rows at 1056 lines, 9.5 of logits; half a
     batch needs half, and the kernel spares most of what sampling takes."""
     contexts = [c for c in range(64) for _ in range(33)]
-    whole, half = (Sizes.of(contexts, width, 512, 64) for width in (1056, 528))
+    whole, half = (Sizes.of_rows(contexts, width, 512, 64) for width in (1056, 528))
     cache = 28 * 2 * 8 * 256 * (64 * 512 + 1056 * 64)
     assert cache == 11_509_170_176
     logits = 1056 * 151_936 * (2 + 4 + 32)
@@ -131,7 +132,7 @@ def test_what_doesnt_fit_is_halved_and_said():
 
     def attempt(width: int) -> int:
         tried.append(width)
-        demand(needed_bytes(QWEN, Sizes.of(contexts, width, 512, 64)), 6 * 2**30)
+        demand(needed_bytes(QWEN, Sizes.of_rows(contexts, width, 512, 64)), 6 * 2**30)
         return width
 
     assert Halving(1056, said.append).retry(attempt) == 264

@@ -179,8 +179,9 @@ def check_model() -> None:
     model, lengths = tiny.model("llama"), (9, 5, 31)
     rows = [replace(row, context=row.context % 3) for row in ROWS[:7]]
     loops = decode(model, prefilled_by(model, lengths), rows, STOPS, 6)
+    sizes = Sizes.of_rows([row.context for row in rows], 4, 31, 6)
     ours = decode_stream(
-        model, [prefilled_by(model, lengths)], rows, STOPS, 6, width=4, graphs=True, longest=31
+        model, [prefilled_by(model, lengths)], rows, STOPS, 6, width=4, static=sizes
     )
     assert near_ties(ours, loops) <= 1 and asked
 

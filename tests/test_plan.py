@@ -11,6 +11,7 @@ from ia_mech.engine.plan import (
     consecutive,
     contexts_per_batch,
     contexts_per_unit,
+    evenly,
     pace,
     plan_units,
 )
@@ -51,6 +52,14 @@ def test_contexts_written_together_fill_several_batches_unless_that_takes_long()
     assert contexts_per_unit(13, 64, 100, 16_384) == 16_384 // 1300 == 12
     assert contexts_per_unit(13, 64, 1000, 16_384) == 4, "one batch at least"
     assert contexts_per_unit(100, 64, 1000, 16_384) == 1
+
+
+@pytest.mark.parametrize(
+    ("count", "most", "each"), [(256, 236, 128), (24, 8, 8), (25, 8, 7), (3, 8, 3), (1, 1, 1)]
+)
+def test_units_are_of_like_size(count, most, each):
+    assert evenly(count, most) == each
+    assert -(-count // each) == -(-count // most), "no more parts than need be"
 
 
 def test_what_is_held_together_is_cut_in_order():

@@ -36,8 +36,9 @@ steady = settings(derandomize=True, deadline=None, max_examples=200)
 
 
 def statically(model, groups, rows, stops, most, width, on_step=None):
+    sizes = Sizes.of_rows([row.context for row in rows], width, 31, most)
     return decode_stream(
-        model, groups, rows, stops, most, width=width, on_step=on_step, graphs=True, longest=31
+        model, groups, rows, stops, most, width=width, on_step=on_step, static=sizes
     )
 
 
@@ -137,12 +138,23 @@ def test_every_tensor_stays_where_it_is_over_refills_buckets_and_streams(archite
     assert all(np.array_equal(a.margins, b.margins) for a, b in zip(first, again, strict=True))
 
 
-def test_a_context_longer_than_was_said_is_refused():
+@pytest.mark.parametrize(
+    ("sizes", "problem"),
+    [
+        (Sizes(5, 3, 5, 0, 3), "a context of 31 tokens, where room was made for 0"),
+        (Sizes(4, 3, 5, 128, 3), "5 rows of 3 tokens, 5 of a context, don't fit into "),
+        (Sizes(5, 3, 4, 128, 3), "5 rows of 3 tokens, 5 of a context, don't fit into "),
+        (Sizes(5, 3, 5, 128, 2), "5 rows of 3 tokens, 5 of a context, don't fit into "),
+    ],
+)
+def test_what_doesnt_fit_into_the_buffers_is_refused(sizes, problem):
     model = tiny.model("llama")
-    with pytest.raises(ValueError, match="a context of 31 tokens, where room was made for 0"):
-        decode_stream(
-            model, [prefilled_by(model, LENGTHS)], ROWS, STOPS, 3, width=5, graphs=True, longest=0
-        )
+    with pytest.raises(ValueError, match=problem):
+        decode_stream(model, [prefilled_by(model, LENGTHS)], ROWS, STOPS, 3, width=5, static=sizes)
+
+
+def test_no_rows_are_no_work():
+    assert decode(tiny.model("llama"), None, [], STOPS, 3, graphs=True) == []
 
 
 def test_the_next_steps_are_launched_before_the_last_ones_are_looked_at(monkeypatch):
@@ -171,14 +183,32 @@ def test_the_next_steps_are_launched_before_the_last_ones_are_looked_at(monkeypa
     assert near_ties(rows, decode(model, prefilled_by(model, LENGTHS), ROWS, STOPS, 13)) <= 1
 
 
+@pytest.mark.parametrize("architecture", ["qwen3_moe", "gpt_oss", "qwen3_5"])
+def test_a_stepper_used_again_writes_the_same_bits(architecture):
+    """A small unit on a fresh stepper, and after a large one: lines that it doesn't fill would send
+    to the experts what they were left with."""
+    model, sizes = tiny.model(architecture), Sizes.of(8, 7, 23, 31, 12)
+    runs = []
+    for rows_before in ([], ROWS):
+        stepper_module.forget(model)
+        for rows in (rows_before, ROWS[8:17]):
+            group = prefilled_by(model, LENGTHS)
+            wrote = decode_stream(model, [group], rows, STOPS, 12, width=23, static=sizes)
+        runs.append(wrote)
+    for fresh, again in zip(*runs, strict=True):
+        assert np.array_equal(fresh.token_ids, again.token_ids)
+        assert np.array_equal(fresh.logprobs_raw, again.logprobs_raw)
+        assert np.array_equal(fresh.margins, again.margins)
+
+
 def test_a_stepper_is_kept_while_its_model_and_its_sizes_are():
     model = type(tiny.model("llama"))(tiny.model("llama").config).eval().requires_grad_(False)
     group = prefilled_by(model, (9, 5))
-    sizes = Sizes.of([0, 1, 1], 3, 9, 4)
+    sizes = Sizes.of_rows([0, 1, 1], 3, 9, 4)
     kept = stepper_for(model, sizes, group)
     assert stepper_for(model, sizes, group) is kept
     gone = weakref.ref(kept)
-    kept = stepper_for(model, Sizes.of([0, 1, 1], 2, 9, 4), group)
+    kept = stepper_for(model, Sizes.of_rows([0, 1, 1], 2, 9, 4), group)
     assert gone() is None
     gone, model = weakref.ref(kept), weakref.ref(model)
     del kept, group

@@ -130,7 +130,7 @@ def test_steps_before_a_capture_advance_nothing(architecture):
     model = tiny.model(architecture)
     group, drawn = prefilled_by(model, (9, 5)), []
     for warmed in (False, True):
-        sizes = Sizes.of([0, 1, 1], 3, 9, 12)
+        sizes = Sizes.of_rows([0, 1, 1], 3, 9, 12)
         stepper, seating = Stepper(model, sizes, group), Seating(sizes.slots)
         stepper.put_contexts([seating.hold(0), seating.hold(1)], group, [0, 1])
         contexts, hot = [0, 1, 1], (torch.ones(3), torch.arange(6).view(3, 2))
@@ -183,7 +183,7 @@ def step_without_data(architecture: str, experts: str | None = None) -> Stepper:
     group = prefilled_by(model, (9, 5, 12))
     if experts is not None:
         model.set_experts_implementation(experts)
-    sizes = Sizes.of([0, 1, 1, 2, 2], 5, 12, 12)
+    sizes = Sizes.of_rows([0, 1, 1, 2, 2], 5, 12, 12)
     stepper = Stepper(model.to("meta"), sizes, without_data(group), graphs=False)
     with torch.inference_mode(), NoData():
         stepper._step(sizes.bucket(3))

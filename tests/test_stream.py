@@ -73,7 +73,10 @@ def near_ties(ours, theirs) -> int:
         if a.token_ids.tolist() == b.token_ids.tolist():
             np.testing.assert_allclose(a.logprobs_raw, b.logprobs_raw, atol=2e-5)
             np.testing.assert_allclose(a.logprobs_tempered, b.logprobs_tempered, atol=4e-5)
-            assert a.ranks.tolist() == b.ranks.tolist() and a.finish_reason == b.finish_reason
+            # Of two other logits that are nearly the same, one may be counted as higher.
+            apart = np.abs(a.ranks - b.ranks)
+            assert apart.max() <= 1 and (apart > 0).mean() <= 0.1
+            assert a.finish_reason == b.finish_reason
             continue
         length = min(len(a.token_ids), len(b.token_ids))
         first = int(np.argmax(a.token_ids[:length] != b.token_ids[:length]))

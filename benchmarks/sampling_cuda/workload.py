@@ -14,6 +14,7 @@ from ia_mech.engine.capture import find_blocks
 from ia_mech.engine.check import check_engine
 from ia_mech.engine.cuda.check import with_graphs
 from ia_mech.engine.cuda.outbox import Outbox, Parcel
+from ia_mech.engine.cuda.sizes import Sizes
 from ia_mech.engine.decode import decode_stream
 from ia_mech.engine.plan import pace, plan_units
 from ia_mech.engine.prefix import Prefilled, prefill
@@ -123,9 +124,11 @@ class Workload:
 
     def decode(self, groups: Iterator[Prefilled] | Sequence[Prefilled], graphs: bool) -> None:
         """Decode all rows of prefilled groups, all together."""
+        size, rows = self.size, len(self._rows)
+        sizes = Sizes.of(size.contexts, size.rows, rows, size.context_tokens, size.new_tokens)
         decoded = decode_stream(
-            self.model, groups, self._rows, [], self.size.new_tokens, width=len(self._rows),
-            share=self.engine.shared > 0, graphs=graphs, longest=self.size.context_tokens,
+            self.model, groups, self._rows, [], size.new_tokens, width=rows,
+            share=self.engine.shared > 0, static=sizes if graphs else None,
         )  # fmt: skip
-        if any(len(row.token_ids) != self.size.new_tokens for row in decoded):
-            raise RuntimeError(f"a row has not {self.size.new_tokens} tokens")
+        if any(len(row.token_ids) != size.new_tokens for row in decoded):
+            raise RuntimeError(f"a row has not {size.new_tokens} tokens")

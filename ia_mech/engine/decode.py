@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from transformers import PreTrainedModel
 
+from ia_mech.engine.cuda.sizes import Sizes
 from ia_mech.engine.cuda.stream import StaticStream
 from ia_mech.engine.loop import Decoded, Row, Stream
 from ia_mech.engine.prefix import Prefilled
@@ -19,7 +20,14 @@ def decode(
     share: bool = True,
     graphs: bool = False,
 ) -> list[Decoded]:
-    """Decode rows of one group of contexts, all together; see :func:`decode_stream`."""
+    """Decode rows of one group of contexts, all together; see :func:`decode_stream`.
+
+    ``graphs``: from CUDA graphs, in buffers that are made for these rows.
+    """
+    static = None
+    if graphs and rows:
+        contexts, longest = [row.context for row in rows], prefilled.state.mask.shape[1]
+        static = Sizes.of_rows(contexts, len(rows), longest, max_new_tokens)
     return decode_stream(
         model,
         [prefilled],
@@ -29,8 +37,7 @@ def decode(
         width=len(rows),
         on_step=on_step,
         share=share,
-        graphs=graphs,
-        longest=prefilled.state.mask.shape[1],
+        static=static,
     )
 
 
@@ -44,8 +51,7 @@ def decode_stream(
     width: int,
     on_step: Callable[[int, int], None] | None = None,
     share: bool = True,
-    graphs: bool = False,
-    longest: int = 0,
+    static: Sizes | None = None,
 ) -> list[Decoded]:
     """Decode rows to their turn-end or to ``max_new_tokens``, in a batch that is kept full.
 
@@ -64,17 +70,22 @@ def decode_stream(
         on_step: called whenever tokens were drawn with (how many, how many rows that finished).
         share: rows read their context's keys and values where the prefill left them, in layers of
             full attention; else every row gets a copy.
-        graphs: decode in buffers of fixed addresses, on a GPU as CUDA graphs; for models of which
-            :class:`ia_mech.engine.shared.Engine` says so.
-        longest: tokens of the longest context of all groups, which ``graphs`` needs to know.
+        static: decode in buffers of these sizes and of fixed addresses, on a GPU as CUDA graphs;
+            for models of which :attr:`ia_mech.engine.shared.Engine.graphs` says so. Streams of the
+            same sizes share buffers and graphs.
 
     Returns:
         What each row wrote, in the order of ``rows``.
+
+    Raises:
+        ValueError: rows or contexts don't fit into ``static``.
     """
+    if not rows:
+        return []
     order = sorted(range(len(rows)), key=lambda i: rows[i].context)
     sorted_rows = [rows[i] for i in order]
     arguments = model, groups, sorted_rows, stop_ids, max_new_tokens, width, on_step, share
-    stream = StaticStream(longest, *arguments) if graphs else Stream(*arguments)
+    stream = Stream(*arguments) if static is None else StaticStream(static, *arguments)
     decoded: list[Decoded | None] = [None] * len(rows)
     for i, one in zip(order, stream.run(), strict=True):
         decoded[i] = one

@@ -111,6 +111,11 @@ def plan_units(
     return units
 
 
+def evenly(count: int, most: int) -> int:
+    """How many to take at a time so that parts of ``count`` things are alike: at most ``most``."""
+    return -(-count // max(1, -(-count // most)))
+
+
 def consecutive(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     """Indices in their order, cut where ``max_tokens`` would be passed; a longer one is alone."""
     parts: list[list[int]] = []

@@ -1,4 +1,6 @@
-"""Write a run so that a kill at any moment costs one unit of work and never a consistent folder.
+"""Write a run so that a kill at any moment costs a unit of work and never a consistent folder.
+
+(Two units where one is written while the next is computed; see ``background.py``.)
 
 A unit's files are written under temporary names, flushed, renamed, and only then entered in the
 manifest, which is replaced atomically. What the manifest doesn't name doesn't exist, and is removed
@@ -6,6 +8,7 @@ when the run is opened for writing again. Units are small so that little is lost
 merged into parts of about a thousand contexts so that a large run isn't a hundred thousand files.
 """
 
+import copy
 import errno
 import os
 import re
@@ -158,9 +161,9 @@ class RunWriter:
         self._write_manifest()
 
     def note(self, key: str, value) -> None:
-        """Add a fact to this session's entry in the manifest."""
+        """Add a fact, as it is now, to this session's entry in the manifest."""
         with self._changing:
-            self.manifest["sessions"][-1][key] = value
+            self.manifest["sessions"][-1][key] = copy.deepcopy(value)
             self._write_manifest()
 
     def finish(self) -> None:

@@ -11,12 +11,15 @@ import torch
 from transformers import PreTrainedModel
 
 from ia_mech.engine.check import TOLERANCE
+from ia_mech.engine.cuda import fused
 from ia_mech.engine.cuda.seating import Seating
 from ia_mech.engine.cuda.sizes import Sizes
 from ia_mech.engine.cuda.stepper import FIELDS, STEPS, Stepper, why_not
 from ia_mech.engine.prefix import Prefix, prefill
 from ia_mech.engine.shared import Engine
 from ia_mech.models import is_out_of_memory
+
+SEATS, ROOM = 33, 512  # rows of one context, and tokens that contexts have room for
 
 
 def with_graphs(
@@ -39,21 +42,25 @@ def with_graphs(
     try:
         problem = problem or _problem(model, list(ids))
     except Exception as error:  # whatever a model does that can't be captured
-        if is_out_of_memory(error):
-            raise
         # Leaving a capture that failed raises once more.
         first = error.__context__ if isinstance(error.__context__, RuntimeError) else error
-        problem = f"no CUDA graphs: {' '.join(str(first).split())[:120]}"
+        said = "out of memory" if is_out_of_memory(error) else " ".join(str(first).split())[:120]
+        problem = f"no CUDA graphs: {said}"
+    if problem and fused.available(model.device):
+        problem += " (with Triton's kernels; IA_MECH_TRITON=0 does without)"
     why = "; ".join(filter(None, [engine.why, problem])) if problem else ""
     return replace(engine, graphs=not problem, why=why)
 
 
 @torch.inference_mode()
 def _problem(model: PreTrainedModel, ids: list[int]) -> str:
-    """Decode three rows of two contexts greedily; what is recorded against full passes."""
-    prompts, contexts = [ids[:7], ids[7:11]], [0, 1, 1]
+    """Decode rows of two contexts greedily; what is recorded against full passes.
+
+    So many rows, and so much room, that kernels work on tiles of the size that they have in a run.
+    """
+    prompts, contexts = [ids[:7], ids[7:11]], [0] + [1] * SEATS
     group = prefill(model, [Prefix(prompt) for prompt in prompts])
-    sizes = Sizes.of(contexts, len(contexts), max(map(len, prompts)), 2 * STEPS + 1)
+    sizes = Sizes.of_rows(contexts, len(contexts), ROOM, 2 * STEPS + 1)
     stepper, seating = Stepper(model, sizes, group), Seating(sizes.slots)
     stepper.put_contexts([seating.hold(context) for context in (0, 1)], group, (0, 1))
     rows = len(contexts)
@@ -64,7 +71,7 @@ def _problem(model: PreTrainedModel, ids: list[int]) -> str:
     drawn = torch.cat([parcel.take() for parcel in parcels])
     tokens, logprobs = (drawn[:, FIELDS.index(name)] for name in ("token", "logprob"))
     worst, largest = 0.0, 1.0
-    for row, context in enumerate(contexts):
+    for row, context in ((0, 0), (1, 1), (SEATS, 1)):
         wrote = tokens[:, row].long().tolist()
         whole = torch.tensor([[*prompts[context], *wrote]], device=model.device)
         logits = model(whole, use_cache=False).logits[0, -len(wrote) - 1 : -1].double().cpu()

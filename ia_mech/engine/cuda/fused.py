@@ -12,6 +12,7 @@ import os
 import torch
 from torch import Tensor
 
+from ia_mech.models import is_out_of_memory
 from ia_mech.sampling import Draw
 
 try:
@@ -49,6 +50,8 @@ def problem(device: torch.device) -> str:
         )  # fmt: skip
         return "" if drawn.token.tolist() == [0] else "it draws wrong tokens"
     except Exception as error:  # of the compiler, the driver or the file system
+        if is_out_of_memory(error):
+            raise
         return " ".join(f"{type(error).__name__}: {error}".split())[:120]
 
 

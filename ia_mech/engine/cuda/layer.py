@@ -126,6 +126,9 @@ class StaticLayer(PrefixLayer):
         """All buffers."""
         return [*self.own, *self.prefix]
 
+    def forget_rows(self) -> None:
+        """Nothing: each row writes its own keys before it looks at them."""
+
     def look(self, view: View) -> None:
         """What follows is a step of this view."""
         self.view = view

@@ -52,14 +52,19 @@ class StaticRecurrentLayer(LinearAttentionLayer):
             getattr(self, kind)[number] = shown
 
     def step_aside(self, scratch: dict[tuple, Tensor] | None) -> None:
-        """From now on steps read and write ``scratch``, which is filled as needed, instead of the
-        lines' states; None ends that. Layers may share it, where their numbers don't matter: the
-        states of a large batch don't fit into memory twice."""
+        """From the next ``look`` on steps read and write ``scratch``, which is filled as needed,
+        instead of the lines' states; None ends that. Layers may share it, where their numbers don't
+        matter: the states of a large batch don't fit into memory twice."""
         self._aside = scratch
 
     def tensors(self) -> list[Tensor]:
         """All buffers."""
         return list(self.states.values())
+
+    def forget_rows(self) -> None:
+        """Lines are as in a new batch."""
+        for tensor in self.tensors():
+            tensor.zero_()
 
     def look(self, view: View) -> None:
         """What follows is a step of this view's bucket."""

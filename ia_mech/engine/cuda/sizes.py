@@ -52,17 +52,29 @@ class Sizes:
     own: int
 
     @classmethod
-    def of(cls, contexts: Sequence[int], width: int, longest: int, own: int) -> "Sizes":
-        """For rows of these contexts, a batch of ``width``, contexts of up to ``longest`` tokens
-        and rows of up to ``own``.
+    def of(cls, contexts: int, rows: int, width: int, longest: int, own: int) -> "Sizes":
+        """For a job, all of whose batches have the same buffers and graphs then.
 
         Rows that end early leave their context's slot half empty; with :data:`SPARE` times the
         slots that a full batch needs, others can begin in their place.
+
+        Args:
+            contexts: how many there are.
+            rows: of each of them, at most.
+            width: most rows of a batch.
+            longest: tokens of the longest context.
+            own: tokens of a row, at most.
         """
+        width = max(1, min(width, contexts * rows))
+        seats = min(width, rows)
+        slots = min(contexts, width, max(2, -(-SPARE * width // seats)))
+        return cls(width, slots, seats, -(-longest // ROUND) * ROUND, own)
+
+    @classmethod
+    def of_rows(cls, contexts: Sequence[int], width: int, longest: int, own: int) -> "Sizes":
+        """For rows of these contexts and no others; the rest as for :meth:`of`."""
         rows = Counter(contexts)
-        seats = min(width, max(rows.values(), default=1))
-        slots = min(len(rows), width, max(2, -(-SPARE * width // seats)))
-        return cls(width, max(1, slots), seats, -(-longest // ROUND) * ROUND, own)
+        return cls.of(len(rows), max(rows.values()), width, longest, own)
 
     def room(self, window: int | None) -> int:
         """Tokens of a context that a layer has room for, with a sliding window of so many tokens or

@@ -71,6 +71,7 @@ def stepper_for(model: PreTrainedModel, sizes: Sizes, group: Prefilled) -> "Step
     """
     kept = _kept.get(model)
     if kept is not None and kept.sizes == sizes and kept.weights == _weights(model):
+        kept.reset()
         return kept
     del kept
     forget(model)  # before the next one is made
@@ -147,6 +148,16 @@ class Stepper:
         """Every tensor that a step reads or writes and that is still there after it."""
         own = [value for value in vars(self).values() if isinstance(value, Tensor)]
         return own + [t for layer in self._cache.layers for t in layer.tensors()]
+
+    @torch.inference_mode()
+    def reset(self) -> None:
+        """Lines are as in a new stepper. Nobody looks at idle ones, but experts count them in."""
+        for tensor in (self._token, self._start, self._temperature, self._key):
+            tensor.zero_()
+        self._age.fill_(1)
+        self._length.fill_(1)
+        for layer in self._cache.layers:
+            layer.forget_rows()
 
     # -- between steps --------------------------------------------------------------------------
 
@@ -289,10 +300,14 @@ class Stepper:
         # Graphs may share memory: one at a time is replayed, and nothing that a graph makes is
         # looked at after it but what it writes into our own tensors.
         # PyTorch doesn't leave the stream when a capture fails, so that is done around it.
-        with torch.cuda.stream(current), torch.cuda.graph(graph, self._pool, self._side):
+        with torch.cuda.stream(current), self._capturing(graph):
             self._step(sizes)
         torch._C._cuda_clearCublasWorkspaces()
         return graph
+
+    def _capturing(self, graph: torch.cuda.CUDAGraph) -> torch.cuda.graph:
+        # Another thread may be writing what was drawn before, which is no part of the graph.
+        return torch.cuda.graph(graph, self._pool, self._side, capture_error_mode="thread_local")
 
     def _warm_up(self, sizes: Sizes) -> None:
         """Steps that advance nothing. Keys and values they do write, where the next step writes."""

@@ -6,6 +6,7 @@ their place. When nobody waits any more the batch moves to the smallest bucket t
 the device is told depends on what was drawn, never on when it arrived.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -42,14 +43,20 @@ class StaticStream(Stream):
     The schedule counts tokens when they are launched, not when they were seen.
 
     Args:
-        longest: tokens of the longest context of all groups.
+        sizes: of the buffers.
         arguments: as for :class:`ia_mech.engine.loop.Stream`.
+
+    Raises:
+        ValueError: the rows don't fit into buffers of these sizes.
     """
 
-    def __init__(self, longest: int, *arguments) -> None:
+    def __init__(self, sizes: Sizes, *arguments) -> None:
         super().__init__(*arguments)
-        contexts = [row.context for row in self._rows]
-        self._sizes = Sizes.of(contexts, self._width, longest, self._most)
+        seats = min(self._width, max(Counter(row.context for row in self._rows).values()))
+        if self._width > sizes.lines or seats > sizes.seats or self._most > sizes.own:
+            wanted = f"{self._width} rows of {self._most} tokens, {seats} of a context"
+            raise ValueError(f"{wanted}, don't fit into {sizes}")
+        self._sizes = sizes
         self._seating = Seating(self._sizes.slots)
         self._stepper: Stepper | None = None
         self._ended = np.zeros(len(self._rows), dtype=bool)
