@@ -36,7 +36,6 @@ from ia_mech.intake import (
     check_folder,
     check_room,
     kept_positions,
-    needs_response,
     open_source,
     scratch_folder,
     windows,
@@ -45,6 +44,7 @@ from ia_mech.intake import (
 )
 from ia_mech.models import Subject, context_limit
 from ia_mech.progress import Progress
+from ia_mech.responses import Responses
 from ia_mech.rows import Item, Result, tables
 from ia_mech.run import Run, RunWriter, layout
 from ia_mech.run.background import Background
@@ -162,7 +162,11 @@ class _Job:
             self.writer.note("without_kernels", problem)
         try:
             with self.behind:
-                self._write_responses()
+                Responses(
+                    self.config, self.subject, self.chat, self.writer, self.progress, self.engine,
+                    self.responses_limit,
+                ).write()  # fmt: skip
+                forget(self.subject.model)
                 self._write_contexts()
         finally:
             self.progress.stop()
@@ -171,71 +175,6 @@ class _Job:
     @property
     def _snapshot(self) -> Path:
         return self.writer.path / layout.CONVERSATIONS
-
-    # -- phase one: responses -------------------------------------------------------------------
-
-    def _write_responses(self) -> None:
-        total = sum(
-            needs_response(self.config, c)
-            for _, conversations in windows(self._snapshot)
-            for _, c in conversations
-        )
-        done = self.writer.done("responses")
-        if self.writer.count("responses") == total:
-            return
-        self.progress.start("responses", total, self.writer.count("responses"))
-        for window, conversations in windows(self._snapshot):
-            todo = [
-                (order, self.chat.prompt(without_response(c)))
-                for order, c in conversations
-                if needs_response(self.config, c)
-            ]
-            together = max(1, self.config.batch_rows // self.pace.response_share)
-            together, lengths = evenly(len(todo), together), [len(prompt) for _, prompt in todo]
-            job = total, 1, together, max(lengths, default=0), self.config.max_response_tokens
-            respond = partial(self._respond, job)
-            units = plan_units(lengths, together)
-            for index, unit in enumerate(units):
-                name = f"{window}.{index}"
-                if name not in done:
-                    group = [todo[i] for i in unit]
-                    self.writer.add_responses(name, self.responses_limit.map(respond, group))
-        forget(self.subject.model)
-        self.progress.stop()
-
-    def _respond(self, job: tuple[int, ...], group: list[tuple[int, list[int]]]) -> list[dict]:
-        """Greedy responses to (order, prompt ids), as ``generate(do_sample=False)`` writes them.
-
-        ``job``: see :meth:`_static`.
-        """
-        model = self.subject.model
-        prompts = [Prefix(prompt) for _, prompt in group]
-        parts = plan_units(
-            [len(prompt.ids) for prompt in prompts], len(prompts), self.pace.prefill_tokens
-        )
-        decoded = decode_stream(
-            model,
-            (prefill(model, [prompts[i] for i in part]) for part in parts),
-            [Row(i, 0.0, (0, 0)) for i in range(len(group))],
-            self.chat.response_stop_ids,
-            self.config.max_response_tokens,
-            width=len(group),
-            on_step=self.progress.advance,
-            share=self.engine.shared > 0,
-            static=self._static(job, self.responses_limit.limit),
-        )
-        return [
-            {
-                "order": order,
-                "response": self.chat.response_text(row.token_ids.tolist()),
-                "finish_reason": row.finish_reason,
-                # Without the turn-end, as the tokens of a given response are counted.
-                "tokens": len(row.token_ids) - (row.finish_reason == "turn_end"),
-            }
-            for (order, _), row in zip(group, decoded, strict=True)
-        ]
-
-    # -- phase two: contexts --------------------------------------------------------------------
 
     def _write_contexts(self) -> None:
         done = self.writer.done("contexts")
@@ -255,9 +194,8 @@ class _Job:
             ]
             together = min(size, self.pace.scored_contexts) if self._is_scored(items) else size
             lengths = [len(item.chat.ids) for item in items]
-            width, own = self.config.batch_rows, self.config.grid.max_new_tokens
-            job = total, rows, width, max(lengths, default=0), own
-            run = partial(self._run_contexts, scorer, job)
+            static = self._static(total, max(lengths, default=0))
+            run = partial(self._run_contexts, scorer, static)
             units = plan_units(lengths, evenly(len(items), together))
             for index, unit in enumerate(units):
                 name = f"{window}.{index}"
@@ -292,12 +230,9 @@ class _Job:
         return Item(order, conversation, written, context, turn)
 
     def _run_contexts(
-        self, scorer: Scorer, job: tuple[int, ...], items: list[Item], width: int
+        self, scorer: Scorer, static: Sizes | None, items: list[Item], width: int
     ) -> list[Result]:
-        """Prefill contexts group by group; sample and score from that.
-
-        ``job``: see :meth:`_static`.
-        """
+        """Prefill contexts group by group; sample and score from that."""
         sent: list[tuple[list[ContextScores], Parcel, Parcel]] = []
 
         def groups() -> Iterator[Prefilled]:
@@ -314,7 +249,7 @@ class _Job:
                 del prefilled  # before the next one is made
 
         scored = self._is_scored(items)
-        decoded = self._sample(groups(), items, width, self._static(job, width), not scored)
+        decoded = self._sample(groups(), items, width, static, not scored)
         results = [
             Result([], *one)
             for scores, *parcels in sent
@@ -353,19 +288,13 @@ class _Job:
         """Whether any turn of these contexts is scored, which may take longer than decoding."""
         return self.config.score_generations or any(i.reference_ids is not None for i in items)
 
-    def _static(self, job: tuple[int, ...], width: int) -> Sizes | None:
-        """Of the buffers of fixed addresses, if there are any.
-
-        They are made for all that is alike in a window of the run, so that its units share them.
-
-        Args:
-            job: contexts, rows of each, most rows of a batch, tokens of the longest context and of
-                a row, at most; see :meth:`ia_mech.engine.cuda.sizes.Sizes.of`.
-            width: what memory left of the batch.
-        """
-        contexts, rows, together, longest, own = job
-        width = min(together, width)
-        return Sizes.of(contexts, rows, width, longest, own) if self.engine.graphs else None
+    def _static(self, contexts: int, longest: int) -> Sizes | None:
+        """Of the buffers of fixed addresses, if there are any: the same for all units of a window,
+        which share them, whatever rows a unit has."""
+        if not self.engine.graphs:
+            return None
+        most, own = self.config.batch_rows, self.config.grid.max_new_tokens
+        return Sizes.of(contexts, len(self.grid_rows), most, longest, own)
 
     def _sample(
         self,
@@ -395,7 +324,7 @@ class _Job:
             width=width,
             on_step=advance,
             share=self.engine.shared > 0,
-            static=static,
+            static=static and static.narrowed(width),
         )
 
     def _scorer(self) -> Scorer:

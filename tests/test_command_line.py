@@ -491,17 +491,17 @@ def test_an_interrupted_run_says_what_is_kept_and_goes_on(sample, monkeypatch, t
 
 
 def test_an_interrupted_run_keeps_its_responses(sample, monkeypatch, tmp_path):
-    from ia_mech import collect
+    from ia_mech import responses
 
     out = tmp_path / "run"
     words = ["--response", "generate", "--max-response-tokens", "4", "--out", out]
-    original = collect.prefill
+    original = responses.prefill
     monkeypatch.setattr(plan, "CPU", replace(plan.CPU, response_share=64))
-    monkeypatch.setattr(collect, "prefill", Interrupted(original, 1))
+    monkeypatch.setattr(responses, "prefill", Interrupted(original, 1))
     outcome = sample(*words)
     assert outcome.status == 130
     assert f"interrupted; responses kept: 2, contexts kept: 0, in {out}; " in outcome.err
-    monkeypatch.setattr(collect, "prefill", original)
+    monkeypatch.setattr(responses, "prefill", original)
     assert len(sample(*words).run.contexts) == 3
 
 

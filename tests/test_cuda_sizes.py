@@ -80,6 +80,12 @@ def test_buffers_take_what_was_planned(architecture, windows, recurrent):
     assert needed_bytes(shape, sizes, fused=True) == always + max(parts, logits, 3 * largest)
 
 
+@given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 99), st.integers(1, 99))
+def test_narrower_batches_have_the_buffers_they_would_have_been_given(contexts, rows, wide, narrow):
+    narrowed = Sizes.of(contexts, rows, wide, 100, 8).narrowed(narrow)
+    assert narrowed == Sizes.of(contexts, rows, min(wide, narrow), 100, 8)
+
+
 def test_windows_hold_no_more_than_is_seen():
     sizes = Sizes(lines=8, slots=2, seats=4, prefix=256, own=6)
     assert [sizes.room(window) for window in (None, 8, 128, 4096)] == [256, 8, 128, 256]

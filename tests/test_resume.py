@@ -29,6 +29,7 @@ from ia_mech.engine import plan
 from ia_mech.engine.plan import Grid
 from ia_mech.errors import UserError
 from ia_mech.models import Subject
+from ia_mech.responses import Responses
 from ia_mech.run import Run, RunWriter, layout
 
 # What the child says: it begins, it computes a unit, the unit is on the disk.
@@ -153,7 +154,9 @@ def _work(config: SampleConfig, subject: Subject, out: Path, pen: int) -> None:
         return keep
 
     job = ia_mech.collect._Job
-    job._respond, job._run_contexts = computing(job._respond), computing(job._run_contexts)
+    Responses._respond, job._run_contexts = (
+        computing(method) for method in (Responses._respond, job._run_contexts)
+    )
     RunWriter._add = keeping(RunWriter._add)
     try:
         say(BEGUN)

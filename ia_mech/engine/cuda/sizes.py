@@ -8,7 +8,7 @@ of memory (:class:`ia_mech.engine.memory.Halving`).
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -67,7 +67,7 @@ class Sizes:
         """
         width = max(1, min(width, contexts * rows))
         seats = min(width, rows)
-        slots = min(contexts, width, max(2, -(-SPARE * width // seats)))
+        slots = min(contexts, _slots(width, seats))
         return cls(width, slots, seats, -(-longest // ROUND) * ROUND, own)
 
     @classmethod
@@ -75,6 +75,12 @@ class Sizes:
         """For rows of these contexts and no others; the rest as for :meth:`of`."""
         rows = Counter(contexts)
         return cls.of(len(rows), max(rows.values()), width, longest, own)
+
+    def narrowed(self, width: int) -> "Sizes":
+        """The same for batches of fewer rows, if memory left no more."""
+        lines, seats = min(self.lines, width), min(self.seats, width)
+        slots = min(self.slots, _slots(lines, seats))
+        return replace(self, lines=lines, slots=slots, seats=seats)
 
     def room(self, window: int | None) -> int:
         """Tokens of a context that a layer has room for, with a sliding window of so many tokens or
@@ -95,6 +101,11 @@ class Sizes:
         """The part of the buffers that a step of the smallest bucket for so many lines reads."""
         n = next(n for n in self.buckets if n >= lines)
         return Sizes(n, min(self.slots, n), min(self.seats, n), self.prefix, self.own)
+
+
+def _slots(lines: int, seats: int) -> int:
+    """Slots for a batch whose contexts have so many lines each at first."""
+    return min(lines, max(2, -(-SPARE * lines // seats)))
 
 
 @dataclass(frozen=True)
