@@ -105,7 +105,8 @@ def examples(run: Run, count: int = 3) -> list[tuple[pd.Series, pd.Series]]:
     contexts, generations = run.contexts, run.generations
     temperatures = sorted(generations["temperature"].unique())
     picked = []
-    for i in range(min(count, len(contexts))):
+    count = min(count, len(contexts))
+    for i in range(count):
         context = contexts.iloc[i * len(contexts) // count]
         temperature = temperatures[min(i * len(temperatures) // count, len(temperatures) - 1)]
         rows = generations[

@@ -141,8 +141,10 @@ def print_run(run: Run) -> None:
             "stimulus (column response_cut_off; † counts what follows one).",
             soft_wrap=True,
         )
-    console.print("\n[bold]three user turns[/] (evenly spaced, not chosen)")
-    for context, turn in examples(run):
+    turns = examples(run)
+    heading = ("no user turn", "one user turn", "two user turns", "three user turns")[len(turns)]
+    console.print(f"\n[bold]{heading}[/] (evenly spaced, not chosen)")
+    for context, turn in turns:
         temperature = f"T = {turn['temperature']:g}" if turn["temperature"] else "greedy"
         query = context["messages"][-2]["content"]
         console.print(f"  {escape(one_line(context['context_id'], 40))} · {temperature}")

@@ -292,6 +292,39 @@ def test_a_cut_line_costs_only_itself(tmp_path):
     assert Results.read([log.path]).setting == SETTING
 
 
+@pytest.mark.parametrize(
+    "lines",
+    [
+        '{"kind": "setting", "at": "2026", "gpu": true}',
+        '{"kind": "measured", "at": "2026", "model": "m", "contender": "ours"}',
+        '{"kind": "poem"}',
+    ],
+)
+def test_lines_that_say_too_little_are_named(tmp_path, lines):
+    log = Log(tmp_path / "log.jsonl")
+    log.agree(SETTING)
+    log.path.write_text(log.path.read_text() + lines + "\n")
+    with pytest.raises(UserError, match=r"line 2 of .* is no measurement"):
+        Results.read([log.path])
+
+
+def test_a_file_of_something_else_is_not_written_to(tmp_path):
+    notes = tmp_path / "notes.md"
+    notes.write_text("my notes\n")
+    with pytest.raises(UserError, match="holds something else"):
+        Log(notes).agree(SETTING)
+    assert notes.read_text() == "my notes\n"
+
+
+def test_no_file_counts_twice(tmp_path):
+    log = Log(tmp_path / "log.jsonl")
+    log.agree(SETTING)
+    with pytest.raises(UserError, match="is named twice"):
+        Results.read([log.path, tmp_path / "." / "log.jsonl"])
+    with pytest.raises(UserError, match="is a folder"):
+        Results.read([tmp_path])
+
+
 def test_a_log_of_another_setting_is_refused(tmp_path):
     log = Log(tmp_path / "log.jsonl")
     log.agree(SETTING)
@@ -587,6 +620,8 @@ def test_a_contender_that_fails_is_reported_and_the_rest_left_to_another_process
         (["--device", "gpu"], "not a device"),
         (["--read", "none.jsonl"], "no file none.jsonl"),
         (["--device", "cpu", "--models", "tiny", "--out", "none/log"], "no folder none"),
+        (["--device", "cpu", "--models", "tiny", "--out", "."], "--out . is a folder"),
+        (["--device", "cpu", "--models", "tiny", "--write"], "mean nothing"),
         (["--rounds", "0"], "not a whole number"),
         (["--contenders", "vllm"], "invalid choice"),
     ],
@@ -594,6 +629,18 @@ def test_a_contender_that_fails_is_reported_and_the_rest_left_to_another_process
 def test_bad_input_is_refused_in_one_line(words, said, capfd):
     outcome = call(command.main, words, capfd)
     assert said in (refusal(outcome) if "error: " in outcome.err else "")
+
+
+def test_a_command_that_leaves_something_out_says_so_by_its_status(tmp_path, capfd):
+    log = Log(tmp_path / "log")
+    log.agree(worker.setting(CPU, "float32", TINY_SIZE))
+    words = ["--device", "cpu", "--models", "tiny", "--out", str(log.path), "--budget", "1"]
+    outcome = call(command.main, words, capfd)
+    assert outcome.status == 3 and "the budget is spent; missing are" in outcome.err
+    refused = refusal(call(command.main, [*words, "--dtype", "bfloat16"], capfd))
+    assert "was measured with dtype = float32, not bfloat16" in refused
+    refused = refusal(call(command.main, [*words, "--contexts", "3"], capfd))
+    assert "was measured with contexts = 4, not 3" in refused
 
 
 def test_tables_of_a_cpu_are_not_written(tmp_path, capfd):

@@ -466,6 +466,15 @@ class Interrupted:
         return self.original(*arguments, **settings)
 
 
+@pytest.mark.parametrize(("limit", "heading"), [(1, "one user turn"), (2, "two user turns")])
+def test_the_turns_shown_are_of_as_many_contexts_as_there_are(sample, tmp_path, limit, heading):
+    outcome = sample("--limit", limit, "--out", tmp_path / "run")
+    _, found, shown = outcome.out.partition(f"{heading} (evenly spaced, not chosen)")
+    assert found
+    for context in outcome.run.contexts["context_id"]:
+        assert shown.count(f"  {context} · ") == 1
+
+
 def test_an_interrupted_run_says_what_is_kept_and_goes_on(sample, monkeypatch, tmp_path):
     from ia_mech import collect
 

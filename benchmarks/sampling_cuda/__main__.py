@@ -28,6 +28,9 @@ printed and added to --out as a line of JSON at once. A command with the same --
 what is missing, so a kill costs the round that was being measured. What fails, or is killed at
 --limit, is recorded as that and not tried again without --retry. Prints Markdown; progress goes to
 stderr.
+
+Exit status: 0 nothing is missing, 2 wrong input, 3 the budget is spent and something is missing,
+130 interrupted.
 """
 
 import argparse
@@ -46,6 +49,7 @@ from ia_mech.errors import UserError
 from ia_mech.models import DTYPES, resolve_device
 
 DOCUMENT = Path(__file__).parents[1] / "README.md"  # for --write
+MEANINGLESS = "--write: figures of tiny models, or of a CPU, mean nothing"
 CONTENDERS = [name for group in GROUPS for name in group]
 MODELS = [name for name in SHAPES if name not in TINY]
 
@@ -57,7 +61,7 @@ def main(argv: list[str] | None = None) -> int:
     def body() -> None:
         nonlocal status
         try:
-            run(args)
+            status = run(args)
         except Refused:  # the process has said why
             status = 2
 
@@ -87,7 +91,7 @@ def build_parser() -> argparse.ArgumentParser:
     what.add_argument(
         "--rounds", type=whole_from(1), default=3, help="of every contender (default: 3)"
     )
-    what.add_argument("--device", default="cuda", help="cuda, cuda:N or cpu (default: cuda)")
+    what.add_argument("--device", default="cuda", help="cuda, cuda:N, cpu, or auto (default: cuda)")
     what.add_argument(
         "--dtype", choices=DTYPES, help="default: bfloat16; of the tiny models float32"
     )
@@ -136,7 +140,9 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def run(args: argparse.Namespace) -> None:
+def run(args: argparse.Namespace) -> int:
+    """Measure, or read, and print; returns the exit status."""
+    missing = []
     if args.write:  # better known now than after the measurement
         between_markers(DOCUMENT.read_text(encoding="utf-8"), "", OPENING, CLOSING)
     if args.read is None:
@@ -150,15 +156,14 @@ def run(args: argparse.Namespace) -> None:
             )
     results = Results.read(args.read or [args.out])
     if args.write and (not results.setting.gpu or set(results.models) & set(TINY)):
-        raise UserError(
-            "--write: figures of tiny models, or of a CPU, mean nothing", "leave --write out"
-        )
+        raise UserError(MEANINGLESS, "leave --write out")
     print(full(results))
     if args.write:
         after = between_markers(
             DOCUMENT.read_text(encoding="utf-8"), full(results), OPENING, CLOSING
         )
         DOCUMENT.write_text(after, encoding="utf-8")
+    return 3 if missing else 0
 
 
 def plan(args: argparse.Namespace) -> Plan:
@@ -170,11 +175,17 @@ def plan(args: argparse.Namespace) -> Plan:
     tiny = [model for model in args.models if model in TINY]
     if tiny and len(tiny) < len(args.models):
         raise UserError("--models: the tiny ones decode another job", "measure them by themselves")
-    device = resolve_device(args.device)
+    everything = f"--device cpu --models {' '.join(TINY)}"
+    try:
+        device = resolve_device(args.device)
+    except UserError as error:
+        raise UserError(error.problem, f"use {everything} to see whether it runs") from error
+    if args.write and (tiny or device.type == "cpu"):
+        raise UserError(MEANINGLESS, "leave --write out")
     if device.type == "cpu" and not tiny:
-        raise UserError(
-            "--device cpu: these models take hours on a CPU", f"use --models {' '.join(TINY)}"
-        )
+        raise UserError("--device cpu: these models take hours on a CPU", f"use {everything}")
+    if args.out.is_dir():
+        raise UserError(f"--out {args.out} is a folder", "name a file in it")
     if not args.out.parent.is_dir():
         raise UserError(f"no folder {args.out.parent}", "make it, or name another file")
     size = TINY_SIZE if tiny else Size()

@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from benchmarks.sampling_cuda.results import (
@@ -96,8 +96,12 @@ class Runner:
             Models and contenders that the budget left no time for.
 
         Raises:
+            UserError: the log holds something else, or another setting.
             Refused: a process didn't accept its input.
         """
+        plan = self._plan
+        gpu = plan.device != "cpu"
+        self._log.demand({"gpu": gpu, "dtype": plan.dtype} | asdict(plan.size))
         jobs = self._jobs()
         while missing := [(job, left) for job in jobs if (left := self._missing(*job))]:
             limit = min(self._plan.limit, self._left())

@@ -91,6 +91,17 @@ class Measured:
         return max(0, rounds - len(self.values))
 
 
+# What lines of each kind say.
+_OF = {"at", "model", "contender"}
+FIELDS = {
+    "setting": {"at", *Setting.__dataclass_fields__},
+    "measured": _OF | {"values", "gpu", "notes"},
+    "warm-up": _OF | {"seconds"},
+    "cut": _OF | {"why"},
+    "failed": _OF | {"why"},
+}
+
+
 class Log:
     """A file of JSON lines."""
 
@@ -115,13 +126,20 @@ class Log:
         if not self.path.exists():
             return []
         found = []
-        for line in self.path.read_text(encoding="utf-8", errors="replace").splitlines():
+        text = self.path.read_text(encoding="utf-8", errors="replace")
+        for number, line in enumerate(text.splitlines(), 1):
             try:
-                found.append(json.loads(line))
+                record = json.loads(line)
             except ValueError:
-                continue
-        if found and not all(isinstance(one, dict) and "kind" in one for one in found):
-            raise UserError(f"{self.path} holds something else", "name another file")
+                if found or line.startswith('{"kind"'):  # a kill cut it
+                    continue
+                raise UserError(f"{self.path} holds something else", "name another file") from None
+            kind = record.get("kind") if isinstance(record, dict) else None
+            if not FIELDS.get(kind, {"no such kind"}) <= set(record):
+                raise UserError(
+                    f"line {number} of {self.path} is no measurement", "name another file"
+                )
+            found.append(record)
         return found
 
     def agree(self, setting: Setting) -> None:
@@ -130,24 +148,29 @@ class Log:
         Raises:
             UserError: the file has another.
         """
+        self.demand(asdict(setting))
+        if setting_of(self.records()) is None:
+            self.add("setting", **asdict(setting))
+
+    def demand(self, wanted: dict) -> None:
+        """Raises UserError if the file has another setting than is wanted, as far as that says."""
         known = setting_of(self.records())
         if known is None:
-            self.add("setting", **asdict(setting))
-        elif known != setting:
-            mine, theirs = asdict(setting), asdict(known)
-            which = next(name for name in mine if mine[name] != theirs[name])
-            raise UserError(
-                f"{self.path} was measured with {which} = {theirs[which]}, not {mine[which]}",
-                "name another file with --out",
-            )
+            return
+        for name, mine in wanted.items():
+            theirs = getattr(known, name)
+            if theirs != mine:
+                raise UserError(
+                    f"{self.path} was measured with {name} = {theirs}, not {mine}",
+                    "name another file with --out",
+                )
 
 
 def setting_of(records: Sequence[dict]) -> Setting | None:
     """The setting that a file's lines begin with."""
     for record in records:
         if record["kind"] == "setting":
-            names = Setting.__dataclass_fields__
-            return Setting(**{name: record.get(name) for name in names})
+            return Setting(**{name: record[name] for name in Setting.__dataclass_fields__})
     return None
 
 
@@ -174,8 +197,12 @@ class Results:
         """
         records, settings = [], []
         for path in paths:
+            if path.is_dir():
+                raise UserError(f"{path} is a folder", "name the file that was measured into")
             if not path.is_file():
                 raise UserError(f"no file {path}", "measure first, without --read")
+            if sum(path.resolve() == other.resolve() for other in paths) > 1:
+                raise UserError(f"{path} is named twice", "name each file once")
             lines = Log(path).records()
             if (setting := setting_of(lines)) is None:
                 raise UserError(

@@ -69,7 +69,7 @@ def decode_stream(
         width: most rows in the batch.
         on_step: called whenever tokens were drawn with (how many, how many rows that finished).
         share: rows read their context's keys and values where the prefill left them, in layers of
-            full attention; else every row gets a copy.
+            full attention; else every row gets a copy. In ``static`` buffers they always do.
         static: decode in buffers of these sizes and of fixed addresses, on a GPU as CUDA graphs;
             for models of which :attr:`ia_mech.engine.shared.Engine.graphs` says so. Streams of the
             same sizes share buffers and graphs.
