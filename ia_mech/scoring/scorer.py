@@ -27,7 +27,9 @@ from ia_mech.scoring.donors import Donors
 from ia_mech.scoring.others import Ids, prefill_others, trunk
 
 HELD_TOKENS = 4096  # of other contexts whose turns are scored together
-NOBODY_LENDS = "no other source of its dataset has another {} to lend; more conversations help"
+NOBODY_LENDS = (
+    "no other source of its dataset has another response to lend: use more conversations"
+)
 SAID = {"empty": "empty response", "swapped": "swapped response", "header": "bare header"}
 
 
@@ -252,8 +254,6 @@ class Scorer:
             if context.perturbed:
                 continue
             lender = self._donors.reference(context.order, lenders[at])
-            if lender is None:
-                self._note(f"candidate {OTHER!r}", NOBODY_LENDS.format("reference"))
             for candidate in rivals(conversation, lender, self._own):
                 ids = self._ids_of(context, candidate)
                 if ids is not None:
@@ -310,7 +310,7 @@ class Scorer:
         for at in of:
             conversation = contexts[at].conversation
             if self._swaps and not lenders[at] and not contexts[at].perturbed:
-                self._note(SAID["swapped"], NOBODY_LENDS.format("response"))
+                self._note(SAID["swapped"], NOBODY_LENDS)
             for lender in lenders[at]:
                 if add(at, "swapped", self._context_with(conversation, lender.response, "swapped")):
                     scores[at].swapped_from.append(lender.id)
