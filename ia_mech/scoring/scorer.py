@@ -27,9 +27,7 @@ from ia_mech.scoring.donors import Donors
 from ia_mech.scoring.others import Ids, prefill_others, trunk
 
 HELD_TOKENS = 4096  # of other contexts whose turns are scored together
-NOBODY_LENDS = (
-    "no other source of its dataset has another response to lend: use more conversations"
-)
+NOBODY_LENDS = "no other source of its dataset has another response to lend: use more conversations"
 SAID = {"empty": "empty response", "swapped": "swapped response", "header": "bare header"}
 
 
