@@ -14,7 +14,7 @@ from ia_mech.config import SampleConfig
 from ia_mech.engine.plan import Grid
 from ia_mech.errors import UserError
 from ia_mech.models import ModelSpec, Subject, weights_hash
-from ia_mech.run import layout
+from ia_mech.run import Run, layout
 
 CONFIG = SampleConfig(limit=6, grid=Grid((0.7, 1.0), 2, 8, 0), batch_rows=20)
 
@@ -114,3 +114,20 @@ def test_responses_cut_off_are_marked_in_both_tables(tiny_subject, tmp_path, pro
     assert cut.any()
     assert (run.generations["response_cut_off"] == run.generations["context_id"].map(cut)).all()
     assert (run.contexts["response_tokens"] <= 2).all()
+
+
+def test_logits_that_are_not_numbers_end_the_run_with_nothing_of_them_written(
+    tiny_subject, tmp_path, progress, monkeypatch
+):
+    honest = ia_mech.collect.prefill
+
+    def broken(model, prefixes, *others):
+        group = honest(model, prefixes, *others)
+        logits = group.logits.clone()
+        logits[-1, 5] = torch.nan
+        return replace(group, logits=logits)
+
+    monkeypatch.setattr(ia_mech.collect, "prefill", broken)
+    with pytest.raises(UserError, match=r"logits are not numbers for the context of .* in float32"):
+        collect(CONFIG, tiny_subject, tmp_path / "run", progress)
+    assert len(Run.open(tmp_path / "run").contexts) == 0
