@@ -39,13 +39,13 @@ from scipy.special import expit
 from sklearn.linear_model import LogisticRegression
 from threadpoolctl import threadpool_limits
 
+from ia_mech.display import Quiet
 from probes.analysis import analyse
-from probes.controls.baselines import Baseline
-from probes.data.outcome import Outcome
-from probes.fitting.cell import Design, examine, fit, fit_path
-from probes.fitting.folds import make_folds, permutations
-from probes.fitting.rotation import Cell, rotate
-from probes.records import Controls, Quiet, Settings
+from probes.controls import Baseline, Controls
+from probes.fit.folds import make_folds, permutations
+from probes.fit.nested_cv import Cell, Design, examine, fit, fit_path, rotate
+from probes.outcome import Outcome
+from probes.records import Settings
 
 RESULTS = Path(__file__).with_suffix(".md")
 TURNS, REFITTED, LARGE_LAYERS = 24, 3, 2  # of a context; permutations refitted; layers timed
@@ -96,8 +96,8 @@ class Phases(Quiet):
     def __init__(self) -> None:
         self.marks: list[tuple[str, float]] = []
 
-    def start(self, phase: str, steps: int) -> None:
-        print(f"{phase}: {steps} steps", file=sys.stderr)
+    def start(self, phase: str, total: int, **_) -> None:
+        print(f"{phase}: {total} steps", file=sys.stderr)
         self.marks.append((phase, time.perf_counter()))
 
     def stop(self) -> None:
@@ -136,7 +136,7 @@ class Loop:
 
 
 def ours(features: np.ndarray, design: Design) -> Loop:
-    """The fits as ``probes.fitting.cell`` makes them."""
+    """The fits as ``probes.fit.nested_cv`` makes them."""
     begun, outcome, everyone = process_time(), design.outcome, range(design.fold_count)
     cell, pairs = Cell.of(features), list(combinations(everyone, 2))
     rotated = {

@@ -29,8 +29,7 @@ from sklearn.preprocessing import StandardScaler
 
 from ia_mech.judge.rubric import ASSESSED, GENUINE
 from ia_mech.judge.rules import judge as rules
-from ia_mech.judge.rules.clear import clear_case
-from ia_mech.judge.rules.features import measure
+from ia_mech.judge.rules.features import clear_case, measure
 from ia_mech.judge.verdict import Item
 from ia_mech.stats import balanced_accuracy, cluster_statistic, cohen_kappa
 

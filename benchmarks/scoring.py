@@ -23,19 +23,23 @@ import torch
 import transformers
 
 from benchmarks.sampling.peers import timed
-from ia_mech.chat import ChatFormat
-from ia_mech.conversations import open_conversations
+from ia_mech.chat.format import ChatFormat
+from ia_mech.data.conversations import open_conversations
+from ia_mech.data.formats import ColumnMap
 from ia_mech.engine.decode import decode
 from ia_mech.engine.loop import Row
-from ia_mech.engine.memory import Halving
-from ia_mech.engine.plan import contexts_per_batch, plan_units
-from ia_mech.engine.prefix import Prefix, prefill
-from ia_mech.formats import ColumnMap
-from ia_mech.models import ModelSpec, load
-from ia_mech.sampling import stream_key
-from ia_mech.scoring.donors import Donors
-from ia_mech.scoring.scorer import Contrasts, Scorable, ScoredCandidate, Scorer
-from ia_mech.scoring.temperatures import scored_temperatures
+from ia_mech.engine.plan import Halving, contexts_per_batch, plan_units
+from ia_mech.engine.prefill import Prefix, prefill
+from ia_mech.engine.sampling import stream_key
+from ia_mech.likelihood.scorer import (
+    Contrasts,
+    Scorable,
+    ScoredCandidate,
+    Scorer,
+    scored_temperatures,
+)
+from ia_mech.likelihood.swaps import Donors
+from ia_mech.models.load import ModelSpec, load
 
 SWAPS, GENERATIONS, NEW_TOKENS, BATCH_ROWS = 4, 25, 24, 64
 TEMPERATURES = scored_temperatures((0.7, 1.0, 1.3))

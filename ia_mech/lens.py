@@ -17,11 +17,11 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ia_mech.embedded import cache_dir
 from ia_mech.engine.capture import find_blocks, find_final_norm
-from ia_mech.engine.prefix import Prefix, prefill
+from ia_mech.engine.prefill import Prefix, prefill
 from ia_mech.errors import UserError
-from ia_mech.models import Subject, text_config
+from ia_mech.models.embedded import cache_dir
+from ia_mech.models.load import Subject, text_config
 
 TOLERANCE = 1e-3  # largest error of the lens against the model, relative to the largest logit
 

@@ -12,25 +12,21 @@ import numpy as np
 from scipy.special import expit
 from threadpoolctl import threadpool_limits
 
+from ia_mech.display import Progress, Quiet
 from ia_mech.errors import UserError
 from ia_mech.stats import Estimate, FoldScores, Replicated
-from probes.controls.control_task import control_outcomes
-from probes.data.outcome import Outcome
-from probes.fitting.cell import Design, Examined, examine, examine_once, fit
-from probes.fitting.folds import make_folds, movable, permutations
+from probes.controls import Controls, control_outcomes
+from probes.fit.folds import Tested, against_permutations, make_folds, movable, permutations
+from probes.fit.nested_cv import Cell, Design, Examined, examine, examine_once, fit, rotate
 from probes.fitting.mdl import CodeLength, code_length
-from probes.fitting.rotation import Cell, rotate
-from probes.fitting.selection import Tested, against_permutations
 from probes.options import processors
+from probes.outcome import Outcome
 from probes.records import (
     MEASURES,
     Analysis,
     Compared,
-    Controls,
     Headline,
     Hidden,
-    Progress,
-    Quiet,
     Settings,
 )
 
@@ -46,7 +42,7 @@ def analyse(
 ) -> Analysis:
     """Probe every layer and position, choose the headline, hold it against its controls.
 
-    With arrays of your own, by ``probes.records.Arrays`` and ``probes.data.outcome.Outcome``:
+    With arrays of your own, by ``probes.records.Arrays`` and ``probes.outcome.Outcome``:
     ``analyse(Arrays(states, ["header_last"]), Outcome.of(k, n, sources))``.
 
     Args:

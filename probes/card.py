@@ -29,8 +29,8 @@ from torch import Tensor
 import ia_mech
 from ia_mech.errors import UserError
 from ia_mech.run.layout import fsync_folder, read_json, write_json
-from probes.data.outcome import Outcome
 from probes.estimators import make
+from probes.outcome import Outcome
 
 FORMAT = 1
 WEIGHTS, CARD = "probe.safetensors", "card.json"

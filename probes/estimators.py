@@ -1,6 +1,6 @@
 """The probes as scikit-learn estimators, on features as they come.
 
-What is fitted is what :mod:`probes.fitting.cell` fits: features are centred (within each run) and
+What is fitted is what :mod:`probes.fit.nested_cv` fits: features are centred (within each run) and
 divided by one number, so that their mean squared norm is 1, and contexts weigh their number of
 trials over the mean of it. ``penalty`` is of half the squared weights on such features, against the
 sum of losses: scikit-learn's ``C = 1 / penalty`` there, or the ``alpha`` of its ridge regression.
@@ -16,10 +16,10 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 from ia_mech.stats.resampling import as_column
-from probes.data.outcome import Outcome
-from probes.fitting import cell, fits
-from probes.fitting.cell import ESTIMATORS, Design
-from probes.fitting.rotation import Cell, rotate
+from probes.fit import nested_cv as cell
+from probes.fit import solvers as fits
+from probes.fit.nested_cv import ESTIMATORS, Cell, Design, rotate
+from probes.outcome import Outcome
 
 
 class _Probe(ClassifierMixin, BaseEstimator):
@@ -161,7 +161,7 @@ _CLASSES["ridge"] = RidgeProbe
 
 
 def make(name: str, penalty: float) -> _Probe:
-    """The estimator of that name, of :data:`probes.fitting.cell.ESTIMATORS`; some have no penalty.
+    """The estimator of that name, of :data:`probes.fit.nested_cv.ESTIMATORS`; some have no penalty.
 
     Raises:
         ValueError: there is none of that name.

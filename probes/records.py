@@ -1,20 +1,19 @@
 """What goes into an analysis and what comes out: plain records, arrays in them."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
 from ia_mech.stats import Estimate
-from probes.controls.baselines import Baseline
-from probes.data.outcome import Outcome
+from probes.fit.folds import Tested
 from probes.fitting.mdl import CodeLength
-from probes.fitting.selection import Tested
+from probes.outcome import Outcome
 
 
 class Hidden(Protocol):
-    """Hidden states by layer; ``probes.data.dataset.ProbeSet`` is one, :class:`Arrays` another."""
+    """Hidden states by layer; ``probes.dataset.ProbeSet`` is one, :class:`Arrays` another."""
 
     layers: Sequence[int]
     positions: Sequence[str]
@@ -45,20 +44,6 @@ class Arrays:
         return self.states[layer]
 
 
-class Progress(Protocol):
-    def start(self, phase: str, steps: int) -> None: ...
-    def advance(self) -> None: ...
-    def stop(self) -> None: ...
-
-
-class Quiet:
-    """No progress."""
-
-    def start(self, phase: str, steps: int) -> None: ...
-    def advance(self) -> None: ...
-    def stop(self) -> None: ...
-
-
 @dataclass(frozen=True)
 class Settings:
     """How to analyse.
@@ -84,23 +69,6 @@ class Settings:
     resamples: int = 2000
     seed: int = 0
     workers: int | None = None
-
-
-@dataclass(frozen=True)
-class Controls:
-    """What the headline is compared with.
-
-    Attributes:
-        text: what a probe could read from the contexts themselves.
-        output: the model's own output distribution; empty where it can't be had.
-        types: ``[contexts]`` types of the control task; None where there aren't two.
-        missing: why a control isn't there, one sentence each.
-    """
-
-    text: list[Baseline] = field(default_factory=list)
-    output: list[Baseline] = field(default_factory=list)
-    types: np.ndarray | None = None
-    missing: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

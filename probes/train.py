@@ -25,16 +25,16 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _train(args: argparse.Namespace) -> None:
+    from ia_mech.display import Bar, console
+    from probes import dataset
     from probes.analysis import analyse
-    from probes.controls.gather import controls_of
-    from probes.data import dataset
-    from probes.data.enough import check_enough
-    from probes.data.targets import LATENT
+    from probes.controls import controls_of
+    from probes.dataset import check_enough
     from probes.records import Settings
     from probes.report.keep import Kept
-    from probes.report.progress import Bar
-    from probes.report.screen import console, print_analysis
+    from probes.report.screen import print_analysis
     from probes.report.verdict import verdict
+    from probes.targets import LATENT
 
     settings = Settings(
         estimator=args.estimator,

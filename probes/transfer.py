@@ -21,8 +21,8 @@ from probes.options import add_statistics, add_subject, chosen
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from probes.data.dataset import ProbeSet
-    from probes.fitting.carry import Entry, Unit
+    from probes.dataset import ProbeSet
+    from probes.fit.cross_evaluate import Entry, Unit
     from probes.records import Settings
 
 STAR = 0.05  # Holm-adjusted p values below it are marked
@@ -88,11 +88,10 @@ def _transfer(args: argparse.Namespace) -> None:
     if args.out is not None:
         _check_file(args.out)
 
-    from ia_mech.rates.show import console
-    from probes.data import dataset
-    from probes.fitting.carry import carry
+    from ia_mech.display import Bar, console
+    from probes import dataset
+    from probes.fit.cross_evaluate import carry
     from probes.records import Settings
-    from probes.report.progress import Bar
 
     settings = Settings(
         estimator=args.estimator,
@@ -132,7 +131,7 @@ def units_of(data: "ProbeSet", by: str) -> list["Unit"]:
     """
     import numpy as np
 
-    from probes.fitting.carry import Unit
+    from probes.fit.cross_evaluate import Unit
 
     of = data.contexts["dataset" if by == "dataset" else "run"]
     names = {str(name): str(name) for name in of.unique()}
@@ -254,7 +253,7 @@ def write(path: Path, entries: list["Entry"], about: dict[str, Any]) -> None:
     """
     import pandas as pd
 
-    from probes.report.tables import write_parquet
+    from ia_mech.estimates import write_parquet
 
     write_parquet(pd.DataFrame([_record(entry) for entry in entries]), path, about)
 

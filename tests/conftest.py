@@ -11,7 +11,7 @@ import tiny
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from ia_mech.models import Subject
+from ia_mech.models.load import Subject
 
 pytest_plugins = ["runs"]
 
@@ -28,15 +28,13 @@ class Silent:
 
     def __init__(self) -> None:
         self.lines: list[str] = []
-        self.tokens = 0
-        self.rows = 0
+        self.steps = 0
 
-    def start(self, phase: str, rows: int, done: int) -> None:
-        self.lines.append(f"{phase} {rows} {done}")
+    def start(self, phase: str, total: int, *, done: int = 0, unit: str = "step") -> None:
+        self.lines.append(f"{phase} {total} {done}")
 
-    def advance(self, tokens: int, rows: int) -> None:
-        self.tokens += tokens
-        self.rows += rows
+    def advance(self, steps: int = 1, note: str = "") -> None:
+        self.steps += steps
 
     def say(self, line: str) -> None:
         self.lines.append(line)

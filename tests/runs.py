@@ -9,10 +9,10 @@ import pytest
 import torch
 from conftest import Silent
 
-from ia_mech.collect import collect
-from ia_mech.config import SampleConfig
+from ia_mech.collect.config import SampleConfig
+from ia_mech.collect.job import collect
+from ia_mech.collect.rows import stored_logits
 from ia_mech.engine.plan import Grid
-from ia_mech.rows import stored_logits
 from ia_mech.run import Run, RunWriter, layout
 
 CONTEXTS = 12

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ia_mech.conversations import Conversation
+from ia_mech.data.conversations import Conversation
 
 QUERY = "What is 17 times 24?"
 _KEPT: dict[tuple, torch.Tensor] = {}

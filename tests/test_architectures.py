@@ -14,10 +14,10 @@ from ia_mech.engine.capture import ResidualCapture, find_blocks, find_final_norm
 from ia_mech.engine.check import check_engine
 from ia_mech.engine.decode import decode
 from ia_mech.engine.loop import Row, decode_step
-from ia_mech.engine.prefix import Prefix, expand, prefill
+from ia_mech.engine.prefill import Prefix, expand, prefill
+from ia_mech.engine.sampling import stream_key
 from ia_mech.engine.score import Turn, score
 from ia_mech.errors import UserError
-from ia_mech.sampling import stream_key
 
 LENGTHS = (23, 14, 5)  # sliding windows are 8 tokens in the models that have them
 EACH = pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
@@ -221,7 +221,7 @@ def _tensors(cache) -> list[torch.Tensor]:
 def test_residuals_equal_transformer_lens(architecture, tmp_path, tokenizer):
     from transformer_lens.model_bridge import TransformerBridge
 
-    from ia_mech.bridge import hook_name
+    from ia_mech.models.bridge import hook_name
 
     model = tiny.model(architecture, len(tokenizer))
     model.save_pretrained(tmp_path)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ia_mech.engine.attention import attend, merge
+from ia_mech.engine.shared_prefix import attend, merge
 
 ROWS, HEADS, KV_HEADS, DIM = 3, 6, 2, 16
 

@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 
-import ia_mech.collect
-from ia_mech.collect import collect
-from ia_mech.config import SampleConfig
+import ia_mech.collect.job
+from ia_mech.collect.config import SampleConfig
+from ia_mech.collect.job import collect
 from ia_mech.engine.plan import Grid
 from ia_mech.errors import UserError
 from ia_mech.run import Run, RunWriter
@@ -61,7 +61,7 @@ def test_an_interrupt_waits_for_what_is_being_written():
 @pytest.fixture
 def threaded(monkeypatch):
     """As on a GPU."""
-    monkeypatch.setattr(ia_mech.collect, "Background", lambda _: Background(True))
+    monkeypatch.setattr(ia_mech.collect.job, "Background", lambda _: Background(True))
     monkeypatch.setattr("ia_mech.engine.plan.UNIT_BATCHES", 1)
 
 
@@ -75,7 +75,7 @@ def test_a_run_written_behind_is_the_same(tiny_subject, tmp_path, progress, thre
     monkeypatch.setattr(RunWriter, "add_contexts", noted)
     behind = collect(CONFIG, tiny_subject, tmp_path / "behind", progress)
     assert len(threads) == 6 and all(name.startswith("writer") for name in threads)
-    monkeypatch.setattr(ia_mech.collect, "Background", lambda _: Background(False))
+    monkeypatch.setattr(ia_mech.collect.job, "Background", lambda _: Background(False))
     assert collect(CONFIG, tiny_subject, tmp_path / "at-once", progress).digest() == behind.digest()
 
 
@@ -83,7 +83,7 @@ def test_an_interrupted_run_keeps_what_was_being_written(
     tiny_subject, tmp_path, progress, threaded, monkeypatch
 ):
     """Ctrl-C while the second unit is computed and the first one is being written, slowly."""
-    honest, job, units = RunWriter.add_contexts, ia_mech.collect._Job, []
+    honest, job, units = RunWriter.add_contexts, ia_mech.collect.job._Job, []
 
     def slowly(writer, *arguments):
         time.sleep(0.3)

@@ -34,8 +34,8 @@ from benchmarks.sampling.tables import (
     peers_table,
     short,
 )
+from ia_mech.engine.sampling import stream_key
 from ia_mech.errors import UserError
-from ia_mech.sampling import stream_key
 
 
 def products(contexts: int, scale: float) -> list[Product]:

@@ -6,7 +6,7 @@ from importlib import resources
 
 import pytest
 
-from ia_mech.conversations import BUILTIN
+from ia_mech.data.conversations import BUILTIN
 
 ROWS = {
     name: [

@@ -13,9 +13,9 @@ from tokenizers import AddedToken, processors
 from transformers import ByT5Tokenizer
 from transformers.utils import chat_template_utils
 
-from ia_mech.chat import ChatFormat
+from ia_mech.chat.format import ChatFormat
+from ia_mech.chat.template import PINNED_DATE
 from ia_mech.errors import UserError
-from ia_mech.template import PINNED_DATE
 
 NEWLINE, NEWLINES = "Ċ", "ĊĊ"  # as byte-level tokenizers write them
 
@@ -613,7 +613,7 @@ def test_roles_of_plain_text_leave_the_space_after_them_to_the_user():
 
 def test_a_space_that_merges_with_every_word_is_still_the_users(monkeypatch):
     """In large vocabularies every first word holds the space before it."""
-    monkeypatch.setattr("ia_mech.chat._PROBES", ("the", "so"))
+    monkeypatch.setattr("ia_mech.chat.format._PROBES", ("the", "so"))
     c = ChatFormat(changed("smollm2", roles(" USER: ", " ASSISTANT: ", "<|im_end|>", "")))
     assert c.header_text == "USER:"
     assert c.context(turns(QUERY, RESPONSE)).text.endswith("<|im_end|> USER:")

@@ -5,7 +5,7 @@ import copy
 import families
 import pytest
 
-from ia_mech.chat import ChatFormat
+from ia_mech.chat.format import ChatFormat
 from ia_mech.errors import UserError
 
 FAMILIES = (*families.REAL_FAMILIES, "zephyr_text")

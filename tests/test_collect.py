@@ -7,13 +7,13 @@ import pytest
 import tiny
 import torch
 
-import ia_mech.collect
+import ia_mech.collect.job
 import ia_mech.engine.loop
-from ia_mech.collect import collect
-from ia_mech.config import SampleConfig
+from ia_mech.collect.config import SampleConfig
+from ia_mech.collect.job import collect
 from ia_mech.engine.plan import Grid
 from ia_mech.errors import UserError
-from ia_mech.models import ModelSpec, Subject, weights_hash
+from ia_mech.models.load import ModelSpec, Subject, weights_hash
 from ia_mech.run import Run, layout
 
 CONFIG = SampleConfig(limit=6, grid=Grid((0.7, 1.0), 2, 8, 0), batch_rows=20)
@@ -46,14 +46,14 @@ def test_memory_running_out_is_said_once_recorded_and_survived(
 
 
 def test_a_prefill_too_large_halves_the_contexts(tiny_subject, tmp_path, progress, monkeypatch):
-    honest = ia_mech.collect.prefill
+    honest = ia_mech.collect.job.prefill
 
     def tight(model, prefixes, *others):
         if len(prefixes) > 2:
             raise MemoryError
         return honest(model, prefixes, *others)
 
-    monkeypatch.setattr(ia_mech.collect, "prefill", tight)
+    monkeypatch.setattr(ia_mech.collect.job, "prefill", tight)
     run = collect(CONFIG, tiny_subject, tmp_path / "run", progress)
     assert run.complete and len(run.generations) == 6 * 5
 
@@ -89,7 +89,7 @@ def test_a_written_response_that_the_template_refuses_is_left_out_and_said(
     tiny_subject, tmp_path, progress, monkeypatch
 ):
     config = replace(CONFIG, response="generate", max_response_tokens=4)
-    honest = ia_mech.collect.ChatFormat.context
+    honest = ia_mech.collect.job.ChatFormat.context
     seen = []
 
     def picky(self, messages):
@@ -98,7 +98,7 @@ def test_a_written_response_that_the_template_refuses_is_left_out_and_said(
             raise UserError("the template refuses it", "remove it")
         return honest(self, messages)
 
-    monkeypatch.setattr(ia_mech.collect.ChatFormat, "context", picky)
+    monkeypatch.setattr(ia_mech.collect.job.ChatFormat, "context", picky)
     run = collect(config, tiny_subject, tmp_path / "run", progress)
     assert seen and run.complete
     assert "conversation maths-01 is left out: the template refuses it" in progress.lines
@@ -119,7 +119,7 @@ def test_responses_cut_off_are_marked_in_both_tables(tiny_subject, tmp_path, pro
 def test_logits_that_are_not_numbers_end_the_run_with_nothing_of_them_written(
     tiny_subject, tmp_path, progress, monkeypatch
 ):
-    honest = ia_mech.collect.prefill
+    honest = ia_mech.collect.job.prefill
 
     def broken(model, prefixes, *others):
         group = honest(model, prefixes, *others)
@@ -127,7 +127,7 @@ def test_logits_that_are_not_numbers_end_the_run_with_nothing_of_them_written(
         logits[-1, 5] = torch.nan
         return replace(group, logits=logits)
 
-    monkeypatch.setattr(ia_mech.collect, "prefill", broken)
+    monkeypatch.setattr(ia_mech.collect.job, "prefill", broken)
     with pytest.raises(UserError, match=r"logits are not numbers for the context of .* in float32"):
         collect(CONFIG, tiny_subject, tmp_path / "run", progress)
     assert len(Run.open(tmp_path / "run").contexts) == 0

@@ -20,8 +20,8 @@ from shell import Outcome, call, files, refusal
 
 from ia_mech import sample as command_line
 from ia_mech.engine import plan
-from ia_mech.options import build_parser
 from ia_mech.run import Run
+from ia_mech.sample import build_parser
 
 SMALL = ["--limit", "3", "--samples", "1", "--temperatures", "1", "--max-new-tokens", "4"]
 DATA = ("contexts", "generations", "header_logits", "residuals")
@@ -206,7 +206,7 @@ def test_a_dataset_that_cannot_be_opened(refused, monkeypatch):
     def denied(*_, **__):
         raise PermissionError(13, "Permission denied", "chats.jsonl")
 
-    monkeypatch.setattr("ia_mech.intake.open_conversations", denied)
+    monkeypatch.setattr("ia_mech.collect.preflight.open_conversations", denied)
     line = refused()
     assert "Permission denied: 'chats.jsonl'; check the path, its permissions and the room" in line
 
@@ -286,7 +286,7 @@ def test_what_can_be_told_early_is_told_before_the_weights_are_loaded(
     refused, monkeypatch, tmp_path, words
 ):
     (tmp_path / "file").write_text("")
-    monkeypatch.setattr("ia_mech.models.load", None)
+    monkeypatch.setattr("ia_mech.models.load.load", None)
     refused(*words.format(file=tmp_path / "file").split())
 
 
@@ -446,7 +446,7 @@ def test_the_same_command_again_computes_nothing(sample, tmp_path, monkeypatch):
     first = sample()
     assert "weights" in first.err.splitlines()[0] and "finished before" not in first.err
     before = files(tmp_path)
-    monkeypatch.setattr("ia_mech.collect.prefill", None)
+    monkeypatch.setattr("ia_mech.collect.job.prefill", None)
     second = sample()
     assert second.status == 0 and second.out == first.out
     assert second.err == f"{first.run.path} was finished before; nothing was computed again\n"
@@ -476,7 +476,7 @@ def test_the_turns_shown_are_of_as_many_contexts_as_there_are(sample, tmp_path, 
 
 
 def test_an_interrupted_run_says_what_is_kept_and_goes_on(sample, monkeypatch, tmp_path):
-    from ia_mech import collect
+    from ia_mech.collect import job as collect
 
     monkeypatch.setattr("ia_mech.engine.plan.UNIT_BATCHES", 1)
     words = ["--batch-rows", "2"]  # one context at a time
@@ -500,7 +500,7 @@ def test_an_interrupted_run_says_what_is_kept_and_goes_on(sample, monkeypatch, t
 
 
 def test_an_interrupted_run_keeps_its_responses(sample, monkeypatch, tmp_path):
-    from ia_mech import responses
+    from ia_mech.collect import responses
 
     out = tmp_path / "run"
     words = ["--response", "generate", "--max-response-tokens", "4", "--out", out]
@@ -515,7 +515,7 @@ def test_an_interrupted_run_keeps_its_responses(sample, monkeypatch, tmp_path):
 
 
 def test_an_interruption_before_anything_is_written(sample, monkeypatch, cache):
-    monkeypatch.setattr("ia_mech.models.load", Interrupted(None, 0))
+    monkeypatch.setattr("ia_mech.models.load.load", Interrupted(None, 0))
     outcome = sample()
     assert outcome == (130, "", "\ninterrupted; nothing was written yet\n")
     assert not cache.exists()
@@ -620,7 +620,9 @@ def controls(text: str) -> set[str]:
 
 
 def test_control_characters_of_texts_do_not_reach_the_terminal(sample, tmp_path, monkeypatch):
-    monkeypatch.setattr("ia_mech.chat.ChatFormat.text", lambda self, ids: EVIL + "\nsecond\u2028")
+    monkeypatch.setattr(
+        "ia_mech.chat.format.ChatFormat.text", lambda self, ids: EVIL + "\nsecond\u2028"
+    )
     evil = question(
         id=EVIL, question=EVIL, answer=EVIL, dataset="set\x1b[2J[red]", reference="Why?"
     )
@@ -635,7 +637,7 @@ def test_control_characters_of_texts_do_not_reach_the_terminal(sample, tmp_path,
 
 
 def test_a_terminal_that_knows_ascii_only_is_enough(sample, monkeypatch, tiny_model_dir):
-    monkeypatch.setattr("ia_mech.chat.ChatFormat.text", lambda self, ids: "né 日本")
+    monkeypatch.setattr("ia_mech.chat.format.ChatFormat.text", lambda self, ids: "né 日本")
     screen = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr(sys, "stdout", screen)
     assert sample().status == 0

@@ -10,9 +10,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from ia_mech.conversations import ColumnMap, Conversation, open_conversations, validate
+from ia_mech.data.conversations import ColumnMap, Conversation, open_conversations, validate
+from ia_mech.data.formats import cut_dialogue, split_gsm8k
 from ia_mech.errors import UserError
-from ia_mech.formats import cut_dialogue, split_gsm8k
 
 USER, ASSISTANT = "user", "assistant"
 DIALOGUE = [

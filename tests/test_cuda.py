@@ -13,9 +13,8 @@ from scipy import stats
 from test_stream import LENGTHS, ROWS, STOPS, near_ties, prefilled_by
 from transformers import GenerationConfig
 
-from ia_mech import embedded
-from ia_mech.collect import collect
-from ia_mech.config import SampleConfig
+from ia_mech.collect.config import SampleConfig
+from ia_mech.collect.job import collect
 from ia_mech.engine.capture import find_blocks
 from ia_mech.engine.cuda import check, fused
 from ia_mech.engine.cuda.outbox import Outbox
@@ -25,10 +24,11 @@ from ia_mech.engine.cuda.stepper import FIELDS, STEPS, Stepper
 from ia_mech.engine.decode import decode, decode_stream
 from ia_mech.engine.loop import Row, sample
 from ia_mech.engine.plan import Grid
-from ia_mech.engine.prefix import Prefix, prefill
-from ia_mech.engine.shared import Engine
-from ia_mech.models import ModelSpec, load, text_config
-from ia_mech.sampling import stream_key
+from ia_mech.engine.prefill import Prefix, prefill
+from ia_mech.engine.sampling import stream_key
+from ia_mech.engine.shared_prefix import Engine
+from ia_mech.models import embedded
+from ia_mech.models.load import ModelSpec, load, text_config
 
 DENSE = ("llama", "mistral", "qwen3", "qwen3_5", "glm4", "gemma3")  # without experts
 

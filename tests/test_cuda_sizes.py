@@ -11,9 +11,9 @@ from test_stream import prefilled_by
 
 from ia_mech.engine.cuda.sizes import FACTOR, SMALLEST, Shape, Sizes, demand, needed_bytes
 from ia_mech.engine.cuda.stepper import Stepper
-from ia_mech.engine.memory import Halving
+from ia_mech.engine.plan import Halving
 from ia_mech.errors import UserError
-from ia_mech.models import text_config
+from ia_mech.models.load import text_config
 
 LAYERS = ((8, 128, 128, None),) * 28
 QWEN = Shape(LAYERS, heads=16, width=1024 + 3072, vocab=151_936, dtype=torch.bfloat16)

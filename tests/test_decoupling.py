@@ -13,12 +13,12 @@ from runs import KEPT, VOCAB, snapshot_in
 from shell import Outcome, call, files, refusal
 
 from experiments.decoupling.__main__ import main
-from experiments.decoupling.figures import scatter
+from experiments.decoupling.analyse import DIFFERENCE, RANK, estimates, remarks
 from experiments.decoupling.read import read
-from experiments.decoupling.tables import DIFFERENCE, RANK, estimates, remarks
+from experiments.decoupling.show import scatter
+from ia_mech.collect.rows import stored_logits
 from ia_mech.judge.label import items_of
 from ia_mech.judge.rubric import GENUINE
-from ia_mech.rows import stored_logits
 from ia_mech.run import Run, RunWriter, layout
 from ia_mech.run.labels import KEY
 

@@ -9,11 +9,10 @@ from pathlib import Path
 import math_verify
 import pytest
 
-from experiments.decoupling.verify import verifier_of, verify
-from experiments.decoupling.verify.limit import TimedOut, limited
+from experiments.decoupling.verify import TimedOut, limited, verifier_of, verify
 from experiments.decoupling.verify.maths import cleared, gold
-from ia_mech.formats import ColumnMap
-from ia_mech.presets import PRESETS
+from ia_mech.data.formats import ColumnMap
+from ia_mech.data.presets import PRESETS
 
 FIXTURES = Path(__file__).parent / "fixtures" / "presets"
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 from safetensors import SafetensorError
 
-from ia_mech import embedded
 from ia_mech.errors import UserError
-from ia_mech.models import ModelSpec, load
+from ia_mech.models import embedded
+from ia_mech.models.load import ModelSpec, load
 
 GGUF = b"GGUF and some weights"
 FULL = OSError(errno.ENOSPC, "No space left on device")

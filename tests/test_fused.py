@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ia_mech.engine.cuda import fused
-from ia_mech.sampling import draw, gumbel
+from ia_mech.engine.sampling import draw, gumbel
 
 TRITON = importlib.util.find_spec("triton") is not None
 

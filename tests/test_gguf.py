@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from ia_mech import embedded
-from ia_mech.models import ModelSpec, load
+from ia_mech.models import embedded
+from ia_mech.models.load import ModelSpec, load
 
 
 @pytest.mark.slow

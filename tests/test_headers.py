@@ -5,10 +5,10 @@ from dataclasses import replace
 import families
 import pytest
 
-from ia_mech.chat import ChatFormat
-from ia_mech.conversations import HEADERS, Conversation
+from ia_mech.chat.format import ChatFormat
+from ia_mech.chat.headers import context_of, rendered
+from ia_mech.data.conversations import HEADERS, Conversation
 from ia_mech.errors import UserError
-from ia_mech.headers import context_of, rendered
 
 EACH = pytest.mark.parametrize("family", (*families.REAL_FAMILIES, "zephyr_text"))
 DIALOGUE = (

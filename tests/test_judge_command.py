@@ -14,15 +14,14 @@ from runs import CONTEXTS, sampled
 from shell import call, files, refusal
 from stub_server import StubServer, completion
 
-from ia_mech.config import SampleConfig
+from ia_mech.collect.config import SampleConfig
 from ia_mech.engine.plan import Grid
 from ia_mech.judge.__main__ import main
 from ia_mech.judge.cache import VerdictCache
-from ia_mech.judge.commands import Bar
+from ia_mech.judge.commands import Bar, build_parser
 from ia_mech.judge.hf import HfJudge
 from ia_mech.judge.label import label_run
-from ia_mech.judge.llm import prompt
-from ia_mech.judge.options import build_parser
+from ia_mech.judge.llm import judge as prompt
 from ia_mech.judge.rubric import (
     ASSESSED,
     CANNOT_ASSESS,
@@ -34,7 +33,7 @@ from ia_mech.judge.rubric import (
     VERSION,
 )
 from ia_mech.judge.rules import RulesJudge
-from ia_mech.models import ModelSpec, load
+from ia_mech.models.load import ModelSpec, load
 from ia_mech.run import Run
 from ia_mech.run.labels import KEY
 
@@ -502,7 +501,7 @@ def unloaded(monkeypatch) -> None:
         raise AssertionError("a model was loaded")
 
     monkeypatch.setattr("ia_mech.judge.hf.load", load)
-    monkeypatch.setattr("ia_mech.models._hub_answers", load)
+    monkeypatch.setattr("ia_mech.models.load._hub_answers", load)
 
 
 @pytest.mark.parametrize("words", ["", "--replay", "--dry-run"])

@@ -7,16 +7,16 @@ import tiny
 import torch
 from judging import Quiet
 
-from ia_mech import embedded, models
+import ia_mech.models.load as models
 from ia_mech.errors import UserError
 from ia_mech.judge import hf
-from ia_mech.judge.hf import HfJudge
-from ia_mech.judge.hf_replay import HfReplay, described
+from ia_mech.judge.hf import HfJudge, HfReplay, described
 from ia_mech.judge.label import judge_items
-from ia_mech.judge.llm import prompt
+from ia_mech.judge.llm import judge as prompt
 from ia_mech.judge.rubric import NAMES
 from ia_mech.judge.verdict import Item
-from ia_mech.models import ModelSpec, load, same_model
+from ia_mech.models import embedded
+from ia_mech.models.load import ModelSpec, load, same_model
 
 ITEMS = [
     Item("How does the lens work?", "It gathers the light.", "And the lamp?"),

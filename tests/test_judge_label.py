@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 from runs import CONTEXTS, files_under, sampled
 
-from ia_mech.config import SampleConfig
+from ia_mech.collect.config import SampleConfig
 from ia_mech.engine.plan import Grid
 from ia_mech.errors import UserError
 from ia_mech.judge.cache import VerdictCache

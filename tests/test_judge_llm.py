@@ -8,8 +8,9 @@ from stub_server import VERDICT, Reply, StubServer, completion, error, item_of, 
 
 from ia_mech.errors import UserError
 from ia_mech.judge.label import judge_items
-from ia_mech.judge.llm import LlmJudge, prompt
-from ia_mech.judge.llm.parse import NoVerdict, find_verdict
+from ia_mech.judge.llm import LlmJudge
+from ia_mech.judge.llm import judge as prompt
+from ia_mech.judge.llm.judge import NoVerdict, find_verdict
 from ia_mech.judge.rubric import NAMES, rubric_hash
 from ia_mech.judge.verdict import Item, Verdict
 

@@ -15,7 +15,8 @@ from stub_server import HANG, StubServer, completion, error
 from ia_mech.errors import UserError
 from ia_mech.judge.cache import VerdictCache
 from ia_mech.judge.label import judge_items
-from ia_mech.judge.llm import LlmJudge, session
+from ia_mech.judge.llm import LlmJudge
+from ia_mech.judge.llm import server as session
 from ia_mech.judge.verdict import Verdict
 
 

@@ -15,7 +15,9 @@ from stub_server import DROP, HANG, Reply, StubServer, completion, error, turn_o
 from ia_mech.errors import UserError
 from ia_mech.judge.cache import VerdictCache
 from ia_mech.judge.label import judge_items
-from ia_mech.judge.llm import LlmJudge, budget, server, session
+from ia_mech.judge.llm import LlmJudge, server
+from ia_mech.judge.llm import server as budget
+from ia_mech.judge.llm import server as session
 from ia_mech.judge.verdict import Item, Verdict
 
 

@@ -17,10 +17,10 @@ from collections import Counter
 import pytest
 from judging import verdicts_of
 
-from ia_mech import embedded
 from ia_mech.judge.llm import LlmJudge
 from ia_mech.judge.rubric import CATEGORIES, NAMES
 from ia_mech.judge.verdict import Item
+from ia_mech.models import embedded
 
 TURNS = 10
 

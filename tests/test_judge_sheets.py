@@ -17,9 +17,16 @@ from ia_mech.errors import UserError
 from ia_mech.judge.__main__ import main
 from ia_mech.judge.label import items_of
 from ia_mech.judge.rubric import CANNOT_ASSESS, GENUINE, NAMES
-from ia_mech.judge.sheets import export_sheet, import_sheet, write_sheet
-from ia_mech.judge.sheets.draw import COLUMNS, allocate
-from ia_mech.judge.sheets.files import csv_bytes, inert, read_sheet
+from ia_mech.judge.sheets import (
+    COLUMNS,
+    allocate,
+    csv_bytes,
+    export_sheet,
+    import_sheet,
+    inert,
+    read_sheet,
+    write_sheet,
+)
 from ia_mech.run import Run
 from ia_mech.run.labels import KEY
 

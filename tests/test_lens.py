@@ -4,15 +4,15 @@ import pytest
 import tiny
 import torch
 
-from ia_mech.bridge import activation_cache, hook_name, hook_tensors
-from ia_mech.collect import collect
-from ia_mech.config import SampleConfig
+from ia_mech.collect.config import SampleConfig
+from ia_mech.collect.job import collect
 from ia_mech.engine.capture import find_blocks
 from ia_mech.engine.plan import Grid
-from ia_mech.engine.prefix import Prefix, prefill
+from ia_mech.engine.prefill import Prefix, prefill
 from ia_mech.errors import UserError
 from ia_mech.lens import Lens, lens_file, save_lens
-from ia_mech.models import ModelSpec, Subject, weights_hash
+from ia_mech.models.bridge import activation_cache, hook_name, hook_tensors
+from ia_mech.models.load import ModelSpec, Subject, weights_hash
 
 
 def subject(model) -> Subject:

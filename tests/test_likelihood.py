@@ -11,16 +11,16 @@ from conftest import Silent
 from shell import Outcome, call, files, refusal
 
 from experiments.likelihood.__main__ import main
+from experiments.likelihood.analyse import estimates
 from experiments.likelihood.read import read
-from experiments.likelihood.tables import estimates
-from ia_mech.collect import collect
-from ia_mech.config import SampleConfig
+from ia_mech.collect.config import SampleConfig
+from ia_mech.collect.job import collect
 from ia_mech.engine.plan import Grid
 from ia_mech.judge.label import items_of
 from ia_mech.judge.rubric import GENUINE
+from ia_mech.likelihood.scorer import SCORED
 from ia_mech.run import Run
 from ia_mech.run.labels import KEY
-from ia_mech.scoring.temperatures import SCORED
 
 GRID = Grid((0.85, 1.0), 3, 5, 0)
 
@@ -126,13 +126,13 @@ def test_the_estimates_of_a_run_are_means_of_what_it_stores(plain):
     found = estimates(read([plain.path]), resamples=100)
     stored = plain.contexts[plain.contexts["reference_logprob"].notna()]
     curve = np.stack(stored["reference_logprob_tempered_with_end"].to_list()).mean(0)
-    rows = found[(found["quantity"] == "tempered log p") & (found["dataset"] == "all")]
+    rows = found[(found["quantity"] == "tempered log p") & (found["dataset"] == "(all)")]
     np.testing.assert_allclose(rows["value"], curve)
-    best = found[(found["quantity"] == "best temperature") & (found["dataset"] == "all")]
+    best = found[(found["quantity"] == "best temperature") & (found["dataset"] == "(all)")]
     assert best["value"].item() == rows["temperature"].to_numpy()[np.argmax(curve)]
     at_one = rows[rows["temperature"] == 1.0]["value"].item()
     np.testing.assert_allclose(at_one, stored["reference_logprob_with_end"].mean(), rtol=1e-6)
-    everything = found[found["dataset"] == "all"].set_index(["quantity", "of"])["value"]
+    everything = found[found["dataset"] == "(all)"].set_index(["quantity", "of"])["value"]
     np.testing.assert_allclose(
         everything["contrast, bits", "header"], stored["reference_header_contrast_bits"].mean()
     )
@@ -143,9 +143,9 @@ def test_the_estimates_of_a_run_are_means_of_what_it_stores(plain):
         if one["name"] == "query"
     ]
     beats = found[(found["quantity"] == "reference beats") & (found["of"] == "query")]
-    beats = beats[(beats["dataset"] == "all") & (beats["temperature"] == 1.0)]
+    beats = beats[(beats["dataset"] == "(all)") & (beats["temperature"] == 1.0)]
     assert beats["value"].item() == pytest.approx(np.mean(shares))
-    assert set(found["dataset"]) == {"plain", "odd", "all"}
+    assert set(found["dataset"]) == {"plain", "odd", "(all)"}
 
 
 def test_pooled_runs_share_the_temperatures_that_both_scored(plain, sampled):
@@ -206,7 +206,7 @@ def test_verdicts_are_joined_by_run_context_temperature_and_sample(copied):
     assert found.generations["genuine"].tolist() == expected.astype(float).tolist()
     rows = estimates(found, resamples=100)
     within = rows[(rows["quantity"] == "AUROC of genuine, within contexts")]
-    within = within[(within["of"] == "response, bits") & (within["dataset"] == "all")]
+    within = within[(within["of"] == "response, bits") & (within["dataset"] == "(all)")]
     warm = found.generations[found.generations["temperature"] == 1.0]
     won = [
         (g > o) + (g == o) / 2

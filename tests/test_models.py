@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ia_mech import models
+import ia_mech.models.load as models
 from ia_mech.errors import UserError
-from ia_mech.models import (
+from ia_mech.models.load import (
     ModelSpec,
     accepts,
     context_limit,

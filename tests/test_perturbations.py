@@ -15,11 +15,7 @@ from experiments.common.command import write_estimates
 from experiments.decoupling import __main__ as decoupling
 from experiments.likelihood import __main__ as likelihood
 from experiments.perturbations.__main__ import main
-from experiments.perturbations.base import read_base, under_conditions
-from experiments.perturbations.conditions import CONDITIONS
-from experiments.perturbations.displacement import displacements, typical_distance
-from experiments.perturbations.read import read
-from experiments.perturbations.tables import (
+from experiments.perturbations.analyse import (
     DISTANCE,
     HELD,
     LESS,
@@ -27,20 +23,25 @@ from experiments.perturbations.tables import (
     REFERENCE,
     RELATIVE,
     SHARE,
+    displacements,
     estimates,
+    typical_distance,
+    verdicts,
 )
-from experiments.perturbations.verdict import verdicts
+from experiments.perturbations.conditions import CONDITIONS
+from experiments.perturbations.read import read
+from experiments.perturbations.sample import read_base, under_conditions
 from experiments.temperature_sweep import __main__ as temperature_sweep
-from ia_mech.chat import ChatFormat
-from ia_mech.collect import collect
-from ia_mech.config import SampleConfig
-from ia_mech.conversations import Conversation
+from ia_mech.chat.format import ChatFormat
+from ia_mech.chat.headers import rendered
+from ia_mech.collect.config import SampleConfig
+from ia_mech.collect.job import collect
+from ia_mech.data.conversations import Conversation
 from ia_mech.engine.plan import Grid
 from ia_mech.errors import UserError
-from ia_mech.headers import rendered
 from ia_mech.judge.label import UNSEEN, items_of, label_run
 from ia_mech.judge.rules import RulesJudge
-from ia_mech.models import ModelSpec
+from ia_mech.models.load import ModelSpec
 from ia_mech.run import Run
 from ia_mech.stats import cluster_mean, paired_difference
 

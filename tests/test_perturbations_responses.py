@@ -7,10 +7,9 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from experiments.perturbations import responses
-from experiments.perturbations.conditions import CONDITIONS, perturbed
-from experiments.perturbations.responses import UNCHANGED, sentences
-from ia_mech.conversations import HEADERS, Conversation, open_conversations, validate
+from experiments.perturbations import conditions as responses
+from experiments.perturbations.conditions import CONDITIONS, UNCHANGED, perturbed, sentences
+from ia_mech.data.conversations import HEADERS, Conversation, open_conversations, validate
 
 TEXT = (
     "First, boil 2.5 l of water, i.e. a lot. Then add salt.\n\n"

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from ia_mech.engine.memory import Halving
 from ia_mech.engine.plan import (
     CPU,
     GPU,
     Grid,
+    Halving,
     consecutive,
     contexts_per_batch,
     contexts_per_unit,
@@ -16,7 +16,7 @@ from ia_mech.engine.plan import (
     plan_units,
 )
 from ia_mech.errors import UserError
-from ia_mech.models import is_out_of_memory
+from ia_mech.models.load import is_out_of_memory
 
 
 def test_units_hold_every_context_once_sorted_by_length():

@@ -18,11 +18,11 @@ from scipy.special import log_softmax
 from test_temperature_sweep_runs import judged
 
 from experiments.temperature_sweep.__main__ import main
-from ia_mech.collect import collect
-from ia_mech.config import SampleConfig
+from ia_mech.collect.config import SampleConfig
+from ia_mech.collect.job import collect
 from ia_mech.engine.plan import Grid
 from ia_mech.lens import save_lens
-from ia_mech.models import ModelSpec, Subject, weights_hash
+from ia_mech.models.load import ModelSpec, Subject, weights_hash
 from ia_mech.run import Run
 
 CLASSES, WIDTH, BLOCK = 8, 32, 2  # the block that adds something is the second
@@ -95,7 +95,7 @@ def out(run):
 @pytest.fixture(scope="module")
 def found(out) -> pd.DataFrame:
     rows = pd.read_parquet(out / "estimates.parquet")
-    return rows[rows["dataset"] == "all"]
+    return rows[rows["dataset"] == "(all)"]
 
 
 @pytest.fixture(scope="module")

@@ -7,9 +7,9 @@ import datasets
 import huggingface_hub
 import pytest
 
-from ia_mech.conversations import ColumnMap, open_conversations
+from ia_mech.data.conversations import ColumnMap, open_conversations
+from ia_mech.data.presets import PRESETS, find
 from ia_mech.errors import UserError
-from ia_mech.presets import PRESETS, find
 
 FIXTURES = Path(__file__).parent / "fixtures" / "presets"
 

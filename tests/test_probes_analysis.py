@@ -12,12 +12,11 @@ from ia_mech.errors import UserError
 from ia_mech.stats import Estimate
 from probes import analysis
 from probes.analysis import analyse
-from probes.controls.baselines import Baseline
-from probes.data.outcome import Outcome
-from probes.fitting.cell import Design, examine
-from probes.fitting.folds import make_folds
-from probes.fitting.rotation import Cell
-from probes.records import MEASURES, Arrays, Controls, Settings
+from probes.controls import Baseline, Controls
+from probes.fit.folds import make_folds
+from probes.fit.nested_cv import Cell, Design, examine
+from probes.outcome import Outcome
+from probes.records import MEASURES, Arrays, Settings
 
 LAYERS, POSITIONS, WIDTH = 5, ("start", "end"), 12
 SMALL = Settings(folds=4, permutations=19, control_draws=2, orders=1, resamples=100, workers=1)
@@ -330,7 +329,7 @@ def test_progress_is_told_of_all_cells_and_stopped_in_any_case():
         def __init__(self):
             self.steps, self.expected, self.stopped = {}, {}, 0
 
-        def start(self, phase, steps):
+        def start(self, phase, steps, **_):
             self.phase, self.expected[phase], self.steps[phase] = phase, steps, 0
 
         def advance(self):

@@ -9,7 +9,7 @@ from scipy.stats import entropy
 from sklearn.feature_extraction.text import TfidfVectorizer
 
 from ia_mech.lens import Lens
-from probes.controls import baselines
+from probes import controls as baselines
 
 TEXTS = [
     "the cat sat on the mat",

@@ -14,8 +14,8 @@ from scipy.special import expit, logit
 from ia_mech.errors import UserError
 from ia_mech.run.layout import sha256
 from probes.card import Direction, Probe, directions
-from probes.data.outcome import Outcome
 from probes.estimators import LDAProbe, LogisticProbe, MassMeanProbe
+from probes.outcome import Outcome
 
 WIDTH = 24
 ESTIMATOR = {"logistic": LogisticProbe(0.1), "mass-mean": MassMeanProbe(), "whitened": LDAProbe()}

@@ -9,11 +9,10 @@ from sklearn.covariance import ledoit_wolf
 from sklearn.linear_model import LogisticRegression, Ridge
 from sklearn.metrics import roc_auc_score
 
-from probes.data.outcome import Outcome
-from probes.fitting.cell import ESTIMATORS, Design, chance_in_training, examine, examine_once
-from probes.fitting.fits import PENALTIES
-from probes.fitting.folds import make_folds, permutations
-from probes.fitting.rotation import Cell
+from probes.fit.folds import make_folds, permutations
+from probes.fit.nested_cv import ESTIMATORS, Cell, Design, chance_in_training, examine, examine_once
+from probes.fit.solvers import PENALTIES
+from probes.outcome import Outcome
 
 FOLDS, PERMUTATIONS = 5, 3
 MANY, FEW = (120, 10), (70, 100)  # contexts, features: the two ways to decompose

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from probes.controls.control_task import control_outcomes, types
-from probes.data.outcome import Outcome
+from probes.controls import control_outcomes, types
+from probes.outcome import Outcome
 
 
 def contexts(count=400, seed=0):

@@ -17,8 +17,8 @@ from ia_mech.judge.label import items_of
 from ia_mech.judge.rubric import CANNOT_ASSESS, GENUINE
 from ia_mech.run import Run, layout
 from ia_mech.run.labels import KEY
-from probes.data import tokens
-from probes.data.dataset import ProbeSet, lens_of, read
+from probes import dataset as tokens
+from probes.dataset import ProbeSet, lens_of, read
 
 NEW, LOOP, FAILED = "new_topic", "degenerate", "failed"
 RULES = {"identity": {"kind": "rules"}, "repeats": 1}

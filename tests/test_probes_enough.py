@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from ia_mech.errors import UserError
-from probes.data.enough import check_enough
-from probes.data.outcome import Outcome
-from probes.data.targets import parse
+from probes.dataset import check_enough
+from probes.outcome import Outcome
+from probes.targets import parse
 
 
 def outcome(positive: int, negative: int, both: int = 0) -> Outcome:

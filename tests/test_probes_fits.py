@@ -14,9 +14,8 @@ from sklearn.preprocessing import StandardScaler
 from sklearn.utils.estimator_checks import check_estimator
 
 from probes.estimators import LDAProbe, LogisticProbe, MassMeanProbe, RidgeProbe, make
-from probes.fitting import fits
-from probes.fitting.cell import ESTIMATORS
-from probes.fitting.rotation import Cell, rotate
+from probes.fit import solvers as fits
+from probes.fit.nested_cv import ESTIMATORS, Cell, rotate
 
 FEW, MANY = (150, 20), (60, 200)  # contexts, features: the two ways to decompose
 SHAPES = pytest.mark.parametrize("shape", [FEW, MANY], ids=["n > d", "n < d"])

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from scipy.stats import chisquare
 
-from probes.data.outcome import Outcome
-from probes.fitting.folds import make_folds, movable, permutations
+from probes.fit.folds import make_folds, movable, permutations
+from probes.outcome import Outcome
 
 DRAWS = 20_000
 

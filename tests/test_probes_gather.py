@@ -5,13 +5,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from experiments.probe_validation.planted import Plan, plant, write
 from ia_mech.stats import FoldScores
-from probes.controls.gather import controls_of
-from probes.data.dataset import ProbeSet, read
-from probes.data.planted import Plan, plant, write
-from probes.fitting.cell import Design, examine_once
-from probes.fitting.folds import make_folds
-from probes.fitting.rotation import Cell
+from probes.controls import controls_of
+from probes.dataset import ProbeSet, read
+from probes.fit.folds import make_folds
+from probes.fit.nested_cv import Cell, Design, examine_once
 
 # The output tells z along one direction, which is another one in a world of another seed.
 PLAN = Plan(
@@ -140,7 +139,7 @@ def test_responses_that_differ_between_runs_only_make_no_control_task(pair):
 
 
 def test_where_no_draw_has_two_rates_there_is_no_control_task(pair, monkeypatch):
-    monkeypatch.setattr("probes.controls.control_task._TRIES", 1)
+    monkeypatch.setattr("probes.controls._TRIES", 1)
     data = read([pair["a"]])
     k = np.zeros(len(data), dtype=int)
     k[0] = 1

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from probes.data.outcome import Outcome
+from probes.fit.nested_cv import Cell
 from probes.fitting.mdl import block_bits, block_ends, code_length
-from probes.fitting.rotation import Cell
+from probes.outcome import Outcome
 
 
 def contexts(strength, sources=60, per_source=2, d=40, seed=0):

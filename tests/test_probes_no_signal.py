@@ -7,11 +7,9 @@ import pytest
 from test_probes_analysis import POSITIONS, SMALL, WIDTH, slow_auroc
 
 from probes.analysis import analyse
-from probes.data.outcome import Outcome
-from probes.fitting.cell import Design, examine, examine_once
-from probes.fitting.folds import make_folds, permutations
-from probes.fitting.rotation import Cell
-from probes.fitting.selection import against_permutations
+from probes.fit.folds import against_permutations, make_folds, permutations
+from probes.fit.nested_cv import Cell, Design, examine, examine_once
+from probes.outcome import Outcome
 from probes.records import Arrays
 
 

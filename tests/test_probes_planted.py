@@ -11,9 +11,7 @@ from sklearn.linear_model import Ridge
 from sklearn.metrics import roc_auc_score
 from sklearn.model_selection import GroupKFold, KFold, cross_val_predict
 
-from ia_mech.judge.rubric import GENUINE
-from ia_mech.rates.pool import read_runs
-from probes.data.planted import (
+from experiments.probe_validation.planted import (
     COMMON_TOKEN,
     KINDS,
     RARE_TOKEN,
@@ -23,6 +21,8 @@ from probes.data.planted import (
     true_auroc,
     write,
 )
+from ia_mech.judge.rubric import GENUINE
+from ia_mech.rates.load import read_runs
 
 
 def auroc(scores: np.ndarray, planted: Planted, rows=slice(None)) -> float:

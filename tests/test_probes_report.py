@@ -15,11 +15,13 @@ from matplotlib.text import Text
 from rich.console import Console
 from scipy.special import expit
 
+from ia_mech.estimates import write_parquet
 from probes.analysis import analyse
-from probes.controls.baselines import Baseline
-from probes.data.outcome import Outcome
-from probes.records import MEASURES, Arrays, Controls, Settings
-from probes.report import figures, tables
+from probes.controls import Baseline, Controls
+from probes.outcome import Outcome
+from probes.records import MEASURES, Arrays, Settings
+from probes.report import figures
+from probes.report import keep as tables
 from probes.report.screen import ROWS, print_analysis, shown_layers
 from probes.report.verdict import Verdict, verdict
 
@@ -163,7 +165,7 @@ def test_predictions(analysis):
 def test_parquet_is_replaced_whole(analysis, tmp_path):
     frame, path = tables.rows(analysis, CONTEXT), tmp_path / "estimates.parquet"
     path.write_text("old")
-    tables.write_parquet(frame, path)
+    write_parquet(frame, path)
     pd.testing.assert_frame_equal(pd.read_parquet(path), frame, check_dtype=False)
 
     def broken(scratch):

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from probes.fitting.selection import against_permutations, choose
+from probes.fit.folds import against_permutations, choose
 
 LAYERS, POSITIONS, FOLDS, PERMUTATIONS = 7, 3, 5, 29
 INSIDE, SOURCES = 40, 50

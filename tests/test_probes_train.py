@@ -13,10 +13,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from shell import call, files, refusal
 
+from experiments.probe_validation.planted import Plan, Planted, plant, write
 from ia_mech.run import Run
 from probes import train
 from probes.card import Probe
-from probes.data.planted import Plan, Planted, plant, write
 
 FEW = ["--permutations", "39", "--resamples", "100", "--threads", "1"]
 PLAN = Plan("signal", contexts=120, layers=5, informative_layer=3, d_model=24)

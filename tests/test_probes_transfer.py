@@ -17,9 +17,9 @@ from ia_mech.run import Run
 from ia_mech.run.labels import KEY
 from ia_mech.stats import holm
 from probes import transfer
-from probes.data.outcome import Outcome
-from probes.fitting import carry as module
-from probes.fitting.carry import OTHERS, Unit, carry
+from probes.fit import cross_evaluate as module
+from probes.fit.cross_evaluate import OTHERS, Unit, carry
+from probes.outcome import Outcome
 from probes.records import Arrays, Settings
 
 QUICK = Settings(permutations=199, resamples=200)

@@ -7,7 +7,7 @@ import pytest
 
 from ia_mech.stats import Estimate
 from probes.analysis import analyse
-from probes.data.outcome import Outcome
+from probes.outcome import Outcome
 from probes.records import Arrays, Compared, Settings
 from probes.report.verdict import COVERAGE, LEVEL, verdict
 

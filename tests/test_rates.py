@@ -10,10 +10,9 @@ import pytest
 from ia_mech.errors import UserError
 from ia_mech.judge.rubric import ASSESSED, CANNOT_ASSESS, GENUINE
 from ia_mech.rates import Judged, Row, estimates, frame_of
-from ia_mech.rates.notes import notes_of
-from ia_mech.rates.pool import FAILED, restricted
-from ia_mech.rates.show import curve_points
-from ia_mech.rates.tables import ALL, any_of_n, comparisons
+from ia_mech.rates.compute import ALL, any_of_n, comparisons
+from ia_mech.rates.load import FAILED, restricted
+from ia_mech.rates.show import curve_points, notes_of
 from ia_mech.stats import (
     cluster_mean,
     detectable_difference,

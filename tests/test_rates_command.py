@@ -21,9 +21,9 @@ from ia_mech.judge.rubric import GENUINE, NAMES
 from ia_mech.judge.sheets import export_sheet, import_sheet, write_sheet
 from ia_mech.rates import examples_by_category, frame_of, print_examples, read_runs
 from ia_mech.rates.__main__ import main
+from ia_mech.rates.compute import estimates
 from ia_mech.rates.files import COLUMNS
 from ia_mech.rates.show import SHORT
-from ia_mech.rates.tables import estimates
 from ia_mech.run import Run, layout
 from ia_mech.run.labels import KEY
 
@@ -602,7 +602,7 @@ def test_flags_that_can_not_be(run, rates, flags):
 
 def test_help_needs_neither_torch_nor_pandas():
     code = (
-        "import sys; from ia_mech.rates.options import build_parser; build_parser().format_help(); "
+        "import sys; from ia_mech.rates.__main__ import build_parser as b; b().format_help(); "
         "print(*{'torch', 'pandas', 'scipy'} & set(sys.modules))"
     )
     root = Path(__file__).parent.parent

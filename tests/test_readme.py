@@ -7,13 +7,16 @@ from pathlib import Path
 from experiments.decoupling import __main__ as decoupling
 from experiments.likelihood import __main__ as likelihood
 from experiments.perturbations import __main__ as perturbations
+from experiments.probe_validation import __main__ as validate
 from experiments.temperature_sweep import __main__ as temperature_sweep
-from ia_mech import embedded, options, sample
-from ia_mech.judge import options as judge_options
-from ia_mech.rates import options as rates_options
+from ia_mech import sample
+from ia_mech import sample as options
+from ia_mech.judge import commands as judge_options
+from ia_mech.models import embedded
+from ia_mech.rates import __main__ as rates_options
 from ia_mech.run import labels, layout
 from probes import options as probe_options
-from probes import transfer, validate
+from probes import transfer
 
 README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
 

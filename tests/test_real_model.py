@@ -5,13 +5,13 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
-from ia_mech.chat import ChatFormat
-from ia_mech.conversations import open_conversations
+from ia_mech.chat.format import ChatFormat
+from ia_mech.data.conversations import open_conversations
 from ia_mech.engine.capture import find_blocks, find_final_norm
 from ia_mech.engine.decode import decode
 from ia_mech.engine.loop import Row
-from ia_mech.engine.prefix import Prefix, prefill
-from ia_mech.models import ModelSpec, load
+from ia_mech.engine.prefill import Prefix, prefill
+from ia_mech.models.load import ModelSpec, load
 
 NEW_TOKENS = 16
 

@@ -22,14 +22,14 @@ import pytest
 import tiny
 import torch
 
-import ia_mech.collect
-from ia_mech.collect import collect
-from ia_mech.config import SampleConfig
+import ia_mech.collect.job
+from ia_mech.collect.config import SampleConfig
+from ia_mech.collect.job import collect
+from ia_mech.collect.responses import Responses
 from ia_mech.engine import plan
 from ia_mech.engine.plan import Grid
 from ia_mech.errors import UserError
-from ia_mech.models import Subject
-from ia_mech.responses import Responses
+from ia_mech.models.load import Subject
 from ia_mech.run import Run, RunWriter, layout
 
 # What the child says: it begins, it computes a unit, the unit is on the disk.
@@ -53,8 +53,8 @@ UNITS = {"given": 24, "generate": 12 + 8}
 class Quiet:
     """A progress that says nothing."""
 
-    def start(self, *_) -> None: ...
-    def advance(self, *_) -> None: ...
+    def start(self, *_, **__) -> None: ...
+    def advance(self, *_, **__) -> None: ...
     def say(self, *_) -> None: ...
     def stop(self) -> None: ...
 
@@ -153,7 +153,7 @@ def _work(config: SampleConfig, subject: Subject, out: Path, pen: int) -> None:
 
         return keep
 
-    job = ia_mech.collect._Job
+    job = ia_mech.collect.job._Job
     Responses._respond, job._run_contexts = (
         computing(method) for method in (Responses._respond, job._run_contexts)
     )
@@ -266,7 +266,7 @@ class CtrlC(Quiet):
         self.phase, self.steps = phase, steps
         self.now, self.stopped = "", False
 
-    def start(self, phase: str, *_) -> None:
+    def start(self, phase: str, *_, **__) -> None:
         self.now = phase
 
     def advance(self, *_) -> None:

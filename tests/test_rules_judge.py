@@ -11,10 +11,10 @@ import pytest
 
 from benchmarks import rules_judge as study
 from ia_mech.judge.rubric import CATEGORIES, GENUINE
-from ia_mech.judge.rules import RulesJudge, text
+from ia_mech.judge.rules import RulesJudge
+from ia_mech.judge.rules import features as text
 from ia_mech.judge.rules import judge as module
-from ia_mech.judge.rules.clear import clear_case
-from ia_mech.judge.rules.features import measure
+from ia_mech.judge.rules.features import clear_case, measure
 from ia_mech.judge.verdict import Item
 from ia_mech.stats import balanced_accuracy, cohen_kappa
 

@@ -24,10 +24,10 @@ from runs import (
 )
 from safetensors import safe_open
 
-from ia_mech.config import SampleConfig
+from ia_mech.collect.config import SampleConfig
+from ia_mech.collect.rows import stored_logits
 from ia_mech.engine.plan import Grid
 from ia_mech.errors import UserError
-from ia_mech.rows import stored_logits
 from ia_mech.run import Run, RunWriter, layout
 
 # -- the folder ---------------------------------------------------------------------------------

@@ -29,9 +29,9 @@ from runs import (
 )
 from safetensors import SafetensorError
 
-import ia_mech.collect
-import ia_mech.intake
-from ia_mech.config import SampleConfig
+import ia_mech.collect.job
+import ia_mech.collect.preflight
+from ia_mech.collect.config import SampleConfig
 from ia_mech.engine.plan import Grid
 from ia_mech.errors import UserError
 from ia_mech.run import Run, RunWriter, layout, writer
@@ -386,10 +386,10 @@ class Census:
 @pytest.mark.parametrize("windows", [2, 3, 6])
 def test_what_is_in_memory_does_not_grow_with_the_run(tiny_subject, tmp_path, monkeypatch, windows):
     """Two windows of contexts and two units of results live at once, however many come."""
-    monkeypatch.setattr(ia_mech.intake, "WINDOW", 3)
-    items, results = Census(ia_mech.collect.Item), Census(ia_mech.collect.Result)
-    monkeypatch.setattr(ia_mech.collect, "Item", items)
-    monkeypatch.setattr(ia_mech.collect, "Result", results)
+    monkeypatch.setattr(ia_mech.collect.preflight, "WINDOW", 3)
+    items, results = Census(ia_mech.collect.job.Item), Census(ia_mech.collect.job.Result)
+    monkeypatch.setattr(ia_mech.collect.job, "Item", items)
+    monkeypatch.setattr(ia_mech.collect.job, "Result", results)
     config = SampleConfig(limit=3 * windows, grid=Grid((), 1, 2), batch_rows=1)
     sampled(config, tiny_subject, tmp_path / "run")
     assert len(items.made) == len(results.made) == 3 * windows

@@ -8,8 +8,8 @@ from transformers import LlamaConfig
 
 from ia_mech.engine.decode import decode
 from ia_mech.engine.loop import Row
-from ia_mech.engine.prefix import Prefix, prefill
-from ia_mech.sampling import draw, gumbel, philox, stream_key, uniforms
+from ia_mech.engine.prefill import Prefix, prefill
+from ia_mech.engine.sampling import draw, gumbel, philox, stream_key, uniforms
 
 VOCAB = 8
 DRAWS = 20_000

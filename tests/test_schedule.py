@@ -4,8 +4,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ia_mech.engine.lines import Lines
-from ia_mech.engine.schedule import COMPACT_BELOW, Schedule
+from ia_mech.engine.plan import COMPACT_BELOW, Schedule
+from ia_mech.engine.shared_prefix import Lines
 
 LENGTHS = st.lists(st.integers(1, 9), max_size=40)  # how many tokens each row will draw
 WIDTHS = st.integers(1, 12)

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from ia_mech.conversations import Conversation
+from ia_mech.data.conversations import Conversation
 from ia_mech.errors import UserError
-from ia_mech.scoring.candidates import CLOSING_TEXT, NAMES, Candidate, OwnCandidates, rivals
-from ia_mech.scoring.donors import Donor
+from ia_mech.likelihood.candidates import CLOSING_TEXT, NAMES, Candidate, OwnCandidates, rivals
+from ia_mech.likelihood.swaps import Donor
 
 
 def written(path: Path, *rows: dict) -> Path:

@@ -7,11 +7,17 @@ import pytest
 from scipy.special import logsumexp
 
 from ia_mech.engine.score import Scored
+from ia_mech.likelihood.candidates import Candidate
+from ia_mech.likelihood.scorer import (
+    SCORED,
+    Contrasts,
+    Likelihood,
+    ScoredCandidate,
+    contrast_columns,
+    reference_columns,
+    scored_temperatures,
+)
 from ia_mech.run import layout
-from ia_mech.scoring.candidates import Candidate
-from ia_mech.scoring.columns import contrast_columns, reference_columns
-from ia_mech.scoring.scorer import Contrasts, Likelihood, ScoredCandidate
-from ia_mech.scoring.temperatures import SCORED, scored_temperatures
 
 LN2 = math.log(2)
 KINDS = ("logprob_empty", "logprob_swapped", "logprob_header")

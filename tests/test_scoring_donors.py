@@ -6,8 +6,8 @@ from dataclasses import replace
 import families
 import pytest
 
-from ia_mech.conversations import Conversation
-from ia_mech.scoring.donors import REACH, Donor, Donors
+from ia_mech.data.conversations import Conversation
+from ia_mech.likelihood.swaps import REACH, Donor, Donors
 
 
 def donor(order: int, tokens: int, **changes) -> Donor:

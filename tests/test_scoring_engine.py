@@ -11,17 +11,22 @@ import tiny
 import torch
 from scored import logprobs
 
-from ia_mech.chat import ChatContext
-from ia_mech.conversations import Conversation
+from ia_mech.chat.format import ChatContext
+from ia_mech.data.conversations import Conversation
 from ia_mech.engine.decode import decode
 from ia_mech.engine.loop import Decoded, Row
-from ia_mech.engine.memory import Halving
-from ia_mech.engine.prefix import Prefix, prefill
+from ia_mech.engine.plan import Halving
+from ia_mech.engine.prefill import Prefix, prefill
+from ia_mech.engine.sampling import stream_key
 from ia_mech.errors import UserError
-from ia_mech.sampling import stream_key
-from ia_mech.scoring.columns import contrast_columns, reference_columns
-from ia_mech.scoring.donors import Donors
-from ia_mech.scoring.scorer import ContextScores, Scorable, Scorer
+from ia_mech.likelihood.scorer import (
+    ContextScores,
+    Scorable,
+    Scorer,
+    contrast_columns,
+    reference_columns,
+)
+from ia_mech.likelihood.swaps import Donors
 
 TEMPERATURES = (0.5, 1.0, 2.0)
 NATS = {"rtol": 0, "atol": 1e-4}  # the largest difference seen is 2e-5, of turns of -100 nats
@@ -349,7 +354,7 @@ def test_a_rival_that_does_not_fit_is_left_out():
 
 
 def test_memory_running_out_in_the_scorer_halves_the_turns(monkeypatch):
-    import ia_mech.scoring.scorer as module
+    import ia_mech.likelihood.scorer as module
 
     bench = Bench("llama")
     written = bench.written()

@@ -8,10 +8,10 @@ import torch
 
 from ia_mech.engine import plan
 from ia_mech.engine.loop import decode_step
-from ia_mech.engine.prefix import Prefix, expand, prefill, prefill_on
+from ia_mech.engine.prefill import Prefix, expand, prefill, prefill_on
 from ia_mech.engine.score import Turn, score_groups
-from ia_mech.engine.shared import Engine
-from ia_mech.scoring.others import TRUNK_TOKENS, prefill_others, trunk
+from ia_mech.engine.shared_prefix import Engine
+from ia_mech.likelihood.counterfactual_prefill import TRUNK_TOKENS, prefill_others, trunk
 
 SHARED = ("llama", "qwen3", "qwen3_moe", "glm4", "glm4_moe")  # in every layer
 TRUNKS = [tiny.prompt(n, seed=n) for n in (17, 23)]

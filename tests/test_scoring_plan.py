@@ -7,14 +7,14 @@ import scored
 from conftest import Silent
 from shell import call
 
-import ia_mech.scoring.scorer
+import ia_mech.likelihood.scorer
 from ia_mech import sample as command_line
-from ia_mech.collect import collect
-from ia_mech.config import SampleConfig
+from ia_mech.collect.config import SampleConfig
+from ia_mech.collect.identity import build_chat
+from ia_mech.collect.job import collect
+from ia_mech.collect.preflight import Plan, make_plan
 from ia_mech.engine.plan import Grid
-from ia_mech.identity import build_chat
-from ia_mech.intake import Plan, make_plan
-from ia_mech.scoring.candidates import OwnCandidates
+from ia_mech.likelihood.candidates import OwnCandidates
 
 # Three conversations, one of which has no reference; two rows of at most 5 tokens to each.
 CONVERSATIONS = [scored.CONVERSATIONS[at] for at in (0, 1, 3)]
@@ -117,7 +117,7 @@ def test_as_many_contexts_are_prefilled_as_were_foreseen(
     config, plan, tiny_subject, tmp_path, monkeypatch
 ):
     """Where as many responses can be lent; the bare headers, all alike, are one more."""
-    module, prefilled = ia_mech.scoring.scorer, []
+    module, prefilled = ia_mech.likelihood.scorer, []
     honest = module.prefill_others
 
     def counting(model, contexts, trunks):

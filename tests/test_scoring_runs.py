@@ -15,14 +15,14 @@ from conftest import Silent
 from shell import call, files, refusal
 
 from ia_mech import sample as command_line
-from ia_mech.collect import collect
-from ia_mech.config import SampleConfig
+from ia_mech.collect.config import SampleConfig
+from ia_mech.collect.job import collect
 from ia_mech.engine import plan
 from ia_mech.engine.plan import Grid
 from ia_mech.errors import UserError
-from ia_mech.models import Subject
+from ia_mech.likelihood.scorer import NOBODY_LENDS, Scorer
+from ia_mech.models.load import Subject
 from ia_mech.run import Run, RunWriter, layout
-from ia_mech.scoring.scorer import NOBODY_LENDS, Scorer
 
 GRID = Grid((1.0,), 1, 4, 0)
 PLAIN = scored.CONVERSATIONS[:5]
@@ -136,7 +136,7 @@ def test_written_responses_are_lent_and_replaced(config, tiny_subject, tmp_path)
 
 
 def command_line_chat(config: SampleConfig, subject: Subject):
-    from ia_mech.identity import build_chat
+    from ia_mech.collect.identity import build_chat
 
     return build_chat(config, subject.tokenizer)
 

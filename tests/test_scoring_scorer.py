@@ -16,16 +16,16 @@ import scored
 import tiny
 from conftest import Silent
 
-from ia_mech.chat import ChatFormat
-from ia_mech.collect import collect
-from ia_mech.config import SampleConfig
+from ia_mech.chat.format import ChatFormat
+from ia_mech.collect.config import SampleConfig
+from ia_mech.collect.identity import build_chat, eos_ids
+from ia_mech.collect.job import collect
 from ia_mech.engine.plan import Grid
-from ia_mech.identity import build_chat, eos_ids
-from ia_mech.models import ModelSpec, Subject, weights_hash
+from ia_mech.likelihood.candidates import CLOSING_TEXT
+from ia_mech.likelihood.scorer import scored_temperatures
+from ia_mech.likelihood.swaps import Donors
+from ia_mech.models.load import ModelSpec, Subject, weights_hash
 from ia_mech.run import Run
-from ia_mech.scoring.candidates import CLOSING_TEXT
-from ia_mech.scoring.donors import Donors
-from ia_mech.scoring.temperatures import scored_temperatures
 
 NATS = {"rtol": 0, "atol": 1e-4}
 LN2 = np.log(2)

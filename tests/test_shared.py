@@ -9,15 +9,15 @@ import tiny
 import torch
 import transformers
 
-import ia_mech.engine.shared
+import ia_mech.engine.shared_prefix
 from ia_mech.engine.check import check_engine
 from ia_mech.engine.decode import decode
 from ia_mech.engine.loop import Row, decode_step
-from ia_mech.engine.prefix import Prefix, expand, forward, prefill
+from ia_mech.engine.prefill import Prefix, expand, forward, prefill
+from ia_mech.engine.sampling import stream_key
 from ia_mech.engine.score import Turn, score
-from ia_mech.engine.shared import Engine, SharedLayer, sharing
+from ia_mech.engine.shared_prefix import Engine, SharedLayer, sharing
 from ia_mech.errors import UserError
-from ia_mech.sampling import stream_key
 
 LENGTHS = (23, 14, 5)
 SHARED = {  # layers of full attention, of 4
@@ -230,7 +230,7 @@ def test_the_attention_implementation_is_restored_after_an_error(architecture, m
         seen.append(model.config._attn_implementation)
         raise ZeroDivisionError
 
-    monkeypatch.setattr(ia_mech.engine.shared, "merge", failing)
+    monkeypatch.setattr(ia_mech.engine.shared_prefix, "merge", failing)
     with pytest.raises(ZeroDivisionError):
         decode_step(model, state, torch.tensor([3, 4]))
     assert seen[0].startswith("ia_mech_shared")
@@ -264,7 +264,7 @@ def wrong(parts, sinks=None):
 
 def test_where_sharing_goes_wrong_the_portable_engine_is_used_and_says_why(monkeypatch):
     model, ids = tiny.model("llama"), tiny.prompt(12, seed=0)
-    monkeypatch.setattr(ia_mech.engine.shared, "merge", wrong)
+    monkeypatch.setattr(ia_mech.engine.shared_prefix, "merge", wrong)
     engine = check_engine(model, ids)
     assert engine.shared == 0 and engine.name == "portable"
     assert "LlamaForCausalLM gives other logits in cached decoding" in str(engine)

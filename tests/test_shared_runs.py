@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 import tiny
 
-import ia_mech.engine.shared
-from ia_mech.collect import collect
-from ia_mech.config import SampleConfig
+import ia_mech.engine.shared_prefix
+from ia_mech.collect.config import SampleConfig
+from ia_mech.collect.job import collect
+from ia_mech.display import Bar
 from ia_mech.engine.plan import Grid
 from ia_mech.errors import UserError
-from ia_mech.options import build_parser, parse_config
 from ia_mech.run import Run, layout
-from ia_mech.terminal import Bar
+from ia_mech.sample import build_parser, parse_config
 
 CONFIG = SampleConfig(limit=6, grid=Grid((0.7, 1.3), 2, 12, 0), batch_rows=20)
 
@@ -60,7 +60,9 @@ def test_a_run_of_one_engine_is_not_gone_on_with_by_another(tiny_subject, tmp_pa
 
 
 def test_a_fall_back_is_said_and_recorded(tiny_subject, tmp_path, progress, monkeypatch):
-    monkeypatch.setattr(ia_mech.engine.shared, "merge", lambda parts, sinks=None: parts[1][0])
+    monkeypatch.setattr(
+        ia_mech.engine.shared_prefix, "merge", lambda parts, sinks=None: parts[1][0]
+    )
     run = collect(CONFIG, tiny_subject, tmp_path / "run", progress)
     said = next(line for line in progress.lines if line.startswith("engine: "))
     assert said.startswith("engine: portable (LlamaForCausalLM gives other logits in cached")

@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_stream import LENGTHS, ROWS, STOPS, near_ties, prefilled_by
 
-import ia_mech.collect
+import ia_mech.collect.job
 import ia_mech.engine.cuda.stepper as stepper_module
-from ia_mech.collect import collect
-from ia_mech.config import SampleConfig
+from ia_mech.collect.config import SampleConfig
+from ia_mech.collect.job import collect
 from ia_mech.engine.cuda import check
 from ia_mech.engine.cuda.outbox import Outbox, Parcel
 from ia_mech.engine.cuda.seating import Seating
@@ -27,8 +27,8 @@ from ia_mech.engine.cuda.stream import resolve
 from ia_mech.engine.decode import decode, decode_stream
 from ia_mech.engine.loop import Row
 from ia_mech.engine.plan import Grid
-from ia_mech.engine.shared import Engine
-from ia_mech.sampling import stream_key
+from ia_mech.engine.sampling import stream_key
+from ia_mech.engine.shared_prefix import Engine
 
 pytestmark = pytest.mark.usefixtures("many_buckets")
 EACH = pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
@@ -59,7 +59,7 @@ def test_rows_equal_the_loops_without_the_kernel_for_cpus(architecture, monkeypa
     """The attention that a GPU takes."""
     model = tiny.model(architecture)
     loops = decode(model, prefilled_by(model, LENGTHS), ROWS, STOPS, 13)
-    monkeypatch.setattr("ia_mech.engine.attention.FUSED", ())
+    monkeypatch.setattr("ia_mech.engine.shared_prefix.FUSED", ())
     ours = statically(model, [prefilled_by(model, LENGTHS)], ROWS, STOPS, 13, 17)
     assert near_ties(ours, loops) <= 1
 
@@ -329,7 +329,7 @@ def test_a_run_decodes_from_static_buffers_where_the_engine_says_so(
     )
     loops = collect(config, tiny_subject, tmp_path / "loop", progress)
     monkeypatch.setattr(
-        ia_mech.collect,
+        ia_mech.collect.job,
         "with_graphs",
         lambda model, ids, engine, wanted: replace(engine, graphs=True),
     )

@@ -16,7 +16,7 @@ from ia_mech.engine.cuda.recurrent import StaticRecurrentLayer
 from ia_mech.engine.cuda.seating import Seating
 from ia_mech.engine.cuda.sizes import Sizes
 from ia_mech.engine.cuda.stepper import STEPS, Stepper, why_not
-from ia_mech.engine.prefix import Prefilled, State
+from ia_mech.engine.prefill import Prefilled, State
 
 pytestmark = pytest.mark.usefixtures("many_buckets")
 EACH = pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
@@ -29,7 +29,7 @@ def test_attention_over_slots_and_own_tokens_in_float64(window, softcap, fused, 
     """Lines of two contexts in turns, of any age, a line that is idle and a slot that is free. Of
     windows some are full before the row begins, some reach the prefix no more, some see all."""
     if not fused:
-        monkeypatch.setattr("ia_mech.engine.attention.FUSED", ())
+        monkeypatch.setattr("ia_mech.engine.shared_prefix.FUSED", ())
     sizes = Sizes(lines=5, slots=3, seats=2, prefix=128, own=6)
     generator = torch.Generator().manual_seed(0)
 

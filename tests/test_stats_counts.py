@@ -132,7 +132,7 @@ def test_blocks_of_resamples_change_nothing(monkeypatch):
 
     results, calls = [], []
     for chunk in (1 << 18, 100, 7):  # 100 counts hold three resamples; 7 hold not even one
-        monkeypatch.setattr("ia_mech.stats.counts.CHUNK", chunk)
+        monkeypatch.setattr("ia_mech.stats.clusters.CHUNK", chunk)
         for method in ("percentile", "bca"):
             options = {"patterns": LABELS**2, "resamples": 50, "method": method}
             results.append(cluster_counts(kappa, cell, sources, **options))

@@ -12,12 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ia_mech.engine.loop
-from ia_mech.engine.admit import admit, can_admit
 from ia_mech.engine.decode import decode, decode_stream
 from ia_mech.engine.loop import Row, decode_step
-from ia_mech.engine.prefix import Prefix, expand, prefill
+from ia_mech.engine.prefill import Prefix, admit, can_admit, expand, prefill
+from ia_mech.engine.sampling import stream_key
 from ia_mech.engine.score import Turn, score, score_groups
-from ia_mech.sampling import stream_key
 
 SHARED = ("llama", "qwen3", "qwen3_moe", "qwen3_5", "gpt_oss", "glm4", "glm4_moe", "gemma3")
 STOPS = [tiny.EOS, 5, 50, 77, *range(90, 110)]

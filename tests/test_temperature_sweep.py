@@ -9,12 +9,10 @@ import pytest
 import torch
 
 from experiments.common.references import References
+from experiments.temperature_sweep.analyse import GARBLED, Found, against_others, estimates, leaving
 from experiments.temperature_sweep.first_token import FirstToken, curves, first_token
-from experiments.temperature_sweep.hidden import against_others, leaving
 from experiments.temperature_sweep.lens_curves import compared, lens_curves, log_probs, overtaking
-from experiments.temperature_sweep.openings import openings_of
-from experiments.temperature_sweep.read import RESTATEMENTS, Sweep
-from experiments.temperature_sweep.tables import GARBLED, Found, estimates
+from experiments.temperature_sweep.read import RESTATEMENTS, Sweep, openings_of
 from ia_mech.judge.rubric import ASSESSED, GENUINE
 from ia_mech.lens import Lens
 from ia_mech.stats import cluster_mean, holm, paired_difference
@@ -341,10 +339,10 @@ def test_rates_and_differences_from_greedy_are_those_of_the_library(simulated):
         at = turns[turns["temperature"] == 0.7]
         so, before = ((f["category"] == category).astype(float) for f in (at, greedy))
         rate = cluster_mean(so, at["source"], proportion=True)
-        row = picked(made, quantity, of=of, dataset="all", temperature=0.7).iloc[0]
+        row = picked(made, quantity, of=of, dataset="(all)", temperature=0.7).iloc[0]
         assert row[["value", "low", "high"]].tolist() == [rate.value, rate.low, rate.high]
         paired = paired_difference(so, at["source"], before, greedy["source"])
-        row = picked(made, f"{quantity} less greedy's", of=of, dataset="all", temperature=0.7)
+        row = picked(made, f"{quantity} less greedy's", of=of, dataset="(all)", temperature=0.7)
         ends = paired.difference.value, paired.difference.low, paired.difference.high, paired.p
         assert tuple(row[["value", "low", "high", "p"]].iloc[0]) == ends
         both = at.groupby("source")["category"].agg(lambda c, k=category: (c == k).mean())
@@ -366,7 +364,7 @@ def test_tests_are_corrected_in_families(simulated):
     tested = 0
     for quantities in families.values():
         rows = made[made["quantity"].isin(quantities)]
-        for of in (rows["dataset"] == "all", rows["dataset"] != "all"):
+        for of in (rows["dataset"] == "(all)", rows["dataset"] != "(all)"):
             own = rows[of]
             tested += own["p"].notna().sum()
             np.testing.assert_allclose(own["p_holm"], holm(own["p"].to_numpy()))
@@ -378,9 +376,9 @@ def test_masses_are_means_of_contexts_and_their_difference_is_paired(simulated):
     first = found.first
     less = first.genuine[:, 0] - first.restated[:, 0]
     expected = cluster_mean(less, found.sweep.contexts["source"])
-    row = picked(made, "mass on openings", of="genuine less restated", dataset="all").iloc[0]
+    row = picked(made, "mass on openings", of="genuine less restated", dataset="(all)").iloc[0]
     assert row[["value", "low", "high"]].tolist() == [expected.value, expected.low, expected.high]
-    row = picked(made, "effective number of first tokens", dataset="all", temperature=1.0).iloc[0]
+    row = picked(made, "effective number of first tokens", dataset="(all)", temperature=1.0).iloc[0]
     assert row["value"] == pytest.approx(first.tokens[:, 1].mean())
     bounded = made[made["quantity"].isin(("mass on turn-end", "total variation from T = 1"))]
     assert len(bounded) == 12 and bounded[["low", "high"]].stack().between(0, 1).all()
@@ -389,13 +387,13 @@ def test_masses_are_means_of_contexts_and_their_difference_is_paired(simulated):
 def test_where_greedy_leaves_is_counted_by_kind(simulated):
     found, made = simulated
     turns = found.hidden[(found.hidden["temperature"] == 1.0) & (found.hidden["genuine"] == 1)]
-    own = made[(made["dataset"] == "all") & (made["temperature"] == 1.0)]
+    own = made[(made["dataset"] == "(all)") & (made["temperature"] == 1.0)]
     own = own[own["of"] == "genuine"].set_index("quantity")
     assert own.loc["rank where greedy leaves", "value"] == pytest.approx(turns["rank"].median())
     assert own.loc["gap where greedy leaves", "value"] == pytest.approx(turns["gap"].mean())
     by = own.loc["greedy has left by token"].set_index("at")["value"]
     assert by[2.0] == pytest.approx((turns["token"] <= 2).mean()) and by[32.0] == 1
-    apart = picked(made, "gap where greedy leaves less other turns'", dataset="all")
+    apart = picked(made, "gap where greedy leaves less other turns'", dataset="(all)")
     apart = apart[apart["temperature"] == 1.0].set_index("of")["value"]
     at = found.hidden[found.hidden["temperature"] == 1.0]
     formed = at[at["category"] != LOOP]

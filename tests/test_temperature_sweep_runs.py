@@ -14,14 +14,12 @@ from safetensors.torch import load_file
 from shell import Outcome, call, files, refusal
 
 from experiments.temperature_sweep.__main__ import main
-from experiments.temperature_sweep.analysis import analyse
+from experiments.temperature_sweep.analyse import analyse, estimates, hidden
 from experiments.temperature_sweep.first_token import header_logits
-from experiments.temperature_sweep.hidden import hidden
 from experiments.temperature_sweep.lens_curves import lens_curves
-from experiments.temperature_sweep.openings import openings_of
-from experiments.temperature_sweep.read import read
-from experiments.temperature_sweep.tables import estimates
-from ia_mech.config import SampleConfig
+from experiments.temperature_sweep.read import openings_of, read
+from ia_mech.collect.config import SampleConfig
+from ia_mech.display import Quiet
 from ia_mech.engine.plan import Grid
 from ia_mech.errors import UserError
 from ia_mech.judge.label import items_of
@@ -105,12 +103,7 @@ def sweep(capfd, monkeypatch):
 
 def analysed(run: Run, temperatures=(0.5, 1.0)):
     """What the estimates of one run are made of, and its notes."""
-    return analyse(read([run.path]), temperatures, ["header_last"], Bar())
-
-
-class Bar:
-    def start(self, phase: str, steps: int) -> None: ...
-    def advance(self) -> None: ...
+    return analyse(read([run.path]), temperatures, ["header_last"], Quiet())
 
 
 def edited(run: Run, name: str, change) -> Run:
@@ -239,7 +232,7 @@ def test_without_the_model_only_its_lens_is_needed(bare, sweep, cache, monkeypat
 
     monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", refuse)
     monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", refuse)
-    monkeypatch.setattr("ia_mech.models.load", refuse)
+    monkeypatch.setattr("ia_mech.models.load.load", refuse)
     lens = lens_file(bare.model["weights_hash"])
     kept = [path for path in (cache / "models").rglob("*") if path.is_file()]
     assert kept == [lens] and set(load_file(lens)) == {"norm_weight", "norm_bias", "unembedding"}
@@ -275,7 +268,7 @@ def test_stored_and_computed_logits_give_the_same_estimates(plain, bare):
     pd.testing.assert_frame_equal(made[0][~first], made[1][~first], atol=1e-4)
     assert {"tempered log p", "best temperature"} <= set(made[0]["quantity"])
     entropy = made[0][(made[0]["quantity"] == "first token's entropy")]
-    entropy = entropy[(entropy["dataset"] == "all") & (entropy["temperature"] == 1.0)]
+    entropy = entropy[(entropy["dataset"] == "(all)") & (entropy["temperature"] == 1.0)]
     expected = plain.contexts["first_token_entropy"].mean()
     assert entropy["value"].item() == pytest.approx(expected, abs=1e-3)
 

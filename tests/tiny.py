@@ -12,7 +12,7 @@ import transformers
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.qwen3_5 import Qwen3_5TextConfig
 
-from ia_mech.models import ModelSpec, Subject, weights_hash
+from ia_mech.models.load import ModelSpec, Subject, weights_hash
 
 VOCAB = 97
 EOS = 2

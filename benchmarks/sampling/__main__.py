@@ -33,7 +33,7 @@ from benchmarks.sampling.peers import CONTEXTS, QUICK, Size, Workload, contender
 from benchmarks.sampling.results import FLOOR, OURS, Results, Timing
 from benchmarks.sampling.tables import PEERS, between_markers, full, short
 from ia_mech.cli import Parser, guarded, whole_from
-from ia_mech.models import ModelSpec, Subject, load
+from ia_mech.models.load import ModelSpec, Subject, load
 
 FOLDER = Path(__file__).parents[1]
 DOCUMENTS = {FOLDER / "README.md": full, FOLDER.parent / "README.md": short}  # for --write

@@ -9,7 +9,7 @@ from benchmarks.sampling.results import Compared, Point
 from ia_mech.engine.capture import find_blocks
 from ia_mech.engine.decode import decode
 from ia_mech.engine.loop import Decoded
-from ia_mech.engine.prefix import Prefix, prefill
+from ia_mech.engine.prefill import Prefix, prefill
 
 
 def points(workload: Workload) -> list[Point]:

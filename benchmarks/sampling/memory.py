@@ -22,8 +22,8 @@ from benchmarks.sampling.peers import CONTEXTS, Size, Workload, prefixes
 from benchmarks.sampling.results import Held
 from ia_mech.engine.capture import find_blocks
 from ia_mech.engine.decode import decode
-from ia_mech.engine.prefix import expand, prefill
-from ia_mech.models import ModelSpec, load, text_config
+from ia_mech.engine.prefill import expand, prefill
+from ia_mech.models.load import ModelSpec, load, text_config
 
 MAPPED_FROM = 2**20  # bytes; smaller blocks may stay with the process
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")

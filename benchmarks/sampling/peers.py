@@ -14,17 +14,16 @@ from tempfile import TemporaryDirectory
 import torch
 from transformers import GenerationConfig
 
-from ia_mech import embedded
-from ia_mech.chat import ChatFormat
-from ia_mech.conversations import open_conversations
+from ia_mech.chat.format import ChatFormat
+from ia_mech.data.conversations import open_conversations
+from ia_mech.data.formats import ColumnMap
 from ia_mech.engine.capture import find_blocks
 from ia_mech.engine.decode import decode
 from ia_mech.engine.loop import Decoded, Row
-from ia_mech.engine.prefix import Prefix, prefill
+from ia_mech.engine.prefill import Prefix, prefill
+from ia_mech.engine.sampling import stream_key
 from ia_mech.errors import UserError
-from ia_mech.formats import ColumnMap
-from ia_mech.models import Subject
-from ia_mech.sampling import stream_key
+from ia_mech.models.load import Subject, embedded
 
 TEMPERATURES, POSITIONS, CONTEXTS = (0.5, 0.7, 1.0, 1.3), 5, 4
 

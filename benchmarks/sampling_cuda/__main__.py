@@ -46,7 +46,7 @@ from benchmarks.sampling_cuda.tables import CLOSING, OPENING, full
 from benchmarks.sampling_cuda.workload import SHAPES, TINY, TINY_SIZE
 from ia_mech.cli import Parser, guarded, whole_from
 from ia_mech.errors import UserError
-from ia_mech.models import DTYPES, resolve_device
+from ia_mech.models.load import DTYPES, resolve_device
 
 DOCUMENT = Path(__file__).parents[1] / "README.md"  # for --write
 MEANINGLESS = "--write: figures of tiny models, or of a CPU, mean nothing"

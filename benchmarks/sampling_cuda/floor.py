@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from benchmarks.sampling_cuda.results import Size
-from ia_mech.models import text_config
+from ia_mech.models.load import text_config
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from transformers import GenerationConfig
 from benchmarks.sampling_cuda import device as devices
 from benchmarks.sampling_cuda.contenders import Contender
 from benchmarks.sampling_cuda.workload import Workload, random_contexts
-from ia_mech.models import is_out_of_memory
+from ia_mech.models.load import is_out_of_memory
 
 # What is said where a tensor has more numbers than a kernel can count.
 TOO_LARGE = ("32-bit", "INT_MAX", "invalid configuration argument")

@@ -27,7 +27,7 @@ from benchmarks.sampling_cuda.results import CEILINGS, Log, Setting, Size
 from benchmarks.sampling_cuda.workload import Workload, build
 from ia_mech.cli import guarded
 from ia_mech.errors import UserError
-from ia_mech.models import DTYPES
+from ia_mech.models.load import DTYPES
 
 KERNELS = ("flash-attn", "flash-attn-3", "flash-linear-attention", "causal-conv1d", "kernels")
 MAKERS: dict[str, Callable[[Workload, int], Contender]] = {

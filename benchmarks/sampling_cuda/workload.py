@@ -17,9 +17,9 @@ from ia_mech.engine.cuda.outbox import Outbox, Parcel
 from ia_mech.engine.cuda.sizes import Sizes
 from ia_mech.engine.decode import decode_stream
 from ia_mech.engine.plan import pace, plan_units
-from ia_mech.engine.prefix import Prefilled, prefill
-from ia_mech.engine.shared import Engine
-from ia_mech.models import text_config
+from ia_mech.engine.prefill import Prefilled, prefill
+from ia_mech.engine.shared_prefix import Engine
+from ia_mech.models.load import text_config
 
 QWEN3 = {
     "vocab_size": 151_936, "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": True,

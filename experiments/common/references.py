@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pandas as pd
 
-from experiments.common.estimates import Group, Row
+from ia_mech.estimates import Group, TidyEstimate
 from ia_mech.run import Run
 from ia_mech.stats import cluster_statistic
 
@@ -54,7 +54,9 @@ def keyed(run: Run, frame: pd.DataFrame) -> pd.DataFrame:
     return frame.assign(run=str(run.path), source=source)
 
 
-def by_temperature(group: Group, curve: np.ndarray, temperatures: np.ndarray) -> Iterator[Row]:
+def by_temperature(
+    group: Group, curve: np.ndarray, temperatures: np.ndarray
+) -> Iterator[TidyEstimate]:
     """The mean log-probability of a whole turn by temperature, and where it is largest.
 
     Args:

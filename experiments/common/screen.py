@@ -12,13 +12,6 @@ WIDTH = 1000  # tables take what they need; an interval that is cut is worse tha
 HEADS = {"temperature": "T"}  # of columns that are called otherwise on the screen
 
 
-def console() -> Console:
-    """Where tables are printed."""
-    made = Console(highlight=False, emoji=False)
-    made.width = max(made.width, WIDTH)
-    return made
-
-
 def print_notes(to: Console, notes: list[str]) -> None:
     """What a reader has to know, a line each."""
     for note in notes:
@@ -39,7 +32,7 @@ def print_table(
     Args:
         to: where to.
         title: of the table.
-        rows: estimates as :func:`experiments.common.estimates.frame_of` makes them.
+        rows: estimates as :func:`ia_mech.estimates.frame_of` makes them.
         columns: value of ``key`` → column head and number of decimals (or a format such as
             ``".0e"``). A test's Holm-corrected p stands behind its difference.
         key: the column that tells kinds of estimates apart.

@@ -61,12 +61,12 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _run(args: argparse.Namespace) -> None:
-    from experiments.common.estimates import few_sources
-    from experiments.decoupling import figures, screen
+    from experiments.decoupling import show as figures
+    from experiments.decoupling import show as screen
+    from experiments.decoupling.analyse import estimates, remarks
     from experiments.decoupling.read import read
-    from experiments.decoupling.tables import estimates, remarks
+    from ia_mech.estimates import few_sources, write_parquet
     from probes.report.figures import save
-    from probes.report.tables import write_parquet
 
     folder = output_folder(args.out, args.runs[0], "decoupling")
     measured = read(args.runs, args.judge)

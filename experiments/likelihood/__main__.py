@@ -63,10 +63,11 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _run(args: argparse.Namespace) -> None:
-    from experiments.common.estimates import few_sources
-    from experiments.likelihood import figures, screen
+    from experiments.likelihood import show as figures
+    from experiments.likelihood import show as screen
+    from experiments.likelihood.analyse import estimates
     from experiments.likelihood.read import read
-    from experiments.likelihood.tables import estimates
+    from ia_mech.estimates import few_sources
     from probes.report.figures import save
 
     folder = output_folder(args.out, args.runs[0], "likelihood")

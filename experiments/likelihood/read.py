@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
+from experiments.common.command import of_one_model, open_runs, unperturbed
 from experiments.common.references import keyed, references_of
-from experiments.common.runs import of_one_model, open_runs, unperturbed
 from ia_mech.errors import UserError
-from ia_mech.rates.pool import NOBODY, differing, read_runs
+from ia_mech.likelihood.candidates import OTHER
+from ia_mech.rates.load import NOBODY, differing, read_runs
 from ia_mech.run import Run
-from ia_mech.scoring.candidates import OTHER
 
 CONTROL = OTHER  # owes the response nothing
 MEAN_OF_LOGS = "response, mean of logs"  # a contrast made here from stored log-probabilities

@@ -119,13 +119,15 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _run(args: argparse.Namespace) -> None:
-    from experiments.common.estimates import few_sources
-    from experiments.perturbations import figures, sample, screen
-    from experiments.perturbations.base import known_conditions, read_base
+    from experiments.perturbations import sample
+    from experiments.perturbations import show as figures
+    from experiments.perturbations import show as screen
+    from experiments.perturbations.analyse import DISTANCE, REFERENCE, estimates
     from experiments.perturbations.conditions import CONDITIONS
     from experiments.perturbations.read import read
-    from experiments.perturbations.tables import DISTANCE, REFERENCE, estimates
-    from ia_mech.rates.pool import NOBODY, read_runs
+    from experiments.perturbations.sample import known_conditions, read_base
+    from ia_mech.estimates import few_sources
+    from ia_mech.rates.load import NOBODY, read_runs
     from probes.report.figures import save
 
     folder = _folder(args)
@@ -158,7 +160,7 @@ def _run(args: argparse.Namespace) -> None:
 
 
 def _folder(args: argparse.Namespace) -> Path:
-    from ia_mech.embedded import cache_dir
+    from ia_mech.models.embedded import cache_dir
 
     name = args.runs[0].resolve().name
     folder = cache_dir() / f"{name}-perturbed" if args.out is None else args.out

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
-from experiments.perturbations.base import Base
 from experiments.perturbations.conditions import BARE
-from ia_mech.conversations import UNPERTURBED
+from experiments.perturbations.sample import Base
+from ia_mech.data.conversations import UNPERTURBED
 from ia_mech.judge.label import UNSEEN
-from ia_mech.rates.pool import NOBODY, read_runs
+from ia_mech.rates.load import NOBODY, read_runs
 from ia_mech.run import Run
 
 

@@ -100,14 +100,13 @@ def _temperature(text: str) -> float:
 
 
 def _run(args: argparse.Namespace) -> None:
-    from experiments.common.estimates import few_sources
-    from experiments.temperature_sweep import figures, screen
-    from experiments.temperature_sweep.analysis import analyse
+    from experiments.temperature_sweep import show as figures
+    from experiments.temperature_sweep import show as screen
+    from experiments.temperature_sweep.analyse import analyse, estimates
     from experiments.temperature_sweep.read import read
-    from experiments.temperature_sweep.tables import estimates
+    from ia_mech.display import Bar
+    from ia_mech.estimates import few_sources, write_parquet
     from probes.report.figures import save
-    from probes.report.progress import Bar
-    from probes.report.tables import write_parquet
 
     folder = output_folder(args.out, args.runs[0], "temperature_sweep")
     sweep = read(args.runs, args.judge)

@@ -7,8 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from experiments.temperature_sweep.openings import Openings
-from experiments.temperature_sweep.read import HEADER_LAST, Sweep
+from experiments.temperature_sweep.read import HEADER_LAST, Openings, Sweep
 from ia_mech.errors import UserError
 from ia_mech.lens import Lens
 from ia_mech.run import Run

@@ -7,8 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from experiments.temperature_sweep.openings import Openings
-from experiments.temperature_sweep.read import Sweep
+from experiments.temperature_sweep.read import Openings, Sweep
 from ia_mech.errors import UserError
 from ia_mech.lens import Lens
 

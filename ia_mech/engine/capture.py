@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ia_mech.errors import UserError
-from ia_mech.models import text_config
+from ia_mech.models.load import text_config
 
 
 def find_blocks(model: nn.Module) -> nn.ModuleList:

@@ -14,14 +14,13 @@ from dataclasses import replace
 import torch
 from transformers import PreTrainedModel
 
-from ia_mech.engine.admit import admit, can_admit
 from ia_mech.engine.capture import find_blocks
 from ia_mech.engine.loop import decode_step
-from ia_mech.engine.prefix import Prefix, expand, prefill, prefill_on
+from ia_mech.engine.prefill import Prefix, admit, can_admit, expand, prefill, prefill_on
 from ia_mech.engine.score import Turn, score
-from ia_mech.engine.shared import Engine
+from ia_mech.engine.shared_prefix import Engine
 from ia_mech.errors import UserError
-from ia_mech.models import is_out_of_memory
+from ia_mech.models.load import is_out_of_memory
 
 TOLERANCE = 2e-3  # of the largest logit, in float32; in half precision 16 roundings of it
 STEPS = 3

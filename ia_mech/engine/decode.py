@@ -7,7 +7,7 @@ from transformers import PreTrainedModel
 from ia_mech.engine.cuda.sizes import Sizes
 from ia_mech.engine.cuda.stream import StaticStream
 from ia_mech.engine.loop import Decoded, Row, Stream
-from ia_mech.engine.prefix import Prefilled
+from ia_mech.engine.prefill import Prefilled
 
 
 def decode(
@@ -57,7 +57,7 @@ def decode_stream(
 
     A row that finishes makes room for the next one, of whatever context; groups of contexts are
     asked for when their first row is to begin, and let go when their last one has. Where a cache
-    can't be joined (see :func:`ia_mech.engine.admit.can_admit`), a batch is decoded to its end
+    can't be joined (see :func:`ia_mech.engine.prefill.can_admit`), a batch is decoded to its end
     before the next one begins.
 
     Args:
@@ -71,8 +71,8 @@ def decode_stream(
         share: rows read their context's keys and values where the prefill left them, in layers of
             full attention; else every row gets a copy. In ``static`` buffers they always do.
         static: decode in buffers of these sizes and of fixed addresses, on a GPU as CUDA graphs;
-            for models of which :attr:`ia_mech.engine.shared.Engine.graphs` says so. Streams of the
-            same sizes share buffers and graphs.
+            for models of which :attr:`~ia_mech.engine.shared_prefix.Engine.graphs` says so.
+            Streams of the same sizes share buffers and graphs.
 
     Returns:
         What each row wrote, in the order of ``rows``.

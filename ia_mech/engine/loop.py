@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ia_mech.engine.admit import admit, can_admit, put_rows
 from ia_mech.engine.cuda import fused
-from ia_mech.engine.prefix import Prefilled, State, expand, forward
-from ia_mech.engine.schedule import Schedule
-from ia_mech.sampling import Draw, draw, gumbel
+from ia_mech.engine.plan import Schedule
+from ia_mech.engine.prefill import Prefilled, State, admit, can_admit, expand, forward, put_rows
+from ia_mech.engine.sampling import Draw, draw, gumbel
 
 # On a CPU sampling goes over rows in slices of so many numbers, whose tensors stay in its caches.
 CPU_LOGITS = 400_000

@@ -2,15 +2,179 @@
 
 Rounding depends on the batch a row sits in, so a run that is to give the same bits again must form
 the same batches again. Nothing here looks at the clock, at free memory or at what was already done.
+
+Go on with half the batch when memory runs out.
+
+Which row is decoded in which line of the batch, and when.
+
+Pure bookkeeping: what happens depends on the rows, the width and on which rows finish, so that the
+same run forms the same batches again. Rows wait in order; those that finish give their line to the
+next ones; when nobody waits any more, or may join, the batch is compacted.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
 from ia_mech.errors import UserError
+from ia_mech.models.load import is_out_of_memory
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+class Halving:
+    """Map a function over slices of a sequence, halving the slice whenever memory runs out.
+
+    The smaller size is kept for what comes after. Halving changes the batches and so, by rounding,
+    may change rows whose decision was a near-tie: ``notify`` lets the run record it.
+
+    Args:
+        limit: most items per call.
+        notify: called with the new size whenever it shrinks.
+        outermost: nothing around this could use a smaller batch still; a single item that doesn't
+            fit is then an error for the user, and else a ``MemoryError`` for what is around.
+    """
+
+    def __init__(
+        self,
+        limit: int,
+        notify: Callable[[int], None] | None = None,
+        *,
+        outermost: bool = True,
+    ) -> None:
+        self.limit = limit
+        self._notify = notify
+        self._outermost = outermost
+
+    def map(
+        self, function: Callable[[Sequence[Item]], Sequence[Result]], items: Sequence[Item]
+    ) -> list[Result]:
+        """All results of ``function`` on consecutive slices of ``items``.
+
+        Raises:
+            UserError, MemoryError: a single item doesn't fit (see ``outermost``).
+        """
+        results: list[Result] = []
+        while len(results) < len(items):
+            group = items[len(results) : len(results) + self.limit]
+            try:
+                results.extend(function(group))
+                continue
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+            # Outside the except block: the traceback would keep the batch's tensors alive.
+            self._halve(len(group))
+        return results
+
+    def retry(self, function: Callable[[int], Result]) -> Result:
+        """The result of ``function``, which is called with the limit until that is small enough.
+
+        Raises:
+            UserError, MemoryError: as for :meth:`map`.
+        """
+        while True:
+            try:
+                return function(self.limit)
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+            self._halve(self.limit)
+
+    def _halve(self, size: int) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        if size == 1 and not self._outermost:
+            raise MemoryError("a single item doesn't fit")
+        if size == 1:
+            raise UserError(
+                "out of memory with a batch of one",
+                "use a smaller model, --dtype bfloat16, or shorter conversations",
+            )
+        self.limit = size // 2
+        if self._notify is not None:
+            self._notify(self.limit)
+
+
+COMPACT_BELOW = 0.875  # a batch that nobody joins is compacted at this share of busy lines
+
+
+class Schedule:
+    """A batch of at most ``width`` lines, through which rows go.
+
+    Args:
+        rows: how many; they are taken in order.
+        width: most lines.
+
+    Attributes:
+        lines: of each line the row it holds, -1 for one that is idle.
+        age: of each line, how many tokens its row has drawn.
+        waiting: the rows that haven't been taken.
+    """
+
+    def __init__(self, rows: int, width: int) -> None:
+        self.lines: list[int] = []
+        self.age: list[int] = []
+        self.waiting = range(rows)
+        self._width = width
+
+    @property
+    def busy(self) -> list[int]:
+        """The lines that hold a row."""
+        return [line for line, row in enumerate(self.lines) if row >= 0]
+
+    @property
+    def free(self) -> int:
+        """How many rows could be placed."""
+        return self._width - len(self.busy)
+
+    def take(self, most: int) -> list[int]:
+        """The next rows, ``most`` of them at most. They wait no more."""
+        taken, self.waiting = self.waiting[:most], self.waiting[most:]
+        return list(taken)
+
+    def place(self, rows: Sequence[int]) -> list[int]:
+        """Rows of one drawn token get a line each: idle ones first, then new ones."""
+        idle = [line for line, row in enumerate(self.lines) if row < 0]
+        lines = idle[: len(rows)]
+        for line, row in zip(lines, rows, strict=False):
+            self.lines[line], self.age[line] = row, 1
+        added = rows[len(lines) :]
+        lines += range(len(self.lines), len(self.lines) + len(added))
+        self.lines += added
+        self.age += [1] * len(added)
+        return lines
+
+    def drawn(self, finished: Sequence[int], steps: int = 1) -> None:
+        """Every busy line drew so many tokens; rows in the given lines ended with one of them."""
+        for line in self.busy:
+            self.age[line] += steps
+        for line in finished:
+            self.lines[line] = -1
+        if not self.busy:
+            self.lines, self.age = [], []
+
+    def compact(self, joined: bool = True) -> list[int] | None:
+        """The lines to keep, if it's time to keep no others; they are then counted anew.
+
+        Args:
+            joined: whether waiting rows may take idle lines.
+        """
+        busy, wanted = self.busy, joined and self.waiting
+        if wanted or not busy or len(busy) > COMPACT_BELOW * len(self.lines):
+            return None
+        self.keep(busy)
+        return busy
+
+    def keep(self, lines: Sequence[int]) -> None:
+        """Only these lines, which are then counted anew."""
+        self.lines = [self.lines[line] for line in lines]
+        self.age = [self.age[line] for line in lines]
+
 
 COLDEST, HOTTEST = 1e-3, 1e3  # logits divided by less or by more leave what float32 can tell apart
 UNIT_BATCHES = 3  # of what is written together, and so lost in a kill

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ia_mech.engine.admit import admit, can_admit
 from ia_mech.engine.loop import CPU_LOGITS, cpu_slices
 from ia_mech.engine.plan import plan_units
-from ia_mech.engine.prefix import Prefilled, State, expand, forward
+from ia_mech.engine.prefill import Prefilled, State, admit, can_admit, expand, forward
 
 LOGITS = 2**25  # most logits that are held at once, or those of one token
 PADDING = 0.25  # most padding of turns that share a pass, as a share of their tokens

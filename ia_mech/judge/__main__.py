@@ -4,7 +4,7 @@ import argparse
 import sys
 
 from ia_mech.cli import guarded, tolerant_streams
-from ia_mech.judge.options import build_parser
+from ia_mech.judge.commands import build_parser
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -32,19 +32,19 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _export(args: argparse.Namespace) -> None:
-    from ia_mech.judge.sheets.commands import export_command
+    from ia_mech.judge.sheets import export_command
 
     export_command(args)
 
 
 def _import(args: argparse.Namespace) -> None:
-    from ia_mech.judge.sheets.commands import import_command
+    from ia_mech.judge.sheets import import_command
 
     import_command(args)
 
 
 def _agreement(args: argparse.Namespace) -> None:
-    from ia_mech.judge.agreement.commands import command
+    from ia_mech.judge.agreement import command
 
     command(args)
 

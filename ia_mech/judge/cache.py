@@ -16,9 +16,9 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from ia_mech.embedded import cache_dir
 from ia_mech.errors import UserError
 from ia_mech.judge.verdict import Item, Verdict, identity_hash
+from ia_mech.models.embedded import cache_dir
 
 _FIELDS = {field.name for field in fields(Verdict)}
 

@@ -11,15 +11,15 @@ Names are imported when they are asked for, so that ``--help`` needs neither tor
 from importlib import import_module
 
 _HOME = {
-    "Example": "examples",
-    "Judged": "pool",
-    "Row": "rows",
-    "estimates": "tables",
-    "examples_by_category": "examples",
+    "Example": "show",
+    "Judged": "load",
+    "Row": "compute",
+    "estimates": "compute",
+    "examples_by_category": "show",
     "frame_of": "files",
-    "print_examples": "examples",
+    "print_examples": "show",
     "print_rates": "show",
-    "read_runs": "pool",
+    "read_runs": "load",
     "write": "files",
 }
 __all__ = sorted(_HOME)

@@ -10,9 +10,8 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ia_mech.rates.pool import Judged
-from ia_mech.rates.rows import Row
-from ia_mech.rates.tables import comparisons
+from ia_mech.rates.compute import Row, comparisons
+from ia_mech.rates.load import Judged
 from ia_mech.run.layout import replace_file
 
 _FLOATS = ("temperature", "value", "low", "high", "p", "p_holm", "level")

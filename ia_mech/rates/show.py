@@ -1,4 +1,12 @@
-"""What the rates report shows at a terminal."""
+"""What the rates report shows at a terminal.
+
+User turns to read: a few of every category, drawn and not picked.
+
+What has to be known to read the tables of the rates report.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
 
 import numpy as np
 from rich.console import Console
@@ -7,20 +15,232 @@ from rich.measure import Measurement
 from rich.table import Table
 
 from ia_mech.cli import one_line
-from ia_mech.judge.rubric import ASSESSED, CANNOT_ASSESS, SHORT
-from ia_mech.rates.figures import Figures
-from ia_mech.rates.notes import notes_of
-from ia_mech.rates.pool import EVERY, FAILED, Judged
-from ia_mech.rates.rows import Row
+from ia_mech.errors import UserError
+from ia_mech.estimates import FEW_SOURCES
+from ia_mech.judge.rubric import ASSESSED, CANNOT_ASSESS, NAMES, SHORT
+from ia_mech.judge.verdict import JUDGED
+from ia_mech.rates.compute import (
+    MIN_ANNOTATED,
+    MIN_ANNOTATED_SOURCES,
+    POWER,
+    Figures,
+    Row,
+    comparisons,
+)
+from ia_mech.rates.load import CUT_OFF, EVERY, FAILED, Judged
+from ia_mech.run import Run
+from ia_mech.run.labels import KEY
+from ia_mech.stats import IMPOSSIBLE
+
+
+@dataclass(frozen=True)
+class Example:
+    """A judged user turn with what it answers."""
+
+    context_id: str
+    source_id: str
+    dataset: str
+    temperature: float
+    sample: int
+    cut_off: bool
+    query: str
+    response: str
+    turn: str
+    rationale: str
+
+
+def examples_by_category(
+    run: Run, judge: str, per_category: int = 3, seed: int = 0, *, responses: str = EVERY
+) -> dict[str, list[Example]]:
+    """Turns of every category that the judge found, drawn by a seeded generator.
+
+    The turns of a category are shuffled; turns of a source that isn't there yet come first, then
+    those whose text isn't, so that one prompt or one loop doesn't fill a category. A category's
+    draw doesn't depend on what other categories hold.
+
+    Args:
+        run: a judged run.
+        judge: whose verdicts (the first of repeated ones).
+        per_category: how many at most.
+        seed: of the draw.
+        responses: after which responses the turns come: ``all``, ``complete`` or ``cut-off`` ones.
+
+    Returns:
+        Category to its examples, in the order of the rubric; categories without any are left out.
+
+    Raises:
+        UserError: no such judge has judged this run, or not these turns.
+    """
+    verdicts = run.labels.judgements(judge)
+    verdicts = verdicts[(verdicts["repeat"] == 0) & (verdicts["status"] == JUDGED)]
+    turns = run.generations.merge(verdicts[[*KEY, "category", "rationale"]], on=list(KEY))
+    if len(turns) != len(verdicts):
+        raise UserError(
+            f"the verdicts of {judge!r} are not of the turns of {run.path}",
+            f"judge it again: python -m ia_mech.judge run {run.path} --name {judge} --replace",
+        )
+    if responses != EVERY:
+        cut_off = turns["response_cut_off"].fillna(False).astype(bool)
+        turns = turns[cut_off == (responses == CUT_OFF)]
+    messages = run.contexts.set_index("context_id")["messages"]
+    found = {}
+    for number, category in enumerate(NAMES):
+        of = turns[turns["category"] == category]
+        order = np.random.default_rng([seed, number]).permutation(len(of))
+        chosen = _varied(of.iloc[order], per_category)
+        if chosen:
+            found[category] = [_example(turn, messages[turn.context_id]) for turn in chosen]
+    return found
+
+
+def _varied(turns, count: int) -> list:
+    """The first turns of as many sources, then of as many texts, then any."""
+    rest, chosen = list(turns.itertuples(index=False)), []
+    for same in ("source_id", "text", None):
+        left = []
+        for turn in rest:
+            known = same and getattr(turn, same) in {getattr(c, same) for c in chosen}
+            (left if known or len(chosen) >= count else chosen).append(turn)
+        rest = left
+    return chosen
+
+
+def _example(turn, messages) -> Example:
+    return Example(
+        context_id=turn.context_id,
+        source_id=turn.source_id,
+        dataset=turn.dataset,
+        temperature=turn.temperature,
+        sample=turn.sample,
+        cut_off=bool(turn.response_cut_off),
+        query=messages[-2]["content"],
+        response=messages[-1]["content"],
+        turn=turn.text,
+        rationale=turn.rationale or "",
+    )
+
+
+def print_examples(console: Console, examples: dict[str, list[Example]], of: str = "") -> None:
+    """Show examples, each on four lines; ``of`` names the run where several are shown."""
+    heading = f"examples of {escape(one_line(of))}" if of else "examples"
+    console.print(f"\n[bold]{heading}[/] (drawn by seed, not chosen)", soft_wrap=True)
+    for category, turns in examples.items():
+        console.print(f"[bold]{category}[/]")
+        for example in turns:
+            temperature = f"T = {example.temperature:g}" if example.temperature else "greedy"
+            flag = " † cut off" if example.cut_off else ""
+            for line in (
+                f"  {_text(example.context_id, 40)} · {temperature}",
+                f"    query:     {_text(example.query, 90)}",
+                f"    response:  {_text(example.response, 90)}{flag}",
+                f"    [bold]user turn:[/] {_text(example.turn, 160) or '(empty)'}",
+                f"    because:   {_text(example.rationale, 160) or '–'}",
+            ):
+                console.print(line, soft_wrap=True)
+
+
+def _text(text: str, width: int) -> str:
+    return escape(one_line(text, width))
+
+
+TESTS = {  # Paired.test
+    "mover and sign flip": "the larger of that by sign flips of whole sources and of where MOVER's "
+    "interval of two rates begins to leave out 0",
+    "student and sign flip": "the larger of that by sign flips of whole sources and of Student's t",
+    "sign flip": "sign flips of whole sources",
+}
+
+
+def notes_of(judged: Judged, rows: list[Row]) -> list[str]:
+    """What has to be known to read the tables, each on a line."""
+    notes = [
+        f"Δ: mean over sources; {_tests(rows)}; detectable Δ: found with {POWER:.0%} power in one "
+        "comparison, uncorrected. any of n: contexts with a genuine turn among n samples, unbiased "
+        "over subsets (pass@k); (a/b): only a of b contexts have n samples that were assessed."
+    ]
+    if any(row.quantity == "cut_off" for row in rows):
+        notes.append(
+            "†: after a response that was cut off, which is a different stimulus; rates are of all "
+            "turns unless the column says complete responses."
+        )
+    few = _few_sources(rows)
+    if few:
+        notes.append(
+            f"fewer than {FEW_SOURCES} sources stand behind intervals of {', '.join(few)}: the "
+            f"simulations (benchmarks/coverage.md) cover {FEW_SOURCES} and more, so take these as "
+            "rough."
+        )
+    if judged.record.get("caveat"):
+        notes.append(judged.record["caveat"])
+    if any(row.method.startswith(IMPOSSIBLE) for row in rows):
+        notes.append(
+            "– under Rogan & Gladen: the judge says genuine less often there than it errs that way "
+            "elsewhere, so the assumption fails and no rate fits."
+        )
+    for reason in _unlabelled(rows):
+        notes.append(f"– under prediction-powered: {reason}, so its errors there are unknown.")
+    if any(row.quantity == "rate_rogan_gladen" for row in rows):
+        notes.append(
+            "Rogan & Gladen assumes that the judge errs alike in all rows of a table, labelled or "
+            f"not; the prediction-powered rate needs {MIN_ANNOTATED} annotated turns of "
+            f"{MIN_ANNOTATED_SOURCES} sources in the very row, and labels of every run and stratum."
+        )
+    elif judged.annotator:
+        notes.append(
+            f"none of {judged.annotator}'s labels is of a turn that the judge assessed: no rate is "
+            "corrected."
+        )
+    else:
+        notes.append(
+            "no annotations: a raw rate is only as good as the judge. To correct it: python -m "
+            f"ia_mech.judge export {judged.runs[0].path}, fill the sheet in, then import it."
+        )
+    return notes + judged.notes
+
+
+def _tests(rows: list[Row]) -> str:
+    """Which tests gave the p values, and how they were corrected."""
+    own, pooled = comparisons(rows)
+    counts = Counter(row.test for row in rows if not np.isnan(row.p))
+    if not counts:
+        return "nothing could be tested"
+    how = [TESTS.get(test, str(test)) for test in counts]
+    if len(counts) > 1:
+        how = [f"{text} ({count})" for text, count in zip(how, counts.values(), strict=True)]
+    text = f"p: {', '.join(how)}, Holm-corrected over {own} comparison{'' if own == 1 else 's'}"
+    return text + (f" and, as a family of its own, over the {pooled} of (all)" if pooled else "")
+
+
+def _few_sources(rows: list[Row]) -> list[str]:
+    """What rests on fewer sources than were simulated: datasets, and the judge's error rates."""
+    few = [
+        row
+        for row in rows
+        if row.sources < FEW_SOURCES
+        # The table says of how many annotated turns a rate by labels alone is.
+        and row.quantity not in ("follow_up_rate_bounds", "rate_annotated")
+        and not (np.isnan(row.low) and np.isnan(row.p))
+    ]
+    names = (
+        row.quantity.replace("_", " ") if row.quantity.startswith("judge_") else row.dataset
+        for row in few
+    )
+    return list(dict.fromkeys(names))
+
+
+def _unlabelled(rows: list[Row]) -> list[str]:
+    """Why there are no prediction-powered rates where there are none."""
+    found = (
+        row.method.split(";")[0].removeprefix("undefined: ")
+        for row in rows
+        if row.quantity == "rate_prediction_powered"
+        and np.isnan(row.value)
+        and not row.method.startswith(IMPOSSIBLE)
+    )
+    return list(dict.fromkeys(found))
+
 
 CURVE = 5  # points of a reach curve that fit on a line
-
-
-def console() -> Console:
-    """A console that leaves texts as they are."""
-    made = Console(highlight=False, emoji=False)  # ":cat:" in a text is not an emoji
-    made.width = max(made.width, 100)
-    return made
 
 
 def print_rates(screen: Console, judged: Judged, rows: list[Row]) -> None:

@@ -17,10 +17,8 @@ from ia_mech.stats.agreement import (
     krippendorff_alpha,
     precision_recall,
 )
-from ia_mech.stats.association import Grouped, group_difference, kendall, kendall_p
-from ia_mech.stats.clusters import cluster_mean, cluster_statistic
+from ia_mech.stats.clusters import cluster_counts, cluster_mean, cluster_statistic
 from ia_mech.stats.correction import IMPOSSIBLE, prediction_powered, rogan_gladen
-from ia_mech.stats.counts import cluster_counts
 from ia_mech.stats.curves import auroc, auroc_columns
 from ia_mech.stats.intervals import Estimate, wilson, zero_events_bound
 from ia_mech.stats.multiple import (
@@ -30,10 +28,21 @@ from ia_mech.stats.multiple import (
     permutation_max,
     permutation_p,
 )
-from ia_mech.stats.paired import Paired, paired_difference
-from ia_mech.stats.pairs import auroc_between, auroc_within
-from ia_mech.stats.power import detectable_difference
-from ia_mech.stats.ranking import FoldScores, Replicated
+from ia_mech.stats.paired import (
+    Paired,
+    auroc_between,
+    auroc_within,
+    detectable_difference,
+    paired_difference,
+)
+from ia_mech.stats.ranking import (
+    FoldScores,
+    Grouped,
+    Replicated,
+    group_difference,
+    kendall,
+    kendall_p,
+)
 
 __all__ = [
     "IMPOSSIBLE",

@@ -16,9 +16,9 @@ import numpy as np
 from scipy.special import expit
 
 from ia_mech.stats import Estimate, cluster_mean
-from probes.data.outcome import Outcome
-from probes.fitting.fits import PENALTIES, logistic_path
-from probes.fitting.rotation import Cell, rotate
+from probes.fit.nested_cv import Cell, rotate
+from probes.fit.solvers import PENALTIES, logistic_path
+from probes.outcome import Outcome
 
 BLOCKS = 10
 NARROW = 1e-4  # a probe's probability stays so far off 0 and 1: no turn costs over 13.3 bits

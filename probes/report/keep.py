@@ -10,23 +10,180 @@
       heat_map.png .svg     layer_curve.png .svg
 
 A folder is written under another name and takes its place when it is whole.
+
+An analysis as tidy tables: one row per estimate, one row per context.
 """
 
 import os
 import shutil
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pandas as pd
+from scipy.special import expit
 
 from ia_mech.errors import UserError
+from ia_mech.estimates import write_parquet
 from ia_mech.run.labels import check_name
 from ia_mech.run.layout import read_json
+from ia_mech.stats import Estimate
 from probes.card import CARD, WEIGHTS, Probe, directions
-from probes.data.dataset import ProbeSet
+from probes.dataset import ProbeSet
 from probes.records import MEASURES, Analysis, Settings
-from probes.report import figures, tables
+from probes.report import figures
 from probes.report.verdict import Verdict
+
+KEY = ["quantity", "layer", "position", "control"]  # no two rows have the same
+_DTYPES = {
+    **dict.fromkeys(("quantity", "position", "control", "method"), "string"),
+    **dict.fromkeys(("layer", "sources", "contexts"), "Int64"),
+    **dict.fromkeys(("value", "low", "high", "p", "level"), "float64"),
+}
+COLUMNS = (*KEY, "value", "low", "high", "p", "sources", "contexts", "level", "method")
+
+
+def rows(analysis: Analysis, context: Mapping[str, Any]) -> pd.DataFrame:
+    """Every estimate of an analysis, with what it is of.
+
+    Quantities, by what their rows are of:
+
+    - a layer and position: ``auroc_cell`` (the reported estimator's), ``statistic`` (the
+      closed-form probes' AUROC, which is what is tested), ``null_band_95`` (95% quantile of the
+      permuted statistics of that cell), ``p_family`` (family-wise), ``selected_in_folds`` (share of
+      the outer folds that chose the cell; 0 where none did).
+    - the headline, which has the layer and position that were chosen on all contexts: the names in
+      :data:`probes.records.MEASURES`, ``statistic_headline``, ``null_band_95_headline`` and
+      ``p_headline`` (the selection replayed).
+    - a control: ``auroc_control`` and ``gain_over_control`` (for the control task: selectivity).
+    - a layer at the headline's position: ``code_bits_saved_per_turn`` and ``code_ratio``.
+    - the heat map: ``null_band_95_family`` (95% quantile of the largest permuted statistic).
+
+    Args:
+        analysis: of one target.
+        context: constant columns, one value each: target, judge, estimator, runs, model.
+
+    Returns:
+        :data:`COLUMNS` and those of ``context``; ``KEY`` is unique. ``layer``, ``position`` and
+        ``control`` are missing where a quantity has none, ``low`` and ``high`` where there is no
+        interval. ``p`` stands beside the statistic that it belongs to, and is the ``value`` of the
+        rows named after it.
+
+    Raises:
+        ValueError: a column of ``context`` has the name of another.
+    """
+    taken = [name for name in context if name in COLUMNS]
+    if taken:
+        raise ValueError(f"columns that an analysis has already: {', '.join(taken)}")
+    whole = {
+        "sources": int(analysis.outcome.sources.max()) + 1,
+        "contexts": len(analysis.outcome),
+        "level": np.nan,
+    }
+    records = [whole | record for part in _PARTS for record in part(analysis)]
+    frame = pd.DataFrame(records, columns=list(COLUMNS)).astype(_DTYPES)
+    return frame.assign(**context)
+
+
+def predictions(analysis: Analysis) -> pd.DataFrame:
+    """What was predicted of every context, out of fold.
+
+    Args:
+        analysis: of one target.
+
+    Returns:
+        One row per context, in order: ``fold`` (outer), ``source`` and ``run`` (indices),
+        ``positives``, ``trials``, ``log_odds`` and ``probability`` of the headline, and for every
+        control that predicts the same outcome ``control:<name>`` with its log-odds.
+    """
+    outcome, headline = analysis.outcome, analysis.headline
+    columns = {
+        "fold": analysis.folds,
+        "source": outcome.sources,
+        "run": outcome.runs,
+        "positives": outcome.positives,
+        "trials": outcome.trials,
+        "log_odds": headline.scores,
+        "probability": expit(headline.scores),
+    }
+    for control in analysis.compared:
+        if control.scores is not None:
+            columns[f"control:{control.name}"] = control.scores
+    return pd.DataFrame(columns)
+
+
+# -- rows by what they are of ---------------------------------------------------------------------
+
+
+def _cells(analysis: Analysis) -> Iterator[dict[str, Any]]:
+    tested, method = analysis.tested, _permuted(analysis)
+    picked = Counter(analysis.headline.picked)
+    for i, layer in enumerate(analysis.layers):
+        for j, position in enumerate(analysis.positions):
+            where = {"layer": layer, "position": position}
+            p = tested.p_family[i, j]
+            share = picked[layer, position] / len(analysis.headline.picked)
+            yield where | _estimated("auroc_cell", analysis.auroc[i][j], analysis)
+            yield where | _plain("statistic", tested.statistic[i, j], "closed form", p)
+            yield where | _plain("null_band_95", tested.band[i, j], method)
+            yield where | _plain("p_family", p, method, p)
+            yield where | _plain("selected_in_folds", share, "inner folds")
+
+
+def _family(analysis: Analysis) -> Iterator[dict[str, Any]]:
+    yield _plain("null_band_95_family", analysis.tested.family_band, _permuted(analysis))
+
+
+def _headline(analysis: Analysis) -> Iterator[dict[str, Any]]:
+    headline, tested, method = analysis.headline, analysis.tested, _permuted(analysis)
+    where = {"layer": headline.layer, "position": headline.position}
+    for name, estimate in headline.measures.items():
+        yield where | _estimated(name, estimate, analysis)
+    band = np.quantile(tested.null, 0.95) if len(tested.null) else np.nan
+    yield where | _plain("statistic_headline", tested.value, "closed form", tested.p)
+    yield where | _plain("null_band_95_headline", band, method)
+    yield where | _plain("p_headline", tested.p, f"{method}, selection replayed", tested.p)
+
+
+def _controls(analysis: Analysis) -> Iterator[dict[str, Any]]:
+    for control in analysis.compared:
+        of = {"control": control.name}
+        yield of | _estimated("auroc_control", control.auroc, analysis)
+        yield of | _estimated("gain_over_control", control.gain, analysis)
+
+
+def _codes(analysis: Analysis) -> Iterator[dict[str, Any]]:
+    for layer, code in zip(analysis.layers, analysis.code, strict=True):
+        where = {"layer": layer, "position": analysis.headline.position}
+        yield where | _estimated("code_bits_saved_per_turn", code.saved_per_turn, analysis)
+        yield where | _plain("code_ratio", code.ratio, "online code, mean length over orders")
+
+
+_PARTS = (_headline, _controls, _cells, _family, _codes)
+
+
+def _estimated(quantity: str, estimate: Estimate, analysis: Analysis) -> dict[str, Any]:
+    return {
+        "quantity": quantity,
+        "value": estimate.value,
+        "low": estimate.low,
+        "high": estimate.high,
+        "sources": estimate.sources,
+        "level": analysis.settings.level,
+        "method": estimate.method,
+    }
+
+
+def _plain(quantity: str, value: float, method: str, p: float = np.nan) -> dict[str, Any]:
+    return {"quantity": quantity, "value": value, "p": p, "method": method}
+
+
+def _permuted(analysis: Analysis) -> str:
+    return f"{analysis.tested.permutations} permutations of whole sources"
+
 
 FILES = {
     *(WEIGHTS, CARD, "estimates.parquet", "predictions.parquet"),
@@ -108,14 +265,14 @@ class Kept:
             "model": ", ".join(dict.fromkeys(run.model["name"] for run in data.runs)),
             "runs": ", ".join(str(run.path) for run in data.runs),
         }
-        tables.write_parquet(tables.rows(analysis, about), folder / "estimates.parquet")
+        write_parquet(rows(analysis, about), folder / "estimates.parquet")
         names = data.contexts[["run", "context_id", "dataset"]]
         names = names.assign(
             run=names["run"].map(lambda number: str(data.runs[number].path)),
             source=data.contexts["source"].str.replace("\0", "/"),
         )
-        said = tables.predictions(analysis).drop(columns=["run", "source"], errors="ignore")
-        tables.write_parquet(pd.concat([names, said], axis=1), folder / "predictions.parquet")
+        said = predictions(analysis).drop(columns=["run", "source"], errors="ignore")
+        write_parquet(pd.concat([names, said], axis=1), folder / "predictions.parquet")
         title = f"{about['model']} · {data.target.name} · judge {data.judge}"
         figures.save(figures.heat_map(analysis, title), folder, "heat_map")
         figures.save(figures.layer_curve(analysis, title), folder, "layer_curve")
@@ -127,12 +284,12 @@ class Kept:
     def _card(self, analysis: Analysis, verdict: Verdict) -> dict:
         headline, tested = analysis.headline, analysis.tested
         measures = {
-            name: {"what": MEASURES[name], **_plain(estimate)}
+            name: {"what": MEASURES[name], **_numbers(estimate)}
             for name, estimate in headline.measures.items()
         }
         compared = [
             {"name": c.name, "kind": c.kind, "what": c.what}
-            | {"auroc": _plain(c.auroc), "gain": _plain(c.gain)}
+            | {"auroc": _numbers(c.auroc), "gain": _numbers(c.gain)}
             for c in analysis.compared
         ]
         return {
@@ -244,7 +401,7 @@ def _asked_before(folder: Path) -> dict | None:
     return asked if isinstance(asked, dict) else None
 
 
-def _plain(estimate) -> dict:
+def _numbers(estimate) -> dict:
     """JSON has no NaN."""
     numbers = {name: getattr(estimate, name) for name in ("value", "low", "high")}
     return {k: None if v != v else float(v) for k, v in numbers.items()} | {

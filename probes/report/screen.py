@@ -19,13 +19,6 @@ WIDTH = 100
 ROWS = 17  # layers that the heat map shows
 
 
-def console() -> Console:
-    """A console that leaves texts as they are, wide enough for the tables."""
-    made = Console(highlight=False, emoji=False)  # ":cat:" in a text is not an emoji
-    made.width = max(made.width, WIDTH)
-    return made
-
-
 def print_analysis(
     screen: Console, analysis: Analysis, target_text: str, verdict: Verdict, within: str = "run"
 ) -> None:

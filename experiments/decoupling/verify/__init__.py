@@ -9,8 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from experiments.decoupling.verify import instructions, maths
-from experiments.decoupling.verify.limit import TimedOut, limited
-from experiments.decoupling.verify.verdict import Verdict
+from experiments.decoupling.verify.verdict import TimedOut, Verdict, limited
 
 SECONDS = 5.0  # for one response
 

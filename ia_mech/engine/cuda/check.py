@@ -15,9 +15,9 @@ from ia_mech.engine.cuda import fused
 from ia_mech.engine.cuda.seating import Seating
 from ia_mech.engine.cuda.sizes import Sizes
 from ia_mech.engine.cuda.stepper import FIELDS, STEPS, Stepper, why_not
-from ia_mech.engine.prefix import Prefix, prefill
-from ia_mech.engine.shared import Engine
-from ia_mech.models import is_out_of_memory
+from ia_mech.engine.prefill import Prefix, prefill
+from ia_mech.engine.shared_prefix import Engine
+from ia_mech.models.load import is_out_of_memory
 
 SEATS, ROOM = 33, 512  # rows of one context, and tokens that contexts have room for
 

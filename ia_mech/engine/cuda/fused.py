@@ -2,8 +2,9 @@
 
 In PyTorch operations the ten rounds of Philox alone read and write gigabytes at a thousand rows of
 150k logits; here noise never leaves the registers. The random words are those of
-:mod:`ia_mech.sampling`, bit for bit; logarithms round differently. Needs Triton, which PyTorch
-brings along for CUDA; where it is missing, or ``IA_MECH_TRITON=0``, PyTorch operations are used.
+:mod:`ia_mech.engine.sampling`, bit for bit; logarithms round differently. Needs Triton, which
+PyTorch brings along for CUDA; where it is missing, or ``IA_MECH_TRITON=0``, PyTorch operations
+are used.
 """
 
 import functools
@@ -12,8 +13,8 @@ import os
 import torch
 from torch import Tensor
 
-from ia_mech.models import is_out_of_memory
-from ia_mech.sampling import Draw
+from ia_mech.engine.sampling import Draw
+from ia_mech.models.load import is_out_of_memory
 
 try:
     import triton
@@ -56,7 +57,7 @@ def problem(device: torch.device) -> str:
 
 
 def draw(logits: Tensor, temperature: Tensor, keys: Tensor, step: Tensor) -> Draw:
-    """As :func:`ia_mech.sampling.draw` with :func:`ia_mech.sampling.gumbel` noise of these keys.
+    """As ``draw`` of :mod:`ia_mech.engine.sampling` with its ``gumbel`` noise of these keys.
 
     Args:
         logits: ``[rows, vocab]``, raw, of any floating dtype, each row without gaps; computed with

@@ -10,14 +10,14 @@ own tokens and merges.
 
 How many tokens there are is read from tensors, and grids depend on a bucket's sizes alone, so that
 CUDA graphs can replay both. Scores and sums are float32; products of float32 are not made in TF32.
-Needs Triton; :func:`ia_mech.engine.attention.attend` is the reference and what is used without.
+Needs Triton; :func:`ia_mech.engine.shared_prefix.attend` is the reference and what is used without.
 """
 
 import torch
 from torch import Tensor
 
-from ia_mech.engine.attention import FUSED
 from ia_mech.engine.cuda import fused
+from ia_mech.engine.shared_prefix import FUSED
 
 try:
     import triton

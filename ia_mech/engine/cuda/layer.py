@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
-from ia_mech.engine.attention import attend, merge
 from ia_mech.engine.cuda import kernels
 from ia_mech.engine.cuda.sizes import Sizes, window_of
-from ia_mech.engine.shared import PrefixLayer
+from ia_mech.engine.shared_prefix import PrefixLayer, attend, merge
 
 
 @dataclass(frozen=True)
@@ -195,7 +194,7 @@ class StaticLayer(PrefixLayer):
         sinks: Tensor | None,
     ) -> Tensor:
         """Attention of one query a line, ``[lines, heads, 1, dim]``, over prefix and own tokens;
-        arguments and result as for :meth:`ia_mech.engine.shared.SharedLayer.attend`."""
+        arguments and result as for :meth:`ia_mech.engine.shared_prefix.SharedLayer.attend`."""
         self.waiting = False
         view, (prefix_keys, prefix_values) = self.view, self.prefix
         slots, seats = view.sizes.slots, view.sizes.seats

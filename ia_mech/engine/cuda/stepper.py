@@ -26,10 +26,10 @@ from ia_mech.engine.cuda.layer import StaticLayer, View
 from ia_mech.engine.cuda.outbox import Parcel, send, to_device
 from ia_mech.engine.cuda.recurrent import StaticRecurrentLayer
 from ia_mech.engine.cuda.sizes import Shape, Sizes, demand, free_bytes, needed_bytes
-from ia_mech.engine.prefix import Prefilled
-from ia_mech.engine.shared import sharing
-from ia_mech.models import accepts, text_config
-from ia_mech.sampling import Draw, draw, gumbel
+from ia_mech.engine.prefill import Prefilled
+from ia_mech.engine.sampling import Draw, draw, gumbel
+from ia_mech.engine.shared_prefix import sharing
+from ia_mech.models.load import accepts, text_config
 
 STEPS = 2  # launched together, while the host looks at those before: a row's end is seen 2.5 late
 FIELDS = tuple(field.name for field in fields(Draw))

@@ -18,8 +18,8 @@ from ia_mech.engine.cuda.seating import Seating
 from ia_mech.engine.cuda.sizes import Sizes
 from ia_mech.engine.cuda.stepper import FIELDS, STEPS, Stepper, forget, stepper_for
 from ia_mech.engine.loop import Decoded, Stream
-from ia_mech.engine.prefix import Prefilled
-from ia_mech.sampling import Draw
+from ia_mech.engine.prefill import Prefilled
+from ia_mech.engine.sampling import Draw
 
 
 @dataclass(frozen=True)

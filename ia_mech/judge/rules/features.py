@@ -4,14 +4,262 @@ Each feature has a name that says what it measures; :func:`measure` is the one p
 them, for judging and for fitting alike. Every one is of the turn, alone or against the two other
 texts: none is of the context alone (lengths of query and response, what kind of query it is), or
 labels would differ between contexts for reasons that a probe could read off the context.
+
+Cases that a rule settles, with the evidence it saw.
+
+Words, sentences and overlaps: what the rules judge measures with.
 """
 
 import math
 import re
 from collections import Counter
+from collections.abc import Sequence
+from functools import lru_cache
 
-from ia_mech.judge.rules import text as t
+import numpy as np
+import snowballstemmer
+from rapidfuzz import fuzz
+
+from ia_mech.judge.rubric import CANNOT_ASSESS, GENUINE
 from ia_mech.judge.verdict import Item
+
+_WORD = re.compile(r"\d+(?:[.,]\d+)*|[^\W\d_]+(?:['’][^\W\d_]+)*")
+_SENTENCE = re.compile(r"(?<=[.!?])\s+|\n+")
+_STEMMER = snowballstemmer.stemmer("english")
+
+# Words that say nothing about what a text is about.
+FUNCTION_WORDS = frozenset(
+    """
+    a about above after again all also am an and any are as at be because been before being below
+    between both but by can cannot could did do does doing done down during each either else even
+    ever every few for from further get gets go goes had has have having he her here hers herself
+    him himself his how i if in into is it its itself just let like make makes many may me might
+    mine more most much must my myself no nor not now of off on once one only or other our ours
+    ourselves out over own per please same shall she should so some such than that the their
+    theirs them themselves then there these they this those through to too two under until up upon
+    us use used using very want was we were what when where whether which while who whom whose why
+    will with within without would yes yet you your yours yourself yourselves i'm i've i'd i'll
+    you're you've it's that's what's there's don't doesn't didn't isn't aren't wasn't can't won't
+    let's
+    """.split()  # noqa: SIM905
+)
+
+
+def words(text: str) -> list[str]:
+    """Lower-case words and numbers, in order."""
+    return [word.replace("’", "'") for word in _WORD.findall(text.lower())]
+
+
+@lru_cache(maxsize=100_000)
+def stem(word: str) -> str:
+    """Snowball stem of a word; numbers stay as they are."""
+    return _STEMMER.stemWord(word.removesuffix("'s"))
+
+
+def stems(tokens: Sequence[str]) -> list[str]:
+    return [stem(token) for token in tokens]
+
+
+def content(tokens: Sequence[str]) -> list[str]:
+    """Stems of the words that carry a subject."""
+    return [stem(t) for t in tokens if t not in FUNCTION_WORDS and (len(t) > 1 or t.isdigit())]
+
+
+def sentences(text: str) -> list[str]:
+    """Sentences and lines that hold at least one word."""
+    return [piece.strip() for piece in _SENTENCE.split(text) if _WORD.search(piece)]
+
+
+def grams(tokens: Sequence[str], n: int) -> list[tuple[str, ...]]:
+    return [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]
+
+
+def share(part: Sequence, of: set) -> float:
+    """Share of the members of ``part`` that are in ``of``; 0 for none."""
+    return sum(x in of for x in part) / len(part) if part else 0.0
+
+
+def longest_run(tokens: Sequence[str], other: Sequence[str]) -> tuple[int, int]:
+    """Longest run of tokens that both have, as (start in tokens, length)."""
+    best, start = 0, 0
+    number: dict[str, int] = {}
+    peers = np.array([number.setdefault(peer, len(number)) for peer in other], dtype=int)
+    runs = np.zeros(len(other) + 1, dtype=int)  # [j + 1]: of the run that ends at other[j]
+    for i, token in enumerate(tokens):
+        runs[1:] = np.where(peers == number.get(token, -1), runs[:-1] + 1, 0)
+        longest = int(runs.max())
+        if longest > best:
+            best, start = longest, i - longest + 1
+    return start, best
+
+
+def alike(turn: str, pieces: Sequence[str]) -> float:
+    """Largest edit similarity of the turn or its first sentence to a piece, in 0 … 1."""
+    lowered = turn.lower()
+    first = (sentences(lowered) or [lowered])[0]
+    best = 0.0
+    for piece in pieces:
+        piece = piece.lower()
+        best = max(best, fuzz.ratio(lowered, piece), fuzz.ratio(first, piece))
+    return best / 100
+
+
+_MARKERS = re.compile(
+    r"</?think(ing)?>|<\|channel\|>|<\|start\|>|<reasoning>|\[/?(thinking|reasoning)\]", re.I
+)
+_PLANNING = re.compile(
+    r"\b(the user|user) (wants|is asking|asks|asked|might|may|would|needs|says|said|seems)\b|"
+    r"\b(we|i) (need|have|should|must|want) to (respond|reply|answer|produce|generate|write|craft|"
+    r"output|provide) (a|an|the|as|to|with|in)\b.{0,40}\b(user|message|response|reply|answer|"
+    r"turn|follow-up|question)\b|"
+    r"\bas the user, (i|my)\b",
+    re.I,
+)
+# An assistant introducing itself, offering help, or handing over what was asked for.
+_AS_ASSISTANT = re.compile(
+    r"\bas an ai\b|\b(i am|i'm) (just )?(an ai|a language model|your assistant)\b|"
+    r"\bhow (can|may) i (help|assist) you\b|\b(i am|i'm|i'd be) (happy|glad) to (help|assist)\b|"
+    r"\blet me know if you (have|need|would|want)\b|\bhope this helps\b|\bfeel free to ask\b|"
+    r"^(sure|certainly|of course)\b[,.!:]? (i'll|i can|i will|here|let me)\b|"
+    r"^here are (some|a few|the|\w+) (\w+ )?(tips|steps|examples|ways|suggestions|ideas|options)\b",
+    re.I,
+)
+# Closings and acknowledgements open with one of these, and hold nothing but these and the others.
+_THANKS = frozenset(
+    """thank thanks thankyou thx ty great good nice cool awesome perfect excellent amazing wonderful
+    ok okay k yes yeah yep no sure fine got understood see appreciate bye goodbye hello hi hey well
+    cheers interesting right alright""".split()  # noqa: SIM905
+)
+_WITH_THANKS = _THANKS | frozenset(
+    """helpful help helped appreciated lot done job answer response explanation information info
+    continue go tell more know makes sense clear really much welcome understand day question
+    questions anything everything else now time glad that's""".split()  # noqa: SIM905
+)
+# Frequent function words of Spanish, French, German, Italian, Portuguese and Dutch that are rare in
+# English prose and code.
+_FOREIGN = frozenset(
+    """el la los las de una por para qué cómo cuánto cuánta cuál pero más está muy también porque
+    cuando puedo puede quiero tengo hay es
+    le les une dans pour avec pas je vous nous mais où quel quelle est c'est qu'est j'ai sont
+    der das und ist nicht ein eine mit für wie ich du sie wir auch kann aber wenn oder
+    il che di per una sono è più questo perché
+    não uma você isso também são mas com
+    het een niet van voor ik jij maar ook""".split()  # noqa: SIM905
+)
+_ADDRESSES = frozenset({"you", "your", "you're", "you'd", "you'll", "you've"})
+_OPENS_ANSWER = frozenset(
+    {
+        "i",
+        "i'm",
+        "i've",
+        "i'd",
+        "i'll",
+        "my",
+        "we",
+        "we're",
+        "our",
+        "yes",
+        "yeah",
+        "no",
+        "sure",
+        "ok",
+    }
+)
+_COPY_WORDS = 4  # a copy of fewer words in a row may be chance
+
+
+def clear_case(item: Item) -> tuple[str, str] | None:
+    """(category, evidence) where a rule settles it, else None. The order is the rubric's."""
+    tokens = words(item.turn)
+    if not item.turn.strip():
+        return "degenerate", "the turn is empty"
+    if not tokens:
+        return "degenerate", "no word or number in it"
+    letters = [c for c in item.turn if c.isalpha()]
+    foreign = sum(not _latin(c) for c in letters)
+    if len(letters) > 3 and foreign > len(letters) / 2:
+        return CANNOT_ASSESS, f"{foreign} of {len(letters)} letters are not Latin; it reads English"
+    other = _other_language(tokens)
+    if other:
+        return CANNOT_ASSESS, f"{other} are of another language; it reads English"
+    if not words(item.query) and not words(item.response):
+        return CANNOT_ASSESS, "query and response hold no words"
+    loop = _loop(tokens)
+    if loop:
+        return "degenerate", loop
+    marker = _MARKERS.search(item.turn)
+    if marker:
+        return "meta_planning", f"the marker {marker[0]!r}"
+    planning = _PLANNING.search(item.turn)
+    known = f"{item.query}\n{item.response}".lower()
+    if planning and planning[0].lower() not in known:
+        return "meta_planning", f"speaks about the answer: {planning[0]!r}"
+    copy = _copy(tokens, item)
+    if copy:
+        return copy
+    voice = _AS_ASSISTANT.search(item.turn.strip())
+    if voice and voice[0].lower() not in item.query.lower():
+        return "identity_leakage", f"speaks as an assistant: {voice[0]!r}"
+    answer = _answer(tokens, item)
+    if answer:
+        return GENUINE, answer
+    nothing_else = all(w in _WITH_THANKS or w in FUNCTION_WORDS for w in tokens)
+    if nothing_else and _THANKS & set(tokens[:2]) and len(tokens) <= 14:
+        return "generic", "nothing but words of thanks, closing or assent"
+    return None
+
+
+def _other_language(tokens: list[str]) -> str | None:
+    """Function words of other languages, if there are more of them than of English ones."""
+    foreign = [word for word in tokens if word in _FOREIGN]
+    english = sum(word in FUNCTION_WORDS for word in tokens)
+    if len(set(foreign)) < 2 or len(foreign) <= english:
+        return None
+    return ", ".join(repr(word) for word in list(dict.fromkeys(foreign))[:4])
+
+
+def _latin(character: str) -> bool:
+    return character < "\u0250" or "\u1e00" <= character < "\u1f00"
+
+
+def _loop(tokens: list[str]) -> str | None:
+    """Evidence that the turn goes round in circles."""
+    if len(tokens) >= 6 and len(set(tokens)) <= 2:
+        return f"{len(tokens)} words, {len(set(tokens))} different ones"
+    for length in range(1, 13):
+        again = 1
+        while tokens[-length * (again + 1) :][:length] == tokens[-length:] and (
+            len(tokens) >= length * (again + 1)
+        ):
+            again += 1
+        if again >= 3 and again * length >= 9 and again * length > 0.6 * len(tokens):
+            return f"{' '.join(tokens[-length:])!r} {again} times in a row"
+    return None
+
+
+def _copy(tokens: list[str], item: Item) -> tuple[str, str] | None:
+    """The turn is, word for word, a piece of the query or the response."""
+    if len(tokens) < _COPY_WORDS:
+        return None
+    for category, name, other in (
+        ("prompt_restatement", "query", item.query),
+        ("assistant_restatement", "response", item.response),
+    ):
+        _, run = longest_run(tokens, words(other))
+        if run >= _COPY_WORDS and run == len(tokens):
+            return category, f"all its {run} words stand so in the {name}"
+    return None
+
+
+def _answer(tokens: list[str], item: Item) -> str | None:
+    """Evidence that the turn answers the question to the user that the response ends with."""
+    last = (sentences(item.response) or [""])[-1]
+    asked = item.response.rstrip().endswith("?") and set(words(last)) & _ADDRESSES
+    opens = next((word for word in tokens[:1] if word in _OPENS_ANSWER), None)
+    if not asked or opens is None or item.turn.rstrip().endswith("?"):
+        return None
+    return f"opens with {opens!r} after the response ends by asking {last[-60:]!r}"
+
 
 _QUESTION = re.compile(
     r"^(what|how|why|when|where|who|which|whose|is|are|was|were|do|does|did|can|could|would|will|"
@@ -58,45 +306,45 @@ def measure(item: Item) -> dict[str, float]:
     """Features of one item, by name, in a fixed order."""
     turn, query, response = item.turn, item.query, item.response
     low = turn.lower().strip()
-    tw, qw, rw = t.words(turn), t.words(query), t.words(response)
-    ts, qs, rs = t.stems(tw), t.stems(qw), t.stems(rw)
-    tc, qc, rc = t.content(tw), set(t.content(qw)), set(t.content(rw))
+    tw, qw, rw = words(turn), words(query), words(response)
+    ts, qs, rs = stems(tw), stems(qw), stems(rw)
+    tc, qc, rc = content(tw), set(content(qw)), set(content(rw))
     n = max(len(tw), 1)
     only_r = rc - qc
     both = qc | rc
     numbers, known_q = _NUMBER.findall(turn), set(_NUMBER.findall(query))
     known_r = set(_NUMBER.findall(response))
-    names = {name for name in _NAME.findall(turn) if name.lower() not in t.FUNCTION_WORDS}
-    _, run_q = t.longest_run(ts, qs)
-    _, run_r = t.longest_run(ts, rs)
-    q_parts = [*t.sentences(query), query]
-    r_parts = [*t.sentences(response), response[: len(turn) + 20], response]
+    names = {name for name in _NAME.findall(turn) if name.lower() not in FUNCTION_WORDS}
+    _, run_q = longest_run(ts, qs)
+    _, run_r = longest_run(ts, rs)
+    q_parts = [*sentences(query), query]
+    r_parts = [*sentences(response), response[: len(turn) + 20], response]
     return {
         # how long, and how much it repeats itself
         "log_words": math.log1p(len(tw)),
         "few_words": float(len(tw) < 4),
         "distinct_words": len(set(tw)) / n,
         "repeated_trigrams": _repeated(ts, 3),
-        "sentences": float(min(len(t.sentences(turn)), 5)),
+        "sentences": float(min(len(sentences(turn)), 5)),
         # restatement of the query
-        "query_words": t.share(tc, qc),
-        "query_bigrams": t.share(t.grams(ts, 2), set(t.grams(qs, 2))),
-        "query_trigrams": t.share(t.grams(ts, 3), set(t.grams(qs, 3))),
+        "query_words": share(tc, qc),
+        "query_bigrams": share(grams(ts, 2), set(grams(qs, 2))),
+        "query_trigrams": share(grams(ts, 3), set(grams(qs, 3))),
         "query_run": run_q / n,
-        "query_alike": t.alike(turn, q_parts),
-        "query_covered": t.share(sorted(qc), set(tc)),
+        "query_alike": alike(turn, q_parts),
+        "query_covered": share(sorted(qc), set(tc)),
         # restatement of the response
-        "response_words": t.share(tc, rc),
-        "response_bigrams": t.share(t.grams(ts, 2), set(t.grams(rs, 2))),
-        "response_trigrams": t.share(t.grams(ts, 3), set(t.grams(rs, 3))),
+        "response_words": share(tc, rc),
+        "response_bigrams": share(grams(ts, 2), set(grams(rs, 2))),
+        "response_trigrams": share(grams(ts, 3), set(grams(rs, 3))),
         "response_run": run_r / n,
-        "response_alike": t.alike(turn, r_parts),
+        "response_alike": alike(turn, r_parts),
         "run_difference": (run_r - run_q) / n,
         # grounding
-        "only_response_words": t.share(tc, only_r),
+        "only_response_words": share(tc, only_r),
         "only_response_count": math.log1p(len(set(tc) & only_r)),
-        "only_query_words": t.share(tc, qc - rc),
-        "new_words": t.share(tc, set(tc) - both),
+        "only_query_words": share(tc, qc - rc),
+        "new_words": share(tc, set(tc) - both),
         "new_count": math.log1p(len(set(tc) - both)),
         "no_content": float(not tc),
         "new_numbers": sum(x not in known_q | known_r for x in numbers) / max(len(numbers), 1),
@@ -134,13 +382,13 @@ def measure(item: Item) -> dict[str, float]:
         )
         / max(len(turn), 1),
         "long_words": sum(len(w) > 9 for w in tw) / n,
-        "function_words": sum(w in t.FUNCTION_WORDS for w in tw) / n,
+        "function_words": sum(w in FUNCTION_WORDS for w in tw) / n,
         "starts_lower": float(turn[:1].islower()),
         "unfinished": float(low[-1:] not in ".?!)`\"'"),
     }
 
 
 def _repeated(tokens: list[str], n: int) -> float:
-    counts = Counter(t.grams(tokens, n))
+    counts = Counter(grams(tokens, n))
     total = sum(counts.values())
     return sum(c - 1 for c in counts.values()) / total if total else 0.0

@@ -12,13 +12,12 @@ from typing import Any
 import numpy as np
 
 from ia_mech.judge.rubric import VERSION
-from ia_mech.judge.rules import text as t
-from ia_mech.judge.rules.clear import clear_case
-from ia_mech.judge.rules.features import measure
+from ia_mech.judge.rules import features as t
+from ia_mech.judge.rules.features import clear_case, measure
 from ia_mech.judge.verdict import Item, Verdict
 
 MODEL = "model.json"
-CODE = ("text.py", "clear.py", "features.py", "judge.py")
+CODE = ("features.py", "judge.py")
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,161 @@
+"""Estimates over scored turns, one row each, with intervals over sources."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pandas as pd
+
+from experiments.common.references import by_temperature
+from experiments.likelihood.read import CONTROL, MEAN_OF_LOGS, Scored
+from ia_mech.estimates import Group, TidyEstimate, by_dataset, frame_of
+from ia_mech.likelihood.candidates import REFERENCE
+from ia_mech.stats import (
+    auroc_between,
+    auroc_within,
+    cluster_statistic,
+)
+
+STORED = {name: f"{name}_contrast_bits" for name in ("response", "empty", "header")}
+CONTRASTS = {"response": STORED["response"], MEAN_OF_LOGS: MEAN_OF_LOGS} | STORED
+# ``temperature``: at which turns were scored or sampled; ``of``: rival, contrast or kind of turn.
+COLUMNS = {"dataset": "str", "temperature": "float64", "of": "str"}
+
+
+def estimates(
+    scored: Scored, *, level: float = 0.95, resamples: int = 2000, seed: int = 0
+) -> pd.DataFrame:
+    """Every estimate, one row each: quantity, :data:`COLUMNS`, value and interval."""
+    options = {"level": level, "resamples": resamples, "seed": seed}
+    rows: list[TidyEstimate] = []
+    for dataset, here in by_dataset(scored.references):
+        sources = scored.references["source"].to_numpy()[here]
+        group = Group(sources, options, {"dataset": dataset})
+        references, curve = scored.references[here], scored.curve[here]
+        rows += _references(group, references)
+        rows += by_temperature(group, curve, scored.temperatures)
+        rows += _contrasts(group, references, scored.candidates)
+        rows += _rivals(group, references, scored)
+    for dataset, here in by_dataset(scored.generations):
+        for temperature, turns in scored.generations[here].groupby("temperature"):
+            group = Group(turns["source"].to_numpy(), options, {"dataset": dataset})
+            rows += _generations(group, turns, float(temperature))
+    return frame_of(rows, COLUMNS)
+
+
+def _references(group: Group, references: pd.DataFrame) -> Iterator[TidyEstimate]:
+    tokens = references["reference_token_ids"].map(len).to_numpy()
+    filled = np.where(tokens > 0, tokens, np.nan)  # an empty turn has no token to speak of
+    yield group.mean("bits per byte", references["reference_bits_per_byte"])
+    yield group.mean("log p per token", references["reference_logprob"] / filled)
+    yield group.mean("log p", references["reference_logprob"])
+    yield group.mean("log p with turn-end", references["reference_logprob_with_end"])
+    greedy = references["reference_greedy"].astype(float)
+    yield group.mean("greedy writes it", greedy, proportion=True)
+    until = group.mean("tokens until greedy leaves", references["reference_greedy_tokens"])
+    low = float(np.maximum(until.estimate.low, 0))  # of counts; NaN stays NaN
+    yield replace(until, estimate=replace(until.estimate, low=low))
+    left = references["reference_greedy_left_prob"]
+    yield group.mean("probability where greedy leaves", left, proportion=True)
+    ranks = references["reference_greedy_left_rank"].to_numpy(dtype=float)
+    left = ~np.isnan(ranks)
+    if left.any():
+        estimate = cluster_statistic(
+            lambda columns, counts: np.median(np.repeat(columns["rank"], counts.astype(int))),
+            {"rank": ranks[left]},
+            group.sources[left],
+            **group.options,
+        )
+        yield group.row("median rank where greedy leaves", estimate, int(left.sum()))
+
+
+def _contrasts(
+    group: Group, references: pd.DataFrame, candidates: pd.DataFrame
+) -> Iterator[TidyEstimate]:
+    """Contrasts of references, of the control, and how much the former exceed the latter.
+
+    The log of a mean is above the mean of logs, so a turn to which all responses are alike has a
+    negative ``response`` contrast on average, and a zero one in the ``mean of logs``, as the
+    placebo has.
+    """
+    own, control = (
+        candidates[candidates["name"] == name].set_index("reference").reindex(references.index)
+        for name in (REFERENCE, CONTROL)
+    )
+    tokens = own["tokens"].where(own["tokens"] > 0)  # an empty turn has no token to speak of
+    for name, column in CONTRASTS.items():
+        bits, shuffled = own[column].astype(float), control[column].astype(float)
+        if bits.notna().any():
+            yield group.mean("contrast, bits", bits, of=name)
+            yield group.mean("contrast, bits per token", bits / tokens, of=name)
+        if (bits - shuffled).notna().any():
+            yield group.mean("control's contrast, bits", shuffled, of=name)
+            yield group.mean("contrast less control's, bits", bits - shuffled, of=name)
+    if own["placebo"].notna().any():
+        yield group.mean("placebo's contrast, bits", own["placebo"], of=MEAN_OF_LOGS)
+    for name, turns in ((REFERENCE, own), (CONTROL, control)):
+        if turns["likeliest"].notna().any():
+            yield group.mean(
+                "likeliest after its response", turns["likeliest"], of=name, proportion=True
+            )
+            yield group.mean("likeliest after its response, by chance", turns["chance"], of=name)
+
+
+def _rivals(group: Group, references: pd.DataFrame, scored: Scored) -> Iterator[TidyEstimate]:
+    """How often the reference is likelier than a rival, as a whole turn and per token."""
+    candidates = scored.candidates[scored.candidates["reference"].isin(references.index)]
+    own = candidates[candidates["name"] == REFERENCE].set_index("reference")
+    for name, rival in candidates[candidates["name"] != REFERENCE].groupby("name", sort=False):
+        rival = rival.set_index("reference")
+        genuine = own.loc[rival.index]
+        subset = Group(rival["source"].to_numpy(), group.options, group.names)
+        beats = (genuine["whole"] > rival["whole"]).astype(float)
+        yield subset.mean("reference beats", beats, temperature=1.0, of=name, proportion=True)
+        pace = [f["logprob"] / f["tokens"].where(f["tokens"] > 0) for f in (genuine, rival)]
+        beats = (pace[0] > pace[1]).astype(float).where(pace[0].notna() & pace[1].notna())
+        yield subset.mean(
+            "reference beats per token", beats, temperature=1.0, of=name, proportion=True
+        )
+        curves = np.stack(genuine["curve"].to_list()), np.stack(rival["curve"].to_list())
+        for at, t in enumerate(scored.temperatures):
+            if t != 1.0:
+                beats = (curves[0][:, at] > curves[1][:, at]).astype(float)
+                yield subset.mean(
+                    "reference beats", beats, temperature=float(t), of=name, proportion=True
+                )
+    odds = references["candidate_log_odds"]
+    yield group.mean("log-odds among candidates", odds, temperature=1.0)
+
+
+def _generations(group: Group, turns: pd.DataFrame, t: float) -> Iterator[TidyEstimate]:
+    """Contrasts of generations, of genuine ones and others, and how well they tell them apart.
+
+    As sums and per token: a long turn has more to gain.
+    """
+    genuine = turns["genuine"]
+    tokens = turns["tokens"] - (turns["finish_reason"] == "turn_end")
+    contexts = turns.groupby(["run", "source", "context_id"]).ngroup().to_numpy()
+    for name, column in STORED.items():
+        sums = turns[column].astype(float)
+        for unit, bits in (("bits", sums), ("bits per token", sums / tokens.where(tokens > 0))):
+            if bits.isna().all():
+                continue
+            quantity = f"generations' contrast, {unit}"
+            yield group.mean(quantity, bits, temperature=t, of=name)
+            for label, said in ((1.0, "genuine"), (0.0, "not genuine")):
+                meant = bits.where(genuine == label)
+                if meant.notna().any():
+                    yield group.mean(quantity, meant, temperature=t, of=f"{name}, {said}")
+            known = (bits.notna() & genuine.notna()).to_numpy()
+            scored = bits.to_numpy()[known], genuine.to_numpy()[known], group.sources[known]
+            between = auroc_between(*scored, **group.options)
+            within, rows = auroc_within(*scored, contexts[known], **group.options)
+            for pairs, estimate, count in (
+                ("between sources", between, int(known.sum())),
+                ("within contexts", within, rows),
+            ):
+                if not np.isnan(estimate.value):
+                    of = f"{name}, {unit}"
+                    yield group.row(
+                        f"AUROC of genuine, {pairs}", estimate, count, temperature=t, of=of
+                    )

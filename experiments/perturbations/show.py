@@ -1,0 +1,205 @@
+"""Pictures of what each condition changes.
+
+The estimates as tables in a terminal.
+"""
+
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from rich.markup import escape
+
+from experiments.common.screen import WIDTH, print_notes, print_table
+from experiments.perturbations.analyse import DISTANCE, HELD, LESS, RATE, REFERENCE, SHARE, verdicts
+from experiments.perturbations.sample import Base
+from ia_mech.cli import one_line
+from ia_mech.data.conversations import USER_HEADER, Conversation
+from ia_mech.display import COLOURS, coloured, console, title_axes
+from ia_mech.estimates import together
+from ia_mech.judge.rubric import ASSESSED, heading
+
+LAYERS = 7  # that are shown; the file has all
+SHOWN = 60  # characters of a response, at either end
+
+
+def show(estimates: pd.DataFrame, notes: list[str], level: float) -> None:
+    """Print rates, profile, reference likelihood, displacement, the falsifier and notes."""
+    screen = console(WIDTH)
+    said = f"{100 * level:g}% intervals over sources, Holm-corrected p"
+    print_table(
+        screen,
+        f"follow-up rate by condition ({said})",
+        estimates,
+        {
+            RATE: ("rate", 3),
+            RATE + LESS: ("Δ", 3),
+            HELD: ("held against the unperturbed response", 3),
+            HELD + LESS: ("Δ held", 3),
+        },
+        index=("dataset", "temperature", "condition"),
+    )
+    pooled = together(estimates)
+    print_table(
+        screen,
+        "failure profile: shares of assessed turns, all datasets",
+        pooled[pooled["quantity"] == SHARE],
+        {category: (heading(category), 2) for category in ASSESSED},
+        key="category",
+        index=("temperature", "condition"),
+    )
+    print_table(
+        screen,
+        "the users' real follow-ups after each condition (T = 1)",
+        estimates,
+        {REFERENCE: ("log p, bits", 1), REFERENCE + LESS: ("Δ, bits", 1)},
+        index=("dataset", "condition"),
+    )
+    moved = pooled[(pooled["quantity"] == DISTANCE) & (pooled["position"] == "header_last")]
+    if not moved.empty:
+        last = int(moved["layer"].max())
+        chosen = np.unique(np.linspace(0, last, LAYERS).round().astype(int))
+        print_table(
+            screen,
+            "displacement of header_last by layer (1 = mean distance between two conversations)",
+            moved,
+            {int(layer): (f"layer {layer}", 2) for layer in chosen},
+            key="layer",
+            index=("condition",),
+        )
+    print_notes(screen, [*verdicts(estimates, level), *notes])
+
+
+def show_plan(
+    conversations: list[Conversation], base: Base, notes: list[str], folder: Path
+) -> None:
+    """Print what the conditions make of the first conversation, and how much is to be sampled."""
+    screen = console(WIDTH)
+    first = conversations[0].metadata["unperturbed_id"]
+    screen.print(f"[bold]{escape(first)}[/] under each condition")
+    for one in conversations:
+        if one.metadata["unperturbed_id"] == first:
+            header = "" if one.header == USER_HEADER else f" (header: {one.header})"
+            response = "" if one.header == "alone" else one_line(one.response)
+            if len(response) > 2 * SHOWN:
+                response = f"{response[:SHOWN]} … {response[-SHOWN:]}"
+            screen.print(f"  {one.perturbation:<20}{escape(response)!s}{header}", soft_wrap=True)
+    turns = len(conversations) * len(base.grid.rows())
+    screen.print(
+        f"{len(conversations)} contexts, {turns} user turns of at most {base.grid.max_new_tokens} "
+        f"tokens, to {escape(str(folder))}",
+        soft_wrap=True,
+    )
+    print_notes(screen, notes)
+
+
+STYLES = ("-", "--", ":", "-.")
+FACES = ("0.3", "white")  # of held rates, and of the others
+
+
+def _at(temperature: float) -> str:
+    return f"T = {temperature:g}" if temperature else "greedy"
+
+
+def _panels(rows: pd.DataFrame, margin: float) -> tuple[Figure, list[Axes], list[float], list[str]]:
+    """A panel per temperature, conditions from top to bottom; ``margin`` in inches beside them."""
+    temperatures = sorted(rows["temperature"].unique())
+    names = list(dict.fromkeys(rows["condition"]))
+    size = 4.2 * len(temperatures) + margin, 0.36 * len(names) + 1.6
+    figure = Figure(figsize=size, layout="constrained")
+    axes = figure.subplots(1, len(temperatures), sharey=True, squeeze=False)[0]
+    return figure, list(axes), temperatures, names
+
+
+def rates(estimates: pd.DataFrame, title: str) -> Figure:
+    """Change of the follow-up rate per condition; hollow: judged after what the model was given."""
+    pooled = together(estimates)
+    rows = pooled[pooled["quantity"].isin([RATE + LESS, HELD + LESS])]
+    figure, axes, temperatures, names = _panels(rows, 1)
+    for panel, temperature, colour in zip(axes, temperatures, COLOURS, strict=False):
+        for quantity, face, shift in ((HELD + LESS, colour, -0.15), (RATE + LESS, "white", 0.15)):
+            own = rows[(rows["temperature"] == temperature) & (rows["quantity"] == quantity)]
+            reach = np.nan_to_num(
+                np.abs(own[["low", "high"]].to_numpy().T - own["value"].to_numpy())
+            )
+            at = [names.index(name) + shift for name in own["condition"]]
+            panel.errorbar(
+                own["value"], at, xerr=reach, fmt="o", ms=4, color=colour, mfc=face, lw=1.1
+            )
+        panel.axvline(0, color="0.3", lw=0.8)
+        panel.set_xlabel("change of the follow-up rate")
+        title_axes(panel, f"{title} · {_at(temperature)}" if panel is axes[0] else _at(temperature))
+    axes[0].set_yticks(range(len(names)), names)
+    axes[0].invert_yaxis()
+    marks = [Line2D([], [], color="0.3", marker="o", ms=4, mfc=face, lw=0) for face in FACES]
+    said = "judged against the unperturbed response (held)", "against what the model was given"
+    figure.legend(marks, said, loc="outside lower center", ncols=2, frameon=False, fontsize=7)
+    return figure
+
+
+def profile(estimates: pd.DataFrame, title: str) -> Figure:
+    """Shares of the categories per condition, a panel per temperature."""
+    pooled = together(estimates)
+    rows = pooled[pooled["quantity"] == SHARE]
+    figure, axes, temperatures, names = _panels(rows, 2.4)
+    for panel, temperature in zip(axes, temperatures, strict=True):
+        left = np.zeros(len(names))
+        for number, category in enumerate(ASSESSED):
+            own = rows[(rows["temperature"] == temperature) & (rows["category"] == category)]
+            share = own.set_index("condition")["value"].reindex(names).fillna(0).to_numpy()
+            panel.barh(
+                names, share, left=left, height=0.75, color=COLOURS[number % len(COLOURS)],
+                hatch="" if number < len(COLOURS) else "///", edgecolor="white", lw=0.4,
+                label=heading(category),
+            )  # fmt: skip
+            left += share
+        panel.set_xlim(0, 1)
+        panel.set_xlabel("share of assessed turns")
+        title_axes(panel, f"{title} · {_at(temperature)}" if panel is axes[0] else _at(temperature))
+    axes[0].invert_yaxis()
+    axes[-1].legend(frameon=False, fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
+    return figure
+
+
+def references(estimates: pd.DataFrame, title: str) -> Figure:
+    """Bits that real follow-ups lose or gain under each condition, by dataset."""
+    rows = estimates[estimates["quantity"] == REFERENCE + LESS]
+    names = list(dict.fromkeys(rows["condition"]))
+    datasets = list(dict.fromkeys(rows["dataset"]))
+    figure = Figure(figsize=(7, 0.42 * len(names) + 1.4), layout="constrained")
+    axes = figure.add_subplot()
+    for number, (colour, (dataset, own)) in enumerate(coloured(rows, "dataset")):
+        shift = (number - (len(datasets) - 1) / 2) * 0.7 / max(len(datasets), 2)
+        reach = np.nan_to_num(np.abs(own[["low", "high"]].to_numpy().T - own["value"].to_numpy()))
+        at = [names.index(name) + shift for name in own["condition"]]
+        axes.errorbar(
+            own["value"], at, xerr=reach, fmt="o", ms=3.5, color=colour, lw=1, label=dataset
+        )
+    axes.axvline(0, color="0.3", lw=0.8)
+    axes.set_yticks(range(len(names)), names)
+    axes.invert_yaxis()
+    axes.set_xlabel("change of the real follow-up's log p, bits")
+    axes.legend(frameon=False, fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
+    title_axes(axes, title)
+    return figure
+
+
+def displacement(estimates: pd.DataFrame, title: str) -> Figure:
+    """How far header_last moves, layer by layer; 1 is as far as another conversation lies."""
+    pooled = together(estimates)
+    rows = pooled[(pooled["quantity"] == DISTANCE) & (pooled["position"] == "header_last")]
+    figure = Figure(figsize=(7.6, 4.2), layout="constrained")
+    axes = figure.add_subplot()
+    for number, (colour, (condition, own)) in enumerate(coloured(rows, "condition")):
+        layers = own["layer"].astype(int)
+        style = STYLES[number // len(COLOURS)]
+        axes.plot(layers, own["value"], color=colour, ls=style, lw=1.4, label=condition)
+        axes.fill_between(layers, own["low"], own["high"], color=colour, alpha=0.12, lw=0)
+    axes.axhline(1, color="0.3", lw=0.8)
+    axes.set_xlabel("layer (0 = embeddings)")
+    axes.set_ylabel("displacement of header_last\n(1 = between two conversations)")
+    axes.legend(frameon=False, fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
+    title_axes(axes, title)
+    return figure

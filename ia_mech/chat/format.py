@@ -1,0 +1,374 @@
+"""From a conversation to a chat context: text, token ids and named positions.
+
+The user header is *derived* from the tokenizer's own chat template, never listed: the dialogue
+query, response, user turn is rendered with a marker in place of the user turn, and what stands
+before the marker is the context with its open header. Rendering the whole dialogue and cutting it
+matters: templates such as Qwen3's rewrite the assistant turn once a user turn follows it.
+
+What stands between response and user turn is cut into turn end, turn separator and user header by
+one observation: a turn can't end before one has begun, so the first of its special tokens that the
+dialogue already holds before the first user turn opens a turn, and the header starts there.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ia_mech.chat.template import MARK, PINNED_DATE, ChatTemplate, Message, message
+from ia_mech.errors import UserError
+
+# First tokens of many kinds: the header's ids must not depend on how the user turn begins.
+_PROBES = (MARK, "7 apples", "(why?)", "éclair", '"Yes"', "the", "😀", "日本")
+
+
+@dataclass(frozen=True)
+class ChatContext:
+    """Query and response rendered by the model's template, ending with the open user header.
+
+    ``positions`` maps every name of ``ChatFormat.position_names`` to an index into ``ids``, or to
+    None where this context lacks the token.
+    """
+
+    text: str
+    ids: list[int]
+    positions: dict[str, int | None]
+
+
+class ChatFormat:
+    """What a tokenizer's template says about user turns, derived and verified.
+
+    Args:
+        tokenizer: a fast tokenizer (offsets into the text are needed) with a chat template.
+        system: a system message for every conversation that has none; None leaves it to the
+            template, which may insert one of its own.
+        thinking: ``template`` renders the assistant turn as the template does once a user turn
+            follows; ``keep`` renders it as the template does when it is last (for Qwen3: with its
+            thinking block, empty or not).
+        date: ISO date given to templates that print today's.
+        eos_ids: stop ids that the model's generation configuration lists.
+
+    Attributes:
+        template: the tokenizer's chat template at this date.
+        header_text, header_ids: the user header.
+        tail_text, tail_ids: all that stands between a response and the user turn.
+        turn_end_id: the token that closes the assistant turn, or None.
+        closing_id: the token that closes a user turn, or None if the template closes it with text.
+        stop_ids: ids that end a sampled user turn.
+        position_names: all named positions, in order.
+
+    Raises:
+        UserError: no template, no user role, or a template in which the header can't be told.
+    """
+
+    def __init__(
+        self,
+        tokenizer,
+        system: str | None = None,
+        thinking: str = "template",
+        date: str = PINNED_DATE,
+        eos_ids: Sequence[int] = (),
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.system = system
+        self.thinking = thinking
+        self.date = date
+        self.template = ChatTemplate(tokenizer, date)
+        # Tokens that text can't be cut into by accident. Some families (DeepSeek) don't flag their
+        # role markers as special; some tokenizers add runs of spaces, which mark nothing.
+        self._marks = {
+            i for i, token in tokenizer.added_tokens_decoder.items() if token.content.strip()
+        } | set(tokenizer.all_special_ids)
+        self._derive(eos_ids)
+
+    # -- derivation ---------------------------------------------------------------------------
+
+    def _derive(self, eos_ids: Sequence[int]) -> None:
+        dialogue = [message("user", "What is it?"), message("assistant", "It is blue.")]
+        turns = [*dialogue, message("user", MARK)]
+        before, _ = self.template.around(turns, 2)
+        response_before, response_after = self.template.around(turns, 1)
+        self.tail_text = response_after[: response_after.index(MARK)]
+        assistant_header = response_before.rpartition("What is it?")[2]
+        if not before.endswith(self.tail_text) or self.tail_text in ("", assistant_header):
+            raise UserError(
+                "the chat template doesn't mark user turns apart from assistant turns",
+                "use a template that marks every turn's role",
+            )
+        # White space that merges with the user's first token ("[INST] Why" -> "[INST]", "▁Why")
+        # belongs to the user turn; the header then ends before it.
+        self._lead = ""
+        if not self._is_stable(before):
+            self._lead = before[len(before.rstrip()) :]
+            before = before.rstrip()
+            if not self._is_stable(before):
+                raise UserError(
+                    "the ids of the user header depend on how the user turn begins",
+                    "use a tokenizer whose template ends the header with a token of its own",
+                )
+            self.tail_text = self.tail_text.removesuffix(self._lead)
+        context = self._tokenize_context(before)
+        ids, offsets = context
+        start = len(before) - len(self.tail_text)
+        first = next((i for i, (a, _) in enumerate(offsets) if a >= start), len(ids))
+        self.tail_ids = ids[first:]
+        gap = self._gap_length(turns)
+        self.header_ids = self.tail_ids[gap:]
+        if not self.header_ids:
+            raise UserError(
+                "the chat template opens user turns with no token of its own",
+                "use a template that marks every turn's role",
+            )
+        header_start = offsets[first + gap][0]
+        self.header_text = before[header_start:]
+        ends = [i for i in range(gap) if self.tail_ids[i] in self._marks]
+        # Index within the tail; the separator is what stands between turn end and header, if
+        # anything does.
+        self._turn_end = ends[-1] if ends else None
+        self._separator = gap - 1 if ends and gap - 1 > ends[-1] else None
+        self.turn_end_id = None if self._turn_end is None else self.tail_ids[self._turn_end]
+        self.position_names = (
+            "query_end",
+            "response_end",
+            "turn_end",
+            "turn_separator",
+            *(f"header_{i}" for i in range(len(self.header_ids) - 1)),
+            "header_last",
+        )
+        self._derive_stops(dialogue, eos_ids)
+
+    def _is_stable(self, context: str) -> bool:
+        """Whether a context has ids of its own, the same however the user turn begins."""
+        (ids, offsets), *others = (self._tokenize_context(context, probe) for probe in _PROBES)
+        return offsets[-1][1] == len(context) and all(other == ids for other, _ in others)
+
+    def _gap_length(self, dialogue: list[Message]) -> int:
+        """How many tokens of the tail stand before the header."""
+        before, after = self.template.around(dialogue, 0)
+        # Neither the end of text, which some families also begin with, nor what follows a query
+        # (an end that a default system message has already shown) opens a user turn.
+        ends = {self.tokenizer.eos_token_id, *self.template.encode(after)[0][:1]}
+        for i in self.template.encode(before)[0]:
+            if i in self._marks and i not in ends and i in self.tail_ids:
+                return self.tail_ids.index(i)
+        # Roles marked in plain text: the header starts after the closing token and white space.
+        index = 0
+        while index < len(self.tail_ids) and (
+            self.tail_ids[index] in self._marks
+            or not self.tokenizer.decode([self.tail_ids[index]]).strip()
+        ):
+            index += 1
+        return index
+
+    def _derive_stops(self, dialogue: list[Message], eos_ids: Sequence[int]) -> None:
+        turns = [*dialogue, message("user", MARK)]
+        after = [
+            self.template.around([*turns, message("assistant", "Yes.")], 2)[1],
+            self.template.render(turns, add_generation_prompt=True).rpartition(MARK)[2],
+            self.template.render(turns).rpartition(MARK)[2],
+        ]
+        firsts = [self.template.encode(text)[0][:1] for text in after]
+        closing = [ids[0] for ids in firsts if ids and ids[0] in self._marks]
+        self.closing_id = closing[0] if firsts[0] and firsts[0][0] in self._marks else None
+        self._closing_text = (
+            self.template.token(self.closing_id) if self.closing_id is not None else ""
+        )
+        eos = {i for i in (self.tokenizer.eos_token_id, *eos_ids) if i is not None}
+        ends = {self.turn_end_id} if self.turn_end_id is not None else set()
+        self.stop_ids = sorted({*closing, *eos, *ends})
+        # A response is stopped as ``generate`` would stop it; templates whose last assistant turn
+        # ends with a token outside the eos set (some fine-tunes) add that one.
+        last = self.template.encode(self.template.around(dialogue, 1)[1])[0][:1]
+        self.response_stop_ids = sorted(eos | {i for i in last if i in self._marks})
+        # Marks that no turn's text may hold: as text they would end the turn or open another one.
+        # Of what else the template writes, only tokens flagged as special: <think> is allowed.
+        turns.append(message("assistant", "Yes."))
+        written = set(self.template.encode(self.template.render(turns))[0])
+        try:
+            turns.insert(0, message("system", "Be brief."))
+            written.update(self.template.encode(self.template.render(turns))[0])
+        except UserError:
+            pass  # no system role
+        added = self.tokenizer.added_tokens_decoder
+        special = {i for i in written if i in added and added[i].special}
+        turning = {*self.tail_ids, *self.stop_ids, *self.response_stop_ids} & self._marks
+        self._structure = special | turning
+
+    # -- contexts -----------------------------------------------------------------------------
+
+    def context(self, messages: Sequence[Message]) -> ChatContext:
+        """Render a conversation that ends with a response and open the user header after it.
+
+        Args:
+            messages: roles and contents; the last one is the assistant's (it may be empty).
+
+        Raises:
+            UserError: the template refuses the conversation, or its text holds a mark of turns or
+                breaks the header.
+        """
+        turns = self._turns(messages)
+        last = len(turns) - 1
+        dialogue = [*turns, message("user", MARK)] if self.thinking == "template" else turns
+        response = self.template.span(dialogue, last)
+        query = self.template.span(dialogue, last - 1)
+        text = self.template.render(dialogue)[: response[1]] + self.tail_text
+        if self.thinking == "template":
+            whole = self.template.render(dialogue)
+            if not whole.startswith(text + self._lead + MARK):
+                raise UserError(
+                    "the chat template opens this user turn in another way than others",
+                    "use a template that opens every user turn alike",
+                )
+        ids, offsets = self._tokenize_context(text)
+        if ids[-len(self.header_ids) :] != self.header_ids:
+            raise UserError(
+                "the user header is not tokenized alone after this response",
+                "remove the conversation, or what its response ends with",
+            )
+        positions = dict.fromkeys(self.position_names)
+        positions["query_end"] = _last_token(offsets, *query)
+        positions["response_end"] = _last_token(offsets, *response)
+        tail = len(ids) - len(self.tail_ids)
+        if ids[tail:] == self.tail_ids:
+            if self._turn_end is not None:
+                positions["turn_end"] = tail + self._turn_end
+            if self._separator is not None:
+                positions["turn_separator"] = tail + self._separator
+        header = len(ids) - len(self.header_ids)
+        for index, name in enumerate(self.position_names[4:]):
+            positions[name] = header + index
+        return ChatContext(text, ids, positions)
+
+    def prompt(self, messages: Sequence[Message]) -> list[int]:
+        """Token ids of a conversation that ends with a query, with the assistant's turn opened.
+
+        Raises:
+            UserError: the template refuses the conversation, or its text holds a mark of turns.
+        """
+        return self.template.encode(
+            self.template.render(self._turns(messages), add_generation_prompt=True)
+        )[0]
+
+    def reference_ids(
+        self, messages: Sequence[Message], context: ChatContext, turn: str
+    ) -> list[int]:
+        """Token ids of a user turn as it is tokenized in the dialogue, without its closing token.
+
+        Raises:
+            UserError: the turn's first token merges with the header, or its text holds a mark of
+                turns.
+        """
+        dialogue = self._turns([*messages, message("user", turn)])
+        start, end = self.template.span(dialogue, len(dialogue) - 1)
+        said = self.template.render(dialogue)[start:end]
+        ids = self.template.encode(context.text + self._lead + said + self._closing_text)[0]
+        if ids[: len(context.ids)] != context.ids:
+            raise UserError(
+                f"the user turn {turn[:40]!r} merges with the user header",
+                "remove the white space it begins with",
+            )
+        ids = ids[len(context.ids) :]
+        return ids[:-1] if self.closing_id is not None else ids
+
+    def opening(self, messages: Sequence[Message]) -> list[int]:
+        """Token ids of the open user header with no turn before it.
+
+        What the template itself writes there stays (begin of text, system message), and so does a
+        system message of the conversation.
+
+        Raises:
+            UserError: the template opens a first user turn in another way than later ones, or
+                refuses it.
+        """
+        said = [m for m in self._turns(messages) if m["role"] == "system"]
+        before, _ = self.template.around([*said, message("user", MARK)], len(said))
+        text = before.removesuffix(self._lead)
+        ids, _ = self._tokenize_context(text)
+        if not before.endswith(self._lead) or ids[-len(self.header_ids) :] != self.header_ids:
+            raise UserError(
+                "the chat template opens a first user turn in another way than later ones",
+                "leave the system message out",
+            )
+        return ids
+
+    def text(self, ids: Sequence[int]) -> str:
+        """What a sampled turn says: special tokens kept, the token that ended it left out."""
+        return self.template.decode(_without_end(ids, self.stop_ids)).removeprefix(self._lead)
+
+    def response_text(self, ids: Sequence[int]) -> str:
+        """What a sampled response says, as the content of an assistant turn.
+
+        Left out are the marks that the template writes before content by itself (harmony's final
+        channel, with the analysis before it), and all from the first other mark of turns on: a
+        response that never reached its final channel says nothing.
+        """
+        text = self.template.decode(_without_end(ids, self.response_stop_ids))
+        query = [message("user", "What is it?")]
+        opened = self.template.render(query, add_generation_prompt=True)
+        before, _ = self.template.around([*query, message("assistant", MARK)], 1)
+        mark = before.removeprefix(opened).strip() if before.startswith(opened) else ""
+        # Only special tokens tell a mark inside a text; words or white space may be the response's.
+        if self._marks.intersection(self.template.encode(mark)[0]):
+            text = text.rpartition(mark)[2]
+        else:
+            text = text.strip().removeprefix(mark)
+        for i in self._structure:
+            text = text.partition(self.template.token(i))[0]
+        return text.strip()
+
+    def describe(self) -> dict:
+        """What ``run.json`` records of the chat format."""
+        decode = self.template.token
+        return {
+            "template_hash": self.template.hash,
+            "system": self.system,
+            "thinking": self.thinking,
+            "date": self.date,
+            "header_text": self.header_text,
+            "header_ids": self.header_ids,
+            "tail_text": self.tail_text,
+            "tail_ids": self.tail_ids,
+            "turn_end_id": self.turn_end_id,
+            "closing_id": self.closing_id,
+            "stop_ids": {str(i): decode(i) for i in self.stop_ids},
+            "response_stop_ids": {str(i): decode(i) for i in self.response_stop_ids},
+        }
+
+    # -- rendering ----------------------------------------------------------------------------
+
+    def _turns(self, messages: Sequence[Message]) -> list[Message]:
+        """The messages as the template gets them, with the system message and free of marks."""
+        messages = [message(m["role"], m["content"]) for m in messages]
+        if self.system is not None and messages[0]["role"] != "system":
+            messages.insert(0, message("system", self.system))
+        for turn in messages:
+            self._refuse_marks(**turn)
+        return messages
+
+    def _refuse_marks(self, role: str, content: str) -> None:
+        """Raise if a text, tokenized, would end its turn or open another one."""
+        mark = next((i for i in self.template.encode(content)[0] if i in self._structure), None)
+        if mark is not None:
+            raise UserError(
+                f"the {role} turn {content[:40]!r} holds the token {self.template.token(mark)!r}, "
+                "with which the chat template structures turns",
+                "remove it from the text, or the conversation",
+            )
+
+    def _tokenize_context(self, text: str, probe: str = MARK):
+        """Ids and offsets of a context as they are when a user turn follows it."""
+        ids, offsets = self.template.encode(text + self._lead + probe)
+        count = sum(end <= len(text) for _, end in offsets)
+        return ids[:count], offsets[:count]
+
+
+def _without_end(ids: Sequence[int], stop_ids: Sequence[int]) -> list[int]:
+    ids = list(ids)
+    return ids[:-1] if ids and ids[-1] in stop_ids else ids
+
+
+def _last_token(offsets: Sequence[tuple[int, int]], start: int, end: int) -> int | None:
+    """Index of the last token that ends within the characters ``start … end``; None if none.
+
+    A token of spaces may be of no width: some tokenizers trim spaces off their offsets.
+    """
+    inside = [i for i, (_, b) in enumerate(offsets) if start < b <= end]
+    return inside[-1] if inside else None

@@ -1,0 +1,111 @@
+"""Other headers than the user's after a response: is it the role that matters, or the place?
+
+A variant changes the token ids of the regular context at one place and leaves all others as they
+are, which rendering and tokenizing another text wouldn't promise.
+"""
+
+from collections.abc import Sequence
+
+from ia_mech.chat.format import ChatContext, ChatFormat
+from ia_mech.chat.template import Message, message
+from ia_mech.data.conversations import USER_HEADER, Conversation
+from ia_mech.errors import UserError
+
+
+def context_of(chat: ChatFormat, conversation: Conversation) -> ChatContext:
+    """A conversation's context, with the header that it asks for.
+
+    ``alone`` is the bare user header with no conversation before it (a system message stays);
+    ``assistant`` opens an assistant turn after the response; ``no_turn_end`` and
+    ``no_turn_separator`` leave out the token that closes the response, and what stands between it
+    and the user header.
+
+    Raises:
+        UserError: the template refuses the conversation or can't express the variant.
+    """
+    regular = chat.context(conversation.messages)
+    if conversation.header == USER_HEADER:
+        return regular
+    if conversation.header == "alone":
+        return _alone(chat, conversation.messages)
+    if conversation.header == "assistant":
+        return _assistant(chat, regular)
+    name = conversation.header.removeprefix("no_")
+    return _without(chat, regular, name)
+
+
+def rendered(chat: ChatFormat, conversation: Conversation) -> tuple[ChatContext, list[int] | None]:
+    """A conversation's context, and the token ids of its reference turn (None without one).
+
+    The ids are those of the turn after the regular user header, so that all headers score the same.
+
+    Raises:
+        UserError: as :func:`context_of`; or the reference merges with the header or holds a mark.
+    """
+    context = context_of(chat, conversation)
+    if conversation.reference is None:
+        return context, None
+    regular = context
+    if conversation.header != USER_HEADER:
+        regular = chat.context(conversation.messages)
+    return context, chat.reference_ids(conversation.messages, regular, conversation.reference)
+
+
+def _alone(chat: ChatFormat, messages: Sequence[Message]) -> ChatContext:
+    ids = chat.opening(messages)
+    positions = dict.fromkeys(chat.position_names)
+    start = len(ids) - len(chat.header_ids)
+    positions.update({name: start + i for i, name in enumerate(_header_names(chat))})
+    return ChatContext(chat.template.decode(ids), ids, positions)
+
+
+def _without(chat: ChatFormat, regular: ChatContext, name: str) -> ChatContext:
+    """The context less its turn end, or less all that stands between turn end and header."""
+    end = regular.positions["turn_end"]
+    header = regular.positions[_header_names(chat)[0]]
+    if regular.positions[name] is None or end is None:
+        raise UserError(
+            f"there is no {name.replace('_', ' ')} after the response",
+            "use a model whose template has one, or leave the condition out",
+        )
+    start, stop = (end, end + 1) if name == "turn_end" else (end + 1, header)
+    ids = [*regular.ids[:start], *regular.ids[stop:]]
+    positions = {
+        at: None if i is None or start <= i < stop else i - (stop - start) * (i >= stop)
+        for at, i in regular.positions.items()
+    }
+    return ChatContext(chat.template.decode(ids), ids, positions)
+
+
+def _assistant(chat: ChatFormat, regular: ChatContext) -> ChatContext:
+    """The context with an assistant header where the user header stood.
+
+    The header is what the template writes between a query and its response: from the mark on that
+    opens user turns, too, or all of it where the roles have marks of their own.
+    """
+    query = [message("user", "What is it?")]
+    opened = chat.template.render(query, add_generation_prompt=True)
+    ids, offsets = chat.template.encode(opened)
+    start = opened.rindex("What is it?") + len("What is it?")
+    after = [i for i, (a, _) in zip(ids, offsets, strict=True) if a >= start]
+    opener = chat.header_ids[0]
+    header = after[after.index(opener) :] if opener in after else after
+    if not header or header == chat.header_ids:
+        raise UserError(
+            "the chat template has no assistant header of its own",
+            "use a model whose template has one, or leave the condition out",
+        )
+    kept = regular.ids[: len(regular.ids) - len(chat.header_ids)]
+    names = _header_names(chat)
+    positions = regular.positions | dict.fromkeys(names)
+    if len(header) == len(chat.header_ids):
+        positions.update({name: len(kept) + i for i, name in enumerate(names)})
+    if len(header) > 1:
+        positions[names[0]] = len(kept)
+    positions["header_last"] = len(kept) + len(header) - 1
+    ids = [*kept, *header]
+    return ChatContext(chat.template.decode(ids), ids, positions)
+
+
+def _header_names(chat: ChatFormat) -> list[str]:
+    return [name for name in chat.position_names if name.startswith("header_")]

@@ -1,0 +1,1 @@
+"""The main job: the only place where text (``chat``) and tensors (``engine``) meet."""

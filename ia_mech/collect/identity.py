@@ -1,0 +1,89 @@
+"""What two runs must share to be one, and what else rounding depends on."""
+
+import json
+import os
+import platform
+from dataclasses import asdict
+
+import torch
+import transformers
+
+from ia_mech import __version__
+from ia_mech.chat.format import ChatFormat
+from ia_mech.collect.config import SampleConfig
+from ia_mech.collect.preflight import kept_positions
+from ia_mech.engine.cuda import fused
+from ia_mech.engine.shared_prefix import Engine
+from ia_mech.likelihood.candidates import OwnCandidates
+from ia_mech.likelihood.scorer import scored_temperatures
+from ia_mech.models.load import Subject
+
+
+def build_chat(config: SampleConfig, tokenizer, eos_ids=()) -> ChatFormat:
+    """The chat format that a configuration asks for."""
+    return ChatFormat(tokenizer, config.system, config.thinking, config.date, eos_ids)
+
+
+def eos_ids(generation_config, model_config) -> list[int]:
+    """The ids at which ``generate`` stops: the model's own, one or several."""
+    ids = getattr(generation_config, "eos_token_id", None)
+    ids = getattr(model_config, "eos_token_id", None) if ids is None else ids
+    return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
+
+
+def identity(
+    config: SampleConfig,
+    subject: Subject,
+    chat: ChatFormat,
+    snapshot: dict,
+    engine: Engine,
+    own: OwnCandidates | None = None,
+) -> dict:
+    """What two runs must share to be one run."""
+    return json.loads(
+        json.dumps(
+            {
+                "config": asdict(config),
+                "model": subject.describe(),
+                "engine": engine.name,
+                "chat": chat.describe(),
+                "positions": kept_positions(config, chat),
+                "score_temperatures": scored_temperatures(config.grid.temperatures),
+                "conversations": snapshot,
+                "candidates": None if own is None else own.sha256,
+                "software": {
+                    "ia_mech": __version__,
+                    "torch": torch.__version__,
+                    "transformers": transformers.__version__,
+                },
+            }
+        )
+    )
+
+
+def machine(subject: Subject) -> dict:
+    """What rounding depends on besides the configuration."""
+    on_gpu = subject.device.type == "cuda"
+    return {
+        **(_gpu(subject.device) if on_gpu else {}),
+        "machine": platform.machine(),
+        "device": torch.cuda.get_device_name(subject.device) if on_gpu else platform.processor(),
+        "cpus": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "matmul_precision": torch.get_float32_matmul_precision(),
+        "cudnn_tf32": torch.backends.cudnn.allow_tf32,
+    }
+
+
+def _gpu(device: torch.device) -> dict:
+    """What rounding on a GPU depends on besides: its kernels, and how they may add up."""
+    matmul = torch.backends.cuda.matmul
+    return {
+        "capability": ".".join(map(str, torch.cuda.get_device_capability(device))),
+        "cuda": torch.version.cuda,
+        "matmul_tf32": matmul.allow_tf32,
+        "bf16_reduced_precision_sums": matmul.allow_bf16_reduced_precision_reduction,
+        "fp16_reduced_precision_sums": matmul.allow_fp16_reduced_precision_reduction,
+        "kernels": "triton" if fused.available(device) else "torch",
+    }

@@ -1,0 +1,174 @@
+"""From what the engine gave for a context to the rows and tensors that a run stores."""
+
+import json
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+import torch
+from torch import Tensor
+
+from ia_mech.chat.format import ChatContext, ChatFormat
+from ia_mech.collect.config import SampleConfig
+from ia_mech.data.conversations import Conversation
+from ia_mech.engine.loop import Decoded
+from ia_mech.likelihood.scorer import (
+    ContextScores,
+    Contrasts,
+    Scorable,
+    contrast_columns,
+    reference_columns,
+)
+from ia_mech.run import layout
+
+
+@dataclass(frozen=True)
+class Item:
+    """One conversation on its way through the engine."""
+
+    order: int
+    conversation: Conversation
+    written: dict | None  # the response the subject model wrote, if it did
+    chat: ChatContext
+    reference_ids: list[int] | None
+
+    @property
+    def scorable(self) -> Scorable:
+        """The same for the scorer."""
+        return Scorable(self.order, self.conversation, self.chat.ids, self.reference_ids)
+
+    @property
+    def response_cut_off(self) -> bool:
+        """Whether the response reached its token limit: a different stimulus."""
+        return self.written is not None and self.written["finish_reason"] == "length"
+
+
+@dataclass(frozen=True)
+class Result:
+    """What the engine gave for one context."""
+
+    rows: list[Decoded]
+    scores: ContextScores
+    logits: Tensor  # [vocab] float32
+    residuals: Tensor  # [layers + 1, positions, d_model]
+
+
+def tables(
+    items: list[Item], results: list[Result], config: SampleConfig, chat: ChatFormat
+) -> tuple[pa.Table, pa.Table, dict[str, Tensor] | None, Tensor]:
+    """One unit as ``RunWriter.add_contexts`` takes it.
+
+    Returns:
+        Contexts, generations, header logits (or None), and residuals
+        ``[contexts, layers + 1, positions, d_model]``.
+    """
+    contexts = [context_row(i, r, config, chat) for i, r in zip(items, results, strict=True)]
+    generations = [
+        generation_row(item, temperature, sample, row, contrasts, chat)
+        for item, result in zip(items, results, strict=True)
+        for (temperature, sample), row, contrasts in zip(
+            config.grid.rows(),
+            result.rows,
+            result.scores.generations or [None] * len(result.rows),
+            strict=True,
+        )
+    ]
+    return (
+        pa.Table.from_pylist(contexts, schema=layout.contexts_schema(chat.position_names)),
+        pa.Table.from_pylist(generations, schema=layout.GENERATIONS),
+        stored_logits(torch.stack([r.logits for r in results]), config.header_logits),
+        torch.stack([r.residuals for r in results]),
+    )
+
+
+def context_row(item: Item, result: Result, config: SampleConfig, chat: ChatFormat) -> dict:
+    """One row of ``contexts/``."""
+    conversation, written = item.conversation, item.written
+    finish = written["finish_reason"] if written else "given"
+    given = chat.tokenizer(conversation.response, add_special_tokens=False)["input_ids"]
+    return {
+        **_names(item),
+        "messages": list(conversation.messages),
+        "reference": conversation.reference,
+        "answer": conversation.answer,
+        "metadata": json.dumps(conversation.metadata, ensure_ascii=False),
+        "response_policy": "generated" if written else "given",
+        "response_finish_reason": finish,
+        "response_cut_off": item.response_cut_off,
+        "text": item.chat.text,
+        "token_ids": item.chat.ids,
+        "context_tokens": len(item.chat.ids),
+        "response_tokens": written["tokens"] if written else len(given),
+        "positions": item.chat.positions,
+        "first_token_entropy": entropy(result.logits),
+        "first_token_entropy_tempered": [
+            entropy(result.logits / t) for t in config.grid.temperatures
+        ],
+        "swapped_from": result.scores.swapped_from or None,
+        **reference_columns(
+            result.scores.candidates, conversation.reference or "", chat.closing_id is not None
+        ),
+    }
+
+
+def generation_row(
+    item: Item,
+    temperature: float,
+    sample: int,
+    row: Decoded,
+    contrasts: Contrasts | None,
+    chat: ChatFormat,
+) -> dict:
+    """One row of ``generations/``; log-probabilities of the whole turn are sums in float64."""
+    tempered = float(row.logprobs_tempered.sum(dtype=np.float64)) if temperature else None
+    return {
+        **_names(item),
+        "response_cut_off": item.response_cut_off,
+        "temperature": temperature,
+        "sample": sample,
+        "text": chat.text(row.token_ids.tolist()),
+        "finish_reason": row.finish_reason,
+        "tokens": len(row.token_ids),
+        "logprob_raw": float(row.logprobs_raw.sum(dtype=np.float64)),
+        "logprob_tempered": tempered,
+        "token_ids": row.token_ids,
+        "logprobs_raw": row.logprobs_raw,
+        "ranks": row.ranks,
+        "margins": row.margins,
+        **contrast_columns(contrasts),
+    }
+
+
+def _names(item: Item) -> dict:
+    return {
+        "context_id": item.conversation.id,
+        "source_id": item.conversation.source_id,
+        "dataset": item.conversation.dataset,
+        "perturbation": item.conversation.perturbation,
+        "order": item.order,
+    }
+
+
+def entropy(logits: Tensor) -> float:
+    """Entropy of ``softmax(logits)`` in nats; logits ``[vocab]``."""
+    return float(torch.special.entr(logits.double().softmax(-1)).sum())
+
+
+def stored_logits(logits: Tensor, mode: str) -> dict[str, Tensor] | None:
+    """Header logits ``[contexts, vocab]`` as they are stored; see ``run.HeaderLogits``.
+
+    The maximum is subtracted before rounding to float16: the likely tokens then lie near zero,
+    where float16 is finest.
+    """
+    if mode == "none":
+        return None
+    shifted = logits - logits.amax(-1, keepdim=True)
+    if mode == "full":
+        return {"shifted": shifted.half()}
+    values, indices = shifted.topk(min(int(mode), shifted.shape[-1]), dim=-1)
+    kept = (values.logsumexp(-1) - shifted.logsumexp(-1)).exp()
+    return {
+        "values": values.half(),
+        "indices": indices.int(),
+        "tail_mass": (1 - kept).clamp(min=0),
+    }

@@ -1,0 +1,380 @@
+"""Conversations: what a run is about, and where they come from.
+
+``open_conversations`` gives a lazy stream that can be iterated as often as wanted; only the ids
+seen are kept, to find duplicates. The shapes of rows are in ``formats``, the public datasets in
+``presets``; here are the conversation itself, its checks, and the readers of files.
+"""
+
+import difflib
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from importlib import resources
+from itertools import chain, islice
+from pathlib import Path
+
+from ia_mech.data import presets
+from ia_mech.data.formats import ColumnMap, Message, Parts, parse
+from ia_mech.errors import UserError
+
+BUILTIN = ("maths", "instructions", "open")
+SUFFIXES = (".jsonl", ".json", ".parquet")
+UNPERTURBED = "none"
+UNPERTURBED_RESPONSE = "unperturbed_response"  # in the metadata of a perturbed conversation
+USER_HEADER = "user"
+HEADERS = (USER_HEADER, "alone", "assistant", "no_turn_end", "no_turn_separator")
+_HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
+_PARQUET_ROWS = 256  # at a time: bounds the memory, not the speed
+
+Rows = Callable[[], Iterator[tuple[str, dict]]]  # each call starts again; (place, row)
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """A query, with the turns before it and perhaps the response to it.
+
+    Attributes:
+        id: unique in its dataset.
+        source_id: the original prompt, shared by every perturbation and response of it.
+        messages: an optional system message, then user and assistant in turn; the last message is
+            the query, or the response to it. An empty response is a turn without text.
+        reference: what the user really said next.
+        answer: the gold answer to the query.
+        metadata: anything else the data says; JSON values only.
+        perturbation: what was changed of the source's conversation; :data:`UNPERTURBED` if nothing.
+        header: which header is opened after the response, one of :data:`HEADERS`; see
+            :func:`ia_mech.chat.headers.context_of`.
+    """
+
+    id: str
+    source_id: str
+    dataset: str
+    messages: tuple[Message, ...]
+    reference: str | None = None
+    answer: str | None = None
+    metadata: dict = field(default_factory=dict)
+    perturbation: str = UNPERTURBED
+    header: str = USER_HEADER
+
+    @property
+    def query(self) -> str:
+        """The last user message."""
+        return next(m["content"] for m in reversed(self.messages) if m["role"] == "user")
+
+    @property
+    def response(self) -> str | None:
+        """The assistant's answer to the query; None if it has yet to be given."""
+        last = self.messages[-1]
+        return last["content"] if last["role"] == "assistant" else None
+
+    def with_response(self, text: str) -> "Conversation":
+        """The same conversation with this response, in place of the one it has, if any."""
+        kept = self.messages if self.response is None else self.messages[:-1]
+        return replace(self, messages=(*kept, {"role": "assistant", "content": text}))
+
+    def to_dict(self) -> dict:
+        """A JSON object that ``from_dict``, and any reader of our JSONL, takes back unchanged."""
+        row = asdict(self) | {"messages": [dict(m) for m in self.messages]}
+        for name, usual in (("perturbation", UNPERTURBED), ("header", USER_HEADER)):
+            if row[name] == usual:  # most conversations, and all of older runs, say nothing of it
+                del row[name]
+        return row
+
+    @classmethod
+    def from_dict(cls, row: dict) -> "Conversation":
+        """The inverse of ``to_dict``."""
+        return cls(**(row | {"messages": tuple(row["messages"])}))
+
+
+def validate(conversation: Conversation, place: str) -> None:
+    """Check what every later step takes for granted.
+
+    Args:
+        conversation: the one to check.
+        place: where its row stands; opens the error.
+
+    Raises:
+        UserError: unknown role, content that isn't text, an empty query, or turns out of order.
+    """
+    remedy = "correct the row, or leave it out"
+    for number, message in enumerate(conversation.messages, start=1):
+        role, content = message["role"], message["content"]
+        if role not in ("system", "user", "assistant"):
+            raise UserError(
+                f"{place}: message {number} has the role {role!r}",
+                "use system, user or assistant",
+            )
+        _check_text(content, f"{place}: message {number} ({role})")
+    for name in ("id", "source_id", "reference", "answer", "perturbation"):
+        if (text := getattr(conversation, name)) is not None:
+            _check_text(text, f"{place}: the {name}")
+    if conversation.header not in HEADERS:
+        raise UserError(
+            f"{place}: the header is {conversation.header!r}", f"use one of {', '.join(HEADERS)}"
+        )
+    roles = [message["role"] for message in conversation.messages]
+    turns = roles[1:] if roles[:1] == ["system"] else roles
+    if not turns:
+        raise UserError(f"{place}: no user message", remedy)
+    if turns != [("user", "assistant")[i % 2] for i in range(len(turns))]:
+        raise UserError(
+            f"{place}: user and assistant don't alternate, starting with user, after an optional "
+            f"system message (roles: {', '.join(roles[:8])})",
+            remedy,
+        )
+    if not conversation.query.strip():
+        raise UserError(f"{place}: the query is empty", remedy)
+
+
+def _check_text(content, what: str) -> None:
+    if not isinstance(content, str):
+        kind = "null" if content is None else type(content).__name__
+        raise UserError(f"{what} is {kind}, not text", "correct the row, or leave it out")
+    try:
+        content.encode()
+    except UnicodeEncodeError:  # JSON can spell one; no tokenizer or Parquet file takes it
+        raise UserError(f"{what} has half a surrogate pair", "remove it from the text") from None
+
+
+class ConversationSource:
+    """A lazy stream of checked conversations; every iteration starts from the first.
+
+    Attributes:
+        name: of the dataset, short.
+        description: what was opened, for the record of a run (JSON values).
+    """
+
+    def __init__(
+        self,
+        name: str,
+        rows: Rows,
+        read: Callable[[dict, str], Parts],
+        limit: int | None,
+        description: dict,
+    ) -> None:
+        self.name = name
+        self.description = description
+        self._rows, self._read, self._limit = rows, read, limit
+
+    def __iter__(self) -> Iterator[Conversation]:
+        seen: dict[str, int] = {}
+        for number, (place, row) in enumerate(islice(self._rows(), self._limit), start=1):
+            conversation = self._conversation(self._read(row, place), number)
+            validate(conversation, place)
+            first = seen.setdefault(conversation.id, number)
+            if first != number:
+                raise UserError(
+                    f"{place}: id {conversation.id!r} is that of row {first} and of row {number}",
+                    "make the ids unique, or name another column with --id-column",
+                )
+            yield conversation
+        if not seen:
+            raise UserError(f"dataset {self.name} has no rows", "give one that has")
+
+    def _conversation(self, parts: Parts, number: int) -> Conversation:
+        row_id = parts.id or f"{self.name.rsplit('/', 1)[-1]}-{number:05d}"
+        reference = parts.reference
+        if isinstance(reference, str):
+            reference = reference.strip() or None
+        return Conversation(
+            id=row_id,
+            source_id=parts.source_id or row_id,
+            dataset=parts.dataset or self.name,
+            messages=tuple(parts.messages),
+            reference=reference,
+            answer=parts.answer,
+            metadata=parts.metadata,
+            perturbation=UNPERTURBED if parts.perturbation is None else parts.perturbation,
+            header=USER_HEADER if parts.header is None else parts.header,
+        )
+
+
+def open_conversations(
+    dataset: str,
+    *,
+    limit: int | None = None,
+    columns: ColumnMap | None = None,
+    split: str | None = None,
+    subset: str | None = None,
+    revision: str | None = None,
+) -> ConversationSource:
+    """Open a dataset and read its first row, so that what can't be used is known at once.
+
+    Args:
+        dataset: ``builtin`` (three parts in turn), ``builtin:maths|instructions|open``, a .jsonl,
+            .json or .parquet file, a preset's name, or a hub id ``org/name`` (streamed).
+        limit: at most so many conversations; None for all.
+        columns: what the columns are called, where they can't be recognised.
+        split, subset, revision: of a hub dataset; a preset has defaults.
+
+    Raises:
+        UserError: nothing of this name, nothing in it, or a first row that can't be used.
+    """
+    columns = columns or ColumnMap()
+    if limit is not None and limit < 1:
+        raise UserError(f"--limit {limit} leaves no rows", "use --limit 1 or more")
+    path = Path(dataset).expanduser()
+    preset = None if path.suffix in SUFFIXES else presets.find(dataset)
+    read = partial(_read, columns=columns, preset=preset)
+    if dataset.split(":")[0] == "builtin":
+        name, rows, found = _builtin(dataset)
+    elif path.suffix in SUFFIXES or (preset is None and path.exists()):
+        name, rows, found = _file(path)
+    else:
+        name, rows, found = _hub(dataset, preset, subset, split, revision)
+    if "path" not in found and (split or subset or revision):
+        raise UserError(
+            f"{dataset} has no splits, subsets or revisions",
+            "leave out --split, --subset and --revision",
+        )
+    description = {"dataset": dataset, "limit": limit, "columns": asdict(columns), **found}
+    source = ConversationSource(name, rows, read, limit, description)
+    next(iter(source))
+    return source
+
+
+def _read(row: dict, place: str, *, columns: ColumnMap, preset: presets.Preset | None) -> Parts:
+    """A row by the columns the user named, else by its preset, else by what its columns show."""
+    if not columns.names_content and (preset := preset or presets.recognise(row)):
+        return preset.parse(row, columns, place)
+    return parse(row, columns, place)
+
+
+def _builtin(dataset: str) -> tuple[str, Rows, dict]:
+    _, _, part = dataset.partition(":")
+    if dataset != "builtin" and part not in BUILTIN:
+        raise UserError(
+            f"no built-in dataset {dataset!r}",
+            f"use builtin or {', '.join(f'builtin:{name}' for name in BUILTIN)}",
+        )
+    parts = [part] if part else BUILTIN
+    files = [resources.files("ia_mech") / "data" / f"builtin_{name}.jsonl" for name in parts]
+
+    def rows() -> Iterator[tuple[str, dict]]:
+        # One of each in turn, so that any number of first rows is balanced.
+        return chain.from_iterable(zip(*map(_jsonl_rows, files), strict=True))
+
+    return dataset.replace(":", "-"), rows, {}
+
+
+def _file(path: Path) -> tuple[str, Rows, dict]:
+    if path.suffix not in SUFFIXES:
+        raise UserError(f"{path} is not a {', '.join(SUFFIXES)} file", "convert it to JSONL")
+    if not path.is_file():
+        raise UserError(f"no file {path}", "give the path of an existing file")
+    if not os.access(path, os.R_OK):
+        raise UserError(f"{path} can't be read", "change its permissions, or give a copy")
+    reader = _jsonl_rows
+    if path.suffix == ".parquet":
+        reader = _parquet_rows
+    elif path.suffix == ".json" and _opens_array(path):
+        reader = _array_rows
+    return path.stem, partial(reader, path), {"file": path.name}
+
+
+def _jsonl_rows(path) -> Iterator[tuple[str, dict]]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                place = f"{path.name} line {number}"
+                yield place, _object(_json(line, place), place)
+
+
+def _array_rows(path: Path) -> Iterator[tuple[str, dict]]:
+    # An array can't be read in pieces: the file is held whole. JSONL is for large data.
+    for number, row in enumerate(_json(path.read_bytes(), path.name), start=1):
+        place = f"{path.name} row {number}"
+        yield place, _object(row, place)
+
+
+def _opens_array(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(1024).removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"["
+
+
+def _json(data: bytes, place: str):
+    try:
+        return json.loads(data.decode("utf-8-sig"))
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        reason = getattr(error, "msg", "not UTF-8 text")
+        raise UserError(
+            f"{place} is not JSON ({reason})",
+            "write one JSON object per line, in UTF-8 (.json may also hold one array)",
+        ) from error
+
+
+def _object(row, place: str) -> dict:
+    if not isinstance(row, dict):
+        raise UserError(
+            f"{place} holds a {type(row).__name__}, not an object", "write one object per row"
+        )
+    return row
+
+
+def _parquet_rows(path: Path) -> Iterator[tuple[str, dict]]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        with pq.ParquetFile(path) as file:
+            batches = file.iter_batches(batch_size=_PARQUET_ROWS)
+            rows = chain.from_iterable(batch.to_pylist() for batch in batches)
+            for number, row in enumerate(rows, start=1):
+                yield f"{path.name} row {number}", row
+    except (pa.ArrowException, OSError) as error:
+        reason = str(error).splitlines()[0][:120]
+        raise UserError(
+            f"{path.name} is not readable as Parquet ({reason})", "write it again"
+        ) from (error)
+
+
+def _hub(
+    dataset: str,
+    preset: presets.Preset | None,
+    subset: str | None,
+    split: str | None,
+    revision: str | None,
+) -> tuple[str, Rows, dict]:
+    if preset is None and not _HUB_ID.fullmatch(dataset):
+        raise _unknown(dataset)
+    name = preset.name if preset else dataset
+    path = preset.path if preset else dataset
+    if preset:
+        subset, split = subset or preset.subset, split or preset.split
+    opened, commit = presets.open_hub(
+        path,
+        subset=subset,
+        split=split,
+        revision=revision,
+        streamed=preset.streamed if preset else True,
+        files=preset.files if preset else None,
+    )
+    found = {"path": path, "subset": subset, "split": split, "revision": commit or revision}
+    return name, partial(_hub_rows, opened, name), found
+
+
+def _hub_rows(opened: Iterable[dict], name: str) -> Iterator[tuple[str, dict]]:
+    rows = iter(opened)
+    number = 0
+    while True:
+        number += 1
+        try:
+            row = next(rows)
+        except StopIteration:
+            return
+        except Exception as error:  # the network can fail at any row of a stream
+            raise presets.unreadable(name, error) from error
+        yield f"{name} row {number}", row
+
+
+def _unknown(dataset: str) -> UserError:
+    names = ["builtin", *(f"builtin:{name}" for name in BUILTIN), *presets.PRESETS]
+    close = difflib.get_close_matches(dataset.lower(), names, n=2, cutoff=0.5)
+    hint = f"; did you mean {' or '.join(close)}?" if close else ""
+    return UserError(
+        f"no dataset {dataset!r} (there are {', '.join(names)}{hint})",
+        "use one of these, a .jsonl, .json or .parquet file, or a hub id org/name",
+    )

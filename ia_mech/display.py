@@ -1,0 +1,147 @@
+"""What every command shows: one console, one progress bar and one plot style.
+
+``matplotlib`` is imported only where a figure is drawn.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import wraps
+from typing import TYPE_CHECKING, Any, Protocol
+
+from rich.console import Console
+from tqdm import tqdm
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.axes import Axes
+
+# Okabe & Ito's colours, which colour-blind readers can tell apart, and a grey.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "0.4")
+
+STYLE = {
+    "axes.labelsize": 9,
+    "axes.linewidth": 0.7,
+    "font.family": "DejaVu Sans",  # comes with matplotlib: the same picture everywhere
+    "font.size": 9,
+    "legend.fontsize": 8,
+    "text.parse_math": False,  # names of runs and positions may hold a $
+    "xtick.labelsize": 8,
+    "ytick.labelsize": 8,
+}
+
+
+def console(width: int = 100) -> Console:
+    """A console that prints texts as they are, at least ``width`` columns wide."""
+    made = Console(highlight=False, emoji=False)  # ":cat:" in a text is not an emoji
+    made.width = max(made.width, width)  # a cut-off interval is worse than a long line
+    return made
+
+
+class Progress(Protocol):
+    """How a long computation reports what it does. A run has several phases, one after another."""
+
+    def start(self, phase: str, total: int, *, done: int = 0, unit: str = "step") -> None:
+        """A phase of ``total`` steps begins, of which ``done`` were done before."""
+
+    def advance(self, steps: int = 1, note: str = "") -> None:
+        """``steps`` more are done; ``note`` is shown behind the time left, such as a rate."""
+
+    def say(self, line: str) -> None:
+        """Show a line above the bar."""
+
+    def stop(self) -> None:
+        """The phase is over, or was interrupted."""
+
+
+class Quiet:
+    """No progress."""
+
+    def start(self, phase: str, total: int, *, done: int = 0, unit: str = "step") -> None: ...
+    def advance(self, steps: int = 1, note: str = "") -> None: ...
+    def say(self, line: str) -> None: ...
+    def stop(self) -> None: ...
+
+
+class Bar:
+    """Progress on the terminal: phase, share, steps done, time taken and left, and a note.
+
+    The bar is redrawn twice a second at a terminal. A log file gets a line every five seconds.
+
+    Args:
+        heading: a line to show before anything else.
+
+    Attributes:
+        started: whether there was anything to do.
+    """
+
+    def __init__(self, heading: str = "") -> None:
+        self.started = False
+        self._heading = heading
+        self._bar: tqdm | None = None
+
+    def start(self, phase: str, total: int, *, done: int = 0, unit: str = "step") -> None:
+        self.stop()
+        self._introduce()
+        self.started = True
+        self._bar = tqdm(
+            total=total,
+            initial=done,
+            desc=phase,
+            unit=unit,
+            mininterval=0.5 if sys.stderr.isatty() else 5,
+            bar_format="{desc}: {percentage:3.0f}% |{bar:20}| {n_fmt}/{total_fmt} " + unit + "s "
+            "[{elapsed}, {remaining} left{postfix}]",
+        )
+
+    def advance(self, steps: int = 1, note: str = "") -> None:
+        bar = self._bar
+        if bar is None:
+            return
+        if note:
+            bar.set_postfix_str(note, refresh=False)
+        bar.update(steps)
+        if time.time() - bar.last_print_t >= bar.mininterval:  # tqdm waits for whole steps
+            bar.refresh()
+            bar.last_print_t = time.time()
+
+    def say(self, line: str) -> None:
+        self._introduce()
+        tqdm.write(line, file=sys.stderr)
+
+    def stop(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+    def _introduce(self) -> None:
+        if self._heading:
+            tqdm.write(self._heading, file=sys.stderr)
+        self._heading = ""
+
+
+def styled(draw: Callable[..., Any]) -> Callable[..., Any]:
+    """A drawing function that uses :data:`STYLE` and leaves matplotlib's own settings alone."""
+
+    @wraps(draw)
+    def drawn(*args: Any, **kwargs: Any) -> Any:
+        from matplotlib import rc_context
+
+        with rc_context(STYLE):
+            return draw(*args, **kwargs)
+
+    return drawn
+
+
+def title_axes(axes: Axes, title: str) -> None:
+    """Give axes a title and no more frame than they need."""
+    axes.set_title(title, fontsize=10, fontweight="bold")
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def coloured(frame: pd.DataFrame, by: str) -> Iterator[tuple[str, tuple[str, pd.DataFrame]]]:
+    """``(colour, (name, rows))`` of every value of a column, in the order of appearance."""
+    for number, group in enumerate(frame.groupby(by, sort=False)):
+        yield COLOURS[number % len(COLOURS)], group

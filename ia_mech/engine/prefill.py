@@ -1,0 +1,392 @@
+"""Prefill contexts once; expand copies of the prefilled state to rows.
+
+Rows that join a batch that is already being decoded.
+
+A shared layer only has to know their context. Layers that hold something of their own for each row,
+a sliding window's last keys or a recurrent state, get theirs written over those of the line that
+became free. What such layers hold ends with the newest token in every row, so a context that is
+shorter than what the batch has seen gets padding on its left, and a longer one pads the batch.
+
+A full-attention cache layer that writes into room made ahead.
+
+``DynamicCache`` concatenates keys and values anew at every step. At 33 rows of 280 tokens that
+copying takes more than half of a decoding step on a CPU; writing in place takes nothing.
+"""
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import (
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionCacheLayerMixin,
+)
+
+from ia_mech.engine.capture import ResidualCapture
+from ia_mech.engine.packed import packed_linears
+from ia_mech.engine.shared_prefix import Lines, SharedLayer, sharing
+from ia_mech.models.load import accepts
+
+
+class RoomyLayer(DynamicLayer):
+    """Rows of a prefilled layer, with room for the tokens to come.
+
+    ``keys`` and ``values`` are views of the used part of larger buffers, so everything that reads a
+    ``DynamicLayer`` reads this one alike. Tokens beyond the room make it grow.
+
+    Args:
+        layer: the prefilled layer, left as it is.
+        index: ``[rows]`` int64, which of its rows to copy.
+        room: for how many tokens more.
+    """
+
+    def __init__(self, layer: DynamicLayer, index: Tensor, room: int) -> None:
+        super().__init__()
+        self.dtype, self.device, self.is_initialized = layer.keys.dtype, layer.keys.device, True
+        self._buffers = tuple(_with_room(t, index, room) for t in (layer.keys, layer.values))
+        self._use(layer.keys.shape[-2])
+
+    def _use(self, length: int) -> None:
+        self.keys, self.values = (buffer[:, :, :length] for buffer in self._buffers)
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args, **kwargs
+    ) -> tuple[Tensor, Tensor]:
+        """Write new keys and values ``[rows, heads, new, head_dim]``; returns all there are."""
+        start = self.keys.shape[-2]
+        end = start + key_states.shape[-2]
+        if end > self._buffers[0].shape[-2]:
+            everyone = torch.arange(self.keys.shape[0], device=self.device)
+            self._buffers = tuple(_with_room(t, everyone, end) for t in (self.keys, self.values))
+        for buffer, new in zip(self._buffers, (key_states, value_states), strict=True):
+            buffer[:, :, start:end] = new
+        self._use(end)
+        return self.keys, self.values
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Keep the given rows, in the given order, in buffers of their own."""
+        length = self.keys.shape[-2]
+        self._buffers = tuple(buffer.index_select(0, beam_idx) for buffer in self._buffers)
+        self._use(length)
+
+
+def _with_room(tensor: Tensor, index: Tensor, room: int) -> Tensor:
+    """``tensor[index]``, ``[rows, heads, length, dim]``, with ``room`` more along the length."""
+    _, heads, length, dim = tensor.shape
+    buffer = tensor.new_empty(len(index), heads, length + room, dim)
+    for row, source in enumerate(index.tolist()):  # straight into place, without a copy between
+        buffer[row, :, :length] = tensor[source]
+    return buffer
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """One context as the engine sees it.
+
+    ``positions`` are indices into ``ids`` of the named tokens, in the run's order; -1 = lacking.
+    """
+
+    ids: Sequence[int]
+    positions: Sequence[int] = ()
+
+
+@dataclass
+class State:
+    """What decoding continues from: keys, values and recurrent state, and who may look at what.
+
+    ``cache`` is a ``transformers`` cache of ``rows`` rows; ``mask`` is ``[rows, length]`` int64, 1
+    for real tokens and 0 for left padding; ``position`` is ``[rows]`` int64, the position id of the
+    next token. ``lines`` are those of the shared layers, where there are any.
+    """
+
+    cache: DynamicCache
+    mask: Tensor
+    position: Tensor
+    lines: Lines | None = None
+
+    @property
+    def rows(self) -> int:
+        return self.mask.shape[0]
+
+    def keep(self, index: Tensor) -> None:
+        """Keep the rows ``index`` ``[kept]`` int64, in that order, in place: layer by layer, so
+        that no more than one of them is in memory twice."""
+        self.cache.reorder_cache(index)
+        self.mask, self.position = self.mask[index], self.position[index]
+        if self.lines is not None:
+            self.lines.keep(index.tolist())
+
+    def retire(self, lines: list[int]) -> None:
+        """Nobody looks at these lines any more, until others are put there."""
+        if self.lines is not None:
+            self.lines.retire(lines)
+
+
+@dataclass
+class Prefilled:
+    """A group of contexts after their single forward pass.
+
+    ``logits``: ``[contexts, vocab]`` float32 at the last token. ``residuals``: ``[contexts,
+    layers + 1, positions, d_model]`` in the model's dtype, or None if nothing was to be captured.
+    """
+
+    state: State
+    logits: Tensor
+    residuals: Tensor | None
+
+
+def prefill(
+    model: PreTrainedModel, prefixes: Sequence[Prefix], blocks: nn.ModuleList | None = None
+) -> Prefilled:
+    """Run a left-padded group of contexts through the model once.
+
+    Args:
+        model: the subject model, in evaluation mode.
+        prefixes: the contexts; all with the same number of positions.
+        blocks: the model's blocks; given, the residual stream is captured at the positions.
+    """
+    ids, mask = _left_padded([prefix.ids for prefix in prefixes], model.device)
+    longest = ids.shape[1]
+    state = State(
+        cache=DynamicCache(config=model.config),
+        mask=mask[:, :0],
+        position=torch.zeros(len(prefixes), dtype=torch.long, device=model.device),
+    )
+    if blocks is None:
+        return Prefilled(state, forward(model, state, ids, mask)[:, -1], None)
+    at = torch.tensor([list(prefix.positions) for prefix in prefixes], dtype=torch.long)
+    pad = torch.tensor([[longest - len(prefix.ids)] for prefix in prefixes])
+    with ResidualCapture(blocks, torch.where(at < 0, at, at + pad)) as capture:
+        logits = forward(model, state, ids, mask)[:, -1]
+    return Prefilled(state, logits, capture.residuals())
+
+
+@torch.inference_mode()
+def prefill_on(
+    model: PreTrainedModel,
+    trunks: Prefilled,
+    index: Sequence[int],
+    rests: Sequence[Sequence[int]],
+) -> Prefilled:
+    """Prefill contexts that begin alike from the state that their beginning left.
+
+    Args:
+        model: a model all of whose layers can be shared.
+        trunks: the beginnings; left as they are.
+        index: ``[contexts]``, which of these each context begins with.
+        rests: the ids that follow, one at least.
+
+    Returns:
+        What :func:`prefill` of the whole contexts gives, without residuals.
+    """
+    ids, mask = _left_padded(rests, model.device)
+    longest = ids.shape[1]
+    at = torch.tensor(index, device=model.device)
+    state = expand(trunks.state, at, room=longest, share=True)
+    state.lines.padding = [longest - len(rest) for rest in rests]
+    logits = forward(model, state, ids, mask)[:, -1]
+    lengths = state.mask.sum(-1, keepdim=True)
+    length = int(lengths.max())
+    cache = DynamicCache(config=model.config)
+    for number, layer in enumerate(state.cache.layers):
+        cache.update(*layer.in_one_place(length), number)
+    real = torch.arange(length, device=model.device) >= length - lengths
+    return Prefilled(State(cache, real.long(), state.position), logits, None)
+
+
+def _left_padded(ids: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
+    """``[rows, longest]`` int64 ids, zeros on their left, and a mask of the real ones."""
+    longest = max(len(one) for one in ids)
+    padded = torch.zeros(len(ids), longest, dtype=torch.long)
+    mask = torch.zeros_like(padded)
+    for row, one in enumerate(ids):
+        padded[row, longest - len(one) :] = torch.tensor(one)
+        mask[row, longest - len(one) :] = 1
+    return padded.to(device), mask.to(device)
+
+
+@torch.inference_mode()
+def forward(
+    model: PreTrainedModel, state: State, ids: Tensor, mask: Tensor, *, keep: int = 1
+) -> Tensor:
+    """Run the model on from a state, which is advanced in place.
+
+    Args:
+        model: the subject model.
+        state: where to go on from; its cache, mask and positions grow by ``ids``.
+        ids: ``[rows, new]`` int64.
+        mask: ``[rows, new]`` int64, 0 for padding (left padding of a fresh state, or right padding
+            of the last tokens this state will ever see).
+        keep: of how many of the new tokens the logits are wanted, from the end; 0 = all.
+
+    Returns:
+        Raw logits ``[rows, kept, vocab]`` in float32.
+    """
+    positions = state.position[:, None] + mask.cumsum(-1) - 1
+    state.mask = torch.cat([state.mask, mask], dim=-1)
+    arguments = {"logits_to_keep": keep} if accepts(model, "logits_to_keep") else {}
+    if accepts(model, "position_ids"):
+        arguments["position_ids"] = positions.clamp(min=0)
+    if state.lines is not None:
+        state.lines.begin(ids.shape[1])
+    with packed_linears(model), sharing(model, state.cache):
+        output = model(
+            input_ids=ids,
+            # A mask of ones only costs time: without one, attention takes its unmasked path.
+            attention_mask=None if state.mask.all() else state.mask,
+            past_key_values=state.cache,
+            use_cache=True,
+            **arguments,
+        )
+    if state.lines is not None:
+        state.lines.finish(ids.shape[1])
+    state.position = state.position + mask.sum(-1)
+    logits = output.logits if keep == 0 else output.logits[:, -keep:]
+    return logits.float()
+
+
+def expand(
+    state: State,
+    index: Tensor,
+    room: int = 0,
+    *,
+    share: bool = False,
+    capacity: int = 0,
+    numbers: Sequence[int] | None = None,
+) -> State:
+    """A new state whose row i goes on from row ``index[i]``; the given state is left as it was.
+
+    ``reorder_cache`` is the one selection that every cache layer of ``transformers`` implements,
+    recurrent ones included. It assigns new tensors, so shallow copies of the layers (and of the
+    dictionaries that recurrent layers keep their states in) are enough to protect the original.
+
+    Args:
+        state: what to copy from.
+        index: ``[rows]`` int64.
+        room: how many tokens the rows will be decoded for; full-attention layers then write in
+            place instead of concatenating. 0 where it isn't known.
+        share: full-attention layers refer to the given state's keys and values instead of copying
+            them; see :mod:`ia_mech.engine.shared_prefix`.
+        capacity: how many rows there will be at most, where more are to be admitted.
+        numbers: ``[rows]``, by which number to call the context of each; the index itself if none.
+    """
+    contexts = index.tolist()
+    numbers = contexts if numbers is None else list(numbers)
+    called = dict(zip(numbers, contexts, strict=True))
+    cache = copy.copy(state.cache)
+    cache.layers = []
+    new = State(cache, state.mask[index], state.position[index])
+    for layer in state.cache.layers:
+        if is_full(layer) and share:
+            if new.lines is None:
+                new.lines = Lines(numbers, layer.keys.dtype, layer.keys.device)
+                padding = left_padding(state.mask)
+            cache.layers.append(SharedLayer(layer, new.lines, room, max(capacity, len(numbers))))
+            cache.layers[-1].refer(layer, padding, called)
+            cache.layers[-1].length = state.mask.shape[1]
+        elif is_full(layer) and room:
+            cache.layers.append(RoomyLayer(layer, index, room))
+        else:
+            cache.layers.append(selected(layer, index))
+    return new
+
+
+def is_full(layer) -> bool:
+    """Whether this layer of a cache is one of full attention and holds something."""
+    return type(layer) is DynamicLayer and layer.is_initialized
+
+
+def left_padding(mask: Tensor) -> list[int]:
+    """Tokens of left padding of each row of a mask ``[rows, length]``."""
+    return (mask.cumsum(-1) == 0).sum(-1).tolist()
+
+
+def selected(layer, index: Tensor):
+    """A copy of a layer that holds the given rows; the layer is left as it was."""
+    twin = copy.copy(layer)
+    for name, value in vars(twin).items():
+        if isinstance(value, dict):
+            setattr(twin, name, dict(value))
+    twin.reorder_cache(index)
+    return twin
+
+
+RECURRENT = ("conv_states", "recurrent_states")
+
+
+def can_admit(state: State) -> bool:
+    """Whether rows can join this batch: some layer is shared, and each is of a kind known here."""
+    return state.lines is not None and all(map(_is_known, state.cache.layers))
+
+
+def _is_known(layer) -> bool:
+    recurrent = isinstance(layer, LinearAttentionCacheLayerMixin)
+    holds_keys = isinstance(layer, DynamicLayer)
+    return type(layer) in (SharedLayer, DynamicSlidingWindowLayer) or (recurrent and not holds_keys)
+
+
+@torch.inference_mode()
+def admit(
+    state: State, lines: Sequence[int], source: State, index: Tensor, numbers: Sequence[int]
+) -> None:
+    """Rows begin in the given lines of a batch, in place.
+
+    Args:
+        state: the batch; ``can_admit`` said that it can.
+        lines: of which nobody needs the rows any more, or that follow on the last one.
+        source: prefilled contexts, left as they are.
+        index: ``[lines]`` int64, which of them each line goes on from.
+        numbers: ``[lines]``, by which number the batch calls that context.
+    """
+    at = torch.tensor(lines, device=index.device)
+    rows = max(state.rows, max(lines) + 1)
+    old, new = state.mask.shape[1], source.mask.shape[1]
+    length = max(old, new)
+    state.mask = put_rows(
+        pad(state.mask, (length - old, 0)), pad(source.mask[index], (length - new, 0)), at, rows
+    )
+    state.position = put_rows(state.position, source.position[index], at, rows)
+    state.lines.put(list(lines), list(numbers))
+    padding = left_padding(source.mask)
+    called = dict(zip(numbers, index.tolist(), strict=True))
+    for layer, theirs in zip(state.cache.layers, source.cache.layers, strict=True):
+        if isinstance(layer, SharedLayer):
+            layer.refer(theirs, padding, called)
+            layer.length = length
+        elif isinstance(layer, DynamicSlidingWindowLayer):
+            _put_window(layer, selected(theirs, index), at, rows, length)
+        else:
+            _put_recurrent(layer, selected(theirs, index), at, rows)
+
+
+def put_rows(old: Tensor, new: Tensor, at: Tensor, rows: int) -> Tensor:
+    """``old`` ``[fewer or rows, …]`` with ``new`` ``[lines, …]`` at the given rows, in place where
+    there are as many."""
+    if rows > old.shape[0]:
+        old = torch.cat([old, old.new_zeros(rows - old.shape[0], *old.shape[1:])])
+    old[at] = new
+    return old
+
+
+def _put_window(layer, fresh, at: Tensor, rows: int, length: int) -> None:
+    held = min(length, layer.sliding_window - 1)
+    for name in ("keys", "values"):
+        ours, theirs = (
+            pad(tensor, (0, 0, held - tensor.shape[-2], 0))
+            for tensor in (getattr(layer, name), getattr(fresh, name))
+        )
+        setattr(layer, name, put_rows(ours, theirs, at, rows))
+    layer.cumulative_length = length
+
+
+def _put_recurrent(layer, fresh, at: Tensor, rows: int) -> None:
+    for name in RECURRENT:
+        ours, theirs = getattr(layer, name), getattr(fresh, name)
+        for number, state in ours.items():
+            if state is not None:
+                ours[number] = put_rows(state, theirs[number], at, rows)

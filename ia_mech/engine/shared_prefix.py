@@ -1,0 +1,581 @@
+"""Rows that attend to their context's keys and values where the prefill left them.
+
+Copied to every row, a prefix of 231 tokens is read 33 times over at each step of 33 rows, and on a
+CPU that takes as long as half of the matrix products. Here each layer of full attention keeps a
+reference to the prefill's tensors; all rows of a context attend to them as one matrix product per
+key-value head, each row to its own tokens besides, and the two are merged. Layers
+with a sliding window or a recurrent state are copied and computed as usual.
+
+The model's code isn't touched: ``transformers`` lets attention functions be registered by name, and
+the name is set in the model's configuration for the time of a forward pass.
+
+Attention in parts: each with its log-sum-exp, merged exactly.
+
+A softmax over keys in two places is the average of the softmaxes over each, weighted by what each
+place sums to (Hydragen, arXiv 2402.05099, section 3.1). So many rows can attend to a prefix that is
+stored once, each to its own tokens besides, and nothing is approximated.
+
+Which row sits where in a batch, as all shared layers of its cache see it.
+
+A line is a place in the batch. Rows that finish give their line to rows that begin, so the rows of
+a batch may be of different age: line 3 may hold the fortieth token of one context's turn while line
+4 holds the first of another's. Each line writes its own keys and values at its own age, and looks
+at no more than it wrote.
+"""
+
+import contextlib
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, DynamicCache, PreTrainedModel
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer
+from transformers.masking_utils import AttentionMaskInterface
+
+from ia_mech.models.load import text_config
+
+FUSED = (torch.float32, torch.bfloat16, torch.float16)  # what PyTorch's kernel for CPUs takes
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    scaling: float,
+    softcap: float | None = None,
+    bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention over one set of keys, without padding.
+
+    Args:
+        query: ``[batch, heads, new, dim]``.
+        key: ``[batch, kv_heads, keys, dim]``; each head of it serves ``heads / kv_heads`` others,
+            in order.
+        value: ``[batch, kv_heads, keys, value_dim]``.
+        scaling: factor of the scores.
+        softcap: scores become ``softcap * tanh(scores / softcap)``.
+        bias: ``[batch or 1, 1, new or 1, keys]`` in the query's dtype, added to the scores; minus
+            infinity hides a key.
+
+    Returns:
+        The average of the values ``[batch, heads, new, value_dim]`` in the query's dtype, and the
+        log-sum-exp of the scores ``[batch, heads, new]`` float32. A query that sees no key has an
+        average of zero and a log-sum-exp of minus infinity.
+    """
+    fused = query.device.type == "cpu" and query.dtype in FUSED and softcap is None
+    if fused and query.shape[-1] == value.shape[-1]:
+        # What scaled_dot_product_attention calls on a CPU; it keeps the log-sum-exp to itself.
+        each = None if bias is None else bias.expand(-1, -1, query.shape[2], -1)
+        average, total = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, attn_mask=each, scale=scaling
+        )
+        if bias is not None:  # where nothing is seen it gives a log-sum-exp of zero
+            total = total.masked_fill(bias.amax(-1) == -torch.inf, -torch.inf)
+        return average, total
+    batch, heads, new, dim = query.shape
+    kv_heads = key.shape[1]
+    folded = query.reshape(
+        batch, kv_heads, -1, dim
+    )  # [batch, kv_heads, heads per kv_head * new, …]
+    scores = _scores(folded, key, scaling)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if bias is not None:
+        per_head = scores.view(batch, heads, new, -1)
+        per_head += bias
+    total = scores.logsumexp(-1)
+    # Minus infinity less itself would be no number.
+    least = total.clamp(min=torch.finfo(total.dtype).min)
+    average = (scores - least[..., None]).exp().to(value.dtype) @ value
+    return average.view(batch, heads, new, -1), total.view(batch, heads, new)
+
+
+def _scores(query: Tensor, key: Tensor, scaling: float) -> Tensor:
+    """Products of ``[…, queries, dim]`` and ``[…, keys, dim]``, scaled, in float32.
+
+    In float16 a product ends at 65504, which 128 numbers of 23 reach. So queries take as much of
+    the scaling as is a power of two, which rounds nothing but the tiniest numbers; other dtypes
+    have float32's range.
+    """
+    first = 1.0
+    if query.dtype == torch.float16:
+        first = 2.0 ** min(0, math.frexp(scaling)[1])
+        query = query * first
+    return (query @ key.mT).float() * (scaling / first)
+
+
+def merge(parts: Sequence[tuple[Tensor, Tensor]], sinks: Tensor | None = None) -> Tensor:
+    """What attention over all keys at once would give, from attention over parts of them.
+
+    Args:
+        parts: pairs as :func:`attend` returns them. A part that a query sees nothing of has a
+            log-sum-exp of minus infinity and any finite average.
+        sinks: ``[heads]`` scores of keys without a value (gpt-oss); they only take weight away.
+
+    Returns:
+        ``[batch, heads, new, value_dim]`` in the first part's dtype, computed in float32; zero
+        where no part has anything to see.
+    """
+    totals = [total.float() for _, total in parts]
+    if sinks is not None:
+        totals.append(sinks.float()[:, None].expand_as(totals[0]))
+    # [batch, heads, new, parts]; not a number only where every part has nothing to see
+    weights = torch.stack(totals, -1).softmax(-1).nan_to_num(0.0)
+    merged = sum(
+        average.float() * weight[..., None]
+        for (average, _), weight in zip(parts, weights.unbind(-1), strict=False)
+    )
+    return merged.to(parts[0][0].dtype)
+
+
+@dataclass(frozen=True)
+class Span:
+    """Lines ``start`` to before ``stop``, in the order of :attr:`Lines.order`, of one context."""
+
+    start: int
+    stop: int
+    context: int
+
+
+@dataclass(frozen=True)
+class Step:
+    """What the layers need to know of the tokens that are being written.
+
+    Attributes:
+        start: where all lines write, or None if their ages differ.
+        end: up to where the lines that are furthest hold keys afterwards.
+        places: ``[lines or 1, new]`` int64, where each line writes; None for one token of all lines
+            of the same age.
+        bias: ``[lines or 1, 1, new, end]``, 0 for keys that a token may look at, else minus
+            infinity; None where each may look at all.
+    """
+
+    start: int | None
+    end: int
+    places: Tensor | None
+    bias: Tensor | None
+
+
+class Lines:
+    """The lines of a batch.
+
+    Args:
+        contexts: of each line, the number of the context it continues.
+        dtype: of the model.
+        device: where its tensors are.
+
+    Attributes:
+        contexts: as given, kept up to date.
+        ages: how many own tokens each line holds.
+        padding: how many of these, the first ones, are none; nobody looks at them.
+        order: ``[lines]`` int64, the lines sorted by context; None if they already are.
+        back: ``[lines]`` int64, where each line is in that order; None likewise.
+        spans: of the contexts, in that order.
+        step: of the tokens that are being written.
+    """
+
+    def __init__(self, contexts: list[int], dtype: torch.dtype, device: torch.device) -> None:
+        self.contexts, self.dtype, self.device = list(contexts), dtype, device
+        self.ages, self.padding = [0] * len(contexts), [0] * len(contexts)
+        self.step = Step(0, 0, None, None)
+        self._idle: set[int] = set()
+        self._sort()
+
+    def __len__(self) -> int:
+        return len(self.contexts)
+
+    def _sort(self) -> None:
+        order = sorted(range(len(self)), key=lambda line: self.contexts[line])
+        self.order = self.back = None
+        if order != list(range(len(self))):
+            self.order = torch.tensor(order, device=self.device)
+            self.back = self.order.argsort()
+        self.spans = []
+        for at, line in enumerate(order):
+            context = self.contexts[line]
+            if self.spans and self.spans[-1].context == context:
+                self.spans[-1] = Span(self.spans[-1].start, at + 1, context)
+            else:
+                self.spans.append(Span(at, at + 1, context))
+
+    def put(self, lines: list[int], contexts: list[int]) -> None:
+        """Rows of these contexts begin in these lines; lines after the last one are new."""
+        for line, context in zip(lines, contexts, strict=True):
+            if line == len(self):
+                self.contexts.append(context)
+                self.ages.append(0)
+                self.padding.append(0)
+            else:
+                self.contexts[line], self.ages[line], self.padding[line] = context, 0, 0
+                self._idle.discard(line)
+        self._sort()
+
+    def keep(self, index: list[int]) -> None:
+        """Only the given lines, in the given order."""
+        self._idle = {at for at, line in enumerate(index) if line in self._idle}
+        self.contexts = [self.contexts[line] for line in index]
+        self.ages = [self.ages[line] for line in index]
+        self.padding = [self.padding[line] for line in index]
+        self._sort()
+
+    def retire(self, lines: list[int]) -> None:
+        """Nobody looks at these any more; what they compute until they are taken is thrown away."""
+        self._idle.update(lines)
+
+    def begin(self, new: int) -> None:
+        """Each line is about to write ``new`` tokens; sets :attr:`step`."""
+        busy = [age for line, age in enumerate(self.ages) if line not in self._idle]
+        oldest = max(busy, default=0)
+        for line in self._idle:  # kept in step, so that they neither differ nor need room
+            self.ages[line] = oldest
+        start = oldest if min(busy, default=0) == oldest else None
+        places = bias = None
+        if start is None or new > 1 or any(self.padding):
+            ages = self.ages if start is None else [oldest]
+            places = torch.tensor(ages, device=self.device)[:, None]
+            places = places + torch.arange(new, device=self.device)
+            unseen = self._unseen(places, oldest + new)
+            bias = torch.zeros(unseen.shape, dtype=self.dtype, device=self.device)
+            bias.masked_fill_(unseen, -torch.inf)
+        self.step = Step(start, oldest + new, places, bias)
+
+    def _unseen(self, places: Tensor, end: int) -> Tensor:
+        """Which of the keys before ``end`` tokens at these places may not look at,
+        ``[lines or 1, 1, new, end]`` bool."""
+        keys, own = torch.arange(end, device=self.device), places[:, None, :, None]
+        unseen = keys > own
+        if any(self.padding):
+            padding = torch.tensor(self.padding, device=self.device)[:, None, None, None]
+            # Padding looks at itself, since to look at nothing would give no number.
+            unseen = unseen | ((keys < padding) & (keys != own))
+        return unseen
+
+    def finish(self, new: int) -> None:
+        """The tokens are written."""
+        self.ages = [age + new for age in self.ages]
+
+    def write(self, buffer: Tensor, states: Tensor) -> Tensor:
+        """Write ``[lines, heads, new, dim]`` into a buffer ``[capacity, heads, room, dim]``.
+
+        Returns:
+            A view of what the lines hold, ``[lines, heads, end, dim]``.
+        """
+        used = buffer[: len(self), :, : self.step.end]
+        if self.step.start is not None:
+            used[:, :, self.step.start :] = states
+        else:
+            line = torch.arange(len(self), device=self.device)[:, None]
+            used[line, :, self.step.places] = states.transpose(1, 2)
+        return used
+
+
+# In transformers' tables; "ia_mech_shared_sdpa" where other layers are left to sdpa.
+NAME = "ia_mech_shared"
+
+UNUSED = "its attention doesn't use the cached keys as they are"
+
+
+@dataclass(frozen=True)
+class Engine:
+    """How a model's rows attend to their prefix.
+
+    Attributes:
+        shared: number of layers that read it where the prefill left it; 0 = the portable engine.
+        layers: of the model.
+        why: what keeps all layers portable, or decoding on a GPU from graphs, where something does.
+        graphs: a GPU replays decoding steps as CUDA graphs; see :mod:`ia_mech.engine.cuda`. Layers
+            with a sliding window then share the prefix of the rows that are decoded, too.
+    """
+
+    shared: int
+    layers: int
+    why: str = ""
+    graphs: bool = False
+
+    @classmethod
+    def possible(cls, model: PreTrainedModel) -> "Engine":
+        """As many shared layers as the model's architecture allows."""
+        layers = DynamicCache(config=model.config).layers
+        shared = sum(type(layer) is DynamicLayer for layer in layers)
+        return cls(shared, len(layers), "" if shared else "no layer has full attention")
+
+    @property
+    def whole(self) -> bool:
+        """Whether every layer is shared."""
+        return self.shared == self.layers
+
+    @property
+    def name(self) -> str:
+        """What a run records."""
+        if not self.shared:
+            return "CUDA graphs" if self.graphs else "portable"
+        graphs = ", CUDA graphs" if self.graphs else ""
+        return f"shared-prefix {self.shared} of {self.layers} layers{graphs}"
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.why})" if self.why else self.name
+
+
+class PrefixLayer(DynamicLayer):
+    """A layer whose keys, as it hands them out, are only the rows' own: it attends by itself.
+
+    Attributes:
+        waiting: keys were handed out that no attention function has used yet.
+        window: tokens of its sliding window, None if it has none.
+    """
+
+    waiting = False
+    window: int | None = None
+
+    def hand_out(self, keys: Tensor) -> Tensor:
+        """These keys, carrying this layer as ``shared_layer``: attention functions aren't told the
+        cache. It is a view that isn't kept, or the two would keep each other alive."""
+        self.waiting = True
+        keys = keys[:]
+        keys.shared_layer = self
+        return keys
+
+    def demand_attention(self) -> None:
+        """Raises RuntimeError if keys were handed out that no attention function has used."""
+        if self.waiting:
+            raise RuntimeError(UNUSED)
+
+
+class SharedLayer(PrefixLayer):
+    """The layer's part of several contexts, by reference, and room for the tokens that rows add.
+
+    ``keys`` and ``values`` are views of the rows' own tokens only, ``[rows, kv_heads, own, dim]``;
+    lengths and mask sizes count the context's as well, padding included. Tokens beyond the room
+    make it grow.
+
+    Args:
+        layer: a prefilled layer, whose keys say how many heads there are.
+        lines: of the batch, the same for all layers of a cache.
+        room: for how many tokens of a row.
+        capacity: for how many rows; more make it grow.
+
+    Attributes:
+        contexts: by number, keys and values ``[1, kv_heads, tokens, dim]`` of a context's prefix.
+        length: tokens of all that a mask covers, own ones included.
+    """
+
+    def __init__(self, layer: DynamicLayer, lines: Lines, room: int, capacity: int) -> None:
+        super().__init__()
+        self.dtype, self.device, self.is_initialized = layer.keys.dtype, layer.keys.device, True
+        self.lines, self.contexts, self.length = lines, {}, 0
+        # Zeros: what is stored beyond a row's age is multiplied with a weight of zero.
+        self._buffers = tuple(
+            tensor.new_zeros(capacity, tensor.shape[1], room, tensor.shape[-1])
+            for tensor in (layer.keys, layer.values)
+        )
+        self.keys, self.values = (buffer[: len(lines), :, :0] for buffer in self._buffers)
+
+    def refer(self, layer: DynamicLayer, padding: list[int], numbers: dict[int, int]) -> None:
+        """From now on rows may continue these contexts, and only those that still have rows.
+
+        Args:
+            layer: of a prefill, left as it is.
+            padding: ``[contexts]``, tokens of left padding of each of its contexts.
+            numbers: by which number lines call which of them.
+        """
+        used = set(self.lines.contexts)
+        self.contexts = {n: known for n, known in self.contexts.items() if n in used}
+        for number, context in numbers.items():
+            one, tokens = slice(context, context + 1), slice(padding[context], None)
+            self.contexts[number] = layer.keys[one, :, tokens], layer.values[one, :, tokens]
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args, **kwargs
+    ) -> tuple[Tensor, Tensor]:
+        """Write new keys and values ``[rows, kv_heads, new, dim]``; returns the rows' own ones.
+
+        Raises:
+            RuntimeError: the model's attention passed by what was returned the last time.
+        """
+        self.demand_attention()
+        self._make_room()
+        self.keys, self.values = (
+            self.lines.write(buffer, states)
+            for buffer, states in zip(self._buffers, (key_states, value_states), strict=True)
+        )
+        self.length += key_states.shape[-2]
+        return self.hand_out(self.keys), self.values
+
+    def _make_room(self) -> None:
+        rows, room = len(self.lines), self.lines.step.end
+        if rows > self._buffers[0].shape[0] or room > self._buffers[0].shape[2]:
+            more = (
+                buffer.new_zeros(
+                    max(rows, buffer.shape[0]), buffer.shape[1], max(room, buffer.shape[2]),
+                    buffer.shape[3],
+                )
+                for buffer in self._buffers
+            )  # fmt: skip
+            old, self._buffers = self._buffers, tuple(more)
+            for buffer, before in zip(self._buffers, old, strict=True):
+                buffer[: before.shape[0], :, : before.shape[2]] = before
+
+    def in_one_place(self, length: int) -> tuple[Tensor, Tensor]:
+        """Copies of prefix and own keys and values, ``[rows, kv_heads, length, dim]``, left-padded
+        with zeros."""
+        found = []
+        for which, own in enumerate((self.keys, self.values)):
+            whole = own.new_zeros(*own.shape[:2], length, own.shape[-1])
+            for line, context in enumerate(self.lines.contexts):
+                before = self.contexts[context][which][0]
+                mine = own[line, :, self.lines.padding[line] :]
+                begin = length - before.shape[-2] - mine.shape[-2]
+                whole[line, :, begin : begin + before.shape[-2]] = before
+                whole[line, :, begin + before.shape[-2] :] = mine
+            found.append(whole)
+        return tuple(found)
+
+    def get_seq_length(self) -> int:
+        return self.length
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Keep the given rows, in the given order; the prefixes stay where they are."""
+        own = self.keys.shape[-2]
+        self._buffers = tuple(buffer.index_select(0, beam_idx) for buffer in self._buffers)
+        self.keys, self.values = (buffer[:, :, :own] for buffer in self._buffers)
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scaling: float,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """Attention of queries ``[rows, heads, new, dim]`` over prefix and own tokens.
+
+        Args:
+            query: of the newest tokens of every row.
+            key: the rows' own, ``[rows, kv_heads, own, dim]``.
+            value: theirs, ``[rows, kv_heads, own, value_dim]``.
+            scaling: factor of the scores.
+            softcap: see :func:`ia_mech.engine.shared_prefix.attend`.
+            sinks: see :func:`ia_mech.engine.shared_prefix.merge`.
+
+        Returns:
+            ``[rows, heads, new, value_dim]``.
+        """
+        self.waiting = False
+        numbers = {"scaling": scaling, "softcap": softcap}
+        own = attend(query, key, value, bias=self.lines.step.bias, **numbers)
+        order, back = self.lines.order, self.lines.back
+        sorted_query = query if order is None else query[order]
+        parts = [self._attend_prefix(sorted_query, span, numbers) for span in self.lines.spans]
+        if len(parts) == 1:
+            return merge([parts[0], own], sinks)
+        before = tuple(torch.cat(tensors) for tensors in zip(*parts, strict=True))
+        if back is not None:
+            before = tuple(tensor[back] for tensor in before)
+        return merge([before, own], sinks)
+
+    def _attend_prefix(self, query: Tensor, span: Span, numbers: dict) -> tuple[Tensor, Tensor]:
+        """Attention of the rows of a span over their context, as :func:`attend` returns it."""
+        keys, values = self.contexts[span.context]
+        query = query[span.start : span.stop]
+        rows, heads, new, dim = query.shape
+        kv_heads = keys.shape[1]
+        # Rows, heads of a group and new tokens become the rows of one matrix per key-value head.
+        folded = (
+            query.reshape(rows, kv_heads, -1, dim).transpose(0, 1).reshape(1, kv_heads, -1, dim)
+        )
+        average, total = attend(folded, keys, values, **numbers)
+        average = average.reshape(kv_heads, rows, -1, values.shape[-1]).transpose(0, 1)
+        total = total.reshape(kv_heads, rows, -1).transpose(0, 1)
+        return average.reshape(rows, heads, new, -1), total.reshape(rows, heads, new)
+
+
+@contextlib.contextmanager
+def sharing(model: PreTrainedModel, cache: DynamicCache) -> Iterator[None]:
+    """While it lasts, the model's attention understands the shared layers of this cache.
+
+    A cache without any changes nothing.
+
+    Raises:
+        RuntimeError: on leaving, if a shared layer's keys were used by something else than the
+            attention function; the model's output is wrong then.
+    """
+    shared = [layer for layer in cache.layers if isinstance(layer, PrefixLayer)]
+    if not shared:
+        yield
+        return
+    others = [
+        layer
+        for layer in cache.layers
+        if isinstance(layer, CacheLayerMixin) and not isinstance(layer, PrefixLayer)
+    ]
+    config = text_config(model.config)
+    before = config._attn_implementation
+    config._attn_implementation = _registered(before if others else None)
+    try:
+        yield
+        for layer in shared:
+            layer.demand_attention()
+    finally:
+        config._attn_implementation = before
+
+
+def _registered(original: str | None) -> str:
+    """The name of an attention function that leaves layers which aren't shared to ``original``.
+
+    With an original, masks are made as for that. Without one there are no such layers, and under a
+    name that the table of masks doesn't know ``transformers`` makes none.
+    """
+    if original is None:
+        AttentionInterface.register(NAME, _attention)
+        return NAME
+    name = f"{NAME}_{original}"
+    AttentionInterface.register(name, _attention_or(original))
+    masks = AttentionMaskInterface._global_mapping
+    if original in masks:
+        AttentionMaskInterface.register(name, masks[original])
+    return name
+
+
+def _attention_or(original: str) -> Callable:
+    def attention(module, query, key, value, attention_mask, **kwargs):
+        if hasattr(key, "shared_layer"):
+            return _attention(module, query, key, value, attention_mask, **kwargs)
+        # As the model's own code looks it up: each has an eager function of its own.
+        code = sys.modules[type(module).__module__]
+        eager = getattr(code, "eager_attention_forward", None)
+        function = code.ALL_ATTENTION_FUNCTIONS.get_interface(original, eager)
+        return function(module, query, key, value, attention_mask, **kwargs)
+
+    return attention
+
+
+def _attention(
+    module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask,
+    *,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    sliding_window: int | None = None,
+    position_bias: Tensor | None = None,
+    **kwargs,
+) -> tuple[Tensor, None]:
+    """Attention as ``transformers`` calls it, over a shared layer; ``[rows, new, heads, dim]``."""
+    if not hasattr(key, "shared_layer"):
+        raise RuntimeError(UNUSED)
+    # Models that keep to masks say nothing of their windows here.
+    if sliding_window not in (None, key.shared_layer.window):
+        raise NotImplementedError("the layer's keys aren't kept for this sliding window")
+    if position_bias is not None:
+        raise NotImplementedError("a shared layer knows no position bias")
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    output = key.shared_layer.attend(query, key, value, scaling, softcap, s_aux)
+    return output.transpose(1, 2).contiguous(), None

@@ -1,0 +1,198 @@
+"""Estimates as tidy rows: what a number is of, the number, its interval, its test."""
+
+import json
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from ia_mech.run.layout import replace_file
+from ia_mech.stats import Estimate, cluster_counts, cluster_mean, holm, paired_difference
+
+ALL = "(all)"  # the datasets together
+FEW_SOURCES = 24  # benchmarks/coverage.md simulates so many sources and more
+
+
+@dataclass(frozen=True)
+class TidyEstimate:
+    """One estimate.
+
+    Attributes:
+        quantity: what it is.
+        names: what it is of (dataset, temperature, layer, …): the experiment's own columns.
+        rows: how many values it is made of.
+        estimate: the number with its interval over sources.
+        p: of the null hypothesis that a difference is 0; NaN where nothing was tested.
+        test: which gave p, as :class:`ia_mech.stats.Paired` names it; None without p.
+        p_holm: p corrected by :func:`corrected`.
+    """
+
+    quantity: str
+    names: dict[str, Any]
+    rows: int
+    estimate: Estimate
+    p: float = np.nan
+    test: str | None = None
+    p_holm: float = np.nan
+
+
+@dataclass(frozen=True)
+class Group:
+    """Values that share names and sources, and how to make estimates of them.
+
+    Attributes:
+        sources: ``[rows]`` the source of each value.
+        options: ``level``, ``resamples`` and ``seed`` of :func:`ia_mech.stats.cluster_mean`.
+        names: what every estimate of the group is of.
+    """
+
+    sources: np.ndarray
+    options: dict[str, Any]
+    names: dict[str, Any] = field(default_factory=dict)
+
+    def mean(self, quantity: str, values, *, proportion: bool = False, **names) -> TidyEstimate:
+        """The mean of ``[rows]`` values with its interval; NaN is left out."""
+        values = np.asarray(values, dtype=float)
+        estimate = cluster_mean(values, self.sources, proportion=proportion, **self.options)
+        return self.row(quantity, estimate, int((~np.isnan(values)).sum()), **names)
+
+    def median(self, quantity: str, values, **names) -> TidyEstimate:
+        """The median of ``[rows]`` values with a cluster-bootstrap interval; NaN is left out."""
+        values = np.asarray(values, dtype=float)
+        kept = ~np.isnan(values)
+        found, codes = np.unique(values[kept], return_inverse=True)
+
+        def middle(counts: np.ndarray) -> np.ndarray:
+            reached = counts.cumsum(1)
+            half = reached[:, -1:] / 2
+            # Of an even number of rows, the mean of the two in the middle.
+            return (found[(reached >= half).argmax(1)] + found[(reached > half).argmax(1)]) / 2
+
+        if not kept.any():
+            return self.row(quantity, Estimate(np.nan, np.nan, np.nan, 0, "no values"), 0, **names)
+        sources = np.asarray(self.sources)[kept]
+        estimate = cluster_counts(middle, codes, sources, **self.options)
+        return self.row(quantity, estimate, int(kept.sum()), **names)
+
+    def row(self, quantity: str, estimate: Estimate, rows: int, **names) -> TidyEstimate:
+        """An estimate that was made elsewhere, under the group's names and ``names``."""
+        return TidyEstimate(quantity, self.names | names, rows, estimate)
+
+
+def paired_row(
+    group: Group, quantity: str, values, sources, baseline, baseline_sources, **names
+) -> TidyEstimate:
+    """Mean over sources of one condition less another, with its test; the source is the pair.
+
+    See :func:`ia_mech.stats.paired_difference`; a source counts if it has a value in both.
+
+    Args:
+        group: gives options and names; its own sources aren't looked at.
+        quantity: what it is.
+        values: ``[n]``.
+        sources: ``[n]`` of the values.
+        baseline: ``[m]`` what is subtracted.
+        baseline_sources: ``[m]`` of these.
+        names: more of what it is of.
+    """
+    paired = paired_difference(values, sources, baseline, baseline_sources, **group.options)
+    counted = int((~np.isnan(np.asarray(values, dtype=float))).sum())
+    row = group.row(quantity, paired.difference, counted, **names)
+    return replace(row, p=paired.p, test=paired.test or None)
+
+
+def by_dataset(frame: pd.DataFrame) -> Iterator[tuple[str, np.ndarray]]:
+    """Each dataset with its mask ``[rows]``, then :data:`ALL` if there are several."""
+    if frame.empty:
+        return
+    names = sorted(frame["dataset"].unique())
+    for name in names:
+        yield name, (frame["dataset"] == name).to_numpy()
+    if len(names) > 1:
+        yield ALL, np.ones(len(frame), dtype=bool)
+
+
+def corrected(
+    rows: Iterable[TidyEstimate], family: Callable[[TidyEstimate], Hashable]
+) -> list[TidyEstimate]:
+    """The rows with ``p_holm``, Holm-corrected over all tests of the same family."""
+    rows = list(rows)
+    families = [family(row) if not np.isnan(row.p) else None for row in rows]
+    adjusted = np.full(len(rows), np.nan)
+    for name in set(families) - {None}:
+        at = [i for i, of in enumerate(families) if of == name]
+        adjusted[at] = holm([rows[i].p for i in at])
+    return [replace(row, p_holm=float(p)) for row, p in zip(rows, adjusted, strict=True)]
+
+
+def frame_of(rows: Iterable[TidyEstimate], names: dict[str, str]) -> pd.DataFrame:
+    """One line per estimate.
+
+    Args:
+        rows: the estimates.
+        names: column → dtype of what estimates may be of; what an estimate isn't of is missing
+            (an empty string where the dtype is ``str``).
+    """
+    records = []
+    for row in rows:
+        unknown = set(row.names) - set(names)
+        if unknown:
+            raise ValueError(f"{row.quantity} is of {', '.join(sorted(unknown))}, not a column")
+        e = row.estimate
+        records.append(
+            {"quantity": row.quantity, **row.names, "rows": row.rows}
+            | {"value": e.value, "low": e.low, "high": e.high}
+            | {"p": row.p, "p_holm": row.p_holm, "test": row.test}
+            | {"sources": e.sources, "method": e.method}
+        )
+    after = ["rows", "value", "low", "high", "p", "p_holm", "test", "sources", "method"]
+    frame = pd.DataFrame(records, columns=["quantity", *names, *after])
+    for name, dtype in names.items():
+        if dtype == "str":
+            frame[name] = frame[name].astype("object").where(frame[name].notna(), "")
+        else:
+            frame[name] = frame[name].astype(dtype)
+    return frame
+
+
+def write_parquet(
+    frame: pd.DataFrame, path: str | Path, about: dict[str, Any] | None = None
+) -> None:
+    """Replace a file whole: the old one or the new one, never a half.
+
+    Args:
+        frame: the table; its index is left out.
+        path: the file; its folder must be there.
+        about: kept as JSON in the file's metadata, under ``ia_mech``.
+
+    Raises:
+        OSError: it can't be written.
+    """
+    table = pa.Table.from_pandas(frame, preserve_index=False)
+    if about is not None:
+        text = json.dumps(about, sort_keys=True)
+        table = table.replace_schema_metadata((table.schema.metadata or {}) | {b"ia_mech": text})
+    replace_file(Path(path), lambda scratch: pq.write_table(table, scratch))
+
+
+def together(estimates: pd.DataFrame) -> pd.DataFrame:
+    """Rows of all datasets together; of the only one where there is one."""
+    several = (estimates["dataset"] == ALL).any()
+    return estimates[estimates["dataset"] == ALL] if several else estimates
+
+
+def few_sources(estimates: pd.DataFrame) -> list[str]:
+    """A note naming the datasets whose intervals rest on fewer sources than were simulated."""
+    shown = estimates[estimates["low"].notna() & (estimates["sources"] < FEW_SOURCES)]
+    names = list(dict.fromkeys(shown["dataset"]))
+    if not names:
+        return []
+    return [
+        f"fewer than {FEW_SOURCES} sources stand behind intervals of {', '.join(names)}: the "
+        f"simulations (benchmarks/coverage.md) cover {FEW_SOURCES} and more; these are rough."
+    ]

@@ -1,0 +1,621 @@
+"""Draw a blind sheet from a run's user turns, and keep its key in the run.
+
+A sheet is a stratified random sample of the run's rows (a row is one generated turn; turns that
+happen to be worded alike are rows of their own). Strata are a judge's categories, so that rare ones
+are seen; the key keeps each row's inclusion probability, by whose inverse every figure is weighted.
+The sheet itself shows text alone.
+
+``export`` and ``import`` of ``python -m ia_mech.judge``.
+
+The files of a blind sheet: CSV for spreadsheets and JSON lines, written, and read back warily.
+
+A sheet goes through programs that nobody here controls. So its CSV has a byte order mark (Excel
+reads UTF-8 only with one) and quotes everything; on the way back commas, semicolons and tabs, any
+quoting and any line ends are accepted. Texts are a model's and not to be trusted: a cell that a
+spreadsheet would run as a formula gets an apostrophe in front (:func:`inert`). Nothing reads texts
+back, so the apostrophe needn't be told from the model's own.
+
+Read a filled-in sheet back: every row is checked before anything is written.
+"""
+
+import argparse
+import contextlib
+import csv
+import difflib
+import hashlib
+import io
+import json
+import math
+import os
+import re
+import unicodedata
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.markup import escape
+
+from ia_mech.cli import one_line
+from ia_mech.display import console
+from ia_mech.errors import UserError
+from ia_mech.judge.label import check_finished, items_of
+from ia_mech.judge.rubric import NAMES, VERSION, rubric_hash
+from ia_mech.judge.verdict import JUDGED, Item, Verdict
+from ia_mech.run import Run, layout
+from ia_mech.run.labels import KEY, check_name
+
+_NEEDED = ("item", "category")
+_FORMULA = frozenset("=+-@")
+_NO_TEXT = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
+
+
+@dataclass(frozen=True)
+class SheetRow:
+    """What is read of one row of a filled-in sheet; ``where`` names it in an error."""
+
+    where: str
+    item: str
+    category: str
+    note: str
+
+
+def inert(text: str) -> str:
+    """A text as a cell that no spreadsheet takes for a formula.
+
+    One that begins with ``= + - @`` (also full-width, or behind white space) or with white space
+    other than a blank is given an apostrophe in front, as OWASP advises against CSV injection.
+    Control characters, which some programs stop at, become visible. A file opened with another
+    separator than its own escapes any such care.
+    """
+    text = _NO_TEXT.sub("�", text.replace("\r\n", "\n").replace("\r", "\n"))
+    first = unicodedata.normalize("NFKC", text.lstrip()[:1])
+    return f"'{text}" if first in _FORMULA or text.startswith(("\t", "\n")) else text
+
+
+def csv_bytes(columns: Sequence[str], rows: Iterable[dict[str, object]]) -> bytes:
+    """A CSV file: UTF-8 with byte order mark, comma, everything quoted, every text inert."""
+    file = io.StringIO(newline="")
+    writer = csv.writer(file, quoting=csv.QUOTE_ALL, lineterminator="\r\n")
+    writer.writerow(columns)
+    for row in rows:
+        cells = (row.get(column) for column in columns)
+        writer.writerow(["" if cell is None else inert(str(cell)) for cell in cells])
+    return file.getvalue().encode("utf-8-sig")
+
+
+def jsonl_bytes(columns: Sequence[str], rows: Iterable[dict[str, object]]) -> bytes:
+    """JSON lines with the texts as they are."""
+    lines = (json.dumps({c: row[c] for c in columns}, ensure_ascii=False) for row in rows)
+    return "".join(line + "\n" for line in lines).encode()
+
+
+class NewFiles:
+    """Files that appear together or not at all. A context manager: whole when it ends well.
+
+    Args:
+        contents: path -> bytes.
+        replace: whether files that are there may be replaced.
+
+    Raises:
+        UserError: a file is there and may not be replaced, or its folder isn't.
+    """
+
+    def __init__(self, contents: dict[Path, bytes], *, replace: bool = False) -> None:
+        for path in contents:
+            if not path.parent.is_dir():
+                raise UserError(f"there is no folder {path.parent}", "make it first")
+            if path.is_dir() or (path.exists() and not replace):
+                raise UserError(f"{path} exists", "give another --out, or remove it")
+        self._contents, self._replace = contents, replace
+
+    def __enter__(self) -> None:
+        self._scratch = {path: path.with_name(path.name + ".tmp") for path in self._contents}
+        try:
+            for path, content in self._contents.items():
+                with open(self._scratch[path], "wb") as handle:
+                    handle.write(content)
+                    handle.flush()
+                    os.fsync(handle.fileno())
+        except BaseException:
+            self._remove()
+            raise
+
+    def __exit__(self, kind, *_) -> None:
+        placed: list[Path] = []
+        try:
+            if kind is None:
+                for path, scratch in self._scratch.items():
+                    os.replace(scratch, path)
+                    placed.append(path)
+                    layout.fsync_folder(path.parent)
+        except BaseException:
+            for path in placed if not self._replace else ():
+                path.unlink(missing_ok=True)
+            raise
+        finally:
+            self._remove()
+
+    def _remove(self) -> None:
+        for scratch in self._scratch.values():
+            with contextlib.suppress(OSError):
+                scratch.unlink(missing_ok=True)
+
+
+def read_sheet(path: Path) -> list[SheetRow]:
+    """The rows of a filled-in sheet, CSV or JSON lines by its suffix; empty lines are left out.
+
+    Raises:
+        UserError: neither of the two, not UTF-8, not what the suffix says, or a column is missing.
+    """
+    if path.suffix.lower() not in (".csv", ".tsv", ".jsonl"):
+        raise UserError(f"{path} is neither .csv nor .jsonl", "save the sheet as CSV UTF-8")
+    if not path.is_file():
+        raise UserError(f"there is no file {path}", "give the sheet that was filled in")
+    content = path.read_bytes()
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise UserError(
+            f"{path} isn't UTF-8 (byte {content[error.start]:#04x} in line {line})",
+            "save it as CSV UTF-8, or fill in the JSON lines",
+        ) from None
+    rows = _json_rows(path, text) if path.suffix.lower() == ".jsonl" else _csv_rows(path, text)
+    return list(rows)
+
+
+def _csv_rows(path: Path, text: str) -> Iterator[SheetRow]:
+    first = next(iter(text.splitlines()), "")
+    delimiter = max(",;\t", key=first.count)
+    limit = csv.field_size_limit(2**31 - 1)  # a process-wide setting; responses may be long
+    try:
+        reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
+        header = [cell.strip().lower() for cell in next(reader, [])]
+        _check_columns(path, header)
+        for number, cells in enumerate(reader, 2):
+            if not any(cell.strip() for cell in cells):
+                continue
+            where = f"row {number} of {path} (ends in line {reader.line_num})"
+            if any(cell.strip() for cell in cells[len(header) :]):
+                raise UserError(
+                    f"{where} has {len(cells)} cells under {len(header)} headings",
+                    "correct it, or begin again from the exported sheet",
+                )
+            # Some programs leave out empty cells at the end of a row.
+            row = dict.fromkeys(header, "") | dict(zip(header, cells, strict=False))
+            yield _row(where, row)
+    except csv.Error as error:
+        raise UserError(
+            f"{path} isn't CSV at line {reader.line_num} ({error})",
+            "save it as CSV UTF-8, or fill in the JSON lines",
+        ) from None
+    finally:
+        csv.field_size_limit(limit)
+
+
+def _json_rows(path: Path, text: str) -> Iterator[SheetRow]:
+    # Not splitlines(): a text may hold U+2028, which JSON needn't escape.
+    for number, line in enumerate(text.split("\n"), 1):
+        if not line.strip():
+            continue
+        where = f"line {number} of {path}"
+        try:
+            value = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{where} isn't JSON ({error})", "correct that line") from None
+        if not isinstance(value, dict):
+            raise UserError(f"{where} isn't a JSON object", "correct that line")
+        _check_columns(where, value)
+        for column in (*_NEEDED, "note"):
+            if not isinstance(value.get(column, ""), str | None):
+                raise UserError(f"{where}: {column} isn't a text", "put it in quotes, or leave ''")
+        yield _row(where, value)
+
+
+def _check_columns(where: Path | str, columns: Iterable[str]) -> None:
+    columns = list(columns)
+    for name in _NEEDED:
+        if columns.count(name) != 1:
+            problem = f"has {columns.count(name)} columns" if name in columns else "has no column"
+            raise UserError(
+                f"{where} {problem} {name!r}",
+                f"keep the columns {' and '.join(_NEEDED)} of the exported sheet",
+            )
+
+
+def _row(where: str, row: dict) -> SheetRow:
+    cells = ((row.get(column) or "").strip() for column in (*_NEEDED, "note"))
+    # JSON can hold half a surrogate pair, which no file of ours can.
+    return SheetRow(where, *(cell.encode(errors="replace").decode() for cell in cells))
+
+
+COLUMNS = ("item", "query", "response", "response_complete", "user_turn", "category", "note")
+ALL, FAILED = "all", "failed"  # strata that are no category: without a judge; no verdict
+LEAST = 5  # rows of a stratum, where it has so many
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """A drawn sheet: ``rows`` for people, in random order, and ``key`` to stay in the run.
+
+    The key names the run and the judge, ``strata`` (rows there are, rows drawn) and, per item, the
+    row of the run, its stratum and its inclusion probability.
+    """
+
+    rows: list[dict[str, Any]]
+    key: dict[str, Any]
+
+
+def allocate(sizes: dict[str, int], n: int) -> dict[str, int]:
+    """How many rows to draw of each stratum; they sum to n.
+
+    At least :data:`LEAST` of each (fewer if it has fewer or n is short), the rest by the square
+    root of its size: between proportional, which would leave rare categories out, and equal, which
+    would give them most of the work. Seats go one by one as Sainte-Laguë's method does.
+
+    Args:
+        sizes: rows per stratum.
+        n: rows to draw, from the number of strata to the number of rows.
+    """
+    drawn = {name: min(LEAST, size, n // len(sizes)) for name, size in sizes.items()}
+    for _ in range(n - sum(drawn.values())):
+        open_ = [name for name in sizes if drawn[name] < sizes[name]]
+        drawn[max(open_, key=lambda name: math.sqrt(sizes[name]) / (2 * drawn[name] + 1))] += 1
+    return drawn
+
+
+def export_sheet(
+    run: Run, n: int, *, by: str | None = None, seed: int = 0, name: str | None = None
+) -> Sheet:
+    """Draw a sheet; nothing is written.
+
+    Within a stratum rows are drawn at random without replacement, all alike. Draws depend on the
+    seed and on the sheet's name, so that two sheets of a run are independent samples.
+
+    Args:
+        run: a finished run.
+        n: how many rows.
+        by: the judge whose categories (of its first repeat) are the strata. By default the only
+            judge there is, or ``rules``; with no judge in the run there is one stratum, ``all``.
+        seed: of the draws and of the order.
+        name: the sheet's name in the run; by default one that tells nothing.
+
+    Raises:
+        UserError: an unfinished run; no such judge, or several and none was named; n that the run
+            can't give.
+    """
+    check_finished(run)
+    by = _judge(run, by)
+    rows = run.generations
+    if not 1 <= n <= len(rows):
+        raise UserError(
+            f"a sheet of {n} rows can't be drawn: {run.path} has {len(rows)} user turns",
+            f"give --n from 1 to {len(rows)} ({len(rows)} takes them all)",
+        )
+    strata = [ALL] * len(rows) if by is None else _strata(run, by)
+    sizes = {stratum: strata.count(stratum) for stratum in sorted(set(strata))}
+    if n < len(sizes):
+        raise UserError(
+            f"--n {n} can't cover the {len(sizes)} strata by judge {by!r} ({', '.join(sizes)})",
+            f"give --n {len(sizes)} or more; {LEAST * len(sizes)} would be sensible",
+        )
+    identity = run_identity(run)
+    name = check_name(name or "sheet-" + _hash(identity, by, n, seed)[:8])
+    rng = np.random.default_rng(int(_hash(identity, name, n, seed)[:16], 16))
+    drawn = allocate(sizes, n)
+    positions = np.array(strata)
+    chosen = [
+        rng.choice(np.flatnonzero(positions == stratum), count, replace=False)
+        for stratum, count in drawn.items()
+    ]
+    order = rng.permutation(np.concatenate(chosen)).tolist()
+
+    items = items_of(run)
+    cut_off = run.contexts.set_index("context_id")["response_cut_off"]
+    keys = list(rows[list(KEY)].itertuples(index=False, name=None))
+    sheet, known = [], {}
+    for row in order:
+        item = item_id(identity, name, keys[row], items[row])
+        stratum = strata[row]
+        known[item] = dict(zip(KEY, keys[row], strict=True)) | {
+            "stratum": stratum,
+            "inclusion_probability": drawn[stratum] / sizes[stratum],
+        }
+        sheet.append(
+            {
+                "item": item,
+                "query": items[row].query,
+                "response": items[row].response,
+                "response_complete": not cut_off[keys[row][0]],
+                "user_turn": items[row].turn,
+                "category": "",
+                "note": "",
+            }
+        )
+    judge = None
+    if by is not None:
+        record = run.labels.record("judgements", by)
+        judge = {"name": by, "identity_hash": record.get("identity_hash")}
+    key = {
+        "run": identity,
+        "sheet": name,
+        "judge": judge,
+        "seed": seed,
+        "n": n,
+        "rubric": {"version": VERSION, "hash": rubric_hash()},
+        "strata": {s: {"rows": sizes[s], "drawn": drawn[s]} for s in sizes},
+        "items": known,
+    }
+    return Sheet(sheet, key)
+
+
+def write_sheet(run: Run, sheet: Sheet, out: Path) -> tuple[Path, Path]:
+    """Write a drawn sheet as ``<out>.csv`` and ``<out>.jsonl``, and its key into the run.
+
+    Raises:
+        UserError: a sheet of that name or one of the files is there. Nothing is written then.
+    """
+    name = sheet.key["sheet"]
+    if name in run.labels.sheets:
+        raise UserError(
+            f"{run.path} has a sheet named {name!r}", "give another --name, or another --seed"
+        )
+    files = tuple(out.with_name(out.name + suffix) for suffix in (".csv", ".jsonl"))
+    contents = (csv_bytes(COLUMNS, sheet.rows), jsonl_bytes(COLUMNS, sheet.rows))
+    kept: Path | None = None
+    try:
+        with NewFiles(dict(zip(files, contents, strict=True))):
+            kept = run.labels.write_sheet(name, sheet.key)
+    except BaseException:
+        if kept is not None:
+            kept.unlink(missing_ok=True)
+        raise
+    return files
+
+
+def run_identity(run: Run) -> str:
+    """16 hex digits of what a run was asked for."""
+    return _hash(run.record["identity"])[:16]
+
+
+def _judge(run: Run, by: str | None) -> str | None:
+    judges = run.labels.judges
+    if by is not None or not judges:
+        return by
+    if len(judges) == 1:
+        return judges[0]
+    if "rules" in judges:
+        return "rules"
+    raise UserError(
+        f"{run.path} has verdicts of several judges ({', '.join(judges)})",
+        "say with --by which one to stratify by",
+    )
+
+
+def _strata(run: Run, by: str) -> list[str]:
+    verdicts = run.labels.judgements(by)
+    verdicts = verdicts[verdicts["repeat"] == 0]
+    category = {
+        key: category if status == JUDGED else FAILED
+        for *key, category, status in verdicts[[*KEY, "category", "status"]].itertuples(index=False)
+        for key in [tuple(key)]
+    }
+    keys = run.generations[list(KEY)].itertuples(index=False, name=None)
+    return [category.get(key, FAILED) for key in keys]
+
+
+def item_id(run: str, sheet: str, key: Sequence[Any], item: Item) -> str:
+    """Names a row of one sheet of one run with these very texts.
+
+    The letter in front keeps spreadsheets from reading 12 digits, or 1234567e8901, as a number.
+    """
+    context, temperature, sample = key
+    texts = [item.query, item.response, item.turn]
+    return "t" + _hash(run, sheet, str(context), float(temperature), int(sample), *texts)[:12]
+
+
+def _hash(*values: Any) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class Imported:
+    """What came of a filled-in sheet.
+
+    Attributes:
+        path: the file in the run.
+        sheet: the sheet's name.
+        labels: rows per category.
+        drawn: rows of the sheet.
+        unseen: strata of which nothing is labelled, so that nothing can be said of them.
+    """
+
+    path: Path
+    sheet: str
+    labels: Counter[str]
+    drawn: int
+    unseen: list[str]
+
+
+def import_sheet(run: Run, file: Path, annotator: str, *, replace: bool = False) -> Imported:
+    """Check a filled-in sheet row by row and write ``annotations/<annotator>.parquet``.
+
+    Rows without a category are left out. If some are, what was filled in counts as the sample: as
+    the sheet is in random order, its first rows are a random part of each stratum, and inclusion
+    probabilities become rows filled in / rows of the stratum. (A turn that can't be assessed is a
+    ``cannot_assess``, not a gap.) An item that stands there twice with one category counts once.
+
+    Raises:
+        UserError: whatever is wrong, naming the first bad row and how many more there are; labels
+            of this annotator are there and ``replace`` isn't given. Nothing is written then.
+    """
+    check_name(annotator)
+    if annotator in run.labels.annotators and not replace:
+        raise UserError(
+            f"{run.path} has labels of an annotator named {annotator!r}",
+            "give another --annotator, or --replace",
+        )
+    rows = read_sheet(file)
+    sheet, key = _sheet_of(run, file, rows)
+    labelled, bad = _checked(rows, key["items"])
+    if bad:
+        more = f" (and {len(bad) - 1} more bad rows)" if len(bad) > 1 else ""
+        raise UserError(f"{bad[0][0]}{more}", bad[0][1])
+    if not labelled:
+        raise UserError(f"no row of {file} has a category", "fill in the column 'category'")
+    _check_texts(run, sheet, key, labelled)
+
+    filled = Counter(key["items"][item]["stratum"] for item in labelled)
+    stored = []
+    for item, row in labelled.items():
+        place = key["items"][item]
+        stored.append(
+            {column: place[column] for column in KEY}
+            | {
+                "category": row.category,
+                "genuine": Verdict(row.category).genuine,
+                "note": row.note,
+                "sheet": sheet,
+                "stratum": place["stratum"],
+                "inclusion_probability": filled[place["stratum"]]
+                / key["strata"][place["stratum"]]["rows"],
+            }
+        )
+    record = {
+        "annotator": annotator,
+        "sheet": sheet,
+        "judge": key["judge"],
+        "rubric": key["rubric"],
+        "strata": {s: v | {"filled": filled[s]} for s, v in key["strata"].items()},
+    }
+    path = run.labels.write_annotations(annotator, stored, record)
+    labels = Counter(row.category for row in labelled.values())
+    unseen = [stratum for stratum in key["strata"] if not filled[stratum]]
+    return Imported(path, sheet, labels, len(key["items"]), unseen)
+
+
+def _sheet_of(run: Run, file: Path, rows: list[SheetRow]) -> tuple[str, dict[str, Any]]:
+    """The sheet that a file's items belong to, and its key."""
+    if not rows:
+        raise UserError(f"{file} has no rows", "give the sheet that was filled in")
+    sheets = {name: run.labels.sheet(name) for name in run.labels.sheets}
+    items = {row.item for row in rows}
+    found = [name for name in sheets if items & sheets[name]["items"].keys()]
+    if not found:
+        raise UserError(
+            f"{file} holds annotations of another run: none of its {len(items)} items is on a "
+            f"sheet of {run.path} ({', '.join(sheets) or 'there is no sheet'})",
+            "give the run that the sheet was exported from",
+        )
+    if len(found) > 1:
+        raise UserError(
+            f"{file} mixes the sheets {' and '.join(found)}, which are samples of their own",
+            "import one file per sheet, each as an annotator of its own (anna-1, anna-2)",
+        )
+    return found[0], sheets[found[0]]
+
+
+def _checked(
+    rows: list[SheetRow], known: dict[str, Any]
+) -> tuple[dict[str, SheetRow], list[tuple[str, str]]]:
+    """Rows with a category by item, and (problem, remedy) of every bad row."""
+    labelled: dict[str, SheetRow] = {}
+    bad = []
+    for row in rows:
+        category = re.sub(r"[\s_-]+", "_", row.category.lower())
+        before = labelled.get(row.item)
+        if row.item not in known:
+            item = f"the item {row.item!r}" if row.item else "no item"
+            bad.append((f"{row.where} has {item}", "keep the items of the exported sheet"))
+        elif not category:
+            continue
+        elif category not in NAMES:
+            near = [name for name in NAMES if name.startswith(category)]
+            near += difflib.get_close_matches(category, NAMES, 1, 0.5)
+            remedy = f"did you mean {near[0]}?" if near else f"choose from {', '.join(NAMES)}"
+            bad.append((f"{row.where} has the unknown category {row.category[:60]!r}", remedy))
+        elif before is not None and before.category != category:
+            problem = f"{row.where} calls {row.item} {category}, and {before.where} "
+            bad.append((problem + before.category, "keep one of the two"))
+        elif before is None:
+            labelled[row.item] = SheetRow(row.where, row.item, category, row.note)
+    return labelled, bad
+
+
+def _check_texts(run: Run, sheet: str, key: dict[str, Any], labelled: dict[str, SheetRow]) -> None:
+    """Raise UserError unless the run still holds the very turns that were labelled."""
+    keys = run.generations[list(KEY)].itertuples(index=False, name=None)
+    items, identity = dict(zip(keys, items_of(run), strict=True)), run_identity(run)
+    for item in labelled:
+        place = tuple(key["items"][item][column] for column in KEY)
+        if place not in items or item_id(identity, sheet, place, items[place]) != item:
+            raise UserError(
+                f"{run.path} was changed after sheet {sheet!r} was exported: it has another turn "
+                f"in the place of {item}",
+                "export and annotate a new sheet",
+            )
+
+
+_CELL = 32_767  # characters; a spreadsheet breaks longer cells
+
+
+def export_command(args: argparse.Namespace) -> None:
+    """``python -m ia_mech.judge export``."""
+    run = Run.open(args.run)
+    out = args.out
+    if out is not None:
+        out = out.with_name(re.sub(r"\.(csv|jsonl)$", "", out.name))
+    name = args.name
+    if name is None and out is not None:
+        name = re.sub(r"[^A-Za-z0-9._-]+", "-", out.name).lstrip("._-") or None
+    sheet = export_sheet(run, args.n, by=args.by, seed=args.seed, name=name)
+    # Not the run's name: it holds the model's and the dataset's.
+    out = out or run.path.resolve().parent / sheet.key["sheet"]
+    files = write_sheet(run, sheet, out)
+    screen, key = console(), sheet.key
+
+    def say(text: str) -> None:
+        screen.print(escape(text), soft_wrap=True)
+
+    if key["judge"] is None:
+        say("no judge has judged this run: one stratum, so rare categories may hardly be seen")
+    else:
+        say(f"{key['n']} of {len(run.generations)} turns, by what {key['judge']['name']} says:")
+    for stratum, count in key["strata"].items():
+        say(f"  {stratum:<24}{count['drawn']:>5} of {count['rows']:>6}")
+    if any(len(text) > _CELL for row in sheet.rows for text in (row["query"], row["response"])):
+        say(f"some texts are longer than a spreadsheet's cell ({_CELL}): fill in the JSON lines")
+    say(f"the key stays in the run, as sheet {key['sheet']!r}")
+    say("an apostrophe before = + - @ is ours: it keeps spreadsheets from running a model's text")
+    for file in files:
+        say(f"sheet: {file}")
+    say("fill in: category (and note, if you like); explained by: python -m ia_mech.judge rubric")
+    say(f"next: python -m ia_mech.judge import {args.run} {files[0]} --annotator NAME")
+
+
+def import_command(args: argparse.Namespace) -> None:
+    """``python -m ia_mech.judge import``."""
+    run = Run.open(args.run)
+    done = import_sheet(run, args.file, args.annotator, replace=args.replace)
+    screen, count = console(), done.labels.total()
+    said = ", ".join(f"{name} {done.labels[name]}" for name in NAMES if done.labels[name])
+    screen.print(
+        escape(f"{count} of {done.drawn} rows labelled by {one_line(args.annotator)}: {said}"),
+        soft_wrap=True,
+    )
+    if count < done.drawn:
+        screen.print(
+            f"{done.drawn - count} of the sheet's {done.drawn} rows have no category and are left "
+            "out; the others are taken for a random part of their strata",
+            soft_wrap=True,
+        )
+    if done.unseen:
+        screen.print(
+            f"nothing is labelled of {', '.join(done.unseen)}: no figure will cover such turns",
+            soft_wrap=True,
+        )
+    screen.print(escape(f"labels: {done.path}"), soft_wrap=True)
+    screen.print(escape(f"next: python -m ia_mech.judge agreement {args.run}"), soft_wrap=True)

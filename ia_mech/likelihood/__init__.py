@@ -1,0 +1,1 @@
+"""The likelihood of given user turns after their own and after other contexts."""

@@ -1,0 +1,329 @@
+"""Load a subject model and say exactly which weights it is."""
+
+import hashlib
+import inspect
+import re
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import logging as transformers_logging
+
+from ia_mech.errors import UserError
+from ia_mech.models import embedded
+
+PROBE_SECONDS = 5
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """Which model to load and how; ``name`` as the user gave it.
+
+    ``dtype`` ``auto`` means float32 on a CPU (where half precision is slower and every equality in
+    the tests is stated in float32) and the checkpoint's own dtype on a GPU. ``attention`` ``auto``
+    leaves the choice to ``transformers``: sdpa, or eager where the architecture hasn't it.
+    """
+
+    name: str = embedded.NAME
+    revision: str | None = None
+    dtype: str = "auto"
+    device: str = "auto"
+    attention: str = "auto"
+    trust_remote_code: bool = False
+
+
+@dataclass
+class Subject:
+    """A loaded model with its tokenizer and what identifies it."""
+
+    spec: ModelSpec
+    model: PreTrainedModel
+    tokenizer: object
+    weights_hash: str
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+    def describe(self) -> dict:
+        """What ``run.json`` records of the model."""
+        return {
+            "name": self.spec.name,
+            "revision": self.spec.revision,
+            "commit": getattr(self.model.config, "_commit_hash", None),
+            "weights_hash": self.weights_hash,
+            "architecture": type(self.model).__name__,
+            "layers": text_config(self.model.config).num_hidden_layers,
+            "d_model": text_config(self.model.config).hidden_size,
+            "vocab": self.model.get_output_embeddings().weight.shape[0],
+            "dtype": str(self.model.dtype).removeprefix("torch."),
+            "device": self.device.type,
+            "attention": self.model.config._attn_implementation,
+        }
+
+
+def text_config(config):
+    """The text part of a configuration (multimodal ones nest it)."""
+    return config.get_text_config(decoder=True)
+
+
+def context_limit(config) -> int | None:
+    """The longest sequence the model was configured for, in tokens; None if it doesn't say."""
+    return getattr(text_config(config), "max_position_embeddings", None)
+
+
+def resolve_device(device: str) -> torch.device:
+    """``auto`` is the first CUDA device if there is one, else the CPU.
+
+    Raises:
+        UserError: the device's name is not one, or this machine has no such device.
+    """
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    named = re.fullmatch(r"cpu|cuda(?::([0-9]+))?", device)
+    if named is None:
+        raise UserError(f"--device {device!r} is not a device", "use auto, cpu, cuda or cuda:N")
+    kind, index = device.partition(":")[0], named[1]
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise UserError("no CUDA device is available here", "use --device cpu")
+    if kind == "cuda" and int(index or 0) >= torch.cuda.device_count():
+        raise UserError(
+            f"--device {device}: this machine has {torch.cuda.device_count()} CUDA device(s)",
+            "name one of cuda:0 …",
+        )
+    return torch.device(device)
+
+
+def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype | str:
+    """A torch dtype, or ``auto`` for the checkpoint's own (see :class:`ModelSpec`).
+
+    Raises:
+        UserError: no such dtype.
+    """
+    if dtype == "auto":
+        return torch.float32 if device.type == "cpu" else "auto"
+    if dtype not in DTYPES:
+        raise UserError(f"no dtype {dtype!r}", f"use auto, {', '.join(DTYPES)}")
+    return DTYPES[dtype]
+
+
+def stored_dtype(config) -> torch.dtype:
+    """The dtype a checkpoint says it is in; float32 if it doesn't say."""
+    dtype = getattr(config, "dtype", None) or getattr(text_config(config), "dtype", None)
+    return dtype if isinstance(dtype, torch.dtype) else DTYPES.get(dtype, torch.float32)
+
+
+def load_tokenizer_and_config(spec: ModelSpec):
+    """Tokenizer and configuration without the weights; enough for a dry run.
+
+    Raises:
+        UserError: the model cannot be found or read.
+    """
+    place, kwargs = _locate(spec)
+    with _explained(spec):
+        return (
+            AutoTokenizer.from_pretrained(place, **kwargs),
+            AutoConfig.from_pretrained(place, **kwargs),
+        )
+
+
+def load(spec: ModelSpec) -> Subject:
+    """Load a model for inference.
+
+    The global float32 matmul precision is set to full (no TF32): on CUDA devices TF32 changes
+    residuals far more than anything measured here.
+
+    Raises:
+        UserError: unknown model or device, a model that isn't a causal language model, a checkpoint
+            that lacks weights, or a device without room for it.
+    """
+    device = resolve_device(spec.device)
+    dtype = resolve_dtype(spec.dtype, device)
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = False
+    place, kwargs = _locate(spec)
+    with _explained(spec):
+        tokenizer = AutoTokenizer.from_pretrained(place, **kwargs)
+    with _explained(spec, loading=True):
+        model, report = AutoModelForCausalLM.from_pretrained(
+            place,
+            dtype=dtype,
+            **({} if spec.attention == "auto" else {"attn_implementation": spec.attention}),
+            output_loading_info=True,
+            **kwargs,
+        )
+        model = model.to(device).eval().requires_grad_(False)
+    if missing := sorted(report["missing_keys"]):  # transformers fills them with random numbers
+        raise UserError(
+            f"model {spec.name!r} lacks weights ({len(missing)}, such as {missing[0]})",
+            "give a checkpoint of a whole causal language model",
+        )
+    if unused := sorted(report["unexpected_keys"]):
+        print(
+            f"note: weights of {spec.name} are not used ({len(unused)}, such as {unused[0]})",
+            file=sys.stderr,
+        )
+    return Subject(spec, model, tokenizer, weights_hash(model))
+
+
+def same_model(name: str, revision: str | None, other: str, other_revision: str | None) -> bool:
+    """Whether two names that a user may give mean the same model, as far as names can tell.
+
+    A local name is its resolved path; the embedded model is also its folder, and the hub's original
+    that its weights were made from; a snapshot in the hub's local cache is its hub id.
+    """
+    return _identifier(name, revision) == _identifier(other, other_revision)
+
+
+def _identifier(name: str, revision: str | None) -> tuple[str, str]:
+    path = Path(name).expanduser().resolve()
+    snapshot = re.search(r"/models--([^/]+)--([^/]+)/snapshots/([^/]+)", str(path))
+    folder = f"{embedded.NAME}-{embedded.WHEEL_SHA256[:8]}"
+    original = f"huggingfacetb/{embedded.NAME}"
+    if name == embedded.NAME or name.lower() == original or path.name == folder:
+        return embedded.NAME, "main"
+    if snapshot:
+        return f"{snapshot[1]}/{snapshot[2]}".lower(), revision or snapshot[3]
+    if path.exists():
+        return str(path), ""
+    return name.lower(), revision or "main"
+
+
+def weights_hash(model: PreTrainedModel, dtype: str | None = None) -> str:
+    """SHA-256 over names, dtypes, shapes and bytes of what the model would save, 16 hex digits.
+
+    Of the weights as loaded: the same checkpoint in another dtype is another subject. With
+    ``dtype`` (a key of ``DTYPES``), of the weights as they would be in that.
+    """
+    cast = DTYPES.get(dtype)
+
+    def digest(item: tuple[str, torch.Tensor]) -> bytes:
+        name, tensor = item
+        if cast is not None and tensor.is_floating_point():
+            tensor = tensor.to(cast)
+        tensor = tensor.detach().contiguous().cpu()
+        h = hashlib.sha256(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}".encode())
+        h.update(tensor.reshape(-1).view(torch.uint8).numpy())
+        return h.digest()
+
+    items = sorted(model.state_dict().items())
+    with ThreadPoolExecutor() as pool:  # hashlib releases the interpreter lock
+        return hashlib.sha256(b"".join(pool.map(digest, items))).hexdigest()[:16]
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an exception means that a device, or this machine, had no memory left.
+
+    Also where it was raised while that was being handled, as by leaving a CUDA graph's capture.
+    """
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    if not isinstance(error, RuntimeError):
+        return False
+    said = ("can't allocate memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+    if any(text in str(error) for text in said):
+        return True
+    before = error.__cause__ or error.__context__
+    return before is not None and is_out_of_memory(before)
+
+
+def accepts(model: PreTrainedModel, argument: str) -> bool:
+    """Whether the model's ``forward`` names this argument."""
+    return argument in inspect.signature(model.forward).parameters
+
+
+def _locate(spec: ModelSpec) -> tuple[str, dict]:
+    """Where ``from_pretrained`` should look, and with which arguments."""
+    kwargs = {"trust_remote_code": spec.trust_remote_code}
+    if spec.name == embedded.NAME:
+        _refuse_revision(spec)
+        return str(embedded.directory()), kwargs
+    path = Path(spec.name).expanduser()
+    if path.suffix.lower() == ".gguf":
+        if not path.is_file():
+            raise UserError(f"no file {path}", "give the path of an existing GGUF file")
+        _refuse_revision(spec)
+        return str(path.parent), kwargs | {"gguf_file": path.name}
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise UserError(
+                f"{path} holds no config.json", "give a directory written by save_pretrained"
+            )
+        _refuse_revision(spec)
+        return str(path), kwargs
+    if spec.name.startswith((".", "/", "~")) or spec.name.count("/") > 1:
+        raise UserError(f"no directory {spec.name}", "give an existing directory or a hub id")
+    # Out of the hub's reach from_pretrained retries for most of a minute, with a line each time;
+    # told so, it looks into the local cache at once.
+    kwargs["local_files_only"] = not _hub_answers(spec.name)
+    return spec.name, kwargs | {"revision": spec.revision or "main"}
+
+
+def _hub_answers(name: str) -> bool:
+    from huggingface_hub import HfApi, constants
+
+    if constants.HF_HUB_OFFLINE:
+        return False
+    try:
+        HfApi().model_info(name, timeout=PROBE_SECONDS)
+    except Exception as error:  # unknown or gated: from_pretrained says so
+        return not type(error).__name__.startswith(("Connect", "ReadTimeout"))
+    return True
+
+
+def _refuse_revision(spec: ModelSpec) -> None:
+    if spec.revision is not None:
+        raise UserError(
+            f"--revision {spec.revision}: {spec.name} is not a model of the hub",
+            "leave --revision out",
+        )
+
+
+class _explained:
+    """Turns what ``from_pretrained`` raises for a wrong or unreachable model into one line.
+
+    Args:
+        spec: the model asked for.
+        loading: the weights are being read: tokenizer and configuration were found already.
+    """
+
+    def __init__(self, spec: ModelSpec, loading: bool = False) -> None:
+        self.spec = spec
+        self.loading = loading
+
+    def __enter__(self) -> None:
+        self.progress = transformers_logging.is_progress_bar_enabled()
+        self.verbosity = transformers_logging.get_verbosity()
+        transformers_logging.disable_progress_bar()
+        transformers_logging.set_verbosity_error()
+
+    def __exit__(self, kind, error, trace) -> None:
+        transformers_logging.set_verbosity(self.verbosity)
+        if self.progress:
+            transformers_logging.enable_progress_bar()
+        # Any exception: transformers, safetensors, gguf and the hub each raise their own.
+        if kind is None or not issubclass(kind, Exception) or issubclass(kind, UserError):
+            return
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else kind.__name__
+        name = repr(self.spec.name)
+        if is_out_of_memory(error):
+            raise UserError(
+                f"model {name} doesn't fit into the memory of the device",
+                "use --dtype bfloat16, a smaller model, or another --device",
+            ) from error
+        about_attention = any(word in reason.lower() for word in ("attn", "attention", "kernels"))
+        if self.loading and about_attention:
+            raise UserError(
+                f"model {name} can't be run with --attention {self.spec.attention!r} "
+                f"({reason[:120]})",
+                "use --attention eager, or sdpa",
+            ) from error
+        raise UserError(
+            f"model {name} could not be loaded ({reason[:200]})",
+            f"use --model {embedded.NAME} (embedded), a local directory, a GGUF file, or a "
+            "hub id that this machine can reach (HF_TOKEN for gated ones)",
+        ) from error

@@ -1,1 +1,0 @@
-"""How likely given user turns are: at many temperatures, after other responses, among rivals."""

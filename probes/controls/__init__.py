@@ -1,1 +1,0 @@
-"""What else a probe could be reading."""

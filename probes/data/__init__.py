@@ -1,1 +1,0 @@
-"""What probes are trained on: targets, contexts, hidden states; and planted runs."""

@@ -1,0 +1,454 @@
+"""What probes are trained on: judged contexts of one or more runs, and their hidden states.
+
+Rows are contexts everywhere. Text and numbers are in a data frame; hidden states are read from the
+runs a layer at a time, when asked for.
+
+Whether there is enough to train probes on, and if not, what would be.
+
+Where a context's response begins among its tokens.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from safetensors import SafetensorError
+
+from ia_mech.errors import UserError
+from ia_mech.lens import Lens
+from ia_mech.rates.load import NOBODY, read_runs
+from ia_mech.run import Run
+from probes import targets
+from probes.fit.folds import movable
+from probes.outcome import Outcome
+from probes.targets import Target
+
+MIN_SOURCES = 20  # with a positive turn, and with a negative one
+
+
+def check_enough(
+    outcome: Outcome,
+    folds: int = 5,
+    minimum: int = MIN_SOURCES,
+    positive: str = "a positive turn",
+    negative: str | None = None,
+    more_turns: bool = True,
+) -> None:
+    """Refuse outcomes that no probe can be trained and tested on.
+
+    Args:
+        outcome: k of n per context.
+        folds: there must be at least so many sources of either kind.
+        minimum: sources with a positive turn, and with a negative one.
+        positive: what a positive turn is called (``Target.positive``).
+        negative: and a negative one (``Target.negative``); any other turn if not given.
+        more_turns: whether more turns per context would give more sources of either kind.
+
+    Raises:
+        UserError: there is one source, all rates are equal, or there are too few sources.
+    """
+    sources = int(outcome.sources.max()) + 1
+    if sources == 1:
+        raise UserError(
+            f"all {len(outcome)} contexts come from one source; a probe is tested on sources that "
+            "it wasn't trained on",
+            f"sample contexts of many sources (at least {max(minimum, folds)})",
+        )
+    if np.ptp(outcome.rate) == 0:
+        rate = outcome.rate[0]
+        said = {0: f"no context has {positive}", 1: f"all turns of every context are {positive}"}
+        raise UserError(
+            said.get(rate, f"every context has the same rate of {positive}, {rate:.2f}")
+            + ": there is nothing to predict",
+            "choose another --target, or sample at other temperatures or more turns per context",
+        )
+    needed = max(minimum, folds)
+    # Where all contexts of a run have the same rate, nothing can be told from it.
+    varies = np.array([np.ptp(outcome.rate[outcome.runs == run]) > 0 for run in outcome.runs])
+    if not varies.any():
+        raise UserError(
+            f"within each run (or dataset) all contexts have the same rate of {positive}: there is "
+            "nothing to predict, as only contexts of the same are compared",
+            "choose another --target or --within, or sample at other temperatures",
+        )
+    counted = (outcome.positives > 0) & varies, (outcome.negatives > 0) & varies
+    have = [len(set(outcome.sources[rows])) for rows in counted]
+    if min(have) >= needed:
+        moving = movable(outcome)
+        if moving < needed:
+            raise UserError(
+                f"only {moving} of {sources} sources can change places with another one, as the "
+                "others have other numbers of contexts per run or perturbation: there is too "
+                "little to permute",
+                "give runs whose sources have equally many contexts",
+            )
+        return
+    told, of = len(set(outcome.sources[varies])), f"{sources}"
+    if told < sources:
+        of = f"{told} in runs or datasets where rates differ"
+    enough = math.ceil(told * needed / min(have) / 10) * 10
+    few, what = min((have[0], positive), (have[1], negative or f"a turn other than {positive}"))
+    others = ", more turns per context, or at other temperatures"
+    if few == told or not more_turns:
+        others = ""
+    raise UserError(
+        f"only {few} source{' has' if few == 1 else 's have'} {what} (of {of}); probes need "
+        f"{needed} with one and {needed} without",
+        f"sample contexts of about {enough} sources at this rate{others}",
+    )
+
+
+def response_starts(run: Run) -> list[int]:
+    """``[contexts]`` index of each response's first token.
+
+    Counting back ``response_tokens`` from its end is right for given responses. A written one has
+    as many tokens as were sampled, white space at its ends and marks included, which the context
+    doesn't hold; it starts behind the tokens that the template writes after the query. An empty one
+    would start where the tail does.
+    """
+    own, tail = run.contexts, len(run.record["identity"]["chat"]["tail_ids"])
+    columns = [own[name].tolist() for name in ("positions", "token_ids", "response_tokens")]
+    after = [_after_query(at, ids) for at, ids, _ in zip(*columns, strict=True)]
+    opener = _opener(after, [messages[-1]["content"] for messages in own["messages"]])
+    starts = []
+    for at, ids, response_tokens in zip(*columns, strict=True):
+        end, query = index_of(at, "response_end"), index_of(at, "query_end")
+        if end is None:
+            starts.append(len(ids) - tail)
+        elif opener and _after_query(at, ids)[: len(opener)] == opener:
+            starts.append(min(query + 1 + len(opener), end))
+        else:
+            starts.append(min(max(end - response_tokens, -1 if query is None else query) + 1, end))
+    return starts
+
+
+def _after_query(at: dict, ids: np.ndarray) -> list[int]:
+    """The tokens behind the query; none if it is empty."""
+    query = index_of(at, "query_end")
+    return [] if query is None else ids[query + 1 :].tolist()
+
+
+def _opener(after: list[list[int]], responses: list[str]) -> list[int]:
+    """The tokens that a template writes between query and response; none if it can't be told.
+
+    They are the same in every context, and contexts whose responses begin with different characters
+    differ from there on. One context per first character: most of them agree just as far.
+    """
+    said = [text.strip() for text in responses]
+    unlike = {text[0]: ids for ids, text in zip(after, said, strict=True) if text}
+    found: list[int] = []
+    while len(unlike) > 1:
+        tokens = Counter(ids[len(found)] for ids in unlike.values() if len(ids) > len(found))
+        token, count = tokens.most_common(1)[0] if tokens else (0, 0)
+        if 2 * count <= len(unlike):
+            break
+        found.append(token)
+    return found
+
+
+def index_of(at: dict, name: str) -> int | None:
+    """Where a context has a position; None if it lacks it."""
+    value = at.get(name)
+    return None if value is None or math.isnan(value) else int(value)
+
+
+RUN, DATASET = "run", "dataset"
+
+
+@dataclass(frozen=True, eq=False)
+class ProbeSet:
+    """Contexts with an outcome, in the order of the runs and then of ``run.contexts``.
+
+    Attributes:
+        runs: the runs, in the given order.
+        judge: whose verdicts the outcomes are made from.
+        record: who the judge is.
+        target: what is to be predicted.
+        contexts: one row per context: ``run`` (index into ``runs``), ``row`` (in
+            ``run.contexts``), ``context_id``, ``dataset``, ``perturbation``, ``source`` (a key that
+            holds across runs), ``text`` (all messages, one below the other), ``prompt_tokens`` (all
+            before the response), ``response_tokens`` (as the model read it), ``context_tokens``,
+            ``cut_off``, ``token_ids``, ``opening`` (id of the response's first token, -1 if it is
+            empty), ``positives`` and ``trials``.
+        positions: names of the positions that every context has, in storage order.
+        notes: what a reader has to know of how all this was put together.
+        layers: the chosen layers, ascending; 0 = embeddings.
+        width: d_model.
+        within: ``run`` or ``dataset``: what contexts must share to be compared, besides their
+            perturbation. Each gets an intercept, and labels are permuted within it.
+    """
+
+    runs: list[Run]
+    judge: str
+    record: dict[str, Any]
+    target: Target
+    contexts: pd.DataFrame
+    positions: list[str]
+    notes: list[str]
+    layers: Sequence[int]
+    width: int
+    within: str = RUN
+
+    def __len__(self) -> int:
+        return len(self.contexts)
+
+    @cached_property
+    def outcome(self) -> Outcome:
+        """k of n per context, with sources and runs (or each run's datasets)."""
+        frame = self.contexts
+        shared = ["run", "perturbation"] + ["dataset"] * (self.within == DATASET)
+        strata = frame.groupby(shared, sort=False).ngroup()
+        return Outcome.of(frame["positives"], frame["trials"], frame["source"], strata)
+
+    def layer(self, layer: int) -> np.ndarray:
+        """Hidden states at one layer, ``[contexts, positions, d_model]`` float32.
+
+        Raises:
+            UserError: no such layer, a value that isn't finite, or a file that can't be read.
+        """
+        states = np.empty((len(self), len(self.positions), self.width), dtype=np.float32)
+        for number in range(len(self.runs)):
+            mine = np.flatnonzero(self.contexts["run"] == number)
+            for at, position in enumerate(self.positions if len(mine) else ()):
+                states[mine, at] = self.states(number, layer, position)
+        return states
+
+    def states(self, number: int, layer: int, position: str) -> np.ndarray:
+        """Hidden states of one run's contexts, ``[contexts of the run, d_model]`` float32.
+
+        Args:
+            number: index into ``runs``.
+            layer: any that the run has.
+            position: any that the run kept.
+
+        Raises:
+            UserError: as :meth:`layer`.
+        """
+        run, frame = self.runs[number], self.contexts[self.contexts["run"] == number]
+        states = _residuals(run, layer, position)[frame["row"]]
+        finite = np.isfinite(states).all(axis=1)
+        if not finite.all():
+            context = frame["context_id"].iloc[int(np.argmin(finite))]
+            raise UserError(
+                f"layer {layer} at {position} holds NaN or infinity for context {context} of "
+                f"{run.path}",
+                "give the command that wrote the run again, with --repair if a file was changed, "
+                "or else with another --dtype",
+            )
+        return states
+
+    def restricted(self, rows: np.ndarray) -> "ProbeSet":
+        """The same of some contexts: indices, or a mask."""
+        return replace(self, contexts=self.contexts.iloc[rows].reset_index(drop=True))
+
+
+def read(
+    paths: Sequence[str | Path],
+    judge: str | None = None,
+    target: str = "rate",
+    positions: Sequence[str] | None = None,
+    layers: Sequence[int] | None = None,
+    within: str = RUN,
+) -> ProbeSet:
+    """Read judged runs.
+
+    Args:
+        paths: the runs' folders.
+        judge: whose verdicts; the only judge there if not given.
+        target: what is to be predicted, as :func:`probes.targets.parse` takes it.
+        positions: only these; all that were kept if not given.
+        layers: only these; all if not given.
+        within: ``run`` or ``dataset``, see :class:`ProbeSet`.
+
+    Raises:
+        UserError: what :func:`ia_mech.rates.read_runs` refuses (unfinished, not judged, …); models
+            of different sizes; an unknown target, position or layer; no context with an outcome,
+            or no position that all of them have.
+    """
+    wanted = targets.parse(target)
+    judged = read_runs(paths, judge, NOBODY)
+    runs = judged.runs
+    width, all_layers = _same_size(runs)
+    notes = list(judged.notes)
+    models = {run.model["weights_hash"]: run.model["name"] for run in runs}
+    if len(models) > 1:
+        notes.append(
+            f"the runs are of {len(models)} models ({', '.join(models.values())}): a direction in "
+            "one need not mean the same in another."
+        )
+    every = pd.concat([_contexts(run, number) for number, run in enumerate(runs)])
+    keys = pd.MultiIndex.from_arrays(
+        [every["run"].map(lambda number: str(runs[number].path)), every["context_id"]]
+    )
+    counts = targets.counts(wanted, judged.turns).reindex(keys)
+    sources = judged.turns.drop_duplicates(targets.KEYS).set_index(targets.KEYS)["source"]
+    every.insert(4, "source", sources.reindex(keys).to_numpy())
+    there = counts["n"].notna().to_numpy()
+    if not there.any():
+        raise UserError(
+            f"none of the {len(every)} contexts has an outcome for the target {wanted.name}",
+            "choose another target: " + wanted.describe(),
+        )
+    if not there.all():
+        notes.append(
+            f"{(~there).sum()} of {len(every)} contexts have no outcome for the target "
+            f"{wanted.name} and are left out."
+        )
+    kept = every[there].reset_index(drop=True)
+    kept["positives"] = counts["k"].to_numpy()[there].astype(int)
+    kept["trials"] = counts["n"].to_numpy()[there].astype(int)
+    names = _positions(runs, kept.pop("positions"), positions, notes)
+    return ProbeSet(
+        runs,
+        judged.judge,
+        judged.record,
+        wanted,
+        kept,
+        names,
+        notes,
+        _layers(all_layers, layers),
+        width,
+        within,
+    )
+
+
+def in_order(paths: Sequence[str | Path]) -> list[Path]:
+    """Runs in an order of their own, so that it doesn't matter in which they are given.
+
+    Raises:
+        UserError: one is no run.
+    """
+    return sorted(map(Path, paths), key=lambda path: (Run(path).identity_digest, str(path)))
+
+
+def lens_of(run: Run) -> tuple[Lens | None, str | None]:
+    """The lens of a run's model; or None, and why there is none."""
+    try:
+        return Lens.load(run.model["weights_hash"]), None
+    except UserError as error:
+        return None, str(error)
+    except SafetensorError as error:
+        return None, f"the lens of {run.model['name']} can't be read ({error})"
+
+
+# -- what the runs have in common -----------------------------------------------------------------
+
+
+def _same_size(runs: list[Run]) -> tuple[int, range]:
+    """d_model and layers of all runs."""
+    first = runs[0]
+    for run in runs[1:]:
+        for size, words in (("d_model", "hidden size"), ("layers", "number of blocks")):
+            if run.model[size] != first.model[size]:
+                raise UserError(
+                    f"the models of {first.path} and {run.path} differ in their {words}: "
+                    f"{first.model[size]} and {run.model[size]}",
+                    "train a probe for each of them",
+                )
+    return first.model["d_model"], first.layers
+
+
+def _layers(there: range, wanted: Sequence[int] | None) -> Sequence[int]:
+    if wanted is None:
+        return there
+    unknown = sorted(set(wanted) - set(there))
+    if unknown or not wanted:
+        raise UserError(
+            f"no layer {', '.join(map(str, unknown))}" if unknown else "no layer was chosen",
+            f"give some of 0 … {there[-1]} (0 = embeddings)",
+        )
+    return sorted(set(wanted))
+
+
+def _positions(
+    runs: list[Run], indices: pd.Series, wanted: Sequence[str] | None, notes: list[str]
+) -> list[str]:
+    """Names of the positions that every context has; says in ``notes`` which are left out.
+
+    Args:
+        runs: the runs.
+        indices: ``[contexts]`` name → index in the context, None where it lacks the position.
+        wanted: only these.
+        notes: added to.
+    """
+    common = [name for name in runs[0].positions if all(name in run.positions for run in runs)]
+    if not common:
+        raise UserError(
+            "there is no position whose residual stream was kept in every run",
+            "sample with --positions all",
+        )
+    unknown = [name for name in wanted or () if name not in common]
+    if unknown:
+        raise UserError(
+            f"position {', '.join(unknown)} was not kept in every run",
+            f"give some of {', '.join(common)}",
+        )
+    partly = {name for run in runs for name in run.positions}.difference(common)
+    if partly and wanted is None:
+        notes.append(f"left out: {', '.join(sorted(partly))}, which some runs did not keep.")
+    names = []
+    for name in common:
+        if wanted is not None and name not in wanted:
+            continue
+        lacking = sum(index_of(at, name) is None for at in indices)
+        if lacking:
+            notes.append(f"left out: {name}, which {lacking} of {len(indices)} contexts lack.")
+        else:
+            names.append(name)
+    if not names:
+        raise UserError(
+            f"no position is left: some contexts lack {', '.join(wanted or common)}",
+            "choose others with --positions, or sample with --positions all",
+        )
+    return names
+
+
+# -- one run --------------------------------------------------------------------------------------
+
+
+def _residuals(run: Run, layer: int, position: str) -> np.ndarray:
+    """``[contexts of the run, d_model]`` float32."""
+    try:
+        return run.residuals(layer, position).float().numpy()
+    except (SafetensorError, OSError) as error:
+        wrong = run.verify()  # names the part and the file
+        raise UserError(
+            f"{run.path} is damaged: {wrong[0] if wrong else f'layer {layer}: {error}'}",
+            "run the command that wrote it again with --repair",
+        ) from None
+
+
+def _contexts(run: Run, number: int) -> pd.DataFrame:
+    """``ProbeSet.contexts`` of one run, without outcome and source, but with ``positions``."""
+    own = run.contexts
+    first = response_starts(run)
+    end = [index_of(at, "response_end") for at in own["positions"]]
+    token_ids = own["token_ids"].tolist()
+    return pd.DataFrame(
+        {
+            "run": number,
+            "row": np.arange(len(own)),
+            "context_id": own["context_id"],
+            "dataset": own["dataset"],
+            "perturbation": own["perturbation"].fillna("none"),
+            "text": ["\n".join(m["content"] for m in messages) for messages in own["messages"]],
+            "prompt_tokens": first,
+            "response_tokens": [
+                0 if e is None else e - f + 1 for f, e in zip(first, end, strict=True)
+            ],
+            "context_tokens": own["context_tokens"].astype(int),
+            "cut_off": own["response_cut_off"].fillna(False).astype(bool),
+            "token_ids": token_ids,
+            "opening": [
+                -1 if e is None else int(ids[f])
+                for ids, f, e in zip(token_ids, first, end, strict=True)
+            ],
+            "positions": own["positions"],
+        }
+    )

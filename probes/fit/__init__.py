@@ -1,0 +1,1 @@
+"""Fitting linear probes: folds, solvers and nested cross-validation. It knows arrays only."""

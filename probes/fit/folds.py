@@ -1,0 +1,241 @@
+"""Cross-validation folds of whole sources, and the permutations that go with them.
+
+Folds are stratified by the target, so they depend on the labels. A permutation test that shuffled
+labels freely and kept the folds would compare labels that are evenly spread over the folds with
+labels that aren't. Here a permutation draws from exactly the arrangements of labels that could have
+led to these folds: given the folds, under the hypothesis that hidden states have nothing to do with
+the labels, each of them is as likely as the one that was observed.
+
+Which layer and position is the headline, and what p values go with that.
+
+Selection looks at inner folds only and is the same function of its numbers for the observed labels
+and for every permutation, so that the headline's p value pays for it.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import groupby
+
+import numpy as np
+
+from ia_mech.stats import permutation_p
+from probes.outcome import Outcome
+
+
+@dataclass(frozen=True)
+class Tested:
+    """Selection and permutation tests over a heat map.
+
+    All arrays over cells are ``[layers, positions]`` in the given order.
+
+    Attributes:
+        statistic: AUROC of the closed-form probes, mean over outer folds.
+        p_family: family-wise p value: how often the largest statistic of a permutation reaches it.
+        band: the 95% quantile of each cell's own permuted statistics.
+        family_band: the 95% quantile of the largest.
+        picked: ``[folds, 2]`` layer and position (as indices) that each outer fold's inner loop
+            chose.
+        headline: layer and position (as indices) chosen on all contexts.
+        value: the headline's statistic: each outer fold scores the cell that was chosen for it.
+        p: its p value, with the selection replayed under each permutation.
+        null: ``[permutations]`` the headline's statistic under each.
+        permutations: how many there were.
+    """
+
+    statistic: np.ndarray
+    p_family: np.ndarray
+    band: np.ndarray
+    family_band: float
+    picked: np.ndarray
+    headline: tuple[int, int]
+    value: float
+    p: float
+    null: np.ndarray
+    permutations: int
+
+
+def choose(correlations: np.ndarray, sources: int) -> tuple[np.ndarray, np.ndarray]:
+    """The earliest layer that reads as well as the best one, by the one-standard-error rule.
+
+    What a block writes into the residual stream stays there, so many later layers read alike, and
+    the best of them is best by chance. At the best cell's position, the earliest layer within one
+    standard error of it (Breiman et al. 1984, section 3.4.3) is chosen. The standard error is that
+    of Fisher's z, ``1 / sqrt(sources - 3)``.
+
+    Args:
+        correlations: ``[layers, positions, …]`` held-out correlations; other axes are separate
+            choices.
+        sources: how many the correlations are from.
+
+    Returns:
+        Indices of layer and position, each ``[…]``.
+    """
+    layers, positions = correlations.shape[:2]
+    rest = correlations.shape[2:]
+    flat = correlations.reshape(layers * positions, -1)
+    best = flat.argmax(0)
+    position = best % positions
+    columns = np.arange(flat.shape[1])
+    there = correlations.reshape(layers, positions, -1)[:, position, columns]
+    clipped = np.clip(flat[best, columns], -1 + 1e-6, 1 - 1e-6)
+    floor = np.tanh(np.arctanh(clipped) - 1 / np.sqrt(max(sources - 3, 1)))
+    layer = (there >= np.minimum(floor, flat[best, columns])).argmax(0)
+    return layer.reshape(rest), position.reshape(rest)
+
+
+def against_permutations(
+    inner: np.ndarray, outer: np.ndarray, whole: np.ndarray, sources_inside: int, sources: int
+) -> Tested:
+    """Select the headline and test everything against permutations.
+
+    Args:
+        inner: ``[layers, positions, folds, 1 + permutations]`` inner correlations; column 0 of the
+            last axis is observed.
+        outer: the same shape, AUROC in the outer folds.
+        whole: ``[layers, positions]`` correlations over all folds.
+        sources_inside: sources in the inner loop of one outer fold (on average).
+        sources: all of them.
+    """
+    statistic = outer.mean(2)
+    observed, null = statistic[..., 0], statistic[..., 1:]
+    largest = null.max((0, 1))
+    layer, position = choose(inner, sources_inside)
+    folds, columns = np.indices(layer.shape)
+    headline = outer[layer, position, folds, columns].mean(0)
+    at = choose(whole[..., None], sources)
+    return Tested(
+        statistic=observed,
+        p_family=_p(observed, largest.reshape(-1, 1, 1)),
+        band=_quantile(null),
+        family_band=float(_quantile(largest)),
+        picked=np.stack([layer[:, 0], position[:, 0]], axis=1),
+        headline=(int(at[0][0]), int(at[1][0])),
+        value=float(headline[0]),
+        p=float(_p(headline[0], headline[1:])),
+        null=headline[1:],
+        permutations=null.shape[-1],
+    )
+
+
+def _p(observed: np.ndarray, null: np.ndarray) -> np.ndarray:
+    """NaN without permutations. Statistics are float32, and sums in another order differ there."""
+    return (
+        permutation_p(observed, null, slack=1e-6) if len(null) else np.full_like(observed, np.nan)
+    )
+
+
+def _quantile(null: np.ndarray) -> np.ndarray:
+    if not null.shape[-1]:
+        return np.full(null.shape[:-1], np.nan)
+    return np.quantile(null, 0.95, axis=-1)
+
+
+def make_folds(outcome: Outcome, folds: int = 5, seed: int = 0) -> np.ndarray:
+    """Deal sources into folds, stratified by their rates.
+
+    Sources that can change places (the same number of contexts in the same runs) are sorted by
+    their rates, ties at random, and every ``folds`` of them in a row are dealt out to different
+    folds.
+
+    Args:
+        outcome: k of n per context.
+        folds: how many.
+        seed: of dealing and ties.
+
+    Returns:
+        ``[contexts]`` fold of each; contexts of one source share it.
+
+    Raises:
+        ValueError: fewer sources than folds, or fewer folds than three: an inner loop needs two.
+    """
+    if folds < 3:
+        raise ValueError(f"{folds} folds leave the inner loop none to train on; take 3 or more")
+    rng = np.random.default_rng(seed)
+    rates = _source_rates(outcome)
+    if len(rates) < folds:
+        raise ValueError(f"{len(rates)} sources can't be dealt into {folds} folds")
+    fold = np.empty(len(rates), dtype=int)
+    filled = np.zeros(folds)
+    contexts = np.bincount(outcome.sources)
+    for members in _classes(outcome):
+        order = members[np.lexsort((rng.random(len(members)), rates[members]))]
+        for start in range(0, len(order), folds):
+            block = order[start : start + folds]
+            # A block that is not full goes to the folds that are emptiest so far.
+            emptiest = np.lexsort((rng.random(folds), filled))[: len(block)]
+            fold[block] = rng.permutation(emptiest)
+            np.add.at(filled, fold[block], contexts[block])
+    return fold[outcome.sources]
+
+
+def permutations(
+    outcome: Outcome, folds: np.ndarray, count: int, seed: int = 0
+) -> Iterator[np.ndarray]:
+    """Random permutations of whole sources that could have led to these folds.
+
+    A source's labels move together, context by context, to a source with as many contexts in the
+    same runs. Labels that would have been dealt out together are dealt out anew, then shuffled
+    within each fold.
+
+    Args:
+        outcome: k of n per context.
+        folds: ``[contexts]`` as :func:`make_folds` gave them.
+        count: how many permutations.
+        seed: of the permutations.
+
+    Yields:
+        ``[contexts]`` rows: context i gets the labels of context ``rows[i]``.
+    """
+    rng = np.random.default_rng(seed)
+    rates = _source_rates(outcome)
+    rows = _rows_of_sources(outcome)
+    fold_of = np.array([folds[r[0]] for r in rows])
+    number = int(folds.max()) + 1
+    classes = [
+        (members, fold_of[members], *_blocks(fold_of[members], number))
+        for members in _classes(outcome)
+    ]
+    for _ in range(count):
+        donor = np.arange(len(rows))
+        for members, fold, full, extra in classes:
+            order = members[np.lexsort((rng.random(len(members)), rates[members]))]
+            dealt = np.argsort(rng.random((full, number)), axis=1).ravel()
+            dealt = np.concatenate([dealt, rng.permutation(extra)])
+            givers = order[np.lexsort((rng.random(len(order)), dealt))]
+            donor[members[np.argsort(fold, kind="stable")]] = givers
+        taken = np.arange(len(outcome))
+        for receiver in np.flatnonzero(donor != np.arange(len(rows))):
+            taken[rows[receiver]] = rows[donor[receiver]]
+        yield taken
+
+
+def movable(outcome: Outcome) -> int:
+    """How many sources can change places with another one."""
+    return sum(len(members) for members in _classes(outcome) if len(members) > 1)
+
+
+def _source_rates(outcome: Outcome) -> np.ndarray:
+    """``[sources]`` share of positive turns."""
+    return np.bincount(outcome.sources, outcome.positives) / np.bincount(
+        outcome.sources, outcome.trials
+    )
+
+
+def _rows_of_sources(outcome: Outcome) -> list[np.ndarray]:
+    """Rows of each source, ordered by run, so that those of two sources correspond."""
+    order = np.lexsort((np.arange(len(outcome)), outcome.runs, outcome.sources))
+    return np.split(order, np.cumsum(np.bincount(outcome.sources))[:-1])
+
+
+def _classes(outcome: Outcome) -> list[np.ndarray]:
+    """Sources that can change places: as many contexts in the same runs."""
+    kinds = [tuple(outcome.runs[rows]) for rows in _rows_of_sources(outcome)]
+    order = sorted(range(len(kinds)), key=lambda source: (kinds[source], source))
+    return [np.array(list(group)) for _, group in groupby(order, key=kinds.__getitem__)]
+
+
+def _blocks(fold: np.ndarray, number: int) -> tuple[int, np.ndarray]:
+    """How many full blocks were dealt to these members, and the folds of the last, partial one."""
+    counts = np.bincount(fold, minlength=number)
+    full = len(fold) // number
+    return full, np.flatnonzero(counts > full)

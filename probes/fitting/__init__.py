@@ -1,1 +1,0 @@
-"""Folds, rotations, fits, selection, code lengths and transfer: functions of arrays."""
