@@ -280,7 +280,7 @@ def test_room_made_ahead_changes_nothing_but_the_copying(architecture):
     model = tiny.model(architecture)
     state = prefill(model, prefixes()).state
     index = torch.tensor([2, 0, 0, 1])
-    concatenated, roomy = expand(state, index), expand(state, index, room=3)
+    concatenated, roomy = expand(state, index), expand(state, index, capacity=3)
     for step in range(7):  # past the room that was made
         if step == 2:  # rows leave
             kept = torch.tensor([0, 2, 3])

@@ -17,7 +17,7 @@ from ia_mech.collect.config import SampleConfig
 from ia_mech.collect.job import collect
 from ia_mech.engine.capture import find_blocks
 from ia_mech.engine.cuda import check, fused
-from ia_mech.engine.cuda.outbox import Outbox
+from ia_mech.engine.cuda.copies import CopyStream
 from ia_mech.engine.cuda.seating import Seating
 from ia_mech.engine.cuda.sizes import Shape, Sizes, free_bytes, needed_bytes
 from ia_mech.engine.cuda.stepper import FIELDS, STEPS, Stepper
@@ -103,7 +103,7 @@ def test_graph_and_eager_steps_are_bit_for_bit_the_same(architecture, dtype):
     model = model_of(architecture, dtype)
     replayed, stepped = (stepper_of(model, graphs=g) for g in (True, False))
     for _ in range(6):
-        ours, theirs = (stepper.run(3, STEPS).take() for stepper in (replayed, stepped))
+        ours, theirs = (stepper.run(3, STEPS).wait() for stepper in (replayed, stepped))
         torch.testing.assert_close(ours, theirs, atol=0, rtol=0, equal_nan=True)
         assert ours[:, FIELDS.index("logprob")].isfinite().all()
 
@@ -231,14 +231,14 @@ def test_draws_follow_the_distribution(triton, temperature, monkeypatch):
 
 def test_tensors_leave_while_the_device_works():
     """The copy is kept waiting until the memory would have been given to others."""
-    outbox, tensor = Outbox(GPU), torch.randn(512, 512, device="cuda")
+    copies, tensor = CopyStream(GPU), torch.randn(512, 512, device="cuda")
     expected = tensor.cpu()
-    with torch.cuda.stream(outbox._stream):
+    with torch.cuda.stream(copies._stream):
         torch.cuda._sleep(200_000_000)
-    parcel = outbox.send(tensor)
+    copy = copies.start(tensor)
     del tensor
     others = [torch.full((512, 512), 7.0, device="cuda") for _ in range(8)]
-    assert parcel.take().is_pinned() and torch.equal(parcel.take(), expected)
+    assert copy.wait().is_pinned() and torch.equal(copy.wait(), expected)
     assert all(bool((other == 7).all()) for other in others)
 
 
@@ -256,7 +256,7 @@ def test_a_batch_takes_what_was_planned(architecture, triton, graphs, monkeypatc
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     stepper = stepper_of(model, rows=512, graphs=graphs)
-    stepper.run(512, 1).take()
+    stepper.run(512, 1).wait()
     taken = torch.cuda.max_memory_allocated() - before
     planned = needed_bytes(shape, stepper.sizes, fused.available(GPU))
     assert planned / 4 < taken < planned + 2**26, (planned, taken)  # libraries' workspaces

@@ -64,8 +64,8 @@ def prefilled_by(model):
 def largest_difference(model, index: list[int], steps: int, leave: dict[int, list[int]]) -> float:
     """Of the logits of both engines, step by step, relative to the largest logit."""
     state, rows = prefilled_by(model).state, torch.tensor(index)
-    copied = expand(state, rows, room=steps)
-    shared = expand(state, rows, room=steps, share=True)
+    copied = expand(state, rows, capacity=steps)
+    shared = expand(state, rows, capacity=steps, share=True)
     worst = largest = 0.0
     for step in range(steps):
         if step in leave:
@@ -111,7 +111,7 @@ def test_logits_are_as_near_to_float64_as_the_portable_engines(architecture):
         exact = double(ids, use_cache=False).logits[0, LENGTHS[1] :]
     error = {}
     for share in (False, True):
-        rows = expand(state, row, room=16, share=share)
+        rows = expand(state, row, capacity=16, share=share)
         logits = [decode_step(model, rows, torch.tensor([t, t]))[1] for t in tokens]
         error[share] = float((torch.stack(logits).double() - exact).abs().max())
     assert error[True] < max(2 * error[False], 1e-5)
@@ -165,7 +165,7 @@ def test_layers_are_shared_one_by_one(architecture):
     assert (engine.shared, engine.layers) == (SHARED[architecture], 4)
     said = {0: "portable (no layer has full attention)"}
     assert str(engine) == said.get(engine.shared, f"shared-prefix {engine.shared} of 4 layers")
-    state = expand(prefilled_by(model).state, torch.tensor([0, 1]), room=3, share=True)
+    state = expand(prefilled_by(model).state, torch.tensor([0, 1]), capacity=3, share=True)
     assert sum(isinstance(layer, SharedLayer) for layer in state.cache.layers) == engine.shared
 
 
@@ -177,7 +177,7 @@ def storage(tensor: torch.Tensor) -> int:
 def test_the_prefix_is_in_memory_once_and_room_is_made_once(architecture):
     model = model_of(architecture)
     prefilled = prefilled_by(model)
-    state = expand(prefilled.state, torch.tensor([0] * 4 + [1] * 2), room=6, share=True)
+    state = expand(prefilled.state, torch.tensor([0] * 4 + [1] * 2), capacity=6, share=True)
     pairs = list(zip(prefilled.state.cache.layers, state.cache.layers, strict=True))
     pairs = [(theirs, ours) for theirs, ours in pairs if isinstance(ours, SharedLayer)]
     assert pairs
@@ -223,7 +223,7 @@ def test_the_prefilled_state_is_left_alone(architecture):
 def test_the_attention_implementation_is_restored_after_an_error(architecture, monkeypatch):
     model = model_of(architecture)
     before = model.config._attn_implementation
-    state = expand(prefilled_by(model).state, torch.tensor([0, 1]), room=3, share=True)
+    state = expand(prefilled_by(model).state, torch.tensor([0, 1]), capacity=3, share=True)
     seen = []
 
     def failing(*_):
@@ -246,13 +246,13 @@ def test_a_plain_pass_in_between_knows_nothing_of_it():
 
 def test_keys_that_the_attention_function_never_sees_are_an_error():
     model = tiny.model("llama")
-    state = expand(prefilled_by(model).state, torch.tensor([0]), room=3, share=True)
+    state = expand(prefilled_by(model).state, torch.tensor([0]), capacity=3, share=True)
     layer, new = state.cache.layers[0], torch.zeros(1, 2, 1, 8)
     with (
         pytest.raises(RuntimeError, match="doesn't use the cached keys"),
         sharing(model, state.cache),
     ):
-        state.lines.begin(1)
+        state.slots.begin(1)
         layer.update(new, new)
     with pytest.raises(RuntimeError, match="doesn't use the cached keys"):
         layer.update(new, new)
@@ -275,7 +275,7 @@ def test_where_sharing_goes_wrong_the_portable_engine_is_used_and_says_why(monke
 
 def test_a_cache_of_something_else_than_keys_is_found_out_and_left_portable():
     model, ids = model_of("deepseek_v3"), tiny.prompt(12, seed=0)
-    state = expand(prefilled_by(model).state, torch.tensor([0, 1]), room=3, share=True)
+    state = expand(prefilled_by(model).state, torch.tensor([0, 1]), capacity=3, share=True)
     with pytest.raises(RuntimeError, match="doesn't use the cached keys"):
         decode_step(model, state, torch.tensor([3, 4]))
     assert str(check_engine(model, ids)) == (
@@ -296,7 +296,7 @@ def test_several_tokens_at_once_equal_one_by_one():
     model = tiny.model("llama")
     state, ids = prefilled_by(model).state, torch.tensor([tiny.prompt(6, seed=i) for i in range(3)])
     index = torch.tensor([1, 1, 2])
-    at_once, stepped = (expand(state, index, room=6, share=True) for _ in range(2))
+    at_once, stepped = (expand(state, index, capacity=6, share=True) for _ in range(2))
     whole = forward(model, at_once, ids, torch.ones_like(ids), keep=0)
     single = torch.stack([decode_step(model, stepped, ids[:, at]) for at in range(6)], 1)
     torch.testing.assert_close(whole, single, atol=2e-5, rtol=1e-5)

@@ -19,7 +19,7 @@ import ia_mech.engine.cuda.stepper as stepper_module
 from ia_mech.collect.config import SampleConfig
 from ia_mech.collect.job import collect
 from ia_mech.engine.cuda import check
-from ia_mech.engine.cuda.outbox import Outbox, Parcel
+from ia_mech.engine.cuda.copies import CopyStream, HostCopy
 from ia_mech.engine.cuda.seating import Seating
 from ia_mech.engine.cuda.sizes import Sizes, states_of
 from ia_mech.engine.cuda.stepper import Stepper, stepper_for, why_not
@@ -161,14 +161,14 @@ def test_the_next_steps_are_launched_before_the_last_ones_are_looked_at(monkeypa
     """Also where rows begin in lines that became free: nothing is waited for but old news."""
     model, events = tiny.model("llama"), []
 
-    class Slow(Parcel):
+    class Slow(HostCopy):
         def __init__(self, tensor):
             super().__init__(tensor.clone())
             events.append(("launched", id(self)))
 
         def take(self):
             events.append(("looked", id(self)))
-            return super().take()
+            return super().wait()
 
     monkeypatch.setattr(stepper_module, "send", Slow)
     rows = statically(model, [prefilled_by(model, LENGTHS)], ROWS, STOPS, 13, 5)
@@ -344,4 +344,4 @@ def test_a_run_decodes_from_static_buffers_where_the_engine_says_so(
 
 def test_on_a_cpu_nothing_has_to_be_sent():
     tensor = torch.randn(3)
-    assert Outbox(torch.device("cpu")).send(tensor).take() is tensor
+    assert CopyStream(torch.device("cpu")).start(tensor).wait() is tensor

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import ia_mech.engine.loop
 from ia_mech.engine.decode import decode, decode_stream
 from ia_mech.engine.loop import Row, decode_step
-from ia_mech.engine.prefill import Prefix, admit, can_admit, expand, prefill
+from ia_mech.engine.prefill import Prefix, can_join, expand, join, prefill
 from ia_mech.engine.sampling import stream_key
 from ia_mech.engine.score import Turn, score, score_groups
 
@@ -38,17 +38,17 @@ def test_rows_that_join_have_the_logits_they_have_alone(architecture, first, the
     groups = [prefilled_by(model, lengths) for lengths in (first, then)]
     lengths = [*first, *then]
     batch = expand(
-        groups[0].state, torch.arange(len(first)).repeat(2), room=16, share=True, capacity=9
+        groups[0].state, torch.arange(len(first)).repeat(2), capacity=16, share=True, max_rows=9
     )
     held = list(range(len(first))) * 2  # the context of each line
-    assert can_admit(batch)
+    assert can_join(batch)
     own = {}  # by line, the tokens it was given
     worst = largest = 0.0
     for step in range(12):
         if step in (3, 7):
             lines = [1, len(held)] if len(held) < 9 else [1, 0]
             batch.retire(lines[:1])
-            admit(batch, lines, groups[1].state, torch.tensor([1, 0]), [len(first) + 1, len(first)])
+            join(batch, lines, groups[1].state, torch.tensor([1, 0]), [len(first) + 1, len(first)])
             held[lines[0]] = len(first) + 1
             held[lines[1] : lines[1] + 1] = [len(first)]
             own |= {line: [] for line in lines}
@@ -155,8 +155,8 @@ def test_groups_are_made_when_they_are_needed_and_let_go_afterwards():
 def test_full_attention_that_is_copied_is_not_joined():
     model = tiny.model("llama")
     group = prefilled_by(model, LENGTHS[:2])
-    assert not can_admit(expand(group.state, torch.tensor([0, 1]), room=3))
-    assert can_admit(expand(group.state, torch.tensor([0, 1]), room=3, share=True))
+    assert not can_join(expand(group.state, torch.tensor([0, 1]), capacity=3))
+    assert can_join(expand(group.state, torch.tensor([0, 1]), capacity=3, share=True))
 
 
 @pytest.mark.parametrize("architecture", (*SHARED, "mistral"))

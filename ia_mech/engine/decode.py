@@ -57,7 +57,7 @@ def decode_stream(
 
     A row that finishes makes room for the next one, of whatever context; groups of contexts are
     asked for when their first row is to begin, and let go when their last one has. Where a cache
-    can't be joined (see :func:`ia_mech.engine.prefill.can_admit`), a batch is decoded to its end
+    can't be joined (see :func:`ia_mech.engine.prefill.can_join`), a batch is decoded to its end
     before the next one begins.
 
     Args:

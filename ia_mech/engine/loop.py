@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from ia_mech.engine.cuda import fused
 from ia_mech.engine.plan import Schedule
-from ia_mech.engine.prefill import Prefilled, State, admit, can_admit, expand, forward, put_rows
+from ia_mech.engine.prefill import Prefilled, State, can_join, expand, forward, join, put_rows
 from ia_mech.engine.sampling import Draw, draw, gumbel
 
 # On a CPU sampling goes over rows in slices of so many numbers, whose tensors stay in its caches.
@@ -66,18 +66,18 @@ class Stream:
 
     def run(self) -> list[Decoded]:
         schedule = self._schedule
-        token = torch.zeros(0, dtype=torch.long)  # [lines], the newest of each
+        token = torch.zeros(0, dtype=torch.long)  # [slots], the newest of each
         while True:
             token = self._begin(token)
             if not schedule.busy:
                 return self._record.rows(self._stops)
-            keep = schedule.compact(can_admit(self._state))
+            keep = schedule.compact(can_join(self._state))
             if keep is not None:
                 token = token[keep]
                 self._state.keep(torch.tensor(keep, device=token.device))
             logits = decode_step(self._model, self._state, token)
             busy = schedule.busy
-            token, finished = self._draw(logits, schedule.lines, schedule.age)
+            token, finished = self._draw(logits, schedule.slots, schedule.age)
             schedule.drawn(finished)
             self._tell(len(busy), len(finished))
             if schedule.busy:
@@ -86,10 +86,10 @@ class Stream:
                 self._state = None
 
     def _begin(self, token: Tensor) -> Tensor:
-        """Rows begin until no line is free or nobody waits; returns the newest token per line."""
+        """Rows begin until no slot is free or nobody waits; returns the newest token per slot."""
         schedule = self._schedule
         while schedule.waiting and schedule.free:
-            if self._state is not None and not can_admit(self._state):
+            if self._state is not None and not can_join(self._state):
                 break
             group = None  # let go before the next one is made
             group = self._group_of(self._rows[schedule.waiting[0]].context)
@@ -98,20 +98,20 @@ class Stream:
                 continue
             context = [self._rows[row].context for row in rows]
             index = torch.tensor(context, device=first.device) - self._first
-            lines = schedule.place(rows)
+            slots = schedule.place(rows)
             if self._state is None:
                 self._state = expand(
                     group.state,
                     index,
-                    room=self._most,
+                    capacity=self._most,
                     share=self._share,
-                    capacity=self._width,
+                    max_rows=self._width,
                     numbers=context,
                 )
                 token = first
             else:
-                admit(self._state, lines, group.state, index, context)
-                at = torch.tensor(lines, device=token.device)
+                join(self._state, slots, group.state, index, context)
+                at = torch.tensor(slots, device=token.device)
                 token = put_rows(token, first, at, self._state.rows)
         return token
 
@@ -124,7 +124,7 @@ class Stream:
 
     def _draw_first(self, group: Prefilled) -> tuple[list[int], Tensor]:
         """The next rows of the group that don't end with their first token, as many as there are
-        lines free, and those tokens; the rows that do are recorded."""
+        slots free, and those tokens; the rows that do are recorded."""
         schedule, going, first = self._schedule, [], []
         while len(going) < schedule.free:
             left = [r for r in schedule.waiting if self._rows[r].context < self._end]
@@ -149,7 +149,7 @@ class Stream:
             The tokens ``[rows]``, and which of them are their rows' last.
         """
         row, age = torch.tensor(rows), torch.tensor(ages)
-        # A line without a row is drawn greedily, which takes no noise.
+        # A slot without a row is drawn greedily, which takes no noise.
         temperature = torch.where(row < 0, 0.0, self._temperature[row])
         device = logits.device
         drawn = sample(logits, temperature.to(device), self._keys[row].to(device), age.to(device))

@@ -5,10 +5,10 @@ the same batches again. Nothing here looks at the clock, at free memory or at wh
 
 Go on with half the batch when memory runs out.
 
-Which row is decoded in which line of the batch, and when.
+Which row is decoded in which slot of the batch, and when.
 
 Pure bookkeeping: what happens depends on the rows, the width and on which rows finish, so that the
-same run forms the same batches again. Rows wait in order; those that finish give their line to the
+same run forms the same batches again. Rows wait in order; those that finish give their slot to the
 next ones; when nobody waits any more, or may join, the batch is compacted.
 """
 
@@ -26,7 +26,7 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
-class Halving:
+class OomBackoff:
     """Map a function over slices of a sequence, halving the slice whenever memory runs out.
 
     The smaller size is kept for what comes after. Halving changes the batches and so, by rounding,
@@ -100,32 +100,32 @@ class Halving:
             self._notify(self.limit)
 
 
-COMPACT_BELOW = 0.875  # a batch that nobody joins is compacted at this share of busy lines
+COMPACT_BELOW = 0.875  # a batch that nobody joins is compacted at this share of busy slots
 
 
 class Schedule:
-    """A batch of at most ``width`` lines, through which rows go.
+    """A batch of at most ``width`` slots, through which rows go.
 
     Args:
         rows: how many; they are taken in order.
-        width: most lines.
+        width: most slots.
 
     Attributes:
-        lines: of each line the row it holds, -1 for one that is idle.
-        age: of each line, how many tokens its row has drawn.
+        slots: of each slot the row it holds, -1 for one that is idle.
+        age: of each slot, how many tokens its row has drawn.
         waiting: the rows that haven't been taken.
     """
 
     def __init__(self, rows: int, width: int) -> None:
-        self.lines: list[int] = []
+        self.slots: list[int] = []
         self.age: list[int] = []
         self.waiting = range(rows)
         self._width = width
 
     @property
     def busy(self) -> list[int]:
-        """The lines that hold a row."""
-        return [line for line, row in enumerate(self.lines) if row >= 0]
+        """The slots that hold a row."""
+        return [slot for slot, row in enumerate(self.slots) if row >= 0]
 
     @property
     def free(self) -> int:
@@ -138,42 +138,42 @@ class Schedule:
         return list(taken)
 
     def place(self, rows: Sequence[int]) -> list[int]:
-        """Rows of one drawn token get a line each: idle ones first, then new ones."""
-        idle = [line for line, row in enumerate(self.lines) if row < 0]
-        lines = idle[: len(rows)]
-        for line, row in zip(lines, rows, strict=False):
-            self.lines[line], self.age[line] = row, 1
-        added = rows[len(lines) :]
-        lines += range(len(self.lines), len(self.lines) + len(added))
-        self.lines += added
+        """Rows of one drawn token get a slot each: idle ones first, then new ones."""
+        idle = [slot for slot, row in enumerate(self.slots) if row < 0]
+        slots = idle[: len(rows)]
+        for slot, row in zip(slots, rows, strict=False):
+            self.slots[slot], self.age[slot] = row, 1
+        added = rows[len(slots) :]
+        slots += range(len(self.slots), len(self.slots) + len(added))
+        self.slots += added
         self.age += [1] * len(added)
-        return lines
+        return slots
 
     def drawn(self, finished: Sequence[int], steps: int = 1) -> None:
-        """Every busy line drew so many tokens; rows in the given lines ended with one of them."""
-        for line in self.busy:
-            self.age[line] += steps
-        for line in finished:
-            self.lines[line] = -1
+        """Every busy slot drew so many tokens; rows in the given slots ended with one of them."""
+        for slot in self.busy:
+            self.age[slot] += steps
+        for slot in finished:
+            self.slots[slot] = -1
         if not self.busy:
-            self.lines, self.age = [], []
+            self.slots, self.age = [], []
 
     def compact(self, joined: bool = True) -> list[int] | None:
-        """The lines to keep, if it's time to keep no others; they are then counted anew.
+        """The slots to keep, if it's time to keep no others; they are then counted anew.
 
         Args:
-            joined: whether waiting rows may take idle lines.
+            joined: whether waiting rows may take idle slots.
         """
         busy, wanted = self.busy, joined and self.waiting
-        if wanted or not busy or len(busy) > COMPACT_BELOW * len(self.lines):
+        if wanted or not busy or len(busy) > COMPACT_BELOW * len(self.slots):
             return None
         self.keep(busy)
         return busy
 
-    def keep(self, lines: Sequence[int]) -> None:
-        """Only these lines, which are then counted anew."""
-        self.lines = [self.lines[line] for line in lines]
-        self.age = [self.age[line] for line in lines]
+    def keep(self, slots: Sequence[int]) -> None:
+        """Only these slots, which are then counted anew."""
+        self.slots = [self.slots[slot] for slot in slots]
+        self.age = [self.age[slot] for slot in slots]
 
 
 COLDEST, HOTTEST = 1e-3, 1e3  # logits divided by less or by more leave what float32 can tell apart
@@ -182,7 +182,7 @@ WINDOW = 256  # contexts sorted by length together; bounds memory, whatever the 
 
 
 @dataclass(frozen=True)
-class Pace:
+class BatchDefaults:
     """How much is computed together on a kind of device, and how much is lost in a kill there.
 
     Attributes:
@@ -203,8 +203,8 @@ class Pace:
 # A CPU is fastest while a prefill's activations fit into its caches (four contexts of 230 tokens
 # take a fourth less time each than sixteen), and a unit takes it up to a minute. A GPU is fast when
 # it has much to do; its numbers are by reckoning (see benchmarks/README.md).
-CPU = Pace(128, 1024, 16_384, 8, 8)
-GPU = Pace(1024, 8192, 262_144, 64, 1)
+CPU = BatchDefaults(128, 1024, 16_384, 8, 8)
+GPU = BatchDefaults(1024, 8192, 262_144, 64, 1)
 
 
 @dataclass(frozen=True)
@@ -293,7 +293,7 @@ def consecutive(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     return parts
 
 
-def pace(device: torch.device) -> Pace:
+def batch_defaults(device: torch.device) -> BatchDefaults:
     """Of such a device."""
     return CPU if device.type == "cpu" else GPU
 

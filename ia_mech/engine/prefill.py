@@ -3,11 +3,11 @@
 Rows that join a batch that is already being decoded.
 
 A shared layer only has to know their context. Layers that hold something of their own for each row,
-a sliding window's last keys or a recurrent state, get theirs written over those of the line that
+a sliding window's last keys or a recurrent state, get theirs written over those of the slot that
 became free. What such layers hold ends with the newest token in every row, so a context that is
 shorter than what the batch has seen gets padding on its left, and a longer one pads the batch.
 
-A full-attention cache layer that writes into room made ahead.
+A full-attention cache layer that writes into capacity made ahead.
 
 ``DynamicCache`` concatenates keys and values anew at every step. At 33 rows of 280 tokens that
 copying takes more than half of a decoding step on a CPU; writing in place takes nothing.
@@ -29,26 +29,28 @@ from transformers.cache_utils import (
 
 from ia_mech.engine.capture import ResidualCapture
 from ia_mech.engine.packed import packed_linears
-from ia_mech.engine.shared_prefix import Lines, SharedLayer, sharing
+from ia_mech.engine.shared_prefix import BatchSlots, SharedLayer, sharing
 from ia_mech.models.load import accepts
 
 
-class RoomyLayer(DynamicLayer):
-    """Rows of a prefilled layer, with room for the tokens to come.
+class PreallocatedLayer(DynamicLayer):
+    """Rows of a prefilled layer, with capacity for the tokens to come.
 
     ``keys`` and ``values`` are views of the used part of larger buffers, so everything that reads a
-    ``DynamicLayer`` reads this one alike. Tokens beyond the room make it grow.
+    ``DynamicLayer`` reads this one alike. Tokens beyond the capacity make it grow.
 
     Args:
         layer: the prefilled layer, left as it is.
         index: ``[rows]`` int64, which of its rows to copy.
-        room: for how many tokens more.
+        capacity: for how many tokens more.
     """
 
-    def __init__(self, layer: DynamicLayer, index: Tensor, room: int) -> None:
+    def __init__(self, layer: DynamicLayer, index: Tensor, capacity: int) -> None:
         super().__init__()
         self.dtype, self.device, self.is_initialized = layer.keys.dtype, layer.keys.device, True
-        self._buffers = tuple(_with_room(t, index, room) for t in (layer.keys, layer.values))
+        self._buffers = tuple(
+            _with_capacity(t, index, capacity) for t in (layer.keys, layer.values)
+        )
         self._use(layer.keys.shape[-2])
 
     def _use(self, length: int) -> None:
@@ -62,7 +64,9 @@ class RoomyLayer(DynamicLayer):
         end = start + key_states.shape[-2]
         if end > self._buffers[0].shape[-2]:
             everyone = torch.arange(self.keys.shape[0], device=self.device)
-            self._buffers = tuple(_with_room(t, everyone, end) for t in (self.keys, self.values))
+            self._buffers = tuple(
+                _with_capacity(t, everyone, end) for t in (self.keys, self.values)
+            )
         for buffer, new in zip(self._buffers, (key_states, value_states), strict=True):
             buffer[:, :, start:end] = new
         self._use(end)
@@ -75,10 +79,10 @@ class RoomyLayer(DynamicLayer):
         self._use(length)
 
 
-def _with_room(tensor: Tensor, index: Tensor, room: int) -> Tensor:
-    """``tensor[index]``, ``[rows, heads, length, dim]``, with ``room`` more along the length."""
+def _with_capacity(tensor: Tensor, index: Tensor, capacity: int) -> Tensor:
+    """``tensor[index]``, ``[rows, heads, length, dim]``, the length grown by ``capacity``."""
     _, heads, length, dim = tensor.shape
-    buffer = tensor.new_empty(len(index), heads, length + room, dim)
+    buffer = tensor.new_empty(len(index), heads, length + capacity, dim)
     for row, source in enumerate(index.tolist()):  # straight into place, without a copy between
         buffer[row, :, :length] = tensor[source]
     return buffer
@@ -101,13 +105,13 @@ class State:
 
     ``cache`` is a ``transformers`` cache of ``rows`` rows; ``mask`` is ``[rows, length]`` int64, 1
     for real tokens and 0 for left padding; ``position`` is ``[rows]`` int64, the position id of the
-    next token. ``lines`` are those of the shared layers, where there are any.
+    next token. ``slots`` are those of the shared layers, where there are any.
     """
 
     cache: DynamicCache
     mask: Tensor
     position: Tensor
-    lines: Lines | None = None
+    slots: BatchSlots | None = None
 
     @property
     def rows(self) -> int:
@@ -118,13 +122,13 @@ class State:
         that no more than one of them is in memory twice."""
         self.cache.reorder_cache(index)
         self.mask, self.position = self.mask[index], self.position[index]
-        if self.lines is not None:
-            self.lines.keep(index.tolist())
+        if self.slots is not None:
+            self.slots.keep(index.tolist())
 
-    def retire(self, lines: list[int]) -> None:
-        """Nobody looks at these lines any more, until others are put there."""
-        if self.lines is not None:
-            self.lines.retire(lines)
+    def retire(self, slots: list[int]) -> None:
+        """Nobody looks at these slots any more, until others are put there."""
+        if self.slots is not None:
+            self.slots.retire(slots)
 
 
 @dataclass
@@ -167,9 +171,9 @@ def prefill(
 
 
 @torch.inference_mode()
-def prefill_on(
+def continue_prefill(
     model: PreTrainedModel,
-    trunks: Prefilled,
+    prefixes: Prefilled,
     index: Sequence[int],
     rests: Sequence[Sequence[int]],
 ) -> Prefilled:
@@ -177,7 +181,7 @@ def prefill_on(
 
     Args:
         model: a model all of whose layers can be shared.
-        trunks: the beginnings; left as they are.
+        prefixes: the beginnings; left as they are.
         index: ``[contexts]``, which of these each context begins with.
         rests: the ids that follow, one at least.
 
@@ -187,8 +191,8 @@ def prefill_on(
     ids, mask = _left_padded(rests, model.device)
     longest = ids.shape[1]
     at = torch.tensor(index, device=model.device)
-    state = expand(trunks.state, at, room=longest, share=True)
-    state.lines.padding = [longest - len(rest) for rest in rests]
+    state = expand(prefixes.state, at, capacity=longest, share=True)
+    state.slots.padding = [longest - len(rest) for rest in rests]
     logits = forward(model, state, ids, mask)[:, -1]
     lengths = state.mask.sum(-1, keepdim=True)
     length = int(lengths.max())
@@ -232,8 +236,8 @@ def forward(
     arguments = {"logits_to_keep": keep} if accepts(model, "logits_to_keep") else {}
     if accepts(model, "position_ids"):
         arguments["position_ids"] = positions.clamp(min=0)
-    if state.lines is not None:
-        state.lines.begin(ids.shape[1])
+    if state.slots is not None:
+        state.slots.begin(ids.shape[1])
     with packed_linears(model), sharing(model, state.cache):
         output = model(
             input_ids=ids,
@@ -243,8 +247,8 @@ def forward(
             use_cache=True,
             **arguments,
         )
-    if state.lines is not None:
-        state.lines.finish(ids.shape[1])
+    if state.slots is not None:
+        state.slots.finish(ids.shape[1])
     state.position = state.position + mask.sum(-1)
     logits = output.logits if keep == 0 else output.logits[:, -keep:]
     return logits.float()
@@ -253,10 +257,10 @@ def forward(
 def expand(
     state: State,
     index: Tensor,
-    room: int = 0,
+    capacity: int = 0,
     *,
     share: bool = False,
-    capacity: int = 0,
+    max_rows: int = 0,
     numbers: Sequence[int] | None = None,
 ) -> State:
     """A new state whose row i goes on from row ``index[i]``; the given state is left as it was.
@@ -268,11 +272,11 @@ def expand(
     Args:
         state: what to copy from.
         index: ``[rows]`` int64.
-        room: how many tokens the rows will be decoded for; full-attention layers then write in
+        capacity: how many tokens the rows will be decoded for; full-attention layers then write in
             place instead of concatenating. 0 where it isn't known.
         share: full-attention layers refer to the given state's keys and values instead of copying
             them; see :mod:`ia_mech.engine.shared_prefix`.
-        capacity: how many rows there will be at most, where more are to be admitted.
+        max_rows: how many rows there will be at most, where more are to be joined.
         numbers: ``[rows]``, by which number to call the context of each; the index itself if none.
     """
     contexts = index.tolist()
@@ -283,14 +287,16 @@ def expand(
     new = State(cache, state.mask[index], state.position[index])
     for layer in state.cache.layers:
         if is_full(layer) and share:
-            if new.lines is None:
-                new.lines = Lines(numbers, layer.keys.dtype, layer.keys.device)
+            if new.slots is None:
+                new.slots = BatchSlots(numbers, layer.keys.dtype, layer.keys.device)
                 padding = left_padding(state.mask)
-            cache.layers.append(SharedLayer(layer, new.lines, room, max(capacity, len(numbers))))
+            cache.layers.append(
+                SharedLayer(layer, new.slots, capacity, max(max_rows, len(numbers)))
+            )
             cache.layers[-1].refer(layer, padding, called)
             cache.layers[-1].length = state.mask.shape[1]
-        elif is_full(layer) and room:
-            cache.layers.append(RoomyLayer(layer, index, room))
+        elif is_full(layer) and capacity:
+            cache.layers.append(PreallocatedLayer(layer, index, capacity))
         else:
             cache.layers.append(selected(layer, index))
     return new
@@ -319,9 +325,9 @@ def selected(layer, index: Tensor):
 RECURRENT = ("conv_states", "recurrent_states")
 
 
-def can_admit(state: State) -> bool:
+def can_join(state: State) -> bool:
     """Whether rows can join this batch: some layer is shared, and each is of a kind known here."""
-    return state.lines is not None and all(map(_is_known, state.cache.layers))
+    return state.slots is not None and all(map(_is_known, state.cache.layers))
 
 
 def _is_known(layer) -> bool:
@@ -331,27 +337,27 @@ def _is_known(layer) -> bool:
 
 
 @torch.inference_mode()
-def admit(
-    state: State, lines: Sequence[int], source: State, index: Tensor, numbers: Sequence[int]
+def join(
+    state: State, slots: Sequence[int], source: State, index: Tensor, numbers: Sequence[int]
 ) -> None:
-    """Rows begin in the given lines of a batch, in place.
+    """Rows begin in the given slots of a batch, in place.
 
     Args:
-        state: the batch; ``can_admit`` said that it can.
-        lines: of which nobody needs the rows any more, or that follow on the last one.
+        state: the batch; ``can_join`` said that it can.
+        slots: of which nobody needs the rows any more, or that follow on the last one.
         source: prefilled contexts, left as they are.
-        index: ``[lines]`` int64, which of them each line goes on from.
-        numbers: ``[lines]``, by which number the batch calls that context.
+        index: ``[slots]`` int64, which of them each slot goes on from.
+        numbers: ``[slots]``, by which number the batch calls that context.
     """
-    at = torch.tensor(lines, device=index.device)
-    rows = max(state.rows, max(lines) + 1)
+    at = torch.tensor(slots, device=index.device)
+    rows = max(state.rows, max(slots) + 1)
     old, new = state.mask.shape[1], source.mask.shape[1]
     length = max(old, new)
     state.mask = put_rows(
         pad(state.mask, (length - old, 0)), pad(source.mask[index], (length - new, 0)), at, rows
     )
     state.position = put_rows(state.position, source.position[index], at, rows)
-    state.lines.put(list(lines), list(numbers))
+    state.slots.put(list(slots), list(numbers))
     padding = left_padding(source.mask)
     called = dict(zip(numbers, index.tolist(), strict=True))
     for layer, theirs in zip(state.cache.layers, source.cache.layers, strict=True):
@@ -365,7 +371,7 @@ def admit(
 
 
 def put_rows(old: Tensor, new: Tensor, at: Tensor, rows: int) -> Tensor:
-    """``old`` ``[fewer or rows, …]`` with ``new`` ``[lines, …]`` at the given rows, in place where
+    """``old`` ``[fewer or rows, …]`` with ``new`` ``[slots, …]`` at the given rows, in place where
     there are as many."""
     if rows > old.shape[0]:
         old = torch.cat([old, old.new_zeros(rows - old.shape[0], *old.shape[1:])])

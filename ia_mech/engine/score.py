@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from ia_mech.engine.loop import CPU_LOGITS, cpu_slices
 from ia_mech.engine.plan import plan_units
-from ia_mech.engine.prefill import Prefilled, State, admit, can_admit, expand, forward
+from ia_mech.engine.prefill import Prefilled, State, can_join, expand, forward, join
 
 LOGITS = 2**25  # most logits that are held at once, or those of one token
 PADDING = 0.25  # most padding of turns that share a pass, as a share of their tokens
@@ -90,7 +90,7 @@ def _batches(groups: Sequence[Prefilled], contexts: Sequence[int], share: bool) 
     if len(groups) == 1 or not contexts:
         return [everyone]
     one = torch.zeros(1, dtype=torch.long, device=groups[0].logits.device)
-    if can_admit(expand(groups[0].state, one, share=share)):
+    if can_join(expand(groups[0].state, one, share=share)):
         return [everyone]
     ends = list(accumulate(len(group.logits) for group in groups))
     return [
@@ -99,7 +99,7 @@ def _batches(groups: Sequence[Prefilled], contexts: Sequence[int], share: bool) 
     ]
 
 
-def _rows(groups: Sequence[Prefilled], context: Tensor, room: int, share: bool) -> State:
+def _rows(groups: Sequence[Prefilled], context: Tensor, capacity: int, share: bool) -> State:
     """Rows that go on from contexts ``[rows]`` int64, which are sorted and counted through all
     groups."""
     state, first = None, 0
@@ -110,14 +110,14 @@ def _rows(groups: Sequence[Prefilled], context: Tensor, room: int, share: bool) 
             state = expand(
                 group.state,
                 mine - first,
-                room,
+                capacity,
                 share=share,
-                capacity=len(context),
+                max_rows=len(context),
                 numbers=mine.tolist(),
             )
         elif len(mine):
-            lines = range(state.rows, state.rows + len(mine))
-            admit(state, lines, group.state, mine - first, mine.tolist())
+            slots = range(state.rows, state.rows + len(mine))
+            join(state, slots, group.state, mine - first, mine.tolist())
         first = end
     return state
 
@@ -132,8 +132,10 @@ def _score_pass(model, groups, turns, temperatures, share, most) -> list[Scored]
         ids[row, : len(turn.ids)] = torch.tensor(turn.ids, dtype=torch.long)
         mask[row, : max(len(turn.ids) - 1, 0)] = 1  # the last token is only predicted
     ids, mask = ids.to(device), mask.to(device)
-    room = longest - 1 if share else 0  # in one pass, concatenating copies less than room does
-    state = _rows(groups, context, room, share) if longest > 1 else None
+    capacity = (
+        longest - 1 if share else 0
+    )  # in one pass, concatenating copies less than capacity does
+    state = _rows(groups, context, capacity, share) if longest > 1 else None
     pieces: list[list[Scored]] = [[] for _ in turns]
     # [turns, 1, vocab], they predict the first token
     logits = torch.cat([group.logits for group in groups])[context][:, None]

@@ -17,9 +17,9 @@ stored once, each to its own tokens besides, and nothing is approximated.
 
 Which row sits where in a batch, as all shared layers of its cache see it.
 
-A line is a place in the batch. Rows that finish give their line to rows that begin, so the rows of
-a batch may be of different age: line 3 may hold the fortieth token of one context's turn while line
-4 holds the first of another's. Each line writes its own keys and values at its own age, and looks
+A slot is a place in the batch. Rows that finish give their slot to rows that begin, so the rows of
+a batch may be of different age: slot 3 may hold the fortieth token of one context's turn while slot
+4 holds the first of another's. Each slot writes its own keys and values at its own age, and looks
 at no more than it wrote.
 """
 
@@ -134,7 +134,7 @@ def merge(parts: Sequence[tuple[Tensor, Tensor]], sinks: Tensor | None = None) -
 
 @dataclass(frozen=True)
 class Span:
-    """Lines ``start`` to before ``stop``, in the order of :attr:`Lines.order`, of one context."""
+    """Slots ``start`` to before ``stop`` of one context, in the order of ``BatchSlots.order``."""
 
     start: int
     stop: int
@@ -146,11 +146,11 @@ class Step:
     """What the layers need to know of the tokens that are being written.
 
     Attributes:
-        start: where all lines write, or None if their ages differ.
-        end: up to where the lines that are furthest hold keys afterwards.
-        places: ``[lines or 1, new]`` int64, where each line writes; None for one token of all lines
+        start: where all slots write, or None if their ages differ.
+        end: up to where the slots that are furthest hold keys afterwards.
+        places: ``[slots or 1, new]`` int64, where each slot writes; None for one token of all slots
             of the same age.
-        bias: ``[lines or 1, 1, new, end]``, 0 for keys that a token may look at, else minus
+        bias: ``[slots or 1, 1, new, end]``, 0 for keys that a token may look at, else minus
             infinity; None where each may look at all.
     """
 
@@ -160,20 +160,20 @@ class Step:
     bias: Tensor | None
 
 
-class Lines:
-    """The lines of a batch.
+class BatchSlots:
+    """The slots of a batch.
 
     Args:
-        contexts: of each line, the number of the context it continues.
+        contexts: of each slot, the number of the context it continues.
         dtype: of the model.
         device: where its tensors are.
 
     Attributes:
         contexts: as given, kept up to date.
-        ages: how many own tokens each line holds.
+        ages: how many own tokens each slot holds.
         padding: how many of these, the first ones, are none; nobody looks at them.
-        order: ``[lines]`` int64, the lines sorted by context; None if they already are.
-        back: ``[lines]`` int64, where each line is in that order; None likewise.
+        order: ``[slots]`` int64, the slots sorted by context; None if they already are.
+        back: ``[slots]`` int64, where each slot is in that order; None likewise.
         spans: of the contexts, in that order.
         step: of the tokens that are being written.
     """
@@ -189,49 +189,49 @@ class Lines:
         return len(self.contexts)
 
     def _sort(self) -> None:
-        order = sorted(range(len(self)), key=lambda line: self.contexts[line])
+        order = sorted(range(len(self)), key=lambda slot: self.contexts[slot])
         self.order = self.back = None
         if order != list(range(len(self))):
             self.order = torch.tensor(order, device=self.device)
             self.back = self.order.argsort()
         self.spans = []
-        for at, line in enumerate(order):
-            context = self.contexts[line]
+        for at, slot in enumerate(order):
+            context = self.contexts[slot]
             if self.spans and self.spans[-1].context == context:
                 self.spans[-1] = Span(self.spans[-1].start, at + 1, context)
             else:
                 self.spans.append(Span(at, at + 1, context))
 
-    def put(self, lines: list[int], contexts: list[int]) -> None:
-        """Rows of these contexts begin in these lines; lines after the last one are new."""
-        for line, context in zip(lines, contexts, strict=True):
-            if line == len(self):
+    def put(self, slots: list[int], contexts: list[int]) -> None:
+        """Rows of these contexts begin in these slots; slots after the last one are new."""
+        for slot, context in zip(slots, contexts, strict=True):
+            if slot == len(self):
                 self.contexts.append(context)
                 self.ages.append(0)
                 self.padding.append(0)
             else:
-                self.contexts[line], self.ages[line], self.padding[line] = context, 0, 0
-                self._idle.discard(line)
+                self.contexts[slot], self.ages[slot], self.padding[slot] = context, 0, 0
+                self._idle.discard(slot)
         self._sort()
 
     def keep(self, index: list[int]) -> None:
-        """Only the given lines, in the given order."""
-        self._idle = {at for at, line in enumerate(index) if line in self._idle}
-        self.contexts = [self.contexts[line] for line in index]
-        self.ages = [self.ages[line] for line in index]
-        self.padding = [self.padding[line] for line in index]
+        """Only the given slots, in the given order."""
+        self._idle = {at for at, slot in enumerate(index) if slot in self._idle}
+        self.contexts = [self.contexts[slot] for slot in index]
+        self.ages = [self.ages[slot] for slot in index]
+        self.padding = [self.padding[slot] for slot in index]
         self._sort()
 
-    def retire(self, lines: list[int]) -> None:
+    def retire(self, slots: list[int]) -> None:
         """Nobody looks at these any more; what they compute until they are taken is thrown away."""
-        self._idle.update(lines)
+        self._idle.update(slots)
 
     def begin(self, new: int) -> None:
-        """Each line is about to write ``new`` tokens; sets :attr:`step`."""
-        busy = [age for line, age in enumerate(self.ages) if line not in self._idle]
+        """Each slot is about to write ``new`` tokens; sets :attr:`step`."""
+        busy = [age for slot, age in enumerate(self.ages) if slot not in self._idle]
         oldest = max(busy, default=0)
-        for line in self._idle:  # kept in step, so that they neither differ nor need room
-            self.ages[line] = oldest
+        for slot in self._idle:  # kept in step, so that they neither differ nor need capacity
+            self.ages[slot] = oldest
         start = oldest if min(busy, default=0) == oldest else None
         places = bias = None
         if start is None or new > 1 or any(self.padding):
@@ -245,7 +245,7 @@ class Lines:
 
     def _unseen(self, places: Tensor, end: int) -> Tensor:
         """Which of the keys before ``end`` tokens at these places may not look at,
-        ``[lines or 1, 1, new, end]`` bool."""
+        ``[slots or 1, 1, new, end]`` bool."""
         keys, own = torch.arange(end, device=self.device), places[:, None, :, None]
         unseen = keys > own
         if any(self.padding):
@@ -259,17 +259,17 @@ class Lines:
         self.ages = [age + new for age in self.ages]
 
     def write(self, buffer: Tensor, states: Tensor) -> Tensor:
-        """Write ``[lines, heads, new, dim]`` into a buffer ``[capacity, heads, room, dim]``.
+        """Write ``[slots, heads, new, dim]`` into a buffer ``[max_rows, heads, capacity, dim]``.
 
         Returns:
-            A view of what the lines hold, ``[lines, heads, end, dim]``.
+            A view of what the slots hold, ``[slots, heads, end, dim]``.
         """
         used = buffer[: len(self), :, : self.step.end]
         if self.step.start is not None:
             used[:, :, self.step.start :] = states
         else:
-            line = torch.arange(len(self), device=self.device)[:, None]
-            used[line, :, self.step.places] = states.transpose(1, 2)
+            slot = torch.arange(len(self), device=self.device)[:, None]
+            used[slot, :, self.step.places] = states.transpose(1, 2)
         return used
 
 
@@ -346,33 +346,35 @@ class PrefixLayer(DynamicLayer):
 
 
 class SharedLayer(PrefixLayer):
-    """The layer's part of several contexts, by reference, and room for the tokens that rows add.
+    """The layer's part of several contexts, by reference, and buffers for what rows add.
 
     ``keys`` and ``values`` are views of the rows' own tokens only, ``[rows, kv_heads, own, dim]``;
-    lengths and mask sizes count the context's as well, padding included. Tokens beyond the room
+    lengths and mask sizes count the context's as well, padding included. Tokens beyond the capacity
     make it grow.
 
     Args:
         layer: a prefilled layer, whose keys say how many heads there are.
-        lines: of the batch, the same for all layers of a cache.
-        room: for how many tokens of a row.
-        capacity: for how many rows; more make it grow.
+        slots: of the batch, the same for all layers of a cache.
+        capacity: for how many tokens of a row.
+        max_rows: for how many rows; more make it grow.
 
     Attributes:
         contexts: by number, keys and values ``[1, kv_heads, tokens, dim]`` of a context's prefix.
         length: tokens of all that a mask covers, own ones included.
     """
 
-    def __init__(self, layer: DynamicLayer, lines: Lines, room: int, capacity: int) -> None:
+    def __init__(
+        self, layer: DynamicLayer, slots: BatchSlots, capacity: int, max_rows: int
+    ) -> None:
         super().__init__()
         self.dtype, self.device, self.is_initialized = layer.keys.dtype, layer.keys.device, True
-        self.lines, self.contexts, self.length = lines, {}, 0
+        self.slots, self.contexts, self.length = slots, {}, 0
         # Zeros: what is stored beyond a row's age is multiplied with a weight of zero.
         self._buffers = tuple(
-            tensor.new_zeros(capacity, tensor.shape[1], room, tensor.shape[-1])
+            tensor.new_zeros(max_rows, tensor.shape[1], capacity, tensor.shape[-1])
             for tensor in (layer.keys, layer.values)
         )
-        self.keys, self.values = (buffer[: len(lines), :, :0] for buffer in self._buffers)
+        self.keys, self.values = (buffer[: len(slots), :, :0] for buffer in self._buffers)
 
     def refer(self, layer: DynamicLayer, padding: list[int], numbers: dict[int, int]) -> None:
         """From now on rows may continue these contexts, and only those that still have rows.
@@ -380,9 +382,9 @@ class SharedLayer(PrefixLayer):
         Args:
             layer: of a prefill, left as it is.
             padding: ``[contexts]``, tokens of left padding of each of its contexts.
-            numbers: by which number lines call which of them.
+            numbers: by which number slots call which of them.
         """
-        used = set(self.lines.contexts)
+        used = set(self.slots.contexts)
         self.contexts = {n: known for n, known in self.contexts.items() if n in used}
         for number, context in numbers.items():
             one, tokens = slice(context, context + 1), slice(padding[context], None)
@@ -397,20 +399,20 @@ class SharedLayer(PrefixLayer):
             RuntimeError: the model's attention passed by what was returned the last time.
         """
         self.demand_attention()
-        self._make_room()
+        self._grow()
         self.keys, self.values = (
-            self.lines.write(buffer, states)
+            self.slots.write(buffer, states)
             for buffer, states in zip(self._buffers, (key_states, value_states), strict=True)
         )
         self.length += key_states.shape[-2]
         return self.hand_out(self.keys), self.values
 
-    def _make_room(self) -> None:
-        rows, room = len(self.lines), self.lines.step.end
-        if rows > self._buffers[0].shape[0] or room > self._buffers[0].shape[2]:
+    def _grow(self) -> None:
+        rows, capacity = len(self.slots), self.slots.step.end
+        if rows > self._buffers[0].shape[0] or capacity > self._buffers[0].shape[2]:
             more = (
                 buffer.new_zeros(
-                    max(rows, buffer.shape[0]), buffer.shape[1], max(room, buffer.shape[2]),
+                    max(rows, buffer.shape[0]), buffer.shape[1], max(capacity, buffer.shape[2]),
                     buffer.shape[3],
                 )
                 for buffer in self._buffers
@@ -425,12 +427,12 @@ class SharedLayer(PrefixLayer):
         found = []
         for which, own in enumerate((self.keys, self.values)):
             whole = own.new_zeros(*own.shape[:2], length, own.shape[-1])
-            for line, context in enumerate(self.lines.contexts):
+            for slot, context in enumerate(self.slots.contexts):
                 before = self.contexts[context][which][0]
-                mine = own[line, :, self.lines.padding[line] :]
+                mine = own[slot, :, self.slots.padding[slot] :]
                 begin = length - before.shape[-2] - mine.shape[-2]
-                whole[line, :, begin : begin + before.shape[-2]] = before
-                whole[line, :, begin + before.shape[-2] :] = mine
+                whole[slot, :, begin : begin + before.shape[-2]] = before
+                whole[slot, :, begin + before.shape[-2] :] = mine
             found.append(whole)
         return tuple(found)
 
@@ -467,10 +469,10 @@ class SharedLayer(PrefixLayer):
         """
         self.waiting = False
         numbers = {"scaling": scaling, "softcap": softcap}
-        own = attend(query, key, value, bias=self.lines.step.bias, **numbers)
-        order, back = self.lines.order, self.lines.back
+        own = attend(query, key, value, bias=self.slots.step.bias, **numbers)
+        order, back = self.slots.order, self.slots.back
         sorted_query = query if order is None else query[order]
-        parts = [self._attend_prefix(sorted_query, span, numbers) for span in self.lines.spans]
+        parts = [self._attend_prefix(sorted_query, span, numbers) for span in self.slots.spans]
         if len(parts) == 1:
             return merge([parts[0], own], sinks)
         before = tuple(torch.cat(tensors) for tensors in zip(*parts, strict=True))

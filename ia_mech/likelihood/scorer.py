@@ -21,14 +21,14 @@ from transformers import PreTrainedModel
 from ia_mech.chat.format import ChatFormat
 from ia_mech.data.conversations import UNPERTURBED, Conversation
 from ia_mech.engine.loop import Decoded
-from ia_mech.engine.plan import Halving, consecutive
+from ia_mech.engine.plan import OomBackoff, consecutive
 from ia_mech.engine.prefill import Prefilled
 from ia_mech.engine.score import Scored, Turn, score, score_groups
 from ia_mech.engine.shared_prefix import Engine
 from ia_mech.errors import UserError
 from ia_mech.likelihood.candidates import OTHER, REFERENCE, Candidate, OwnCandidates, rivals
-from ia_mech.likelihood.counterfactual_prefill import Ids, prefill_others, trunk
-from ia_mech.likelihood.swaps import Donors
+from ia_mech.likelihood.counterfactual_prefill import Ids, prefill_counterfactuals, shared_prefix
+from ia_mech.likelihood.swaps import SwapSources
 
 SCORED = (
     *(round(0.1 * step, 1) for step in range(1, 16)),  # 0.1, 0.2, … 1.5
@@ -42,7 +42,9 @@ def scored_temperatures(sampled: Iterable[float]) -> tuple[float, ...]:
 
 
 HELD_TOKENS = 4096  # of other contexts whose turns are scored together
-NOBODY_LENDS = "no other source of its dataset has another response to lend: use more conversations"
+NO_SWAP_SOURCE = (
+    "no other source of its dataset has another response to lend: use more conversations"
+)
 SAID = {"empty": "empty response", "swapped": "swapped response", "header": "bare header"}
 
 
@@ -159,7 +161,7 @@ class Scorer:
     Args:
         model: the subject model.
         chat: its format.
-        donors: all conversations of the run.
+        swap_sources: all conversations of the run.
         temperatures: at which the candidates are scored.
         swaps: how many other responses each turn is scored after.
         generations: whether generations are, too.
@@ -174,23 +176,23 @@ class Scorer:
         self,
         model: PreTrainedModel,
         chat: ChatFormat,
-        donors: Donors,
+        swap_sources: SwapSources,
         temperatures: Sequence[float],
         *,
         swaps: int,
         generations: bool,
         own: OwnCandidates | None,
         limit: int | None,
-        rows_limit: Halving,
+        rows_limit: OomBackoff,
         note: Callable[[str, str], None],
         share: bool = True,
     ) -> None:
-        self._model, self._chat, self._donors = model, chat, donors
+        self._model, self._chat, self._swap_sources = model, chat, swap_sources
         self._temperatures, self._swaps, self._generations = temperatures, swaps, generations
         self._own, self._limit, self._rows_limit, self._note = own, limit, rows_limit, note
         self._share = share
         self._branches = share and Engine.possible(model).whole
-        self._others_limit = Halving(10**6, outermost=False)
+        self._others_limit = OomBackoff(10**6, outermost=False)
         self._closing = [] if chat.closing_id is None else [chat.closing_id]
 
     def score(
@@ -214,8 +216,8 @@ class Scorer:
             contexts: its members, in that order.
         """
         scores = [ContextScores() for _ in contexts]
-        lenders = [self._lenders(context) for context in contexts]
-        self._score_candidates(prefilled, contexts, lenders, scores)
+        sources = [self._sources_for(context) for context in contexts]
+        self._score_candidates(prefilled, contexts, sources, scores)
         return scores
 
     def add_contrasts(
@@ -245,18 +247,18 @@ class Scorer:
                 scores[at].generations = [probe.contrasts for probe in own]
                 probes += own
         if probes:
-            lenders = [self._lenders(context) for context in contexts]
-            self._contrast(contexts, lenders, scores, probes)
+            sources = [self._sources_for(context) for context in contexts]
+            self._contrast(contexts, sources, scores, probes)
 
-    def _lenders(self, context: Scorable) -> list:
+    def _sources_for(self, context: Scorable) -> list:
         """The conversations whose responses its turns are scored after."""
         if context.perturbed:
             return []
-        return self._donors.responses(context.order, self._swaps)
+        return self._swap_sources.responses(context.order, self._swaps)
 
     # -- in the context itself ------------------------------------------------------------------
 
-    def _score_candidates(self, prefilled, contexts, lenders, scores) -> None:
+    def _score_candidates(self, prefilled, contexts, sources, scores) -> None:
         found: list[tuple[int, Candidate, list[int]]] = []
         for at, context in enumerate(contexts):
             if context.reference_ids is None:
@@ -266,8 +268,8 @@ class Scorer:
             found.append((at, genuine, list(context.reference_ids)))
             if context.perturbed:
                 continue
-            lender = self._donors.reference(context.order, lenders[at])
-            for candidate in rivals(conversation, lender, self._own):
+            swap_source = self._swap_sources.reference(context.order, sources[at])
+            for candidate in rivals(conversation, swap_source, self._own):
                 ids = self._ids_of(context, candidate)
                 if ids is not None:
                     found.append((at, candidate, ids))
@@ -303,7 +305,7 @@ class Scorer:
 
     # -- in other contexts ----------------------------------------------------------------------
 
-    def _contrast(self, contexts, lenders, scores, probes: list[_Probe]) -> None:
+    def _contrast(self, contexts, sources, scores, probes: list[_Probe]) -> None:
         """Score every probe after an empty response, other responses and the bare header."""
         of: dict[int, list[_Probe]] = {}
         for probe in probes:
@@ -322,20 +324,22 @@ class Scorer:
 
         for at in of:
             conversation = contexts[at].conversation
-            if self._swaps and not lenders[at] and not contexts[at].perturbed:
-                self._note(SAID["swapped"], NOBODY_LENDS)
-            for lender in lenders[at]:
-                if add(at, "swapped", self._context_with(conversation, lender.response, "swapped")):
-                    scores[at].swapped_from.append(lender.id)
+            if self._swaps and not sources[at] and not contexts[at].perturbed:
+                self._note(SAID["swapped"], NO_SWAP_SOURCE)
+            for swap_source in sources[at]:
+                if add(
+                    at, "swapped", self._context_with(conversation, swap_source.response, "swapped")
+                ):
+                    scores[at].swapped_from.append(swap_source.id)
             add(at, "empty", self._context_with(conversation, "", "empty"))
             add(at, "header", self._opening(conversation))
             for probe in of[at]:
                 probe.contrasts.swapped = [None] * len(scores[at].swapped_from)
-        trunks = self._trunks(others)
-        ids = sorted(others, key=lambda one: (trunks[one], len(one)))
+        prefixes = self._trunks(others)
+        ids = sorted(others, key=lambda one: (prefixes[one], len(one)))
         for held in consecutive([len(one) for one in ids], HELD_TOKENS):
             self._others_limit.map(
-                lambda part: self._score_after(part, trunks, others, of), [ids[i] for i in held]
+                lambda part: self._score_after(part, prefixes, others, of), [ids[i] for i in held]
             )
 
     def _trunks(self, others: dict[Ids, list[_Slot]]) -> dict[Ids, Ids]:
@@ -345,14 +349,17 @@ class Scorer:
             if self._branches and slots[0].name != "header":
                 of.setdefault(slots[0].context, []).append(ids)
         found = {
-            ids: begun for several in of.values() for begun in [trunk(several)] for ids in several
+            ids: begun
+            for several in of.values()
+            for begun in [shared_prefix(several)]
+            for ids in several
         }
         return dict.fromkeys(others, ()) | found
 
     def _score_after(
         self,
         ids: Sequence[Ids],
-        trunks: dict[Ids, Ids],
+        prefixes: dict[Ids, Ids],
         others: dict[Ids, list[_Slot]],
         of: dict[int, list[_Probe]],
     ) -> Sequence[Ids]:
@@ -360,7 +367,7 @@ class Scorer:
 
         They are prefilled in groups, but all scored together: their turns are few and short.
         """
-        groups, order = prefill_others(self._model, ids, [trunks[one] for one in ids])
+        groups, order = prefill_counterfactuals(self._model, ids, [prefixes[one] for one in ids])
         meant = [
             (row, slot, probe)
             for row, one in enumerate(ids[i] for i in order)
@@ -482,7 +489,7 @@ def _candidate(one: ScoredCandidate, closed: bool) -> dict:
     return {
         "name": one.candidate.name,
         "text": one.candidate.text,
-        "lender": one.candidate.lender,
+        "lender": one.candidate.swap_source,
         "tokens": len(one.ids),
         "logprob": likelihood.content,
         "logprob_with_end": likelihood.whole,
