@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ia_mech.engine.loop import CPU_LOGITS, cpu_slices
+from ia_mech.engine.loop import cpu_slices
 from ia_mech.engine.plan import plan_units
 from ia_mech.engine.prefill import Prefilled, State, can_join, expand, forward, join
 
@@ -167,7 +167,7 @@ def _score_tokens(logits: Tensor, ids: Tensor, temperatures: Sequence[float]) ->
     # the cache. Not by log_softmax, which takes half of that, but is off by up to 1e-5, one way.
     logprobs = torch.empty(1 + len(temperatures), len(ids), device=logits.device)
     ranks, greedy = torch.empty_like(ids), torch.empty_like(ids, dtype=torch.bool)
-    for part in cpu_slices(*logits.shape, CPU_LOGITS, logits.device):
+    for part in cpu_slices(*logits.shape, logits.device):
         one, chosen = logits[part], ids[part, None]
         for at, temperature in enumerate((1.0, *temperatures)):
             scaled = one / temperature
