@@ -143,7 +143,9 @@ class Stream:
             As many rows as there are free slots, of those that don't end with their first token,
             and these tokens.
         """
-        schedule, going, first = self._schedule, [], []
+        schedule = self._schedule
+        going: list[int] = []
+        first: list[Tensor] = []
         while len(going) < schedule.free:
             left = [r for r in schedule.waiting if self._rows[r].context < self._end]
             rows = schedule.take(min(schedule.free - len(going), len(left)))

@@ -10,6 +10,7 @@ than what the batch has seen is padded on its left, and a longer one pads the ba
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from torch.nn.functional import pad
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import (
     CacheLayerMixin,
+    DummyLayer,
     DynamicLayer,
     DynamicSlidingWindowLayer,
     LinearAttentionCacheLayerMixin,
@@ -24,10 +26,11 @@ from transformers.cache_utils import (
 
 from ia_mech.engine.capture import ResidualCapture
 from ia_mech.engine.packed import packed_linears
-from ia_mech.engine.shared_prefix import BatchSlots, SharedLayer, sharing
+from ia_mech.engine.shared_prefix import BatchSlots, SharedLayer, held, sharing
 from ia_mech.models.load import accepts
 
 RECURRENT = ("conv_states", "recurrent_states")
+CacheLayer = CacheLayerMixin | LinearAttentionCacheLayerMixin | DummyLayer
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,7 @@ class State:
 
         Goes layer by layer, so at most one layer is in memory twice.
         """
-        self.cache.reorder_cache(index)
+        self.cache.reorder_cache(cast(torch.LongTensor, index))  # which is its dtype
         self.mask, self.position = self.mask[index], self.position[index]
         if self.slots is not None:
             self.slots.keep(index.tolist())
@@ -145,6 +148,7 @@ def continue_prefill(
     length = int(lengths.max())
     cache = DynamicCache(config=model.config)
     for number, layer in enumerate(state.cache.layers):
+        assert isinstance(layer, SharedLayer)
         cache.update(*layer.in_one_place(length), number)
     real = torch.arange(length, device=model.device) >= length - lengths
     return Prefilled(State(cache, real.long(), state.position), logits, None)
@@ -180,7 +184,9 @@ def forward(
     """
     positions = state.position[:, None] + mask.cumsum(-1) - 1
     state.mask = torch.cat([state.mask, mask], dim=-1)
-    arguments = {"logits_to_keep": keep} if accepts(model, "logits_to_keep") else {}
+    arguments: dict[str, int | Tensor] = {}
+    if accepts(model, "logits_to_keep"):
+        arguments["logits_to_keep"] = keep
     if accepts(model, "position_ids"):
         arguments["position_ids"] = positions.clamp(min=0)
     if state.slots is not None:
@@ -237,7 +243,8 @@ def expand(
     for layer in state.cache.layers:
         if _is_full(layer) and share:
             if new.slots is None:
-                new.slots = BatchSlots(numbers, layer.keys.dtype, layer.keys.device)
+                keys, _ = held(layer)
+                new.slots = BatchSlots(numbers, keys.dtype, keys.device)
             shared = SharedLayer(layer, new.slots, capacity, max(max_rows, len(numbers)))
             shared.refer(
                 layer, _left_padding(state.mask), dict(zip(numbers, contexts, strict=True))
@@ -251,9 +258,9 @@ def expand(
     return new
 
 
-def _is_full(layer: CacheLayerMixin) -> bool:
+def _is_full(layer: object) -> TypeGuard[DynamicLayer]:
     """Whether a cache layer is one of full attention and holds something."""
-    return type(layer) is DynamicLayer and layer.is_initialized
+    return type(layer) is DynamicLayer and bool(layer.is_initialized)
 
 
 def _left_padding(mask: Tensor) -> list[int]:
@@ -261,13 +268,13 @@ def _left_padding(mask: Tensor) -> list[int]:
     return (mask.cumsum(-1) == 0).sum(-1).tolist()
 
 
-def _selected(layer: CacheLayerMixin, index: Tensor) -> CacheLayerMixin:
+def _selected(layer: CacheLayer, index: Tensor) -> CacheLayer:
     """A copy of a layer that holds the given rows; the layer is left as it was."""
     twin = copy.copy(layer)
     for name, value in vars(twin).items():
         if isinstance(value, dict):
             setattr(twin, name, dict(value))
-    twin.reorder_cache(index)
+    twin.reorder_cache(cast(torch.LongTensor, index))
     return twin
 
 
@@ -285,11 +292,15 @@ class PreallocatedLayer(DynamicLayer):
         capacity: how many tokens more to allocate.
     """
 
+    keys: Tensor
+    values: Tensor
+
     def __init__(self, layer: DynamicLayer, index: Tensor, capacity: int) -> None:
         super().__init__()
-        self.dtype, self.device, self.is_initialized = layer.keys.dtype, layer.keys.device, True
-        self._allocate(layer.keys, layer.values, index, capacity)
-        self._use(layer.keys.shape[-2])
+        keys, values = held(layer)
+        self.dtype, self.device, self.is_initialized = keys.dtype, keys.device, True
+        self._allocate(keys, values, index, capacity)
+        self._use(keys.shape[-2])
 
     def _allocate(self, keys: Tensor, values: Tensor, index: Tensor, capacity: int) -> None:
         """Buffers ``[rows, heads, length + capacity, dim]`` that begin with these rows."""
@@ -333,7 +344,7 @@ def can_join(state: State) -> bool:
     return state.slots is not None and all(map(_is_known, state.cache.layers))
 
 
-def _is_known(layer: CacheLayerMixin) -> bool:
+def _is_known(layer: object) -> bool:
     recurrent = isinstance(layer, LinearAttentionCacheLayerMixin)
     holds_keys = isinstance(layer, DynamicLayer)
     return type(layer) in (SharedLayer, DynamicSlidingWindowLayer) or (recurrent and not holds_keys)
@@ -366,6 +377,7 @@ def join(
     contexts = dict(zip(numbers, index.tolist(), strict=True))
     for layer, theirs in zip(state.cache.layers, source.cache.layers, strict=True):
         if isinstance(layer, SharedLayer):
+            assert isinstance(theirs, DynamicLayer)
             layer.refer(theirs, padding, contexts)
             layer.length = length
         elif isinstance(layer, DynamicSlidingWindowLayer):
@@ -384,10 +396,10 @@ def put_rows(old: Tensor, new: Tensor, at: Tensor, rows: int) -> Tensor:
 
 
 def _put_window(layer, fresh, at: Tensor, rows: int, length: int) -> None:
-    held = min(length, layer.sliding_window - 1)
+    tokens = min(length, layer.sliding_window - 1)
     for name in ("keys", "values"):
         ours, theirs = (
-            pad(tensor, (0, 0, held - tensor.shape[-2], 0))
+            pad(tensor, (0, 0, tokens - tensor.shape[-2], 0))
             for tensor in (getattr(layer, name), getattr(fresh, name))
         )
         setattr(layer, name, put_rows(ours, theirs, at, rows))

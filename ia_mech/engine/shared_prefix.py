@@ -15,6 +15,7 @@ In this order: attention over parts (:func:`attend`, :func:`merge`), which row s
 """
 
 import contextlib
+import functools
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -117,10 +118,11 @@ def merge(parts: Sequence[tuple[Tensor, Tensor]], sinks: Tensor | None = None) -
         totals.append(sinks.float()[:, None].expand_as(totals[0]))
     # [batch, heads, new, parts]; not a number only where every part has nothing to see
     weights = torch.stack(totals, -1).softmax(-1).nan_to_num(0.0)
-    merged = sum(
+    weighted = (
         average.float() * weight[..., None]
         for (average, _), weight in zip(parts, weights.unbind(-1), strict=False)
     )
+    merged = functools.reduce(torch.add, weighted)
     return merged.to(parts[0][0].dtype)
 
 
@@ -190,7 +192,7 @@ class BatchSlots:
         if order != list(range(len(self))):
             self.order = torch.tensor(order, device=self.device)
             self.back = self.order.argsort()
-        self.spans = []
+        self.spans: list[Span] = []
         for at, slot in enumerate(order):
             context = self.contexts[slot]
             if self.spans and self.spans[-1].context == context:
@@ -272,6 +274,8 @@ class BatchSlots:
 # In transformers' tables; "ia_mech_shared_sdpa" where other layers are left to sdpa.
 NAME = "ia_mech_shared"
 
+ATTRIBUTE = "shared_layer"  # of keys that a shared layer handed out: the layer
+
 UNUSED = "its attention doesn't use the cached keys as they are"
 
 
@@ -316,6 +320,12 @@ class Engine:
         return f"{self.name} ({self.why})" if self.why else self.name
 
 
+def held(layer: DynamicLayer) -> tuple[Tensor, Tensor]:
+    """Keys and values ``[rows, kv_heads, tokens, dim]`` of a prefilled layer."""
+    assert layer.keys is not None and layer.values is not None
+    return layer.keys, layer.values
+
+
 class PrefixLayer(DynamicLayer):
     """A layer that hands out only the rows' own keys, and attends to prefixes by itself.
 
@@ -324,6 +334,8 @@ class PrefixLayer(DynamicLayer):
         window: tokens of its sliding window, None if it has none.
     """
 
+    keys: Tensor
+    values: Tensor
     waiting = False
     window: int | None = None
 
@@ -332,7 +344,7 @@ class PrefixLayer(DynamicLayer):
         the cache. A view that isn't kept, or the two would keep each other alive."""
         self.waiting = True
         keys = keys[:]
-        keys.shared_layer = self
+        setattr(keys, ATTRIBUTE, self)
         return keys
 
     def demand_attention(self) -> None:
@@ -363,12 +375,14 @@ class SharedLayer(PrefixLayer):
         self, layer: DynamicLayer, slots: BatchSlots, capacity: int, max_rows: int
     ) -> None:
         super().__init__()
-        self.dtype, self.device, self.is_initialized = layer.keys.dtype, layer.keys.device, True
-        self.slots, self.contexts, self.length = slots, {}, 0
+        keys, values = held(layer)
+        self.dtype, self.device, self.is_initialized = keys.dtype, keys.device, True
+        self.slots, self.length = slots, 0
+        self.contexts: dict[int, tuple[Tensor, Tensor]] = {}
         # Zeros: what is stored beyond a row's age is multiplied with a weight of zero.
         self._buffers = tuple(
             tensor.new_zeros(max_rows, tensor.shape[1], capacity, tensor.shape[-1])
-            for tensor in (layer.keys, layer.values)
+            for tensor in (keys, values)
         )
         self.keys, self.values = (buffer[: len(slots), :, :0] for buffer in self._buffers)
 
@@ -382,9 +396,10 @@ class SharedLayer(PrefixLayer):
         """
         used = set(self.slots.contexts)
         self.contexts = {n: known for n, known in self.contexts.items() if n in used}
+        keys, values = held(layer)
         for number, context in numbers.items():
             one, tokens = slice(context, context + 1), slice(padding[context], None)
-            self.contexts[number] = layer.keys[one, :, tokens], layer.values[one, :, tokens]
+            self.contexts[number] = keys[one, :, tokens], values[one, :, tokens]
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args, **kwargs
@@ -414,8 +429,8 @@ class SharedLayer(PrefixLayer):
     def in_one_place(self, length: int) -> tuple[Tensor, Tensor]:
         """Copies of prefix and own keys and values, ``[rows, kv_heads, length, dim]``, left-padded
         with zeros."""
-        found = []
-        for which, own in enumerate((self.keys, self.values)):
+
+        def joined(which: int, own: Tensor) -> Tensor:
             whole = own.new_zeros(*own.shape[:2], length, own.shape[-1])
             for slot, context in enumerate(self.slots.contexts):
                 before = self.contexts[context][which][0]
@@ -423,8 +438,9 @@ class SharedLayer(PrefixLayer):
                 begin = length - before.shape[-2] - mine.shape[-2]
                 whole[slot, :, begin : begin + before.shape[-2]] = before
                 whole[slot, :, begin + before.shape[-2] :] = mine
-            found.append(whole)
-        return tuple(found)
+            return whole
+
+        return joined(0, self.keys), joined(1, self.values)
 
     def get_seq_length(self) -> int:
         return self.length
@@ -458,19 +474,22 @@ class SharedLayer(PrefixLayer):
             ``[rows, heads, new, value_dim]``.
         """
         self.waiting = False
-        numbers = {"scaling": scaling, "softcap": softcap}
-        own = attend(query, key, value, bias=self.slots.step.bias, **numbers)
+        bias = self.slots.step.bias
+        own = attend(query, key, value, scaling=scaling, softcap=softcap, bias=bias)
         order, back = self.slots.order, self.slots.back
         sorted_query = query if order is None else query[order]
-        parts = [self._attend_prefix(sorted_query, span, numbers) for span in self.slots.spans]
+        spans = self.slots.spans
+        parts = [self._attend_prefix(sorted_query, span, scaling, softcap) for span in spans]
         if len(parts) == 1:
             return merge([parts[0], own], sinks)
-        before = tuple(torch.cat(tensors) for tensors in zip(*parts, strict=True))
+        average, total = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
         if back is not None:
-            before = tuple(tensor[back] for tensor in before)
-        return merge([before, own], sinks)
+            average, total = average[back], total[back]
+        return merge([(average, total), own], sinks)
 
-    def _attend_prefix(self, query: Tensor, span: Span, numbers: dict) -> tuple[Tensor, Tensor]:
+    def _attend_prefix(
+        self, query: Tensor, span: Span, scaling: float, softcap: float | None
+    ) -> tuple[Tensor, Tensor]:
         """Attention of the rows of a span over their context, as :func:`attend` returns it."""
         keys, values = self.contexts[span.context]
         query = query[span.start : span.stop]
@@ -480,7 +499,7 @@ class SharedLayer(PrefixLayer):
         folded = (
             query.reshape(rows, kv_heads, -1, dim).transpose(0, 1).reshape(1, kv_heads, -1, dim)
         )
-        average, total = attend(folded, keys, values, **numbers)
+        average, total = attend(folded, keys, values, scaling=scaling, softcap=softcap)
         average = average.reshape(kv_heads, rows, -1, values.shape[-1]).transpose(0, 1)
         total = total.reshape(kv_heads, rows, -1).transpose(0, 1)
         return average.reshape(rows, heads, new, -1), total.reshape(rows, heads, new)
@@ -533,7 +552,7 @@ def _registered(original: str | None) -> str:
 
 def _attention_or(original: str) -> Callable:
     def attention(module, query, key, value, attention_mask, **kwargs):
-        if hasattr(key, "shared_layer"):
+        if hasattr(key, ATTRIBUTE):
             return _attention(module, query, key, value, attention_mask, **kwargs)
         # As the model's own code looks it up: each has an eager function of its own.
         code = sys.modules[type(module).__module__]
@@ -559,13 +578,14 @@ def _attention(
     **kwargs,
 ) -> tuple[Tensor, None]:
     """Attention as ``transformers`` calls it, over a shared layer; ``[rows, new, heads, dim]``."""
-    if not hasattr(key, "shared_layer"):
+    layer = getattr(key, ATTRIBUTE, None)
+    if layer is None:
         raise RuntimeError(UNUSED)
     # Models that rely on masks don't pass their windows here.
-    if sliding_window not in (None, key.shared_layer.window):
+    if sliding_window not in (None, layer.window):
         raise NotImplementedError("the layer's keys aren't kept for this sliding window")
     if position_bias is not None:
         raise NotImplementedError("a shared layer knows no position bias")
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    output = key.shared_layer.attend(query, key, value, scaling, softcap, s_aux)
+    output = layer.attend(query, key, value, scaling, softcap, s_aux)
     return output.transpose(1, 2).contiguous(), None
