@@ -324,9 +324,9 @@ def test_a_run_decodes_from_static_buffers_where_the_engine_says_so(
 ):
     """Responses and user turns; what is recorded says so, and the rows are those of the loop."""
     config = SampleConfig(
-        limit=6,
+        limit=3,
         grid=Grid((0.7, 1.0), 2, 8, 0),
-        batch_rows=20,
+        batch_rows=10,
         response=response,
         swaps=0,
         max_response_tokens=6,
