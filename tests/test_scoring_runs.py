@@ -19,7 +19,6 @@ from ia_mech.collect.config import SampleConfig
 from ia_mech.collect.job import collect
 from ia_mech.engine import plan
 from ia_mech.engine.plan import Grid
-from ia_mech.errors import UserError
 from ia_mech.likelihood.scorer import NO_SWAP_SOURCE, Scorer
 from ia_mech.models.load import Subject
 from ia_mech.run import Run, RunWriter, layout
@@ -216,15 +215,6 @@ def test_an_interrupted_run_goes_on_to_the_same_digest(config, tiny_subject, tmp
     assert collect(config, tiny_subject, tmp_path / "merging", Silent()).digest() == expected
 
 
-def test_another_way_to_score_is_another_run(config, tiny_subject, tmp_path):
-    collect(config, tiny_subject, tmp_path / "run", Silent())
-    other = replace(config, swaps=3, score_generations=True)
-    with pytest.raises(UserError, match="holds another configuration") as refused:
-        collect(other, tiny_subject, tmp_path / "run", Silent())
-    assert "config.swaps: 2 there, 3 asked for" in refused.value.problem
-    assert "config.score_generations: False there, True asked for" in refused.value.problem
-
-
 # -- the user's candidates ----------------------------------------------------------------------
 
 
@@ -255,19 +245,6 @@ def test_own_candidates_are_scored_beside_the_others(config, tiny_subject, tmp_p
         rest = [c["logprob_with_end"] for c in row["candidates"][1:]]
         odds = row["reference_logprob_with_end"] - np.logaddexp.reduce(rest)
         np.testing.assert_allclose(row["candidate_log_odds"], odds, rtol=1e-9)
-
-
-def test_other_candidates_under_the_same_name_are_another_run(config, tiny_subject, tmp_path):
-    file = own_candidates(tmp_path / "own.jsonl", {"name": "why", "text": "Why?"})
-    config = replace(config, candidates=file)
-    run = collect(config, tiny_subject, tmp_path / "run", Silent())
-    there = run.record["identity"]["candidates"]
-    before = files(run.path)
-    own_candidates(Path(file), {"name": "why", "text": "Why not?"})
-    with pytest.raises(UserError, match=r"another configuration \(candidates: ") as refused:
-        collect(config, tiny_subject, run.path, Silent())
-    assert there[:37] in refused.value.problem
-    assert files(run.path) == before
 
 
 # -- the command line ---------------------------------------------------------------------------
