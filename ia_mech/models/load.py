@@ -140,7 +140,7 @@ def load(spec: ModelSpec) -> Subject:
 
     Raises:
         UserError: unknown model or device, a model that isn't a causal language model, a checkpoint
-            that lacks weights, or a device without room for it.
+            that lacks weights, or a device with too little memory.
     """
     device = resolve_device(spec.device)
     dtype = resolve_dtype(spec.dtype, device)
