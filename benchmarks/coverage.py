@@ -20,6 +20,7 @@ from itertools import product
 
 import numpy as np
 import scipy
+from ia_mech.stats.paired import sign_flip_p
 from scipy.stats import binomtest
 
 from benchmarks.coverage_data import (
@@ -47,7 +48,6 @@ from ia_mech.stats import (
     rogan_gladen,
     zero_events_bound,
 )
-from ia_mech.stats.paired import sign_flip_p
 
 
 def rates(trials: int) -> None:
