@@ -113,7 +113,7 @@ def alarms(trials: int) -> None:
     """False alarms of the paired test at three levels, down to few sources."""
     runs, levels = 10 * trials, (0.05, 0.01, 0.001)
     print(f"### Paired test under no difference: {runs} data sets a row\n")
-    kinds = (0.02, 0.05, 0.2, 0.5, "log-normal")
+    kinds: tuple[float | str, ...] = (0.02, 0.05, 0.2, 0.5, "log-normal")
     cells = list(product((8, 16, 24, 50, 100), ((1, 8), (8, 8)), kinds))
 
     def rows() -> Iterator[list[object]]:
@@ -257,7 +257,7 @@ def agreement(trials: int) -> None:
                     patterns=16,
                     resamples=500,
                 )
-                covered += e.low <= kappa <= e.high
+                covered += int(e.low <= kappa <= e.high)
             yield [sources, f"{kappa:.3f}", percent(covered / runs)]
 
     table(["sources", "κ", "coverage"], rows(), 3, "kappa")
@@ -284,11 +284,11 @@ def speed(_: int) -> None:
         ),
     }
     print("### Speed: 10,000 resamples of 1,000 sources (8,000 rows), best of three\n")
-    for name, (statistic, of) in cases.items():
+    for name, (statistic, pattern_of) in cases.items():
         spent = []
         for _ in range(3):
             begun = time.perf_counter()
-            cluster_counts(statistic, of, index, resamples=10_000)
+            cluster_counts(statistic, pattern_of, index, resamples=10_000)
             spent.append(time.perf_counter() - begun)
         print(f"- {name}: {min(spent):.2f} s")
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024  # kB on Linux

@@ -102,7 +102,8 @@ def read_runs(
     verdicts = [run.labels.judgements(judge) for run in runs]
     record = _same_judge(runs, judge)
     annotator = _choose_annotator(runs, annotator)
-    turns, earlier = [], {}
+    turns: list[pd.DataFrame] = []
+    earlier: dict[tuple, Path] = {}
     for run, said in zip(runs, verdicts, strict=True):
         frame = _turns(run, judge, said)
         _label(frame, run, annotator, judge)

@@ -162,7 +162,7 @@ class Lookup:
         quantity: str,
         category: str | None = None,
         n: int | None = None,
-    ) -> Any | None:
+    ) -> Any:
         """The row, with the table's columns as attributes; None if there is none."""
         return self._rows.get((dataset, temperature, quantity, category, n))
 
@@ -173,7 +173,7 @@ class Lookup:
     def has(self, quantity: str) -> bool:
         return bool((self._frame["quantity"] == quantity).any())
 
-    def farthest(self, dataset: str, temperature: float | None) -> Any | None:
+    def farthest(self, dataset: str, temperature: float | None) -> Any:
         """Reach at the largest n there is."""
         found = (self.get(dataset, temperature, "reach", n=n) for n in reversed(self.curve))
         return next((row for row in found if row is not None), None)

@@ -51,7 +51,7 @@ def confusion(
     return cells.reshape(size, size)
 
 
-def kappa_of(table: np.ndarray) -> float | np.ndarray:
+def kappa_of(table: ArrayLike) -> np.ndarray:
     """Cohen's kappa, agreement of two raters beyond chance, of ``[..., c, c]`` confusion matrices.
 
     Cohen (1960), Educational and Psychological Measurement 20:37:
@@ -64,11 +64,10 @@ def kappa_of(table: np.ndarray) -> float | np.ndarray:
         shares = table / total
         expected = (shares.sum(-2) * shares.sum(-1)).sum(-1)
         kappa = (np.trace(shares, axis1=-2, axis2=-1) - expected) / (1 - expected)
-    kappa = np.where((total[..., 0, 0] > 0) & (expected < 1), kappa, np.nan)
-    return kappa if kappa.ndim else float(kappa)
+    return np.where((total[..., 0, 0] > 0) & (expected < 1), kappa, np.nan)[()]
 
 
-def balanced_accuracy_of(table: np.ndarray) -> float | np.ndarray:
+def balanced_accuracy_of(table: ArrayLike) -> np.ndarray:
     """Balanced accuracy of ``[..., c, c]`` confusion matrices, truth down and prediction across.
 
     The mean recall over the labels that the truth holds (Brodersen et al. 2010, ICPR); NaN without
@@ -78,8 +77,7 @@ def balanced_accuracy_of(table: np.ndarray) -> float | np.ndarray:
     right, actual = np.diagonal(table, axis1=-2, axis2=-1), table.sum(-1)
     with np.errstate(divide="ignore", invalid="ignore"):
         recalls = np.where(actual > 0, right / actual, 0.0)
-        mean = recalls.sum(-1) / (actual > 0).sum(-1)
-    return mean if mean.ndim else float(mean)
+        return recalls.sum(-1) / (actual > 0).sum(-1)
 
 
 def alpha_of(weights: np.ndarray, patterns: ArrayLike, units: int) -> np.ndarray:

@@ -56,24 +56,24 @@ def cluster_mean(
     """
     check_level(level)
     index, _ = source_index(sources)
-    values = as_column(values, len(index), "values")
-    row_weights = as_weights(weights, len(values))
-    kept = ~np.isnan(values) & (row_weights > 0)
-    values, row_weights = values[kept], row_weights[kept]
-    if not len(values):
+    column = as_column(values, len(index), "values")
+    row_weights = as_weights(weights, len(column))
+    kept = ~np.isnan(column) & (row_weights > 0)
+    column, row_weights = column[kept], row_weights[kept]
+    if not len(column):
         return Estimate(np.nan, np.nan, np.nan, 0, "no values")
-    if proportion and ((values < 0) | (values > 1)).any():
+    if proportion and ((column < 0) | (column > 1)).any():
         raise ValueError("values of a proportion must lie between 0 and 1")
     _, index = np.unique(index[kept], return_inverse=True)
     table = np.stack(
-        [np.bincount(index, row_weights * values), np.bincount(index, row_weights)], axis=1
+        [np.bincount(index, row_weights * column), np.bincount(index, row_weights)], axis=1
     )
     clusters, (total, weight) = len(table), table.sum(0)
     value = float(total / weight)
     if proportion:
         rows = row_weights.sum() ** 2 / (row_weights**2).sum()
-        binary = bool(np.isin(values, (0, 1)).all())
-        single = clusters == len(values) and bool((row_weights == row_weights[0]).all())
+        binary = bool(np.isin(column, (0, 1)).all())
+        single = clusters == len(column) and bool((row_weights == row_weights[0]).all())
         low, high, name = rate_ends(table, rows, binary and single, level)
         return Estimate(value, low, high, clusters, name)
     if clusters == 1:

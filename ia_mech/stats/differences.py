@@ -362,17 +362,15 @@ def group_difference(
     Raises:
         ValueError: lengths differ, or a value lies outside [0, 1].
     """
-    values, labels = np.asarray(values, dtype=float), np.asarray(labels)
-    sources = np.array([*sources, None], dtype=object)[:-1]  # tuples stay what they are
-    kept = ~np.isnan(values)
-    values, labels, sources = values[kept], labels[kept], sources[kept]
+    events, groups = np.asarray(values, dtype=float), np.asarray(labels)
+    names = np.array([*sources, None], dtype=object)[:-1]  # tuples stay what they are
+    kept = ~np.isnan(events)
+    events, groups, names = events[kept], groups[kept], names[kept]
     first, second = (
-        cluster_mean(
-            values[labels == label], sources[labels == label], proportion=True, level=level
-        )
+        cluster_mean(events[groups == label], names[groups == label], proportion=True, level=level)
         for label in (1, 0)
     )
-    count = len(set(sources))
+    count = len(set(names))
     if not (first.sources and second.sources):
         nothing = Estimate(np.nan, np.nan, np.nan, count, "one group is empty")
         return Grouped(first, second, nothing, np.nan, "")
@@ -383,8 +381,8 @@ def group_difference(
 
     def size(permuted: np.ndarray) -> float:
         one = permuted == 1
-        return abs(values[one].mean() - values[~one].mean())
+        return float(abs(events[one].mean() - events[~one].mean()))
 
-    p = source_permutation_p(size, labels, sources, permutations=permutations, seed=seed)
+    p = source_permutation_p(size, groups, names, permutations=permutations, seed=seed)
     estimate = Estimate(difference, low, high, count, "mover")
     return Grouped(first, second, estimate, p, "permutation of sources")
