@@ -27,8 +27,8 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.model_selection import StratifiedGroupKFold
 from sklearn.preprocessing import StandardScaler
 
+from ia_mech.judge import rules
 from ia_mech.judge.rubric import ASSESSED, GENUINE
-from ia_mech.judge.rules import judge as rules
 from ia_mech.judge.rules.features import clear_case, measure
 from ia_mech.judge.verdict import Item
 from ia_mech.stats import balanced_accuracy_of, cluster_counts, confusion, kappa_of

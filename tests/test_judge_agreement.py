@@ -255,16 +255,16 @@ def test_who_is_compared_with_whom(run):
     assert pairs == [("second", "judge:first")]  # between equals the one named first
     with pytest.raises(UserError, match="both a judge and an annotator are named 'first'; choose"):
         agreement(run, ["first", "second"])
-    with pytest.raises(UserError, match=r"nobody named 'third' .*; choose from: judge:first, sec"):
+    with pytest.raises(UserError, match=r"no labels of 'third'; choose from: judge:first, sec"):
         agreement(run, ["third", "second"])
     with pytest.raises(UserError, match="needs two different labellers"):
         agreement(run, ["second", "second"])
 
 
-def test_nobody_has_labelled(run, capsys):
+def test_a_run_without_labels(run, capsys):
     assert main(["agreement", str(run.path)]) == 2
     error = capsys.readouterr().err
-    assert "has nobody" in error and "ia_mech.judge run" in error and error.count("\n") == 1
+    assert "has no labels" in error and "ia_mech.judge run" in error and error.count("\n") == 1
 
 
 def test_a_judge_with_itself(run):
@@ -321,15 +321,25 @@ def test_the_most_telling_disagreements_come_first(run):
     sure = [json.dumps({GENUINE: 0.6 + 0.3 * (i == 3), "degenerate": 0.99}) for i in range(ROWS)]
     plant(run, "first", [first], rationale=["because"] * ROWS)
     plant(run, "second", [second], scores=sure)
-    annotate(run, "anna", {7: "new_topic", 8: GENUINE, 9: "generic"})
+    plant(run, "sample", [[None, *first[1:]]])  # is called like a column of the table
+    annotate(run, "anna", {0: "generic", 7: "new_topic", 8: GENUINE, 9: "generic"})
     found = agreement(run).disagreements
-    place = {tuple(key.values()): i for i, key in enumerate(keys_of(run))}
     # People contradicted (genuine first), then judges alone: genuine by certainty, then others.
-    assert [place[tuple(d.row[c] for c in KEY)] for d in found] == [8, 7, 3, 1, 2]
-    assert found[0].said == {"first": "generic", "second": "generic", "anna": GENUINE}
-    assert found[0].why == {"first": "because", "anna": "note 8"}
-    assert found[0].item.turn == run.generations["text"][8]
-    assert agreement(run).disagreements == found
+    assert found.index.tolist() == [8, 7, 3, 1, 2]
+    names = ["first", "judge:sample", "second", "anna"]
+    assert found.loc[8, names].tolist() == ["generic", "generic", "generic", GENUINE]
+    assert found.loc[1, names].tolist() == ["generic", "generic", GENUINE, None]
+    assert found.loc[8, [f"{name} (why)" for name in names]].tolist() == [
+        *("because", None, None, "note 8")
+    ]
+    key = keys_of(run)[8] | {"user_turn": run.generations["text"][8]}
+    assert found.loc[8, list(key)].to_dict() == key
+    assert agreement(run).disagreements.equals(found)
+    plant(run, "first", [[GENUINE, *first[1:]]])
+    # A failure is shown as one, beside those that disagree.
+    assert agreement(run).disagreements.loc[0, names].tolist() == [
+        *(GENUINE, "failed", "generic", "generic")
+    ]
 
 
 def shown(body) -> str:
@@ -353,7 +363,7 @@ def test_the_command(run, tmp_path, capsys):
     text = capsys.readouterr().out
     for name in ASSESSED:
         assert len(re.findall(rf"│ (\d )?{name} ", text)) == 2, name  # used or not
-    assert "rules / anna" in text and "15 rows (standing for ≈ 60) from 12 sources" in text
+    assert "rules / anna" in text and "15 rows (representing ≈ 60) from 12 sources" in text
     assert "rules with itself (2 repeats)" in text
     assert "=[red]x[/red]� :cat:" in text and "\x1b" not in text
     assert "10 disagreements" in text and len(re.findall("anna says", text)) == 3
@@ -393,9 +403,7 @@ def test_no_disagreement_and_alike_rows(run, capsys):
     # Rows with the same text in the same context are shown once, with their number.
     plant(run, "b", [[GENUINE] * ROWS])
     found = agreement(run)
-    alike = {}
-    for d in found.disagreements:
-        alike[d.item] = alike.get(d.item, 0) + 1
+    alike = found.disagreements[["query", "response", "user_turn"]].drop_duplicates()
     assert main(["agreement", str(run.path), "--disagreements", "60"]) == 0
     text = capsys.readouterr().out
     assert len(re.findall("a says", text)) == len(alike)

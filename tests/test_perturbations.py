@@ -37,6 +37,7 @@ from ia_mech.chat.headers import rendered
 from ia_mech.collect.config import SampleConfig
 from ia_mech.collect.job import collect
 from ia_mech.data.conversations import Conversation
+from ia_mech.display import Quiet
 from ia_mech.engine.plan import Grid
 from ia_mech.errors import UserError
 from ia_mech.judge.label import UNSEEN, items_of, label_run
@@ -52,14 +53,6 @@ NO_LENDER = (
     "to swap with."
 )
 CHATS = [one | {"of": "plain"} for one in scored.CONVERSATIONS]
-
-
-class Quiet:
-    """A judge's progress that says nothing."""
-
-    def start(self, total: int, cached: int, estimate: str) -> None: ...
-    def advance(self, verdict) -> None: ...
-    def stop(self) -> None: ...
 
 
 @pytest.fixture(scope="module")
