@@ -11,6 +11,7 @@ from contract import (
     assert_logprobs,
     assert_same_scores,
     full_logits,
+    logits_apart,
     near_ties,
     relative_l2,
 )
@@ -68,7 +69,7 @@ def prefilled_by(model):
 
 
 def largest_difference(model, index: list[int], steps: int, leave: dict[int, list[int]]) -> float:
-    """Of the logit vectors of both engines, step by step: the largest relative L2 distance."""
+    """Of the logits of both engines, step by step; see :func:`contract.logits_apart`."""
     state, rows = prefilled_by(model).state, torch.tensor(index)
     copied = expand(state, rows, capacity=steps)
     shared = expand(state, rows, capacity=steps, share=True)
@@ -79,7 +80,7 @@ def largest_difference(model, index: list[int], steps: int, leave: dict[int, lis
             shared.keep(kept)
         token = torch.tensor(tiny.prompt(copied.rows, seed=step))
         ours, theirs = decode_step(model, shared, token), decode_step(model, copied, token)
-        worst = max(worst, relative_l2(ours, theirs))
+        worst = max(worst, logits_apart(ours, theirs))
     assert torch.equal(copied.mask, shared.mask) and torch.equal(copied.position, shared.position)
     return worst
 
@@ -273,4 +274,4 @@ def test_several_tokens_at_once_equal_one_by_one():
     at_once, stepped = (expand(state, index, capacity=6, share=True) for _ in range(2))
     whole = forward(model, at_once, ids, torch.ones_like(ids), keep=0)
     single = torch.stack([decode_step(model, stepped, ids[:, at]) for at in range(6)], 1)
-    assert relative_l2(whole, single) <= VECTOR
+    assert logits_apart(whole, single) <= VECTOR

@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 import tiny
 import torch
-from contract import VECTOR, assert_ranks, assert_same_scores, full_logits, near_ties, relative_l2
+from contract import VECTOR, assert_ranks, assert_same_scores, full_logits, logits_apart, near_ties
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -59,7 +59,7 @@ def test_rows_that_join_have_the_logits_they_have_alone(architecture, first, the
             ids = [*tiny.prompt(lengths[held[line]], seed=lengths[held[line]]), *own[line]]
             with torch.inference_mode():
                 alone = model(torch.tensor([ids]), use_cache=False).logits[0, -1]
-            assert relative_l2(logits[line], alone) <= VECTOR
+            assert logits_apart(logits[line], alone) <= VECTOR
 
 
 LENGTHS = (3, 5, 9, 14, 17, 23, 26, 31)
