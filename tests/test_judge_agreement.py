@@ -351,18 +351,6 @@ def test_the_command(run, tmp_path, capsys):
     assert {row["user_turn"] for row in rows} <= {inert(text) for text in run.generations["text"]}
 
 
-def test_files_are_written_together_or_not_at_all(run, tmp_path, capsys):
-    plant(run, "a", [random_labels(0)])
-    plant(run, "b", [random_labels(1)])
-    command = ["agreement", str(run.path), "--json", str(tmp_path / "a.json")]
-    assert main([*command, "--csv", str(tmp_path / "nowhere" / "a.csv")]) == 2
-    output = capsys.readouterr()
-    assert "there is no folder" in output.err and output.err.count("\n") == 1
-    assert not (tmp_path / "a.json").exists() and output.out == ""
-    assert main([*command, "--disagreements", "-1"]) == 2
-    assert "can't be negative" in capsys.readouterr().err
-
-
 def test_no_disagreement_and_alike_rows(run, capsys):
     plant(run, "a", [["generic"] * ROWS])
     plant(run, "b", [["generic"] * ROWS])

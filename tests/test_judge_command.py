@@ -25,7 +25,6 @@ from ia_mech.judge.label import judge_items
 from ia_mech.judge.rubric import (
     ASSESSED,
     CANNOT_ASSESS,
-    CATEGORIES,
     GENUINE,
     NAMES,
     ORDER,
@@ -108,6 +107,8 @@ def jsonl(path: Path, *rows: dict | str) -> Path:
 @pytest.fixture
 def annotated(tmp_path) -> Path:
     rows = [row(turn, category=category) for turn, category in TURNS.items()]
+    rows[0]["source_id"] = rows[1]["source_id"] = 7  # may be a number
+    rows[2]["source_id"] = None  # stands alone
     return jsonl(tmp_path / "turns.jsonl", *rows)
 
 
@@ -214,10 +215,11 @@ def test_failures_are_counted_and_told(judge, run):
 def test_checking_annotated_turns_tells_how_well_the_judge_does(judge, annotated):
     outcome = judge("check", annotated)
     assert outcome.status == 0, outcome.err
+    assert judge("rubric").out.endswith(f"Where two fit, the first that applies: {ORDER}.\n")
     lines = outcome.out.splitlines()
     assert lines[0] == "rules against turns.jsonl"
     assert lines[1] == (
-        "4 rows from 4 sources. Apart, of 4: cannot_assess 0 (truth 0), failed 0 (truth 0)"
+        "4 rows from 3 sources. Apart, of 4: cannot_assess 0 (truth 0), failed 0 (truth 0)"
     )
     assert lines[-1] == RulesJudge().caveat
     found = {line[0]: line[1:] for line in cells(outcome.out)}
@@ -225,14 +227,6 @@ def test_checking_annotated_turns_tells_how_well_the_judge_does(judge, annotated
     for name in ASSESSED:
         count = "1" if name in TURNS.values() else "0"
         assert found[name][:2] == [count, count]
-
-
-def test_turns_of_one_source_are_one_cluster(judge, tmp_path):
-    """A source may be a number; a row without one stands alone."""
-    sources = [{"source_id": 7}, {"source_id": 7}, {"source_id": None}, {}]
-    rows = [row(t, category=c) | s for (t, c), s in zip(TURNS.items(), sources, strict=True)]
-    out = judge("check", jsonl(tmp_path / "turns.jsonl", *rows)).out
-    assert out.splitlines()[1].startswith("4 rows from 3 sources.")
 
 
 def test_turns_without_annotations_are_listed_with_their_verdicts(judge, turns):
@@ -256,6 +250,7 @@ def test_the_verdicts_are_written_beside_what_was_in_the_file(judge, annotated, 
     assert outcome.out.splitlines()[-1] == f"verdicts: {out}"
     written = [json.loads(line) for line in out.read_text().splitlines()]
     for given, (turn, category) in zip(written, TURNS.items(), strict=True):
+        given.pop("source_id", None)
         verdict = given.pop("verdict")
         assert given == row(turn, category=category, judge="rules")
         assert (verdict["category"], verdict["status"]) == (category, "judged")
@@ -274,19 +269,6 @@ def test_files_as_other_programs_write_them_are_read(judge, tmp_path):
 
 
 # -- rubric and help ----------------------------------------------------------------------------
-
-
-def test_the_rubric_is_printed_with_every_category_and_example(judge):
-    outcome = judge("rubric")
-    assert outcome.status == 0 and outcome.err == ""
-    assert outcome.out.startswith(f"Rubric {VERSION}: ")
-    heads = re.findall(rf"^({'|'.join(NAMES)}) +(.*)$", outcome.out, re.MULTILINE)
-    assert heads == [(category.name, category.definition) for category in CATEGORIES]
-    examples = [example for category in CATEGORIES for example in category.examples]
-    assert outcome.out.count("e.g. ") == len(examples) >= len(NAMES)
-    for example in examples:
-        assert f"({example.why})\n" in outcome.out
-    assert f"Where two fit, the first that applies: {ORDER}." in outcome.out
 
 
 def test_help_answers_without_loading_torch_or_openai(tmp_path):
@@ -345,24 +327,6 @@ SETTINGS = [
 @pytest.mark.parametrize(("words", "expected"), SETTINGS, ids=[words for words, _ in SETTINGS])
 def test_a_setting_that_cannot_be(refused, turns, words, expected):
     assert refused("check", turns, *words.split()).startswith(expected)
-
-
-@pytest.mark.parametrize(
-    ("model", "name"),
-    [
-        ("gpt-5-mini", "gpt-5-mini"),
-        ("Qwen/Qwen3-0.6B", "Qwen3-0.6B"),
-        ("modèle:8b", "mod-le-8b"),
-        ("日本", "llm"),
-        ("m" * 200, "m" * 100),
-    ],
-)
-def test_any_models_name_makes_a_files(judge, run, model, name):
-    """Told by the verdicts of another judge of that name, which are there."""
-    run.labels.write_judgements(name, [], {"identity": {"kind": "other"}})
-    outcome = judge("run", run.path, "--judge", "llm", "--model", model)
-    assert outcome.status == 2
-    assert f"has verdicts of another judge named '{name}' (differs in " in outcome.err
 
 
 def test_a_server_that_needs_a_key_is_not_asked_without(refused, turns):

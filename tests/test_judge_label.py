@@ -294,25 +294,6 @@ def test_replay_gives_the_same_rows_without_asking(label):
     pd.testing.assert_frame_equal(after.drop(columns="cached"), before.drop(columns="cached"))
 
 
-def test_replay_names_a_miss_and_writes_nothing(label, run, cache):
-    label(FakeJudge())
-    texts = run.generations["text"].tolist()
-    run.generations["text"] = [*texts[:-2], "unheard\nof", "and another"]
-    before = (run.path / "judgements" / "fake.parquet").read_bytes()
-    judge, progress = FakeJudge(), Recorded()
-    expected = (
-        r"--replay: 2 of 60 verdicts are not in \S+/[0-9a-f]{16}\.jsonl, the first for the turn "
-        r"'unheard\\nof'; leave --replay out to judge them"
-    )
-    with pytest.raises(UserError, match=expected):
-        label(judge, progress=progress, replay=True)
-    assert judge.asked == [] and progress.began is None and kept(judge, cache) == ROWS
-    assert (run.path / "judgements" / "fake.parquet").read_bytes() == before
-    with pytest.raises(UserError, match="--replay: 60 of 60"):
-        label(FakeJudge(model="n"), "other", replay=True)
-    assert run.labels.judges == ["fake"]
-
-
 # -- refusals -----------------------------------------------------------------------------------
 
 
@@ -344,17 +325,6 @@ def test_another_judge_under_the_same_name_is_refused_naming_what_differs(label,
     rows = label(judge, replace=True)
     assert len(rows) == ROWS == len(judge.asked) and run.labels.judges == ["fake"]
     assert run.labels.record("judgements", "fake")["identity"] == judge.identity
-
-
-def test_verdicts_that_can_not_be_read_are_refused_before_anything_is_paid(label, run):
-    label(FakeJudge())
-    path = run.path / "judgements" / "fake.parquet"
-    path.write_bytes(path.read_bytes()[:-50])
-    judge = FakeJudge(model="n")
-    with pytest.raises(UserError, match=r"fake\.parquet can't be read .*; remove it and run: pyth"):
-        label(judge)
-    assert judge.asked == []
-    assert len(label(judge, replace=True)) == ROWS
 
 
 # -- ends ---------------------------------------------------------------------------------------

@@ -98,7 +98,7 @@ def test_a_fastapi_server_that_forbids_the_field_is_understood():
         assert one(judge_for(stub)).mode == "text"
 
 
-def test_a_mode_that_was_asked_for_is_not_replaced():
+def test_a_mode_that_was_named_is_not_replaced():
     with (
         StubServer(lambda *_: error(400, "json_schema isn't supported")) as stub,
         pytest.raises(UserError, match=r"refuses --mode json_schema .*; use --mode auto"),
@@ -126,19 +126,18 @@ def test_a_refused_parameter_is_named(reply):
     assert len(stub.bodies) == 1
 
 
-def test_json_in_the_reasoning_field_is_found():
-    for name in ("reasoning_content", "reasoning"):
-        for content in (None, ""):
-            with StubServer(lambda *_: completion(content, **{name: GOOD})) as stub:  # noqa: B023
-                verdict = one(judge_for(stub))
-            assert verdict.category == "genuine_follow_up"
-            assert verdict.mode == "json_schema/reasoning"
-
-
-def test_a_server_that_ignores_the_format_is_found_out():
-    with StubServer(lambda *_: completion(f"Sure!\n```json\n{GOOD}\n```")) as stub:
+@pytest.mark.parametrize(
+    ("reply", "mode"),
+    [
+        (completion(None, reasoning_content=GOOD), "json_schema/reasoning"),
+        (completion("", reasoning=GOOD), "json_schema/reasoning"),
+        (completion(f"Sure!\n```json\n{GOOD}\n```"), "json_schema/text"),  # ignores the format
+    ],
+)
+def test_where_the_verdict_stood_is_kept(reply, mode):
+    with StubServer(lambda *_: reply) as stub:
         verdict = one(judge_for(stub))
-    assert (verdict.category, verdict.mode) == ("genuine_follow_up", "json_schema/text")
+    assert (verdict.category, verdict.mode) == ("genuine_follow_up", mode)
 
 
 FAILURES = {

@@ -144,20 +144,6 @@ def test_the_longest_run_equals_brute_force():
         assert any(a[start : start + length] == b[k : k + length] for k in range(len(b) + 1))
 
 
-def test_words_stems_and_shares():
-    assert text.words("Don’t panic: 1,000.5 naïve_users!") == [
-        "don't",
-        "panic",
-        "1,000.5",
-        "naïve",
-        "users",
-    ]
-    assert text.content(["the", "plants", "are", "7"]) == ["plant", "7"]
-    assert text.share([1, 2, 2, 3], {2}) == 0.5 and text.share([], {2}) == 0.0
-    assert text.alike("Same text", ["same text"]) == 1.0
-    assert text.alike("abcd", ["wxyz"]) == 0.0
-
-
 @pytest.mark.parametrize(
     "turn", ["", "x", "?", "1", "ﷺ", "a" * 5000, "word " * 800, "\x00\x1b[31m"]
 )
