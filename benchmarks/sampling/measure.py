@@ -1,15 +1,13 @@
 """Who is measured, and how: in turns within one process, which returns records.
 
-A record has ``model``, ``contender``, ``contexts`` decoded together, ``values`` (see the
-contenders' ``measure``), ``notes`` (how it ran) and ``pace`` (a GPU's clock and temperature before
-the round); or ``model``, ``contender``, ``contexts`` and why it ``failed``.
+A record has ``model``, ``contender`` and ``contexts`` (decoded together); and ``values`` (see the
+contenders' ``measure``) with ``notes`` (how it ran), or why it ``failed``.
 """
 
 import os
 import platform
 import re
 import signal
-import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -26,15 +24,8 @@ import torch
 
 from benchmarks.sampling.limits import Ceilings, Products, Profile
 from benchmarks.sampling.ours import Capture, Decoding, Growth, Memory, Ours, differing
-from benchmarks.sampling.peers import (
-    Continuous,
-    Generate,
-    LlamaCpp,
-    TransformerLens,
-    one_line,
-    release_memory,
-)
-from benchmarks.sampling.workload import Contender, Size, Workload
+from benchmarks.sampling.peers import Continuous, Generate, LlamaCpp, TransformerLens
+from benchmarks.sampling.workload import Contender, Size, Workload, one_line, release_memory
 from ia_mech.errors import UserError
 
 PACKAGES = (
@@ -48,46 +39,27 @@ MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(2**20)}
 
 @dataclass(frozen=True)
 class Task:
-    """What one process is to do.
+    """What one process is to do: so many rounds of these keys of :data:`CONTENDERS`."""
 
-    Attributes:
-        model: one of ``workload.MODELS``.
-        contenders: keys of :data:`CONTENDERS`.
-        rounds: of each.
-        size: of the workload.
-        device: ``cpu``, ``cuda`` or ``cuda:N``.
-        dtype: a key of ``DTYPES``.
-        together: contexts in a call of ``generate`` to begin with.
-        gguf: the file for llama.cpp; None for the embedded model's.
-    """
-
-    model: str
+    model: str  # one of ``workload.MODELS``
     contenders: tuple[str, ...]
     rounds: int
     size: Size
     device: str
-    dtype: str
-    together: int
-    gguf: Path | None
+    dtype: str  # a key of ``DTYPES``
+    together: int  # contexts in a call of ``generate``, to begin with
+    gguf: Path | None  # for llama.cpp; None for the embedded model's
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A contender, before it is made for a workload.
-
-    Attributes:
-        make: it, for a number of contexts.
-        devices: on which it is measured by default.
-        counts: ``all`` numbers of contexts, or only the ``first`` or the ``last``.
-        once: one round is enough.
-        alone: where it has a process of its own.
-    """
+    """A contender, before it is made for a number of contexts of a workload."""
 
     make: Callable[[Workload, int, Task], Contender]
-    devices: tuple[str, ...] = ("cpu", "cuda")
-    counts: str = "all"
-    once: bool = False
-    alone: tuple[str, ...] = ()
+    devices: tuple[str, ...] = ("cpu", "cuda")  # where it is measured by default
+    counts: str = "all"  # numbers of contexts; or only the "first" or the "last"
+    once: bool = False  # one round is enough
+    alone: tuple[str, ...] = ()  # where it has a process of its own
 
     def numbers(self, size: Size) -> tuple[int, ...]:
         """Of contexts."""
@@ -190,9 +162,7 @@ def measure(task: Task) -> tuple[str, list[dict[str, Any]]]:
 
     def measured(name: str, contender: Contender) -> None:
         record = {"model": task.model, "contender": name, "contexts": contender.contexts}
-        pace = nvidia_smi(device, "clocks.sm", "temperature.gpu")
-        values = contender.measure()
-        records.append(record | {"values": values, "notes": contender.notes, "pace": pace})
+        records.append(record | {"values": contender.measure(), "notes": contender.notes})
 
     for name in task.contenders:
         for contexts in CONTENDERS[name].numbers(task.size):
@@ -210,7 +180,7 @@ def measure(task: Task) -> tuple[str, list[dict[str, Any]]]:
         contender.close()
     if compared := differing(work):
         record = {"model": task.model, "contender": "differing", "contexts": task.size.counts[-1]}
-        records.append(record | {"values": {"compared": compared}, "notes": "", "pace": ""})
+        records.append(record | {"values": {"compared": compared}, "notes": ""})
     return setting(device, task.dtype), records
 
 
@@ -222,8 +192,7 @@ def setting(device: torch.device, dtype: str) -> str:
             names.append(f"{package} {version(package)}")
     where = f"{processor()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads"
     if device.type == "cuda":
-        driver = nvidia_smi(device, "driver_version") or "unknown"
-        where = f"{torch.cuda.get_device_name(device)}, driver {driver}"
+        where = torch.cuda.get_device_name(device)
     return f"{where}, {dtype} on {device.type}, {', '.join(names)}"
 
 
@@ -237,24 +206,6 @@ def processor() -> str:
     vectors = next((v for v in ("avx512f", "avx2") if re.search(rf"\b{v}\b", text)), None)
     named = name[1].strip() if name else platform.machine()
     return f"{named} ({vectors})" if vectors else named
-
-
-def nvidia_smi(device: torch.device, *fields: str) -> str:
-    """What nvidia-smi reports of a GPU, with units; empty on a CPU and where it can't."""
-    if device.type != "cuda":
-        return ""
-    uuid = torch.cuda.get_device_properties(device).uuid
-    query = ["nvidia-smi", f"--id=GPU-{uuid}", f"--query-gpu={','.join(fields)}"]
-    with suppress(OSError, subprocess.SubprocessError):
-        done = subprocess.run(
-            [*query, "--format=csv,noheader"],
-            capture_output=True,
-            text=True,
-            timeout=20,
-            check=True,
-        )
-        return done.stdout.strip()
-    return ""
 
 
 def tell(what: str) -> None:

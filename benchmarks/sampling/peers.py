@@ -5,7 +5,6 @@ others get the easier job of one temperature, T = 1.
 """
 
 import contextlib
-import gc
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,7 +14,14 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
-from benchmarks.sampling.workload import Contender, Workload, random_contexts, rows_of
+from benchmarks.sampling.workload import (
+    Contender,
+    Workload,
+    one_line,
+    random_contexts,
+    release_memory,
+    rows_of,
+)
 from ia_mech.errors import UserError
 from ia_mech.models import embedded
 from ia_mech.models.load import is_out_of_memory
@@ -58,10 +64,10 @@ class Generate(Contender):
             self._call(ids[start : start + self.together], new_tokens)
 
     def _call(self, ids: Sequence[Sequence[int]], new_tokens: int) -> None:
-        size, model = self.work.size, self.work.model
+        size = self.work.size
         batch = torch.tensor(ids, device=self.work.device)
         config = sampling_config(size.rows, new_tokens, min_new_tokens=new_tokens, **self.settings)
-        written = model.generate(
+        written = generating(self.work).generate(
             inputs=batch, attention_mask=torch.ones_like(batch), generation_config=config
         )
         tokens = written if isinstance(written, torch.Tensor) else written.sequences
@@ -107,10 +113,10 @@ class Continuous(Contender):
 
     def run(self, new_tokens: int) -> None:
         self.calls += 1
-        size, model = self.work.size, self.work.model
-        ids = random_contexts(model, self.contexts, size.context_tokens, seed=self.calls)
+        size = self.work.size
+        ids = random_contexts(self.work.model, self.contexts, size.context_tokens, seed=self.calls)
         with errors_logged() as errors:
-            results = model.generate_batch(
+            results = generating(self.work).generate_batch(
                 inputs=ids,
                 generation_config=sampling_config(size.rows, new_tokens),
                 persistent_manager=True,
@@ -119,7 +125,12 @@ class Continuous(Contender):
 
     def close(self) -> None:
         with contextlib.suppress(RuntimeError):  # a failed kernel may have left a GPU unusable
-            self.work.model.destroy_cached_continuous_batching_manager()
+            generating(self.work).destroy_cached_continuous_batching_manager()
+
+
+def generating(work: Workload) -> Any:
+    """The model, whose type doesn't declare ``generate``."""
+    return work.model
 
 
 def sampling_config(rows: int, new_tokens: int, **settings: Any) -> GenerationConfig:
@@ -139,21 +150,6 @@ def too_much(function: Callable[[], object]) -> str:
             raise
         return one_line(error)
     return ""
-
-
-def one_line(error: Exception) -> str:
-    """An exception on one line."""
-    kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
-    return kind + " ".join(str(error).split())[:200]
-
-
-def release_memory(device: torch.device) -> None:
-    """Return unused memory to the device. Call it outside of ``except``: a traceback holds the
-    tensors of its frames."""
-    gc.collect()
-    if device.type == "cuda":
-        with contextlib.suppress(RuntimeError):  # a failed kernel may have left it unusable
-            torch.cuda.empty_cache()
 
 
 @contextlib.contextmanager

@@ -47,8 +47,7 @@ def full(results: Results) -> str:
     if results.on_gpu:
         parts.append(
             "Peers ran one after the other in processes of their own, so a ratio is the median of "
-            "all pairs of rounds. The clock and the temperature before the first and the last "
-            "round show whether the GPU changed its pace meanwhile."
+            "all pairs of rounds."
         )
     for model in results.sizes:
         parts += [f"### {model}"] if results.on_gpu or len(results.sizes) > 1 else []
@@ -89,10 +88,12 @@ def of_model(results: Results, model: str) -> list[str]:
             "are called once per context, which takes as many times as long"
         )
     parts = [f"{text}.", peers_table(results, model)]
-    for one in results.records:
-        if one["model"] == model and "failed" in one:
-            name = PEERS.get(one["contender"], (one["contender"],))[0]
-            parts.append(f"Not measured, or not to the end: {name}: {one['failed']}.")
+    failures = {
+        f"Not measured, or not to the end: {one['contender']}: {one['failed']}."
+        for one in results.records
+        if one["model"] == model and "failed" in one
+    }
+    parts += sorted(failures)
     parts += [f"{line} Wanted: at most 2%." for line in capture_line(results, model)]
     parts += decoding_lines(results, model)
     if not results.products(model).empty:
@@ -143,20 +144,12 @@ def peers_table(results: Results, model: str, wanted: bool = True) -> str:
             cells.append(spread(ratios) if ratios else "")
         if any(cells):
             aim = [aims[results.on_gpu]] if wanted else []
-            body.append([label, *aim, *cells, *how(results, model, name)])
+            notes = [cell(one["notes"]) for one in results.of(model, name)[-1:]]
+            body.append([label, *aim, *cells, *(notes if results.on_gpu else [])])
     head = ["", *(["wanted"] if wanted else [])]
     for contexts in size.counts:
         head += [f"tokens/s, {contexts * size.rows} rows", "ours ÷ it"]
-    return table([*head, *(["engine", "clock, °C"] if results.on_gpu else [])], body)
-
-
-def how(results: Results, model: str, name: str) -> list[str]:
-    """On a GPU, how a contender ran; clock and temperature before the first and last round."""
-    records = results.of(model, name)
-    if not results.on_gpu or not records:
-        return []
-    paces = dict.fromkeys(records[at]["pace"] for at in (0, -1))
-    return [cell(records[-1]["notes"]), cell(" to ".join(paces))]
+    return table([*head, *(["engine"] if results.on_gpu else [])], body)
 
 
 def capture_line(results: Results, model: str) -> list[str]:

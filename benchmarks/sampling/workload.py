@@ -1,8 +1,10 @@
 """What is decoded: models, their contexts and rows, and how our engine decodes them."""
 
+import gc
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
@@ -267,3 +269,18 @@ def random_contexts(
     vocab = text_config(model.config).vocab_size
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(5, vocab, (count, tokens), generator=generator).tolist()
+
+
+def one_line(error: Exception) -> str:
+    """An exception on one line."""
+    kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
+    return kind + " ".join(str(error).split())[:200]
+
+
+def release_memory(device: torch.device) -> None:
+    """Return unused memory to the device. Call it outside of ``except``: a traceback holds the
+    tensors of its frames."""
+    gc.collect()
+    if device.type == "cuda":
+        with suppress(RuntimeError):  # a failed kernel may have left it unusable
+            torch.cuda.empty_cache()
