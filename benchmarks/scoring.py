@@ -1,15 +1,14 @@
-"""What it costs to score given turns, against one forward pass per context and turn.
+"""What scoring given turns costs, against one forward pass per context and turn.
 
     python -m benchmarks.scoring                 about ten minutes on two cores
     python -m benchmarks.scoring --rounds 1      a quick look
 
-One workload, one process, the same model object: built-in conversations, each with its reference
-turn, its rivals, four swapped responses, an empty one and the bare header; then half of them with
-25 generations of 24 tokens each, as ``--score-generations`` scores them. Contexts are computed in
-the units of a default run, whose prefill is there already. "Pass by pass" runs every (context,
-turn) whole through the model, alone, and reads the same log-probabilities, those of the candidates
-at all temperatures: what a script without a shared prefill does. The contenders take turns, and
-must agree. Prints Markdown.
+Built-in conversations, each with its reference turn, its rivals, four swapped responses, an empty
+one and the bare header; then half of them with 25 generations of 24 tokens each, as
+``--score-generations`` scores them. Contexts are computed in the units of a default run, whose
+prefill exists already. "Pass by pass" runs every (context, turn) through the model alone and reads
+the same log-probabilities, those of the candidates at all temperatures, as a script without a
+shared prefill does. The contenders take turns in one process and must agree. Prints Markdown.
 """
 
 import argparse
@@ -22,7 +21,7 @@ import numpy as np
 import torch
 import transformers
 
-from benchmarks.sampling.peers import timed
+from benchmarks.sampling.workload import timed
 from ia_mech.chat.format import ChatFormat
 from ia_mech.data.conversations import open_conversations
 from ia_mech.data.formats import ColumnMap
@@ -89,8 +88,9 @@ class PassByPass:
 
 def said(contrasts: Contrasts) -> list[float]:
     """The log-probabilities of a turn after everything that stands in the response's place."""
-    whole = [contrasts.empty, *contrasts.swapped, contrasts.header]
-    return [one.content if one.whole is None else one.whole for one in whole]
+    found = [contrasts.empty, *contrasts.swapped, contrasts.header]
+    known = [one for one in found if one is not None]
+    return [one.content if one.whole is None else one.whole for one in known]
 
 
 def main() -> None:
@@ -176,7 +176,7 @@ def compare(model, chat, donors, items: list[Scorable], generations: int, rounds
     seconds = {ours: [], alone: []}
     for _ in range(rounds):
         for contender, taken in seconds.items():
-            taken.append(timed(contender))
+            taken.append(timed(contender, model.device))
     differences = [
         abs(a - b)
         for scores, alone_said in zip(found["ours"], found["alone"], strict=True)

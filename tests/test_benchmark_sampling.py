@@ -17,16 +17,16 @@ from transformers import LlamaConfig
 
 from benchmarks.sampling import __main__ as command
 from benchmarks.sampling.limits import least, summary
-from benchmarks.sampling.measure import CONTENDERS, Kind, Task, measure
+from benchmarks.sampling.measure import CONTENDERS, Kind, measure
 from benchmarks.sampling.ours import bytes_per_token, differing, held_bytes
 from benchmarks.sampling.peers import Generate, demand_complete, too_much
 from benchmarks.sampling.results import Results, gflops
 from benchmarks.sampling.tables import between_markers, full, of_model, peers_table, short
-from benchmarks.sampling.workload import Contender, Size, Workload, rows_of
+from benchmarks.sampling.workload import Contender, Size, Task, Workload, rows_of
 from ia_mech.engine.sampling import stream_key
 from ia_mech.errors import UserError
 
-CPU, SMALL = torch.device("cpu"), Size((1, 4), 24, 5, 6)
+SMALL = Size((1, 4), 24, 5, 6)
 
 
 def record(contender: str, contexts: int = 1, **values) -> dict:
@@ -254,8 +254,8 @@ def test_continuous_batching_must_have_written_everything(names):
 
 
 def test_generate_gets_half_as_many_contexts_until_they_fit(monkeypatch):
-    work = Workload("tiny", SMALL, CPU, "float32")
-    one, calls, most = Generate(work, 4, together=4), [], 1
+    work = Workload(Task("tiny", (), 1, SMALL, "cpu", "float32", together=4, gguf=None))
+    one, calls, most = Generate(work, 4), [], 1
 
     def call_with(ids, new_tokens) -> None:
         calls.append(len(ids))
@@ -273,7 +273,7 @@ def test_generate_gets_half_as_many_contexts_until_they_fit(monkeypatch):
         too_much(lambda: 1 / 0)
     monkeypatch.setattr(work.model, "generate", lambda inputs, **_: inputs)
     with pytest.raises(RuntimeError, match=r"tokens \(4, 24\), not \(20, 26\)"):
-        Generate(work, 4, together=4).warm_up()  # stopped early
+        Generate(work, 4).warm_up()  # stopped early
 
 
 class Broken(Contender):
@@ -283,7 +283,7 @@ class Broken(Contender):
 
 
 def test_contenders_take_turns_and_one_that_fails_is_a_result(monkeypatch):
-    broken = Kind(lambda work, contexts, task: Broken(work, contexts), counts="last")
+    broken = Kind(Broken, counts="last")
     monkeypatch.setitem(CONTENDERS, "generate", broken)
     chosen = ("ours", "portable", "generate", "profile", "ceilings")
     task = Task("tiny", chosen, 2, SMALL, "cpu", "float32", 1, None)

@@ -40,10 +40,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.sampling.measure import CONTENDERS, Task, in_process
+from benchmarks.sampling.measure import CONTENDERS, in_process
 from benchmarks.sampling.results import Results
 from benchmarks.sampling.tables import between_markers, full, short
-from benchmarks.sampling.workload import MODELS, SHAPES, TINY, Size
+from benchmarks.sampling.workload import MODELS, SHAPES, TINY, Size, Task
 from ia_mech.cli import Parser, guarded, whole_from
 from ia_mech.errors import UserError
 from ia_mech.models import embedded

@@ -25,7 +25,7 @@ import torch
 from benchmarks.sampling.limits import Ceilings, Products, Profile
 from benchmarks.sampling.ours import Capture, Decoding, Growth, Memory, Ours, differing
 from benchmarks.sampling.peers import Continuous, Generate, LlamaCpp, TransformerLens
-from benchmarks.sampling.workload import Contender, Size, Workload, one_line, release_memory
+from benchmarks.sampling.workload import Contender, Size, Task, Workload, one_line, release_memory
 from ia_mech.errors import UserError
 
 PACKAGES = (
@@ -38,24 +38,10 @@ MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(2**20)}
 
 
 @dataclass(frozen=True)
-class Task:
-    """What one process is to do: so many rounds of these keys of :data:`CONTENDERS`."""
-
-    model: str  # one of ``workload.MODELS``
-    contenders: tuple[str, ...]
-    rounds: int
-    size: Size
-    device: str
-    dtype: str  # a key of ``DTYPES``
-    together: int  # contexts in a call of ``generate``, to begin with
-    gguf: Path | None  # for llama.cpp; None for the embedded model's
-
-
-@dataclass(frozen=True)
 class Kind:
     """A contender, before it is made for a number of contexts of a workload."""
 
-    make: Callable[[Workload, int, Task], Contender]
+    make: Callable[[Workload, int], Contender]
     devices: tuple[str, ...] = ("cpu", "cuda")  # where it is measured by default
     counts: str = "all"  # numbers of contexts; or only the "first" or the "last"
     once: bool = False  # one round is enough
@@ -67,35 +53,29 @@ class Kind:
         return size.counts[chosen]
 
 
-def _simple(contender: type[Contender], **options: Any) -> Callable[..., Contender]:
-    return lambda work, contexts, task: contender(work, contexts, **options)
-
-
-def _generate(**settings: Any) -> Callable[..., Contender]:
-    return lambda work, contexts, task: Generate(work, contexts, task.together, **settings)
-
-
 CPU, GPU = ("cpu",), ("cuda",)
-CAPTURES = {"return_dict_in_generate": True, "output_hidden_states": True, "output_scores": True}
+CAPTURES: dict[str, Any] = {
+    "return_dict_in_generate": True, "output_hidden_states": True, "output_scores": True
+}  # fmt: skip
 CONTENDERS = {
-    "ceilings": Kind(_simple(Ceilings), GPU, "first", once=True),
-    "ours": Kind(_simple(Ours)),
-    "portable": Kind(_simple(Ours, share=False), CPU),
-    "ours-no-graphs": Kind(_simple(Ours, graphs=False), GPU, alone=GPU),
-    "decode": Kind(_simple(Decoding), GPU, "last"),
+    "ceilings": Kind(Ceilings, GPU, "first", once=True),
+    "ours": Kind(Ours),
+    "portable": Kind(partial(Ours, share=False), CPU),
+    "ours-no-graphs": Kind(partial(Ours, graphs=False), GPU, alone=GPU),
+    "decode": Kind(Decoding, GPU, "last"),
     # Where a call is made per context, one context tells how long several take.
-    "generate": Kind(_generate(), counts="first", alone=GPU),
-    "generate-captures": Kind(_generate(**CAPTURES), counts="first", alone=GPU),
-    "static": Kind(_generate(cache_implementation="static"), GPU, "first", alone=GPU),
-    "continuous": Kind(_simple(Continuous), GPU, "last", alone=CPU + GPU),
-    "transformer-lens": Kind(_simple(TransformerLens), CPU, "first"),
-    "llama.cpp": Kind(lambda work, contexts, task: LlamaCpp(work, contexts, task.gguf), CPU),
-    "products": Kind(_simple(Products), CPU, "first"),
-    "capture": Kind(_simple(Capture), counts="first"),
-    "growth": Kind(_simple(Growth), counts="first"),
-    "profile": Kind(_simple(Profile), GPU, "last", once=True),
-    "memory": Kind(_simple(Memory), once=True, alone=CPU + GPU),
-    "memory-portable": Kind(_simple(Memory, share=False), CPU, once=True, alone=CPU + GPU),
+    "generate": Kind(Generate, counts="first", alone=GPU),
+    "generate-captures": Kind(partial(Generate, **CAPTURES), counts="first", alone=GPU),
+    "static": Kind(partial(Generate, cache_implementation="static"), GPU, "first", alone=GPU),
+    "continuous": Kind(Continuous, GPU, "last", alone=CPU + GPU),
+    "transformer-lens": Kind(TransformerLens, CPU, "first"),
+    "llama.cpp": Kind(LlamaCpp, CPU),
+    "products": Kind(Products, CPU, "first"),
+    "capture": Kind(Capture, counts="first"),
+    "growth": Kind(Growth, counts="first"),
+    "profile": Kind(Profile, GPU, "last", once=True),
+    "memory": Kind(Memory, once=True, alone=CPU + GPU),
+    "memory-portable": Kind(partial(Memory, share=False), CPU, once=True, alone=CPU + GPU),
 }
 
 
@@ -138,8 +118,7 @@ def _measure_or_refuse(task: Task) -> tuple[str, list[dict[str, Any]], tuple[str
 def measure(task: Task) -> tuple[str, list[dict[str, Any]]]:
     """Warm up all contenders, then measure them in turns; returns setting and records."""
     torch.set_float32_matmul_precision("highest")
-    device, records = torch.device(task.device), list[dict[str, Any]]()
-    work = Workload(task.model, task.size, device, task.dtype)
+    work, records = Workload(task), list[dict[str, Any]]()
     made: list[tuple[str, Contender]] = []
 
     def attempt(name: str, contexts: int, what: Callable[[], None]) -> bool:
@@ -152,11 +131,11 @@ def measure(task: Task) -> tuple[str, list[dict[str, Any]]]:
         if why:  # only now is the exception gone, whose traceback held tensors
             failed = {"model": task.model, "contender": name, "contexts": contexts, "failed": why}
             records.append(failed)
-            release_memory(device)
+            release_memory(work.device)
         return not why
 
     def warm_up(name: str, contexts: int) -> None:
-        contender = CONTENDERS[name].make(work, contexts, task)
+        contender = CONTENDERS[name].make(work, contexts)
         contender.warm_up()
         made.append((name, contender))
 
@@ -181,7 +160,7 @@ def measure(task: Task) -> tuple[str, list[dict[str, Any]]]:
     if compared := differing(work):
         record = {"model": task.model, "contender": "differing", "contexts": task.size.counts[-1]}
         records.append(record | {"values": {"compared": compared}, "notes": ""})
-    return setting(device, task.dtype), records
+    return setting(work.device, task.dtype), records
 
 
 def setting(device: torch.device, dtype: str) -> str:

@@ -33,16 +33,12 @@ TOO_LARGE = ("32-bit", "INT_MAX", "invalid configuration argument")
 class Generate(Contender):
     """``generate`` of ``transformers``, called with as many contexts as fit into the memory.
 
-    Args:
-        work: the job.
-        contexts: of the job.
-        together: contexts in a call to begin with; half of them if that is too much.
-        settings: of the ``GenerationConfig``, besides sampling.
+    ``settings`` are those of the ``GenerationConfig`` besides sampling.
     """
 
-    def __init__(self, work: Workload, contexts: int, together: int, **settings: Any) -> None:
+    def __init__(self, work: Workload, contexts: int, **settings: Any) -> None:
         super().__init__(work, contexts)
-        self.together, self.settings = min(together, contexts), settings
+        self.together, self.settings = min(work.task.together, contexts), settings
 
     def warm_up(self) -> None:
         """One call with all contexts, or with half as many and again half, until it fits."""
@@ -227,16 +223,11 @@ class TransformerLens(Contender):
 class LlamaCpp(Contender):
     """llama.cpp on the embedded model's 4-bit file, on a CPU.
 
-    Args:
-        work: the job.
-        contexts: how many are decoded together.
-        gguf: the file; None for the embedded model's, which is fetched once.
-
     Raises:
         UserError: the bindings aren't installed, or the file can't be had.
     """
 
-    def __init__(self, work: Workload, contexts: int, gguf: Path | None) -> None:
+    def __init__(self, work: Workload, contexts: int) -> None:
         super().__init__(work, contexts)
         demand_embedded(work)
         if work.device.type != "cpu":
@@ -249,7 +240,7 @@ class LlamaCpp(Contender):
                 "pip install llama-cpp-python; it is compiled then, by a C++ compiler and cmake",
             ) from error
         self.job = job(
-            gguf or embedded_gguf(),
+            work.task.gguf or embedded_gguf(),
             work.ids[:contexts],
             [row.temperature for row in rows_of(0, work.size.rows)],
             most_tokens=work.size.new_tokens,
@@ -262,8 +253,8 @@ class LlamaCpp(Contender):
 
 def demand_embedded(work: Workload) -> None:
     """Raises UserError for models with random weights."""
-    if work.name != embedded.NAME:
-        raise UserError(f"{work.name} is no file that it could load", f"use {embedded.NAME}")
+    if work.task.model != embedded.NAME:
+        raise UserError(f"{work.task.model} has no file to load", f"use {embedded.NAME}")
 
 
 def embedded_gguf() -> Path:

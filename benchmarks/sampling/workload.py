@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -86,14 +87,22 @@ class Size:
     new_tokens: int
 
 
-class Workload:
-    """A model with its contexts, and the job as our engine does it.
+@dataclass(frozen=True)
+class Task:
+    """What one process measures."""
 
-    Args:
-        name: of the model, one of :data:`MODELS`.
-        size: how much is decoded.
-        device: where.
-        dtype: a key of ``DTYPES``.
+    model: str  # one of MODELS
+    contenders: tuple[str, ...]  # keys of ``measure.CONTENDERS``
+    rounds: int
+    size: Size
+    device: str
+    dtype: str  # a key of ``DTYPES``
+    together: int  # contexts in a call of ``generate``, to begin with
+    gguf: Path | None  # for llama.cpp; None for the embedded model's
+
+
+class Workload:
+    """The model of a task with its contexts, and the job as our engine does it.
 
     Attributes:
         model: the embedded model, or one with random weights.
@@ -104,19 +113,20 @@ class Workload:
         UserError: too few built-in contexts are that long.
     """
 
-    def __init__(self, name: str, size: Size, device: torch.device, dtype: str) -> None:
-        self.name, self.size, self.device = name, size, device
-        self.on_gpu = device.type == "cuda"
-        self._subject = None
-        if name == embedded.NAME:
-            self._subject = load(ModelSpec(device=str(device), dtype=dtype))
+    def __init__(self, task: Task) -> None:
+        self.task, self.size, self.device = task, task.size, torch.device(task.device)
+        self.on_gpu, self._subject = self.device.type == "cuda", None
+        if task.model == embedded.NAME:
+            self._subject = load(ModelSpec(device=task.device, dtype=task.dtype))
         self.model: PreTrainedModel = (
-            self._subject.model if self._subject else random_model(name, DTYPES[dtype], device)
+            self._subject.model
+            if self._subject
+            else random_model(task.model, DTYPES[task.dtype], self.device)
         )
         self.blocks = find_blocks(self.model)
-        self.ids = self.contexts(size.counts[-1], size.context_tokens)
+        self.ids = self.contexts(self.size.counts[-1], self.size.context_tokens)
         self.written: dict[tuple[str, int], list[Decoded]] = {}
-        self._outbox = Outbox(device)
+        self._outbox = Outbox(self.device)
 
     def contexts(self, count: int, tokens: int) -> list[list[int]]:
         """The last ``tokens`` of built-in chat contexts; random ids for random weights."""
