@@ -284,15 +284,12 @@ def pick(found: pd.DataFrame, quantity: str, **names) -> pd.Series:
 def test_rates_and_differences_are_those_of_the_turns(compared, found):
     at = compared.turns[compared.turns["temperature"] == 1.0]
     own, none = (at[at["condition"] == name] for name in ("swap", "none"))
-    options = {"resamples": 100}
     for quantity, column in ((RATE, "genuine"), (HELD, "held")):
         row = pick(found, quantity, condition="swap", temperature=1.0)
-        mean = cluster_mean(own[column], own["source"], proportion=True, **options)
+        mean = cluster_mean(own[column], own["source"], proportion=True)
         assert (row["value"], row["low"], row["high"]) == (mean.value, mean.low, mean.high)
         row = pick(found, quantity + LESS, condition="swap", temperature=1.0)
-        paired = paired_difference(
-            own[column], own["source"], none[column], none["source"], **options
-        )
+        paired = paired_difference(own[column], own["source"], none[column], none["source"])
         assert (row["value"], row["p"]) == (paired.difference.value, paired.p)
     shares = found[(found["quantity"] == SHARE) & (found["temperature"] == 1.0)]
     sums = shares.groupby("condition")["value"].sum()

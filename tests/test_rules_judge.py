@@ -16,7 +16,7 @@ from ia_mech.judge.rules import features as text
 from ia_mech.judge.rules import judge as module
 from ia_mech.judge.rules.features import clear_case, measure
 from ia_mech.judge.verdict import Item
-from ia_mech.stats import balanced_accuracy, cohen_kappa
+from ia_mech.stats import balanced_accuracy_of, confusion, kappa_of
 
 SHARED = os.environ.get("IA_MECH_SHARED")
 QUERY = "How do I keep basil alive indoors?"
@@ -236,7 +236,8 @@ def test_a_judge_that_never_saw_a_source_does_well_on_its_turns():
         guess[test] = study.predicted(judge, turns.rows(test))
     lead = turns.set == study.LEAD
     truth, said = turns.category[lead] == GENUINE, guess[lead] == GENUINE
-    assert balanced_accuracy(truth, said) > 0.8 and cohen_kappa(truth, said) > 0.6
+    table = confusion(truth, said, (True, False))
+    assert balanced_accuracy_of(table) > 0.8 and kappa_of(table) > 0.6
     assert np.mean(turns.category[lead] == guess[lead]) > 0.65
 
 

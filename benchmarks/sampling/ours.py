@@ -143,7 +143,7 @@ class Memory(Contender):
         for group in work.prefilled(work.ids[: self.contexts], capture=False):
             index = torch.arange(group.state.rows, device=work.device)
             index = index.repeat_interleave(work.size.rows)
-            state = expand(group.state, index, room=work.size.new_tokens, share=self.share)
+            state = expand(group.state, index, capacity=work.size.new_tokens, share=self.share)
             roots += [group.state.cache.layers, state.cache.layers]
         return held_bytes(roots)
 

@@ -22,11 +22,11 @@ from ia_mech.data.formats import ColumnMap
 from ia_mech.engine.capture import find_blocks
 from ia_mech.engine.check import check_engine
 from ia_mech.engine.cuda.check import with_graphs
-from ia_mech.engine.cuda.outbox import Outbox, Parcel
+from ia_mech.engine.cuda.copies import CopyStream, HostCopy
 from ia_mech.engine.cuda.sizes import Sizes
 from ia_mech.engine.decode import decode_stream
 from ia_mech.engine.loop import Decoded, Row
-from ia_mech.engine.plan import pace, plan_units
+from ia_mech.engine.plan import batch_defaults, plan_units
 from ia_mech.engine.prefill import Prefilled, Prefix, prefill
 from ia_mech.engine.sampling import stream_key
 from ia_mech.engine.shared_prefix import Engine
@@ -126,7 +126,7 @@ class Workload:
         self.blocks = find_blocks(self.model)
         self.ids = self.contexts(self.size.counts[-1], self.size.context_tokens)
         self.written: dict[tuple[str, int], list[Decoded]] = {}
-        self._outbox = Outbox(self.device)
+        self._copies = CopyStream(self.device)
 
     def contexts(self, count: int, tokens: int) -> list[list[int]]:
         """The last ``tokens`` of built-in chat contexts; random ids for random weights."""
@@ -156,7 +156,7 @@ class Workload:
         return [row for at in range(contexts) for row in rows_of(at, self.size.rows)]
 
     def prefilled(
-        self, ids: Sequence[Sequence[int]], capture: bool, sent: list[Parcel] | None = None
+        self, ids: Sequence[Sequence[int]], capture: bool, sent: list[HostCopy] | None = None
     ) -> Iterator[Prefilled]:
         """Contexts ``[contexts][tokens]``, prefilled group by group.
 
@@ -164,12 +164,12 @@ class Workload:
         copied to the host, and the copies added to ``sent``, if it is given.
         """
         lengths = [len(one) for one in ids]
-        for unit in plan_units(lengths, len(lengths), pace(self.device).prefill_tokens):
+        for unit in plan_units(lengths, len(lengths), batch_defaults(self.device).prefill_tokens):
             prefixes = [Prefix(ids[i], range(lengths[i] - POSITIONS, lengths[i])) for i in unit]
             group = prefill(self.model, prefixes, self.blocks if capture else None)
             if sent is not None:
                 tensors = (group.logits, group.residuals)
-                sent += [self._outbox.send(tensor) for tensor in tensors if tensor is not None]
+                sent += [self._copies.start(tensor) for tensor in tensors if tensor is not None]
             yield group
 
     def decode(
@@ -201,12 +201,12 @@ class Workload:
         self, contexts: int, new_tokens: int, share: bool = True, graphs: bool | None = None
     ) -> list[Decoded]:
         """Prefill with capture, decode and sample; tokens and captures end up on the host."""
-        sent: list[Parcel] = []
+        sent: list[HostCopy] = []
         groups = self.prefilled(self.ids[:contexts], True, sent)
         tokens = self.size.context_tokens
         decoded = self.decode(groups, self.rows(contexts), new_tokens, tokens, share, graphs)
-        for parcel in sent:
-            parcel.take()
+        for copy in sent:
+            copy.wait()
         return decoded
 
 

@@ -24,7 +24,7 @@ from ia_mech.judge.commands import Bar as JudgeBar
 from ia_mech.judge.label import UNSEEN, label_run
 from ia_mech.judge.rules import RulesJudge
 from ia_mech.judge.verdict import identity_hash
-from ia_mech.likelihood.swaps import Donors
+from ia_mech.likelihood.swaps import SwapSources
 from ia_mech.models.load import ModelSpec, context_limit, load, load_tokenizer_and_config
 from ia_mech.run import Run, layout
 
@@ -167,7 +167,9 @@ def under_conditions(
     Raises:
         UserError: nothing is left.
     """
-    donors = Donors.of(((i, c, None) for i, c in enumerate(conversations)), chat.tokenizer, seed)
+    donors = SwapSources.of(
+        ((i, c, None) for i, c in enumerate(conversations)), chat.tokenizer, seed
+    )
     made: dict[str, dict[str, Conversation]] = {}
     failed: dict[str, str] = {}
     notes = []
@@ -204,7 +206,7 @@ def _made(
     order: int,
     name: str,
     seed: int,
-    donors: Donors,
+    donors: SwapSources,
     chat: ChatFormat,
     room: int | None,
 ) -> Conversation:

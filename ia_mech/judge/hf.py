@@ -17,7 +17,7 @@ import torch
 
 from ia_mech.chat.template import ChatTemplate, message
 from ia_mech.engine.check import check_engine
-from ia_mech.engine.plan import Halving
+from ia_mech.engine.plan import OomBackoff
 from ia_mech.engine.prefill import Prefilled, Prefix, State, expand, forward, prefill
 from ia_mech.engine.score import Turn, score
 from ia_mech.errors import UserError
@@ -158,7 +158,7 @@ class HfJudge:
         self._answers = [self._answer_ids(name) for name in NAMES]
         self._rubric: State | None = None  # the shared part, run through the model
         self._prior: torch.Tensor | None = None  # [categories], of the item without content
-        self._halving = Halving(len(NAMES))
+        self._halving = OomBackoff(len(NAMES))
         self.identity: dict[str, Any] = {
             **described(model),
             "weights_hash": self.weights_hash,
