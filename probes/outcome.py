@@ -80,7 +80,7 @@ class Outcome:
         )
 
 
-# -- targets ----------------------------------------------------------------------------------------
+# -- targets --------------------------------------------------------------------------------------
 
 FAILURES: tuple[str, ...] = tuple(name for name in ASSESSED if name != GENUINE)
 KEYS = ["run", "context_id"]  # a context of one run

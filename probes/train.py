@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from probes.analysis import Settings
 
 DESCRIPTION = """\
-Train linear probes on the residual stream at every layer and position of a judged run, compare them
-with controls, and keep them in RUN/probes/NAME. No language model is loaded. docs/probes.md explains
-the method. Several runs are pooled, with an intercept each.
+Train linear probes on the residual stream at every layer and position of a judged run, compare
+them with controls, and keep them in RUN/probes/NAME. Several runs are pooled, with an intercept
+each. No language model is loaded. docs/probes.md explains the method.
 """
 
 EPILOG = """\
@@ -27,6 +27,7 @@ examples:
   python -m probes.train cache/RUN
   python -m probes.train cache/RUN --target latent --positions header_last --layers 10-20
   python -m probes.train cache/RUN-A cache/RUN-B --judge gpt-5-mini --out pooled
+Judge a run first: python -m ia_mech.judge run cache/RUN
 """
 
 
@@ -41,7 +42,10 @@ def build_parser() -> argparse.ArgumentParser:
     add_subject(parser)
     add_statistics(parser)
     parser.add_argument(
-        "--threads", type=whole_from(1), metavar="N", help="(default: all processors)"
+        "--threads",
+        type=whole_from(1),
+        metavar="N",
+        help="of the computation (default: all processors)",
     )
     parser.add_argument(
         "--out", metavar="NAME", help="of the folder (default: target, estimator and judge)"
@@ -151,8 +155,9 @@ def _train(args: argparse.Namespace) -> None:
     from probes.controls import controls_of
     from probes.dataset import DATASET, check_enough, read
     from probes.outcome import LATENT
+    from probes.report.conclusion import conclude
     from probes.report.keep import Kept
-    from probes.report.screen import conclude, print_analysis
+    from probes.report.screen import print_analysis
 
     settings = replace(settings_of(args), workers=args.threads)
     # In an order of their own: it doesn't matter in which order runs are given.

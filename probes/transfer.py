@@ -132,7 +132,7 @@ def units_of(data: "ProbeSet", by: str) -> list["Unit"]:
 
 
 def _table(entries: list["Entry"], units: list["Unit"], about: dict[str, Any]) -> "Table":
-    """Rows trained on, columns tested on; where a row has one probe, what it reads is named once."""
+    """Rows trained on, columns tested on; what the probe of a row reads is named once."""
     from rich.markup import escape
     from rich.table import Table
 

@@ -16,7 +16,7 @@ from probes.controls import Baseline, Controls
 from probes.fit.folds import make_folds
 from probes.fit.nested_cv import Cell, Design, examine
 from probes.outcome import Outcome
-from probes.records import MEASURES, Arrays, Settings
+from probes.analysis import MEASURES, Arrays, Settings
 
 LAYERS, POSITIONS, WIDTH = 5, ("start", "end"), 12
 SMALL = Settings(folds=4, permutations=19, control_draws=2, orders=1, resamples=100, workers=1)
@@ -157,7 +157,7 @@ def test_gains_are_differences(found):
 def test_embeddings_are_read_at_the_position_that_the_inner_loop_prefers(found):
     hidden, outcome = planted(runs=2)
     design = Design.of(outcome, found.folds)
-    cells = [examine(Cell.of(hidden.layer(0)[:, at]), design) for at in range(2)]
+    cells = [cross_validate(Features.of(hidden.layer(0)[:, at]), design) for at in range(2)]
     (embeddings,) = (c for c in found.compared if c.name == "embeddings")
     for fold in range(4):
         best, here = np.argmax([cell.inner[fold, 0] for cell in cells]), found.folds == fold

@@ -6,7 +6,7 @@ import pytest
 from ia_mech.errors import UserError
 from probes.dataset import check_enough
 from probes.outcome import Outcome
-from probes.targets import parse
+from probes.outcome import parse
 
 
 def outcome(positive: int, negative: int, both: int = 0) -> Outcome:
@@ -40,7 +40,7 @@ def test_enough_sources_of_either_kind_pass():
 )
 def test_too_little_is_refused_and_what_would_be_enough_is_said(given, words):
     with pytest.raises(UserError) as refusal:
-        check_enough(given, positive=parse("rate").positive)
+        check_enough(given, positive=parse_target("rate").positive)
     assert words in str(refusal.value)
 
 
@@ -60,7 +60,7 @@ def test_rates_must_vary_where_contexts_are_compared():
     apart = Outcome.of([2] * 25 + [0] * 25, [2] * 50, np.arange(50), [0] * 25 + [1] * 25)
     words = r"within each run \(or dataset\) all contexts have the same rate of a genuine follow-up"
     with pytest.raises(UserError, match=words) as refusal:
-        check_enough(apart, positive=parse("rate").positive)
+        check_enough(apart, positive=parse_target("rate").positive)
     assert "choose another --target or --within" in str(refusal.value)
     check_enough(Outcome.of(apart.positives, apart.trials, apart.sources))  # as one run
 
@@ -97,7 +97,7 @@ def test_sources_must_be_able_to_change_places():
 
 
 def test_of_the_latent_target_too_few_negatives_are_contexts_without_any_follow_up():
-    target = parse("latent")
+    target = parse_target("latent")
     with pytest.raises(UserError) as refusal:
         check_enough(
             outcome(64, 3), positive=target.positive, negative=target.negative, more_turns=False

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from experiments.probe_validation.planted import Plan, plant, write
+from benchmarks.probe_validation.planted import Plan, plant, write
 from ia_mech.stats import FoldScores
 from probes.controls import controls_of
 from probes.dataset import ProbeSet, read
@@ -53,7 +53,7 @@ def read_by_run(data: ProbeSet, features: np.ndarray) -> list[float]:
     """Held-out AUROC of a probe on all runs, in each of them."""
     outcome = data.outcome
     design = Design.of(outcome, make_folds(outcome))
-    scores = examine_once(Cell.of(features), design).scores
+    scores = cross_validate(Features.of(features), design.observed()).scores
     found = []
     for run in range(len(data.runs)):
         here = (data.contexts["run"] == run).to_numpy()

@@ -8,12 +8,12 @@ import pandas as pd
 import pytest
 from shell import files
 
-from experiments.probe_validation.planted import Plan, plant, write
+from benchmarks.probe_validation.planted import Plan, plant, write
 from ia_mech.errors import UserError
 from probes.analysis import analyse
 from probes.card import Probe
 from probes.dataset import ProbeSet, read
-from probes.records import Analysis, Settings
+from probes.analysis import Analysis, Settings
 from probes.report.keep import Kept
 from probes.report.verdict import verdict
 

@@ -10,7 +10,7 @@ from probes.analysis import analyse
 from probes.fit.folds import against_permutations, make_folds, permutations
 from probes.fit.nested_cv import Cell, Design, examine, examine_once
 from probes.outcome import Outcome
-from probes.records import Arrays
+from probes.analysis import Arrays
 
 
 def fingerprints(seed):
@@ -43,7 +43,7 @@ def test_over_many_targets_constant_per_source_the_mean_is_one_half():
         hidden, positives, sources = fingerprints(seed)
         outcome = Outcome.of(positives, np.full(len(sources), 8), sources)
         design = Design.of(outcome, make_folds(outcome, 5, seed), estimator="mass-mean")
-        scores = examine_once(Cell.of(hidden.layer(0)[:, 0]), design).scores
+        scores = cross_validate(Features.of(hidden.layer(0)[:, 0]), design.observed()).scores
         found.append(slow_auroc(scores, outcome, design.folds))
     assert abs(np.mean(found) - 0.5) < 3 * np.std(found) / np.sqrt(len(found))
 
@@ -51,11 +51,11 @@ def test_over_many_targets_constant_per_source_the_mean_is_one_half():
 def test_labels_without_meaning_are_seldom_found():
     rng, repeats, p = np.random.default_rng(0), 100, []
     for seed in range(repeats):
-        cells = [Cell.of(states) for states in rng.normal(size=(4, 36, WIDTH))]
+        cells = [Features.of(states) for states in rng.normal(size=(4, 36, WIDTH))]
         outcome = Outcome.of(rng.binomial(8, rng.beta(1, 1, 36)), np.full(36, 8), range(36))
         folds = make_folds(outcome, 3, seed)
         design = Design.of(outcome, folds, permutations(outcome, folds, 19, seed), "mass-mean")
-        examined = [examine(cell, design) for cell in cells]
+        examined = [cross_validate(cell, design) for cell in cells]
         inner, outer = (
             np.array([getattr(e, name) for e in examined]).reshape(2, 2, 3, -1)
             for name in ("inner", "outer")

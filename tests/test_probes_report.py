@@ -19,7 +19,7 @@ from ia_mech.estimates import write_parquet
 from probes.analysis import analyse
 from probes.controls import Baseline, Controls
 from probes.outcome import Outcome
-from probes.records import MEASURES, Arrays, Settings
+from probes.analysis import MEASURES, Arrays, Settings
 from probes.report import figures
 from probes.report import keep as tables
 from probes.report.screen import ROWS, print_analysis, shown_layers
@@ -270,7 +270,7 @@ def test_saved_figures(analysis, tmp_path):
     again = figures.save(figures.layer_curve(analysis, "rate"), tmp_path, "curve")
     assert [path.read_bytes() for path in again] == first
     assert imread(paths[0]).shape[:2] == (900, 1200)
-    assert ElementTree.parse(paths[1]).getroot().tag.endswith("svg")
+    assert ElementTree.parse_target(paths[1]).getroot().tag.endswith("svg")
     assert dict(matplotlib.rcParams) == before
 
 

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from shell import call, files, refusal
 
-from experiments.probe_validation.planted import Plan, Planted, plant, write
+from benchmarks.probe_validation.planted import Plan, Planted, plant, write
 from ia_mech.run import Run
 from probes import train
 from probes.card import Probe

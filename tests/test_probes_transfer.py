@@ -20,7 +20,7 @@ from probes import transfer
 from probes.fit import cross_evaluate as module
 from probes.fit.cross_evaluate import OTHERS, Unit, carry
 from probes.outcome import Outcome
-from probes.records import Arrays, Settings
+from probes.analysis import Arrays, Settings
 
 QUICK = Settings(permutations=199, resamples=200)
 WIDTH, TRIALS = 12, 8
@@ -125,7 +125,7 @@ def test_no_source_is_on_both_sides(monkeypatch, prompts):
 
     def watched(cell, train, test, runs):
         seen.append((train, test))
-        return rotate(cell, train, test, runs)
+        return project(cell, train, test, runs)
 
     monkeypatch.setattr(module, "rotate", watched)
     entries, _ = carry(hidden, outcome, units, Settings(permutations=19, resamples=100))

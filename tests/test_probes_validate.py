@@ -1,11 +1,11 @@
-"""``python -m experiments.probe_validation``: a small version of what its table in docs/ says."""
+"""``python -m benchmarks.probe_validation``: a small version of what its table in docs/ says."""
 
 import numpy as np
 import pytest
 from shell import call, refusal
 
-from experiments.probe_validation import __main__ as validate
-from experiments.probe_validation.__main__ import RUNS, Found, shares, table, try_one
+from benchmarks.probe_validation import __main__ as validate
+from benchmarks.probe_validation.__main__ import RUNS, Found, shares, table, try_one
 
 
 @pytest.fixture(scope="module")

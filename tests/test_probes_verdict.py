@@ -8,7 +8,7 @@ import pytest
 from ia_mech.stats import Estimate
 from probes.analysis import analyse
 from probes.outcome import Outcome
-from probes.records import Arrays, Compared, Settings
+from probes.analysis import Arrays, Compared, Settings
 from probes.report.verdict import COVERAGE, LEVEL, verdict
 
 LATENT = "So it is latent: more than the next-token distribution and the text tell."

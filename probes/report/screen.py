@@ -1,4 +1,4 @@
-"""What the analysis of a target shows at a terminal."""
+"""What an analysis shows at a terminal."""
 
 from collections import Counter
 from itertools import zip_longest
@@ -12,44 +12,47 @@ from rich.text import Text
 
 from ia_mech.cli import one_line
 from ia_mech.stats import Estimate
-from probes.records import Analysis
-from probes.report.verdict import LEVEL, Verdict
+from probes.analysis import Analysis
+from probes.report.conclusion import LEVEL, Conclusion
 
-WIDTH = 100
 ROWS = 17  # layers that the heat map shows
 
 
 def print_analysis(
-    screen: Console, analysis: Analysis, target_text: str, verdict: Verdict, within: str = "run"
+    screen: Console,
+    analysis: Analysis,
+    target: str,
+    conclusion: Conclusion,
+    within: str = "run",
 ) -> None:
-    """Headline, controls, heat map, notes and, last, the verdict.
+    """Headline, controls, heat map, notes and, last, the conclusion.
 
     Args:
-        screen: where to; 100 columns hold everything, in fewer some positions are left out.
+        screen: 100 columns hold everything; in fewer, some positions are left out.
         analysis: of one target.
-        target_text: what was probed, in words.
-        verdict: what may be said.
-        within: what contexts share that are compared, in words.
+        target: what was probed, in words.
+        conclusion: of the analysis.
+        within: what compared contexts share, in words.
     """
-    _say_what(screen, analysis, target_text, within)
-    _say_headline(screen, analysis)
+    _print_target(screen, analysis, target, within)
+    _print_headline(screen, analysis)
     screen.print(_measures_table(analysis))
     if analysis.compared:
         screen.print(_controls_table(analysis))
-    _show_heat_map(screen, analysis)
+    _print_heat_map(screen, analysis)
     for note in analysis.notes:
         screen.print(escape(one_line(note)))
-    screen.print(f"[bold]{escape(one_line(verdict.sentence))}[/]")
+    screen.print(f"[bold]{escape(one_line(conclusion.sentence))}[/]")
 
 
 # -- texts ----------------------------------------------------------------------------------------
 
 
-def _say_what(screen: Console, analysis: Analysis, target_text: str, within: str) -> None:
+def _print_target(screen: Console, analysis: Analysis, target: str, within: str) -> None:
     outcome, folds = analysis.outcome, analysis.settings.folds
-    turns, sources = round(outcome.trials.sum()), int(outcome.sources.max()) + 1
+    turns, sources = round(outcome.trials.sum()), outcome.source_count
     share = outcome.positives.sum() / outcome.trials.sum()
-    screen.print(f"[bold]{escape(one_line(target_text))}[/]")
+    screen.print(f"[bold]{escape(one_line(target))}[/]")
     screen.print(
         f"{len(outcome)} contexts of {sources} sources, {turns} turns, {share:.1%} positive. "
         f"Scores: mean over {folds} outer folds; on new sources, of probes trained on "
@@ -58,7 +61,7 @@ def _say_what(screen: Console, analysis: Analysis, target_text: str, within: str
     )
 
 
-def _say_headline(screen: Console, analysis: Analysis) -> None:
+def _print_headline(screen: Console, analysis: Analysis) -> None:
     headline = analysis.headline
     chosen = Counter(headline.picked).most_common()
     folds = ", ".join(f"{_place(*cell)} ×{times}" for cell, times in chosen)
@@ -73,7 +76,7 @@ def _tests(analysis: Analysis) -> str:
     tested = analysis.tested
     if not tested.permutations:
         return "no permutations, so nothing was tested"
-    # Many cells may have the smallest possible p: the one that reads best is named.
+    # Several places may have the smallest possible p: the one that reads best is named.
     order = np.lexsort((-tested.statistic.ravel(), tested.p_family.ravel()))
     i, j = np.unravel_index(order[0], tested.p_family.shape)
     return (
@@ -87,7 +90,7 @@ def _tests(analysis: Analysis) -> str:
 
 
 def _measures_table(analysis: Analysis) -> Table:
-    """The headline's measures in two columns; what they are held against stands beside them."""
+    """The headline's measures in two columns, each with its reference value below it."""
     found = analysis.headline.measures
     entries = [
         ("AUROC", found["auroc"].text()),
@@ -133,7 +136,7 @@ def _controls_table(analysis: Analysis) -> Table:
     return table
 
 
-def _show_heat_map(screen: Console, analysis: Analysis) -> None:
+def _print_heat_map(screen: Console, analysis: Analysis) -> None:
     layers = shown_layers(analysis)
     positions = list(analysis.positions)
     table = _heat_map(analysis, layers, positions)
@@ -151,21 +154,19 @@ def _show_heat_map(screen: Console, analysis: Analysis) -> None:
 
 def _explained(analysis: Analysis, layers: list[int], positions: list[str]) -> list[str]:
     """What a reader of the heat map has to know."""
-    said = []
+    lines = []
     if (analysis.tested.p_family <= LEVEL).any():
-        said.append("* family-wise p ≤ 0.05 (closed form)")
+        lines.append("* family-wise p ≤ 0.05 (closed form)")
     elif analysis.tested.permutations:
-        said.append("no family-wise p ≤ 0.05 (closed form)")
+        lines.append("no family-wise p ≤ 0.05 (closed form)")
     if len(layers) < len(analysis.layers):
         step = _step(analysis)
         every = {2: "every second layer", 3: "every third layer"}.get(step, f"one layer in {step}")
-        said.append(f"{every} and those chosen")
+        lines.append(f"{every} and those chosen")
     missing = [one_line(name, 24) for name in analysis.positions if name not in positions]
     if missing:
-        said.append(f"no room for {', '.join(missing)}")
-    if analysis.settings.estimator != "logistic":
-        said.append("code: of logistic probes")
-    return [*said, "rest: estimates.parquet"]
+        lines.append(f"too narrow for {', '.join(missing)}")
+    return [*lines, "rest: estimates.parquet"]
 
 
 def _heat_map(analysis: Analysis, layers: list[int], positions: list[str]) -> Table:
@@ -175,14 +176,12 @@ def _heat_map(analysis: Analysis, layers: list[int], positions: list[str]) -> Ta
         # Names such as turn_separator are wider than what stands beneath them.
         name = "_\n".join(one_line(position, 24).rsplit("_", 1))
         table.add_column(Text(name), no_wrap=True)
-    table.add_column("code bits saved\nper turn", justify="right", no_wrap=True)
     columns = [analysis.positions.index(position) for position in positions]
     for layer in layers:
         i = analysis.layers.index(layer)
         row = [_cell(analysis, i, j) for j in columns]
         here = layer == analysis.headline.layer
-        saved = _signed(analysis.code[i].saved_per_turn, 3)
-        table.add_row(f"→ {layer}" if here else str(layer), *row, saved, style="bold" * here)
+        table.add_row(f"→ {layer}" if here else str(layer), *row, style="bold" * here)
     return table
 
 
@@ -218,7 +217,7 @@ def _table() -> Table:
 
 
 def _cell(analysis: Analysis, i: int, j: int) -> str:
-    """With its interval at the headline's position only: there is no room for more."""
+    """With its interval at the headline's position only: more wouldn't fit."""
     estimate = analysis.auroc[i][j]
     star = "*" if analysis.tested.p_family[i, j] <= LEVEL else ""
     if analysis.positions[j] == analysis.headline.position:

@@ -32,8 +32,8 @@ class Case:
     def design(self, estimator="logistic"):
         return Design.of(self.outcome, self.folds, tuple(self.taken), estimator)
 
-    def examine(self, estimator="logistic"):
-        return examine(Cell.of(self.features), self.design(estimator))
+    def cross_validate(self, estimator="logistic"):
+        return cross_validate(Features.of(self.features), self.design(estimator))
 
     def test_rows(self, fold):
         return np.flatnonzero(self.folds == fold)
@@ -196,7 +196,7 @@ def reference_closed_form(case):
 @RUNS
 def test_the_closed_form_is_ridge_fitted_anew_for_all_labels(shape, runs):
     made = case(shape, runs)
-    found = made.examine()
+    found = made.cross_validate()
     inner, outer, whole = reference_closed_form(made)
     assert found.inner.shape == found.outer.shape == (FOLDS, 1 + PERMUTATIONS)
     np.testing.assert_allclose(found.inner, inner, atol=1e-4)
@@ -210,7 +210,7 @@ def test_the_closed_form_is_ridge_fitted_anew_for_all_labels(shape, runs):
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_scores_and_penalties_are_those_of_nested_loops(shape, runs, estimator):
     made = case(shape, runs, seed=1)
-    found = made.examine(estimator)
+    found = made.cross_validate(estimator)
     scores, penalties = reference_scores(made, estimator)
     np.testing.assert_array_equal(found.penalties, penalties)
     np.testing.assert_allclose(found.scores, scores, atol=1e-3)
@@ -220,8 +220,8 @@ def test_scores_and_penalties_are_those_of_nested_loops(shape, runs, estimator):
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_scores_alone_are_the_same(runs, estimator):
     made = case(MANY, runs)
-    found = made.examine(estimator)
-    alone = examine_once(Cell.of(made.features), made.design(estimator))
+    found = made.cross_validate(estimator)
+    alone = examine_once(Features.of(made.features), made.design(estimator))
     np.testing.assert_allclose(alone.scores, found.scores, atol=1e-12)
     np.testing.assert_array_equal(alone.penalties, found.penalties)
     assert alone.chance == found.chance and alone.outer.shape[1] == 1
@@ -229,7 +229,7 @@ def test_scores_alone_are_the_same(runs, estimator):
 
 def test_the_closed_form_does_not_depend_on_the_estimator():
     made = case(MANY)
-    first, *others = [made.examine(estimator) for estimator in ESTIMATORS]
+    first, *others = [made.cross_validate(estimator) for estimator in ESTIMATORS]
     for other in others:
         np.testing.assert_array_equal(first.inner, other.inner)
         np.testing.assert_array_equal(first.outer, other.outer)
@@ -238,14 +238,14 @@ def test_the_closed_form_does_not_depend_on_the_estimator():
 
 def test_a_permutation_counts_as_if_its_labels_were_the_observed_ones():
     made = case(MANY, runs=2)
-    found = made.examine()
+    found = made.cross_validate()
     for column, taken in enumerate(made.taken, start=1):
         outcome = replace(
             made.outcome,
             positives=made.outcome.positives[taken],
             trials=made.outcome.trials[taken],
         )
-        alone = replace(made, outcome=outcome, taken=[]).examine()
+        alone = replace(made, outcome=outcome, taken=[]).cross_validate()
         np.testing.assert_allclose(found.inner[:, column], alone.inner[:, 0], atol=1e-5)
         np.testing.assert_allclose(found.outer[:, column], alone.outer[:, 0], atol=1e-5)
 
@@ -260,7 +260,7 @@ def test_a_constant_cell_says_nothing(shape, runs, estimator):
     made = case(shape, runs)
     constant = np.full(shape, 1234.5) + np.arange(shape[1]) / 7 + 100 * made.outcome.runs[:, None]
     made = replace(made, features=constant.astype(np.float32))
-    found = made.examine(estimator)
+    found = made.cross_validate(estimator)
     assert not found.inner.any() and found.whole == 0
     assert (found.outer == 0.5).all() and found.chance == 0
     for fold in range(FOLDS):
@@ -283,7 +283,7 @@ def test_contexts_with_equal_states_tie(width):
     groups = [(made.folds == f) & (made.outcome.runs == r) for f in range(FOLDS) for r in range(2)]
     _, outer, _ = reference_closed_form(made)
     for estimator in ESTIMATORS:
-        found = made.examine(estimator)
+        found = made.cross_validate(estimator)
         np.testing.assert_allclose(found.outer, outer, atol=1e-3)
         for here in groups:
             assert len(set(found.scores[here])) == len(set(kind[here]))
@@ -293,7 +293,7 @@ def test_a_fold_where_all_turns_are_alike_is_level():
     made = case(MANY)
     positives = np.where(made.folds == 2, 0, made.outcome.positives)
     made = replace(made, outcome=replace(made.outcome, positives=positives), taken=[])
-    found = made.examine()
+    found = made.cross_validate()
     assert found.outer[2, 0] == 0.5 and np.isfinite(found.inner).all()
 
 
@@ -302,7 +302,7 @@ def test_a_run_that_a_split_does_not_train_on_is_scored_too(estimator):
     made = case(MANY)
     runs = (made.outcome.sources == made.outcome.sources[made.test_rows(1)[0]]).astype(int)
     made = replace(made, outcome=replace(made.outcome, runs=runs), taken=[])
-    found = made.examine(estimator)
+    found = made.cross_validate(estimator)
     assert np.isfinite(found.scores).all() and np.isfinite(found.inner).all()
 
 
@@ -319,7 +319,7 @@ def chance(strength, estimator, seed, contexts=200, width=40):
         rng.binomial(8, expit(2 * latent - run)), np.full(contexts, 8), range(contexts), run
     )
     design = Design.of(outcome, make_folds(outcome, FOLDS, seed), estimator=estimator)
-    cell = Cell.of(features)
+    cell = Features.of(features)
     found = examine_once(cell, design)
     again = chance_in_training(cell, design, found.penalties)
     assert found.chance == again and 0 <= again <= 1
@@ -346,7 +346,7 @@ def test_labels_of_a_fold_have_no_say_in_its_scores(shape, runs, estimator, fold
     tested = made.folds == fold
     flipped = np.where(tested, made.outcome.negatives, made.outcome.positives)
     other = replace(made, outcome=replace(made.outcome, positives=flipped), taken=[])
-    one, two = replace(made, taken=[]).examine(estimator), other.examine(estimator)
+    one, two = replace(made, taken=[]).cross_validate(estimator), other.cross_validate(estimator)
     np.testing.assert_array_equal(one.scores[tested], two.scores[tested])
     assert one.penalties[fold] == two.penalties[fold]
     np.testing.assert_array_equal(one.inner[fold], two.inner[fold])
@@ -362,7 +362,7 @@ def test_states_of_a_fold_have_no_say_in_what_is_chosen_for_it(shape, estimator)
     tested = made.folds == 1
     noise = np.random.default_rng(0).normal(size=shape) * 30
     other = replace(made, features=np.where(tested[:, None], noise, made.features))
-    one, two = made.examine(estimator), other.examine(estimator)
+    one, two = made.cross_validate(estimator), other.cross_validate(estimator)
     np.testing.assert_allclose(one.inner[1], two.inner[1], atol=1e-5)
     assert one.penalties[1] == two.penalties[1]
     assert abs(one.inner[0] - two.inner[0]).max() > 1e-3
@@ -374,7 +374,7 @@ def test_a_context_is_scored_by_itself():
     others = np.flatnonzero((made.folds == 2) & (np.arange(len(made.folds)) != at))
     changed = made.features.copy()
     changed[others] *= 3
-    one, two = made.examine(), replace(made, features=changed).examine()
+    one, two = made.cross_validate(), replace(made, features=changed).cross_validate()
     assert one.scores[at] == pytest.approx(two.scores[at], abs=1e-6)
 
 
@@ -382,7 +382,7 @@ def test_moved_and_turned_states_are_scored_alike():
     made = case(FEW, runs=2)
     turn, _ = np.linalg.qr(np.random.default_rng(0).normal(size=(FEW[1], FEW[1])))
     other = replace(made, features=made.features @ turn * 40 - 300)
-    one, two = made.examine(), other.examine()
+    one, two = made.cross_validate(), other.cross_validate()
     np.testing.assert_allclose(one.scores, two.scores, atol=1e-5)
     np.testing.assert_allclose(one.inner, two.inner, atol=1e-4)
 

@@ -51,8 +51,8 @@ def reference(columns, k, n, penalty, **settings):
 def cells(features):
     """The same cell by its inner products and by its features."""
     centred = features - features.mean(0)
-    size = Cell.of(features).size
-    return Cell(centred, centred @ centred.T, size), Cell(centred, None, size)
+    size = Features.of(features).size
+    return Features(centred, centred @ centred.T, size), Features(centred, None, size)
 
 
 # -- against scikit-learn -------------------------------------------------------------------------
@@ -126,8 +126,8 @@ def test_ridge_is_scikit_learns(shape, penalty):
     columns, scale = scaled(features)
     theirs = Ridge(alpha=penalty, solver="cholesky").fit(columns, k / n)
     for cell in cells(features):
-        rotated = rotate(cell, *[np.arange(shape[0])] * 2, np.zeros(shape[0], int))
-        weights = rotated.weights(fits.ridge(rotated.train, rotated.squares, k / n, penalty))
+        projected = project(cell, *[np.arange(shape[0])] * 2, np.zeros(shape[0], int))
+        weights = projected.weights(fits.ridge(projected.train, projected.squares, k / n, penalty))
         error = abs(weights / scale - theirs.coef_).max() / abs(theirs.coef_).max()
         assert error < 1e-8
     probe = RidgeProbe(penalty).fit(features, k / n, sample_weight=n)
@@ -137,11 +137,11 @@ def test_ridge_is_scikit_learns(shape, penalty):
 @SHAPES
 def test_ridge_takes_many_columns_at_once(shape):
     features, k, n = contexts(shape)
-    rotated = rotate(Cell.of(features), *[np.arange(shape[0])] * 2, np.zeros(shape[0], int))
+    projected = project(Features.of(features), *[np.arange(shape[0])] * 2, np.zeros(shape[0], int))
     both = np.column_stack([k / n, 1 - k / n])
-    together = fits.ridge(rotated.train, rotated.squares, both, 1.0)
+    together = fits.ridge(projected.train, projected.squares, both, 1.0)
     for column in range(2):
-        alone = fits.ridge(rotated.train, rotated.squares, both[:, column], 1.0)
+        alone = fits.ridge(projected.train, projected.squares, both[:, column], 1.0)
         np.testing.assert_allclose(together[:, column], alone)
 
 
@@ -150,8 +150,8 @@ def test_shrinkage_is_scikit_learns(shape):
     features, *_ = contexts(shape)
     columns, _ = scaled(features)
     for cell in cells(features):
-        rotated = rotate(cell, *[np.arange(shape[0])] * 2, np.zeros(shape[0], int))
-        intensity, target = fits.shrinkage(rotated.train, rotated.squares, shape[1])
+        projected = project(cell, *[np.arange(shape[0])] * 2, np.zeros(shape[0], int))
+        intensity, target = fits.shrinkage(projected.train, projected.squares, shape[1])
         assert intensity == pytest.approx(ledoit_wolf_shrinkage(columns), abs=1e-8)
         assert target == pytest.approx((columns**2).mean(), rel=1e-8)
 
@@ -189,16 +189,16 @@ def test_inner_products_and_features_give_the_same(shape):
     runs, test, train = everyone % 2, everyone[::4], everyone[everyone % 4 > 0]
     found = []
     for cell in cells(features):
-        rotated = rotate(cell, train, test, runs)
-        path = fits.logistic_path(rotated.train, runs[train], k[train], n[train], [1.0, 0.01], 2)
-        said = [fit.scores(rotated.test, runs[test]) for fit in path]
-        found.append([rotated.squares, *said, *(rotated.weights(fit.weights) for fit in path)])
-        products = rotated.train.T @ rotated.train
-        np.testing.assert_allclose(products, np.diag(rotated.squares), atol=1e-9)
-        assert (rotated.train**2).sum(1).mean() == pytest.approx(1)
-        assert (np.diff(rotated.squares) <= 0).all()
+        projected = project(cell, train, test, runs)
+        path = fits.logistic_path(projected.train, runs[train], k[train], n[train], [1.0, 0.01], 2)
+        said = [fit.scores(projected.test, runs[test]) for fit in path]
+        found.append([projected.squares, *said, *(projected.weights(fit.weights) for fit in path)])
+        products = projected.train.T @ projected.train
+        np.testing.assert_allclose(products, np.diag(projected.squares), atol=1e-9)
+        assert (projected.train**2).sum(1).mean() == pytest.approx(1)
+        assert (np.diff(projected.squares) <= 0).all()
         # Coordinates and raw features say the same of contexts that weren't fitted on.
-        raw = (cell.features - rotated.centres()[runs])[test] @ rotated.weights(path[1].weights)
+        raw = (cell.features - projected.centres()[runs])[test] @ projected.weights(path[1].weights)
         np.testing.assert_allclose(raw + path[1].intercepts[runs[test]], said[1], atol=1e-8)
     for one, other in zip(*found, strict=True):
         np.testing.assert_allclose(one, other, atol=1e-6 * abs(other).max())
@@ -234,9 +234,9 @@ def test_a_run_without_training_contexts_is_centred_on_the_mean_of_all():
         runs = (np.arange(shape[0]) >= 50).astype(int)
         train, test = np.flatnonzero(runs == 0), np.flatnonzero(runs == 1)
         for cell in cells(features):
-            rotated = rotate(cell, train, test, runs)
-            np.testing.assert_allclose(rotated.centres()[0], rotated.centres()[1], atol=1e-12)
-            (fit,) = fits.logistic_path(rotated.train, runs[train], k[train], n[train], [1.0], 2)
+            projected = project(cell, train, test, runs)
+            np.testing.assert_allclose(projected.centres()[0], projected.centres()[1], atol=1e-12)
+            (fit,) = fits.logistic_path(projected.train, runs[train], k[train], n[train], [1.0], 2)
             assert fit.intercepts[1] == fit.intercepts[0]
 
 
@@ -249,8 +249,8 @@ def test_features_that_do_not_differ_predict_the_base_rate(shape, probe):
     _, k, n = contexts(shape)
     constant = np.full(shape, 1234.5) + np.arange(shape[1]) / 7
     for cell in cells(constant):
-        rotated = rotate(cell, *[np.arange(shape[0])] * 2, np.zeros(shape[0], int))
-        assert rotated.train.shape == (shape[0], 0)
+        projected = project(cell, *[np.arange(shape[0])] * 2, np.zeros(shape[0], int))
+        assert projected.train.shape == (shape[0], 0)
     fitted = clone(probe).fit(constant, k / n, sample_weight=n)
     assert not fitted.coef_.any()
     chance = fitted.predict_proba(constant)[:, 1]
@@ -286,8 +286,8 @@ def test_a_run_of_negatives_only_stays_finite(shape, probe):
 def test_a_falling_path_ends_where_a_cold_start_does():
     for shape in (FEW, MANY):
         features, k, n = contexts(shape)
-        rotated = rotate(Cell.of(features), *[np.arange(shape[0])] * 2, np.zeros(shape[0], int))
-        there = rotated.train, np.zeros(shape[0], int), k, n
+        projected = project(Features.of(features), *[np.arange(shape[0])] * 2, np.zeros(shape[0], int))
+        there = projected.train, np.zeros(shape[0], int), k, n
         path = fits.logistic_path(*there, fits.PENALTIES, 1)
         (cold,) = fits.logistic_path(*there, fits.PENALTIES[-1:], 1)
         size = abs(cold.weights).max()

@@ -11,7 +11,7 @@ from sklearn.linear_model import Ridge
 from sklearn.metrics import roc_auc_score
 from sklearn.model_selection import GroupKFold, KFold, cross_val_predict
 
-from experiments.probe_validation.planted import (
+from benchmarks.probe_validation.planted import (
     COMMON_TOKEN,
     KINDS,
     RARE_TOKEN,
