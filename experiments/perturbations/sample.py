@@ -18,13 +18,13 @@ from ia_mech.chat.headers import rendered
 from ia_mech.collect.config import SampleConfig
 from ia_mech.collect.identity import build_chat, eos_ids
 from ia_mech.data.conversations import Conversation
+from ia_mech.display import Bar
 from ia_mech.engine.plan import Grid
 from ia_mech.errors import UserError
-from ia_mech.judge.commands import Bar as JudgeBar
 from ia_mech.judge.label import UNSEEN, label_run
 from ia_mech.judge.rules import RulesJudge
 from ia_mech.judge.verdict import identity_hash
-from ia_mech.likelihood.swaps import Donors
+from ia_mech.likelihood.swaps import SwapSources
 from ia_mech.models.load import ModelSpec, context_limit, load, load_tokenizer_and_config
 from ia_mech.run import Run, layout
 
@@ -167,7 +167,9 @@ def under_conditions(
     Raises:
         UserError: nothing is left.
     """
-    donors = Donors.of(((i, c, None) for i, c in enumerate(conversations)), chat.tokenizer, seed)
+    donors = SwapSources.of(
+        ((i, c, None) for i, c in enumerate(conversations)), chat.tokenizer, seed
+    )
     made: dict[str, dict[str, Conversation]] = {}
     failed: dict[str, str] = {}
     notes = []
@@ -204,7 +206,7 @@ def _made(
     order: int,
     name: str,
     seed: int,
-    donors: Donors,
+    donors: SwapSources,
     chat: ChatFormat,
     room: int | None,
 ) -> Conversation:
@@ -343,4 +345,4 @@ def judged(run: Run, judge: str, base: Base) -> None:
                 f"run python -m ia_mech.judge run {run.path} --name {name}{flag} with the flags "
                 f"that judged {base.runs[0].path}, then this command again",
             )
-        label_run(run, rules, name, JudgeBar(), unperturbed=unperturbed)
+        label_run(run, rules, name, Bar(), unperturbed=unseen)
