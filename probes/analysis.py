@@ -403,10 +403,7 @@ class _Analyser:
         return chosen, float(np.mean([here[at].chance for at in best]))
 
     def _compared(
-        self,
-        controls: Controls,
-        headline: Headline,
-        embeddings: tuple[np.ndarray, float] | None,
+        self, controls: Controls, headline: Headline, embeddings: tuple[np.ndarray, float] | None
     ) -> list[Compared]:
         named = [("text", b) for b in controls.text] + [("output", b) for b in controls.output]
         draws = self.settings.control_draws if controls.types is not None else 0

@@ -26,14 +26,7 @@ from ia_mech.stats import Estimate, holm, permutation_p
 from probes.analysis import Hidden, Settings, fold_scores
 from probes.dataset import MIN_SOURCES
 from probes.fit.folds import choose, make_folds, permutations
-from probes.fit.nested_cv import (
-    Design,
-    InnerLoop,
-    correlation,
-    fit,
-    fold_auroc,
-    ridge_predictions,
-)
+from probes.fit.nested_cv import Design, InnerLoop, correlation, fit, fold_auroc, ridge_predictions
 from probes.fit.solvers import Features, project
 from probes.outcome import Outcome
 

@@ -20,7 +20,7 @@ from ia_mech.errors import UserError
 from ia_mech.rates.load import NOBODY, read_runs
 from ia_mech.run import Run
 from probes.fit.folds import movable
-from probes.outcome import KEYS, Outcome, Target, counts_of, parse_target
+from probes.outcome import KEYS, LATENT, Outcome, Target, counts_of, parse_target
 
 MIN_SOURCES = 20  # with a positive turn, and with a negative one
 RUN, DATASET = "run", "dataset"
@@ -192,26 +192,20 @@ def read(
 
 
 def check_enough(
-    outcome: Outcome,
-    folds: int = 5,
-    minimum: int = MIN_SOURCES,
-    positive: str = "a positive turn",
-    negative: str | None = None,
-    more_turns: bool = True,
+    outcome: Outcome, target: Target, folds: int = 5, minimum: int = MIN_SOURCES
 ) -> None:
     """Refuse outcomes that no probe can be trained and tested on.
 
     Args:
         outcome: k of n per context.
+        target: names what is missing in messages.
         folds: at least so many sources of either kind are needed.
         minimum: sources with a positive turn, and with a negative one.
-        positive: what a positive turn is called (``Target.positive``).
-        negative: and a negative one (``Target.negative``); any other turn if not given.
-        more_turns: whether more turns per context would give more sources of either kind.
 
     Raises:
         UserError: there is one source, all rates are equal, or there are too few sources.
     """
+    positive = target.positive
     sources, needed = outcome.source_count, max(minimum, folds)
     if sources == 1:
         raise UserError(
@@ -237,9 +231,7 @@ def check_enough(
         )
     with_positive = len(set(outcome.sources[(outcome.positives > 0) & varies]))
     with_negative = len(set(outcome.sources[(outcome.negatives > 0) & varies]))
-    few, what = min(
-        (with_positive, positive), (with_negative, negative or f"a turn other than {positive}")
-    )
+    few, what = min((with_positive, positive), (with_negative, target.negative))
     if few >= needed:
         moving = movable(outcome)
         if moving < needed:
@@ -251,15 +243,13 @@ def check_enough(
             )
         return
     comparable = len(set(outcome.sources[varies]))
-    of = f"{sources}"
-    if comparable < sources:
-        of = f"{comparable} in runs or datasets where rates differ"
+    where = " in runs or datasets where rates differ" if comparable < sources else ""
     enough = math.ceil(comparable * needed / few / 10) * 10
     others = ", more turns per context, or at other temperatures"
-    if few == comparable or not more_turns:
-        others = ""
+    if few == comparable or target.kind == LATENT:
+        others = ""  # more turns wouldn't give more sources of that kind
     raise UserError(
-        f"only {few} source{' has' if few == 1 else 's have'} {what} (of {of}); probes need "
+        f"only {few} source{' has' if few == 1 else 's have'} {what} (of {comparable}{where}); probes need "
         f"{needed} with one and {needed} without",
         f"sample contexts of about {enough} sources at this rate{others}",
     )

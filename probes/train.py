@@ -154,7 +154,6 @@ def _train(args: argparse.Namespace) -> None:
     from probes.analysis import analyse
     from probes.controls import controls_of
     from probes.dataset import DATASET, check_enough, read
-    from probes.outcome import LATENT
     from probes.report.conclusion import conclude
     from probes.report.keep import Kept
     from probes.report.screen import print_analysis
@@ -165,13 +164,7 @@ def _train(args: argparse.Namespace) -> None:
     data = read(runs, args.judge, args.target, *chosen(args), args.within)
     kept = Kept.place(data, settings, args.out, args.replace, home=args.runs[0])
     target = data.target
-    check_enough(
-        data.outcome,
-        settings.folds,
-        positive=target.positive,
-        negative=target.negative,
-        more_turns=target.kind != LATENT,
-    )
+    check_enough(data.outcome, target, settings.folds)
     controls = controls_of(data, settings.seed)
     analysis = analyse(data, data.outcome, controls, settings, Bar())
     analysis.notes[:0] = data.notes

@@ -22,6 +22,7 @@ from probes.dataset import ProbeSet, check_enough, read
 from probes.outcome import Outcome, parse_target
 
 NEW, LOOP, FAILED = "new_topic", "degenerate", "failed"
+RATE = parse_target("rate")
 RULES = {"identity": {"kind": "rules"}, "repeats": 1}
 
 
@@ -358,11 +359,11 @@ def outcome(positive: int, negative: int, both: int = 0) -> Outcome:
 
 
 def test_enough_sources_of_either_kind_pass():
-    check_enough(outcome(20, 20))
-    check_enough(outcome(1, 1, 19))
-    check_enough(outcome(2, 3), folds=2, minimum=2)
+    check_enough(outcome(20, 20), RATE)
+    check_enough(outcome(1, 1, 19), RATE)
+    check_enough(outcome(2, 3), RATE, folds=2, minimum=2)
     with pytest.raises(UserError, match="probes need 5 with one"):
-        check_enough(outcome(4, 4), folds=5, minimum=2)
+        check_enough(outcome(4, 4), RATE, folds=5, minimum=2)
 
 
 @pytest.mark.parametrize(
@@ -384,14 +385,14 @@ def test_enough_sources_of_either_kind_pass():
 )
 def test_too_little_is_refused_and_what_would_be_enough_is_said(given, words):
     with pytest.raises(UserError) as refusal:
-        check_enough(given, positive=parse_target("rate").positive)
+        check_enough(given, RATE)
     assert words in str(refusal.value)
 
 
 def test_more_turns_are_no_remedy_where_every_source_has_both():
     k = [1] * 9 + [2]
     with pytest.raises(UserError) as refusal:
-        check_enough(Outcome.of(k, [3] * 10, np.arange(10)))
+        check_enough(Outcome.of(k, [3] * 10, np.arange(10)), RATE)
     assert str(refusal.value).endswith("sample contexts of about 20 sources at this rate")
 
 
@@ -399,9 +400,9 @@ def test_rates_must_vary_where_contexts_are_compared():
     apart = Outcome.of([2] * 25 + [0] * 25, [2] * 50, np.arange(50), [0] * 25 + [1] * 25)
     words = r"within each run \(or dataset\) all contexts have the same rate of a genuine follow-up"
     with pytest.raises(UserError, match=words) as refusal:
-        check_enough(apart, positive=parse_target("rate").positive)
+        check_enough(apart, RATE)
     assert "choose another --target or --within" in str(refusal.value)
-    check_enough(Outcome.of(apart.positives, apart.trials, apart.sources))  # as one run
+    check_enough(Outcome.of(apart.positives, apart.trials, apart.sources), RATE)  # as one run
 
 
 def test_sources_count_where_rates_vary():
@@ -412,11 +413,11 @@ def test_sources_count_where_rates_vary():
         runs = [level] * 40 + [7] * (2 * few)
         given = Outcome.of(k, [2] * len(k), np.arange(len(k)), runs)
         if few == 20:
-            check_enough(given)
+            check_enough(given, RATE)
             continue
         words = r"only 19 sources have .* \(of 38 in runs or datasets where rates differ\)"
         with pytest.raises(UserError, match=words):
-            check_enough(given)
+            check_enough(given, RATE)
 
 
 def test_sources_must_be_able_to_change_places():
@@ -427,20 +428,17 @@ def test_sources_must_be_able_to_change_places():
         k = np.arange(len(sources)) % 3
         return Outcome.of(k, np.full(len(k), 2), sources)
 
-    check_enough(uneven(20))
+    check_enough(uneven(20), RATE)
     for alike, can in ((19, 19), (2, 2), (1, 0), (0, 0)):
         words = f"only {can} of {30 + alike} sources can change places with another one"
         with pytest.raises(UserError, match=words) as refusal:
-            check_enough(uneven(alike))
+            check_enough(uneven(alike), RATE)
         assert "give runs whose sources have equally many contexts" in str(refusal.value)
 
 
 def test_of_the_latent_target_too_few_negatives_are_contexts_without_any_follow_up():
-    target = parse_target("latent")
     with pytest.raises(UserError) as refusal:
-        check_enough(
-            outcome(64, 3), positive=target.positive, negative=target.negative, more_turns=False
-        )
+        check_enough(outcome(64, 3), parse_target("latent"))
     assert str(refusal.value) == (
         "only 3 sources have no genuine follow-up in any turn (of 67); probes need 20 with one and "
         "20 without; sample contexts of about 450 sources at this rate"

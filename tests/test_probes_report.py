@@ -319,27 +319,6 @@ def test_report_fits(analysis, untested):
         assert max(map(len, text.splitlines())) <= 100
 
 
-def test_positions_that_do_not_fit_are_named(analysis):
-    names = [f"position_number{n}" for n in range(11)] + ["header_last"]
-    repeated = {
-        name: np.repeat(getattr(analysis.tested, name), 6, axis=1)
-        for name in ("statistic", "p_family", "band")
-    }
-    wide = replace(
-        analysis,
-        positions=names,
-        auroc=[[row[0]] * 11 + [row[1]] for row in analysis.auroc],
-        tested=replace(analysis.tested, **repeated),
-        headline=replace(
-            analysis.headline, picked=[(3, "header_last")] * 5, position="header_last"
-        ),
-    )
-    text = printed(wide)
-    assert max(map(len, text.splitlines())) <= 100
-    assert "too narrow for position_number" in " ".join(text.split())
-    assert analysis.auroc[3][1].text() in text
-
-
 def test_layers_that_are_shown(analysis):
     alike = stretched(analysis, 31, layer=6, picked=[(6, "header_last")] * 5)
     assert shown_layers(alike) == list(range(0, 31, 2))

@@ -66,7 +66,7 @@ def heat_map(analysis: Analysis, title: str) -> Figure:
     bar = figure.colorbar(image, ax=axes, pad=0.03, fraction=0.06, aspect=5 * height)
     bar.set_label("AUROC (0.5 = chance)")
     bar.outline.set_linewidth(0.7)
-    _head(axes, analysis, title)
+    _head(figure, axes, analysis, title)
     _explain_marks(figure, analysis)
     return figure
 
@@ -92,15 +92,7 @@ def _mark_cells(
 
 def _name_axes(axes: Axes, analysis: Analysis) -> None:
     names = [one_line(name, 24) for name in analysis.positions]
-    held = (axes.figure.get_figwidth() - 1.6) / len(names) * LETTERS  # characters by a column
-    slanted = max(map(len, names)) > held
-    axes.set_xticks(
-        range(len(names)),
-        names,
-        rotation=30 if slanted else 0,
-        ha="right" if slanted else "center",
-        rotation_mode="anchor" if slanted else "default",
-    )
+    axes.set_xticks(range(len(names)), names, rotation=30, ha="right", rotation_mode="anchor")
     step = -(-len(analysis.layers) // 20)
     shown = range(0, len(analysis.layers), step)
     axes.set_yticks(shown, [str(analysis.layers[at]) for at in shown])
@@ -114,38 +106,24 @@ def _explain_marks(figure: Figure, analysis: Analysis) -> None:
     frame = Patch(fill=False, edgecolor="black", linewidth=2)
     headline = analysis.headline
     place = f"headline: layer {headline.layer}, {one_line(headline.position, 24)}"
-    handles, labels = [frame], [place]
+    marks = {place: frame}
     if analysis.tested.permutations:
-        handles.append(dot)
-        labels.append("family-wise p ≤ 0.05")
-    figure.legend(
-        handles, labels, loc="outside lower center", ncols=2, frameon=False, handlelength=1.2
-    )
+        marks["family-wise p ≤ 0.05"] = dot
+    look = {"loc": "outside lower center", "frameon": False, "handlelength": 1.2}
+    figure.legend(list(marks.values()), list(marks), ncols=2, **look)
 
 
-def _head(axes: Axes, analysis: Analysis, title: str) -> None:
-    """The title, and beneath it what stands behind the numbers."""
-    sources = analysis.outcome.source_count
+def _head(figure: Figure, axes: Axes, analysis: Analysis, title: str) -> None:
+    """The title, and below it what the numbers are from."""
     facts = (
-        f"{len(analysis.outcome)} contexts of {sources} sources · "
+        f"{len(analysis.outcome)} contexts of {analysis.outcome.source_count} sources · "
         f"{analysis.tested.permutations} permutations · {analysis.settings.estimator} probes, "
         f"{analysis.settings.folds} folds"
     )
-    inches = axes.figure.get_figwidth() - 0.9
-    facts = fill(facts, int(inches * LETTERS))
-    title = fill(one_line(title), int(inches * 0.65 * LETTERS))  # in larger letters
-    axes.set_title(title, fontsize=11, fontweight="bold", pad=10 + 10 * len(facts.splitlines()))
-    axes.annotate(
-        facts,
-        (0.5, 1),
-        xycoords="axes fraction",
-        xytext=(0, 6),
-        textcoords="offset points",
-        ha="center",
-        va="bottom",
-        fontsize=8,
-        color="0.3",
-    )
+    letters = int((figure.get_figwidth() - 0.9) * LETTERS)
+    title = fill(one_line(title), int(0.65 * letters))  # in larger letters
+    figure.suptitle(title, fontsize=11, fontweight="bold")
+    axes.set_title(fill(facts, letters), fontsize=8, color="0.3")
 
 
 # -- layer curve ----------------------------------------------------------------------------------
@@ -179,29 +157,10 @@ def layer_curve(analysis: Analysis, title: str) -> Figure:
     axes.spines[["top", "right"]].set_visible(False)
     axes.margins(x=0.02)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=12, steps=[1, 2, 5, 10], integer=True))
-    _head(axes, analysis, title)
-    _legend(figure, own, controls)
+    _head(figure, axes, analysis, title)
+    look = {"fontsize": 7.5, "handlelength": 2.6, "columnspacing": 1.5, "frameon": False}
+    figure.legend(handles=[*own, *controls], loc="outside lower center", ncols=3, **look)
     return figure
-
-
-def _legend(figure: Figure, own: Sequence[Any], compared: Sequence[Line2D]) -> None:
-    """What is probed and tested in the first column, then what it is compared with."""
-    rows = max(len(own), -(-len(compared) // 2))
-    columns = 1 + -(-len(compared) // rows)
-    # Columns are filled evenly, so what is short of a column is made up by blanks.
-    blank = Line2D([], [], linestyle="none", label="")
-    handles = [*own, *[blank] * (rows - len(own)), *compared]
-    handles += [blank] * (rows * columns - len(handles))
-    figure.legend(
-        handles,
-        [str(handle.get_label()) for handle in handles],
-        loc="outside lower center",
-        ncols=columns,
-        frameon=False,
-        fontsize=7.5,
-        handlelength=2.6,
-        columnspacing=1.5,
-    )
 
 
 def _with_band(

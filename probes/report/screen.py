@@ -1,7 +1,6 @@
 """What an analysis shows at a terminal."""
 
 from collections import Counter
-from itertools import zip_longest
 
 import numpy as np
 from rich.console import Console
@@ -19,56 +18,48 @@ ROWS = 17  # layers that the heat map shows
 
 
 def print_analysis(
-    screen: Console,
-    analysis: Analysis,
-    target: str,
-    conclusion: Conclusion,
-    within: str = "run",
+    screen: Console, analysis: Analysis, target: str, conclusion: Conclusion, within: str = "run"
 ) -> None:
     """Headline, controls, heat map, notes and, last, the conclusion.
 
     Args:
-        screen: 100 columns hold everything; in fewer, some positions are left out.
+        screen: made as wide as the heat map if it is narrower.
         analysis: of one target.
         target: what was probed, in words.
         conclusion: of the analysis.
         within: what compared contexts share, in words.
     """
-    _print_target(screen, analysis, target, within)
-    _print_headline(screen, analysis)
-    screen.print(_measures_table(analysis))
-    if analysis.compared:
-        screen.print(_controls_table(analysis))
-    _print_heat_map(screen, analysis)
-    for note in analysis.notes:
-        screen.print(escape(one_line(note)))
-    screen.print(f"[bold]{escape(one_line(conclusion.sentence))}[/]")
-
-
-# -- texts ----------------------------------------------------------------------------------------
-
-
-def _print_target(screen: Console, analysis: Analysis, target: str, within: str) -> None:
-    outcome, folds = analysis.outcome, analysis.settings.folds
-    turns, sources = round(outcome.trials.sum()), outcome.source_count
+    layers = shown_layers(analysis)
+    heat_map = _heat_map(analysis, layers)
+    wide = screen.options.update(width=1000)
+    screen.width = max(screen.width, Measurement.get(screen, wide, heat_map).maximum)
+    outcome, headline, folds = analysis.outcome, analysis.headline, analysis.settings.folds
     share = outcome.positives.sum() / outcome.trials.sum()
     screen.print(f"[bold]{escape(one_line(target))}[/]")
     screen.print(
-        f"{len(outcome)} contexts of {sources} sources, {turns} turns, {share:.1%} positive. "
-        f"Scores: mean over {folds} outer folds; on new sources, of probes trained on "
-        f"{folds - 1}/{folds} of these; pairs of contexts within a fold and "
+        f"{len(outcome)} contexts of {outcome.source_count} sources, {round(outcome.trials.sum())} "
+        f"turns, {share:.1%} positive. Scores: mean over {folds} outer folds; on new sources, of "
+        f"probes trained on {folds - 1}/{folds} of these; pairs of contexts within a fold and "
         f"{within}."
     )
-
-
-def _print_headline(screen: Console, analysis: Analysis) -> None:
-    headline = analysis.headline
     chosen = Counter(headline.picked).most_common()
-    folds = ", ".join(f"{_place(*cell)} ×{times}" for cell, times in chosen)
+    by_fold = ", ".join(f"{_place(*place)} ×{times}" for place, times in chosen)
     screen.print(
         f"[bold]headline: {_place(headline.layer, headline.position)}[/] (chosen by the outer "
-        f"folds: {folds}); {_tests(analysis)}"
+        f"folds: {by_fold}); {_tests(analysis)}"
     )
+    screen.print(_measures(analysis))
+    if analysis.compared:
+        screen.print(_controls(analysis))
+    screen.print(
+        f"[bold]AUROC by layer (0 = embeddings) and position[/], {analysis.settings.estimator} "
+        f"probes, {100 * analysis.settings.level:g}% intervals over sources"
+    )
+    screen.print(heat_map)
+    screen.print(escape("; ".join(_explained(analysis, layers))))
+    for note in analysis.notes:
+        screen.print(escape(one_line(note)))
+    screen.print(f"[bold]{escape(one_line(conclusion.sentence))}[/]")
 
 
 def _tests(analysis: Analysis) -> str:
@@ -86,73 +77,72 @@ def _tests(analysis: Analysis) -> str:
     )
 
 
-# -- tables ---------------------------------------------------------------------------------------
-
-
-def _measures_table(analysis: Analysis) -> Table:
+def _measures(analysis: Analysis) -> Table:
     """The headline's measures in two columns, each with its reference value below it."""
     found = analysis.headline.measures
-    entries = [
+    left = [
         ("AUROC", found["auroc"].text()),
         ("  of the rates themselves", found["auroc_of_rates"].text()),
         ("average precision", found["average_precision"].text()),
         ("  prevalence", found["prevalence"].text()),
         ("recall at 5% FPR", found["recall_at_5_fpr"].text()),
         ("Spearman's ρ", found["spearman"].text()),
+    ]
+    right = [
         ("deviance explained", found["deviance_explained"].text()),
         ("Brier score", found["brier"].text(3)),
         ("  of a run's rate", found["brier_of_rate"].text(3)),
         ("calibration: p less rate", _signed(found["calibration_in_the_large"], 3)),
         ("calibration: slope", found["calibration_slope"].text()),
+        ("", ""),
     ]
-    table = _table()
-    table.show_header = False
-    for _ in range(4):
-        table.add_column(no_wrap=True)
-    half = (len(entries) + 1) // 2
-    for (name, value), other in zip_longest(entries[:half], entries[half:], fillvalue=("", "")):
+    table = _table(show_header=False)
+    for (name, value), other in zip(left, right, strict=True):
         table.add_row(name, value + "    ", *other)
     return table
 
 
-def _controls_table(analysis: Analysis) -> Table:
-    table = _table()
-    table.expand = True
-    level = f"{100 * analysis.settings.level:g}%"
+def _controls(analysis: Analysis) -> Table:
+    table, level = _table(expand=True), f"{100 * analysis.settings.level:g}%"
     table.add_column("control", no_wrap=True)
     table.add_column("what a probe reads there", no_wrap=True, overflow="ellipsis", ratio=1)
     table.add_column(escape(f"AUROC [{level}]"), no_wrap=True)
     table.add_column(escape(f"headline's gain [{level}]"), no_wrap=True)
     for control in analysis.compared:
-        what = one_line(control.what)
-        if control.kind == "control task":
-            what = f"(gain: selectivity) {what}"
-        table.add_row(
-            escape(one_line(control.name, 16)),
-            escape(what),
-            control.auroc.text(),
-            _signed(control.gain),
-        )
+        task = "(gain: selectivity) " if control.kind == "control task" else ""
+        names = escape(one_line(control.name, 16)), escape(task + one_line(control.what))
+        table.add_row(*names, control.auroc.text(), _signed(control.gain))
     return table
 
 
-def _print_heat_map(screen: Console, analysis: Analysis) -> None:
-    layers = shown_layers(analysis)
-    positions = list(analysis.positions)
-    table = _heat_map(analysis, layers, positions)
-    wide = screen.options.update(width=1000)
-    while Measurement.get(screen, wide, table).maximum > screen.width and len(positions) > 1:
-        positions.remove(_least(analysis, positions))
-        table = _heat_map(analysis, layers, positions)
-    screen.print(
-        f"[bold]AUROC by layer (0 = embeddings) and position[/], {analysis.settings.estimator} "
-        f"probes, {100 * analysis.settings.level:g}% intervals over sources"
-    )
-    screen.print(table)
-    screen.print(escape("; ".join(_explained(analysis, layers, positions))))
+# -- the heat map ---------------------------------------------------------------------------------
 
 
-def _explained(analysis: Analysis, layers: list[int], positions: list[str]) -> list[str]:
+def _heat_map(analysis: Analysis, layers: list[int]) -> Table:
+    table = _table()
+    table.add_column("layer", justify="right", no_wrap=True)
+    for position in analysis.positions:
+        # Names such as turn_separator are wider than the numbers below them.
+        name = "_\n".join(one_line(position, 24).rsplit("_", 1))
+        table.add_column(Text(name), no_wrap=True)
+    for layer in layers:
+        i = analysis.layers.index(layer)
+        row = [_cell(analysis, i, j) for j in range(len(analysis.positions))]
+        here = layer == analysis.headline.layer
+        table.add_row(f"→ {layer}" if here else str(layer), *row, style="bold" * here)
+    return table
+
+
+def _cell(analysis: Analysis, i: int, j: int) -> str:
+    """With its interval at the headline's position only: more wouldn't fit."""
+    estimate = analysis.auroc[i][j]
+    star = "*" if analysis.tested.p_family[i, j] <= LEVEL else ""
+    if analysis.positions[j] == analysis.headline.position:
+        return estimate.text() + star
+    return ("–" if np.isnan(estimate.value) else f"{estimate.value:.2f}") + star
+
+
+def _explained(analysis: Analysis, layers: list[int]) -> list[str]:
     """What a reader of the heat map has to know."""
     lines = []
     if (analysis.tested.p_family <= LEVEL).any():
@@ -163,26 +153,7 @@ def _explained(analysis: Analysis, layers: list[int], positions: list[str]) -> l
         step = _step(analysis)
         every = {2: "every second layer", 3: "every third layer"}.get(step, f"one layer in {step}")
         lines.append(f"{every} and those chosen")
-    missing = [one_line(name, 24) for name in analysis.positions if name not in positions]
-    if missing:
-        lines.append(f"too narrow for {', '.join(missing)}")
     return [*lines, "rest: estimates.parquet"]
-
-
-def _heat_map(analysis: Analysis, layers: list[int], positions: list[str]) -> Table:
-    table = _table()
-    table.add_column("layer", justify="right", no_wrap=True)
-    for position in positions:
-        # Names such as turn_separator are wider than what stands beneath them.
-        name = "_\n".join(one_line(position, 24).rsplit("_", 1))
-        table.add_column(Text(name), no_wrap=True)
-    columns = [analysis.positions.index(position) for position in positions]
-    for layer in layers:
-        i = analysis.layers.index(layer)
-        row = [_cell(analysis, i, j) for j in columns]
-        here = layer == analysis.headline.layer
-        table.add_row(f"→ {layer}" if here else str(layer), *row, style="bold" * here)
-    return table
 
 
 def shown_layers(analysis: Analysis, step: int | None = None) -> list[int]:
@@ -197,32 +168,12 @@ def _step(analysis: Analysis) -> int:
     return next((s for s in steps if len(shown_layers(analysis, s)) <= ROWS), len(steps))
 
 
-def _least(analysis: Analysis, positions: list[str]) -> str:
-    """The position to leave out first: chosen by the fewest folds, then the worst."""
-    votes = Counter(position for _, position in analysis.headline.picked)
-
-    def worth(position: str) -> tuple:
-        j = analysis.positions.index(position)
-        best = np.nanmax([row[j].value for row in analysis.auroc], initial=-np.inf)
-        return position == analysis.headline.position, votes[position], best
-
-    return min(positions, key=worth)
+# -- texts ----------------------------------------------------------------------------------------
 
 
-def _table() -> Table:
-    return Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="underline")
-
-
-# -- cells ----------------------------------------------------------------------------------------
-
-
-def _cell(analysis: Analysis, i: int, j: int) -> str:
-    """With its interval at the headline's position only: more wouldn't fit."""
-    estimate = analysis.auroc[i][j]
-    star = "*" if analysis.tested.p_family[i, j] <= LEVEL else ""
-    if analysis.positions[j] == analysis.headline.position:
-        return estimate.text() + star
-    return ("–" if np.isnan(estimate.value) else f"{estimate.value:.2f}") + star
+def _table(**options: bool) -> Table:
+    look = {"pad_edge": False, "padding": (0, 2, 0, 0), "header_style": "underline"}
+    return Table(box=None, **look, **options)
 
 
 def _place(layer: int, position: str) -> str:
@@ -233,7 +184,7 @@ def _signed(estimate: Estimate, digits: int = 2) -> str:
     """``+0.12 [-0.02, +0.25]``."""
     if np.isnan(estimate.value):
         return "–"
-    # On which side of 0 an end lies decides what may be said: -0.00 is below it.
+    # The sign of an end decides the conclusion, so -0.00 keeps its sign.
     value, low, high = (f"{x:+.{digits}f}" for x in (estimate.value, estimate.low, estimate.high))
     return f"{value} [–]" if np.isnan(estimate.low) else f"{value} [{low}, {high}]"
 
