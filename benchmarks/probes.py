@@ -44,14 +44,14 @@ from probes.analysis import Settings, analyse
 from probes.controls import Baseline, Controls
 from probes.fit.folds import make_folds, permutations
 from probes.fit.nested_cv import Design, cross_validate, fit, fit_path
-from probes.fit.solvers import Features, project
+from probes.fit.solvers import Features, Fit, project
 from probes.outcome import Outcome
 
 RESULTS = Path(__file__).with_suffix(".md")
 TURNS, REFITTED, LARGE_LAYERS = 24, 3, 2  # of a context; permutations refitted; layers timed
 DEFAULTS = {"contexts": 500, "width": 576, "layers": 31, "positions": 5, "permutations": 1000}
 DEFAULTS |= {"threads": 2, "peer-cells": 3}
-PEERS = {
+PEERS: dict[str, dict] = {
     "lbfgs as it comes (tol=1e-4), max_iter=1000": {"max_iter": 1000},
     "lbfgs, tol=1e-8": {"tol": 1e-8, "max_iter": 100_000},
     "newton-cholesky, tol=1e-8": {"solver": "newton-cholesky", "tol": 1e-8, "max_iter": 1000},
@@ -83,11 +83,11 @@ class Drawn:
         """As wide as real ones, and as many; text has 300 features."""
         rng = np.random.default_rng(3)
         text = {"text": 300, "lengths": 7, "dataset": 4, "random": self.width}
-        baselines = [
+        own, output = (
             [Baseline(name, rng.normal(size=(self.contexts, d)), "") for name, d in widths.items()]
             for widths in (text, {"output": self.width, "summaries": 8})
-        ]
-        return Controls(*baselines, rng.integers(20, size=self.contexts))
+        )
+        return Controls(own, output, rng.integers(20, size=self.contexts))
 
 
 class Phases(Quiet):
@@ -143,7 +143,8 @@ def ours(features: np.ndarray, design: Design) -> Loop:
         folds: project(states, design.rows_outside(*folds), design.rows_of(*folds), outcome.runs)
         for folds in [*pairs, *((fold,) for fold in all_folds)]
     }
-    between, fitted = process_time(), {}
+    between = process_time()
+    fitted: dict[tuple, Fit] = {}
     losses = np.zeros((design.fold_count, len(design.penalties)))
     for pair in pairs:
         test, split = design.rows_of(*pair), projections[pair]
@@ -229,7 +230,7 @@ def null(cells: list[np.ndarray], design: Design, permuted: Design, every: int) 
         between = process_time()
         cross_validate(features, design)
         closed.append(2 * between - begun - process_time())
-    cost = np.median(closed)
+    cost = float(np.median(closed))
     refitted = permuted.taken[1 : 1 + REFITTED]
     drawn = [replace(design, outcome=design.outcome.take(taken)) for taken in refitted]
     spent = {"ours": [loop.total - loop.shared for loop in (ours(cells[0], d) for d in drawn)]}
@@ -238,7 +239,7 @@ def null(cells: list[np.ndarray], design: Design, permuted: Design, every: int) 
         spent[name] = [plain(cells[0], d, options).total for d in drawn]
     timed = f"1 cell × {len(drawn)}, **extrapolated**"
     costs = [("closed form", f"{len(cells)} cells × {count:,}", cost)]
-    costs += [(f"logistic, {name}", timed, np.mean(s) * count) for name, s in spent.items()]
+    costs += [(f"logistic, {name}", timed, float(np.mean(s)) * count) for name, s in spent.items()]
     rows = [
         [name, timed, f"{each:,.2f} s", f"{each * every / 3600:,.3f} h", f"{each / cost:,.0f}"]
         for name, timed, each in costs

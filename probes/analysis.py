@@ -41,7 +41,8 @@ MEASURES = {
 }
 UNTRAINED = ("auroc_of_rates", "prevalence", "brier_of_rate")  # measures without a probe
 
-T, R = TypeVar("T"), TypeVar("R")
+T = TypeVar("T")
+R = TypeVar("R")
 
 
 # -- what goes in ---------------------------------------------------------------------------------

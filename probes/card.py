@@ -168,7 +168,11 @@ class Probe:
             folder.mkdir(parents=True, exist_ok=True)
         except (FileExistsError, NotADirectoryError):
             raise UserError(f"{folder} is not a folder", "give another name") from None
-        replace_file(folder / WEIGHTS, lambda scratch: scratch.write_bytes(content))
+
+        def write(scratch: Path) -> None:
+            scratch.write_bytes(content)
+
+        replace_file(folder / WEIGHTS, write)
         write_json(folder / CARD, card)
 
     @classmethod

@@ -140,7 +140,9 @@ def dataset_id(datasets: ArrayLike, runs: ArrayLike) -> Baseline:
     return Baseline("dataset", features, "which run and dataset the context is from")
 
 
-def random_projection(token_ids: Sequence[ArrayLike], width: int, seed: int) -> Baseline:
+def random_projection(
+    token_ids: Sequence[Sequence[int] | np.ndarray], width: int, seed: int
+) -> Baseline:
     """An untrained encoder: the mean over a context's tokens of random vectors of unit size.
 
     The vector of a token, Gaussian with variance 1 / width, is a function of seed and token id

@@ -241,9 +241,9 @@ def _evaluations(
             key = (name, unit.name if name == OTHERS else None)
             apart.setdefault(key, (train, []))[1].append(unit)
     for (name, _), (train, units) in apart.items():
-        folds = np.full(len(outcome), settings.folds)
-        folds[train] = make_folds(outcome.take(train), settings.folds, settings.seed)
-        design = _design(outcome, folds, train, settings)
+        dealt = np.full(len(outcome), settings.folds)
+        dealt[train] = make_folds(outcome.take(train), settings.folds, settings.seed)
+        design = _design(outcome, dealt, train, settings)
         tested = np.concatenate([unit.rows for unit in units])
         found.append(_Evaluation(name, train, units, [_Fold(design, settings.folds, tested)]))
     return found
@@ -292,16 +292,16 @@ def _select(
                 by_place.append([_closed_form(features, fold, one.units) for fold in one.folds])
             progress.advance()
     for one, by_place in zip(evaluations, found, strict=True):
-        statistic = np.zeros(1, dtype=np.float32)
+        statistics = []  # of each fold, [1 + permutations, units]
         for number, fold in enumerate(one.folds):
             inner = np.array([folds[number][0] for folds in by_place])
             outer = np.array([folds[number][1] for folds in by_place])
             correlations = inner.reshape(len(layers), width, -1)
-            layer, position = choose(correlations, len(set(outcome.sources[fold.train])))
-            one.chosen[number] = layer[0], position[0]
+            at, where = choose(correlations, len(set(outcome.sources[fold.train])))
+            one.chosen[number] = at[0], where[0]
             # Each permutation is scored where its own labels choose to read.
-            reached = outer[layer * width + position, :, np.arange(len(layer))]
-            statistic = statistic + reached / len(one.folds)
+            statistics.append(outer[at * width + where, :, np.arange(len(at))] / len(one.folds))
+        statistic = np.sum(statistics, axis=0)
         if len(statistic) > 1:
             one.p = permutation_p(statistic[0], statistic[1:], slack=1e-6)
 

@@ -249,8 +249,8 @@ def check_enough(
     if few == comparable or target.kind == LATENT:
         others = ""  # more turns wouldn't give more sources of that kind
     raise UserError(
-        f"only {few} source{' has' if few == 1 else 's have'} {what} (of {comparable}{where}); probes need "
-        f"{needed} with one and {needed} without",
+        f"only {few} source{' has' if few == 1 else 's have'} {what} (of {comparable}{where}); "
+        f"probes need {needed} with one and {needed} without",
         f"sample contexts of about {enough} sources at this rate{others}",
     )
 

@@ -7,6 +7,8 @@ scikit-learn's ``C = 1 / penalty`` there, or the ``alpha`` of its ridge regressi
 weights and intercepts are for the features as given.
 """
 
+from collections.abc import Hashable, Iterable
+
 import numpy as np
 from numpy.typing import ArrayLike
 from scipy.special import expit
@@ -39,7 +41,7 @@ class _Probe(ClassifierMixin, BaseEstimator):
         X: ArrayLike,
         y: ArrayLike,
         sample_weight: ArrayLike | None = None,
-        runs: ArrayLike | None = None,
+        runs: Iterable[Hashable] | None = None,
     ) -> "_Probe":
         """Learn from contexts.
 
@@ -56,9 +58,10 @@ class _Probe(ClassifierMixin, BaseEstimator):
             ValueError: a value is missing or not finite, lengths differ, a weight or the penalty
                 isn't above 0, there are more than two labels, or no run has two different ones.
         """
-        X, y = validate_data(self, X, y, dtype=np.float64)
-        rates, self.classes_ = _rates(y)
-        n = len(X)
+        checked = validate_data(self, X, y, dtype=np.float64)
+        features, labels = np.asarray(checked[0]), np.asarray(checked[1])
+        rates, self.classes_ = _rates(labels)
+        n = len(features)
         trials = np.ones(n) if sample_weight is None else as_column(sample_weight, n, "weights")
         if not (np.isfinite(trials) & (trials > 0)).all():
             raise ValueError("sample_weight must be finite and above zero")
@@ -69,16 +72,16 @@ class _Probe(ClassifierMixin, BaseEstimator):
         if all(np.ptp(rates[outcome.runs == run]) == 0 for run in np.unique(outcome.runs)):
             raise ValueError("all labels are alike (1 class), so there is nothing to learn")
         rows, run_count = np.arange(n), int(outcome.runs.max()) + 1
-        projection = project(Features.of(X), rows, rows[:0], outcome.runs)
-        labels = outcome.positives, outcome.trials
-        training = Training(projection, *labels, outcome.runs, run_count)
+        projection = project(Features.of(features), rows, rows[:0], outcome.runs)
+        counts = outcome.positives, outcome.trials
+        training = Training(projection, *counts, outcome.runs, run_count)
         (fitted,) = ESTIMATORS[self._name].solve(training, [self.penalty])
         slope, levels = 1.0, fitted.intercepts
         if not ESTIMATORS[self._name].log_odds:
             scores = fitted.scores(projection.train, outcome.runs)
-            slope, levels = platt(scores, outcome.runs, *labels, run_count)
+            slope, levels = platt(scores, outcome.runs, *counts, run_count)
         weights = slope * projection.weights(fitted.weights)
-        centres = X.mean(axis=0) + projection.centres()
+        centres = features.mean(axis=0) + projection.centres()
         self.coef_ = weights[None]
         self.intercepts_ = levels - centres @ weights
         self.intercept_ = self.intercepts_.mean(keepdims=True)

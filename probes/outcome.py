@@ -1,6 +1,7 @@
 """What a probe predicts of a context: k positive of n judged turns, and which turns those are."""
 
 import math
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -39,8 +40,8 @@ class Outcome:
         cls,
         positives: ArrayLike,
         trials: ArrayLike,
-        sources: ArrayLike,
-        runs: ArrayLike | None = None,
+        sources: Iterable[Hashable],
+        runs: Iterable[Hashable] | None = None,
     ) -> "Outcome":
         """From any labels of sources and runs; one run if none are given.
 

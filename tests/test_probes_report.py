@@ -134,12 +134,6 @@ def test_rows_hold_the_right_numbers(analysis):
     assert frame.loc["p_headline"]["value"].item() == analysis.tested.p
 
 
-def test_rows_without_permutations(untested):
-    frame = keep.estimates(untested).set_index("quantity")
-    assert frame.loc[["p_family", "null_band_95", "p_headline"], "value"].isna().all()
-    assert frame.loc[["auroc_cell", "statistic"], "value"].notna().all()
-
-
 def test_predictions(analysis):
     frame = keep.predictions(analysis)
     assert len(frame) == CONTEXTS
@@ -173,7 +167,7 @@ def test_heat_map(analysis):
     assert bar.get_ylabel() == "AUROC (0.5 = chance)"
     facts = [text.get_text() for text in axes.texts]
     assert [t for t in facts if re.fullmatch(r"0\.\d\d", t)] == [f"{v:.2f}" for v in values.flat]
-    subtitle = next(text for text in facts if "contexts" in text).replace("\n", " ")
+    subtitle = axes.get_title().replace("\n", " ")
     assert "60 contexts of 40 sources · 20 permutations" in subtitle
     dots = {(line.get_xdata()[0], line.get_ydata()[0]) for line in axes.lines}
     assert dots == {(j, i) for i, j in np.argwhere(analysis.tested.p_family <= 0.05)}
@@ -184,10 +178,8 @@ def test_heat_map(analysis):
 
 
 def test_heat_map_of_many_layers_has_no_numbers(analysis):
-    figure = figures.heat_map(stretched(analysis, 40), "rate")
-    (facts,) = (text.get_text() for text in figure.axes[0].texts)
-    assert "contexts" in facts
-    assert len(figure.axes[0].get_yticks()) == 20
+    (axes, _) = figures.heat_map(stretched(analysis, 40), "rate").axes
+    assert not axes.texts and len(axes.get_yticks()) == 20
 
 
 def test_layer_curve(analysis):
@@ -228,11 +220,16 @@ def test_no_text_leaves_the_picture_or_is_taken_for_tex(analysis):
             assert box.x1 <= width + 1 and box.y1 <= height + 1, text
 
 
-def test_layer_curve_without_permutations_or_controls(untested):
+def test_without_permutations_nothing_is_said_of_them(untested):
+    frame = keep.estimates(untested).set_index("quantity")
+    assert frame.loc[["p_family", "null_band_95", "p_headline"], "value"].isna().all()
+    assert frame.loc[["auroc_cell", "statistic"], "value"].notna().all()
     figure = figures.layer_curve(replace(untested, compared=[]), "rate")
     texts = [text.get_text() for text in figure.legends[0].get_texts()]
     assert not any("null" in text for text in texts)
     figures.heat_map(untested, "rate").draw_without_rendering()
+    text = " ".join(printed(untested).split())
+    assert "no permutations, so nothing was tested" in text and "nan" not in text
 
 
 def test_saved_figures(analysis, tmp_path):
@@ -297,18 +294,13 @@ def test_report_prints_headline_controls_and_estimand(analysis):
 
 
 def test_report_ends_with_the_conclusion(analysis):
-    assert printed(analysis).splitlines()[-1] == CONCLUSION.sentence
+    text = printed(analysis)
+    assert text.splitlines()[-1] == CONCLUSION.sentence
+    for name in ("rate: [k] of n", "[bold]$tf_idf$", "the words [/] of a context", "$x$ [red]"):
+        assert name in text  # markup in names is text
     said = conclude(analysis)
     text = " ".join(printed(analysis, said).split())
     assert text.endswith(said.sentence)
-
-
-def test_markup_in_names_is_text(analysis):
-    text = printed(analysis)
-    assert "rate: [k] of n" in text
-    assert "[bold]$tf_idf$" in text
-    assert "the words [/] of a context" in text
-    assert "$x$ [red]" in text
 
 
 def test_report_fits(analysis, untested):
@@ -328,12 +320,6 @@ def test_layers_that_are_shown(analysis):
     apart = stretched(analysis, 31, layer=7, picked=[(at, "header_last") for at in (1, 5, 7, 11)])
     assert {1, 5, 7, 11} <= set(shown_layers(apart))
     assert len(shown_layers(apart)) <= ROWS
-
-
-def test_report_without_permutations(untested):
-    text = " ".join(printed(untested).split())
-    assert "no permutations, so nothing was tested" in text
-    assert "nan" not in text
 
 
 # -- the conclusion -------------------------------------------------------------------------------

@@ -144,8 +144,8 @@ def shares(found: list[Found]) -> list[tuple[str, str, str, Estimate]]:
         if kind == "topic":
             ask(kind, "beyond the text", "near 0", (f.beyond_text for f in here))
         ask(kind, "latent", "near 1" if kind == "elsewhere" else "near 0", (f.latent for f in here))
-        truths = [f for f in here if f.covered is not None]
-        ask(kind, "interval holds the true AUROC", "0.92 to 0.98", (f.covered for f in truths))
+        covered = [f.covered for f in here if f.covered is not None]
+        ask(kind, "interval holds the true AUROC", "0.92 to 0.98", covered)
     return rows
 
 

@@ -11,6 +11,7 @@ import tempfile
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -302,8 +303,10 @@ def _lens(
     rows[[COMMON_TOKEN, RARE_TOKEN]] = length * special
     rows += np.outer(base, mean * typical / (mean @ mean))
     weight = rng.uniform(0.5, 1.5, plan.d_model)
-    tensors = (torch.from_numpy(a).float() for a in (weight, 0 * weight, rows / weight))
-    return Lens(*tensors, eps=1e-6, centred=False, scale=1.0, softcap=None)
+    norm, bias, unembedding = (
+        torch.from_numpy(array).float() for array in (weight, 0 * weight, rows / weight)
+    )
+    return Lens(norm, bias, unembedding, eps=1e-6, centred=False, scale=1.0, softcap=None)
 
 
 # -- the run --------------------------------------------------------------------------------------
@@ -391,9 +394,12 @@ def _judge(run: Run, positive: dict[str, bool]) -> None:
     for key, item in zip(run.generations[list(KEY)].to_numpy(), items_of(run), strict=True):
         verdict = Verdict(GENUINE if positive[item.turn] else "new_topic", rationale=NAME)
         about = {"repeat": 0, "genuine": verdict.genuine, "cached": False}
-        about["item"] = item.key("", 0)[:16]
+        about |= {"item": item.key("", 0)[:16]}
         rows.append(verdict.to_json() | dict(zip(KEY, key, strict=True)) | about)
-    record = {"identity": {"kind": NAME}, "identity_hash": identity_hash({"kind": NAME})}
+    record: dict[str, Any] = {
+        "identity": {"kind": NAME},
+        "identity_hash": identity_hash({"kind": NAME}),
+    }
     record |= {"rubric": {"version": VERSION, "hash": rubric_hash()}, "repeats": 1}
-    record["caveat"] = "the labels were drawn from planted rates: nobody read a text"
+    record["caveat"] = "the labels were drawn from planted rates: no text was read"
     run.labels.write_judgements(NAME, rows, record)

@@ -119,13 +119,14 @@ def project(
         other = features.centred[test] - centres[runs[test]]
         products = fitted.T @ fitted
     else:
-        by_run = averages @ features.gram
+        gram = features.gram
+        by_run = averages @ gram
         between = by_run @ averages.T
         of_train, of_test = runs[train], runs[test]
         cross = by_run[:, train]
 
         def centred(rows: np.ndarray, of_rows: np.ndarray) -> np.ndarray:
-            block = features.gram[np.ix_(rows, train)] - cross[of_rows]
+            block = gram[np.ix_(rows, train)] - cross[of_rows]
             return block - by_run[of_train][:, rows].T + between[np.ix_(of_rows, of_train)]
 
         products, other = centred(train, of_train), centred(test, of_test)

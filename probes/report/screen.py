@@ -72,7 +72,7 @@ def _tests(analysis: Analysis) -> str:
     i, j = np.unravel_index(order[0], tested.p_family.shape)
     return (
         f"p {_p(tested.p)} (selection replayed); smallest family-wise p "
-        f"{_p(tested.p_family[i, j])} ({_place(analysis.layers[i], analysis.positions[j])}); "
+        f"{_p(float(tested.p_family[i, j]))} ({_place(analysis.layers[i], analysis.positions[j])}); "
         f"{tested.permutations} permutations"
     )
 
