@@ -99,14 +99,15 @@ def add_subject(parser: argparse.ArgumentParser) -> None:
 
 def add_statistics(parser: argparse.ArgumentParser) -> None:
     """Permutations, resamples, level and seed."""
-    parser.add_argument(
+    numbers = parser.add_argument_group("statistics")
+    numbers.add_argument(
         "--permutations",
         type=whole_from(19, "fewer can't reach p = 0.05"),
         default=1000,
         metavar="N",
         help="of whole sources (default: 1000)",
     )
-    add_intervals(parser, seed="folds, permutations and resampling")
+    add_intervals(numbers, seed="folds, permutations and resampling")
 
 
 def layers(text: str) -> list[int] | None:

@@ -333,7 +333,7 @@ def write(planted: Planted, folder: Path) -> Run:
         "chat": {"tail_ids": _TAIL_IDS, "header_ids": _TAIL_IDS[2:], "turn_end_id": _END}
         | {"closing_id": _END, "stop_ids": {str(_END): "<end>"}},
         "positions": plan.positions,
-        "conversations": {"count": plan.contexts},
+        "conversations": {"count": plan.contexts, "draw": plan.draw},
         "software": {"ia_mech": __version__},
     }
     source = {"dataset": NAME, "plan": asdict(plan)}
@@ -393,13 +393,14 @@ def _judge(run: Run, positive: dict[str, bool]) -> None:
     rows = []
     for key, item in zip(run.generations[list(KEY)].to_numpy(), items_of(run), strict=True):
         verdict = Verdict(GENUINE if positive[item.turn] else "new_topic", rationale=NAME)
-        about = {"repeat": 0, "genuine": verdict.genuine, "cached": False}
-        about |= {"item": item.key("", 0)[:16]}
+        about: dict[str, Any] = {"repeat": 0, "genuine": verdict.genuine, "cached": False}
+        about["item"] = item.key("", 0)[:16]
         rows.append(verdict.to_json() | dict(zip(KEY, key, strict=True)) | about)
-    record: dict[str, Any] = {
+    record = {
         "identity": {"kind": NAME},
         "identity_hash": identity_hash({"kind": NAME}),
+        "rubric": {"version": VERSION, "hash": rubric_hash()},
+        "repeats": 1,
+        "caveat": "the labels were drawn from planted rates: no text was read",
     }
-    record |= {"rubric": {"version": VERSION, "hash": rubric_hash()}, "repeats": 1}
-    record["caveat"] = "the labels were drawn from planted rates: no text was read"
     run.labels.write_judgements(NAME, rows, record)

@@ -61,7 +61,7 @@ def heat_map(analysis: Analysis, title: str) -> Figure:
         values, origin="lower", aspect="auto", cmap="RdBu_r", vmin=0.5 - reach, vmax=0.5 + reach
     )
     axes.set_facecolor("0.85")  # cells without a value
-    _mark_cells(axes, analysis, values, reach, numbered)
+    _mark_cells(figure, axes, analysis, values, reach, numbered)
     _name_axes(axes, analysis)
     bar = figure.colorbar(image, ax=axes, pad=0.03, fraction=0.06, aspect=5 * height)
     bar.set_label("AUROC (0.5 = chance)")
@@ -72,10 +72,10 @@ def heat_map(analysis: Analysis, title: str) -> Figure:
 
 
 def _mark_cells(
-    axes: Axes, analysis: Analysis, values: np.ndarray, reach: float, numbered: bool
+    figure: Figure, axes: Axes, analysis: Analysis, values: np.ndarray, reach: float, numbered: bool
 ) -> None:
     """Numbers, dots (to the right of a number, if there are numbers) and the frame."""
-    beside = offset_copy(axes.transData, axes.figure, x=15 if numbered else 0, units="points")
+    beside = offset_copy(axes.transData, figure, x=15 if numbered else 0, units="points")
     for (i, j), value in np.ndenumerate(values):
         ink = "white" if abs(value - 0.5) > 0.62 * reach else "black"
         if numbered:
@@ -106,11 +106,11 @@ def _explain_marks(figure: Figure, analysis: Analysis) -> None:
     frame = Patch(fill=False, edgecolor="black", linewidth=2)
     headline = analysis.headline
     place = f"headline: layer {headline.layer}, {one_line(headline.position, 24)}"
-    marks = {place: frame}
+    marks: dict[str, Artist] = {place: frame}
     if analysis.tested.permutations:
         marks["family-wise p ≤ 0.05"] = dot
-    look = {"loc": "outside lower center", "frameon": False, "handlelength": 1.2}
-    figure.legend(list(marks.values()), list(marks), ncols=2, **look)
+    look: dict[str, Any] = {"ncols": 2, "frameon": False, "handlelength": 1.2}
+    figure.legend(marks.values(), marks.keys(), loc="outside lower center", **look)
 
 
 def _head(figure: Figure, axes: Axes, analysis: Analysis, title: str) -> None:
@@ -158,8 +158,9 @@ def layer_curve(analysis: Analysis, title: str) -> Figure:
     axes.margins(x=0.02)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=12, steps=[1, 2, 5, 10], integer=True))
     _head(figure, axes, analysis, title)
-    look = {"fontsize": 7.5, "handlelength": 2.6, "columnspacing": 1.5, "frameon": False}
-    figure.legend(handles=[*own, *controls], loc="outside lower center", ncols=3, **look)
+    look: dict[str, Any] = {"fontsize": 7.5, "handlelength": 2.6, "columnspacing": 1.5}
+    handles = [*own, *controls]
+    figure.legend(handles=handles, loc="outside lower center", ncols=3, frameon=False, **look)
     return figure
 
 
@@ -258,7 +259,8 @@ def save(figure: Figure, folder: str | Path, stem: str) -> list[Path]:
 
         def write(scratch: Path, kind: str = kind, metadata: dict = metadata) -> None:
             # Ticks are only made now. Ids in an SVG are random without a salt.
-            with rc_context({**STYLE, "svg.hashsalt": stem}):
+            style: dict[Any, Any] = {**STYLE, "svg.hashsalt": stem}
+            with rc_context(style):
                 figure.savefig(scratch, format=kind, dpi=DPI, metadata=metadata)
 
         replace_file(path, write)

@@ -70,10 +70,10 @@ def _tests(analysis: Analysis) -> str:
     # Several places may have the smallest possible p: the one that reads best is named.
     order = np.lexsort((-tested.statistic.ravel(), tested.p_family.ravel()))
     i, j = np.unravel_index(order[0], tested.p_family.shape)
+    smallest, where = float(tested.p_family[i, j]), (analysis.layers[i], analysis.positions[j])
     return (
-        f"p {_p(tested.p)} (selection replayed); smallest family-wise p "
-        f"{_p(float(tested.p_family[i, j]))} ({_place(analysis.layers[i], analysis.positions[j])}); "
-        f"{tested.permutations} permutations"
+        f"p {_p(tested.p)} (selection replayed); smallest family-wise p {_p(smallest)} "
+        f"({_place(*where)}); {tested.permutations} permutations"
     )
 
 
@@ -171,9 +171,10 @@ def _step(analysis: Analysis) -> int:
 # -- texts ----------------------------------------------------------------------------------------
 
 
-def _table(**options: bool) -> Table:
-    look = {"pad_edge": False, "padding": (0, 2, 0, 0), "header_style": "underline"}
-    return Table(box=None, **look, **options)
+def _table(show_header: bool = True, expand: bool = False) -> Table:
+    made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="underline")
+    made.show_header, made.expand = show_header, expand
+    return made
 
 
 def _place(layer: int, position: str) -> str:
