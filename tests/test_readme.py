@@ -3,10 +3,10 @@
 import re
 from pathlib import Path
 
+from benchmarks.probe_validation import __main__ as validate
 from experiments.decoupling import __main__ as decoupling
 from experiments.likelihood import __main__ as likelihood
 from experiments.perturbations import __main__ as perturbations
-from experiments.probe_validation import __main__ as validate
 from experiments.temperature_sweep import __main__ as temperature_sweep
 from ia_mech import sample
 from ia_mech import sample as options
@@ -14,8 +14,7 @@ from ia_mech.judge import __main__ as judge_options
 from ia_mech.models import embedded
 from ia_mech.rates import __main__ as rates_options
 from ia_mech.run import labels, layout
-from probes import options as probe_options
-from probes import transfer
+from probes import train, transfer
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -60,7 +59,7 @@ def test_every_column_is_documented():
 def test_every_flag_in_the_readme_exists():
     judge = judge_options.build_parser()
     commands = judge._subparsers._group_actions[0].choices.values()
-    probes = [probe_options.build_parser(), transfer.build_parser(), validate.build_parser()]
+    probes = [train.build_parser(), transfer.build_parser(), validate.build_parser()]
     experiments = [
         one.build_parser() for one in (decoupling, likelihood, perturbations, temperature_sweep)
     ]
