@@ -265,6 +265,15 @@ def test_distances_are_within_a_dataset_and_between_sources():
     assert np.isnan(found[[3, 5]]).all()  # one source only
 
 
+def test_close_states_do_not_lose_their_distance_to_cancellation():
+    """As a difference of squares, 1 between 1e8 and 1e8 + 1 would be lost in rounding."""
+    states = np.array([[1e8], [1e8 + 1]])
+    assert typical_distance(states, np.array(["a", "a"]), np.array(["s", "t"])).tolist() == [1, 1]
+    rng = np.random.default_rng(0)
+    equal = np.tile(1e3 * rng.standard_normal(576), (3, 1))
+    assert np.isnan(typical_distance(equal, np.array(["a"] * 3), np.arange(3))).all()
+
+
 # -- estimates ------------------------------------------------------------------------------------
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
+from scipy.spatial.distance import cdist
 
 from experiments.common.screen import label
 from experiments.perturbations.conditions import BARE, REMOVE, SWAP
@@ -101,8 +102,7 @@ def typical_distance(states: np.ndarray, datasets: np.ndarray, sources: np.ndarr
     for dataset in set(datasets):
         at = there & (datasets == dataset)
         x = states[at]
-        squares = (x**2).sum(1)
-        gaps = np.sqrt(np.maximum(squares[:, None] + squares[None] - 2 * x @ x.T, 0))
+        gaps = cdist(x, x)  # subtracts before it squares, so equal states are exactly 0 apart
         different = sources[at][:, None] != sources[at][None]
         if gaps[different].any():  # at layer 0 one token's states are all alike
             found[datasets == dataset] = gaps[different].mean()

@@ -343,4 +343,4 @@ def judged(run: Run, judge: str, base: Base) -> None:
                 f"run python -m ia_mech.judge run {run.path} --name {name}{flag} with the flags "
                 f"that judged {base.runs[0].path}, then this command again",
             )
-        label_run(run, rules, name, JudgeBar(), unperturbed=unperturbed)
+        label_run(run, rules, name, JudgeBar(), unperturbed=unseen)
