@@ -22,6 +22,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 from ia_mech.cli import Parser, add_intervals, guarded, one_line, tolerant_streams
@@ -97,8 +98,8 @@ class Experiment:
             prog=f"python -m experiments.{self.name}",
             description=self.description,
             epilog=f"Method: docs/{self.name.replace('_', '-')}.md. Intervals are over sources.\n"
-            f"Written: {ESTIMATES} (every number, one per row), {self.written}.\n"
-            "Exit status: 0 done, 2 bad input (one line), 130 interrupted.",
+            + fill(f"Written: {ESTIMATES} (every number, one per row), {self.written}.", 100)
+            + "\nExit status: 0 done, 2 bad input (one line), 130 interrupted.",
         )
         parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's folder")
         judge = "whose verdicts (default: the only judge)"
