@@ -96,6 +96,7 @@ class Experiment:
         """The command line."""
         parser = Parser(
             prog=f"python -m experiments.{self.name}",
+            usage="%(prog)s RUN [RUN …] [options]",
             description=self.description,
             epilog=f"Method: docs/{self.name.replace('_', '-')}.md. Intervals are over sources.\n"
             + fill(f"Written: {ESTIMATES} (every number, one per row), {self.written}.", 100)

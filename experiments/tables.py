@@ -1,5 +1,6 @@
 """Estimates as tables in a terminal."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ def print_table(
     to: Console,
     title: str,
     rows: pd.DataFrame,
-    columns: dict[Any, tuple[str, int | str]],
+    columns: Mapping[Any, tuple[str, int | str]],
     *,
     key: str = "quantity",
     index: tuple[str, ...] = ("dataset",),

@@ -253,11 +253,9 @@ def _notes(responses: pd.DataFrame, turns: pd.DataFrame) -> list[str]:
     """What a reader has to know of the verdicts."""
     notes = []
     for dataset, rows in responses.groupby("dataset"):
-        names = [
-            f"{name} {version(name)}"
-            for name in map(LIBRARIES.get, sorted(rows["verifier"].unique()))
-        ]
-        notes.append(f"{dataset}: {len(rows)} responses verified by {' and '.join(names)}.")
+        libraries = [LIBRARIES[name] for name in sorted(rows["verifier"].unique())]
+        versions = " and ".join(f"{name} {version(name)}" for name in libraries)
+        notes.append(f"{dataset}: {len(rows)} responses verified by {versions}.")
         unknown = int(rows["correct"].isna().sum())
         if unknown:
             notes.append(

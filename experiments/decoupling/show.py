@@ -1,6 +1,7 @@
 """Accuracy beside follow-up rate, in the terminal and as figures."""
 
 from itertools import cycle
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -70,8 +71,8 @@ def scatter(estimates: pd.DataFrame, title: str) -> Figure:
             across = accuracy.loc[(row.model, row.dataset)]
             xerr = _reach(across["value"], across["low"], across["high"])
             yerr = _reach(row.value, row.low, row.high)
-            look = {"fmt": markers[row.model], "color": colours[row.dataset], "ms": 5, "lw": 1}
-            axes.errorbar(across["value"], row.value, xerr=xerr, yerr=yerr, **look)
+            look: dict[str, Any] = {"fmt": markers[row.model], "color": colours[row.dataset]}
+            axes.errorbar(across["value"], row.value, xerr=xerr, yerr=yerr, ms=5, lw=1, **look)
         axes.set(xlim=_limits(accuracy), ylim=_limits(rates), xlabel="accuracy")
         title_axes(axes, "greedy" if temperature == 0 else f"T = {temperature:g}")
     places[0].set_ylabel("follow-up rate")
@@ -97,7 +98,7 @@ def association(estimates: pd.DataFrame, title: str) -> Figure:
             rows = own[own["quantity"] == f"follow-up rate, {kind}"]
             at = [temperatures.index(t) + shift for t in rows["temperature"]]
             yerr = _reach(rows["value"], rows["low"], rows["high"])
-            look = {"fmt": "o", "color": COLOURS[0], "mfc": face, "lw": 1}
+            look: dict[str, Any] = {"fmt": "o", "color": COLOURS[0], "mfc": face, "lw": 1}
             axes.errorbar(at, rows["value"], yerr=yerr, label=f"after {kind} responses", **look)
         names = [label(t, "temperature") for t in temperatures]
         axes.set_xticks(range(len(names)), names)

@@ -1,5 +1,7 @@
 """Likelihood of real follow-ups in the terminal and as figures."""
 
+from typing import Any
+
 import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
@@ -117,8 +119,8 @@ def contrasts(estimates: pd.DataFrame, title: str) -> Figure:
             value = part["value"].to_numpy()
             reach = np.nan_to_num(np.abs(part[["low", "high"]].to_numpy().T - value))
             at = [kinds.index(of) + middle for of in part["of"]]
-            look = {"fmt": "o", "ms": 4, "color": colour, "mfc": face, "lw": 1.2, "label": label}
-            axes.errorbar(value, at, xerr=reach, **look)
+            look: dict[str, Any] = {"color": colour, "mfc": face, "label": label}
+            axes.errorbar(value, at, xerr=reach, fmt="o", ms=4, lw=1.2, **look)
     axes.axvline(0, color="0.3", lw=0.8)
     axes.set_yticks(range(len(kinds)), kinds)
     axes.invert_yaxis()

@@ -1,9 +1,4 @@
-"""Estimates per condition, and how far each is from the unperturbed one.
-
-How far a perturbation moves the header's residual stream, layer by layer.
-
-The falsifier: does the follow-up rate fall when there is no response to react to?
-"""
+"""Estimates per condition, how far each is from the unperturbed one, and what follows from it."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -14,9 +9,9 @@ import pandas as pd
 import torch
 from scipy.spatial.distance import cdist
 
-from experiments.common.screen import label
-from experiments.perturbations.conditions import BARE, REMOVE, SWAP
+from experiments.perturbations.conditions import HEADER_ONLY, REMOVE, SWAP
 from experiments.perturbations.read import Compared
+from experiments.tables import label, p_value
 from ia_mech.data.conversations import UNPERTURBED
 from ia_mech.estimates import (
     ALL,
@@ -32,6 +27,109 @@ from ia_mech.judge.rubric import ASSESSED
 from ia_mech.run import Run
 from ia_mech.stats import detectable_difference
 from ia_mech.stats.intervals import Estimate
+
+RATE = "follow-up rate"
+HELD = "follow-up rate, held against the unperturbed response"
+SHARE = "category share"
+REFERENCE = "reference log p, bits"
+LESS = ", less unperturbed"
+DETECTABLE = "detectable difference"
+DISTANCE, RELATIVE = "header displacement", "header displacement, relative to its norm"
+COLUMNS = {
+    "dataset": "str",
+    "condition": "str",
+    "temperature": "float64",
+    "category": "str",
+    "layer": "Int64",
+    "position": "str",
+}
+
+
+def estimates(
+    compared: Compared, *, level: float = 0.95, resamples: int = 2000, seed: int = 0
+) -> pd.DataFrame:
+    """Every estimate, one row each: quantity, :data:`COLUMNS`, value, interval and test.
+
+    Differences are Holm-corrected over all tests of one quantity; those over all datasets
+    (:data:`ALL`) are a family of their own.
+    """
+    options = {"level": level, "resamples": resamples, "seed": seed}
+    rows: list[TidyEstimate] = []
+    for dataset, here in by_dataset(compared.turns):
+        for temperature, turns in compared.turns[here].groupby("temperature"):
+            names = {"dataset": dataset, "temperature": float(temperature)}
+            rows += _turns(turns, names, options)
+    for dataset, here in by_dataset(compared.contexts):
+        rows += _references(compared.contexts[here], {"dataset": dataset}, options)
+    rows += _displacements(compared, options)
+    rows = corrected(rows, lambda row: (row.quantity, row.names["dataset"] == ALL))
+    return frame_of(rows, COLUMNS)
+
+
+def _turns(turns: pd.DataFrame, names: dict[str, Any], options: dict) -> Iterator[TidyEstimate]:
+    """Rates and profile of one temperature, condition by condition."""
+    plain = turns[turns["condition"] == UNPERTURBED]
+    for condition, own in turns.groupby("condition", sort=False):
+        group = Group(own["source"].to_numpy(), options, names | {"condition": condition})
+        for quantity, column in ((RATE, "genuine"), (HELD, "held")):
+            yield group.mean(quantity, own[column], proportion=True)
+            if condition != UNPERTURBED:
+                yield _less(group, quantity, own, plain, own[column], plain[column])
+        if condition != UNPERTURBED:
+            columns = own["held"], own["source"], plain["held"], plain["source"]
+            size = detectable_difference(*columns, level=options["level"])
+            sources = own["source"].nunique()
+            if 2.0 ** (1 - sources) > 1 - options["level"]:
+                size = np.nan  # with so few sources no pattern of signs is significant
+            found = Estimate(size, np.nan, np.nan, sources, "80% power, one test")
+            yield group.row(DETECTABLE, found, len(own))
+        for category in ASSESSED:
+            events, before = (_events(frame, category) for frame in (own, plain))
+            yield group.mean(SHARE, events, proportion=True, category=category)
+            if condition != UNPERTURBED:
+                yield _less(group, SHARE, own, plain, events, before, category=category)
+
+
+def _events(turns: pd.DataFrame, category: str) -> np.ndarray:
+    """``[turns]`` 1 where the category is that one; NaN where the turn wasn't assessed."""
+    return np.where(turns["genuine"].isna(), np.nan, turns["category"] == category).astype(float)
+
+
+def _less(group: Group, quantity: str, own, plain, values, baseline, **names) -> TidyEstimate:
+    """Values of a condition's rows less those of the unperturbed ones; the source is the pair."""
+    sides = values, own["source"], baseline, plain["source"]
+    return paired_row(group, quantity + LESS, *sides, **names)
+
+
+def _references(
+    contexts: pd.DataFrame, names: dict[str, Any], options: dict
+) -> Iterator[TidyEstimate]:
+    """Log-probability of real follow-ups at T = 1, in bits."""
+    scored = contexts[contexts["logprob"].notna()]
+    plain = scored[scored["condition"] == UNPERTURBED]
+    for condition, own in scored.groupby("condition", sort=False):
+        group = Group(own["source"].to_numpy(), options, names | {"condition": condition})
+        bits, before = (frame["logprob"].to_numpy() / np.log(2.0) for frame in (own, plain))
+        yield group.mean(REFERENCE, bits, temperature=1.0)
+        if condition != UNPERTURBED:
+            yield _less(group, REFERENCE, own, plain, bits, before, temperature=1.0)
+
+
+# -- displacement ----------------------------------------------------------------------------------
+
+
+def _displacements(compared: Compared, options: dict) -> Iterator[TidyEstimate]:
+    plain = compared.contexts[compared.contexts["condition"] == UNPERTURBED]
+    sources = plain["source"].to_numpy()
+    for moved in displacements(compared):
+        for dataset, here in by_dataset(plain):
+            names = {"condition": moved.condition, "layer": moved.layer, "position": moved.position}
+            group = Group(sources[here], options, {"dataset": dataset, **names})
+            for quantity, values in ((DISTANCE, moved.distance), (RELATIVE, moved.relative)):
+                if not np.isnan(values[here]).all():
+                    row = group.mean(quantity, values[here])
+                    low = float(np.maximum(row.estimate.low, 0))  # of a distance; NaN stays NaN
+                    yield replace(row, estimate=replace(row.estimate, low=low))
 
 
 @dataclass(frozen=True)
@@ -109,123 +207,18 @@ def typical_distance(states: np.ndarray, datasets: np.ndarray, sources: np.ndarr
     return found
 
 
-RATE = "follow-up rate"
-HELD = "follow-up rate, held against the unperturbed response"
-SHARE = "category share"
-REFERENCE = "reference log p, bits"
-LESS = ", less unperturbed"
-DETECTABLE = "detectable difference"
-DISTANCE, RELATIVE = "header displacement", "header displacement, relative to its norm"
-COLUMNS = {
-    "dataset": "str",
-    "condition": "str",
-    "temperature": "float64",
-    "category": "str",
-    "layer": "Int64",
-    "position": "str",
-}
-
-
-def estimates(
-    compared: Compared, *, level: float = 0.95, resamples: int = 2000, seed: int = 0
-) -> pd.DataFrame:
-    """Every estimate, one row each: quantity, :data:`COLUMNS`, value, interval and test.
-
-    Differences are Holm-corrected over all tests of one quantity; those over all datasets
-    (``all``) are a family of their own.
-    """
-    options = {"level": level, "resamples": resamples, "seed": seed}
-    rows: list[TidyEstimate] = []
-    for dataset, here in by_dataset(compared.turns):
-        for temperature, turns in compared.turns[here].groupby("temperature"):
-            names = {"dataset": dataset, "temperature": float(temperature)}
-            rows += _turns(turns, names, options)
-    for dataset, here in by_dataset(compared.contexts):
-        rows += _references(compared.contexts[here], {"dataset": dataset}, options)
-    rows += _displacements(compared, options)
-    rows = corrected(rows, lambda row: (row.quantity, row.names["dataset"] == ALL))
-    return frame_of(rows, COLUMNS)
-
-
-def _turns(turns: pd.DataFrame, names: dict[str, Any], options: dict) -> Iterator[TidyEstimate]:
-    """Rates and profile of one temperature, condition by condition."""
-    plain = turns[turns["condition"] == UNPERTURBED]
-    for condition, own in turns.groupby("condition", sort=False):
-        group = Group(own["source"].to_numpy(), options, names | {"condition": condition})
-        for quantity, column in ((RATE, "genuine"), (HELD, "held")):
-            yield group.mean(quantity, own[column], proportion=True)
-            if condition != UNPERTURBED:
-                yield _less(group, quantity, own, plain, own[column], plain[column])
-        if condition != UNPERTURBED:
-            columns = own["held"], own["source"], plain["held"], plain["source"]
-            size = detectable_difference(*columns, level=options["level"])
-            sources = own["source"].nunique()
-            if 2.0 ** (1 - sources) > 1 - options["level"]:
-                size = np.nan  # no signs of so few sources can be surprising
-            found = Estimate(size, np.nan, np.nan, sources, "80% power, one test")
-            yield group.row(DETECTABLE, found, len(own))
-        for category in ASSESSED:
-            events, before = (_events(frame, category) for frame in (own, plain))
-            yield group.mean(SHARE, events, proportion=True, category=category)
-            if condition != UNPERTURBED:
-                yield _less(group, SHARE, own, plain, events, before, category=category)
-
-
-def _events(turns: pd.DataFrame, category: str) -> np.ndarray:
-    """``[turns]`` 1 where the category is that one; NaN where the turn wasn't assessed."""
-    return np.where(turns["genuine"].isna(), np.nan, turns["category"] == category).astype(float)
-
-
-def _less(group: Group, quantity: str, own, plain, values, baseline, **names) -> TidyEstimate:
-    """Values of a condition's rows less those of the unperturbed ones; the source is the pair."""
-    sides = values, own["source"], baseline, plain["source"]
-    return paired_row(group, quantity + LESS, *sides, **names)
-
-
-def _references(
-    contexts: pd.DataFrame, names: dict[str, Any], options: dict
-) -> Iterator[TidyEstimate]:
-    """Log-probability of real follow-ups at T = 1, in bits."""
-    scored = contexts[contexts["logprob"].notna()]
-    plain = scored[scored["condition"] == UNPERTURBED]
-    for condition, own in scored.groupby("condition", sort=False):
-        group = Group(own["source"].to_numpy(), options, names | {"condition": condition})
-        bits, before = (frame["logprob"].to_numpy() / np.log(2.0) for frame in (own, plain))
-        yield group.mean(REFERENCE, bits, temperature=1.0)
-        if condition != UNPERTURBED:
-            yield _less(group, REFERENCE, own, plain, bits, before, temperature=1.0)
-
-
-def _displacements(compared: Compared, options: dict) -> Iterator[TidyEstimate]:
-    plain = compared.contexts[compared.contexts["condition"] == UNPERTURBED]
-    parts = list(by_dataset(plain))
-    for moved in displacements(compared):
-        for dataset, here in parts:
-            yield from _moved(moved, dataset, here, plain["source"].to_numpy(), options)
-
-
-def _moved(
-    moved: Moved, dataset: str, here: np.ndarray, sources: np.ndarray, options: dict
-) -> Iterator[TidyEstimate]:
-    names = {name: getattr(moved, name) for name in ("condition", "layer", "position")}
-    group = Group(sources[here], options, {"dataset": dataset, **names})
-    for quantity, values in ((DISTANCE, moved.distance), (RELATIVE, moved.relative)):
-        if not np.isnan(values[here]).all():
-            row = group.mean(quantity, values[here])
-            low = float(np.maximum(row.estimate.low, 0))  # of a distance; NaN stays NaN
-            yield replace(row, estimate=replace(row.estimate, low=low))
+# -- the falsifier ---------------------------------------------------------------------------------
 
 
 def verdicts(estimates: pd.DataFrame, level: float) -> Iterator[str]:
-    """A line per temperature, over all datasets.
+    """Does the rate fall without a response to react to? A line per temperature, all datasets.
 
-    A genuine follow-up that reacts to the response can't be written without having seen it. All
-    turns are held against the unperturbed response: held against an empty one, hardly any turn is
-    grounded, and the rate would fall by definition. Turns after the bare header have seen nothing
-    at all; what of them is called genuine, the judge calls genuine by their form.
+    All turns are judged against the unperturbed response: against an empty one hardly any turn is
+    grounded, and the rate would fall by definition. What the judge calls genuine after the bare
+    header, it calls so by its form.
 
     Args:
-        estimates: of :func:`experiments.perturbations.analyse.estimates`.
+        estimates: of :func:`estimates`.
         level: of confidence; a difference counts if its Holm-corrected p is at most 1 - level.
     """
     pooled = together(estimates)
@@ -239,19 +232,18 @@ def verdicts(estimates: pd.DataFrame, level: float) -> Iterator[str]:
                 f"(of {plain['rows']}, at most {plain['high']:.3f}), so nothing could be lower."
             )
             continue
-        yield f"falsifier, {where}: {_said(at, level)}"
+        yield f"falsifier, {where}: {_verdict(at, level)}"
 
 
-def _said(at: pd.DataFrame, level: float) -> str:
+def _verdict(at: pd.DataFrame, level: float) -> str:
     texts, failed = {}, []
-    for condition in (REMOVE, SWAP, BARE):
+    for condition in (REMOVE, SWAP, HEADER_ONLY):
         rows = at[at["condition"] == condition].set_index("quantity")
         if HELD + LESS not in rows.index:
             continue
         row, size = rows.loc[HELD + LESS], rows.loc[DETECTABLE, "value"]
-        p = "p<0.001" if row["p_holm"] < 0.001 else f"p={row['p_holm']:.3f}"
         ends = "–" if np.isnan(row["low"]) else f"{row['low']:+.3f}, {row['high']:+.3f}"
-        text = f"{condition} {row['value']:+.3f} [{ends}], {p}"
+        text = f"{condition} {row['value']:+.3f} [{ends}], {p_value(row['p_holm'])}"
         if not (row["value"] < 0 and row["p_holm"] <= 1 - level):
             failed.append(condition)
             text += "" if np.isnan(size) else f" (detectable: {size:.3f})"
@@ -259,14 +251,14 @@ def _said(at: pd.DataFrame, level: float) -> str:
     if not {REMOVE, SWAP} & set(texts):
         return f"neither {REMOVE} nor {SWAP} was made, so it can't be told."
     text = "; ".join(texts.values())
-    kept = [condition for condition in failed if condition != BARE]
+    kept = [condition for condition in failed if condition != HEADER_ONLY]
     if kept:
         verb = "isn't" if len(kept) == 1 else "aren't"
         return (
             f"{text}. {' and '.join(kept)} {verb} shown to lower the rate: what was measured is "
             "not shown to react to the response."
         )
-    if BARE in failed:
+    if HEADER_ONLY in failed:
         return (
             f"{text}. The rate falls without the response, but turns that were written with no "
             "conversation at all are called genuine about as often: by this judge, the rate is no "

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -101,7 +102,7 @@ def _shares(group: Group, turns: pd.DataFrame) -> Iterator[TidyEstimate]:
     for temperature, at in turns.groupby("temperature"):
         own = Group(at["source"].to_numpy(), group.options, group.names)
         for category in ASSESSED:
-            names = {"temperature": float(temperature)}
+            names: dict[str, Any] = {"temperature": float(temperature)}
             quantity = RATE
             if category != GENUINE:
                 quantity, names["of"] = FAILURE, category
@@ -197,7 +198,7 @@ def _lens(group: Group, lens: LensCurves, here: np.ndarray) -> Iterator[TidyEsti
         if np.isnan(greedy[..., place]).all():
             continue
         for at, layer in enumerate(lens.layers):
-            names = {"layer": layer, "position": position}
+            names: dict[str, Any] = {"layer": layer, "position": position}
             for name, of in {"greedy": "greedy opening", **RIVALS}.items():
                 values = getattr(lens, name)[here, at, place]
                 yield group.mean("log p by the lens", values, of=of, **names)

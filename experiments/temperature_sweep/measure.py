@@ -152,7 +152,7 @@ def curves(
     logits: Tensor,
     temperatures: Sequence[float],
     turn_ends: Sequence[int],
-    opening_ids: Sequence[int],
+    opening_ids: Sequence[int] | np.ndarray,
     shares: Sequence[np.ndarray],
 ) -> list[np.ndarray]:
     """Entropy, turn-end mass, variation from T = 1, and the mass on each kind of opening.
@@ -265,7 +265,8 @@ def lens_curves(
                     log_p = log_probs(lens, residual[part], ids)
                     found[:, here, layer, place] = compared(log_p, column[here], weights[here])
                 advance()
-    return LensCurves(layers, names, *found, share)
+    greedy, follow_ups, best = found
+    return LensCurves(layers, names, greedy, follow_ups, best, share)
 
 
 def positions_of(sweep: Sweep, wanted: Sequence[str] | None = None) -> list[str]:

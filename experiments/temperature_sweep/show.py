@@ -1,5 +1,7 @@
 """A sweep in the terminal, five rows, and as figures."""
 
+from typing import Any
+
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -23,7 +25,7 @@ from ia_mech.estimates import ALL, together
 from ia_mech.judge.rubric import heading
 
 # quantity, further names, head, decimals: a row per question, over all datasets.
-MAIN = (
+MAIN: tuple[tuple[str, dict[str, str], str, int], ...] = (
     (RATE, {}, RATE, 2),
     ("effective number of first tokens", {}, "effective number of first tokens", 1),
     (
@@ -86,7 +88,9 @@ def figures(estimates: pd.DataFrame, title: str) -> dict[str, Figure]:
 
 KIND_OF = {"genuine": "genuine turns of others", "restated": "restatements of others"}
 PLAIN = FuncFormatter(lambda value, _: f"{value:g}")  # powers would be set as TeX, which is off
-LINES = {ALL: {"lw": 2.2, "zorder": 3}}  # all datasets together stand out
+LINES: dict[str, dict[str, Any]] = {
+    ALL: {"lw": 2.2, "zorder": 3}
+}  # all datasets together stand out
 
 
 def rates(estimates: pd.DataFrame, title: str) -> Figure:
@@ -206,9 +210,15 @@ def legend(axes: Axes) -> None:
         axes.legend(frameon=False, fontsize=7)
 
 
-def line(axes: Axes, rows: pd.DataFrame, across: str, colour: str, label: str, **look) -> None:
+def line(axes: Axes, rows: pd.DataFrame, across: str, colour: str, label: str, **look: Any) -> None:
     """A line with its intervals as a band."""
     x, low, high = (rows[name].to_numpy(dtype=float) for name in (across, "low", "high"))
-    look = {"lw": 1.4, "marker": "o", "ms": 2.5} | LINES.get(label, {}) | look
-    axes.plot(x, rows["value"].to_numpy(), color=colour, label=label, **look)
+    style: dict[str, Any] = {"lw": 1.4, "marker": "o", "ms": 2.5}
+    axes.plot(
+        x,
+        rows["value"].to_numpy(),
+        color=colour,
+        label=label,
+        **(style | LINES.get(label, {}) | look),
+    )
     axes.fill_between(x, low, high, color=colour, alpha=0.12, lw=0)
