@@ -1,20 +1,48 @@
-"""What a temperature sweep computes, against closed forms on planted logits, turns and lenses."""
+"""What a temperature sweep computes: closed forms on planted logits, and runs of a tiny model."""
 
+import json
+import shutil
 from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
 import pytest
+import scored
 import torch
+import transformers
+from runs import sampled as make_run
+from safetensors.torch import load_file
+from shell import call
 
-from experiments.common.references import References
-from experiments.temperature_sweep.analyse import GARBLED, Found, against_others, estimates, leaving
-from experiments.temperature_sweep.first_token import FirstToken, curves, first_token
-from experiments.temperature_sweep.lens_curves import compared, lens_curves, log_probs, overtaking
-from experiments.temperature_sweep.read import RESTATEMENTS, Sweep, openings_of
+from experiments.likelihood.read import References
+from experiments.temperature_sweep.__main__ import main
+from experiments.temperature_sweep.analyse import GARBLED, estimates
+from experiments.temperature_sweep.measure import (
+    FirstToken,
+    Measured,
+    against_others,
+    compared,
+    curves,
+    first_token,
+    header_logits,
+    hidden,
+    leaving,
+    lens_curves,
+    log_probs,
+    measure,
+    overtaking,
+)
+from experiments.temperature_sweep.read import RESTATEMENTS, Sweep, openings_of, read
+from ia_mech.collect.config import SampleConfig
+from ia_mech.display import Quiet
+from ia_mech.engine.plan import Grid
+from ia_mech.errors import UserError
+from ia_mech.judge.label import items_of
 from ia_mech.judge.rubric import ASSESSED, GENUINE
-from ia_mech.lens import Lens
+from ia_mech.lens import Lens, lens_file, save_lens
+from ia_mech.run import Run
+from ia_mech.run.labels import KEY
 from ia_mech.stats import cluster_mean, holm, paired_difference
 
 NAN, LOG = np.nan, np.log
@@ -61,11 +89,6 @@ def test_two_levels_of_logits_have_a_closed_form_at_every_temperature():
         assert opened[0, at] == pytest.approx(high, abs=1e-6)
         assert opened[1, at] == pytest.approx(high / 4 + low / 2, abs=1e-6)
         assert none[:, at] == pytest.approx(0)
-
-
-def test_flat_logits_have_as_many_effective_tokens_as_there_are():
-    entropy, *_ = curves(torch.zeros(1, 7), [0.3, 2.0], [0], [1], [])
-    assert np.exp(entropy) == pytest.approx(np.full((1, 2), 7.0), rel=1e-6)
 
 
 def test_kinds_of_turns_are_the_rubrics():
@@ -186,15 +209,6 @@ def test_slices_of_the_vocabulary_are_the_logits():
     torch.testing.assert_close(torch.cat(parts, -1), lens.logits(residual))
 
 
-def test_log_probabilities_are_of_the_whole_vocabulary():
-    lens = planted_lens(unembedding=torch.randn(2500, 4))
-    residual = torch.randn(1, 4).repeat(8192, 1)  # so many that the vocabulary is cut in three
-    assert len(list(lens.logits_in_slices(residual))) == 3
-    expected = lens.logits(residual[:1]).log_softmax(-1)[0, [7, 2400]]
-    said = log_probs(lens, residual, np.array([7, 2400]))
-    assert said[[0, -1]] == pytest.approx(np.tile(expected, (2, 1)), abs=1e-4)
-
-
 class PlantedRun:
     """Residual streams of 3 contexts, 3 layers; ``early`` was kept for the first two only."""
 
@@ -296,7 +310,7 @@ def test_logits_that_were_not_stored_come_from_the_last_layer():
 
 
 @pytest.fixture(scope="module")
-def simulated() -> tuple[Found, pd.DataFrame]:
+def simulated() -> tuple[Measured, pd.DataFrame]:
     rng = np.random.default_rng(0)
     turns = []
     for number in range(24):
@@ -312,13 +326,13 @@ def simulated() -> tuple[Found, pd.DataFrame]:
     sweep = Sweep([], turns, contexts.reset_index(drop=True), "planted", [])
     parts = {name: rng.random((24, 2)) for name in vars(FirstToken([], *[np.zeros(0)] * 6))}
     first = FirstToken(**parts | {"temperatures": [0.5, 1.0]})
-    hidden = turns[(turns["temperature"] > 0) & turns["genuine"].notna()].reset_index(drop=True)
-    hidden = hidden[["dataset", "source", "context", "temperature", "genuine", "category"]]
+    left = turns[(turns["temperature"] > 0) & turns["genuine"].notna()].reset_index(drop=True)
+    left = left[["dataset", "source", "context", "temperature", "genuine", "category"]]
     for name in ("token", "before", "rank", "probability", "gap"):
-        hidden[name] = rng.random(len(hidden)) + (name == "rank")
-    hidden["token"] = np.ceil(hidden["token"] * 3)
-    hidden = hidden.assign(follows=(hidden["token"] > 1).astype(float), leaves=1.0)
-    found = Found(sweep, first, hidden, None, None)
+        left[name] = rng.random(len(left)) + (name == "rank")
+    left["token"] = np.ceil(left["token"] * 3)
+    left = left.assign(follows=(left["token"] > 1).astype(float), leaves=1.0)
+    found = Measured(sweep, first, left, None, None)
     return found, estimates(found, resamples=200)
 
 
@@ -408,11 +422,11 @@ def test_overtaking_layers_are_medians_and_reference_curves_are_means():
     lens = lens_curves(sweep, openings_of(sweep.turns), planted_lens())
     first = FirstToken([1.0], *[np.array([[0.0], [0.0], [0.9]])] * 6)
     turns = pd.DataFrame([turn(s, t, GENUINE) for s in "abc" for t in (0.0, 0.7)])
-    hidden = pd.DataFrame(columns=["dataset", "source", "temperature", "genuine"])
+    left = pd.DataFrame(columns=["dataset", "source", "temperature", "genuine"])
     frame = pd.DataFrame({"dataset": "d", "source": list("abc")})
     curve = np.array([[-9.0, -4.0, -6.0], [-9.0, -5.0, -3.0], [-9.0, -3.0, -6.0]])
     references = References(frame, np.array([0.5, 1.0, 2.0]), curve, {}, True)
-    found = Found(replace(sweep, turns=turns), first, hidden, lens, references)
+    found = Measured(replace(sweep, turns=turns), first, left, lens, references)
     made = estimates(found, resamples=100)
     curve = picked(made, "tempered log p")
     assert curve["temperature"].tolist() == [0.5, 1.0, 2.0]
@@ -435,3 +449,277 @@ def test_overtaking_layers_are_medians_and_reference_curves_are_means():
     assert ahead["layer"].tolist() == [0, 1, 2]
     never = picked(made, "layer where greedy overtakes", position="early")
     assert never["value"].isna().all() and (never["rows"] == 0).all()
+
+
+# -- runs of a tiny model --------------------------------------------------------------------------
+
+GRID = Grid((0.4, 1.2), 3, 6, 0)
+CHATS = [scored.CONVERSATIONS[number] for number in (0, 2, 3, 6, 7, 8)]
+KINDS = ("prompt_restatement", GENUINE, "degenerate")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache(tiny_subject, tmp_path_factory):
+    """The lens is written where the command looks for it."""
+    with pytest.MonkeyPatch.context() as patch:
+        folder = tmp_path_factory.mktemp("cache")
+        patch.setenv("IA_MECH_CACHE", str(folder))
+        assert save_lens(tiny_subject, list(range(3, 30))) is None
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def sampled(cache, tiny_subject, tmp_path_factory):
+    """Make a judged run in a folder of its own."""
+
+    def make(conversations=CHATS, **options) -> Run:
+        folder = tmp_path_factory.mktemp("sweep")
+        data = scored.dataset(folder / "chats.jsonl", conversations)
+        options = {"grid": GRID, "swaps": 0, "header_logits": "full"} | options
+        config = SampleConfig(dataset=data, limit=None, **options)
+        return judged(make_run(config, tiny_subject, folder / "run"))
+
+    return make
+
+
+def judged(run: Run, judge: str = "planted", kinds=KINDS) -> Run:
+    """Sample k is of the kind k; greedy turns are the first."""
+    verdicts = []
+    keys = run.generations[list(KEY)].itertuples(index=False, name=None)
+    for key, item in zip(keys, items_of(run), strict=True):
+        category = kinds[key[2] % len(kinds)]
+        said = {"repeat": 0, "category": category, "genuine": category == GENUINE}
+        said |= {"status": "judged", "rationale": "planted", "item": item.key("", 0)[:16]}
+        verdicts.append(dict(zip(KEY, key, strict=True)) | said)
+    run.labels.write_judgements(judge, verdicts, {"identity": {"kind": judge}, "repeats": 1})
+    return run
+
+
+@pytest.fixture(scope="module")
+def plain(sampled) -> Run:
+    """With header logits; tests leave it as it is."""
+    return sampled()
+
+
+@pytest.fixture(scope="module")
+def bare(sampled) -> Run:
+    """The same without header logits."""
+    return sampled(header_logits="none")
+
+
+@pytest.fixture
+def copied(plain, tmp_path):
+    def make(name: str = "run") -> Run:
+        return Run.open(shutil.copytree(plain.path, tmp_path / name))
+
+    return make
+
+
+def measured(run: Run, temperatures=(0.5, 1.0), positions=("header_last",)):
+    """What the estimates of one run are made of, and its notes."""
+    return measure(read([run]), temperatures, positions, Quiet())
+
+
+def test_turns_and_contexts_are_the_stored_ones(plain):
+    found = read([plain])
+    assert found.temperatures == [0.4, 1.2] and found.judge == "planted"
+    assert len(found.turns) == len(plain.generations)
+    rows = plain.contexts.iloc[found.contexts["at"]]
+    assert found.contexts["context"].str.contains(rows["context_id"].iloc[0]).iloc[0]
+    greedy = plain.generations[plain.generations["temperature"] == 0].set_index("context_id")
+    first = [int(greedy.loc[name, "token_ids"][0]) for name in rows["context_id"]]
+    assert found.contexts["greedy"].tolist() == first
+    assert found.turn_ends == sorted(map(int, plain.record["identity"]["chat"]["stop_ids"]))
+    stored = plain.generations.set_index(list(KEY))["token_ids"]
+    for turn in found.turns.itertuples():
+        assert (stored[turn.context_id, turn.temperature, turn.sample] == turn.token_ids).all()
+
+
+def test_header_logits_computed_by_the_lens_are_the_stored_ones(plain, bare):
+    """Total variation below 1e-3 at every temperature of the default grid."""
+    lens = Lens.load(plain.model["weights_hash"])
+    rows = np.arange(len(plain.contexts))
+    kept, made = (
+        torch.cat([logits for _, logits in header_logits(run, rows, lens)]) for run in (plain, bare)
+    )
+    for t in (0.3, 1.0, 2.0):
+        distance = ((kept / t).softmax(-1) - (made / t).softmax(-1)).abs().sum(-1) / 2
+        assert distance.max() < 1e-3
+    own = plain.contexts["first_token_entropy_tempered"].tolist()
+    for at, t in enumerate(GRID.temperatures):
+        p = (made.double() / t).softmax(-1)
+        entropy = -(p * p.log()).sum(-1)
+        assert entropy.tolist() == pytest.approx([row[at] for row in own], abs=1e-4)
+
+
+def test_gaps_are_those_of_the_models_own_distribution_at_that_token(plain, tiny_subject):
+    """Of a plain forward pass over the context and the turn, wherever greedy leaves it."""
+    found = read([plain])
+    frame = hidden(found)
+    sampled = found.turns[found.turns["temperature"] > 0].reset_index(drop=True)
+    contexts = plain.contexts.set_index("context_id")["token_ids"]
+    tokens = []
+    for turn, one in zip(sampled.itertuples(), frame.itertuples(), strict=True):
+        if not one.leaves:
+            continue
+        at = int(one.token) - 1
+        ids = contexts[turn.context_id].tolist(), turn.token_ids.tolist()
+        said = scored.logits(tiny_subject.model, *ids)[at].log_softmax(-1)
+        own = said[ids[1][at]]
+        assert one.gap == pytest.approx((said.max() - own).item(), abs=1e-4)
+        assert one.rank == (said > own).sum() + 1 > 1
+        assert one.probability == pytest.approx(own.exp().item(), abs=1e-5)
+        assert one.follows == (at > 0)
+        tokens.append(at)
+    assert tokens.count(0) > 5 and max(tokens) > 1
+
+
+def test_the_last_layer_of_the_lens_is_the_model(plain):
+    found = read([plain])
+    lens = Lens.load(plain.model["weights_hash"])
+    curves = lens_curves(found, openings_of(found.turns), lens)
+    said = [plain.header_logits().log_probs(at) for at in found.contexts["at"]]
+    own = [p[token].item() for p, token in zip(said, found.contexts["greedy"], strict=True)]
+    last = curves.greedy[:, -1, curves.positions.index("header_last")]
+    assert last.tolist() == pytest.approx(own, abs=5e-3)
+    assert own == pytest.approx([p.max().item() for p in said], abs=5e-3)
+    assert np.isnan(curves.greedy[:, 0, curves.positions.index("response_end")]).any()  # ""
+
+
+def test_runs_of_other_seeds_share_their_contexts(plain, sampled):
+    other = sampled(grid=Grid((0.4, 1.2), 2, 6, 1))
+    found = read([plain, other])
+    assert len(found.contexts) == len(plain.contexts)
+    assert len(found.turns) == len(plain.generations) + len(other.generations) - len(plain.contexts)
+    frame = hidden(found)
+    assert len(frame) == (found.turns["temperature"] > 0).sum() and frame["follows"].notna().all()
+
+
+def test_perturbed_contexts_are_left_out(plain, monkeypatch):
+    whole, frame = measured(plain)[0], Run._frame
+
+    def perturbed(which):
+        def read(run, *args):
+            found = frame(run, *args)
+            found.loc[found["context_id"].isin(which), "perturbation"] = "shuffled"
+            return found
+
+        return read
+
+    monkeypatch.setattr(Run, "_frame", perturbed(["c0"]))
+    found, notes = measured(Run.open(plain.path))
+    assert "7 turns of perturbed contexts are left out." in notes
+    assert len(found.sweep.contexts) == len(whole.sweep.contexts) - 1
+    assert len(found.references.curve) == len(whole.references.curve) - 1
+    assert len(found.hidden) == len(whole.hidden) - 6
+    monkeypatch.setattr(Run, "_frame", perturbed(plain.contexts["context_id"].tolist()))
+    with pytest.raises(UserError, match="all contexts are perturbed; give runs"):
+        read([Run.open(plain.path)])
+
+
+def test_stored_and_computed_logits_give_the_same_estimates(plain, bare):
+    temperatures = [0.3, 1.0, 2.0]
+    made = [
+        estimates(measured(run, temperatures)[0], resamples=100, seed=1) for run in (plain, bare)
+    ]
+    columns = ["quantity", "dataset", "temperature", "layer", "position", "of", "at"]
+    pd.testing.assert_frame_equal(made[0][columns], made[1][columns])
+    first = made[0]["quantity"].str.contains("first token|mass on|variation")
+    close = made[0][first]["value"].to_numpy(), made[1][first]["value"].to_numpy()
+    np.testing.assert_allclose(*close, atol=2e-3, rtol=2e-3)
+    pd.testing.assert_frame_equal(made[0][~first], made[1][~first], atol=1e-4)
+    assert {"tempered log p", "best temperature"} <= set(made[0]["quantity"])
+    entropy = made[0][(made[0]["quantity"] == "first token's entropy")]
+    entropy = entropy[(entropy["dataset"] == "(all)") & (entropy["temperature"] == 1.0)]
+    expected = plain.contexts["first_token_entropy"].mean()
+    assert entropy["value"].item() == pytest.approx(expected, abs=1e-3)
+
+
+def test_without_the_model_only_its_lens_is_needed(bare, cache, capfd, monkeypatch):
+    def refuse(*args, **kwargs):
+        raise AssertionError("a model was loaded")
+
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", refuse)
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", refuse)
+    monkeypatch.setattr("ia_mech.models.load.load", refuse)
+    lens = lens_file(bare.model["weights_hash"])
+    kept = [path for path in (cache / "models").rglob("*") if path.is_file()]
+    assert kept == [lens] and set(load_file(lens)) == {"norm_weight", "norm_bias", "unembedding"}
+    words = ["--temperatures", "0.4", "2", "--positions", "header_last", "--resamples", "100"]
+    outcome = call(main, [str(bare.path), *words], capfd)
+    assert outcome.status == 0, outcome.err
+    folder = bare.path / "experiments" / "temperature_sweep"
+    figures = {f"{name}.{kind}" for name in ("first_token", "hidden", "lens", "rates")
+               for kind in ("png", "svg")}  # fmt: skip
+    assert {p.name for p in folder.iterdir()} == {"estimates.parquet", "turns.parquet", *figures}
+    turns = pd.read_parquet(folder / "turns.parquet").set_index(list(KEY))
+    stored = bare.generations.query("temperature > 0").set_index(list(KEY))
+    assert turns.index.sort_values().equals(stored.index.sort_values())
+    left = turns[turns["leaves"] == 1]
+    ranks = [stored.loc[key, "ranks"][int(at) - 1] for key, at in left["token"].items()]
+    assert left["rank"].tolist() == ranks
+    made = pd.read_parquet(folder / "estimates.parquet")
+    first = made[made["quantity"] == "first token's entropy"]
+    assert set(first["temperature"]) == {0.4, 2.0} and set(made["position"]) == {"", "header_last"}
+    rows = [line for line in outcome.out.splitlines() if line.startswith("│")]
+    assert len(rows) == 5 and {row.count("│") for row in rows} == {6}
+    assert (
+        "greedy" in outcome.out
+        and "T = 1.2" in outcome.out
+        and "estimates.parquet has" in (outcome.out)
+    )
+    assert "are not stored: they were computed from the last layer with the lens" in outcome.out
+
+
+def test_turns_without_follow_ups_have_rates_and_no_openings(copied):
+    run = judged(copied(), kinds=("degenerate",))
+    found, notes = measured(run)
+    assert any(note.startswith("sampled turns of 0 sources were judged genuine") for note in notes)
+    made = estimates(found, resamples=100)
+    assert made[made["quantity"] == "mass on openings"]["value"].isna().all()
+    lens = made[made["quantity"] == "log p by the lens"].set_index("of")["value"]
+    assert lens["greedy opening"].notna().all() and lens["best follow-up opening"].isna().all()
+
+
+def test_what_logits_and_lens_give_and_what_they_cannot(
+    plain, bare, sampled, monkeypatch, tmp_path
+):
+    """Stored logits in half precision, the k largest ones, or none; with the lens or without."""
+    with pytest.raises(UserError, match=r"too coarse for T = 0.1; give --temperatures from 0.3 up"):
+        measured(plain, [0.1])
+    cold = measured(bare, [0.1])[0].first
+    assert (cold.tokens < 3).all() and cold.temperatures == [0.1]
+    with pytest.raises(UserError, match="position 'nowhere' was not kept in any run; give some of"):
+        measured(plain, positions=["nowhere"])
+    some = sampled(CHATS[:3], header_logits="5", positions=("header_last",))
+    found, notes = measured(some)
+    assert any("with the lens" in note for note in notes)
+    np.testing.assert_allclose(found.first.entropy, measured(plain)[0].first.entropy[:3], atol=5e-3)
+    elsewhere = sampled(CHATS[:3], header_logits="5", positions=("turn_end",))
+    with pytest.raises(UserError, match="only the 5 largest header logits, and header_last was"):
+        measured(elsewhere, positions=None)
+    monkeypatch.setenv("IA_MECH_CACHE", str(tmp_path / "empty"))
+    found, notes = measured(plain)
+    assert found.lens is None and any("no logit lens: no lens for the" in note for note in notes)
+    for run, has in ((bare, "no header logits"), (some, "only the 5 largest header logits")):
+        with pytest.raises(UserError, match=f"has {has}, and there is no lens to compute them"):
+            measured(run)
+
+
+def test_runs_that_make_no_sweep_are_refused(plain, copied, sampled):
+    with pytest.raises(UserError, match="at T = 1 only: of one temperature there is no sweep"):
+        read([sampled(CHATS[:2], grid=Grid((1.0,), 2, 4, 0))])
+    other = sampled(CHATS[:2], grid=Grid((0.4, 1.0, 1.2), 2, 6, 3))
+    with pytest.raises(UserError, match="the runs don't match: 4 of 6 sources lack a temp") as odd:
+        read([plain, other])
+    assert "has 0.4, 1.2, all together 0.4, 1, 1.2" in str(odd.value)
+    run = copied()
+    record = json.loads((run.path / "run.json").read_text())
+    del record["identity"]["score_temperatures"]
+    (run.path / "run.json").write_text(json.dumps(record))
+    found, notes = measured(Run.open(run.path))
+    assert found.references is None
+    assert notes[-1].startswith(f"{run.path}: sampled before references were scored at many")
+    shutil.rmtree(run.path / "judgements")
+    with pytest.raises(UserError, match="has not been judged; run: python"):
+        read([Run.open(run.path)])
