@@ -15,7 +15,6 @@ from shell import call, files
 from experiments.decoupling.__main__ import main
 from experiments.decoupling.analyse import DIFFERENCE, RANK, estimates, remarks
 from experiments.decoupling.read import read
-from experiments.decoupling.show import scatter
 from ia_mech.collect.rows import stored_logits
 from ia_mech.errors import UserError
 from ia_mech.judge.label import items_of
@@ -362,27 +361,6 @@ def test_the_command_writes_what_is_estimated(planted, capfd):
     assert responses["correct"].tolist() == [1, 1, 0, 0, 0]
     assert responses["answer"].tolist() == ["18", "18", "19", "19", "19"]
     assert set(responses["gold"]) == {"18"} and set(responses["query"]) == {"What is 9 times 2?"}
-
-
-def test_the_scatter_shows_each_model_and_dataset_where_it_is(planted):
-    first = planted(
-        [*sums(1, 3), *(replace(p, id=f"m{p.id}") for p in sums(3, 1, dataset="more"))], "one"
-    )
-    second = planted(sums(2, 2, lambda at, _: {0.0: [at == 0]}), "two")
-    found = estimates(read([first, second]), resamples=100)
-    figure = scatter(found, "title")
-    (axes,) = figure.axes
-    centres = {tuple(bars.lines[0].get_xydata()[0]) for bars in axes.containers}
-    assert centres == {(0.25, 0), (0.75, 0), (0.5, 0.25)}
-    across, up = one(found, "accuracy", model="two"), one(found, "follow-up rate", model="two")
-    spans = [
-        path.vertices.ravel().tolist()
-        for bars in axes.containers
-        for lines in bars.lines[2]
-        for path in lines.get_paths()
-    ]
-    for span in ([across["low"], 0.25, across["high"], 0.25], [0.5, up["low"], 0.5, up["high"]]):
-        assert any(np.allclose(span, drawn) for drawn in spans)
 
 
 # -- what is refused, and what is left out --------------------------------------------------------

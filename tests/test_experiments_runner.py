@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pandas as pd
 import pyarrow.parquet as pq
@@ -162,7 +163,7 @@ def test_help_fits_a_screen_and_names_where_the_method_is(name, monkeypatch):
     assert len(lines) <= 40 and max(map(len, lines)) <= 100
     page = f"docs/{name.replace('_', '-')}.md"
     assert f"Method: {page}." in "\n".join(lines)
-    assert "\n## Method\n" in open(page, encoding="utf-8").read()
+    assert "\n## Method\n" in Path(page).read_text("utf-8")
 
 
 def test_help_imports_nothing_slow():

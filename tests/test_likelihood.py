@@ -21,7 +21,6 @@ from ia_mech.engine.plan import Grid
 from ia_mech.errors import UserError
 from ia_mech.judge.label import items_of
 from ia_mech.judge.rubric import GENUINE
-from ia_mech.likelihood.scorer import SCORED
 from ia_mech.run import Run
 from ia_mech.run.labels import KEY
 
@@ -73,21 +72,6 @@ def copied(plain, tmp_path):
 # -- what is read -------------------------------------------------------------------------------
 
 
-def test_references_and_curves_are_the_stored_ones(plain):
-    found = read([plain])
-    stored = plain.contexts[plain.contexts["reference_logprob"].notna()]
-    assert found.references.frame["context_id"].tolist() == stored["context_id"].tolist()
-    assert found.references.temperatures.tolist() == sorted({*SCORED, 0.85})
-    expected = np.stack(stored["reference_logprob_tempered_with_end"].to_list())
-    np.testing.assert_array_equal(found.references.curve, expected)
-    assert len(found.candidates) == sum(map(len, stored["candidates"]))
-    assert found.candidates["whole"].tolist() == [
-        one["logprob_with_end"] for row in stored["candidates"] for one in row
-    ]
-    assert len(found.generations) == len(plain.generations)
-    assert found.references.frame["source"].nunique() == len(stored)
-
-
 def test_how_a_turn_stands_among_swapped_responses_is_made_from_what_is_stored(plain):
     found = read([plain]).candidates
     own = found[found["name"] == "reference"]
@@ -132,19 +116,6 @@ def test_the_estimates_of_a_run_are_means_of_what_it_stores(plain):
     beats = beats[(beats["dataset"] == "(all)") & (beats["temperature"] == 1.0)]
     assert beats["value"].item() == pytest.approx(np.mean(shares))
     assert set(found["dataset"]) == {"plain", "odd", "(all)"}
-
-
-def test_pooled_runs_share_the_temperatures_that_both_scored(plain, sampled):
-    other = sampled(scored.CONVERSATIONS[:3], grid=Grid((0.33,), 1, 2, 0))
-    found = read([plain, other])
-    assert found.references.temperatures.tolist() == list(SCORED)
-    assert len(found.references.frame) == 8 + 3
-    each = [read([run]) for run in (plain, other)]
-    columns = [[list(one.references.temperatures).index(t) for t in SCORED] for one in each]
-    expected = [one.references.curve[:, at] for one, at in zip(each, columns, strict=True)]
-    np.testing.assert_array_equal(found.references.curve, np.concatenate(expected))
-    names = [one.candidates["name"].tolist() for one in each]
-    assert found.candidates["name"].tolist() == names[0] + names[1]
 
 
 # -- generations and their labels ---------------------------------------------------------------
@@ -449,50 +420,6 @@ def test_contrasts_the_control_and_their_difference():
     assert rows(found, "control's contrast, bits", "empty").empty  # the control has none
 
 
-def test_how_often_a_turn_is_likeliest_after_its_own_response():
-    worse = {"likeliest": 0.0, "chance": 1 / 3, "response, mean of logs": -1.0}
-    references = [
-        reference("s0", [-3, -2, -1]),
-        reference("s1", [-3, -2, -1], contrasts=CONTRASTS | worse),
-        reference("s2", [-3, -2, -1], contrasts=CONTRASTS | dict.fromkeys(worse, NAN)),
-    ]
-    control = [candidate(0, "other_reference", [-3, -2, -1], **worse)]
-    found = of(references, control)
-    for turn, share, chance, turns in (
-        ("reference", 0.5, (1 / 5 + 1 / 3) / 2, 2),
-        ("other_reference", 0.0, 1 / 3, 1),
-    ):
-        likeliest = rows(found, "likeliest after its response", turn)
-        assert (likeliest["value"].item(), likeliest["rows"].item()) == (share, turns)
-        by_chance = value(found, "likeliest after its response, by chance", turn)
-        assert by_chance == pytest.approx(chance)
-    assert value(found, "contrast, bits", "response, mean of logs") == 1.5
-    assert value(found, "placebo's contrast, bits", "response, mean of logs") == -0.5
-    assert value(found, "contrast less control's, bits", "response, mean of logs") == 5.0
-
-
-def test_controls_stay_with_their_own_dataset():
-    references = [
-        reference("s0", [-3, -2, -1]),
-        reference(
-            "t0",
-            [-3, -2, -1],
-            dataset="maths",
-            contrasts=CONTRASTS | {"response_contrast_bits": 7.0},
-        ),
-    ]
-    control = [
-        candidate(at, "other_reference", [-3, -2, -1], bits=bits)
-        for at, bits in ((0, 1.0), (1, 2.0))
-    ]
-    found = of(references, control)
-    differences = {
-        dataset: value(found, "contrast less control's, bits", "response", dataset=dataset)
-        for dataset in ("chats", "maths", "(all)")
-    }
-    assert differences == {"chats": 2.0, "maths": 5.0, "(all)": 3.5}
-
-
 # -- rivals -------------------------------------------------------------------------------------
 
 
@@ -566,20 +493,6 @@ def test_auroc_within_contexts_compares_pairs_of_one_context():
     found = rows(of(REFERENCES, generations=WRITTEN), WITHIN, BITS)
     assert found["value"].item() == pytest.approx((1 + 0.5) / 3)
     assert found["rows"].item() == 5 and found["sources"].item() == 2
-
-
-def test_temperatures_are_kept_apart():
-    warm = [row | {"temperature": 2.0, "genuine": 1.0 - row["genuine"]} for row in WRITTEN]
-    found = of(REFERENCES, generations=[*WRITTEN, *warm])
-    one, two = (value(found, WITHIN, BITS, temperature=t) for t in (1.0, 2.0))
-    assert one == pytest.approx(1.5 / 3) and two == pytest.approx(1 - one)
-
-
-def test_labels_of_one_kind_have_no_auroc():
-    for label in (0.0, 1.0, NAN):
-        found = of(REFERENCES, generations=[row | {"genuine": label} for row in WRITTEN])
-        assert not found["quantity"].str.startswith("AUROC").any()
-        assert value(found, "generations' contrast, bits", "response") == pytest.approx(31 / 8)
 
 
 def test_contexts_of_two_datasets_that_share_an_id_are_not_compared():

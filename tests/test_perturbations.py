@@ -14,6 +14,7 @@ from conftest import Silent
 from shell import call, files, refusal
 
 from experiments.perturbations import conditions as responses
+from experiments.perturbations import sample, show
 from experiments.perturbations.__main__ import main
 from experiments.perturbations.analyse import (
     DISTANCE,
@@ -30,7 +31,7 @@ from experiments.perturbations.analyse import (
 )
 from experiments.perturbations.conditions import CONDITIONS, UNCHANGED, perturbed, sentences
 from experiments.perturbations.read import compare, read_base
-from experiments.perturbations.sample import judged, prepare, under_conditions
+from experiments.perturbations.sample import judged, under_conditions
 from ia_mech.chat.format import ChatFormat
 from ia_mech.chat.headers import rendered
 from ia_mech.collect.config import SampleConfig
@@ -175,14 +176,6 @@ def test_perturbed_contexts_are_no_swap_sources_and_are_scored_after_nothing_els
     assert there.contexts["reference_empty_contrast_bits"].notna().tolist() == [True, False]
 
 
-def test_swapped_responses_are_of_another_source_of_the_dataset(plain, run):
-    for name in plain.contexts["context_id"]:
-        own, row = context(plain, name)["messages"][-1]["content"], context(run, f"{name}~swap")
-        swapped = row["messages"][-1]["content"]
-        source = context(plain, json.loads(row["metadata"])["lender"])
-        assert swapped == source["messages"][-1]["content"] and swapped not in ("", own)
-
-
 # -- judging --------------------------------------------------------------------------------------
 
 
@@ -211,14 +204,6 @@ def test_both_verdicts_are_read_as_what_they_are(plain, run, compared):
             assert own[column].tolist() == [float(s) for s in said]
     unperturbed = compared.turns[compared.turns["condition"] == "none"]
     pd.testing.assert_series_equal(unperturbed["held"], unperturbed["genuine"], check_names=False)
-
-
-def test_verdicts_on_other_responses_don_t_pass_for_the_same(run, tmp_path):
-    copied = Run.open(shutil.copytree(run.path, tmp_path / "run"))
-    with pytest.raises(UserError, match="of turns after the unperturbed response"):
-        label_run(copied, RulesJudge(), "rules" + UNSEEN, Quiet())
-    with pytest.raises(UserError, match="of turns after another response"):
-        label_run(copied, RulesJudge(), "rules", Quiet(), unperturbed=True)
 
 
 # -- displacement ---------------------------------------------------------------------------------
@@ -308,14 +293,6 @@ def test_rates_and_differences_are_those_of_the_turns(compared, found):
     assert set(sums.index) == {*CONDITIONS, "none"}
 
 
-def test_references_lose_what_the_stored_scores_say(compared, found):
-    contexts = compared.contexts.set_index(["condition", "pair"])["logprob"]
-    gone = (contexts["swap"] - contexts["none"]).dropna() / np.log(2)
-    row = pick(found, REFERENCE + LESS, condition="swap")
-    assert row["value"] == pytest.approx(gone.mean()) and row["sources"] == len(gone)
-    assert pick(found, REFERENCE, condition="none")["rows"] == len(gone)
-
-
 def test_tests_of_one_quantity_are_corrected_together(found):
     for quantity in (RATE + LESS, HELD + LESS, REFERENCE + LESS):
         rows = found[found["quantity"] == quantity].sort_values("p")
@@ -387,6 +364,7 @@ def test_the_second_time_nothing_is_sampled_and_no_model_is_loaded(
         raise AssertionError("the model was loaded")
 
     monkeypatch.setattr("experiments.perturbations.sample.load", fail)
+    monkeypatch.setattr("probes.report.figures.save", lambda *_: None)  # drawn once already
     figures = {f"{name}.{kind}" for name in ("rates", "profile", "displacement", "references")
                for kind in ("png", "svg")}  # fmt: skip
     assert {path.name for path in folder.iterdir()} == {
@@ -441,14 +419,14 @@ def test_runs_that_differ_or_lack_the_decoding_are_refused(sampled, plain):
     assert line.startswith("context c0 is in two runs; give one of them, or perturb them apart")
 
 
-def test_one_conversation_has_no_displacement_and_detects_nothing(sampled, perturb, tmp_path):
-    run, out = sampled(CHATS[:1]), tmp_path / "out"
-    outcome = perturb(run.path, "--out", out, "--conditions", "remove", "--resamples", "100")
-    assert outcome.status == 0, outcome.err
-    assert "no displacement: a dataset needs two sources" in outcome.out
-    assert "nan" not in outcome.out and not (out / "displacement.png").exists()
-    found = pd.read_parquet(out / "estimates.parquet")
+def test_one_conversation_has_no_displacement_and_detects_nothing(sampled, tmp_path):
+    base = read_base([sampled(CHATS[:1])])
+    conversations, left_out, _ = sample.prepare(base, ["remove"])
+    run = sample.sampled(base, conversations, tmp_path / "out")
+    judged(run, "rules", base)
+    found = estimates(compare(base, run, "rules", left_out), resamples=100)
     assert found.loc[found["quantity"] == "detectable difference", "value"].isna().all()
+    assert set(show.figures(found, "model", "rules")) == {"rates", "profile", "references"}
 
 
 def test_another_judge_has_to_be_run_by_its_user(plain, run, tmp_path):
@@ -462,14 +440,6 @@ def test_another_judge_has_to_be_run_by_its_user(plain, run, tmp_path):
     assert " --name gpt with the flags that judged " in str(refused.value)
     with pytest.raises(UserError, match="holds no perturbed context"):
         label_run(plain, RulesJudge(), "other", Quiet(), unperturbed=True)
-
-
-def test_another_template_than_the_runs_is_refused(plain, monkeypatch):
-    other = lambda config, tokenizer, stops: ChatFormat(tokenizer, system="Be brief.")  # noqa: E731
-    monkeypatch.setattr("experiments.perturbations.sample.build_chat", other)
-    monkeypatch.setattr(ChatFormat, "describe", lambda chat: {"template_hash": "another"})
-    with pytest.raises(UserError, match="is not the one that .* was sampled with; sample the run"):
-        prepare(read_base([plain]), ["remove"])
 
 
 # -- what can't be made ---------------------------------------------------------------------------
@@ -512,7 +482,7 @@ def test_conditions_and_conversations_that_can_t_be_made_are_left_out_and_said(t
         under_conditions(two, ["remove"], ChatFormat(tokenizer), 0, 10)
 
 
-# -- what each condition changes --------------------------------------------------------------------
+# -- what each condition changes ------------------------------------------------------------------
 
 TEXT = (
     "First, boil 2.5 l of water, i.e. a lot. Then add salt.\n\n"
@@ -531,18 +501,6 @@ def builtin() -> list[Conversation]:
 
 
 # -- sentences ------------------------------------------------------------------------------------
-
-
-def test_sentences_end_at_full_stops_and_lines():
-    found = [sentence.strip() for sentence in sentences(TEXT)]
-    assert found == [
-        "First, boil 2.5 l of water, i.e. a lot.",
-        "Then add salt.",
-        "1. Wait.",
-        "2. Stir it well.",
-        "Done?",
-        "Serve it.",
-    ]
 
 
 def test_a_code_block_is_one_sentence():
@@ -576,18 +534,15 @@ def test_truncate_keeps_whole_sentences_up_to_half():
     assert responses.truncate("A. B. C.", 1.0).text == "A. B."
 
 
-def test_a_single_sentence_is_cut_between_words():
-    cut = responses.truncate("The answer is forty two")
-    assert (cut.text, cut.how) == ("The answer", "words")
-    assert responses.truncate("408.") == responses.Change("408.", UNCHANGED)
-    assert responses.truncate("") == responses.Change("", UNCHANGED)
-
-
-def test_truncate_mid_ends_inside_a_sentence():
+def test_a_cut_inside_a_sentence_ends_with_a_word():
     cut = responses.truncate_mid("One two. Three four five six seven.")
     assert cut.text == "One two. Three" and cut.how == "words"
     # half of the characters is where a sentence ends: one word less
     assert responses.truncate_mid("One two. Abc def.").text == "One"
+    cut = responses.truncate("The answer is forty two")
+    assert (cut.text, cut.how) == ("The answer", "words")
+    assert responses.truncate("408.") == responses.Change("408.", UNCHANGED)
+    assert responses.truncate("") == responses.Change("", UNCHANGED)
 
 
 def test_both_cuts_are_beginnings(builtin):
@@ -670,13 +625,9 @@ def test_shuffling_keeps_sentences_and_white_space_and_changes_the_order(builtin
         before, after = (Counter(one.split()) for one in (text, changed))
         assert before == after and changed != text
         assert [c for c in text if c.isspace()].count("\n") == changed.count("\n")
-    two = responses.shuffle("A b.\n\nC d.", rng()).text
-    assert two == "C d.\n\nA b."
-
-
-def test_one_sentence_can_t_be_shuffled():
-    assert responses.shuffle("Only one.", rng()) == responses.Change("Only one.", UNCHANGED)
-    assert responses.shuffle("Yes.\nYes.", rng()).how == UNCHANGED
+    assert responses.shuffle("A b.\n\nC d.", rng()).text == "C d.\n\nA b."
+    for text in ("Only one.", "Yes.\nYes."):
+        assert responses.shuffle(text, rng()) == responses.Change(text, UNCHANGED)
 
 
 # -- conditions -----------------------------------------------------------------------------------

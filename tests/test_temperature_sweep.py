@@ -24,16 +24,13 @@ from experiments.temperature_sweep.measure import (
     against_others,
     compared,
     curves,
-    first_token,
     header_logits,
-    hidden,
     leaving,
     lens_curves,
-    log_probs,
     measure,
     overtaking,
 )
-from experiments.temperature_sweep.read import RESTATEMENTS, Sweep, openings_of, read
+from experiments.temperature_sweep.read import Sweep, openings_of, read
 from ia_mech.collect.config import SampleConfig
 from ia_mech.display import Quiet
 from ia_mech.engine.plan import Grid
@@ -91,10 +88,6 @@ def test_two_levels_of_logits_have_a_closed_form_at_every_temperature():
         assert none[:, at] == pytest.approx(0)
 
 
-def test_kinds_of_turns_are_the_rubrics():
-    assert {GARBLED, *RESTATEMENTS} < set(ASSESSED) - {GENUINE}
-
-
 # -- openings -------------------------------------------------------------------------------------
 
 OPENINGS = pd.DataFrame(
@@ -125,18 +118,11 @@ def test_openings_are_counted_in_sampled_turns_of_other_sources():
     assert genuine[2] == pytest.approx([2 / 3, 1 / 2, 0])
     assert restated[2] == pytest.approx([1 / 3, 1 / 2, 1])
     assert (genuine[3] == genuine[0]).all()
-
-
-def test_a_sources_own_turns_say_nothing_of_its_openings():
     lone = OPENINGS[(OPENINGS["source"] == "a") | (OPENINGS["category"] != GENUINE)]
     genuine, restated = openings_of(lone).of_others(["a", "b"])
-    assert np.isnan(genuine[0]).all() and not np.isnan(restated[0]).any()
-    assert not np.isnan(genuine[1]).any()
-
-
-def test_without_openings_shares_are_missing():
-    found = openings_of(OPENINGS[OPENINGS["category"] == LOOP])
-    assert all(np.isnan(share).all() for share in found.of_others(["c"]))
+    assert np.isnan(genuine[0]).all() and not np.isnan([restated[0], genuine[1]]).any()
+    none = openings_of(OPENINGS[OPENINGS["category"] == LOOP])
+    assert all(np.isnan(share).all() for share in none.of_others(["c"]))
 
 
 # -- how hidden -----------------------------------------------------------------------------------
@@ -158,13 +144,8 @@ def test_greedy_leaves_at_the_first_token_that_differs_and_the_gap_is_of_one_dis
         {"follows": 0, "leaves": 1, "token": 1, "before": 0, "rank": 12}
         | {"probability": 0.01, "gap": LOG(0.5 / 0.01)}
     )
-
-
-def test_greedys_own_turn_is_never_left():
-    same = written([4, 2], [0.5, 0.9], [1, 1])
-    found = leaving(same, same)
-    assert (found["follows"], found["leaves"]) == (1, 0)
-    assert all(np.isnan(found[name]) for name in ("token", "before", "rank", "gap"))
+    never = leaving(greedy, greedy)
+    assert (never["follows"], never["leaves"]) == (1, 0) and np.isnan(never["gap"])
 
 
 def test_genuine_turns_are_compared_within_context_and_temperature():
@@ -187,26 +168,6 @@ def planted_lens(**changes) -> Lens:
     """An RMSNorm without weights: logits of a residual r are 10 r / rms(r)."""
     made = Lens(torch.ones(4), torch.zeros(4), 10 * EYE, 0.0, False, 1.0, None)
     return replace(made, **changes)
-
-
-def test_log_probabilities_by_the_lens_have_a_closed_form():
-    # e_j has rms 1/2, so its logit is 20 and the others' 0; r = e_0 + e_1: √2 · 10 twice.
-    residual = torch.stack([EYE[1], EYE[0] + EYE[1], torch.full((4,), torch.nan)])
-    said = log_probs(planted_lens(), residual, np.array([1, 3]))
-    z = LOG(np.exp(20.0) + 3)
-    assert said[0] == pytest.approx([20 - z, -z], abs=1e-5)
-    a = 10 * np.sqrt(2.0)
-    z = LOG(2 * np.exp(a) + 2)
-    assert said[1] == pytest.approx([a - z, -z], abs=1e-5)
-    assert np.isnan(said[2]).all()
-
-
-def test_slices_of_the_vocabulary_are_the_logits():
-    lens = planted_lens(unembedding=torch.randn(23, 4).half(), softcap=7.0, scale=0.5)
-    residual = torch.randn(5, 4)
-    parts = list(lens.logits_in_slices(residual, most=40))
-    assert [part.shape[1] for part in parts] == [8, 8, 7]
-    torch.testing.assert_close(torch.cat(parts, -1), lens.logits(residual))
 
 
 class PlantedRun:
@@ -295,17 +256,6 @@ def test_overtaking_is_for_good():
     np.testing.assert_array_equal(found, [2, np.inf, 0, 3, NAN])
 
 
-def test_logits_that_were_not_stored_come_from_the_last_layer():
-    sweep = planted_sweep()
-    found = first_token(sweep, openings_of(sweep.turns), [0.5, 1.0], planted_lens())
-    z = np.exp(np.array([40.0, 20.0])) + 3  # at both temperatures, token 0 on top
-    assert found.turn_end == pytest.approx(np.tile(1 / z, (3, 1)), rel=1e-3)
-    assert found.genuine == pytest.approx(np.tile(1.5 / z, (3, 1)), rel=1e-3)
-    # Of token 0 all, of token 2 half.
-    assert found.restated == pytest.approx(np.tile((z - 3 + 0.5) / z, (3, 1)), rel=1e-6)
-    assert found.tokens == pytest.approx(np.exp(found.entropy))
-
-
 # -- estimates ------------------------------------------------------------------------------------
 
 
@@ -367,6 +317,30 @@ def test_rates_and_differences_from_greedy_are_those_of_the_library(simulated):
     assert len(total) == 9 and np.allclose(total, 1)
 
 
+def test_masses_and_depths_are_those_of_their_contexts_and_turns(simulated):
+    found, made = simulated
+    first = found.first
+    less = first.genuine[:, 0] - first.restated[:, 0]
+    expected = cluster_mean(less, found.sweep.contexts["source"])
+    row = picked(made, "mass on openings", of="genuine less restated", dataset="(all)").iloc[0]
+    assert row[["value", "low", "high"]].tolist() == [expected.value, expected.low, expected.high]
+    bounded = made[made["quantity"].isin(("mass on turn-end", "total variation from T = 1"))]
+    assert len(bounded) == 12 and bounded[["low", "high"]].stack().between(0, 1).all()
+    at = found.hidden[found.hidden["temperature"] == 1.0]
+    turns = at[at["genuine"] == 1]
+    own = made[(made["dataset"] == "(all)") & (made["temperature"] == 1.0)].set_index("quantity")
+    kind = own[own["of"] == "genuine"]
+    assert kind.loc["rank where greedy leaves", "value"] == pytest.approx(turns["rank"].median())
+    by = kind.loc["greedy has left by token"].set_index("at")["value"]
+    assert by[2.0] == pytest.approx((turns["token"] <= 2).mean()) and by[32.0] == 1
+    apart = own.loc["gap where greedy leaves less other turns'"].set_index("of")["value"]
+    formed = at[at["category"] != GARBLED]
+    assert 0 < len(formed) < len(at)
+    for of, rows in {"all others": at, "others but degenerate ones": formed}.items():
+        means = rows.pivot_table(index="context", columns="genuine", values="gap").dropna()
+        assert apart[of] == pytest.approx((means[1.0] - means[0.0]).mean())
+
+
 def test_tests_are_corrected_in_families(simulated):
     _, made = simulated
     families = {
@@ -383,38 +357,6 @@ def test_tests_are_corrected_in_families(simulated):
             tested += own["p"].notna().sum()
             np.testing.assert_allclose(own["p_holm"], holm(own["p"].to_numpy()))
     assert tested == made["p"].notna().sum() > 30
-
-
-def test_masses_are_means_of_contexts_and_their_difference_is_paired(simulated):
-    found, made = simulated
-    first = found.first
-    less = first.genuine[:, 0] - first.restated[:, 0]
-    expected = cluster_mean(less, found.sweep.contexts["source"])
-    row = picked(made, "mass on openings", of="genuine less restated", dataset="(all)").iloc[0]
-    assert row[["value", "low", "high"]].tolist() == [expected.value, expected.low, expected.high]
-    row = picked(made, "effective number of first tokens", dataset="(all)", temperature=1.0).iloc[0]
-    assert row["value"] == pytest.approx(first.tokens[:, 1].mean())
-    bounded = made[made["quantity"].isin(("mass on turn-end", "total variation from T = 1"))]
-    assert len(bounded) == 12 and bounded[["low", "high"]].stack().between(0, 1).all()
-
-
-def test_where_greedy_leaves_is_counted_by_kind(simulated):
-    found, made = simulated
-    turns = found.hidden[(found.hidden["temperature"] == 1.0) & (found.hidden["genuine"] == 1)]
-    own = made[(made["dataset"] == "(all)") & (made["temperature"] == 1.0)]
-    own = own[own["of"] == "genuine"].set_index("quantity")
-    assert own.loc["rank where greedy leaves", "value"] == pytest.approx(turns["rank"].median())
-    assert own.loc["gap where greedy leaves", "value"] == pytest.approx(turns["gap"].mean())
-    by = own.loc["greedy has left by token"].set_index("at")["value"]
-    assert by[2.0] == pytest.approx((turns["token"] <= 2).mean()) and by[32.0] == 1
-    apart = picked(made, "gap where greedy leaves less other turns'", dataset="(all)")
-    apart = apart[apart["temperature"] == 1.0].set_index("of")["value"]
-    at = found.hidden[found.hidden["temperature"] == 1.0]
-    formed = at[at["category"] != LOOP]
-    assert 0 < len(formed) < len(at)
-    for of, rows in {"all others": at, "others but degenerate ones": formed}.items():
-        means = rows.pivot_table(index="context", columns="genuine", values="gap").dropna()
-        assert apart[of] == pytest.approx((means[1.0] - means[0.0]).mean())
 
 
 def test_overtaking_layers_are_medians_and_reference_curves_are_means():
@@ -520,21 +462,6 @@ def measured(run: Run, temperatures=(0.5, 1.0), positions=("header_last",)):
     return measure(read([run]), temperatures, positions, Quiet())
 
 
-def test_turns_and_contexts_are_the_stored_ones(plain):
-    found = read([plain])
-    assert found.temperatures == [0.4, 1.2] and found.judge == "planted"
-    assert len(found.turns) == len(plain.generations)
-    rows = plain.contexts.iloc[found.contexts["at"]]
-    assert found.contexts["context"].str.contains(rows["context_id"].iloc[0]).iloc[0]
-    greedy = plain.generations[plain.generations["temperature"] == 0].set_index("context_id")
-    first = [int(greedy.loc[name, "token_ids"][0]) for name in rows["context_id"]]
-    assert found.contexts["greedy"].tolist() == first
-    assert found.turn_ends == sorted(map(int, plain.record["identity"]["chat"]["stop_ids"]))
-    stored = plain.generations.set_index(list(KEY))["token_ids"]
-    for turn in found.turns.itertuples():
-        assert (stored[turn.context_id, turn.temperature, turn.sample] == turn.token_ids).all()
-
-
 def test_header_logits_computed_by_the_lens_are_the_stored_ones(plain, bare):
     """Total variation below 1e-3 at every temperature of the default grid."""
     lens = Lens.load(plain.model["weights_hash"])
@@ -552,28 +479,6 @@ def test_header_logits_computed_by_the_lens_are_the_stored_ones(plain, bare):
         assert entropy.tolist() == pytest.approx([row[at] for row in own], abs=1e-4)
 
 
-def test_gaps_are_those_of_the_models_own_distribution_at_that_token(plain, tiny_subject):
-    """Of a plain forward pass over the context and the turn, wherever greedy leaves it."""
-    found = read([plain])
-    frame = hidden(found)
-    sampled = found.turns[found.turns["temperature"] > 0].reset_index(drop=True)
-    contexts = plain.contexts.set_index("context_id")["token_ids"]
-    tokens = []
-    for turn, one in zip(sampled.itertuples(), frame.itertuples(), strict=True):
-        if not one.leaves:
-            continue
-        at = int(one.token) - 1
-        ids = contexts[turn.context_id].tolist(), turn.token_ids.tolist()
-        said = scored.logits(tiny_subject.model, *ids)[at].log_softmax(-1)
-        own = said[ids[1][at]]
-        assert one.gap == pytest.approx((said.max() - own).item(), abs=1e-4)
-        assert one.rank == (said > own).sum() + 1 > 1
-        assert one.probability == pytest.approx(own.exp().item(), abs=1e-5)
-        assert one.follows == (at > 0)
-        tokens.append(at)
-    assert tokens.count(0) > 5 and max(tokens) > 1
-
-
 def test_the_last_layer_of_the_lens_is_the_model(plain):
     found = read([plain])
     lens = Lens.load(plain.model["weights_hash"])
@@ -584,15 +489,6 @@ def test_the_last_layer_of_the_lens_is_the_model(plain):
     assert last.tolist() == pytest.approx(own, abs=5e-3)
     assert own == pytest.approx([p.max().item() for p in said], abs=5e-3)
     assert np.isnan(curves.greedy[:, 0, curves.positions.index("response_end")]).any()  # ""
-
-
-def test_runs_of_other_seeds_share_their_contexts(plain, sampled):
-    other = sampled(grid=Grid((0.4, 1.2), 2, 6, 1))
-    found = read([plain, other])
-    assert len(found.contexts) == len(plain.contexts)
-    assert len(found.turns) == len(plain.generations) + len(other.generations) - len(plain.contexts)
-    frame = hidden(found)
-    assert len(frame) == (found.turns["temperature"] > 0).sum() and frame["follows"].notna().all()
 
 
 def test_perturbed_contexts_are_left_out(plain, monkeypatch):
