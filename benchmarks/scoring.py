@@ -28,7 +28,7 @@ from ia_mech.data.conversations import open_conversations
 from ia_mech.data.formats import ColumnMap
 from ia_mech.engine.decode import decode
 from ia_mech.engine.loop import Row
-from ia_mech.engine.plan import Halving, contexts_per_batch, plan_units
+from ia_mech.engine.plan import OomBackoff, contexts_per_batch, plan_units
 from ia_mech.engine.prefill import Prefix, prefill
 from ia_mech.engine.sampling import stream_key
 from ia_mech.likelihood.scorer import (
@@ -38,7 +38,7 @@ from ia_mech.likelihood.scorer import (
     Scorer,
     scored_temperatures,
 )
-from ia_mech.likelihood.swaps import Donors
+from ia_mech.likelihood.swaps import SwapSources
 from ia_mech.models.load import ModelSpec, load
 
 SWAPS, GENERATIONS, NEW_TOKENS, BATCH_ROWS = 4, 25, 24, 64
@@ -105,7 +105,7 @@ def main() -> None:
     chat = ChatFormat(subject.tokenizer)
     source = open_conversations("builtin", limit=None, columns=ColumnMap(), split=None, subset=None)
     conversations = list(enumerate(source))
-    donors = Donors.of(((o, c, None) for o, c in conversations), subject.tokenizer, seed=0)
+    donors = SwapSources.of(((o, c, None) for o, c in conversations), subject.tokenizer, seed=0)
     items = []
     for order, conversation in conversations[: args.contexts]:
         context = chat.context(conversation.messages)
@@ -148,7 +148,7 @@ def compare(model, chat, donors, items: list[Scorable], generations: int, rounds
         generations=generations > 0,
         own=None,
         limit=None,
-        rows_limit=Halving(BATCH_ROWS, lambda size: None),
+        rows_limit=OomBackoff(BATCH_ROWS, lambda size: None),
         note=lambda kind, problem: None,
     )
     size = contexts_per_batch(GENERATIONS, BATCH_ROWS)
@@ -157,13 +157,12 @@ def compare(model, chat, donors, items: list[Scorable], generations: int, rounds
     found = {}
 
     def ours() -> None:
-        found["ours"] = [
-            one
-            for unit, prefilled in zip(units, made_anyway, strict=True)
-            for one in scorer.score(
-                prefilled, [items[i] for i in unit], [of_context[i] for i in unit]
-            )
-        ]
+        found["ours"] = []
+        for unit, prefilled in zip(units, made_anyway, strict=True):
+            members = [items[i] for i in unit]
+            scores = scorer.score_candidates(prefilled, members)
+            scorer.add_contrasts(members, scores, [of_context[i] for i in unit])
+            found["ours"] += scores
 
     plain = PassByPass(model, chat, donors)
 

@@ -19,7 +19,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from textwrap import fill
@@ -123,6 +123,8 @@ class Experiment:
         return guarded(lambda: self._run(args), lambda: self.kept)
 
     def _run(self, args: argparse.Namespace) -> None:
+        from ia_mech.rates.load import open_runs
+
         folder = self.output_folder(args.out, args.runs[0])
         runs = open_runs(args.runs)
         if not self.several_models:
@@ -200,28 +202,6 @@ def _experiment_of(file: Path) -> str | None:
     except (pa.ArrowException, OSError):
         return "something else"
     return json.loads(about).get("experiment")
-
-
-def open_runs(paths: Sequence[str | Path]) -> "list[Run]":
-    """Finished runs, each once.
-
-    Raises:
-        UserError: not a run, an unfinished one, one given twice, or a copy of another.
-    """
-    from ia_mech.judge.label import check_finished
-    from ia_mech.run import Run
-
-    places = [Path(path).resolve() for path in paths]
-    for at, place in enumerate(places):
-        if place in places[:at]:
-            raise UserError(f"{paths[at]} is given twice", "give each run once")
-    runs = [Run.open(path) for path in paths]
-    for at, run in enumerate(runs):
-        check_finished(run)
-        same = [other for other in runs[:at] if other.identity_digest == run.identity_digest]
-        if same:
-            raise UserError(f"{run.path} is a copy of {same[0].path}", "give each run once")
-    return runs
 
 
 def check_unperturbed(runs: "list[Run]") -> None:

@@ -64,7 +64,7 @@ class Group:
 
     Attributes:
         sources: ``[rows]`` the source of each value.
-        options: ``level``, ``resamples`` and ``seed`` of :func:`ia_mech.stats.cluster_mean`.
+        options: ``level``, ``resamples`` and ``seed`` of intervals and tests.
         names: what every estimate of the group is of.
     """
 
@@ -75,7 +75,8 @@ class Group:
     def mean(self, quantity: str, values, *, proportion: bool = False, **names) -> TidyEstimate:
         """The mean of ``[rows]`` values with its interval; NaN is left out."""
         values = np.asarray(values, dtype=float)
-        estimate = cluster_mean(values, self.sources, proportion=proportion, **self.options)
+        level = self.options["level"]
+        estimate = cluster_mean(values, self.sources, proportion=proportion, level=level)
         return self.row(quantity, estimate, int((~np.isnan(values)).sum()), **names)
 
     def median(self, quantity: str, values, **names) -> TidyEstimate:
@@ -93,7 +94,7 @@ class Group:
         if not kept.any():
             return self.row(quantity, Estimate(np.nan, np.nan, np.nan, 0, "no values"), 0, **names)
         sources = np.asarray(self.sources)[kept]
-        estimate = cluster_counts(middle, codes, sources, **self.options)
+        (estimate,) = cluster_counts(middle, codes, sources, **self.options)
         return self.row(quantity, estimate, int(kept.sum()), **names)
 
     def row(
@@ -126,7 +127,8 @@ def paired_row(
         baseline_sources: ``[m]`` of these.
         names: more of what it is of.
     """
-    paired = paired_difference(values, sources, baseline, baseline_sources, **group.options)
+    options = {key: group.options[key] for key in ("level", "seed")}
+    paired = paired_difference(values, sources, baseline, baseline_sources, **options)
     counted = int((~np.isnan(np.asarray(values, dtype=float))).sum())
     return group.row(quantity, paired.difference, counted, p=paired.p, test=paired.test, **names)
 

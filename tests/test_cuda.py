@@ -9,15 +9,16 @@ import test_fused
 import test_kernels
 import tiny
 import torch
+from contract import near_ties
 from scipy import stats
-from test_stream import LENGTHS, ROWS, STOPS, near_ties, prefilled_by
+from test_stream import LENGTHS, ROWS, STOPS, prefilled_by
 from transformers import GenerationConfig
 
 from ia_mech.collect.config import SampleConfig
 from ia_mech.collect.job import collect
 from ia_mech.engine.capture import find_blocks
 from ia_mech.engine.cuda import check, fused
-from ia_mech.engine.cuda.outbox import Outbox
+from ia_mech.engine.cuda.copies import CopyStream
 from ia_mech.engine.cuda.seating import Seating
 from ia_mech.engine.cuda.sizes import Shape, Sizes, free_bytes, needed_bytes
 from ia_mech.engine.cuda.stepper import FIELDS, STEPS, Stepper
@@ -103,7 +104,7 @@ def test_graph_and_eager_steps_are_bit_for_bit_the_same(architecture, dtype):
     model = model_of(architecture, dtype)
     replayed, stepped = (stepper_of(model, graphs=g) for g in (True, False))
     for _ in range(6):
-        ours, theirs = (stepper.run(3, STEPS).take() for stepper in (replayed, stepped))
+        ours, theirs = (stepper.run(3, STEPS).wait() for stepper in (replayed, stepped))
         torch.testing.assert_close(ours, theirs, atol=0, rtol=0, equal_nan=True)
         assert ours[:, FIELDS.index("logprob")].isfinite().all()
 
@@ -118,7 +119,7 @@ def test_rows_equal_between_graphs_the_loop_and_widths(architecture, triton, mon
     for width in (1, 5, 17, len(ROWS)):
         sizes = Sizes.of_rows([row.context for row in ROWS], width, max(LENGTHS), 12)
         ours = decode_stream(model, [group], ROWS, STOPS, 12, width=width, static=sizes)
-        assert near_ties(ours, loops) <= 1
+        assert near_ties(model, LENGTHS, ROWS, ours, loops) <= 1
 
 
 @pytest.mark.parametrize("architecture", DENSE)
@@ -231,14 +232,14 @@ def test_draws_follow_the_distribution(triton, temperature, monkeypatch):
 
 def test_tensors_leave_while_the_device_works():
     """The copy is kept waiting until the memory would have been given to others."""
-    outbox, tensor = Outbox(GPU), torch.randn(512, 512, device="cuda")
+    copies, tensor = CopyStream(GPU), torch.randn(512, 512, device="cuda")
     expected = tensor.cpu()
-    with torch.cuda.stream(outbox._stream):
+    with torch.cuda.stream(copies._stream):
         torch.cuda._sleep(200_000_000)
-    parcel = outbox.send(tensor)
+    copy = copies.start(tensor)
     del tensor
     others = [torch.full((512, 512), 7.0, device="cuda") for _ in range(8)]
-    assert parcel.take().is_pinned() and torch.equal(parcel.take(), expected)
+    assert copy.wait().is_pinned() and torch.equal(copy.wait(), expected)
     assert all(bool((other == 7).all()) for other in others)
 
 
@@ -256,7 +257,7 @@ def test_a_batch_takes_what_was_planned(architecture, triton, graphs, monkeypatc
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     stepper = stepper_of(model, rows=512, graphs=graphs)
-    stepper.run(512, 1).take()
+    stepper.run(512, 1).wait()
     taken = torch.cuda.max_memory_allocated() - before
     planned = needed_bytes(shape, stepper.sizes, fused.available(GPU))
     assert planned / 4 < taken < planned + 2**26, (planned, taken)  # libraries' workspaces

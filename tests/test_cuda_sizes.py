@@ -11,7 +11,7 @@ from test_stream import prefilled_by
 
 from ia_mech.engine.cuda.sizes import FACTOR, SMALLEST, Shape, Sizes, demand, needed_bytes
 from ia_mech.engine.cuda.stepper import Stepper
-from ia_mech.engine.plan import Halving
+from ia_mech.engine.plan import OomBackoff
 from ia_mech.errors import UserError
 from ia_mech.models.load import text_config
 
@@ -141,8 +141,8 @@ def test_what_doesnt_fit_is_halved_and_said():
         demand(needed_bytes(QWEN, Sizes.of_rows(contexts, width, 512, 64)), 6 * 2**30)
         return width
 
-    assert Halving(1056, said.append).retry(attempt) == 264
+    assert OomBackoff(1056, said.append).retry(attempt) == 264
     assert tried == [1056, 528, 264] and said == [528, 264]
     with pytest.raises(UserError, match="batch of one"):
-        Halving(1).retry(lambda width: demand(10, 11))
+        OomBackoff(1).retry(lambda width: demand(10, 11))
     demand(7, 10)

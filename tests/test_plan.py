@@ -7,12 +7,12 @@ from ia_mech.engine.plan import (
     CPU,
     GPU,
     Grid,
-    Halving,
+    OomBackoff,
+    batch_defaults,
     consecutive,
     contexts_per_batch,
     contexts_per_unit,
     evenly,
-    pace,
     plan_units,
 )
 from ia_mech.errors import UserError
@@ -68,7 +68,7 @@ def test_what_is_held_together_is_cut_in_order():
 
 
 def test_batches_suit_the_device():
-    cpu, gpu = (pace(torch.device(name)) for name in ("cpu", "cuda"))
+    cpu, gpu = (batch_defaults(torch.device(name)) for name in ("cpu", "cuda"))
     assert (cpu, gpu) == (CPU, GPU)
     assert all(getattr(cpu, name) < getattr(gpu, name) for name in ("batch_rows", "prefill_tokens"))
     for one in (cpu, gpu):  # of the default grid: a unit fills its batch several times
@@ -109,7 +109,7 @@ def test_memory_running_out_halves_the_batch_once_and_for_all():
             raise torch.OutOfMemoryError("CUDA out of memory")
         return [item * 2 for item in items]
 
-    halving = Halving(10, notes.append)
+    halving = OomBackoff(10, notes.append)
     assert halving.map(work, list(range(11))) == [2 * i for i in range(11)]
     assert sizes == [10, 5, 2, 2, 2, 2, 2, 1]
     assert notes == [5, 2]
@@ -121,10 +121,10 @@ def test_a_single_item_that_does_not_fit_is_an_error():
         raise MemoryError
 
     with pytest.raises(UserError, match="out of memory with a batch of one"):
-        Halving(4).map(work, [1, 2])
+        OomBackoff(4).map(work, [1, 2])
     # Inside another one, which has smaller batches left to try.
     with pytest.raises(MemoryError):
-        Halving(4, outermost=False).map(work, [1, 2])
+        OomBackoff(4, outermost=False).map(work, [1, 2])
 
 
 def test_other_errors_pass_through():
@@ -132,7 +132,7 @@ def test_other_errors_pass_through():
         raise RuntimeError("shapes differ")
 
     with pytest.raises(RuntimeError, match="shapes differ"):
-        Halving(4).map(work, [1])
+        OomBackoff(4).map(work, [1])
 
 
 def test_what_counts_as_out_of_memory():

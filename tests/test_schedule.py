@@ -4,8 +4,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ia_mech.engine.plan import COMPACT_BELOW, Schedule
-from ia_mech.engine.shared_prefix import Lines
+from ia_mech.engine.loop import COMPACT_BELOW, Schedule
+from ia_mech.engine.shared_prefix import BatchSlots
 
 LENGTHS = st.lists(st.integers(1, 9), max_size=40)  # how many tokens each row will draw
 WIDTHS = st.integers(1, 12)
@@ -22,7 +22,7 @@ def run(lengths: list[int], width: int) -> list[list[int]]:
                 drawn[row] += 1
             going = [row for row in rows if drawn[row] < lengths[row]]
             lines = schedule.place(going)
-            assert [schedule.lines[line] for line in lines] == going
+            assert [schedule.slots[line] for line in lines] == going
         if not schedule.busy:
             assert drawn == lengths, "every row, each of its tokens once"
             return steps
@@ -32,14 +32,14 @@ def run(lengths: list[int], width: int) -> list[list[int]]:
         if kept is not None:
             assert not schedule.waiting and schedule.busy == list(range(len(kept)))
         elif not schedule.waiting:
-            assert len(schedule.busy) > COMPACT_BELOW * len(schedule.lines)
-        rows = [schedule.lines[line] for line in schedule.busy]
-        assert len(set(rows)) == len(rows) and len(schedule.lines) <= width
+            assert len(schedule.busy) > COMPACT_BELOW * len(schedule.slots)
+        rows = [schedule.slots[line] for line in schedule.busy]
+        assert len(set(rows)) == len(rows) and len(schedule.slots) <= width
         assert [schedule.age[line] for line in schedule.busy] == [drawn[row] for row in rows]
         for row in rows:
             drawn[row] += 1
         schedule.drawn(
-            [at for at in schedule.busy if drawn[(row := schedule.lines[at])] == lengths[row]]
+            [at for at in schedule.busy if drawn[(row := schedule.slots[at])] == lengths[row]]
         )
         steps.append(rows)
 
@@ -82,7 +82,7 @@ STEPS = st.lists(
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=6), STEPS)
 def test_lines_write_at_their_own_age_and_look_no_further(contexts, steps):
     """Against a plain list per line: what it holds, and what a token may look at."""
-    lines = Lines(contexts, torch.float32, torch.device("cpu"))
+    lines = BatchSlots(contexts, torch.float32, torch.device("cpu"))
     held: list[list[float]] = [[] for _ in contexts]
     idle: set[int] = set()
     buffer, count = torch.zeros(12, 1, 40, 1), 0.0

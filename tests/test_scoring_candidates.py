@@ -9,7 +9,7 @@ import pytest
 from ia_mech.data.conversations import Conversation
 from ia_mech.errors import UserError
 from ia_mech.likelihood.candidates import CLOSING_TEXT, NAMES, Candidate, OwnCandidates, rivals
-from ia_mech.likelihood.swaps import Donor
+from ia_mech.likelihood.swaps import SwapSource
 
 
 def written(path: Path, *rows: dict) -> Path:
@@ -170,7 +170,7 @@ def conversation(query="Who?", response="You.", reference="Why me?") -> Conversa
     return Conversation("a", "a", "chats", tuple(messages), reference)
 
 
-LENDER = Donor(7, "lender", "s7", "chats", "Blue.", 2, " Is it blue?\n")
+LENDER = SwapSource(7, "lender", "s7", "chats", "Blue.", 2, " Is it blue?\n")
 
 
 def test_rivals_are_the_query_the_response_another_reference_a_closing_and_the_users_own(own):

@@ -202,7 +202,7 @@ RIVALS = (
         "other_reference",
         scored([-2.0, -3.0, -0.5], tempered=[[-9.0, -1.0, -1.0], [-0.5, -0.5, -0.5]]),
         2,
-        lender="c7",
+        swap_source="c7",
         contrasts=Contrasts(likelihood(1 / 2, 1 / 2), swapped=[likelihood(1 / 8, 1 / 32)]),
     ),
 )

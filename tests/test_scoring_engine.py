@@ -15,7 +15,7 @@ from ia_mech.chat.format import ChatContext
 from ia_mech.data.conversations import Conversation
 from ia_mech.engine.decode import decode
 from ia_mech.engine.loop import Decoded, Row
-from ia_mech.engine.plan import Halving
+from ia_mech.engine.plan import OomBackoff
 from ia_mech.engine.prefill import Prefix, prefill
 from ia_mech.engine.sampling import stream_key
 from ia_mech.errors import UserError
@@ -26,7 +26,7 @@ from ia_mech.likelihood.scorer import (
     contrast_columns,
     reference_columns,
 )
-from ia_mech.likelihood.swaps import Donors
+from ia_mech.likelihood.swaps import SwapSources
 
 TEMPERATURES = (0.5, 1.0, 2.0)
 NATS = {"rtol": 0, "atol": 1e-4}  # the largest difference seen is 2e-5, of turns of -100 nats
@@ -94,7 +94,7 @@ class Bench:
             for order, one in enumerate(conversations)
         ]
         rows = [(order, one, None) for order, one in enumerate(conversations)]
-        self.donors = Donors.of(rows, self.chat, seed=0)
+        self.donors = SwapSources.of(rows, self.chat, seed=0)
 
     def scorer(self, *, swaps: int = 2, generations: bool = True, limit=None) -> Scorer:
         return Scorer(
@@ -106,7 +106,7 @@ class Bench:
             generations=generations,
             own=None,
             limit=limit,
-            rows_limit=Halving(64),
+            rows_limit=OomBackoff(64),
             note=lambda kind, problem: self.notes.append((kind, problem)),
         )
 
@@ -125,7 +125,10 @@ class Bench:
         contexts = [self.contexts[at] for at in chosen or range(len(self.contexts))]
         decoded = decoded or [[] for _ in contexts]
         prefilled = prefill(self.model, [Prefix(c.ids) for c in contexts])
-        return self.scorer(**options).score(prefilled, contexts, decoded)
+        scorer = self.scorer(**options)
+        scores = scorer.score_candidates(prefilled, contexts)
+        scorer.add_contrasts(contexts, scores, decoded)
+        return scores
 
     def after(self, at: int, response: str) -> list[int]:
         return self.chat.context(self.conversations[at].with_response(response).messages).ids
@@ -288,7 +291,7 @@ def test_a_candidate_that_the_template_refuses_is_left_out():
     for reference, lender in (("a b", "a"), ("a|b", None)):
         pair = [replace(CONVERSATIONS[0], reference=reference), CONVERSATIONS[1]]
         found = Bench("llama", conversations=pair).score(chosen=[1], swaps=0, generations=False)[0]
-        lenders = {one.candidate.name: one.candidate.lender for one in found.candidates}
+        lenders = {one.candidate.name: one.candidate.swap_source for one in found.candidates}
         assert lenders.get("other_reference") == lender
         assert len(lenders) == 4 + (lender is not None)
 
@@ -309,7 +312,7 @@ def test_contexts_and_turns_that_exceed_the_limit_are_left_out():
         for limit in (length + longest, length + longest - 1):
             bench.notes.clear()
             cut = bench.score(chosen=[at], swaps=3, generations=False, limit=limit)[0]
-            no_room = f"the model's context of {limit} tokens has no room for it"
+            no_room = f"the model's context of {limit} tokens is too short for it"
             short = len(free.swapped_from) > len(cut.swapped_from)
             assert (("swapped response", no_room) in bench.notes) is short
             fitting = [x for x in free.swapped_from if lengths[x] + longest <= limit]
@@ -328,7 +331,7 @@ def test_an_empty_context_that_just_fits_is_scored():
     bench = Bench("llama")
     needed = len(bench.after(3, "")) + len(bench.contexts[3].reference_ids) + 1
     for limit, there in ((needed, True), (needed - 1, False)):
-        bench.donors = Donors.of([(3, CONVERSATIONS[3], None)], bench.chat, seed=0)
+        bench.donors = SwapSources.of([(3, CONVERSATIONS[3], None)], bench.chat, seed=0)
         scores = bench.score(chosen=[3], swaps=0, generations=False, limit=limit)[0]
         assert [one.candidate.name for one in scores.candidates] == ["reference"]
         assert (scores.candidates[0].contrasts.empty is not None) is there
@@ -348,7 +351,7 @@ def test_a_rival_that_does_not_fit_is_left_out():
         for scores in bench.score(chosen=[0], swaps=0, generations=False, limit=allowed)
     }
     assert "response" in names[limit] and "response" not in names[limit - 1]
-    problem = f"the model's context of {limit - 1} tokens has no room for it"
+    problem = f"the model's context of {limit - 1} tokens is too short for it"
     assert ("candidate 'response'", problem) in bench.notes
     assert "query" in names[own + query + 1] and "query" not in names[own + query]
 

@@ -118,13 +118,13 @@ def test_as_many_contexts_are_prefilled_as_were_foreseen(
 ):
     """Where as many responses can be lent; the bare headers, all alike, are one more."""
     module, prefilled = ia_mech.likelihood.scorer, []
-    honest = module.prefill_others
+    honest = module.prefill_counterfactuals
 
-    def counting(model, contexts, trunks):
+    def counting(model, contexts, prefixes):
         prefilled.extend(contexts)
-        return honest(model, contexts, trunks)
+        return honest(model, contexts, prefixes)
 
-    monkeypatch.setattr(module, "prefill_others", counting)
+    monkeypatch.setattr(module, "prefill_counterfactuals", counting)
     config = replace(config, swaps=2)
     run = collect(config, tiny_subject, tmp_path / "run", Silent())
     assert len(run.contexts) == 3

@@ -20,7 +20,7 @@ from ia_mech.collect.job import collect
 from ia_mech.engine import plan
 from ia_mech.engine.plan import Grid
 from ia_mech.errors import UserError
-from ia_mech.likelihood.scorer import NOBODY_LENDS, Scorer
+from ia_mech.likelihood.scorer import NO_SWAP_SOURCE, Scorer
 from ia_mech.models.load import Subject
 from ia_mech.run import Run, RunWriter, layout
 
@@ -100,9 +100,9 @@ def test_a_system_message_in_the_first_user_turn_leaves_that_header_out(tmp_path
 def test_where_nobody_lends_a_response_it_is_said(config, tiny_subject, tmp_path, progress):
     run = collect(replace(config, limit=1), tiny_subject, tmp_path / "run", progress)
     assert [line for line in progress.lines if "not scored" in line] == [
-        f"not scored everywhere: swapped response: {NOBODY_LENDS}"
+        f"not scored everywhere: swapped response: {NO_SWAP_SOURCE}"
     ]
-    assert session(run)["contrasts_refused"] == {"swapped response": NOBODY_LENDS}
+    assert session(run)["contrasts_refused"] == {"swapped response": NO_SWAP_SOURCE}
     assert run.contexts["reference_response_contrast_bits"].isna().all()
     progress.lines.clear()
     collect(replace(config, limit=1, swaps=0), tiny_subject, tmp_path / "none-asked", progress)

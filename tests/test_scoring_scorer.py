@@ -23,7 +23,7 @@ from ia_mech.collect.job import collect
 from ia_mech.engine.plan import Grid
 from ia_mech.likelihood.candidates import CLOSING_TEXT
 from ia_mech.likelihood.scorer import scored_temperatures
-from ia_mech.likelihood.swaps import Donors
+from ia_mech.likelihood.swaps import SwapSources
 from ia_mech.models.load import ModelSpec, Subject, weights_hash
 from ia_mech.run import Run
 
@@ -223,7 +223,7 @@ def test_lenders_are_those_that_the_seed_draws(run, subject):
         (order, scored.conversation(row), None)
         for order, (_, row) in enumerate(run.contexts.iterrows())
     ]
-    donors = Donors.of(rows, subject.tokenizer, GRID.seed)
+    donors = SwapSources.of(rows, subject.tokenizer, GRID.seed)
     for order, row in run.contexts.iterrows():
         lent = donors.responses(order, 4)
         assert row["swapped_from"].tolist() == [d.id for d in lent]

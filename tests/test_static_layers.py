@@ -142,7 +142,7 @@ def test_steps_before_a_capture_advance_nothing(architecture):
                 with torch.inference_mode():
                     stepper._at.zero_()  # as before every step that is captured
                     stepper._warm_up(sizes)
-            drawn[-1].append(stepper.run(3, STEPS).take())
+            drawn[-1].append(stepper.run(3, STEPS).wait())
     for ours, theirs in zip(*drawn, strict=True):
         assert torch.equal(ours, theirs)
 

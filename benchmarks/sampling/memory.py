@@ -96,7 +96,7 @@ def _child(spec: ModelSpec, size: Size, contexts: int, shared: bool) -> Held:
 
     prefilled = prefill(model, wanted)
     index = torch.tensor([row.context for row in rows], device=model.device)
-    state = expand(prefilled.state, index, room=size.new_tokens, share=shared)
+    state = expand(prefilled.state, index, capacity=size.new_tokens, share=shared)
     return Held(
         contexts,
         shared,

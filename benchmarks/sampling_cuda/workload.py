@@ -13,10 +13,10 @@ from benchmarks.sampling_cuda.results import Size
 from ia_mech.engine.capture import find_blocks
 from ia_mech.engine.check import check_engine
 from ia_mech.engine.cuda.check import with_graphs
-from ia_mech.engine.cuda.outbox import Outbox, Parcel
+from ia_mech.engine.cuda.copies import CopyStream, HostCopy
 from ia_mech.engine.cuda.sizes import Sizes
 from ia_mech.engine.decode import decode_stream
-from ia_mech.engine.plan import pace, plan_units
+from ia_mech.engine.plan import batch_defaults, plan_units
 from ia_mech.engine.prefill import Prefilled, prefill
 from ia_mech.engine.shared_prefix import Engine
 from ia_mech.models.load import text_config
@@ -92,7 +92,7 @@ class Workload:
             row for context in range(size.contexts) for row in rows_of(context, size.rows)
         ]
         self.blocks = find_blocks(model)
-        self._outbox = Outbox(model.device)
+        self._copies = CopyStream(model.device)
 
     @cached_property
     def engine(self) -> Engine:
@@ -100,7 +100,7 @@ class Workload:
         probe = self.ids[0][:12]
         return with_graphs(self.model, probe, check_engine(self.model, probe))
 
-    def groups(self, capture: bool, sent: list[Parcel] | None = None) -> Iterator[Prefilled]:
+    def groups(self, capture: bool, sent: list[HostCopy] | None = None) -> Iterator[Prefilled]:
         """The contexts, prefilled a group at a time.
 
         Args:
@@ -109,18 +109,20 @@ class Workload:
         """
         wanted = prefixes(self.ids)
         lengths = [self.size.context_tokens] * self.size.contexts
-        for unit in plan_units(lengths, len(lengths), pace(self.model.device).prefill_tokens):
+        for unit in plan_units(
+            lengths, len(lengths), batch_defaults(self.model.device).prefill_tokens
+        ):
             group = prefill(self.model, [wanted[i] for i in unit], self.blocks if capture else None)
             if sent is not None:
-                sent += [self._outbox.send(tensor) for tensor in (group.logits, group.residuals)]
+                sent += [self._copies.start(tensor) for tensor in (group.logits, group.residuals)]
             yield group
 
     def whole_job(self, graphs: bool) -> None:
         """Prefill with capture, decode, sample; captures and tokens are on the host at the end."""
-        sent: list[Parcel] = []
+        sent: list[HostCopy] = []
         self.decode(self.groups(True, sent), graphs)
-        for parcel in sent:
-            parcel.take()
+        for copy in sent:
+            copy.wait()
 
     def decode(self, groups: Iterator[Prefilled] | Sequence[Prefilled], graphs: bool) -> None:
         """Decode all rows of prefilled groups, all together."""

@@ -19,11 +19,10 @@ from ia_mech.collect.job import collect
 from ia_mech.data.conversations import Conversation
 from ia_mech.display import Bar
 from ia_mech.errors import UserError
-from ia_mech.judge.commands import Bar as JudgeBar
 from ia_mech.judge.label import UNSEEN, label_run
 from ia_mech.judge.rules import RulesJudge
 from ia_mech.judge.verdict import identity_hash
-from ia_mech.likelihood.swaps import Donors
+from ia_mech.likelihood.swaps import SwapSources
 from ia_mech.models.load import ModelSpec, context_limit, load, load_tokenizer_and_config
 from ia_mech.run import Run, layout
 
@@ -77,7 +76,9 @@ def under_conditions(
     Raises:
         UserError: nothing is left.
     """
-    swaps = Donors.of(((i, c, None) for i, c in enumerate(conversations)), chat.tokenizer, seed)
+    swaps = SwapSources.of(
+        ((i, c, None) for i, c in enumerate(conversations)), chat.tokenizer, seed
+    )
     made: dict[str, dict[str, Conversation]] = {}
     failed: dict[str, str] = {}
     notes = []
@@ -114,7 +115,7 @@ def _made(
     order: int,
     name: str,
     seed: int,
-    swaps: Donors,
+    swaps: SwapSources,
     chat: ChatFormat,
     limit: int | None,
 ) -> Conversation:
@@ -239,4 +240,4 @@ def judged(run: Run, judge: str, base: Base) -> None:
                 f"run python -m ia_mech.judge run {run.path} --name {name}{flag} with the flags "
                 f"that judged {base.runs[0].path}, then this command again",
             )
-        label_run(run, rules, name, JudgeBar(), unperturbed=unperturbed)
+        label_run(run, rules, name, Bar(), unperturbed=unperturbed)

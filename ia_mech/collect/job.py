@@ -36,17 +36,17 @@ from ia_mech.engine.capture import find_blocks
 from ia_mech.engine.check import check_engine
 from ia_mech.engine.cuda import fused
 from ia_mech.engine.cuda.check import with_graphs
-from ia_mech.engine.cuda.outbox import Outbox, Parcel
+from ia_mech.engine.cuda.copies import CopyStream, HostCopy
 from ia_mech.engine.cuda.sizes import Sizes
 from ia_mech.engine.cuda.stepper import forget
 from ia_mech.engine.decode import decode_stream
 from ia_mech.engine.loop import Decoded, Row
 from ia_mech.engine.plan import (
-    Halving,
+    OomBackoff,
+    batch_defaults,
     contexts_per_batch,
     contexts_per_unit,
     evenly,
-    pace,
     plan_units,
 )
 from ia_mech.engine.prefill import Prefilled, Prefix, prefill
@@ -55,7 +55,7 @@ from ia_mech.engine.shared_prefix import Engine
 from ia_mech.errors import UserError
 from ia_mech.likelihood.candidates import OwnCandidates
 from ia_mech.likelihood.scorer import ContextScores, Scorer, scored_temperatures
-from ia_mech.likelihood.swaps import Donors
+from ia_mech.likelihood.swaps import SwapSources
 from ia_mech.models.load import Subject, context_limit
 from ia_mech.run import Run, RunWriter, layout
 from ia_mech.run.background import Background
@@ -76,7 +76,7 @@ def collect(
             a later call wouldn't remove.
     """
     if config.batch_rows is None:
-        config = replace(config, batch_rows=pace(subject.device).batch_rows)
+        config = replace(config, batch_rows=batch_defaults(subject.device).batch_rows)
     chat = build_chat(
         config, subject.tokenizer, eos_ids(subject.model.generation_config, subject.model.config)
     )
@@ -131,15 +131,15 @@ class _Job:
         self.progress = progress
         self.engine = engine
         self.own: OwnCandidates | None = own
-        self.pace = pace(subject.device)
+        self.defaults = batch_defaults(subject.device)
         self.blocks = find_blocks(subject.model)
-        self.outbox = Outbox(subject.device)
+        self.copies = CopyStream(subject.device)
         self.behind = Background(subject.device.type == "cuda")
         self.positions = kept_positions(config, chat)
         self.grid_rows = config.grid.rows()
-        self.width = Halving(config.batch_rows, self._halved)
-        self.responses_limit = Halving(config.batch_rows, self._halved)
-        self.turns_limit = Halving(config.batch_rows, self._halved, outermost=False)
+        self.width = OomBackoff(config.batch_rows, self._halved)
+        self.responses_limit = OomBackoff(config.batch_rows, self._halved)
+        self.turns_limit = OomBackoff(config.batch_rows, self._halved, outermost=False)
         self.halved: list[int] = []
         self.skipped: list[str] = []
         self.refused: dict[str, str] = {}
@@ -189,7 +189,7 @@ class _Job:
         done = self.writer.count("contexts") * rows
         self.decoding = Work(self.progress, "user turns", total * rows, done, "row")
         size = contexts_per_unit(
-            rows, self.config.batch_rows, self.config.grid.max_new_tokens, self.pace.unit_tokens
+            rows, self.config.batch_rows, self.config.grid.max_new_tokens, self.defaults.unit_tokens
         )
         scorer = self._scorer()
         for window, conversations in windows(self._snapshot):
@@ -199,7 +199,7 @@ class _Job:
                 for order, conversation in conversations
                 if (item := self._item(order, conversation, responses.get(order))) is not None
             ]
-            together = min(size, self.pace.scored_contexts) if self._is_scored(items) else size
+            together = min(size, self.defaults.scored_contexts) if self._is_scored(items) else size
             lengths = [len(item.chat.ids) for item in items]
             static = self._static(total, max(lengths, default=0))
             run = partial(self._run_contexts, scorer, static)
@@ -240,18 +240,18 @@ class _Job:
         self, scorer: Scorer, static: Sizes | None, items: list[Item], width: int
     ) -> list[Result]:
         """Prefill contexts group by group; sample and score from that."""
-        sent: list[tuple[list[ContextScores], Parcel, Parcel]] = []
+        sent: list[tuple[list[ContextScores], HostCopy, HostCopy]] = []
 
         def groups() -> Iterator[Prefilled]:
             together = contexts_per_batch(len(self.grid_rows), width)
             # The items are sorted by length, so the groups are slices of them.
             lengths = [len(item.chat.ids) for item in items]
-            for group in plan_units(lengths, together, self.pace.prefill_tokens):
+            for group in plan_units(lengths, together, self.defaults.prefill_tokens):
                 members = [items[i] for i in group]
                 prefilled = self._prefill(members)
                 scores = scorer.score_candidates(prefilled, [item.scorable for item in members])
-                parcels = (self.outbox.send(t) for t in (prefilled.logits, prefilled.residuals))
-                sent.append((scores, *parcels))
+                copies = (self.copies.start(t) for t in (prefilled.logits, prefilled.residuals))
+                sent.append((scores, *copies))
                 yield prefilled
                 del prefilled  # before the next one is made
 
@@ -259,8 +259,8 @@ class _Job:
         decoded = self._sample(groups(), items, width, static, not scored)
         results = [
             Result([], *one)
-            for scores, *parcels in sent
-            for one in zip(scores, *(parcel.take() for parcel in parcels), strict=True)
+            for scores, *copies in sent
+            for one in zip(scores, *(copy.wait() for copy in copies), strict=True)
         ]
         rows = len(self.grid_rows)
         for at, (item, result) in enumerate(zip(items, results, strict=True)):
@@ -347,7 +347,7 @@ class _Job:
         return Scorer(
             self.subject.model,
             self.chat,
-            Donors.of(rows, self.subject.tokenizer, grid.seed),
+            SwapSources.of(rows, self.subject.tokenizer, grid.seed),
             scored_temperatures(grid.temperatures),
             swaps=self.config.swaps,
             generations=self.config.score_generations,

@@ -10,7 +10,7 @@ from ia_mech.display import Progress
 from ia_mech.engine.cuda.sizes import Sizes
 from ia_mech.engine.decode import decode_stream
 from ia_mech.engine.loop import Row
-from ia_mech.engine.plan import Halving, evenly, pace, plan_units
+from ia_mech.engine.plan import OomBackoff, batch_defaults, evenly, plan_units
 from ia_mech.engine.prefill import Prefix, prefill
 from ia_mech.engine.shared_prefix import Engine
 from ia_mech.models.load import Subject
@@ -38,11 +38,11 @@ class Responses:
         writer: RunWriter,
         progress: Progress,
         engine: Engine,
-        limit: Halving,
+        limit: OomBackoff,
     ) -> None:
         self._config, self._subject, self._chat, self._writer = config, subject, chat, writer
         self._progress, self._engine, self._limit = progress, engine, limit
-        self._pace = pace(subject.device)
+        self._defaults = batch_defaults(subject.device)
 
     def write(self) -> None:
         """All that are wanted and not written yet."""
@@ -63,7 +63,7 @@ class Responses:
                 if needs_response(self._config, c)
             ]
             lengths = [len(prompt) for _, prompt in todo]
-            most = max(1, self._config.batch_rows // self._pace.response_share)
+            most = max(1, self._config.batch_rows // self._defaults.response_share)
             respond = partial(self._respond, self._static(total, most, max(lengths, default=0)))
             for index, unit in enumerate(plan_units(lengths, evenly(len(todo), most))):
                 name = f"{window}.{index}"
@@ -83,7 +83,7 @@ class Responses:
         model = self._subject.model
         prompts = [Prefix(prompt) for _, prompt in group]
         parts = plan_units(
-            [len(prompt.ids) for prompt in prompts], len(prompts), self._pace.prefill_tokens
+            [len(prompt.ids) for prompt in prompts], len(prompts), self._defaults.prefill_tokens
         )
         decoded = decode_stream(
             model,

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from ia_mech.engine.capture import find_blocks
 from ia_mech.engine.loop import decode_step
-from ia_mech.engine.prefill import Prefix, admit, can_admit, expand, prefill, prefill_on
+from ia_mech.engine.prefill import Prefix, can_join, continue_prefill, expand, join, prefill
 from ia_mech.engine.score import Turn, score
 from ia_mech.engine.shared_prefix import Engine
 from ia_mech.errors import UserError
@@ -111,20 +111,20 @@ def _differences(
         note("a left-padded batch", prefilled.logits[row], logits[0])
     rows = [0, 1, 1]  # the context of each
     index = torch.tensor(rows, device=model.device)
-    state = expand(prefilled.state, index, room=STEPS, share=share)
+    state = expand(prefilled.state, index, capacity=STEPS, share=share)
     for step in range(STEPS):
         token = torch.tensor([turn[step]] * len(rows), device=model.device)
         ours = decode_step(model, state, token)
         for row, context in enumerate(rows):
             note("cached decoding", ours[row], full[context][step + 1])
-    if can_admit(state):  # a row of context 1 begins in line 0, and the others write their last
-        admit(state, [0], prefilled.state, index[1:2], [1])
+    if can_join(state):  # a row of context 1 begins in line 0, and the others write their last
+        join(state, [0], prefilled.state, index[1:2], [1])
         token = torch.tensor([turn[0], turn[STEPS], turn[STEPS]], device=model.device)
         ours = decode_step(model, state, token)
         for row, (context, step) in enumerate([(1, 0), (1, STEPS), (1, STEPS)]):
             note("a batch that is joined", ours[row], full[context][step + 1])
     if share and Engine.possible(model).whole:  # both prompts, with one more token and two more
-        longer = prefill_on(model, prefilled, [1, 0], [turn[:2], turn[:1]])
+        longer = continue_prefill(model, prefilled, [1, 0], [turn[:2], turn[:1]])
         for row, (context, step) in enumerate([(1, 2), (0, 1)]):
             note("a prefill that goes on", longer.logits[row], full[context][step])
     scored = score(model, prefilled, [Turn(context, turn) for context in rows], [], share)

@@ -1,15 +1,8 @@
-"""What is decoded and in which batches: pure functions of configuration and contexts.
+"""What is computed together, and what to do when memory runs out.
 
-Rounding depends on the batch a row sits in, so a run that is to give the same bits again must form
-the same batches again. Nothing here looks at the clock, at free memory or at what was already done.
-
-Go on with half the batch when memory runs out.
-
-Which row is decoded in which line of the batch, and when.
-
-Pure bookkeeping: what happens depends on the rows, the width and on which rows finish, so that the
-same run forms the same batches again. Rows wait in order; those that finish give their line to the
-next ones; when nobody waits any more, or may join, the batch is compacted.
+Batches and units are pure functions of configuration and contexts. Rounding depends on the batch a
+row sits in, so a run gives the same bits again only if it forms the same batches again: nothing
+here looks at the clock, at free memory or at what was already done.
 """
 
 import math
@@ -26,17 +19,17 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
-class Halving:
+class OomBackoff:
     """Map a function over slices of a sequence, halving the slice whenever memory runs out.
 
-    The smaller size is kept for what comes after. Halving changes the batches and so, by rounding,
-    may change rows whose decision was a near-tie: ``notify`` lets the run record it.
+    The smaller size stays in force. Smaller batches round differently and may change rows whose
+    decision was a near-tie: ``notify`` lets the run record it.
 
     Args:
         limit: most items per call.
         notify: called with the new size whenever it shrinks.
-        outermost: nothing around this could use a smaller batch still; a single item that doesn't
-            fit is then an error for the user, and else a ``MemoryError`` for what is around.
+        outermost: whether a single item that doesn't fit is an error for the user, or else a
+            ``MemoryError``, on which a caller may use a smaller batch.
     """
 
     def __init__(
@@ -100,93 +93,17 @@ class Halving:
             self._notify(self.limit)
 
 
-COMPACT_BELOW = 0.875  # a batch that nobody joins is compacted at this share of busy lines
-
-
-class Schedule:
-    """A batch of at most ``width`` lines, through which rows go.
-
-    Args:
-        rows: how many; they are taken in order.
-        width: most lines.
-
-    Attributes:
-        lines: of each line the row it holds, -1 for one that is idle.
-        age: of each line, how many tokens its row has drawn.
-        waiting: the rows that haven't been taken.
-    """
-
-    def __init__(self, rows: int, width: int) -> None:
-        self.lines: list[int] = []
-        self.age: list[int] = []
-        self.waiting = range(rows)
-        self._width = width
-
-    @property
-    def busy(self) -> list[int]:
-        """The lines that hold a row."""
-        return [line for line, row in enumerate(self.lines) if row >= 0]
-
-    @property
-    def free(self) -> int:
-        """How many rows could be placed."""
-        return self._width - len(self.busy)
-
-    def take(self, most: int) -> list[int]:
-        """The next rows, ``most`` of them at most. They wait no more."""
-        taken, self.waiting = self.waiting[:most], self.waiting[most:]
-        return list(taken)
-
-    def place(self, rows: Sequence[int]) -> list[int]:
-        """Rows of one drawn token get a line each: idle ones first, then new ones."""
-        idle = [line for line, row in enumerate(self.lines) if row < 0]
-        lines = idle[: len(rows)]
-        for line, row in zip(lines, rows, strict=False):
-            self.lines[line], self.age[line] = row, 1
-        added = rows[len(lines) :]
-        lines += range(len(self.lines), len(self.lines) + len(added))
-        self.lines += added
-        self.age += [1] * len(added)
-        return lines
-
-    def drawn(self, finished: Sequence[int], steps: int = 1) -> None:
-        """Every busy line drew so many tokens; rows in the given lines ended with one of them."""
-        for line in self.busy:
-            self.age[line] += steps
-        for line in finished:
-            self.lines[line] = -1
-        if not self.busy:
-            self.lines, self.age = [], []
-
-    def compact(self, joined: bool = True) -> list[int] | None:
-        """The lines to keep, if it's time to keep no others; they are then counted anew.
-
-        Args:
-            joined: whether waiting rows may take idle lines.
-        """
-        busy, wanted = self.busy, joined and self.waiting
-        if wanted or not busy or len(busy) > COMPACT_BELOW * len(self.lines):
-            return None
-        self.keep(busy)
-        return busy
-
-    def keep(self, lines: Sequence[int]) -> None:
-        """Only these lines, which are then counted anew."""
-        self.lines = [self.lines[line] for line in lines]
-        self.age = [self.age[line] for line in lines]
-
-
 COLDEST, HOTTEST = 1e-3, 1e3  # logits divided by less or by more leave what float32 can tell apart
 UNIT_BATCHES = 3  # of what is written together, and so lost in a kill
 WINDOW = 256  # contexts sorted by length together; bounds memory, whatever the size of the run
 
 
 @dataclass(frozen=True)
-class Pace:
-    """How much is computed together on a kind of device, and how much is lost in a kill there.
+class BatchDefaults:
+    """How much is computed together on a kind of device, and how much a kill loses there.
 
     Attributes:
-        batch_rows: rows decoded together, where nobody says.
+        batch_rows: rows decoded together by default.
         prefill_tokens: most tokens of one prefill, padding included.
         unit_tokens: most tokens that rows may grow by before they are written.
         scored_contexts: contexts written together where turns are scored after other responses.
@@ -203,8 +120,8 @@ class Pace:
 # A CPU is fastest while a prefill's activations fit into its caches (four contexts of 230 tokens
 # take a fourth less time each than sixteen), and a unit takes it up to a minute. A GPU is fast when
 # it has much to do; its numbers are by reckoning (see benchmarks/README.md).
-CPU = Pace(128, 1024, 16_384, 8, 8)
-GPU = Pace(1024, 8192, 262_144, 64, 1)
+CPU = BatchDefaults(128, 1024, 16_384, 8, 8)
+GPU = BatchDefaults(1024, 8192, 262_144, 64, 1)
 
 
 @dataclass(frozen=True)
@@ -276,12 +193,12 @@ def plan_units(
 
 
 def evenly(count: int, most: int) -> int:
-    """How many to take at a time so that parts of ``count`` things are alike: at most ``most``."""
+    """The size of equal parts of ``count`` items, at most ``most`` each."""
     return -(-count // max(1, -(-count // most)))
 
 
 def consecutive(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Indices in their order, cut where ``max_tokens`` would be passed; a longer one is alone."""
+    """Indices in order, cut where a part would exceed ``max_tokens``; a longer item is alone."""
     parts: list[list[int]] = []
     tokens = 0
     for i, length in enumerate(lengths):
@@ -293,8 +210,8 @@ def consecutive(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     return parts
 
 
-def pace(device: torch.device) -> Pace:
-    """Of such a device."""
+def batch_defaults(device: torch.device) -> BatchDefaults:
+    """Batch-size defaults for ``device``."""
     return CPU if device.type == "cpu" else GPU
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ia_mech.data.conversations import Conversation
 from ia_mech.errors import UserError
-from ia_mech.likelihood.swaps import Donor
+from ia_mech.likelihood.swaps import SwapSource
 
 REFERENCE, QUERY, RESPONSE, OTHER, CLOSING = (
     "reference",
@@ -28,12 +28,12 @@ class Candidate:
     Attributes:
         name: what kind it is: one of :data:`NAMES`, or the user's own.
         text: without white space around it, which the template's header would merge with.
-        lender: id of the conversation that it was taken from, if that is another one.
+        swap_source: id of the conversation that it was taken from, if that is another one.
     """
 
     name: str
     text: str
-    lender: str | None = None
+    swap_source: str | None = None
 
 
 class OwnCandidates:
@@ -142,7 +142,7 @@ def _parse(line: str, place: str) -> tuple[Candidate, str | None]:
 
 
 def rivals(
-    conversation: Conversation, lender: Donor | None, own: OwnCandidates | None
+    conversation: Conversation, source: SwapSource | None, own: OwnCandidates | None
 ) -> list[Candidate]:
     """What a conversation's reference turn is compared with.
 
@@ -155,8 +155,8 @@ def rivals(
         Candidate(CLOSING, CLOSING_TEXT),
         *(own.of(conversation.id) if own is not None else []),
     ]
-    if lender is not None:
-        found.insert(2, Candidate(OTHER, lender.reference.strip(), lender.id))
+    if source is not None:
+        found.insert(2, Candidate(OTHER, source.reference.strip(), source.id))
     said, kept = {"", (conversation.reference or "").strip()}, []
     for candidate in found:
         if candidate.text not in said:

@@ -1,8 +1,8 @@
-"""Contexts that stand in the place of the own one: prefilled, what they begin with only once.
+"""Prefill counterfactual contexts, the prefix that several of them share only once.
 
 The contexts of one conversation after other responses begin with the same system message and query.
-Where a model's layers can all be shared, these are prefilled once, and the contexts go on from
-there; elsewhere each is prefilled whole.
+Where a model's layers can all be shared, that prefix is prefilled once and the contexts go on from
+it; elsewhere each is prefilled whole.
 """
 
 from collections.abc import Sequence
@@ -10,51 +10,54 @@ from itertools import takewhile
 
 from transformers import PreTrainedModel
 
-from ia_mech.engine.plan import pace, plan_units
-from ia_mech.engine.prefill import Prefilled, Prefix, prefill, prefill_on
+from ia_mech.engine.plan import batch_defaults, plan_units
+from ia_mech.engine.prefill import Prefilled, Prefix, continue_prefill, prefill
 
-PADDING = 0.1  # most of contexts that are prefilled together, as a share of their tokens
-TRUNK_TOKENS = 16  # a shorter beginning isn't worth a pass of its own
+PADDING = 0.1  # most padding of contexts that are prefilled together, as a share of their tokens
+SHARED_TOKENS = 16  # a shorter shared prefix isn't worth a pass of its own
 
 Ids = tuple[int, ...]
 
 
-def trunk(contexts: Sequence[Ids]) -> Ids:
-    """What contexts have in common at their beginning, but for their last token; empty if that is
-    little, or if there is only one."""
+def shared_prefix(contexts: Sequence[Ids]) -> Ids:
+    """The ids that all contexts begin with, leaving each at least one token of its own.
+
+    Empty for a single context, and where it would be shorter than :data:`SHARED_TOKENS`.
+    """
     if len(contexts) < 2:
         return ()
     alike = takewhile(lambda tokens: len(set(tokens)) == 1, zip(*contexts, strict=False))
     begun = tuple(token for token, *_ in alike)[: min(map(len, contexts)) - 1]
-    return begun if len(begun) >= TRUNK_TOKENS else ()
+    return begun if len(begun) >= SHARED_TOKENS else ()
 
 
-def prefill_others(
-    model: PreTrainedModel, contexts: Sequence[Ids], trunks: Sequence[Ids]
+def prefill_counterfactuals(
+    model: PreTrainedModel, contexts: Sequence[Ids], prefixes: Sequence[Ids]
 ) -> tuple[list[Prefilled], list[int]]:
     """Prefill contexts in groups of similar length.
 
     Args:
-        model: the subject model; with trunks, one all of whose layers can be shared.
+        model: the subject model; with prefixes, one all of whose layers can be shared.
         contexts: their ids.
-        trunks: what each begins with that others may, too, or nothing.
+        prefixes: the beginning that each shares with others, or ().
 
     Returns:
         The groups, and indices into ``contexts`` in the order of the groups.
     """
-    groups, order = [], []
-    for branched in (False, True):
-        some = [i for i, begun in enumerate(trunks) if bool(begun) == branched]
-        number = {begun: at for at, begun in enumerate(dict.fromkeys(trunks[i] for i in some))}
-        begun = prefill(model, [Prefix(one) for one in number]) if branched and some else None
-        rests = [contexts[i][len(trunks[i]) :] for i in some]
-        limits = len(some), pace(model.device).prefill_tokens, PADDING
+    groups: list[Prefilled] = []
+    order: list[int] = []
+    for shared in (False, True):
+        some = [i for i, prefix in enumerate(prefixes) if bool(prefix) == shared]
+        number = {prefix: n for n, prefix in enumerate(dict.fromkeys(prefixes[i] for i in some))}
+        begun = prefill(model, [Prefix(prefix) for prefix in number]) if shared and some else None
+        rests = [contexts[i][len(prefixes[i]) :] for i in some]
+        limits = len(some), batch_defaults(model.device).prefill_tokens, PADDING
         for unit in plan_units([len(rest) for rest in rests], *limits):
             parts = [rests[at] for at in unit]
             if begun is None:
                 groups.append(prefill(model, [Prefix(part) for part in parts]))
             else:
-                index = [number[trunks[some[at]]] for at in unit]
-                groups.append(prefill_on(model, begun, index, parts))
+                index = [number[prefixes[some[at]]] for at in unit]
+                groups.append(continue_prefill(model, begun, index, parts))
             order += [some[at] for at in unit]
     return groups, order

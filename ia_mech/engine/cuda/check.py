@@ -67,8 +67,8 @@ def _problem(model: PreTrainedModel, ids: list[int]) -> str:
     greedy = torch.zeros(rows), torch.zeros(rows, 2).long()
     first = stepper.begin(range(rows), contexts, group, torch.tensor(contexts), *greedy)
     stepper.seat(*seating.tables(contexts, sizes))
-    parcels = [first, stepper.run(rows, STEPS), stepper.run(rows, STEPS)]
-    drawn = torch.cat([parcel.take() for parcel in parcels])
+    copies = [first, stepper.run(rows, STEPS), stepper.run(rows, STEPS)]
+    drawn = torch.cat([copy.wait() for copy in copies])
     tokens, logprobs = (drawn[:, FIELDS.index(name)] for name in ("token", "logprob"))
     worst, largest = 0.0, 1.0
     for row, context in ((0, 0), (1, 1), (SEATS, 1)):

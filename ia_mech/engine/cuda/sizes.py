@@ -3,7 +3,7 @@
 Pure arithmetic on the plan of a stream, so that the same run makes the same buffers again: matrix
 products round differently in another shape. Free memory is only compared with the result, and can
 do no more than refuse it; a smaller batch is then tried, said and recorded as after any other lack
-of memory (:class:`ia_mech.engine.plan.Halving`).
+of memory (:class:`ia_mech.engine.plan.OomBackoff`).
 """
 
 from collections import Counter

@@ -22,8 +22,8 @@ from transformers.cache_utils import (
 )
 
 from ia_mech.engine.cuda import fused, kernels
+from ia_mech.engine.cuda.copies import HostCopy, start_copy, to_device
 from ia_mech.engine.cuda.layer import StaticLayer, View
-from ia_mech.engine.cuda.outbox import Parcel, send, to_device
 from ia_mech.engine.cuda.recurrent import StaticRecurrentLayer
 from ia_mech.engine.cuda.sizes import Shape, Sizes, demand, free_bytes, needed_bytes
 from ia_mech.engine.prefill import Prefilled
@@ -180,7 +180,7 @@ class Stepper:
         index: Tensor,
         temperature: Tensor,
         key: Tensor,
-    ) -> Parcel:
+    ) -> HostCopy:
         """Rows draw their first token and begin in these lines.
 
         Args:
@@ -204,7 +204,7 @@ class Stepper:
         self._start[at] = self._length[slot]
         self._temperature[at] = temperature
         self._key[at] = key
-        return send(_noted(drawn)[None])
+        return start_copy(_noted(drawn)[None])
 
     @torch.inference_mode()
     def keep(self, lines: Sequence[int], moves: Sequence[tuple[int, int]]) -> None:
@@ -228,7 +228,7 @@ class Stepper:
     # -- steps ----------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def run(self, lines: int, steps: int) -> Parcel:
+    def run(self, lines: int, steps: int) -> HostCopy:
         """Make so many steps, at most :data:`STEPS`, of the bucket of so many lines.
 
         Returns:
@@ -244,7 +244,7 @@ class Stepper:
                 self._graphs[sizes.lines] = self._capture(sizes)
             for _ in range(steps):
                 self._graphs[sizes.lines].replay()
-        return send(self._drawn[:steps, :, : sizes.lines])
+        return start_copy(self._drawn[:steps, :, : sizes.lines])
 
     def _step(self, sizes: Sizes) -> None:
         n, model = sizes.lines, self._model()

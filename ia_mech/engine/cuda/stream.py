@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ia_mech.engine.cuda.outbox import Parcel
+from ia_mech.engine.cuda.copies import HostCopy
 from ia_mech.engine.cuda.seating import Seating
 from ia_mech.engine.cuda.sizes import Sizes
 from ia_mech.engine.cuda.stepper import FIELDS, STEPS, Stepper, forget, stepper_for
@@ -34,7 +34,7 @@ class Flight:
 
     rows: np.ndarray
     ages: np.ndarray
-    drawn: Parcel
+    drawn: HostCopy
 
 
 class StaticStream(Stream):
@@ -85,7 +85,7 @@ class StaticStream(Stream):
     def _launch(self) -> Flight:
         """The next steps of all lines."""
         schedule = self._schedule
-        rows, ages = np.array(schedule.lines), np.array(schedule.age)
+        rows, ages = np.array(schedule.slots), np.array(schedule.age)
         sizes = self._sizes.bucket(len(rows))
         self._stepper.seat(*self._seating.tables(self._held(), sizes))
         steps = min(STEPS, self._most - min(schedule.age[line] for line in schedule.busy))
@@ -96,7 +96,7 @@ class StaticStream(Stream):
 
     def _held(self) -> list[int | None]:
         """Of each line the context, None if it is idle."""
-        return [None if row < 0 else self._rows[row].context for row in self._schedule.lines]
+        return [None if row < 0 else self._rows[row].context for row in self._schedule.slots]
 
     def _forget(self) -> None:
         """Contexts that no line continues leave their slots."""
@@ -158,7 +158,7 @@ class StaticStream(Stream):
         """When nobody waits any more, lines that are busy move to a smaller bucket if they fit."""
         busy = self._schedule.busy
         smaller = self._sizes.bucket(len(busy))
-        if self._schedule.waiting or smaller == self._sizes.bucket(len(self._schedule.lines)):
+        if self._schedule.waiting or smaller == self._sizes.bucket(len(self._schedule.slots)):
             return
         self._schedule.keep(busy)
         self._stepper.keep(busy, self._seating.squeeze(smaller.slots))
@@ -166,7 +166,7 @@ class StaticStream(Stream):
     def _note(self, flight: Flight) -> None:
         """Record what was drawn; rows that ended leave their lines."""
         rows = np.where(self._ended[flight.rows], -1, flight.rows)  # and -1 stays what it is
-        drawn = flight.drawn.take().numpy()[:, :, : len(rows)]
+        drawn = flight.drawn.wait().numpy()[:, :, : len(rows)]
         tokens = drawn[:, FIELDS.index("token")].astype(np.int64)
         kept, ended = resolve(tokens, flight.ages, sorted(self._stops), self._most)
         kept[rows < 0], ended[rows < 0] = 0, False
@@ -175,10 +175,10 @@ class StaticStream(Stream):
             self._record.add(np.where(step < kept, rows, -1), flight.ages + step, Draw(**fields))
         over = rows[ended]
         self._ended[over] = True
-        line_of = {row: line for line, row in enumerate(self._schedule.lines)}
+        line_of = {row: line for line, row in enumerate(self._schedule.slots)}
         self._schedule.drawn([line_of[row] for row in over.tolist() if row in line_of], 0)
         self._forget()
-        self._tell(int(kept.sum()), len(over))
+        self._report(int(kept.sum()), len(over))
 
 
 def resolve(

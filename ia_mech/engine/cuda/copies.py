@@ -8,33 +8,33 @@ import torch
 from torch import Tensor
 
 
-class Parcel:
-    """A tensor on its way to the host; see :func:`send`."""
+class HostCopy:
+    """A tensor on its way to the host; see :func:`start_copy`."""
 
     def __init__(self, tensor: Tensor, arrived: "torch.cuda.Event | None" = None) -> None:
         self._tensor, self._arrived = tensor, arrived
 
-    def take(self) -> Tensor:
+    def wait(self) -> Tensor:
         """The tensor on the CPU; waits until it is there."""
         if self._arrived is not None:
             self._arrived.synchronize()
         return self._tensor
 
 
-def send(tensor: Tensor) -> Parcel:
+def start_copy(tensor: Tensor) -> HostCopy:
     """Begin to copy a tensor, in the order of what its device was told: it may be changed
     afterwards."""
     if tensor.device.type != "cuda":
-        return Parcel(tensor.clone())
+        return HostCopy(tensor.clone())
     with torch.cuda.device_of(tensor):
         pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         pinned.copy_(tensor, non_blocking=True)
         arrived = torch.cuda.Event()
         arrived.record()
-    return Parcel(pinned, arrived)
+    return HostCopy(pinned, arrived)
 
 
-class Outbox:
+class CopyStream:
     """Sends large tensors of a device, besides what it computes. On a CPU they are there already.
 
     Args:
@@ -44,15 +44,15 @@ class Outbox:
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def send(self, tensor: Tensor) -> Parcel:
+    def start(self, tensor: Tensor) -> HostCopy:
         """Begin to copy a tensor, which nobody changes afterwards."""
         if self._stream is None:
-            return Parcel(tensor)
+            return HostCopy(tensor)
         self._stream.wait_stream(torch.cuda.current_stream(tensor.device))
         with torch.cuda.stream(self._stream):
-            parcel = send(tensor)
+            copy = start_copy(tensor)
         tensor.record_stream(self._stream)  # its memory isn't given away before it was read
-        return parcel
+        return copy
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:

@@ -8,14 +8,18 @@ import torch
 
 from ia_mech.engine import plan
 from ia_mech.engine.loop import decode_step
-from ia_mech.engine.prefill import Prefix, expand, prefill, prefill_on
+from ia_mech.engine.prefill import Prefix, continue_prefill, expand, prefill
 from ia_mech.engine.score import Turn, score_groups
 from ia_mech.engine.shared_prefix import Engine
-from ia_mech.likelihood.counterfactual_prefill import TRUNK_TOKENS, prefill_others, trunk
+from ia_mech.likelihood.counterfactual_prefill import (
+    SHARED_TOKENS,
+    prefill_counterfactuals,
+    shared_prefix,
+)
 
 SHARED = ("llama", "qwen3", "qwen3_moe", "glm4", "glm4_moe")  # in every layer
 TRUNKS = [tiny.prompt(n, seed=n) for n in (17, 23)]
-RESTS = [(0, 9), (1, 4), (0, 1), (1, 30), (0, 12)]  # the trunk, and how many tokens follow
+RESTS = [(0, 9), (1, 4), (0, 1), (1, 30), (0, 12)]  # the shared_prefix, and how many tokens follow
 
 
 def whole(at: int, count: int) -> list[int]:
@@ -28,7 +32,7 @@ def test_going_on_from_a_beginning_equals_a_prefill_of_all(architecture):
     assert Engine.possible(model).shared == 4
     begun = prefill(model, [Prefix(ids) for ids in TRUNKS])
     rests = [tiny.prompt(count, seed=count) for _, count in RESTS]
-    ours = prefill_on(model, begun, [at for at, _ in RESTS], rests)
+    ours = continue_prefill(model, begun, [at for at, _ in RESTS], rests)
     theirs = prefill(model, [Prefix(whole(*rest)) for rest in RESTS])
     largest = float(theirs.logits.abs().max())
     assert (ours.logits - theirs.logits).abs().max() < 1e-5 * largest
@@ -41,7 +45,7 @@ def test_going_on_from_a_beginning_equals_a_prefill_of_all(architecture):
             torch.testing.assert_close(mine.values[row, :, real], other.values[row, :, real])
     index = torch.tensor([4, 1, 2, 2, 3])
     for share in (True, False):  # and what is decoded after it
-        a, b = (expand(p.state, index, room=3, share=share) for p in (ours, theirs))
+        a, b = (expand(p.state, index, capacity=3, share=share) for p in (ours, theirs))
         for step in range(3):
             token = torch.tensor(tiny.prompt(5, seed=step))
             difference = decode_step(model, a, token) - decode_step(model, b, token)
@@ -49,12 +53,14 @@ def test_going_on_from_a_beginning_equals_a_prefill_of_all(architecture):
 
 
 def test_the_trunk_is_what_all_have_but_for_a_last_token():
-    begun = tuple(range(3, 3 + TRUNK_TOKENS))
-    assert trunk([(*begun, 1, 2), (*begun, 2, 2), (*begun, 1, 1)]) == begun
-    assert trunk([(*begun, 1), begun]) == (), "one token has to follow, and the rest is short"
-    assert trunk([(*begun, 1, 1), (*begun, 1)]) == begun
-    assert trunk([(*begun, 1)]) == (), "nobody else begins so"
-    assert trunk([]) == ()
+    begun = tuple(range(3, 3 + SHARED_TOKENS))
+    assert shared_prefix([(*begun, 1, 2), (*begun, 2, 2), (*begun, 1, 1)]) == begun
+    assert shared_prefix([(*begun, 1), begun]) == (), (
+        "one token has to follow, and the rest is short"
+    )
+    assert shared_prefix([(*begun, 1, 1), (*begun, 1)]) == begun
+    assert shared_prefix([(*begun, 1)]) == (), "nobody else begins so"
+    assert shared_prefix([]) == ()
 
 
 @pytest.mark.parametrize("branched", [True, False])
@@ -63,8 +69,8 @@ def test_turns_after_others_are_scored_as_after_whole_prefills(branched, monkeyp
     monkeypatch.setattr(plan, "CPU", several)
     model = tiny.model("llama")
     contexts = [tuple(whole(*rest)) for rest in RESTS] + [tuple(tiny.prompt(6, seed=1))]
-    trunks = [tuple(TRUNKS[at]) if branched else () for at, _ in RESTS] + [()]
-    groups, order = prefill_others(model, contexts, trunks)
+    prefixes = [tuple(TRUNKS[at]) if branched else () for at, _ in RESTS] + [()]
+    groups, order = prefill_counterfactuals(model, contexts, prefixes)
     assert sorted(order) == list(range(6)) and len(groups) > 2
     turn = tiny.prompt(8, seed=8)
     scored = score_groups(model, groups, [Turn(row, turn) for row in range(6)], [])

@@ -64,6 +64,7 @@ def test_without_pairs_there_is_nothing(labels):
     assert np.isnan(within.value) and count == 0
 
 
+@pytest.mark.slow
 def test_the_interval_covers_where_sources_differ():
     """A source's level moves all its rows; the truth is the mean of many such samples."""
     rng = np.random.default_rng(1)

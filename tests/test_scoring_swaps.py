@@ -7,12 +7,12 @@ import families
 import pytest
 
 from ia_mech.data.conversations import Conversation
-from ia_mech.likelihood.swaps import REACH, Donor, Donors
+from ia_mech.likelihood.swaps import REACH, SwapSource, SwapSources
 
 
-def donor(order: int, tokens: int, **changes) -> Donor:
+def donor(order: int, tokens: int, **changes) -> SwapSource:
     """A donor of a source, a response and a reference of its own, unless told otherwise."""
-    found = Donor(
+    found = SwapSource(
         order=order,
         id=f"c{order}",
         source_id=f"s{order}",
@@ -24,7 +24,7 @@ def donor(order: int, tokens: int, **changes) -> Donor:
     return replace(found, **changes)
 
 
-def crowd(count: int = 60, seed: int = 0) -> list[Donor]:
+def crowd(count: int = 60, seed: int = 0) -> list[SwapSource]:
     """Two datasets, three conversations to a source, lengths that often coincide."""
     chance = random.Random(seed)
     return [
@@ -39,7 +39,7 @@ def crowd(count: int = 60, seed: int = 0) -> list[Donor]:
     ]
 
 
-def nearest(all_of_them: list[Donor], own: Donor) -> list[Donor]:
+def nearest(all_of_them: list[SwapSource], own: SwapSource) -> list[SwapSource]:
     """Everyone who may lend ``own`` a response, the nearest in length first: by sorting."""
     return sorted(
         (
@@ -53,7 +53,7 @@ def nearest(all_of_them: list[Donor], own: Donor) -> list[Donor]:
     )
 
 
-def distances(donors: list[Donor], own: Donor) -> list[int]:
+def distances(donors: list[SwapSource], own: SwapSource) -> list[int]:
     return sorted(abs(d.tokens - own.tokens) for d in donors)
 
 
@@ -63,7 +63,7 @@ def distances(donors: list[Donor], own: Donor) -> list[int]:
 @pytest.mark.parametrize("count", [1, 4])
 def test_lenders_are_of_the_same_dataset_another_source_and_all_differ(count):
     everyone = crowd()
-    donors = Donors(everyone, seed=0)
+    donors = SwapSources(everyone, seed=0)
     for own in everyone:
         found = donors.responses(own.order, count)
         assert len(found) == count
@@ -78,7 +78,9 @@ def test_all_that_can_be_drawn_are_the_nearest_in_length():
     everyone = [donor(order, tokens) for order, tokens in enumerate(range(0, 200, 4))]
     for own in (everyone[0], everyone[20], everyone[-1]):
         wanted = distances(nearest(everyone, own)[: REACH * 2], own)
-        pool = {d for seed in range(60) for d in Donors(everyone, seed).responses(own.order, 2)}
+        pool = {
+            d for seed in range(60) for d in SwapSources(everyone, seed).responses(own.order, 2)
+        }
         assert distances(list(pool), own) == wanted
 
 
@@ -89,14 +91,16 @@ def test_no_one_nearer_than_the_pool_is_passed_over():
     for own in everyone:
         unique = {d.response: d for d in reversed(nearest(everyone, own))}  # the nearest of equals
         wanted = distances(list(unique.values()), own)
-        pool = {d for seed in range(30) for d in Donors(everyone, seed).responses(own.order, 1)}
+        pool = {
+            d for seed in range(30) for d in SwapSources(everyone, seed).responses(own.order, 1)
+        }
         assert distances(list(pool), own) == wanted[:REACH]
 
 
 def test_of_equally_near_lenders_the_earlier_conversations_are_taken():
     around = [donor(order, 10 + (-1) ** order) for order in range(1, 9)]
     everyone = [donor(0, 10), *around]
-    pool = {d.order for seed in range(60) for d in Donors(everyone, seed).responses(0, 1)}
+    pool = {d.order for seed in range(60) for d in SwapSources(everyone, seed).responses(0, 1)}
     assert pool == {1, 2, 3, 4}
 
 
@@ -109,25 +113,25 @@ def test_empty_and_equal_responses_are_not_lent():
         donor(4, 9, response="No."),
         donor(5, 99, response="No. "),
     ]
-    assert [d.order for d in Donors(everyone, 0).responses(0, 4)] == [4]
+    assert [d.order for d in SwapSources(everyone, 0).responses(0, 4)] == [4]
 
 
 @pytest.mark.parametrize("others", range(4))
 def test_fewer_are_lent_where_there_are_fewer(others):
     everyone = [donor(order, order) for order in range(others + 1)]
     everyone += [donor(90, 0, source_id="s0"), donor(91, 0, dataset="maths")]
-    found = Donors(everyone, 0).responses(0, 3)
+    found = SwapSources(everyone, 0).responses(0, 3)
     assert sorted(d.order for d in found) == list(range(1, others + 1))
 
 
 def test_none_are_lent_where_none_are_wanted():
-    assert Donors(crowd(), 0).responses(3, 0) == []
+    assert SwapSources(crowd(), 0).responses(3, 0) == []
 
 
 # -- draws --------------------------------------------------------------------------------------
 
 
-def drawn(donors: Donors, orders) -> list:
+def drawn(donors: SwapSources, orders) -> list:
     return [
         ([d.id for d in lent], donors.reference(order, lent))
         for order in orders
@@ -137,15 +141,15 @@ def drawn(donors: Donors, orders) -> list:
 
 def test_draws_depend_on_neither_the_order_of_conversations_nor_of_questions():
     everyone = crowd()
-    expected = drawn(Donors(everyone, 5), range(60))
+    expected = drawn(SwapSources(everyone, 5), range(60))
     shuffled = random.Random(1).sample(everyone, len(everyone))
-    assert drawn(Donors(shuffled, 5), range(60)) == expected
-    assert drawn(Donors(iter(everyone), 5), range(59, -1, -1))[::-1] == expected
+    assert drawn(SwapSources(shuffled, 5), range(60)) == expected
+    assert drawn(SwapSources(iter(everyone), 5), range(59, -1, -1))[::-1] == expected
 
 
 def test_another_seed_draws_others():
     everyone = crowd()
-    one, other = (drawn(Donors(everyone, seed), range(60)) for seed in (0, 1))
+    one, other = (drawn(SwapSources(everyone, seed), range(60)) for seed in (0, 1))
     differing = sum(a != b for a, b in zip(one, other, strict=True))
     assert differing > 50
 
@@ -153,7 +157,7 @@ def test_another_seed_draws_others():
 def test_conversations_draw_independently():
     """Of twelve near strangers every one lends: no favourite that a shared stream would have."""
     everyone = [donor(order, 7) for order in range(13)]
-    lent = [d.order for order in range(13) for d in Donors(everyone, 0).responses(order, 3)]
+    lent = [d.order for order in range(13) for d in SwapSources(everyone, 0).responses(order, 3)]
     assert len(set(lent)) == 13
     assert max(map(lent.count, lent)) < 13
 
@@ -163,7 +167,7 @@ def test_conversations_draw_independently():
 
 def test_a_reference_is_of_the_same_dataset_and_of_none_that_lent_a_response():
     everyone = crowd()
-    donors = Donors(everyone, 0)
+    donors = SwapSources(everyone, 0)
     for own in everyone:
         besides = donors.responses(own.order, 2)
         found = donors.reference(own.order, besides)
@@ -182,18 +186,18 @@ def test_the_own_reference_and_empty_ones_are_not_lent():
         donor(5, 3, reference="Who?", source_id="s0"),
         donor(6, 3, reference="When?"),
     ]
-    donors = Donors(everyone, 0)
+    donors = SwapSources(everyone, 0)
     assert donors.reference(0).order == 6
     assert donors.reference(0, [everyone[6]]) is None
 
 
 def test_there_is_no_reference_where_nobody_else_has_one():
-    assert Donors([donor(0, 3)], 0).reference(0) is None
+    assert SwapSources([donor(0, 3)], 0).reference(0) is None
 
 
 def test_a_conversation_without_a_reference_may_still_be_lent_one():
     everyone = [donor(0, 3, reference=None), donor(1, 3)]
-    assert Donors(everyone, 0).reference(0).order == 1
+    assert SwapSources(everyone, 0).reference(0).order == 1
 
 
 # -- from conversations -------------------------------------------------------------------------
@@ -216,7 +220,7 @@ def test_given_responses_are_counted_in_tokens_and_written_ones_as_they_were_cou
         (2, conversation("c", None), written),
         (3, conversation("d", None), None),
     ]
-    donors = Donors.of(rows, tokenizer, seed=0)
+    donors = SwapSources.of(rows, tokenizer, seed=0)
     found = {order: donors._all[order] for order in range(4)}
     count = len(tokenizer.tokenize(text))
     assert [(d.response, d.tokens) for d in found.values()] == [
@@ -226,6 +230,6 @@ def test_given_responses_are_counted_in_tokens_and_written_ones_as_they_were_cou
         ("", 0),
     ]
     assert len(tokenizer(text)["input_ids"]) == count + 1
-    assert found[0] == Donor(0, "a", "source of a", "chats", text, count, "And a?")
+    assert found[0] == SwapSource(0, "a", "source of a", "chats", text, count, "And a?")
     assert [d.order for d in donors.responses(1, 4)] == [0]
     assert sorted(d.order for d in donors.responses(3, 4)) in ([0, 1], [0, 2])
