@@ -1,7 +1,7 @@
 """Estimates per condition, how far each is from the unperturbed one, and what follows from it."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -121,40 +121,26 @@ def _references(
 def _displacements(compared: Compared, options: dict) -> Iterator[TidyEstimate]:
     plain = compared.contexts[compared.contexts["condition"] == UNPERTURBED]
     sources = plain["source"].to_numpy()
-    for moved in displacements(compared):
+    for names, distance, relative in displacements(compared):
         for dataset, here in by_dataset(plain):
-            names = {"condition": moved.condition, "layer": moved.layer, "position": moved.position}
             group = Group(sources[here], options, {"dataset": dataset, **names})
-            for quantity, values in ((DISTANCE, moved.distance), (RELATIVE, moved.relative)):
+            for quantity, values in ((DISTANCE, distance), (RELATIVE, relative)):
                 if not np.isnan(values[here]).all():
                     row = group.mean(quantity, values[here])
                     low = float(np.maximum(row.estimate.low, 0))  # of a distance; NaN stays NaN
                     yield replace(row, estimate=replace(row.estimate, low=low))
 
 
-@dataclass(frozen=True)
-class Moved:
-    """One condition at one layer and position.
+def displacements(
+    compared: Compared,
+) -> Iterator[tuple[dict[str, Any], np.ndarray, np.ndarray]]:
+    """How far header states move, for every condition, layer and header position that was kept.
 
-    Attributes:
-        condition, layer, position: where.
-        distance: ``[pairs]`` L2 distance of the perturbed state from the unperturbed one, over the
-            mean distance between unperturbed states of different sources of the pair's dataset; NaN
-            where there is no state, or no other source.
-        relative: ``[pairs]`` the same distance over the norm of the unperturbed state.
-    """
-
-    condition: str
-    layer: int
-    position: str
-    distance: np.ndarray
-    relative: np.ndarray
-
-
-def displacements(compared: Compared) -> Iterator[Moved]:
-    """Every condition at every layer and header position that all runs kept.
-
-    ``[pairs]`` are the unperturbed contexts, in the order of ``compared.contexts``.
+    Yields:
+        ``condition``, ``layer`` and ``position``; ``[pairs]`` L2 distance of the perturbed state
+        from the unperturbed one, over :func:`typical_distance`; ``[pairs]`` the same over the norm
+        of the unperturbed state. Pairs are the unperturbed contexts, in the order of
+        ``compared.contexts``; NaN where there is no state, or no other source.
     """
     runs = {str(run.path): run for run in (*compared.base.runs, compared.run)}
     contexts = compared.contexts
@@ -172,7 +158,8 @@ def displacements(compared: Compared) -> Iterator[Moved]:
             norm = np.linalg.norm(before, axis=1)
             for condition, rows in of.items():
                 moved = np.linalg.norm(_states(runs, rows, layer, position) - before, axis=1)
-                yield Moved(condition, layer, position, moved / scale, moved / norm)
+                names = {"condition": condition, "layer": layer, "position": position}
+                yield names, moved / scale, moved / norm
 
 
 def _states(runs: dict[str, Run], rows, layer: int, position: str) -> np.ndarray:

@@ -34,11 +34,6 @@ class Base:
     grid: Grid
     contexts: pd.DataFrame
 
-    @property
-    def shared(self) -> dict:
-        """The settings that all runs share, and so do the perturbed contexts."""
-        return {name: self.runs[0].config[name] for name in SHARED}
-
 
 def read_base(
     runs: list[Run],

@@ -10,7 +10,7 @@ from typing import Any
 import pandas as pd
 
 from experiments.perturbations.conditions import SWAP, perturbed
-from experiments.perturbations.read import Base
+from experiments.perturbations.read import SHARED, Base
 from ia_mech.chat.format import ChatFormat
 from ia_mech.chat.headers import rendered
 from ia_mech.collect.config import SampleConfig
@@ -150,7 +150,7 @@ def config_of(base: Base, file: Path, positions: tuple[str, ...]) -> SampleConfi
         batch_rows=first["batch_rows"],
         engine=first.get("engine", "portable"),  # older runs had no choice
         swaps=0,
-        **base.shared,
+        **{name: first[name] for name in SHARED},
     )
 
 

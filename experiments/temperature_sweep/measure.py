@@ -64,14 +64,10 @@ def first_token(
     lens: Lens | None,
     advance: Callable[[], None] = lambda: None,
 ) -> FirstToken:
-    """Curves of every context, from stored header logits or by the lens.
+    """Curves of every context at temperatures above 0, from stored header logits or by the lens.
 
-    Args:
-        sweep: the runs.
-        openings: what opened turns of either kind.
-        temperatures: above 0.
-        lens: of the model; needed for runs that don't have all header logits (:func:`check`).
-        advance: called after each run.
+    The lens is needed for runs without all header logits (:func:`check`); ``advance`` is called
+    after each run.
     """
     temperatures = sorted(set(temperatures))
     names = ("entropy", "turn_end", "variation", "genuine", "restated")
@@ -125,12 +121,9 @@ def check(run: Run, lens: Lens | None, temperatures: Sequence[float]) -> None:
 def header_logits(
     run: Run, contexts: Sequence[int], lens: Lens | None
 ) -> Iterator[tuple[slice, Tensor]]:
-    """Logits at ``header_last`` a chunk of contexts at a time.
+    """Logits at ``header_last`` of some rows of ``run.contexts``, a chunk at a time.
 
-    Args:
-        run: a run that passes :func:`check`.
-        contexts: rows of ``run.contexts``.
-        lens: for a run that doesn't have them stored: the last layer gives them exactly.
+    The run passes :func:`check`. Where they aren't stored the last layer gives them exactly.
 
     Yields:
         Which of the contexts, and their logits ``[chunk, vocab]`` float32, up to a constant each.
@@ -227,14 +220,9 @@ def lens_curves(
     positions: Sequence[str] | None = None,
     advance: Callable[[], None] = lambda: None,
 ) -> LensCurves:
-    """Read every layer at every stored position through the final norm and the unembedding.
+    """Read every layer at the positions (None: all kept) through final norm and unembedding.
 
-    Args:
-        sweep: the runs.
-        openings: what opened turns of either kind.
-        lens: of the model.
-        positions: which; None is all that some run has kept.
-        advance: called after each layer and position of a run.
+    ``advance`` is called after each layer and position of a run.
 
     Raises:
         UserError: a position that no run has kept.
@@ -285,12 +273,9 @@ def positions_of(sweep: Sweep, wanted: Sequence[str] | None = None) -> list[str]
 
 
 def log_probs(lens: Lens, residual: Tensor, ids: np.ndarray) -> np.ndarray:
-    """Log-probabilities ``[contexts, tokens]`` of some tokens, float64, in nats.
+    """Log-probabilities ``[contexts, tokens]`` of the tokens with these ids, float64, in nats.
 
-    Args:
-        lens: of the model.
-        residual: ``[contexts, d_model]`` of any layer, before the final norm; NaN gives NaN.
-        ids: ``[tokens]`` ids.
+    ``residual`` is ``[contexts, d_model]`` of any layer, before the final norm; NaN gives NaN.
     """
     slices = [part.logsumexp(-1) for part in lens.logits_in_slices(residual)]
     total = torch.stack(slices).logsumexp(0)
@@ -319,13 +304,9 @@ def compared(log_p: np.ndarray, greedy: np.ndarray, weights: np.ndarray) -> np.n
 def overtaking(greedy: np.ndarray, rival: np.ndarray) -> np.ndarray:
     """From which layer on greedy's opening stays above its rival, to the last layer.
 
-    Args:
-        greedy: ``[contexts, layers, positions]`` log-probabilities.
-        rival: the same of what it is compared with.
-
-    Returns:
-        ``[contexts, positions]``: the layer's place from 0; infinite if it isn't above at the last
-        layer, NaN where a layer has no value.
+    Both are ``[contexts, layers, positions]`` log-probabilities. The result is ``[contexts,
+    positions]``: the layer's place from 0; infinite if it isn't above at the last layer, NaN where
+    a layer has no value.
     """
     ahead = greedy > rival
     for_good = np.flip(np.logical_and.accumulate(np.flip(ahead, 1), axis=1), 1)
@@ -521,10 +502,5 @@ def _references(sweep: Sweep, notes: list[str]) -> References | None:
     kept = (plain & ~frame.duplicated(["source", "context_id", "text"])).to_numpy()
     if not kept.any():
         return None
-    return References(
-        frame[kept].reset_index(drop=True),
-        found.temperatures,
-        found.curve[kept],
-        found.columns,
-        found.closed,
-    )
+    frame = frame[kept].reset_index(drop=True)
+    return replace(found, frame=frame, curve=found.curve[kept])
