@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
@@ -169,11 +170,28 @@ def test_generations_that_say_nothing_are_noted(sampled, plain):
     unscored = read([sampled(scored.CONVERSATIONS[:3])])
     assert unscored.generations.empty
     assert unscored.notes[-1] == (
-        "generations were not scored after other responses: sample with --score-generations"
+        "generations were not scored after other responses: sample with --contrasts "
+        "--score-generations"
     )
     run = sampled(scored.CONVERSATIONS[:3], swaps=0, score_generations=True)
     rows = estimates(read([run]), resamples=100)
     assert set(rows[rows["quantity"] == "generations' contrast, bits"]["of"]) == {"empty", "header"}
+
+
+def test_runs_without_contrasts_have_likelihoods_and_a_note(copied):
+    run = copied()
+    record = json.loads((run.path / "run.json").read_text())
+    record["identity"]["config"]["contrasts"] = False
+    (run.path / "run.json").write_text(json.dumps(record))
+    scores = read([Run.open(run.path)])
+    plain = scores.candidates[scores.candidates["name"] == "reference"]
+    plain = plain.assign(**dict.fromkeys([*CONTRASTS], NAN))
+    alone = replace(scores, candidates=plain, generations=scores.generations[:0])
+    found = estimates(alone, resamples=100)
+    assert not found["quantity"].str.contains("contrast, bits|beats|likeliest after").any()
+    assert found.loc[found["quantity"] == "log p", "value"].notna().all()
+    assert scores.notes[0].startswith("no contrasts and rivals: they are scored where sampling has")
+    assert not any("--swaps" in note or "no control" in note for note in scores.notes)
 
 
 def test_one_of_several_judges_is_chosen_and_must_be_there(copied, sampled):

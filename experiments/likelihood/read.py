@@ -145,7 +145,11 @@ def _notes(runs: list[Run], references: pd.DataFrame, candidates: pd.DataFrame) 
             f"responses of {', '.join(written)} are the model's own: what users really said "
             "answered other ones."
         )
-    swaps = {str(run.path): run.config["swaps"] for run in runs}
+    # Older runs have no such setting: they always scored contrasts.
+    contrasts = {str(run.path): run.config.get("contrasts", True) for run in runs}
+    swaps = {str(run.path): run.config["swaps"] * contrasts[str(run.path)] for run in runs}
+    if not any(contrasts.values()):
+        notes.append("no contrasts and rivals: they are scored where sampling has --contrasts.")
     found = references["swapped_from"].map(lambda ids: 0 if ids is None else len(ids))
     fewer = int((found < references["run"].map(swaps)).sum())
     if fewer:
@@ -154,7 +158,8 @@ def _notes(runs: list[Run], references: pd.DataFrame, candidates: pd.DataFrame) 
             "their datasets hold no more."
         )
     controlled = set(candidates.loc[candidates["name"] == CONTROL, "dataset"])
-    without = sorted(set(references["dataset"]) - controlled)
+    scored = references[references["run"].map(contrasts)]
+    without = sorted(set(scored["dataset"]) - controlled)
     if without:
         notes.append(
             f"no control in {', '.join(without)}: all other follow-ups are of conversations whose "
@@ -198,7 +203,8 @@ def _generations(
     scored = pooled[pooled[contrasts].notna().any(axis=1)].reset_index(drop=True)
     if scored.empty:
         notes.append(
-            "generations were not scored after other responses: sample with --score-generations"
+            "generations were not scored after other responses: sample with --contrasts "
+            "--score-generations"
         )
         return scored, None
     if judge is None and not all(run.labels.judges for run in runs):
