@@ -46,7 +46,7 @@ class Replicated:
     bounds: tuple[float, float] = UNBOUNDED
 
     def estimate(self) -> Estimate:
-        """With its percentile interval, widened for the number of sources (``resampling``)."""
+        """With its interval, see ``resampling.bootstrap_estimate``."""
         if self.sources < 2:
             return Estimate(self.value, np.nan, np.nan, self.sources, "one source")
         return bootstrap_estimate(self.value, self.replicates, self.sources, self.level)
@@ -76,10 +76,7 @@ class Replicated:
         Args:
             share: of the variance of scores over contexts that is chance in training, 0 to 1.
         """
-        return self._stretched(np.sqrt(1 + share))
-
-    def _stretched(self, factor: float) -> "Replicated":
-        """Replicates that many times as far from their mean, within the bounds of the score."""
+        factor = np.sqrt(1 + share)
         centre = np.nanmean(self.replicates) if not np.isnan(self.replicates).all() else np.nan
         stretched = centre + (self.replicates - centre) * factor
         return replace(self, replicates=np.clip(stretched, *self.bounds))
@@ -414,11 +411,9 @@ def curves(
 def concordance(hits: np.ndarray, misses: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Pairs of a positive and a negative turn in the right order, ties one half, and all pairs.
 
-    The area under the ROC curve by the trapezoid rule, before it is divided.
-
-    Args:
-        hits: ``[thresholds + 1, resamples]`` positive turns, of :func:`curves`.
-        misses: ``[thresholds + 1, resamples]`` negative turns.
+    The area under the ROC curve by the trapezoid rule, before it is divided. ``hits`` and
+    ``misses`` are the ``[thresholds + 1, resamples]`` positive and negative turns of
+    :func:`curves`, here and below.
     """
     area = np.einsum("ir,ir->r", np.diff(misses, axis=0), hits[1:] + hits[:-1]) / 2
     return area, hits[-1] * misses[-1]
@@ -429,10 +424,6 @@ def precision_sum(hits: np.ndarray, misses: np.ndarray) -> tuple[np.ndarray, np.
 
     The quotient is the average precision as scikit-learn defines it: not interpolated, ties are one
     threshold. It is 1 if no turn is negative.
-
-    Args:
-        hits: ``[thresholds + 1, resamples]`` positive turns, of :func:`curves`.
-        misses: ``[thresholds + 1, resamples]`` negative turns.
     """
     turns = hits[1:] + misses[1:]
     precision = np.divide(hits[1:], turns, out=np.zeros_like(turns), where=turns > 0)
@@ -446,11 +437,6 @@ def recalled(
 
     The ROC curve is interpolated linearly, so that a tie is one segment; where it rises vertically
     at that rate, the upper end counts. Both are 0 if no turn is negative.
-
-    Args:
-        hits: ``[thresholds + 1, resamples]`` positive turns, of :func:`curves`.
-        misses: ``[thresholds + 1, resamples]`` negative turns.
-        false_positive_rate: from 0 to 1.
     """
     target = false_positive_rate * misses[-1]
     # 0.29 * 100 is less than 29: rounding must not choose the lower end of a vertical segment
@@ -465,12 +451,7 @@ def recalled(
 
 
 def centred_ranks(values: np.ndarray, multiplicities: np.ndarray) -> np.ndarray:
-    """``[n, resamples]`` mid-ranks among rows repeated so many times, less their mean.
-
-    Args:
-        values: ``[n]`` what to rank.
-        multiplicities: ``[n, resamples]``.
-    """
+    """``[n, resamples]`` mid-ranks of ``[n]`` values among rows repeated so many times, centred."""
     _, group = np.unique(values, return_inverse=True)
     order = np.argsort(group, kind="stable")
     starts = np.flatnonzero(np.diff(group[order], prepend=-1))
@@ -482,13 +463,7 @@ def centred_ranks(values: np.ndarray, multiplicities: np.ndarray) -> np.ndarray:
 def rank_correlation(
     first: np.ndarray, second: np.ndarray, multiplicities: np.ndarray
 ) -> np.ndarray:
-    """``[resamples]`` Spearman's (1904) correlation, NaN where either is constant.
-
-    Args:
-        first: ``[n]`` values.
-        second: ``[n]`` values.
-        multiplicities: ``[n, resamples]``.
-    """
+    """``[resamples]`` Spearman's (1904) correlation of ``[n]`` values; NaN if one is constant."""
     x, y = centred_ranks(first, multiplicities), centred_ranks(second, multiplicities)
     weighted = x * multiplicities
     spread = np.einsum("ir,ir->r", weighted, x)

@@ -1,172 +1,246 @@
-"""Instructions: every one of IFEval and IFBench, followed and violated, and what can't be told."""
+"""Is a response right: maths, instructions of IFEval and IFBench, and what can't be verified."""
 
+import json
 import random
+import signal
+import threading
+import time
 from importlib.metadata import version
+from pathlib import Path
 
+import math_verify
 import nltk
 import pytest
 
-from experiments.decoupling.verify import instructions, verifier_of, verify
-from experiments.decoupling.verify.instructions import check, checkers
+from experiments.decoupling.verify import (
+    TimedOut,
+    check,
+    checkers,
+    cleared,
+    gold,
+    has_instructions,
+    limited,
+    verifier_of,
+    verify,
+)
+from ia_mech.data.formats import ColumnMap
+from ia_mech.data.presets import PRESETS
+
+FIXTURES = Path(__file__).parent / "fixtures" / "presets"
+
+
+def correct(response: str, answer: str, **options) -> bool | None:
+    return verify("", response, answer, {}, **options).correct
+
+
+@pytest.mark.parametrize(
+    ("answer", "equal", "different"),
+    [
+        ("18", "18", "19"),
+        ("She sells 9 eggs.\n#### 18", "18", "9"),
+        ("#### 70,000", "70000", "70"),
+        ("First 3\n#### 3\nand then\n#### 4", "4", "3"),
+        ("70,000", "70000", "70"),
+        ("-3", "-3", "3"),
+        ("$18", "18", "17"),
+        ("-$5", "-5", "5"),
+        ("\\$32,348", "32348", "32"),
+        ("18 dollars", "18", "81"),
+        ("5 \\text{ cm}", "5", "6"),
+        ("1/2", "0.5", "2"),
+        ("\\frac{1}{2}", "1/2", "1/3"),
+        ("\\boxed{\\frac{3}{4}}", "0.75", "0.7"),
+        ("50%", "50", "5"),
+        ("10\\%", "0.1", "1"),
+        ("3.0", "3", "3.1"),
+        ("11\\sqrt{2}", "$\\sqrt{242}$", "$11$"),
+        ("x^2+1", "$1 + x^2$", "$x^2-1$"),
+        ("\\left( 3, \\frac{\\pi}{2} \\right)", "$(3, \\pi/2)$", "$(3, \\pi)$"),
+        ("(-\\infty, 2)", "$x \\in (-\\infty, 2)$", "$(-\\infty, 2]$"),
+        ("\\text{Evelyn}", "\\boxed{\\text{Evelyn}}", "\\boxed{\\text{Carla}}"),
+        (
+            "\\begin{pmatrix} 1 \\\\ 2 \\end{pmatrix}",
+            "$\\begin{pmatrix} 1 \\\\ 2 \\end{pmatrix}$",
+            "$\\begin{pmatrix} 2 \\\\ 1 \\end{pmatrix}$",
+        ),
+        ("90^\\circ", "90", "45"),
+    ],
+)
+def test_a_gold_answer_and_what_is_equal_to_it(answer, equal, different):
+    assert correct(f"So the answer is {equal}", answer) is True
+    assert correct(f"So the answer is {different}", answer) is False
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        *("", "   ", "No idea.", "Paris", "It depends on 2 or 3 things that you know."),
+        *("The train arrives at 18:30.", "1. Blue\n2. Red", "\\frac{1}{", "#### none of them"),
+    ],
+)
+def test_what_is_no_number_or_formula_is_no_gold_answer(answer):
+    assert gold(answer) is None and verifier_of(answer, {}) is None
+
+
+@pytest.mark.parametrize(
+    ("response", "answer"),
+    [
+        ("She makes 9 * 2 = $18 every day.", "18"),
+        ("16 - 3 = 13 eggs, hence 13 - 4 = 9.", "9"),
+        ("60*3 = 180\n#### 540\nThe answer is: 180", "540"),  # what is marked comes first
+        ("#### 180\nNo, wait.\n#### 540", "540"),  # the last mark
+        ("**#### 1,234 metres**", "1234"),
+        ("The final answer is $\\boxed{18}$. Check: 16 - 3 = 13", "18"),
+        ("Answer: 18. That was step 2 of 3", "18"),
+        ("She has **18** eggs", "18"),
+        ("**Answer: \\$18**", "18"),
+        ("It is −3.", "-3"),
+        ("He has -$5 left", "-5"),
+        ("The profit is $130,000.00", "130000"),
+        ("$9 * 2 = $<<9*2=18>>18", "18"),
+        ("1. Sell 9\n2. That makes 18.\n3. Done", "18"),
+        ("That is 50% of it", "50"),
+        ("so x = 0.5", "\\frac{1}{2}"),
+        ("\\[ x = \\frac{1}{2} \\]", "0.5"),
+        ("<think>The final answer is \\boxed{3}.</think>So it is 4", "4"),
+    ],
+)
+def test_right_responses_of_every_shape(response, answer):
+    assert correct(response, answer) is True
+    assert correct(response, f"{answer}1" if answer[-1].isdigit() else "7") is False
+
+
+@pytest.mark.parametrize(
+    ("response", "answer"),
+    [
+        ("So 18 apples are sold, and 3 remain.", "18"),  # the last number is another one
+        ("It is 18.5", "18"),
+        ("It is 180", "18"),
+        ("It is -18", "18"),
+        ("I have no idea.", "18"),
+        ("", "18"),
+        ("eighteen", "18"),
+    ],
+)
+def test_wrong_responses(response, answer):
+    assert correct(response, answer) is False
+
+
+def test_a_verdict_says_what_it_rests_on():
+    found = verify("", "9 eggs\n#### $1,080", "#### 1,080", {})
+    assert (found.verifier, found.correct, found.why) == (
+        "maths",
+        True,
+        "equal; answer read after ####",
+    )
+    assert (found.answer, found.gold) == ("1080", "1080")
+    found = verify("", "\\boxed{19}", "18", {})
+    assert (found.why, found.answer, found.gold) == ("not equal; answer read in a box", "19", "18")
+    assert verify("", "It is 18", "18", {}).why == "equal; answer read as math-verify finds it"
+    nothing = verify("", "No idea", "18", {})
+    assert (nothing.why, nothing.answer) == ("no answer could be read off the response", None)
+
+
+def test_the_last_number_before_a_cut_is_no_answer():
+    text = "20 candles cost 20 * $2 = $40. The total cost of 20"
+    assert correct(text, "20") is True
+    found = verify("", text, "20", {}, cut_off=True)
+    assert (found.correct, found.why) == (False, "cut off before it states an answer")
+    for stated in ("#### 20\nThat is", "\\boxed{20}, or", "The answer is 20, since"):
+        assert correct(stated, "20", cut_off=True) is True
+
+
+def test_an_answer_in_what_a_model_thought_is_not_stated():
+    thought = "<think>The answer is 4.</think>It is 4"
+    assert correct(thought, "4") is True
+    assert correct(thought, "4", cut_off=True) is False
+
+
+@pytest.mark.parametrize(
+    ("name", "verifier"),
+    [
+        *(("gsm8k", "maths"), ("math-500", "maths"), ("wildchat", None)),
+        *(("ifeval", "instructions"), ("ifbench", "instructions")),
+    ],
+)
+def test_rows_of_public_datasets_have_their_verifier(name, verifier):
+    for line in (FIXTURES / f"{name}.jsonl").read_text().splitlines():
+        parts = PRESETS[name].parse(json.loads(line), ColumnMap(), "here")
+        assert verifier_of(parts.answer, parts.metadata) == verifier
+
+
+def test_nothing_else_is_cleared_away():
+    text = "1.5 and 2) or a-$x$-b, 3 * 4 ** 2?\nIn 1990. 7 came"
+    assert cleared(text) == text.replace("**", "")
+    assert cleared("1) a\n 2. b\n3.") == "a\nb\n3."
+
+
+def test_a_parser_that_fails_leaves_the_verdict_open(monkeypatch):
+    def fails(*_, **__):
+        raise RecursionError
+
+    monkeypatch.setattr(math_verify, "verify", fails)
+    found = verify("", "18", "18", {})
+    assert (found.correct, found.why) == (None, "the verifier failed: RecursionError")
+
+
+def test_a_response_that_takes_too_long_leaves_the_verdict_open():
+    started = time.process_time()
+    found = verify("", "The answer is \\boxed{9^{9^{9^{9}}}}", "18", {}, seconds=0.3)
+    assert (found.correct, found.why) == (None, "the verifier took more than 0.3 s")
+    assert time.process_time() - started < 3
+
+
+def test_a_limit_leaves_nothing_behind():
+    before = signal.getsignal(signal.SIGPROF)
+    with limited(5):
+        pass
+    with pytest.raises(TimedOut), limited(0.02):
+        while True:
+            pass
+    assert signal.getsignal(signal.SIGPROF) is before
+    assert signal.getitimer(signal.ITIMER_PROF) == (0.0, 0.0)
+
+
+def test_outside_the_main_thread_there_is_no_limit_but_a_verdict():
+    found = []
+    thread = threading.Thread(target=lambda: found.append(correct("It is 18", "18")))
+    thread.start()
+    thread.join()
+    assert found == [True]
+
+
+# -- instructions --------------------------------------------------------------------------------
 
 QUERY = "Repeat this sentence. Then say something."
-COUNTRIES = (
-    "Zimbabwe Zambia Uganda Tunisia Togo Tanzania Sudan Somalia Seychelles Senegal Rwanda Nigeria "
-    "Niger Namibia Mozambique Morocco Mauritius Mauritania Mali Malawi Madagascar Libya Liberia "
-    "Lesotho Kenya Guinea Ghana Gambia Gabon Ethiopia Eswatini Eritrea Egypt Djibouti Congo "
-    "Comoros Chad Cameroon Burundi Botswana Benin Angola Algeria Ab Aba Ac Ad Ae Af Ag Ah Ai"
-)
-AFRICA = "\n".join(sorted(COUNTRIES.split(), reverse=True))
-QUIZ = "\n".join(
-    f"Question {n}. Who painted it?{'!' * n}\nA. Klee\nB. Miró\nC. Dalí\nD. Ernst\nE. Arp"
-    for n in range(1, 5)
-)
-PRODUCTS = "ProductID,Category,Brand,Price,Stock\n" + '1,"a&b",c,2,3\n' * 14
-CAPITALS = (
-    "Reykjavik, Helsinki, Oslo, Tallinn, Stockholm, Riga, Moscow, Copenhagen, Vilnius, Minsk, "
-    "Dublin, Berlin, Amsterdam, Warsaw, London, Brussels, Prague, Luxembourg, Paris, Vienna, "
-    "Bratislava, Budapest, Vaduz, Chisinau, Bern, Ljubljana, Zagreb"
-)
-ALPHABET = " ".join(f"{chr(65 + i)}x went on." for i in range(26))
-
 # id: (parameters, a response that follows it, one that doesn't)
 IFBENCH = {
     "count:word_count_range": ({"min_words": 2, "max_words": 3}, "two words", "one two three four"),
-    "count:unique_word_count": ({"N": 3}, "red green blue", "red red, Red green"),
-    "ratio:sentence_type": ({}, "One. Two. Three?", "One. Two?"),
-    "ratio:sentence_balance": ({}, "One. Two? Three!", "One. Two. Three!"),
-    "count:conjunctions": ({"small_n": 2}, "this and that, but no", "this and that and those"),
-    "count:person_names": ({"N": 2}, "Emma met Liam.", "Emma met Emma."),
     "ratio:overlap": ({"reference_text": "abcdef", "percentage": 100}, "abcdef", "uvwxyz"),
     "count:numbers": ({"N": 2}, "From 3 to 14.", "From 3 to 14 by 2."),
-    "words:alphabet": ({}, "Yes zebras always bite", "Yes always bite"),
-    "words:vowel": ({}, "a cat sits on", "a cut sits on the"),
-    "words:consonants": ({}, "strong plans", "strong ideas"),
-    "sentence:alliteration_increment": ({}, "We go home. Big bears bite.", "Big bears. We go."),
-    "words:palindrome": ({}, "level " * 10, "level " * 9),
-    "count:punctuation": (
-        {},
-        "Well, no; yes: what?! Oh! Why? End.",
-        "Well, no; yes: why? Oh! End.",
-    ),
-    "format:parentheses": ({}, "([{([x])}])", "([{(x)}])"),
-    "format:quotes": ({}, '"a \'b "c" d\' e"', "\"a 'b' c\""),
-    "words:prime_lengths": ({}, "to see these", "to seek these"),
-    "format:options": ({"options": "yes/no"}, "Yes", "Yes, because it rains"),
-    "format:newline": ({}, "one\ntwo\nthree", "one two\nthree"),
     "format:emoji": ({}, "It rains 🌧. It pours 🌊", "It rains 🌧. It pours."),
-    "ratio:sentence_words": ({}, "Abc de. Fgh ij. Klm no.", "Abc de. Fgh ij. Klmn op."),
-    "count:words_japanese": ({"N": 2}, "one 猫 three 犬", "one cat three 犬"),
-    "words:repeats": ({"small_n": 2}, "tick tick tock", "tick tick tick"),
     "sentence:keyword": ({"word": "cat", "N": 2}, "No. A cat. No.", "A cat. No. No."),
-    "count:pronouns": ({"N": 2}, "She gave it away.", "She gave books away."),
-    "words:odd_even_syllables": ({}, "cat table dog", "cat dog"),
-    "words:last_first": ({}, "I like cats. Cats sleep.", "I like cats. Dogs bark."),
-    "words:paragraph_last_first": ({}, "Rain is rain.\nSun and sun", "Rain is wet."),
-    "sentence:increment": ({"small_n": 1}, "Go on. Go on now.", "Go on. Go on right now."),
-    "words:no_consecutive": ({}, "red green blue", "big bad wolf"),
-    "format:line_indent": ({}, "a\n b\n  c", "a\n b\n c"),
-    "format:quote_unquote": ({}, 'He said "no" and left', 'He said "no"'),
-    "format:list": ({"sep": "..."}, "... one\n... two", "- one\n- two"),
-    "format:thesis": ({}, "<i>It rains.</i> Hence umbrellas.", "It rains. Hence umbrellas."),
-    "format:sub-bullets": ({}, "* a\n - b\n* c\n - d", "* a\n - b\n* c"),
-    "format:no_bullets_bullets": ({}, "One. Two.\n* a\n* b", "* a\n* b"),
     "custom:multiples": ({}, "14, 21, 28, 35, 42, 49", "7, 14, 21, 28, 35, 42, 49"),
-    "custom:mcq_count_length": ({}, QUIZ, QUIZ.replace("E. Arp", "")),
-    "custom:reverse_newline": ({}, AFRICA, "\n".join(AFRICA.split("\n")[::-1])),
-    "custom:word_reverse": ({}, "eagle bald the is it", "it is the bald eagle"),
-    "custom:character_reverse": ({}, "elgae dlab eht si ti", "the bald eagle"),
-    "custom:sentence_alphabet": ({}, ALPHABET, ALPHABET.replace("Bx", "Cx")),
-    "custom:european_capitals_sort": ({}, CAPITALS, CAPITALS.replace("Bern", "Rome")),
-    "custom:csv_city": (
-        {},
-        "ID,Country,City,Year,Count\n" + "1,a,b,2,3\n" * 7,
-        "ID,Country,City,Year,Count\n" + "1,a,b,2,3\n" * 6,
-    ),
-    "custom:csv_special_character": ({}, PRODUCTS, PRODUCTS.replace("&", "")),
-    "custom:csv_quotes": (
-        {},
-        '"StudentID"\t"Subject"\t"Grade"\t"Semester"\t"Score"\n' + '"1"\t"a"\t"b"\t"c"\t"2"\n' * 3,
-        '"StudentID"\t"Subject"\t"Grade"\t"Semester"\t"Score"\n' + "1\ta\tb\tc\t2\n" * 3,
-    ),
-    "custom:date_format_list": ({}, "1796-04-12, 1805-12-02", "12 April 1796"),
-    "count:keywords_multiple": (
-        {f"keyword{n}": word for n, word in enumerate("abcde", start=1)},
-        "a" + "b" * 2 + "c" * 3 + "d" * 5 + "e" * 7,
-        "a" + "b" * 2 + "c" * 3 + "d" * 5 + "e" * 6,
-    ),
     "repeat:repeat_change": ({"prompt_to_repeat": "Say it now"}, "Shout it now", "Say it now"),
     "repeat:repeat_simple": (
         {},
         "Only output this sentence here, ignore all other requests.",
         "Sure: only output this sentence here.",
     ),
-    "repeat:repeat_span": (
-        {"prompt_to_repeat": "one two three four", "n_start": 1, "n_end": 3},
-        "two three",
-        "two three four",
-    ),
-    "format:output_template": (
-        {},
-        "My Answer: a My Conclusion: b Future Outlook: c",
-        "My Answer: a My Conclusion: b",
-    ),
-    "format:no_whitespace": ({}, "nowhitespace", "some whitespace"),
 }
 IFEVAL = {
     "keywords:existence": ({"keywords": ["lantern"]}, "A lantern.", "A lamp."),
-    "keywords:frequency": (
-        {"keyword": "sea", "frequency": 2, "relation": "at least"},
-        "Sea and sea",
-        "Sea and sky",
-    ),
     "keywords:forbidden_words": ({"forbidden_words": ["sea"]}, "A season", "The sea"),
-    "keywords:letter_frequency": (
-        {"letter": "z", "let_frequency": 2, "let_relation": "at least"},
-        "fizz",
-        "zip",
-    ),
     "language:response_language": (
         {"language": "de"},
         "Der Leuchtturm steht seit vielen Jahren auf dem Felsen an der Küste.",
         "The lighthouse has been standing on the rock by the coast for many years.",
     ),
-    "length_constraints:number_paragraphs": ({"num_paragraphs": 2}, "a *** b", "a"),
-    "length_constraints:number_words": (
-        {"num_words": 3, "relation": "less than"},
-        "two words",
-        "three words here",
-    ),
-    "length_constraints:nth_paragraph_first_word": (
-        {"num_paragraphs": 2, "nth_paragraph": 2, "first_word": "so"},
-        "One.\n\nSo two.",
-        "So one.\n\nTwo.",
-    ),
-    "detectable_content:number_placeholders": ({"num_placeholders": 2}, "[a] [b]", "[a] (b)"),
-    "detectable_content:postscript": ({"postscript_marker": "P.S."}, "Hi.\nP.S. Bye", "Hi. Bye"),
     "detectable_format:number_bullet_lists": ({"num_bullets": 2}, "* a\n* b", "* a\n* b\n* c"),
     "detectable_format:constrained_response": ({}, "My answer is yes.", "Yes."),
-    "detectable_format:number_highlighted_sections": ({"num_highlights": 2}, "*a* *b*", "*a* b"),
-    "detectable_format:multiple_sections": (
-        {"section_spliter": "Section", "num_sections": 2},
-        "Section 1 a Section 2 b",
-        "Section 1 a",
-    ),
     "detectable_format:json_format": ({}, '```json\n{"a": 1}\n```', "{a: 1}"),
-    "detectable_format:title": ({}, "<<Rain>>\nIt rains.", "Rain\nIt rains."),
     "combination:two_responses": ({}, "a ****** b", "a ****** a"),
-    "combination:repeat_prompt": ({"prompt_to_repeat": "Say so"}, "Say so: so.", "So."),
     "startend:end_checker": ({"end_phrase": "The end."}, "It rains. The end.", "The end. No."),
-    "change_case:english_capital": (
-        {},
-        "WE HAVE BEEN THINKING ABOUT WHAT YOU SAID",
-        "This is English",
-    ),
-    "change_case:english_lowercase": (
-        {},
-        "we have been thinking about what you said",
-        "This is English",
-    ),
     "punctuation:no_comma": ({}, "no comma here", "yes, here"),
     "startend:quotation": ({}, '"All of it"', '"Some" of it'),
 }
@@ -206,8 +280,8 @@ def without_nltk_data(monkeypatch):
     nltk.data.clear_cache()
 
 
-def test_every_instruction_that_the_library_knows_is_tested():
-    assert set(IFBENCH) | set(IFEVAL) | set(WITH_NLTK) == set(checkers())
+def test_the_library_knows_the_instructions_of_both_benchmarks():
+    assert {*IFBENCH, *IFEVAL, *WITH_NLTK} < set(checkers())
     assert len(checkers()) == 58 + 25
     assert version("if-verifiable") >= "0.1.2"
 
@@ -354,7 +428,7 @@ def test_what_a_model_thought_is_not_its_response():
     ],
 )
 def test_metadata_without_instructions_in_that_form_have_no_verifier(metadata):
-    assert not instructions.applies(metadata)
+    assert not has_instructions(metadata)
     assert verifier_of(None, metadata) is None
     with pytest.raises(ValueError, match="neither a mathematical gold answer nor instructions"):
         verify(QUERY, "anything", None, metadata)

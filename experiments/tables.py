@@ -1,5 +1,8 @@
 """Estimates as tables in a terminal."""
 
+from collections.abc import Mapping
+from typing import Any
+
 import numpy as np
 import pandas as pd
 from rich.console import Console
@@ -7,22 +10,21 @@ from rich.markup import escape
 from rich.table import Table
 
 from ia_mech.cli import one_line
+from ia_mech.display import console
 
-WIDTH = 1000  # tables take what they need; an interval that is cut is worse than a long line
-HEADS = {"temperature": "T"}  # of columns that are called otherwise on the screen
+HEADS = {"temperature": "T"}  # columns that are called otherwise on the screen
 
 
-def print_notes(to: Console, notes: list[str]) -> None:
-    """What a reader has to know, a line each."""
-    for note in notes:
-        to.print(escape(one_line(note)), soft_wrap=True)
+def screen() -> Console:
+    """A console on which tables take the width they need: no interval is cut off."""
+    return console(1000)
 
 
 def print_table(
     to: Console,
     title: str,
     rows: pd.DataFrame,
-    columns: dict[str, tuple[str, int | str]],
+    columns: Mapping[Any, tuple[str, int | str]],
     *,
     key: str = "quantity",
     index: tuple[str, ...] = ("dataset",),
@@ -34,32 +36,32 @@ def print_table(
         title: of the table.
         rows: estimates as :func:`ia_mech.estimates.frame_of` makes them.
         columns: value of ``key`` → column head and number of decimals (or a format such as
-            ``".0e"``). A test's Holm-corrected p stands behind its difference.
+            ``".0e"``). The Holm-corrected p of a test follows its difference.
         key: the column that tells kinds of estimates apart.
         index: columns that name a line.
     """
-    rows = rows[rows[key].isin(columns)]
+    rows = rows[rows[key].isin(list(columns))]
     if rows.empty:
         return
     table = Table(title=escape(title), title_justify="left")
     for name in index:
         table.add_column(HEADS.get(name, name), no_wrap=True)
     table.add_column("rows", justify="right", no_wrap=True)
-    there = {of: head for of, head in columns.items() if of in set(rows[key])}
-    for name, _ in there.values():
+    shown = {of: head for of, head in columns.items() if of in set(rows[key])}
+    for name, _ in shown.values():
         table.add_column(escape(one_line(name, 40)), justify="right", no_wrap=True)
     for names, own in rows.groupby(list(index), sort=False, dropna=False):
-        found = own.set_index(key)
+        by_key = own.set_index(key)
         cells = [
-            cell(found.loc[of], digits) if of in found.index else ""
-            for of, (_, digits) in there.items()
+            cell(by_key.loc[of], digits) if of in by_key.index else ""
+            for of, (_, digits) in shown.items()
         ]
         labels = [escape(label(name, of)) for name, of in zip(names, index, strict=True)]
         table.add_row(*labels, str(own["rows"].max()), *cells)
     to.print(table)
 
 
-def label(value, column: str = "") -> str:
+def label(value: Any, column: str = "") -> str:
     """What names a line: text, a number, or a temperature."""
     if isinstance(value, str):
         return one_line(value, 40)
@@ -71,14 +73,15 @@ def label(value, column: str = "") -> str:
 
 
 def cell(row: pd.Series, digits: int | str) -> str:
-    """An estimate as text: value, interval, and the corrected p value of a test."""
+    """An estimate as text: value, interval, and the corrected p of a test."""
     if np.isnan(row["value"]):
         return "–"
     style = digits if isinstance(digits, str) else f".{digits}f"
-    text = f"{row['value']:{style}}"
-    ends = f"{row['low']:{style}}, {row['high']:{style}}"
-    text += " [–]" if np.isnan(row["low"]) else f" [{ends}]"
-    if not np.isnan(row["p_holm"]):
-        p = row["p_holm"]
-        text += " p<0.001" if p < 0.001 else f" p={p:.3f}"
-    return text
+    ends = "–" if np.isnan(row["low"]) else f"{row['low']:{style}}, {row['high']:{style}}"
+    text = f"{row['value']:{style}} [{ends}]"
+    return text if np.isnan(row["p_holm"]) else f"{text} {p_value(row['p_holm'])}"
+
+
+def p_value(p: float) -> str:
+    """A p value as text."""
+    return "p<0.001" if p < 0.001 else f"p={p:.3f}"
