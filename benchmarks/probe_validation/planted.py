@@ -11,6 +11,7 @@ import tempfile
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -302,8 +303,10 @@ def _lens(
     rows[[COMMON_TOKEN, RARE_TOKEN]] = length * special
     rows += np.outer(base, mean * typical / (mean @ mean))
     weight = rng.uniform(0.5, 1.5, plan.d_model)
-    tensors = (torch.from_numpy(a).float() for a in (weight, 0 * weight, rows / weight))
-    return Lens(*tensors, eps=1e-6, centred=False, scale=1.0, softcap=None)
+    norm, bias, unembedding = (
+        torch.from_numpy(array).float() for array in (weight, 0 * weight, rows / weight)
+    )
+    return Lens(norm, bias, unembedding, eps=1e-6, centred=False, scale=1.0, softcap=None)
 
 
 # -- the run --------------------------------------------------------------------------------------
@@ -330,7 +333,7 @@ def write(planted: Planted, folder: Path) -> Run:
         "chat": {"tail_ids": _TAIL_IDS, "header_ids": _TAIL_IDS[2:], "turn_end_id": _END}
         | {"closing_id": _END, "stop_ids": {str(_END): "<end>"}},
         "positions": plan.positions,
-        "conversations": {"count": plan.contexts},
+        "conversations": {"count": plan.contexts, "draw": plan.draw},
         "software": {"ia_mech": __version__},
     }
     source = {"dataset": NAME, "plan": asdict(plan)}
@@ -390,10 +393,14 @@ def _judge(run: Run, positive: dict[str, bool]) -> None:
     rows = []
     for key, item in zip(run.generations[list(KEY)].to_numpy(), items_of(run), strict=True):
         verdict = Verdict(GENUINE if positive[item.turn] else "new_topic", rationale=NAME)
-        about = {"repeat": 0, "genuine": verdict.genuine, "cached": False}
+        about: dict[str, Any] = {"repeat": 0, "genuine": verdict.genuine, "cached": False}
         about["item"] = item.key("", 0)[:16]
         rows.append(verdict.to_json() | dict(zip(KEY, key, strict=True)) | about)
-    record = {"identity": {"kind": NAME}, "identity_hash": identity_hash({"kind": NAME})}
-    record |= {"rubric": {"version": VERSION, "hash": rubric_hash()}, "repeats": 1}
-    record["caveat"] = "the labels were drawn from planted rates: nobody read a text"
+    record = {
+        "identity": {"kind": NAME},
+        "identity_hash": identity_hash({"kind": NAME}),
+        "rubric": {"version": VERSION, "hash": rubric_hash()},
+        "repeats": 1,
+        "caveat": "the labels were drawn from planted rates: no text was read",
+    }
     run.labels.write_judgements(NAME, rows, record)

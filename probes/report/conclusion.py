@@ -1,19 +1,19 @@
-"""One sentence of what an analysis shows, and no more than it shows."""
+"""The conclusion of an analysis: one sentence, and the rule for calling a target latent."""
 
 from dataclasses import dataclass
 
 import numpy as np
 
 from ia_mech.stats import Estimate
-from probes.records import Analysis, Compared
+from probes.analysis import Analysis, Compared, Headline
 
 LEVEL = 0.05  # of permutation tests
 COVERAGE = 0.95  # that an interval of a gain must have at least
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """What may be said.
+class Conclusion:
+    """What an analysis shows, and no more.
 
     Attributes:
         readable: the headline's p value is at most 0.05.
@@ -29,8 +29,8 @@ class Verdict:
     sentence: str
 
 
-def verdict(analysis: Analysis, what: str = "the follow-up rate") -> Verdict:
-    """What the headline, its p value and its controls let one say.
+def conclude(analysis: Analysis, what: str = "the follow-up rate") -> Conclusion:
+    """What the headline, its p value and its controls show.
 
     Args:
         analysis: of one target.
@@ -40,14 +40,14 @@ def verdict(analysis: Analysis, what: str = "the follow-up rate") -> Verdict:
     auroc = headline.measures["auroc"]
     readable = bool(tested.p <= LEVEL)
     if not readable:
-        return Verdict(False, False, False, _nothing(analysis, what, auroc))
+        return Conclusion(False, False, False, _nothing(analysis, what, auroc))
     text, output = _of_kind(analysis, "text"), _of_kind(analysis, "output")
     sure = analysis.settings.level >= COVERAGE
     beyond_text = sure and bool(text) and all(_above(c.gain) for c in text)
     beyond_output = sure and bool(output) and all(_above(c.gain) for c in output)
     said = [
-        f"{what} is readable from {_place(analysis)}: AUROC {auroc.text()}, "
-        f"p {_p(tested.p)} (selection replayed)"
+        f"{what} is readable from {_place(headline)}: AUROC {auroc.text()}, p {_p(tested.p)} "
+        "(selection replayed)"
     ]
     said.append(_against(output, "the model's own output distribution"))
     said.append(_against(text, "what can be read from the text"))
@@ -65,26 +65,26 @@ def verdict(analysis: Analysis, what: str = "the follow-up rate") -> Verdict:
         closing = "Not shown to be latent: the output distribution may tell as much"
     else:
         closing = "Not shown to be latent: text and output distribution may tell as much"
-    return Verdict(True, beyond_text, latent, "; ".join(filter(None, said)) + f". {closing}.")
+    return Conclusion(True, beyond_text, latent, "; ".join(filter(None, said)) + f". {closing}.")
 
 
 def _nothing(analysis: Analysis, what: str, auroc: Estimate) -> str:
-    tested = analysis.tested
+    tested, headline = analysis.tested, analysis.headline
     if not tested.permutations:
         return f"{what} was not tested: nothing is claimed without permutations."
-    sources = int(analysis.outcome.sources.max()) + 1
+    sources = analysis.outcome.source_count
     chance = f"{np.quantile(tested.null, 0.95):.2f}"
     return (
         f"no evidence that {what} is readable from the hidden states of {len(analysis.outcome)} "
         f"contexts of {sources} sources: AUROC {auroc.text()} where the inner loop chose to look "
-        f"({_place(analysis)}), p {_p(tested.p)}. The closed form that is tested has "
+        f"({_place(headline)}), p {_p(tested.p)}. The closed form that is tested has "
         f"{tested.value:.2f}, and one in twenty permutations of the labels reaches {chance}: what "
         "is readable no better than that can't be told from nothing here."
     )
 
 
 def _against(compared: list[Compared], name: str) -> str:
-    """The gain that is least sure to be one, over the controls of a kind: that is what counts."""
+    """The least certain gain over the controls of a kind: it decides."""
     if not compared:
         return ""
     strongest = min(compared, key=lambda c: (_above(c.gain), np.nan_to_num(c.gain.low, nan=-1.0)))
@@ -93,17 +93,16 @@ def _against(compared: list[Compared], name: str) -> str:
     return f"{gain.value:+.2f}{ends} over {name} ({strongest.name})"
 
 
-def _place(analysis: Analysis) -> str:
-    headline = analysis.headline
-    return f"layer {headline.layer} at {headline.position}"
-
-
 def _of_kind(analysis: Analysis, kind: str) -> list[Compared]:
     return [c for c in analysis.compared if c.kind == kind]
 
 
 def _above(gain: Estimate) -> bool:
     return bool(gain.low > 0)
+
+
+def _place(headline: Headline) -> str:
+    return f"layer {headline.layer} at {headline.position}"
 
 
 def _p(p: float) -> str:

@@ -2,9 +2,9 @@
 
 Usage::
 
-    python -m experiments.probe_validation                       20 minutes on two cores
-    python -m experiments.probe_validation --of-each 10          a first look
-    python -m experiments.probe_validation --write table.md      and keep the table
+    python -m benchmarks.probe_validation                       20 minutes on two cores
+    python -m benchmarks.probe_validation --of-each 10          a first look
+    python -m benchmarks.probe_validation --write table.md      and keep the table
 
 Every run is drawn by ``planted.py``, written in the run format, read back and analysed
 as ``python -m probes.train`` would; no model is behind any of them.
@@ -26,7 +26,7 @@ import numpy as np
 from ia_mech.cli import Parser, guarded, tolerant_streams, whole_from
 from ia_mech.errors import UserError
 from ia_mech.stats import Estimate, cluster_mean
-from probes.options import processors
+from probes.analysis import processors
 
 RUNS = {
     "signal": 100,
@@ -60,7 +60,7 @@ class Found:
     Attributes:
         landed: the headline is at the planted position and within one layer of the first
             informative one.
-        readable, beyond_text, latent: the verdict.
+        readable, beyond_text, latent: the conclusion.
         headline_p, family_p: of the headline, and the smallest of the heat map.
         covered: the headline's interval holds the true AUROC of its probes; None without a truth.
         auroc, truth: estimate, and mean true AUROC of the probes it is of.
@@ -80,12 +80,11 @@ class Found:
 
 def try_one(kind: str, seed: int) -> Found:
     """Plant, write, read and analyse one run."""
-    from experiments.probe_validation.planted import GAUSSIAN, Plan, plant, true_auroc, write
+    from benchmarks.probe_validation.planted import GAUSSIAN, Plan, plant, true_auroc, write
     from probes import dataset
-    from probes.analysis import analyse
+    from probes.analysis import Settings, analyse
     from probes.controls import controls_of
-    from probes.records import Settings
-    from probes.report.verdict import verdict
+    from probes.report.conclusion import conclude
 
     position = "turn_end" if kind == "elsewhere" else "header_last"
     drawn = "signal" if kind == "elsewhere" else kind
@@ -96,10 +95,10 @@ def try_one(kind: str, seed: int) -> Found:
         run = write(planted, Path(folder) / "run")
         data = dataset.read([run.path])
         controls = controls_of(data)
-        settings = Settings(permutations=199, resamples=1000, control_draws=1, orders=1, workers=1)
+        settings = Settings(permutations=199, resamples=1000, control_draws=1, workers=1)
         analysis = analyse(data, data.outcome, controls, settings)
     lens.unlink()
-    headline, said = analysis.headline, verdict(analysis)
+    headline, said = analysis.headline, conclude(analysis)
     estimate, truth = headline.measures["auroc"], None
     if drawn in GAUSSIAN:
         probes = zip(headline.picked, headline.weights, strict=True)
@@ -145,8 +144,8 @@ def shares(found: list[Found]) -> list[tuple[str, str, str, Estimate]]:
         if kind == "topic":
             ask(kind, "beyond the text", "near 0", (f.beyond_text for f in here))
         ask(kind, "latent", "near 1" if kind == "elsewhere" else "near 0", (f.latent for f in here))
-        truths = [f for f in here if f.covered is not None]
-        ask(kind, "interval holds the true AUROC", "0.92 to 0.98", (f.covered for f in truths))
+        covered = [f.covered for f in here if f.covered is not None]
+        ask(kind, "interval holds the true AUROC", "0.92 to 0.98", covered)
     return rows
 
 
@@ -177,7 +176,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     """The command line."""
-    parser = Parser(prog="python -m experiments.probe_validation", description=DESCRIPTION)
+    parser = Parser(prog="python -m benchmarks.probe_validation", description=DESCRIPTION)
     parser.add_argument(
         "--of-each",
         type=whole_from(1),

@@ -5,7 +5,7 @@ import pytest
 
 from ia_mech.errors import UserError
 from ia_mech.judge.rubric import ASSESSED, CANNOT_ASSESS, GENUINE
-from probes.targets import FAILURES, Target, counts, parse
+from probes.outcome import FAILURES, Target, counts_of, parse_target
 
 NEW, LOOP, FAILED = "new_topic", "degenerate", "failed"
 
@@ -49,7 +49,7 @@ TURNS = turns_of(
     ],
 )
 def test_k_and_n_are_the_counted_ones(target, expected):
-    found = counts(parse(target), TURNS)
+    found = counts_of(parse_target(target), TURNS)
     assert list(found.index.names) == ["run", "context_id"]
     got = {context: f"{row.k}/{row.n}" for (_, context), row in found.iterrows()}
     assert " ".join(got.get(context, "–") for context in TURNS["context_id"].unique()) == expected
@@ -57,17 +57,20 @@ def test_k_and_n_are_the_counted_ones(target, expected):
 
 def test_contexts_of_the_same_name_in_two_runs_stand_apart():
     both = pd.concat([TURNS, TURNS.assign(run="B", category=GENUINE, genuine=1.0)])
-    found = counts(parse("rate"), both)
+    found = counts_of(parse_target("rate"), both)
     assert found.loc[("A", "never"), "k"] == 0 and found.loc[("B", "never"), "k"] == 5
 
 
 def test_targets_have_a_name_and_say_what_they_are():
-    assert parse(" rate@0.70 ") == Target("rate", 0.7)
-    assert parse("rate@0.70").name == "rate@0.7" and parse("new_topic@1").name == "new_topic@1"
+    assert parse_target(" rate@0.70 ") == Target("rate", 0.7)
+    assert (
+        parse_target("rate@0.70").name == "rate@0.7"
+        and parse_target("new_topic@1").name == "new_topic@1"
+    )
     names = ["rate", "greedy", "latent", "rate@0.7", *FAILURES]
-    assert [parse(name).name for name in names] == names
-    assert len({parse(name).describe() for name in names}) == len(names)
-    assert len({parse(name).positive for name in names}) == len(names) - 2
+    assert [parse_target(name).name for name in names] == names
+    assert len({parse_target(name).describe() for name in names}) == len(names)
+    assert len({parse_target(name).positive for name in names}) == len(names) - 2
     assert set(FAILURES) == {*ASSESSED} - {GENUINE}
 
 
@@ -90,9 +93,9 @@ def test_targets_have_a_name_and_say_what_they_are():
 )
 def test_what_is_no_target_is_refused(text, words):
     with pytest.raises(UserError, match=words):
-        parse(text)
+        parse_target(text)
 
 
 def test_a_temperature_that_was_not_sampled_is_refused():
     with pytest.raises(UserError, match=r"at temperature 0.5; give rate@0.7 or rate@1"):
-        counts(parse("rate@0.5"), TURNS)
+        counts_of(parse_target("rate@0.5"), TURNS)
