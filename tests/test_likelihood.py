@@ -137,8 +137,8 @@ def test_verdicts_are_joined_by_run_context_temperature_and_sample(copied):
 def test_generations_that_say_nothing_are_noted(sampled, plain):
     """Not scored at all, or not judged; without swaps there are the other contrasts."""
     assert read([plain]).notes[-1] == (
-        f"{plain.path} is not judged, so generations aren't told apart: python -m ia_mech.judge "
-        f"run {plain.path}"
+        f"{plain.path} is not judged, so generations aren't distinguished: python -m "
+        f"ia_mech.judge run {plain.path}"
     )
     assert read([plain]).judge is None and read([plain]).generations["genuine"].isna().all()
     unscored = read([sampled(scored.CONVERSATIONS[:3])])
