@@ -210,8 +210,8 @@ def _generations(
     if judge is None and not all(run.labels.judges for run in runs):
         bare = next(run.path for run in runs if not run.labels.judges)
         notes.append(
-            f"{bare} is not judged, so generations aren't distinguished: python -m ia_mech.judge run "
-            f"{bare}"
+            f"{bare} is not judged, so generations aren't distinguished: python -m ia_mech.judge "
+            f"run {bare}"
         )
         return scored.assign(genuine=np.nan), None
     judged = read_runs([run.path for run in runs], judge, NOBODY)
