@@ -1,5 +1,6 @@
 # Two commands matter: `make sample` runs the main job, `make test` runs the tests.
 # `make demo` runs the main job, judges what it wrote, and counts.
+# `make test-all` runs the slow tests, too; `make lint` checks style and types.
 # All create .venv and install on first use; later calls reuse it.
 PYTHON ?= python3
 VENV := .venv
@@ -8,7 +9,7 @@ INSTALLED := $(VENV)/.installed
 
 DEMO := $(or $(IA_MECH_CACHE),cache)/demo
 
-.PHONY: sample demo test lint clean
+.PHONY: sample demo test test-all lint clean
 
 sample: $(INSTALLED)
 	$(BIN)/python -m ia_mech.sample $(ARGS)
@@ -21,9 +22,13 @@ demo: $(INSTALLED)
 test: $(INSTALLED)
 	$(BIN)/python -m pytest $(ARGS)
 
+test-all: $(INSTALLED)
+	$(BIN)/python -m pytest -m '' $(ARGS)
+
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/mypy
 
 clean:
 	rm -rf $(VENV)
