@@ -20,7 +20,8 @@ pytest_plugins = ["runs"]
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # For tiny models a second thread costs more than it brings, and very much more on a busy machine.
-torch.set_num_threads(1)
+# The variable is for emulating other machines (docs/development.md).
+torch.set_num_threads(int(os.environ.get("IA_MECH_TEST_THREADS", "1")))
 
 
 class Silent:

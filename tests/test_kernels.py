@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 import tiny
 import torch
+from contract import near_ties
 from test_attention import exact
-from test_stream import ROWS, STOPS, near_ties, prefilled_by
+from test_stream import ROWS, STOPS, prefilled_by
 
 from ia_mech.engine.cuda import kernels
 from ia_mech.engine.cuda.seating import Seating
@@ -183,7 +184,7 @@ def check_model() -> None:
     ours = decode_stream(
         model, [prefilled_by(model, lengths)], rows, STOPS, 6, width=4, static=sizes
     )
-    assert near_ties(ours, loops) <= 1 and asked
+    assert near_ties(model, lengths, rows, ours, loops) <= 1 and asked
 
 
 @pytest.mark.parametrize("item", [2, 4])

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 import tiny
 import torch
+from contract import near_ties
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_stream import LENGTHS, ROWS, STOPS, near_ties, prefilled_by
+from test_stream import LENGTHS, ROWS, STOPS, prefilled_by
 
 import ia_mech.collect.job
 import ia_mech.engine.cuda.stepper as stepper_module
@@ -51,7 +52,8 @@ def test_rows_equal_the_loops(architecture, width, parts):
     loops = decode(model, prefilled_by(model, LENGTHS), ROWS, STOPS, 13)
     assert {1, 13} < {len(row.token_ids) for row in loops}, "rows end at all times"
     groups = (prefilled_by(model, LENGTHS[a:b]) for a, b in parts)
-    assert near_ties(statically(model, groups, ROWS, STOPS, 13, width), loops) <= 1
+    ours = statically(model, groups, ROWS, STOPS, 13, width)
+    assert near_ties(model, LENGTHS, ROWS, ours, loops) <= 1
 
 
 @pytest.mark.parametrize("architecture", ["qwen3", "gpt_oss", "gemma3"])
@@ -61,7 +63,7 @@ def test_rows_equal_the_loops_without_the_kernel_for_cpus(architecture, monkeypa
     loops = decode(model, prefilled_by(model, LENGTHS), ROWS, STOPS, 13)
     monkeypatch.setattr("ia_mech.engine.shared_prefix.FUSED", ())
     ours = statically(model, [prefilled_by(model, LENGTHS)], ROWS, STOPS, 13, 17)
-    assert near_ties(ours, loops) <= 1
+    assert near_ties(model, LENGTHS, ROWS, ours, loops) <= 1
 
 
 @pytest.mark.parametrize("steps", [1, 2, 7])
@@ -71,7 +73,8 @@ def test_rows_dont_depend_on_when_the_host_looks(steps, monkeypatch):
     monkeypatch.setattr(stepper_module, "STEPS", steps)
     monkeypatch.setattr(stepper_module, "_kept", weakref.WeakKeyDictionary())
     ours = statically(model, [prefilled_by(model, LENGTHS)], ROWS, STOPS, 13, 9)
-    assert near_ties(ours, decode(model, prefilled_by(model, LENGTHS), ROWS, STOPS, 13)) <= 1
+    loops = decode(model, prefilled_by(model, LENGTHS), ROWS, STOPS, 13)
+    assert near_ties(model, LENGTHS, ROWS, ours, loops) <= 1
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3_5", "gemma3"])
@@ -89,7 +92,8 @@ def test_any_mix_of_contexts_rows_and_stops(architecture, rows, width, cuts, mos
     edges, told = [0, *sorted(cuts), 5], []
     groups = (prefilled_by(model, LENGTHS[a:b]) for a, b in pairwise(edges))
     ours = statically(model, groups, rows, stops, most, width, lambda *n: told.append(n))
-    assert near_ties(ours, decode(model, prefilled_by(model, LENGTHS[:5]), rows, stops, most)) <= 1
+    loops = decode(model, prefilled_by(model, LENGTHS[:5]), rows, stops, most)
+    assert near_ties(model, LENGTHS, rows, ours, loops) <= 1
     assert sum(tokens for tokens, _ in told) == sum(len(row.token_ids) for row in ours)
     assert sum(finished for _, finished in told) == len(rows)
 
@@ -166,11 +170,11 @@ def test_the_next_steps_are_launched_before_the_last_ones_are_looked_at(monkeypa
             super().__init__(tensor.clone())
             events.append(("launched", id(self)))
 
-        def take(self):
+        def wait(self):
             events.append(("looked", id(self)))
             return super().wait()
 
-    monkeypatch.setattr(stepper_module, "send", Slow)
+    monkeypatch.setattr(stepper_module, "start_copy", Slow)
     rows = statically(model, [prefilled_by(model, LENGTHS)], ROWS, STOPS, 13, 5)
     order = [one for kind, one in events if kind == "launched"]
     assert [one for kind, one in events if kind == "looked"] == order and len(order) > 20
@@ -180,7 +184,8 @@ def test_the_next_steps_are_launched_before_the_last_ones_are_looked_at(monkeypa
         assert ahead >= 0 and (kind == "launched" or ahead > 0), "the device has nothing to do"
         most = max(most, ahead)
     assert most <= 4, "first tokens and steps, of two rounds"
-    assert near_ties(rows, decode(model, prefilled_by(model, LENGTHS), ROWS, STOPS, 13)) <= 1
+    loops = decode(model, prefilled_by(model, LENGTHS), ROWS, STOPS, 13)
+    assert near_ties(model, LENGTHS, ROWS, rows, loops) <= 1
 
 
 @pytest.mark.parametrize("architecture", ["qwen3_moe", "gpt_oss", "qwen3_5"])
