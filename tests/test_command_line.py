@@ -18,10 +18,10 @@ import tiny
 import torch
 from shell import Outcome, call, files, refusal
 
-from ia_mech import sample as command_line
+from ia_mech.collect import command as command_line
 from ia_mech.engine import plan
 from ia_mech.run import Run
-from ia_mech.sample import build_parser
+from ia_mech.collect.command import build_parser
 
 SMALL = ["--limit", "3", "--samples", "1", "--temperatures", "1", "--max-new-tokens", "4"]
 DATA = ("contexts", "generations", "header_logits", "residuals")
@@ -420,7 +420,7 @@ def test_a_dry_run_counts_the_responses_to_generate(sample, tmp_path):
 def test_help_names_every_flag_and_loads_no_torch(cache):
     code = (
         "import sys\n"
-        "from ia_mech.sample import main\n"
+        "from ia_mech.collect.command import main\n"
         "try: main(['--help'])\n"
         "except SystemExit as stopped: assert stopped.code == 0\n"
         "assert 'torch' not in sys.modules and 'pandas' not in sys.modules\n"

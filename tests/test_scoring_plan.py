@@ -8,7 +8,7 @@ from conftest import Silent
 from shell import call
 
 import ia_mech.likelihood.scorer
-from ia_mech import sample as command_line
+from ia_mech.collect import command as command_line
 from ia_mech.collect.config import SampleConfig
 from ia_mech.collect.identity import build_chat
 from ia_mech.collect.job import collect

@@ -14,7 +14,7 @@ import tiny
 from conftest import Silent
 from shell import call, files, refusal
 
-from ia_mech import sample as command_line
+from ia_mech.collect import command as command_line
 from ia_mech.collect.config import SampleConfig
 from ia_mech.collect.job import collect
 from ia_mech.engine import plan

@@ -78,8 +78,9 @@ class Stream:
             logits = decode_step(self._model, self._state, token)
             busy = schedule.busy
             token, finished = self._draw(logits, schedule.slots, schedule.age)
+            lengths = [schedule.age[slot] + 1 for slot in finished]
             schedule.drawn(finished)
-            self._tell(len(busy), len(finished))
+            self._report(len(busy), lengths)
             if schedule.busy:
                 self._state.retire(finished)
             else:
@@ -134,7 +135,7 @@ class Stream:
             index = torch.tensor([self._rows[row].context for row in rows]) - self._first
             logits = group.logits[index.to(group.logits.device)]
             token, finished = self._draw(logits, rows, [0] * len(rows))
-            self._tell(len(rows), len(finished))
+            self._report(len(rows), [1] * len(finished))
             on = [at for at in range(len(rows)) if at not in finished]
             going += [rows[at] for at in on]
             first.append(token[on])
@@ -162,9 +163,9 @@ class Stream:
         ]
         return drawn.token, finished
 
-    def _tell(self, tokens: int, finished: int) -> None:
+    def _report(self, tokens: int, lengths: list[int]) -> None:
         if self._on_step is not None:
-            self._on_step(tokens, finished)
+            self._on_step(tokens, lengths)
 
 
 def decode_step(model: PreTrainedModel, state: State, token: Tensor) -> Tensor:

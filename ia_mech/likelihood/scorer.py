@@ -21,7 +21,13 @@ from transformers import PreTrainedModel
 from ia_mech.chat.format import ChatFormat
 from ia_mech.data.conversations import UNPERTURBED, Conversation
 from ia_mech.engine.loop import Decoded
-from ia_mech.engine.plan import OomBackoff, consecutive
+from ia_mech.engine.plan import (
+    PREFILL_COST,
+    RESCORE_COST,
+    SCORE_COST,
+    OomBackoff,
+    consecutive,
+)
 from ia_mech.engine.prefill import Prefilled
 from ia_mech.engine.score import Scored, Turn, score, score_groups
 from ia_mech.engine.shared_prefix import Engine
@@ -163,13 +169,16 @@ class Scorer:
         chat: its format.
         swap_sources: all conversations of the run.
         temperatures: at which the candidates are scored.
-        swaps: how many other responses each turn is scored after.
-        generations: whether generations are, too.
+        contrasts: whether turns are scored in other contexts, too.
+        swaps: after how many other responses.
+        generations: whether generations are scored there as well.
+        rivals: whether rivals of the reference are scored in its context.
         own: the user's candidates.
         limit: of the model's context, or None.
         rows_limit: how many turns are scored together; halved when memory ends.
         note: told what is left out somewhere (a kind of context, or a candidate), and why.
         share: turns after one context read its keys and values in one place.
+        on_work: called with the work that was done, in decoded tokens.
     """
 
     def __init__(
@@ -179,18 +188,22 @@ class Scorer:
         swap_sources: SwapSources,
         temperatures: Sequence[float],
         *,
+        contrasts: bool = True,
         swaps: int,
         generations: bool,
+        rivals: bool = True,
         own: OwnCandidates | None,
         limit: int | None,
         rows_limit: OomBackoff,
         note: Callable[[str, str], None],
         share: bool = True,
+        on_work: Callable[[float], None] = lambda _: None,
     ) -> None:
         self._model, self._chat, self._swap_sources = model, chat, swap_sources
         self._temperatures, self._swaps, self._generations = temperatures, swaps, generations
         self._own, self._limit, self._rows_limit, self._note = own, limit, rows_limit, note
-        self._share = share
+        self._contrasts, self._rivals = contrasts, rivals
+        self._share, self._on_work = share, on_work
         self._branches = share and Engine.possible(model).whole
         self._others_limit = OomBackoff(10**6, outermost=False)
         self._closing = [] if chat.closing_id is None else [chat.closing_id]
@@ -239,7 +252,7 @@ class Scorer:
             for c in one.candidates
             if c.contrasts is not None
         ]
-        if self._generations:
+        if self._contrasts and self._generations:
             for at, rows in enumerate(decoded):
                 if contexts[at].perturbed:
                     continue
@@ -266,7 +279,7 @@ class Scorer:
             conversation = context.conversation
             genuine = Candidate(REFERENCE, conversation.reference)
             found.append((at, genuine, list(context.reference_ids)))
-            if context.perturbed:
+            if context.perturbed or not self._rivals:
                 continue
             swap_source = self._swap_sources.reference(context.order, sources[at])
             for candidate in rivals(conversation, swap_source, self._own):
@@ -275,12 +288,16 @@ class Scorer:
                     found.append((at, candidate, ids))
         turns = [Turn(at, [*ids, *self._closing]) for at, _, ids in found]
         scored = self._rows_limit.map(
-            lambda part: score(self._model, prefilled, part, self._temperatures, self._share),
+            lambda part: score(
+                self._model, prefilled, part, self._temperatures, self._share,
+                lambda tokens: self._on_work(SCORE_COST * tokens),
+            ),
             turns,
-        )
+        )  # fmt: skip
         for (at, candidate, ids), one in zip(found, scored, strict=True):
             contrasts = None
-            if candidate.name in (REFERENCE, OTHER) and not contexts[at].perturbed:
+            compared = self._contrasts and candidate.name in (REFERENCE, OTHER)
+            if compared and not contexts[at].perturbed:
                 contrasts = Contrasts(Likelihood.of(one.logprobs_raw, len(ids)))
             scores[at].candidates.append(ScoredCandidate(candidate, ids, one, contrasts))
 
@@ -367,7 +384,12 @@ class Scorer:
 
         They are prefilled in groups, but all scored together: their turns are few and short.
         """
-        groups, order = prefill_counterfactuals(self._model, ids, [prefixes[one] for one in ids])
+        groups, order = prefill_counterfactuals(
+            self._model,
+            ids,
+            [prefixes[one] for one in ids],
+            lambda tokens: self._on_work(PREFILL_COST * tokens),
+        )
         meant = [
             (row, slot, probe)
             for row, one in enumerate(ids[i] for i in order)
@@ -376,8 +398,12 @@ class Scorer:
         ]
         turns = [Turn(row, probe.ids) for row, _, probe in meant]
         scored = self._rows_limit.map(
-            lambda part: score_groups(self._model, groups, part, (), self._share), turns
-        )
+            lambda part: score_groups(
+                self._model, groups, part, (), self._share,
+                lambda tokens: self._on_work(RESCORE_COST * tokens),
+            ),
+            turns,
+        )  # fmt: skip
         for (_, slot, probe), one in zip(meant, scored, strict=True):
             found = Likelihood.of(one.logprobs_raw, probe.tokens)
             if slot.name == "swapped":
