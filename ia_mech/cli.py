@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import io
 import os
 import sys
 from collections.abc import Callable
@@ -110,7 +111,7 @@ def whole_from(least: int, why: str = "") -> Callable[[str], int]:
 def tolerant_streams() -> None:
     """Replace characters that the terminal's encoding lacks; a model may write any."""
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(AttributeError):
+        if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
 
 

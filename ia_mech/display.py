@@ -122,7 +122,7 @@ def styled(draw: Callable[..., Any]) -> Callable[..., Any]:
     def drawn(*args: Any, **kwargs: Any) -> Any:
         from matplotlib import rc_context
 
-        with rc_context(STYLE):
+        with rc_context(dict(STYLE)):
             return draw(*args, **kwargs)
 
     return drawn

@@ -125,6 +125,7 @@ def save_lens(subject: Subject, ids: list[int]) -> str | None:
     if lens is None:
         return "its final norm is of an unknown kind"
     result = prefill(subject.model, [Prefix(ids, [len(ids) - 1])], find_blocks(subject.model))
+    assert result.residuals is not None
     error = (lens.logits(result.residuals[:, -1, 0].cpu()) - result.logits.cpu()).abs().max()
     largest = result.logits.abs().max().cpu()
     # In half precision the model's own rounding is the larger error by far.

@@ -421,7 +421,7 @@ def _dry_run(config: "SampleConfig", out: Path) -> None:
     device = resolve_device(config.model.device)
     dtype = resolve_dtype(config.model.dtype, device)
     tokenizer, model_config = load_tokenizer_and_config(config.model)
-    size = (stored_dtype(model_config) if dtype == "auto" else dtype).itemsize
+    size = (stored_dtype(model_config) if isinstance(dtype, str) else dtype).itemsize
     chat = build_chat(config, tokenizer)
     plan = make_plan(config, inputs, chat, model_config, size, batch_defaults(device))
     print_plan(config, plan, out)

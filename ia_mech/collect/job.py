@@ -20,6 +20,7 @@ from ia_mech.collect.config import SampleConfig, flag_of
 from ia_mech.collect.identity import build_chat, eos_ids, identity, machine
 from ia_mech.collect.preflight import (
     Inputs,
+    Snapshot,
     check_disk,
     context_cost,
     context_units,
@@ -29,6 +30,7 @@ from ia_mech.collect.preflight import (
     read_chunks,
     response_units,
     run_bytes,
+    run_units,
     scratch_folder,
     without_response,
     write_snapshot,
@@ -140,7 +142,7 @@ def collect(
             if writer.manifest["complete"]:
                 progress.say(f"{out} was finished before; nothing was computed again")
             else:
-                _Job(config, inputs, subject, chat, writer, progress, engine).work(snapshot.cost)
+                _Job(config, inputs, subject, chat, writer, progress, engine).work(snapshot)
     except BrokenPipeError:  # of the progress, not of the run
         raise
     except OSError as error:
@@ -189,8 +191,8 @@ class _Job:
         self.shrunk.append(size)
         self.writer.note("out_of_memory", self.shrunk)
 
-    def work(self, cost: float) -> None:
-        """Compute and write what isn't there yet; ``cost`` is that of all contexts, as read."""
+    def work(self, snapshot: Snapshot) -> None:
+        """Compute and write what isn't there yet."""
         here = machine(self.subject)
         before = self.writer.manifest["sessions"]
         if before and any(before[-1].get(name) != value for name, value in here.items()):
@@ -209,7 +211,7 @@ class _Job:
             with self.background:
                 self._write_responses()
                 forget(self.subject.model)
-                self._write_contexts(cost)
+                self._write_contexts(list(snapshot.lengths), list(snapshot.costs))
         finally:
             self.progress.stop()
         self.writer.finish()
@@ -228,14 +230,21 @@ class _Job:
     def _write_responses(self) -> None:
         """Greedy responses of the model, where they are wanted and not written yet."""
         config, writer = self.config, self.writer
-        total = sum(
-            needs_response(config, c) for _, chunk in read_chunks(self._snapshot) for _, c in chunk
-        )
-        done = writer.count("responses")
+        most, unit_cost = config.max_response_tokens, self.defaults.unit_cost
+        total = tokens = units = 0
+        for _, chunk in read_chunks(self._snapshot):
+            lengths = [
+                len(self.chat.prompt(without_response(c)))
+                for _, c in chunk
+                if needs_response(config, c)
+            ]
+            total, tokens = total + len(lengths), tokens + sum(lengths)
+            units += len(response_units(config, self.batch_rows, unit_cost, lengths))
+        done, finished = writer.count("responses"), writer.done("responses")
         if done == total:
             return
-        finished, most = writer.done("responses"), config.max_response_tokens
-        work = Work(self.progress, "responses", total * most, total, done / total, most, "response")
+        cost, share = total * most + PREFILL_COST * tokens, done / total
+        work = Work(self.progress, "responses", cost, units, total, share, most, "response")
         for number, chunk in read_chunks(self._snapshot):
             todo = [
                 (order, self.chat.prompt(without_response(c)))
@@ -243,14 +252,14 @@ class _Job:
                 if needs_response(config, c)
             ]
             lengths = [len(prompt) for _, prompt in todo]
-            units = response_units(config, self.batch_rows, self.defaults.unit_cost, lengths)
-            size = max(map(len, units), default=1)
+            parts = response_units(config, self.batch_rows, unit_cost, lengths)
+            size = max(map(len, parts), default=1)
             static = self._static(total, 1, size, max(lengths, default=0), most)
             respond = partial(self._respond, work, static)
-            for index, unit in enumerate(units):
+            for index, unit in enumerate(parts):
                 name = f"{number}.{index}"
                 if name not in finished:
-                    work.begin(most * len(unit))
+                    work.begin(most * len(unit) + PREFILL_COST * sum(lengths[i] for i in unit))
                     rows = self.responses_limit.map(respond, [todo[i] for i in unit])
                     writer.add_responses(name, rows)
                     work.end()
@@ -265,9 +274,17 @@ class _Job:
         parts = plan_units(
             [len(prompt.ids) for prompt in prompts], len(prompts), self.defaults.prefill_tokens
         )
+
+        def groups() -> Iterator[Prefilled]:
+            for part in parts:
+                prefilled = prefill(model, [prompts[i] for i in part])
+                work.prefilled(sum(len(prompts[i].ids) for i in part))
+                yield prefilled
+                del prefilled  # before the next one is made
+
         decoded = decode_stream(
             model,
-            (prefill(model, [prompts[i] for i in part]) for part in parts),
+            groups(),
             [Row(i, 0.0, (0, 0)) for i in range(len(group))],
             self.chat.response_stop_ids,
             self.config.max_response_tokens,
@@ -289,16 +306,17 @@ class _Job:
 
     # -- contexts -------------------------------------------------------------------------------
 
-    def _write_contexts(self, cost: float) -> None:
-        finished = self.writer.done("contexts")
-        total = self.writer.record["identity"]["conversations"]["count"]
-        passes = PREFILL_COST * (1 + self.config.other_contexts)
+    def _write_contexts(self, lengths: list[int], costs: list[float]) -> None:
+        finished, unit_cost = self.writer.done("contexts"), self.defaults.unit_cost
+        total, rows, most = len(lengths), len(self.grid_rows), self.config.grid.max_new_tokens
         for _, chunk in read_chunks(self._snapshot):  # responses turned out shorter than allowed
-            for written in self.writer.read_responses([order for order, _ in chunk]).values():
-                cost -= passes * (self.config.max_response_tokens - written["tokens"])
-        rows, own_tokens = len(self.grid_rows), self.config.grid.max_new_tokens
+            for order, written in self.writer.read_responses([i for i, _ in chunk]).items():
+                fewer = self.config.max_response_tokens - written["tokens"]
+                lengths[order] -= fewer
+                costs[order] -= PREFILL_COST * (1 + self.config.other_contexts) * fewer
+        units = len(run_units(self.config, self.batch_rows, unit_cost, lengths, costs))
         done = self.writer.count("contexts") / total
-        work = Work(self.progress, "user turns", cost, total * rows, done, own_tokens)
+        work = Work(self.progress, "user turns", sum(costs), units, total * rows, done, most)
         scorer = self._scorer(work)
         for number, chunk in read_chunks(self._snapshot):
             responses = self.writer.read_responses([order for order, _ in chunk])
@@ -309,12 +327,10 @@ class _Job:
             ]
             lengths = [len(context.chat.ids) for context in contexts]
             costs = [self._cost(context) for context in contexts]
-            units = context_units(
-                self.config, self.batch_rows, self.defaults.unit_cost, lengths, costs
-            )
             longest = max(lengths, default=0)
-            static = self._static(total, rows, self.batch_rows, longest, own_tokens)
-            for index, unit in enumerate(units):
+            static = self._static(total, rows, self.batch_rows, longest, most)
+            parts = context_units(self.config, self.batch_rows, unit_cost, lengths, costs)
+            for index, unit in enumerate(parts):
                 name = f"{number}.{index}"
                 if name not in finished:
                     members = [contexts[i] for i in unit]
@@ -378,6 +394,7 @@ class _Job:
                 work.prefilled(sum(lengths[i] for i in group))
                 scores = scorer.score_candidates(prefilled, [one.scorable for one in members])
                 logits, residuals = prefilled.logits, prefilled.residuals
+                assert residuals is not None
                 sent.append((scores, self.copies.start(logits), self.copies.start(residuals)))
                 yield prefilled
                 del prefilled  # before the next one is made

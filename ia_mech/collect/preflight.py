@@ -189,7 +189,8 @@ class Snapshot:
     """The conversations of a run as they were read: ``facts`` are part of the run's identity."""
 
     facts: dict
-    cost: float  # of all contexts, in decoded tokens
+    lengths: list[int]  # tokens of each context, at its longest
+    costs: list[float]  # work on each, in decoded tokens
 
 
 def write_snapshot(
@@ -202,7 +203,8 @@ def write_snapshot(
     """
     total = hashlib.sha256()
     schema = pa.schema([("conversation", pa.string())])
-    count, tokens, cost = 0, 0, 0.0
+    lengths: list[int] = []
+    costs: list[float] = []
     rows: list[str] = []
     with pq.ParquetWriter(path, schema, compression="zstd") as writer:
 
@@ -215,11 +217,13 @@ def write_snapshot(
             text = json.dumps(conversation.to_dict(), sort_keys=True, ensure_ascii=False)
             total.update(text.encode() + b"\n")
             rows.append(text)
-            count, tokens, cost = count + 1, tokens + length, cost + work
+            lengths.append(length)
+            costs.append(work)
             if len(rows) == WINDOW:
                 flush()
         flush()
-    return Snapshot({"count": count, "tokens": tokens, "sha256": total.hexdigest()}, cost)
+    facts = {"count": len(lengths), "tokens": sum(lengths), "sha256": total.hexdigest()}
+    return Snapshot(facts, lengths, costs)
 
 
 def read_chunks(path: Path) -> Iterator[tuple[int, list[tuple[int, Conversation]]]]:
@@ -287,6 +291,18 @@ def context_units(
     """Which contexts of a chunk are computed and written together, as indices."""
     most = contexts_per_batch(len(config.grid.rows()), batch_rows * UNIT_BATCHES)
     return write_units(lengths, costs, most, most_cost)
+
+
+def run_units(
+    config: SampleConfig, batch_rows: int, most_cost: float, lengths: list[int], costs: list[float]
+) -> list[list[int]]:
+    """The units of all chunks of a run, as indices of its contexts."""
+    return [
+        [start + i for i in unit]
+        for start in range(0, len(lengths), WINDOW)
+        for chunk in [slice(start, start + WINDOW)]
+        for unit in context_units(config, batch_rows, most_cost, lengths[chunk], costs[chunk])
+    ]
 
 
 def response_units(
@@ -417,12 +433,8 @@ def make_plan(
     batch_rows = config.batch_rows or defaults.batch_rows
     rows = len(config.grid.rows())
     units = [  # rows and work of each
-        (rows * len(unit), sum(costs[start + i] for i in unit))
-        for start in range(0, len(lengths), WINDOW)
-        for chunk in [slice(start, start + WINDOW)]
-        for unit in context_units(
-            config, batch_rows, defaults.unit_cost, lengths[chunk], costs[chunk]
-        )
+        (rows * len(unit), sum(costs[i] for i in unit))
+        for unit in run_units(config, batch_rows, defaults.unit_cost, lengths, costs)
     ]
     each = config.max_response_tokens + PREFILL_COST * max(prompts, default=0)
     units += [

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import dataclass
+from itertools import repeat
 
 import numpy as np
 import pyarrow as pa
@@ -72,7 +73,7 @@ def tables(
         for (temperature, sample), row, contrasts in zip(
             config.grid.rows(),
             result.rows,
-            result.scores.generations or [None] * len(result.rows),
+            result.scores.generations or repeat(None, len(result.rows)),
             strict=True,
         )
     ]

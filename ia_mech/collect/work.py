@@ -3,19 +3,20 @@
 import time
 
 from ia_mech.display import Progress
-from ia_mech.engine.plan import PREFILL_COST
+from ia_mech.engine.plan import PREFILL_COST, STEP_COST
 
 
 class Work:
     """The work of one phase in decoded tokens, and the rate of decoding.
 
     A unit's work is known before it is done: rows count as their whole allowance, also those that
-    end early, and prefilled and scored tokens count at their measured cost.
+    end early, and decoding steps, prefilled and scored tokens count at their measured cost.
 
     Args:
         progress: where it is shown.
         phase: its name.
-        total: work of the whole phase, in decoded tokens.
+        total: work of the whole phase without its decoding steps, in decoded tokens.
+        units: how many units it has.
         rows: how many rows it decodes.
         done: share of the phase that was done before.
         allowance: most tokens of a row.
@@ -27,6 +28,7 @@ class Work:
         progress: Progress,
         phase: str,
         total: float,
+        units: int,
         rows: int,
         done: float,
         allowance: int,
@@ -37,11 +39,12 @@ class Work:
         self._left = self._reported = 0.0  # work left in this unit; done and not reported yet
         self._decoded, self._seconds = 0, 0.0
         self._last = time.monotonic()
+        total += units * STEP_COST * allowance
         progress.start(phase, round(total), done=round(done * total), unit="")
 
     def begin(self, cost: float) -> None:
-        """A unit of this much work begins."""
-        self._left = cost
+        """A unit of this much work, besides its decoding steps, begins."""
+        self._left = cost + STEP_COST * self._allowance
 
     def end(self) -> None:
         """The unit is written: all of its work is done."""
@@ -61,7 +64,7 @@ class Work:
         self._finished += len(lengths)
         self._seconds += time.monotonic() - self._last
         unused = sum(self._allowance - length for length in lengths)
-        self._advance("decoding", tokens + unused)
+        self._advance("decoding", STEP_COST + tokens + unused)
 
     def _advance(self, doing: str, cost: float) -> None:
         cost = min(cost, self._left)

@@ -182,6 +182,7 @@ UNIT_BATCHES = 3  # most batches that are written together
 SLOW = 150  # decoded tokens per second of a small model on two busy cores
 # Costs in decoded tokens (SmolLM2-135M, float32, one AVX-512 core: 3.0 ms per decoded token in a
 # batch of 65 to 104 rows).
+STEP_COST = 9.0  # per decoding step, however many rows take part
 PREFILL_COST = 0.5  # per prefilled token
 SCORE_COST = 1.6  # per token of a turn that is scored at all temperatures
 RESCORE_COST = 1.0  # per token of a turn that is scored at T = 1, in another context
