@@ -1,13 +1,12 @@
 """Do the intervals hold what they promise, and the tests? A simulation study on clustered data.
 
-    python -m benchmarks.coverage                 the whole study, a quarter of an hour on one core
+    python -m benchmarks.coverage                 the whole study, some ten minutes on one core
     python -m benchmarks.coverage --quick         a tenth of the data sets
     python -m benchmarks.coverage --only rates    one part of it
 
 Events are beta-binomial: each source has its own rate, with a given within-source correlation, and
-8 rows; or 1, 2, 4, 8, 16 and 17 rows in turn, 8 on average. Figures are of the functions of
-``ia_mech.stats`` as they come, unless a column names another method. Seeds are fixed. Markdown goes
-to stdout, progress to stderr.
+8 rows; or 1, 2, 4, 8, 16 and 17 rows in turn, 8 on average. Seeds are fixed. Markdown goes to
+stdout, progress to stderr.
 """
 
 import argparse
@@ -20,7 +19,6 @@ from itertools import product
 
 import numpy as np
 import scipy
-from scipy.stats import binomtest
 
 from benchmarks.coverage_data import (
     annotate,
@@ -37,49 +35,38 @@ from ia_mech.stats import (
     balanced_accuracy_of,
     cluster_counts,
     cluster_mean,
-    cluster_statistic,
-    cohen_kappa,
     detectable_difference,
     kappa_of,
     paired_difference,
-    permutation_max,
     prediction_powered,
     rogan_gladen,
     zero_events_bound,
 )
-from ia_mech.stats.paired import sign_flip_p
+from ia_mech.stats.hypothesis import sign_flip_p
 
 
 def rates(trials: int) -> None:
     """Coverage and mean width of intervals of one rate."""
-    print(f"### One rate: {4 * trials} data sets a row ({trials} for the bootstraps)\n")
-    methods = ("auto", "korn-graubard", "percentile", "bca")
+    print(f"### One rate: {4 * trials} data sets a row\n")
     cells = list(product((24, 50, 100), (True, False), (0.2, 0.5), (0.02, 0.05, 0.2, 0.5)))
 
     def rows() -> Iterator[list[object]]:
         for number, (sources, equal, correlation, rate) in enumerate(cells):
             rng = np.random.default_rng([1, number])
             index = np.repeat(np.arange(sources), rows_per_source(sources, equal))
-            covered, width = dict.fromkeys(methods, 0), dict.fromkeys(methods, 0.0)
-            for trial in range(4 * trials):
+            covered, width = 0, 0.0
+            for _ in range(4 * trials):
                 values = (
                     rng.random(len(index)) < source_rates(rng, rate, correlation, sources)[index]
                 )
-                for method in methods[: 4 if trial < trials else 2]:
-                    e = cluster_mean(values, index, proportion=True, method=method, resamples=1000)
-                    covered[method] += e.low <= rate <= e.high
-                    width[method] += e.high - e.low
-            n = {m: 4 * trials if m in methods[:2] else trials for m in methods}
-            yield [
-                sources,
-                "8" if equal else "1–17",
-                correlation,
-                rate,
-                f"**{percent(covered['auto'] / n['auto'])}** ({width['auto'] / n['auto']:.3f})",
-                *(f"{percent(covered[m] / n[m])} ({width[m] / n[m]:.3f})" for m in methods[1:]),
-            ]
+                e = cluster_mean(values, index, proportion=True)
+                covered += e.low <= rate <= e.high
+                width += e.high - e.low
+            shares = [percent(covered / (4 * trials)), f"{width / (4 * trials):.3f}"]
+            yield [sources, "8" if equal else "1–17", correlation, rate, *shares]
 
-    table(["sources", "rows each", "correlation", "rate", *methods], rows(), len(cells), "rates")
+    header = ["sources", "rows each", "correlation", "rate", "coverage", "width"]
+    table(header, rows(), len(cells), "rates")
 
 
 def zero_events(trials: int) -> None:
@@ -108,29 +95,25 @@ def means(trials: int) -> None:
         "log-normal": (np.exp(0.25), lambda rng, u, n: np.exp(rng.normal(u / 2, 0.5, n))),
     }
     cells = list(product(kinds, (24, 50, 100), (True, False)))
-    methods = ("auto", "percentile", "bca")
 
     def rows() -> Iterator[list[object]]:
         for number, (kind, sources, equal) in enumerate(cells):
             rng, (mean, draw) = np.random.default_rng([3, number]), kinds[kind]
             index = np.repeat(np.arange(sources), rows_per_source(sources, equal))
-            covered = dict.fromkeys(methods, 0)
+            covered = 0
             for _ in range(trials):
-                values = draw(rng, rng.normal(size=sources)[index], len(index))
-                for method in methods:
-                    e = cluster_mean(values, index, method=method, resamples=1000)
-                    covered[method] += e.low <= mean <= e.high
-            shares = [percent(covered[m] / trials) for m in methods]
-            yield [kind, sources, "8" if equal else "1–17", *shares]
+                e = cluster_mean(draw(rng, rng.normal(size=sources)[index], len(index)), index)
+                covered += e.low <= mean <= e.high
+            yield [kind, sources, "8" if equal else "1–17", percent(covered / trials)]
 
-    table(["values", "sources", "rows each", *methods], rows(), len(cells), "means")
+    table(["values", "sources", "rows each", "coverage"], rows(), len(cells), "means")
 
 
 def alarms(trials: int) -> None:
     """False alarms of the paired test at three levels, down to few sources."""
     runs, levels = 10 * trials, (0.05, 0.01, 0.001)
     print(f"### Paired test under no difference: {runs} data sets a row\n")
-    kinds = (0.02, 0.05, 0.2, 0.5, "log-normal")
+    kinds: tuple[float | str, ...] = (0.02, 0.05, 0.2, 0.5, "log-normal")
     cells = list(product((8, 16, 24, 50, 100), ((1, 8), (8, 8)), kinds))
 
     def rows() -> Iterator[list[object]]:
@@ -171,24 +154,18 @@ def paired(trials: int) -> None:
     print(f"### Difference of two rates: {trials} data sets a row\n")
     pairs = ((0.0, 0.02), (0.02, 0.02), (0.02, 0.1), (0.05, 0.2), (0.2, 0.5))
     grid = list(product((24, 50, 100), ((1, 8), (8, 8)), pairs))
-    methods = ("auto", "percentile", "bca")
 
     def intervals() -> Iterator[list[object]]:
         for number, (sources, n, (a, b)) in enumerate(grid):
-            rng = np.random.default_rng([5, number])
-            covered, width = dict.fromkeys(methods, 0), dict.fromkeys(methods, 0.0)
+            rng, covered, width = np.random.default_rng([5, number]), 0, 0.0
             for _ in range(trials):
-                data = conditions(rng, a, b, n, sources)
-                for method in methods:
-                    e = paired_difference(
-                        *data, permutations=1, resamples=1000, method=method
-                    ).difference
-                    covered[method] += e.low <= a - b <= e.high
-                    width[method] += e.high - e.low
-            shares = [f"{percent(covered[m] / trials)} ({width[m] / trials:.3f})" for m in methods]
+                e = paired_difference(*conditions(rng, a, b, n, sources), permutations=1).difference
+                covered += e.low <= a - b <= e.high
+                width += e.high - e.low
+            shares = [percent(covered / trials), f"{width / trials:.3f}"]
             yield [sources, f"{n[0]} and {n[1]}", f"{a} and {b}", *shares]
 
-    header = ["sources", "rows each", "rates", "auto (MOVER)", *methods[1:]]
+    header = ["sources", "rows each", "rates", "coverage", "width"]
     table(header, intervals(), len(grid), "differences")
 
     print(f"### Power at the detectable difference (asked for 80%): {trials} data sets a row\n")
@@ -206,30 +183,6 @@ def paired(trials: int) -> None:
     designs = list(product((24, 50, 100), ((8, 1), (8, 8)), (0.02, 0.2, 0.5)))
     header = ["sources", "rows each", "rate of the second", "detectable difference", "found"]
     table(header, power(), len(designs), "power")
-
-
-def maximum(trials: int) -> None:
-    """Family-wise false alarms of the permutation test against the maximum."""
-    runs = max(trials // 2, 20)
-    print(f"### Permutation against the maximum of 30 layers: {runs} data sets\n")
-    rng, groups, adjusted, raw = np.random.default_rng(7), np.repeat(np.arange(50), 3), 0, 0
-    for _ in range(runs):
-        layers = (rng.normal(size=(50, 30)) + rng.normal(size=(50, 1)))[groups]
-        labels = (rng.permutation(50) < 25)[groups]
-
-        def statistic(on: np.ndarray, layers: np.ndarray = layers) -> np.ndarray:
-            return np.abs(layers[on].mean(0) - layers[~on].mean(0))
-
-        test = permutation_max(statistic, labels, groups, permutations=199)
-        adjusted += test.p_adjusted.min() <= 0.05
-        raw += test.p_raw.min() <= 0.05
-    ends = binomtest(adjusted, runs).proportion_ci(0.95, "exact")
-    print(
-        f"Any of 30 layers significant at 5% though none is: {percent(adjusted / runs)}% "
-        f"(95% interval {percent(ends.low)} … {percent(ends.high)}); without adjusting "
-        f"{percent(raw / runs)}%.\n",
-        flush=True,
-    )
 
 
 def corrected(trials: int) -> None:
@@ -289,21 +242,22 @@ def agreement(trials: int) -> None:
         right = rng.random(2 * sources) < np.repeat(rng.beta(2.0, 1.0, sources), 2)
         return first, np.where(right, first, rng.integers(4, size=2 * sources))
 
-    kappa = cohen_kappa(*raters(np.random.default_rng(9), 1_000_000))
+    first, second = raters(np.random.default_rng(9), 1_000_000)
+    kappa = kappa_of(np.bincount(first * 4 + second, minlength=16).reshape(4, 4))
 
     def rows() -> Iterator[list[object]]:
         for number, sources in enumerate((30, 50, 100)):
             rng, covered = np.random.default_rng([9, number]), 0
             for _ in range(runs):
                 first, second = raters(rng, sources)
-                e = cluster_counts(
+                (e,) = cluster_counts(
                     lambda counts: kappa_of(counts.reshape(-1, 4, 4)),
                     first * 4 + second,
                     np.repeat(np.arange(sources), 2),
                     patterns=16,
                     resamples=500,
                 )
-                covered += e.low <= kappa <= e.high
+                covered += int(e.low <= kappa <= e.high)
             yield [sources, f"{kappa:.3f}", percent(covered / runs)]
 
     table(["sources", "κ", "coverage"], rows(), 3, "kappa")
@@ -312,56 +266,38 @@ def agreement(trials: int) -> None:
 def speed(_: int) -> None:
     """Seconds for 10,000 resamples of 1,000 sources."""
     rng, index = np.random.default_rng(10), np.repeat(np.arange(1000), 8)
-    values, truth = rng.random(8000), rng.integers(8, size=8000)
+    truth = rng.integers(8, size=8000)
     right, guesses = rng.random((3, 8000)) < 0.7, rng.integers(8, size=(3, 8000))
     raters = np.where(right, truth, guesses)
     cell = truth * 8 + raters[0]
     patterns, pattern = np.unique(raters.T, axis=0, return_inverse=True)
 
-    def counted(statistic: Callable, of: np.ndarray, method: str) -> Callable:
-        return lambda: cluster_counts(statistic, of, index, resamples=10_000, method=method)
+    def of_tables(statistic: Callable) -> Callable:
+        return lambda counts: statistic(counts.reshape(-1, 8, 8))
 
-    cases: dict[str, Callable] = {}
-    for method in ("percentile", "bca"):
-        cases[f"mean, {method}"] = lambda method=method: cluster_mean(
-            values, index, resamples=10_000, method=method
-        )
-        for name, of_tables in (("κ", kappa_of), ("balanced accuracy", balanced_accuracy_of)):
-            cases[f"{name} of 8 categories, {method}"] = counted(
-                lambda c, of_tables=of_tables: of_tables(c.reshape(-1, 8, 8)), cell, method
-            )
-        cases[f"α of three raters, {len(patterns)} patterns of ratings, {method}"] = counted(
-            lambda c: alpha_of(c, patterns, 8000), pattern.reshape(-1), method
-        )
+    cases: dict[str, tuple[Callable, np.ndarray]] = {
+        "κ of 8 categories": (of_tables(kappa_of), cell),
+        "balanced accuracy of 8 categories": (of_tables(balanced_accuracy_of), cell),
+        f"α of three raters, {len(patterns)} patterns of ratings": (
+            lambda counts: alpha_of(counts, patterns, 8000),
+            pattern.reshape(-1),
+        ),
+    }
     print("### Speed: 10,000 resamples of 1,000 sources (8,000 rows), best of three\n")
-    for name, case in cases.items():
-        print(f"- {name}: {min(seconds(case) for _ in range(3)):.2f} s")
-    slow = seconds(
-        lambda: cluster_statistic(
-            lambda c, w: cohen_kappa(c["a"], c["b"], w),
-            {"a": truth, "b": raters[0]},
-            index,
-            resamples=1000,
-        )
-    )
-    print(
-        f"- for comparison, κ by `cluster_statistic`, one call per resample: {10 * slow:.1f} s "
-        "(from 1,000 resamples, once)"
-    )
+    for name, (statistic, pattern_of) in cases.items():
+        spent = []
+        for _ in range(3):
+            begun = time.perf_counter()
+            cluster_counts(statistic, pattern_of, index, resamples=10_000)
+            spent.append(time.perf_counter() - begun)
+        print(f"- {name}: {min(spent):.2f} s")
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024  # kB on Linux
     print(f"- largest memory of the whole process: {peak:.0f} MB\n", flush=True)
 
 
-def seconds(call: Callable) -> float:
-    """How long a call takes."""
-    begun = time.perf_counter()
-    call()
-    return time.perf_counter() - begun
-
-
 PARTS = {
     part.__name__: part
-    for part in (rates, zero_events, means, alarms, paired, maximum, corrected, agreement, speed)
+    for part in (rates, zero_events, means, alarms, paired, corrected, agreement, speed)
 }
 
 

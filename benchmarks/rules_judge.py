@@ -27,11 +27,11 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.model_selection import StratifiedGroupKFold
 from sklearn.preprocessing import StandardScaler
 
+from ia_mech.judge import rules
 from ia_mech.judge.rubric import ASSESSED, GENUINE
-from ia_mech.judge.rules import judge as rules
 from ia_mech.judge.rules.features import clear_case, measure
 from ia_mech.judge.verdict import Item
-from ia_mech.stats import balanced_accuracy, cluster_statistic, cohen_kappa
+from ia_mech.stats import balanced_accuracy_of, cluster_counts, confusion, kappa_of
 
 TABLE = Path(__file__).with_name("rules_judge_turns.parquet")
 MODEL = Path(rules.__file__).with_name(rules.MODEL)
@@ -142,8 +142,8 @@ def predicted(classifier: rules.Classifier, turns: Turns) -> np.ndarray:
 
 def quality(truth: np.ndarray, guess: np.ndarray) -> float:
     """What the settings are chosen by: the mean of the three figures that are reported."""
-    a, b = truth == GENUINE, guess == GENUINE
-    return (balanced_accuracy(a, b) + cohen_kappa(a, b) + np.mean(truth == guess)) / 3
+    table = confusion(truth == GENUINE, guess == GENUINE, (True, False))
+    return float(balanced_accuracy_of(table) + kappa_of(table) + np.mean(truth == guess)) / 3
 
 
 def folds(turns: Turns, seed: int):
@@ -196,15 +196,15 @@ def report(turns: Turns, guesses: np.ndarray, which: np.ndarray, title: str) -> 
     truth, sources = np.tile(turns.category[at], repeats), np.tile(turns.source[at], repeats)
     guess = guesses[:, at].ravel()
 
-    def statistic(columns, weights):
-        a, b = columns["truth"] == GENUINE, columns["guess"] == GENUINE
-        return [
-            balanced_accuracy(a, b, weights),
-            cohen_kappa(a, b, weights),
-            np.average(columns["truth"] == columns["guess"], weights=weights),
-        ]
+    # Truth, guess and whether the category is right: eight kinds of turns.
+    kind = 4 * (truth == GENUINE) + 2 * (guess == GENUINE) + (truth == guess)
 
-    estimates = cluster_statistic(statistic, {"truth": truth, "guess": guess}, sources)
+    def statistic(counts: np.ndarray) -> np.ndarray:
+        right = counts[:, 1::2].sum(1) / counts.sum(1)
+        tables = counts.reshape(-1, 2, 2, 2).sum(3)
+        return np.stack([balanced_accuracy_of(tables), kappa_of(tables), right], axis=1)
+
+    estimates = cluster_counts(statistic, kind, sources, patterns=8)
     texts = [estimate.text() for estimate in estimates]
     figures = dict(zip(("balanced_accuracy", "kappa", "category_accuracy"), texts, strict=True))
     figures["turns"] = len(at)

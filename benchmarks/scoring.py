@@ -157,13 +157,12 @@ def compare(model, chat, donors, items: list[Scorable], generations: int, rounds
     found = {}
 
     def ours() -> None:
-        found["ours"] = [
-            one
-            for unit, prefilled in zip(units, made_anyway, strict=True)
-            for one in scorer.score(
-                prefilled, [items[i] for i in unit], [of_context[i] for i in unit]
-            )
-        ]
+        found["ours"] = []
+        for unit, prefilled in zip(units, made_anyway, strict=True):
+            members = [items[i] for i in unit]
+            scores = scorer.score_candidates(prefilled, members)
+            scorer.add_contrasts(members, scores, [of_context[i] for i in unit])
+            found["ours"] += scores
 
     plain = PassByPass(model, chat, donors)
 

@@ -1,7 +1,12 @@
-"""Estimates as tidy rows: what a number is of, the number, its interval, its test."""
+"""Estimates as tidy rows: what a number is of, the number, its interval, its test.
+
+Rates, probes and experiments make :class:`TidyEstimate` rows, turn them into one table with
+:func:`frame_of` and write it with :func:`write_table`. Intervals and tests are
+:mod:`ia_mech.stats`'.
+"""
 
 import json
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -14,8 +19,19 @@ import pyarrow.parquet as pq
 from ia_mech.run.layout import replace_file
 from ia_mech.stats import Estimate, cluster_counts, cluster_mean, holm, paired_difference
 
-ALL = "(all)"  # the datasets together
+ALL = "(all)"  # the name of all datasets together
 FEW_SOURCES = 24  # benchmarks/coverage.md simulates so many sources and more
+MEASURED = {  # columns that every estimate has, after those that say what it is of
+    "rows": "int64",
+    "value": "float64",
+    "low": "float64",
+    "high": "float64",
+    "p": "float64",
+    "p_holm": "float64",
+    "test": "object",
+    "sources": "int64",
+    "method": "object",
+}
 
 
 @dataclass(frozen=True)
@@ -24,7 +40,8 @@ class TidyEstimate:
 
     Attributes:
         quantity: what it is.
-        names: what it is of (dataset, temperature, layer, …): the experiment's own columns.
+        names: what it is of (dataset, temperature, layer, …) and what else its table holds
+            (events, contexts, level, …): column → value.
         rows: how many values it is made of.
         estimate: the number with its interval over sources.
         p: of the null hypothesis that a difference is 0; NaN where nothing was tested.
@@ -47,7 +64,7 @@ class Group:
 
     Attributes:
         sources: ``[rows]`` the source of each value.
-        options: ``level``, ``resamples`` and ``seed`` of :func:`ia_mech.stats.cluster_mean`.
+        options: ``level``, ``resamples`` and ``seed`` of intervals and tests.
         names: what every estimate of the group is of.
     """
 
@@ -58,7 +75,8 @@ class Group:
     def mean(self, quantity: str, values, *, proportion: bool = False, **names) -> TidyEstimate:
         """The mean of ``[rows]`` values with its interval; NaN is left out."""
         values = np.asarray(values, dtype=float)
-        estimate = cluster_mean(values, self.sources, proportion=proportion, **self.options)
+        level = self.options["level"]
+        estimate = cluster_mean(values, self.sources, proportion=proportion, level=level)
         return self.row(quantity, estimate, int((~np.isnan(values)).sum()), **names)
 
     def median(self, quantity: str, values, **names) -> TidyEstimate:
@@ -76,12 +94,21 @@ class Group:
         if not kept.any():
             return self.row(quantity, Estimate(np.nan, np.nan, np.nan, 0, "no values"), 0, **names)
         sources = np.asarray(self.sources)[kept]
-        estimate = cluster_counts(middle, codes, sources, **self.options)
+        (estimate,) = cluster_counts(middle, codes, sources, **self.options)
         return self.row(quantity, estimate, int(kept.sum()), **names)
 
-    def row(self, quantity: str, estimate: Estimate, rows: int, **names) -> TidyEstimate:
+    def row(
+        self,
+        quantity: str,
+        estimate: Estimate,
+        rows: int,
+        *,
+        p: float = np.nan,
+        test: str | None = None,
+        **names,
+    ) -> TidyEstimate:
         """An estimate that was made elsewhere, under the group's names and ``names``."""
-        return TidyEstimate(quantity, self.names | names, rows, estimate)
+        return TidyEstimate(quantity, self.names | names, rows, estimate, p, test or None)
 
 
 def paired_row(
@@ -100,10 +127,10 @@ def paired_row(
         baseline_sources: ``[m]`` of these.
         names: more of what it is of.
     """
-    paired = paired_difference(values, sources, baseline, baseline_sources, **group.options)
+    options = {key: group.options[key] for key in ("level", "seed")}
+    paired = paired_difference(values, sources, baseline, baseline_sources, **options)
     counted = int((~np.isnan(np.asarray(values, dtype=float))).sum())
-    row = group.row(quantity, paired.difference, counted, **names)
-    return replace(row, p=paired.p, test=paired.test or None)
+    return group.row(quantity, paired.difference, counted, p=paired.p, test=paired.test, **names)
 
 
 def by_dataset(frame: pd.DataFrame) -> Iterator[tuple[str, np.ndarray]]:
@@ -130,14 +157,28 @@ def corrected(
     return [replace(row, p_holm=float(p)) for row, p in zip(rows, adjusted, strict=True)]
 
 
-def frame_of(rows: Iterable[TidyEstimate], names: dict[str, str]) -> pd.DataFrame:
+def frame_of(
+    rows: Iterable[TidyEstimate],
+    names: Mapping[str, str],
+    columns: Sequence[str] | None = None,
+) -> pd.DataFrame:
     """One line per estimate.
 
     Args:
         rows: the estimates.
-        names: column → dtype of what estimates may be of; what an estimate isn't of is missing
-            (an empty string where the dtype is ``str``).
+        names: column → dtype of what estimates may be of. An estimate that lacks a name has a
+            missing value there, or an empty string where the dtype is ``str``. ``quantity`` or one
+            of :data:`MEASURED` may be given another dtype here.
+        columns: the table's columns in order; ``quantity``, ``names`` and :data:`MEASURED` if not
+            given.
+
+    Raises:
+        ValueError: an estimate is of something that isn't in ``names``.
     """
+    dtypes = {"quantity": "object"} | MEASURED | dict(names)
+    if columns is None:
+        own = [name for name in names if name not in ("quantity", *MEASURED)]
+        columns = ["quantity", *own, *MEASURED]
     records = []
     for row in rows:
         unknown = set(row.names) - set(names)
@@ -150,34 +191,65 @@ def frame_of(rows: Iterable[TidyEstimate], names: dict[str, str]) -> pd.DataFram
             | {"p": row.p, "p_holm": row.p_holm, "test": row.test}
             | {"sources": e.sources, "method": e.method}
         )
-    after = ["rows", "value", "low", "high", "p", "p_holm", "test", "sources", "method"]
-    frame = pd.DataFrame(records, columns=["quantity", *names, *after])
-    for name, dtype in names.items():
-        if dtype == "str":
+    frame = pd.DataFrame(records, columns=list(columns))
+    for name in frame:
+        if dtypes[name] == "str":
             frame[name] = frame[name].astype("object").where(frame[name].notna(), "")
         else:
-            frame[name] = frame[name].astype(dtype)
+            frame[name] = frame[name].astype(dtypes[name])
     return frame
 
 
 def write_parquet(
     frame: pd.DataFrame, path: str | Path, about: dict[str, Any] | None = None
 ) -> None:
+    """:func:`write_table` as Parquet."""
+    write_table(frame, path, "parquet", about)
+
+
+def write_table(
+    frame: pd.DataFrame, path: str | Path, kind: str, about: dict[str, Any] | None = None
+) -> None:
     """Replace a file whole: the old one or the new one, never a half.
 
     Args:
         frame: the table; its index is left out.
         path: the file; its folder must be there.
-        about: kept as JSON in the file's metadata, under ``ia_mech``.
+        kind: ``json`` (an object with ``about`` and ``estimates``, a list of records), ``csv``
+            (without ``about``) or ``parquet`` (``about`` as JSON in the metadata, under
+            ``ia_mech``).
+        about: what the table was made from.
 
     Raises:
         OSError: it can't be written.
     """
+
+    def fill(scratch: Path) -> None:
+        if kind == "json":
+            plain = frame.astype(object)
+            records = plain.where(frame.notna(), None).to_dict("records")
+            text = json.dumps({"about": about, "estimates": records}, indent=1, ensure_ascii=False)
+            scratch.write_text(text + "\n", encoding="utf-8")
+        elif kind == "csv":
+            frame.to_csv(scratch, index=False)
+        else:
+            pq.write_table(_arrow(frame, about), scratch)
+
+    replace_file(Path(path), fill)
+
+
+def _arrow(frame: pd.DataFrame, about: dict[str, Any] | None) -> pa.Table:
+    """The table with text columns as ``string``, whatever pandas keeps them as."""
     table = pa.Table.from_pandas(frame, preserve_index=False)
+    metadata = dict(table.schema.metadata or {})
     if about is not None:
-        text = json.dumps(about, sort_keys=True)
-        table = table.replace_schema_metadata((table.schema.metadata or {}) | {b"ia_mech": text})
-    replace_file(Path(path), lambda scratch: pq.write_table(table, scratch))
+        metadata[b"ia_mech"] = json.dumps(about, sort_keys=True).encode()
+    text = [pa.types.is_large_string(kind) or pa.types.is_null(kind) for kind in table.schema.types]
+    fields = [
+        field.with_type(pa.string()) if so else field
+        for field, so in zip(table.schema, text, strict=True)
+    ]
+    return table.cast(pa.schema(fields, metadata))
 
 
 def together(estimates: pd.DataFrame) -> pd.DataFrame:
@@ -187,8 +259,9 @@ def together(estimates: pd.DataFrame) -> pd.DataFrame:
 
 
 def few_sources(estimates: pd.DataFrame) -> list[str]:
-    """A note naming the datasets whose intervals rest on fewer sources than were simulated."""
-    shown = estimates[estimates["low"].notna() & (estimates["sources"] < FEW_SOURCES)]
+    """A note naming the datasets whose intervals or tests rest on fewer sources than simulated."""
+    tested = estimates["low"].notna() | estimates["p"].notna()
+    shown = estimates[tested & (estimates["sources"] < FEW_SOURCES)]
     names = list(dict.fromkeys(shown["dataset"]))
     if not names:
         return []

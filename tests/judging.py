@@ -2,6 +2,7 @@
 
 from stub_server import StubServer
 
+from ia_mech.display import Quiet
 from ia_mech.judge.llm import LlmJudge
 from ia_mech.judge.verdict import Item, Verdict
 
@@ -9,20 +10,32 @@ KEY = "sk-test-1234567890-secret"
 QUERY, RESPONSE = "How does a lighthouse work?", "A lens gathers the lamp's light into a beam."
 
 
-class Quiet:
-    """A progress that keeps what it was told."""
+class Recorded(Quiet):
+    """A progress that keeps what it was given, and raises ``error`` at the verdict ``at``."""
 
-    def __init__(self) -> None:
-        self.estimate = ""
-        self.seen: list[Verdict] = []
+    def __init__(self, at: int | None = None, error: type[BaseException] = KeyboardInterrupt):
+        self.began: tuple[str, int] | None = None
+        self.lines: list[str] = []
+        self.notes: list[str] = []
+        self.stopped = 0
+        self._at, self._error = at, error
 
-    def start(self, total: int, cached: int, estimate: str) -> None:
-        self.estimate = estimate
+    def start(self, phase: str, total: int, *, done: int = 0, unit: str = "step") -> None:
+        self.began = phase, total
 
-    def advance(self, verdict: Verdict) -> None:
-        self.seen.append(verdict)
+    def advance(self, steps: int = 1, note: str = "") -> None:
+        self.notes.append(note)
+        if len(self.notes) == self._at:
+            self.interrupt()
 
-    def stop(self) -> None: ...
+    def interrupt(self) -> None:
+        raise self._error
+
+    def say(self, line: str) -> None:
+        self.lines.append(line)
+
+    def stop(self) -> None:
+        self.stopped += 1
 
 
 def items(count: int) -> list[Item]:

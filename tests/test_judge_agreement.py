@@ -19,7 +19,7 @@ from ia_mech.judge.rubric import ASSESSED, CANNOT_ASSESS, GENUINE, NAMES
 from ia_mech.judge.sheets import export_sheet, inert
 from ia_mech.run import Run
 from ia_mech.run.labels import KEY
-from ia_mech.stats import krippendorff_alpha
+from ia_mech.stats import alpha_of
 
 ROWS = 60
 
@@ -61,6 +61,12 @@ def annotate(run: Run, name: str, said: dict[int, str], sheet="s", stratum="all"
     run.labels.write_annotations(name, rows, {})
 
 
+def alpha(ratings, weights) -> float:
+    """Krippendorff's α of units, each a pattern of its own."""
+    units = sum(len([x for x in unit if x is not None]) > 1 for unit in ratings)
+    return alpha_of(np.array([weights], dtype=float), ratings, units)[0]
+
+
 def random_labels(seed: int, names=NAMES) -> list[str]:
     return [names[i] for i in np.random.default_rng(seed).integers(len(names), size=ROWS)]
 
@@ -85,7 +91,7 @@ def test_a_worked_example_with_weights():
     assert c.accuracy.value == c.accuracy_genuine.value == pytest.approx(0.8)
     assert c.balanced_accuracy.value == pytest.approx((1 / 3 + 1) / 2)
     assert c.alpha.value == pytest.approx(
-        krippendorff_alpha(list(zip(truth, prediction, strict=True)), weights=[1, 2, 3, 4])
+        alpha(list(zip(truth, prediction, strict=True)), [1, 2, 3, 4])
     )
     lines = {line.category: line for line in c.categories}
     assert tuple(lines) == ASSESSED
@@ -138,9 +144,9 @@ def test_alpha_from_patterns_is_alpha_from_rows(seed):
     weights = rng.integers(1, 9, 50).astype(float)
     found = group_alpha(list(table.T), rng.integers(8, size=50), weights)
     table[table == CANNOT_ASSESS] = None
-    assert found.categories.value == pytest.approx(krippendorff_alpha(table, weights=weights))
+    assert found.categories.value == pytest.approx(alpha(table, weights))
     genuine = np.array([[None if x is None else x == GENUINE for x in r] for r in table], object)
-    assert found.genuine.value == pytest.approx(krippendorff_alpha(genuine, weights=weights))
+    assert found.genuine.value == pytest.approx(alpha(genuine, weights))
     paired = (table != None).sum(1) >= 2  # noqa: E711
     assert found.n == paired.sum() and found.weight == weights[paired].sum()
     assert found.categories.low < found.categories.value < found.categories.high
@@ -249,16 +255,16 @@ def test_who_is_compared_with_whom(run):
     assert pairs == [("second", "judge:first")]  # between equals the one named first
     with pytest.raises(UserError, match="both a judge and an annotator are named 'first'; choose"):
         agreement(run, ["first", "second"])
-    with pytest.raises(UserError, match=r"nobody named 'third' .*; choose from: judge:first, sec"):
+    with pytest.raises(UserError, match=r"no labels of 'third'; choose from: judge:first, sec"):
         agreement(run, ["third", "second"])
     with pytest.raises(UserError, match="needs two different labellers"):
         agreement(run, ["second", "second"])
 
 
-def test_nobody_has_labelled(run, capsys):
+def test_a_run_without_labels(run, capsys):
     assert main(["agreement", str(run.path)]) == 2
     error = capsys.readouterr().err
-    assert "has nobody" in error and "ia_mech.judge run" in error and error.count("\n") == 1
+    assert "has no labels" in error and "ia_mech.judge run" in error and error.count("\n") == 1
 
 
 def test_a_judge_with_itself(run):
@@ -315,15 +321,25 @@ def test_the_most_telling_disagreements_come_first(run):
     sure = [json.dumps({GENUINE: 0.6 + 0.3 * (i == 3), "degenerate": 0.99}) for i in range(ROWS)]
     plant(run, "first", [first], rationale=["because"] * ROWS)
     plant(run, "second", [second], scores=sure)
-    annotate(run, "anna", {7: "new_topic", 8: GENUINE, 9: "generic"})
+    plant(run, "sample", [[None, *first[1:]]])  # is called like a column of the table
+    annotate(run, "anna", {0: "generic", 7: "new_topic", 8: GENUINE, 9: "generic"})
     found = agreement(run).disagreements
-    place = {tuple(key.values()): i for i, key in enumerate(keys_of(run))}
     # People contradicted (genuine first), then judges alone: genuine by certainty, then others.
-    assert [place[tuple(d.row[c] for c in KEY)] for d in found] == [8, 7, 3, 1, 2]
-    assert found[0].said == {"first": "generic", "second": "generic", "anna": GENUINE}
-    assert found[0].why == {"first": "because", "anna": "note 8"}
-    assert found[0].item.turn == run.generations["text"][8]
-    assert agreement(run).disagreements == found
+    assert found.index.tolist() == [8, 7, 3, 1, 2]
+    names = ["first", "judge:sample", "second", "anna"]
+    assert found.loc[8, names].tolist() == ["generic", "generic", "generic", GENUINE]
+    assert found.loc[1, names].tolist() == ["generic", "generic", GENUINE, None]
+    assert found.loc[8, [f"{name} (why)" for name in names]].tolist() == [
+        *("because", None, None, "note 8")
+    ]
+    key = keys_of(run)[8] | {"user_turn": run.generations["text"][8]}
+    assert found.loc[8, list(key)].to_dict() == key
+    assert agreement(run).disagreements.equals(found)
+    plant(run, "first", [[GENUINE, *first[1:]]])
+    # A failure is shown as one, beside those that disagree.
+    assert agreement(run).disagreements.loc[0, names].tolist() == [
+        *(GENUINE, "failed", "generic", "generic")
+    ]
 
 
 def shown(body) -> str:
@@ -347,7 +363,7 @@ def test_the_command(run, tmp_path, capsys):
     text = capsys.readouterr().out
     for name in ASSESSED:
         assert len(re.findall(rf"│ (\d )?{name} ", text)) == 2, name  # used or not
-    assert "rules / anna" in text and "15 rows (standing for ≈ 60) from 12 sources" in text
+    assert "rules / anna" in text and "15 rows (representing ≈ 60) from 12 sources" in text
     assert "rules with itself (2 repeats)" in text
     assert "=[red]x[/red]� :cat:" in text and "\x1b" not in text
     assert "10 disagreements" in text and len(re.findall("anna says", text)) == 3
@@ -387,9 +403,7 @@ def test_no_disagreement_and_alike_rows(run, capsys):
     # Rows with the same text in the same context are shown once, with their number.
     plant(run, "b", [[GENUINE] * ROWS])
     found = agreement(run)
-    alike = {}
-    for d in found.disagreements:
-        alike[d.item] = alike.get(d.item, 0) + 1
+    alike = found.disagreements[["query", "response", "user_turn"]].drop_duplicates()
     assert main(["agreement", str(run.path), "--disagreements", "60"]) == 0
     text = capsys.readouterr().out
     assert len(re.findall("a says", text)) == len(alike)

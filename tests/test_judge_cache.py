@@ -5,6 +5,7 @@ import os
 
 import pytest
 
+from ia_mech.display import Quiet
 from ia_mech.errors import UserError
 from ia_mech.judge import rubric
 from ia_mech.judge.cache import VerdictCache
@@ -20,6 +21,7 @@ class Counting:
     """A judge that costs something, and counts what it is asked."""
 
     paid = True
+    caveat = ""
 
     def __init__(self, **identity) -> None:
         self.identity = {"kind": "counting", "rubric": rubric.rubric_hash()} | identity
@@ -32,12 +34,6 @@ class Counting:
         for index, pair in enumerate(zip(items, repeats, strict=True)):
             self.asked.append(pair)
             yield index, VERDICT
-
-
-class Quiet:
-    def start(self, total: int, cached: int, estimate: str) -> None: ...
-    def advance(self, verdict: Verdict) -> None: ...
-    def stop(self) -> None: ...
 
 
 @pytest.fixture
@@ -127,45 +123,6 @@ def test_a_changed_rubric_or_judge_misses(tmp_path, monkeypatch):
     assert asked() == 3
     monkeypatch.undo()
     assert asked() == 0
-
-
-def test_more_repeats_pay_for_the_new_ones_only(tmp_path):
-    judge = Counting()
-    judge_items(ITEMS, judge, Quiet(), cache_folder=tmp_path)
-    judge_items(ITEMS, judge, Quiet(), cache_folder=tmp_path, repeats=3)
-    assert [repeat for _, repeat in judge.asked] == [0, 0, 0, 1, 2, 1, 2, 1, 2]
-
-
-def test_replay_names_a_miss_and_asks_nobody(tmp_path):
-    judge = Counting()
-    judge_items(ITEMS[:2], judge, Quiet(), cache_folder=tmp_path)
-    with pytest.raises(UserError, match=r"1 of 3 verdicts are not in .* the turn 'turn 2'"):
-        judge_items(ITEMS, judge, Quiet(), cache_folder=tmp_path, replay=True)
-    verdicts, cached = judge_items(ITEMS[:2], judge, Quiet(), cache_folder=tmp_path, replay=True)
-    assert len(judge.asked) == 2 and len(verdicts) == len(cached) == 2
-
-
-def test_what_came_before_an_interrupt_is_kept_and_the_judge_is_closed(tmp_path):
-    class Interrupted(Quiet):
-        def advance(self, verdict: Verdict) -> None:
-            raise KeyboardInterrupt
-
-    closed = []
-
-    class Closing(Counting):
-        def judge(self, items, repeats):
-            try:
-                yield from super().judge(items, repeats)
-            finally:
-                closed.append(True)
-
-    with pytest.raises(KeyboardInterrupt) as raised:
-        judge_items(ITEMS, Closing(), Quiet(), cache_folder=tmp_path / "whole")
-        judge_items(ITEMS, Closing(), Interrupted(), cache_folder=tmp_path)
-    assert closed == [True, True] and raised.traceback  # while the frames are still alive
-    again = Closing()
-    judge_items(ITEMS, again, Quiet(), cache_folder=tmp_path)
-    assert len(again.asked) == 2
 
 
 # -- reading only -------------------------------------------------------------------------------

@@ -5,14 +5,14 @@ import math
 import pytest
 import tiny
 import torch
-from judging import Quiet
 
 import ia_mech.models.load as models
+from ia_mech.display import Quiet
 from ia_mech.errors import UserError
-from ia_mech.judge import hf
-from ia_mech.judge.hf import HfJudge, HfReplay, described
+from ia_mech.judge import hf, prompt
+from ia_mech.judge.cache import cached_identity
+from ia_mech.judge.hf import HfJudge, described
 from ia_mech.judge.label import judge_items
-from ia_mech.judge.llm import judge as prompt
 from ia_mech.judge.rubric import NAMES
 from ia_mech.judge.verdict import Item
 from ia_mech.models import embedded
@@ -25,15 +25,16 @@ ITEMS = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def short_rubric(monkeypatch):
+@pytest.fixture(scope="module", autouse=True)
+def short_rubric():
     """The whole rubric is thousands of tokens to a tokenizer of 800 pieces."""
-    monkeypatch.setattr(
-        prompt, "system_message", lambda *, names_only: "One of: " + ", ".join(NAMES)
-    )
+    text = "One of: " + ", ".join(NAMES)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prompt, "system_message", lambda *, names_only: text)
+        yield
 
 
-@pytest.fixture(params=["llama", "mistral", "qwen3_5"])
+@pytest.fixture(scope="module", params=["llama", "qwen3_5"])
 def judge(request, tokenizer) -> HfJudge:
     return HfJudge("tiny", subject=tiny.subject(request.param, tokenizer))
 
@@ -92,7 +93,7 @@ def test_an_item_that_is_too_long_is_rejected_and_the_next_is_not(tokenizer):
 
 def test_the_identity_names_the_weights(tiny_subject, tiny_model_dir):
     judge = HfJudge(tiny_model_dir, device="cpu")
-    assert judge.weights_hash == tiny_subject.weights_hash == judge.identity["weights_hash"]
+    assert judge.identity["weights_hash"] == tiny_subject.weights_hash
     assert judge.paid and "on cpu" in judge.estimate(ITEMS) and judge.estimate([]) == ""
 
 
@@ -111,11 +112,6 @@ def test_templates_without_system_messages_get_all_in_the_users(tokenizer, monke
     assert (judge.log_likelihoods(ITEMS[0]) < 0).all()
 
 
-def test_a_model_must_be_named():
-    with pytest.raises(UserError, match="--model"):
-        HfJudge("")
-
-
 # -- the subject model --------------------------------------------------------------------------
 
 
@@ -127,7 +123,7 @@ def test_a_subject_is_known_in_another_dtype(tiny_model_dir, tokenizer, dtypes):
         ran.model = ran.model.bfloat16().float()
         ran.weights_hash = models.weights_hash(ran.model)
     judge = HfJudge("elsewhere", subject=judging)
-    assert judge.weights_hash != ran.weights_hash
+    assert judge.identity["weights_hash"] != ran.weights_hash
     assert judge.is_subject(ran.describe()) and judge.is_subject(judging.describe())
     other = HfJudge("elsewhere", subject=tiny.subject("mistral", tokenizer))
     assert not other.is_subject(ran.describe())
@@ -176,45 +172,41 @@ def judged(tokenizer, folder, family: str = "llama", items=ITEMS) -> tuple[HfJud
     return judge, judge_items(items, judge, Quiet(), cache_folder=folder)[0]
 
 
-def test_a_replay_finds_the_verdicts_without_the_model(tokenizer, tmp_path):
+def replayed(folder, items=ITEMS, model: str = "org/model") -> tuple[HfJudge, dict]:
+    judge = HfJudge(model, identity=cached_identity(described(model), items, folder))
+    return judge, judge_items(items, judge, Quiet(), cache_folder=folder, replay=True)[0]
+
+
+def test_a_replay_finds_the_verdicts_without_the_model(tokenizer, tmp_path, monkeypatch):
     judge, verdicts = judged(tokenizer, tmp_path)
-    replay = HfReplay("org/model", ITEMS, tmp_path)
-    assert replay.identity == judge.identity and replay.is_subject(judge._subject.describe())
-    again, _ = judge_items(ITEMS, replay, Quiet(), cache_folder=tmp_path, replay=True)
-    assert again == verdicts
+    for number, content in enumerate(["", "{", "7\n", "[]\n", '{"identity": 3}\n', "\xff\n"]):
+        (tmp_path / f"{number}.jsonl").write_text(content, encoding="latin-1")  # no caches
+    monkeypatch.setattr(hf, "load", None)
+    replay, again = replayed(tmp_path)
+    assert again == verdicts and replay.identity == judge.identity
+    assert replay.is_subject(judge._subject.describe())
+    assert not replay.is_subject(tiny.subject("qwen3", tokenizer).describe())
 
 
-def test_a_replay_names_a_miss(tokenizer, tmp_path):
+def test_a_replay_names_a_miss(tokenizer, tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"none of 3 verdicts of org/model .* 'And the lamp\?'"):
-        HfReplay("org/model", ITEMS, tmp_path / "none")
+        replayed(tmp_path / "none")
     assert not (tmp_path / "none").exists()
     judged(tokenizer, tmp_path, items=ITEMS[:2])
     with pytest.raises(UserError, match="none of 3 verdicts of org/other "):
-        HfReplay("org/other", ITEMS, tmp_path)
-    replay = HfReplay("org/model", ITEMS, tmp_path)
+        replayed(tmp_path, model="org/other")
     with pytest.raises(UserError, match=r"--replay: 1 of 3 .* the first for the turn ''"):
-        judge_items(ITEMS, replay, Quiet(), cache_folder=tmp_path, replay=True)
+        replayed(tmp_path)
+    monkeypatch.setattr(prompt, "ENDING", "Other words.")
+    with pytest.raises(UserError, match="none of 3"):
+        replayed(tmp_path)
 
 
 def test_a_replay_of_two_models_of_one_name_takes_the_whole_one_or_none(tokenizer, tmp_path):
     first, _ = judged(tokenizer, tmp_path)
     second, _ = judged(tokenizer, tmp_path, "qwen3", ITEMS[:1])
-    assert HfReplay("org/model", ITEMS, tmp_path).identity == first.identity
+    assert replayed(tmp_path)[0].identity == first.identity
     with pytest.raises(UserError, match="several models named org/model") as raised:
-        HfReplay("org/model", ITEMS[:1], tmp_path)
-    assert first.weights_hash in str(raised.value) and second.weights_hash in str(raised.value)
-
-
-def test_a_changed_rubric_misses(tokenizer, tmp_path, monkeypatch):
-    judged(tokenizer, tmp_path)
-    monkeypatch.setattr(prompt, "ENDING", "Other words.")
-    assert described("org/model")["prompt"] == prompt.prompt_hash(names_only=True)
-    with pytest.raises(UserError, match="none of 3"):
-        HfReplay("org/model", ITEMS, tmp_path)
-
-
-def test_files_that_are_no_caches_are_passed_over(tokenizer, tmp_path):
-    for number, content in enumerate(["", "{", "7\n", "[]\n", '{"identity": 3}\n', "\xff\n"]):
-        (tmp_path / f"{number}.jsonl").write_text(content, encoding="latin-1")
-    judge, _ = judged(tokenizer, tmp_path)
-    assert HfReplay("org/model", ITEMS, tmp_path).identity == judge.identity
+        replayed(tmp_path, ITEMS[:1])
+    for judge in (first, second):
+        assert judge.identity["weights_hash"] in str(raised.value)

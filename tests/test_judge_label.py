@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+from judging import Recorded
 from runs import CONTEXTS, files_under, sampled
 
 from ia_mech.collect.config import SampleConfig
 from ia_mech.engine.plan import Grid
 from ia_mech.errors import UserError
-from ia_mech.judge.cache import VerdictCache
-from ia_mech.judge.label import items_of, judge_items, label_run
+from ia_mech.judge.label import items_of, label_run
 from ia_mech.judge.rubric import CANNOT_ASSESS, GENUINE, VERSION, rubric_hash
 from ia_mech.judge.verdict import Item, Verdict, identity_hash
 from ia_mech.run import Run
@@ -65,27 +65,6 @@ class FakeJudge:
             self.closed = True
 
 
-class Told:
-    """A progress that keeps what it was told; may interrupt."""
-
-    def __init__(self, interrupt_at: int | None = None) -> None:
-        self.began: tuple | None = None
-        self.seen: list[Verdict] = []
-        self.stopped = 0
-        self.interrupt_at = interrupt_at
-
-    def start(self, *told) -> None:
-        self.began = told
-
-    def advance(self, verdict: Verdict) -> None:
-        self.seen.append(verdict)
-        if len(self.seen) == self.interrupt_at:
-            raise KeyboardInterrupt
-
-    def stop(self) -> None:
-        self.stopped += 1
-
-
 @pytest.fixture(autouse=True)
 def no_waiting_for_the_disk(monkeypatch) -> None:
     monkeypatch.setattr("os.fsync", lambda _: None)
@@ -109,7 +88,7 @@ def label(run, cache):
     """Judge the run; returns the rows that were written."""
 
     def call(judge, name: str = "fake", progress=None, **options) -> pd.DataFrame:
-        path = label_run(run, judge, name, progress or Told(), cache_folder=cache, **options)
+        path = label_run(run, judge, name, progress or Recorded(), cache_folder=cache, **options)
         assert path == run.path / "judgements" / f"{name}.parquet"
         return run.labels.judgements(name)
 
@@ -133,13 +112,6 @@ def test_rows_are_those_of_the_generations_in_their_order(run, label):
     assert rows["rationale"].tolist() == run.generations["text"].tolist()
     assert rows["item"].nunique() == ROWS and rows["item"].str.fullmatch("[0-9a-f]{16}").all()
     assert set(rows["repeat"]) == {0} and set(rows["status"]) == {"judged"}
-
-
-def test_a_run_as_the_model_wrote_it_is_judged_row_by_row(merged, tmp_path):
-    run = Run.open(shutil.copytree(merged.path, tmp_path / "run"))
-    label_run(run, FakeJudge(paid=False), "fake", Told())
-    rows = run.labels.judgements("fake")
-    assert rows["rationale"].tolist() == merged.generations["text"].tolist()
 
 
 def test_a_judge_sees_the_last_query_the_response_and_the_turn(run):
@@ -219,18 +191,6 @@ def test_the_same_turn_in_another_context_is_judged_apart(run, label):
     assert rows["rationale"].astype(int).tolist() == [i // 5 for i in range(ROWS)]
 
 
-@pytest.mark.parametrize("part", ["query", "response", "turn"])
-def test_an_item_that_differs_in_one_text_is_another(part, cache):
-    texts = {"query": "Why?", "response": "So.", "turn": "And?"}
-    judge = FakeJudge()
-    verdicts, _ = judge_items(
-        [Item(**texts), Item(**texts | {part: "other"}), Item(**texts)],
-        *(judge, Told()),
-        cache_folder=cache,
-    )
-    assert len(judge.asked) == len(verdicts) == 2 == kept(judge, cache)
-
-
 def test_texts_that_only_join_alike_are_different_items():
     keys = {Item("a", "b", "c").key("j", 0), Item("ab", "", "c").key("j", 0)}
     keys |= {Item("a", "b", "c").key("j", 1), Item("a", "b", "c").key("k", 0)}
@@ -281,37 +241,20 @@ def test_more_repeats_ask_for_the_new_ones_only(label):
 
 
 def test_a_second_time_nothing_is_asked(label, cache):
-    first, progress = FakeJudge(), Told()
+    first, progress = FakeJudge(), Recorded()
     before = label(first, progress=progress)
-    assert progress.began == (ROWS, 0, "60 to ask") and len(progress.seen) == ROWS
+    assert progress.began == ("judging", ROWS) and len(progress.notes) == ROWS
+    assert progress.lines == ["60 to ask"] and progress.stopped == 1
+    assert progress.notes[1] == "214 tokens, $0.5000"
     assert not before["cached"].any() and kept(first, cache) == ROWS
-    second, progress = FakeJudge(), Told()
+    second, progress = FakeJudge(), Recorded()
     after = label(second, progress=progress)
-    assert second.asked == [] and progress.seen == []
-    assert progress.began == (0, ROWS, "0 to ask") and progress.stopped == 1
+    assert second.asked == [] and progress.notes == [] and progress.began is None
+    assert progress.lines == ["60 verdicts from the cache"] and progress.stopped == 1
     assert after["cached"].all() and kept(second, cache) == ROWS
     same = [column for column in after.columns if column != "cached"]
     pd.testing.assert_frame_equal(after[same], before[same])
     assert after["cost"].sum() == 0.25 * ROWS
-
-
-def test_another_run_with_the_same_turns_asks_nothing_either(label, run, cache, tmp_path):
-    label(FakeJudge())
-    copy = Run.open(shutil.copytree(run.path, tmp_path / "copy"))
-    copy.generations["text"] = run.generations["text"]
-    judge = FakeJudge()
-    label_run(copy, judge, "elsewhere", Told(), cache_folder=cache)
-    assert judge.asked == [] and copy.labels.judgements("elsewhere")["cached"].all()
-
-
-@pytest.mark.parametrize(
-    "changed", [{"model": "n"}, {"params": {"top": 2}}, {"rubric": "other words"}], ids=str
-)
-def test_a_judge_that_differs_in_anything_is_asked_anew(label, cache, changed):
-    label(FakeJudge())
-    judge = FakeJudge(**changed)
-    assert not label(judge, "other")["cached"].any()
-    assert len(judge.asked) == ROWS and len(list(cache.glob("*.jsonl"))) == 2
 
 
 def test_a_free_judge_is_not_cached(label, cache):
@@ -320,22 +263,6 @@ def test_a_free_judge_is_not_cached(label, cache):
         assert not label(judge)["cached"].any()
         assert len(judge.asked) == ROWS
     assert not cache.exists()
-
-
-def test_cached_verdicts_are_whole(label):
-    whole = Verdict(
-        "generic",
-        rationale="fits “any”\n",
-        scores={"generic": 0.75, GENUINE: 0.25},
-        mode="json_schema/text",
-        **BILLED,
-    )
-    label(FakeJudge(lambda *_: whole))
-    rows = label(FakeJudge())
-    assert rows["cached"].all() and len(rows) == ROWS
-    for column in ("category", "status", "rationale", "mode", "error", *BILLED):
-        assert set(rows[column]) == {getattr(whole, column)}, column
-    assert {tuple(json.loads(s).items()) for s in rows["scores"]} == {tuple(whole.scores.items())}
 
 
 def failing(status: str, count: int = 6) -> Callable[[Item, int], Verdict]:
@@ -381,44 +308,6 @@ def test_what_the_server_could_not_do_is_never_kept(label, cache):
     assert len(judge.asked) == 6 and rows["genuine"].all()
 
 
-def test_a_verdict_cut_short_by_a_kill_is_the_only_one_lost(label, cache):
-    label(FakeJudge())
-    (file,) = cache.glob("*.jsonl")
-    file.write_bytes(file.read_bytes()[:-9])
-    judge = FakeJudge()
-    rows = label(judge)
-    assert len(judge.asked) == 1 and len(rows) == ROWS and kept(judge, cache) == ROWS
-    for line in file.read_text().splitlines():
-        json.loads(line)
-
-
-def test_a_damaged_cache_is_refused_by_line_and_the_run_untouched(label, run, cache):
-    label(FakeJudge())
-    (file,) = cache.glob("*.jsonl")
-    lines = file.read_text().splitlines()
-    for damage in (lines[4][:-1], "5", '{"key": "k", "verdict": null}', '{"key": "k"}'):
-        file.write_text("\n".join([*lines[:4], damage, *lines[5:]]) + "\n")
-        judge = FakeJudge()
-        with pytest.raises(UserError, match=r"line 5 of \S+\.jsonl is damaged .*remove that line"):
-            label(judge)
-        assert judge.asked == [] and len(run.labels.judgements("fake")) == ROWS
-    file.write_text("\n".join([*lines[:4], *lines[5:]]) + "\n")
-    label(judge)
-    assert len(judge.asked) == 1
-
-
-def test_two_processes_do_not_pay_for_the_same(label, run, cache):
-    judge = FakeJudge()
-    with (
-        VerdictCache(judge.identity, cache),
-        pytest.raises(UserError, match=r"another process is judging with the same judge .*; wait"),
-    ):
-        label(judge)
-    assert judge.asked == [] and run.labels.judges == []
-    label(judge)
-    assert len(judge.asked) == ROWS
-
-
 # -- replay -------------------------------------------------------------------------------------
 
 
@@ -435,7 +324,7 @@ def test_replay_names_a_miss_and_writes_nothing(label, run, cache):
     texts = run.generations["text"].tolist()
     run.generations["text"] = [*texts[:-2], "unheard\nof", "and another"]
     before = (run.path / "judgements" / "fake.parquet").read_bytes()
-    judge, progress = FakeJudge(), Told()
+    judge, progress = FakeJudge(), Recorded()
     expected = (
         r"--replay: 2 of 60 verdicts are not in \S+/[0-9a-f]{16}\.jsonl, the first for the turn "
         r"'unheard\\nof'; leave --replay out to judge them"
@@ -459,18 +348,11 @@ def test_an_unfinished_run_is_refused(run, cache):
     judge = FakeJudge()
     expected = r"run is still being written or was interrupted \(12 of 12 contexts\); let the comm"
     with pytest.raises(UserError, match=expected):
-        label_run(Run.open(run.path), judge, "fake", Told(), cache_folder=cache)
+        label_run(Run.open(run.path), judge, "fake", Recorded(), cache_folder=cache)
     manifest.write_text(json.dumps(content | {"complete": False, "parts": []}))
     with pytest.raises(UserError, match="run holds no finished part yet; let the run go on first"):
-        label_run(Run.open(run.path), judge, "fake", Told(), cache_folder=cache)
+        label_run(Run.open(run.path), judge, "fake", Recorded(), cache_folder=cache)
     assert judge.asked == [] and run.labels.judges == [] and not cache.exists()
-
-
-def test_a_name_that_can_not_be_a_files_is_refused_before_anything_is_paid(label, run, cache):
-    judge, before = FakeJudge(), files_under(run.path.parent)
-    with pytest.raises(UserError, match=r"'\.\./x' can't name a file"):
-        label(judge, "../x")
-    assert judge.asked == [] and files_under(run.path.parent) == before
 
 
 def test_another_judge_under_the_same_name_is_refused_naming_what_differs(label, run):
@@ -510,15 +392,16 @@ def test_verdicts_that_can_not_be_read_are_refused_before_anything_is_paid(label
 
 
 def test_a_judge_that_gives_up_leaves_what_was_paid_for_and_no_file(label, run, cache):
-    judge, progress = FakeJudge(fails_after=7), Told()
+    judge, progress = FakeJudge(fails_after=7), Recorded()
     with pytest.raises(UserError, match="the server is gone; look after it"):
         label(judge, progress=progress)
-    assert len(judge.asked) == 7 == kept(judge, cache) == len(progress.seen)
+    assert len(judge.asked) == 7 == kept(judge, cache) == len(progress.notes)
     assert progress.stopped == 1 and judge.closed
     assert run.labels.judges == [] and not (run.path / "judgements").exists()
-    again, progress = FakeJudge(), Told()
+    again, progress = FakeJudge(), Recorded()
     rows = label(again, progress=progress)
-    assert progress.began == (ROWS - 7, 7, "53 to ask")
+    assert progress.began == ("judging", ROWS - 7)
+    assert progress.lines == ["7 verdicts from the cache", "53 to ask"]
     assert not set(again.asked) & set(judge.asked) and len(again.asked) == ROWS - 7
     assert rows["cached"].sum() == 7 and rows["cost"].sum() == 0.25 * ROWS
 
@@ -533,7 +416,7 @@ def test_a_judge_that_gives_up_leaves_the_verdicts_of_before(label, run):
 
 
 def test_an_interrupt_ends_the_judge_and_keeps_what_was_paid_for(label, run, cache):
-    judge, progress = FakeJudge(), Told(interrupt_at=7)
+    judge, progress = FakeJudge(), Recorded(at=7)
     closed = []  # whether the judge had ended when the progress did
     progress.stop = lambda: closed.append(judge.closed)
     with pytest.raises(KeyboardInterrupt):

@@ -3,14 +3,15 @@
 import json
 
 import pytest
-from judging import KEY, QUERY, RESPONSE, Quiet, items, judge_for, one, verdicts_of
+from judging import KEY, QUERY, RESPONSE, items, judge_for, one, verdicts_of
 from stub_server import VERDICT, Reply, StubServer, completion, error, item_of, turn_of
 
+from ia_mech.display import Quiet
 from ia_mech.errors import UserError
+from ia_mech.judge import prompt
 from ia_mech.judge.label import judge_items
 from ia_mech.judge.llm import LlmJudge
-from ia_mech.judge.llm import judge as prompt
-from ia_mech.judge.llm.judge import NoVerdict, find_verdict
+from ia_mech.judge.prompt import NoVerdict, find_verdict
 from ia_mech.judge.rubric import NAMES, rubric_hash
 from ia_mech.judge.verdict import Item, Verdict
 

@@ -1,23 +1,26 @@
-"""The judge that asks a server, over many items: retries, ends, money, the cache."""
+"""The judge at a server over many items: retries, ends, money, the cache, interrupts and kills."""
 
 import asyncio
 import email.utils
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections import Counter
+from pathlib import Path
 
 import pytest
-from judging import KEY, QUERY, RESPONSE, Quiet, items, judge_for, one, verdicts_of
+from judging import KEY, QUERY, RESPONSE, Recorded, items, judge_for, one, verdicts_of
 from stub_server import DROP, HANG, Reply, StubServer, completion, error, turn_of
 
+from ia_mech.display import Quiet
 from ia_mech.errors import UserError
+from ia_mech.judge import llm
 from ia_mech.judge.cache import VerdictCache
 from ia_mech.judge.label import judge_items
-from ia_mech.judge.llm import LlmJudge, server
-from ia_mech.judge.llm import server as budget
-from ia_mech.judge.llm import server as session
+from ia_mech.judge.llm import LlmJudge
 from ia_mech.judge.verdict import Item, Verdict
 
 
@@ -36,7 +39,7 @@ def naps(monkeypatch) -> list[float]:
     async def sleep(seconds: float) -> None:
         asked.append(seconds)
 
-    monkeypatch.setattr(server, "sleep", sleep)
+    monkeypatch.setattr(llm, "sleep", sleep)
     return asked
 
 
@@ -63,7 +66,7 @@ def test_retry_after_in_real_time():
 def test_a_retry_after_of_hours_ends_the_run(naps):
     with (
         StubServer(lambda *_: error(429, "daily limit", Retry_After="7200")) as stub,
-        pytest.raises(UserError, match=r"asks to wait for 7200 s .*same command"),
+        pytest.raises(UserError, match=r"wants a wait of 7200 s .*same command"),
     ):
         one(judge_for(stub))
     assert naps == []
@@ -157,7 +160,7 @@ def test_a_server_that_never_answers_is_given_up(naps):
         judge, got = judge_for(stub, retries=1, concurrency=3), []
         with pytest.raises(UserError, match=r"requests in a row got no answer, .*out of memory"):
             got.extend(judge.judge(items(100), [0] * 100))
-    assert session.BREAKER <= len(got) <= session.BREAKER + 3
+    assert llm.BREAKER <= len(got) <= llm.BREAKER + 3
     assert {verdict.status for _, verdict in got} == {"unavailable"}
 
 
@@ -194,7 +197,7 @@ def test_verdicts_under_way_come_before_the_error():
 
 
 def test_the_maximum_cost_is_never_exceeded(monkeypatch):
-    monkeypatch.setattr(budget, "FIRST_COMPLETION", 30)
+    monkeypatch.setattr(llm, "FIRST_COMPLETION", 30)
     # 100 prompt and 20 completion tokens a request: 0.003 dollars
     with StubServer(delay=0.01) as stub:
         judge, got = judge_for(stub, price=(10.0, 100.0), max_cost=0.2), []
@@ -331,7 +334,7 @@ def test_failures_of_items_are_kept_and_those_of_the_server_are_not(tmp_path, na
 
 
 def test_a_cost_limit_keeps_what_was_paid_for(tmp_path, monkeypatch):
-    monkeypatch.setattr(budget, "FIRST_COMPLETION", 30)
+    monkeypatch.setattr(llm, "FIRST_COMPLETION", 30)
     with StubServer() as stub:
         options, folder = {"price": (10.0, 100.0)}, tmp_path
         judge = judge_for(stub, max_cost=0.15, **options)
@@ -350,3 +353,157 @@ def test_a_cost_limit_keeps_what_was_paid_for(tmp_path, monkeypatch):
     assert max(stub.turns.values()) == 1
     with VerdictCache(judge_for(stub).identity, folder) as cache:
         assert all(cache.get(item, 0) for item in items(200))
+
+
+# -- interrupts, errors and kills: what is kept ----------------------------------------------------
+
+
+class Slow(VerdictCache):
+    """A cache on a slow disk; answers pile up behind its writes."""
+
+    def put(self, *entry) -> None:
+        time.sleep(0.02)
+        super().put(*entry)
+
+
+class Late(Recorded):
+    """Interrupts once answers have come that are not taken yet."""
+
+    def interrupt(self) -> None:
+        time.sleep(0.2)
+        super().interrupt()
+
+
+def kept(judge: LlmJudge, folder: Path) -> set[str]:
+    """The turns that a cache has."""
+    with VerdictCache(judge.identity, folder, read_only=True) as cache:
+        return {item.turn for item in items(200) if cache.get(item, 0)}
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, BrokenPipeError])
+def test_answers_that_came_before_an_interrupt_or_error_are_all_kept(tmp_path, monkeypatch, error):
+    monkeypatch.setattr("ia_mech.judge.label.VerdictCache", Slow)
+    with StubServer() as stub:
+        judge, progress = judge_for(stub), Late(at=10, error=error)
+        with pytest.raises(error):
+            judge_items(items(200), judge, progress, cache_folder=tmp_path)
+    assert len(stub.bodies) > 15 and progress.stopped == 1
+    assert kept(judge, tmp_path) == set(stub.turns)
+    assert len((next(tmp_path.glob("*.jsonl"))).read_text().splitlines()) == 1 + len(stub.bodies)
+
+
+def test_a_fatal_refusal_keeps_what_was_received(tmp_path, monkeypatch):
+    monkeypatch.setattr("ia_mech.judge.label.VerdictCache", Slow)
+    with StubServer(lambda _, n: error(401, "revoked") if n == 30 else completion()) as stub:
+        judge = judge_for(stub)
+        with pytest.raises(UserError, match="refuses access"):
+            judge_items(items(200), judge, Quiet(), cache_folder=tmp_path)
+    assert len(kept(judge, tmp_path)) == len(stub.bodies) - 1 > 15
+
+
+def test_an_interrupt_before_the_write_loses_nothing(tmp_path, monkeypatch):
+    """Ctrl-C comes when a verdict has been handed out and isn't in the cache yet."""
+
+    class Once(Slow):
+        puts = 0
+
+        def put(self, *entry) -> None:
+            Once.puts += 1
+            if Once.puts == 6:
+                raise KeyboardInterrupt
+            super().put(*entry)
+
+    monkeypatch.setattr("ia_mech.judge.label.VerdictCache", Once)
+    with StubServer() as stub:
+        judge = judge_for(stub)
+        with pytest.raises(KeyboardInterrupt):
+            judge_items(items(200), judge, Quiet(), cache_folder=tmp_path)
+    assert kept(judge, tmp_path) == set(stub.turns) and max(stub.turns.values()) == 1
+
+
+def test_a_second_interrupt_while_the_first_is_served_keeps_what_came(tmp_path, monkeypatch):
+    def stop(_) -> None:
+        raise KeyboardInterrupt
+
+    with StubServer() as stub:
+        judge = judge_for(stub)
+        judge_items(items(1), judge, Quiet(), cache_folder=tmp_path)
+        monkeypatch.setattr(llm.Session, "stop", stop)
+        with pytest.raises(KeyboardInterrupt):
+            judge_items(items(9), judge, Late(at=1), cache_folder=tmp_path)
+        assert kept(judge, tmp_path) == set(stub.turns)
+
+
+def test_answers_under_way_when_interrupted_get_a_moment(tmp_path):
+    with StubServer(delay=0.3) as stub:
+        judge = judge_for(stub, concurrency=6)
+        with pytest.raises(KeyboardInterrupt):  # the others are at the server
+            judge_items(items(50), judge, Recorded(at=2), cache_folder=tmp_path)
+    assert kept(judge, tmp_path) == set(stub.turns) and len(stub.bodies) < 20
+
+
+def test_an_answer_that_is_asked_for_again_is_kept_when_interrupted(tmp_path, monkeypatch):
+    monkeypatch.setattr(llm, "GRACE_SECONDS", 0.1)
+    with StubServer(lambda _, n: HANG if n else completion("hm")) as stub:
+        judge = judge_for(stub, timeout=30.0, price=(1.0, 1.0))
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt):
+            judge_items(items(5), judge, Quiet(), cache_folder=tmp_path)
+    with VerdictCache(judge.identity, tmp_path, read_only=True) as cache:
+        verdict = cache.get(items(1)[0], 0)
+    assert (verdict.status, verdict.cost) == ("unparsable", pytest.approx(120e-6))
+
+
+def test_no_more_than_concurrency_are_in_flight_while_the_disk_is_slow(tmp_path, monkeypatch):
+    """Requested and unwritten at every write: what a kill at that moment would cost."""
+    unwritten = []
+
+    class Counted(VerdictCache):
+        def put(self, *entry) -> None:
+            time.sleep(0.02)
+            unwritten.append(len(stub.bodies) - len(unwritten))
+            super().put(*entry)
+
+    monkeypatch.setattr("ia_mech.judge.label.VerdictCache", Counted)
+    with StubServer() as stub:
+        judge_items(items(25), judge_for(stub, concurrency=4), Quiet(), cache_folder=tmp_path)
+    assert len(unwritten) == 25 and max(unwritten) == 4
+
+
+KILLED = """
+import sys
+from pathlib import Path
+from judging import items
+from ia_mech.display import Quiet
+from ia_mech.judge.label import judge_items
+from ia_mech.judge.llm import LlmJudge
+
+judge = LlmJudge("stub-model", base_url=sys.argv[1], concurrency=4)
+judge_items(items(80), judge, Quiet(), cache_folder=Path(sys.argv[2]))
+"""
+
+
+def test_a_kill_loses_no_verdict_and_pays_for_none_twice(tmp_path):
+    with StubServer(delay=0.02) as stub:
+        process = subprocess.Popen(
+            [sys.executable, "-c", KILLED, stub.url, str(tmp_path)],
+            env=os.environ | {"PYTHONPATH": str(Path(__file__).parent)},
+        )
+        try:
+            deadline = time.monotonic() + 60
+            while len(stub.bodies) < 30 and process.poll() is None:
+                assert time.monotonic() < deadline
+                time.sleep(0.005)
+        finally:
+            process.kill()
+            process.wait()
+        assert process.returncode == -signal.SIGKILL
+        time.sleep(0.1)  # what was under way comes to its end at the server
+        paid = dict(stub.turns)
+        judge = LlmJudge("stub-model", base_url=stub.url, concurrency=4)
+        verdicts, cached = judge_items(items(80), judge, Quiet(), cache_folder=tmp_path)
+    assert len(verdicts) == 80 and {v.status for v in verdicts.values()} == {"judged"}
+    assert 30 <= len(paid) < 80, "it was killed midway"
+    assert all(stub.turns[item.turn] == 1 for item, _ in cached), "none is paid for twice"
+    twice = [turn for turn, times in stub.turns.items() if times > 1]
+    assert len(twice) <= 4 and len(cached) >= len(paid) - 4, "only what was under way is lost"

@@ -143,7 +143,7 @@ def test_which_judge_stratifies(run):
     plant(run, "first", [GENUINE, "generic"])
     assert export_sheet(run, 10).key["judge"]["name"] == "first"
     plant(run, "second", ["generic"])
-    with pytest.raises(UserError, match=r"several judges \(first, second\); say with --by"):
+    with pytest.raises(UserError, match=r"several judges \(first, second\); name the one"):
         export_sheet(run, 10)
     assert export_sheet(run, 10, by="second").key["strata"].keys() == {"generic"}
     plant(run, "rules")
@@ -252,7 +252,7 @@ def test_texts_survive_the_csv():
         "1 = 2",
     ]
     rows = [{"text": text, "number": 0.7} for text in texts]
-    content = csv_bytes(["text", "number"], rows).decode("utf-8-sig")
+    content = csv_bytes(pd.DataFrame(rows)).decode("utf-8-sig")
     back = list(csv.DictReader(io.StringIO(content, newline="")))
     assert [row["text"] for row in back] == texts
     assert inert("a\x00b\rc\x1b") == "a�b\nc�"
@@ -262,7 +262,7 @@ def test_texts_survive_the_csv():
 
 
 def _as_it_is(path, rows):
-    path.write_bytes(csv_bytes(COLUMNS, rows))
+    path.write_bytes(csv_bytes(pd.DataFrame(rows, columns=COLUMNS)))
     return path
 
 
@@ -419,7 +419,7 @@ BAD = {
     ),
     "utf-16": (
         lambda p, rows: save(p, rows, encoding="utf-16"),
-        r"isn't UTF-8 \(byte 0xff in line 1\); save it as CSV UTF-8",
+        r"isn't UTF-8 \(byte 0xff in line 1\); save it as UTF-8",
     ),
     "an open quote": (_bad_text(lambda b: b + b'"t12'), "isn't CSV at line"),
     "too many cells": (_bad_text(lambda b: b + b"a,b,c,d,e,f,g,h,i\r\n"), "has 9 cells under 7"),
@@ -521,14 +521,14 @@ def test_export_and_import_say_what_they_did(judged, tmp_path, capsys):
     command = ["export", str(judged.path), "--n", "30", "--out", str(out)]
     assert main(command) == 0
     said = capsys.readouterr().out
-    assert "30 of 60 turns, by what rules says:" in said
+    assert "30 of 60 turns, by categories of rules:" in said
     assert re.search(r"genuine_follow_up +5 of +7\n", said)
     assert f"sheet: {out}\n" in said and "python -m ia_mech.judge rubric" in said
     assert judged.labels.sheets == ["for-anna"]
     assert main(command) == 2
     assert capsys.readouterr().err.count("\n") == 1
 
-    rows = [{**vars(row), "category": "generic"} for row in read_sheet(out)]
+    rows = [{**row._asdict(), "category": "generic"} for row in read_sheet(out)]
     save(out, rows[:20], columns=("item", "category"))
     assert main(["import", str(judged.path), str(out), "--annotator", "anna"]) == 0
     said = capsys.readouterr().out

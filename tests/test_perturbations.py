@@ -37,6 +37,7 @@ from ia_mech.chat.headers import rendered
 from ia_mech.collect.config import SampleConfig
 from ia_mech.collect.job import collect
 from ia_mech.data.conversations import Conversation
+from ia_mech.display import Quiet
 from ia_mech.engine.plan import Grid
 from ia_mech.errors import UserError
 from ia_mech.judge.label import UNSEEN, items_of, label_run
@@ -52,14 +53,6 @@ NO_LENDER = (
     "to swap with."
 )
 CHATS = [one | {"of": "plain"} for one in scored.CONVERSATIONS]
-
-
-class Quiet:
-    """A judge's progress that says nothing."""
-
-    def start(self, total: int, cached: int, estimate: str) -> None: ...
-    def advance(self, verdict) -> None: ...
-    def stop(self) -> None: ...
 
 
 @pytest.fixture(scope="module")
@@ -284,15 +277,12 @@ def pick(found: pd.DataFrame, quantity: str, **names) -> pd.Series:
 def test_rates_and_differences_are_those_of_the_turns(compared, found):
     at = compared.turns[compared.turns["temperature"] == 1.0]
     own, none = (at[at["condition"] == name] for name in ("swap", "none"))
-    options = {"resamples": 100}
     for quantity, column in ((RATE, "genuine"), (HELD, "held")):
         row = pick(found, quantity, condition="swap", temperature=1.0)
-        mean = cluster_mean(own[column], own["source"], proportion=True, **options)
+        mean = cluster_mean(own[column], own["source"], proportion=True)
         assert (row["value"], row["low"], row["high"]) == (mean.value, mean.low, mean.high)
         row = pick(found, quantity + LESS, condition="swap", temperature=1.0)
-        paired = paired_difference(
-            own[column], own["source"], none[column], none["source"], **options
-        )
+        paired = paired_difference(own[column], own["source"], none[column], none["source"])
         assert (row["value"], row["p"]) == (paired.difference.value, paired.p)
     shares = found[(found["quantity"] == SHARE) & (found["temperature"] == 1.0)]
     sums = shares.groupby("condition")["value"].sum()

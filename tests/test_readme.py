@@ -11,7 +11,7 @@ from experiments.probe_validation import __main__ as validate
 from experiments.temperature_sweep import __main__ as temperature_sweep
 from ia_mech import sample
 from ia_mech import sample as options
-from ia_mech.judge import commands as judge_options
+from ia_mech.judge import __main__ as judge_options
 from ia_mech.models import embedded
 from ia_mech.rates import __main__ as rates_options
 from ia_mech.run import labels, layout

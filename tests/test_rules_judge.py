@@ -10,13 +10,13 @@ import pandas as pd
 import pytest
 
 from benchmarks import rules_judge as study
+from ia_mech.judge import rules
 from ia_mech.judge.rubric import CATEGORIES, GENUINE
 from ia_mech.judge.rules import RulesJudge
 from ia_mech.judge.rules import features as text
-from ia_mech.judge.rules import judge as module
 from ia_mech.judge.rules.features import clear_case, measure
 from ia_mech.judge.verdict import Item
-from ia_mech.stats import balanced_accuracy, cohen_kappa
+from ia_mech.stats import balanced_accuracy_of, confusion, kappa_of
 
 SHARED = os.environ.get("IA_MECH_SHARED")
 QUERY = "How do I keep basil alive indoors?"
@@ -124,7 +124,7 @@ def test_the_classifier_tells_its_evidence_and_probabilities_that_add_up(judge):
 def test_the_shipped_classifier_equals_scikit_learns_softmax(judge):
     from sklearn.utils.extmath import softmax
 
-    classifier = module._shipped()[0]
+    classifier = rules._shipped()[0]
     features = measure(Item(QUERY, RESPONSE, "How dry is too dry?"))
     assert list(features) == list(classifier.features)
     x = (np.array([*features.values()]) - classifier.mean) / classifier.scale
@@ -236,7 +236,8 @@ def test_a_judge_that_never_saw_a_source_does_well_on_its_turns():
         guess[test] = study.predicted(judge, turns.rows(test))
     lead = turns.set == study.LEAD
     truth, said = turns.category[lead] == GENUINE, guess[lead] == GENUINE
-    assert balanced_accuracy(truth, said) > 0.8 and cohen_kappa(truth, said) > 0.6
+    table = confusion(truth, said, (True, False))
+    assert balanced_accuracy_of(table) > 0.8 and kappa_of(table) > 0.6
     assert np.mean(turns.category[lead] == guess[lead]) > 0.65
 
 

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ia_mech.engine.plan import COMPACT_BELOW, Schedule
+from ia_mech.engine.loop import COMPACT_BELOW, Schedule
 from ia_mech.engine.shared_prefix import BatchSlots
 
 LENGTHS = st.lists(st.integers(1, 9), max_size=40)  # how many tokens each row will draw

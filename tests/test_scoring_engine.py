@@ -125,7 +125,10 @@ class Bench:
         contexts = [self.contexts[at] for at in chosen or range(len(self.contexts))]
         decoded = decoded or [[] for _ in contexts]
         prefilled = prefill(self.model, [Prefix(c.ids) for c in contexts])
-        return self.scorer(**options).score(prefilled, contexts, decoded)
+        scorer = self.scorer(**options)
+        scores = scorer.score_candidates(prefilled, contexts)
+        scorer.add_contrasts(contexts, scores, decoded)
+        return scores
 
     def after(self, at: int, response: str) -> list[int]:
         return self.chat.context(self.conversations[at].with_response(response).messages).ids
@@ -309,7 +312,7 @@ def test_contexts_and_turns_that_exceed_the_limit_are_left_out():
         for limit in (length + longest, length + longest - 1):
             bench.notes.clear()
             cut = bench.score(chosen=[at], swaps=3, generations=False, limit=limit)[0]
-            no_room = f"the model's context of {limit} tokens has no room for it"
+            no_room = f"the model's context of {limit} tokens is too short for it"
             short = len(free.swapped_from) > len(cut.swapped_from)
             assert (("swapped response", no_room) in bench.notes) is short
             fitting = [x for x in free.swapped_from if lengths[x] + longest <= limit]
@@ -348,7 +351,7 @@ def test_a_rival_that_does_not_fit_is_left_out():
         for scores in bench.score(chosen=[0], swaps=0, generations=False, limit=allowed)
     }
     assert "response" in names[limit] and "response" not in names[limit - 1]
-    problem = f"the model's context of {limit - 1} tokens has no room for it"
+    problem = f"the model's context of {limit - 1} tokens is too short for it"
     assert ("candidate 'response'", problem) in bench.notes
     assert "query" in names[own + query + 1] and "query" not in names[own + query]
 

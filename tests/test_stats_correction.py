@@ -174,39 +174,6 @@ def test_estimates_stay_within_the_unit_interval_unless_asked_not_to():
     assert prediction_powered(verdict, sources, **powered, clip=False).value < 0
 
 
-@pytest.mark.parametrize("verdict", [0, 1])
-def test_one_source_is_clipped_too(verdict):
-    """Sensitivity 1 and specificity 2/3 (or the other way round) and a rate of 0 (of 1)."""
-    truth = [1, 0, 0, 0] if verdict == 0 else [0, 1, 1, 1]
-    said = [1, 1, 0, 0] if verdict == 0 else [0, 0, 1, 1]
-    annotations = {"truth": truth, "truth_prediction": said, "truth_sources": ["a"] * 4}
-    powered = {**annotations, "inclusion": np.ones(4)}
-    for correct, notes in ((rogan_gladen, annotations), (prediction_powered, powered)):
-        clipped = correct([verdict] * 5, ["a"] * 5, **notes)
-        assert clipped.value == verdict and np.isnan([clipped.low, clipped.high]).all()
-        assert clipped.method == "one source"
-        free = correct([verdict] * 5, ["a"] * 5, **notes, clip=False).value
-        assert free < 0 if verdict == 0 else free > 1
-
-
-def test_sources_that_are_all_alike_give_no_interval():
-    """Each source has the same rows and one annotation of every kind: no resample differs."""
-    sources = np.repeat(np.arange(10), 4)
-    annotations = {
-        "truth": np.tile([1, 1, 1, 0, 0, 0], 10),
-        "truth_prediction": np.tile([1, 1, 0, 1, 0, 0], 10),
-        "truth_sources": np.repeat(np.arange(10), 6),
-    }
-    verdict = np.tile([1, 1, 0, 0], 10)
-    for estimate in (
-        rogan_gladen(verdict, sources, **annotations),
-        prediction_powered(verdict, sources, **annotations, inclusion=np.full(60, 0.5)),
-    ):
-        assert estimate.value == pytest.approx(0.5)
-        assert np.isnan([estimate.low, estimate.high]).all()
-        assert estimate.method == "no resample differs"
-
-
 def test_a_judge_no_better_than_chance_cannot_be_corrected():
     def corrected(truth, said):
         return rogan_gladen(

@@ -18,9 +18,9 @@ from ia_mech.chat.headers import rendered
 from ia_mech.collect.config import SampleConfig
 from ia_mech.collect.identity import build_chat, eos_ids
 from ia_mech.data.conversations import Conversation
+from ia_mech.display import Bar
 from ia_mech.engine.plan import Grid
 from ia_mech.errors import UserError
-from ia_mech.judge.commands import Bar as JudgeBar
 from ia_mech.judge.label import UNSEEN, label_run
 from ia_mech.judge.rules import RulesJudge
 from ia_mech.judge.verdict import identity_hash
@@ -346,4 +346,4 @@ def judged(run: Run, judge: str, base: Base) -> None:
                 f"run python -m ia_mech.judge run {run.path} --name {name}{flag} with the flags "
                 f"that judged {base.runs[0].path}, then this command again",
             )
-        label_run(run, rules, name, JudgeBar(), unperturbed=unperturbed)
+        label_run(run, rules, name, Bar(), unperturbed=unseen)

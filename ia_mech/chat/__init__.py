@@ -1,1 +1,5 @@
-"""Chat templates: what they render, and which tokens are the user header. It knows no tensors."""
+"""Chat templates and text: what a template renders, and which tokens are the user header.
+
+It knows tokenizers, and no tensors, models or files. How a template family is supported (nothing
+is listed by name) is stated in ``format.py``.
+"""

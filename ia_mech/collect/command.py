@@ -253,9 +253,12 @@ def _is_positive(text: str) -> bool:
 def _temperatures(text: str) -> tuple[float, ...]:
     """One temperature, or several with commas between them."""
     try:
-        return tuple(float(piece) for piece in text.split(",") if piece.strip())
+        found = tuple(float(piece) for piece in text.split(",") if piece.strip())
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number, such as 0.7") from None
+        found = ()
+    if not found:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number such as 0.7")
+    return found
 
 
 def _date(text: str) -> str:

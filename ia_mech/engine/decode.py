@@ -1,4 +1,18 @@
-"""Decode rows of prefilled contexts: step by step, or from CUDA graphs."""
+"""Decode rows of prefilled contexts: the entry point, and the contract of an engine back end.
+
+A back end is a subclass of :class:`ia_mech.engine.loop.Stream` whose ``run()`` returns one
+:class:`~ia_mech.engine.loop.Decoded` for each row, in order. To add one:
+
+1. Choose it in :func:`decode_stream`, by an argument that :class:`Engine
+   <ia_mech.engine.shared_prefix.Engine>` has a field for; ``Engine.name`` is what a run records.
+2. Leave the groups' prefilled states as they are, take each group when its first row begins, and
+   keep none longer than its rows need it.
+3. Draw with :mod:`ia_mech.engine.sampling`, keyed by ``Row.stream`` and the token's index; what is
+   drawn may depend on rows, width and stops, never on time.
+4. Compare it with full forward passes before a run (:func:`ia_mech.engine.check.check_engine`), and
+   fall back, with a reason in ``Engine.why``, where an architecture's numbers differ.
+5. Show numbers contract 6 in a test: the same tokens as ``Stream``, but for near-ties.
+"""
 
 from collections.abc import Callable, Iterable, Sequence
 
@@ -55,8 +69,8 @@ def decode_stream(
 ) -> list[Decoded]:
     """Decode rows to their turn-end or to ``max_new_tokens``, in a batch that is kept full.
 
-    A row that finishes makes room for the next one, of whatever context; groups of contexts are
-    asked for when their first row is to begin, and let go when their last one has. Where a cache
+    A row that finishes frees its batch slot for the next one, of whatever context; a group of
+    contexts is taken when its first row begins, and released when its last one has. Where a cache
     can't be joined (see :func:`ia_mech.engine.prefill.can_join`), a batch is decoded to its end
     before the next one begins.
 
@@ -72,8 +86,8 @@ def decode_stream(
         share: rows read their context's keys and values where the prefill left them, in layers of
             full attention; else every row gets a copy. In ``static`` buffers they always do.
         static: decode in buffers of these sizes and of fixed addresses, on a GPU as CUDA graphs;
-            for models of which :attr:`~ia_mech.engine.shared_prefix.Engine.graphs` says so.
-            Streams of the same sizes share buffers and graphs.
+            where :attr:`~ia_mech.engine.shared_prefix.Engine.graphs` is true. Streams of the same
+            sizes share buffers and graphs.
 
     Returns:
         What each row wrote, in the order of ``rows``.
@@ -87,7 +101,5 @@ def decode_stream(
     sorted_rows = [rows[i] for i in order]
     arguments = model, groups, sorted_rows, stop_ids, max_new_tokens, width, on_step, share
     stream = Stream(*arguments) if static is None else StaticStream(static, *arguments)
-    decoded: list[Decoded | None] = [None] * len(rows)
-    for i, one in zip(order, stream.run(), strict=True):
-        decoded[i] = one
-    return decoded
+    decoded = dict(zip(order, stream.run(), strict=True))
+    return [decoded[i] for i in range(len(rows))]

@@ -1,11 +1,15 @@
-"""The sampling loop: prefill once, expand to rows, decode, sample.
+"""The sampling loop: prefill once, expand to rows, decode, sample, and refill the batch.
 
-Rows of several contexts, each at its own temperature, are decoded in one batch. A row that finishes
-makes room for another; the state of the prefill is never touched, only what is made of it advances.
+Read :meth:`Stream.run` first. Rows of several contexts, each at its own temperature, are decoded in
+one batch of slots. A row that finishes frees its slot for another; the state of the prefill is
+never touched, only copies of it (or layers that refer to it) advance.
+
+Everything here depends on the rows, the width and on which rows finish, so the same run forms the
+same batches again.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, fields
 
 import numpy as np
 import torch
@@ -13,12 +17,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ia_mech.engine.cuda import fused
-from ia_mech.engine.plan import Schedule
 from ia_mech.engine.prefill import Prefilled, State, can_join, expand, forward, join, put_rows
 from ia_mech.engine.sampling import Draw, draw, gumbel
 
-# On a CPU sampling goes over rows in slices of so many numbers, whose tensors stay in its caches.
-CPU_LOGITS = 400_000
+CPU_LOGITS = 400_000  # logits sampled at a time on a CPU, so that temporary tensors stay in cache
+COMPACT_BELOW = 0.875  # a batch that no row joins is compacted at this share of busy slots
 
 
 @dataclass(frozen=True)
@@ -47,11 +50,21 @@ class Decoded:
 
 
 class Stream:
-    """The work of one :func:`ia_mech.engine.decode.decode_stream`; rows are in the order of their
-    contexts."""
+    """The work of one :func:`ia_mech.engine.decode.decode_stream`, step by step.
+
+    Arguments as there, except that ``rows`` are in the order of their contexts.
+    """
 
     def __init__(
-        self, model, groups, rows, stop_ids, max_new_tokens, width, on_step, share
+        self,
+        model: PreTrainedModel,
+        groups: Iterable[Prefilled],
+        rows: Sequence[Row],
+        stop_ids: Collection[int],
+        max_new_tokens: int,
+        width: int,
+        on_step: Callable[[int, list[int]], None] | None,
+        share: bool,
     ) -> None:
         self._model, self._groups, self._rows = model, iter(groups), rows
         self._stops, self._most = set(stop_ids), max_new_tokens
@@ -65,36 +78,37 @@ class Stream:
         self._state: State | None = None
 
     def run(self) -> list[Decoded]:
+        """Decode all rows."""
         schedule = self._schedule
         token = torch.zeros(0, dtype=torch.long)  # [slots], the newest of each
         while True:
-            token = self._begin(token)
-            if not schedule.busy:
+            token = self._refill(token)  # prefill, expand
+            if self._state is None:
                 return self._record.rows(self._stops)
             keep = schedule.compact(can_join(self._state))
             if keep is not None:
                 token = token[keep]
                 self._state.keep(torch.tensor(keep, device=token.device))
             logits = decode_step(self._model, self._state, token)
-            busy = schedule.busy
-            token, finished = self._draw(logits, schedule.slots, schedule.age)
+            busy = len(schedule.busy)
+            token, finished = self._sample(logits, schedule.slots, schedule.age)
             lengths = [schedule.age[slot] + 1 for slot in finished]
             schedule.drawn(finished)
-            self._report(len(busy), lengths)
+            self._report(busy, lengths)
             if schedule.busy:
                 self._state.retire(finished)
             else:
                 self._state = None
 
-    def _begin(self, token: Tensor) -> Tensor:
-        """Rows begin until no slot is free or nobody waits; returns the newest token per slot."""
+    def _refill(self, token: Tensor) -> Tensor:
+        """Start rows until no slot is free or none waits; returns the newest token per slot."""
         schedule = self._schedule
         while schedule.waiting and schedule.free:
             if self._state is not None and not can_join(self._state):
                 break
-            group = None  # let go before the next one is made
+            group = None  # release it before the next one is made
             group = self._group_of(self._rows[schedule.waiting[0]].context)
-            rows, first = self._draw_first(group)
+            rows, first = self._sample_first(group)
             if not rows:
                 continue
             context = [self._rows[row].context for row in rows]
@@ -117,16 +131,22 @@ class Stream:
         return token
 
     def _group_of(self, context: int) -> Prefilled:
-        while context >= self._end:
+        while self._group is None or context >= self._end:
             self._group = None
             self._group = next(self._groups)
             self._first, self._end = self._end, self._end + len(self._group.logits)
         return self._group
 
-    def _draw_first(self, group: Prefilled) -> tuple[list[int], Tensor]:
-        """The next rows of the group that don't end with their first token, as many as there are
-        slots free, and those tokens; the rows that do are recorded."""
-        schedule, going, first = self._schedule, [], []
+    def _sample_first(self, group: Prefilled) -> tuple[list[int], Tensor]:
+        """Sample the first tokens of the group's next rows, from the prefill's logits.
+
+        Returns:
+            As many rows as there are free slots, of those that don't end with their first token,
+            and these tokens.
+        """
+        schedule = self._schedule
+        going: list[int] = []
+        first: list[Tensor] = []
         while len(going) < schedule.free:
             left = [r for r in schedule.waiting if self._rows[r].context < self._end]
             rows = schedule.take(min(schedule.free - len(going), len(left)))
@@ -134,23 +154,23 @@ class Stream:
                 break
             index = torch.tensor([self._rows[row].context for row in rows]) - self._first
             logits = group.logits[index.to(group.logits.device)]
-            token, finished = self._draw(logits, rows, [0] * len(rows))
+            token, finished = self._sample(logits, rows, [0] * len(rows))
             self._report(len(rows), [1] * len(finished))
             on = [at for at in range(len(rows)) if at not in finished]
             going += [rows[at] for at in on]
             first.append(token[on])
         return going, torch.cat(first)
 
-    def _draw(
+    def _sample(
         self, logits: Tensor, rows: Sequence[int], ages: Sequence[int]
     ) -> tuple[Tensor, list[int]]:
-        """Draw and record a token for each row, -1 for none, of so many tokens.
+        """Sample and record a token for each row (-1 for none) that has ``ages`` tokens.
 
         Returns:
-            The tokens ``[rows]``, and which of them are their rows' last.
+            The tokens ``[rows]``, and the indices of those that are their rows' last.
         """
         row, age = torch.tensor(rows), torch.tensor(ages)
-        # A slot without a row is drawn greedily, which takes no noise.
+        # An idle slot is sampled greedily, which takes no noise.
         temperature = torch.where(row < 0, 0.0, self._temperature[row])
         device = logits.device
         drawn = sample(logits, temperature.to(device), self._keys[row].to(device), age.to(device))
@@ -190,20 +210,96 @@ def sample(logits: Tensor, temperature: Tensor, stream: Tensor, step: Tensor) ->
     used = torch.cat([stream, step[:, None]], dim=-1)[sampled]
     used, noise_row[sampled] = torch.unique(used, dim=0, return_inverse=True)
     noise = torch.empty(len(used), vocab, device=logits.device)
-    for part in cpu_slices(len(used), vocab, CPU_LOGITS, logits.device):
+    for part in cpu_slices(len(used), vocab, logits.device):
         noise[part] = gumbel(used[part, :2], used[part, 2:], vocab)
     parts = [
         draw(logits[part], temperature[part], noise, noise_row[part])
-        for part in cpu_slices(len(temperature), vocab, CPU_LOGITS, logits.device)
+        for part in cpu_slices(len(temperature), vocab, logits.device)
     ]
-    names = vars(parts[0])
+    names = [field.name for field in fields(Draw)]
     return Draw(**{name: torch.cat([getattr(part, name) for part in parts]) for name in names})
 
 
-def cpu_slices(count: int, width: int, most: int, device: torch.device) -> list[slice]:
-    """Slices of ``count`` rows, ``most`` numbers of ``width`` a row each; but on a CPU, one."""
-    size = max(1, most // width) if device.type == "cpu" else max(1, count)
+def cpu_slices(count: int, width: int, device: torch.device) -> list[slice]:
+    """Slices of ``count`` rows, of :data:`CPU_LOGITS` numbers each on a CPU; else a single one."""
+    size = max(1, CPU_LOGITS // width) if device.type == "cpu" else max(1, count)
     return [slice(start, start + size) for start in range(0, count, size)]
+
+
+class Schedule:
+    """Which row is decoded in which batch slot, and when.
+
+    Rows wait in order; those that finish free their slots for the next ones; when none waits any
+    more, or none may join, the batch is compacted.
+
+    Args:
+        rows: how many; they are taken in order.
+        width: most slots.
+
+    Attributes:
+        slots: the row in each slot, -1 for an idle one.
+        age: how many tokens the row in each slot has drawn.
+        waiting: the rows that haven't been taken.
+    """
+
+    def __init__(self, rows: int, width: int) -> None:
+        self.slots: list[int] = []
+        self.age: list[int] = []
+        self.waiting = range(rows)
+        self._width = width
+
+    @property
+    def busy(self) -> list[int]:
+        """The slots that hold a row."""
+        return [slot for slot, row in enumerate(self.slots) if row >= 0]
+
+    @property
+    def free(self) -> int:
+        """How many rows could be placed."""
+        return self._width - len(self.busy)
+
+    def take(self, most: int) -> list[int]:
+        """Remove up to ``most`` rows from those that wait."""
+        taken, self.waiting = self.waiting[:most], self.waiting[most:]
+        return list(taken)
+
+    def place(self, rows: Sequence[int]) -> list[int]:
+        """Give each row, of one drawn token, a slot: idle ones first, then new ones."""
+        idle = [slot for slot, row in enumerate(self.slots) if row < 0]
+        slots = idle[: len(rows)]
+        for slot, row in zip(slots, rows, strict=False):
+            self.slots[slot], self.age[slot] = row, 1
+        added = rows[len(slots) :]
+        slots += range(len(self.slots), len(self.slots) + len(added))
+        self.slots += added
+        self.age += [1] * len(added)
+        return slots
+
+    def drawn(self, finished: Sequence[int], steps: int = 1) -> None:
+        """Every busy slot drew ``steps`` tokens; the rows in the slots ``finished`` ended."""
+        for slot in self.busy:
+            self.age[slot] += steps
+        for slot in finished:
+            self.slots[slot] = -1
+        if not self.busy:
+            self.slots, self.age = [], []
+
+    def compact(self, can_join: bool = True) -> list[int] | None:
+        """The slots to keep, if it is time to drop the others; they are then numbered anew.
+
+        Args:
+            can_join: whether waiting rows may take idle slots.
+        """
+        busy, wanted = self.busy, can_join and self.waiting
+        if wanted or not busy or len(busy) > COMPACT_BELOW * len(self.slots):
+            return None
+        self.keep(busy)
+        return busy
+
+    def keep(self, slots: Sequence[int]) -> None:
+        """Drop all other slots; these are then numbered anew."""
+        self.slots = [self.slots[slot] for slot in slots]
+        self.age = [self.age[slot] for slot in slots]
 
 
 class _Record:
@@ -221,7 +317,7 @@ class _Record:
         }
 
     def add(self, rows: np.ndarray, ages: np.ndarray, drawn: Draw) -> None:
-        """One more token for each row that isn't -1, of so many tokens before it."""
+        """Append a token to each row that isn't -1 and has ``ages`` tokens."""
         real = rows >= 0
         rows, ages = rows[real], ages[real]
         for name in self.FIELDS:

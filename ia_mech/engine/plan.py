@@ -1,15 +1,8 @@
-"""What is decoded and in which batches: pure functions of configuration and contexts.
+"""What is computed together, and what to do when memory runs out.
 
-Rounding depends on the batch a row sits in, so a run that is to give the same bits again must form
-the same batches again. Nothing here looks at the clock, at free memory or at what was already done.
-
-Go on with half the batch when memory runs out.
-
-Which row is decoded in which slot of the batch, and when.
-
-Pure bookkeeping: what happens depends on the rows, the width and on which rows finish, so that the
-same run forms the same batches again. Rows wait in order; those that finish give their slot to the
-next ones; when nobody waits any more, or may join, the batch is compacted.
+Batches and units are pure functions of configuration and contexts. Rounding depends on the batch a
+row sits in, so a run gives the same bits again only if it forms the same batches again: nothing
+here looks at the clock, at free memory or at what was already done.
 """
 
 import math
@@ -29,14 +22,14 @@ Result = TypeVar("Result")
 class OomBackoff:
     """Map a function over slices of a sequence, halving the slice whenever memory runs out.
 
-    The smaller size is kept for what comes after. Halving changes the batches and so, by rounding,
-    may change rows whose decision was a near-tie: ``notify`` lets the run record it.
+    The smaller size stays in force. Smaller batches round differently and may change rows whose
+    decision was a near-tie: ``notify`` lets the run record it.
 
     Args:
         limit: most items per call.
         notify: called with the new size whenever it shrinks.
-        outermost: nothing around this could use a smaller batch still; a single item that doesn't
-            fit is then an error for the user, and else a ``MemoryError`` for what is around.
+        outermost: whether a single item that doesn't fit is an error for the user, or else a
+            ``MemoryError``, on which a caller may use a smaller batch.
     """
 
     def __init__(
@@ -98,82 +91,6 @@ class OomBackoff:
         self.limit = size // 2
         if self._notify is not None:
             self._notify(self.limit)
-
-
-COMPACT_BELOW = 0.875  # a batch that nobody joins is compacted at this share of busy slots
-
-
-class Schedule:
-    """A batch of at most ``width`` slots, through which rows go.
-
-    Args:
-        rows: how many; they are taken in order.
-        width: most slots.
-
-    Attributes:
-        slots: of each slot the row it holds, -1 for one that is idle.
-        age: of each slot, how many tokens its row has drawn.
-        waiting: the rows that haven't been taken.
-    """
-
-    def __init__(self, rows: int, width: int) -> None:
-        self.slots: list[int] = []
-        self.age: list[int] = []
-        self.waiting = range(rows)
-        self._width = width
-
-    @property
-    def busy(self) -> list[int]:
-        """The slots that hold a row."""
-        return [slot for slot, row in enumerate(self.slots) if row >= 0]
-
-    @property
-    def free(self) -> int:
-        """How many rows could be placed."""
-        return self._width - len(self.busy)
-
-    def take(self, most: int) -> list[int]:
-        """The next rows, ``most`` of them at most. They wait no more."""
-        taken, self.waiting = self.waiting[:most], self.waiting[most:]
-        return list(taken)
-
-    def place(self, rows: Sequence[int]) -> list[int]:
-        """Rows of one drawn token get a slot each: idle ones first, then new ones."""
-        idle = [slot for slot, row in enumerate(self.slots) if row < 0]
-        slots = idle[: len(rows)]
-        for slot, row in zip(slots, rows, strict=False):
-            self.slots[slot], self.age[slot] = row, 1
-        added = rows[len(slots) :]
-        slots += range(len(self.slots), len(self.slots) + len(added))
-        self.slots += added
-        self.age += [1] * len(added)
-        return slots
-
-    def drawn(self, finished: Sequence[int], steps: int = 1) -> None:
-        """Every busy slot drew so many tokens; rows in the given slots ended with one of them."""
-        for slot in self.busy:
-            self.age[slot] += steps
-        for slot in finished:
-            self.slots[slot] = -1
-        if not self.busy:
-            self.slots, self.age = [], []
-
-    def compact(self, joined: bool = True) -> list[int] | None:
-        """The slots to keep, if it's time to keep no others; they are then counted anew.
-
-        Args:
-            joined: whether waiting rows may take idle slots.
-        """
-        busy, wanted = self.busy, joined and self.waiting
-        if wanted or not busy or len(busy) > COMPACT_BELOW * len(self.slots):
-            return None
-        self.keep(busy)
-        return busy
-
-    def keep(self, slots: Sequence[int]) -> None:
-        """Only these slots, which are then counted anew."""
-        self.slots = [self.slots[slot] for slot in slots]
-        self.age = [self.age[slot] for slot in slots]
 
 
 COLDEST, HOTTEST = 1e-3, 1e3  # logits divided by less or by more leave what float32 can tell apart
@@ -279,12 +196,12 @@ def plan_units(
 
 
 def evenly(count: int, most: int) -> int:
-    """How many to take at a time so that parts of ``count`` things are alike: at most ``most``."""
+    """The size of equal parts of ``count`` items, at most ``most`` each."""
     return -(-count // max(1, -(-count // most)))
 
 
 def consecutive(lengths: Sequence[float], max_tokens: float) -> list[list[int]]:
-    """Indices in their order, cut where ``max_tokens`` would be passed; a longer one is alone."""
+    """Indices in order, cut where a part would exceed ``max_tokens``; a longer item is alone."""
     parts: list[list[int]] = []
     tokens = 0.0
     for i, length in enumerate(lengths):

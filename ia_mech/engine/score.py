@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ia_mech.engine.loop import CPU_LOGITS, cpu_slices
+from ia_mech.engine.loop import cpu_slices
 from ia_mech.engine.plan import plan_units
 from ia_mech.engine.prefill import Prefilled, State, can_join, expand, forward, join
 
@@ -74,23 +74,21 @@ def score_groups(
         share: as for :func:`ia_mech.engine.decode.decode`.
         on_tokens: called after each pass with how many tokens were scored.
     """
-    results: list[Scored | None] = [None] * len(turns)
+    results: dict[int, Scored] = {}
     most = max(1, LOGITS // groups[0].logits.shape[-1])  # tokens of one pass
     for batch in _batches(groups, [turn.context for turn in turns], share):
         for part in plan_units([len(turns[i].ids) for i in batch], len(batch), most, PADDING):
             members = sorted((batch[i] for i in part), key=lambda i: turns[i].context)
-            scored = _score_pass(
-                model, groups, [turns[i] for i in members], temperatures, share, most
-            )
-            for index, one in zip(members, scored, strict=True):
-                results[index] = one
+            together = [turns[i] for i in members]
+            scored = _score_pass(model, groups, together, temperatures, share, most)
+            results.update(zip(members, scored, strict=True))
             if on_tokens is not None:
-                on_tokens(sum(len(turns[i].ids) for i in members))
-    return results
+                on_tokens(sum(len(turn.ids) for turn in together))
+    return [results[index] for index in range(len(turns))]
 
 
 def _batches(groups: Sequence[Prefilled], contexts: Sequence[int], share: bool) -> list[list[int]]:
-    """Indices of the turns that may share a pass: all, or those of each group."""
+    """Indices of the turns that may share a pass: all of them, or those of each group."""
     everyone = list(range(len(contexts)))
     if len(groups) == 1 or not contexts:
         return [everyone]
@@ -105,29 +103,34 @@ def _batches(groups: Sequence[Prefilled], contexts: Sequence[int], share: bool) 
 
 
 def _rows(groups: Sequence[Prefilled], context: Tensor, capacity: int, share: bool) -> State:
-    """Rows that go on from contexts ``[rows]`` int64, which are sorted and counted through all
-    groups."""
-    state, first = None, 0
+    """Rows that go on from contexts ``[rows]`` int64, sorted and counted through all groups."""
+    state: State | None = None
+    first = 0
     for group in groups:
         end = first + len(group.logits)
         mine = context[(context >= first) & (context < end)]
-        if len(mine) and state is None:
+        index, numbers = mine - first, mine.tolist()
+        if numbers and state is None:
             state = expand(
-                group.state,
-                mine - first,
-                capacity,
-                share=share,
-                max_rows=len(context),
-                numbers=mine.tolist(),
+                group.state, index, capacity, share=share, max_rows=len(context), numbers=numbers
             )
-        elif len(mine):
+        elif numbers and state is not None:
             slots = range(state.rows, state.rows + len(mine))
-            join(state, slots, group.state, mine - first, mine.tolist())
+            join(state, slots, group.state, index, numbers)
         first = end
+    assert state is not None  # there is at least one turn
     return state
 
 
-def _score_pass(model, groups, turns, temperatures, share, most) -> list[Scored]:
+def _score_pass(
+    model: PreTrainedModel,
+    groups: Sequence[Prefilled],
+    turns: Sequence[Turn],
+    temperatures: Sequence[float],
+    share: bool,
+    most: int,
+) -> list[Scored]:
+    """Scores of turns that share a pass; turns longer than ``most`` tokens are fed in pieces."""
     device = groups[0].logits.device
     context = torch.tensor([turn.context for turn in turns], device=device)
     longest = max(1, max(len(turn.ids) for turn in turns))
@@ -137,9 +140,8 @@ def _score_pass(model, groups, turns, temperatures, share, most) -> list[Scored]
         ids[row, : len(turn.ids)] = torch.tensor(turn.ids, dtype=torch.long)
         mask[row, : max(len(turn.ids) - 1, 0)] = 1  # the last token is only predicted
     ids, mask = ids.to(device), mask.to(device)
-    capacity = (
-        longest - 1 if share else 0
-    )  # in one pass, concatenating copies less than capacity does
+    # Without sharing, in one pass, concatenating copies less than preallocated buffers do.
+    capacity = longest - 1 if share else 0
     state = _rows(groups, context, capacity, share) if longest > 1 else None
     pieces: list[list[Scored]] = [[] for _ in turns]
     # [turns, 1, vocab], they predict the first token
@@ -154,7 +156,8 @@ def _score_pass(model, groups, turns, temperatures, share, most) -> list[Scored]
         done += logits.shape[1]
         if done >= longest:
             return [_joined(parts) for parts in pieces]
-        fed = slice(done - 1, min(done - 1 + most, longest - 1))  # long turns are fed in pieces
+        assert state is not None
+        fed = slice(done - 1, min(done - 1 + most, longest - 1))
         logits = forward(model, state, ids[:, fed], mask[:, fed], keep=0)
 
 
@@ -172,17 +175,17 @@ def _score_tokens(logits: Tensor, ids: Tensor, temperatures: Sequence[float]) ->
     # the cache. Not by log_softmax, which takes half of that, but is off by up to 1e-5, one way.
     logprobs = torch.empty(1 + len(temperatures), len(ids), device=logits.device)
     ranks, greedy = torch.empty_like(ids), torch.empty_like(ids, dtype=torch.bool)
-    for part in cpu_slices(*logits.shape, CPU_LOGITS, logits.device):
+    for part in cpu_slices(len(ids), logits.shape[-1], logits.device):
         one, chosen = logits[part], ids[part, None]
         for at, temperature in enumerate((1.0, *temperatures)):
             scaled = one / temperature
             logprobs[at, part] = scaled.gather(-1, chosen)[:, 0] - scaled.logsumexp(-1)
         ranks[part] = (one > one.gather(-1, chosen)).sum(-1) + 1
         greedy[part] = one.argmax(-1) == ids[part]
-    logprobs = logprobs.cpu().numpy()
+    found = logprobs.cpu().numpy()
     return Scored(
-        logprobs_raw=logprobs[0],
-        logprobs_tempered=logprobs[1:],
+        logprobs_raw=found[0],
+        logprobs_tempered=found[1:],
         ranks=ranks.cpu().numpy(),
         greedy=greedy.cpu().numpy(),
     )

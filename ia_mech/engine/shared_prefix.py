@@ -2,28 +2,20 @@
 
 Copied to every row, a prefix of 231 tokens is read 33 times over at each step of 33 rows, and on a
 CPU that takes as long as half of the matrix products. Here each layer of full attention keeps a
-reference to the prefill's tensors; all rows of a context attend to them as one matrix product per
-key-value head, each row to its own tokens besides, and the two are merged. Layers
-with a sliding window or a recurrent state are copied and computed as usual.
+reference to the prefill's tensors: all rows of a context attend to them in one matrix product per
+key-value head, each row to its own tokens besides, and the two parts are merged by their
+log-sum-exp (Hydragen, arXiv 2402.05099, section 3.1). Nothing is approximated. Layers with a
+sliding window or a recurrent state are copied and computed as usual.
 
 The model's code isn't touched: ``transformers`` lets attention functions be registered by name, and
 the name is set in the model's configuration for the time of a forward pass.
 
-Attention in parts: each with its log-sum-exp, merged exactly.
-
-A softmax over keys in two places is the average of the softmaxes over each, weighted by what each
-place sums to (Hydragen, arXiv 2402.05099, section 3.1). So many rows can attend to a prefix that is
-stored once, each to its own tokens besides, and nothing is approximated.
-
-Which row sits where in a batch, as all shared layers of its cache see it.
-
-A slot is a place in the batch. Rows that finish give their slot to rows that begin, so the rows of
-a batch may be of different age: slot 3 may hold the fortieth token of one context's turn while slot
-4 holds the first of another's. Each slot writes its own keys and values at its own age, and looks
-at no more than it wrote.
+In this order: attention over parts (:func:`attend`, :func:`merge`), which row sits where
+(:class:`BatchSlots`), the cache layer (:class:`SharedLayer`), its registration (:func:`sharing`).
 """
 
 import contextlib
+import functools
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -31,6 +23,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers import AttentionInterface, DynamicCache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 from transformers.masking_utils import AttentionMaskInterface
@@ -125,10 +118,11 @@ def merge(parts: Sequence[tuple[Tensor, Tensor]], sinks: Tensor | None = None) -
         totals.append(sinks.float()[:, None].expand_as(totals[0]))
     # [batch, heads, new, parts]; not a number only where every part has nothing to see
     weights = torch.stack(totals, -1).softmax(-1).nan_to_num(0.0)
-    merged = sum(
+    weighted = (
         average.float() * weight[..., None]
         for (average, _), weight in zip(parts, weights.unbind(-1), strict=False)
     )
+    merged = functools.reduce(torch.add, weighted)
     return merged.to(parts[0][0].dtype)
 
 
@@ -147,11 +141,11 @@ class Step:
 
     Attributes:
         start: where all slots write, or None if their ages differ.
-        end: up to where the slots that are furthest hold keys afterwards.
+        end: the number of own keys that the oldest slots hold afterwards.
         places: ``[slots or 1, new]`` int64, where each slot writes; None for one token of all slots
             of the same age.
-        bias: ``[slots or 1, 1, new, end]``, 0 for keys that a token may look at, else minus
-            infinity; None where each may look at all.
+        bias: ``[slots or 1, 1, new, end]``, 0 for keys that a token may attend to, else minus
+            infinity; None where each may attend to all.
     """
 
     start: int | None
@@ -161,21 +155,25 @@ class Step:
 
 
 class BatchSlots:
-    """The slots of a batch.
+    """Which row sits where in a batch, as all shared layers of its cache see it.
+
+    Rows that finish free their slot for rows that begin, so the rows of a batch differ in age: slot
+    3 may hold the fortieth token of one context's turn while slot 4 holds the first of another's.
+    Each slot writes its own keys and values at its own age, and attends to no more than it wrote.
 
     Args:
-        contexts: of each slot, the number of the context it continues.
+        contexts: the number of the context that each slot continues.
         dtype: of the model.
         device: where its tensors are.
 
     Attributes:
         contexts: as given, kept up to date.
         ages: how many own tokens each slot holds.
-        padding: how many of these, the first ones, are none; nobody looks at them.
+        padding: how many of these, the first ones, are padding, which is never attended to.
         order: ``[slots]`` int64, the slots sorted by context; None if they already are.
         back: ``[slots]`` int64, where each slot is in that order; None likewise.
-        spans: of the contexts, in that order.
-        step: of the tokens that are being written.
+        spans: the contexts' slots in that order.
+        step: what is being written.
     """
 
     def __init__(self, contexts: list[int], dtype: torch.dtype, device: torch.device) -> None:
@@ -194,7 +192,7 @@ class BatchSlots:
         if order != list(range(len(self))):
             self.order = torch.tensor(order, device=self.device)
             self.back = self.order.argsort()
-        self.spans = []
+        self.spans: list[Span] = []
         for at, slot in enumerate(order):
             context = self.contexts[slot]
             if self.spans and self.spans[-1].context == context:
@@ -203,7 +201,7 @@ class BatchSlots:
                 self.spans.append(Span(at, at + 1, context))
 
     def put(self, slots: list[int], contexts: list[int]) -> None:
-        """Rows of these contexts begin in these slots; slots after the last one are new."""
+        """Rows of these contexts take these slots; slots after the last one are new."""
         for slot, context in zip(slots, contexts, strict=True):
             if slot == len(self):
                 self.contexts.append(context)
@@ -223,14 +221,14 @@ class BatchSlots:
         self._sort()
 
     def retire(self, slots: list[int]) -> None:
-        """Nobody looks at these any more; what they compute until they are taken is thrown away."""
+        """Mark slots as idle: what they compute until they are taken is thrown away."""
         self._idle.update(slots)
 
     def begin(self, new: int) -> None:
         """Each slot is about to write ``new`` tokens; sets :attr:`step`."""
         busy = [age for slot, age in enumerate(self.ages) if slot not in self._idle]
         oldest = max(busy, default=0)
-        for slot in self._idle:  # kept in step, so that they neither differ nor need capacity
+        for slot in self._idle:  # kept in step, so that ages don't differ and buffers don't grow
             self.ages[slot] = oldest
         start = oldest if min(busy, default=0) == oldest else None
         places = bias = None
@@ -244,13 +242,13 @@ class BatchSlots:
         self.step = Step(start, oldest + new, places, bias)
 
     def _unseen(self, places: Tensor, end: int) -> Tensor:
-        """Which of the keys before ``end`` tokens at these places may not look at,
-        ``[slots or 1, 1, new, end]`` bool."""
+        """``[slots or 1, 1, new, end]`` bool: the keys that tokens at these places may not attend
+        to."""
         keys, own = torch.arange(end, device=self.device), places[:, None, :, None]
         unseen = keys > own
         if any(self.padding):
             padding = torch.tensor(self.padding, device=self.device)[:, None, None, None]
-            # Padding looks at itself, since to look at nothing would give no number.
+            # Padding attends to itself: a softmax over nothing would be NaN.
             unseen = unseen | ((keys < padding) & (keys != own))
         return unseen
 
@@ -276,6 +274,8 @@ class BatchSlots:
 # In transformers' tables; "ia_mech_shared_sdpa" where other layers are left to sdpa.
 NAME = "ia_mech_shared"
 
+ATTRIBUTE = "shared_layer"  # of keys that a shared layer handed out: the layer
+
 UNUSED = "its attention doesn't use the cached keys as they are"
 
 
@@ -286,7 +286,7 @@ class Engine:
     Attributes:
         shared: number of layers that read it where the prefill left it; 0 = the portable engine.
         layers: of the model.
-        why: what keeps all layers portable, or decoding on a GPU from graphs, where something does.
+        why: why no layer is shared, or no graphs are used on a GPU; empty otherwise.
         graphs: a GPU replays decoding steps as CUDA graphs; see :mod:`ia_mech.engine.cuda`. Layers
             with a sliding window then share the prefix of the rows that are decoded, too.
     """
@@ -320,23 +320,31 @@ class Engine:
         return f"{self.name} ({self.why})" if self.why else self.name
 
 
+def held(layer: DynamicLayer) -> tuple[Tensor, Tensor]:
+    """Keys and values ``[rows, kv_heads, tokens, dim]`` of a prefilled layer."""
+    assert layer.keys is not None and layer.values is not None
+    return layer.keys, layer.values
+
+
 class PrefixLayer(DynamicLayer):
-    """A layer whose keys, as it hands them out, are only the rows' own: it attends by itself.
+    """A layer that hands out only the rows' own keys, and attends to prefixes by itself.
 
     Attributes:
         waiting: keys were handed out that no attention function has used yet.
         window: tokens of its sliding window, None if it has none.
     """
 
+    keys: Tensor
+    values: Tensor
     waiting = False
     window: int | None = None
 
     def hand_out(self, keys: Tensor) -> Tensor:
-        """These keys, carrying this layer as ``shared_layer``: attention functions aren't told the
-        cache. It is a view that isn't kept, or the two would keep each other alive."""
+        """These keys, carrying this layer as ``shared_layer``, since attention functions don't get
+        the cache. A view that isn't kept, or the two would keep each other alive."""
         self.waiting = True
         keys = keys[:]
-        keys.shared_layer = self
+        setattr(keys, ATTRIBUTE, self)
         return keys
 
     def demand_attention(self) -> None:
@@ -346,17 +354,17 @@ class PrefixLayer(DynamicLayer):
 
 
 class SharedLayer(PrefixLayer):
-    """The layer's part of several contexts, by reference, and buffers for what rows add.
+    """A full-attention layer: its part of several contexts by reference, and what rows add to it.
 
     ``keys`` and ``values`` are views of the rows' own tokens only, ``[rows, kv_heads, own, dim]``;
-    lengths and mask sizes count the context's as well, padding included. Tokens beyond the capacity
-    make it grow.
+    lengths and mask sizes count the context's as well, padding included. Buffers grow where the
+    capacity is exceeded.
 
     Args:
         layer: a prefilled layer, whose keys say how many heads there are.
         slots: of the batch, the same for all layers of a cache.
-        capacity: for how many tokens of a row.
-        max_rows: for how many rows; more make it grow.
+        capacity: tokens of a row to preallocate.
+        max_rows: rows to preallocate.
 
     Attributes:
         contexts: by number, keys and values ``[1, kv_heads, tokens, dim]`` of a context's prefix.
@@ -367,28 +375,31 @@ class SharedLayer(PrefixLayer):
         self, layer: DynamicLayer, slots: BatchSlots, capacity: int, max_rows: int
     ) -> None:
         super().__init__()
-        self.dtype, self.device, self.is_initialized = layer.keys.dtype, layer.keys.device, True
-        self.slots, self.contexts, self.length = slots, {}, 0
+        keys, values = held(layer)
+        self.dtype, self.device, self.is_initialized = keys.dtype, keys.device, True
+        self.slots, self.length = slots, 0
+        self.contexts: dict[int, tuple[Tensor, Tensor]] = {}
         # Zeros: what is stored beyond a row's age is multiplied with a weight of zero.
         self._buffers = tuple(
             tensor.new_zeros(max_rows, tensor.shape[1], capacity, tensor.shape[-1])
-            for tensor in (layer.keys, layer.values)
+            for tensor in (keys, values)
         )
         self.keys, self.values = (buffer[: len(slots), :, :0] for buffer in self._buffers)
 
     def refer(self, layer: DynamicLayer, padding: list[int], numbers: dict[int, int]) -> None:
-        """From now on rows may continue these contexts, and only those that still have rows.
+        """Add contexts that rows continue, and drop those without rows.
 
         Args:
             layer: of a prefill, left as it is.
             padding: ``[contexts]``, tokens of left padding of each of its contexts.
-            numbers: by which number slots call which of them.
+            numbers: from the number that stands for a context in the batch to its row here.
         """
         used = set(self.slots.contexts)
         self.contexts = {n: known for n, known in self.contexts.items() if n in used}
+        keys, values = held(layer)
         for number, context in numbers.items():
             one, tokens = slice(context, context + 1), slice(padding[context], None)
-            self.contexts[number] = layer.keys[one, :, tokens], layer.values[one, :, tokens]
+            self.contexts[number] = keys[one, :, tokens], values[one, :, tokens]
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args, **kwargs
@@ -396,7 +407,7 @@ class SharedLayer(PrefixLayer):
         """Write new keys and values ``[rows, kv_heads, new, dim]``; returns the rows' own ones.
 
         Raises:
-            RuntimeError: the model's attention passed by what was returned the last time.
+            RuntimeError: the model's attention didn't use what was returned the last time.
         """
         self.demand_attention()
         self._grow()
@@ -408,24 +419,18 @@ class SharedLayer(PrefixLayer):
         return self.hand_out(self.keys), self.values
 
     def _grow(self) -> None:
-        rows, capacity = len(self.slots), self.slots.step.end
-        if rows > self._buffers[0].shape[0] or capacity > self._buffers[0].shape[2]:
-            more = (
-                buffer.new_zeros(
-                    max(rows, buffer.shape[0]), buffer.shape[1], max(capacity, buffer.shape[2]),
-                    buffer.shape[3],
-                )
-                for buffer in self._buffers
-            )  # fmt: skip
-            old, self._buffers = self._buffers, tuple(more)
-            for buffer, before in zip(self._buffers, old, strict=True):
-                buffer[: before.shape[0], :, : before.shape[2]] = before
+        rows, capacity = self._buffers[0].shape[0], self._buffers[0].shape[2]
+        more = max(0, len(self.slots) - rows), max(0, self.slots.step.end - capacity)
+        if any(more):
+            self._buffers = tuple(
+                pad(buffer, (0, 0, 0, more[1], 0, 0, 0, more[0])) for buffer in self._buffers
+            )
 
     def in_one_place(self, length: int) -> tuple[Tensor, Tensor]:
         """Copies of prefix and own keys and values, ``[rows, kv_heads, length, dim]``, left-padded
         with zeros."""
-        found = []
-        for which, own in enumerate((self.keys, self.values)):
+
+        def joined(which: int, own: Tensor) -> Tensor:
             whole = own.new_zeros(*own.shape[:2], length, own.shape[-1])
             for slot, context in enumerate(self.slots.contexts):
                 before = self.contexts[context][which][0]
@@ -433,8 +438,9 @@ class SharedLayer(PrefixLayer):
                 begin = length - before.shape[-2] - mine.shape[-2]
                 whole[slot, :, begin : begin + before.shape[-2]] = before
                 whole[slot, :, begin + before.shape[-2] :] = mine
-            found.append(whole)
-        return tuple(found)
+            return whole
+
+        return joined(0, self.keys), joined(1, self.values)
 
     def get_seq_length(self) -> int:
         return self.length
@@ -468,19 +474,22 @@ class SharedLayer(PrefixLayer):
             ``[rows, heads, new, value_dim]``.
         """
         self.waiting = False
-        numbers = {"scaling": scaling, "softcap": softcap}
-        own = attend(query, key, value, bias=self.slots.step.bias, **numbers)
+        bias = self.slots.step.bias
+        own = attend(query, key, value, scaling=scaling, softcap=softcap, bias=bias)
         order, back = self.slots.order, self.slots.back
         sorted_query = query if order is None else query[order]
-        parts = [self._attend_prefix(sorted_query, span, numbers) for span in self.slots.spans]
+        spans = self.slots.spans
+        parts = [self._attend_prefix(sorted_query, span, scaling, softcap) for span in spans]
         if len(parts) == 1:
             return merge([parts[0], own], sinks)
-        before = tuple(torch.cat(tensors) for tensors in zip(*parts, strict=True))
+        average, total = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
         if back is not None:
-            before = tuple(tensor[back] for tensor in before)
-        return merge([before, own], sinks)
+            average, total = average[back], total[back]
+        return merge([(average, total), own], sinks)
 
-    def _attend_prefix(self, query: Tensor, span: Span, numbers: dict) -> tuple[Tensor, Tensor]:
+    def _attend_prefix(
+        self, query: Tensor, span: Span, scaling: float, softcap: float | None
+    ) -> tuple[Tensor, Tensor]:
         """Attention of the rows of a span over their context, as :func:`attend` returns it."""
         keys, values = self.contexts[span.context]
         query = query[span.start : span.stop]
@@ -490,7 +499,7 @@ class SharedLayer(PrefixLayer):
         folded = (
             query.reshape(rows, kv_heads, -1, dim).transpose(0, 1).reshape(1, kv_heads, -1, dim)
         )
-        average, total = attend(folded, keys, values, **numbers)
+        average, total = attend(folded, keys, values, scaling=scaling, softcap=softcap)
         average = average.reshape(kv_heads, rows, -1, values.shape[-1]).transpose(0, 1)
         total = total.reshape(kv_heads, rows, -1).transpose(0, 1)
         return average.reshape(rows, heads, new, -1), total.reshape(rows, heads, new)
@@ -498,13 +507,11 @@ class SharedLayer(PrefixLayer):
 
 @contextlib.contextmanager
 def sharing(model: PreTrainedModel, cache: DynamicCache) -> Iterator[None]:
-    """While it lasts, the model's attention understands the shared layers of this cache.
-
-    A cache without any changes nothing.
+    """Make the model's attention understand the shared layers of this cache, if it has any.
 
     Raises:
-        RuntimeError: on leaving, if a shared layer's keys were used by something else than the
-            attention function; the model's output is wrong then.
+        RuntimeError: on leaving, if something other than the attention function used a shared
+            layer's keys; the model's output is wrong then.
     """
     shared = [layer for layer in cache.layers if isinstance(layer, PrefixLayer)]
     if not shared:
@@ -529,8 +536,8 @@ def sharing(model: PreTrainedModel, cache: DynamicCache) -> Iterator[None]:
 def _registered(original: str | None) -> str:
     """The name of an attention function that leaves layers which aren't shared to ``original``.
 
-    With an original, masks are made as for that. Without one there are no such layers, and under a
-    name that the table of masks doesn't know ``transformers`` makes none.
+    With an original, masks are made as for that. Without one every layer is shared, and under a
+    name that its table of masks doesn't hold ``transformers`` makes no masks.
     """
     if original is None:
         AttentionInterface.register(NAME, _attention)
@@ -545,7 +552,7 @@ def _registered(original: str | None) -> str:
 
 def _attention_or(original: str) -> Callable:
     def attention(module, query, key, value, attention_mask, **kwargs):
-        if hasattr(key, "shared_layer"):
+        if hasattr(key, ATTRIBUTE):
             return _attention(module, query, key, value, attention_mask, **kwargs)
         # As the model's own code looks it up: each has an eager function of its own.
         code = sys.modules[type(module).__module__]
@@ -571,13 +578,14 @@ def _attention(
     **kwargs,
 ) -> tuple[Tensor, None]:
     """Attention as ``transformers`` calls it, over a shared layer; ``[rows, new, heads, dim]``."""
-    if not hasattr(key, "shared_layer"):
+    layer = getattr(key, ATTRIBUTE, None)
+    if layer is None:
         raise RuntimeError(UNUSED)
-    # Models that keep to masks say nothing of their windows here.
-    if sliding_window not in (None, key.shared_layer.window):
+    # Models that rely on masks don't pass their windows here.
+    if sliding_window not in (None, layer.window):
         raise NotImplementedError("the layer's keys aren't kept for this sliding window")
     if position_bias is not None:
         raise NotImplementedError("a shared layer knows no position bias")
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    output = key.shared_layer.attend(query, key, value, scaling, softcap, s_aux)
+    output = layer.attend(query, key, value, scaling, softcap, s_aux)
     return output.transpose(1, 2).contiguous(), None

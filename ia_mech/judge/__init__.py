@@ -1,5 +1,6 @@
-"""Judges of generated user turns: from text alone, by one rubric.
+"""Judges of generated user turns, by one rubric, and people's labels to hold them against.
 
-``python -m ia_mech.judge`` is the command line; ``rubric`` the categories, ``rules`` the embedded
-offline judge, ``llm`` and ``hf`` language models as judges, ``sheets`` the way to people's labels.
+The package knows texts (query, response, user turn) and labels; it never sees activations or
+log-probabilities, and never loads the subject model: labels made from those would make every later
+probe of them circular. ``verdict`` is the contract of a judge and tells how to add one.
 """

@@ -1,68 +1,251 @@
-"""``python -m ia_mech.judge``: what the subcommands do. See ``--help``, and ``options.py``."""
+"""``python -m ia_mech.judge``: subcommands, their flags and help."""
 
 import argparse
+import importlib
 import sys
+from pathlib import Path
 
-from ia_mech.cli import guarded, tolerant_streams
-from ia_mech.judge.commands import build_parser
+from rich.markup import escape
+
+from ia_mech.cli import Parser, guarded, one_line, tolerant_streams
+from ia_mech.display import console
+from ia_mech.judge.rubric import CATEGORIES, ORDER, VERSION
+
+DESCRIPTION = """\
+Label generated user turns: which are genuine follow-ups? Judges see text only: the query, the
+response and the turn. Every judge uses one rubric (python -m ia_mech.judge rubric), and any number
+of judges and people can label the same run, to be compared.
+"""
+
+EPILOG = """\
+examples:
+  python -m ia_mech.judge run cache/RUN
+      the embedded rules judge: offline, deterministic, free; a heuristic, say so where you use it
+  python -m ia_mech.judge run cache/RUN --judge llm --model gpt-5-mini
+      a language model at OpenAI (key from $OPENAI_API_KEY), or at --base-url, any compatible server
+  python -m ia_mech.judge export cache/RUN --n 200 --out sheet
+  python -m ia_mech.judge import cache/RUN sheet.csv --annotator anna
+      a blind sheet for a person to fill in, and its way back
+  python -m ia_mech.judge agreement cache/RUN
+      how far judges and people agree
+Then: python -m ia_mech.rates cache/RUN
+"""
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     tolerant_streams()
     args = build_parser().parse_args(argv)
-    return guarded(
-        lambda: _COMMANDS[args.command](args), lambda: "verdicts that were paid for are kept"
+
+    def body() -> None:
+        # Imported late, so that --help and a mistyped flag are answered at once.
+        module, function = args.function.split(":")
+        getattr(importlib.import_module(module), function)(args)
+
+    return guarded(body, lambda: "verdicts that were paid for are kept")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line; ``args.function`` is ``module:function`` of the subcommand."""
+    parser = Parser(prog="python -m ia_mech.judge", description=DESCRIPTION, epilog=EPILOG)
+    commands = parser.add_subparsers(
+        dest="command", required=True, metavar="COMMAND", parser_class=Parser
+    )
+    _add_run(commands)
+    _add_check(commands)
+    _add_export(commands)
+    _add_import(commands)
+    _add_agreement(commands)
+    rubric = commands.add_parser("rubric", help="print the rubric")
+    rubric.set_defaults(function=f"{__name__}:print_rubric")
+    return parser
+
+
+def print_rubric(args: argparse.Namespace) -> None:
+    """Print the rubric with its worked examples."""
+    screen = console()
+    screen.print(f"[bold]Rubric {VERSION}[/]: what a generated user turn can be\n")
+    for category in CATEGORIES:
+        screen.print(f"[bold]{category.name}[/]", escape(category.definition), soft_wrap=True)
+        for example in category.examples:
+            turn = escape(one_line(example.turn)) or "(nothing)"
+            screen.print(f"    [dim]e.g.[/] {turn}", soft_wrap=True)
+            screen.print(f"         ({escape(example.why)})", soft_wrap=True)
+        screen.print()
+    screen.print(f"Where two fit, the first that applies: {ORDER}.", soft_wrap=True)
+
+
+def _add_run(commands) -> None:
+    parser = commands.add_parser(
+        "run",
+        help="judge all user turns of a run",
+        usage="%(prog)s RUN [--judge rules|llm|hf] [--model NAME] [options]",
+        description="Judge all user turns of a run and write judgements/<name>.parquet into it. "
+        "Identical\nturns in identical contexts are judged once. Verdicts of language models are "
+        "kept in\ncache/judgements/: judging again, or after an interrupt, pays for none twice.",
+    )
+    parser.set_defaults(function="ia_mech.judge.label:run")
+    parser.add_argument("run", type=Path, help="a run's folder")
+    _add_judge(parser)
+    parser.add_argument("--name", help="of the verdicts (default: rules, or the model's name)")
+    parser.add_argument(
+        "--replace", action="store_true", help="replace another judge's verdicts of that name"
+    )
+    parser.add_argument(
+        "--unperturbed",
+        action="store_true",
+        help="show the judge the responses as they were before they were perturbed",
     )
 
 
-# What each needs is imported late, so that --help and a mistyped flag answer at once.
+def _add_check(commands) -> None:
+    parser = commands.add_parser(
+        "check",
+        help="judge annotated turns in a file, and show how good the judge is",
+        usage="%(prog)s FILE [--judge rules|llm|hf] [--model NAME] [options]",
+        description="Judge the turns of a JSON-lines file (query, response, user_turn; category "
+        "where\nannotated; source_id for intervals) and compare with the annotations.",
+    )
+    parser.set_defaults(function="ia_mech.judge.agreement:check")
+    parser.add_argument("file", type=Path, help="JSON-lines file")
+    _add_judge(parser)
+    parser.add_argument("--out", type=Path, help="write the verdicts here (JSON lines)")
 
 
-def _run(args: argparse.Namespace) -> None:
-    from ia_mech.judge.commands import run
+def _add_judge(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--judge",
+        choices=["rules", "llm", "hf"],
+        default="rules",
+        help="rules: embedded heuristic (default); llm: a server's model; hf: a local model",
+    )
+    parser.add_argument(
+        "--repeats", type=int, default=1, help="verdicts per turn of --judge llm (default: 1)"
+    )
+    parser.add_argument(
+        "--replay",
+        action="store_true",
+        help="from the cache alone: no server, no model; a missing verdict is an error",
+    )
+    parser.add_argument(
+        "--retry-failed", action="store_true", help="judge anew what failed the last time"
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print what judging would take, and stop"
+    )
+    llm = parser.add_argument_group("language models (--judge llm)")
+    llm.add_argument("--model", help="the model's name at the server; for hf: hub id or directory")
+    llm.add_argument(
+        "--base-url", help="an OpenAI-compatible server (default: $OPENAI_BASE_URL, or OpenAI's)"
+    )
+    llm.add_argument(
+        "--api-key-env",
+        metavar="NAME",
+        help="variable that holds the key (default: OPENAI_API_KEY; none with --base-url)",
+    )
+    llm.add_argument(
+        "--mode",
+        choices=["auto", "json_schema", "json_object", "text"],
+        help="form of the answer; auto: the first that the server takes (default: auto)",
+    )
+    llm.add_argument(
+        "--param",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="a request parameter, such as temperature=0; no others are sent",
+    )
+    llm.add_argument("--concurrency", type=int, help="requests at a time (default: 8)")
+    llm.add_argument("--timeout", type=float, help="seconds for a request (default: 60)")
+    llm.add_argument(
+        "--retries", type=int, help="of a request that the server couldn't answer (default: 5)"
+    )
+    llm.add_argument(
+        "--price",
+        nargs=2,
+        type=float,
+        metavar=("IN", "OUT"),
+        help="dollars per million prompt and completion tokens",
+    )
+    llm.add_argument(
+        "--max-cost",
+        type=float,
+        help="stop before this invocation spends more dollars; cached verdicts don't count",
+    )
+    hf = parser.add_argument_group("local models (--judge hf)")
+    hf.add_argument("--device", help="auto, cpu, cuda or cuda:N (default: auto)")
+    hf.add_argument(
+        "--force", action="store_true", help="let the subject model judge its own turns"
+    )
 
-    run(args)
+
+def _add_export(commands) -> None:
+    parser = commands.add_parser(
+        "export",
+        help="write a blind sheet for people to annotate",
+        description="Write a sample of a run's user turns as a sheet (CSV and JSON lines) for a "
+        "person to\nfill in: query, response and turn in random order, without model, "
+        "temperature, judge or\nreference. Stratified by a judge's verdict, so that rare "
+        "categories are seen; the inclusion\nprobabilities stay in the run, for weighting. "
+        "Nothing that is there is overwritten.",
+    )
+    parser.set_defaults(function="ia_mech.judge.sheets:export_command")
+    parser.add_argument("run", type=Path, help="a run's folder")
+    parser.add_argument("--n", type=int, default=200, help="how many turns (default: 200)")
+    parser.add_argument(
+        "--by", metavar="JUDGE", help="the judge to stratify by (default: the only one, or rules)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the sampling (default: 0)")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help="the sheet without its suffix: .csv and .jsonl (default: a blind name beside the run)",
+    )
+    parser.add_argument("--name", help="the sheet's name in the run (default: like the file's)")
 
 
-def _check(args: argparse.Namespace) -> None:
-    from ia_mech.judge.commands import check
-
-    check(args)
-
-
-def _export(args: argparse.Namespace) -> None:
-    from ia_mech.judge.sheets import export_command
-
-    export_command(args)
-
-
-def _import(args: argparse.Namespace) -> None:
-    from ia_mech.judge.sheets import import_command
-
-    import_command(args)
-
-
-def _agreement(args: argparse.Namespace) -> None:
-    from ia_mech.judge.agreement import command
-
-    command(args)
+def _add_import(commands) -> None:
+    parser = commands.add_parser(
+        "import",
+        help="read a filled-in sheet",
+        description="Check a filled-in sheet (CSV or JSON lines) row by row and write "
+        "annotations/<annotator>.parquet.\nRows without a category are left out; one bad row and "
+        "nothing is written. Commas, semicolons or\ntabs, any quoting and line ends will do, but "
+        "it must be UTF-8. Only item, category and note are read.",
+    )
+    parser.set_defaults(function="ia_mech.judge.sheets:import_command")
+    parser.add_argument("run", type=Path, help="the run that the sheet was exported from")
+    parser.add_argument("file", type=Path, help="the sheet, .csv, .tsv or .jsonl")
+    parser.add_argument("--annotator", required=True, help="who filled it in; a name for the file")
+    parser.add_argument(
+        "--replace", action="store_true", help="replace labels of this annotator that are there"
+    )
 
 
-def _rubric(args: argparse.Namespace) -> None:
-    from ia_mech.judge.commands import rubric
+def _add_agreement(commands) -> None:
+    parser = commands.add_parser(
+        "agreement",
+        help="how far judges and people agree",
+        description="Compare any judges and annotators of a run: confusion matrices, precision and "
+        "recall per\ncategory, Cohen's kappa and Krippendorff's alpha, weighted for the sampling,\n"
+        "with cluster-bootstrap intervals over sources; abstentions apart; then the disagreements."
+        "\nPeople are the truth of judges; between equals it is the one named first.",
+    )
+    parser.set_defaults(function="ia_mech.judge.agreement:command")
+    parser.add_argument("run", type=Path, help="a run's folder")
+    parser.add_argument(
+        "--between",
+        nargs="+",
+        metavar="NAME",
+        help="judges and annotators to compare (default: all there are); judge:NAME and "
+        "annotator:NAME tell apart what is named alike",
+    )
+    parser.add_argument(
+        "--disagreements", type=int, default=10, help="how many to show (default: 10)"
+    )
+    parser.add_argument("--json", type=Path, help="write all figures here")
+    parser.add_argument("--csv", type=Path, help="write all disagreements, with texts, here")
 
-    rubric(args)
-
-
-_COMMANDS = {
-    "run": _run,
-    "check": _check,
-    "export": _export,
-    "import": _import,
-    "agreement": _agreement,
-    "rubric": _rubric,
-}
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,26 +1,18 @@
-"""One labeller against another, and several among themselves: figures with intervals.
+"""How far judges and people agree: ``agreement`` over a run, ``check`` over a file of annotations.
 
-Statistics and intervals are ``ia_mech.stats``'; here labels become what those take. A row that one
-side abstained on (``cannot_assess``) or failed on (no category) is counted and then left out.
-
-``agreement`` of ``python -m ia_mech.judge``.
-
-The turns that labellers disagree on, the most telling first.
-
-The judges and annotators of a run, compared in pairs and as a group.
-
-Labels are matched by the run's rows; of a judge its first repeat counts. Rows that annotators
+Statistics and intervals are ``ia_mech.stats``'; here labels become what those take. Labels are
+matched by the run's rows; of a judge its first repeat counts. A row that one side abstained on
+(``cannot_assess``) or failed on (no category) is counted and then left out. Rows that annotators
 labelled are a sample of the run's and are weighted by the inverse of their inclusion probability,
 so that every figure is about the run and not about the sheet.
-
-Agreement as it is shown at a terminal, and as JSON.
 """
 
 import argparse
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
-from itertools import combinations, groupby
+from itertools import combinations
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,11 +23,12 @@ from rich.markup import escape
 from rich.table import Table
 
 from ia_mech.cli import one_line
-from ia_mech.display import console
+from ia_mech.display import Bar, console
 from ia_mech.errors import UserError
-from ia_mech.judge.label import check_finished, items_of
+from ia_mech.judge.label import check_finished, items_of, judge_items, make_judge, print_plan
 from ia_mech.judge.rubric import ASSESSED, CANNOT_ASSESS, GENUINE, NAMES
-from ia_mech.judge.sheets import NewFiles, csv_bytes
+from ia_mech.judge.rules import RulesJudge
+from ia_mech.judge.sheets import csv_bytes, json_lines, new_files, read_text, refuse_existing
 from ia_mech.judge.verdict import JUDGED, Item
 from ia_mech.run import Run, layout
 from ia_mech.run.labels import KEY
@@ -49,86 +42,19 @@ from ia_mech.stats import (
     kappa_of,
 )
 
-
-@dataclass(frozen=True)
-class Disagreement:
-    """A turn that got different categories.
-
-    Attributes:
-        row: its context, temperature, sample and source.
-        item: the texts.
-        said: labeller -> category; ``failed`` where a judge has none, missing where not asked.
-        why: labeller -> a judge's rationale or an annotator's note, where there is one.
-    """
-
-    row: dict[str, Any]
-    item: Item
-    said: dict[str, str]
-    why: dict[str, str]
-
-
-def disagreements(run: Run, labellers: Sequence["Labeller"], seed: int = 0) -> list[Disagreement]:
-    """All turns that at least two labellers put into different categories.
-
-    Where a person is contradicted comes before judges among themselves; where it matters for the
-    rate (genuine or not) before other categories; then by how sure a contradicted or contradicting
-    judge was (the score of its category, if it has scores); then at random.
-    """
-    rows, items = run.generations, items_of(run)
-    keys = rows[[*KEY, "source_id", "dataset"]].to_dict("records")
-    tie = np.random.default_rng(seed).random(len(rows))
-    found = []
-    for i in np.flatnonzero(np.sum([x.labelled for x in labellers], axis=0) >= 2):
-        asked = [labeller for labeller in labellers if labeller.labelled[i]]
-        sorted_in = [x for x in asked if x.categories[i] in ASSESSED]
-        categories = {x.categories[i] for x in sorted_in}
-        if len(categories) < 2:
-            continue
-        people = any(x.kind == "annotator" for x in sorted_in)
-        genuine = GENUINE in categories
-        sure = max(_score(labeller, i) for labeller in sorted_in)
-        disagreement = Disagreement(
-            keys[i],
-            items[i],
-            {x.name: x.categories[i] or "failed" for x in asked},
-            {x.name: why for x in asked if (why := _why(x, i))},
-        )
-        found.append(((not people, not genuine, -sure, tie[i]), disagreement))
-    return [disagreement for _, disagreement in sorted(found, key=lambda pair: pair[0])]
-
-
-def csv_of(found: Sequence[Disagreement], names: Sequence[str]) -> bytes:
-    """A CSV file of disagreements: a column with the category of each labeller, one with why."""
-    rows = [
-        d.row
-        | {"query": d.item.query, "response": d.item.response, "user_turn": d.item.turn}
-        | d.said
-        | {f"{name} (why)": why for name, why in d.why.items()}
-        for d in found
-    ]
-    columns = [*KEY, "source_id", "dataset", "query", "response", "user_turn", *names]
-    return csv_bytes([*columns, *(f"{name} (why)" for name in names)], rows)
-
-
-def _score(labeller: "Labeller", row: int) -> float:
-    if labeller.kind != "judge" or not isinstance(labeller.frame["scores"].iloc[row], str):
-        return 0.0
-    scores = json.loads(labeller.frame["scores"].iloc[row])
-    return float(scores.get(labeller.categories[row]) or 0.0)
-
-
-def _why(labeller: "Labeller", row: int) -> str:
-    why = labeller.frame["rationale" if labeller.kind == "judge" else "note"].iloc[row]
-    return why if isinstance(why, str) else ""
-
-
+JUDGE, ANNOTATOR = "judge", "annotator"
+TEXTS = ("query", "response", "user_turn")
 _UNKNOWN = Estimate(np.nan, np.nan, np.nan, 0, "no rows")
+
+Labels = Sequence[str | None] | np.ndarray  # a category per row; None where there is none
+
+# -- two columns of labels ---------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class CategoryLine:
-    """How one category fares. ``truth`` and ``predicted`` count rows, the weights what they stand
-    for; precision and recall are weighted, NaN where no row was predicted so, or is so."""
+    """How one category fares. ``truth`` and ``predicted`` count rows, the weights are of those
+    rows; precision and recall are weighted, NaN where no row was predicted so, or is so."""
 
     category: str
     truth: int
@@ -141,15 +67,15 @@ class CategoryLine:
 
 @dataclass(frozen=True)
 class Comparison:
-    """How far a prediction agrees with a truth (which may be another judge's word).
+    """How far a prediction agrees with a truth (which may be another judge's labels).
 
     Attributes:
-        matched: rows that both were asked about; the next four are some of these.
-        abstained_truth, abstained_prediction: rows that one (or both) said ``cannot_assess`` of.
-        failed_truth, failed_prediction: rows of which one has no category at all.
-        n: the rows compared, those that both put into a category.
+        matched: rows that have both; the next four are some of these.
+        abstained_truth, abstained_prediction: rows that are ``cannot_assess`` there.
+        failed_truth, failed_prediction: rows without any category there.
+        n: the rows compared, those with a category other than ``cannot_assess`` on both sides.
         sources: of these rows.
-        weight: the sum of their weights: about how many rows they stand for.
+        weight: the sum of their weights: about how many rows of the run they represent.
         weighted: whether weights differ from row to row.
         accuracy, kappa, alpha: of the categories.
         accuracy_genuine, balanced_accuracy, kappa_genuine, alpha_genuine: of genuine follow-ups
@@ -181,59 +107,75 @@ class Comparison:
 
 
 def compare(
-    truth: Sequence[str | None],
-    prediction: Sequence[str | None],
-    sources: Sequence[str],
+    truth: Labels,
+    prediction: Labels,
+    sources: Iterable[Any],
     weights: ArrayLike | None = None,
 ) -> Comparison:
     """Compare two columns of labels.
 
     Args:
         truth: ``[n]`` category of each row; None where there is none.
-        prediction: ``[n]`` the same from whom is to be measured.
+        prediction: ``[n]`` the labels to be measured.
         sources: ``[n]`` the source of each row, the unit of the intervals.
-        weights: ``[n]`` how many rows each stands for, as the inverse inclusion probability.
+        weights: ``[n]`` how many rows each represents, as the inverse inclusion probability.
 
     Raises:
         ValueError: lengths differ, or a label isn't the rubric's.
     """
-    truth, prediction = _labels(truth), _labels(prediction)
-    weights = np.ones(len(truth)) if weights is None else np.asarray(weights, dtype=float)
-    sources = np.asarray(sources, dtype=object)
-    if not len(truth) == len(prediction) == len(sources) == len(weights):
+    lengths = {len(truth), len(prediction), len(source := list(sources))}
+    weight = np.ones(len(truth)) if weights is None else np.asarray(weights, dtype=float)
+    if len(lengths | {len(weight)}) > 1:
         raise ValueError("truth, prediction, sources and weights must be of one length")
-    kept = _assessed(truth) & _assessed(prediction)
-    counts = {
-        "matched": len(truth),
-        "abstained_truth": int((truth == CANNOT_ASSESS).sum()),
-        "abstained_prediction": int((prediction == CANNOT_ASSESS).sum()),
-        "failed_truth": sum(label is None for label in truth),
-        "failed_prediction": sum(label is None for label in prediction),
-    }
-    truth, prediction, sources, weights = (x[kept] for x in (truth, prediction, sources, weights))
-    same = truth == prediction
-    same_genuine = (truth == GENUINE) == (prediction == GENUINE)
-    kappas = _kappas(truth, prediction, sources, weights)
-    alphas = group_alpha([truth, prediction], sources, weights)
+    rows = pd.DataFrame(
+        {
+            "truth": pd.Categorical(_known(truth), NAMES),
+            "predicted": pd.Categorical(_known(prediction), NAMES),
+            "source": pd.Series(source, dtype=object),
+            "weight": weight,
+        }
+    )
+    kept = rows[rows["truth"].isin(ASSESSED) & rows["predicted"].isin(ASSESSED)]
+    t, p = (kept[side].to_numpy(dtype=object) for side in ("truth", "predicted"))
+    source, weight = kept["source"].to_numpy(), kept["weight"].to_numpy()
+
+    def share(event: np.ndarray, at: np.ndarray | slice = slice(None)) -> Estimate:
+        return cluster_mean(event[at], source[at], proportion=True, weights=weight[at])
+
+    def line(category: str) -> CategoryLine:
+        is_so, named = t == category, p == category
+        return CategoryLine(
+            category=category,
+            truth=int(is_so.sum()),
+            predicted=int(named.sum()),
+            truth_weight=float(weight[is_so].sum()),
+            predicted_weight=float(weight[named].sum()),
+            precision=share(is_so, named),
+            recall=share(named, is_so),
+        )
+
+    kappa, kappa_genuine, balanced_accuracy = _kappas(t, p, source, weight)
+    alphas = group_alpha([t, p], source, weight)
     return Comparison(
-        **counts,
-        n=len(truth),
-        sources=len(set(sources)),
-        weight=float(weights.sum()),
-        weighted=bool(len(weights)) and not np.allclose(weights, weights[0]),
-        accuracy=_share(same, sources, weights),
-        kappa=kappas[0],
+        matched=len(rows),
+        abstained_truth=int((rows["truth"] == CANNOT_ASSESS).sum()),
+        abstained_prediction=int((rows["predicted"] == CANNOT_ASSESS).sum()),
+        failed_truth=int(rows["truth"].isna().sum()),
+        failed_prediction=int(rows["predicted"].isna().sum()),
+        n=len(kept),
+        sources=kept["source"].nunique(),
+        weight=float(weight.sum()),
+        weighted=bool(len(weight)) and not np.allclose(weight, weight[0]),
+        accuracy=share(t == p),
+        kappa=kappa,
         alpha=alphas.categories,
-        accuracy_genuine=_share(same_genuine, sources, weights),
-        balanced_accuracy=kappas[2],
-        kappa_genuine=kappas[1],
+        accuracy_genuine=share((t == GENUINE) == (p == GENUINE)),
+        balanced_accuracy=balanced_accuracy,
+        kappa_genuine=kappa_genuine,
         alpha_genuine=alphas.genuine,
-        categories=tuple(
-            _line(category, truth == category, prediction == category, sources, weights)
-            for category in ASSESSED
-        ),
-        confusion=confusion(truth, prediction, ASSESSED, weights),
-        confusion_rows=confusion(truth, prediction, ASSESSED).astype(int),
+        categories=tuple(line(category) for category in ASSESSED),
+        confusion=confusion(t, p, ASSESSED, weight),
+        confusion_rows=confusion(t, p, ASSESSED).astype(int),
     )
 
 
@@ -249,36 +191,32 @@ class GroupAlpha:
 
 
 def group_alpha(
-    ratings: Sequence[Sequence[str | None]],
-    sources: Sequence[str],
-    weights: ArrayLike | None = None,
+    ratings: Sequence[Labels], sources: Iterable[Any], weights: ArrayLike | None = None
 ) -> GroupAlpha:
     """Krippendorff's α among any number of labellers, or of a judge's repeats.
 
     Args:
         ratings: per labeller ``[n]`` categories; ``cannot_assess`` and None count as not rated.
         sources: ``[n]`` the source of each row.
-        weights: ``[n]`` how many rows each stands for.
+        weights: ``[n]`` how many rows each represents.
     """
-    columns = np.array(
-        [[ASSESSED.index(x) if x in ASSESSED else -1 for x in column] for column in ratings]
-    ).T.reshape(-1, len(ratings))
-    weights = np.ones(len(columns)) if weights is None else np.asarray(weights, dtype=float)
-    rated = (columns >= 0).sum(1) >= 2
-    columns, weights = columns[rated], weights[rated]
-    sources = np.asarray(sources, dtype=object)[rated]
-    if not len(columns):
+    codes = np.array([pd.Categorical(column, ASSESSED).codes for column in ratings]).T  # -1: none
+    weight = np.ones(len(codes)) if weights is None else np.asarray(weights, dtype=float)
+    rated = (codes >= 0).sum(1) >= 2
+    codes, weight = codes[rated], weight[rated]
+    source = pd.Series(sources, dtype=object).to_numpy()[rated]
+    if not len(codes):
         return GroupAlpha(0, 0, 0.0, _UNKNOWN, _UNKNOWN)
-    patterns, pattern = np.unique(columns, axis=0, return_inverse=True)
-    given = [[None if code < 0 else code for code in row] for row in patterns.tolist()]
-    genuine_code = ASSESSED.index(GENUINE)
-    genuine = [[None if code is None else code == genuine_code for code in row] for row in given]
+    patterns, pattern = np.unique(codes, axis=0, return_inverse=True)
+    given, genuine = patterns.astype(object), (patterns == ASSESSED.index(GENUINE)).astype(object)
+    given[patterns < 0] = genuine[patterns < 0] = None
 
     def statistic(counts: np.ndarray) -> np.ndarray:
-        return np.stack([alpha_of(counts, x, len(columns)) for x in (given, genuine)], axis=1)
+        return np.stack([alpha_of(counts, x, len(codes)) for x in (given, genuine)], axis=1)
 
-    found = cluster_counts(statistic, pattern.reshape(-1), sources, weights=weights)
-    return GroupAlpha(len(columns), len(set(sources)), float(weights.sum()), *found)
+    found = cluster_counts(statistic, pattern.reshape(-1), source, weights=weight)
+    assert isinstance(found, list)  # as the statistic gives two numbers
+    return GroupAlpha(len(codes), len(set(source)), float(weight.sum()), *found)
 
 
 def _kappas(
@@ -287,8 +225,8 @@ def _kappas(
     """κ of the categories, κ and balanced accuracy of genuine against the rest."""
     if not len(truth):
         return [_UNKNOWN] * 3
-    number, size = {category: i for i, category in enumerate(ASSESSED)}, len(ASSESSED)
-    cell = [number[a] * size + number[b] for a, b in zip(truth, prediction, strict=True)]
+    size = len(ASSESSED)
+    rows, columns = (pd.Categorical(x, ASSESSED).codes.astype(int) for x in (truth, prediction))
     side = np.array([[category == GENUINE, category != GENUINE] for category in ASSESSED])
     merge = np.kron(side, side).astype(float)  # cells of all categories into those of genuine
 
@@ -297,46 +235,21 @@ def _kappas(
         balanced = np.where((two.sum(2) > 0).all(1), balanced_accuracy_of(two), np.nan)
         return np.stack([kappa_of(counts.reshape(-1, size, size)), kappa_of(two), balanced], axis=1)
 
-    return cluster_counts(statistic, cell, sources, weights=weights, patterns=size**2)
+    cells = rows * size + columns
+    found = cluster_counts(statistic, cells, sources, weights=weights, patterns=size**2)
+    assert isinstance(found, list)  # as the statistic gives three numbers
+    return found
 
 
-def _line(
-    category: str,
-    truth: np.ndarray,
-    predicted: np.ndarray,
-    sources: np.ndarray,
-    weights: np.ndarray,
-) -> CategoryLine:
-    return CategoryLine(
-        category=category,
-        truth=int(truth.sum()),
-        predicted=int(predicted.sum()),
-        truth_weight=float(weights[truth].sum()),
-        predicted_weight=float(weights[predicted].sum()),
-        precision=_share(truth[predicted], sources[predicted], weights[predicted]),
-        recall=_share(predicted[truth], sources[truth], weights[truth]),
-    )
-
-
-def _share(event: np.ndarray, sources: np.ndarray, weights: np.ndarray) -> Estimate:
-    return cluster_mean(event, sources, proportion=True, weights=weights)
-
-
-def _labels(labels: Sequence[str | None]) -> np.ndarray:
-    """``[n]`` objects; ValueError for what is neither None nor a name of the rubric."""
-    column = np.empty(len(labels), dtype=object)
-    column[:] = [None if label is None or label != label else label for label in labels]
-    for label in set(column):
-        if label is not None and label != CANNOT_ASSESS and label not in ASSESSED:
-            raise ValueError(f"{label!r} is not a category of the rubric")
+def _known(labels: Labels) -> pd.Series:
+    """Labels with None for what is missing; ValueError for what the rubric doesn't have."""
+    column = pd.Series(labels, dtype=object)
+    for label in set(column.dropna()) - set(NAMES):
+        raise ValueError(f"{label!r} is not a category of the rubric")
     return column
 
 
-def _assessed(labels: np.ndarray) -> np.ndarray:
-    return np.array([label in ASSESSED for label in labels], dtype=bool)
-
-
-JUDGE, ANNOTATOR = "judge", "annotator"
+# -- the labellers of a run --------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -344,10 +257,10 @@ class Labeller:
     """A judge or annotator, laid out over all rows of ``run.generations``.
 
     Attributes:
-        name: as shown; ``judge:NAME`` or ``annotator:NAME`` where one name is two labellers.
+        name: as shown; ``judge:NAME`` or ``annotator:NAME`` where the name alone isn't clear.
         kind: ``judge`` or ``annotator``.
-        labelled: ``[rows]`` whether it was asked about the row.
-        categories: ``[rows]`` what it said; None also where it failed.
+        labelled: ``[rows]`` whether it has a label, or a failure, for the row.
+        categories: ``[rows]`` its categories; None where it failed and where it has no label.
         frame: ``[rows]`` the columns of its file (of a judge, of its first repeat), NaN elsewhere.
         repeats: ``[repeat][rows]`` categories of a judge; of an annotator empty.
     """
@@ -373,14 +286,15 @@ class Pair:
 class Agreement:
     """All figures of a run: pairs, the whole group (None if it is a pair), judges' repeats.
 
-    ``group.n`` are rows that everyone was asked about and at least two put into a category.
+    ``group.n`` are rows that all have a label for and at least two put into a category.
+    ``disagreements`` are as :func:`disagreements` returns them.
     """
 
     labellers: tuple[Labeller, ...]
     pairs: tuple[Pair, ...]
     group: GroupAlpha | None
     repeats: dict[str, tuple[int, GroupAlpha]]
-    disagreements: list[Disagreement]
+    disagreements: pd.DataFrame
 
 
 def agreement(run: Run, between: Sequence[str] | None = None) -> Agreement:
@@ -394,7 +308,7 @@ def agreement(run: Run, between: Sequence[str] | None = None) -> Agreement:
         UserError: an unfinished run, an unknown name, or fewer than two labellers.
     """
     check_finished(run)
-    labellers = [_labeller(run, *who) for who in _chosen(run, between)]
+    labellers = [_labeller(run, *chosen) for chosen in _chosen(run, between)]
     sources = run.generations["source_id"].to_numpy(dtype=object)
     pairs = []
     for first, second in combinations(labellers, 2):
@@ -402,8 +316,9 @@ def agreement(run: Run, between: Sequence[str] | None = None) -> Agreement:
         if second.kind == ANNOTATOR and first.kind == JUDGE:
             first, second = second, first
         rows, weights = joint_rows([first, second])
-        columns = first.categories[rows], second.categories[rows]
-        pairs.append(Pair(first.name, second.name, compare(*columns, sources[rows], weights)))
+        truth, prediction = first.categories[rows], second.categories[rows]
+        comparison = compare(truth, prediction, sources[rows], weights)
+        pairs.append(Pair(first.name, second.name, comparison))
     group = None
     if len(labellers) > 2:
         rows, weights = joint_rows(labellers)
@@ -418,12 +333,12 @@ def agreement(run: Run, between: Sequence[str] | None = None) -> Agreement:
 
 
 def joint_rows(labellers: Sequence[Labeller]) -> tuple[np.ndarray, np.ndarray]:
-    """Rows that all of these were asked about, and how many rows of the run each stands for.
+    """Rows that all of these labelled, and how many rows of the run each represents.
 
-    A judge was asked about every row. Annotators of one sheet share a sample: a row of a stratum
-    stands for (rows of the stratum) / (rows that all of them labelled). Sheets are independent
-    samples, so that a row which is on two has the product of both probabilities. Labels without an
-    inclusion probability are taken for a census.
+    A judge labels every row. Annotators of one sheet share a sample: a row of a stratum represents
+    (rows of the stratum) / (rows that all of them labelled). Sheets are independent samples, so
+    that a row which is on two has the product of both probabilities. Labels without an inclusion
+    probability are taken for a census.
 
     Returns:
         ``[n]`` positions in ``run.generations`` and ``[n]`` weights.
@@ -443,6 +358,57 @@ def joint_rows(labellers: Sequence[Labeller]) -> tuple[np.ndarray, np.ndarray]:
     return rows, weights[rows]
 
 
+def disagreements(run: Run, labellers: Sequence[Labeller], seed: int = 0) -> pd.DataFrame:
+    """All turns that at least two labellers put into different categories, the most telling first.
+
+    Where a person is contradicted comes before judges among themselves; where it matters for the
+    rate (genuine or not) before other categories; then by how sure a contradicted or contradicting
+    judge was (the score of its category, if it has scores); then at random.
+
+    Returns:
+        Columns: the row's key, source and dataset; the texts; per labeller its category (``failed``
+        where a judge has none, None where it has no label), then per labeller, as ``<name> (why)``,
+        a judge's rationale or an annotator's note. The index is the position in
+        ``run.generations``.
+    """
+    table = run.generations[[*KEY, "source_id", "dataset"]].reset_index(drop=True)
+    items = items_of(run)
+    table[list(TEXTS)] = [[item.query, item.response, item.turn] for item in items]
+    said = pd.DataFrame({x.name: x.categories for x in labellers}, dtype=object)
+    assessed = said.where(said.isin(ASSESSED))
+    people = [x.name for x in labellers if x.kind == ANNOTATOR]
+    order = pd.DataFrame(
+        {
+            "judges_alone": assessed[people].isna().all(axis=1),
+            "not_genuine": ~assessed.eq(GENUINE).any(axis=1),
+            "unsure": -np.max([_scores(x) for x in labellers], axis=0),
+            "tie": np.random.default_rng(seed).random(len(table)),
+        }
+    )
+    for x in labellers:
+        table[x.name] = said[x.name].where(said[x.name].notna() | ~x.labelled, "failed")
+    for x in labellers:
+        why = x.frame["rationale" if x.kind == JUDGE else "note"]
+        table[f"{x.name} (why)"] = why.astype(object).where(why.astype(bool) & why.notna(), None)
+    differ = assessed.nunique(axis=1) >= 2
+    return table.loc[order[differ].sort_values(list(order)).index]
+
+
+def _scores(labeller: Labeller) -> np.ndarray:
+    """``[rows]`` the score that a judge gave its own category; 0 where it has none."""
+    if labeller.kind != JUDGE:
+        return np.zeros(len(labeller.frame))
+    pairs = zip(labeller.frame["scores"], labeller.categories, strict=True)
+    return np.array(
+        [
+            float(json.loads(scores).get(category) or 0.0)
+            if isinstance(scores, str) and category in ASSESSED
+            else 0.0
+            for scores, category in pairs
+        ]
+    )
+
+
 def _sheet(annotator: Labeller) -> str:
     sheets = annotator.frame.loc[annotator.labelled, "sheet"].dropna().unique()
     return str(sheets[0]) if len(sheets) else f"none, of {annotator.name}"
@@ -453,20 +419,22 @@ def _chosen(run: Run, between: Sequence[str] | None) -> list[tuple[str, str, str
     there = [(JUDGE, name) for name in run.labels.judges]
     there += [(ANNOTATOR, name) for name in run.labels.annotators]
     names = [name for _, name in there]
+    taken = {*KEY, *TEXTS, "source_id", "dataset"}  # columns of the table of disagreements
     shown = {
-        (kind, name): name if names.count(name) == 1 else f"{kind}:{name}" for kind, name in there
+        (kind, name): name if names.count(name) == 1 and name not in taken else f"{kind}:{name}"
+        for kind, name in there
     }
-    known = ", ".join(shown.values()) or "nobody"
+    known = ", ".join(shown.values()) or "no labels"
     chosen = []
     for name in dict.fromkeys(between) if between else shown.values():
         found = [w for w in there if name in (w[1], f"{w[0]}:{w[1]}")]
         if len(found) != 1:
-            what = (
+            problem = (
                 f"both a judge and an annotator are named {name!r}"
                 if found
-                else (f"nobody named {name!r} has labelled {run.path}")
+                else f"{run.path} has no labels of {name!r}"
             )
-            raise UserError(what, f"choose from: {known}")
+            raise UserError(problem, f"choose from: {known}")
         if (*found[0], shown[found[0]]) not in chosen:
             chosen.append((*found[0], shown[found[0]]))
     if len(chosen) < 2:
@@ -486,7 +454,13 @@ def _labeller(run: Run, kind: str, name: str, shown: str) -> Labeller:
         frame.loc[frame["status"] != JUDGED, "category"] = None
     else:
         frame["repeat"] = 0
-    columns, first = [], None
+    for category in set(frame["category"].dropna()) - set(NAMES):
+        raise UserError(
+            f"{kind} {name!r} of {run.path} uses the category {category!r}, which this rubric "
+            "doesn't have",
+            "judge or annotate the run again",
+        )
+    parts = []
     for _, part in frame.groupby("repeat"):
         at = rows.get_indexer(pd.MultiIndex.from_frame(part[list(KEY)]))
         if (at < 0).any() or len(set(at)) < len(at):
@@ -494,72 +468,58 @@ def _labeller(run: Run, kind: str, name: str, shown: str) -> Labeller:
                 f"the labels of {kind} {name!r} are of other turns than those in {run.path}",
                 "judge the run again, or import the sheet again",
             )
-        part = part.set_axis(at).reindex(range(len(rows)))
-        column = np.empty(len(rows), dtype=object)
-        column[:] = [c if isinstance(c, str) else None for c in part["category"]]
-        for category in {*column} - {None, *NAMES}:
-            raise UserError(
-                f"{kind} {name!r} of {run.path} uses the category {category!r}, which this "
-                "rubric doesn't have",
-                "judge or annotate the run again",
-            )
-        columns.append(column)
-        if first is None:
-            first, labelled = part, np.isin(np.arange(len(rows)), at)
-    if first is None:
+        parts.append(part.set_axis(at).reindex(range(len(rows))))
+    if not parts:
         raise UserError(f"{kind} {name!r} of {run.path} has no labels", "remove the empty file")
-    repeats = tuple(columns) if kind == JUDGE else ()
-    return Labeller(shown, kind, labelled, columns[0], first, repeats)
+    columns = [part["category"].astype(object) for part in parts]
+    categories = tuple(column.where(column.notna(), None).to_numpy() for column in columns)
+    labelled = parts[0]["context_id"].notna().to_numpy()
+    repeats = categories if kind == JUDGE else ()
+    return Labeller(shown, kind, labelled, categories[0], parts[0], repeats)
 
+
+# -- what is shown -----------------------------------------------------------------------------
 
 _NOTE = (
     "genuine: genuine follow-ups against the rest. n: rows that both put into a category. ≈ rows: "
-    "how many of the run's rows those stand for; all figures but n are weighted so."
+    "how many of the run's rows those represent; all figures but n are weighted so."
 )
 
 
-def print_pairs(screen: Console, pairs: Sequence["Pair"]) -> None:
-    """One line per pair."""
-    table = Table(title="agreement (95% intervals over sources)", title_justify="left")
-    table.add_column("pair", overflow="fold")
-    for name in ("n", "≈ rows", "κ genuine", "κ categories", "α categories"):
+def _table(first: str, *others: str, title: str | None = None) -> Table:
+    """A table of numbers under headings, with names in the first column."""
+    table = Table(title=title, title_justify="left")
+    table.add_column(first, overflow="fold")
+    for name in others:
         table.add_column(name, justify="right", no_wrap=True)
+    return table
+
+
+def print_pairs(screen: Console, pairs: Sequence[Pair]) -> None:
+    """One line per pair."""
+    columns = ("pair", "n", "≈ rows", "κ genuine", "κ categories", "α categories")
+    table = _table(*columns, title="agreement (95% intervals over sources)")
     for pair in pairs:
         c = pair.comparison
         table.add_row(
             escape(one_line(f"{pair.prediction} / {pair.truth}", 60)),
             str(c.n),
             f"{c.weight:.0f}",
-            c.kappa_genuine.text(),
-            c.kappa.text(),
-            c.alpha.text(),
+            *(figure.text() for figure in (c.kappa_genuine, c.kappa, c.alpha)),
         )
     screen.print(table)
     screen.print(_NOTE, soft_wrap=True)
 
 
-def print_group(screen: Console, size: int, group: GroupAlpha) -> None:
-    """Krippendorff's α of everyone."""
-    if not group.n:
-        screen.print(f"all {size}: there is no row that everyone labelled", soft_wrap=True)
-        return
-    screen.print(
-        f"all {size}: α genuine {escape(group.genuine.text())}, α categories "
-        f"{escape(group.categories.text())} on {group.n} rows (≈ {group.weight:.0f}) from "
-        f"{group.sources} sources",
-        soft_wrap=True,
+def print_alpha(screen: Console, title: str, alpha: GroupAlpha) -> None:
+    """Krippendorff's α of all labellers, or of a judge with itself."""
+    figures = (
+        f"α genuine {alpha.genuine.text()}, α categories {alpha.categories.text()} on {alpha.n} "
+        f"rows (≈ {alpha.weight:.0f}) from {alpha.sources} sources"
+        if alpha.n
+        else "no row that all of them labelled"
     )
-
-
-def print_repeats(screen: Console, repeats: Mapping[str, tuple[int, GroupAlpha]]) -> None:
-    """How far judges agree with themselves."""
-    for name, (count, alpha) in repeats.items():
-        screen.print(
-            f"{escape(one_line(name))} with itself ({count} repeats): α genuine "
-            f"{escape(alpha.genuine.text())}, α categories {escape(alpha.categories.text())} on "
-            f"{alpha.n} rows",
-            soft_wrap=True,
-        )
+    screen.print(escape(f"{one_line(title)}: {figures}"), soft_wrap=True)
 
 
 def print_comparison(screen: Console, title: str, comparison: Comparison) -> None:
@@ -567,14 +527,14 @@ def print_comparison(screen: Console, title: str, comparison: Comparison) -> Non
 
     Args:
         screen: at least 100 wide (110 with weights), or lines break.
-        title: who is measured against whom.
+        title: which labels are measured against which.
         comparison: the figures.
     """
     c = comparison
-    weight = f" (standing for ≈ {c.weight:.0f})" if c.weight != c.n else ""
+    represented = f" (representing ≈ {c.weight:.0f})" if c.weight != c.n else ""
     screen.print(f"[bold]{escape(one_line(title))}[/]", soft_wrap=True)
     screen.print(
-        f"{c.n} rows{weight} from {c.sources} sources. Apart, of {c.matched}: cannot_assess "
+        f"{c.n} rows{represented} from {c.sources} sources. Apart, of {c.matched}: cannot_assess "
         f"{c.abstained_prediction} (truth {c.abstained_truth}), failed {c.failed_prediction} "
         f"(truth {c.failed_truth})",
         soft_wrap=True,
@@ -582,42 +542,24 @@ def print_comparison(screen: Console, title: str, comparison: Comparison) -> Non
     if not c.n:
         screen.print("no row that both put into a category: nothing to compare")
         return
-    table = Table()
-    table.add_column("")
-    for name in ("agreement", "balanced accuracy", "Cohen's κ", "Krippendorff's α"):
-        table.add_column(name, justify="right", no_wrap=True)
+    table = _table("", "agreement", "balanced accuracy", "Cohen's κ", "Krippendorff's α")
     genuine = (c.accuracy_genuine, c.balanced_accuracy, c.kappa_genuine, c.alpha_genuine)
     table.add_row("genuine or not", *(x.text() for x in genuine))
     table.add_row("categories", c.accuracy.text(), "", c.kappa.text(), c.alpha.text())
     screen.print(table)
-    _print_categories(screen, c)
-    _print_confusion(screen, c)
-
-
-def _print_categories(screen: Console, c: Comparison) -> None:
-    table = Table()
-    table.add_column("category", no_wrap=True)
-    for name in ("n truth", "n predicted", "precision", "recall"):
-        table.add_column(name, justify="right", no_wrap=True)
+    table = _table("category", "n truth", "n predicted", "precision", "recall")
     for line in c.categories:
         counts = ((line.truth, line.truth_weight), (line.predicted, line.predicted_weight))
         cells = [f"{n} (≈ {weight:.0f})" if c.weighted else str(n) for n, weight in counts]
         table.add_row(line.category, *cells, line.precision.text(), line.recall.text())
     screen.print(table)
-
-
-def _print_confusion(screen: Console, c: Comparison) -> None:
-    """Columns go by number: eight names side by side fit no terminal."""
-    table = Table()
-    table.add_column("truth ↓   prediction →", no_wrap=True)
-    for number in range(1, len(ASSESSED) + 1):
-        table.add_column(str(number), justify="right", no_wrap=True)
+    # Columns go by number: eight names side by side fit no terminal.
+    table = _table("truth ↓   prediction →", *map(str, range(1, len(ASSESSED) + 1)))
     totals = c.confusion.sum(1)
     for i, name in enumerate(ASSESSED):
         cells = []
-        for j in range(len(ASSESSED)):
-            rows = int(c.confusion_rows[i, j])
-            share = f" {c.confusion[i, j] / totals[i]:4.0%}" if rows and c.weighted else ""
+        for rows, weight in zip(c.confusion_rows[i], c.confusion[i], strict=True):
+            share = f" {weight / totals[i]:4.0%}" if rows and c.weighted else ""
             cells.append(f"{rows}{share}" if rows else "·")
         table.add_row(f"{i + 1} {name}", *cells)
     screen.print(table)
@@ -625,60 +567,38 @@ def _print_confusion(screen: Console, c: Comparison) -> None:
         screen.print("rows, and the weighted share of the truth's category", soft_wrap=True)
 
 
-def print_disagreements(screen: Console, found: Sequence[Disagreement], count: int) -> None:
-    """The first few disagreements; rows of the same texts and labels in a row are one."""
-    if not found:
+def print_disagreements(screen: Console, found: Agreement, count: int) -> None:
+    """The first few disagreements; rows of the same texts and labels are shown once."""
+    table, names = found.disagreements, [x.name for x in found.labellers]
+    if table.empty:
         screen.print("no disagreements")
         return
-    alike = groupby(sorted_alike(found), key=_look)
-    shown = [list(rows) for _, rows in alike][:count]
+    alike = list(table.groupby([*TEXTS, *names], sort=False, dropna=False))[:count]
     screen.print(
-        f"[bold]{len(found)} disagreements[/], {sum(map(len, shown))} of them shown "
+        f"[bold]{len(table)} disagreements[/], {sum(len(rows) for _, rows in alike)} of them shown "
         "(people first, then genuine or not, then the judge's certainty)",
         soft_wrap=True,
     )
-    for rows in shown:
-        d = rows[0]
+
+    def show(text: str, style: str | None = None) -> None:
+        screen.print(f"    {escape(text)}", style=style, soft_wrap=True)
+
+    for _, rows in alike:
+        first = rows.iloc[0]
+        show(f"query:     {one_line(first['query'], 90)}")
+        show(f"response:  {one_line(first['response'], 90)}")
+        show(f"user turn: {one_line(first['user_turn'], 300)}")
+        for name in names:
+            if isinstance(first[name], str):
+                why = first[f"{name} (why)"]
+                reason = f": {one_line(why, 160)}" if isinstance(why, str) else ""
+                show(f"{one_line(name, 40)} says {first[name]}{reason}", "bold")
         times = f" (×{len(rows)})" if len(rows) > 1 else ""
-        for name, text, width in (
-            ("query:    ", d.item.query, 90),
-            ("response: ", d.item.response, 90),
-            ("user turn:", d.item.turn, 300),
-        ):
-            screen.print(f"    {name} {escape(one_line(text, width))}", soft_wrap=True)
-        for name, category in d.said.items():
-            why = f": {one_line(d.why[name], 160)}" if name in d.why else ""
-            line = f"{one_line(name, 40)} says {category}{why}"
-            screen.print(f"    [bold]{escape(line)}[/]", soft_wrap=True)
-        at = f"{d.row['context_id']} · T = {d.row['temperature']:g} · {d.row['sample']}"
-        screen.print(f"    {escape(one_line(at))}{times}\n", soft_wrap=True)
+        at = f"{first['context_id']} · T = {first['temperature']:g} · {first['sample']}"
+        show(f"{one_line(at)}{times}\n")
 
 
-def sorted_alike(found: Sequence[Disagreement]) -> list[Disagreement]:
-    """The same order, but later look-alikes (same texts, same labels) behind the first of them."""
-    first: dict[Any, int] = {}
-    for i, d in enumerate(found):
-        first.setdefault(_look(d), i)
-    return sorted(found, key=lambda d: first[_look(d)])
-
-
-def _look(d: Disagreement) -> tuple:
-    return d.item, tuple(d.said.items())
-
-
-def to_json(value: Any) -> Any:
-    """Dataclasses as objects, arrays as lists, NaN as None; tuples become lists."""
-    if is_dataclass(value):
-        return {f.name: to_json(getattr(value, f.name)) for f in fields(value)}
-    if isinstance(value, Mapping):
-        return {str(key): to_json(item) for key, item in value.items()}
-    if isinstance(value, np.ndarray):
-        return to_json(value.tolist())
-    if isinstance(value, list | tuple):
-        return [to_json(item) for item in value]
-    if isinstance(value, float) and not np.isfinite(value):
-        return None
-    return value
+# -- from the command line ---------------------------------------------------------------------
 
 
 def command(args: argparse.Namespace) -> None:
@@ -695,21 +615,20 @@ def command(args: argparse.Namespace) -> None:
         text = json.dumps(report(run, found), indent=1, ensure_ascii=False, allow_nan=False)
         contents[args.json] = (text + "\n").encode()
     if args.csv is not None:
-        contents[args.csv] = csv_of(found.disagreements, [x.name for x in found.labellers])
-    with NewFiles(contents, replace=True):
+        contents[args.csv] = csv_bytes(found.disagreements)
+    with new_files(contents, replace=True):
         pass
-    screen = console()
-    screen.width = max(screen.width, 110)  # the confusion matrix belongs on one line
+    screen = console(110)  # the confusion matrix belongs on one line
     print_pairs(screen, found.pairs)
     if found.group is not None:
-        print_group(screen, len(found.labellers), found.group)
-    if found.repeats:
-        print_repeats(screen, found.repeats)
+        print_alpha(screen, f"all {len(found.labellers)}", found.group)
+    for name, (count, alpha) in found.repeats.items():
+        print_alpha(screen, f"{name} with itself ({count} repeats)", alpha)
     for pair in found.pairs:
         screen.print()
         print_comparison(screen, f"{pair.prediction} against {pair.truth}", pair.comparison)
     screen.print()
-    print_disagreements(screen, found.disagreements, args.disagreements)
+    print_disagreements(screen, found, args.disagreements)
     for path in contents:
         screen.print(escape(f"written: {path}"), soft_wrap=True)
     screen.print(escape(f"next: python -m ia_mech.rates {args.run}"), soft_wrap=True)
@@ -733,3 +652,96 @@ def report(run: Run, found: Agreement) -> dict[str, Any]:
             "disagreements": len(found.disagreements),
         }
     )
+
+
+def to_json(value: Any) -> Any:
+    """Dataclasses as objects, arrays as lists, NaN as None; tuples become lists."""
+    if is_dataclass(value):
+        return {f.name: to_json(getattr(value, f.name)) for f in fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): to_json(item) for key, item in value.items()}
+    if isinstance(value, np.ndarray):
+        return to_json(value.tolist())
+    if isinstance(value, list | tuple):
+        return [to_json(item) for item in value]
+    if isinstance(value, float) and not np.isfinite(value):
+        return None
+    return value
+
+
+def check(args: argparse.Namespace) -> None:
+    """``python -m ia_mech.judge check``: judge a file's turns, and compare with its annotations.
+
+    Raises:
+        UserError: a file that can't be read, with the line.
+    """
+    rows = _read_turns(args.file)
+    if args.out is not None:
+        refuse_existing([args.out])
+    items = [Item(row["query"], row["response"], row["user_turn"]) for row in rows]
+    judge = make_judge(args, items)
+    if args.repeats > 1:
+        raise UserError("check compares one verdict per turn", "drop --repeats")
+    if args.dry_run:
+        print_plan(judge, items, args)
+        return
+    options = {"replay": args.replay, "retry_failed": args.retry_failed}
+    verdicts, _ = judge_items(items, judge, Bar(), **options)
+    found = [verdicts[item, 0] for item in items]
+    screen = console()
+    annotated = [i for i, row in enumerate(rows) if row.get("category")]
+    if annotated:
+        comparison = compare(
+            [rows[i]["category"] for i in annotated],
+            [found[i].category for i in annotated],
+            [_source(rows[i], i) for i in annotated],
+        )
+        print_comparison(screen, f"{args.judge} against {args.file.name}", comparison)
+        if isinstance(judge, RulesJudge) and (known := judge.fitted_on(items)):
+            screen.print(
+                f"[bold]{known} of these {len(items)} turns were in the rules judge's fit[/]: on "
+                "them it looks better than it is; its card has cross-validated figures.",
+                soft_wrap=True,
+            )
+    else:
+        for row, verdict in zip(rows, found, strict=True):
+            screen.print(
+                f"{verdict.category or verdict.status:<22}{escape(one_line(row['user_turn'], 90))}",
+                soft_wrap=True,
+            )
+    if judge.caveat:
+        screen.print(escape(judge.caveat), soft_wrap=True)
+    if args.out is not None:
+        lines = [
+            json.dumps(row | {"judge": args.judge, "verdict": verdict.to_json()}) + "\n"
+            for row, verdict in zip(rows, found, strict=True)
+        ]
+        with new_files({args.out: "".join(lines).encode()}):
+            pass
+        print(f"verdicts: {args.out}")
+
+
+def _source(row: dict[str, Any], number: int) -> str:
+    """What a row's intervals are clustered by; a row without a source stands alone."""
+    return f"row {number}" if row.get("source_id") is None else str(row["source_id"])
+
+
+def _read_turns(path: Path) -> list[dict[str, Any]]:
+    """The rows of an annotated file.
+
+    Raises:
+        UserError: naming the line that isn't as it should be.
+    """
+    rows = []
+    for where, row in json_lines(path, read_text(path)):
+        if not all(isinstance(row.get(key), str) for key in TEXTS):
+            raise UserError(f"{where} lacks a text", f"each needs {', '.join(TEXTS)}")
+        if row.get("category") and row["category"] not in NAMES:
+            raise UserError(
+                f"{where}: no category {row['category']!r} in the rubric",
+                f"give one of {', '.join(NAMES)}",
+            )
+        rows.append(row)
+    if not rows:
+        raise UserError(f"{path} holds no turn", "give a JSON-lines file")
+    return rows

@@ -1,4 +1,4 @@
-"""Verdicts that were paid for, kept so that no one pays twice.
+"""Verdicts that were paid for, so that none is paid for twice.
 
 One append-only JSON-lines file per judge identity under ``cache/judgements/``: a changed rubric,
 model or setting is another identity and so another file. A line is flushed to the disk before its
@@ -9,7 +9,7 @@ number may read meanwhile.
 import contextlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -29,8 +29,8 @@ class VerdictCache:
     Args:
         identity: the judge's.
         folder: where the files lie; ``cache/judgements`` by default.
-        read_only: look and touch nothing: no lock, no folder, no mending; works beside a process
-            that writes the file, and where nothing can be written.
+        read_only: take no lock, create no folder and repair nothing; works beside a process that
+            writes the file, and on a read-only disk.
 
     Raises:
         UserError: another process writes the same file; a damaged line.
@@ -41,13 +41,11 @@ class VerdictCache:
     ) -> None:
         self._identity = identity
         self._judge = identity_hash(identity)
-        self._file: int | None = None  # a new one begins with its first verdict
+        self._file: int | None = None  # opened with the first verdict if there is no file yet
         self._read_only = read_only
-        self._lock: FileLock | None = None
         self._verdicts: dict[str, Verdict] = {}
         self.path = _folder(folder) / f"{self._judge}.jsonl"
-        if not read_only:
-            self._acquire()
+        self._lock = None if read_only else self._acquire()
         if self.path.exists():
             self._read()
             if not read_only:
@@ -64,10 +62,8 @@ class VerdictCache:
         """
         if self._read_only:
             raise OSError(f"{self.path} was opened to read only")
-        if self._file is None:
-            self._open()
         key = item.key(self._judge, repeat)
-        self._append({"key": key, "verdict": verdict.to_json()})
+        self._append(self._open(), {"key": key, "verdict": verdict.to_json()})
         self._verdicts[key] = verdict
 
     def __enter__(self) -> "VerdictCache":
@@ -79,34 +75,37 @@ class VerdictCache:
         if self._lock is not None:
             self._lock.release()
 
-    def _acquire(self) -> None:
+    def _acquire(self) -> FileLock:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._lock = FileLock(self.path.with_suffix(".lock"))
+        lock = FileLock(self.path.with_suffix(".lock"))
         try:
-            self._lock.acquire(timeout=0)
+            lock.acquire(timeout=0)
         except Timeout:
             raise UserError(
                 f"another process is judging with the same judge ({self.path})", "wait for it"
             ) from None
+        return lock
 
-    def _open(self) -> None:
-        self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        if not os.fstat(self._file).st_size:  # new, or a kill left it without a whole line
-            self._append({"identity": self._identity})
+    def _open(self) -> int:
+        if self._file is None:
+            self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            if not os.fstat(self._file).st_size:  # new, or a kill left it without a whole line
+                self._append(self._file, {"identity": self._identity})
+        return self._file
 
-    def _append(self, value: dict) -> None:
-        before = os.fstat(self._file).st_size
+    def _append(self, file: int, value: dict) -> None:
+        before = os.fstat(file).st_size
         line = memoryview((json.dumps(value, ensure_ascii=False) + "\n").encode())
         try:
             while line:
-                line = line[os.write(self._file, line) :]
-            os.fsync(self._file)
-        except BaseException:  # a full disk, an interrupt: the next line is to begin a line
-            os.ftruncate(self._file, before)
+                line = line[os.write(file, line) :]
+            os.fsync(file)
+        except BaseException:  # a full disk, an interrupt: the next line must begin a line
+            os.ftruncate(file, before)
             raise
 
     def _read(self) -> None:
-        """Read what is there. A last line without its end was being written when a process died."""
+        """Read the file. A last line without its end was being written when a process died."""
         content = self.path.read_bytes()
         whole, _, rest = content.rpartition(b"\n")
         if rest and not self._read_only:
@@ -126,14 +125,48 @@ class VerdictCache:
                 ) from None
 
 
-def identities(like: dict[str, Any], folder: Path | None = None) -> Iterator[dict[str, Any]]:
-    """The identities of all caches in a folder that say the same as ``like``, and perhaps more."""
+def cached_identity(
+    like: dict[str, Any], items: Sequence[Item], folder: Path | None = None
+) -> dict[str, Any]:
+    """The whole identity of a judge of which a part is known, by the verdicts it left.
+
+    The hash of a local model's weights is part of its identity, and known only once the model is
+    loaded; a replay loads none. One name may stand for several models (a hub id that moved on, a
+    folder with other weights, another dtype), so the cache that holds all ``items`` is taken. If
+    none does, it is the one that lacks least.
+
+    Args:
+        like: the part of the identity that is known, ``model`` among it.
+        items: what is to be judged.
+        folder: of the caches; ``cache/judgements`` by default.
+
+    Raises:
+        UserError: no such verdicts, or all of them from several models; a damaged cache.
+    """
+    wanted, model = set(items), like["model"]
+    found = []
     for path in sorted(_folder(folder).glob("*.jsonl")):
+        identity = None
         with contextlib.suppress(ValueError, OSError), path.open("rb") as file:
             first = json.loads(file.readline())
             identity = first.get("identity") if isinstance(first, dict) else None
-            if isinstance(identity, dict) and like.items() <= identity.items():
-                yield identity
+        if isinstance(identity, dict) and like.items() <= identity.items():
+            with VerdictCache(identity, folder, read_only=True) as cache:
+                found.append((sum(cache.get(item, 0) is not None for item in wanted), identity))
+    if not found:
+        raise UserError(
+            f"--replay: none of {len(wanted)} verdicts of {model} by this rubric is in the cache, "
+            f"the first for the turn {items[0].turn[:60]!r}",
+            "leave --replay out to judge them",
+        )
+    whole = [identity for count, identity in found if count == len(wanted)]
+    if len(whole) > 1:
+        weights = ", ".join(identity["weights_hash"] for identity in whole)
+        raise UserError(
+            f"--replay: the cache has verdicts of several models named {model} (weights {weights})",
+            "leave --replay out: the model is loaded then, and what it has judged is free",
+        )
+    return whole[0] if whole else max(found, key=lambda pair: pair[0])[1]
 
 
 def _folder(folder: Path | None) -> Path:

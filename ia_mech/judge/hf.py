@@ -1,16 +1,10 @@
 """A local causal language model as a judge, without a server.
 
-It isn't asked to write: the rubric's names are scored as the assistant's answer, and the likeliest
-is the verdict. So there is always one, and a probability for each category with it.
-
-A local model's verdicts again, without the model.
-
-What the model's weights hash to is known only when it is loaded, and is part of the judge's
-identity. A replay finds the cache by the rest of the identity instead.
+It doesn't write: the rubric's names are scored as the assistant's answer, and the likeliest is the
+verdict. So there is always one, and a probability for each category with it.
 """
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,8 +15,7 @@ from ia_mech.engine.plan import OomBackoff
 from ia_mech.engine.prefill import Prefilled, Prefix, State, expand, forward, prefill
 from ia_mech.engine.score import Turn, score
 from ia_mech.errors import UserError
-from ia_mech.judge.cache import VerdictCache, identities
-from ia_mech.judge.llm import judge as prompt
+from ia_mech.judge import prompt
 from ia_mech.judge.rubric import NAMES, rubric_hash
 from ia_mech.judge.verdict import Item, Verdict
 from ia_mech.models.load import (
@@ -34,6 +27,11 @@ from ia_mech.models.load import (
     weights_hash,
 )
 
+CHARACTERS_PER_TOKEN = 4  # of English prose, for estimates
+
+# An item without content: how likely the model finds each name regardless of the texts.
+CONTENT_FREE = Item("N/A", "N/A", "N/A")
+
 
 def described(model: str) -> dict[str, Any]:
     """The part of a local judge's identity that its name and the rubric decide."""
@@ -44,70 +42,6 @@ def described(model: str) -> dict[str, Any]:
         "prompt": prompt.prompt_hash(names_only=True),
         "calibrated": True,
     }
-
-
-class HfReplay:
-    """Stands in for an ``HfJudge`` whose verdicts are all in the cache. Loads nothing.
-
-    One name may have been several models: a hub id that moved on, a folder with other weights, the
-    same on a CPU and in half precision on a GPU. The cache that holds all that is asked for is
-    taken; which of two such is meant, only the model can tell.
-
-    Args:
-        model: as it was given to the judge.
-        items: what is to be judged.
-        folder: of the caches; ``cache/judgements`` by default.
-
-    Raises:
-        UserError: no such verdicts, or of several models; a damaged cache.
-    """
-
-    paid = True
-
-    def __init__(self, model: str, items: Sequence[Item], folder: Path | None = None) -> None:
-        wanted = list(dict.fromkeys(items))
-        found = []
-        for identity in identities(described(model), folder):
-            with VerdictCache(identity, folder, read_only=True) as cache:
-                found.append((sum(cache.get(item, 0) is not None for item in wanted), identity))
-        if not found:
-            raise UserError(
-                f"--replay: none of {len(wanted)} verdicts of {model} by this rubric is in the "
-                f"cache, the first for the turn {wanted[0].turn[:60]!r}",
-                "leave --replay out to judge them",
-            )
-        whole = [identity for count, identity in found if count == len(wanted)]
-        if len(whole) > 1:
-            weights = ", ".join(identity["weights_hash"] for identity in whole)
-            raise UserError(
-                f"--replay: the cache has verdicts of several models named {model} (weights "
-                f"{weights})",
-                "leave --replay out: the model is loaded then, and what it has judged is free",
-            )
-        # Of several that lack something, the miss is told of the one that lacks least.
-        self.identity: dict[str, Any] = (whole or [max(found, key=lambda pair: pair[0])[1]])[0]
-
-    def is_subject(self, model: dict[str, Any]) -> bool:
-        """Whether the verdicts are of the weights that a run records of its ``model``.
-
-        In its dtype only: another's hash needs the weights. They were compared when it judged.
-        """
-        return model["weights_hash"] == self.identity["weights_hash"]
-
-    def estimate(self, items: Sequence[Item]) -> str:
-        return ""
-
-    def judge(self, items: Sequence[Item], repeats: Sequence[int]) -> Iterator[tuple[int, Verdict]]:
-        """Nothing: there is no model."""
-        if items:
-            raise RuntimeError("a replay was asked to judge")
-        return iter(())
-
-
-CHARACTERS_PER_TOKEN = 4  # of English prose, for estimates
-
-# What an item says that says nothing: how likely the model finds each name regardless.
-CONTENT_FREE = Item("N/A", "N/A", "N/A")
 
 
 class TooLong(ValueError):
@@ -131,12 +65,10 @@ class HfJudge:
 
     Args:
         model: hub id, local directory or GGUF file, as for sampling; it needs a chat template.
-            Templates that think are told not to.
+            Thinking is switched off where the template allows it.
         device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
         subject: a model that is loaded already, instead.
-
-    Attributes:
-        weights_hash: of the model as loaded.
+        identity: of verdicts to replay from the cache; no model is loaded then, and none judges.
 
     Raises:
         UserError: a model that can't be loaded, has no chat template, or that the engine gets
@@ -144,13 +76,24 @@ class HfJudge:
     """
 
     paid = True
+    caveat = ""
 
-    def __init__(self, model: str, device: str = "auto", *, subject: Subject | None = None) -> None:
+    def __init__(
+        self,
+        model: str,
+        device: str = "auto",
+        *,
+        subject: Subject | None = None,
+        identity: dict[str, Any] | None = None,
+    ) -> None:
         if not model or not model.strip():
             raise UserError("--judge hf needs a model", "give --model with a hub id or directory")
         self.model = model
+        self.identity = identity or {}
+        self._loaded = identity is None
+        if not self._loaded:
+            return
         self._subject = subject or load(ModelSpec(name=model, device=device))
-        self.weights_hash = self._subject.weights_hash
         self._template = ChatTemplate(self._subject.tokenizer)
         self._shared = self._shared_ids()
         engine = check_engine(self._subject.model, self._shared[:64])
@@ -158,19 +101,27 @@ class HfJudge:
         self._answers = [self._answer_ids(name) for name in NAMES]
         self._rubric: State | None = None  # the shared part, run through the model
         self._prior: torch.Tensor | None = None  # [categories], of the item without content
-        self._halving = OomBackoff(len(NAMES))
+        self._backoff = OomBackoff(len(NAMES))
         self.identity: dict[str, Any] = {
             **described(model),
-            "weights_hash": self.weights_hash,
+            "weights_hash": self._subject.weights_hash,
             "template": self._template.hash,
         }
 
     def is_subject(self, model: dict[str, Any]) -> bool:
-        """Whether this judge has the weights that a run records of its ``model``, in any dtype."""
+        """Whether this judge has the weights that a run records of its ``model``.
+
+        In any dtype if the model is loaded, else in the dtype that it judged in: the hash of
+        another needs the weights.
+        """
+        if model["weights_hash"] == self.identity["weights_hash"]:
+            return True
+        if not self._loaded:
+            return False
         mine = self._subject.describe()
         shape = ("architecture", "layers", "d_model", "vocab")
         if model["dtype"] == mine["dtype"] or any(model[key] != mine[key] for key in shape):
-            return model["weights_hash"] == self.weights_hash
+            return False
         return model["weights_hash"] == weights_hash(self._subject.model, model["dtype"])
 
     def estimate(self, items: Sequence[Item]) -> str:
@@ -210,7 +161,7 @@ class HfJudge:
         with torch.inference_mode():
             prefilled = self._prefill(ids)
             turns = [Turn(0, answer) for answer in self._answers]
-            scored = self._halving.map(
+            scored = self._backoff.map(
                 lambda group: score(model, prefilled, group, [], self._share), turns
             )
         return torch.tensor(

@@ -1,148 +1,46 @@
 """Judge the user turns of a run: each distinct (query, response, turn) once, and never twice.
 
 Rows of the same text in the same context share one verdict per repeat; verdicts of paid judges come
-from the cache where it has them.
-
-The judge that a command line asks for, or why it can't be had.
+from the cache where it has them. ``run`` is the subcommand of ``python -m ia_mech.judge``.
 """
 
 import argparse
 import contextlib
 import json
-from collections.abc import Callable, Sequence
+import shlex
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
+import pandas as pd
+from rich.markup import escape
+from rich.table import Table
+
+from ia_mech.cli import one_line
 from ia_mech.data.conversations import UNPERTURBED, UNPERTURBED_RESPONSE
+from ia_mech.display import Bar, Progress, console
 from ia_mech.errors import UserError
-from ia_mech.judge.cache import VerdictCache
-from ia_mech.judge.rubric import VERSION, rubric_hash
+from ia_mech.judge.cache import VerdictCache, cached_identity
+from ia_mech.judge.rubric import ASSESSED, NAMES, SHORT, VERSION, rubric_hash
 from ia_mech.judge.verdict import JUDGED, CostLimit, Item, Judge, Verdict, identity_hash
 from ia_mech.run import Run
 from ia_mech.run.labels import KEY, check_name
-
-# Flags that are for one kind of judge; those not given are the judge's own defaults.
-_SERVER = ("base_url", "api_key_env", "mode", "concurrency", "timeout", "retries", "max_cost")
-_ONLY = {"llm": (*_SERVER, "param", "price"), "hf": ("device", "force")}
-
-
-def make_judge(args: argparse.Namespace, items: Sequence[Item], run: Run | None = None) -> Judge:
-    """The judge that the flags ask for.
-
-    Args:
-        args: the command line.
-        items: what it is to judge; a replay looks for them.
-        run: where they are from. Its subject model is no judge of them.
-
-    Raises:
-        UserError: flags that don't go together, or a judge that can't be had.
-    """
-    _check_flags(args)
-    if args.judge == "rules":
-        from ia_mech.judge.rules import RulesJudge
-
-        return RulesJudge()
-    if args.judge == "hf":
-        return _make_hf(args, items, run)
-    from ia_mech.judge.llm import LlmJudge
-
-    return LlmJudge(
-        args.model,
-        params=_params(args.param),
-        price=tuple(args.price) if args.price else None,
-        **_given(args, *_SERVER),
-    )
-
-
-def _check_flags(args: argparse.Namespace) -> None:
-    for kind, flags in _ONLY.items():
-        for flag in flags:
-            value = getattr(args, flag)
-            given = value is not None and value is not False and value != []
-            if given and args.judge != kind:
-                name = flag.replace("_", "-")
-                raise UserError(f"--{name} needs --judge {kind}", "add it, or drop it")
-    if args.repeats < 1:
-        raise UserError(f"--repeats {args.repeats}", "give at least 1")
-    if args.replay and args.retry_failed:
-        raise UserError("--replay asks no one, and --retry-failed asks again", "drop one of them")
-    if args.judge == "rules":
-        if args.model:
-            raise UserError("--model needs --judge llm or --judge hf", "add it, or drop it")
-        if args.replay:
-            raise UserError("the rules judge keeps no cache to replay", "drop --replay")
-    elif not args.model:
-        raise UserError(f"--judge {args.judge} needs a model", "give --model NAME")
-    if args.judge != "llm" and args.repeats > 1:
-        raise UserError(f"the {args.judge} judge says the same each time", "drop --repeats")
-
-
-def _make_hf(args: argparse.Namespace, items: Sequence[Item], run: Run | None) -> Judge:
-    """A local model, or what stands in for it; the run's subject only if forced.
-
-    The name is compared before anything is loaded, the weights after: another name may be a copy.
-    """
-    from ia_mech.models.load import same_model
-
-    guarded = run is not None and not args.force
-    refusal = UserError(
-        f"{args.model} is the subject model of {args.run}: it would judge its own turns"
-        if run is not None
-        else "",
-        "give another --model, or --force",
-    )
-    if guarded and same_model(args.model, None, run.model["name"], run.model.get("revision")):
-        raise refusal
-    if args.replay:
-        from ia_mech.judge.hf import HfReplay
-
-        judge = HfReplay(args.model, items)
-    else:
-        from ia_mech.judge.hf import HfJudge
-
-        judge = HfJudge(args.model, **_given(args, "device"))
-    if guarded and judge.is_subject(run.model):
-        raise refusal
-    return judge
-
-
-def _given(args: argparse.Namespace, *flags: str) -> dict:
-    """The flags that were given; the judge has defaults for the others."""
-    return {flag: value for flag in flags if (value := getattr(args, flag)) is not None}
-
-
-def _params(pairs: list[str]) -> dict:
-    """``["temperature=0"]`` as ``{"temperature": 0}``: values are JSON, or else text."""
-    params = {}
-    for pair in pairs:
-        key, equals, value = pair.partition("=")
-        if not equals or not key.isidentifier():
-            raise UserError(f"--param {pair!r} isn't KEY=VALUE", "give for example temperature=0")
-        try:
-            params[key] = json.loads(value)
-        except ValueError:
-            params[key] = value
-    return params
-
 
 # A failure that another attempt may not meet: the server's, not the item's. Never cached.
 PASSING = frozenset({"unavailable"})
 UNSEEN = "-unperturbed"  # ends the name of verdicts on responses that the model was not given
 
-
-class Progress(Protocol):
-    def start(self, total: int, cached: int, estimate: str) -> None: ...
-    def advance(self, verdict: Verdict) -> None: ...
-    def stop(self) -> None: ...
+Pair = tuple[Item, int]  # an item and the number of the repeat
 
 
 def check_finished(run: Run) -> None:
     """Raise UserError for a run that is still being written, or was left unfinished."""
     if not run.complete:
-        asked = run.record["identity"]["conversations"]["count"]
+        count = run.record["identity"]["conversations"]["count"]
         raise UserError(
             f"{run.path} is still being written or was interrupted "
-            f"({len(run.contexts)} of {asked} contexts)",
+            f"({len(run.contexts)} of {count} contexts)",
             "let the command that writes it finish, or give that command again",
         )
 
@@ -157,7 +55,7 @@ def items_of(run: Run, *, unperturbed: bool = False) -> list[Item]:
             response can then be held against it.
 
     Raises:
-        UserError: there is no perturbed context, or one doesn't say what it was.
+        UserError: there is no perturbed context, or one doesn't record what it was before.
     """
     contexts = run.contexts
     shown = {
@@ -174,7 +72,7 @@ def items_of(run: Run, *, unperturbed: bool = False) -> list[Item]:
             before = json.loads(metadata).get(UNPERTURBED_RESPONSE)
             if before is None:
                 raise UserError(
-                    f"context {context} of {run.path} doesn't say what it was before it was "
+                    f"context {context} of {run.path} doesn't record what it was before it was "
                     "perturbed",
                     "judge it as it was shown to the model",
                 )
@@ -195,13 +93,13 @@ def judge_items(
     cache_folder: Path | None = None,
     replay: bool = False,
     retry_failed: bool = False,
-) -> tuple[dict[tuple[Item, int], Verdict], set[tuple[Item, int]]]:
+) -> tuple[dict[Pair, Verdict], set[Pair]]:
     """Verdicts of all distinct items, and which of them came from the cache.
 
     Args:
-        items: with repetitions as they come.
-        judge: who judges.
-        progress: told of the number to judge, and of every verdict.
+        items: repetitions are judged once.
+        judge: the judge.
+        progress: counts verdicts; its note has the tokens, dollars and failures so far.
         repeats: independent answers per item, for self-consistency.
         cache_folder: of the verdicts that were paid for.
         replay: answer from the cache alone, which is only read.
@@ -212,19 +110,16 @@ def judge_items(
             What was received before that, or before an interrupt, is in the cache.
     """
     wanted = [(item, repeat) for item in dict.fromkeys(items) for repeat in range(repeats)]
-    verdicts: dict[tuple[Item, int], Verdict] = {}
-    failed: dict[tuple[Item, int], Verdict] = {}  # to be judged anew; what they cost stays paid
-    keeps = contextlib.nullcontext()
+    verdicts: dict[Pair, Verdict] = {}
+    failed: dict[Pair, Verdict] = {}  # to be judged anew; what they cost stays paid
+    opened: contextlib.AbstractContextManager[VerdictCache | None] = contextlib.nullcontext()
     if judge.paid:
-        keeps = VerdictCache(judge.identity, cache_folder, read_only=replay)
-    with keeps as cache:
-        if cache is not None:
-            for item, repeat in wanted:
-                verdict = cache.get(item, repeat)
-                if verdict and (verdict.status == JUDGED or not retry_failed):
-                    verdicts[item, repeat] = verdict
-                elif verdict:
-                    failed[item, repeat] = verdict
+        opened = VerdictCache(judge.identity, cache_folder, read_only=replay)
+    with opened as cache:
+        for pair in wanted:
+            if cache is not None and (verdict := cache.get(*pair)):
+                again = retry_failed and verdict.status != JUDGED
+                (failed if again else verdicts)[pair] = verdict
         cached = set(verdicts)
         missing = [pair for pair in wanted if pair not in verdicts]
         if replay and missing and cache is not None:
@@ -233,54 +128,69 @@ def judge_items(
                 f"first for the turn {missing[0][0].turn[:60]!r}",
                 "leave --replay out to judge them",
             )
-        progress.start(len(missing), len(cached), judge.estimate([item for item, _ in missing]))
 
         def keep(index: int, verdict: Verdict) -> None:
             pair = missing[index]
             if pair not in verdicts:
                 if pair in failed:
-                    verdict = verdict.after(failed[pair])
+                    verdict = verdict.with_cost_of(failed[pair])
                 if cache is not None and verdict.status not in PASSING:
                     cache.put(*pair, verdict)
                 verdicts[pair] = verdict
 
         try:
-            _ask(judge, missing, keep, progress)
+            _judge_missing(judge, missing, len(cached), keep, progress)
         except CostLimit as limit:
             total = sum(verdict.cost or 0.0 for verdict in verdicts.values())
             raise UserError(
                 f"{limit.problem}; the verdicts of these turns have cost ${total:.4f} in all",
                 limit.remedy,
             ) from limit
-        finally:
-            progress.stop()
     return verdicts, cached
 
 
-def _ask(
+def _judge_missing(
     judge: Judge,
-    pairs: list[tuple[Item, int]],
+    pairs: list[Pair],
+    cached: int,
     keep: Callable[[int, Verdict], None],
     progress: Progress,
 ) -> None:
-    """Have ``pairs`` of item and repeat judged, and everything that comes kept, whatever happens.
+    """Have ``pairs`` judged and every verdict that is received kept, whatever happens.
 
-    ``keep`` may be told of a verdict twice.
+    ``keep`` may be given a verdict twice.
     """
-    asked = judge.judge([item for item, _ in pairs], [repeat for _, repeat in pairs])
-    try:
-        for index, verdict in asked:
+    # A judge that needs a key checks it here, before anything is shown.
+    received = judge.judge([item for item, _ in pairs], [repeat for _, repeat in pairs])
+    tokens, cost, failures = 0, 0.0, 0
+    with contextlib.ExitStack() as ends:
+        ends.callback(progress.stop)
+        ends.callback(_end, received, keep)
+        if cached:
+            progress.say(f"{cached} verdicts from the cache")
+        if pairs:
+            if estimate := judge.estimate([item for item, _ in pairs]):
+                progress.say(estimate)
+            progress.start("judging", len(pairs), unit="turn")
+        for index, verdict in received:
             keep(index, verdict)
-            progress.advance(verdict)
+            tokens += verdict.prompt_tokens + verdict.completion_tokens
+            cost += verdict.cost or 0.0
+            failures += verdict.status != JUDGED
+            facts = [f"{tokens} tokens"] if tokens else []
+            facts += [f"${cost:.4f}"] if cost else []
+            facts += [f"{failures} failed"] if failures else []
+            progress.advance(1, ", ".join(facts))
+
+
+def _end(received: Iterator[tuple[int, Verdict]], keep: Callable[[int, Verdict], None]) -> None:
+    """End the judging and keep what had been received but not handed out: it was paid for."""
+    try:
+        if hasattr(received, "close"):
+            received.close()
     finally:
-        # After an interrupt or an error the judge ends what it has under way. What it had received
-        # by then, and not handed out, was paid for.
-        if hasattr(asked, "close"):
-            try:
-                asked.close()
-            finally:
-                for index, verdict in asked:
-                    keep(index, verdict)
+        for index, verdict in received:
+            keep(index, verdict)
 
 
 def label_run(
@@ -311,13 +221,9 @@ def label_run(
                 f"{run.path} has verdicts named {name!r} of turns after {shown} response",
                 "give another --name, or --replace",
             )
-        there = record.get("identity", {})
-        if identity_hash(there) != identity_hash(judge.identity):
-            changed = sorted(
-                key
-                for key in {*there, *judge.identity}
-                if there.get(key) != judge.identity.get(key)
-            )
+        there, mine = record.get("identity", {}), judge.identity
+        if identity_hash(there) != identity_hash(mine):
+            changed = sorted(k for k in {*there, *mine} if there.get(k) != mine.get(k))
             raise UserError(
                 f"{run.path} has verdicts of another judge named {name!r} (differs in "
                 f"{', '.join(changed)})",
@@ -332,28 +238,30 @@ def label_run(
         "rubric": {"version": VERSION, "hash": rubric_hash()},
         "repeats": options.get("repeats", 1),
         "unperturbed": unperturbed,
-        "caveat": getattr(judge, "caveat", ""),
+        "caveat": judge.caveat,
     }
     return run.labels.write_judgements(name, rows, record)
 
 
-def _rows(run: Run, items: list[Item], verdicts: dict, cached: set) -> list[dict]:
+def _rows(
+    run: Run, items: list[Item], verdicts: dict[Pair, Verdict], cached: set[Pair]
+) -> list[dict[str, Any]]:
     """One row per user turn and repeat. Tokens and cost stand on the first row of an item only, so
     that a column's sum is what the labels cost."""
     repeats = sorted({repeat for _, repeat in verdicts})
-    seen: set[tuple[Item, int]] = set()
+    seen: set[Pair] = set()
     rows = []
     for key, item in zip(run.generations[list(KEY)].itertuples(index=False), items, strict=True):
         for repeat in repeats:
-            verdict = verdicts[item, repeat]
-            first = (item, repeat) not in seen
-            seen.add((item, repeat))
+            pair = item, repeat
+            verdict, first = verdicts[pair], pair not in seen
+            seen.add(pair)
             row = verdict.to_json() | {
                 **dict(zip(KEY, key, strict=True)),
                 "repeat": repeat,
                 "genuine": verdict.genuine,
                 "scores": json.dumps(verdict.scores) if verdict.scores else None,
-                "cached": (item, repeat) in cached or not first,
+                "cached": pair in cached or not first,
                 "item": item.key("", 0)[:16],
             }
             if not first:
@@ -361,3 +269,185 @@ def _rows(run: Run, items: list[Item], verdicts: dict, cached: set) -> list[dict
                 row["cost"] = None if verdict.cost is None else 0.0
             rows.append(row)
     return rows
+
+
+# -- from the command line ---------------------------------------------------------------------
+
+# Flags that are for one kind of judge; those not given are the judge's own defaults.
+_SERVER = ("base_url", "api_key_env", "mode", "concurrency", "timeout", "retries", "max_cost")
+_ONLY = {"llm": (*_SERVER, "param", "price"), "hf": ("device", "force")}
+
+
+def run(args: argparse.Namespace) -> None:
+    """``python -m ia_mech.judge run``.
+
+    Raises:
+        UserError: anything that can't be used; nothing is written into the run then.
+    """
+    there = Run.open(args.run)
+    check_finished(there)
+    name = check_name(args.name or _default_name(args) + UNSEEN * args.unperturbed)
+    items = items_of(there, unperturbed=args.unperturbed)
+    judge = make_judge(args, items, there)
+    if args.dry_run:
+        print_plan(judge, items, args)
+        return
+    begun = time.monotonic()
+    path = label_run(
+        there,
+        judge,
+        name,
+        Bar(),
+        replace=args.replace,
+        unperturbed=args.unperturbed,
+        repeats=args.repeats,
+        replay=args.replay,
+        retry_failed=args.retry_failed,
+    )
+    rows = there.labels.judgements(name)
+    _print_verdicts(rows, name, time.monotonic() - begun)
+    if judge.caveat:
+        console().print(escape(judge.caveat), soft_wrap=True)
+    print(f"verdicts: {path}")
+    if (rows["status"] == JUDGED).any():
+        print(f"next: python -m ia_mech.rates {shlex.quote(str(args.run))}")
+    else:
+        print("no turn could be judged, for the reasons above: fix them, and add --retry-failed")
+
+
+def make_judge(args: argparse.Namespace, items: Sequence[Item], run: Run | None = None) -> Judge:
+    """The judge that the flags describe.
+
+    Args:
+        args: the command line.
+        items: what it is to judge; a replay without the model finds its cache by them.
+        run: where they are from. Its subject model is no judge of them.
+
+    Raises:
+        UserError: flags that don't go together, or a judge that can't be had.
+    """
+    _check_flags(args)
+    if args.judge == "rules":
+        from ia_mech.judge.rules import RulesJudge
+
+        return RulesJudge()
+    if args.judge == "hf":
+        return _make_hf(args, items, run)
+    from ia_mech.judge.llm import LlmJudge
+
+    return LlmJudge(
+        args.model,
+        params=_params(args.param),
+        price=tuple(args.price) if args.price else None,
+        **_given(args, *_SERVER),
+    )
+
+
+def print_plan(judge: Judge, items: Sequence[Item], args: argparse.Namespace) -> None:
+    """What ``--dry-run`` shows."""
+    distinct = list(dict.fromkeys(items))
+    print(f"{len(items)} user turns, {len(distinct)} distinct, x {args.repeats}")
+    if estimate := judge.estimate(distinct * args.repeats):
+        print(f"{estimate} (before what the cache has)")
+
+
+def _check_flags(args: argparse.Namespace) -> None:
+    for kind, flags in _ONLY.items():
+        for flag in flags:
+            value = getattr(args, flag)
+            given = value is not None and value is not False and value != []  # 0 is given
+            if given and args.judge != kind:
+                name = flag.replace("_", "-")
+                raise UserError(f"--{name} needs --judge {kind}", "add it, or drop it")
+    if args.repeats < 1:
+        raise UserError(f"--repeats {args.repeats}", "give at least 1")
+    if args.replay and args.retry_failed:
+        raise UserError("--replay judges nothing, and --retry-failed judges again", "drop one")
+    if args.judge == "rules":
+        if args.model:
+            raise UserError("--model needs --judge llm or --judge hf", "add it, or drop it")
+        if args.replay:
+            raise UserError("the rules judge keeps no cache to replay", "drop --replay")
+    elif not args.model:
+        raise UserError(f"--judge {args.judge} needs a model", "give --model NAME")
+    if args.judge != "llm" and args.repeats > 1:
+        raise UserError(f"the {args.judge} judge answers the same each time", "drop --repeats")
+
+
+def _make_hf(args: argparse.Namespace, items: Sequence[Item], run: Run | None) -> Judge:
+    """A local model; the run's subject only if forced.
+
+    The name is compared before anything is loaded, the weights after: another name may be a copy.
+    """
+    from ia_mech.judge.hf import HfJudge, described
+    from ia_mech.models.load import same_model
+
+    refusal = UserError(
+        f"{args.model} is the subject model of {args.run}: it would judge its own turns"
+        if run is not None
+        else "",
+        "give another --model, or --force",
+    )
+    subject = None if run is None or args.force else run.model
+    if subject and same_model(args.model, None, subject["name"], subject.get("revision")):
+        raise refusal
+    identity = cached_identity(described(args.model), items) if args.replay else None
+    judge = HfJudge(args.model, identity=identity, **_given(args, "device"))
+    if subject and judge.is_subject(subject):
+        raise refusal
+    return judge
+
+
+def _given(args: argparse.Namespace, *flags: str) -> dict[str, Any]:
+    """The flags that were given; the judge has defaults for the others."""
+    return {flag: value for flag in flags if (value := getattr(args, flag)) is not None}
+
+
+def _params(pairs: list[str]) -> dict[str, Any]:
+    """``["temperature=0"]`` as ``{"temperature": 0}``: values are JSON, or else text."""
+    params = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not equals or not key.isidentifier():
+            raise UserError(f"--param {pair!r} isn't KEY=VALUE", "give for example temperature=0")
+        try:
+            params[key] = json.loads(value)
+        except ValueError:
+            params[key] = value
+    return params
+
+
+def _default_name(args: argparse.Namespace) -> str:
+    if args.judge == "rules":
+        return "rules"
+    name = Path(args.model or "").name
+    words = "".join(c if c.isascii() and (c.isalnum() or c in "._-") else "-" for c in name)
+    return words.strip("-._")[:100] or args.judge
+
+
+def _print_verdicts(rows: pd.DataFrame, name: str, seconds: float) -> None:
+    """Counts of each category by temperature; the rates with intervals are another command's."""
+    screen = console()
+    failed = rows["status"] != JUDGED
+    counts = pd.crosstab(rows["temperature"], rows["category"].mask(failed, "failed"))
+    table = Table(title=f"verdicts of {escape(name)}, counted", title_justify="left")
+    table.add_column("T", justify="right")
+    shown = [c for c in (*NAMES, "failed") if c in ASSESSED or c in counts]
+    for category in shown:
+        table.add_column(SHORT.get(category, category), justify="right")
+    for temperature, line in counts.reindex(columns=shown, fill_value=0).iterrows():
+        table.add_row(f"{temperature:g}" if temperature else "greedy", *map(str, line))
+    screen.print(table)
+    for status, part in rows[failed].groupby("status"):
+        errors = part["error"].value_counts()
+        listed = "; ".join(f"{one_line(error, 100)} ({n})" for error, n in errors.iloc[:3].items())
+        more = f"; {len(errors) - 3} other messages" if len(errors) > 3 else ""
+        screen.print(f"{len(part)} {status}: {escape(listed)}{more}", soft_wrap=True)
+    paid = [f"{len(rows)} rows, {rows['item'].nunique()} distinct turns in {seconds:.0f} s"]
+    if tokens := rows["prompt_tokens"].sum() + rows["completion_tokens"].sum():
+        paid.append(f"{tokens} tokens")
+    if rows["cost"].notna().any():
+        before = rows["cost"][rows["cached"]].sum()
+        earlier = f" (${before:.4f} of it paid before)" if before else ""
+        paid.append(f"${rows['cost'].sum():.4f}{earlier}")
+    screen.print(", ".join(paid), soft_wrap=True)

@@ -1,21 +1,15 @@
-"""Draw a blind sheet from a run's user turns, and keep its key in the run.
+"""Blind sheets: user turns for people to annotate, and the way back of their labels.
 
 A sheet is a stratified random sample of the run's rows (a row is one generated turn; turns that
 happen to be worded alike are rows of their own). Strata are a judge's categories, so that rare ones
-are seen; the key keeps each row's inclusion probability, by whose inverse every figure is weighted.
-The sheet itself shows text alone.
+are seen; the key, which stays in the run, has each row's inclusion probability, by whose inverse
+every figure is weighted. The sheet itself shows text alone.
 
-``export`` and ``import`` of ``python -m ia_mech.judge``.
-
-The files of a blind sheet: CSV for spreadsheets and JSON lines, written, and read back warily.
-
-A sheet goes through programs that nobody here controls. So its CSV has a byte order mark (Excel
-reads UTF-8 only with one) and quotes everything; on the way back commas, semicolons and tabs, any
-quoting and any line ends are accepted. Texts are a model's and not to be trusted: a cell that a
-spreadsheet would run as a formula gets an apostrophe in front (:func:`inert`). Nothing reads texts
-back, so the apostrophe needn't be told from the model's own.
-
-Read a filled-in sheet back: every row is checked before anything is written.
+A sheet goes through programs that we don't control. So its CSV has a byte order mark (Excel reads
+UTF-8 only with one) and quotes everything; on the way back commas, semicolons and tabs, any quoting
+and any line ends are accepted. Texts are a model's and not to be trusted: a cell that a spreadsheet
+would run as a formula gets an apostrophe in front (:func:`inert`). Texts aren't read back, so the
+apostrophe needn't be told from the model's own. Every row is checked before anything is written.
 """
 
 import argparse
@@ -30,12 +24,13 @@ import os
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import pandas as pd
 from rich.markup import escape
 
 from ia_mech.cli import one_line
@@ -47,194 +42,16 @@ from ia_mech.judge.verdict import JUDGED, Item, Verdict
 from ia_mech.run import Run, layout
 from ia_mech.run.labels import KEY, check_name
 
-_NEEDED = ("item", "category")
-_FORMULA = frozenset("=+-@")
-_NO_TEXT = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
-
-
-@dataclass(frozen=True)
-class SheetRow:
-    """What is read of one row of a filled-in sheet; ``where`` names it in an error."""
-
-    where: str
-    item: str
-    category: str
-    note: str
-
-
-def inert(text: str) -> str:
-    """A text as a cell that no spreadsheet takes for a formula.
-
-    One that begins with ``= + - @`` (also full-width, or behind white space) or with white space
-    other than a blank is given an apostrophe in front, as OWASP advises against CSV injection.
-    Control characters, which some programs stop at, become visible. A file opened with another
-    separator than its own escapes any such care.
-    """
-    text = _NO_TEXT.sub("�", text.replace("\r\n", "\n").replace("\r", "\n"))
-    first = unicodedata.normalize("NFKC", text.lstrip()[:1])
-    return f"'{text}" if first in _FORMULA or text.startswith(("\t", "\n")) else text
-
-
-def csv_bytes(columns: Sequence[str], rows: Iterable[dict[str, object]]) -> bytes:
-    """A CSV file: UTF-8 with byte order mark, comma, everything quoted, every text inert."""
-    file = io.StringIO(newline="")
-    writer = csv.writer(file, quoting=csv.QUOTE_ALL, lineterminator="\r\n")
-    writer.writerow(columns)
-    for row in rows:
-        cells = (row.get(column) for column in columns)
-        writer.writerow(["" if cell is None else inert(str(cell)) for cell in cells])
-    return file.getvalue().encode("utf-8-sig")
-
-
-def jsonl_bytes(columns: Sequence[str], rows: Iterable[dict[str, object]]) -> bytes:
-    """JSON lines with the texts as they are."""
-    lines = (json.dumps({c: row[c] for c in columns}, ensure_ascii=False) for row in rows)
-    return "".join(line + "\n" for line in lines).encode()
-
-
-class NewFiles:
-    """Files that appear together or not at all. A context manager: whole when it ends well.
-
-    Args:
-        contents: path -> bytes.
-        replace: whether files that are there may be replaced.
-
-    Raises:
-        UserError: a file is there and may not be replaced, or its folder isn't.
-    """
-
-    def __init__(self, contents: dict[Path, bytes], *, replace: bool = False) -> None:
-        for path in contents:
-            if not path.parent.is_dir():
-                raise UserError(f"there is no folder {path.parent}", "make it first")
-            if path.is_dir() or (path.exists() and not replace):
-                raise UserError(f"{path} exists", "give another --out, or remove it")
-        self._contents, self._replace = contents, replace
-
-    def __enter__(self) -> None:
-        self._scratch = {path: path.with_name(path.name + ".tmp") for path in self._contents}
-        try:
-            for path, content in self._contents.items():
-                with open(self._scratch[path], "wb") as handle:
-                    handle.write(content)
-                    handle.flush()
-                    os.fsync(handle.fileno())
-        except BaseException:
-            self._remove()
-            raise
-
-    def __exit__(self, kind, *_) -> None:
-        placed: list[Path] = []
-        try:
-            if kind is None:
-                for path, scratch in self._scratch.items():
-                    os.replace(scratch, path)
-                    placed.append(path)
-                    layout.fsync_folder(path.parent)
-        except BaseException:
-            for path in placed if not self._replace else ():
-                path.unlink(missing_ok=True)
-            raise
-        finally:
-            self._remove()
-
-    def _remove(self) -> None:
-        for scratch in self._scratch.values():
-            with contextlib.suppress(OSError):
-                scratch.unlink(missing_ok=True)
-
-
-def read_sheet(path: Path) -> list[SheetRow]:
-    """The rows of a filled-in sheet, CSV or JSON lines by its suffix; empty lines are left out.
-
-    Raises:
-        UserError: neither of the two, not UTF-8, not what the suffix says, or a column is missing.
-    """
-    if path.suffix.lower() not in (".csv", ".tsv", ".jsonl"):
-        raise UserError(f"{path} is neither .csv nor .jsonl", "save the sheet as CSV UTF-8")
-    if not path.is_file():
-        raise UserError(f"there is no file {path}", "give the sheet that was filled in")
-    content = path.read_bytes()
-    try:
-        text = content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = content.count(b"\n", 0, error.start) + 1
-        raise UserError(
-            f"{path} isn't UTF-8 (byte {content[error.start]:#04x} in line {line})",
-            "save it as CSV UTF-8, or fill in the JSON lines",
-        ) from None
-    rows = _json_rows(path, text) if path.suffix.lower() == ".jsonl" else _csv_rows(path, text)
-    return list(rows)
-
-
-def _csv_rows(path: Path, text: str) -> Iterator[SheetRow]:
-    first = next(iter(text.splitlines()), "")
-    delimiter = max(",;\t", key=first.count)
-    limit = csv.field_size_limit(2**31 - 1)  # a process-wide setting; responses may be long
-    try:
-        reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
-        header = [cell.strip().lower() for cell in next(reader, [])]
-        _check_columns(path, header)
-        for number, cells in enumerate(reader, 2):
-            if not any(cell.strip() for cell in cells):
-                continue
-            where = f"row {number} of {path} (ends in line {reader.line_num})"
-            if any(cell.strip() for cell in cells[len(header) :]):
-                raise UserError(
-                    f"{where} has {len(cells)} cells under {len(header)} headings",
-                    "correct it, or begin again from the exported sheet",
-                )
-            # Some programs leave out empty cells at the end of a row.
-            row = dict.fromkeys(header, "") | dict(zip(header, cells, strict=False))
-            yield _row(where, row)
-    except csv.Error as error:
-        raise UserError(
-            f"{path} isn't CSV at line {reader.line_num} ({error})",
-            "save it as CSV UTF-8, or fill in the JSON lines",
-        ) from None
-    finally:
-        csv.field_size_limit(limit)
-
-
-def _json_rows(path: Path, text: str) -> Iterator[SheetRow]:
-    # Not splitlines(): a text may hold U+2028, which JSON needn't escape.
-    for number, line in enumerate(text.split("\n"), 1):
-        if not line.strip():
-            continue
-        where = f"line {number} of {path}"
-        try:
-            value = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise UserError(f"{where} isn't JSON ({error})", "correct that line") from None
-        if not isinstance(value, dict):
-            raise UserError(f"{where} isn't a JSON object", "correct that line")
-        _check_columns(where, value)
-        for column in (*_NEEDED, "note"):
-            if not isinstance(value.get(column, ""), str | None):
-                raise UserError(f"{where}: {column} isn't a text", "put it in quotes, or leave ''")
-        yield _row(where, value)
-
-
-def _check_columns(where: Path | str, columns: Iterable[str]) -> None:
-    columns = list(columns)
-    for name in _NEEDED:
-        if columns.count(name) != 1:
-            problem = f"has {columns.count(name)} columns" if name in columns else "has no column"
-            raise UserError(
-                f"{where} {problem} {name!r}",
-                f"keep the columns {' and '.join(_NEEDED)} of the exported sheet",
-            )
-
-
-def _row(where: str, row: dict) -> SheetRow:
-    cells = ((row.get(column) or "").strip() for column in (*_NEEDED, "note"))
-    # JSON can hold half a surrogate pair, which no file of ours can.
-    return SheetRow(where, *(cell.encode(errors="replace").decode() for cell in cells))
-
-
 COLUMNS = ("item", "query", "response", "response_complete", "user_turn", "category", "note")
 ALL, FAILED = "all", "failed"  # strata that are no category: without a judge; no verdict
 LEAST = 5  # rows of a stratum, where it has so many
+
+_NEEDED = ("item", "category")
+_FORMULA = frozenset("=+-@")
+_CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
+_CELL = 32_767  # characters; a spreadsheet breaks longer cells
+
+# -- drawing a sheet ---------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -247,24 +64,6 @@ class Sheet:
 
     rows: list[dict[str, Any]]
     key: dict[str, Any]
-
-
-def allocate(sizes: dict[str, int], n: int) -> dict[str, int]:
-    """How many rows to draw of each stratum; they sum to n.
-
-    At least :data:`LEAST` of each (fewer if it has fewer or n is short), the rest by the square
-    root of its size: between proportional, which would leave rare categories out, and equal, which
-    would give them most of the work. Seats go one by one as Sainte-Laguë's method does.
-
-    Args:
-        sizes: rows per stratum.
-        n: rows to draw, from the number of strata to the number of rows.
-    """
-    drawn = {name: min(LEAST, size, n // len(sizes)) for name, size in sizes.items()}
-    for _ in range(n - sum(drawn.values())):
-        open_ = [name for name in sizes if drawn[name] < sizes[name]]
-        drawn[max(open_, key=lambda name: math.sqrt(sizes[name]) / (2 * drawn[name] + 1))] += 1
-    return drawn
 
 
 def export_sheet(
@@ -281,7 +80,7 @@ def export_sheet(
         by: the judge whose categories (of its first repeat) are the strata. By default the only
             judge there is, or ``rules``; with no judge in the run there is one stratum, ``all``.
         seed: of the draws and of the order.
-        name: the sheet's name in the run; by default one that tells nothing.
+        name: the sheet's name in the run; by default one that reveals nothing.
 
     Raises:
         UserError: an unfinished run; no such judge, or several and none was named; n that the run
@@ -295,8 +94,8 @@ def export_sheet(
             f"a sheet of {n} rows can't be drawn: {run.path} has {len(rows)} user turns",
             f"give --n from 1 to {len(rows)} ({len(rows)} takes them all)",
         )
-    strata = [ALL] * len(rows) if by is None else _strata(run, by)
-    sizes = {stratum: strata.count(stratum) for stratum in sorted(set(strata))}
+    strata = np.array([ALL] * len(rows) if by is None else _strata(run, by))
+    sizes = dict(sorted(Counter(strata.tolist()).items()))
     if n < len(sizes):
         raise UserError(
             f"--n {n} can't cover the {len(sizes)} strata by judge {by!r} ({', '.join(sizes)})",
@@ -306,35 +105,23 @@ def export_sheet(
     name = check_name(name or "sheet-" + _hash(identity, by, n, seed)[:8])
     rng = np.random.default_rng(int(_hash(identity, name, n, seed)[:16], 16))
     drawn = allocate(sizes, n)
-    positions = np.array(strata)
     chosen = [
-        rng.choice(np.flatnonzero(positions == stratum), count, replace=False)
+        rng.choice(np.flatnonzero(strata == stratum), count, replace=False)
         for stratum, count in drawn.items()
     ]
-    order = rng.permutation(np.concatenate(chosen)).tolist()
-
     items = items_of(run)
     cut_off = run.contexts.set_index("context_id")["response_cut_off"]
     keys = list(rows[list(KEY)].itertuples(index=False, name=None))
     sheet, known = [], {}
-    for row in order:
-        item = item_id(identity, name, keys[row], items[row])
-        stratum = strata[row]
+    for row in rng.permutation(np.concatenate(chosen)).tolist():
+        item, stratum = item_id(identity, name, keys[row], items[row]), str(strata[row])
         known[item] = dict(zip(KEY, keys[row], strict=True)) | {
             "stratum": stratum,
             "inclusion_probability": drawn[stratum] / sizes[stratum],
         }
-        sheet.append(
-            {
-                "item": item,
-                "query": items[row].query,
-                "response": items[row].response,
-                "response_complete": not cut_off[keys[row][0]],
-                "user_turn": items[row].turn,
-                "category": "",
-                "note": "",
-            }
-        )
+        complete = not cut_off[keys[row][0]]
+        texts = items[row].query, items[row].response, complete, items[row].turn
+        sheet.append(dict(zip(COLUMNS, (item, *texts, "", ""), strict=True)))
     judge = None
     if by is not None:
         record = run.labels.record("judgements", by)
@@ -352,6 +139,24 @@ def export_sheet(
     return Sheet(sheet, key)
 
 
+def allocate(sizes: dict[str, int], n: int) -> dict[str, int]:
+    """How many rows to draw of each stratum; they sum to n.
+
+    At least :data:`LEAST` of each (fewer if it has fewer or n is short), the rest by the square
+    root of its size: between proportional, which would leave rare categories out, and equal, which
+    would give them most of the work. Rows are handed out one by one by Sainte-Laguë's method.
+
+    Args:
+        sizes: rows per stratum.
+        n: rows to draw, from the number of strata to the number of rows.
+    """
+    drawn = {name: min(LEAST, size, n // len(sizes)) for name, size in sizes.items()}
+    for _ in range(n - sum(drawn.values())):
+        left = [name for name in sizes if drawn[name] < sizes[name]]
+        drawn[max(left, key=lambda name: math.sqrt(sizes[name]) / (2 * drawn[name] + 1))] += 1
+    return drawn
+
+
 def write_sheet(run: Run, sheet: Sheet, out: Path) -> tuple[Path, Path]:
     """Write a drawn sheet as ``<out>.csv`` and ``<out>.jsonl``, and its key into the run.
 
@@ -363,11 +168,13 @@ def write_sheet(run: Run, sheet: Sheet, out: Path) -> tuple[Path, Path]:
         raise UserError(
             f"{run.path} has a sheet named {name!r}", "give another --name, or another --seed"
         )
-    files = tuple(out.with_name(out.name + suffix) for suffix in (".csv", ".jsonl"))
-    contents = (csv_bytes(COLUMNS, sheet.rows), jsonl_bytes(COLUMNS, sheet.rows))
+    lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in sheet.rows]
+    table = pd.DataFrame(sheet.rows, columns=COLUMNS)
+    files = (out.with_name(f"{out.name}.csv"), out.with_name(f"{out.name}.jsonl"))
+    contents = dict(zip(files, (csv_bytes(table), "".join(lines).encode()), strict=True))
     kept: Path | None = None
     try:
-        with NewFiles(dict(zip(files, contents, strict=True))):
+        with new_files(contents):
             kept = run.labels.write_sheet(name, sheet.key)
     except BaseException:
         if kept is not None:
@@ -379,32 +186,6 @@ def write_sheet(run: Run, sheet: Sheet, out: Path) -> tuple[Path, Path]:
 def run_identity(run: Run) -> str:
     """16 hex digits of what a run was asked for."""
     return _hash(run.record["identity"])[:16]
-
-
-def _judge(run: Run, by: str | None) -> str | None:
-    judges = run.labels.judges
-    if by is not None or not judges:
-        return by
-    if len(judges) == 1:
-        return judges[0]
-    if "rules" in judges:
-        return "rules"
-    raise UserError(
-        f"{run.path} has verdicts of several judges ({', '.join(judges)})",
-        "say with --by which one to stratify by",
-    )
-
-
-def _strata(run: Run, by: str) -> list[str]:
-    verdicts = run.labels.judgements(by)
-    verdicts = verdicts[verdicts["repeat"] == 0]
-    category = {
-        key: category if status == JUDGED else FAILED
-        for *key, category, status in verdicts[[*KEY, "category", "status"]].itertuples(index=False)
-        for key in [tuple(key)]
-    }
-    keys = run.generations[list(KEY)].itertuples(index=False, name=None)
-    return [category.get(key, FAILED) for key in keys]
 
 
 def item_id(run: str, sheet: str, key: Sequence[Any], item: Item) -> str:
@@ -421,20 +202,120 @@ def _hash(*values: Any) -> str:
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
+def _judge(run: Run, by: str | None) -> str | None:
+    judges = run.labels.judges
+    if by is not None or not judges:
+        return by
+    if len(judges) == 1:
+        return judges[0]
+    if "rules" in judges:
+        return "rules"
+    raise UserError(
+        f"{run.path} has verdicts of several judges ({', '.join(judges)})",
+        "name the one to stratify by with --by",
+    )
+
+
+def _strata(run: Run, by: str) -> list[str]:
+    """The judge's category of every row of ``run.generations``, or ``failed``."""
+    verdicts = run.labels.judgements(by)
+    verdicts = verdicts[(verdicts["repeat"] == 0) & (verdicts["status"] == JUDGED)]
+    verdicts = verdicts.drop_duplicates(list(KEY))
+    rows = run.generations[list(KEY)].merge(verdicts, "left", list(KEY))
+    return rows["category"].fillna(FAILED).tolist()
+
+
+# -- files -------------------------------------------------------------------------------------
+
+
+def inert(text: str) -> str:
+    """A text as a cell that no spreadsheet takes for a formula.
+
+    One that begins with ``= + - @`` (also full-width, or behind white space) or with white space
+    other than a blank gets an apostrophe in front, as OWASP advises against CSV injection. Control
+    characters, which some programs stop at, become visible. A file opened with another separator
+    than its own escapes any such care.
+    """
+    text = _CONTROL.sub("�", text.replace("\r\n", "\n").replace("\r", "\n"))
+    first = unicodedata.normalize("NFKC", text.lstrip()[:1])
+    return f"'{text}" if first in _FORMULA or text.startswith(("\t", "\n")) else text
+
+
+def csv_bytes(table: pd.DataFrame) -> bytes:
+    """A CSV file: UTF-8 with byte order mark, comma, everything quoted, every text inert."""
+    cells = table.astype(object).map(lambda cell: "" if pd.isna(cell) else inert(str(cell)))
+    text = cells.to_csv(index=False, quoting=csv.QUOTE_ALL, lineterminator="\r\n")
+    return text.encode("utf-8-sig")
+
+
+def refuse_existing(paths: Iterable[Path], *, replace: bool = False) -> None:
+    """Raise UserError unless files can be written there, and replace none if not ``replace``."""
+    for path in paths:
+        if not path.parent.is_dir():
+            raise UserError(f"there is no folder {path.parent}", "create it first")
+        if path.is_dir() or (path.exists() and not replace):
+            raise UserError(f"{path} exists", "give another --out, or remove it")
+
+
+@contextlib.contextmanager
+def new_files(contents: dict[Path, bytes], *, replace: bool = False) -> Iterator[None]:
+    """Files that appear together or not at all: whole when the block ends well.
+
+    Args:
+        contents: path -> bytes.
+        replace: whether files that are there may be replaced.
+
+    Raises:
+        UserError: a file is there and may not be replaced, or its folder isn't.
+    """
+    refuse_existing(contents, replace=replace)
+    scratch = {path: path.with_name(path.name + ".tmp") for path in contents}
+    placed: list[Path] = []
+    try:
+        for path, content in contents.items():
+            with open(scratch[path], "wb") as handle:
+                handle.write(content)
+                handle.flush()
+                os.fsync(handle.fileno())
+        yield
+        for path in contents:
+            os.replace(scratch[path], path)
+            placed.append(path)
+            layout.fsync_folder(path.parent)
+    except BaseException:
+        for path in placed if not replace else ():
+            path.unlink(missing_ok=True)
+        raise
+    finally:
+        for path in scratch.values():
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
+
+
+# -- reading a filled-in sheet -----------------------------------------------------------------
+
+
+class SheetRow(NamedTuple):
+    """What is read of one row of a filled-in sheet; ``where`` names it in an error."""
+
+    where: str
+    item: str
+    category: str
+    note: str
+
+
 @dataclass(frozen=True)
 class Imported:
     """What came of a filled-in sheet.
 
     Attributes:
         path: the file in the run.
-        sheet: the sheet's name.
         labels: rows per category.
         drawn: rows of the sheet.
-        unseen: strata of which nothing is labelled, so that nothing can be said of them.
+        unseen: strata of which nothing is labelled, so that no figure covers them.
     """
 
     path: Path
-    sheet: str
     labels: Counter[str]
     drawn: int
     unseen: list[str]
@@ -468,33 +349,132 @@ def import_sheet(run: Run, file: Path, annotator: str, *, replace: bool = False)
         raise UserError(f"no row of {file} has a category", "fill in the column 'category'")
     _check_texts(run, sheet, key, labelled)
 
-    filled = Counter(key["items"][item]["stratum"] for item in labelled)
-    stored = []
-    for item, row in labelled.items():
-        place = key["items"][item]
-        stored.append(
-            {column: place[column] for column in KEY}
-            | {
-                "category": row.category,
-                "genuine": Verdict(row.category).genuine,
-                "note": row.note,
-                "sheet": sheet,
-                "stratum": place["stratum"],
-                "inclusion_probability": filled[place["stratum"]]
-                / key["strata"][place["stratum"]]["rows"],
-            }
-        )
+    places, strata = key["items"], key["strata"]
+    filled = Counter(places[item]["stratum"] for item in labelled)
+    stored = [
+        places[item]
+        | {
+            "category": row.category,
+            "genuine": Verdict(row.category).genuine,
+            "note": row.note,
+            "sheet": sheet,
+            "inclusion_probability": filled[stratum] / strata[stratum]["rows"],
+        }
+        for item, row in labelled.items()
+        for stratum in [places[item]["stratum"]]
+    ]
     record = {
         "annotator": annotator,
         "sheet": sheet,
         "judge": key["judge"],
         "rubric": key["rubric"],
-        "strata": {s: v | {"filled": filled[s]} for s, v in key["strata"].items()},
+        "strata": {s: v | {"filled": filled[s]} for s, v in strata.items()},
     }
     path = run.labels.write_annotations(annotator, stored, record)
     labels = Counter(row.category for row in labelled.values())
-    unseen = [stratum for stratum in key["strata"] if not filled[stratum]]
-    return Imported(path, sheet, labels, len(key["items"]), unseen)
+    return Imported(path, labels, len(places), [s for s in strata if not filled[s]])
+
+
+def read_sheet(path: Path) -> list[SheetRow]:
+    """The rows of a filled-in sheet, CSV or JSON lines by its suffix; empty lines are left out.
+
+    Raises:
+        UserError: neither of the two, not UTF-8, not what the suffix claims, or a column is
+            missing.
+    """
+    if path.suffix.lower() not in (".csv", ".tsv", ".jsonl"):
+        raise UserError(f"{path} is neither .csv nor .jsonl", "save the sheet as CSV UTF-8")
+    text = read_text(path)
+    if path.suffix.lower() != ".jsonl":
+        return list(_csv_rows(path, text))
+    rows = []
+    for where, row in json_lines(path, text):
+        _check_columns(where, row)
+        for column in (*_NEEDED, "note"):
+            if not isinstance(row.get(column, ""), str | None):
+                raise UserError(f"{where}: {column} isn't a text", "put it in quotes, or leave ''")
+        rows.append(_row(where, row))
+    return rows
+
+
+def read_text(path: Path) -> str:
+    """A file's text, without a byte order mark; UserError unless it is there and UTF-8."""
+    if not path.is_file():
+        raise UserError(f"there is no file {path}", "check the path")
+    content = path.read_bytes()
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise UserError(
+            f"{path} isn't UTF-8 (byte {content[error.start]:#04x} in line {line})",
+            "save it as UTF-8 (in a spreadsheet: CSV UTF-8)",
+        ) from None
+
+
+def json_lines(path: Path, text: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(where it stands, object) of every line that isn't blank; UserError for what is no object."""
+    # Not splitlines(): a text may hold U+2028, which JSON needn't escape.
+    for number, line in enumerate(text.split("\n"), 1):
+        if not line.strip():
+            continue
+        where = f"line {number} of {path}"
+        try:
+            value = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{where} isn't JSON ({error})", "correct that line") from None
+        if not isinstance(value, dict):
+            raise UserError(f"{where} isn't a JSON object", "correct that line")
+        yield where, value
+
+
+def _csv_rows(path: Path, text: str) -> Iterator[SheetRow]:
+    """Rows of a CSV file.
+
+    Not by pandas: behind a stray quote its parser takes several rows for one, without an error.
+    """
+    first = next(iter(text.splitlines()), "")
+    delimiter = max(",;\t", key=first.count)
+    limit = csv.field_size_limit(2**31 - 1)  # a process-wide setting; responses may be long
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
+    try:
+        header = [cell.strip().lower() for cell in next(reader, [])]
+        _check_columns(path, header)
+        for number, cells in enumerate(reader, 2):
+            if not any(cell.strip() for cell in cells):
+                continue
+            where = f"row {number} of {path} (ends in line {reader.line_num})"
+            if any(cell.strip() for cell in cells[len(header) :]):
+                raise UserError(
+                    f"{where} has {len(cells)} cells under {len(header)} headings",
+                    "correct it, or begin again from the exported sheet",
+                )
+            # Some programs leave out empty cells at the end of a row.
+            yield _row(where, dict(zip(header, cells, strict=False)))
+    except csv.Error as error:
+        raise UserError(
+            f"{path} isn't CSV at line {reader.line_num} ({error})",
+            "save it as CSV UTF-8, or fill in the JSON lines",
+        ) from None
+    finally:
+        csv.field_size_limit(limit)
+
+
+def _check_columns(where: Path | str, columns: Iterable[str]) -> None:
+    columns = list(columns)
+    for name in _NEEDED:
+        if columns.count(name) != 1:
+            problem = f"has {columns.count(name)} columns" if name in columns else "has no column"
+            raise UserError(
+                f"{where} {problem} {name!r}",
+                f"keep the columns {' and '.join(_NEEDED)} of the exported sheet",
+            )
+
+
+def _row(where: str, row: dict[str, Any]) -> SheetRow:
+    cells = [(row.get(column) or "").strip() for column in (*_NEEDED, "note")]
+    # JSON can hold half a surrogate pair, which no file of ours can.
+    return SheetRow(where, *(cell.encode(errors="replace").decode() for cell in cells))
 
 
 def _sheet_of(run: Run, file: Path, rows: list[SheetRow]) -> tuple[str, dict[str, Any]]:
@@ -541,11 +521,11 @@ def _checked(
             problem = f"{row.where} calls {row.item} {category}, and {before.where} "
             bad.append((problem + before.category, "keep one of the two"))
         elif before is None:
-            labelled[row.item] = SheetRow(row.where, row.item, category, row.note)
+            labelled[row.item] = row._replace(category=category)
     return labelled, bad
 
 
-def _check_texts(run: Run, sheet: str, key: dict[str, Any], labelled: dict[str, SheetRow]) -> None:
+def _check_texts(run: Run, sheet: str, key: dict[str, Any], labelled: Iterable[str]) -> None:
     """Raise UserError unless the run still holds the very turns that were labelled."""
     keys = run.generations[list(KEY)].itertuples(index=False, name=None)
     items, identity = dict(zip(keys, items_of(run), strict=True)), run_identity(run)
@@ -559,7 +539,7 @@ def _check_texts(run: Run, sheet: str, key: dict[str, Any], labelled: dict[str, 
             )
 
 
-_CELL = 32_767  # characters; a spreadsheet breaks longer cells
+# -- from the command line ---------------------------------------------------------------------
 
 
 def export_command(args: argparse.Namespace) -> None:
@@ -575,47 +555,43 @@ def export_command(args: argparse.Namespace) -> None:
     # Not the run's name: it holds the model's and the dataset's.
     out = out or run.path.resolve().parent / sheet.key["sheet"]
     files = write_sheet(run, sheet, out)
-    screen, key = console(), sheet.key
-
-    def say(text: str) -> None:
-        screen.print(escape(text), soft_wrap=True)
-
+    show, key = _printer(), sheet.key
     if key["judge"] is None:
-        say("no judge has judged this run: one stratum, so rare categories may hardly be seen")
+        show("no judge has judged this run: one stratum, so rare categories may hardly be seen")
     else:
-        say(f"{key['n']} of {len(run.generations)} turns, by what {key['judge']['name']} says:")
+        show(
+            f"{key['n']} of {len(run.generations)} turns, by categories of {key['judge']['name']}:"
+        )
     for stratum, count in key["strata"].items():
-        say(f"  {stratum:<24}{count['drawn']:>5} of {count['rows']:>6}")
+        show(f"  {stratum:<24}{count['drawn']:>5} of {count['rows']:>6}")
     if any(len(text) > _CELL for row in sheet.rows for text in (row["query"], row["response"])):
-        say(f"some texts are longer than a spreadsheet's cell ({_CELL}): fill in the JSON lines")
-    say(f"the key stays in the run, as sheet {key['sheet']!r}")
-    say("an apostrophe before = + - @ is ours: it keeps spreadsheets from running a model's text")
+        show(f"some texts are longer than a spreadsheet's cell ({_CELL}): fill in the JSON lines")
+    show(f"the key stays in the run, as sheet {key['sheet']!r}")
+    show("an apostrophe before = + - @ is ours: it keeps spreadsheets from running a model's text")
     for file in files:
-        say(f"sheet: {file}")
-    say("fill in: category (and note, if you like); explained by: python -m ia_mech.judge rubric")
-    say(f"next: python -m ia_mech.judge import {args.run} {files[0]} --annotator NAME")
+        show(f"sheet: {file}")
+    show("fill in: category (and note, if you like); explained by: python -m ia_mech.judge rubric")
+    show(f"next: python -m ia_mech.judge import {args.run} {files[0]} --annotator NAME")
 
 
 def import_command(args: argparse.Namespace) -> None:
     """``python -m ia_mech.judge import``."""
     run = Run.open(args.run)
     done = import_sheet(run, args.file, args.annotator, replace=args.replace)
-    screen, count = console(), done.labels.total()
-    said = ", ".join(f"{name} {done.labels[name]}" for name in NAMES if done.labels[name])
-    screen.print(
-        escape(f"{count} of {done.drawn} rows labelled by {one_line(args.annotator)}: {said}"),
-        soft_wrap=True,
-    )
+    show, count = _printer(), done.labels.total()
+    listed = ", ".join(f"{name} {done.labels[name]}" for name in NAMES if done.labels[name])
+    show(f"{count} of {done.drawn} rows labelled by {one_line(args.annotator)}: {listed}")
     if count < done.drawn:
-        screen.print(
+        show(
             f"{done.drawn - count} of the sheet's {done.drawn} rows have no category and are left "
-            "out; the others are taken for a random part of their strata",
-            soft_wrap=True,
+            "out; the others are taken for a random part of their strata"
         )
     if done.unseen:
-        screen.print(
-            f"nothing is labelled of {', '.join(done.unseen)}: no figure will cover such turns",
-            soft_wrap=True,
-        )
-    screen.print(escape(f"labels: {done.path}"), soft_wrap=True)
-    screen.print(escape(f"next: python -m ia_mech.judge agreement {args.run}"), soft_wrap=True)
+        show(f"nothing is labelled of {', '.join(done.unseen)}: no figure will cover such turns")
+    show(f"labels: {done.path}")
+    show(f"next: python -m ia_mech.judge agreement {args.run}")
+
+
+def _printer() -> Callable[[str], None]:
+    screen = console()
+    return lambda text: screen.print(escape(text), soft_wrap=True)

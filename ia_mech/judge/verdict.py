@@ -1,7 +1,13 @@
-"""What a judge is given and what it says: the few types that all judges share.
+"""The contract of a judge: what it is given (:class:`Item`), what it says (:class:`Verdict`).
 
-A judge sees text and nothing else. A label that came from log-probabilities or activations would
-make every later probe of those circular, so there is no place for them here.
+To add a judge:
+
+1. Write a class with the members of :class:`Judge` in a module of this package. It sees the three
+   texts of an item and nothing else, and uses the categories of ``rubric``.
+2. Construct it in ``label.make_judge``, which turns flags into a judge.
+3. Name it in the choices of ``--judge`` in ``__main__``, with the flags that it alone takes.
+
+The cache, replays, repeats, progress and the rows in the run come from ``label``.
 """
 
 import hashlib
@@ -35,13 +41,13 @@ class Verdict:
     """What a judge says of one item.
 
     Attributes:
-        category: one of the rubric's names, ``cannot_assess`` included; None if there is none.
-        status: ``judged``, or why there is no category: ``refused``, ``unparsable``, ``empty``,
-            ``truncated``, ``rejected``, ``unavailable``, ….
+        category: one of the rubric's names, ``cannot_assess`` included; None for a failure.
+        status: ``judged``, or the kind of failure: ``refused``, ``unparsable``, ``empty``,
+            ``truncated``, ``filtered``, ``rejected``, ``unavailable``.
         rationale: the evidence in the judge's words.
         scores: probability per category, from judges that have them.
-        mode: how a language model was made to answer (``json_schema``, ``json_object``, ``text``).
-        error: of a failure, what the server said, on one line.
+        mode: how the judge arrived at it (``rule``, ``likelihood``, ``json_schema``, …).
+        error: of a failure, what the server answered, on one line.
         prompt_tokens, completion_tokens: as billed, failed attempts at the item included; 0 for
             judges that don't count.
         cost: in US dollars; None if no price is known.
@@ -59,13 +65,13 @@ class Verdict:
 
     @property
     def genuine(self) -> bool | None:
-        """Derived from the category; None where the judge could not say."""
+        """Derived from the category; None for a failure and for ``cannot_assess``."""
         if self.category is None or self.category == CANNOT_ASSESS:
             return None
         return self.category == GENUINE
 
-    def after(self, earlier: "Verdict") -> "Verdict":
-        """This verdict with what an earlier attempt at the same item cost on top."""
+    def with_cost_of(self, earlier: "Verdict") -> "Verdict":
+        """This verdict with the tokens and dollars of an earlier attempt at the item on top."""
         costs = [cost for cost in (earlier.cost, self.cost) if cost is not None]
         return replace(
             self,
@@ -85,13 +91,15 @@ class Judge(Protocol):
         identity: all that decides its verdicts (kind, model, rubric hash, settings), as JSON. No
             key, no address with a password in it.
         paid: whether a verdict costs time or money, so that it is worth keeping in the cache.
+        caveat: one line to print with its labels; empty for none.
     """
 
     identity: dict[str, Any]
     paid: bool
+    caveat: str
 
     def estimate(self, items: Sequence[Item]) -> str:
-        """What judging these will take, on one line; empty if it isn't worth saying."""
+        """What judging these takes, on one line; empty if it isn't worth a line."""
         ...
 
     def judge(self, items: Sequence[Item], repeats: Sequence[int]) -> Iterator[tuple[int, Verdict]]:
@@ -101,8 +109,8 @@ class Judge(Protocol):
         item is a verdict; what makes all of them fail is a ``UserError``.
 
         If the iterator has a ``close()``, that ends the judging, and what had been received by then
-        can still be iterated over, perhaps with the last one again. (Of a generator that is
-        nothing.)
+        can still be iterated over, perhaps beginning with the last one again. (A closed generator
+        yields nothing more.)
         """
         ...
 

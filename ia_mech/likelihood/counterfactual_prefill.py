@@ -1,8 +1,8 @@
-"""Contexts that stand in the place of the own one: prefilled, what they begin with only once.
+"""Prefill counterfactual contexts, the prefix that several of them share only once.
 
 The contexts of one conversation after other responses begin with the same system message and query.
-Where a model's layers can all be shared, these are prefilled once, and the contexts go on from
-there; elsewhere each is prefilled whole.
+Where a model's layers can all be shared, that prefix is prefilled once and the contexts go on from
+it; elsewhere each is prefilled whole.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,15 +13,17 @@ from transformers import PreTrainedModel
 from ia_mech.engine.plan import batch_defaults, plan_units
 from ia_mech.engine.prefill import Prefilled, Prefix, continue_prefill, prefill
 
-PADDING = 0.1  # most of contexts that are prefilled together, as a share of their tokens
-SHARED_TOKENS = 16  # a shorter beginning isn't worth a pass of its own
+PADDING = 0.1  # most padding of contexts that are prefilled together, as a share of their tokens
+SHARED_TOKENS = 16  # a shorter shared prefix isn't worth a pass of its own
 
 Ids = tuple[int, ...]
 
 
 def shared_prefix(contexts: Sequence[Ids]) -> Ids:
-    """What contexts have in common at their beginning, but for their last token; empty if that is
-    little, or if there is only one."""
+    """The ids that all contexts begin with, leaving each at least one token of its own.
+
+    Empty for a single context, and where it would be shorter than :data:`SHARED_TOKENS`.
+    """
     if len(contexts) < 2:
         return ()
     alike = takewhile(lambda tokens: len(set(tokens)) == 1, zip(*contexts, strict=False))
@@ -40,17 +42,18 @@ def prefill_counterfactuals(
     Args:
         model: the subject model; with prefixes, one all of whose layers can be shared.
         contexts: their ids.
-        prefixes: what each begins with that others may, too, or nothing.
+        prefixes: the beginning that each shares with others, or ().
         on_tokens: called after each group with how many tokens were prefilled.
 
     Returns:
         The groups, and indices into ``contexts`` in the order of the groups.
     """
-    groups, order = [], []
-    for branched in (False, True):
-        some = [i for i, begun in enumerate(prefixes) if bool(begun) == branched]
-        number = {begun: at for at, begun in enumerate(dict.fromkeys(prefixes[i] for i in some))}
-        begun = prefill(model, [Prefix(one) for one in number]) if branched and some else None
+    groups: list[Prefilled] = []
+    order: list[int] = []
+    for shared in (False, True):
+        some = [i for i, prefix in enumerate(prefixes) if bool(prefix) == shared]
+        number = {prefix: n for n, prefix in enumerate(dict.fromkeys(prefixes[i] for i in some))}
+        begun = prefill(model, [Prefix(prefix) for prefix in number]) if shared and some else None
         rests = [contexts[i][len(prefixes[i]) :] for i in some]
         limits = len(some), batch_defaults(model.device).prefill_tokens, PADDING
         for unit in plan_units([len(rest) for rest in rests], *limits):

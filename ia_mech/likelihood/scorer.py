@@ -1,17 +1,13 @@
-"""Scores of given user turns in a group of contexts, and of the same turns after other responses.
+"""Scores of given user turns: in their own context, and in counterfactual ones.
 
-Everything the run's own prefill can give comes from it: the reference and its rivals, at every
-temperature. For a contrast the same turns are scored after another context, which costs that
-context one prefill, however many turns are scored after it.
+The run's own prefill gives the scores of the reference and its rivals at every temperature. For a
+contrast the same turns are scored after another context, which is prefilled once however many turns
+are scored after it. A perturbed context is a contrast itself: only its reference is scored.
 
-A perturbed context is a contrast itself: its reference is scored in it, and nothing else.
-
-Scores as the columns that a run stores.
-
-The temperatures that given user turns are scored at.
+The functions at the end turn scores into the columns that a run stores.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -34,24 +30,20 @@ from ia_mech.engine.shared_prefix import Engine
 from ia_mech.errors import UserError
 from ia_mech.likelihood.candidates import OTHER, REFERENCE, Candidate, OwnCandidates, rivals
 from ia_mech.likelihood.counterfactual_prefill import Ids, prefill_counterfactuals, shared_prefix
-from ia_mech.likelihood.swaps import SwapSources
+from ia_mech.likelihood.swaps import SwapSource, SwapSources
 
 SCORED = (
     *(round(0.1 * step, 1) for step in range(1, 16)),  # 0.1, 0.2, … 1.5
     *(1.75, 2.0, 2.25, 2.5, 3.0),
 )
+HELD_TOKENS = 4096  # of counterfactual contexts whose turns are scored together
+NO_SWAP_SOURCE = "no other source of its dataset has another response: use more conversations"
+KINDS = {"empty": "empty response", "swapped": "swapped response", "header": "bare header"}
 
 
 def scored_temperatures(sampled: Iterable[float]) -> tuple[float, ...]:
     """:data:`SCORED` with the temperatures that a run samples at, ascending."""
     return tuple(sorted({*SCORED, *sampled}))
-
-
-HELD_TOKENS = 4096  # of other contexts whose turns are scored together
-NO_SWAP_SOURCE = (
-    "no other source of its dataset has another response to lend: use more conversations"
-)
-SAID = {"empty": "empty response", "swapped": "swapped response", "header": "bare header"}
 
 
 @dataclass(frozen=True)
@@ -82,7 +74,7 @@ class Contrasts:
     Attributes:
         given: after the response.
         empty: after an empty response; None if the template refuses one.
-        swapped: after each other conversation's response.
+        swapped: after each swap source's response.
         header: after the bare user header, with no conversation before it; None if the template
             opens a first user turn otherwise.
     """
@@ -111,8 +103,7 @@ class ContextScores:
     Attributes:
         candidates: the reference first; empty where the context has none.
         generations: contrasts of its generations, in the grid's order, or None if not asked for.
-        swapped_from: ids of the conversations whose responses were put in place, in the order of
-            every ``Contrasts.swapped``.
+        swapped_from: ids of the swap sources, in the order of every ``Contrasts.swapped``.
     """
 
     candidates: list[ScoredCandidate] = field(default_factory=list)
@@ -142,19 +133,21 @@ class Scorable:
 
 
 @dataclass
-class _Probe:
-    """A turn on its way: its ids with the turn-end, and where the results go."""
+class _Turn:
+    """A turn to score in counterfactual contexts: ``ids`` with the turn-end, ``tokens`` without."""
 
-    context: int
     ids: list[int]
     tokens: int
     contrasts: Contrasts
 
 
 @dataclass(frozen=True)
-class _Slot:
-    """Where the scores after other ids go: the context, the field of its probes' ``Contrasts``, and
-    which of the swapped responses it is."""
+class _Target:
+    """Where the scores after a counterfactual context go.
+
+    ``context`` is the index of the context whose turns are scored, ``name`` a field of their
+    ``Contrasts``, ``number`` the index in ``swapped``.
+    """
 
     context: int
     name: str
@@ -169,14 +162,14 @@ class Scorer:
         chat: its format.
         swap_sources: all conversations of the run.
         temperatures: at which the candidates are scored.
-        contrasts: whether turns are scored in other contexts, too.
+        contrasts: whether turns are scored in counterfactual contexts, too.
         swaps: after how many other responses.
-        generations: whether generations are scored there as well.
+        generations: whether generations are contrasted, too.
         rivals: whether rivals of the reference are scored in its context.
         own: the user's candidates.
-        limit: of the model's context, or None.
-        rows_limit: how many turns are scored together; halved when memory ends.
-        note: told what is left out somewhere (a kind of context, or a candidate), and why.
+        limit: of the model's context in tokens, or None.
+        rows_limit: how many turns are scored together; halved when memory runs out.
+        note: called with what is left out somewhere (a kind of context, or a candidate), and why.
         share: turns after one context read its keys and values in one place.
         on_work: called with the work that was done, in decoded tokens.
     """
@@ -204,20 +197,11 @@ class Scorer:
         self._own, self._limit, self._rows_limit, self._note = own, limit, rows_limit, note
         self._contrasts, self._rivals = contrasts, rivals
         self._share, self._on_work = share, on_work
-        self._branches = share and Engine.possible(model).whole
-        self._others_limit = OomBackoff(10**6, outermost=False)
+        self._shares_prefixes = share and Engine.possible(model).whole
+        self._prefill_limit = OomBackoff(10**6, outermost=False)
         self._closing = [] if chat.closing_id is None else [chat.closing_id]
 
-    def score(
-        self,
-        prefilled: Prefilled,
-        contexts: Sequence[Scorable],
-        decoded: Sequence[Sequence[Decoded]],
-    ) -> list[ContextScores]:
-        """All scores of a group of contexts; see the two methods that follow."""
-        scores = self.score_candidates(prefilled, contexts)
-        self.add_contrasts(contexts, scores, decoded)
-        return scores
+    # -- in the context itself ------------------------------------------------------------------
 
     def score_candidates(
         self, prefilled: Prefilled, contexts: Sequence[Scorable]
@@ -228,64 +212,11 @@ class Scorer:
             prefilled: a group of contexts.
             contexts: its members, in that order.
         """
-        scores = [ContextScores() for _ in contexts]
-        sources = [self._sources_for(context) for context in contexts]
-        self._score_candidates(prefilled, contexts, sources, scores)
-        return scores
-
-    def add_contrasts(
-        self,
-        contexts: Sequence[Scorable],
-        scores: Sequence[ContextScores],
-        decoded: Sequence[Sequence[Decoded]],
-    ) -> None:
-        """Scores of the same turns, and of generations, in other contexts; into ``scores``.
-
-        Args:
-            contexts: any that :meth:`score_candidates` was asked about.
-            scores: what it answered for each.
-            decoded: the generations of each.
-        """
-        probes = [
-            _Probe(at, [*c.ids, *self._closing], len(c.ids), c.contrasts)
-            for at, one in enumerate(scores)
-            for c in one.candidates
-            if c.contrasts is not None
+        found = [
+            (at, candidate, ids)
+            for at, context in enumerate(contexts)
+            for candidate, ids in self._candidates(context)
         ]
-        if self._contrasts and self._generations:
-            for at, rows in enumerate(decoded):
-                if contexts[at].perturbed:
-                    continue
-                own = [self._generated(at, row) for row in rows]
-                scores[at].generations = [probe.contrasts for probe in own]
-                probes += own
-        if probes:
-            sources = [self._sources_for(context) for context in contexts]
-            self._contrast(contexts, sources, scores, probes)
-
-    def _sources_for(self, context: Scorable) -> list:
-        """The conversations whose responses its turns are scored after."""
-        if context.perturbed:
-            return []
-        return self._swap_sources.responses(context.order, self._swaps)
-
-    # -- in the context itself ------------------------------------------------------------------
-
-    def _score_candidates(self, prefilled, contexts, sources, scores) -> None:
-        found: list[tuple[int, Candidate, list[int]]] = []
-        for at, context in enumerate(contexts):
-            if context.reference_ids is None:
-                continue
-            conversation = context.conversation
-            genuine = Candidate(REFERENCE, conversation.reference)
-            found.append((at, genuine, list(context.reference_ids)))
-            if context.perturbed or not self._rivals:
-                continue
-            swap_source = self._swap_sources.reference(context.order, sources[at])
-            for candidate in rivals(conversation, swap_source, self._own):
-                ids = self._ids_of(context, candidate)
-                if ids is not None:
-                    found.append((at, candidate, ids))
         turns = [Turn(at, [*ids, *self._closing]) for at, _, ids in found]
         scored = self._rows_limit.map(
             lambda part: score(
@@ -294,12 +225,28 @@ class Scorer:
             ),
             turns,
         )  # fmt: skip
+        scores = [ContextScores() for _ in contexts]
         for (at, candidate, ids), one in zip(found, scored, strict=True):
             contrasts = None
             compared = self._contrasts and candidate.name in (REFERENCE, OTHER)
             if compared and not contexts[at].perturbed:
                 contrasts = Contrasts(Likelihood.of(one.logprobs_raw, len(ids)))
             scores[at].candidates.append(ScoredCandidate(candidate, ids, one, contrasts))
+        return scores
+
+    def _candidates(self, context: Scorable) -> Iterator[tuple[Candidate, list[int]]]:
+        """The reference of a context and its rivals, with their ids; none without a reference."""
+        conversation = context.conversation
+        if context.reference_ids is None or conversation.reference is None:
+            return
+        yield Candidate(REFERENCE, conversation.reference), list(context.reference_ids)
+        if context.perturbed or not self._rivals:
+            return
+        swap_source = self._swap_sources.reference(context.order, self._sources_for(context))
+        for candidate in rivals(conversation, swap_source, self._own):
+            ids = self._ids_of(context, candidate)
+            if ids is not None:
+                yield candidate, ids
 
     def _ids_of(self, context: Scorable, candidate: Candidate) -> list[int] | None:
         """A candidate's ids; None where the template refuses it or the model's context is full."""
@@ -310,133 +257,159 @@ class Scorer:
         except UserError as error:
             self._note(name, error.problem)
             return None
-        if self._limit is not None and len(context.ids) + len(ids) + 1 > self._limit:
-            self._note(name, self._no_room())
-            return None
-        return ids
+        return ids if self._fits(len(context.ids) + len(ids) + 1, name) else None
 
-    def _generated(self, at: int, row: Decoded) -> _Probe:
-        ids = row.token_ids.tolist()
-        tokens = len(ids) - (row.finish_reason == "turn_end")
-        return _Probe(at, ids, tokens, Contrasts(Likelihood.of(row.logprobs_raw, tokens)))
+    def _sources_for(self, context: Scorable) -> list[SwapSource]:
+        """The conversations whose responses a context's turns are scored after."""
+        if context.perturbed:
+            return []
+        return self._swap_sources.responses(context.order, self._swaps)
 
-    # -- in other contexts ----------------------------------------------------------------------
-
-    def _contrast(self, contexts, sources, scores, probes: list[_Probe]) -> None:
-        """Score every probe after an empty response, other responses and the bare header."""
-        of: dict[int, list[_Probe]] = {}
-        for probe in probes:
-            of.setdefault(probe.context, []).append(probe)
-        others: dict[Ids, list[_Slot]] = {}  # ids that many share are prefilled once
-
-        def add(at: int, name: str, ids: list[int] | None) -> bool:
-            if ids is None:
-                return False
-            longest = max(len(probe.ids) for probe in of[at])
-            if self._limit is not None and len(ids) + longest > self._limit:
-                self._note(SAID[name], self._no_room())
-                return False
-            others.setdefault(tuple(ids), []).append(_Slot(at, name, len(scores[at].swapped_from)))
+    def _fits(self, tokens: int, name: str) -> bool:
+        """Whether the model's context holds so many tokens; noted if it doesn't."""
+        if self._limit is None or tokens <= self._limit:
             return True
+        self._note(name, f"the model's context of {self._limit} tokens is too short for it")
+        return False
 
-        for at in of:
-            conversation = contexts[at].conversation
-            if self._swaps and not sources[at] and not contexts[at].perturbed:
-                self._note(SAID["swapped"], NO_SWAP_SOURCE)
-            for swap_source in sources[at]:
-                if add(
-                    at, "swapped", self._context_with(conversation, swap_source.response, "swapped")
-                ):
-                    scores[at].swapped_from.append(swap_source.id)
-            add(at, "empty", self._context_with(conversation, "", "empty"))
-            add(at, "header", self._opening(conversation))
-            for probe in of[at]:
-                probe.contrasts.swapped = [None] * len(scores[at].swapped_from)
-        prefixes = self._trunks(others)
-        ids = sorted(others, key=lambda one: (prefixes[one], len(one)))
-        for held in consecutive([len(one) for one in ids], HELD_TOKENS):
-            self._others_limit.map(
-                lambda part: self._score_after(part, prefixes, others, of), [ids[i] for i in held]
+    # -- in counterfactual contexts --------------------------------------------------------------
+
+    def add_contrasts(
+        self,
+        contexts: Sequence[Scorable],
+        scores: Sequence[ContextScores],
+        decoded: Sequence[Sequence[Decoded]],
+    ) -> None:
+        """Add scores of the same turns, and of generations, in other contexts to ``scores``.
+
+        Args:
+            contexts: any whose candidates were scored.
+            scores: what :meth:`score_candidates` returned for each.
+            decoded: the generations of each.
+        """
+        turns: dict[int, list[_Turn]] = {}  # by context
+        for at, one in enumerate(scores):
+            found = [
+                _Turn([*c.ids, *self._closing], len(c.ids), c.contrasts)
+                for c in one.candidates
+                if c.contrasts is not None
+            ]
+            if found:
+                turns[at] = found
+        generations = self._contrasts and self._generations
+        for at, rows in enumerate(decoded if generations else ()):
+            if not contexts[at].perturbed:
+                generated = [_generated(row) for row in rows]
+                scores[at].generations = [turn.contrasts for turn in generated]
+                if generated:
+                    turns.setdefault(at, []).extend(generated)
+        targets: dict[Ids, list[_Target]] = {}  # contexts with the same ids are prefilled once
+        for at, found in turns.items():
+            longest = max(len(turn.ids) for turn in found)
+            for name, ids, source in self._counterfactuals(contexts[at], longest):
+                target = _Target(at, name, len(scores[at].swapped_from))
+                targets.setdefault(tuple(ids), []).append(target)
+                if source is not None:
+                    scores[at].swapped_from.append(source.id)
+            for turn in found:
+                # Placeholders, each of which is overwritten.
+                turn.contrasts.swapped = [turn.contrasts.given] * len(scores[at].swapped_from)
+        prefixes = self._shared_prefixes(targets)
+        order = sorted(targets, key=lambda ids: (prefixes[ids], len(ids)))
+        for held in consecutive([len(ids) for ids in order], HELD_TOKENS):
+            self._prefill_limit.map(
+                lambda part: self._score_after(part, prefixes, targets, turns),
+                [order[i] for i in held],
             )
 
-    def _trunks(self, others: dict[Ids, list[_Slot]]) -> dict[Ids, Ids]:
-        """What each of these contexts begins with that others of its conversation do, too."""
+    def _counterfactuals(
+        self, context: Scorable, longest: int
+    ) -> Iterator[tuple[str, list[int], SwapSource | None]]:
+        """What stands in a context's place, where template and context length allow it.
+
+        Yields:
+            The kind (a key of :data:`KINDS`), the ids, and the swap source of a swapped response.
+        """
+        conversation, sources = context.conversation, self._sources_for(context)
+        if self._swaps and not sources and not context.perturbed:
+            self._note(KINDS["swapped"], NO_SWAP_SOURCE)
+        wanted: list[tuple[str, SwapSource | None]] = [("swapped", source) for source in sources]
+        for name, source in [*wanted, ("empty", None), ("header", None)]:
+            response = "" if source is None else source.response
+            try:
+                if name == "header":
+                    ids = self._chat.opening(conversation.messages)
+                else:
+                    ids = self._chat.context(conversation.with_response(response).messages).ids
+            except UserError as error:
+                self._note(KINDS[name], error.problem)
+                continue
+            if self._fits(len(ids) + longest, KINDS[name]):
+                yield name, ids, source
+
+    def _shared_prefixes(self, targets: dict[Ids, list[_Target]]) -> dict[Ids, Ids]:
+        """The beginning that each context shares with others of its conversation, or ()."""
+        found: dict[Ids, Ids] = dict.fromkeys(targets, ())
         of: dict[int, list[Ids]] = {}
-        for ids, slots in others.items():
-            if self._branches and slots[0].name != "header":
-                of.setdefault(slots[0].context, []).append(ids)
-        found = {
-            ids: begun
-            for several in of.values()
-            for begun in [shared_prefix(several)]
-            for ids in several
-        }
-        return dict.fromkeys(others, ()) | found
+        for ids, (first, *_) in targets.items():
+            if self._shares_prefixes and first.name != "header":
+                of.setdefault(first.context, []).append(ids)
+        for several in of.values():
+            found.update(dict.fromkeys(several, shared_prefix(several)))
+        return found
 
     def _score_after(
         self,
-        ids: Sequence[Ids],
+        contexts: Sequence[Ids],
         prefixes: dict[Ids, Ids],
-        others: dict[Ids, list[_Slot]],
-        of: dict[int, list[_Probe]],
+        targets: dict[Ids, list[_Target]],
+        turns: dict[int, list[_Turn]],
     ) -> Sequence[Ids]:
-        """Score the probes of contexts after these ids, and return the ids.
+        """Score the turns that belong after these contexts, and return the contexts.
 
         They are prefilled in groups, but all scored together: their turns are few and short.
         """
         groups, order = prefill_counterfactuals(
             self._model,
-            ids,
-            [prefixes[one] for one in ids],
+            contexts,
+            [prefixes[ids] for ids in contexts],
             lambda tokens: self._on_work(PREFILL_COST * tokens),
         )
         meant = [
-            (row, slot, probe)
-            for row, one in enumerate(ids[i] for i in order)
-            for slot in others[one]
-            for probe in of[slot.context]
+            (row, target, turn)
+            for row, ids in enumerate(contexts[i] for i in order)
+            for target in targets[ids]
+            for turn in turns[target.context]
         ]
-        turns = [Turn(row, probe.ids) for row, _, probe in meant]
         scored = self._rows_limit.map(
             lambda part: score_groups(
                 self._model, groups, part, (), self._share,
                 lambda tokens: self._on_work(RESCORE_COST * tokens),
             ),
-            turns,
+            [Turn(row, turn.ids) for row, _, turn in meant],
         )  # fmt: skip
-        for (_, slot, probe), one in zip(meant, scored, strict=True):
-            found = Likelihood.of(one.logprobs_raw, probe.tokens)
-            if slot.name == "swapped":
-                probe.contrasts.swapped[slot.number] = found
+        for (_, target, turn), one in zip(meant, scored, strict=True):
+            likelihood = Likelihood.of(one.logprobs_raw, turn.tokens)
+            if target.name == "swapped":
+                turn.contrasts.swapped[target.number] = likelihood
             else:
-                setattr(probe.contrasts, slot.name, found)
-        return ids
+                setattr(turn.contrasts, target.name, likelihood)
+        return contexts
 
-    def _context_with(
-        self, conversation: Conversation, response: str, name: str
-    ) -> list[int] | None:
-        try:
-            return self._chat.context(conversation.with_response(response).messages).ids
-        except UserError as error:
-            self._note(SAID[name], error.problem)
-            return None
 
-    def _opening(self, conversation: Conversation) -> list[int] | None:
-        try:
-            return self._chat.opening(conversation.messages)
-        except UserError as error:
-            self._note(SAID["header"], error.problem)
-            return None
+def _generated(row: Decoded) -> _Turn:
+    ids = row.token_ids.tolist()
+    tokens = len(ids) - (row.finish_reason == "turn_end")
+    return _Turn(ids, tokens, Contrasts(Likelihood.of(row.logprobs_raw, tokens)))
 
-    def _no_room(self) -> str:
-        return f"the model's context of {self._limit} tokens has no room for it"
 
+# -- columns --------------------------------------------------------------------------------------
 
 LN2 = float(np.log(2.0))
 
 
 def contrast_columns(contrasts: Contrasts | None, prefix: str = "") -> dict:
-    """What the turn's likelihood owes to the response, in bits, and what that is made of.
+    """How much likelier the response makes the turn, in bits, and the log-probabilities behind it.
 
     ``response_contrast_bits`` = log₂ p(turn | query, response) − log₂ mean p(turn | query, another
     response); ``empty_contrast_bits`` and ``header_contrast_bits`` the like against an empty
@@ -444,7 +417,7 @@ def contrast_columns(contrasts: Contrasts | None, prefix: str = "") -> dict:
     """
     if contrasts is None:
         return {}
-    columns = {}
+    columns: dict[str, float | list[float] | None] = {}
     for end, of in (("", lambda one: one.content), ("_with_end", lambda one: one.whole)):
 
         def value(one: Likelihood | None, of=of) -> float | None:

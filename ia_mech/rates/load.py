@@ -57,6 +57,25 @@ class Judged:
     responses: str = EVERY
 
 
+def open_runs(paths: Sequence[str | Path]) -> list[Run]:
+    """Finished runs, each once.
+
+    Raises:
+        UserError: not a run, an unfinished one, one given twice, or a copy of another.
+    """
+    places = [Path(path).resolve() for path in paths]
+    for at, place in enumerate(places):
+        if place in places[:at]:
+            raise UserError(f"{paths[at]} is given twice", "give each run once")
+    runs = [Run.open(path) for path in paths]
+    for at, run in enumerate(runs):
+        check_finished(run)
+        same = [other for other in runs[:at] if other.identity_digest == run.identity_digest]
+        if same:
+            raise UserError(f"{run.path} is a copy of {same[0].path}", "give each run once")
+    return runs
+
+
 def read_runs(
     paths: Sequence[str | Path],
     judge: str | None = None,
@@ -74,22 +93,17 @@ def read_runs(
             only those after ones that were.
 
     Raises:
-        UserError: not a run, an unfinished one, or the same one twice; none or several judges or
-            annotators to choose from; verdicts or labels that aren't of the run's turns; judges
-            that share a name but not their identity; no turn comes after such responses.
+        UserError: as :func:`open_runs`; none or several judges or annotators to choose from;
+            verdicts or labels that aren't of the run's turns; judges that share a name but not
+            their identity; no turn comes after such responses.
     """
-    places = [Path(path).resolve() for path in paths]
-    for at, place in enumerate(places):
-        if place in places[:at]:
-            raise UserError(f"{paths[at]} is given twice", "give each run once")
-    runs = [Run.open(path) for path in paths]
-    for run in runs:
-        check_finished(run)
+    runs = open_runs(paths)
     judge = _choose_judge(runs, judge)
     verdicts = [run.labels.judgements(judge) for run in runs]
     record = _same_judge(runs, judge)
     annotator = _choose_annotator(runs, annotator)
-    turns, earlier = [], {}
+    turns: list[pd.DataFrame] = []
+    earlier: dict[tuple, Path] = {}
     for run, said in zip(runs, verdicts, strict=True):
         frame = _turns(run, judge, said)
         _label(frame, run, annotator, judge)

@@ -1,14 +1,10 @@
-"""What the rates report shows at a terminal.
+"""What the rates report shows at a terminal: tables, what to know about them, turns to read."""
 
-User turns to read: a few of every category, drawn and not picked.
-
-What has to be known to read the tables of the rates report.
-"""
-
-from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
+import pandas as pd
 from rich.console import Console
 from rich.markup import escape
 from rich.measure import Measurement
@@ -16,132 +12,14 @@ from rich.table import Table
 
 from ia_mech.cli import one_line
 from ia_mech.errors import UserError
-from ia_mech.estimates import FEW_SOURCES
+from ia_mech.estimates import ALL, few_sources
 from ia_mech.judge.rubric import ASSESSED, CANNOT_ASSESS, NAMES, SHORT
 from ia_mech.judge.verdict import JUDGED
-from ia_mech.rates.compute import (
-    MIN_ANNOTATED,
-    MIN_ANNOTATED_SOURCES,
-    POWER,
-    Figures,
-    Row,
-    comparisons,
-)
-from ia_mech.rates.load import CUT_OFF, EVERY, FAILED, Judged
+from ia_mech.rates.compute import MIN_ANNOTATED, MIN_ANNOTATED_SOURCES, POWER, comparisons
+from ia_mech.rates.load import CUT_OFF, EVERY, FAILED, SUBJECT, Judged
 from ia_mech.run import Run
 from ia_mech.run.labels import KEY
-from ia_mech.stats import IMPOSSIBLE
-
-
-@dataclass(frozen=True)
-class Example:
-    """A judged user turn with what it answers."""
-
-    context_id: str
-    source_id: str
-    dataset: str
-    temperature: float
-    sample: int
-    cut_off: bool
-    query: str
-    response: str
-    turn: str
-    rationale: str
-
-
-def examples_by_category(
-    run: Run, judge: str, per_category: int = 3, seed: int = 0, *, responses: str = EVERY
-) -> dict[str, list[Example]]:
-    """Turns of every category that the judge found, drawn by a seeded generator.
-
-    The turns of a category are shuffled; turns of a source that isn't there yet come first, then
-    those whose text isn't, so that one prompt or one loop doesn't fill a category. A category's
-    draw doesn't depend on what other categories hold.
-
-    Args:
-        run: a judged run.
-        judge: whose verdicts (the first of repeated ones).
-        per_category: how many at most.
-        seed: of the draw.
-        responses: after which responses the turns come: ``all``, ``complete`` or ``cut-off`` ones.
-
-    Returns:
-        Category to its examples, in the order of the rubric; categories without any are left out.
-
-    Raises:
-        UserError: no such judge has judged this run, or not these turns.
-    """
-    verdicts = run.labels.judgements(judge)
-    verdicts = verdicts[(verdicts["repeat"] == 0) & (verdicts["status"] == JUDGED)]
-    turns = run.generations.merge(verdicts[[*KEY, "category", "rationale"]], on=list(KEY))
-    if len(turns) != len(verdicts):
-        raise UserError(
-            f"the verdicts of {judge!r} are not of the turns of {run.path}",
-            f"judge it again: python -m ia_mech.judge run {run.path} --name {judge} --replace",
-        )
-    if responses != EVERY:
-        cut_off = turns["response_cut_off"].fillna(False).astype(bool)
-        turns = turns[cut_off == (responses == CUT_OFF)]
-    messages = run.contexts.set_index("context_id")["messages"]
-    found = {}
-    for number, category in enumerate(NAMES):
-        of = turns[turns["category"] == category]
-        order = np.random.default_rng([seed, number]).permutation(len(of))
-        chosen = _varied(of.iloc[order], per_category)
-        if chosen:
-            found[category] = [_example(turn, messages[turn.context_id]) for turn in chosen]
-    return found
-
-
-def _varied(turns, count: int) -> list:
-    """The first turns of as many sources, then of as many texts, then any."""
-    rest, chosen = list(turns.itertuples(index=False)), []
-    for same in ("source_id", "text", None):
-        left = []
-        for turn in rest:
-            known = same and getattr(turn, same) in {getattr(c, same) for c in chosen}
-            (left if known or len(chosen) >= count else chosen).append(turn)
-        rest = left
-    return chosen
-
-
-def _example(turn, messages) -> Example:
-    return Example(
-        context_id=turn.context_id,
-        source_id=turn.source_id,
-        dataset=turn.dataset,
-        temperature=turn.temperature,
-        sample=turn.sample,
-        cut_off=bool(turn.response_cut_off),
-        query=messages[-2]["content"],
-        response=messages[-1]["content"],
-        turn=turn.text,
-        rationale=turn.rationale or "",
-    )
-
-
-def print_examples(console: Console, examples: dict[str, list[Example]], of: str = "") -> None:
-    """Show examples, each on four lines; ``of`` names the run where several are shown."""
-    heading = f"examples of {escape(one_line(of))}" if of else "examples"
-    console.print(f"\n[bold]{heading}[/] (drawn by seed, not chosen)", soft_wrap=True)
-    for category, turns in examples.items():
-        console.print(f"[bold]{category}[/]")
-        for example in turns:
-            temperature = f"T = {example.temperature:g}" if example.temperature else "greedy"
-            flag = " † cut off" if example.cut_off else ""
-            for line in (
-                f"  {_text(example.context_id, 40)} · {temperature}",
-                f"    query:     {_text(example.query, 90)}",
-                f"    response:  {_text(example.response, 90)}{flag}",
-                f"    [bold]user turn:[/] {_text(example.turn, 160) or '(empty)'}",
-                f"    because:   {_text(example.rationale, 160) or '–'}",
-            ):
-                console.print(line, soft_wrap=True)
-
-
-def _text(text: str, width: int) -> str:
-    return escape(one_line(text, width))
-
+from ia_mech.stats import IMPOSSIBLE, Estimate
 
 TESTS = {  # Paired.test
     "mover and sign flip": "the larger of that by sign flips of whole sources and of where MOVER's "
@@ -151,35 +29,38 @@ TESTS = {  # Paired.test
 }
 
 
-def notes_of(judged: Judged, rows: list[Row]) -> list[str]:
+def notes_of(judged: Judged, estimates: pd.DataFrame) -> list[str]:
     """What has to be known to read the tables, each on a line."""
+    quantities = set(estimates["quantity"])
     notes = [
-        f"Δ: mean over sources; {_tests(rows)}; detectable Δ: found with {POWER:.0%} power in one "
-        "comparison, uncorrected. any of n: contexts with a genuine turn among n samples, unbiased "
-        "over subsets (pass@k); (a/b): only a of b contexts have n samples that were assessed."
+        f"Δ: mean over sources; {_tests(estimates)}; detectable Δ: found with {POWER:.0%} power in "
+        "one comparison, uncorrected. any of n: contexts with a genuine turn among n samples, "
+        "unbiased over subsets (pass@k); (a/b): only a of b contexts have n samples that were "
+        "assessed."
     ]
-    if any(row.quantity == "cut_off" for row in rows):
+    if "cut_off" in quantities:
         notes.append(
             "†: after a response that was cut off, which is a different stimulus; rates are of all "
             "turns unless the column says complete responses."
         )
-    few = _few_sources(rows)
-    if few:
-        notes.append(
-            f"fewer than {FEW_SOURCES} sources stand behind intervals of {', '.join(few)}: the "
-            f"simulations (benchmarks/coverage.md) cover {FEW_SOURCES} and more, so take these as "
-            "rough."
-        )
+    # The table says of how many annotated turns a rate by labels alone is; bounds are no interval.
+    intervals = estimates[~estimates["quantity"].isin(["follow_up_rate_bounds", "rate_annotated"])]
+    of_judge = intervals["quantity"].str.startswith("judge_")
+    named = intervals["dataset"].where(~of_judge, intervals["quantity"].str.replace("_", " "))
+    notes += few_sources(intervals.assign(dataset=named))
     if judged.record.get("caveat"):
         notes.append(judged.record["caveat"])
-    if any(row.method.startswith(IMPOSSIBLE) for row in rows):
+    if estimates["method"].str.startswith(IMPOSSIBLE).any():
         notes.append(
             "– under Rogan & Gladen: the judge says genuine less often there than it errs that way "
             "elsewhere, so the assumption fails and no rate fits."
         )
-    for reason in _unlabelled(rows):
-        notes.append(f"– under prediction-powered: {reason}, so its errors there are unknown.")
-    if any(row.quantity == "rate_rogan_gladen" for row in rows):
+    powered = estimates[estimates["quantity"] == "rate_prediction_powered"]
+    absent = powered.loc[powered["value"].isna(), "method"].str.split(";").str[0]
+    for reason in absent[~absent.str.startswith(IMPOSSIBLE)].unique():
+        why = reason.removeprefix("undefined: ")
+        notes.append(f"– under prediction-powered: {why}, so its errors there are unknown.")
+    if "rate_rogan_gladen" in quantities:
         notes.append(
             "Rogan & Gladen assumes that the judge errs alike in all rows of a table, labelled or "
             f"not; the prediction-powered rate needs {MIN_ANNOTATED} annotated turns of "
@@ -198,66 +79,36 @@ def notes_of(judged: Judged, rows: list[Row]) -> list[str]:
     return notes + judged.notes
 
 
-def _tests(rows: list[Row]) -> str:
+def _tests(estimates: pd.DataFrame) -> str:
     """Which tests gave the p values, and how they were corrected."""
-    own, pooled = comparisons(rows)
-    counts = Counter(row.test for row in rows if not np.isnan(row.p))
-    if not counts:
+    own, pooled = comparisons(estimates)
+    counts = estimates.loc[estimates["p"].notna(), "test"].value_counts(sort=False)
+    if counts.empty:
         return "nothing could be tested"
-    how = [TESTS.get(test, str(test)) for test in counts]
+    how = [TESTS.get(test, test) for test in counts.index]
     if len(counts) > 1:
-        how = [f"{text} ({count})" for text, count in zip(how, counts.values(), strict=True)]
+        how = [f"{text} ({count})" for text, count in zip(how, counts, strict=True)]
     text = f"p: {', '.join(how)}, Holm-corrected over {own} comparison{'' if own == 1 else 's'}"
     return text + (f" and, as a family of its own, over the {pooled} of (all)" if pooled else "")
-
-
-def _few_sources(rows: list[Row]) -> list[str]:
-    """What rests on fewer sources than were simulated: datasets, and the judge's error rates."""
-    few = [
-        row
-        for row in rows
-        if row.sources < FEW_SOURCES
-        # The table says of how many annotated turns a rate by labels alone is.
-        and row.quantity not in ("follow_up_rate_bounds", "rate_annotated")
-        and not (np.isnan(row.low) and np.isnan(row.p))
-    ]
-    names = (
-        row.quantity.replace("_", " ") if row.quantity.startswith("judge_") else row.dataset
-        for row in few
-    )
-    return list(dict.fromkeys(names))
-
-
-def _unlabelled(rows: list[Row]) -> list[str]:
-    """Why there are no prediction-powered rates where there are none."""
-    found = (
-        row.method.split(";")[0].removeprefix("undefined: ")
-        for row in rows
-        if row.quantity == "rate_prediction_powered"
-        and np.isnan(row.value)
-        and not row.method.startswith(IMPOSSIBLE)
-    )
-    return list(dict.fromkeys(found))
 
 
 CURVE = 5  # points of a reach curve that fit on a line
 
 
-def print_rates(screen: Console, judged: Judged, rows: list[Row]) -> None:
+def print_rates(screen: Console, judged: Judged, estimates: pd.DataFrame) -> None:
     """The tables of every model and perturbation, then what has to be said of them.
 
     Args:
         screen: where to; it is widened to hold a table's intervals on one line.
-        judged: what the rows are of.
-        rows: the estimates.
+        judged: what the estimates are of.
+        estimates: the table of :func:`ia_mech.rates.compute.estimates`.
     """
-    level = f"{rows[0].level * 100:g}%"
-    subjects = list(dict.fromkeys((r.model, r.weights_hash, r.perturbation) for r in rows))
-    for model, weights, perturbation in subjects:
-        subject = (model, weights, perturbation)
-        figures = Figures([r for r in rows if (r.model, r.weights_hash, r.perturbation) == subject])
+    level = f"{estimates['level'].iloc[0] * 100:g}%"
+    hashes = estimates.groupby("model")["weights_hash"].nunique()
+    for (model, weights, perturbation), own in estimates.groupby(SUBJECT):
+        figures = Lookup(own)
         name = one_line(model, 60)
-        if len({other for same, other, _ in subjects if same == model}) > 1:
+        if hashes[model] > 1:
             name += f" ({weights})"
         if perturbation != "none":
             name += f" · perturbation {one_line(perturbation, 60)}"
@@ -274,14 +125,71 @@ def print_rates(screen: Console, judged: Judged, rows: list[Row]) -> None:
         if figures.annotated:
             _show(screen, _corrected_table(figures, "follow-up rate, corrected for judge errors"))
             _say_errors(screen, figures, judged.annotator)
-    for note in notes_of(judged, rows):
+    for note in notes_of(judged, estimates):
         screen.print(escape(note), soft_wrap=True)
+
+
+class Lookup:
+    """The estimates of one model and perturbation, found by what they are of.
+
+    Attributes:
+        lines: (dataset, temperature) of every line of a table, in order.
+        curves: likewise, of the reach curves; temperature None is all of them.
+        curve: the n that any curve has; [0] without curves.
+        categories: those with a turn in any line, in the rubric's order.
+        annotated: whether there are labels to correct rates by.
+    """
+
+    def __init__(self, estimates: pd.DataFrame) -> None:
+        self._frame = estimates
+        keys = estimates[["dataset", "temperature", "quantity", "category", "n_samples"]]
+        keys = keys.astype(object).where(keys.notna(), None).itertuples(index=False, name=None)
+        self._rows = dict(zip(keys, estimates.itertuples(index=False), strict=True))
+        self.lines = self._places("follow_up_rate")
+        self.curves = self._places("reach")
+        self.curve = sorted({n for *_, n in self._rows if n is not None}) or [0]
+        profile = estimates[(estimates["quantity"] == "category_share") & (estimates["events"] > 0)]
+        self.categories = [name for name in ASSESSED if name in set(profile["category"])]
+        self.annotated = self.has("rate_rogan_gladen")
+
+    def _places(self, quantity: str) -> list[tuple[str, float | None]]:
+        return list(dict.fromkeys((d, t) for d, t, name, *_ in self._rows if name == quantity))
+
+    def get(
+        self,
+        dataset: str,
+        temperature: float | None,
+        quantity: str,
+        category: str | None = None,
+        n: int | None = None,
+    ) -> Any:
+        """The row, with the table's columns as attributes; None if there is none."""
+        return self._rows.get((dataset, temperature, quantity, category, n))
+
+    def overall(self, quantity: str) -> Any:
+        """A figure of all datasets and temperatures together."""
+        return self._rows[ALL, None, quantity, None, None]
+
+    def has(self, quantity: str) -> bool:
+        return bool((self._frame["quantity"] == quantity).any())
+
+    def farthest(self, dataset: str, temperature: float | None) -> Any:
+        """Reach at the largest n there is."""
+        found = (self.get(dataset, temperature, "reach", n=n) for n in reversed(self.curve))
+        return next((row for row in found if row is not None), None)
+
+    def undefined(self, quantity: str) -> str | None:
+        """Why none of a quantity's rows has a value; None if one has."""
+        found = self._frame[self._frame["quantity"] == quantity]
+        if found["value"].notna().any():
+            return None
+        return found["method"].iloc[0].split(";")[0]
 
 
 # -- tables ---------------------------------------------------------------------------------------
 
 
-def _main_table(figures: Figures, title: str) -> Table:
+def _main_table(figures: Lookup, title: str) -> Table:
     cut = figures.has("cut_off")
     most = {row.n_samples for place in figures.lines if (row := figures.farthest(*place))}
     names = ["contexts", "turns", "follow-up rate", "complete responses" if cut else None]
@@ -299,11 +207,11 @@ def _main_table(figures: Figures, title: str) -> Table:
         cells = [
             str(every.contexts),
             str(every.rows) + (f" († {cut_off.events})" if cut_off else ""),
-            rate.estimate.text(),
+            _estimate(rate),
         ]
         if cut:
             complete = complete or rate
-            cells.append(f"{complete.estimate.text()} of {complete.rows}")
+            cells.append(f"{_estimate(complete)} of {complete.rows}")
         reach = figures.farthest(dataset, temperature)
         cells += [
             _signed(difference) if difference else "–",
@@ -315,7 +223,7 @@ def _main_table(figures: Figures, title: str) -> Table:
     return table
 
 
-def _unassessed_table(figures: Figures, title: str) -> Table:
+def _unassessed_table(figures: Lookup, title: str) -> Table:
     """Lines where the judge couldn't assess some turns or failed on them."""
     table = _table(title, ["turns", "can't assess", "judge failed", "rate if none … all genuine"])
     there = [at for at in figures.lines if figures.get(*at, "follow_up_rate_bounds")]
@@ -328,7 +236,7 @@ def _unassessed_table(figures: Figures, title: str) -> Table:
     return table
 
 
-def _profile_table(figures: Figures, title: str) -> Table:
+def _profile_table(figures: Lookup, title: str) -> Table:
     found = figures.categories
     table = _table(title, [SHORT[name] for name in found])
     for dataset, temperature, first in _lines(figures.lines):
@@ -337,7 +245,7 @@ def _profile_table(figures: Figures, title: str) -> Table:
     return table
 
 
-def _reach_table(figures: Figures, title: str) -> Table:
+def _reach_table(figures: Lookup, title: str) -> Table:
     own = max((r.n_samples for at in figures.lines if (r := figures.farthest(*at))), default=1)
     points = curve_points(own, max(figures.curve))
     table = _table(title, [f"n = {n}" for n in points])
@@ -347,16 +255,17 @@ def _reach_table(figures: Figures, title: str) -> Table:
     return table
 
 
-def _reach(figures: Figures, row: Row | None) -> str:
+def _reach(figures: Lookup, row: Any | None) -> str:
     """The estimate; where some contexts have fewer samples than n, how many it is of."""
     if row is None:
         return "–"
-    contexts = figures.get(row.dataset, row.temperature, "reach", n=1).contexts
+    temperature = None if np.isnan(row.temperature) else row.temperature
+    contexts = figures.get(row.dataset, temperature, "reach", n=1).contexts
     fewer = f" ({row.contexts}/{contexts})" if row.contexts < contexts else ""
-    return row.estimate.text() + fewer
+    return _estimate(row) + fewer
 
 
-def _corrected_table(figures: Figures, title: str) -> Table:
+def _corrected_table(figures: Lookup, title: str) -> Table:
     table = _table(
         title, ["by the judge", "by the labels alone", "Rogan & Gladen", "prediction-powered"]
     )
@@ -368,7 +277,7 @@ def _corrected_table(figures: Figures, title: str) -> Table:
                 *("rate_rogan_gladen", "rate_prediction_powered"),
             )
         ]
-        cells = [row.estimate.text() if row else "–" for row in found]
+        cells = [_estimate(row) if row else "–" for row in found]
         if found[1] and not np.isnan(found[1].value):
             cells[1] += f" of {found[1].rows}"
         _add(table, dataset, temperature, first, cells)
@@ -406,7 +315,7 @@ def _show(screen: Console, table: Table) -> None:
     screen.print(table)
 
 
-def _lines(pairs: list[tuple]) -> list[tuple[str, float | None, bool]]:
+def _lines(pairs: Sequence[tuple]) -> list[tuple[str, float | None, bool]]:
     """(dataset, temperature, whether the dataset has to be named on this line)."""
     return [(d, t, i == 0 or pairs[i - 1][0] != d) for i, (d, t) in enumerate(pairs)]
 
@@ -414,7 +323,12 @@ def _lines(pairs: list[tuple]) -> list[tuple[str, float | None, bool]]:
 # -- cells ----------------------------------------------------------------------------------------
 
 
-def _signed(row: Row) -> str:
+def _estimate(row: Any) -> str:
+    """``0.42 [0.31, 0.55]``."""
+    return Estimate(row.value, row.low, row.high, row.sources).text()
+
+
+def _signed(row: Any) -> str:
     """``+0.12 [-0.02, +0.25]``."""
     if np.isnan(row.value):
         return "–"
@@ -427,7 +341,7 @@ def _p(p: float) -> str:
     return "–" if np.isnan(p) else "<0.001" if p < 0.001 else f"{p:.3f}"
 
 
-def _percent(row: Row) -> str:
+def _percent(row: Any) -> str:
     """The share, and its interval on a second line: eight of them stand side by side."""
 
     def text(share: float) -> str:
@@ -444,20 +358,104 @@ def _percent(row: Row) -> str:
 # -- notes ----------------------------------------------------------------------------------------
 
 
-def _say_absent(screen: Console, figures: Figures) -> None:
+def _say_absent(screen: Console, figures: Lookup) -> None:
     absent = [name for name in ASSESSED if name not in figures.categories]
     if absent:
         screen.print(f"none is {', '.join(absent)}", soft_wrap=True)
 
 
-def _say_errors(screen: Console, figures: Figures, annotator: str | None) -> None:
+def _say_errors(screen: Console, figures: Lookup, annotator: str | None) -> None:
     found = [figures.overall(f"judge_{name}") for name in ("sensitivity", "specificity")]
     turns = sum(row.rows for row in found)
     texts = [
-        f"{name} {row.estimate.text()} ({row.rows} turns)"
+        f"{name} {_estimate(row)} ({row.rows} turns)"
         for name, row in zip(("sensitivity", "specificity"), found, strict=True)
     ]
     line = f"against {annotator}'s labels of {turns} turns: {', '.join(texts)}"
     undefined = figures.undefined("rate_rogan_gladen")
     line += f"; Rogan & Gladen: {undefined}" if undefined else ""
     screen.print(escape(line + "."), soft_wrap=True)
+
+
+# -- turns to read --------------------------------------------------------------------------------
+
+
+def examples_by_category(
+    run: Run, judge: str, per_category: int = 3, seed: int = 0, *, responses: str = EVERY
+) -> pd.DataFrame:
+    """Turns of every category that the judge found, drawn by a seeded generator.
+
+    The turns of a category are shuffled; turns of a source that isn't there yet come first, then
+    those whose text isn't, so that one prompt or one loop doesn't fill a category. A category's
+    draw doesn't depend on what other categories hold.
+
+    Args:
+        run: a judged run.
+        judge: whose verdicts (the first of repeated ones).
+        per_category: how many at most.
+        seed: of the draw.
+        responses: after which responses the turns come: ``all``, ``complete`` or ``cut-off`` ones.
+
+    Returns:
+        Rows of ``run.generations`` with ``category``, ``rationale``, ``query`` and ``response``, in
+        the order of the rubric.
+
+    Raises:
+        UserError: no such judge has judged this run, or not these turns.
+    """
+    verdicts = run.labels.judgements(judge)
+    verdicts = verdicts[(verdicts["repeat"] == 0) & (verdicts["status"] == JUDGED)]
+    turns = run.generations.merge(verdicts[[*KEY, "category", "rationale"]], on=list(KEY))
+    if len(turns) != len(verdicts):
+        raise UserError(
+            f"the verdicts of {judge!r} are not of the turns of {run.path}",
+            f"judge it again: python -m ia_mech.judge run {run.path} --name {judge} --replace",
+        )
+    if responses != EVERY:
+        cut_off = turns["response_cut_off"].fillna(False).astype(bool)
+        turns = turns[cut_off == (responses == CUT_OFF)]
+    drawn = []
+    for number, category in enumerate(NAMES):
+        of = turns[turns["category"] == category]
+        shuffled = of.iloc[np.random.default_rng([seed, number]).permutation(len(of))]
+        drawn.append(_varied(shuffled, per_category))
+    found = pd.concat(drawn)
+    messages = found["context_id"].map(run.contexts.set_index("context_id")["messages"])
+    for name, at in (("query", -2), ("response", -1)):
+        found[name] = [message[at]["content"] for message in messages]
+    return found
+
+
+def _varied(turns: pd.DataFrame, count: int) -> pd.DataFrame:
+    """The first turns of as many sources, then of as many texts, then any."""
+    chosen: list[int] = []
+    for same in ("source_id", "text", None):
+        for at in range(len(turns)):
+            if len(chosen) == count or at in chosen:
+                continue
+            if same is None or turns[same].iloc[at] not in set(turns[same].iloc[chosen]):
+                chosen.append(at)
+    return turns.iloc[chosen]
+
+
+def print_examples(screen: Console, examples: pd.DataFrame, of: str = "") -> None:
+    """Show examples, each on five lines; ``of`` names the run where several are shown."""
+    heading = f"examples of {escape(one_line(of))}" if of else "examples"
+    screen.print(f"\n[bold]{heading}[/] (drawn by seed, not chosen)", soft_wrap=True)
+    for category, turns in examples.groupby("category", sort=False):
+        screen.print(f"[bold]{category}[/]")
+        for turn in turns.itertuples():
+            temperature = f"T = {turn.temperature:g}" if turn.temperature else "greedy"
+            flag = " † cut off" if turn.response_cut_off else ""
+            for line in (
+                f"  {_text(turn.context_id, 40)} · {temperature}",
+                f"    query:     {_text(turn.query, 90)}",
+                f"    response:  {_text(turn.response, 90)}{flag}",
+                f"    [bold]user turn:[/] {_text(turn.text, 160) or '(empty)'}",
+                f"    because:   {_text(turn.rationale or '', 160) or '–'}",
+            ):
+                screen.print(line, soft_wrap=True)
+
+
+def _text(text: str, width: int) -> str:
+    return escape(one_line(text, width))

@@ -46,15 +46,15 @@ def rogan_gladen(
     Epidemiol. 107:71). The judge must err alike on the annotated rows and on all of them: annotate
     rows of the same kind, and weigh them by their inverse inclusion probabilities.
 
-    The interval is a percentile interval of the whole formula: sources are drawn with replacement,
-    and with each come its rows and its annotations, so that the uncertainty of the rate, of both
-    error rates and of what they share is in it; the level asked for is widened for the number of
-    sources (``resampling.widened``). Where the data show no error of a kind (no false alarm among
-    the annotations, say) a bootstrap would take the judge for perfect in it: one made-up source
-    with nothing else then joins the draw. The 97.5th percentile of how often it is drawn is three
-    times, so that this is the "rule of three" on sources. A resample in which the judge is no
-    better than chance could be anything: it counts as 0 for the lower end and as 1 for the upper.
-    Near zero that makes the interval wide, and :func:`prediction_powered` the better estimate.
+    The interval is a percentile interval of the whole formula: sources are drawn with their rows
+    and annotations, so that the uncertainty of the rate, of both error rates and of what they share
+    is in it; the level is widened for the number of sources (``resampling.widened``). Where the
+    data show no error of a kind (no false alarm among the annotations, say) a bootstrap would take
+    the judge for perfect in it: one made-up source with nothing else then joins the draw. The
+    97.5th percentile of how often it is drawn is three times, so that this is the "rule of three"
+    on sources. A resample in which the judge is no better than chance could be anything: it counts
+    as 0 for the lower end and as 1 for the upper. Near zero that makes the interval wide, and
+    :func:`prediction_powered` the better estimate.
 
     Args:
         predicted: ``[n]`` the judge's verdict on every row, 0 or 1; NaN (no verdict) is left out.
@@ -69,12 +69,11 @@ def rogan_gladen(
         clip: keep the estimate within [0, 1]; unclipped it is unbiased, but may be negative.
 
     Returns:
-        The corrected rate; ``sources`` are those of all rows. With one source, or if no resample
-        differs, it has no interval, and ``method`` says so. It is NaN, and ``method`` says so, if
-        sensitivity or specificity can't be had or sum to 1 or less: then the judge's verdicts carry
-        no information about the truth, or the wrong way round, and no correction can add any. With
-        ``clip`` it is also NaN (:data:`IMPOSSIBLE`) if the whole interval lies outside [0, 1]: a
-        rate well below the judge's own false-alarm rate shows that it doesn't err alike on both.
+        The corrected rate; ``sources`` are those of all rows. Without an interval with one source,
+        or if no resample differs. NaN, with the reason in ``method``, if sensitivity or specificity
+        can't be had or sum to 1 or less: no correction can add the information that the verdicts
+        lack. With ``clip`` also NaN (:data:`IMPOSSIBLE`) if the whole interval lies outside [0, 1]:
+        a rate well below the judge's own false-alarm rate shows that it doesn't err alike on both.
 
     Raises:
         ValueError: lengths differ, or a verdict or annotation is neither 0, 1 nor NaN.
@@ -118,29 +117,12 @@ def prediction_powered(
     mean whatever the number of annotations that came in. Unlike Rogan & Gladen's it needs no judge
     better than chance; a poor judge only makes it wide.
 
-    The interval is a percentile interval, whole sources drawn with their rows and annotations as in
-    :func:`rogan_gladen`, unseen kinds of error and widened level included.
-
-    Args:
-        predicted: ``[n]`` the judge's verdict on every row, 0 or 1; NaN (no verdict) is left out.
-        sources: ``[n]`` their sources.
-        truth: ``[m]`` the annotation of the annotated rows, 0 or 1; NaN is left out.
-        truth_prediction: ``[m]`` the judge's verdict on them.
-        truth_sources: ``[m]`` their sources.
-        inclusion: ``[m]`` the probability with which each row was chosen for annotation, in (0, 1].
-        level: coverage.
-        resamples: bootstrap samples.
-        seed: of the resampling.
-        clip: keep the estimate within [0, 1]; unclipped it is unbiased, but may be negative.
-
-    Returns:
-        The corrected rate; ``sources`` are those of all rows; NaN without rows or annotations, and
-        as in :func:`rogan_gladen` if the whole interval lies outside [0, 1]; without an interval
-        where that has none.
+    Arguments, interval and result are those of :func:`rogan_gladen`, but for
+    ``inclusion``: ``[m]`` the probability with which each row was chosen for annotation, in (0, 1].
+    NaN without rows or annotations.
 
     Raises:
-        ValueError: lengths differ, an inclusion probability lies outside (0, 1], or a verdict or
-            annotation is neither 0, 1 nor NaN.
+        ValueError: as there, or an inclusion probability lies outside (0, 1].
     """
     check_level(level)
     chances = as_column(inclusion, len(np.asarray(inclusion)), "inclusion")

@@ -1,7 +1,4 @@
-"""An estimate with its interval, and the intervals that have a formula.
-
-Everything here is about one rate or the text of one number; what resamples is in ``clusters``.
-"""
+"""An estimate with its interval, and the intervals of one mean or rate that have a formula."""
 
 from dataclasses import dataclass
 
@@ -152,54 +149,34 @@ def student(table: np.ndarray, level: float) -> tuple[float, float]:
     return spread.mean - spread.reach(level), spread.mean + spread.reach(level)
 
 
-def effective_rows(spread: Spread, rows: float, level: float, freedom: float) -> float:
-    """How many independent trials a clustered rate is worth, less what finding that out costs.
-
-    ``rate * (1 - rate) / variance``, no more than the rows there are, times the squared ratio of
-    the Student quantiles for ``rows - 1`` and ``freedom`` degrees of freedom (Korn & Graubard 1998,
-    Survey Methodology 24:193): a variance from few sources is itself uncertain.
-    """
-    rate, quantile = spread.mean, (1 + level) / 2
-    size = rows if spread.variance == 0 else min(rows, rate * (1 - rate) / spread.variance)
-    known = stdtrit(max(rows - 1, freedom), quantile)
-    return float(size * (known / stdtrit(freedom, quantile)) ** 2)
-
-
 def clustered_wilson(table: np.ndarray, rows: float, level: float) -> tuple[float, float]:
     """Score interval of a rate with the effective number of rows in place of the number of rows.
 
-    The degrees of freedom are those of :func:`spread_between`, not the number of sources as in Korn
-    & Graubard; that is what keeps coverage at rates of a few percent. For score intervals with
-    effective sample sizes see Dean & Pagano (2015), J. Surv. Stat. Methodol. 3:484, and Franco et
-    al. (2019), ibid. 7:334.
+    The effective number is ``rate * (1 - rate) / variance``, no more than the rows there are, times
+    the squared ratio of the Student quantiles for ``rows - 1`` and the variance's degrees of
+    freedom, since a variance from few sources is itself uncertain (Korn & Graubard 1998, Survey
+    Methodology 24:193). The degrees of freedom are those of :func:`spread_between`, not the number
+    of sources as in Korn & Graubard; that is what keeps coverage at rates of a few percent. For
+    score intervals with effective sample sizes see Dean & Pagano (2015), J. Surv. Stat. Methodol.
+    3:484, and Franco et al. (2019), ibid. 7:334.
 
     Args:
         table: ``[sources, 2]`` sums of weighted events and of weights; at least two sources.
         rows: number of rows, or Kish's effective number if their weights differ.
         level: coverage.
     """
-    spread = spread_between(table)
-    size = effective_rows(spread, rows, level, spread.freedom)
-    return wilson(spread.mean * size, size, level)
-
-
-def korn_graubard(table: np.ndarray, rows: float, level: float) -> tuple[float, float]:
-    """Clopper & Pearson's interval with the effective number of rows (Korn & Graubard 1998).
-
-    Args:
-        table: ``[sources, 2]`` sums of weighted events and of weights; at least two sources.
-        rows: number of rows, or Kish's effective number if their weights differ.
-        level: coverage.
-    """
-    spread = spread_between(table)
-    size = effective_rows(spread, rows, level, spread.sources - 1)
-    return clopper_pearson(spread.mean * size, size, level)
+    spread, quantile = spread_between(table), (1 + level) / 2
+    rate, freedom = spread.mean, spread.freedom
+    size = rows if spread.variance == 0 else min(rows, rate * (1 - rate) / spread.variance)
+    known = stdtrit(max(rows - 1, freedom), quantile)
+    size = float(size * (known / stdtrit(freedom, quantile)) ** 2)
+    return wilson(rate * size, size, level)
 
 
 def rate_ends(
     table: np.ndarray, rows: float, independent: bool, level: float
 ) -> tuple[float, float, str]:
-    """The interval that a rate gets when nobody asks for another; see ``cluster_mean``.
+    """The interval of a rate; see ``cluster_mean`` for which one it is.
 
     Args:
         table: ``[sources, 2]`` sums of weighted events and of weights.

@@ -116,36 +116,6 @@ def widened(level: float, sources: int) -> float:
     return float(1 - 2 * norm.sf(min(quantile, 8.0)))  # two sources ask for all there is
 
 
-def percentile_ends(replicates: np.ndarray, level: float) -> tuple[float, float]:
-    """Ends of the percentile interval (Efron 1979) of ``[resamples]`` replicates."""
-    low, high = np.quantile(replicates, [(1 - level) / 2, (1 + level) / 2])
-    return float(low), float(high)
-
-
-def bca_ends(
-    replicates: np.ndarray, value: float, jackknife: np.ndarray, level: float
-) -> tuple[float, float]:
-    """Ends of the bias-corrected and accelerated interval (Efron 1987, JASA 82:171).
-
-    Args:
-        replicates: ``[resamples]`` the statistic on each resample.
-        value: the statistic on the data.
-        jackknife: ``[sources]`` the statistic with one source left out.
-        level: coverage.
-    """
-    below = (replicates < value).mean() + (replicates == value).mean() / 2
-    if below in (0.0, 1.0):  # value lies outside all replicates: nothing to correct by
-        return percentile_ends(replicates, level)
-    bias = norm.ppf(below)
-    deviation = jackknife.mean() - jackknife
-    spread = (deviation**2).sum()
-    acceleration = 0.0 if spread == 0 else (deviation**3).sum() / (6 * spread**1.5)
-    shifted = bias + norm.ppf([(1 - level) / 2, (1 + level) / 2])
-    slowed = np.maximum(1 - acceleration * shifted, 1e-6)  # negative, it would swap the ends
-    low, high = np.quantile(replicates, norm.cdf(bias + shifted / slowed))
-    return float(low), float(high)
-
-
 def all_alike(replicates: np.ndarray) -> bool:
     """Whether no replicate differs from another by more than rounding.
 
@@ -156,26 +126,18 @@ def all_alike(replicates: np.ndarray) -> bool:
 
 
 def bootstrap_estimate(
-    value: float,
-    replicates: np.ndarray,
-    jackknife: np.ndarray,
-    sources: int,
-    level: float,
-    method: str,
+    value: float, replicates: np.ndarray, sources: int, level: float
 ) -> Estimate:
-    """The interval that replicates give, or why they give none.
+    """The percentile interval (Efron 1979) of replicates, or why there is none.
 
-    None if the statistic is NaN, on the data or on more than a tenth of the resamples (fewer are
-    left out), and none if no resample differs (:func:`all_alike`).
+    There is none if the statistic is NaN, on the data or on more than a tenth of the resamples
+    (fewer are left out), and none if no resample differs (:func:`all_alike`).
 
     Args:
         value: the statistic on the data.
         replicates: ``[resamples]`` the statistic on each resample; may hold NaN.
-        jackknife: ``[sources]`` the statistic with one source left out; only ``bca`` looks at it.
         sources: how many there are, at least 2.
-        level: coverage.
-        method: ``percentile`` and ``bca`` are at exactly that level, ``auto`` is the percentile
-            interval at a level :func:`widened` for the number of sources.
+        level: coverage; it is :func:`widened` for the number of sources.
     """
     defined = replicates[~np.isnan(replicates)]
     reason = ""
@@ -187,8 +149,6 @@ def bootstrap_estimate(
         reason = NONE_DIFFERS
     if reason:
         return Estimate(value, np.nan, np.nan, sources, reason)
-    if method == "bca":
-        low, high = bca_ends(defined, value, jackknife[~np.isnan(jackknife)], level)
-        return Estimate(value, low, high, sources, method)
-    low, high = percentile_ends(defined, widened(level, sources) if method == "auto" else level)
-    return Estimate(value, low, high, sources, "percentile")
+    wide = widened(level, sources)
+    low, high = np.quantile(defined, [(1 - wide) / 2, (1 + wide) / 2])
+    return Estimate(value, float(low), float(high), sources, "percentile")

@@ -1,11 +1,155 @@
 """The embedded judge: offline, deterministic, explainable, and a heuristic.
 
-Plain rules settle what they can settle (empty and looping turns, thinking markers, closings,
-copies); the rest goes to a small multinomial logistic regression on features of the
-three texts (``features.py``), fitted on annotated turns and shipped as numbers in ``model.json``.
-``CARD.md`` says on what it was fitted and how well it does.
+Plain rules settle clear cases (empty and looping turns, thinking markers, closings, copies); the
+rest goes to a small multinomial logistic regression on features of the three texts
+(``features.py``), fitted on annotated turns and shipped as numbers in ``model.json``. ``CARD.md``
+has what it was fitted on and how good it is.
 """
 
-from ia_mech.judge.rules.judge import RulesJudge
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import version
+from importlib.resources import files
+from typing import Any
 
-__all__ = ["RulesJudge"]
+import numpy as np
+
+from ia_mech.judge.rubric import VERSION
+from ia_mech.judge.rules.features import (
+    FUNCTION_WORDS,
+    clear_case,
+    content,
+    measure,
+    stem,
+    words,
+)
+from ia_mech.judge.verdict import Item, Verdict
+
+MODEL = "model.json"
+CODE = ("features.py", "__init__.py")
+
+
+@dataclass(frozen=True)
+class Classifier:
+    """Multinomial logistic regression on standardised features.
+
+    Attributes:
+        features: names, in the order of the columns.
+        classes: categories, in the order of the rows.
+        mean, scale: ``[features]``, of the training turns.
+        coefficients: ``[classes, features]``; intercepts: ``[classes]``.
+    """
+
+    features: tuple[str, ...]
+    classes: tuple[str, ...]
+    mean: np.ndarray
+    scale: np.ndarray
+    coefficients: np.ndarray
+    intercepts: np.ndarray
+
+    @classmethod
+    def from_json(cls, content: dict[str, Any]) -> "Classifier":
+        arrays = {
+            key: np.array(content[key]) for key in ("mean", "scale", "coefficients", "intercepts")
+        }
+        return cls(tuple(content["features"]), tuple(content["classes"]), **arrays)
+
+    def probabilities(self, features: dict[str, float]) -> np.ndarray:
+        """``[classes]``."""
+        logits = self.coefficients @ self.standardised(features) + self.intercepts
+        odds = np.exp(logits - logits.max())
+        return odds / odds.sum()
+
+    def standardised(self, features: dict[str, float]) -> np.ndarray:
+        """``[features]``, in training standard deviations from the training mean."""
+        return (np.array([features[name] for name in self.features]) - self.mean) / self.scale
+
+
+@cache
+def _shipped() -> tuple[Classifier, dict[str, Any], dict[str, Any]]:
+    """The classifier, what decides a verdict, and the record of the fit."""
+    folder = files("ia_mech.judge.rules")
+    model = json.loads((folder / MODEL).read_bytes())
+    code = hashlib.sha256()
+    for name in CODE:
+        code.update((folder / name).read_bytes())
+    identity = {
+        "model": hashlib.sha256((folder / MODEL).read_bytes()).hexdigest()[:16],
+        "code": code.hexdigest()[:16],
+        "libraries": {name: version(name) for name in ("rapidfuzz", "snowballstemmer")},
+    }
+    return Classifier.from_json(model), identity, model
+
+
+class RulesJudge:
+    """Clear cases by rule, others by the fitted classifier, with the evidence; see the package."""
+
+    paid = False
+
+    def __init__(self) -> None:
+        self._classifier, decisive, about = _shipped()
+        accuracy, fitted_on = about["accuracy"], about["fitted_on"]
+        self.identity = {"kind": "rules", "rubric": VERSION, **decisive}
+        self._fitted_on = frozenset(fitted_on)
+        lead, others = accuracy["lead"], accuracy["others"]
+        self.caveat = (
+            f"the rules judge is a heuristic: balanced accuracy {lead['balanced_accuracy']} on "
+            f"{lead['turns']} turns of SmolLM2 without close calls, {others['balanced_accuracy']} "
+            f"on {others['turns']} with them (ia_mech/judge/rules/CARD.md)"
+        )
+
+    def fitted_on(self, items: Sequence[Item]) -> int:
+        """How many of these the classifier was fitted on; it looks better on them than it is."""
+        return sum(item.key("", 0)[:16] in self._fitted_on for item in items)
+
+    def estimate(self, items: Sequence[Item]) -> str:
+        return ""
+
+    def judge(self, items: Sequence[Item], repeats: Sequence[int]) -> Iterator[tuple[int, Verdict]]:
+        for index, item in enumerate(items):
+            yield index, self.verdict(item)
+
+    def verdict(self, item: Item) -> Verdict:
+        """The verdict on one item."""
+        clear = clear_case(item)
+        if clear is not None:
+            category, evidence = clear
+            return Verdict(category, rationale=f"rule: {evidence}", mode="rule")
+        features = measure(item)
+        probabilities = self._classifier.probabilities(features)
+        order = np.argsort(-probabilities, kind="stable")
+        best, second = (self._classifier.classes[i] for i in order[:2])
+        rationale = (
+            f"p {probabilities[order[0]]:.2f}, {second} {probabilities[order[1]]:.2f}; for it: "
+            + "; ".join(self._evidence(features, order[0], order[1]))
+        )
+        shared = _shared_words(item)
+        if shared:
+            rationale += f"; from the response alone: {', '.join(shared)}"
+        scores = dict(
+            zip(self._classifier.classes, (round(float(p), 4) for p in probabilities), strict=True)
+        )
+        return Verdict(best, rationale=rationale, scores=scores, mode="classifier")
+
+    def _evidence(self, features: dict[str, float], best: int, second: int) -> list[str]:
+        """The three features that speak most for the verdict and against the next category."""
+        difference = self._classifier.coefficients[best] - self._classifier.coefficients[second]
+        weights = difference * self._classifier.standardised(features)
+        evidence = []
+        for i in np.argsort(-weights, kind="stable")[:3]:
+            name = self._classifier.features[i]
+            evidence.append(
+                f"{name.replace('_', ' ')} {features[name]:.2f} "
+                f"(usually {self._classifier.mean[i]:.2f})"
+            )
+        return evidence
+
+
+def _shared_words(item: Item) -> list[str]:
+    """Up to four words of the turn that the response has and the query has not."""
+    only = set(content(words(item.response))) - set(content(words(item.query)))
+    tokens = [w for w in words(item.turn) if w not in FUNCTION_WORDS and stem(w) in only]
+    return list(dict.fromkeys(tokens))[:4]

@@ -1,13 +1,10 @@
-"""Numbers that tell the categories of a user turn apart, from the three texts alone.
+"""What the rules judge reads off the three texts: rules for clear cases, numbers for the others.
 
-Each feature has a name that says what it measures; :func:`measure` is the one place that computes
-them, for judging and for fitting alike. Every one is of the turn, alone or against the two other
-texts: none is of the context alone (lengths of query and response, what kind of query it is), or
-labels would differ between contexts for reasons that a probe could read off the context.
-
-Cases that a rule settles, with the evidence it saw.
-
-Words, sentences and overlaps: what the rules judge measures with.
+:func:`clear_case` is the rules, with the evidence that they saw. :func:`measure` is the features,
+for judging and for fitting alike; each has a name that says what it measures. Every one is of the
+turn, alone or against the two other texts: none is of the context alone (lengths of query and
+response, what kind of query it is), or labels would differ between contexts for reasons that a
+probe could read off the context.
 """
 
 import math
@@ -27,7 +24,7 @@ _WORD = re.compile(r"\d+(?:[.,]\d+)*|[^\W\d_]+(?:['’][^\W\d_]+)*")
 _SENTENCE = re.compile(r"(?<=[.!?])\s+|\n+")
 _STEMMER = snowballstemmer.stemmer("english")
 
-# Words that say nothing about what a text is about.
+# Words that don't show what a text is about.
 FUNCTION_WORDS = frozenset(
     """
     a about above after again all also am an and any are as at be because been before being below
@@ -104,6 +101,8 @@ def alike(turn: str, pieces: Sequence[str]) -> float:
     return best / 100
 
 
+# -- rules -------------------------------------------------------------------------------------
+
 _MARKERS = re.compile(
     r"</?think(ing)?>|<\|channel\|>|<\|start\|>|<reasoning>|\[/?(thinking|reasoning)\]", re.I
 )
@@ -147,24 +146,7 @@ _FOREIGN = frozenset(
     het een niet van voor ik jij maar ook""".split()  # noqa: SIM905
 )
 _ADDRESSES = frozenset({"you", "your", "you're", "you'd", "you'll", "you've"})
-_OPENS_ANSWER = frozenset(
-    {
-        "i",
-        "i'm",
-        "i've",
-        "i'd",
-        "i'll",
-        "my",
-        "we",
-        "we're",
-        "our",
-        "yes",
-        "yeah",
-        "no",
-        "sure",
-        "ok",
-    }
-)
+_OPENS_ANSWER = frozenset("i i'm i've i'd i'll my we we're our yes yeah no sure ok".split())  # noqa: SIM905
 _COPY_WORDS = 4  # a copy of fewer words in a row may be chance
 
 
@@ -260,6 +242,8 @@ def _answer(tokens: list[str], item: Item) -> str | None:
         return None
     return f"opens with {opens!r} after the response ends by asking {last[-60:]!r}"
 
+
+# -- features ----------------------------------------------------------------------------------
 
 _QUESTION = re.compile(
     r"^(what|how|why|when|where|who|which|whose|is|are|was|were|do|does|did|can|could|would|will|"

@@ -1,6 +1,9 @@
 """Scores of a probe's predictions, with intervals over sources that two probes can share.
 
-Does one thing go with another: two groups of sources, and two rankings of a few things.
+A context has k positive turns of n, and one score for all of them, so its positive and negative
+turns tie. Where functions take multiplicities, those are ``[contexts, resamples]``, how often each
+context occurs in each resample, and one call scores all resamples: the order of the contexts is the
+same in all.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
@@ -8,130 +11,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import ArrayLike
-from scipy.stats import kendalltau, permutation_test
+from scipy.special import expit
 
-from ia_mech.stats.clusters import cluster_mean
-from ia_mech.stats.curves import (
-    check_outcomes,
-    concordance,
-    curves,
-    logistic_slope,
-    precision_sum,
-    rank_correlation,
-    recalled,
-)
+from ia_mech.stats.auroc import check_outcomes
 from ia_mech.stats.intervals import Estimate, check_level
-from ia_mech.stats.multiple import permutation_max
 from ia_mech.stats.resampling import as_column, bootstrap_estimate, resample_counts, source_index
 
-
-@dataclass(frozen=True)
-class Grouped:
-    """A difference between two groups of sources.
-
-    Attributes:
-        first: the rate of the rows with label 1.
-        second: that of the rows with label 0.
-        difference: first minus second, with its interval.
-        p: two-sided p value of no association; NaN where a group is empty.
-        test: how p was found; empty without one.
-    """
-
-    first: Estimate
-    second: Estimate
-    difference: Estimate
-    p: float
-    test: str
-
-
-def group_difference(
-    values: ArrayLike,
-    labels: ArrayLike,
-    sources: Iterable[Hashable],
-    *,
-    level: float = 0.95,
-    permutations: int = 2000,
-    seed: int = 0,
-) -> Grouped:
-    """Rate of the rows with label 1 minus rate of those with label 0.
-
-    The interval is MOVER's without correlation, the distances of both rates' own intervals over
-    sources put together (Newcombe 1998, Statist. Med. 17:873, method 10; Zou & Donner 2008,
-    Statist. Med. 27:1693). It says something where a group has no event, and no bootstrap does. A
-    source with rows in both groups counts in both as if it were two, which is on the safe side if
-    its rows are alike.
-
-    The p value is of the difference's size when labels change places between sources (Fisher 1935,
-    section 21; :func:`ia_mech.stats.permutation_max`). It and the interval are made separately and
-    may disagree at the margin.
-
-    Args:
-        values: ``[n]`` events (0 or 1) or shares of them; NaN is left out.
-        labels: ``[n]`` 1 or 0.
-        sources: ``[n]`` the source of each row.
-        level: coverage.
-        permutations: of labels.
-        seed: of the permutations.
-
-    Raises:
-        ValueError: lengths differ, or a value lies outside [0, 1].
-    """
-    values, labels = np.asarray(values, dtype=float), np.asarray(labels)
-    sources = np.array([*sources, None], dtype=object)[:-1]  # tuples stay what they are
-    kept = ~np.isnan(values)
-    values, labels, sources = values[kept], labels[kept], sources[kept]
-    options = {"proportion": True, "level": level, "seed": seed}
-    first, second = (
-        cluster_mean(values[labels == label], sources[labels == label], **options)
-        for label in (1, 0)
-    )
-    count = len(set(sources))
-    if not (first.sources and second.sources):
-        nothing = Estimate(np.nan, np.nan, np.nan, count, "one group is empty")
-        return Grouped(first, second, nothing, np.nan, "")
-    difference = first.value - second.value
-    down = np.hypot(first.value - first.low, second.high - second.value)
-    up = np.hypot(first.high - first.value, second.value - second.low)
-    low, high = max(difference - down, -1.0), min(difference + up, 1.0)
-
-    def size(permuted: np.ndarray) -> float:
-        one = permuted == 1
-        return abs(values[one].mean() - values[~one].mean())
-
-    test = permutation_max(size, labels, sources, permutations=permutations, seed=seed)
-    estimate = Estimate(difference, low, high, count, "mover")
-    return Grouped(first, second, estimate, float(test.p_raw[0]), "permutation of sources")
-
-
-def kendall(x: ArrayLike, y: ArrayLike) -> float:
-    """Kendall's (1945, Biometrika 33:239) rank correlation τ-b; NaN where either is constant.
-
-    Args:
-        x: ``[n]`` numbers.
-        y: ``[n]`` numbers.
-    """
-    return float(kendalltau(x, y).statistic)
-
-
-def kendall_p(x: ArrayLike, y: ArrayLike, *, permutations: int = 10_000, seed: int = 0) -> float:
-    """Two-sided p value of no rank correlation, by permuting one of both.
-
-    Exact over all ``n!`` orders if there are no more of them than ``permutations``, else over so
-    many random ones; NaN where either is constant. (SciPy's own p is exact only without ties.)
-    """
-    if np.isnan(kendall(x, y)):
-        return np.nan
-    found = permutation_test(
-        (np.asarray(x, dtype=float),),
-        lambda permuted: abs(kendall(permuted, y)),
-        permutation_type="pairings",
-        n_resamples=permutations,
-        alternative="greater",
-        rng=seed,
-    )
-    return float(found.pvalue)
-
-
+STEPS = 60  # of Newton, halved ones included; eight are usual
 CHUNK = 1 << 15  # numbers per chunk: 256 kB, which a core keeps at hand
 NARROW = 1e-6  # probabilities nearer than this to 0 or 1 would make one turn decide everything
 
@@ -160,13 +46,10 @@ class Replicated:
     bounds: tuple[float, float] = UNBOUNDED
 
     def estimate(self) -> Estimate:
-        """With its percentile interval, widened for the number of sources (``resampling``)."""
+        """With its interval, see ``resampling.bootstrap_estimate``."""
         if self.sources < 2:
             return Estimate(self.value, np.nan, np.nan, self.sources, "one source")
-        no_jackknife = np.empty(0)
-        return bootstrap_estimate(
-            self.value, self.replicates, no_jackknife, self.sources, self.level, "auto"
-        )
+        return bootstrap_estimate(self.value, self.replicates, self.sources, self.level)
 
     def __sub__(self, other: "Replicated") -> "Replicated":
         """The paired difference: both must come from the same resamples, as of one FoldScores.
@@ -193,10 +76,7 @@ class Replicated:
         Args:
             share: of the variance of scores over contexts that is chance in training, 0 to 1.
         """
-        return self.stretched(np.sqrt(1 + share))
-
-    def stretched(self, factor: float) -> "Replicated":
-        """Replicates that many times as far from their mean, within the bounds of the score."""
+        factor = np.sqrt(1 + share)
         centre = np.nanmean(self.replicates) if not np.isnan(self.replicates).all() else np.nan
         stretched = centre + (self.replicates - centre) * factor
         return replace(self, replicates=np.clip(stretched, *self.bounds))
@@ -499,3 +379,156 @@ class FoldScores:
         np.divide(quotients.sum(axis=0), number, out=means, where=number > 0)
         sources = len(self._draws)
         return Replicated(float(means[0]), means[1:], sources, self._level, bounds)
+
+
+# -- one group of contexts, all resamples ----------------------------------------------------------
+
+
+def curves(
+    scores: np.ndarray, positives: np.ndarray, negatives: np.ndarray, multiplicities: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Turns at or above each threshold: what ROC and precision-recall curves are made of.
+
+    Args:
+        scores: ``[n]`` in descending order; those that tie make one threshold.
+        positives: ``[n]`` positive turns.
+        negatives: ``[n]`` negative turns.
+        multiplicities: ``[n, resamples]``.
+
+    Returns:
+        Positive and negative turns, ``[thresholds + 1, resamples]`` each, from 0 to all.
+    """
+    ends = np.append(np.flatnonzero(scores[1:] != scores[:-1]), len(scores) - 1)
+    found = []
+    for turns in (positives, negatives):
+        sums = np.zeros((len(scores) + 1, multiplicities.shape[1]))
+        np.multiply(turns[:, None], multiplicities, out=sums[1:])
+        np.cumsum(sums[1:], axis=0, out=sums[1:])
+        found.append(sums if len(ends) == len(scores) else sums[np.append(0, ends + 1)])
+    return found[0], found[1]
+
+
+def concordance(hits: np.ndarray, misses: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Pairs of a positive and a negative turn in the right order, ties one half, and all pairs.
+
+    The area under the ROC curve by the trapezoid rule, before it is divided. ``hits`` and
+    ``misses`` are the ``[thresholds + 1, resamples]`` positive and negative turns of
+    :func:`curves`, here and below.
+    """
+    area = np.einsum("ir,ir->r", np.diff(misses, axis=0), hits[1:] + hits[:-1]) / 2
+    return area, hits[-1] * misses[-1]
+
+
+def precision_sum(hits: np.ndarray, misses: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Sum over positive turns of the precision at their threshold, and how many there are.
+
+    The quotient is the average precision as scikit-learn defines it: not interpolated, ties are one
+    threshold. It is 1 if no turn is negative.
+    """
+    turns = hits[1:] + misses[1:]
+    precision = np.divide(hits[1:], turns, out=np.zeros_like(turns), where=turns > 0)
+    return np.einsum("ir,ir->r", np.diff(hits, axis=0), precision), hits[-1]
+
+
+def recalled(
+    hits: np.ndarray, misses: np.ndarray, false_positive_rate: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """Positive turns found at a rate of false positives, and all of them.
+
+    The ROC curve is interpolated linearly, so that a tie is one segment; where it rises vertically
+    at that rate, the upper end counts. Both are 0 if no turn is negative.
+    """
+    target = false_positive_rate * misses[-1]
+    # 0.29 * 100 is less than 29: rounding must not choose the lower end of a vertical segment
+    last = (misses <= target * (1 + 1e-12)).sum(axis=0) - 1
+    following = np.minimum(last + 1, len(misses) - 1)
+    each = np.arange(len(last))
+    width = misses[following, each] - misses[last, each]
+    excess = np.maximum(target - misses[last, each], 0.0)
+    share = np.divide(excess, width, out=np.zeros_like(width), where=width > 0)
+    found = hits[last, each] + share * (hits[following, each] - hits[last, each])
+    return np.where(misses[-1] > 0, found, 0.0), np.where(misses[-1] > 0, hits[-1], 0.0)
+
+
+def centred_ranks(values: np.ndarray, multiplicities: np.ndarray) -> np.ndarray:
+    """``[n, resamples]`` mid-ranks of ``[n]`` values among rows repeated so many times, centred."""
+    _, group = np.unique(values, return_inverse=True)
+    order = np.argsort(group, kind="stable")
+    starts = np.flatnonzero(np.diff(group[order], prepend=-1))
+    sizes = np.add.reduceat(multiplicities[order], starts, axis=0)
+    upto = np.cumsum(sizes, axis=0)
+    return (upto - sizes / 2 - upto[-1] / 2)[group]
+
+
+def rank_correlation(
+    first: np.ndarray, second: np.ndarray, multiplicities: np.ndarray
+) -> np.ndarray:
+    """``[resamples]`` Spearman's (1904) correlation of ``[n]`` values; NaN if one is constant."""
+    x, y = centred_ranks(first, multiplicities), centred_ranks(second, multiplicities)
+    weighted = x * multiplicities
+    spread = np.einsum("ir,ir->r", weighted, x)
+    spread *= np.einsum("ir,ir,ir->r", y, y, multiplicities)
+    products = np.einsum("ir,ir->r", weighted, y)
+    root = np.sqrt(spread)
+    return np.divide(products, root, out=np.full(len(root), np.nan), where=root > 0)
+
+
+def logistic_slope(
+    predictor: np.ndarray, positives: np.ndarray, trials: np.ndarray, multiplicities: np.ndarray
+) -> np.ndarray:
+    """Slope of the logistic regression of turns on one predictor and an intercept.
+
+    Newton's method, its steps halved until the likelihood rises, for all resamples at once.
+
+    Args:
+        predictor: ``[n]`` finite values.
+        positives: ``[n]`` positive turns.
+        trials: ``[n]`` all turns.
+        multiplicities: ``[n, resamples]``, not all 0 in a resample.
+
+    Returns:
+        ``[resamples]``; NaN where there is none, as the predictor is constant or it separates the
+        positive from the negative turns.
+    """
+    x = predictor - predictor.mean()  # keeps the intercept from mattering to the slope's rounding
+    k, n = positives, trials
+    resamples = multiplicities.shape[1]
+    slopes = np.full(resamples, np.nan)
+    rate = k @ multiplicities / (n @ multiplicities)
+    active = np.flatnonzero((rate > 0) & (rate < 1))
+    place = np.zeros((2, len(active)))
+    place[0] = np.log(rate[active] / (1 - rate[active]))
+    step, best = np.zeros_like(place), np.full(len(active), -np.inf)
+    for _ in range(STEPS):
+        if not len(active):
+            break
+        counts = multiplicities[:, active]
+        linear = (place[0] + step[0]) + x[:, None] * (place[1] + step[1])
+        fit = expit(linear)
+        likelihood = k * linear.T - n * np.logaddexp(0, linear).T
+        likelihood = np.einsum("ri,ir->r", likelihood, counts)
+        rises = likelihood >= best - 1e-12 * np.abs(best)
+        small = (np.abs(step) <= 1e-9 * (1 + np.abs(place))).all(axis=0) & np.isfinite(best)
+        place = np.where(rises, place + step, place)
+        best = np.where(rises, likelihood, best)
+        newton, solvable = newton_step(x, k, n, fit, counts)
+        step = np.where(rises, newton, step / 2)
+        slopes[active[small]] = place[1, small]
+        going = ~small & (solvable | ~rises)
+        active, place, step, best = active[going], place[:, going], step[:, going], best[going]
+    return slopes
+
+
+def newton_step(
+    x: np.ndarray, k: np.ndarray, n: np.ndarray, fit: np.ndarray, counts: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """``[2, resamples]`` step of intercept and slope, and ``[resamples]`` whether there is one."""
+    residual = (k[:, None] - n[:, None] * fit) * counts
+    weight = n[:, None] * fit * (1 - fit) * counts
+    gradient, across = residual.sum(axis=0), x @ residual
+    flat, mixed, steep = weight.sum(axis=0), x @ weight, x**2 @ weight
+    determinant = flat * steep - mixed**2
+    solvable = determinant > 1e-12 * flat * steep
+    scale = np.where(solvable, determinant, np.inf)
+    step = np.stack([steep * gradient - mixed * across, flat * across - mixed * gradient])
+    return step / scale, solvable

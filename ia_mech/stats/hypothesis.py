@@ -1,0 +1,170 @@
+"""Tests: flipped signs, permuted labels and rankings, and Holm's correction for many of them."""
+
+from collections.abc import Callable, Hashable, Iterable
+
+import numpy as np
+from numpy.typing import ArrayLike
+from scipy.stats import kendalltau, permutation_test
+
+from ia_mech.stats.resampling import CHUNK, source_index
+
+
+def holm(p_values: ArrayLike) -> np.ndarray:
+    """Holm's step-down adjustment, which bounds the chance of any false alarm.
+
+    Holm (1979), Scand. J. Statist. 6:65. Valid under any dependence between the tests.
+
+    Args:
+        p_values: ``[m]``; NaN marks a test that wasn't made, stays NaN and isn't counted.
+
+    Returns:
+        ``[m]`` adjusted p values in the given order; reject where they are below the level.
+
+    Raises:
+        ValueError: a p value lies outside [0, 1].
+    """
+    p = np.array(p_values, dtype=float)
+    if p.ndim != 1:
+        raise ValueError(f"p values must have one dimension, not {p.ndim}")
+    made = ~np.isnan(p)
+    if ((p[made] < 0) | (p[made] > 1)).any():
+        raise ValueError("p values must lie between 0 and 1")
+    order = np.flatnonzero(made)[np.argsort(p[made], kind="stable")]
+    p[order] = np.maximum.accumulate(p[order] * np.arange(len(order), 0, -1)).clip(max=1)
+    return p
+
+
+def permutation_p(observed: ArrayLike, null: ArrayLike, slack: float = 1e-12) -> np.ndarray:
+    """How often a permuted statistic reaches the observed one.
+
+    The observed labels count as one of the permutations (Phipson & Smyth 2010), so p is never 0.
+
+    Args:
+        observed: ``[…]`` statistics; larger means more effect. NaN gives NaN.
+        null: ``[permutations, …]`` the same under each permutation; NaN counts as no effect.
+        slack: relative (absolute below 1): equal statistics may differ in the last bits after a
+            permutation, and ties count against us.
+    """
+    observed, null = np.asarray(observed, dtype=float), np.asarray(null)
+    floor = observed - slack * np.maximum(1, np.abs(observed))
+    with np.errstate(invalid="ignore"):
+        values = (1 + (null >= floor).sum(0)) / (1 + len(null))
+    return np.where(np.isnan(observed), np.nan, values)
+
+
+def source_permutation_p(
+    statistic: Callable[[np.ndarray], float],
+    labels: ArrayLike,
+    sources: Iterable[Hashable],
+    *,
+    permutations: int = 1000,
+    seed: int = 0,
+) -> float:
+    """p value of a statistic of labels when labels change places between whole sources.
+
+    Rows of a source aren't exchangeable with those of another one by one: where all rows of a
+    source share a label, shuffling within sources changes nothing, and shuffling rows pretends to
+    more independence than there is.
+
+    - If every source has one label, sources' labels are permuted, whatever the sources' sizes.
+    - Otherwise a source's labels move as a block, rows in their order, between sources of the same
+      number of rows.
+
+    Args:
+        statistic: gives a number for ``[n]`` labels; larger means more effect. A NaN counts as no
+            effect.
+        labels: ``[n]`` one entry per row.
+        sources: ``[n]`` the source of each row.
+        permutations: random permutations.
+        seed: of the permutations.
+
+    Raises:
+        ValueError: lengths differ, or no source can change places with another.
+    """
+    labels = np.asarray(labels)
+    index, count = source_index(sources)
+    if len(labels) != len(index):
+        raise ValueError(f"{len(labels)} labels but {len(index)} rows with sources")
+    if permutations < 1:
+        raise ValueError(f"permutations must be at least 1, not {permutations}")
+    rows = np.split(np.argsort(index, kind="stable"), np.cumsum(np.bincount(index))[:-1])
+    first = np.array([r[0] for r in rows])
+    constant = all((labels[r] == labels[r[0]]).all() for r in rows)
+    sizes = np.zeros(count, dtype=int) if constant else np.array([len(r) for r in rows])
+    movable = [np.flatnonzero(sizes == size) for size in np.unique(sizes)]
+    if all(len(members) < 2 for members in movable):
+        raise ValueError("no source can change places with another; there is nothing to permute")
+    rng, null = np.random.default_rng(seed), np.empty(permutations)
+    for b in range(permutations):
+        giver = np.arange(count)
+        for members in movable:
+            giver[members] = rng.permutation(members)
+        if constant:
+            permuted = labels[first[giver]][index]
+        else:
+            permuted = labels.copy()
+            for receiver, other in enumerate(giver):
+                permuted[rows[receiver]] = labels[rows[other]]
+        null[b] = statistic(permuted)
+    return float(permutation_p(statistic(labels), null))
+
+
+def sign_flip_p(differences: np.ndarray, permutations: int, seed: int) -> float:
+    """Two-sided p value of a mean difference of zero by flipping signs (Fisher 1935, section 21).
+
+    If conditions are exchangeable within a source, each difference is as likely with the other
+    sign. Sources without a difference change nothing and are left out; with k others there are
+    2^k equally likely sums, all of which are visited where that is no more than ``permutations``
+    (then p is exact), else so many random ones and the observed one (then p is never 0).
+
+    Args:
+        differences: ``[sources]``, each weighing the same.
+        permutations: how many sums to visit at most.
+        seed: of the random signs.
+    """
+    moved = differences[differences != 0]
+    k = len(moved)
+    if k == 0:
+        return 1.0
+    # Sums that are equal in exact arithmetic may differ in the last bits; they count as reached.
+    threshold = abs(moved.sum()) - 1e-10 * np.abs(moved).sum()
+    if k < 63 and 2**k <= permutations:
+        sums = np.zeros(1)
+        for difference in moved:
+            sums = np.concatenate([sums + difference, sums - difference])
+        return float((np.abs(sums) >= threshold).mean())
+    rng, reached, chunk = np.random.default_rng(seed), 0, max(1, CHUNK // k)
+    for start in range(0, permutations, chunk):
+        flipped = rng.integers(2, size=(min(chunk, permutations - start), k), dtype=np.int8)
+        sums = moved.sum() - 2 * (flipped.astype(float) @ moved)
+        reached += int((np.abs(sums) >= threshold).sum())
+    return (1 + reached) / (1 + permutations)
+
+
+def kendall(x: ArrayLike, y: ArrayLike) -> float:
+    """Kendall's (1945, Biometrika 33:239) rank correlation τ-b; NaN where either is constant.
+
+    Args:
+        x: ``[n]`` numbers.
+        y: ``[n]`` numbers.
+    """
+    return float(kendalltau(x, y).statistic)
+
+
+def kendall_p(x: ArrayLike, y: ArrayLike, *, permutations: int = 10_000, seed: int = 0) -> float:
+    """Two-sided p value of no rank correlation, by permuting one of both.
+
+    Exact over all ``n!`` orders if there are no more of them than ``permutations``, else over so
+    many random ones; NaN where either is constant. (SciPy's own p is exact only without ties.)
+    """
+    if np.isnan(kendall(x, y)):
+        return np.nan
+    found = permutation_test(
+        (np.asarray(x, dtype=float),),
+        lambda permuted: abs(kendall(permuted, y)),
+        permutation_type="pairings",
+        n_resamples=permutations,
+        alternative="greater",
+        rng=seed,
+    )
+    return float(found.pvalue)

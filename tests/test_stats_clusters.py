@@ -1,0 +1,169 @@
+"""Cluster bootstraps: one resample at a time, all at once, and a loop over rows agree."""
+
+import tracemalloc
+from functools import partial
+
+import numpy as np
+import pytest
+
+from ia_mech.stats import alpha_of, cluster_counts, cluster_statistic, kappa_of
+from ia_mech.stats.resampling import resample_sums, widened
+
+LABELS = 4
+
+
+def raters(seed, rows=120, missing=0.0):
+    """``[rows, 3]`` labels that agree more often than not (NaN where missing), sources, weights."""
+    rng = np.random.default_rng(seed)
+    truth = rng.choice(LABELS, size=rows, p=[0.5, 0.3, 0.15, 0.05])
+    right = rng.random((3, rows)) < 0.7
+    table = np.where(right, truth, rng.integers(LABELS, size=(3, rows))).T.astype(float)
+    table[rng.random(table.shape) < missing] = np.nan
+    return table, rng.integers(rows // 4, size=rows), rng.random(rows) + 0.1
+
+
+def kappas(counts):
+    return kappa_of(counts.reshape(-1, LABELS, LABELS))
+
+
+def test_a_bootstrap_equals_copying_the_rows_of_the_sources_drawn():
+    rng = np.random.default_rng(3)
+    sources = np.repeat(np.arange(12), rng.integers(1, 6, 12))
+    values = rng.normal(size=len(sources))
+    estimate = cluster_statistic(
+        lambda c, w: np.average(c["v"], weights=w), {"v": values}, sources, resamples=300, seed=9
+    )
+    means = []
+    for drawn in np.random.default_rng(9).integers(12, size=(300, 12)):
+        rows = np.concatenate([np.flatnonzero(sources == s) for s in drawn])
+        means.append(values[rows].mean())
+    tail = (1 - widened(0.95, 12)) / 2
+    expected = values.mean(), *np.quantile(means, [tail, 1 - tail])
+    assert (estimate.value, estimate.low, estimate.high) == pytest.approx(expected, abs=1e-12)
+    assert (estimate.sources, estimate.method) == (12, "percentile")
+
+
+def test_counts_of_patterns_equal_one_resample_at_a_time():
+    """Kappa of a confusion matrix, alpha of rows of ratings; both with weights."""
+    table, sources, weights = raters(0, missing=0.2)
+    codes = np.where(np.isnan(table), LABELS, table).astype(int)
+    patterns, pattern = np.unique(codes, axis=0, return_inverse=True)
+    pattern = pattern.reshape(-1)
+    alpha = partial(
+        alpha_of,
+        patterns=np.where(patterns == LABELS, np.nan, patterns),
+        units=int(((~np.isnan(table)).sum(1) >= 2).sum()),
+    )
+    whole, _, _ = raters(0)
+    cell = (whole[:, 0] * LABELS + whole[:, 1]).astype(int)
+    for statistic, kinds, width in ((alpha, pattern, len(patterns)), (kappas, cell, LABELS**2)):
+
+        def one(columns, counts, statistic=statistic, width=width):
+            sums = np.bincount(columns["kind"], columns["weight"] * counts, width)
+            return statistic(sums[None])[0]
+
+        columns = {"kind": kinds, "weight": weights}
+        slow = cluster_statistic(one, columns, sources, resamples=200, seed=2)
+        (fast,) = cluster_counts(
+            statistic, kinds, sources, weights=weights, patterns=width, resamples=200, seed=2
+        )
+        assert (fast.value, fast.low, fast.high) == pytest.approx(
+            (slow.value, slow.low, slow.high), rel=0, abs=1e-12
+        )
+        assert (fast.sources, fast.method) == (slow.sources, slow.method)
+        assert fast.low < fast.value < fast.high
+
+
+def test_the_widened_level_makes_up_for_few_sources():
+    # For n = 20 a 95% interval asks for 96.8%: sqrt(20 / 19) * 2.093 normal deviations.
+    assert widened(0.95, 20) == pytest.approx(0.968, abs=0.001)
+    assert widened(0.95, 10**6) == pytest.approx(0.95, abs=1e-5)
+    assert widened(0.95, 2) < 1
+
+
+def test_blocks_of_resamples_change_nothing(monkeypatch):
+    table, sources, _ = raters(1)
+    cell = (table[:, 0] * LABELS + table[:, 1]).astype(int)
+
+    def counted(counts):
+        calls.append(len(counts))
+        return kappas(counts)
+
+    results, calls = [], []
+    for chunk in (1 << 18, 100, 7):  # 100 counts hold three resamples; 7 hold not even one
+        monkeypatch.setattr("ia_mech.stats.clusters.CHUNK", chunk)
+        results.append(cluster_counts(counted, cell, sources, patterns=LABELS**2, resamples=50))
+    assert results == [results[0]] * 3
+    assert max(calls) == 50 and calls[-1] == 1
+
+
+def test_chunks_do_not_change_the_draws_and_bound_the_memory():
+    table = np.random.default_rng(0).random((1000, 2))
+    tracemalloc.start()
+    sums = resample_sums(table, 10_000, seed=5)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 20e6  # 80 MB would be all draws at once
+    draws = np.random.default_rng(5).integers(1000, size=(300, 1000))
+    assert sums[:300] == pytest.approx(table[draws].sum(1))
+
+
+def test_many_patterns_in_many_sources_stay_small_in_memory():
+    rows = 20_000
+    tracemalloc.start()
+    (estimate,) = cluster_counts(
+        lambda counts: (counts > 0).sum(1) / rows, np.arange(rows), np.arange(rows), resamples=30
+    )
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert estimate.value == 1 and estimate.high == pytest.approx(1 - np.exp(-1), abs=0.02)
+    assert peak < 60e6  # 3.2 GB would be the table of sources by patterns
+
+
+def test_where_there_is_no_interval():
+    def shares(counts):
+        with np.errstate(invalid="ignore"):
+            return counts / counts.sum(1, keepdims=True)
+
+    one, other = cluster_counts(shares, [0, 0, 1], ["a", "a", "a"])
+    assert (one.value, other.value) == pytest.approx((2 / 3, 1 / 3))
+    assert np.isnan([one.low, other.high]).all() and one.method == "one source"
+    (none,) = cluster_counts(lambda counts: counts.sum(1) * np.nan, [], [])
+    assert (none.sources, none.method) == (0, "no values")
+    (rare,) = cluster_counts(
+        lambda c: np.where(c[:, 0] > 0, c[:, 1], np.nan), [0] + [1] * 9, range(10), resamples=300
+    )  # a third of the resamples draw no row of the first kind
+    assert np.isnan(rare.low) and "undefined" in rare.method
+    (perfect,) = cluster_counts(
+        lambda c: kappa_of(c.reshape(-1, 2, 2)), [0, 3] * 20, range(40), patterns=4
+    )
+    assert perfect.value == 1 and np.isnan([perfect.low, perfect.high]).all()
+    assert perfect.method == "no resample differs"
+
+
+def test_a_statistic_that_is_constant_or_of_one_source_has_no_interval():
+    assert cluster_statistic(lambda c, w: 3.0, {}, []).method == "no values"
+    assert cluster_statistic(lambda c, w: 3.0, {}, ["a", "a"]).method == "one source"
+    constant = cluster_statistic(lambda c, w: 3.0, {}, range(9), resamples=20)
+    assert constant.method == "no resample differs" and np.isnan(constant.high)
+    little = cluster_statistic(lambda c, w: 1 + 1e-9 * w[0], {}, range(9), resamples=20)
+    assert little.low < little.high  # little is not nothing
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: cluster_counts(len, [0], ["a", "b"]), "pattern must have 2 entries"),
+        (lambda: cluster_counts(len, [0, -1], ["a", "b"]), "integers from 0"),
+        (lambda: cluster_counts(len, [0, 0.5], ["a", "b"]), "integers from 0"),
+        (lambda: cluster_counts(len, [0, 2], ["a", "b"], patterns=2), "there are 2 patterns"),
+        (lambda: cluster_counts(len, [0], ["a"], weights=[-1]), "not negative"),
+        (lambda: cluster_counts(len, [0], [None]), "a source is missing"),
+        (lambda: cluster_statistic(None, {"x": [1]}, ["a", "b"]), "column 'x' has 1 rows"),
+        (lambda: cluster_statistic(lambda c, w: 1, {}, "ab", resamples=0), "resamples must"),
+        (lambda: cluster_statistic(lambda c, w: 1, {}, "ab", level=95), "level must lie strictly"),
+    ],
+)
+def test_bad_input_is_named(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
