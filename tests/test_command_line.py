@@ -19,9 +19,9 @@ import torch
 from shell import Outcome, call, files, refusal
 
 from ia_mech.collect import command as command_line
+from ia_mech.collect.command import build_parser
 from ia_mech.engine import plan
 from ia_mech.run import Run
-from ia_mech.collect.command import build_parser
 
 SMALL = ["--limit", "3", "--samples", "1", "--temperatures", "1", "--max-new-tokens", "4"]
 DATA = ("contexts", "generations", "header_logits", "residuals")

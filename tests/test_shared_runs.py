@@ -7,13 +7,13 @@ import pytest
 import tiny
 
 import ia_mech.engine.shared_prefix
+from ia_mech.collect.command import build_parser, parse_config
 from ia_mech.collect.config import SampleConfig
 from ia_mech.collect.job import collect
 from ia_mech.display import Bar
 from ia_mech.engine.plan import Grid
 from ia_mech.errors import UserError
 from ia_mech.run import Run, layout
-from ia_mech.collect.command import build_parser, parse_config
 
 CONFIG = SampleConfig(limit=6, grid=Grid((0.7, 1.3), 2, 12, 0), batch_rows=20)
 

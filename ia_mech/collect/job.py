@@ -231,20 +231,22 @@ class _Job:
         """Greedy responses of the model, where they are wanted and not written yet."""
         config, writer = self.config, self.writer
         most, unit_cost = config.max_response_tokens, self.defaults.unit_cost
-        total = tokens = units = 0
-        for _, chunk in read_chunks(self._snapshot):
+        costs: dict[str, float] = {}
+        total = 0
+        for number, chunk in read_chunks(self._snapshot):
             lengths = [
                 len(self.chat.prompt(without_response(c)))
                 for _, c in chunk
                 if needs_response(config, c)
             ]
-            total, tokens = total + len(lengths), tokens + sum(lengths)
-            units += len(response_units(config, self.batch_rows, unit_cost, lengths))
+            total += len(lengths)
+            parts = response_units(config, self.batch_rows, unit_cost, lengths)
+            for index, unit in enumerate(parts):
+                costs[f"{number}.{index}"] = sum(most + PREFILL_COST * lengths[i] for i in unit)
         done, finished = writer.count("responses"), writer.done("responses")
         if done == total:
             return
-        cost, share = total * most + PREFILL_COST * tokens, done / total
-        work = Work(self.progress, "responses", cost, units, total, share, most, "response")
+        work = Work(self.progress, "responses", costs, finished, total, done, most, "response")
         for number, chunk in read_chunks(self._snapshot):
             todo = [
                 (order, self.chat.prompt(without_response(c)))
@@ -259,7 +261,7 @@ class _Job:
             for index, unit in enumerate(parts):
                 name = f"{number}.{index}"
                 if name not in finished:
-                    work.begin(most * len(unit) + PREFILL_COST * sum(lengths[i] for i in unit))
+                    work.begin(costs[name])
                     rows = self.responses_limit.map(respond, [todo[i] for i in unit])
                     writer.add_responses(name, rows)
                     work.end()
@@ -314,9 +316,10 @@ class _Job:
                 fewer = self.config.max_response_tokens - written["tokens"]
                 lengths[order] -= fewer
                 costs[order] -= PREFILL_COST * (1 + self.config.other_contexts) * fewer
-        units = len(run_units(self.config, self.batch_rows, unit_cost, lengths, costs))
-        done = self.writer.count("contexts") / total
-        work = Work(self.progress, "user turns", sum(costs), units, total * rows, done, most)
+        units = run_units(self.config, self.batch_rows, unit_cost, lengths, costs)
+        planned = {name: sum(costs[i] for i in unit) for name, unit in units.items()}
+        done = rows * self.writer.count("contexts")
+        work = Work(self.progress, "user turns", planned, finished, total * rows, done, most)
         scorer = self._scorer(work)
         for number, chunk in read_chunks(self._snapshot):
             responses = self.writer.read_responses([order for order, _ in chunk])

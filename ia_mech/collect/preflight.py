@@ -295,14 +295,15 @@ def context_units(
 
 def run_units(
     config: SampleConfig, batch_rows: int, most_cost: float, lengths: list[int], costs: list[float]
-) -> list[list[int]]:
-    """The units of all chunks of a run, as indices of its contexts."""
-    return [
-        [start + i for i in unit]
-        for start in range(0, len(lengths), WINDOW)
-        for chunk in [slice(start, start + WINDOW)]
-        for unit in context_units(config, batch_rows, most_cost, lengths[chunk], costs[chunk])
-    ]
+) -> dict[str, list[int]]:
+    """The units of all chunks of a run by their names, as indices of its contexts."""
+    units = {}
+    for start in range(0, len(lengths), WINDOW):
+        chunk = slice(start, start + WINDOW)
+        parts = context_units(config, batch_rows, most_cost, lengths[chunk], costs[chunk])
+        for index, part in enumerate(parts):
+            units[f"{start // WINDOW}.{index}"] = [start + i for i in part]
+    return units
 
 
 def response_units(
@@ -434,7 +435,7 @@ def make_plan(
     rows = len(config.grid.rows())
     units = [  # rows and work of each
         (rows * len(unit), sum(costs[i] for i in unit))
-        for unit in run_units(config, batch_rows, defaults.unit_cost, lengths, costs)
+        for unit in run_units(config, batch_rows, defaults.unit_cost, lengths, costs).values()
     ]
     each = config.max_response_tokens + PREFILL_COST * max(prompts, default=0)
     units += [

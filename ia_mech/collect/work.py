@@ -1,6 +1,7 @@
 """How the main job counts its work for the progress bar."""
 
 import time
+from collections.abc import Mapping, Set
 
 from ia_mech.display import Progress
 from ia_mech.engine.plan import PREFILL_COST, STEP_COST
@@ -15,10 +16,10 @@ class Work:
     Args:
         progress: where it is shown.
         phase: its name.
-        total: work of the whole phase without its decoding steps, in decoded tokens.
-        units: how many units it has.
-        rows: how many rows it decodes.
-        done: share of the phase that was done before.
+        costs: work of each unit without its decoding steps, in decoded tokens.
+        finished: units that were written before; others may be among them.
+        rows: how many rows the phase decodes.
+        rows_done: how many of them were written before.
         allowance: most tokens of a row.
         unit: what a row is called.
     """
@@ -27,20 +28,23 @@ class Work:
         self,
         progress: Progress,
         phase: str,
-        total: float,
-        units: int,
+        costs: Mapping[str, float],
+        finished: Set[str],
         rows: int,
-        done: float,
+        rows_done: int,
         allowance: int,
         unit: str = "row",
     ) -> None:
         self._progress, self._allowance, self._unit = progress, allowance, unit
-        self._rows, self._finished = rows, round(done * rows)
+        self._rows, self._finished = rows, rows_done
         self._left = self._reported = 0.0  # work left in this unit; done and not reported yet
         self._decoded, self._seconds = 0, 0.0
         self._last = time.monotonic()
-        total += units * STEP_COST * allowance
-        progress.start(phase, round(total), done=round(done * total), unit="")
+        steps = STEP_COST * allowance
+        total = sum(cost + steps for cost in costs.values())
+        done = sum(costs[name] + steps for name in costs.keys() & finished)
+        self._phase_left = total - done
+        progress.start(phase, round(total), done=round(done), unit="")
 
     def begin(self, cost: float) -> None:
         """A unit of this much work, besides its decoding steps, begins."""
@@ -67,8 +71,9 @@ class Work:
         self._advance("decoding", STEP_COST + tokens + unused)
 
     def _advance(self, doing: str, cost: float) -> None:
-        cost = min(cost, self._left)
+        cost = min(cost, self._left, self._phase_left)
         self._left -= cost
+        self._phase_left -= cost
         self._reported += cost
         steps = int(self._reported)
         self._reported -= steps
