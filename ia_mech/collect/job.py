@@ -77,11 +77,6 @@ def make_run(config: SampleConfig, out: Path, progress: Progress, *, repair: boo
     tokenizer, _ = load_tokenizer_and_config(config.model)
     kept_positions(config, build_chat(config, tokenizer))
     subject = load(config.model)
-    about = subject.describe()
-    progress.say(
-        f"{config.model.name}: {about['layers']} layers, d_model {about['d_model']}, "
-        f"{about['dtype']} on {about['device']}, weights {about['weights_hash']}"
-    )
     run = collect(config, subject, out, progress, inputs=inputs, repair=repair)
     try:
         problem = save_lens(subject, run.contexts["token_ids"].iloc[0].tolist()[:64])
@@ -201,6 +196,11 @@ class _Job:
                 "now may round differently"
             )
         self.writer.start_session(here)
+        about = self.subject.describe()
+        self.progress.say(
+            f"{self.config.model.name}: {about['layers']} layers, d_model {about['d_model']}, "
+            f"{about['dtype']} on {about['device']}, weights {about['weights_hash']}"
+        )
         self.progress.say(f"engine: {self.engine}")
         if self.engine.why:
             self.writer.note("engine", str(self.engine))
