@@ -40,18 +40,18 @@ from sklearn.linear_model import LogisticRegression
 from threadpoolctl import threadpool_limits
 
 from ia_mech.display import Quiet
-from probes.analysis import analyse
+from probes.analysis import Settings, analyse
 from probes.controls import Baseline, Controls
 from probes.fit.folds import make_folds, permutations
-from probes.fit.nested_cv import Cell, Design, examine, fit, fit_path, rotate
+from probes.fit.nested_cv import Design, cross_validate, fit, fit_path
+from probes.fit.solvers import Features, Fit, project
 from probes.outcome import Outcome
-from probes.records import Settings
 
 RESULTS = Path(__file__).with_suffix(".md")
 TURNS, REFITTED, LARGE_LAYERS = 24, 3, 2  # of a context; permutations refitted; layers timed
 DEFAULTS = {"contexts": 500, "width": 576, "layers": 31, "positions": 5, "permutations": 1000}
 DEFAULTS |= {"threads": 2, "peer-cells": 3}
-PEERS = {
+PEERS: dict[str, dict] = {
     "lbfgs as it comes (tol=1e-4), max_iter=1000": {"max_iter": 1000},
     "lbfgs, tol=1e-8": {"tol": 1e-8, "max_iter": 100_000},
     "newton-cholesky, tol=1e-8": {"solver": "newton-cholesky", "tol": 1e-8, "max_iter": 1000},
@@ -83,11 +83,11 @@ class Drawn:
         """As wide as real ones, and as many; text has 300 features."""
         rng = np.random.default_rng(3)
         text = {"text": 300, "lengths": 7, "dataset": 4, "random": self.width}
-        baselines = [
+        own, output = (
             [Baseline(name, rng.normal(size=(self.contexts, d)), "") for name, d in widths.items()]
             for widths in (text, {"output": self.width, "summaries": 8})
-        ]
-        return Controls(*baselines, rng.integers(20, size=self.contexts))
+        )
+        return Controls(own, output, rng.integers(20, size=self.contexts))
 
 
 class Phases(Quiet):
@@ -137,33 +137,34 @@ class Loop:
 
 def ours(features: np.ndarray, design: Design) -> Loop:
     """The fits as ``probes.fit.nested_cv`` makes them."""
-    begun, outcome, everyone = process_time(), design.outcome, range(design.fold_count)
-    cell, pairs = Cell.of(features), list(combinations(everyone, 2))
-    rotated = {
-        folds: rotate(cell, design.rows_outside(*folds), design.rows_of(*folds), outcome.runs)
-        for folds in [*pairs, *((fold,) for fold in everyone)]
+    begun, outcome, all_folds = process_time(), design.outcome, range(design.fold_count)
+    states, pairs = Features.of(features), list(combinations(all_folds, 2))
+    projections = {
+        folds: project(states, design.rows_outside(*folds), design.rows_of(*folds), outcome.runs)
+        for folds in [*pairs, *((fold,) for fold in all_folds)]
     }
-    between, fitted = process_time(), {}
+    between = process_time()
+    fitted: dict[tuple, Fit] = {}
     losses = np.zeros((design.fold_count, len(design.penalties)))
     for pair in pairs:
-        test, split = design.rows_of(*pair), rotated[pair]
-        for at, found in enumerate(fit_path(split, design, split.rows, design.penalties)):
+        test, split = design.rows_of(*pair), projections[pair]
+        for at, found in enumerate(fit_path(split, design, design.penalties)):
             lost = loss(found.scores(split.test, outcome.runs[test]), outcome, test)
             for fold, other in (pair, pair[::-1]):
                 losses[fold, at] += lost[design.folds[test] == other].sum()
             fitted[pair, design.penalties[at]] = found
-    for fold in everyone:
-        split, penalty = rotated[fold,], design.penalties[losses[fold].argmin()]
-        fitted[(fold,), penalty] = fit(split, design, split.rows, penalty)
+    for fold in all_folds:
+        split, penalty = projections[fold,], design.penalties[losses[fold].argmin()]
+        fitted[(fold,), penalty] = fit(split, design, penalty)
     total = process_time() - begun
-    weights = {key: rotated[key[0]].weights(found.weights) for key, found in fitted.items()}
+    weights = {key: projections[key[0]].weights(found.weights) for key, found in fitted.items()}
     return Loop(total, between - begun, weights)
 
 
 def plain(features: np.ndarray, design: Design, options: dict) -> Loop:
     """The fits as one would write them with scikit-learn."""
     begun, again, weights = process_time(), 0.0, {}
-    outcome, everyone, wide = design.outcome, range(design.fold_count), features.astype(float)
+    outcome, all_folds, wide = design.outcome, range(design.fold_count), features.astype(float)
 
     def held_out(left_out: tuple[int, ...], fold: int, penalties: Sequence[float]) -> list[float]:
         """Fit once per penalty; the losses in a fold."""
@@ -180,9 +181,9 @@ def plain(features: np.ndarray, design: Design, options: dict) -> Loop:
             losses.append(loss(scores, outcome, test).sum())
         return losses
 
-    for fold in everyone:
+    for fold in all_folds:
         losses = np.zeros(len(design.penalties))
-        for other in sorted(set(everyone) - {fold}):
+        for other in sorted(set(all_folds) - {fold}):
             started = process_time()
             losses += held_out(tuple(sorted([fold, other])), other, design.penalties)
             again += (process_time() - started) * (fold > other)
@@ -223,13 +224,13 @@ def fits(cells: list[np.ndarray], design: Design) -> str:
 def null(cells: list[np.ndarray], design: Design, permuted: Design, every: int) -> str:
     """The permutations' cost, in closed form and by logistic regression."""
     count, closed = len(permuted.taken) - 1, []
-    for cell in map(Cell.of, cells):
+    for features in map(Features.of, cells):
         begun = process_time()
-        examine(cell, permuted)
+        cross_validate(features, permuted)
         between = process_time()
-        examine(cell, design)
+        cross_validate(features, design)
         closed.append(2 * between - begun - process_time())
-    cost = np.median(closed)
+    cost = float(np.median(closed))
     refitted = permuted.taken[1 : 1 + REFITTED]
     drawn = [replace(design, outcome=design.outcome.take(taken)) for taken in refitted]
     spent = {"ours": [loop.total - loop.shared for loop in (ours(cells[0], d) for d in drawn)]}
@@ -238,7 +239,7 @@ def null(cells: list[np.ndarray], design: Design, permuted: Design, every: int) 
         spent[name] = [plain(cells[0], d, options).total for d in drawn]
     timed = f"1 cell × {len(drawn)}, **extrapolated**"
     costs = [("closed form", f"{len(cells)} cells × {count:,}", cost)]
-    costs += [(f"logistic, {name}", timed, np.mean(s) * count) for name, s in spent.items()]
+    costs += [(f"logistic, {name}", timed, float(np.mean(s)) * count) for name, s in spent.items()]
     rows = [
         [name, timed, f"{each:,.2f} s", f"{each * every / 3600:,.3f} h", f"{each / cost:,.0f}"]
         for name, timed, each in costs

@@ -1,1 +1,5 @@
-"""Experiments: thin scripts over the library, one question each."""
+"""Experiments: one question each, answered from sampled runs.
+
+An experiment knows how to read runs, estimate and show; it knows nothing of the engine's insides.
+How to add one: :mod:`experiments.runner`.
+"""

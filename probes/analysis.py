@@ -1,12 +1,15 @@
 """The whole analysis of one target, as a function of arrays: heat map, headline, controls.
 
-Nothing here knows runs or files. ``probes.train`` reads those, and calls :func:`analyse`.
+Nothing here knows runs or files: ``probes.train`` reads a run, calls :func:`analyse` and keeps the
+:class:`Analysis`.
 """
 
+import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 import numpy as np
 from scipy.special import expit
@@ -17,20 +20,174 @@ from ia_mech.errors import UserError
 from ia_mech.stats import Estimate, FoldScores, Replicated
 from probes.controls import Controls, control_outcomes
 from probes.fit.folds import Tested, against_permutations, make_folds, movable, permutations
-from probes.fit.nested_cv import Cell, Design, Examined, examine, examine_once, fit, rotate
-from probes.fitting.mdl import CodeLength, code_length
-from probes.options import processors
+from probes.fit.nested_cv import CrossValidated, Design, cross_validate, fit
+from probes.fit.solvers import Features, project
 from probes.outcome import Outcome
-from probes.records import (
-    MEASURES,
-    Analysis,
-    Compared,
-    Headline,
-    Hidden,
-    Settings,
-)
 
 NEVER = -2.0  # below any correlation
+
+MEASURES = {
+    "auroc": "AUROC: a random positive turn's context outranks a random negative turn's",
+    "auroc_of_rates": "AUROC of the contexts' observed rates: more than any probe can reach",
+    "average_precision": "average precision",
+    "prevalence": "prevalence: average precision of a probe that knows nothing",
+    "recall_at_5_fpr": "recall at 5% false positives",
+    "spearman": "Spearman's rank correlation with the rate",
+    "deviance_explained": "binomial deviance explained, against a rate per run",
+    "brier": "Brier score",
+    "brier_of_rate": "Brier score of a rate per run",
+    "calibration_in_the_large": "mean predicted probability less the rate (0 is right)",
+    "calibration_slope": "slope of outcomes on predicted log-odds (1 is right, less: too sure)",
+}
+UNTRAINED = ("auroc_of_rates", "prevalence", "brier_of_rate")  # measures without a probe
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+# -- what goes in ---------------------------------------------------------------------------------
+
+
+class Hidden(Protocol):
+    """Hidden states by layer; ``probes.dataset.ProbeSet`` is one, :class:`Arrays` another."""
+
+    @property
+    def layers(self) -> Sequence[int]: ...
+
+    @property
+    def positions(self) -> Sequence[str]: ...
+
+    def layer(self, layer: int) -> np.ndarray:
+        """``[contexts, positions, d_model]``."""
+        ...
+
+
+@dataclass(frozen=True)
+class Arrays:
+    """Hidden states in memory: ``states`` is ``[layers, contexts, positions, d_model]``."""
+
+    states: np.ndarray
+    positions: Sequence[str]
+
+    def __post_init__(self) -> None:
+        if self.states.ndim != 4 or self.states.shape[2] != len(self.positions):
+            raise ValueError(
+                f"states have shape {self.states.shape}, not [layers, contexts, positions, d_model]"
+                f" with {len(self.positions)} positions"
+            )
+
+    @property
+    def layers(self) -> Sequence[int]:
+        return range(len(self.states))
+
+    def layer(self, layer: int) -> np.ndarray:
+        return self.states[layer]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How to analyse.
+
+    Attributes:
+        estimator: of the reported scores, a name of :data:`probes.fit.solvers.ESTIMATORS`.
+        folds: of the outer loop; the inner one has one less.
+        permutations: of the tests.
+        control_draws: random functions of the control task.
+        level: coverage of intervals.
+        resamples: bootstrap samples.
+        seed: of folds, permutations, resampling and control task.
+        workers: threads; the processors this process may use, if not given.
+    """
+
+    estimator: str = "logistic"
+    folds: int = 5
+    permutations: int = 1000
+    control_draws: int = 10
+    level: float = 0.95
+    resamples: int = 2000
+    seed: int = 0
+    workers: int | None = None
+
+
+# -- what comes out -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A control beside the headline.
+
+    Attributes:
+        name: of the control.
+        what: one line on what it is.
+        kind: ``text``, ``output`` or ``control task``.
+        auroc: its own.
+        gain: the headline's AUROC less its own, on the same resamples.
+        scores: ``[contexts]`` log-odds; None for the control task, which has other labels.
+    """
+
+    name: str
+    what: str
+    kind: str
+    auroc: Estimate
+    gain: Estimate
+    scores: np.ndarray | None
+
+
+@dataclass(frozen=True)
+class Headline:
+    """The probe whose layer, position and penalty the inner loops chose.
+
+    Attributes:
+        layer, position: chosen on all contexts.
+        picked: (layer, position) that each outer fold chose.
+        scores: ``[contexts]`` log-odds, each from the probe that its outer fold chose.
+        weights: ``[folds, d_model]`` of those probes, on hidden states as they are.
+        penalty: for logistic regression on all contexts at ``layer`` and ``position``: the median
+            of what the inner loops chose.
+        measures: name → estimate, see :data:`MEASURES`.
+        chance: share of the variance of scores that is chance in training, mean of ``picked``;
+            intervals are widened by it (:meth:`ia_mech.stats.Replicated.with_training`).
+    """
+
+    layer: int
+    position: str
+    picked: list[tuple[int, str]]
+    scores: np.ndarray
+    weights: np.ndarray
+    penalty: float
+    measures: dict[str, Estimate]
+    chance: float
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """What came out.
+
+    Attributes:
+        settings, outcome, folds: what went in, and the outer fold of each context.
+        layers, positions: of the heat map.
+        tested: selection and permutation tests.
+        auroc: ``[layers][positions]`` of the reported estimator, each layer and position by itself.
+        cell_scores: ``[layers, positions, contexts]`` float32 log-odds.
+        headline: the probe with the inner loops' choices.
+        compared: controls.
+        notes: what a reader has to know.
+    """
+
+    settings: Settings
+    outcome: Outcome
+    folds: np.ndarray
+    layers: list[int]
+    positions: list[str]
+    tested: Tested
+    auroc: list[list[Estimate]]
+    cell_scores: np.ndarray
+    headline: Headline
+    compared: list[Compared]
+    notes: list[str]
+
+
+# -- the analysis ---------------------------------------------------------------------------------
 
 
 def analyse(
@@ -40,17 +197,16 @@ def analyse(
     settings: Settings | None = None,
     progress: Progress | None = None,
 ) -> Analysis:
-    """Probe every layer and position, choose the headline, hold it against its controls.
+    """Probe every layer and position, choose the headline, compare it with its controls.
 
-    With arrays of your own, by ``probes.records.Arrays`` and ``probes.outcome.Outcome``:
-    ``analyse(Arrays(states, ["header_last"]), Outcome.of(k, n, sources))``.
+    With your own arrays: ``analyse(Arrays(states, ["header_last"]), Outcome.of(k, n, sources))``.
 
     Args:
         hidden: the states, read one layer at a time.
         outcome: k of n per context.
         controls: what to compare with; none if not given.
         settings: the default analysis if not given.
-        progress: told how far it is.
+        progress: shows phases and steps; nothing is shown if not given.
 
     Raises:
         ValueError: fewer sources than folds, no source can change places with another, or states
@@ -59,14 +215,14 @@ def analyse(
     """
     controls, settings = controls or Controls(), settings or Settings()
     progress = progress or Quiet()
-    notes = list(controls.missing)
     shape = hidden.layer(next(iter(hidden.layers))).shape
     if len(shape) != 3 or shape[:2] != (len(outcome), len(hidden.positions)):
         raise ValueError(
             f"a layer has shape {shape}; [contexts, positions, d_model] begins with "
             f"({len(outcome)}, {len(hidden.positions)})"
         )
-    moving, sources = movable(outcome), int(outcome.sources.max()) + 1
+    notes = list(controls.missing)
+    moving, sources = movable(outcome), outcome.source_count
     if moving < 2:
         raise ValueError("no source can change places with another; there is nothing to permute")
     if moving < sources:
@@ -77,13 +233,19 @@ def analyse(
     folds = make_folds(outcome, settings.folds, settings.seed)
     permuted = permutations(outcome, folds, settings.permutations, settings.seed)
     design = Design.of(outcome, folds, permuted, settings.estimator)
-    scores = fold_scores(outcome, folds, settings)
-    with threadpool_limits(1), ThreadPoolExecutor(_workers(settings)) as pool:
+    workers = settings.workers or processors()
+    with threadpool_limits(1), ThreadPoolExecutor(workers) as pool:
         try:
-            work = _Work(hidden, design, scores, settings, pool, progress)
-            return work.run(controls, notes)
+            return _Analyser(hidden, design, settings, pool, workers, progress).run(controls, notes)
         finally:
             progress.stop()
+
+
+def processors() -> int:
+    """How many this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def fold_scores(outcome: Outcome, folds: np.ndarray, settings: Settings) -> FoldScores:
@@ -100,55 +262,49 @@ def fold_scores(outcome: Outcome, folds: np.ndarray, settings: Settings) -> Fold
     )
 
 
-class _Probed(NamedTuple):
-    """``[contexts]`` log-odds, and how much of them is chance in training."""
+class _Analyser:
+    """One analysis: what its steps share."""
 
-    scores: np.ndarray
-    chance: float
-
-
-class _Work:
-    def __init__(self, hidden, design, scores, settings, pool, progress) -> None:
-        self.hidden: Hidden = hidden
-        self.design: Design = design
-        self.scores: FoldScores = scores
-        self.settings: Settings = settings
-        self.pool: ThreadPoolExecutor = pool
-        self.progress: Progress = progress
-        self.outcome: Outcome = design.outcome
+    def __init__(
+        self,
+        hidden: Hidden,
+        design: Design,
+        settings: Settings,
+        pool: ThreadPoolExecutor,
+        workers: int,
+        progress: Progress,
+    ) -> None:
+        self.hidden, self.design, self.settings = hidden, design, settings
+        self.pool, self.workers, self.progress = pool, workers, progress
+        self.outcome = design.outcome
+        self.scores = fold_scores(self.outcome, design.folds, settings)
         self.layers, self.positions = list(hidden.layers), list(hidden.positions)
 
     def run(self, controls: Controls, notes: list[str]) -> Analysis:
-        shape = (len(self.layers), len(self.positions))
+        shape, sources = (len(self.layers), len(self.positions)), self.outcome.source_count
         self.progress.start("probes", shape[0] * shape[1])
-        examined = list(self._map(lambda cell: examine(cell, self.design), self._cells()))
-        sources = int(self.outcome.sources.max()) + 1
-        if not any(e.differs for e in examined):
+        found = list(self._map(lambda f: cross_validate(f, self.design), self._all_features()))
+        if not any(one.differs for one in found):
             raise UserError(
                 "hidden states at these layers and positions are the same in all contexts of a run",
                 "give other layers or positions",
             )
-        # A cell where nothing differs, such as a header's tokens in layer 0, is never chosen.
-        inner = np.array([e.inner if e.differs else np.full_like(e.inner, NEVER) for e in examined])
-        whole = np.array([e.whole if e.differs else NEVER for e in examined])
+        # Where states don't differ, such as a header's tokens in layer 0, nothing is chosen.
+        inner = np.array([o.inner if o.differs else np.full_like(o.inner, NEVER) for o in found])
+        whole = np.array([o.whole if o.differs else NEVER for o in found])
+        outer = np.array([o.outer for o in found])
         tested = against_permutations(
-            inner.reshape(*shape, *examined[0].inner.shape),
-            np.array([e.outer for e in examined]).reshape(*shape, *examined[0].outer.shape),
+            inner.reshape(*shape, *inner.shape[1:]),
+            outer.reshape(*shape, *outer.shape[1:]),
             whole.reshape(shape),
             round(sources * (1 - 1 / self.settings.folds)),
             sources,
         )
-        said = np.array([e.scores for e in examined], dtype=np.float32).reshape(*shape, -1)
-        penalties = np.array([e.penalties for e in examined]).reshape(*shape, -1)
-        auroc = [self.scores.auroc(e.scores).with_training(e.chance).estimate() for e in examined]
-        chances = np.array([e.chance for e in examined]).reshape(shape)
-        headline = self._headline(tested, said, penalties, chances)
-        embeddings = self._embeddings(examined)
-        compared = self._compared(controls, headline, embeddings)
-        position = self.positions.index(headline.position)
-        self.progress.start("code lengths", len(self.layers))
-        code = list(self._map(self._code, (cell for cell in self._cells([position]))))
+        auroc = [self.scores.auroc(o.scores).with_training(o.chance).estimate() for o in found]
         width = len(self.positions)
+        rows = [found[at : at + width] for at in range(0, len(found), width)]
+        headline = self._headline(tested, rows)
+        compared = self._compared(controls, headline, self._embeddings(rows))
         return Analysis(
             self.settings,
             self.outcome,
@@ -157,55 +313,45 @@ class _Work:
             self.positions,
             tested,
             [auroc[at : at + width] for at in range(0, len(auroc), width)],
-            said,
+            np.array([[one.scores for one in row] for row in rows], dtype=np.float32),
             headline,
             compared,
-            code,
             notes,
         )
 
-    # -- parts ------------------------------------------------------------------------------------
+    # -- the headline -----------------------------------------------------------------------------
 
-    def _headline(
-        self, tested: Tested, said: np.ndarray, penalties: np.ndarray, chances: np.ndarray
-    ) -> Headline:
+    def _headline(self, tested: Tested, found: list[list[CrossValidated]]) -> Headline:
+        """From what was found ``[layers][positions]``."""
         folds = self.design.folds
-        picked = tested.picked
-        scores = said[picked[folds, 0], picked[folds, 1], np.arange(len(folds))].astype(float)
+        picked = [found[layer][position] for layer, position in tested.picked]
+        # In single precision, as ``Analysis.cell_scores`` keeps them.
+        by_fold = np.array([one.scores for one in picked], dtype=np.float32).astype(float)
+        scores = by_fold[folds, np.arange(len(folds))]
+        weights = []  # fitted again: keeping those of every layer and position would take too much
+        for fold, ((layer, position), one) in enumerate(zip(tested.picked, picked, strict=True)):
+            train = self.design.rows_outside(fold)
+            at = project(self._features(layer, position), train, train[:1], self.outcome.runs)
+            weights.append(at.weights(fit(at, self.design, one.penalties[fold]).weights))
+        chance = float(np.mean([one.chance for one in picked]))
         layer, position = tested.headline
-        cells = [self._cell(*cell) for cell in picked]
-        chance = float(chances[tuple(picked.T)].mean())
         return Headline(
             self.layers[layer],
             self.positions[position],
-            [(self.layers[at], self.positions[where]) for at, where in picked],
+            [(self.layers[at], self.positions[where]) for at, where in tested.picked],
             scores,
-            self._weights(cells, penalties[(*picked.T, np.arange(len(picked)))]),
-            self._logistic_penalty(layer, position, penalties),
+            np.array(weights),
+            self._logistic_penalty(layer, position, found[layer][position]),
             self._measures(scores, chance),
             chance,
         )
 
-    def _logistic_penalty(self, layer: int, position: int, penalties: np.ndarray) -> float:
-        """What the inner loops chose for logistic regression, or would have: their median."""
-        if self.settings.estimator == "logistic":
-            return float(np.median(penalties[layer, position]))
-        design = Design.of(self.outcome, self.design.folds, estimator="logistic")
-        return float(np.median(examine(self._cell(layer, position), design).penalties))
-
-    def _cell(self, layer: int, position: int) -> Cell:
-        """By indices of layer and position."""
-        return Cell.of(self.hidden.layer(self.layers[layer])[:, position])
-
-    def _weights(self, cells: list[Cell], penalties: np.ndarray) -> np.ndarray:
-        """``[folds, d_model]`` of the headline's probes: fitted again, not kept for every cell."""
-        weights = []
-        for fold, cell in enumerate(cells):
-            train = self.design.rows_outside(fold)
-            rotated = rotate(cell, train, train[:1], self.outcome.runs)
-            fitted = fit(rotated, self.design, train, penalties[fold])
-            weights.append(rotated.weights(fitted.weights))
-        return np.array(weights)
+    def _logistic_penalty(self, layer: int, position: int, found: CrossValidated) -> float:
+        """What the inner loops choose for logistic regression: their median."""
+        if self.settings.estimator != "logistic":
+            design = Design.of(self.outcome, self.design.folds, estimator="logistic")
+            found = cross_validate(self._features(layer, position), design)
+        return float(np.median(found.penalties))
 
     def _measures(self, scores: np.ndarray, chance: float) -> dict[str, Estimate]:
         predicted, known = expit(scores), self._rates_of_runs()
@@ -223,126 +369,122 @@ class _Work:
             "calibration_in_the_large": large,
             "calibration_slope": slope,
         }
-        untrained = ("auroc_of_rates", "prevalence", "brier_of_rate")
         return {
-            name: found[name].with_training(0.0 if name in untrained else chance).estimate()
+            name: found[name].with_training(0.0 if name in UNTRAINED else chance).estimate()
             for name in MEASURES
         }
 
     def _rates_of_runs(self) -> np.ndarray:
         """``[contexts]`` rate of a context's run outside its fold."""
-        known = np.empty(len(self.outcome))
+        known, count = np.empty(len(self.outcome)), self.design.run_count
         for fold in range(self.design.fold_count):
-            train = self.design.rows_outside(fold)
+            train, rows = self.design.rows_outside(fold), self.design.rows_of(fold)
             of_run = self.outcome.runs[train]
-            count = self.design.run_count
             k = np.bincount(of_run, self.outcome.positives[train], count)
             n = np.bincount(of_run, self.outcome.trials[train], count)
             rate = np.where(n > 0, k / np.maximum(n, 1), k.sum() / n.sum())
-            rows = self.design.rows_of(fold)
             known[rows] = rate[self.outcome.runs[rows]]
         return known
 
-    def _embeddings(self, examined: list[Examined]) -> _Probed | None:
-        """Layer 0 at the position that each fold's inner loop chose, also if it isn't probed."""
+    # -- controls ---------------------------------------------------------------------------------
+
+    def _embeddings(self, found: list[list[CrossValidated]]) -> tuple[np.ndarray, float] | None:
+        """Scores and chance of layer 0, probed or not, at the position each inner loop chose."""
         if self.layers == [0]:
             return None
         if 0 in self.layers:
-            at, width = self.layers.index(0), len(self.positions)
-            here = examined[at * width : (at + 1) * width]
+            here = found[self.layers.index(0)]
         else:
-            states = np.moveaxis(self.hidden.layer(0), 1, 0)
-            here = [examine_once(Cell.of(at_position), self.design) for at_position in states]
-        best = np.array([e.inner[:, 0] for e in here]).argmax(0)
-        scores = np.array([e.scores for e in here])
+            states, observed = self.hidden.layer(0), self.design.observed()
+            each = (Features.of(states[:, at]) for at in range(len(self.positions)))
+            here = [cross_validate(features, observed) for features in each]
+        best = np.array([one.inner[:, 0] for one in here]).argmax(0)
+        scores = np.array([one.scores for one in here])
         chosen = scores[best[self.design.folds], np.arange(len(self.outcome))]
-        return _Probed(chosen, float(np.mean([here[b].chance for b in best])))
+        return chosen, float(np.mean([here[at].chance for at in best]))
 
     def _compared(
-        self, controls: Controls, headline: Headline, embeddings: _Probed | None
+        self, controls: Controls, headline: Headline, embeddings: tuple[np.ndarray, float] | None
     ) -> list[Compared]:
         named = [("text", b) for b in controls.text] + [("output", b) for b in controls.output]
         draws = self.settings.control_draws if controls.types is not None else 0
         self.progress.start("controls", len(named) + draws)
         reached = self.scores.auroc(headline.scores)
 
-        def beside(kind: str, name: str, what: str, probed: _Probed) -> Compared:
-            own = self.scores.auroc(probed.scores)
-            # Chance in training may be shared by the two, or not: the larger part is assumed.
-            gain = (reached - own).with_training(max(headline.chance, probed.chance)).estimate()
-            auroc = own.with_training(probed.chance).estimate()
-            return Compared(name, what, kind, auroc, gain, probed.scores)
-
-        found = []
-        cells = (Cell.of(baseline.features) for _, baseline in named)
-        probed = self._map(lambda cell: examine_once(cell, self.design), cells)
-        for (kind, baseline), examined in zip(named, probed, strict=True):
-            own = _Probed(examined.scores, examined.chance)
-            found.append(beside(kind, baseline.name, baseline.what, own))
-        if embeddings is not None:
-            what = "layer 0, at the position its inner loop chose"
-            found.append(beside("text", "embeddings", what, embeddings))
-        if draws:
-            own, chance = self._control_task(controls.types, headline)
+        def beside(
+            kind: str,
+            name: str,
+            what: str,
+            own: Replicated,
+            chance: float,
+            scores: np.ndarray | None,
+        ) -> Compared:
+            # The two may share chance in training, or not: the larger part is assumed.
             gain = (reached - own).with_training(max(headline.chance, chance)).estimate()
-            auroc = own.with_training(chance).estimate()
+            return Compared(name, what, kind, own.with_training(chance).estimate(), gain, scores)
+
+        found, observed = [], self.design.observed()
+        each = (Features.of(baseline.features) for _, baseline in named)
+        probed = self._map(lambda features: cross_validate(features, observed), each)
+        for (kind, baseline), one in zip(named, probed, strict=True):
+            own = self.scores.auroc(one.scores)
+            found.append(beside(kind, baseline.name, baseline.what, own, one.chance, one.scores))
+        if embeddings is not None:
+            scores, chance = embeddings
+            what = "layer 0, at the position its inner loop chose"
+            own = self.scores.auroc(scores)
+            found.append(beside("text", "embeddings", what, own, chance, scores))
+        if controls.types is not None and draws:
+            own, chance = self._control_task(controls.types, headline)
             what = f"{draws} random functions of response length × opening token, same cells"
-            found.append(Compared("control task", what, "control task", auroc, gain, None))
+            found.append(beside("control task", "control task", what, own, chance, None))
         return found
 
     def _control_task(self, types: np.ndarray, headline: Headline) -> tuple[Replicated, float]:
-        """AUROC on random functions of the type, each fold at the cell that the headline has."""
-        distinct = sorted(set(headline.picked), key=headline.picked.index)
-        cells = {}
-        for layer, position in distinct:
-            states = self.hidden.layer(layer)[:, self.positions.index(position)]
-            cells[layer, position] = Cell.of(states)
-        own = [np.array([p == cell for p in headline.picked]) for cell in distinct]
+        """AUROC on random functions of the type, where each fold's headline probe reads."""
+        places = {
+            place: Features.of(self.hidden.layer(place[0])[:, self.positions.index(place[1])])
+            for place in dict.fromkeys(headline.picked)
+        }
 
         def probe(outcome: Outcome) -> tuple[Replicated, float]:
             design = Design.of(outcome, self.design.folds, estimator=self.settings.estimator)
             scores, chances = np.empty(len(outcome)), []
-            for cell, mine in zip(distinct, own, strict=True):
-                here = mine[self.design.folds]
-                examined = examine(cells[cell], design)
-                scores[here] = examined.scores[here]
-                chances.append(examined.chance)
+            for place, features in places.items():
+                picked = np.array([other == place for other in headline.picked])
+                here = picked[self.design.folds]
+                one = cross_validate(features, design)
+                scores[here] = one.scores[here]
+                chances.append(one.chance)
             auroc = fold_scores(outcome, design.folds, self.settings).auroc(scores)
             return auroc, float(np.mean(chances))
 
-        draws = control_outcomes(
-            self.outcome, types, self.settings.control_draws, self.settings.seed
-        )
-        aurocs, chances = zip(*self._map(probe, draws), strict=True)
+        draws, seed = self.settings.control_draws, self.settings.seed
+        outcomes = control_outcomes(self.outcome, types, draws, seed)
+        aurocs, chances = zip(*self._map(probe, outcomes), strict=True)
         return Replicated.mean(aurocs), float(np.mean(chances))
-
-    def _code(self, cell: Cell) -> CodeLength:
-        settings = self.settings
-        return code_length(
-            cell, self.outcome, orders=settings.orders, seed=settings.seed, level=settings.level
-        )
 
     # -- reading and computing --------------------------------------------------------------------
 
-    def _cells(self, positions: list[int] | None = None) -> Iterator[Cell]:
-        """Cells, layers first; a layer is read when its first cell is asked for."""
+    def _features(self, layer: int, position: int) -> Features:
+        """By indices of layer and position."""
+        return Features.of(self.hidden.layer(self.layers[layer])[:, position])
+
+    def _all_features(self) -> Iterator[Features]:
+        """Layers first; a layer is read when its first position is needed."""
         for layer in self.layers:
             states = self.hidden.layer(layer)
-            for position in range(len(self.positions)) if positions is None else positions:
-                yield Cell.of(states[:, position])
+            for position in range(len(self.positions)):
+                yield Features.of(states[:, position])
 
-    def _map(self, function: Callable[[Any], Any], items: Iterable[Any]) -> Iterator[Any]:
+    def _map(self, function: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
         """Results in order; no more items are taken than the threads can soon use."""
-        waiting: deque = deque()
+        waiting: deque[Future[R]] = deque()
         for item in items:
             waiting.append(self.pool.submit(function, item))
-            if len(waiting) > _workers(self.settings):
+            if len(waiting) > self.workers:
                 yield waiting.popleft().result()
                 self.progress.advance()
         while waiting:
             yield waiting.popleft().result()
             self.progress.advance()
-
-
-def _workers(settings: Settings) -> int:
-    return settings.workers or processors()

@@ -1,16 +1,15 @@
-"""A probe to keep: directions in activation space, and a card that says where they come from.
+"""A probe on disk: directions in activation space, and a card that says where they come from.
 
 ::
 
     probe.safetensors    weights_<direction> [d] float32, of length 1
-    card.json            what the caller tells, thresholds and slopes, and the hash of the weights
+    card.json            what the caller gives, thresholds and slopes, and the hash of the weights
 
-The card is written last and names the hash of the weights it belongs to, so that files of two
-different probes aren't taken for one.
+The card is written last and names the hash of its weights, so that files of two different probes
+aren't taken for one.
 """
 
 import json
-import os
 import platform
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -28,7 +27,7 @@ from torch import Tensor
 
 import ia_mech
 from ia_mech.errors import UserError
-from ia_mech.run.layout import fsync_folder, read_json, write_json
+from ia_mech.run.layout import read_json, replace_file, write_json
 from probes.estimators import make
 from probes.outcome import Outcome
 
@@ -39,17 +38,16 @@ DIRECTIONS = {"logistic": "logistic", "mass-mean": "mass-mean", "whitened": "lda
 
 @dataclass(frozen=True)
 class Direction:
-    """One direction in activation space; further along it, more follow-ups.
+    """One direction in activation space; further along it, follow-ups are likelier.
 
     Log-odds are ``slope * (x @ weights - threshold) + base_log_odds``.
 
     Attributes:
         name: a key of :data:`DIRECTIONS`.
         weights: ``[d]`` float32 of length 1.
-        threshold: projection at which the predicted probability is the training contexts' base
-            rate; above it, follow-ups are likelier than usual.
+        threshold: projection at which the predicted probability is the base rate.
         slope: change of log-odds per unit of activation, above 0.
-        base_log_odds: log-odds of the base rate, all turns of the training contexts together.
+        base_log_odds: log-odds of the base rate: of all turns of the training contexts together.
     """
 
     name: str
@@ -108,9 +106,9 @@ class Probe:
     def score(
         self, residuals: np.ndarray | Tensor, direction: str = "logistic"
     ) -> np.ndarray | Tensor:
-        """Projections less the threshold, in units of the residual stream; 0 where the predicted
-        rate is that of all turns trained on. Contexts that it was trained on score better than new
-        ones do.
+        """Projections less the threshold, in units of the residual stream; 0 at the base rate.
+
+        Contexts that the probe was trained on score better than new ones do.
 
         Args:
             residuals: ``[…, d]`` of any float type, an array or a tensor on any device.
@@ -150,11 +148,11 @@ class Probe:
     def save(self, folder: str | Path) -> None:
         """Write the two files, each replaced atomically.
 
-        To the card are added the format, what is known of the directions, and the software that
-        fitted them (which a card that was loaded has already).
+        The card gets the format, the numbers of the directions, and the software that fitted them
+        (kept from a loaded card).
 
         Raises:
-            UserError: there is a file of that name.
+            UserError: the folder is a file.
             TypeError, ValueError: the card isn't plain JSON; nothing is written.
         """
         folder = Path(folder)
@@ -170,16 +168,11 @@ class Probe:
             folder.mkdir(parents=True, exist_ok=True)
         except (FileExistsError, NotADirectoryError):
             raise UserError(f"{folder} is not a folder", "give another name") from None
-        scratch = folder / f"{WEIGHTS}.{os.getpid()}.tmp"
-        try:
-            with open(scratch, "wb") as handle:
-                handle.write(content)
-                handle.flush()
-                os.fsync(handle.fileno())
-            os.replace(scratch, folder / WEIGHTS)
-        finally:
-            scratch.unlink(missing_ok=True)
-        fsync_folder(folder)
+
+        def write(scratch: Path) -> None:
+            scratch.write_bytes(content)
+
+        replace_file(folder / WEIGHTS, write)
         write_json(folder / CARD, card)
 
     @classmethod

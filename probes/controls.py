@@ -1,19 +1,19 @@
-"""What a probe could read without any awareness in the hidden state: baselines as feature matrices.
+"""What a probe on hidden states is compared with: baselines, and a control task.
 
 A probe on hidden states shows something only beyond what the same probe reads from the context's
 text, its length, its dataset, an untrained encoder, or the model's own next-token distribution.
-None of these functions sees a label, so all contexts may take part in document frequencies and
-standardisation: it can only help a baseline.
+Baselines are feature matrices and are made without any label, so all contexts may take part in
+document frequencies and standardisation: that can only help a baseline.
 
-A control task: outcomes with nothing to read but a random function of the response's look.
+The control task (Hewitt & Liang, "Designing and interpreting probes with control tasks", EMNLP
+2019, arXiv 1909.03368) is an outcome that is a random function of the input's type. A probe that
+predicts it as well as the real target shows its own capacity, not the model's knowledge;
+selectivity is the difference. A type must recur in other sources, or nothing could be learnt across
+folds: here it is the length of the response and its first token.
 
-Hewitt & Liang, "Designing and interpreting probes with control tasks", EMNLP 2019 (arXiv
-1909.03368): a probe that predicts a random function of the input's type as well as the real target
-shows its own capacity, not the model's knowledge; selectivity is the difference. What serves as the
-type must recur in other sources, or there would be nothing to learn across folds: here it is how
-long the response is and how it opens.
-
-The controls of a probe set: what its contexts' texts and its models' outputs offer a probe.
+To add a control, make a :class:`Baseline` of the :class:`probes.dataset.ProbeSet` and enter it in
+:func:`controls_of`: under ``text`` if it reads the conversation, under ``output`` if it reads the
+model's next-token distribution. Latent is only claimed beyond all controls of both kinds.
 """
 
 import re
@@ -24,96 +24,30 @@ import numpy as np
 import pandas as pd
 import torch
 from numpy.typing import ArrayLike
+from safetensors import SafetensorError
 from scipy.linalg import block_diag
 from scipy.sparse import csr_array
 from sklearn.feature_extraction.text import TfidfVectorizer
 from torch import Tensor
 
+from ia_mech.errors import UserError
 from ia_mech.lens import Lens
-from probes.dataset import ProbeSet, lens_of
+from ia_mech.run import Run
+from probes.dataset import ProbeSet
 from probes.outcome import Outcome
-
-_OPENINGS = 8  # openings that are told apart; the rarer ones are one
-_TRIES = 10_000
-
-
-def types(response_tokens: ArrayLike, opening: ArrayLike) -> np.ndarray:
-    """Quartile of the response's length × its first token.
-
-    Args:
-        response_tokens: ``[contexts]`` lengths.
-        opening: ``[contexts]`` id of the response's first token, -1 if it has none. The eight most
-            common are told apart (the smaller id first, if equally common).
-
-    Returns:
-        ``[contexts]`` types, numbered from 0 without gaps.
-
-    Raises:
-        ValueError: lengths and openings differ in number.
-    """
-    tokens, opening = np.asarray(response_tokens, dtype=float), np.asarray(opening)
-    if tokens.shape != opening.shape or tokens.ndim != 1:
-        raise ValueError("response_tokens and opening must have one entry per context")
-    length = np.searchsorted(np.quantile(tokens, [0.25, 0.5, 0.75]), tokens)
-    _, index, counts = np.unique(opening, return_inverse=True, return_counts=True)
-    rank = np.empty(len(counts), dtype=int)
-    rank[np.argsort(-counts, kind="stable")] = np.arange(len(counts))
-    kind = length * (_OPENINGS + 1) + np.minimum(rank[index], _OPENINGS)
-    return np.unique(kind, return_inverse=True)[1]
-
-
-def control_outcomes(outcome: Outcome, types: ArrayLike, draws: int, seed: int) -> list[Outcome]:
-    """Outcomes where every type has a random rate, and nothing else counts.
-
-    A type's rate is that of a context drawn at random, so that rates are distributed as in the real
-    outcome. Trials, sources and runs stay each context's own; positives may be fractions. Rates
-    that differ in no run, which would leave nothing to predict, are drawn again.
-
-    Args:
-        outcome: the real one.
-        types: ``[contexts]`` type of each, numbered from 0.
-        draws: how many.
-        seed: of the generator; the first outcomes are the same however many are drawn.
-
-    Raises:
-        ValueError: no run has two types, all contexts have the same rate, or almost all have it so
-            that no draw has two.
-    """
-    types = np.asarray(types)
-    if types.shape != outcome.trials.shape:
-        raise ValueError("types must have one entry per context")
-    in_runs = [np.unique(types[outcome.runs == run]) for run in np.unique(outcome.runs)]
-    if all(len(present) < 2 for present in in_runs):
-        raise ValueError("a control task needs two types of contexts in a run; there is only one")
-    if np.ptp(outcome.rate) == 0:
-        raise ValueError("a control task needs contexts with different rates; all have the same")
-    rng = np.random.default_rng(seed)
-    return [_draw(outcome, types, in_runs, rng) for _ in range(draws)]
-
-
-def _draw(
-    outcome: Outcome, types: np.ndarray, in_runs: list[np.ndarray], rng: np.random.Generator
-) -> Outcome:
-    for _ in range(_TRIES):
-        lender = rng.integers(len(outcome), size=types.max() + 1)  # a context for every type
-        rate = outcome.rate[lender]
-        if any(np.ptp(rate[present]) > 0 for present in in_runs):
-            row = lender[types]
-            # Multiplied first: whole numbers where lender and borrower have equally many trials.
-            positives = outcome.positives[row] * outcome.trials / outcome.trials[row]
-            return replace(outcome, positives=positives)
-    raise ValueError(f"no two types got different rates in {_TRIES} draws: almost all are the same")
-
 
 _CONSTANT = 1e-6  # a column that varies less, relative to its size, varies by round-off only
 _RANK = 1e-12  # eigenvalues below this share of the largest are round-off
 _VALUES = 2**23  # most logits held at a time: 32 MiB, three times over with what is made from them
 _MOST_LIKELY = 10
+_OPENINGS = 8  # openings that are told apart; the rarer ones are one
+_TRIES = 10_000
+HEADER_LAST = "header_last"  # where the first token of the user turn is predicted
 
 
 @dataclass(frozen=True)
 class Baseline:
-    """Features of contexts to be probed in place of hidden states.
+    """Features of contexts, probed in place of hidden states.
 
     Attributes:
         name: short, for tables.
@@ -132,15 +66,18 @@ class Controls:
 
     Attributes:
         text: what a probe could read from the contexts themselves.
-        output: the model's own output distribution; empty where it can't be had.
+        output: the model's own output distribution; empty where it isn't available.
         types: ``[contexts]`` types of the control task; None where there aren't two.
-        missing: why a control isn't there, one sentence each.
+        missing: why a control is missing, one sentence each.
     """
 
     text: list[Baseline] = field(default_factory=list)
     output: list[Baseline] = field(default_factory=list)
     types: np.ndarray | None = None
     missing: list[str] = field(default_factory=list)
+
+
+# -- text ------------------------------------------------------------------------------------------
 
 
 def tfidf(texts: Sequence[str]) -> Baseline:
@@ -203,12 +140,13 @@ def dataset_id(datasets: ArrayLike, runs: ArrayLike) -> Baseline:
     return Baseline("dataset", features, "which run and dataset the context is from")
 
 
-def random_projection(token_ids: Sequence[ArrayLike], width: int, seed: int) -> Baseline:
+def random_projection(
+    token_ids: Sequence[Sequence[int] | np.ndarray], width: int, seed: int
+) -> Baseline:
     """An untrained encoder: the mean over a context's tokens of random vectors of unit size.
 
     The vector of a token, Gaussian with variance 1 / width, is a function of seed and token id
-    alone, whatever else occurs. Random encoders: Wieting & Kiela, "No training required", ICLR
-    2019 (arXiv 1901.10444).
+    alone. Random encoders: Wieting & Kiela, "No training required", ICLR 2019 (arXiv 1901.10444).
 
     Args:
         token_ids: per context, its ``[tokens]`` ids.
@@ -234,11 +172,14 @@ def random_projection(token_ids: Sequence[ArrayLike], width: int, seed: int) -> 
     return Baseline("random", features, f"mean of random token vectors, {width} wide (untrained)")
 
 
+# -- the model's output ----------------------------------------------------------------------------
+
+
 def output_state(lens: Lens, residual: Tensor | np.ndarray) -> Baseline:
     """The final norm of the last layer: the model's own output distribution, linearly.
 
     Every next-token logit is linear in it (up to a softcap), so that a probe on it reads whatever
-    the model is about to say. What an earlier layer knows and this doesn't tell is latent.
+    the model is about to say. What only an earlier layer shows is latent.
 
     Args:
         lens: of the model.
@@ -327,7 +268,78 @@ def _entropy(logits: Tensor) -> Tensor:
     return shifted.logsumexp(-1) - torch.einsum("cv,cv->c", probability, shifted)
 
 
-HEADER_LAST = "header_last"  # where the first token of the user turn is predicted
+# -- the control task ------------------------------------------------------------------------------
+
+
+def types(response_tokens: ArrayLike, opening: ArrayLike) -> np.ndarray:
+    """Quartile of the response's length × its first token.
+
+    Args:
+        response_tokens: ``[contexts]`` lengths.
+        opening: ``[contexts]`` id of the response's first token, -1 if it has none. The eight most
+            common are told apart (the smaller id first, if equally common).
+
+    Returns:
+        ``[contexts]`` types, numbered from 0 without gaps.
+
+    Raises:
+        ValueError: lengths and openings differ in number.
+    """
+    tokens, opening = np.asarray(response_tokens, dtype=float), np.asarray(opening)
+    if tokens.shape != opening.shape or tokens.ndim != 1:
+        raise ValueError("response_tokens and opening must have one entry per context")
+    length = np.searchsorted(np.quantile(tokens, [0.25, 0.5, 0.75]), tokens)
+    _, index, counts = np.unique(opening, return_inverse=True, return_counts=True)
+    rank = np.empty(len(counts), dtype=int)
+    rank[np.argsort(-counts, kind="stable")] = np.arange(len(counts))
+    kind = length * (_OPENINGS + 1) + np.minimum(rank[index], _OPENINGS)
+    return np.unique(kind, return_inverse=True)[1]
+
+
+def control_outcomes(outcome: Outcome, types: ArrayLike, draws: int, seed: int) -> list[Outcome]:
+    """Outcomes where every type has a random rate, and nothing else counts.
+
+    A type's rate is that of a random context, so that rates are distributed as in the real outcome.
+    Trials, sources and runs stay as they are; positives may be fractions. Rates that differ in no
+    run, which would leave nothing to predict, are drawn again.
+
+    Args:
+        outcome: the real one.
+        types: ``[contexts]`` type of each, numbered from 0.
+        draws: how many.
+        seed: of the generator; the first outcomes are the same however many are drawn.
+
+    Raises:
+        ValueError: no run has two types, all contexts have the same rate, or almost all have it so
+            that no draw has two.
+    """
+    types = np.asarray(types)
+    if types.shape != outcome.trials.shape:
+        raise ValueError("types must have one entry per context")
+    in_runs = [np.unique(types[outcome.runs == run]) for run in np.unique(outcome.runs)]
+    if all(len(present) < 2 for present in in_runs):
+        raise ValueError("a control task needs two types of contexts in a run; there is only one")
+    if np.ptp(outcome.rate) == 0:
+        raise ValueError("a control task needs contexts with different rates; all have the same")
+    rng = np.random.default_rng(seed)
+    return [_draw(outcome, types, in_runs, rng) for _ in range(draws)]
+
+
+def _draw(
+    outcome: Outcome, types: np.ndarray, in_runs: list[np.ndarray], rng: np.random.Generator
+) -> Outcome:
+    for _ in range(_TRIES):
+        drawn = rng.integers(len(outcome), size=types.max() + 1)  # a context for every type
+        rate = outcome.rate[drawn]
+        if any(np.ptp(rate[present]) > 0 for present in in_runs):
+            row = drawn[types]
+            # Multiplied first: whole numbers where both contexts have equally many trials.
+            positives = outcome.positives[row] * outcome.trials / outcome.trials[row]
+            return replace(outcome, positives=positives)
+    raise ValueError(f"no two types got different rates in {_TRIES} draws: almost all are the same")
+
+
+# -- all controls of a probe set -------------------------------------------------------------------
 
 
 def controls_of(data: ProbeSet, seed: int = 0) -> Controls:
@@ -360,9 +372,19 @@ def controls_of(data: ProbeSet, seed: int = 0) -> Controls:
     try:
         control_outcomes(data.outcome, kinds, 1, seed)
     except ValueError as error:
-        kinds = None
         missing.append(f"no control task, so no selectivity: {error}")
+        return Controls(text, output, None, missing)
     return Controls(text, output, kinds, missing)
+
+
+def lens_of(run: Run) -> tuple[Lens | None, str | None]:
+    """The lens of a run's model; or None, and why there is none."""
+    try:
+        return Lens.load(run.model["weights_hash"]), None
+    except UserError as error:
+        return None, str(error)
+    except SafetensorError as error:
+        return None, f"the lens of {run.model['name']} can't be read ({error})"
 
 
 def _output(data: ProbeSet) -> tuple[list[Baseline], str | None]:
@@ -394,8 +416,8 @@ def _output(data: ProbeSet) -> tuple[list[Baseline], str | None]:
 def _stacked(parts: list[Baseline], order: np.ndarray) -> Baseline:
     """One baseline of several models' rows; each model has columns of its own.
 
-    A direction in one model's output needn't mean the same in another's: shared columns would ask
-    the control for one set of weights that fits all, and make it weaker than the output is.
+    A direction in one model's output needn't mean the same in another's: with shared columns one
+    set of weights would have to fit all models, and the control would be weaker than the output.
     """
     blocks = block_diag(*(part.features - part.features.mean(0) for part in parts))
     return replace(parts[0], features=blocks[order])

@@ -1,11 +1,7 @@
 """What probes are trained on: judged contexts of one or more runs, and their hidden states.
 
-Rows are contexts everywhere. Text and numbers are in a data frame; hidden states are read from the
-runs a layer at a time, when asked for.
-
-Whether there is enough to train probes on, and if not, what would be.
-
-Where a context's response begins among its tokens.
+A row is a context everywhere. Text and numbers are in a data frame; hidden states are read from
+the runs, one layer at a time.
 """
 
 import math
@@ -21,143 +17,12 @@ import pandas as pd
 from safetensors import SafetensorError
 
 from ia_mech.errors import UserError
-from ia_mech.lens import Lens
 from ia_mech.rates.load import NOBODY, read_runs
 from ia_mech.run import Run
-from probes import targets
 from probes.fit.folds import movable
-from probes.outcome import Outcome
-from probes.targets import Target
+from probes.outcome import KEYS, LATENT, Outcome, Target, counts_of, parse_target
 
 MIN_SOURCES = 20  # with a positive turn, and with a negative one
-
-
-def check_enough(
-    outcome: Outcome,
-    folds: int = 5,
-    minimum: int = MIN_SOURCES,
-    positive: str = "a positive turn",
-    negative: str | None = None,
-    more_turns: bool = True,
-) -> None:
-    """Refuse outcomes that no probe can be trained and tested on.
-
-    Args:
-        outcome: k of n per context.
-        folds: there must be at least so many sources of either kind.
-        minimum: sources with a positive turn, and with a negative one.
-        positive: what a positive turn is called (``Target.positive``).
-        negative: and a negative one (``Target.negative``); any other turn if not given.
-        more_turns: whether more turns per context would give more sources of either kind.
-
-    Raises:
-        UserError: there is one source, all rates are equal, or there are too few sources.
-    """
-    sources = int(outcome.sources.max()) + 1
-    if sources == 1:
-        raise UserError(
-            f"all {len(outcome)} contexts come from one source; a probe is tested on sources that "
-            "it wasn't trained on",
-            f"sample contexts of many sources (at least {max(minimum, folds)})",
-        )
-    if np.ptp(outcome.rate) == 0:
-        rate = outcome.rate[0]
-        said = {0: f"no context has {positive}", 1: f"all turns of every context are {positive}"}
-        raise UserError(
-            said.get(rate, f"every context has the same rate of {positive}, {rate:.2f}")
-            + ": there is nothing to predict",
-            "choose another --target, or sample at other temperatures or more turns per context",
-        )
-    needed = max(minimum, folds)
-    # Where all contexts of a run have the same rate, nothing can be told from it.
-    varies = np.array([np.ptp(outcome.rate[outcome.runs == run]) > 0 for run in outcome.runs])
-    if not varies.any():
-        raise UserError(
-            f"within each run (or dataset) all contexts have the same rate of {positive}: there is "
-            "nothing to predict, as only contexts of the same are compared",
-            "choose another --target or --within, or sample at other temperatures",
-        )
-    counted = (outcome.positives > 0) & varies, (outcome.negatives > 0) & varies
-    have = [len(set(outcome.sources[rows])) for rows in counted]
-    if min(have) >= needed:
-        moving = movable(outcome)
-        if moving < needed:
-            raise UserError(
-                f"only {moving} of {sources} sources can change places with another one, as the "
-                "others have other numbers of contexts per run or perturbation: there is too "
-                "little to permute",
-                "give runs whose sources have equally many contexts",
-            )
-        return
-    told, of = len(set(outcome.sources[varies])), f"{sources}"
-    if told < sources:
-        of = f"{told} in runs or datasets where rates differ"
-    enough = math.ceil(told * needed / min(have) / 10) * 10
-    few, what = min((have[0], positive), (have[1], negative or f"a turn other than {positive}"))
-    others = ", more turns per context, or at other temperatures"
-    if few == told or not more_turns:
-        others = ""
-    raise UserError(
-        f"only {few} source{' has' if few == 1 else 's have'} {what} (of {of}); probes need "
-        f"{needed} with one and {needed} without",
-        f"sample contexts of about {enough} sources at this rate{others}",
-    )
-
-
-def response_starts(run: Run) -> list[int]:
-    """``[contexts]`` index of each response's first token.
-
-    Counting back ``response_tokens`` from its end is right for given responses. A written one has
-    as many tokens as were sampled, white space at its ends and marks included, which the context
-    doesn't hold; it starts behind the tokens that the template writes after the query. An empty one
-    would start where the tail does.
-    """
-    own, tail = run.contexts, len(run.record["identity"]["chat"]["tail_ids"])
-    columns = [own[name].tolist() for name in ("positions", "token_ids", "response_tokens")]
-    after = [_after_query(at, ids) for at, ids, _ in zip(*columns, strict=True)]
-    opener = _opener(after, [messages[-1]["content"] for messages in own["messages"]])
-    starts = []
-    for at, ids, response_tokens in zip(*columns, strict=True):
-        end, query = index_of(at, "response_end"), index_of(at, "query_end")
-        if end is None:
-            starts.append(len(ids) - tail)
-        elif opener and _after_query(at, ids)[: len(opener)] == opener:
-            starts.append(min(query + 1 + len(opener), end))
-        else:
-            starts.append(min(max(end - response_tokens, -1 if query is None else query) + 1, end))
-    return starts
-
-
-def _after_query(at: dict, ids: np.ndarray) -> list[int]:
-    """The tokens behind the query; none if it is empty."""
-    query = index_of(at, "query_end")
-    return [] if query is None else ids[query + 1 :].tolist()
-
-
-def _opener(after: list[list[int]], responses: list[str]) -> list[int]:
-    """The tokens that a template writes between query and response; none if it can't be told.
-
-    They are the same in every context, and contexts whose responses begin with different characters
-    differ from there on. One context per first character: most of them agree just as far.
-    """
-    said = [text.strip() for text in responses]
-    unlike = {text[0]: ids for ids, text in zip(after, said, strict=True) if text}
-    found: list[int] = []
-    while len(unlike) > 1:
-        tokens = Counter(ids[len(found)] for ids in unlike.values() if len(ids) > len(found))
-        token, count = tokens.most_common(1)[0] if tokens else (0, 0)
-        if 2 * count <= len(unlike):
-            break
-        found.append(token)
-    return found
-
-
-def index_of(at: dict, name: str) -> int | None:
-    """Where a context has a position; None if it lacks it."""
-    value = at.get(name)
-    return None if value is None or math.isnan(value) else int(value)
-
-
 RUN, DATASET = "run", "dataset"
 
 
@@ -169,7 +34,7 @@ class ProbeSet:
         runs: the runs, in the given order.
         judge: whose verdicts the outcomes are made from.
         record: who the judge is.
-        target: what is to be predicted.
+        target: what is predicted.
         contexts: one row per context: ``run`` (index into ``runs``), ``row`` (in
             ``run.contexts``), ``context_id``, ``dataset``, ``perturbation``, ``source`` (a key that
             holds across runs), ``text`` (all messages, one below the other), ``prompt_tokens`` (all
@@ -213,9 +78,9 @@ class ProbeSet:
             UserError: no such layer, a value that isn't finite, or a file that can't be read.
         """
         states = np.empty((len(self), len(self.positions), self.width), dtype=np.float32)
-        for number in range(len(self.runs)):
+        for number in self.contexts["run"].unique():
             mine = np.flatnonzero(self.contexts["run"] == number)
-            for at, position in enumerate(self.positions if len(mine) else ()):
+            for at, position in enumerate(self.positions):
                 states[mine, at] = self.states(number, layer, position)
         return states
 
@@ -231,7 +96,14 @@ class ProbeSet:
             UserError: as :meth:`layer`.
         """
         run, frame = self.runs[number], self.contexts[self.contexts["run"] == number]
-        states = _residuals(run, layer, position)[frame["row"]]
+        try:
+            states = run.residuals(layer, position).float().numpy()[frame["row"]]
+        except (SafetensorError, OSError) as error:
+            wrong = run.verify()  # names the part and the file
+            raise UserError(
+                f"{run.path} is damaged: {wrong[0] if wrong else f'layer {layer}: {error}'}",
+                "run the command that wrote it again with --repair",
+            ) from None
         finite = np.isfinite(states).all(axis=1)
         if not finite.all():
             context = frame["context_id"].iloc[int(np.argmin(finite))]
@@ -261,7 +133,7 @@ def read(
     Args:
         paths: the runs' folders.
         judge: whose verdicts; the only judge there if not given.
-        target: what is to be predicted, as :func:`probes.targets.parse` takes it.
+        target: what to predict, as :func:`probes.outcome.parse_target` takes it.
         positions: only these; all that were kept if not given.
         layers: only these; all if not given.
         within: ``run`` or ``dataset``, see :class:`ProbeSet`.
@@ -271,77 +143,180 @@ def read(
             of different sizes; an unknown target, position or layer; no context with an outcome,
             or no position that all of them have.
     """
-    wanted = targets.parse(target)
+    wanted = parse_target(target)
     judged = read_runs(paths, judge, NOBODY)
-    runs = judged.runs
-    width, all_layers = _same_size(runs)
-    notes = list(judged.notes)
+    runs, notes = judged.runs, list(judged.notes)
+    _check_same_size(runs)
     models = {run.model["weights_hash"]: run.model["name"] for run in runs}
     if len(models) > 1:
         notes.append(
             f"the runs are of {len(models)} models ({', '.join(models.values())}): a direction in "
             "one need not mean the same in another."
         )
-    every = pd.concat([_contexts(run, number) for number, run in enumerate(runs)])
+    contexts = pd.concat([_contexts(run, number) for number, run in enumerate(runs)])
     keys = pd.MultiIndex.from_arrays(
-        [every["run"].map(lambda number: str(runs[number].path)), every["context_id"]]
+        [contexts["run"].map(lambda number: str(runs[number].path)), contexts["context_id"]]
     )
-    counts = targets.counts(wanted, judged.turns).reindex(keys)
-    sources = judged.turns.drop_duplicates(targets.KEYS).set_index(targets.KEYS)["source"]
-    every.insert(4, "source", sources.reindex(keys).to_numpy())
+    counts = counts_of(wanted, judged.turns).reindex(keys)
+    sources = judged.turns.drop_duplicates(KEYS).set_index(KEYS)["source"]
+    contexts.insert(4, "source", sources.reindex(keys).to_numpy())
     there = counts["n"].notna().to_numpy()
     if not there.any():
         raise UserError(
-            f"none of the {len(every)} contexts has an outcome for the target {wanted.name}",
+            f"none of the {len(contexts)} contexts has an outcome for the target {wanted.name}",
             "choose another target: " + wanted.describe(),
         )
     if not there.all():
         notes.append(
-            f"{(~there).sum()} of {len(every)} contexts have no outcome for the target "
+            f"{(~there).sum()} of {len(contexts)} contexts have no outcome for the target "
             f"{wanted.name} and are left out."
         )
-    kept = every[there].reset_index(drop=True)
+    kept = contexts[there].reset_index(drop=True)
     kept["positives"] = counts["k"].to_numpy()[there].astype(int)
     kept["trials"] = counts["n"].to_numpy()[there].astype(int)
-    names = _positions(runs, kept.pop("positions"), positions, notes)
     return ProbeSet(
-        runs,
-        judged.judge,
-        judged.record,
-        wanted,
-        kept,
-        names,
-        notes,
-        _layers(all_layers, layers),
-        width,
-        within,
+        runs=runs,
+        judge=judged.judge,
+        record=judged.record,
+        target=wanted,
+        positions=_common_positions(runs, kept.pop("positions"), positions, notes),
+        contexts=kept,
+        notes=notes,
+        layers=_chosen_layers(runs[0].layers, layers),
+        width=runs[0].model["d_model"],
+        within=within,
     )
 
 
-def in_order(paths: Sequence[str | Path]) -> list[Path]:
-    """Runs in an order of their own, so that it doesn't matter in which they are given.
+# -- is there enough? -----------------------------------------------------------------------------
+
+
+def check_enough(
+    outcome: Outcome, target: Target, folds: int = 5, minimum: int = MIN_SOURCES
+) -> None:
+    """Refuse outcomes that no probe can be trained and tested on.
+
+    Args:
+        outcome: k of n per context.
+        target: names what is missing in messages.
+        folds: at least so many sources of either kind are needed.
+        minimum: sources with a positive turn, and with a negative one.
 
     Raises:
-        UserError: one is no run.
+        UserError: there is one source, all rates are equal, or there are too few sources.
     """
-    return sorted(map(Path, paths), key=lambda path: (Run(path).identity_digest, str(path)))
+    positive = target.positive
+    sources, needed = outcome.source_count, max(minimum, folds)
+    if sources == 1:
+        raise UserError(
+            f"all {len(outcome)} contexts come from one source; a probe is tested on sources that "
+            "it wasn't trained on",
+            f"sample contexts of many sources (at least {needed})",
+        )
+    if np.ptp(outcome.rate) == 0:
+        rate = outcome.rate[0]
+        same = {0: f"no context has {positive}", 1: f"all turns of every context are {positive}"}
+        raise UserError(
+            same.get(rate, f"every context has the same rate of {positive}, {rate:.2f}")
+            + ": there is nothing to predict",
+            "choose another --target, or sample at other temperatures or more turns per context",
+        )
+    # A run whose contexts all have the same rate has nothing to predict.
+    varies = np.array([np.ptp(outcome.rate[outcome.runs == run]) > 0 for run in outcome.runs])
+    if not varies.any():
+        raise UserError(
+            f"within each run (or dataset) all contexts have the same rate of {positive}: there is "
+            "nothing to predict, as only contexts of the same are compared",
+            "choose another --target or --within, or sample at other temperatures",
+        )
+    with_positive = len(set(outcome.sources[(outcome.positives > 0) & varies]))
+    with_negative = len(set(outcome.sources[(outcome.negatives > 0) & varies]))
+    few, what = min((with_positive, positive), (with_negative, target.negative))
+    if few >= needed:
+        moving = movable(outcome)
+        if moving < needed:
+            raise UserError(
+                f"only {moving} of {sources} sources can change places with another one, as the "
+                "others have other numbers of contexts per run or perturbation: there is too "
+                "little to permute",
+                "give runs whose sources have equally many contexts",
+            )
+        return
+    comparable = len(set(outcome.sources[varies]))
+    where = " in runs or datasets where rates differ" if comparable < sources else ""
+    enough = math.ceil(comparable * needed / few / 10) * 10
+    others = ", more turns per context, or at other temperatures"
+    if few == comparable or target.kind == LATENT:
+        others = ""  # more turns wouldn't give more sources of that kind
+    raise UserError(
+        f"only {few} source{' has' if few == 1 else 's have'} {what} (of {comparable}{where}); "
+        f"probes need {needed} with one and {needed} without",
+        f"sample contexts of about {enough} sources at this rate{others}",
+    )
 
 
-def lens_of(run: Run) -> tuple[Lens | None, str | None]:
-    """The lens of a run's model; or None, and why there is none."""
-    try:
-        return Lens.load(run.model["weights_hash"]), None
-    except UserError as error:
-        return None, str(error)
-    except SafetensorError as error:
-        return None, f"the lens of {run.model['name']} can't be read ({error})"
+# -- where responses start ------------------------------------------------------------------------
+
+
+def response_starts(run: Run) -> list[int]:
+    """``[contexts]`` index of each response's first token.
+
+    Given responses start ``response_tokens`` before their end. A generated response has as many
+    tokens as were sampled, including white space and marks that the context doesn't hold; it starts
+    behind the tokens that the template writes after the query. An empty one would start where the
+    tail does.
+    """
+    own, tail = run.contexts, len(run.record["identity"]["chat"]["tail_ids"])
+    columns = [own[name].tolist() for name in ("positions", "token_ids", "response_tokens")]
+    after = [_after_query(at, ids) for at, ids, _ in zip(*columns, strict=True)]
+    opener = _opener(after, [messages[-1]["content"] for messages in own["messages"]])
+    starts = []
+    for (at, ids, response_tokens), behind in zip(zip(*columns, strict=True), after, strict=True):
+        end, query = index_of(at, "response_end"), index_of(at, "query_end")
+        if end is None:
+            starts.append(len(ids) - tail)
+        elif query is not None and opener and behind[: len(opener)] == opener:
+            starts.append(min(query + 1 + len(opener), end))
+        else:
+            starts.append(min(max(end - response_tokens, -1 if query is None else query) + 1, end))
+    return starts
+
+
+def _after_query(at: dict, ids: np.ndarray) -> list[int]:
+    """The tokens behind the query; none if it is empty."""
+    query = index_of(at, "query_end")
+    return [] if query is None else ids[query + 1 :].tolist()
+
+
+def _opener(after: list[list[int]], responses: list[str]) -> list[int]:
+    """The tokens that a template writes between query and response; none if it can't be told.
+
+    They are the same in every context; contexts whose responses begin with different characters
+    differ from there on. One context per first character takes part: most of them agree just as
+    far.
+    """
+    texts = [text.strip() for text in responses]
+    by_first = {text[0]: ids for ids, text in zip(after, texts, strict=True) if text}
+    found: list[int] = []
+    while len(by_first) > 1:
+        tokens = Counter(ids[len(found)] for ids in by_first.values() if len(ids) > len(found))
+        token, count = tokens.most_common(1)[0] if tokens else (0, 0)
+        if 2 * count <= len(by_first):
+            break
+        found.append(token)
+    return found
+
+
+def index_of(at: dict, name: str) -> int | None:
+    """Where a context has a position; None if it lacks it."""
+    value = at.get(name)
+    return None if value is None or math.isnan(value) else int(value)
 
 
 # -- what the runs have in common -----------------------------------------------------------------
 
 
-def _same_size(runs: list[Run]) -> tuple[int, range]:
-    """d_model and layers of all runs."""
+def _check_same_size(runs: list[Run]) -> None:
     first = runs[0]
     for run in runs[1:]:
         for size, words in (("d_model", "hidden size"), ("layers", "number of blocks")):
@@ -351,10 +326,9 @@ def _same_size(runs: list[Run]) -> tuple[int, range]:
                     f"{first.model[size]} and {run.model[size]}",
                     "train a probe for each of them",
                 )
-    return first.model["d_model"], first.layers
 
 
-def _layers(there: range, wanted: Sequence[int] | None) -> Sequence[int]:
+def _chosen_layers(there: range, wanted: Sequence[int] | None) -> Sequence[int]:
     if wanted is None:
         return there
     unknown = sorted(set(wanted) - set(there))
@@ -366,10 +340,10 @@ def _layers(there: range, wanted: Sequence[int] | None) -> Sequence[int]:
     return sorted(set(wanted))
 
 
-def _positions(
+def _common_positions(
     runs: list[Run], indices: pd.Series, wanted: Sequence[str] | None, notes: list[str]
 ) -> list[str]:
-    """Names of the positions that every context has; says in ``notes`` which are left out.
+    """Names of the positions that every context has; those left out are added to ``notes``.
 
     Args:
         runs: the runs.
@@ -409,27 +383,12 @@ def _positions(
     return names
 
 
-# -- one run --------------------------------------------------------------------------------------
-
-
-def _residuals(run: Run, layer: int, position: str) -> np.ndarray:
-    """``[contexts of the run, d_model]`` float32."""
-    try:
-        return run.residuals(layer, position).float().numpy()
-    except (SafetensorError, OSError) as error:
-        wrong = run.verify()  # names the part and the file
-        raise UserError(
-            f"{run.path} is damaged: {wrong[0] if wrong else f'layer {layer}: {error}'}",
-            "run the command that wrote it again with --repair",
-        ) from None
-
-
 def _contexts(run: Run, number: int) -> pd.DataFrame:
     """``ProbeSet.contexts`` of one run, without outcome and source, but with ``positions``."""
-    own = run.contexts
-    first = response_starts(run)
+    own, first = run.contexts, response_starts(run)
     end = [index_of(at, "response_end") for at in own["positions"]]
     token_ids = own["token_ids"].tolist()
+    spans = list(zip(token_ids, first, end, strict=True))
     return pd.DataFrame(
         {
             "run": number,
@@ -439,16 +398,11 @@ def _contexts(run: Run, number: int) -> pd.DataFrame:
             "perturbation": own["perturbation"].fillna("none"),
             "text": ["\n".join(m["content"] for m in messages) for messages in own["messages"]],
             "prompt_tokens": first,
-            "response_tokens": [
-                0 if e is None else e - f + 1 for f, e in zip(first, end, strict=True)
-            ],
+            "response_tokens": [0 if e is None else e - f + 1 for _, f, e in spans],
             "context_tokens": own["context_tokens"].astype(int),
             "cut_off": own["response_cut_off"].fillna(False).astype(bool),
             "token_ids": token_ids,
-            "opening": [
-                -1 if e is None else int(ids[f])
-                for ids, f, e in zip(token_ids, first, end, strict=True)
-            ],
+            "opening": [-1 if e is None else int(ids[f]) for ids, f, e in spans],
             "positions": own["positions"],
         }
     )

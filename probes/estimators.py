@@ -1,24 +1,24 @@
 """The probes as scikit-learn estimators, on features as they come.
 
-What is fitted is what :mod:`probes.fit.nested_cv` fits: features are centred (within each run) and
-divided by one number, so that their mean squared norm is 1, and contexts weigh their number of
-trials over the mean of it. ``penalty`` is of half the squared weights on such features, against the
-sum of losses: scikit-learn's ``C = 1 / penalty`` there, or the ``alpha`` of its ridge regression.
-Weights and intercepts that come out are for the features as they were given.
+They fit what :mod:`probes.fit.nested_cv` fits: features are centred (within each run) and divided
+by one number, so that their mean squared norm is 1, and contexts weigh their number of trials over
+its mean. ``penalty`` is of half the squared weights on such features, against the sum of losses:
+scikit-learn's ``C = 1 / penalty`` there, or the ``alpha`` of its ridge regression. The resulting
+weights and intercepts are for the features as given.
 """
+
+from collections.abc import Hashable, Iterable
 
 import numpy as np
 from numpy.typing import ArrayLike
 from scipy.special import expit
 from sklearn.base import BaseEstimator, ClassifierMixin
-from sklearn.utils import column_or_1d
+from sklearn.utils import Tags, column_or_1d
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 from ia_mech.stats.resampling import as_column
-from probes.fit import nested_cv as cell
-from probes.fit import solvers as fits
-from probes.fit.nested_cv import ESTIMATORS, Cell, Design, rotate
+from probes.fit.solvers import ESTIMATORS, Features, Training, platt, project
 from probes.outcome import Outcome
 
 
@@ -33,20 +33,20 @@ class _Probe(ClassifierMixin, BaseEstimator):
         n_features_in_: d.
     """
 
-    _name: str
-    penalty = 1.0  # of those that have none: not used
+    _name: str  # in ESTIMATORS
+    penalty = 1.0  # not used by estimators without one
 
     def fit(
         self,
         X: ArrayLike,
         y: ArrayLike,
         sample_weight: ArrayLike | None = None,
-        runs: ArrayLike | None = None,
+        runs: Iterable[Hashable] | None = None,
     ) -> "_Probe":
         """Learn from contexts.
 
-        ``cross_val_predict`` numbers the distinct values of ``y`` before it gets here, so it is for
-        labels, not for rates.
+        ``cross_val_predict`` replaces ``y`` by class numbers first, so use it with labels, not with
+        rates.
 
         Args:
             X: ``[n, d]``.
@@ -55,33 +55,33 @@ class _Probe(ClassifierMixin, BaseEstimator):
             runs: ``[n]`` run of each context, each with an intercept; one if not given.
 
         Raises:
-            ValueError: a value is missing or not finite, lengths differ, a weight isn't above 0,
-                the penalty isn't, there are more than two labels, or in no run two contexts differ
-                in theirs.
+            ValueError: a value is missing or not finite, lengths differ, a weight or the penalty
+                isn't above 0, there are more than two labels, or no run has two different ones.
         """
-        X, y = validate_data(self, X, y, dtype=np.float64)
-        rates, self.classes_ = _rates(y)
-        n = len(X)
+        checked = validate_data(self, X, y, dtype=np.float64)
+        features, labels = np.asarray(checked[0]), np.asarray(checked[1])
+        rates, self.classes_ = _rates(labels)
+        n = len(features)
         trials = np.ones(n) if sample_weight is None else as_column(sample_weight, n, "weights")
         if not (np.isfinite(trials) & (trials > 0)).all():
             raise ValueError("sample_weight must be finite and above zero")
         if not (np.isfinite(self.penalty) and self.penalty > 0):
             raise ValueError(f"penalty must be a finite number above 0, not {self.penalty}")
-        # Sources only matter to folds, of which there are none here.
+        # Sources only matter to folds, and there are none here.
         outcome = Outcome.of(rates * trials, trials, np.arange(n), runs)
         if all(np.ptp(rates[outcome.runs == run]) == 0 for run in np.unique(outcome.runs)):
             raise ValueError("all labels are alike (1 class), so there is nothing to learn")
-        design = Design.of(outcome, np.zeros(n, dtype=int), estimator=self._name)
-        rows = np.arange(n)
-        rotated = rotate(Cell.of(X), rows, rows[:0], outcome.runs)
-        fitted = cell.fit(rotated, design, rows, self.penalty)
+        rows, run_count = np.arange(n), int(outcome.runs.max()) + 1
+        projection = project(Features.of(features), rows, rows[:0], outcome.runs)
+        counts = outcome.positives, outcome.trials
+        training = Training(projection, *counts, outcome.runs, run_count)
+        (fitted,) = ESTIMATORS[self._name].solve(training, [self.penalty])
         slope, levels = 1.0, fitted.intercepts
-        if self._name != "logistic":
-            scores = fitted.scores(rotated.train, outcome.runs)
-            there = outcome.positives, outcome.trials, design.run_count
-            slope, levels = fits.platt(scores, outcome.runs, *there)
-        weights = slope * rotated.weights(fitted.weights)
-        centres = X.mean(axis=0) + rotated.centres()
+        if not ESTIMATORS[self._name].log_odds:
+            scores = fitted.scores(projection.train, outcome.runs)
+            slope, levels = platt(scores, outcome.runs, *counts, run_count)
+        weights = slope * projection.weights(fitted.weights)
+        centres = features.mean(axis=0) + projection.centres()
         self.coef_ = weights[None]
         self.intercepts_ = levels - centres @ weights
         self.intercept_ = self.intercepts_.mean(keepdims=True)
@@ -103,7 +103,7 @@ class _Probe(ClassifierMixin, BaseEstimator):
         positive = self.decision_function(X) > 0
         return self.classes_[positive.astype(int)]
 
-    def __sklearn_tags__(self):
+    def __sklearn_tags__(self) -> Tags:
         tags = super().__sklearn_tags__()
         tags.classifier_tags.multi_class = False
         return tags
@@ -156,24 +156,26 @@ class RidgeProbe(_Probe):
         self.penalty = penalty
 
 
-_CLASSES = {"logistic": LogisticProbe, "mass-mean": MassMeanProbe, "lda": LDAProbe}
-_CLASSES["ridge"] = RidgeProbe
+_CLASSES: dict[str, type[_Probe]] = {
+    probe._name: probe for probe in (LogisticProbe, MassMeanProbe, LDAProbe, RidgeProbe)
+}
 
 
 def make(name: str, penalty: float) -> _Probe:
-    """The estimator of that name, of :data:`probes.fit.nested_cv.ESTIMATORS`; some have no penalty.
+    """The estimator of a name in :data:`probes.fit.solvers.ESTIMATORS`, with a penalty if it has
+    one.
 
     Raises:
         ValueError: there is none of that name.
     """
-    if name not in ESTIMATORS:
-        raise ValueError(f"unknown estimator {name!r}; choose from {', '.join(ESTIMATORS)}")
+    if name not in _CLASSES:
+        raise ValueError(f"unknown estimator {name!r}; choose from {', '.join(_CLASSES)}")
     found = _CLASSES[name]()
-    return found.set_params(penalty=penalty) if "penalty" in found.get_params() else found
+    return found.set_params(penalty=penalty) if ESTIMATORS[name].penalised else found
 
 
 def _rates(y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """``[n]`` rates, and the two labels whose second they are the rates of."""
+    """``[n]`` rates of the second label, and the two labels."""
     y = column_or_1d(y)
     if y.dtype.kind in "fiub" and ((y >= 0) & (y <= 1)).all():
         return y.astype(float), np.array([0, 1])

@@ -1,20 +1,143 @@
-"""Train linear probes on a judged run, with controls, and keep what came out.
-
-Usage::
-
-    python -m probes.train cache/RUN
-    python -m probes.train cache/RUN --target latent --estimator mass-mean
+"""``python -m probes.train``: train linear probes on a judged run, with controls, and keep them.
 
 What needs torch, pandas or matplotlib is imported late, so that ``--help`` and a mistyped flag
 answer at once.
 """
 
 import argparse
+import re
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from ia_mech.cli import guarded, tolerant_streams
-from probes.options import build_parser, chosen
+from ia_mech.cli import Parser, add_intervals, guarded, tolerant_streams, whole_from
+from probes.fit.solvers import ESTIMATORS
+
+if TYPE_CHECKING:
+    from probes.analysis import Settings
+
+DESCRIPTION = """\
+Train linear probes on the residual stream at every layer and position of a judged run, compare
+them with controls, and keep them in RUN/probes/NAME. Several runs are pooled, with an intercept
+each. No language model is loaded. docs/probes.md explains the method.
+"""
+
+EPILOG = """\
+examples:
+  python -m probes.train cache/RUN
+  python -m probes.train cache/RUN --target latent --positions header_last --layers 10-20
+  python -m probes.train cache/RUN-A cache/RUN-B --judge gpt-5-mini --out pooled
+Judge a run first: python -m ia_mech.judge run cache/RUN
+"""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = Parser(
+        prog="python -m probes.train",
+        usage="%(prog)s RUN [RUN ...] [options]",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+    )
+    add_subject(parser)
+    add_statistics(parser)
+    parser.add_argument(
+        "--threads",
+        type=whole_from(1),
+        metavar="N",
+        help="of the computation (default: all processors)",
+    )
+    parser.add_argument(
+        "--out", metavar="NAME", help="of the folder (default: target, estimator and judge)"
+    )
+    parser.add_argument(
+        "--replace", action="store_true", help="replace an analysis of other settings there"
+    )
+    return parser
+
+
+def add_subject(parser: argparse.ArgumentParser) -> None:
+    """What is probed, and by what: runs, judge, target, positions, layers, estimator."""
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a judged run's folder")
+    parser.add_argument("--judge", metavar="NAME", help="whose verdicts (default: the only judge)")
+    parser.add_argument(
+        "--target",
+        default="rate",
+        metavar="T",
+        help="rate, rate@T, greedy, latent, or a failure category (default: rate)",
+    )
+    parser.add_argument(
+        "--positions",
+        nargs="+",
+        default=["all"],
+        metavar="NAME",
+        help="of those that every run kept (default: all)",
+    )
+    parser.add_argument(
+        "--layers",
+        nargs="+",
+        type=layers,
+        default=[None],
+        metavar="L",
+        help="such as 0 8-12 30; 0 = embeddings (default: all)",
+    )
+    parser.add_argument(
+        "--estimator",
+        choices=ESTIMATORS,
+        default="logistic",
+        metavar="NAME",
+        help=f"{', '.join(ESTIMATORS)} (default: logistic)",
+    )
+    parser.add_argument(
+        "--within",
+        choices=["run", "dataset"],
+        default="run",
+        metavar="WHAT",
+        help="compare contexts of one run, or of one dataset (default: run)",
+    )
+
+
+def add_statistics(parser: argparse.ArgumentParser) -> None:
+    """Permutations, resamples, level and seed."""
+    numbers = parser.add_argument_group("statistics")
+    numbers.add_argument(
+        "--permutations",
+        type=whole_from(19, "fewer can't reach p = 0.05"),
+        default=1000,
+        metavar="N",
+        help="of whole sources (default: 1000)",
+    )
+    add_intervals(numbers, seed="folds, permutations and resampling")
+
+
+def layers(text: str) -> list[int] | None:
+    """``all`` (None), one layer, or a range with both ends."""
+    if text == "all":
+        return None
+    found = re.fullmatch(r"(\d+)(?:-(\d+))?", text, re.ASCII)
+    if not found or int(found[2] or found[1]) < int(found[1]):
+        raise argparse.ArgumentTypeError(f"{text!r} is no layer and no range such as 8-12")
+    return list(range(int(found[1]), int(found[2] or found[1]) + 1))
+
+
+def chosen(args: argparse.Namespace) -> tuple[list[str] | None, list[int] | None]:
+    """Positions and layers that were given; None for all."""
+    names = None if "all" in args.positions else args.positions
+    numbers = None if None in args.layers else sorted({at for part in args.layers for at in part})
+    return names, numbers
+
+
+def settings_of(args: argparse.Namespace) -> "Settings":
+    """The settings that the flags of both commands give."""
+    from probes.analysis import Settings
+
+    return Settings(
+        estimator=args.estimator,
+        permutations=args.permutations,
+        level=args.level,
+        resamples=args.resamples,
+        seed=args.seed,
+    )
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -25,44 +148,33 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _train(args: argparse.Namespace) -> None:
+    from dataclasses import replace
+
     from ia_mech.display import Bar, console
-    from probes import dataset
+    from ia_mech.run import Run
     from probes.analysis import analyse
     from probes.controls import controls_of
-    from probes.dataset import check_enough
-    from probes.records import Settings
+    from probes.dataset import DATASET, check_enough, read
+    from probes.report.conclusion import conclude
     from probes.report.keep import Kept
     from probes.report.screen import print_analysis
-    from probes.report.verdict import verdict
-    from probes.targets import LATENT
 
-    settings = Settings(
-        estimator=args.estimator,
-        permutations=args.permutations,
-        level=args.level,
-        resamples=args.resamples,
-        seed=args.seed,
-        workers=args.threads,
-    )
-    runs = dataset.in_order(args.runs)
-    data = dataset.read(runs, args.judge, args.target, *chosen(args), args.within)
-    kept = Kept.place(data, settings, args.out, args.replace, home=Path(args.runs[0]))
-    check_enough(
-        data.outcome,
-        settings.folds,
-        positive=data.target.positive,
-        negative=data.target.negative,
-        more_turns=data.target.kind != LATENT,
-    )
+    settings = replace(settings_of(args), workers=args.threads)
+    # In an order of their own: it doesn't matter in which order runs are given.
+    runs = sorted(args.runs, key=lambda path: (Run(path).identity_digest, str(path)))
+    data = read(runs, args.judge, args.target, *chosen(args), args.within)
+    kept = Kept.place(data, settings, args.out, args.replace, home=args.runs[0])
+    target = data.target
+    check_enough(data.outcome, target, settings.folds)
     controls = controls_of(data, settings.seed)
     analysis = analyse(data, data.outcome, controls, settings, Bar())
     analysis.notes[:0] = data.notes
-    datasets = data.within == dataset.DATASET
-    said = verdict(analysis, data.target.words + (" within datasets" if datasets else ""))
-    kept.write(analysis, said)
-    what = f"{data.target.name}: {data.target.describe()}"
+    datasets = data.within == DATASET
+    conclusion = conclude(analysis, target.words + (" within datasets" if datasets else ""))
+    kept.write(analysis, conclusion)
     within = "run, and within a dataset" if datasets else "run"
-    print_analysis(console(), analysis, what, said, within)
+    what = f"{target.name}: {target.describe()}"
+    print_analysis(console(), analysis, what, conclusion, within)
     print(f"wrote {kept.folder}", file=sys.stderr)
 
 

@@ -1,9 +1,4 @@
-"""Do probes carry over from one run or dataset to another? A matrix of scores.
-
-Usage::
-
-    python -m probes.transfer cache/RUN-A cache/RUN-B
-    python -m probes.transfer cache/RUN --by dataset --target latent
+"""``python -m probes.transfer``: do probes transfer between runs or datasets? A matrix of scores.
 
 What needs torch or pandas is imported late, so that ``--help`` and a mistyped flag answer at once.
 """
@@ -16,59 +11,47 @@ from typing import TYPE_CHECKING, Any
 
 from ia_mech.cli import Parser, guarded, one_line, tolerant_streams
 from ia_mech.errors import UserError
-from probes.options import add_statistics, add_subject, chosen
+from probes.train import add_statistics, add_subject, chosen, settings_of
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.table import Table
 
+    from probes.analysis import Settings
+    from probes.cross_evaluate import Entry, Unit
     from probes.dataset import ProbeSet
-    from probes.fit.cross_evaluate import Entry, Unit
-    from probes.records import Settings
 
 STAR = 0.05  # Holm-adjusted p values below it are marked
 
 DESCRIPTION = """\
-Ask whether linear probes carry over: train on one run, test on another. Rows of the matrix are what
-a probe was trained on, columns what it was tested on; "all others" is trained on every unit but the
-one tested. Units are the runs, or, of a single run, its datasets. No language model is loaded.
-
-target     as in python -m probes.train; so are AUROC, estimators and the choice of layer and
-           position, which is made on the training contexts alone, anew for every probe.
-sources    no probe is tested on a source that it was trained on. Where training and test share
-           sources (the diagonal, or the same prompts answered by two models), both are dealt into
-           five folds of whole sources, and each is predicted by a probe of the other four.
-interval   over the sources tested, given the trained probes: it doesn't say how far probes trained
-           on other sources would differ.
-p          how often probes of permuted labels get as far: labels of whole training sources change
-           places, and choice and training are replayed, by the closed form (ridge). Where sources
-           are shared, the tested labels move with them. Adjusted by Holm's method over the matrix.
-too few    a unit is trained on with 20 sources that have a positive turn and 20 that have a
-           negative one, and tested on with 10 of each.
+Train probes on one run and test them on another. Rows of the matrix are what a probe was trained
+on, columns what it was tested on; "all others" is trained on every unit but the one tested. Units
+are the runs or, of a single run, its datasets. Runs must be of models with equal hidden size and
+number of blocks. No language model is loaded. docs/probes.md explains the method.
 """
 
 EPILOG = """\
 examples:
   python -m probes.transfer cache/RUN-A cache/RUN-B cache/RUN-C
-      from run to run, and from the other two to each
   python -m probes.transfer cache/RUN --layers 10-20 --positions header_last
-      from dataset to dataset within one run
   python -m probes.transfer cache/RUN-A cache/RUN-B --by dataset --out transfer.parquet
-      the datasets of both, with all figures in a file: one row per entry
-
-Runs must be of models with equal hidden size and number of blocks.
-Before: python -m ia_mech.judge run cache/RUN
-Exit status: 0 done, 2 bad input (one line says what and what to do), 130 interrupted.
 """
 
 
 def build_parser() -> argparse.ArgumentParser:
     """The command line."""
-    parser = Parser(prog="python -m probes.transfer", description=DESCRIPTION, epilog=EPILOG)
+    parser = Parser(
+        prog="python -m probes.transfer",
+        usage="%(prog)s RUN [RUN ...] [options]",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+    )
     add_subject(parser)
     parser.add_argument(
         "--by",
         choices=("run", "dataset"),
-        help="what a row and a column are (default: run if several are given, else dataset)",
+        metavar="WHAT",
+        help="units: run or dataset (default: run if several are given)",
     )
     add_statistics(parser)
     parser.add_argument(
@@ -90,20 +73,13 @@ def _transfer(args: argparse.Namespace) -> None:
 
     from ia_mech.display import Bar, console
     from probes import dataset
-    from probes.fit.cross_evaluate import carry
-    from probes.records import Settings
+    from probes.cross_evaluate import cross_evaluate
 
-    settings = Settings(
-        estimator=args.estimator,
-        permutations=args.permutations,
-        level=args.level,
-        resamples=args.resamples,
-        seed=args.seed,
-    )
+    settings = settings_of(args)
     data = dataset.read(args.runs, args.judge, args.target, *chosen(args), args.within)
     by = args.by or ("run" if len(data.runs) > 1 else "dataset")
     units = units_of(data, by)
-    entries, notes = carry(data, data.outcome, units, settings, Bar())
+    entries, notes = cross_evaluate(data, data.outcome, units, settings, Bar())
     about = {
         "runs": [str(run.path) for run in data.runs],
         "by": by,
@@ -116,10 +92,13 @@ def _transfer(args: argparse.Namespace) -> None:
         "seed": settings.seed,
         "notes": data.notes + notes,
     }
-    screen = console()
-    _print(screen, table_of(entries, units, _title(about)), _lines(entries, data, about, settings))
+    _print(console(), _table(entries, units, about), _explained(entries, data, about, settings))
     if args.out is not None:
-        write(args.out, entries, about)
+        from pandas import DataFrame
+
+        from ia_mech.estimates import write_parquet
+
+        write_parquet(DataFrame([_record(entry) for entry in entries]), args.out, about)
         print(f"wrote {args.out}", file=sys.stderr)
 
 
@@ -131,15 +110,14 @@ def units_of(data: "ProbeSet", by: str) -> list["Unit"]:
     """
     import numpy as np
 
-    from probes.fit.cross_evaluate import Unit
+    from probes.cross_evaluate import Unit
 
     of = data.contexts["dataset" if by == "dataset" else "run"]
     names = {str(name): str(name) for name in of.unique()}
     if by == "run":
-        folders = [run.path.resolve() for run in data.runs]
-        for number, folder in enumerate(folders):
-            alike = [other for other in folders if other.name == folder.name]
-            names[str(number)] = folder.name if len(alike) == 1 else str(data.runs[number].path)
+        folders = [run.path.resolve().name for run in data.runs]
+        for number, (run, folder) in enumerate(zip(data.runs, folders, strict=True)):
+            names[str(number)] = folder if folders.count(folder) == 1 else str(run.path)
     values = of.astype(str)
     found = [Unit(names[value], np.flatnonzero(values == value)) for value in values.unique()]
     if len(found) < 2:
@@ -153,11 +131,13 @@ def units_of(data: "ProbeSet", by: str) -> list["Unit"]:
 # -- at the terminal ------------------------------------------------------------------------------
 
 
-def table_of(entries: list["Entry"], units: list["Unit"], title: str) -> "Table":
-    """Rows trained on, columns tested on; where a row's probe is one, its cell is named once."""
+def _table(entries: list["Entry"], units: list["Unit"], about: dict[str, Any]) -> "Table":
+    """Rows trained on, columns tested on; what the probe of a row reads is named once."""
     from rich.markup import escape
     from rich.table import Table
 
+    what = f"AUROC · target {about['target']} · {about['estimator']} · judge {about['judge']}"
+    title = f"[bold]{escape(what)}[/] ({about['level'] * 100:g}% intervals over sources tested)"
     table = Table(title=title, title_justify="left", title_style="")
     tested = [unit.name for unit in units if any(e.tested == unit.name for e in entries)]
     table.add_column("trained on ↓ tested on →", no_wrap=True)
@@ -186,18 +166,10 @@ def _cell(entry: "Entry", common: tuple[int, str] | None) -> str:
     return text if entry.usual == common else f"{text}\n[dim]{layer} {escape(position)}[/] "
 
 
-def _title(about: dict[str, Any]) -> str:
-    from rich.markup import escape
-
-    what = f"AUROC · target {about['target']} · {about['estimator']} · judge {about['judge']}"
-    return f"[bold]{escape(what)}[/] ({about['level'] * 100:g}% intervals over sources tested)"
-
-
-def _lines(
+def _explained(
     entries: list["Entry"], data: "ProbeSet", about: dict[str, Any], settings: "Settings"
 ) -> list[str]:
     """What an entry means, and what else a reader has to know."""
-    crossed = any(len(entry.picked) > 1 for entry in entries)
     tests = sum(not math.isnan(entry.p) for entry in entries)
     lines = [
         f"target {data.target.name}: {data.target.describe()}",
@@ -210,11 +182,11 @@ def _lines(
         "permutations of the training labels (whole sources), choice and training replayed by "
         "ridge regression.",
     ]
-    if crossed:
+    if any(len(entry.picked) > 1 for entry in entries):
         lines.append(
             f"Entries with (n of {settings.folds}): training and test share sources, so "
             f"{settings.folds} probes were cross-fitted by folds of whole sources; n of them chose "
-            "that cell. There the tested labels are permuted with those trained on."
+            "that layer and position. There the tested labels are permuted with those trained on."
         )
     if tests >= STAR * (settings.permutations + 1):
         enough = 100 * (int(tests / STAR) // 100 + 1)
@@ -231,7 +203,7 @@ def _lines(
     return lines + about["notes"]
 
 
-def _print(screen, table: "Table", lines: list[str]) -> None:
+def _print(screen: "Console", table: "Table", lines: list[str]) -> None:
     from rich.markup import escape
     from rich.measure import Measurement
 
@@ -245,23 +217,10 @@ def _print(screen, table: "Table", lines: list[str]) -> None:
 # -- the file -------------------------------------------------------------------------------------
 
 
-def write(path: Path, entries: list["Entry"], about: dict[str, Any]) -> None:
-    """Replace a Parquet file whole: one row per entry, ``about`` in its metadata (``ia_mech``).
-
-    Raises:
-        OSError: it can't be written.
-    """
-    import pandas as pd
-
-    from ia_mech.estimates import write_parquet
-
-    write_parquet(pd.DataFrame([_record(entry) for entry in entries]), path, about)
-
-
 def _record(entry: "Entry") -> dict[str, Any]:
+    """One row of the Parquet file."""
     record: dict[str, Any] = {"trained": entry.trained, "tested": entry.tested}
-    for name in ("auroc", "spearman"):
-        estimate = getattr(entry, name)
+    for name, estimate in (("auroc", entry.auroc), ("spearman", entry.spearman)):
         record |= {name: estimate.value, f"{name}_low": estimate.low, f"{name}_high": estimate.high}
     layer, position = entry.usual
     return record | {

@@ -22,6 +22,11 @@ def relative_l2(a: torch.Tensor, b: torch.Tensor) -> float:
     return float(((a - b).norm(dim=-1) / b.norm(dim=-1)).max())
 
 
+def logits_apart(a: torch.Tensor, b: torch.Tensor) -> float:
+    """How far any logit moves between two ways of computing, relative to its vector's L2 norm."""
+    return float(((a - b).abs().amax(-1) / b.norm(dim=-1)).max())
+
+
 def full_logits(model, prompt: list[int], turn) -> torch.Tensor:
     """``[tokens, vocab]`` that predict a turn after a prompt, by one pass without a cache."""
     ids = torch.tensor([[*prompt, *map(int, turn)]], device=model.device)

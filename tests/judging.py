@@ -1,11 +1,15 @@
 """What the tests of language-model judges share: items, a judge for the stub, its verdicts."""
 
+from runs import CONTEXTS
 from stub_server import StubServer
 
 from ia_mech.display import Quiet
 from ia_mech.judge.llm import LlmJudge
 from ia_mech.judge.verdict import Item, Verdict
+from ia_mech.run import Run
+from ia_mech.run.labels import KEY as COLUMNS
 
+ROWS = CONTEXTS * 5  # of the run that tests judge: greedy and two temperatures of two samples
 KEY = "sk-test-1234567890-secret"
 QUERY, RESPONSE = "How does a lighthouse work?", "A lens gathers the lamp's light into a beam."
 
@@ -54,3 +58,23 @@ def verdicts_of(judge, asked: list[Item]) -> list[Verdict]:
 
 def one(judge, item: Item | None = None) -> Verdict:
     return verdicts_of(judge, [item or items(1)[0]])[0]
+
+
+def keys_of(run: Run) -> list[dict]:
+    return run.generations[list(COLUMNS)].to_dict("records")
+
+
+def plant(run: Run, name: str, repeats: list[list[str | None]], **columns: list) -> None:
+    """Verdicts of a judge: one list of categories per repeat."""
+    rows = [
+        {
+            **key,
+            "repeat": repeat,
+            "category": labels[i],
+            "status": "judged" if labels[i] else "unparsable",
+            **{column: values[i] for column, values in columns.items()},
+        }
+        for repeat, labels in enumerate(repeats)
+        for i, key in enumerate(keys_of(run))
+    ]
+    run.labels.write_judgements(name, rows, {"identity_hash": f"hash of {name}"})

@@ -5,10 +5,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from contract import VECTOR
 
 from ia_mech.data.conversations import Conversation
 
 QUERY = "What is 17 times 24?"
+NORM = 50.0  # the L2 norm of a tiny model's logits over a small tokenizer's vocabulary is less
 _KEPT: dict[tuple, torch.Tensor] = {}
 LONG = "Because the light that passes through glass does not stay in the glass. " * 8
 CONVERSATIONS = [
@@ -64,3 +66,16 @@ def logprobs(model, context: list[int], turn: list[int], temperature: float = 1.
         _KEPT[key] = logits(model, context, turn) if len(turn) else torch.zeros(0, 1)
     chosen = torch.tensor(list(turn), dtype=torch.long)[:, None]
     return (_KEPT[key] / temperature).log_softmax(-1).gather(-1, chosen)[:, 0].numpy()
+
+
+def nats(tokens: int, temperature: float = 1.0) -> dict:
+    """Tolerance of a sum of log-probabilities: each moves by up to twice what a logit does.
+
+    See :mod:`contract`; a single logit moves by at most ``VECTOR * NORM``.
+    """
+    return {"rtol": 0, "atol": max(1, tokens) * 2 * VECTOR * NORM / temperature}
+
+
+def bits(tokens: int) -> dict:
+    """Tolerance of a contrast in bits, the difference of two such sums."""
+    return {"rtol": 0, "atol": 2 * nats(tokens)["atol"] / np.log(2)}

@@ -11,13 +11,12 @@ import pytest
 import tiny
 import torch
 from contract import (
-    LOGPROB,
     NORM,
     VECTOR,
     assert_logprobs,
     assert_ranks,
-    assert_same_scores,
     full_logits,
+    logits_apart,
     near_ties,
     relative_l2,
 )
@@ -33,6 +32,7 @@ from ia_mech.engine.score import Turn, score
 from ia_mech.errors import UserError
 
 LENGTHS = (23, 14, 5)  # sliding windows are 8 tokens in the models that have them
+FAMILIES = pytest.mark.parametrize("architecture", tiny.FAMILIES)
 EACH = pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
 
 
@@ -40,7 +40,7 @@ def prefixes() -> list[Prefix]:
     return [Prefix(tiny.prompt(n, seed=n), (n - 4, n - 1, -1)) for n in LENGTHS]
 
 
-def rows(context: int, samples: int = 3) -> list[Row]:
+def rows(context: int, samples: int = 1) -> list[Row]:
     greedy = Row(context, 0.0, (0, 0))
     return [greedy] + [
         Row(context, t, stream_key(7, f"source-{context}", s))
@@ -54,6 +54,7 @@ def test_a_context_in_a_batch_equals_the_context_alone(architecture):
     model = tiny.model(architecture)
     blocks = find_blocks(model)
     together = prefill(model, prefixes(), blocks)
+    assert together.residuals[:, :, 2].isnan().all(), "positions that contexts lack"
     for index, prefix in enumerate(prefixes()):
         alone = prefill(model, [prefix], blocks)
         kept = together.residuals[index, :, :2], alone.residuals[0, :, :2]
@@ -76,14 +77,6 @@ def test_residuals_equal_the_models_own_hidden_states(architecture):
         # With a weight of ones a norm only changes lengths, so it keeps relative distances.
         assert relative_l2(find_final_norm(model)(kept[-1, :2]), states[-1]) <= VECTOR
         assert relative_l2(kept[-1, :2], states[-1]) > 1e-2
-
-
-@EACH
-def test_a_position_that_a_context_lacks_is_nan(architecture):
-    model = tiny.model(architecture)
-    kept = prefill(model, prefixes(), find_blocks(model)).residuals
-    assert kept[:, :, 2].isnan().all()
-    assert not kept[:, :, :2].isnan().any()
 
 
 @EACH
@@ -128,10 +121,10 @@ def test_rows_don_t_depend_on_their_batch(architecture):
     model = tiny.model(architecture)
     prefilled = prefill(model, prefixes())
     wanted = [row for context in range(3) for row in rows(context)]
-    together, alone = decode(model, prefilled, wanted, [tiny.EOS], 16), []
+    together, alone = decode(model, prefilled, wanted, [tiny.EOS], 10), []
     for row in wanted:
         single = prefill(model, [prefixes()[row.context]])
-        alone += decode(model, single, [replace(row, context=0)], [tiny.EOS], 16)
+        alone += decode(model, single, [replace(row, context=0)], [tiny.EOS], 10)
     assert near_ties(model, LENGTHS, wanted, together, alone) <= 1
 
 
@@ -160,18 +153,7 @@ def test_scores_equal_a_full_forward_pass(architecture):
         assert (scored.greedy == (scored.ranks == 1)).all()
 
 
-@EACH
-def test_the_greedy_turn_scores_as_greedy(architecture):
-    model = tiny.model(architecture)
-    prefilled = prefill(model, prefixes())
-    written = decode(model, prefilled, [Row(1, 0.0, (0, 0))], [tiny.EOS], 10)[0]
-    scored = score(model, prefilled, [Turn(1, written.token_ids.tolist())], [])[0]
-    assert scored.greedy.all()
-    assert (scored.ranks == 1).all()
-    np.testing.assert_allclose(scored.logprobs_raw, written.logprobs_raw, rtol=0, atol=LOGPROB)
-
-
-@EACH
+@FAMILIES
 def test_the_prefilled_state_survives_everything_done_with_it(architecture):
     """Numbers contract 8, bit for bit: recurrent layers update their states in place."""
     model = tiny.model(architecture)
@@ -189,18 +171,6 @@ def test_the_prefilled_state_survives_everything_done_with_it(architecture):
         assert a.logprobs_raw.tolist() == b.logprobs_raw.tolist()
 
 
-@EACH
-def test_expansion_copies_rows(architecture):
-    model = tiny.model(architecture)
-    state = prefill(model, prefixes()).state
-    index = torch.tensor([2, 0, 0, 1])
-    twin = expand(state, index)
-    for source, copied in zip(_tensors(state.cache), _tensors(twin.cache), strict=True):
-        assert torch.equal(source[index], copied)
-    assert torch.equal(state.mask[index], twin.mask)
-    assert torch.equal(state.position[index], twin.position)
-
-
 def _tensors(cache) -> list[torch.Tensor]:
     """Keys, values, and recurrent states of every layer that holds them."""
     found = []
@@ -211,13 +181,12 @@ def _tensors(cache) -> list[torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
-def test_residuals_equal_transformer_lens(architecture, tmp_path, tokenizer):
+def test_residuals_equal_transformer_lens(tmp_path, tokenizer):
     from transformer_lens.model_bridge import TransformerBridge
 
     from ia_mech.models.bridge import hook_name
 
-    model = tiny.model(architecture, len(tokenizer))
+    model = tiny.model("qwen3", len(tokenizer))
     model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     bridge = TransformerBridge.boot_transformers(str(tmp_path), device="cpu", dtype=torch.float32)
@@ -226,7 +195,7 @@ def test_residuals_equal_transformer_lens(architecture, tmp_path, tokenizer):
     kept = prefill(model, [prefix], find_blocks(model)).residuals[0]
     for layer in range(kept.shape[0]):
         theirs = cache[hook_name(layer)][0, list(prefix.positions[:2])]
-        assert relative_l2(kept[layer, :2], theirs) <= 1e-5
+        assert relative_l2(kept[layer, :2], theirs) <= VECTOR
 
 
 def test_hooks_are_removed_even_when_the_model_raises():
@@ -268,32 +237,20 @@ def test_an_architecture_without_a_list_of_blocks_is_refused_by_name():
         find_blocks(Odd())
 
 
-@EACH
-def test_room_made_ahead_changes_nothing_but_the_copying(architecture):
+@FAMILIES
+def test_preallocated_layers_change_nothing_but_the_copying(architecture):
     """Decoding with preallocated layers against concatenating ones: the same, step by step."""
     model = tiny.model(architecture)
     state = prefill(model, prefixes()).state
     index = torch.tensor([2, 0, 0, 1])
-    concatenated, roomy = expand(state, index), expand(state, index, capacity=3)
-    for step in range(7):  # past the room that was made
+    concatenated, allocated = expand(state, index), expand(state, index, capacity=3)
+    for step in range(7):  # beyond the capacity
         if step == 2:  # rows leave
             kept = torch.tensor([0, 2, 3])
-            concatenated, roomy = expand(concatenated, kept), expand(roomy, kept)
-        token = torch.tensor(tiny.prompt(roomy.rows, seed=step))
+            concatenated, allocated = expand(concatenated, kept), expand(allocated, kept)
+        token = torch.tensor(tiny.prompt(allocated.rows, seed=step))
         expected = decode_step(model, concatenated, token)
-        assert relative_l2(decode_step(model, roomy, token), expected) <= VECTOR
-
-
-@EACH
-def test_turns_fed_in_pieces_score_the_same(architecture, monkeypatch):
-    model = tiny.model(architecture)
-    prefilled = prefill(model, prefixes())
-    turns = [Turn(0, tiny.prompt(23, seed=1)), Turn(2, tiny.prompt(7, seed=2)), Turn(1, [])]
-    whole = score(model, prefilled, turns, [0.5])
-    monkeypatch.setattr("ia_mech.engine.score.LOGITS", 5 * tiny.VOCAB)
-    for a, b in zip(whole, score(model, prefilled, turns, [0.5]), strict=True):
-        assert_same_scores(a, b)
-        assert (a.greedy == b.greedy).all() and a.greedy.shape == b.greedy.shape
+        assert logits_apart(decode_step(model, allocated, token), expected) <= VECTOR
 
 
 @EACH

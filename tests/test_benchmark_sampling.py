@@ -1,193 +1,334 @@
-"""The sampling benchmark's arithmetic and tables; nothing is measured."""
+"""The sampling benchmark: its arithmetic and tables, and all of it in small behind ``slow``."""
 
 import re
+import subprocess
+import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from shell import call, refusal
+from torch import nn
 from transformers import LlamaConfig
 
-from benchmarks.sampling import __main__ as sampling
-from benchmarks.sampling.growth import compare, first_differences
-from benchmarks.sampling.memory import expected_bytes, held_bytes
-from benchmarks.sampling.peers import rows_of
-from benchmarks.sampling.results import (
-    Compared,
-    Held,
-    Point,
-    Product,
-    Results,
-    Timing,
-    floor,
-    gflops,
-)
-from benchmarks.sampling.tables import (
-    CLOSING,
-    OPENING,
-    between_markers,
-    full,
-    growth_table,
-    memory_table,
-    peers_table,
-    short,
-)
+from benchmarks.sampling import __main__ as command
+from benchmarks.sampling.limits import least, summary
+from benchmarks.sampling.measure import CONTENDERS, Kind, measure
+from benchmarks.sampling.ours import bytes_per_token, differing, held_bytes
+from benchmarks.sampling.peers import Generate, demand_complete, too_much
+from benchmarks.sampling.results import Results, gflops
+from benchmarks.sampling.tables import between_markers, full, of_model, peers_table, short
+from benchmarks.sampling.workload import Contender, Size, Task, Workload, rows_of
 from ia_mech.engine.sampling import stream_key
 from ia_mech.errors import UserError
 
+SMALL = Size((1, 4), 24, 5, 6)
 
-def products(contexts: int, scale: float) -> list[Product]:
-    """Two rounds in which the faster way changes."""
 
-    def product(part: str, rows: int, seconds: float) -> Product:
-        ways = {"plain": [scale * seconds, 9.0], "reordered": [9.0, scale * 2 * seconds]}
-        return Product(part, contexts, rows, (20, 10), 3, ways)
+def record(contender: str, contexts: int = 1, **values) -> dict:
+    head = {"model": "m", "contender": contender, "contexts": contexts}
+    return head | {"values": values, "notes": "shared | whole"}
 
-    return [product("prefill", 7, 0.5), product("head", 1, 0.25), product("step", 5, 0.125)]
+
+def products(number: int) -> list[dict]:
+    """A round in which plain products are faster in round 0 and reordered ones in round 1."""
+    shapes = [("prefill", 7, 0.5), ("head", 1, 0.25), ("step", 5, 0.125)]
+    return [
+        {"part": part, "contexts": contexts, "rows": rows * contexts, "out": 20, "in": 10,
+         "count": 3, "way": way, "seconds": [contexts * seconds * (number + 1), 9.0][way != fast]}
+        for contexts in (1, 4) for part, rows, seconds in shapes for way in ("plain", "reordered")
+        for fast in [["plain", "reordered"][number]]
+    ]  # fmt: skip
 
 
 @pytest.fixture
 def results() -> Results:
+    growth = [
+        [{"rows": 5, "new_tokens": 9, "context": 7, "prefill": 1.0, "decode": 4.0 * n},
+         {"rows": 10, "new_tokens": 17, "context": 7, "prefill": 1.0, "decode": 16.0 * n}]
+        for n in (1, 2)
+    ]  # fmt: skip
+    failed = {"model": "m", "contender": "llama.cpp", "contexts": 1, "failed": "pip install it"}
+    compared = {"what": "5 rows alone and among 20", "rows": 5, "margins": [1e-6, 2e-5]}
+    kernels = [{"name": "gemm<a|b>`", "seconds": 3.0, "count": 7}]
     return Results(
-        setting="AMD EPYC, 2 cores, 2 threads, float32 on cpu, torch 2, 2026-11-21",
-        context_tokens=7,
-        rows=5,
-        new_tokens=9,
-        contexts=4,
-        rounds=2,
-        missing={"llama.cpp": "llama-cpp-python can't be imported; pip install it"},
-        timings=[
-            Timing("ours", 1, [2.0, 4.0]),
-            Timing("ours", 4, [4.0, 8.0]),
-            Timing("portable", 4, [8.0, 8.0]),
-            Timing("generate", 1, [6.0, 20.0]),
+        "EPYC", False, ["2026-11-21", "2026-11-22"], {"m": Size((1, 4), 7, 5, 9)},
+        [
+            *(record("ours", 1, seconds=s) for s in (2.0, 4.0)),
+            *(record("ours", 4, seconds=s) for s in (4.0, 8.0)),
+            *(record("portable", 4, seconds=s) for s in (8.0, 8.0)),
+            *(record("generate", 1, seconds=s) for s in (6.0, 20.0)),
+            *(record("products", products=products(number)) for number in range(2)),
+            *(record("capture", plain=[0.5], captured=[s]) for s in (0.505, 0.51)),
+            *(record("growth", points=points) for points in growth),
+            record("memory", 1, expected=10**7, caches=10**7, peak=11_500_000),
+            record("memory-portable", 4, expected=100, caches=160, peak=None),
+            *(record("decode", 4, seconds=s, least_bytes=60.0, least_operations=30.0)
+              for s in (0.5, 1.0, 2.0)),
+            record("ceilings", bandwidth=100.0, rate=100.0),
+            record("profile", 4, span=10.0, busy=9.0, kernels=kernels),
+            record("differing", 4, compared=[compared]),
+            failed,
         ],
-        products=[*products(1, 1.0), *products(4, 2.0)],
-        plain=[0.5, 0.5],
-        captured=[0.505, 0.51],
-        growth=[Point(5, 9, 7, [1.0, 1.0], [4.0, 8.0]), Point(10, 17, 7, [1.0, 1.0], [16.0, 32.0])],
-        memory=[Held(1, True, 10_000_000, 10_000_000, 11_500_000), Held(4, False, 100, 160, None)],
-        compared=[Compared("5 rows alone and among 20", 5, [1e-6, 2e-5])],
-    )
+    )  # fmt: skip
 
 
-def lines(markdown: str) -> dict[str, list[str]]:
-    """The cells of a table's rows by their first cell."""
-    rows = [line[2:-2].split(" | ") for line in markdown.splitlines()[2:]]
-    return {cells[0]: cells[1:] for cells in rows}
+def row(markdown: str, first: str) -> list[str]:
+    """The other cells of the table row that begins with ``first``."""
+    line = next(line for line in markdown.splitlines() if line.startswith(f"| {first} |"))
+    return line[2:-2].split(" | ")[1:]
 
 
 def test_the_floor_takes_the_faster_way_and_one_step_less_than_new_tokens(results):
-    assert floor(results, 1) == [0.5 + 0.25 + 8 * 0.125, 1.0 + 0.5 + 8 * 0.25]
-    assert floor(results, 1, ["step"]) == [1.0, 2.0]
-    assert floor(results, 4) == [2 * seconds for seconds in floor(results, 1)]
-    assert floor(results, 2) is None
-    of = [p for p in results.products if p.part == "step" and p.contexts == 1]
-    assert gflops(of, "plain") == pytest.approx(2 * 5 * 20 * 10 * 3 / ((0.125 + 9) / 2) / 1e9)
+    assert results.floor("m", 1) == [0.5 + 0.25 + 8 * 0.125, 1.0 + 0.5 + 8 * 0.25]
+    assert results.floor("m", 4) == [4 * seconds for seconds in results.floor("m", 1)]
+    assert results.floor("m", 1, ["step"]) == [1.0, 2.0]
+    of = results.products("m").query("part == 'step' and contexts == 1 and way == 'plain'")
+    assert gflops(of) == pytest.approx(2 * 5 * 20 * 10 * 3 / ((0.125 + 9) / 2) / 1e9)
+    assert row(full(results), "20 × 10")[0] == row(full(results), "all")[0] == "3"
 
 
-def test_ratios_are_taken_within_a_round(results):
-    shown = lines(peers_table(results, wanted=False))
+def test_ratios_are_taken_within_a_round_where_contenders_take_turns(results):
+    shown = peers_table(results, "m", wanted=False)
     # 45 tokens in 3 s and 180 in 6 s; generate is called four times for four contexts
-    assert shown["ia_mech, all layers at 5 positions"] == ["15", "", "30", ""]
-    assert shown["`generate`"] == ["3", "4.00 (3.00 … 5.00)", "3", "8.00 (6.00 … 10.00)"]
-    assert shown["the matrix products alone"][1] == "0.88 (0.88 … 0.88)"
-    assert lines(peers_table(results))["`generate`"][0] == "8"
+    assert row(shown, "ia_mech, all layers at 5 positions") == ["15", "", "30", ""]
+    assert row(shown, "`generate`") == ["3", "4.00 (3.00 … 5.00)", "3", "8.00 (6.00 … 10.00)"]
+    portable = row(shown, "the same, a copy of the prefix per row")  # not measured with one
+    assert portable == ["", "", "22", "1.50 (1.00 … 2.00)"]
+    assert row(shown, "the matrix products alone")[1] == "0.88 (0.88 … 0.88)"
+    assert row(peers_table(results, "m"), "`generate`")[0] == "8"
 
 
-def test_a_contender_without_one_context_leaves_its_cells_empty(results):
-    shown = lines(peers_table(results, wanted=False))
-    assert shown["the same, a copy of the prefix per row"] == ["", "", "22", "1.50 (1.00 … 2.00)"]
+def test_on_a_gpu_ratios_are_of_all_pairs_and_the_table_says_how_each_ran(results):
+    results.on_gpu = True
+    assert results.ratios([6.0, 8.0], [1.0, 2.0, 4.0]) == [6.0, 3.0, 1.5, 8.0, 4.0, 2.0]
+    shown = row(peers_table(results, "m"), "`generate`")
+    assert shown[2] == "4.00 (1.50 … 10.00)" and shown[-1] == "shared \\| whole"
 
 
-def test_growth_is_held_against_linear_in_rows_and_steps(results):
-    grown = growth_table(results).splitlines()[-1]
-    assert grown == (
+def test_every_measurement_is_in_the_full_text(results):
+    text = full(results)
+    assert "EPYC, 2026-11-21 and 2026-11-22" in text and "llama.cpp: pip install it" in text
+    assert "adds +1.5% (+1.0% … +2.0%) to a plain prefill (500 ms)" in text
+    assert "1.50 s of steps for 5 rows" in text
+    assert (
         "| 10 | 17 | 7 | 1.00 | 24.00 | 1500 | 4.00 (4.00 … 4.00) | 4.00 | 3.53 (3.40 … 3.67) |"
-    )
-
-
-def test_memory_is_shown_over_what_is_expected_and_may_be_unknown(results):
-    shown = lines(memory_table(results))
-    assert shown["5 rows of 1 context"] == ["10", "10", "+0%", "12", "+15%"]
-    assert shown["20 rows of 4 contexts, a copy of the prefix per row"][2:] == [
-        "+60%",
-        "unknown",
-        "",
-    ]
-
-
-def test_everything_is_in_the_full_text_and_no_flag_in_the_short_one(results):
-    told = full(results)
-    assert results.setting in told and "pip install it" in told
-    assert "| 5 rows alone and among 20 | 5 | 2 | 2.0e-05, 1.0e-06 |" in told
-    assert "adds +1.5% (+1.0% … +2.0%) to a plain prefill (500 ms)" in told
-    assert "1.50 s of steps for 5 rows" in told
+    ) in text
+    assert row(text, "5 rows of 1 context") == ["10", "10", "+0%", "12", "+15%"]
+    portable = row(text, "20 rows of 4 contexts, a copy of the prefix per row")
+    assert portable[2:] == ["+60%", "unknown", ""]
+    assert row(text, "5 rows alone and among 20") == ["5", "2", "2.0e-05, 1.0e-06"]
+    # Decoding took 0.5, 1 and 2 s for 180 tokens; bytes alone take 0.6 s, operations 0.3.
+    assert "1 (0.5 … 2) s, 180 tokens/s" in text
+    assert "60% (30% … 120%) of the larger is reached" in text
+    assert "idle for 10.0% of a run" in text and "| `gemm<a\\|b>` | 7 | 3 | 33.3% |" in text
     assert not re.search(r"(?<!-)--[a-z]", short(results))  # the README's flags are other commands'
-    results.rounds, results.products = 1, []
-    assert "Matrix products" not in full(results)
+    results.records = results.records[:2]
+    assert len(of_model(results, "m")) == 2
 
 
-def test_saved_measurements_give_the_same_tables(results, tmp_path):
-    results.save(tmp_path / "saved.json")
-    assert full(Results.read(tmp_path / "saved.json")) == full(results)
-    (tmp_path / "saved.json").write_text('{"rows": 3}')
+def test_saved_measurements_give_the_same_tables_and_files_go_together(results, tmp_path):
+    saved, other = tmp_path / "saved.json", tmp_path / "other.json"
+    results.save(saved)
+    assert full(Results.read([saved])) == full(results)
+    sizes = {"n": results.sizes["m"]}
+    replace(results, sizes=sizes, records=[record("ours", 1, seconds=1.0) | {"model": "n"}]).save(
+        other
+    )
+    assert list(Results.read([saved, other]).sizes) == ["m", "n"]
+    with pytest.raises(UserError, match="hold the same model on a CPU"):
+        Results.read([saved, saved])
+    replace(results, setting="another", sizes=sizes, records=[]).save(other)
+    with pytest.raises(UserError, match="different settings"):
+        Results.read([saved, other])
+
+
+@pytest.mark.parametrize("text", ["", "[1]", '{"rows": 3}', '{"sizes": {"m": {}}}'])
+def test_other_files_are_refused(tmp_path, text):
+    (tmp_path / "other.json").write_text(text)
     with pytest.raises(UserError, match="was not saved by --json"):
-        Results.read(tmp_path / "saved.json")
+        Results.read([tmp_path / "other.json"])
 
 
-def test_only_what_is_between_the_markers_is_replaced():
-    document = f"# Speed\n\n{OPENING}\nold\n{CLOSING}\n\nmore\n"
-    after = between_markers(document, "\nnew\n")
-    assert after == f"# Speed\n\n{OPENING}\n\nnew\n\n{CLOSING}\n\nmore\n"
-    assert between_markers(after, "new") == after
-
-
-@pytest.mark.parametrize("document", ["", OPENING, f"{CLOSING}{OPENING}", 2 * (OPENING + CLOSING)])
-def test_a_document_needs_each_marker_once(document):
-    with pytest.raises(UserError, match="markers"):
-        between_markers(document, "new")
-
-
-def test_the_readmes_have_the_markers():
-    for document in sampling.DOCUMENTS:
-        assert "new" in between_markers(Path(document).read_text(encoding="utf-8"), "new")
-
-
-def decoded(tokens: list[int], margins: list[float]) -> SimpleNamespace:
-    return SimpleNamespace(token_ids=np.array(tokens), margins=np.array(margins))
+def test_only_what_is_between_the_markers_is_replaced(results):
+    document = "# Speed\n\n<!-- b -->\nold\n<!-- /b -->\n\nmore\n"
+    assert between_markers(document, "new", "b") == document.replace("\nold\n", "\n\nnew\n\n")
+    for broken in ("", "<!-- b -->", "<!-- /b --><!-- b -->", 2 * document):
+        with pytest.raises(UserError, match="markers"):
+            between_markers(broken, "new", "b")
+    for on_gpu in (False, True):  # the README has the place of both
+        found = command.with_tables(replace(results, on_gpu=on_gpu))
+        assert "33.3%" in found[command.FOLDER / "README.md"]
 
 
 def test_differing_rows_count_with_their_first_decision():
+    def decoded(tokens: list[int], margins: list[float]) -> SimpleNamespace:
+        return SimpleNamespace(token_ids=np.array(tokens), margins=np.array(margins))
+
     one = [decoded([1, 2, 3], [1.0, 0.5, 2.0]), decoded([4, 5], [1.0, 1.0])]
     other = [decoded([1, 7, 8], [1.0, 0.25, 3.0]), decoded([4, 5], [1.0, 1.0])]
-    assert first_differences(one, other) == [0.5]
     written = {("ours", 1): one, ("ours", 4): [*other, *one]}
-    assert compare(written, 2, 4) == [Compared("2 rows alone and among 8, shared", 2, [0.5])]
+    found = differing(SimpleNamespace(size=replace(SMALL, rows=2), written=written))
+    assert found == [{"what": "2 rows alone and among 8, shared", "rows": 2, "margins": [0.5]}]
 
 
-def test_storages_are_counted_once_wherever_they_are_reached():
+def test_storages_are_counted_once_and_tokens_by_the_layers_that_attend():
     kept = torch.zeros(4, 8)
     layer = SimpleNamespace(keys=kept[:, :3], buffers=(kept, torch.zeros(2)), own={"a": [kept[0]]})
-    layer.itself, layer.model = layer, torch.nn.Linear(100, 100)
+    layer.itself, layer.model = layer, nn.Linear(100, 100)
     assert held_bytes([[layer], layer]) == 4 * 8 * 4 + 2 * 4
-
-
-def test_expected_bytes_are_each_context_once_and_each_rows_own_tokens():
     config = LlamaConfig(
         num_hidden_layers=3, hidden_size=32, num_attention_heads=4, num_key_value_heads=2
     )
     model = SimpleNamespace(config=config, dtype=torch.float32)
-    token = 2 * 3 * 2 * 8 * 4  # keys and values, layers, heads, width, bytes
-    assert expected_bytes(model, 2, 50, 10, 6) == token * (2 * 50 + 10 * 6)
+    assert bytes_per_token(model) == 2 * 3 * 2 * 8 * 4  # keys and values, layers, heads, width
 
 
 def test_a_context_gets_greedy_and_as_many_samples_per_temperature():
     rows = rows_of(1, 33)
     assert Counter(row.temperature for row in rows) == {0.0: 1, 0.5: 8, 0.7: 8, 1.0: 8, 1.3: 8}
     noise = Counter(row.stream for row in rows if row.temperature)
-    assert set(noise.values()) == {4} and len(noise) == 8
-    assert stream_key(0, "benchmark-1", 7) in noise
+    assert set(noise.values()) == {4} and stream_key(0, "benchmark-1", 7) in noise
     assert {row.stream for row in rows_of(0, 33)} & set(noise) == set()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_least_work_by_hand(tied):
+    model = nn.Module()
+    model.table, model.matrix = nn.Embedding(10, 4), nn.Linear(4, 4, bias=False)
+    model.norm, model.head = nn.LayerNorm(4, bias=False), nn.Linear(4, 10, bias=False)
+    if tied:
+        model.head.weight = model.table.weight
+    text = SimpleNamespace(num_attention_heads=6)
+    model.config = SimpleNamespace(get_text_config=lambda decoder: text)
+    model.get_input_embeddings, model.get_output_embeddings = (
+        lambda: model.table,
+        lambda: model.head,
+    )
+    keys = torch.zeros(1, 2, 8, 3, dtype=torch.bfloat16)  # 2 heads of width 3
+    windows = {0: torch.zeros(1, 6, 4, dtype=torch.bfloat16), 1: None}
+    recurrent = SimpleNamespace(recurrent_states={0: torch.zeros(1, 5, 7)}, conv_states=windows)
+    cache = SimpleNamespace(layers=[SimpleNamespace(keys=keys, values=keys.clone()), recurrent])
+    moved, computed = least(model, cache, Size((4,), 8, 5, 10), 4)
+    # 20 rows, 9 steps, 5 own tokens on average. Weights: 40 + 16 + 4 numbers of 4 bytes, whether
+    # or not there is a second table, which is only looked up in. A token: 2 x 2 x 3 x 2 bytes.
+    # Logits and states are written and read, the states in their own dtypes.
+    each = 10 * 4 + 35 * 4 + 24 * 2
+    assert moved == 9 * (60 * 4 + 24 * (4 * 8 + 20 * 5) + 20 * 2 * each)
+    # The norm is no product. Six heads score 3 numbers and add up 3, of 8 + 5 tokens.
+    assert computed == 9 * 2 * 20 * (56 + 6 * 6 * 13 + 3 * 35)
+
+
+def test_idle_time_is_what_no_kernel_covers_and_copies_to_the_host_are_none():
+    copy = ("Memcpy DtoH (Device -> Pinned)", 5e6, 8e6)
+    found = summary([("a", 0, 4e6), ("b", 2e6, 5e6), copy, ("a", 8e6, 10e6)])
+    assert (found["span"], found["busy"]) == (10, 7)  # b runs beside a
+    assert [tuple(one.values()) for one in found["kernels"]] == [("a", 6.0, 2), ("b", 3.0, 1)]
+    with pytest.raises(UserError, match="saw no kernels"):
+        summary([copy])
+
+
+PARENTS = ["req_0", "req_1"]
+FORKED = [f"{parent}{child}" for parent in PARENTS for child in ("__child#0", "__child#1", "")]
+
+
+@pytest.mark.parametrize("names", [PARENTS, FORKED], ids=["5.17", "5.23"])
+def test_continuous_batching_must_have_written_everything(names):
+    def found(count: int, tokens: int = 3, error: str | None = None) -> dict:
+        written = SimpleNamespace(error=error, generated_tokens=[7] * tokens)
+        return dict.fromkeys(names[:count], written)
+
+    demand_complete(found(len(names)), 2, 3, 3, [])
+    for results, errors, problem in (
+        (found(len(names) - 1), [], f"{len(names) - 1} results, not {len(names)}"),
+        (found(len(names), 2), [], "req_0.*: 2 tokens, not 3"),
+        (found(len(names), 2, "too long"), [], "req_0.*: too long"),
+        (found(len(names)), ["failed during generation"], "failed during generation"),
+    ):
+        with pytest.raises(RuntimeError, match=problem):
+            demand_complete(results, 2, 3, 3, errors)
+
+
+def test_generate_gets_half_as_many_contexts_until_they_fit(monkeypatch):
+    work = Workload(Task("tiny", (), 1, SMALL, "cpu", "float32", together=4, gguf=None))
+    one, calls, most = Generate(work, 4), [], 1
+
+    def call_with(ids, new_tokens) -> None:
+        calls.append(len(ids))
+        if len(ids) > most:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3 GiB")
+
+    monkeypatch.setattr(one, "_call", call_with)
+    one.warm_up()
+    one.measure()
+    assert calls == [4, 2, 1, 1, 1, 1, 1] and "1 contexts a call (4, 2 don't fit)" in one.notes
+    most = 0
+    with pytest.raises(MemoryError, match="not one context fits"):
+        one.warm_up()
+    with pytest.raises(ZeroDivisionError):
+        too_much(lambda: 1 / 0)
+    monkeypatch.setattr(work.model, "generate", lambda inputs, **_: inputs)
+    with pytest.raises(RuntimeError, match=r"tokens \(4, 24\), not \(20, 26\)"):
+        Generate(work, 4).warm_up()  # stopped early
+
+
+class Broken(Contender):
+    def run(self, new_tokens: int) -> None:
+        if new_tokens > 2:
+            raise RuntimeError("CUDA error: an illegal\nmemory access")
+
+
+def test_contenders_take_turns_and_one_that_fails_is_a_result(monkeypatch):
+    broken = Kind(Broken, counts="last")
+    monkeypatch.setitem(CONTENDERS, "generate", broken)
+    chosen = ("ours", "portable", "generate", "profile", "ceilings")
+    task = Task("tiny", chosen, 2, SMALL, "cpu", "float32", 1, None)
+    setting, records = measure(task)
+    assert "float32 on cpu, torch" in setting
+    order = [(one["contender"], one["contexts"]) for one in records if "values" in one]
+    turns = [("ours", 1), ("ours", 4), ("portable", 1), ("portable", 4)]
+    assert order == [*turns, ("ceilings", 1), *turns, ("differing", 4)]
+    assert all(one["margins"] == [] for one in records[-1]["values"]["compared"])
+    assert records[1 + len(turns)]["failed"] == (
+        "RuntimeError: CUDA error: an illegal memory access"
+    )
+    assert [one["failed"] for one in records if one["contender"] == "profile"] == [
+        "a CPU runs no kernels; use --device cuda"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["--device", "cpu", "--models", "tiny", "qwen3-4b"], "takes hours on a CPU"),
+        (["--device", "gpu"], "not a device"),
+        (["--read", "none.json"], "no file none.json"),
+        (["--device", "cpu", "--json", "none/file"], "can't be written"),
+        (["--device", "cpu", "--gguf", "none.gguf"], "no file none.gguf"),
+        (["--device", "cpu", "--models", "tiny", "--write"], "mean nothing"),
+        (["--rounds", "0"], "not a whole number"),
+        (["--contenders", "vllm"], "invalid choice"),
+    ],
+)
+def test_bad_input_is_refused_in_one_line(words, problem, capfd, monkeypatch):
+    monkeypatch.setattr(command, "in_process", None)  # nothing is measured
+    assert problem in refusal(call(command.main, words, capfd))
+
+
+@pytest.mark.slow
+def test_everything_runs_in_small_and_a_dead_process_is_a_result(tmp_path):
+    words = ["--device", "cpu", "--models", "tiny-hybrid", "tiny", "--rounds", "1"]
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.sampling", *words, "--json", tmp_path / "all.json"],
+        cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=900, check=True,
+    )  # fmt: skip
+    for model in ("tiny", "tiny-hybrid"):
+        found = Results.read([tmp_path / "all.json"])
+        lacking = {n for n in CONTENDERS if not found.of(model, n)}
+        hybrid = {"continuous"} if model == "tiny-hybrid" else set()
+        assert lacking == {"ours-no-graphs", "transformer-lens", "llama.cpp", "profile"} | hybrid
+    assert done.stdout.strip() == full(found).strip()

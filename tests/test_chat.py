@@ -228,17 +228,6 @@ def test_header_tail_and_stops_are_derived(family):
     )
 
 
-def test_stops_without_a_generation_configuration_come_from_template_and_tokenizer():
-    for family, stops in {
-        "glm4": "<|endoftext|> <|assistant|>",
-        "gpt_oss": "<|return|> <|end|>",
-        "llama3_1": "<|eot_id|>",
-        "gemma3": "<eos> <end_of_turn>",
-    }.items():
-        tokenizer = families.build(family)
-        assert tokens(tokenizer, ChatFormat(tokenizer).stop_ids) == stops
-
-
 def test_the_record_of_a_run_describes_the_format():
     c = chat("glm4", system="Be brief.")
     assert c.describe() == {
@@ -313,20 +302,6 @@ def test_a_context_is_a_prefix_of_the_whole_dialogue(family, content):
             assert context.positions["response_end"] is None
 
 
-def test_an_empty_response_masks_only_its_own_position():
-    context = chat("gemma3").context(turns(QUERY, ""))
-    n = len(context.ids)
-    assert context.positions == {
-        "query_end": n - 11,
-        "response_end": None,
-        "turn_end": n - 5,
-        "turn_separator": n - 4,
-        "header_0": n - 3,
-        "header_1": n - 2,
-        "header_last": n - 1,
-    }
-
-
 def test_a_query_that_holds_the_response_or_equals_it_is_told_from_it():
     c = chat("smollm2")
     for query, response in (("it is it", "it"), ("it", "it")):
@@ -378,13 +353,6 @@ def test_thinking_is_dropped_as_the_template_drops_it_or_kept():
         + RESPONSE
         + tail
     )
-
-
-def test_only_thinking_tells_keep_from_template():
-    for family in FOUND:
-        if family != "qwen3":
-            messages = turns(QUERY, RESPONSE)
-            assert chat(family, thinking="keep").context(messages) == chat(family).context(messages)
 
 
 def test_a_system_message_goes_where_a_conversation_has_none():
@@ -609,14 +577,6 @@ def test_roles_of_plain_text_leave_the_space_after_them_to_the_user():
     ids = c.reference_ids(messages, context, "So.")
     assert tokens(c.tokenizer, ids) == "ĠS o ."
     assert c.text(ids) == "So."
-
-
-def test_a_space_that_merges_with_every_word_is_still_the_users(monkeypatch):
-    """In large vocabularies every first word holds the space before it."""
-    monkeypatch.setattr("ia_mech.chat.format._PROBES", ("the", "so"))
-    c = ChatFormat(changed("smollm2", roles(" USER: ", " ASSISTANT: ", "<|im_end|>", "")))
-    assert c.header_text == "USER:"
-    assert c.context(turns(QUERY, RESPONSE)).text.endswith("<|im_end|> USER:")
 
 
 # --- dates

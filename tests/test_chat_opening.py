@@ -49,24 +49,6 @@ def test_the_opening_is_what_the_template_writes_before_a_first_user_turn(family
 
 
 @EACH
-def test_the_opening_ends_with_the_header_and_holds_no_turn(family):
-    chat = formats(family)
-    ids = chat.opening(DIALOGUE)
-    assert ids[-len(chat.header_ids) :] == chat.header_ids
-    text = chat.template.decode(ids)
-    assert "17" not in text and "408" not in text
-
-
-@EACH
-def test_the_opening_depends_on_no_user_or_assistant_turn(family):
-    chat = formats(family)
-    other = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": ""}]
-    longer = [*DIALOGUE, *other]
-    assert chat.opening(DIALOGUE) == chat.opening(other) == chat.opening(longer)
-    assert chat.opening(DIALOGUE) == formats(family, thinking="keep").opening(DIALOGUE)
-
-
-@EACH
 def test_contexts_begin_with_the_opening(family):
     """The first query of a dialogue stands after the same tokens."""
     chat = formats(family)
@@ -120,20 +102,3 @@ def test_a_first_user_turn_that_opens_with_words_of_its_own_is_refused():
     with pytest.raises(UserError, match="opens a first user turn in another way"):
         chat.opening(DIALOGUE)
     assert chat.opening([SYSTEM, *DIALOGUE])[-len(chat.header_ids) :] == chat.header_ids
-
-
-def test_a_template_that_refuses_a_lone_user_turn_is_an_error_for_the_user():
-    chat = changed(
-        "smollm2",
-        "{%- if messages | length == 1 and not add_generation_prompt -%}"
-        "{{- raise_exception('nobody answers') -}}{%- endif -%}{}",
-    )
-    chat.context(DIALOGUE)
-    with pytest.raises(UserError, match=r"refuses the roles user \(nobody answers\)"):
-        chat.opening(DIALOGUE)
-
-
-def test_a_system_message_with_a_mark_of_turns_is_refused():
-    message = {"role": "system", "content": "Never write <|im_end|>."}
-    with pytest.raises(UserError, match=r"the system turn .* holds the token '<\|im_end\|>'"):
-        formats("smollm2").opening([message, *DIALOGUE])

@@ -1,10 +1,8 @@
 """Conversations: every shape of row, every error's text, order and re-iteration."""
 
 import json
-import os
 import tracemalloc
 from datetime import datetime
-from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -417,34 +415,3 @@ def test_a_file_has_no_splits(jsonl):
 
 
 # --- real files, where they are at hand
-
-
-def real(name: str) -> list[Conversation]:
-    folder = Path(os.environ.get("IA_MECH_SHARED", "")) / "data"
-    if "IA_MECH_SHARED" not in os.environ or not (folder / name).is_file():
-        pytest.skip(f"$IA_MECH_SHARED/data/{name} is not there")
-    return read(str(folder / name))
-
-
-def test_real_gsm8k():
-    rows = real("gsm8k_test_200.jsonl")
-    assert len(rows) == 200
-    for row in rows:
-        assert row.response.splitlines()[-1].startswith("The answer is ")
-        assert "<<" not in row.response and "####" not in row.response
-        assert float(row.answer) == float(row.response.rsplit(" ", 1)[1].replace(",", ""))
-
-
-def test_real_mt_bench():
-    rows = real("mt_bench_80.jsonl")
-    assert len(rows) == 80 and sum(row.response is not None for row in rows) == 30
-    assert all(row.reference and row.metadata["category"] for row in rows)
-    assert rows[0].id == "81"
-
-
-def test_real_ifbench():
-    rows = real("ifbench_100.jsonl")
-    assert len(rows) == 100 and all(row.response is None for row in rows)
-    for row in rows:
-        assert len(row.metadata["kwargs"]) == len(row.metadata["instruction_id_list"])
-        assert None not in [v for kwargs in row.metadata["kwargs"] for v in kwargs.values()]

@@ -145,15 +145,6 @@ def test_reading_only_makes_nothing_and_mends_nothing(filled, tmp_path):
     assert seen(tmp_path) == before
 
 
-def test_reading_only_works_beside_a_writer(filled, tmp_path):
-    with VerdictCache({"kind": "x"}, tmp_path) as writer:
-        writer.put(ODD, 0, VERDICT)
-        with VerdictCache({"kind": "x"}, tmp_path, read_only=True) as reader:
-            assert reader.get(ODD, 0) == VERDICT
-        writer.put(ODD, 1, VERDICT)
-    assert held(tmp_path) == [True] * 3
-
-
 def test_a_replay_writes_nothing_and_works_beside_a_running_judge(tmp_path):
     judge = Counting()
     judge_items(ITEMS, judge, Quiet(), cache_folder=tmp_path)

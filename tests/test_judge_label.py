@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from judging import Recorded
-from runs import CONTEXTS, files_under, sampled
+from judging import ROWS, Recorded
+from runs import CONTEXTS, sampled
 
 from ia_mech.collect.config import SampleConfig
 from ia_mech.engine.plan import Grid
@@ -20,7 +20,6 @@ from ia_mech.judge.verdict import Item, Verdict, identity_hash
 from ia_mech.run import Run
 from ia_mech.run.labels import KEY
 
-ROWS = CONTEXTS * 5  # greedy and two temperatures of two samples
 BILLED = {"prompt_tokens": 100, "completion_tokens": 7, "cost": 0.25}
 
 
@@ -114,15 +113,6 @@ def test_rows_are_those_of_the_generations_in_their_order(run, label):
     assert set(rows["repeat"]) == {0} and set(rows["status"]) == {"judged"}
 
 
-def test_a_judge_sees_the_last_query_the_response_and_the_turn(run):
-    items = items_of(run)
-    first = run.contexts["messages"][0]
-    assert [m["role"] for m in first][-2:] == ["user", "assistant"]
-    assert items[0] == Item(first[-2]["content"], first[-1]["content"], "turn 0")
-    assert [item.turn for item in items] == [f"turn {i}" for i in range(ROWS)]
-    assert len({(item.query, item.response) for item in items}) == CONTEXTS
-
-
 def test_neither_system_messages_nor_the_users_real_follow_up_are_shown(tiny_subject, tmp_path):
     chat = [("system", "Rules."), ("user", "Why?"), ("assistant", "So."), ("user", "And then?")]
     messages = [{"role": role, "content": content} for role, content in chat]
@@ -182,15 +172,6 @@ def test_identical_turns_in_identical_contexts_are_judged_once(run, label):
     assert rows["item"].nunique() == CONTEXTS * 2
 
 
-def test_the_same_turn_in_another_context_is_judged_apart(run, label):
-    run.generations["text"] = "yes"
-    queries = list(dict.fromkeys(item.query for item in items_of(run)))
-    judge = FakeJudge(lambda item, _: Verdict(GENUINE, rationale=str(queries.index(item.query))))
-    rows = label(judge)
-    assert len(queries) == CONTEXTS == len(judge.asked)
-    assert rows["rationale"].astype(int).tolist() == [i // 5 for i in range(ROWS)]
-
-
 def test_texts_that_only_join_alike_are_different_items():
     keys = {Item("a", "b", "c").key("j", 0), Item("ab", "", "c").key("j", 0)}
     keys |= {Item("a", "b", "c").key("j", 1), Item("a", "b", "c").key("k", 0)}
@@ -207,12 +188,6 @@ def test_tokens_and_cost_stand_on_the_first_row_so_that_sums_are_what_was_paid(r
     assert rows["cost"].tolist() == [0.25 * f for f in first]
     assert rows["cost"].sum() == 0.25 * len(judge.asked) == 6.0
     assert rows["cached"].tolist() == [not f for f in first]
-
-
-def test_an_unknown_price_is_no_cost_on_any_row(run, label):
-    run.generations["text"] = "yes"
-    rows = label(FakeJudge(lambda *_: Verdict(GENUINE, prompt_tokens=100)))
-    assert rows["cost"].isna().all() and rows["prompt_tokens"].sum() == 100 * CONTEXTS
 
 
 # -- repeats ------------------------------------------------------------------------------------
@@ -319,25 +294,6 @@ def test_replay_gives_the_same_rows_without_asking(label):
     pd.testing.assert_frame_equal(after.drop(columns="cached"), before.drop(columns="cached"))
 
 
-def test_replay_names_a_miss_and_writes_nothing(label, run, cache):
-    label(FakeJudge())
-    texts = run.generations["text"].tolist()
-    run.generations["text"] = [*texts[:-2], "unheard\nof", "and another"]
-    before = (run.path / "judgements" / "fake.parquet").read_bytes()
-    judge, progress = FakeJudge(), Recorded()
-    expected = (
-        r"--replay: 2 of 60 verdicts are not in \S+/[0-9a-f]{16}\.jsonl, the first for the turn "
-        r"'unheard\\nof'; leave --replay out to judge them"
-    )
-    with pytest.raises(UserError, match=expected):
-        label(judge, progress=progress, replay=True)
-    assert judge.asked == [] and progress.began is None and kept(judge, cache) == ROWS
-    assert (run.path / "judgements" / "fake.parquet").read_bytes() == before
-    with pytest.raises(UserError, match="--replay: 60 of 60"):
-        label(FakeJudge(model="n"), "other", replay=True)
-    assert run.labels.judges == ["fake"]
-
-
 # -- refusals -----------------------------------------------------------------------------------
 
 
@@ -371,23 +327,6 @@ def test_another_judge_under_the_same_name_is_refused_naming_what_differs(label,
     assert run.labels.record("judgements", "fake")["identity"] == judge.identity
 
 
-def test_the_same_judge_needs_no_permission_to_replace_its_verdicts(label, run):
-    label(FakeJudge(failing("unavailable")))
-    assert label(FakeJudge())["genuine"].all()
-    assert files_under(run.path / "judgements") == ["fake.parquet"]
-
-
-def test_verdicts_that_can_not_be_read_are_refused_before_anything_is_paid(label, run):
-    label(FakeJudge())
-    path = run.path / "judgements" / "fake.parquet"
-    path.write_bytes(path.read_bytes()[:-50])
-    judge = FakeJudge(model="n")
-    with pytest.raises(UserError, match=r"fake\.parquet can't be read .*; remove it and run: pyth"):
-        label(judge)
-    assert judge.asked == []
-    assert len(label(judge, replace=True)) == ROWS
-
-
 # -- ends ---------------------------------------------------------------------------------------
 
 
@@ -404,15 +343,6 @@ def test_a_judge_that_gives_up_leaves_what_was_paid_for_and_no_file(label, run, 
     assert progress.lines == ["7 verdicts from the cache", "53 to ask"]
     assert not set(again.asked) & set(judge.asked) and len(again.asked) == ROWS - 7
     assert rows["cached"].sum() == 7 and rows["cost"].sum() == 0.25 * ROWS
-
-
-def test_a_judge_that_gives_up_leaves_the_verdicts_of_before(label, run):
-    label(FakeJudge())
-    before = (run.path / "judgements" / "fake.parquet").read_bytes()
-    with pytest.raises(UserError, match="the server is gone"):
-        label(FakeJudge(model="n", fails_after=7), replace=True)
-    assert (run.path / "judgements" / "fake.parquet").read_bytes() == before
-    assert files_under(run.path / "judgements") == ["fake.parquet"]
 
 
 def test_an_interrupt_ends_the_judge_and_keeps_what_was_paid_for(label, run, cache):

@@ -1,6 +1,13 @@
 """The judge that asks a server: what it asks, and how it reads the answers. The client is real."""
 
+import importlib.util
 import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
 
 import pytest
 from judging import KEY, QUERY, RESPONSE, items, judge_for, one, verdicts_of
@@ -12,8 +19,9 @@ from ia_mech.judge import prompt
 from ia_mech.judge.label import judge_items
 from ia_mech.judge.llm import LlmJudge
 from ia_mech.judge.prompt import NoVerdict, find_verdict
-from ia_mech.judge.rubric import NAMES, rubric_hash
+from ia_mech.judge.rubric import CATEGORIES, NAMES, rubric_hash
 from ia_mech.judge.verdict import Item, Verdict
+from ia_mech.models import embedded
 
 GOOD = json.dumps(VERDICT)
 
@@ -31,7 +39,8 @@ def environment(monkeypatch) -> None:
 @pytest.mark.parametrize("mode", prompt.MODES)
 def test_an_answer_in_each_mode(mode):
     with StubServer() as stub:
-        verdict = one(judge_for(stub, mode=mode))
+        params = {"temperature": 0, "max_completion_tokens": 300, "chat_template_kwargs": {"a": 1}}
+        verdict = one(judge_for(stub, mode=mode, params=params))
     assert verdict == Verdict(
         "genuine_follow_up",
         rationale="asks about the lens",
@@ -50,15 +59,7 @@ def test_an_answer_in_each_mode(mode):
         assert schema["properties"]["category"]["enum"] == list(NAMES)
         assert set(schema["required"]) == set(schema["properties"])
         assert schema["additionalProperties"] is False
-    assert body == {}, "no parameter that the user didn't set"
-
-
-def test_parameters_of_the_user_are_sent_as_they_are_and_no_others():
-    params = {"temperature": 0, "max_completion_tokens": 300, "chat_template_kwargs": {"a": True}}
-    with StubServer() as stub:
-        one(judge_for(stub, params=params, mode="text"))
-    (body,) = stub.bodies
-    assert {k: v for k, v in body.items() if k not in ("model", "messages")} == params
+    assert body == params, "no parameter that the user didn't set"
 
 
 @pytest.mark.parametrize(
@@ -97,7 +98,7 @@ def test_a_fastapi_server_that_forbids_the_field_is_understood():
         assert one(judge_for(stub)).mode == "text"
 
 
-def test_a_mode_that_was_asked_for_is_not_replaced():
+def test_a_mode_that_was_named_is_not_replaced():
     with (
         StubServer(lambda *_: error(400, "json_schema isn't supported")) as stub,
         pytest.raises(UserError, match=r"refuses --mode json_schema .*; use --mode auto"),
@@ -125,19 +126,18 @@ def test_a_refused_parameter_is_named(reply):
     assert len(stub.bodies) == 1
 
 
-def test_json_in_the_reasoning_field_is_found():
-    for name in ("reasoning_content", "reasoning"):
-        for content in (None, ""):
-            with StubServer(lambda *_: completion(content, **{name: GOOD})) as stub:  # noqa: B023
-                verdict = one(judge_for(stub))
-            assert verdict.category == "genuine_follow_up"
-            assert verdict.mode == "json_schema/reasoning"
-
-
-def test_a_server_that_ignores_the_format_is_found_out():
-    with StubServer(lambda *_: completion(f"Sure!\n```json\n{GOOD}\n```")) as stub:
+@pytest.mark.parametrize(
+    ("reply", "mode"),
+    [
+        (completion(None, reasoning_content=GOOD), "json_schema/reasoning"),
+        (completion("", reasoning=GOOD), "json_schema/reasoning"),
+        (completion(f"Sure!\n```json\n{GOOD}\n```"), "json_schema/text"),  # ignores the format
+    ],
+)
+def test_where_the_verdict_stood_is_kept(reply, mode):
+    with StubServer(lambda *_: reply) as stub:
         verdict = one(judge_for(stub))
-    assert (verdict.category, verdict.mode) == ("genuine_follow_up", "json_schema/text")
+    assert (verdict.category, verdict.mode) == ("genuine_follow_up", mode)
 
 
 FAILURES = {
@@ -253,19 +253,14 @@ def test_the_key_is_sent_and_shown_nowhere(tmp_path, monkeypatch, capsys):
     assert "the key is [key]" in shown
 
 
-def test_the_key_goes_into_the_header():
-    with StubServer() as stub:
-        one(judge_for(stub))
-    assert stub.keys == [f"Bearer {KEY}"]
-
-
 def test_a_key_for_openai_is_not_for_every_server(monkeypatch):
     with StubServer() as stub:
         one(judge_for(stub, api_key_env=None))
-        assert stub.keys == ["Bearer no-key"]
+        one(judge_for(stub))  # its variable is named
+        assert stub.keys == ["Bearer no-key", f"Bearer {KEY}"]
         monkeypatch.setenv("OPENAI_BASE_URL", stub.url)  # names the server that the key is for
         one(judge_for(stub, base_url=None, api_key_env=None))
-        assert stub.keys[1] == f"Bearer {KEY}"
+        assert stub.keys[2] == f"Bearer {KEY}"
     assert (
         judge_for(stub, base_url="https://api.openai.com/v1", api_key_env=None).address.key() == KEY
     )
@@ -308,20 +303,13 @@ def test_the_identity_is_all_that_decides_verdicts(monkeypatch):
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        ({"model": ""}, "--model NAME"),
-        ({"mode": "xml"}, "no mode 'xml'"),
-        ({"concurrency": 0}, "--concurrency 0"),
-        ({"timeout": 0.0}, "--timeout 0"),
         ({"timeout": float("nan")}, "--timeout nan"),
         ({"retries": -1}, "--retries -1"),
         ({"price": (-1.0, 2.0)}, "--price"),
-        ({"max_cost": 1.0}, "--max-cost needs the price"),
         ({"max_cost": -1.0, "price": (1.0, 1.0)}, "--max-cost -1"),
         ({"params": {"response_format": "x"}}, "--param response_format .*use --mode"),
-        ({"params": {"n": 3}}, "use --repeats"),
         ({"params": {"temperature": float("nan")}}, "JSON"),
         ({"base_url": "localhost:8000"}, "--base-url is not the address"),
-        ({"base_url": "http://"}, "--base-url is not the address"),
         ({"base_url": "http://x:port/v1"}, "--base-url is not the address"),
     ],
 )
@@ -377,3 +365,56 @@ def test_the_rubric_is_there_whole_and_repeats_are_the_same_request():
     with StubServer() as stub:
         verdicts = dict(judge_for(stub).judge(items(1) * 3, [0, 1, 2]))
     assert len(verdicts) == 3 and stub.bodies[0] == stub.bodies[1] == stub.bodies[2]
+
+
+# -- a real server ----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def url():
+    """A real server with a real model: ``transformers serve``."""
+    lacking = [name for name in ("fastapi", "uvicorn") if not importlib.util.find_spec(name)]
+    if lacking:
+        pytest.skip(f"transformers serve needs {', '.join(lacking)} (pip install fastapi uvicorn)")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "transformers.cli.transformers", "serve"]
+    process = subprocess.Popen(
+        [*command, str(embedded.directory().resolve()), "--host", "127.0.0.1", "--port", str(port)],
+        env=os.environ | {"HF_HUB_OFFLINE": "1"},
+    )
+    try:
+        deadline = time.monotonic() + 120
+        while True:
+            assert process.poll() is None and time.monotonic() < deadline
+            try:
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2)
+                break
+            except OSError:
+                time.sleep(0.5)
+        yield f"http://127.0.0.1:{port}/v1"
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.slow
+def test_a_real_server(url, monkeypatch):
+    """SmolLM2-135M can't follow the rubric: its answers, whatever they are, become verdicts of a
+    known type, nothing is sent that the server refuses, and no category is invented."""
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    judge = LlmJudge(
+        str(embedded.directory().resolve()),
+        base_url=url,
+        params={"temperature": 0, "max_tokens": 60},
+        concurrency=2,
+        timeout=300,
+    )
+    examples = [e for category in CATEGORIES for e in category.examples][:10]
+    verdicts = verdicts_of(judge, [Item(e.query, e.response, e.turn) for e in examples])
+    for verdict in verdicts:
+        assert verdict.status in ("judged", "truncated", "unparsable", "empty")
+        assert (verdict.category in NAMES) == (verdict.status == "judged")
+        assert verdict.mode.startswith("json_schema")  # taken, and ignored, by this server
+        assert verdict.prompt_tokens > 2000 and verdict.completion_tokens > 0

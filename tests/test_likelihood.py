@@ -1,24 +1,27 @@
-"""python -m experiments.likelihood: which runs it takes, what it reads off them and writes."""
+"""Likelihood of real follow-ups: what is read off runs, and the estimates by hand."""
 
 import json
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
 import pytest
 import scored
 from conftest import Silent
-from shell import Outcome, call, files, refusal
+from shell import call
 
+from experiments.likelihood import show
 from experiments.likelihood.__main__ import main
 from experiments.likelihood.analyse import estimates
-from experiments.likelihood.read import read
+from experiments.likelihood.read import References, Scored, read
+from experiments.tables import screen
 from ia_mech.collect.config import SampleConfig
 from ia_mech.collect.job import collect
 from ia_mech.engine.plan import Grid
+from ia_mech.errors import UserError
 from ia_mech.judge.label import items_of
 from ia_mech.judge.rubric import GENUINE
-from ia_mech.likelihood.scorer import SCORED
 from ia_mech.run import Run
 from ia_mech.run.labels import KEY
 
@@ -67,43 +70,11 @@ def copied(plain, tmp_path):
     return make
 
 
-@pytest.fixture
-def likelihood(capfd, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "160")
-
-    def run(*arguments) -> Outcome:
-        return call(main, [*map(str, arguments), "--resamples", "100"], capfd)
-
-    return run
-
-
-def edited(run: Run, name: str, change) -> Run:
-    content = json.loads((run.path / name).read_text())
-    change(content)
-    (run.path / name).write_text(json.dumps(content))
-    return run
-
-
 # -- what is read -------------------------------------------------------------------------------
 
 
-def test_references_and_curves_are_the_stored_ones(plain):
-    found = read([plain.path])
-    stored = plain.contexts[plain.contexts["reference_logprob"].notna()]
-    assert found.references["context_id"].tolist() == stored["context_id"].tolist()
-    assert found.temperatures.tolist() == sorted({*SCORED, 0.85})
-    expected = np.stack(stored["reference_logprob_tempered_with_end"].to_list())
-    np.testing.assert_array_equal(found.curve, expected)
-    assert len(found.candidates) == sum(map(len, stored["candidates"]))
-    assert found.candidates["whole"].tolist() == [
-        one["logprob_with_end"] for row in stored["candidates"] for one in row
-    ]
-    assert len(found.generations) == len(plain.generations)
-    assert found.references["source"].nunique() == len(stored)
-
-
 def test_how_a_turn_stands_among_swapped_responses_is_made_from_what_is_stored(plain):
-    found = read([plain.path]).candidates
+    found = read([plain]).candidates
     own = found[found["name"] == "reference"]
     stored = plain.contexts[plain.contexts["reference_logprob"].notna()]
     several = 0
@@ -123,7 +94,7 @@ def test_how_a_turn_stands_among_swapped_responses_is_made_from_what_is_stored(p
 
 
 def test_the_estimates_of_a_run_are_means_of_what_it_stores(plain):
-    found = estimates(read([plain.path]), resamples=100)
+    found = estimates(read([plain]), resamples=100)
     stored = plain.contexts[plain.contexts["reference_logprob"].notna()]
     curve = np.stack(stored["reference_logprob_tempered_with_end"].to_list()).mean(0)
     rows = found[(found["quantity"] == "tempered log p") & (found["dataset"] == "(all)")]
@@ -148,42 +119,12 @@ def test_the_estimates_of_a_run_are_means_of_what_it_stores(plain):
     assert set(found["dataset"]) == {"plain", "odd", "(all)"}
 
 
-def test_pooled_runs_share_the_temperatures_that_both_scored(plain, sampled):
-    other = sampled(scored.CONVERSATIONS[:3], grid=Grid((0.33,), 1, 2, 0))
-    found = read([plain.path, other.path])
-    assert found.temperatures.tolist() == list(SCORED)
-    assert len(found.references) == 8 + 3
-    each = [read([run.path]) for run in (plain, other)]
-    columns = [[list(one.temperatures).index(t) for t in SCORED] for one in each]
-    expected = [one.curve[:, at] for one, at in zip(each, columns, strict=True)]
-    np.testing.assert_array_equal(found.curve, np.concatenate(expected))
-    names = [one.candidates["name"].tolist() for one in each]
-    assert found.candidates["name"].tolist() == names[0] + names[1]
-
-
 # -- generations and their labels ---------------------------------------------------------------
-
-
-def test_generations_without_judgements_are_noted(plain):
-    found = read([plain.path])
-    assert found.notes[-1] == (
-        f"{plain.path} is not judged, so generations aren't told apart: python -m ia_mech.judge "
-        f"run {plain.path}"
-    )
-    assert found.judge is None and found.generations["genuine"].isna().all()
-
-
-def test_generations_that_were_not_scored_are_noted(sampled):
-    found = read([sampled(scored.CONVERSATIONS[:3]).path])
-    assert found.generations.empty
-    assert found.notes[-1] == (
-        "generations were not scored after other responses: sample with --score-generations"
-    )
 
 
 def test_what_a_reader_of_contrasts_has_to_know_is_noted(sampled, plain):
     own = sampled(response="generate", max_response_tokens=3, swaps=1)
-    found = read([plain.path, own.path]).notes
+    found = read([plain, own]).notes
     rows = own.contexts
     cut = int(rows.loc[rows["reference_logprob"].notna(), "response_cut_off"].sum())
     assert cut > 0
@@ -191,16 +132,17 @@ def test_what_a_reader_of_contrasts_has_to_know_is_noted(sampled, plain):
         f"{cut} of 16 follow-ups are scored after a response that was cut off, which is another "
         "stimulus (column response_cut_off).",
         f"responses of {own.path} are the model's own: what users really said answered other ones.",
-        "2 of 16 contexts have fewer swapped responses than --swaps asked for: their datasets have "
-        "no more others.",
-        "no control in odd: there is no other follow-up than of those who lend their responses.",
+        "2 of 16 contexts have fewer swapped responses than --swaps asked for: their datasets hold "
+        "no more.",
+        "no control in odd: all other follow-ups are of conversations whose responses were swapped "
+        "in.",
         "runs that were pooled differ in response, max_response_tokens, swaps.",
     ]
 
 
 def test_verdicts_are_joined_by_run_context_temperature_and_sample(copied):
     run = judged(copied())
-    found = read([run.path])
+    found = read([run])
     assert found.judge == "rules" and len(found.generations) == len(run.generations)
     expected = (found.generations["temperature"] > 0) & (found.generations["sample"] % 2 == 0)
     assert found.generations["genuine"].tolist() == expected.astype(float).tolist()
@@ -218,136 +160,390 @@ def test_verdicts_are_joined_by_run_context_temperature_and_sample(copied):
     assert within[within["temperature"] == 1.0]["value"].item() == pytest.approx(np.mean(won))
 
 
-def test_one_of_several_judges_is_chosen(copied, likelihood):
-    run = judged(judged(copied()), "other")
-    assert "there are verdicts of other, rules; choose one with --judge" in refusal(
-        likelihood(run.path)
+def test_generations_that_say_nothing_are_noted(sampled, plain):
+    """Not scored at all, or not judged; without swaps there are the other contrasts."""
+    assert read([plain]).notes[-1] == (
+        f"{plain.path} is not judged, so generations aren't told apart: python -m ia_mech.judge "
+        f"run {plain.path}"
     )
-    assert read([run.path], "other").judge == "other"
-    assert "has no judgements of 'nobody'" in refusal(likelihood(run.path, "--judge", "nobody"))
-
-
-def test_a_judge_that_is_not_there_is_refused_without_scored_generations_too(sampled, likelihood):
-    run = sampled(scored.CONVERSATIONS[:3])
-    assert "nobody" in refusal(likelihood(run.path, "--judge", "nobody"))
-
-
-def test_generations_scored_without_swaps_still_have_their_other_contrasts(sampled):
+    assert read([plain]).judge is None and read([plain]).generations["genuine"].isna().all()
+    unscored = read([sampled(scored.CONVERSATIONS[:3])])
+    assert unscored.generations.empty
+    assert unscored.notes[-1] == (
+        "generations were not scored after other responses: sample with --contrasts "
+        "--score-generations"
+    )
     run = sampled(scored.CONVERSATIONS[:3], swaps=0, score_generations=True)
-    found = read([run.path])
-    assert len(found.generations) == len(run.generations)
-    rows = estimates(found, resamples=100)
-    assert "empty" in set(rows[rows["quantity"] == "generations' contrast, bits"]["of"])
+    rows = estimates(read([run]), resamples=100)
+    assert set(rows[rows["quantity"] == "generations' contrast, bits"]["of"]) == {"empty", "header"}
 
 
-# -- the command line ---------------------------------------------------------------------------
+def test_runs_without_contrasts_have_likelihoods_and_a_note(copied):
+    run = copied()
+    record = json.loads((run.path / "run.json").read_text())
+    record["identity"]["config"]["contrasts"] = False
+    (run.path / "run.json").write_text(json.dumps(record))
+    scores = read([Run.open(run.path)])
+    plain = scores.candidates[scores.candidates["name"] == "reference"]
+    plain = plain.assign(**dict.fromkeys([*CONTRASTS], NAN))
+    alone = replace(scores, candidates=plain, generations=scores.generations[:0])
+    found = estimates(alone, resamples=100)
+    assert not found["quantity"].str.contains("contrast, bits|beats|likeliest after").any()
+    assert found.loc[found["quantity"] == "log p", "value"].notna().all()
+    assert scores.notes[0].startswith("no contrasts and rivals: they are scored where sampling has")
+    assert not any("--swaps" in note or "no control" in note for note in scores.notes)
 
-WRITTEN = [
-    *("contrasts.png", "contrasts.svg", "estimates.parquet"),
-    *("temperature_curve.png", "temperature_curve.svg"),
+
+def test_one_of_several_judges_is_chosen_and_must_be_there(copied, sampled):
+    run = judged(judged(copied()), "other")
+    with pytest.raises(UserError, match="verdicts of other, rules; choose one with --judge"):
+        read([run])
+    assert read([run], "other").judge == "other"
+    for one in (run, sampled(scored.CONVERSATIONS[:3])):  # with nothing to label, too
+        with pytest.raises(UserError, match=r"no (judgements|verdicts) of 'nobody'"):
+            read([one], "nobody")
+
+
+def test_a_run_of_one_follow_up_has_estimates_without_intervals(sampled):
+    found = estimates(read([sampled(scored.CONVERSATIONS[:1], swaps=0)]), resamples=100)
+    contrasts = found[found["quantity"] == "contrast, bits"]
+    assert contrasts["of"].tolist() == ["empty", "header"]  # there is no other response
+    assert contrasts["low"].isna().all() and set(contrasts["method"]) == {"one source"}
+
+
+def test_runs_without_scores_are_refused(sampled, copied):
+    with pytest.raises(UserError, match=r"^no context has a reference turn.*--followup-column"):
+        read([sampled([scored.CONVERSATIONS[3]])])
+    run = copied()
+    record = json.loads((run.path / "run.json").read_text())
+    del record["identity"]["score_temperatures"]
+    (run.path / "run.json").write_text(json.dumps(record))
+    with pytest.raises(UserError, match="before turns were scored after other responses; sample"):
+        read([Run.open(run.path)])
+
+
+def test_the_command_writes_what_is_estimated(copied, capfd):
+    run = judged(copied())
+    outcome = call(main, [str(run.path), "--resamples", "100"], capfd)
+    assert outcome.status == 0, outcome.err
+    folder = run.path / "experiments" / "likelihood"
+    assert sorted(p.name for p in folder.iterdir()) == [
+        *("contrasts.png", "contrasts.svg", "estimates.parquet"),
+        *("temperature_curve.png", "temperature_curve.svg"),
+    ]
+    found = pd.read_parquet(folder / "estimates.parquet")
+    again = estimates(read([run]), resamples=100)
+    assert found.pop("test").isna().all()
+    pd.testing.assert_frame_equal(found, again.drop(columns="test"), check_dtype=False)
+    for text in ("best T", "another's follow-up", "likelier than", "within contexts"):
+        assert text in outcome.out
+
+
+# -- on frames made by hand: shares and means worked out by hand -------------------------------
+
+TEMPERATURES = np.array([0.5, 1.0, 2.0])
+NAN = np.nan
+
+
+CONTRASTS = {  # of a reference, against what stands in the response's place
+    "response_contrast_bits": 3.0,
+    "empty_contrast_bits": 2.0,
+    "header_contrast_bits": NAN,
+    "response, mean of logs": 4.0,
+    "placebo": -0.5,
+    "likeliest": 1.0,
+    "chance": 0.2,
+}
+
+
+def reference(source: str, curve: list[float], **changes) -> dict:
+    """A reference of two tokens whose log-probabilities by temperature are these."""
+    return {
+        "dataset": "chats",
+        "source": source,
+        "curve": np.array(curve, dtype=float),
+        "reference_token_ids": np.array([5, 6]),
+        "reference_bits_per_byte": 2.0,
+        "reference_logprob": -10.0,
+        "reference_logprob_with_end": -11.0,
+        "reference_greedy": False,
+        "reference_greedy_tokens": 0,
+        "reference_greedy_left_rank": 4.0,
+        "reference_greedy_left_prob": 0.25,
+        "candidate_log_odds": 1.0,
+        "contrasts": CONTRASTS,
+    } | changes
+
+
+def candidate(
+    at: int, name: str, curve: list[float], logprob=-10.0, tokens=2, bits=NAN, **contrasts
+) -> dict:
+    """A candidate of the reference in that row; as a whole turn it is what the curve says."""
+    return {
+        "reference": at,
+        "name": name,
+        "curve": np.array(curve, dtype=float),
+        "whole": curve[1],
+        "logprob": logprob,
+        "tokens": tokens,
+        **dict.fromkeys(CONTRASTS, NAN),
+        "response_contrast_bits": bits,
+    } | contrasts
+
+
+def generation(source: str, context: str, bits: float, genuine: float, **changes) -> dict:
+    return {
+        "run": "r",
+        "dataset": "chats",
+        "source": source,
+        "context_id": context,
+        "tokens": 5,
+        "finish_reason": "turn_end",
+        "temperature": 1.0,
+        "genuine": genuine,
+        "response_contrast_bits": bits,
+        "empty_contrast_bits": NAN,
+        "header_contrast_bits": NAN,
+    } | changes
+
+
+def by_hand(references, candidates=(), generations=()) -> Scored:
+    """As ``read`` gives it; references are their own candidates too."""
+    frame = pd.DataFrame(references)
+    curve = np.stack(frame.pop("curve").to_list())
+    frame = frame.drop(columns="contrasts")
+    own = [
+        candidate(at, "reference", row["curve"].tolist(), row["reference_logprob"])
+        | {"tokens": len(row["reference_token_ids"])}
+        | row["contrasts"]
+        for at, row in enumerate(references)
+    ]
+    rivals = pd.DataFrame([*own, *candidates])
+    rivals["dataset"] = frame["dataset"].to_numpy()[rivals["reference"]]
+    rivals["source"] = frame["source"].to_numpy()[rivals["reference"]]
+    written = pd.DataFrame(list(generations), columns=None if generations else ["dataset"])
+    references = References(frame, TEMPERATURES, curve, {}, True)
+    return Scored([], references, rivals, written, None, [])
+
+
+def rows(found: pd.DataFrame, quantity: str, of: str = "", **changes) -> pd.DataFrame:
+    asked = {"dataset": "chats", "quantity": quantity, "of": of} | changes
+    for name, value in asked.items():
+        found = found[found[name] == value]
+    return found
+
+
+def value(found: pd.DataFrame, quantity: str, of: str = "", **changes) -> float:
+    return rows(found, quantity, of, **changes)["value"].item()
+
+
+def of(*given, **more) -> pd.DataFrame:
+    return estimates(by_hand(*given, **more), resamples=100)
+
+
+# -- references ---------------------------------------------------------------------------------
+
+
+REFERENCES = [
+    reference("s0", [-30, -20, -24]),
+    reference("s0", [-40, -22, -16], reference_logprob=-4.0, reference_bits_per_byte=4.0),
+    reference(
+        "s1",
+        [-90, -30, -20],
+        reference_token_ids=np.array([], dtype=int),
+        reference_logprob=0.0,
+        reference_logprob_with_end=-2.0,
+        reference_bits_per_byte=NAN,
+        reference_greedy=True,
+        reference_greedy_left_rank=NAN,
+        reference_greedy_left_prob=NAN,
+    ),
+    reference("s2", [-20, -12, -20], reference_greedy_tokens=2, reference_greedy_left_rank=100.0),
 ]
 
 
-def test_tables_and_figures_go_into_the_first_run(copied, likelihood):
-    run = judged(copied())
-    before = files(run.path)
-    outcome = likelihood(run.path)
-    assert outcome.status == 0, outcome.err
-    folder = run.path / "experiments" / "likelihood"
-    assert outcome.err == f"wrote {folder}\n"
-    assert sorted(p.name for p in folder.iterdir()) == WRITTEN
-    assert {name: found for name, found in files(run.path).items() if name in before} == before
-    found = pd.read_parquet(folder / "estimates.parquet")
-    again = estimates(read([run.path]), resamples=100)
-    pd.testing.assert_frame_equal(found, again, check_dtype=False)
-    for said in ("best T", "another's follow-up", "likelier than", "within contexts"):
-        assert said in outcome.out
-    assert Run.open(run.path).verify() == []
+def test_means_are_over_turns_and_leave_out_what_an_empty_turn_has_not():
+    found = of(REFERENCES)
+    assert value(found, "bits per byte") == pytest.approx((2 + 4 + 2) / 3)
+    assert value(found, "log p per token") == pytest.approx((-5 - 2 - 5) / 3)
+    assert value(found, "log p") == pytest.approx((-10 - 4 + 0 - 10) / 4)
+    assert value(found, "log p with turn-end") == pytest.approx((-11 - 11 - 2 - 11) / 4)
+    assert value(found, "greedy writes it") == 0.25
+    assert value(found, "tokens until greedy leaves") == 0.5
+    assert value(found, "probability where greedy leaves") == 0.25
+    assert value(found, "median rank where greedy leaves") == 4
+    turns = {"bits per byte": 3, "log p": 4, "median rank where greedy leaves": 3}
+    assert {name: rows(found, name)["rows"].item() for name in turns} == turns
+    assert rows(found, "log p")["sources"].item() == 3
+    assert rows(found, "log p")["temperature"].isna().all()
 
 
-def test_tables_and_figures_go_where_they_are_wanted(plain, likelihood, tmp_path):
-    before = files(plain.path)
-    folder = tmp_path / "new" / "tables"
-    outcome = likelihood(plain.path, "--out", folder)
-    assert outcome.status == 0, outcome.err
-    assert sorted(p.name for p in folder.iterdir()) == WRITTEN
-    assert "is not judged, so generations aren't told apart" in outcome.out
-    assert files(plain.path) == before
-    kept = (folder / "estimates.parquet").read_bytes()
-    assert likelihood(plain.path, "--out", folder).status == 0  # again, over it
-    assert (folder / "estimates.parquet").read_bytes() == kept
+def test_the_best_temperature_is_where_the_mean_curve_is_highest():
+    found = of(REFERENCES)
+    curve = [
+        value(found, "tempered log p", temperature=t)
+        for t in TEMPERATURES  # each turn counts alike
+    ]
+    assert curve == pytest.approx([-180 / 4, -84 / 4, -80 / 4])
+    assert value(found, "best temperature") == 2.0
+    assert value(of(REFERENCES[:1]), "best temperature") == 1.0
+    assert value(of(REFERENCES[2:]), "best temperature") == 2.0  # -20 before -21
 
 
-def test_a_run_of_one_follow_up_has_estimates_without_intervals(sampled, likelihood, tmp_path):
-    run = sampled(scored.CONVERSATIONS[:1], swaps=0)
-    outcome = likelihood(run.path, "--out", tmp_path / "out")
-    assert outcome.status == 0, outcome.err
-    found = pd.read_parquet(tmp_path / "out" / "estimates.parquet")
-    contrasts = found[found["quantity"] == "contrast, bits"]
-    assert contrasts["of"].tolist() == ["empty", "header"]  # there was nobody to lend a response
-    assert contrasts["low"].isna().all() and set(contrasts["method"]) == {"one source"}
-    assert "[–]" in outcome.out
+def test_the_best_temperature_lies_between_points_of_the_grid():
+    alike = [reference(f"s{i}", [-30, -20, -24]) for i in range(5)]
+    best = rows(of(alike), "best temperature")
+    assert best[["value", "low", "high"]].to_numpy().tolist() == [[1.0, 0.5, 2.0]]
+    edge = rows(of([reference(f"s{i}", [-30, -20, -10]) for i in range(5)]), "best temperature")
+    assert edge[["value", "low", "high"]].to_numpy().tolist() == [[2.0, 1.0, 2.0]]
+    alone = rows(of(alike[:1]), "best temperature")
+    assert np.isnan(alone["low"].item())
 
 
-def test_a_run_given_twice_is_refused(plain, likelihood, tmp_path):
-    (tmp_path / "link").symlink_to(plain.path)
-    for other in (plain.path, tmp_path / "link", f"{plain.path}/."):
-        assert "is given twice; give each run once" in refusal(likelihood(plain.path, other))
+def test_several_datasets_are_reported_each_and_together():
+    other = [reference("t0", [-1, -2, -3], dataset="maths", reference_bits_per_byte=1.0)]
+    found = of([*REFERENCES, *other])
+    assert set(found["dataset"]) == {"chats", "maths", "(all)"}
+    assert value(found, "bits per byte", dataset="maths") == 1.0
+    assert value(found, "bits per byte", dataset="(all)") == pytest.approx((2 + 4 + 2 + 1) / 4)
+    assert value(found, "best temperature", dataset="maths") == 0.5
+    assert set(of(REFERENCES)["dataset"]) == {"chats"}
 
 
-def test_a_copy_of_a_run_is_refused(plain, copied, likelihood):
-    other = copied()
-    line = refusal(likelihood(plain.path, other.path))
-    assert f"{other.path} is a copy of {plain.path}; give each run once" in line
+# -- contrasts ----------------------------------------------------------------------------------
 
 
-def test_runs_of_several_models_are_refused(plain, copied, likelihood):
-    other = edited(
-        copied(), "run.json",
-        lambda r: r["identity"]["model"].update(name="other", weights_hash="0"),
-    )  # fmt: skip
-    line = refusal(likelihood(plain.path, other.path))
-    assert "the runs are of several models (tiny-llama, other); give runs of one model" in line
+def test_contrasts_the_control_and_their_difference():
+    references = [
+        reference("s0", [-3, -2, -1], contrasts=CONTRASTS | {"response_contrast_bits": bits})
+        for bits in (8, 2, 5)
+    ]
+    references[1]["reference_token_ids"] = np.array([1, 2, 3, 4])
+    control = [
+        candidate(0, "other_reference", [-3, -2, -1], bits=2.0),
+        candidate(2, "other_reference", [-3, -2, -1], bits=-4.0),
+        candidate(1, "query", [-3, -2, -1]),
+    ]
+    found = of(references, control)
+    assert value(found, "contrast, bits", "response") == 5.0
+    assert value(found, "contrast, bits per token", "response") == pytest.approx(
+        (8 / 2 + 2 / 4 + 5 / 2) / 3
+    )
+    assert value(found, "contrast, bits", "empty") == 2.0
+    assert rows(found, "contrast, bits", "header").empty  # none was made
+    assert value(found, "control's contrast, bits", "response") == -1.0
+    # Of the two contexts that have both: 8 - 2 and 5 + 4.
+    assert value(found, "contrast less control's, bits", "response") == 7.5
+    assert rows(found, "contrast less control's, bits", "response")["rows"].item() == 2
+    assert rows(found, "control's contrast, bits", "empty").empty  # the control has none
 
 
-def test_an_unfinished_run_is_refused(copied, likelihood):
-    run = edited(copied(), "manifest.json", lambda m: m.update(complete=False))
-    assert "is still being written or was interrupted" in refusal(likelihood(run.path))
+# -- rivals -------------------------------------------------------------------------------------
 
 
-def test_a_run_without_references_is_refused(sampled, likelihood):
-    run = sampled([scored.CONVERSATIONS[3]])
-    line = refusal(likelihood(run.path))
-    assert line.startswith("no context has a reference turn") and "--followup-column" in line
+def test_shares_of_contexts_where_the_reference_is_likelier():
+    """Reference: whole -20, -22, -30, -12; per token -5, -2, none, -5."""
+    rivals = [
+        candidate(0, "query", [-31, -19, -25], logprob=-18.0, tokens=3),  # -6 per token
+        candidate(1, "query", [-31, -23, -10], logprob=-1.0, tokens=1),  # -1
+        candidate(2, "query", [-90, -31, -20], logprob=-1.0, tokens=1),
+        candidate(3, "closing", [-90, -12, -90], logprob=-20.0, tokens=0),
+    ]
+    found = of(REFERENCES, rivals)
+    beats = [value(found, "reference beats", "query", temperature=t) for t in TEMPERATURES]
+    assert beats == pytest.approx([1 / 3, 2 / 3, 1 / 3])
+    assert rows(found, "reference beats", "query", temperature=1.0)["rows"].item() == 3
+    assert value(found, "reference beats per token", "query") == 0.5
+    assert rows(found, "reference beats per token", "query")["rows"].item() == 2
+    assert value(found, "reference beats", "closing", temperature=1.0) == 0.0  # a tie
+    assert np.isnan(value(found, "reference beats per token", "closing"))
+    assert value(found, "log-odds among candidates") == 1.0
 
 
-def test_a_run_of_before_turns_were_scored_is_refused(copied, likelihood):
-    run = edited(copied(), "run.json", lambda r: r["identity"].pop("score_temperatures"))
-    line = refusal(likelihood(run.path))
-    assert "was sampled before turns were scored after other responses; sample again" in line
+# -- generations --------------------------------------------------------------------------------
 
 
-def test_what_is_not_a_run_is_refused(likelihood, tmp_path):
-    assert "is not a run" in refusal(likelihood(tmp_path))
-    assert "is not a run" in refusal(likelihood(tmp_path / "nowhere"))
+WRITTEN = [
+    generation("s0", "a", 5.0, 1.0),
+    generation("s0", "a", 4.0, 0.0),
+    generation("s0", "a", 6.0, 0.0),
+    generation("s1", "b", 1.0, 1.0),
+    generation("s1", "b", 1.0, 0.0),
+    generation("s2", "c", 9.0, 1.0),
+    generation("s3", "d", 2.0, 0.0),
+    generation("s3", "d", 3.0, NAN),
+]
+BETWEEN, WITHIN = "AUROC of genuine, between sources", "AUROC of genuine, within contexts"
+BITS = "response, bits"
 
 
-def test_a_folder_that_cannot_be_written_is_refused_in_one_line(plain, likelihood, tmp_path):
-    (tmp_path / "file").write_text("mine")
-    outcome = likelihood(plain.path, "--out", tmp_path / "file")
-    assert outcome.status == 2 and "Traceback" not in outcome.err
-    assert outcome.err.startswith("error: ") and outcome.err.count("\n") == 1
-    assert (tmp_path / "file").read_text() == "mine"
+def test_contrasts_of_generations_by_what_the_judge_says():
+    found = of(REFERENCES, generations=WRITTEN)
+    name = "generations' contrast, bits"
+    assert value(found, name, "response", temperature=1.0) == pytest.approx(31 / 8)
+    assert value(found, name, "response, genuine") == pytest.approx((5 + 1 + 9) / 3)
+    assert value(found, name, "response, not genuine") == pytest.approx((4 + 6 + 1 + 2) / 4)
+    assert rows(found, name, "empty").empty
 
 
-def test_a_folder_among_a_runs_own_files_is_refused(copied, likelihood):
-    run = copied()
-    assert "lies inside the run" in refusal(likelihood(run.path, "--out", run.path / "contexts"))
+def test_auroc_between_sources_compares_turns_of_different_sources():
+    """s0: 5 beats 1 and 2; s1: 1 loses to 4, 6 and 2; s2: 9 beats all four."""
+    found = of(REFERENCES, generations=WRITTEN)
+    assert value(found, BETWEEN, BITS) == pytest.approx(6 / 9)
+    assert rows(found, BETWEEN, BITS)["rows"].item() == 7
 
 
-@pytest.mark.parametrize(
-    "words", [[], ["--level", "2"], ["--seed", "-1"], ["--resamples", "3"], ["--what"]]
-)
-def test_mistyped_commands_are_refused_in_one_line(plain, capfd, words):
-    outcome = call(main, [*([str(plain.path)] if words else []), *words], capfd)
-    assert outcome.status == 2 and outcome.out == "" and outcome.err.count("\n") == 1
+def test_contrasts_of_generations_per_token():
+    written = [row | {"tokens": 2 + at} for at, row in enumerate(WRITTEN)]
+    written[0] |= {"finish_reason": "length", "tokens": 1}
+    written[7] |= {"tokens": 1}  # a turn-end alone
+    found = of(REFERENCES, generations=written)
+    pace = [5 / 1, 4 / 2, 6 / 3, 1 / 4, 1 / 5, 9 / 6, 2 / 7]
+    name = "generations' contrast, bits per token"
+    assert value(found, name, "response") == pytest.approx(np.mean(pace))
+    assert rows(found, name, "response")["rows"].item() == 7
+    # 5 beats the three others' 1/5 and 2/7; 1/4 beats 2/7? no; 1.5 beats 1/5 and 2/7.
+    assert value(found, BETWEEN, "response, bits per token") == pytest.approx((2 + 0 + 2) / 9)
+
+
+def test_auroc_within_contexts_compares_pairs_of_one_context():
+    """Context a: 5 beats 4 and loses to 6; b: a tie; c and d have no pair."""
+    found = rows(of(REFERENCES, generations=WRITTEN), WITHIN, BITS)
+    assert found["value"].item() == pytest.approx((1 + 0.5) / 3)
+    assert found["rows"].item() == 5 and found["sources"].item() == 2
+
+
+def test_contexts_of_two_datasets_that_share_an_id_are_not_compared():
+    """Ids are unique within a run only: two files may both number their rows."""
+    written = [
+        generation("s0", "q1", 5.0, 1.0),
+        generation("s0", "q1", 1.0, 0.0),
+        generation("t0", "q1", 9.0, 0.0, dataset="maths"),
+        generation("t0", "q1", 10.0, 1.0, dataset="maths"),
+    ]
+    found = of([*REFERENCES, reference("t0", [-1, -1, -1], dataset="maths")], generations=written)
+    shares = {
+        dataset: value(found, WITHIN, BITS, dataset=dataset)
+        for dataset in ("chats", "maths", "(all)")
+    }
+    assert shares == {"chats": 1.0, "maths": 1.0, "(all)": 1.0}
+
+
+# -- the same numbers shown ---------------------------------------------------------------------
+
+
+def test_everything_that_was_estimated_can_be_shown_and_drawn(capsys):
+    rivals = [candidate(at, "other_reference", [-9, -9, -9], bits=1.0) for at in range(4)]
+    found = of(REFERENCES, rivals, generations=WRITTEN)
+    show.tables(screen(), found, 0.9)
+    out = capsys.readouterr().out
+    for title in (
+        "real follow-ups", "bits in favour", "likelier than", "per token", "generations' contrast",
+        "between sources", "within contexts",
+    ):  # fmt: skip
+        assert title in out
+    assert "(90% intervals over sources)" in out and "…" not in out
+    assert "0.50" in out
+    assert show.temperature_curve(found, "t").axes[0].get_legend_handles_labels()[1] == ["chats"]
+    labels = [tick.get_text() for tick in show.contrasts(found, "t").axes[0].get_yticklabels()]
+    assert labels == ["response", "response, mean of logs", "empty"]

@@ -1,7 +1,9 @@
 """python -m experiments.perturbations: what it samples, judges, compares and refuses."""
 
 import json
+import re
 import shutil
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -11,9 +13,8 @@ import scored
 from conftest import Silent
 from shell import call, files, refusal
 
-from experiments.common.command import write_estimates
-from experiments.decoupling import __main__ as decoupling
-from experiments.likelihood import __main__ as likelihood
+from experiments.perturbations import conditions as responses
+from experiments.perturbations import sample, show
 from experiments.perturbations.__main__ import main
 from experiments.perturbations.analyse import (
     DISTANCE,
@@ -28,15 +29,14 @@ from experiments.perturbations.analyse import (
     typical_distance,
     verdicts,
 )
-from experiments.perturbations.conditions import CONDITIONS
-from experiments.perturbations.read import read
-from experiments.perturbations.sample import read_base, under_conditions
-from experiments.temperature_sweep import __main__ as temperature_sweep
+from experiments.perturbations.conditions import CONDITIONS, UNCHANGED, perturbed, sentences
+from experiments.perturbations.read import compare, read_base
+from experiments.perturbations.sample import judged, under_conditions
 from ia_mech.chat.format import ChatFormat
 from ia_mech.chat.headers import rendered
 from ia_mech.collect.config import SampleConfig
 from ia_mech.collect.job import collect
-from ia_mech.data.conversations import Conversation
+from ia_mech.data.conversations import HEADERS, Conversation, open_conversations, validate
 from ia_mech.display import Quiet
 from ia_mech.engine.plan import Grid
 from ia_mech.errors import UserError
@@ -48,7 +48,7 @@ from ia_mech.stats import cluster_mean, paired_difference
 
 GRID = Grid((1.0,), 3, 5, 0)
 KEYS = ["context_id", "temperature", "sample"]
-NO_LENDER = (
+NO_SWAP_SOURCE = (
     "condition swap is left out: none of these conversations has another response of its dataset "
     "to swap with."
 )
@@ -93,7 +93,7 @@ def run(folder) -> Run:
 
 @pytest.fixture(scope="module")
 def compared(plain, run):
-    return read(read_base([plain.path]), run, "rules", [])
+    return compare(read_base([plain]), run, "rules", [])
 
 
 @pytest.fixture
@@ -142,7 +142,7 @@ def test_references_are_scored_in_the_context_that_the_condition_made(condition,
     """Against one plain forward pass over context and turn."""
     chat = ChatFormat(tiny_subject.tokenizer)
     row = context(run, f"c1~{condition}")
-    messages, header = tuple(map(dict, row["messages"])), CONDITIONS[condition].header
+    messages, header = tuple(map(dict, row["messages"])), CONDITIONS[condition]
     conversation = Conversation("c1", "c1", "d", messages, row["reference"], header=header)
     made, turn = rendered(chat, conversation)
     assert made.ids == row["token_ids"].tolist()
@@ -151,7 +151,7 @@ def test_references_are_scored_in_the_context_that_the_condition_made(condition,
     assert row["reference_logprob"] == pytest.approx(own[: len(turn)].sum(), abs=1e-4)
 
 
-def test_perturbed_contexts_are_no_lenders_and_are_scored_after_nothing_else(
+def test_perturbed_contexts_are_no_swap_sources_and_are_scored_after_nothing_else(
     run, tiny_subject, tmp_path
 ):
     assert run.contexts["swapped_from"].isna().all()
@@ -167,14 +167,6 @@ def test_perturbed_contexts_are_no_lenders_and_are_scored_after_nothing_else(
     assert there.contexts["perturbation"].tolist() == ["none", "ask"]
     assert there.contexts["swapped_from"].isna().all()  # the other one is perturbed
     assert there.contexts["reference_empty_contrast_bits"].notna().tolist() == [True, False]
-
-
-def test_swapped_responses_are_of_another_source_of_the_dataset(plain, run):
-    said = set(plain.contexts["messages"].map(lambda messages: messages[-1]["content"]))
-    for name in plain.contexts["context_id"]:
-        own = context(plain, name)["messages"][-1]["content"]
-        lent = context(run, f"{name}~swap")["messages"][-1]["content"]
-        assert lent != own and lent in said - {""}
 
 
 # -- judging --------------------------------------------------------------------------------------
@@ -207,19 +199,11 @@ def test_both_verdicts_are_read_as_what_they_are(plain, run, compared):
     pd.testing.assert_series_equal(unperturbed["held"], unperturbed["genuine"], check_names=False)
 
 
-def test_verdicts_on_other_responses_don_t_pass_for_the_same(run, tmp_path):
-    copied = Run.open(shutil.copytree(run.path, tmp_path / "run"))
-    with pytest.raises(UserError, match="of turns after the unperturbed response"):
-        label_run(copied, RulesJudge(), "rules" + UNSEEN, Quiet())
-    with pytest.raises(UserError, match="of turns after another response"):
-        label_run(copied, RulesJudge(), "rules", Quiet(), unperturbed=True)
-
-
 # -- displacement ---------------------------------------------------------------------------------
 
 
 def test_displacement_is_the_distance_over_the_distance_between_conversations(plain, run, compared):
-    moved = {(m.condition, m.layer, m.position): m for m in displacements(compared)}
+    moved = {tuple(names.values()): found for names, *found in displacements(compared)}
     names = plain.contexts["context_id"].tolist()
     for condition, layer, position in (("swap", 2, "header_last"), ("ask", 4, "header_0")):
         before = plain.residuals(layer, position).double().numpy()
@@ -230,19 +214,16 @@ def test_displacement_is_the_distance_over_the_distance_between_conversations(pl
             np.linalg.norm(a - b) for i, a in enumerate(before) for b in before[i + 1 :]
         ]  # all are of one dataset and of different sources
         distance = np.linalg.norm(after - before, axis=1)
-        found = moved[condition, layer, position]
-        np.testing.assert_allclose(found.distance, distance / np.mean(gaps), rtol=1e-9)
-        np.testing.assert_allclose(
-            found.relative, distance / np.linalg.norm(before, axis=1), rtol=1e-9
-        )
+        own, relative = moved[condition, layer, position]
+        np.testing.assert_allclose(own, distance / np.mean(gaps), rtol=1e-9)
+        norm = np.linalg.norm(before, axis=1)
+        np.testing.assert_allclose(relative, distance / norm, rtol=1e-9)
 
 
 def test_the_header_s_embedding_stays_and_so_does_an_unchanged_context(compared, plain):
-    all_moved = list(displacements(compared))
-    moved = {(m.condition, m.layer, m.position): m.distance for m in all_moved}
-    for m in all_moved:
-        if (m.condition, m.layer, m.position) == ("swap", 0, "header_last"):
-            assert (m.relative == 0).all()
+    both = {tuple(names.values()): found for names, *found in displacements(compared)}
+    assert (both["swap", 0, "header_last"][1] == 0).all()
+    moved = {key: distance for key, (distance, _) in both.items()}
     assert np.isnan(moved["swap", 0, "header_last"]).all()  # 0 of 0: the token alone
     short = plain.contexts["context_id"].tolist().index("c0")  # "408.": nothing to shuffle
     assert moved["shuffle", 4, "header_last"][short] < 1e-4 < moved["swap", 4, "header_last"][short]
@@ -256,6 +237,15 @@ def test_distances_are_within_a_dataset_and_between_sources():
     found = typical_distance(states, datasets, sources)
     assert found[:3] == pytest.approx(2.5) and found[4] == pytest.approx(2.5)  # (3 + 2) / 2
     assert np.isnan(found[[3, 5]]).all()  # one source only
+
+
+def test_close_states_do_not_lose_their_distance_to_cancellation():
+    """As a difference of squares, 1 between 1e8 and 1e8 + 1 would be lost in rounding."""
+    states = np.array([[1e8], [1e8 + 1]])
+    assert typical_distance(states, np.array(["a", "a"]), np.array(["s", "t"])).tolist() == [1, 1]
+    rng = np.random.default_rng(0)
+    equal = np.tile(1e3 * rng.standard_normal(576), (3, 1))
+    assert np.isnan(typical_distance(equal, np.array(["a"] * 3), np.arange(3))).all()
 
 
 # -- estimates ------------------------------------------------------------------------------------
@@ -290,14 +280,6 @@ def test_rates_and_differences_are_those_of_the_turns(compared, found):
     assert set(sums.index) == {*CONDITIONS, "none"}
 
 
-def test_references_lose_what_the_stored_scores_say(compared, found):
-    contexts = compared.contexts.set_index(["condition", "pair"])["logprob"]
-    gone = (contexts["swap"] - contexts["none"]).dropna() / np.log(2)
-    row = pick(found, REFERENCE + LESS, condition="swap")
-    assert row["value"] == pytest.approx(gone.mean()) and row["sources"] == len(gone)
-    assert pick(found, REFERENCE, condition="none")["rows"] == len(gone)
-
-
 def test_tests_of_one_quantity_are_corrected_together(found):
     for quantity in (RATE + LESS, HELD + LESS, REFERENCE + LESS):
         rows = found[found["quantity"] == quantity].sort_values("p")
@@ -321,41 +303,34 @@ def planted(before: float, p: float = 0.001, temperature: float = 1.0, **after) 
 
 
 REACTS = "The rate falls without the response: what was measured reacts to it."
-
-
-def test_the_falsifier_speaks_of_a_reaction_only_where_all_rates_fall():
-    (line,) = verdicts(planted(0.5, remove=0.1, swap=0.2, header_only=0.05), 0.95)
-    assert line.startswith("falsifier, T = 1: remove -0.400 [-0.500, -0.300], p=0.001; swap -0.300")
-    assert "header_only -0.450" in line and line.endswith(REACTS)
-    (line,) = verdicts(planted(0.5, remove=0.1, swap=0.2), 0.95)
-    assert line.endswith(REACTS)
+FALL = {"remove": 0.1, "swap": 0.2}
 
 
 @pytest.mark.parametrize(
-    ("planting", "failed"),
+    ("planting", "end"),
     [
-        ({"remove": 0.1, "swap": 0.6}, "swap isn't"),  # risen, however surely
-        ({"remove": 0.6, "swap": 0.6, "header_only": 0.6}, "remove and swap aren't"),
-        ({"remove": 0.1, "swap": 0.2, "p": 0.06}, "remove and swap aren't"),
+        (FALL, REACTS),
+        (FALL | {"header_only": 0.05}, REACTS),
+        (FALL | {"p": 0.04}, REACTS),
+        (FALL | {"p": 0.06}, "remove and swap aren't shown to lower the rate: what was measured is"
+                             " not shown to react to the response."),
+        ({"remove": 0.1, "swap": 0.6}, "swap isn't shown to lower the rate: what was measured is "
+                                       "not shown to react to the response."),
+        ({"remove": 0.6, "swap": 0.6, "header_only": 0.6},
+         "remove and swap aren't shown to lower the rate: what was measured is not shown to react "
+         "to the response."),
+        (FALL | {"header_only": 0.5}, "by this judge, the rate is no evidence of a reaction."),
+        ({"ask": 0.1, "header_only": 0.1},
+         "falsifier, T = 1: neither remove nor swap was made, so it can't be told."),
     ],
-)
-def test_the_falsifier_says_so_where_a_rate_does_not_fall(planting, failed):
+)  # fmt: skip
+def test_the_falsifier_speaks_of_a_reaction_only_where_all_rates_fall(planting, end):
     (line,) = verdicts(planted(0.5, **planting), 0.95)
-    assert f"{failed} shown to lower the rate" in line and REACTS not in line
-    assert "(detectable: 0.123)" in line
-    if "p" in planting:
-        (line,) = verdicts(planted(0.5, **planting), 0.9)
-        assert line.endswith(REACTS)
-
-
-def test_the_falsifier_does_not_trust_a_judge_that_takes_role_play_for_a_reaction():
-    (line,) = verdicts(planted(0.5, remove=0.1, swap=0.2, header_only=0.5), 0.95)
-    assert "header_only +0.000" in line and line.endswith("no evidence of a reaction.")
-
-
-def test_the_falsifier_needs_a_condition_without_the_response():
-    (line,) = verdicts(planted(0.5, ask=0.1, header_only=0.1), 0.95)
-    assert line == "falsifier, T = 1: neither remove nor swap was made, so it can't be told."
+    assert line.endswith(end)
+    assert ("(detectable: 0.123)" in line) == (end != REACTS and "neither" not in end)
+    if planting == FALL:
+        start = "falsifier, T = 1: remove -0.400 [-0.500, -0.300], p=0.001; swap -0.300"
+        assert line.startswith(start)
 
 
 def test_the_falsifier_has_nothing_to_say_where_no_turn_is_genuine():
@@ -369,14 +344,6 @@ def test_the_falsifier_has_nothing_to_say_where_no_turn_is_genuine():
 # -- the command ----------------------------------------------------------------------------------
 
 
-def test_what_is_written(folder):
-    names = {path.name for path in folder.iterdir()}
-    pictures = {f"{name}.{kind}" for name in ("rates", "profile", "displacement", "references")
-                for kind in ("png", "svg")}  # fmt: skip
-    assert names == {"conversations.jsonl", "run", "estimates.parquet", *pictures}
-    assert (pd.read_parquet(folder / "estimates.parquet")["quantity"] == RATE).sum() == 26
-
-
 def test_the_second_time_nothing_is_sampled_and_no_model_is_loaded(
     perturb, plain, folder, monkeypatch
 ):
@@ -384,10 +351,16 @@ def test_the_second_time_nothing_is_sampled_and_no_model_is_loaded(
         raise AssertionError("the model was loaded")
 
     monkeypatch.setattr("experiments.perturbations.sample.load", fail)
-    before = files(folder)
+    monkeypatch.setattr("probes.report.figures.save", lambda *_: None)  # drawn once already
+    figures = {f"{name}.{kind}" for name in ("rates", "profile", "displacement", "references")
+               for kind in ("png", "svg")}  # fmt: skip
+    assert {path.name for path in folder.iterdir()} == {
+        *("conversations.jsonl", "run", "estimates.parquet"), *figures
+    }  # fmt: skip
+    before, base = files(folder), files(plain.path)
     outcome = perturb(plain.path, "--out", folder, "--resamples", "100")
     assert outcome.status == 0, outcome.err
-    assert files(folder) == before
+    assert files(folder) == before and files(plain.path) == base
     tables = "follow-up rate by condition", "failure profile", "displacement of header_last"
     for said in (*tables, "real follow-ups", "falsifier, T = 1:", "shuffle was made in several"):
         assert said in outcome.out, outcome.out
@@ -401,107 +374,59 @@ def test_a_dry_run_shows_the_conditions_and_writes_nothing(perturb, plain, tmp_p
     assert "18 contexts, 72 user turns of at most 5 tokens" in outcome.out
 
 
-def test_no_file_of_the_unperturbed_run_changes(perturb, plain, tmp_path):
-    before = files(plain.path)
-    outcome = perturb(plain.path, "--out", tmp_path / "o", "--limit", "2", "--conditions", "remove")
-    assert outcome.status == 0, outcome.err
-    assert files(plain.path) == before
-
-
-def test_other_conversations_in_the_folder_are_refused(refused, plain, folder):
+def test_bad_input_is_refused_in_a_line(refused, sampled, plain, folder, tmp_path):
+    bare = sampled(CHATS[:2], judge=False)
+    out = ("--out", tmp_path / "out")
+    assert refused(bare.path, *out).startswith(f"{bare.path} has not been judged; run: python -m")
+    line = refused(plain.path, *out, "--conditions", "slice")
+    assert "no condition 'slice'; use truncate, " in line
+    assert not (tmp_path / "out").exists()
     line = refused(plain.path, "--out", folder, "--limit", "3")
     assert line.startswith(f"{folder} holds other conversations, or other conditions, than these; ")
 
 
-def test_bad_input_is_refused_in_a_line(refused, sampled, plain, run, tmp_path):
-    bare = sampled(CHATS[:2], judge=False)
-    colder = sampled(CHATS[2:4], grid=Grid((0.5,), 3, 5, 0))
-    other = sampled(CHATS[:2], grid=Grid((1.0,), 3, 6, 0))
-    asked = sampled(CHATS[2:4], system="Be brief.")
-    out = ("--out", tmp_path / "out")
-    assert refused(bare.path, *out).startswith(f"{bare.path} has not been judged; run: python -m")
-    assert "no condition 'slice'; use truncate, " in refused(
-        plain.path, *out, "--conditions", "slice"
-    )
-    assert "temperature 0.7 is not in all runs (they have 1); " in refused(
-        plain.path, *out, "--temperatures", "0.7"
-    )
-    assert "no temperature (they have none but greedy)" in refused(plain.path, colder.path, *out)
-    assert "--samples 4: the runs have 3; " in refused(plain.path, *out, "--samples", "4")
-    assert "differ in max_new_tokens (5, 6); " in refused(plain.path, other.path, *out)
-    assert "differ in system (None, 'Be brief.')" in refused(plain.path, asked.path, *out)
-    assert "is given twice; " in refused(plain.path, plain.path, *out)
-    assert "holds perturbed contexts; " in refused(run.path, *out)
-    assert "lies inside the run" in refused(plain.path, "--out", plain.path / "more")
-    assert not (tmp_path / "out").exists()
+def test_runs_that_differ_or_lack_the_decoding_are_refused(sampled, plain):
+    def refusal_of(*runs, **grid) -> str:
+        with pytest.raises(UserError) as problem:
+            read_base(list(runs), **grid)
+        return str(problem.value)
 
-
-def test_another_experiment_s_results_are_not_replaced(refused, plain, tmp_path):
-    found = pd.DataFrame({"quantity": ["accuracy"]})
-    out = tmp_path / "out"
-    write_estimates(found, out, [plain], 0.95, experiment="decoupling")
-    before = files(out)
-    line = refused(plain.path, "--out", out)
-    assert line == f"{out} holds results of decoupling; name another folder with --out"
-    (out / "estimates.parquet").write_bytes(b"mine")
-    assert "holds results of something else; " in refused(plain.path, "--out", out)
-    assert files(out).keys() == before.keys()
-
-
-def test_one_conversation_has_no_displacement_and_few_say_so(perturb, sampled, tmp_path):
-    run = sampled(CHATS[:1])
-    out = tmp_path / "out"
-    outcome = perturb(run.path, "--out", out, "--conditions", "remove", "--resamples", "100")
-    assert outcome.status == 0, outcome.err
-    assert "no displacement: a dataset needs two sources" in outcome.out
-    assert "fewer than 24 sources stand behind intervals of plain" in outcome.out
-    assert "nan" not in outcome.out and not (out / "displacement.png").exists()
-    found = pd.read_parquet(out / "estimates.parquet")
-    assert found.loc[found["quantity"] == "detectable difference", "value"].isna().all()
-
-
-def test_the_lender_of_a_swapped_response_is_named(plain, run):
-    for name in plain.contexts["context_id"]:
-        row = context(run, f"{name}~swap")
-        lender = json.loads(row["metadata"])["lender"]
-        lent = context(plain, lender)["messages"][-1]["content"]
-        assert row["messages"][-1]["content"] == lent
-
-
-def test_judging_against_an_unperturbed_response_needs_a_perturbed_context(plain):
-    with pytest.raises(UserError, match="holds no perturbed context"):
-        label_run(plain, RulesJudge(), "other", Quiet(), unperturbed=True)
-
-
-def test_the_same_context_in_two_runs_is_refused(refused, sampled, plain, tmp_path):
-    same = sampled(CHATS[:2], grid=Grid((1.0, 0.5), 3, 5, 0))
-    line = refused(plain.path, same.path, "--out", tmp_path / "out")
+    few = {"judge": False}
+    colder = sampled(CHATS[2:4], grid=Grid((0.5,), 3, 5, 0), **few)
+    longer = sampled(CHATS[:2], grid=Grid((1.0,), 3, 6, 0), **few)
+    system = sampled(CHATS[2:4], system="Be brief.", **few)
+    same = sampled(CHATS[:2], grid=Grid((1.0, 0.5), 3, 5, 0), **few)
+    line = "temperature 0.7 is not in all runs (they have 1); "
+    assert line in refusal_of(plain, temperatures=[0.7])
+    assert "no temperature (they have none but greedy)" in refusal_of(plain, colder)
+    assert "--samples 4: the runs have 3; " in refusal_of(plain, samples=4)
+    assert "differ in max_new_tokens (5, 6); " in refusal_of(plain, longer)
+    assert "differ in system (None, 'Be brief.')" in refusal_of(plain, system)
+    line = refusal_of(plain, same)
     assert line.startswith("context c0 is in two runs; give one of them, or perturb them apart")
 
 
-def test_other_experiments_take_no_perturbed_runs(run, capfd):
-    line = refusal(call(likelihood.main, [str(run.path)], capfd))
-    assert line == f"{run.path} holds perturbed contexts; give the run that they were made from"
-    assert "perturbed" in refusal(call(temperature_sweep.main, [str(run.path)], capfd))
-    words = [str(run.path), "--judge", "rules"]
-    assert "were given, not written by" in refusal(call(decoupling.main, words, capfd))
+def test_one_conversation_has_no_displacement_and_detects_nothing(sampled, tmp_path):
+    base = read_base([sampled(CHATS[:1])])
+    conversations, left_out, _ = sample.prepare(base, ["remove"])
+    run = sample.sampled(base, conversations, tmp_path / "out")
+    judged(run, "rules", base)
+    found = estimates(compare(base, run, "rules", left_out), resamples=100)
+    assert found.loc[found["quantity"] == "detectable difference", "value"].isna().all()
+    assert set(show.figures(found, "model", "rules")) == {"rates", "profile", "references"}
 
 
-def test_another_judge_is_asked_for_by_name(refused, plain, sampled, tmp_path):
-    run = sampled(CHATS[:3])
-    labels = run.labels.judgements("rules").to_dict("records")
-    record = run.labels.record("judgements", "rules") | {"identity": {"kind": "llm"}}
-    (run.path / "judgements" / "rules.parquet").unlink()
-    run.labels.write_judgements("gpt", labels, record)
-    line = refused_after_sampling(run, tmp_path / "out", refused)
-    assert "has not been judged by 'gpt'; run python -m ia_mech.judge run " in line
-    assert " --name gpt with the flags that judged " in line
-
-
-def refused_after_sampling(run: Run, out: Path, refused) -> str:
-    """The refusal, the second time: the first one is preceded by the progress of sampling."""
-    main([str(run.path), "--out", str(out), "--conditions", "remove"])
-    return refused(run.path, "--out", out, "--conditions", "remove")
+def test_another_judge_has_to_be_run_by_its_user(plain, run, tmp_path):
+    base = Run.open(shutil.copytree(plain.path, tmp_path / "base"))
+    labels = base.labels.judgements("rules").to_dict("records")
+    record = base.labels.record("judgements", "rules") | {"identity": {"kind": "llm"}}
+    base.labels.write_judgements("gpt", labels, record)
+    with pytest.raises(UserError) as refused:
+        judged(run, "gpt", read_base([base]))
+    assert "has not been judged by 'gpt'; run python -m ia_mech.judge run " in str(refused.value)
+    assert " --name gpt with the flags that judged " in str(refused.value)
+    with pytest.raises(UserError, match="holds no perturbed context"):
+        label_run(plain, RulesJudge(), "other", Quiet(), unperturbed=True)
 
 
 # -- what can't be made ---------------------------------------------------------------------------
@@ -537,8 +462,202 @@ def test_conditions_and_conversations_that_can_t_be_made_are_left_out_and_said(t
         two[:1], ["swap", "remove"], ChatFormat(tokenizer), 0, None
     )
     assert [one.id for one in made] == ["a~remove"] and left == []
-    assert notes == [NO_LENDER]
+    assert notes == [NO_SWAP_SOURCE]
     with pytest.raises(UserError, match="no condition can be made"):
         under_conditions(two[:1], ["swap"], ChatFormat(tokenizer), 0, None)
     with pytest.raises(UserError, match="tokens under remove"):
         under_conditions(two, ["remove"], ChatFormat(tokenizer), 0, 10)
+
+
+# -- what each condition changes ------------------------------------------------------------------
+
+TEXT = (
+    "First, boil 2.5 l of water, i.e. a lot. Then add salt.\n\n"
+    "1. Wait.\n2. Stir it well.\nDone? Serve it."
+)
+SEEDS = range(60)
+
+
+def rng(seed: int = 0) -> np.random.Generator:
+    return np.random.default_rng(seed)
+
+
+@pytest.fixture(scope="module")
+def builtin() -> list[Conversation]:
+    return list(open_conversations("builtin"))
+
+
+# -- sentences ------------------------------------------------------------------------------------
+
+
+def test_a_code_block_is_one_sentence():
+    code = "```python\nx = 1\ny = 2. + 3\n```\n"
+    assert code in "".join(sentences(f"Run this:\n\n{code}It prints 5."))
+    assert any("x = 1\ny = 2" in one for one in sentences(f"Run this:\n\n{code}It prints 5."))
+
+
+@pytest.mark.parametrize(
+    "text", ["", " ", "\n\n", "a", " a. ", "\n\na. b.\n\n\nc", TEXT, "é…\r\nb"]
+)
+def test_sentences_joined_are_the_text(text):
+    assert "".join(sentences(text)) == text
+    assert all(one.strip() for one in sentences(text)) or not text.strip()
+
+
+# -- cutting --------------------------------------------------------------------------------------
+
+
+def test_truncate_keeps_whole_sentences_up_to_half():
+    cut = responses.truncate(TEXT)
+    assert (cut.text, cut.how) == ("First, boil 2.5 l of water, i.e. a lot.", "sentences")
+    long = "One two three. Four five. Six seven eight nine ten. Eleven."
+    assert responses.truncate(long).text == "One two three. Four five."
+    assert (
+        responses.truncate(long, 0.9).text == "One two three. Four five. Six seven eight nine ten."
+    )
+    # the first sentence stays even where it is more than half, and the last one never
+    first = "A very long first sentence."
+    assert responses.truncate(f"{first} No.").text == first
+    assert responses.truncate("A. B. C.", 1.0).text == "A. B."
+
+
+def test_a_cut_inside_a_sentence_ends_with_a_word():
+    cut = responses.truncate_mid("One two. Three four five six seven.")
+    assert cut.text == "One two. Three" and cut.how == "words"
+    # half of the characters is where a sentence ends: one word less
+    assert responses.truncate_mid("One two. Abc def.").text == "One"
+    cut = responses.truncate("The answer is forty two")
+    assert (cut.text, cut.how) == ("The answer", "words")
+    assert responses.truncate("408.") == responses.Change("408.", UNCHANGED)
+    assert responses.truncate("") == responses.Change("", UNCHANGED)
+
+
+def test_both_cuts_are_beginnings(builtin):
+    for conversation in builtin:
+        text = conversation.response
+        whole, mid = responses.truncate(text).text, responses.truncate_mid(text).text
+        ends = np.cumsum([len(one) for one in sentences(text)])
+        assert text.startswith(whole) and text.startswith(mid)
+        assert len(whole) in {len(text[:end].rstrip()) for end in ends}
+        assert len(mid) not in {len(text[:end].rstrip()) for end in ends}
+        assert text[len(mid)].isspace()
+        assert len(mid) <= len(text) / 2
+
+
+# -- additions ------------------------------------------------------------------------------------
+
+
+def test_a_question_is_appended_or_an_acknowledgement_given_and_all_wordings_are_drawn():
+    drawn = {responses.ask("Yes. \n", rng(seed)).text for seed in SEEDS}
+    assert drawn == {f"Yes. {question}" for question in responses.QUESTIONS}
+    assert responses.ask("", rng()).text in responses.QUESTIONS
+    drawn = {responses.neutral(rng(seed)).text for seed in SEEDS}
+    assert drawn == set(responses.ACKNOWLEDGEMENTS)
+
+
+# -- contradiction --------------------------------------------------------------------------------
+
+
+def wrong(text: str, answer: str | None, seed: int = 0) -> responses.Change:
+    return responses.contradict(text, answer, rng(seed))
+
+
+def test_the_final_number_becomes_another_one_and_nothing_else_changes():
+    text = "There are 18 boxes. So 18 - 3 = 15. The answer is 15 boxes, or 15."
+    for seed in SEEDS:
+        changed = wrong(text, "15", seed)
+        assert changed.how == "number"
+        head, _, tail = changed.text.partition("The answer is ")
+        assert head == "There are 18 boxes. So 18 - 3 = 15. "
+        said = tail.removesuffix(".").split(" boxes, or ")
+        assert said[0] == said[1] and said[0] not in ("15", "18.0") and int(said[0]) >= 0
+
+
+def test_a_wrong_answer_is_never_the_gold_one():
+    """Where the response is wrong already, it must not become right."""
+    drawn = {wrong("It is 4.", "5", seed).text for seed in range(300)}
+    assert len(drawn) > 1 and not drawn & {"It is 4.", "It is 5."}
+
+
+@pytest.mark.parametrize(
+    ("said", "shape"),
+    [("1,250", r"(1,)?\d{3}"), ("3.50", r"\d\.\d\d"), ("0.375", r"\d\.\d{3}"), ("-7", r"-?\d+")],
+)
+def test_a_wrong_number_is_written_like_the_right_one(said, shape):
+    for seed in SEEDS:
+        changed = wrong(f"So it costs ${said}.", said, seed).text
+        assert re.fullmatch(rf"So it costs \${shape}\.", changed), changed
+        assert said not in changed
+
+
+@pytest.mark.parametrize("answer", [None, "8:50 am", "blue"])
+def test_without_a_numeric_answer_a_sentence_retracts(answer):
+    drawn = {wrong("Page 3 says so.", answer, seed).text for seed in SEEDS}
+    assert drawn == {f"Page 3 says so. {one}" for one in responses.RETRACTIONS}
+    assert wrong("It is blue.", "4").how == "retraction"  # an answer, but no number to change
+
+
+def test_times_ratios_and_words_with_digits_are_no_numbers():
+    found = [match.group() for match in responses.NUMBER.finditer("v2 x3y 1.2.3 7. 1,000.5, -4")]
+    assert found == ["7", "1,000.5", "-4"]
+
+
+# -- order ----------------------------------------------------------------------------------------
+
+
+def test_shuffling_keeps_sentences_and_white_space_and_changes_the_order(builtin):
+    for conversation in builtin:
+        text = conversation.response
+        changed = responses.shuffle(text, rng(1)).text
+        before, after = (Counter(one.split()) for one in (text, changed))
+        assert before == after and changed != text
+        assert [c for c in text if c.isspace()].count("\n") == changed.count("\n")
+    assert responses.shuffle("A b.\n\nC d.", rng()).text == "C d.\n\nA b."
+    for text in ("Only one.", "Yes.\nYes."):
+        assert responses.shuffle(text, rng()) == responses.Change(text, UNCHANGED)
+
+
+# -- conditions -----------------------------------------------------------------------------------
+
+
+def test_every_condition_leaves_all_but_the_response_and_the_header(builtin):
+    swapped = builtin[0].response
+    for conversation in builtin[1:]:
+        for name, header in CONDITIONS.items():
+            changed = perturbed(conversation, name, 0, swapped)
+            validate(changed, "here")
+            for kept in ("source_id", "dataset", "reference", "answer", "query"):
+                assert getattr(changed, kept) == getattr(conversation, kept)
+            assert changed.messages[:-1] == conversation.messages[:-1]
+            assert changed.id == f"{conversation.id}~{name}" and changed.perturbation == name
+            assert changed.header == header and changed.header in HEADERS
+            assert changed.metadata["unperturbed_response"] == conversation.response
+            assert changed.metadata["unperturbed_id"] == conversation.id
+            assert conversation.metadata.items() <= changed.metadata.items()
+            same = changed.response == conversation.response
+            assert same == (name.startswith("header") or changed.metadata["how"] == UNCHANGED)
+
+
+def test_draws_depend_on_seed_condition_and_conversation_alone(builtin):
+    def drawn(seed: int) -> list[str]:
+        names = ("ask", "neutral", "contradict", "shuffle")
+        return [perturbed(c, n, seed).response for c in builtin[:20] for n in names]
+
+    assert drawn(0) == drawn(0) != drawn(1)
+    alone = perturbed(builtin[7], "ask", 0)
+    assert alone.response == drawn(0)[28]
+
+
+def test_a_perturbed_conversation_can_t_be_perturbed_again(builtin):
+    with pytest.raises(ValueError, match="unperturbed"):
+        perturbed(perturbed(builtin[0], "ask", 0), "shuffle", 0)
+    with pytest.raises(ValueError, match="another conversation"):
+        perturbed(builtin[0], "swap", 0)
+
+
+def test_jsonl_takes_perturbed_conversations_and_back(builtin, tmp_path):
+    made = [perturbed(builtin[i], name, 0, "Swapped.") for i in range(3) for name in CONDITIONS]
+    file = tmp_path / "made.jsonl"
+    file.write_text("".join(json.dumps(one.to_dict()) + "\n" for one in [builtin[0], *made]))
+    assert list(open_conversations(str(file))) == [builtin[0], *made]
+    assert "perturbation" not in builtin[0].to_dict()  # the hash of older snapshots stays

@@ -15,11 +15,14 @@ import scored
 import torch
 from conftest import Silent
 from scipy.special import log_softmax
-from test_temperature_sweep_runs import judged
+from test_temperature_sweep import judged
 
-from experiments.temperature_sweep.__main__ import main
+from experiments.temperature_sweep.analyse import estimates
+from experiments.temperature_sweep.measure import Measured, measure
+from experiments.temperature_sweep.read import read
 from ia_mech.collect.config import SampleConfig
 from ia_mech.collect.job import collect
+from ia_mech.display import Quiet
 from ia_mech.engine.plan import Grid
 from ia_mech.lens import save_lens
 from ia_mech.models.load import ModelSpec, Subject, weights_hash
@@ -85,16 +88,13 @@ def run(planted, tmp_path_factory) -> Run:
 
 
 @pytest.fixture(scope="module")
-def out(run):
-    folder = run.path.parent / "out"
-    asked = ["--temperatures", *map(str, TEMPERATURES), "--resamples", "100"]
-    assert main([str(run.path), "--out", str(folder), *asked]) == 0
-    return folder
+def measured(run) -> Measured:
+    return measure(read([run]), TEMPERATURES, ["header_last"], Quiet())[0]
 
 
 @pytest.fixture(scope="module")
-def found(out) -> pd.DataFrame:
-    rows = pd.read_parquet(out / "estimates.parquet")
+def found(measured) -> pd.DataFrame:
+    rows = estimates(measured, resamples=100)
     return rows[rows["dataset"] == "(all)"]
 
 
@@ -127,10 +127,8 @@ def test_the_first_token(t, found, planted, header, run):
     assert variation == pytest.approx(np.abs(p - plain).sum() / 2, abs=1e-3)
 
 
-def test_where_greedy_leaves_each_turn(out, run, planted, header):
-    turns = pd.read_parquet(out / "turns.parquet").set_index(
-        ["context_id", "temperature", "sample"]
-    )
+def test_where_greedy_leaves_each_turn(measured, run, planted, header):
+    turns = measured.hidden.set_index(KEY)
     assert len(turns) == len(run.contexts) * 2 * GRID.samples
     written = run.generations.set_index(KEY)["token_ids"]
     checked = 0

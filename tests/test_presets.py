@@ -8,7 +8,7 @@ import huggingface_hub
 import pytest
 
 from ia_mech.data.conversations import ColumnMap, open_conversations
-from ia_mech.data.presets import PRESETS, find
+from ia_mech.data.presets import PRESETS
 from ia_mech.errors import UserError
 
 FIXTURES = Path(__file__).parent / "fixtures" / "presets"
@@ -252,15 +252,3 @@ def test_offline_mode_leaves_the_question_out(hub, monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", raising(AssertionError("asked")))
     assert open_conversations("gsm8k").description["revision"] is None
-
-
-def test_names_ignore_case_and_dashes():
-    assert find("MATH500").name == "math-500" and find("mt_bench").name == "mt-bench"
-    assert find("nothing") is None
-
-
-@pytest.mark.parametrize("name", PRESETS)
-def test_every_preset_says_what_it_is(name):
-    preset = PRESETS[name]
-    assert preset.name == name and preset.licence and preset.note and preset.split
-    assert preset.path.count("/") == 1

@@ -13,7 +13,7 @@ from scipy.special import expit, logit
 
 from ia_mech.errors import UserError
 from ia_mech.run.layout import sha256
-from probes.card import Direction, Probe, directions
+from probes.card import Probe, directions
 from probes.estimators import LDAProbe, LogisticProbe, MassMeanProbe
 from probes.outcome import Outcome
 
@@ -81,12 +81,6 @@ def test_larger_means_more_follow_ups(name, sign, runs):
 def test_hidden_states_without_a_direction_are_refused(features):
     with pytest.raises(ValueError, match=r"differ|NaN"):
         directions(features, contexts()[1], 1.0)
-
-
-def test_outcomes_that_are_all_alike_are_refused():
-    outcome = Outcome.of(np.full(200, 3), np.full(200, 3), np.arange(200))
-    with pytest.raises(ValueError, match="alike"):
-        directions(contexts()[0], outcome, 1.0)
 
 
 # -- scores ---------------------------------------------------------------------------------------
@@ -183,14 +177,6 @@ def test_a_loaded_probe_keeps_the_software_that_fitted_it(saved, tmp_path):
     assert Probe.load(tmp_path / "again").card == card
 
 
-def test_a_probe_is_replaced_by_another(saved):
-    weights = np.eye(3, dtype=np.float32)[0]
-    Probe({"logistic": Direction("logistic", weights, 0.5, 2.0, -1.0)}, {"layer": 3}).save(saved)
-    loaded = Probe.load(saved)
-    assert list(loaded.directions) == ["logistic"] and loaded.card["layer"] == 3
-    assert loaded.probability(weights) == pytest.approx(expit(2 * 0.5 - 1))
-
-
 @pytest.mark.parametrize("value", [float("nan"), np.float32(1), {1, 2}])
 def test_a_card_that_is_not_json_leaves_the_old_probe_alone(fitted, saved, value):
     before = {file.name: file.read_bytes() for file in saved.iterdir()}
@@ -243,53 +229,50 @@ def test_a_damaged_card_is_refused(saved, content):
         Probe.load(saved)
 
 
-def test_another_format_is_refused(saved):
-    change(saved, format=2)
-    with pytest.raises(UserError, match="format 2, this version reads 1"):
-        Probe.load(saved)
+def another_format(card, weights):
+    card["format"] = 2
 
 
-def test_damaged_weights_are_refused(saved):
-    content = bytearray((saved / "probe.safetensors").read_bytes())
-    content[-1] ^= 1
-    (saved / "probe.safetensors").write_bytes(content)
-    with pytest.raises(UserError, match="damaged"):
-        Probe.load(saved)
-
-
-def test_weights_of_another_width_than_the_cards_are_refused(saved):
-    card = json.loads((saved / "card.json").read_text())
+def another_width(card, weights):
     card["directions"]["logistic"]["width"] = WIDTH + 1
-    change(saved, **card)
-    with pytest.raises(UserError, match=rf"shape \[{WIDTH}\], its card says {WIDTH + 1}"):
-        Probe.load(saved)
 
 
-@pytest.mark.parametrize("lost", ["threshold", "slope", "base_log_odds", "width"])
-def test_a_card_that_lacks_a_number_is_refused(saved, lost):
-    card = json.loads((saved / "card.json").read_text())
-    del card["directions"]["mass-mean"][lost]
-    change(saved, **card)
-    with pytest.raises(UserError, match="damaged"):
-        Probe.load(saved)
+def without_a_number(card, weights):
+    del card["directions"]["mass-mean"]["threshold"]
 
 
-def test_a_direction_that_the_weights_lack_is_refused(saved):
-    tensors = load_file(saved / "probe.safetensors")
+def without_weights(card, weights):
+    tensors = load_file(weights)
     del tensors["weights_whitened"]
-    save_file(tensors, saved / "probe.safetensors")
-    change(saved, weights={"sha256": sha256(saved / "probe.safetensors")})
-    with pytest.raises(UserError, match="weights_whitened"):
+    save_file(tensors, weights)
+    card["weights"]["sha256"] = sha256(weights)
+
+
+def another_kind_of_file(card, weights):
+    weights.write_bytes(b"pickled, say")
+    card["weights"]["sha256"] = sha256(weights)
+
+
+def flipped_bit(card, weights):
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (another_format, "format 2, this version reads 1"),
+        (another_width, rf"shape \[{WIDTH}\], its card says {WIDTH + 1}"),
+        (without_a_number, "damaged"),
+        (without_weights, "weights_whitened"),
+        (another_kind_of_file, "damaged"),
+        (flipped_bit, "damaged"),
+    ],
+)
+def test_a_probe_that_is_not_whole_is_refused(saved, change, words):
+    card = json.loads((saved / "card.json").read_text())
+    change(card, saved / "probe.safetensors")
+    (saved / "card.json").write_text(json.dumps(card))
+    with pytest.raises(UserError, match=words):
         Probe.load(saved)
-
-
-def test_weights_in_no_known_format_are_refused(saved):
-    (saved / "probe.safetensors").write_bytes(b"pickled, say")
-    change(saved, weights={"sha256": sha256(saved / "probe.safetensors")})
-    with pytest.raises(UserError, match="damaged"):
-        Probe.load(saved)
-
-
-def change(folder, **entries):
-    card = json.loads((folder / "card.json").read_text())
-    (folder / "card.json").write_text(json.dumps(card | entries))

@@ -17,10 +17,12 @@ from ia_mech.judge.label import items_of
 from ia_mech.judge.rubric import CANNOT_ASSESS, GENUINE
 from ia_mech.run import Run, layout
 from ia_mech.run.labels import KEY
-from probes import dataset as tokens
-from probes.dataset import ProbeSet, lens_of, read
+from probes import dataset
+from probes.dataset import ProbeSet, check_enough, read
+from probes.outcome import Outcome, parse_target
 
 NEW, LOOP, FAILED = "new_topic", "degenerate", "failed"
+RATE = parse_target("rate")
 RULES = {"identity": {"kind": "rules"}, "repeats": 1}
 
 
@@ -102,9 +104,9 @@ def copy(merged, tmp_path):
 
 
 @pytest.fixture
-def other(copy, parted) -> Run:
-    """The same contexts with another seed, in several parts, and other hidden states."""
-    return change_residuals(with_record(copy("other", parted), seed=1), lambda x: x * 2 + 1)
+def other(copy) -> Run:
+    """The same contexts with another seed and other hidden states."""
+    return change_residuals(with_record(copy("other"), seed=1), lambda x: x * 2 + 1)
 
 
 def aligned(found: ProbeSet) -> None:
@@ -160,13 +162,9 @@ def test_runs_are_pooled_row_by_row(copy, other):
     shuffled = found.restricted(np.random.default_rng(0).permutation(len(found))[:9])
     assert len(shuffled) == 9 and len(shuffled.outcome) == 9
     aligned(shuffled)
-    second = found.restricted((found.contexts["run"] == 1).to_numpy())
-    assert len(second) == 11
-    aligned(second)
-
-
-def test_repeated_greedy_turns_count_once(copy, other):
-    assert read([copy().path, other.path], target="greedy").contexts["run"].unique().tolist() == [0]
+    assert len(found.restricted((found.contexts["run"] == 1).to_numpy())) == 11
+    greedy = read([run.path, other.path], target="greedy")  # repeated greedy turns count once
+    assert greedy.contexts["run"].unique().tolist() == [0]
 
 
 def test_chosen_positions_and_layers(copy):
@@ -291,9 +289,9 @@ def test_the_response_starts_where_the_template_ends(copy, tiny_subject, counted
 
 def test_with_one_kind_of_response_tokens_are_counted_back():
     """What a template writes can't be told from responses that all begin alike."""
-    assert tokens._opener([[1, 2, 5], [1, 2, 5]], ["The", "This"]) == []
-    assert tokens._opener([[1, 2, 5], [1, 2, 6], []], ["The", "A", ""]) == [1, 2]
-    assert tokens._opener([[1, 2, 5], [1, 2, 6], [9, 7]], ["The", "A", "So"]) == [1, 2]
+    assert dataset._opener([[1, 2, 5], [1, 2, 5]], ["The", "This"]) == []
+    assert dataset._opener([[1, 2, 5], [1, 2, 6], []], ["The", "A", ""]) == [1, 2]
+    assert dataset._opener([[1, 2, 5], [1, 2, 6], [9, 7]], ["The", "A", "So"]) == [1, 2]
 
 
 # -- refusals -------------------------------------------------------------------------------------
@@ -328,20 +326,6 @@ def test_a_damaged_file_is_refused(copy):
         assert "\n" not in str(refusal.value)
 
 
-def test_runs_that_cannot_be_read_are_refused(copy, merged, tmp_path):
-    with pytest.raises(UserError, match="has not been judged"):
-        read([merged.path])
-    with pytest.raises(UserError, match="is not a run"):
-        read([tmp_path])
-    run = copy()
-    with pytest.raises(UserError, match="no verdicts of 'nobody'"):
-        read([run.path], judge="nobody")
-    manifest = json.loads((run.path / "manifest.json").read_text())
-    layout.write_json(run.path / "manifest.json", manifest | {"complete": False})
-    with pytest.raises(UserError, match="still being written or was interrupted"):
-        read([run.path])
-
-
 @pytest.mark.parametrize(
     ("change", "words"),
     [({"d_model": 8}, "hidden size: .* and 8"), ({"layers": 9}, "number of blocks: 4 and 9")],
@@ -365,20 +349,97 @@ def test_a_target_that_no_context_has_is_refused(copy):
         read([run.path], target="greedy")
 
 
-# -- the lens -------------------------------------------------------------------------------------
+# -- is there enough? ---------------------------------------------------------------------------
 
 
-def test_the_lens_of_a_run_or_why_there_is_none(merged, monkeypatch, tmp_path):
-    monkeypatch.setenv("IA_MECH_CACHE", str(tmp_path))
-    lens, reason = lens_of(merged)
-    assert lens is None and "no lens for the model" in reason
-    file = tmp_path / "models" / merged.model["weights_hash"] / "lens.safetensors"
-    file.parent.mkdir(parents=True)
-    file.write_bytes(b"\xff" * 64)
-    lens, reason = lens_of(merged)
-    assert lens is None and "can't be read" in reason
-    settings = {"eps": 1e-5, "centred": False, "scale": 1.0, "softcap": None}
-    tensors = {name: torch.ones(4) for name in ("norm_weight", "norm_bias", "unembedding")}
-    save_file(tensors, file, metadata={"lens": json.dumps(settings)})
-    lens, reason = lens_of(merged)
-    assert lens.norm(torch.ones(4)).shape == (4,) and reason is None
+def outcome(positive: int, negative: int, both: int = 0) -> Outcome:
+    """Sources of one context and two turns: all positive, all negative, or one of each."""
+    k = [2] * positive + [0] * negative + [1] * both
+    return Outcome.of(k, [2] * len(k), np.arange(len(k)))
+
+
+def test_enough_sources_of_either_kind_pass():
+    check_enough(outcome(20, 20), RATE)
+    check_enough(outcome(1, 1, 19), RATE)
+    check_enough(outcome(2, 3), RATE, folds=2, minimum=2)
+    with pytest.raises(UserError, match="probes need 5 with one"):
+        check_enough(outcome(4, 4), RATE, folds=5, minimum=2)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (
+            outcome(7, 17),
+            "only 7 sources have a genuine follow-up (of 24); probes need 20 with one and 20 "
+            "without; sample contexts of about 70 sources at this rate, more turns per context",
+        ),
+        (outcome(22, 1), "only 1 source has a turn other than a genuine follow-up (of 23)"),
+        (outcome(1, 1, 9), "sample contexts of about 30 sources at this rate, more"),
+        (outcome(0, 1, 11), "only 11 sources have a genuine follow-up (of 12)"),
+        (outcome(0, 30), "no context has a genuine follow-up: there is nothing to predict"),
+        (outcome(30, 0), "all turns of every context are a genuine follow-up: there is nothing"),
+        (outcome(0, 0, 30), "the same rate of a genuine follow-up, 0.50: there is nothing"),
+        (Outcome.of([0, 1], [1, 1], ["a", "a"]), "all 2 contexts come from one source"),
+    ],
+)
+def test_too_little_is_refused_and_what_would_be_enough_is_said(given, words):
+    with pytest.raises(UserError) as refusal:
+        check_enough(given, RATE)
+    assert words in str(refusal.value)
+
+
+def test_more_turns_are_no_remedy_where_every_source_has_both():
+    k = [1] * 9 + [2]
+    with pytest.raises(UserError) as refusal:
+        check_enough(Outcome.of(k, [3] * 10, np.arange(10)), RATE)
+    assert str(refusal.value).endswith("sample contexts of about 20 sources at this rate")
+
+
+def test_rates_must_vary_where_contexts_are_compared():
+    apart = Outcome.of([2] * 25 + [0] * 25, [2] * 50, np.arange(50), [0] * 25 + [1] * 25)
+    words = r"within each run \(or dataset\) all contexts have the same rate of a genuine follow-up"
+    with pytest.raises(UserError, match=words) as refusal:
+        check_enough(apart, RATE)
+    assert "choose another --target or --within" in str(refusal.value)
+    check_enough(Outcome.of(apart.positives, apart.trials, apart.sources), RATE)  # as one run
+
+
+def test_sources_count_where_rates_vary():
+    """Whatever a run has of which nothing can be told."""
+    constant, level = [1] * 40, 5
+    for few in (19, 20):
+        k = constant + [2] * few + [0] * few
+        runs = [level] * 40 + [7] * (2 * few)
+        given = Outcome.of(k, [2] * len(k), np.arange(len(k)), runs)
+        if few == 20:
+            check_enough(given, RATE)
+            continue
+        words = r"only 19 sources have .* \(of 38 in runs or datasets where rates differ\)"
+        with pytest.raises(UserError, match=words):
+            check_enough(given, RATE)
+
+
+def test_sources_must_be_able_to_change_places():
+    """30 sources of 1, 2, … contexts, like no other, and some of 40 contexts each."""
+
+    def uneven(alike: int) -> Outcome:
+        sources = np.repeat(np.arange(30 + alike), [*range(1, 31), *[40] * alike])
+        k = np.arange(len(sources)) % 3
+        return Outcome.of(k, np.full(len(k), 2), sources)
+
+    check_enough(uneven(20), RATE)
+    for alike, can in ((19, 19), (2, 2), (1, 0), (0, 0)):
+        words = f"only {can} of {30 + alike} sources can change places with another one"
+        with pytest.raises(UserError, match=words) as refusal:
+            check_enough(uneven(alike), RATE)
+        assert "give runs whose sources have equally many contexts" in str(refusal.value)
+
+
+def test_of_the_latent_target_too_few_negatives_are_contexts_without_any_follow_up():
+    with pytest.raises(UserError) as refusal:
+        check_enough(outcome(64, 3), parse_target("latent"))
+    assert str(refusal.value) == (
+        "only 3 sources have no genuine follow-up in any turn (of 67); probes need 20 with one and "
+        "20 without; sample contexts of about 450 sources at this rate"
+    )

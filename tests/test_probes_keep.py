@@ -8,17 +8,16 @@ import pandas as pd
 import pytest
 from shell import files
 
-from experiments.probe_validation.planted import Plan, plant, write
+from benchmarks.probe_validation.planted import Plan, plant, write
 from ia_mech.errors import UserError
-from probes.analysis import analyse
+from probes.analysis import Analysis, Settings, analyse
 from probes.card import Probe
 from probes.dataset import ProbeSet, read
-from probes.records import Analysis, Settings
+from probes.report.conclusion import conclude
 from probes.report.keep import Kept
-from probes.report.verdict import verdict
 
 PLAN = Plan("signal", contexts=60, layers=2, informative_layer=1, d_model=16)
-SETTINGS = Settings(permutations=19, orders=1, resamples=20, workers=1)
+SETTINGS = Settings(permutations=19, resamples=20, workers=1)
 
 
 @pytest.fixture(scope="module")
@@ -38,11 +37,17 @@ def data(original, tmp_path) -> ProbeSet:
 
 
 @pytest.fixture
-def kept(data, analysis) -> Kept:
-    """Written once."""
+def kept(data, analysis, monkeypatch) -> Kept:
+    """Written once; its pictures aren't drawn."""
+    monkeypatch.setattr("probes.report.figures.save", blank)
     kept = Kept.place(data, SETTINGS, "mine")
-    kept.write(analysis, verdict(analysis))
+    kept.write(analysis, conclude(analysis))
     return kept
+
+
+def blank(figure, folder, stem):
+    for kind in ("png", "svg"):
+        (folder / f"{stem}.{kind}").write_text("a picture")
 
 
 def beside(kept: Kept, word: str):
@@ -60,9 +65,9 @@ def other(analysis: Analysis) -> Analysis:
 
 def test_a_new_analysis_takes_the_place_of_the_old_one(kept, analysis):
     before = files(kept.folder)
-    kept.write(analysis, verdict(analysis))
+    kept.write(analysis, conclude(analysis))
     assert files(kept.folder) == before and alone(kept)
-    kept.write(other(analysis), verdict(analysis))
+    kept.write(other(analysis), conclude(analysis))
     changed = {name for name, content in files(kept.folder).items() if content != before[name]}
     assert changed == {"card.json"} and alone(kept)
     assert Probe.load(kept.folder).card["notes"] == ["another one"]
@@ -111,7 +116,7 @@ def test_what_a_kill_left_aside_is_brought_back(kept, analysis):
     again = Kept.place(kept.data, SETTINGS, "mine")
     assert files(again.folder) == before
     assert not beside(kept, "old").exists()
-    again.write(other(analysis), verdict(analysis))
+    again.write(other(analysis), conclude(analysis))
     assert alone(kept) and Probe.load(kept.folder).card["notes"] == ["another one"]
 
 
@@ -127,7 +132,7 @@ def test_what_is_brought_back_is_not_replaced_unasked(kept):
 def test_the_new_one_stays_if_it_is_in_its_place_already(kept, analysis):
     """Killed after the second renaming: the old one is no longer wanted."""
     shutil.copytree(kept.folder, beside(kept, "old"))
-    kept.write(other(analysis), verdict(analysis))
+    kept.write(other(analysis), conclude(analysis))
     shutil.copytree(kept.folder, beside(kept, "old"))
     (beside(kept, "old") / "card.json").write_text("older")
     before = files(kept.folder)
@@ -141,7 +146,7 @@ def test_half_of_a_new_one_is_no_hindrance(kept, analysis):
     (half / "estimates.parquet").write_text("half")
     (half / "leftover").write_text("of a killed one")
     before = files(kept.folder)
-    kept.write(analysis, verdict(analysis))
+    kept.write(analysis, conclude(analysis))
     assert files(kept.folder) == before and alone(kept)
 
 
@@ -157,7 +162,7 @@ def test_a_failure_while_filling_leaves_the_old_one_as_it_was(kept, analysis, mo
 
     monkeypatch.setattr(Probe, "save", fail)
     with pytest.raises(type(error)):
-        kept.write(other(analysis), verdict(analysis))
+        kept.write(other(analysis), conclude(analysis))
     assert files(kept.folder) == before and alone(kept)
 
 
@@ -174,10 +179,10 @@ def test_a_renaming_that_fails_leaves_the_old_one_as_it_was(kept, analysis, monk
 
     monkeypatch.setattr(os, "replace", once)
     with pytest.raises(PermissionError, match="held open"):
-        kept.write(other(analysis), verdict(analysis))
+        kept.write(other(analysis), conclude(analysis))
     assert len(renamed) >= failing
     assert files(kept.folder) == before and alone(kept)
-    kept.write(other(analysis), verdict(analysis))
+    kept.write(other(analysis), conclude(analysis))
     assert alone(kept) and Probe.load(kept.folder).card["notes"] == ["another one"]
 
 
@@ -190,5 +195,5 @@ def test_a_first_one_that_fails_leaves_nothing(data, analysis, monkeypatch):
 
     monkeypatch.setattr(Probe, "save", fail)
     with pytest.raises(OSError, match="disk full"):
-        kept.write(analysis, verdict(analysis))
+        kept.write(analysis, conclude(analysis))
     assert list(kept.folder.parent.iterdir()) == []

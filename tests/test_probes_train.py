@@ -13,13 +13,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from shell import call, files, refusal
 
-from experiments.probe_validation.planted import Plan, Planted, plant, write
+from benchmarks.probe_validation.planted import Plan, Planted, plant, write
 from ia_mech.run import Run
 from probes import train
 from probes.card import Probe
 
 FEW = ["--permutations", "39", "--resamples", "100", "--threads", "1"]
-PLAN = Plan("signal", contexts=120, layers=5, informative_layer=3, d_model=24)
+PLAN = Plan("signal", contexts=80, layers=5, informative_layer=3, d_model=24)
 FILES = [
     "card.json",
     "estimates.parquet",
@@ -50,6 +50,12 @@ def run(original, planted, tmp_path, monkeypatch) -> Path:
     return Path(shutil.copytree(original, tmp_path / "run"))
 
 
+@pytest.fixture
+def undrawn(monkeypatch):
+    """Pictures take a second and are tested elsewhere."""
+    monkeypatch.setattr("probes.report.figures.save", lambda *_: None)
+
+
 def probe(words: list, capfd):
     return call(train.main, [*map(str, words), *FEW], capfd)
 
@@ -73,32 +79,26 @@ def test_it_finds_what_was_planted_and_keeps_it(run, planted, capfd, monkeypatch
     assert card["position"] == "header_last" and abs(card["layer"] - 3) <= 1
     assert card["p"] == 1 / 40 and card["verdict"]["sentence"] in " ".join(said.out.split())
     assert not card["verdict"]["latent"]  # the direction reaches the output
-    assert len(card["training_sources"]) == 120
+    assert len(card["training_sources"]) == 80
     auroc = card["scores"]["auroc"]
     assert auroc["low"] < auroc["value"] < auroc["high"]
     assert {c["name"] for c in card["controls"]} >= {"tfidf", "lengths", "output", "control task"}
 
     estimates = pd.read_parquet(folder / "estimates.parquet")
     assert (estimates["target"] == "rate").all()
+    loaded, states = Probe.load(folder), Run.open(run).residuals(card["layer"], card["position"])
+    scores = loaded.score(states)
+    assert isinstance(scores, torch.Tensor) and scores.shape == (80,)
+    for direction, least in (("logistic", 0.8), ("mass-mean", 0.5), ("whitened", 0.5)):
+        assert np.corrcoef(loaded.score(states, direction).numpy(), planted.z)[0, 1] > least
     predictions = pd.read_parquet(folder / "predictions.parquet")
     assert list(predictions["context_id"]) == list(Run.open(run).contexts["context_id"])
     assert list(predictions["positives"]) == planted.positives.tolist()
 
 
-def test_the_probe_it_keeps_points_along_the_planted_direction(run, planted, capfd):
-    assert probe([run, "--layers", "3", "--positions", "header_last"], capfd).status == 0
-    loaded = Probe.load(run / "probes" / "rate-logistic-planted")
-    states = Run.open(run).residuals(3, "header_last")
-    scores = loaded.score(states)
-    assert isinstance(scores, torch.Tensor) and scores.shape == (120,)
-    assert np.corrcoef(scores.numpy(), planted.z)[0, 1] > 0.8
-    for direction in ("mass-mean", "whitened"):
-        assert np.corrcoef(loaded.score(states, direction).numpy(), planted.z)[0, 1] > 0.5
-
-
 @pytest.mark.parametrize("estimator", ["mass-mean", "lda", "ridge"])
-def test_every_estimator_reads_the_planted_layer(run, capfd, estimator):
-    chosen = ["--layers", "0", "3-4", "--positions", "header_last", "--estimator", estimator]
+def test_every_estimator_reads_the_planted_layer(run, undrawn, capfd, estimator):
+    chosen = ["--layers", "0", "3", "--positions", "header_last", "--estimator", estimator]
     assert probe([run, *chosen], capfd).status == 0
     card = json.loads((run / "probes" / f"rate-{estimator}-planted" / "card.json").read_text())
     assert card["scores"]["auroc"]["low"] > 0.5
@@ -106,28 +106,33 @@ def test_every_estimator_reads_the_planted_layer(run, capfd, estimator):
     assert 0.5 < card["scores"]["calibration_slope"]["value"] < 2
 
 
-def test_two_runs_are_pooled_with_labels_kept_within_each(run, tmp_path, capfd):
+def test_two_runs_are_pooled_with_labels_kept_within_each(run, undrawn, tmp_path, capfd):
     other = write(plant(replace(PLAN, draw=1, prevalence=0.5)), tmp_path / "other").path
-    said = probe([run, other, "--layers", "3", "--out", "pooled"], capfd)
+    words = ["--layers", "3", "--positions", "header_last", "--out", "pooled"]
+    said = probe([run, other, *words], capfd)
     assert said.status == 0, said.err
     predictions = pd.read_parquet(run / "probes" / "pooled" / "predictions.parquet")
-    assert predictions["run"].value_counts().to_dict() == {str(run): 120, str(other): 120}
+    assert predictions["run"].value_counts().to_dict() == {str(run): 80, str(other): 80}
     assert not (other / "probes").exists()
     # In whatever order they are given.
-    assert probe([other, run, "--layers", "3", "--out", "pooled"], capfd).out == said.out
+    assert probe([other, run, *words], capfd).out == said.out
     assert sorted(path.name for path in (other / "probes").iterdir()) == ["pooled"]
 
 
-def test_compared_within_datasets_it_says_so(run, capfd):
-    said = " ".join(probe([run, "--layers", "3", "--within", "dataset"], capfd).out.split())
+def test_compared_within_datasets_it_says_so(run, undrawn, capfd):
+    said = " ".join(
+        probe(
+            [run, "--layers", "3", "--positions", "header_last", "--within", "dataset"], capfd
+        ).out.split()
+    )
     assert "pairs of contexts within a fold and run, and within a dataset." in said
     assert "the follow-up rate within datasets is readable" in said
     kept = pd.read_parquet(run / "probes" / "rate-logistic-planted" / "estimates.parquet")
     assert set(kept["within"]) == {"dataset"}
 
 
-def test_the_same_again_is_the_same_and_other_settings_need_a_word(run, capfd):
-    words = [run, "--layers", "3", "--out", "mine"]
+def test_the_same_again_is_the_same_and_other_settings_need_a_word(run, undrawn, capfd):
+    words = [run, "--layers", "3", "--positions", "header_last", "--out", "mine"]
     assert probe(words, capfd).status == 0
     before = files(run)
     assert probe(words, capfd).status == 0
@@ -141,9 +146,9 @@ def test_the_same_again_is_the_same_and_other_settings_need_a_word(run, capfd):
     assert files(run) != before
 
 
-def test_without_a_lens_nothing_is_called_latent(run, tmp_path, capfd):
+def test_without_a_lens_nothing_is_called_latent(run, undrawn, tmp_path, capfd):
     shutil.rmtree(tmp_path / "cache")
-    said = probe([run, "--layers", "3-4"], capfd)
+    said = probe([run, "--layers", "3", "--positions", "header_last"], capfd)
     assert said.status == 0
     assert "no output control, so nothing can be called latent" in " ".join(said.out.split())
     assert "can't be said without the output control" in " ".join(said.out.split())
@@ -198,7 +203,7 @@ def in_progress(run: Path) -> None:
     [
         (lambda run: shutil.rmtree(run / "judgements"), [], "has not been judged", "judge run"),
         (all_alike, [], "no context has a genuine follow-up", "choose another --target"),
-        (few_positive, [], "of 120); probes need 20 with one", "sample contexts of about"),
+        (few_positive, [], "of 80); probes need 20 with one", "sample contexts of about"),
         (not_a_number, [], "layer 2 at header_last holds NaN", "--repair"),
         (damaged, [], "is damaged", "--repair"),
         (in_progress, [], "still being written or was interrupted", "finish"),

@@ -1,4 +1,4 @@
-"""Whether probes carry over: what is trained on what, what a matrix says, and its command line."""
+"""Whether probes transfer: what is trained on what, what the matrix shows, and its command line."""
 
 import json
 import math
@@ -7,24 +7,21 @@ import shutil
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from runs import CONTEXTS
 from shell import call, files, refusal
 
+from benchmarks.probe_validation.planted import Plan, plant, write
 from ia_mech.errors import UserError
-from ia_mech.judge.label import items_of
-from ia_mech.judge.rubric import GENUINE
-from ia_mech.run import Run
-from ia_mech.run.labels import KEY
 from ia_mech.stats import holm
+from probes import cross_evaluate as module
 from probes import transfer
-from probes.fit import cross_evaluate as module
-from probes.fit.cross_evaluate import OTHERS, Unit, carry
+from probes.analysis import Arrays, Settings
+from probes.cross_evaluate import OTHERS, Unit, cross_evaluate
 from probes.outcome import Outcome
-from probes.records import Arrays, Settings
 
-QUICK = Settings(permutations=199, resamples=200)
+QUICK = Settings(permutations=49, resamples=200)
 WIDTH, TRIALS = 12, 8
-NEW = "new_topic"
+OTHER_ESTIMATORS = ("mass-mean", "lda", "ridge")
+CONTEXTS = 30  # of a planted run
 
 
 def made(directions, contexts=60, seed=0, strength=2.5, prompts=None):
@@ -52,18 +49,24 @@ def made(directions, contexts=60, seed=0, strength=2.5, prompts=None):
     return Arrays(states.astype(np.float32), ["a", "b"]), outcome, units
 
 
-def matrix(entries):
+def by_pair(entries):
     return {(entry.trained, entry.tested): entry for entry in entries}
+
+
+def matrix(hidden, outcome, units, settings=QUICK):
+    return by_pair(cross_evaluate(hidden, outcome, units, settings)[0])
 
 
 # -- what it says ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("estimator", ["logistic", "mass-mean", "lda", "ridge"])
+@pytest.mark.parametrize(
+    "estimator", ["logistic", *(pytest.param(e, marks=pytest.mark.slow) for e in OTHER_ESTIMATORS)]
+)
 def test_a_shared_direction_carries_over_and_another_does_not(estimator):
-    settings = Settings(estimator=estimator, permutations=999, resamples=200)
-    entries, notes = carry(*made([0, 0, 5]), settings)
-    found = matrix(entries)
+    settings = Settings(estimator=estimator, permutations=399, resamples=200)
+    entries, notes = cross_evaluate(*made([0, 0, 5]), settings)
+    found = by_pair(entries)
     assert not notes and len(found) == 12
     alike = [found[pair] for pair in [("u0", "u1"), ("u1", "u0"), ("u0", "u0"), ("u2", "u2")]]
     for entry in [*alike, found[OTHERS, "u0"]]:
@@ -79,26 +82,29 @@ def test_a_shared_direction_carries_over_and_another_does_not(estimator):
 
 
 def test_one_probe_serves_all_units_that_share_nothing_with_it():
-    together = matrix(carry(*made([0, 0, 5]), QUICK)[0])
+    together = matrix(*made([0, 0, 5]))
     hidden, outcome, units = made([0, 0, 5])
-    alone = matrix(carry(hidden, outcome, units[:2], QUICK)[0])
+    alone = matrix(hidden, outcome, units[:2])
     assert OTHERS not in {trained for trained, _ in alone}
     for pair, entry in alone.items():
         assert together[pair].auroc == entry.auroc and together[pair].p == entry.p
 
 
 def test_p_values_are_adjusted_over_the_matrix():
-    entries, _ = carry(*made([0, 0, 5], strength=0.6), QUICK)
+    entries, _ = cross_evaluate(*made([0, 0, 5], strength=0.6), QUICK)
     assert [e.p_holm for e in entries] == pytest.approx(holm([e.p for e in entries]))
-    assert min(e.p for e in entries) >= 1 / 200
+    assert min(e.p for e in entries) >= 1 / 50
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prompts", [[0, 1], [0, 0]], ids=["apart", "same prompts"])
 def test_without_signal_p_values_keep_their_level(prompts):
     settings = Settings(permutations=39, resamples=100)
     p = []
     for seed in range(8):
-        entries, _ = carry(*made([0, 0], 40, seed, strength=0.0, prompts=prompts), settings)
+        entries, _ = cross_evaluate(
+            *made([0, 0], 40, seed, strength=0.0, prompts=prompts), settings
+        )
         p += [entry.p for entry in entries]
     assert np.mean(np.array(p) <= 0.05) <= 0.2 and 0.35 < np.mean(p) < 0.65
 
@@ -111,7 +117,7 @@ def test_a_target_that_is_constant_per_source_is_not_read_from_its_source():
     states = (topic + 0.1 * rng.normal(size=topic.shape))[None, :, None]
     outcome = Outcome.of(label, np.ones(400), sources)
     units = [Unit("one", np.arange(200)), Unit("two", np.arange(200, 400))]
-    for entry in carry(Arrays(states, ["a"]), outcome, units, QUICK)[0]:
+    for entry in cross_evaluate(Arrays(states, ["a"]), outcome, units, QUICK)[0]:
         assert entry.auroc.low < 0.5 < entry.auroc.high and entry.p > 0.05
 
 
@@ -121,14 +127,14 @@ def test_a_target_that_is_constant_per_source_is_not_read_from_its_source():
 @pytest.mark.parametrize("prompts", [[0, 1, 2], [0, 0, 1]], ids=["apart", "same prompts"])
 def test_no_source_is_on_both_sides(monkeypatch, prompts):
     hidden, outcome, units = made([0, 0, 0], 40, prompts=prompts)
-    rotate, seen = module.rotate, []
+    project, seen = module.project, []
 
-    def watched(cell, train, test, runs):
+    def watched(features, train, test, runs):
         seen.append((train, test))
-        return rotate(cell, train, test, runs)
+        return project(features, train, test, runs)
 
-    monkeypatch.setattr(module, "rotate", watched)
-    entries, _ = carry(hidden, outcome, units, Settings(permutations=19, resamples=100))
+    monkeypatch.setattr(module, "project", watched)
+    entries, _ = cross_evaluate(hidden, outcome, units, Settings(permutations=19, resamples=100))
     assert len(seen) > 100
     for train, test in seen:
         assert not np.isin(outcome.sources[train], outcome.sources[test]).any()
@@ -145,17 +151,17 @@ def test_nothing_is_chosen_with_what_is_tested():
     k = outcome.positives.copy()
     k[rows] = TRIALS - k[rows]
     flipped = Outcome.of(k, outcome.trials, outcome.sources, outcome.runs)
-    before = matrix(carry(hidden, outcome, units, QUICK)[0])["u0", "u1"]
-    after = matrix(carry(hidden, flipped, units, QUICK)[0])["u0", "u1"]
+    before = matrix(hidden, outcome, units)["u0", "u1"]
+    after = matrix(hidden, flipped, units)["u0", "u1"]
     assert after.auroc.value == pytest.approx(1 - before.auroc.value)
     hidden.states[0, rows, 0, 0] += 5 * flipped.rate[rows]
-    assert matrix(carry(hidden, flipped, units, QUICK)[0])["u0", "u1"].picked == before.picked
+    assert matrix(hidden, flipped, units)["u0", "u1"].picked == before.picked
 
 
 def test_the_same_prompts_may_be_read_differently_by_two_models():
-    found = matrix(carry(*made([0, 0], prompts=[0, 0]), QUICK)[0])
+    found = matrix(*made([0, 0], prompts=[0, 0]))
     assert found["u0", "u1"].auroc.low > 0.65 and found["u0", "u1"].p < 0.05
-    other = matrix(carry(*made([0, 5], prompts=[0, 0]), QUICK)[0])
+    other = matrix(*made([0, 5], prompts=[0, 0]))
     assert other["u0", "u1"].auroc.high < other["u0", "u0"].auroc.value
 
 
@@ -168,7 +174,7 @@ def test_layers_are_read_once_and_the_chosen_once_more():
             read.append(layer)
             return super().layer(layer)
 
-    entries, _ = carry(Watched(hidden.states, hidden.positions), outcome, units, QUICK)
+    entries, _ = cross_evaluate(Watched(hidden.states, hidden.positions), outcome, units, QUICK)
     chosen = {layer for entry in entries for layer, _ in entry.picked}
     assert read == [0, 1, *sorted(chosen)]
 
@@ -182,7 +188,7 @@ def cut(units, *sizes):
 
 def test_small_units_are_tested_on_only_or_left_out():
     hidden, outcome, units = made([0, 0, 0])
-    entries, notes = carry(hidden, outcome, cut(units, 60, 15, 5), QUICK)
+    entries, notes = cross_evaluate(hidden, outcome, cut(units, 60, 15, 5), QUICK)
     assert {(e.trained, e.tested) for e in entries} == {
         ("u0", "u0"),
         ("u0", "u1"),
@@ -198,7 +204,7 @@ def test_equal_rates_can_be_neither_trained_nor_tested_on():
     k = outcome.positives.copy()
     k[units[2].rows] = 4
     level = Outcome.of(k, outcome.trials, outcome.sources, outcome.runs)
-    entries, notes = carry(hidden, level, units, QUICK)
+    entries, notes = cross_evaluate(hidden, level, units, QUICK)
     assert "u2" not in {name for e in entries for name in (e.trained, e.tested)}
     assert notes == [
         "u2: every context has the same rate; not tested on (10 of each needed), nor trained on."
@@ -209,7 +215,7 @@ def test_equal_rates_can_be_neither_trained_nor_tested_on():
 def test_without_an_entry_beside_the_diagonal_it_is_refused(sizes):
     hidden, outcome, units = made([0, 0])
     with pytest.raises(UserError, match=r"no unit of u0, u1 can be tested .* another --target"):
-        carry(hidden, outcome, cut(units, *sizes), QUICK)
+        cross_evaluate(hidden, outcome, cut(units, *sizes), QUICK)
 
 
 # -- the command line -----------------------------------------------------------------------------
@@ -221,29 +227,22 @@ def command(capfd, monkeypatch):
     return lambda *words: call(transfer.main, [str(word) for word in words], capfd)
 
 
+@pytest.fixture(scope="module")
+def made_runs(tmp_path_factory):
+    """Two runs of the same prompts by two models."""
+    folder = tmp_path_factory.mktemp("transfer")
+    plan = Plan("signal", contexts=CONTEXTS, layers=3, informative_layer=2, d_model=16)
+    first = write(plant(plan), folder / "A[x]").path
+    second = shutil.copytree(first, folder / "B")
+    record = json.loads((second / "run.json").read_text())
+    record["identity"]["model"] |= {"weights_hash": "B", "name": "B"}
+    (second / "run.json").write_text(json.dumps(record))
+    return [first, second]
+
+
 @pytest.fixture
-def runs(merged, tmp_path):
-    """Two runs of the same prompts by two models, every other context with more genuine turns."""
-    found = []
-    for name in ("A[x]", "B"):
-        run = Run.open(shutil.copytree(merged.path, tmp_path / name))
-        record = json.loads((run.path / "run.json").read_text())
-        record["identity"]["model"] |= {"weights_hash": name, "name": name}
-        (run.path / "run.json").write_text(json.dumps(record))
-        run = Run.open(run.path)
-        number = {context: at for at, context in enumerate(run.contexts["context_id"])}
-        rows = []
-        keys = run.generations[list(KEY)].itertuples(index=False, name=None)
-        for key, item in zip(keys, items_of(run), strict=True):
-            category = GENUINE if key[2] == 0 or number[key[0]] % 2 == 0 < key[1] < 1 else NEW
-            rows.append(
-                dict(zip(KEY, key, strict=True))
-                | {"repeat": 0, "category": category, "genuine": category == GENUINE}
-                | {"status": "judged", "item": item.key("", 0)[:16]}
-            )
-        run.labels.write_judgements("rules", rows, {"identity": {"kind": "rules"}, "repeats": 1})
-        found.append(run.path)
-    return found
+def runs(made_runs, tmp_path):
+    return [shutil.copytree(path, tmp_path / path.name) for path in made_runs]
 
 
 def test_the_command_prints_a_matrix_and_writes_it(runs, command, monkeypatch, tmp_path):
@@ -272,15 +271,11 @@ def test_the_command_prints_a_matrix_and_writes_it(runs, command, monkeypatch, t
     assert again.out == said.out and pq.read_table(out).to_pylist() == rows
 
 
-def test_too_few_sources_are_one_line(runs, command):
-    line = refusal(command(*runs))
-    assert line.startswith("no unit of A[x], B can be tested") and "sample contexts" in line
-
-
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["RUN"], "no unit of builtin-maths, builtin-instructions, builtin-open can be tested"),
+        (["RUN", "OTHER", "--target", "greedy"], "no unit of A[x], B can be tested"),
+        (["RUN"], "there is one dataset with an outcome, planted"),
         (["RUN", "--by", "run"], "there is one run with an outcome, A[x]"),
         (["RUN", "RUN"], "is given twice"),
         (["RUN", "gone"], "gone is not a run"),
@@ -297,10 +292,10 @@ def test_too_few_sources_are_one_line(runs, command):
     ],
 )
 def test_bad_input_is_one_line(runs, command, words, said):
-    given = [word.replace("RUN", str(runs[0])) if "RUN" in word else word for word in words]
+    given = [word.replace("RUN", str(runs[0])).replace("OTHER", str(runs[1])) for word in words]
     assert said in refusal(command(*given))
 
 
-def test_help_teaches(command):
-    told = command("--help")
-    assert told.status == 0 and "all others" in told.out and "--by" in told.out
+def test_help_is_short(command):
+    shown = command("--help")
+    assert shown.status == 0 and len(shown.out.splitlines()) <= 40

@@ -1,50 +1,49 @@
-"""The README's example, run as it stands: embedded model, command line, Python."""
+"""The examples of the README and of docs/python.md, run on the embedded model."""
 
 import re
-import shlex
 from pathlib import Path
 
+from benchmarks.probe_validation import __main__ as validate
 from experiments.decoupling import __main__ as decoupling
 from experiments.likelihood import __main__ as likelihood
 from experiments.perturbations import __main__ as perturbations
-from experiments.probe_validation import __main__ as validate
 from experiments.temperature_sweep import __main__ as temperature_sweep
-from ia_mech import sample
 from ia_mech import sample as options
 from ia_mech.judge import __main__ as judge_options
 from ia_mech.models import embedded
 from ia_mech.rates import __main__ as rates_options
 from ia_mech.run import labels, layout
-from probes import options as probe_options
-from probes import transfer
+from probes import train, transfer
 
-README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+RUN_FORMAT = (ROOT / "docs" / "run-format.md").read_text(encoding="utf-8")
 
 
-def test_the_example_runs_on_the_embedded_model(tmp_path, monkeypatch, capsys):
+def test_the_examples_run_on_the_embedded_model(tmp_path, monkeypatch, capsys):
     model = embedded.directory().resolve()  # fetched at most once per checkout
     (tmp_path / "cache" / "models").mkdir(parents=True)
     (tmp_path / "cache" / "models" / model.name).symlink_to(model)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("IA_MECH_CACHE", raising=False)
-    section = README.partition("## From Python")[2]
-    command = re.search(r"```bash\n(python -m ia_mech\.sample .*)\n```", section)[1]
-    assert sample.main(shlex.split(command)[3:]) == 0
-    blocks = re.findall(r"```python\n(.*?)```", section.partition("\n## ")[0], re.DOTALL)
-    assert len(blocks) == 2
-    capsys.readouterr()
+    monkeypatch.setenv("IA_MECH_CACHE", "cache")
+    section = README.partition("## From Python")[2].partition("\n## ")[0]
+    page = (ROOT / "docs" / "python.md").read_text(encoding="utf-8").partition("## Probes")[0]
+    blocks = re.findall(r"```python\n(.*?)```", section + page, re.DOTALL)
+    assert len(blocks) == 5
     names: dict = {}
     for code in blocks:
-        exec(compile(code, "README.md", "exec"), names)
+        small = code.replace("limit=24", "limit=6, samples=2, max_new_tokens=20")
+        exec(compile(small, "README.md", "exec"), names)
     shown = capsys.readouterr().out
     assert "maths-01" in shown and "instructions-01" in shown and "open-01" in shown
-    assert "torch.Size([3, 576])" in shown
+    assert "torch.Size([6, 576])" in shown
+    assert len(names["predicted"]) == 6
     assert names["verdicts"][0].category in shown
     assert re.search(r"^\d\.\d\d \[\d\.\d\d, \d\.\d\d\]$", shown, re.MULTILINE)
 
 
 def test_every_column_is_documented():
-    documented = set(re.findall(r"`…?([a-z_]+)`", README))
+    documented = set(re.findall(r"`…?([a-z_]+)`", RUN_FORMAT))
     for column in [
         *layout.contexts_schema([]).names,
         *layout.GENERATIONS.names,
@@ -59,7 +58,7 @@ def test_every_column_is_documented():
 def test_every_flag_in_the_readme_exists():
     judge = judge_options.build_parser()
     commands = judge._subparsers._group_actions[0].choices.values()
-    probes = [probe_options.build_parser(), transfer.build_parser(), validate.build_parser()]
+    probes = [train.build_parser(), transfer.build_parser(), validate.build_parser()]
     experiments = [
         one.build_parser() for one in (decoupling, likelihood, perturbations, temperature_sweep)
     ]

@@ -119,24 +119,7 @@ def test_the_classifier_tells_its_evidence_and_probabilities_that_add_up(judge):
     assert "from the response alone: leggy, stems" in verdict.rationale
     assert sum(verdict.scores.values()) == pytest.approx(1, abs=1e-3)
     assert max(verdict.scores, key=verdict.scores.get) == verdict.category
-
-
-def test_the_shipped_classifier_equals_scikit_learns_softmax(judge):
-    from sklearn.utils.extmath import softmax
-
-    classifier = rules._shipped()[0]
-    features = measure(Item(QUERY, RESPONSE, "How dry is too dry?"))
-    assert list(features) == list(classifier.features)
-    x = (np.array([*features.values()]) - classifier.mean) / classifier.scale
-    expected = softmax((classifier.coefficients @ x + classifier.intercepts)[None])[0]
-    np.testing.assert_allclose(classifier.probabilities(features), expected, atol=1e-12)
-
-
-def test_the_judge_names_its_model_and_calls_itself_a_heuristic(judge):
-    assert judge.identity["kind"] == "rules"
-    assert [len(judge.identity[part]) for part in ("model", "code")] == [16, 16]
-    assert set(judge.identity["libraries"]) == {"rapidfuzz", "snowballstemmer"}
-    assert "heuristic" in judge.caveat and "0." in judge.caveat
+    assert list(measure(Item("", "", ""))) == list(rules._shipped()[0].features)
 
 
 # -- measures -------------------------------------------------------------------------------------
@@ -159,20 +142,6 @@ def test_the_longest_run_equals_brute_force():
         start, length = text.longest_run(a, b)
         assert length == slow
         assert any(a[start : start + length] == b[k : k + length] for k in range(len(b) + 1))
-
-
-def test_words_stems_and_shares():
-    assert text.words("Don’t panic: 1,000.5 naïve_users!") == [
-        "don't",
-        "panic",
-        "1,000.5",
-        "naïve",
-        "users",
-    ]
-    assert text.content(["the", "plants", "are", "7"]) == ["plant", "7"]
-    assert text.share([1, 2, 2, 3], {2}) == 0.5 and text.share([], {2}) == 0.0
-    assert text.alike("Same text", ["same text"]) == 1.0
-    assert text.alike("abcd", ["wxyz"]) == 0.0
 
 
 @pytest.mark.parametrize(

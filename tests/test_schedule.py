@@ -9,7 +9,7 @@ from ia_mech.engine.shared_prefix import BatchSlots
 
 LENGTHS = st.lists(st.integers(1, 9), max_size=40)  # how many tokens each row will draw
 WIDTHS = st.integers(1, 12)
-steady = settings(derandomize=True, deadline=None, max_examples=300)
+steady = settings(derandomize=True, deadline=None, max_examples=80)
 
 
 def run(lengths: list[int], width: int) -> list[list[int]]:
@@ -27,7 +27,7 @@ def run(lengths: list[int], width: int) -> list[list[int]]:
             assert drawn == lengths, "every row, each of its tokens once"
             return steps
         if schedule.waiting:
-            assert len(schedule.busy) == width, "full as long as somebody waits"
+            assert len(schedule.busy) == width, "full as long as rows wait"
         kept = schedule.compact()
         if kept is not None:
             assert not schedule.waiting and schedule.busy == list(range(len(kept)))
@@ -57,12 +57,6 @@ def test_every_row_draws_its_tokens_once_in_a_full_batch(lengths, width):
     for row in set(decoded):
         at = [step for step, rows in enumerate(steps) if row in rows]
         assert at == list(range(at[0], at[0] + len(at))), "and go on without a pause"
-
-
-@steady
-@given(LENGTHS, WIDTHS)
-def test_the_same_rows_form_the_same_batches(lengths, width):
-    assert run(lengths, width) == run(lengths, width)
 
 
 @steady

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import tiny
 import torch
+from contract import LOGPROB
 from scored import logprobs
 
 from ia_mech.chat.format import ChatContext
@@ -29,7 +30,8 @@ from ia_mech.likelihood.scorer import (
 from ia_mech.likelihood.swaps import SwapSources
 
 TEMPERATURES = (0.5, 1.0, 2.0)
-NATS = {"rtol": 0, "atol": 1e-4}  # the largest difference seen is 2e-5, of turns of -100 nats
+# Sums over turns of up to 40 tokens, at half the temperature; log-odds and bits are differences.
+NUMBERS = 40 * LOGPROB / 0.5 * 2
 EACH = pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
 
 
@@ -151,12 +153,17 @@ class Bench:
             wanted[lender] = self.after(at, responses[lender])
             found[lender] = contrasts.swapped[number]
         assert len(contrasts.swapped) == len(scores.swapped_from)
+        atol = max(1, len(ids)) * LOGPROB
         for name, context in wanted.items():
             content, whole = self.sums(context, ids, tokens)
-            np.testing.assert_allclose(found[name].content, content, **NATS, err_msg=name)
+            np.testing.assert_allclose(
+                found[name].content, content, rtol=0, atol=atol, err_msg=name
+            )
             assert (found[name].whole is None) == (whole is None)
             if whole is not None:
-                np.testing.assert_allclose(found[name].whole, whole, **NATS, err_msg=name)
+                np.testing.assert_allclose(
+                    found[name].whole, whole, rtol=0, atol=atol, err_msg=name
+                )
 
 
 # -- every architecture -------------------------------------------------------------------------
@@ -172,12 +179,16 @@ def test_scores_equal_full_forward_passes(architecture):
         for one in scores.candidates:
             ids = [*one.ids, tiny.EOS]
             np.testing.assert_allclose(
-                one.scored.logprobs_raw, logprobs(bench.model, context.ids, ids), atol=4e-5
+                one.scored.logprobs_raw,
+                logprobs(bench.model, context.ids, ids),
+                rtol=0,
+                atol=LOGPROB,
             )
             for number, temperature in enumerate(TEMPERATURES):
                 full = logprobs(bench.model, context.ids, ids, temperature)
                 found = one.scored.logprobs_tempered[number]
-                np.testing.assert_allclose(found, full, atol=8e-5)
+                atol = LOGPROB / temperature
+                np.testing.assert_allclose(found, full, rtol=0, atol=atol)
             if one.contrasts is not None:
                 bench.check(at, scores, one.contrasts, ids, len(one.ids))
         for row, contrasts in zip(written[at], scores.generations, strict=True):
@@ -196,7 +207,7 @@ def test_contexts_scored_together_score_as_each_alone(architecture):
         alone = bench.score([written[at]], [at])[0]
         assert alone.swapped_from == scores.swapped_from
         a, b = (_numbers(bench, at, one) for one in (scores, alone))
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=5e-5)
+        np.testing.assert_allclose(a, b, rtol=0, atol=NUMBERS)
 
 
 def _numbers(bench: Bench, at: int, scores: ContextScores) -> list[float]:
@@ -322,7 +333,7 @@ def test_contexts_and_turns_that_exceed_the_limit_are_left_out():
                     continue
                 kept = [free.swapped_from.index(lender) for lender in fitting]
                 assert [one.content for one in b.contrasts.swapped] == pytest.approx(
-                    [a.contrasts.swapped[number].content for number in kept], abs=5e-5
+                    [a.contrasts.swapped[number].content for number in kept], abs=longest * LOGPROB
                 )
                 assert b.contrasts.header is not None
 
@@ -372,5 +383,5 @@ def test_memory_running_out_in_the_scorer_halves_the_turns(monkeypatch):
     monkeypatch.setattr(module, "score", tight)
     for at, (a, b) in enumerate(zip(free, bench.score(written), strict=True)):
         np.testing.assert_allclose(
-            _numbers(bench, at, a), _numbers(bench, at, b), rtol=1e-5, atol=5e-5
+            _numbers(bench, at, a), _numbers(bench, at, b), rtol=0, atol=NUMBERS
         )

@@ -19,7 +19,6 @@ from ia_mech.collect.config import SampleConfig
 from ia_mech.collect.job import collect
 from ia_mech.engine import plan
 from ia_mech.engine.plan import Grid
-from ia_mech.errors import UserError
 from ia_mech.likelihood.scorer import NO_SWAP_SOURCE, Scorer
 from ia_mech.models.load import Subject
 from ia_mech.run import Run, RunWriter, layout
@@ -109,12 +108,6 @@ def test_where_nobody_lends_a_response_it_is_said(config, tiny_subject, tmp_path
     assert not any("swapped" in line for line in progress.lines)
 
 
-def test_nothing_is_said_where_nothing_is_refused(config, tiny_subject, tmp_path, progress):
-    run = collect(config, tiny_subject, tmp_path / "run", progress)
-    assert [line for line in progress.lines if "not scored" in line] == []
-    assert "contrasts_refused" not in session(run)
-
-
 # -- responses that the model writes ------------------------------------------------------------
 
 
@@ -132,7 +125,7 @@ def test_written_responses_are_lent_and_replaced(config, tiny_subject, tmp_path)
     ):
         context = chat.context([*own[:-1], dict(rows.loc[lender, "messages"][-1])])
         expected = scored.logprobs(tiny_subject.model, context.ids, ids).sum()
-        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4)
+        np.testing.assert_allclose(found, expected, **scored.nats(len(ids)))
 
 
 def command_line_chat(config: SampleConfig, subject: Subject):
@@ -189,7 +182,7 @@ def test_an_interrupted_run_goes_on_to_the_same_digest(config, tiny_subject, tmp
         max_response_tokens=3,
     )  # fmt: skip
     expected = collect(config, tiny_subject, tmp_path / "whole", Silent()).digest()
-    for number, steps in enumerate((0, 9)):
+    for number, steps in enumerate((9,)):
         out = tmp_path / f"decoding-{number}"
         with pytest.raises(KeyboardInterrupt):
             collect(config, tiny_subject, out, CtrlC(steps))
@@ -222,15 +215,6 @@ def test_an_interrupted_run_goes_on_to_the_same_digest(config, tiny_subject, tmp
     assert collect(config, tiny_subject, tmp_path / "merging", Silent()).digest() == expected
 
 
-def test_another_way_to_score_is_another_run(config, tiny_subject, tmp_path):
-    collect(config, tiny_subject, tmp_path / "run", Silent())
-    other = replace(config, swaps=3, score_generations=True)
-    with pytest.raises(UserError, match="holds another configuration") as refused:
-        collect(other, tiny_subject, tmp_path / "run", Silent())
-    assert "config.swaps: 2 there, 3 asked for" in refused.value.problem
-    assert "config.score_generations: False there, True asked for" in refused.value.problem
-
-
 # -- the user's candidates ----------------------------------------------------------------------
 
 
@@ -256,31 +240,11 @@ def test_own_candidates_are_scored_beside_the_others(config, tiny_subject, tmp_p
         context = chat.context(own)
         ids = [*chat.reference_ids(own, context, "Why so?"), chat.closing_id]
         expected = scored.logprobs(tiny_subject.model, context.ids, ids).sum()
-        np.testing.assert_allclose(found["why"]["logprob_with_end"], expected, rtol=0, atol=1e-4)
+        why = found["why"]["logprob_with_end"]
+        np.testing.assert_allclose(why, expected, **scored.nats(len(ids)))
         rest = [c["logprob_with_end"] for c in row["candidates"][1:]]
         odds = row["reference_logprob_with_end"] - np.logaddexp.reduce(rest)
         np.testing.assert_allclose(row["candidate_log_odds"], odds, rtol=1e-9)
-
-
-def test_other_candidates_under_the_same_name_are_another_run(config, tiny_subject, tmp_path):
-    file = own_candidates(tmp_path / "own.jsonl", {"name": "why", "text": "Why?"})
-    config = replace(config, candidates=file)
-    run = collect(config, tiny_subject, tmp_path / "run", Silent())
-    there = run.record["identity"]["candidates"]
-    before = files(run.path)
-    own_candidates(Path(file), {"name": "why", "text": "Why not?"})
-    with pytest.raises(UserError, match=r"another configuration \(candidates: ") as refused:
-        collect(config, tiny_subject, run.path, Silent())
-    assert there[:37] in refused.value.problem
-    assert files(run.path) == before
-
-
-def test_a_candidate_that_no_tokenizer_takes_is_an_error_for_the_user(
-    config, tiny_subject, tmp_path
-):
-    file = own_candidates(tmp_path / "own.jsonl", {"name": "why", "text": "\ud800"})
-    with pytest.raises(UserError):
-        collect(replace(config, candidates=file), tiny_subject, tmp_path / "run", Silent())
 
 
 # -- the command line ---------------------------------------------------------------------------
@@ -327,11 +291,6 @@ def test_candidates_that_cannot_be_used_are_refused_in_one_line(sample, tmp_path
     assert said in refusal(sample("--candidates", file))
     assert files(tmp_path) == before and not (tmp_path / "run").exists()
     assert not list(tmp_path.rglob(".ia_mech*"))
-
-
-def test_a_file_of_candidates_that_is_not_there_is_refused_in_one_line(sample, tmp_path):
-    assert "can't be read (No such file" in refusal(sample("--candidates", tmp_path / "none"))
-    assert not (tmp_path / "run").exists()
 
 
 def test_candidates_of_conversations_beyond_the_limit_are_refused(sample, tmp_path):

@@ -32,8 +32,8 @@ from ia_mech.engine.sampling import stream_key
 from ia_mech.engine.shared_prefix import Engine
 
 pytestmark = pytest.mark.usefixtures("many_buckets")
-EACH = pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
-steady = settings(derandomize=True, deadline=None, max_examples=200)
+FAMILIES = pytest.mark.parametrize("architecture", tiny.FAMILIES)
+steady = settings(derandomize=True, deadline=None, max_examples=60)
 
 
 def statically(model, groups, rows, stops, most, width, on_step=None):
@@ -43,10 +43,8 @@ def statically(model, groups, rows, stops, most, width, on_step=None):
     )
 
 
-@EACH
-@pytest.mark.parametrize(
-    ("width", "parts"), [(1, ((0, 8),)), (5, ((0, 3), (3, 4), (4, 8))), (17, ((0, 8),))]
-)
+@FAMILIES
+@pytest.mark.parametrize(("width", "parts"), [(5, ((0, 3), (3, 4), (4, 8))), (17, ((0, 8),))])
 def test_rows_equal_the_loops(architecture, width, parts):
     model = tiny.model(architecture)
     loops = decode(model, prefilled_by(model, LENGTHS), ROWS, STOPS, 13)
@@ -56,7 +54,7 @@ def test_rows_equal_the_loops(architecture, width, parts):
     assert near_ties(model, LENGTHS, ROWS, ours, loops) <= 1
 
 
-@pytest.mark.parametrize("architecture", ["qwen3", "gpt_oss", "gemma3"])
+@pytest.mark.parametrize("architecture", ["gpt_oss", "gemma3"])
 def test_rows_equal_the_loops_without_the_kernel_for_cpus(architecture, monkeypatch):
     """The attention that a GPU takes."""
     model = tiny.model(architecture)
@@ -77,8 +75,8 @@ def test_rows_dont_depend_on_when_the_host_looks(steps, monkeypatch):
     assert near_ties(model, LENGTHS, ROWS, ours, loops) <= 1
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen3_5", "gemma3"])
-@settings(derandomize=True, deadline=None, max_examples=25)
+@FAMILIES
+@settings(derandomize=True, deadline=None, max_examples=8)
 @given(
     rows=st.lists(st.integers(0, 4), min_size=1, max_size=24),
     width=st.integers(1, 9),
@@ -188,7 +186,7 @@ def test_the_next_steps_are_launched_before_the_last_ones_are_looked_at(monkeypa
     assert near_ties(model, LENGTHS, ROWS, rows, loops) <= 1
 
 
-@pytest.mark.parametrize("architecture", ["qwen3_moe", "gpt_oss", "qwen3_5"])
+@pytest.mark.parametrize("architecture", ["gpt_oss", "qwen3_5"])
 def test_a_stepper_used_again_writes_the_same_bits(architecture):
     """A small unit on a fresh stepper, and after a large one: lines that it doesn't fill would send
     to the experts what they were left with."""
@@ -269,7 +267,7 @@ def test_each_line_has_a_seat_in_its_contexts_slot(batches):
                 assert line_at[slot, seat] == line and content[slot] == context
 
 
-@EACH
+@FAMILIES
 def test_the_check_of_graphs_passes_on_these(architecture):
     model = tiny.model(architecture)
     assert why_not(model) == ""
@@ -326,10 +324,11 @@ def test_a_run_decodes_from_static_buffers_where_the_engine_says_so(
 ):
     """Responses and user turns; what is recorded says so, and the rows are those of the loop."""
     config = SampleConfig(
-        limit=6,
+        limit=3,
         grid=Grid((0.7, 1.0), 2, 8, 0),
-        batch_rows=20,
+        batch_rows=10,
         response=response,
+        swaps=0,
         max_response_tokens=6,
     )
     loops = collect(config, tiny_subject, tmp_path / "loop", progress)

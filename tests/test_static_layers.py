@@ -19,12 +19,12 @@ from ia_mech.engine.cuda.stepper import STEPS, Stepper, why_not
 from ia_mech.engine.prefill import Prefilled, State
 
 pytestmark = pytest.mark.usefixtures("many_buckets")
-EACH = pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
+FAMILIES = pytest.mark.parametrize("architecture", tiny.FAMILIES)
 
 
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("softcap", [None, 5.0])
-@pytest.mark.parametrize("window", [None, 2, 4, 8, 10, 12, 300])
+@pytest.mark.parametrize("window", [None, 2, 8, 10, 300])
 def test_attention_over_slots_and_own_tokens_in_float64(window, softcap, fused, monkeypatch):
     """Lines of two contexts in turns, of any age, a line that is idle and a slot that is free. Of
     windows some are full before the row begins, some reach the prefix no more, some see all."""
@@ -124,7 +124,7 @@ def test_recurrent_states_begin_advance_and_move_in_place():
     assert pointers == [t.data_ptr() for t in layer.tensors()]
 
 
-@EACH
+@FAMILIES
 def test_steps_before_a_capture_advance_nothing(architecture):
     """What two steppers draw, one of which was warmed up in between."""
     model = tiny.model(architecture)
@@ -190,13 +190,13 @@ def step_without_data(architecture: str, experts: str | None = None) -> Stepper:
     return stepper
 
 
-@EACH
+@FAMILIES
 def test_no_step_depends_on_data(architecture):
     stepper = step_without_data(architecture)
     assert {tensor.device.type for tensor in stepper.tensors()} == {"meta"}
 
 
-@pytest.mark.parametrize("architecture", ["qwen3_moe", "gpt_oss", "glm4_moe"])
+@pytest.mark.parametrize("architecture", ["gpt_oss"])
 def test_loops_over_experts_depend_on_data(architecture):
     """With that implementation of them a model falls back to steps that aren't replayed."""
     with pytest.raises(NotImplementedError, match="nonzero"):

@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 import tiny
 import torch
-from contract import VECTOR, assert_ranks, assert_same_scores, full_logits, near_ties, relative_l2
+from contract import VECTOR, assert_ranks, assert_same_scores, full_logits, logits_apart, near_ties
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,7 +18,7 @@ from ia_mech.engine.prefill import Prefix, can_join, expand, join, prefill
 from ia_mech.engine.sampling import stream_key
 from ia_mech.engine.score import Turn, score, score_groups
 
-SHARED = ("llama", "qwen3", "qwen3_moe", "qwen3_5", "gpt_oss", "glm4", "glm4_moe", "gemma3")
+FAMILIES = pytest.mark.parametrize("architecture", tiny.FAMILIES)
 STOPS = [tiny.EOS, 5, 50, 77, *range(90, 110)]
 
 
@@ -26,7 +26,7 @@ def prefilled_by(model, lengths):
     return prefill(model, [Prefix(tiny.prompt(n, seed=n)) for n in lengths])
 
 
-@pytest.mark.parametrize("architecture", SHARED)
+@FAMILIES
 @pytest.mark.parametrize(
     ("first", "then"),
     [((23, 14, 5), (30, 4)), ((23, 14, 5), (6, 3)), ((4,), (5, 3)), ((9,), (40, 41))],
@@ -59,32 +59,32 @@ def test_rows_that_join_have_the_logits_they_have_alone(architecture, first, the
             ids = [*tiny.prompt(lengths[held[line]], seed=lengths[held[line]]), *own[line]]
             with torch.inference_mode():
                 alone = model(torch.tensor([ids]), use_cache=False).logits[0, -1]
-            assert relative_l2(logits[line], alone) <= VECTOR
+            assert logits_apart(logits[line], alone) <= VECTOR
 
 
 LENGTHS = (3, 5, 9, 14, 17, 23, 26, 31)
 ROWS = [Row(c, 0.0, (0, 0)) for c in range(8)] + [
-    Row(c, t, stream_key(1, f"s{c}", s)) for c in range(8) for t in (0.7, 1.3) for s in range(3)
+    Row(c, t, stream_key(1, f"s{c}", s)) for c in range(8) for t in (0.7, 1.3) for s in range(2)
 ]
 
 
-@pytest.mark.parametrize("architecture", (*SHARED, "mistral"))
-@pytest.mark.parametrize("share", [True, False])
-def test_a_narrow_batch_writes_what_each_row_writes_alone(architecture, share):
+@FAMILIES
+def test_a_narrow_batch_writes_what_each_row_writes_alone(architecture):
     model = tiny.model(architecture)
     alone = []
-    for row in ROWS:
+    for row in ROWS[::2]:
         one = prefilled_by(model, LENGTHS[row.context : row.context + 1])
         alone += decode(model, one, [Row(0, row.temperature, row.stream)], STOPS, 12, None, False)
     lengths = {len(row.token_ids) for row in alone}
-    assert 1 in lengths and 12 in lengths and len(lengths) > 3, "rows end at all times"
-    for width, parts in ((5, ((0, 3), (3, 4), (4, 8))), (17, ((0, 8),))):
+    assert {1, 2} < lengths and len(lengths) > 4, "rows end at all times"
+    narrow, wide = (5, ((0, 3), (3, 4), (4, 8))), (17, ((0, 8),))
+    for share, (width, parts) in ((True, narrow), (False, wide)):
         groups = (prefilled_by(model, LENGTHS[a:b]) for a, b in parts)
         ours = decode_stream(model, groups, ROWS, STOPS, 12, width=width, share=share)
-        assert near_ties(model, LENGTHS, ROWS, ours, alone) <= 1
+        assert near_ties(model, LENGTHS, ROWS[::2], ours[::2], alone) <= 1
 
 
-@settings(derandomize=True, deadline=None, max_examples=25)
+@settings(derandomize=True, deadline=None, max_examples=10)
 @given(
     rows=st.lists(st.integers(0, 4), min_size=1, max_size=24),
     width=st.integers(1, 9),
@@ -137,7 +137,7 @@ def test_full_attention_that_is_copied_is_not_joined():
     assert can_join(expand(group.state, torch.tensor([0, 1]), capacity=3, share=True))
 
 
-@pytest.mark.parametrize("architecture", (*SHARED, "mistral"))
+@FAMILIES
 @pytest.mark.parametrize("share", [True, False])
 def test_turns_of_several_groups_are_scored_as_alone(architecture, share):
     model = tiny.model(architecture)

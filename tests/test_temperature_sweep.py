@@ -1,20 +1,45 @@
-"""What a temperature sweep computes, against closed forms on planted logits, turns and lenses."""
+"""What a temperature sweep computes: closed forms on planted logits, and runs of a tiny model."""
 
+import json
+import shutil
 from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
 import pytest
+import scored
 import torch
+import transformers
+from runs import sampled as make_run
+from safetensors.torch import load_file
+from shell import call
 
-from experiments.common.references import References
-from experiments.temperature_sweep.analyse import GARBLED, Found, against_others, estimates, leaving
-from experiments.temperature_sweep.first_token import FirstToken, curves, first_token
-from experiments.temperature_sweep.lens_curves import compared, lens_curves, log_probs, overtaking
-from experiments.temperature_sweep.read import RESTATEMENTS, Sweep, openings_of
+from experiments.likelihood.read import References
+from experiments.temperature_sweep.__main__ import main
+from experiments.temperature_sweep.analyse import GARBLED, estimates
+from experiments.temperature_sweep.measure import (
+    FirstToken,
+    Measured,
+    against_others,
+    compared,
+    curves,
+    header_logits,
+    leaving,
+    lens_curves,
+    measure,
+    overtaking,
+)
+from experiments.temperature_sweep.read import Sweep, openings_of, read
+from ia_mech.collect.config import SampleConfig
+from ia_mech.display import Quiet
+from ia_mech.engine.plan import Grid
+from ia_mech.errors import UserError
+from ia_mech.judge.label import items_of
 from ia_mech.judge.rubric import ASSESSED, GENUINE
-from ia_mech.lens import Lens
+from ia_mech.lens import Lens, lens_file, save_lens
+from ia_mech.run import Run
+from ia_mech.run.labels import KEY
 from ia_mech.stats import cluster_mean, holm, paired_difference
 
 NAN, LOG = np.nan, np.log
@@ -63,15 +88,6 @@ def test_two_levels_of_logits_have_a_closed_form_at_every_temperature():
         assert none[:, at] == pytest.approx(0)
 
 
-def test_flat_logits_have_as_many_effective_tokens_as_there_are():
-    entropy, *_ = curves(torch.zeros(1, 7), [0.3, 2.0], [0], [1], [])
-    assert np.exp(entropy) == pytest.approx(np.full((1, 2), 7.0), rel=1e-6)
-
-
-def test_kinds_of_turns_are_the_rubrics():
-    assert {GARBLED, *RESTATEMENTS} < set(ASSESSED) - {GENUINE}
-
-
 # -- openings -------------------------------------------------------------------------------------
 
 OPENINGS = pd.DataFrame(
@@ -102,18 +118,11 @@ def test_openings_are_counted_in_sampled_turns_of_other_sources():
     assert genuine[2] == pytest.approx([2 / 3, 1 / 2, 0])
     assert restated[2] == pytest.approx([1 / 3, 1 / 2, 1])
     assert (genuine[3] == genuine[0]).all()
-
-
-def test_a_sources_own_turns_say_nothing_of_its_openings():
     lone = OPENINGS[(OPENINGS["source"] == "a") | (OPENINGS["category"] != GENUINE)]
     genuine, restated = openings_of(lone).of_others(["a", "b"])
-    assert np.isnan(genuine[0]).all() and not np.isnan(restated[0]).any()
-    assert not np.isnan(genuine[1]).any()
-
-
-def test_without_openings_shares_are_missing():
-    found = openings_of(OPENINGS[OPENINGS["category"] == LOOP])
-    assert all(np.isnan(share).all() for share in found.of_others(["c"]))
+    assert np.isnan(genuine[0]).all() and not np.isnan([restated[0], genuine[1]]).any()
+    none = openings_of(OPENINGS[OPENINGS["category"] == LOOP])
+    assert all(np.isnan(share).all() for share in none.of_others(["c"]))
 
 
 # -- how hidden -----------------------------------------------------------------------------------
@@ -135,13 +144,8 @@ def test_greedy_leaves_at_the_first_token_that_differs_and_the_gap_is_of_one_dis
         {"follows": 0, "leaves": 1, "token": 1, "before": 0, "rank": 12}
         | {"probability": 0.01, "gap": LOG(0.5 / 0.01)}
     )
-
-
-def test_greedys_own_turn_is_never_left():
-    same = written([4, 2], [0.5, 0.9], [1, 1])
-    found = leaving(same, same)
-    assert (found["follows"], found["leaves"]) == (1, 0)
-    assert all(np.isnan(found[name]) for name in ("token", "before", "rank", "gap"))
+    never = leaving(greedy, greedy)
+    assert (never["follows"], never["leaves"]) == (1, 0) and np.isnan(never["gap"])
 
 
 def test_genuine_turns_are_compared_within_context_and_temperature():
@@ -164,35 +168,6 @@ def planted_lens(**changes) -> Lens:
     """An RMSNorm without weights: logits of a residual r are 10 r / rms(r)."""
     made = Lens(torch.ones(4), torch.zeros(4), 10 * EYE, 0.0, False, 1.0, None)
     return replace(made, **changes)
-
-
-def test_log_probabilities_by_the_lens_have_a_closed_form():
-    # e_j has rms 1/2, so its logit is 20 and the others' 0; r = e_0 + e_1: √2 · 10 twice.
-    residual = torch.stack([EYE[1], EYE[0] + EYE[1], torch.full((4,), torch.nan)])
-    said = log_probs(planted_lens(), residual, np.array([1, 3]))
-    z = LOG(np.exp(20.0) + 3)
-    assert said[0] == pytest.approx([20 - z, -z], abs=1e-5)
-    a = 10 * np.sqrt(2.0)
-    z = LOG(2 * np.exp(a) + 2)
-    assert said[1] == pytest.approx([a - z, -z], abs=1e-5)
-    assert np.isnan(said[2]).all()
-
-
-def test_slices_of_the_vocabulary_are_the_logits():
-    lens = planted_lens(unembedding=torch.randn(23, 4).half(), softcap=7.0, scale=0.5)
-    residual = torch.randn(5, 4)
-    parts = list(lens.logits_in_slices(residual, most=40))
-    assert [part.shape[1] for part in parts] == [8, 8, 7]
-    torch.testing.assert_close(torch.cat(parts, -1), lens.logits(residual))
-
-
-def test_log_probabilities_are_of_the_whole_vocabulary():
-    lens = planted_lens(unembedding=torch.randn(2500, 4))
-    residual = torch.randn(1, 4).repeat(8192, 1)  # so many that the vocabulary is cut in three
-    assert len(list(lens.logits_in_slices(residual))) == 3
-    expected = lens.logits(residual[:1]).log_softmax(-1)[0, [7, 2400]]
-    said = log_probs(lens, residual, np.array([7, 2400]))
-    assert said[[0, -1]] == pytest.approx(np.tile(expected, (2, 1)), abs=1e-4)
 
 
 class PlantedRun:
@@ -281,22 +256,11 @@ def test_overtaking_is_for_good():
     np.testing.assert_array_equal(found, [2, np.inf, 0, 3, NAN])
 
 
-def test_logits_that_were_not_stored_come_from_the_last_layer():
-    sweep = planted_sweep()
-    found = first_token(sweep, openings_of(sweep.turns), [0.5, 1.0], planted_lens())
-    z = np.exp(np.array([40.0, 20.0])) + 3  # at both temperatures, token 0 on top
-    assert found.turn_end == pytest.approx(np.tile(1 / z, (3, 1)), rel=1e-3)
-    assert found.genuine == pytest.approx(np.tile(1.5 / z, (3, 1)), rel=1e-3)
-    # Of token 0 all, of token 2 half.
-    assert found.restated == pytest.approx(np.tile((z - 3 + 0.5) / z, (3, 1)), rel=1e-6)
-    assert found.tokens == pytest.approx(np.exp(found.entropy))
-
-
 # -- estimates ------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
-def simulated() -> tuple[Found, pd.DataFrame]:
+def simulated() -> tuple[Measured, pd.DataFrame]:
     rng = np.random.default_rng(0)
     turns = []
     for number in range(24):
@@ -312,13 +276,13 @@ def simulated() -> tuple[Found, pd.DataFrame]:
     sweep = Sweep([], turns, contexts.reset_index(drop=True), "planted", [])
     parts = {name: rng.random((24, 2)) for name in vars(FirstToken([], *[np.zeros(0)] * 6))}
     first = FirstToken(**parts | {"temperatures": [0.5, 1.0]})
-    hidden = turns[(turns["temperature"] > 0) & turns["genuine"].notna()].reset_index(drop=True)
-    hidden = hidden[["dataset", "source", "context", "temperature", "genuine", "category"]]
+    left = turns[(turns["temperature"] > 0) & turns["genuine"].notna()].reset_index(drop=True)
+    left = left[["dataset", "source", "context", "temperature", "genuine", "category"]]
     for name in ("token", "before", "rank", "probability", "gap"):
-        hidden[name] = rng.random(len(hidden)) + (name == "rank")
-    hidden["token"] = np.ceil(hidden["token"] * 3)
-    hidden = hidden.assign(follows=(hidden["token"] > 1).astype(float), leaves=1.0)
-    found = Found(sweep, first, hidden, None, None)
+        left[name] = rng.random(len(left)) + (name == "rank")
+    left["token"] = np.ceil(left["token"] * 3)
+    left = left.assign(follows=(left["token"] > 1).astype(float), leaves=1.0)
+    found = Measured(sweep, first, left, None, None)
     return found, estimates(found, resamples=200)
 
 
@@ -353,6 +317,30 @@ def test_rates_and_differences_from_greedy_are_those_of_the_library(simulated):
     assert len(total) == 9 and np.allclose(total, 1)
 
 
+def test_masses_and_depths_are_those_of_their_contexts_and_turns(simulated):
+    found, made = simulated
+    first = found.first
+    less = first.genuine[:, 0] - first.restated[:, 0]
+    expected = cluster_mean(less, found.sweep.contexts["source"])
+    row = picked(made, "mass on openings", of="genuine less restated", dataset="(all)").iloc[0]
+    assert row[["value", "low", "high"]].tolist() == [expected.value, expected.low, expected.high]
+    bounded = made[made["quantity"].isin(("mass on turn-end", "total variation from T = 1"))]
+    assert len(bounded) == 12 and bounded[["low", "high"]].stack().between(0, 1).all()
+    at = found.hidden[found.hidden["temperature"] == 1.0]
+    turns = at[at["genuine"] == 1]
+    own = made[(made["dataset"] == "(all)") & (made["temperature"] == 1.0)].set_index("quantity")
+    kind = own[own["of"] == "genuine"]
+    assert kind.loc["rank where greedy leaves", "value"] == pytest.approx(turns["rank"].median())
+    by = kind.loc["greedy has left by token"].set_index("at")["value"]
+    assert by[2.0] == pytest.approx((turns["token"] <= 2).mean()) and by[32.0] == 1
+    apart = own.loc["gap where greedy leaves less other turns'"].set_index("of")["value"]
+    formed = at[at["category"] != GARBLED]
+    assert 0 < len(formed) < len(at)
+    for of, rows in {"all others": at, "others but degenerate ones": formed}.items():
+        means = rows.pivot_table(index="context", columns="genuine", values="gap").dropna()
+        assert apart[of] == pytest.approx((means[1.0] - means[0.0]).mean())
+
+
 def test_tests_are_corrected_in_families(simulated):
     _, made = simulated
     families = {
@@ -371,48 +359,16 @@ def test_tests_are_corrected_in_families(simulated):
     assert tested == made["p"].notna().sum() > 30
 
 
-def test_masses_are_means_of_contexts_and_their_difference_is_paired(simulated):
-    found, made = simulated
-    first = found.first
-    less = first.genuine[:, 0] - first.restated[:, 0]
-    expected = cluster_mean(less, found.sweep.contexts["source"])
-    row = picked(made, "mass on openings", of="genuine less restated", dataset="(all)").iloc[0]
-    assert row[["value", "low", "high"]].tolist() == [expected.value, expected.low, expected.high]
-    row = picked(made, "effective number of first tokens", dataset="(all)", temperature=1.0).iloc[0]
-    assert row["value"] == pytest.approx(first.tokens[:, 1].mean())
-    bounded = made[made["quantity"].isin(("mass on turn-end", "total variation from T = 1"))]
-    assert len(bounded) == 12 and bounded[["low", "high"]].stack().between(0, 1).all()
-
-
-def test_where_greedy_leaves_is_counted_by_kind(simulated):
-    found, made = simulated
-    turns = found.hidden[(found.hidden["temperature"] == 1.0) & (found.hidden["genuine"] == 1)]
-    own = made[(made["dataset"] == "(all)") & (made["temperature"] == 1.0)]
-    own = own[own["of"] == "genuine"].set_index("quantity")
-    assert own.loc["rank where greedy leaves", "value"] == pytest.approx(turns["rank"].median())
-    assert own.loc["gap where greedy leaves", "value"] == pytest.approx(turns["gap"].mean())
-    by = own.loc["greedy has left by token"].set_index("at")["value"]
-    assert by[2.0] == pytest.approx((turns["token"] <= 2).mean()) and by[32.0] == 1
-    apart = picked(made, "gap where greedy leaves less other turns'", dataset="(all)")
-    apart = apart[apart["temperature"] == 1.0].set_index("of")["value"]
-    at = found.hidden[found.hidden["temperature"] == 1.0]
-    formed = at[at["category"] != LOOP]
-    assert 0 < len(formed) < len(at)
-    for of, rows in {"all others": at, "others but degenerate ones": formed}.items():
-        means = rows.pivot_table(index="context", columns="genuine", values="gap").dropna()
-        assert apart[of] == pytest.approx((means[1.0] - means[0.0]).mean())
-
-
 def test_overtaking_layers_are_medians_and_reference_curves_are_means():
     sweep = planted_sweep()
     lens = lens_curves(sweep, openings_of(sweep.turns), planted_lens())
     first = FirstToken([1.0], *[np.array([[0.0], [0.0], [0.9]])] * 6)
     turns = pd.DataFrame([turn(s, t, GENUINE) for s in "abc" for t in (0.0, 0.7)])
-    hidden = pd.DataFrame(columns=["dataset", "source", "temperature", "genuine"])
+    left = pd.DataFrame(columns=["dataset", "source", "temperature", "genuine"])
     frame = pd.DataFrame({"dataset": "d", "source": list("abc")})
     curve = np.array([[-9.0, -4.0, -6.0], [-9.0, -5.0, -3.0], [-9.0, -3.0, -6.0]])
     references = References(frame, np.array([0.5, 1.0, 2.0]), curve, {}, True)
-    found = Found(replace(sweep, turns=turns), first, hidden, lens, references)
+    found = Measured(replace(sweep, turns=turns), first, left, lens, references)
     made = estimates(found, resamples=100)
     curve = picked(made, "tempered log p")
     assert curve["temperature"].tolist() == [0.5, 1.0, 2.0]
@@ -435,3 +391,231 @@ def test_overtaking_layers_are_medians_and_reference_curves_are_means():
     assert ahead["layer"].tolist() == [0, 1, 2]
     never = picked(made, "layer where greedy overtakes", position="early")
     assert never["value"].isna().all() and (never["rows"] == 0).all()
+
+
+# -- runs of a tiny model --------------------------------------------------------------------------
+
+GRID = Grid((0.4, 1.2), 3, 6, 0)
+CHATS = [scored.CONVERSATIONS[number] for number in (0, 2, 3, 6, 7, 8)]
+KINDS = ("prompt_restatement", GENUINE, "degenerate")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache(tiny_subject, tmp_path_factory):
+    """The lens is written where the command looks for it."""
+    with pytest.MonkeyPatch.context() as patch:
+        folder = tmp_path_factory.mktemp("cache")
+        patch.setenv("IA_MECH_CACHE", str(folder))
+        assert save_lens(tiny_subject, list(range(3, 30))) is None
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def sampled(cache, tiny_subject, tmp_path_factory):
+    """Make a judged run in a folder of its own."""
+
+    def make(conversations=CHATS, **options) -> Run:
+        folder = tmp_path_factory.mktemp("sweep")
+        data = scored.dataset(folder / "chats.jsonl", conversations)
+        options = {"grid": GRID, "swaps": 0, "header_logits": "full"} | options
+        config = SampleConfig(dataset=data, limit=None, **options)
+        return judged(make_run(config, tiny_subject, folder / "run"))
+
+    return make
+
+
+def judged(run: Run, judge: str = "planted", kinds=KINDS) -> Run:
+    """Sample k is of the kind k; greedy turns are the first."""
+    verdicts = []
+    keys = run.generations[list(KEY)].itertuples(index=False, name=None)
+    for key, item in zip(keys, items_of(run), strict=True):
+        category = kinds[key[2] % len(kinds)]
+        said = {"repeat": 0, "category": category, "genuine": category == GENUINE}
+        said |= {"status": "judged", "rationale": "planted", "item": item.key("", 0)[:16]}
+        verdicts.append(dict(zip(KEY, key, strict=True)) | said)
+    run.labels.write_judgements(judge, verdicts, {"identity": {"kind": judge}, "repeats": 1})
+    return run
+
+
+@pytest.fixture(scope="module")
+def plain(sampled) -> Run:
+    """With header logits; tests leave it as it is."""
+    return sampled()
+
+
+@pytest.fixture(scope="module")
+def bare(sampled) -> Run:
+    """The same without header logits."""
+    return sampled(header_logits="none")
+
+
+@pytest.fixture
+def copied(plain, tmp_path):
+    def make(name: str = "run") -> Run:
+        return Run.open(shutil.copytree(plain.path, tmp_path / name))
+
+    return make
+
+
+def measured(run: Run, temperatures=(0.5, 1.0), positions=("header_last",)):
+    """What the estimates of one run are made of, and its notes."""
+    return measure(read([run]), temperatures, positions, Quiet())
+
+
+def test_header_logits_computed_by_the_lens_are_the_stored_ones(plain, bare):
+    """Total variation below 1e-3 at every temperature of the default grid."""
+    lens = Lens.load(plain.model["weights_hash"])
+    rows = np.arange(len(plain.contexts))
+    kept, made = (
+        torch.cat([logits for _, logits in header_logits(run, rows, lens)]) for run in (plain, bare)
+    )
+    for t in (0.3, 1.0, 2.0):
+        distance = ((kept / t).softmax(-1) - (made / t).softmax(-1)).abs().sum(-1) / 2
+        assert distance.max() < 1e-3
+    own = plain.contexts["first_token_entropy_tempered"].tolist()
+    for at, t in enumerate(GRID.temperatures):
+        p = (made.double() / t).softmax(-1)
+        entropy = -(p * p.log()).sum(-1)
+        assert entropy.tolist() == pytest.approx([row[at] for row in own], abs=1e-4)
+
+
+def test_the_last_layer_of_the_lens_is_the_model(plain):
+    found = read([plain])
+    lens = Lens.load(plain.model["weights_hash"])
+    curves = lens_curves(found, openings_of(found.turns), lens)
+    said = [plain.header_logits().log_probs(at) for at in found.contexts["at"]]
+    own = [p[token].item() for p, token in zip(said, found.contexts["greedy"], strict=True)]
+    last = curves.greedy[:, -1, curves.positions.index("header_last")]
+    assert last.tolist() == pytest.approx(own, abs=5e-3)
+    assert own == pytest.approx([p.max().item() for p in said], abs=5e-3)
+    assert np.isnan(curves.greedy[:, 0, curves.positions.index("response_end")]).any()  # ""
+
+
+def test_perturbed_contexts_are_left_out(plain, monkeypatch):
+    whole, frame = measured(plain)[0], Run._frame
+
+    def perturbed(which):
+        def read(run, *args):
+            found = frame(run, *args)
+            found.loc[found["context_id"].isin(which), "perturbation"] = "shuffled"
+            return found
+
+        return read
+
+    monkeypatch.setattr(Run, "_frame", perturbed(["c0"]))
+    found, notes = measured(Run.open(plain.path))
+    assert "7 turns of perturbed contexts are left out." in notes
+    assert len(found.sweep.contexts) == len(whole.sweep.contexts) - 1
+    assert len(found.references.curve) == len(whole.references.curve) - 1
+    assert len(found.hidden) == len(whole.hidden) - 6
+    monkeypatch.setattr(Run, "_frame", perturbed(plain.contexts["context_id"].tolist()))
+    with pytest.raises(UserError, match="all contexts are perturbed; give runs"):
+        read([Run.open(plain.path)])
+
+
+def test_stored_and_computed_logits_give_the_same_estimates(plain, bare):
+    temperatures = [0.3, 1.0, 2.0]
+    made = [
+        estimates(measured(run, temperatures)[0], resamples=100, seed=1) for run in (plain, bare)
+    ]
+    columns = ["quantity", "dataset", "temperature", "layer", "position", "of", "at"]
+    pd.testing.assert_frame_equal(made[0][columns], made[1][columns])
+    first = made[0]["quantity"].str.contains("first token|mass on|variation")
+    close = made[0][first]["value"].to_numpy(), made[1][first]["value"].to_numpy()
+    np.testing.assert_allclose(*close, atol=2e-3, rtol=2e-3)
+    pd.testing.assert_frame_equal(made[0][~first], made[1][~first], atol=1e-4)
+    assert {"tempered log p", "best temperature"} <= set(made[0]["quantity"])
+    entropy = made[0][(made[0]["quantity"] == "first token's entropy")]
+    entropy = entropy[(entropy["dataset"] == "(all)") & (entropy["temperature"] == 1.0)]
+    expected = plain.contexts["first_token_entropy"].mean()
+    assert entropy["value"].item() == pytest.approx(expected, abs=1e-3)
+
+
+def test_without_the_model_only_its_lens_is_needed(bare, cache, capfd, monkeypatch):
+    def refuse(*args, **kwargs):
+        raise AssertionError("a model was loaded")
+
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", refuse)
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", refuse)
+    monkeypatch.setattr("ia_mech.models.load.load", refuse)
+    lens = lens_file(bare.model["weights_hash"])
+    kept = [path for path in (cache / "models").rglob("*") if path.is_file()]
+    assert kept == [lens] and set(load_file(lens)) == {"norm_weight", "norm_bias", "unembedding"}
+    words = ["--temperatures", "0.4", "2", "--positions", "header_last", "--resamples", "100"]
+    outcome = call(main, [str(bare.path), *words], capfd)
+    assert outcome.status == 0, outcome.err
+    folder = bare.path / "experiments" / "temperature_sweep"
+    figures = {f"{name}.{kind}" for name in ("first_token", "hidden", "lens", "rates")
+               for kind in ("png", "svg")}  # fmt: skip
+    assert {p.name for p in folder.iterdir()} == {"estimates.parquet", "turns.parquet", *figures}
+    turns = pd.read_parquet(folder / "turns.parquet").set_index(list(KEY))
+    stored = bare.generations.query("temperature > 0").set_index(list(KEY))
+    assert turns.index.sort_values().equals(stored.index.sort_values())
+    left = turns[turns["leaves"] == 1]
+    ranks = [stored.loc[key, "ranks"][int(at) - 1] for key, at in left["token"].items()]
+    assert left["rank"].tolist() == ranks
+    made = pd.read_parquet(folder / "estimates.parquet")
+    first = made[made["quantity"] == "first token's entropy"]
+    assert set(first["temperature"]) == {0.4, 2.0} and set(made["position"]) == {"", "header_last"}
+    rows = [line for line in outcome.out.splitlines() if line.startswith("│")]
+    assert len(rows) == 5 and {row.count("│") for row in rows} == {6}
+    assert (
+        "greedy" in outcome.out
+        and "T = 1.2" in outcome.out
+        and "estimates.parquet has" in (outcome.out)
+    )
+    assert "are not stored: they were computed from the last layer with the lens" in outcome.out
+
+
+def test_turns_without_follow_ups_have_rates_and_no_openings(copied):
+    run = judged(copied(), kinds=("degenerate",))
+    found, notes = measured(run)
+    assert any(note.startswith("sampled turns of 0 sources were judged genuine") for note in notes)
+    made = estimates(found, resamples=100)
+    assert made[made["quantity"] == "mass on openings"]["value"].isna().all()
+    lens = made[made["quantity"] == "log p by the lens"].set_index("of")["value"]
+    assert lens["greedy opening"].notna().all() and lens["best follow-up opening"].isna().all()
+
+
+def test_what_logits_and_lens_give_and_what_they_cannot(
+    plain, bare, sampled, monkeypatch, tmp_path
+):
+    """Stored logits in half precision, the k largest ones, or none; with the lens or without."""
+    with pytest.raises(UserError, match=r"too coarse for T = 0.1; give --temperatures from 0.3 up"):
+        measured(plain, [0.1])
+    cold = measured(bare, [0.1])[0].first
+    assert (cold.tokens < 3).all() and cold.temperatures == [0.1]
+    with pytest.raises(UserError, match="position 'nowhere' was not kept in any run; give some of"):
+        measured(plain, positions=["nowhere"])
+    some = sampled(CHATS[:3], header_logits="5", positions=("header_last",))
+    found, notes = measured(some)
+    assert any("with the lens" in note for note in notes)
+    np.testing.assert_allclose(found.first.entropy, measured(plain)[0].first.entropy[:3], atol=5e-3)
+    elsewhere = sampled(CHATS[:3], header_logits="5", positions=("turn_end",))
+    with pytest.raises(UserError, match="only the 5 largest header logits, and header_last was"):
+        measured(elsewhere, positions=None)
+    monkeypatch.setenv("IA_MECH_CACHE", str(tmp_path / "empty"))
+    found, notes = measured(plain)
+    assert found.lens is None and any("no logit lens: no lens for the" in note for note in notes)
+    for run, has in ((bare, "no header logits"), (some, "only the 5 largest header logits")):
+        with pytest.raises(UserError, match=f"has {has}, and there is no lens to compute them"):
+            measured(run)
+
+
+def test_runs_that_make_no_sweep_are_refused(plain, copied, sampled):
+    with pytest.raises(UserError, match="at T = 1 only: of one temperature there is no sweep"):
+        read([sampled(CHATS[:2], grid=Grid((1.0,), 2, 4, 0))])
+    other = sampled(CHATS[:2], grid=Grid((0.4, 1.0, 1.2), 2, 6, 3))
+    with pytest.raises(UserError, match="the runs don't match: 4 of 6 sources lack a temp") as odd:
+        read([plain, other])
+    assert "has 0.4, 1.2, all together 0.4, 1, 1.2" in str(odd.value)
+    run = copied()
+    record = json.loads((run.path / "run.json").read_text())
+    del record["identity"]["score_temperatures"]
+    (run.path / "run.json").write_text(json.dumps(record))
+    found, notes = measured(Run.open(run.path))
+    assert found.references is None
+    assert notes[-1].startswith(f"{run.path}: sampled before references were scored at many")
+    shutil.rmtree(run.path / "judgements")
+    with pytest.raises(UserError, match="has not been judged; run: python"):
+        read([Run.open(run.path)])

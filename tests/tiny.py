@@ -68,6 +68,8 @@ _CONFIGS = {
 }
 
 ARCHITECTURES = tuple(_CONFIGS)
+# One each of full attention, sliding windows with sinks, recurrent layers, and local with global.
+FAMILIES = ("llama", "gpt_oss", "qwen3_5", "gemma3")
 
 
 @functools.cache

@@ -1,176 +1,212 @@
-"""How fast rows are sampled: ours against its peers and against the matrix products alone.
+"""How fast rows are sampled: our engine against its peers and against the device's limits.
 
-    python -m benchmarks.sampling                     about 20 minutes on two cores
-    python -m benchmarks.sampling --rounds 1          about 8 minutes
-    python -m benchmarks.sampling --quick             does it run? its figures mean nothing
-    python -m benchmarks.sampling --write             puts the tables into the two READMEs
+    python -m benchmarks.sampling                        about 20 minutes on two cores
+    python -m benchmarks.sampling --rounds 1 --tokens 8  does it run? the figures mean little
+    python -m benchmarks.sampling --device cuda --json gpu.json
+    python -m benchmarks.sampling --read gpu.json --write
 
-One process, the embedded model, nothing stops early: a context of 231 tokens, greedy + 4
-temperatures x 8 samples = 33 rows of 48 new tokens; and 4 such contexts, 132 rows, together.
-Contenders take turns, round by round, and ratios are taken within a round, so that a machine that
-changes pace doesn't favour one. In the same rounds: the model's matrix products by themselves, what
-capture adds to a prefill, and ours with more or fewer rows, new tokens and tokens of context. Then
-the memory for keys and values, and which rows the portable engine or another width writes
-otherwise. Prints Markdown; progress goes to stderr. A peer that isn't installed is named in the
-output, with what would install it.
+On a CPU: the embedded model and built-in contexts. On a GPU: random weights of three shapes,
+nothing is downloaded. Every context gets greedy + 4 temperatures x 8 samples = 33 rows, and nothing
+stops early. Peers that can't mix temperatures get the easier job of all rows at T = 1.
+
+Contenders, by default those for the device:
+
+  both  ours               prefill, capture of all layers, decoding and sampling
+  CPU   portable           the same, a copy of the prefix per row
+  GPU   ours-no-graphs     the same without CUDA graphs
+  both  generate           of transformers, with a dynamic cache
+  both  generate-captures  with hidden states and scores
+  GPU   static             with a static cache, compiled
+  GPU   continuous         transformers' continuous batching
+  CPU   transformer-lens   its generate; the embedded model only
+  CPU   llama.cpp          on the embedded model's 4-bit file
+  CPU   products           the model's matrix products alone
+  GPU   ceilings, decode   copies and products; decoding alone, which is compared with them
+  both  capture            what capture adds to a prefill
+  both  growth             fewer and more rows, new tokens, tokens of context
+  both  memory             of keys and values; on a CPU also memory-portable
+  GPU   profile            the GPU's idle time and its most expensive kernels
+
+On a CPU contenders take turns in one process, since a machine's pace drifts, and ratios are made
+round by round. On a GPU each peer has a process of its own, since compiled graphs clear workspaces
+that others use. A contender that can't run is named in the output with the reason. Prints Markdown;
+progress goes to stderr.
 """
 
 import argparse
 import datetime
-import os
-import platform
-import re
 import sys
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-import torch
-
-from benchmarks.sampling import floor, memory
-from benchmarks.sampling.growth import Growth, capture_cost, compare
-from benchmarks.sampling.peers import CONTEXTS, QUICK, Size, Workload, contenders, timed
-from benchmarks.sampling.results import FLOOR, OURS, Results, Timing
-from benchmarks.sampling.tables import PEERS, between_markers, full, short
+from benchmarks.sampling.measure import CONTENDERS, in_process
+from benchmarks.sampling.results import Results
+from benchmarks.sampling.tables import between_markers, full, short
+from benchmarks.sampling.workload import MODELS, SHAPES, TINY, Size, Task
 from ia_mech.cli import Parser, guarded, whole_from
-from ia_mech.models.load import ModelSpec, Subject, load
+from ia_mech.errors import UserError
+from ia_mech.models import embedded
+from ia_mech.models.load import DTYPES, resolve_device
 
 FOLDER = Path(__file__).parents[1]
-DOCUMENTS = {FOLDER / "README.md": full, FOLDER.parent / "README.md": short}  # for --write
-CHOICES = [peer for peer in PEERS if peer not in (OURS, FLOOR)]
-CAPTURE_PAIRS = 10  # of prefills with and without capture, per round
-PACKAGES = ("torch", "transformers", "transformer-lens", "llama-cpp-python")
+# Where --write puts which text, between the markers of the device.
+DOCUMENTS: dict[Path, Callable[[Results], str]] = {
+    FOLDER / "README.md": full,
+    FOLDER.parent / "README.md": short,
+}
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = build_parser()
-    args = parser.parse_args(argv)
-    if args.quick and args.write:
-        parser.error("--write: the figures of --quick mean nothing")
-    return guarded(lambda: run(args), lambda: "nothing was kept")
+    args = build_parser().parse_args(argv)
+    kept = f"what was measured is in {args.json}" if args.json else "nothing was kept (see --json)"
+    return guarded(lambda: run(args), lambda: kept)
 
 
 def build_parser() -> argparse.ArgumentParser:
     parser = Parser(prog="python -m benchmarks.sampling", description=__doc__)
-    parser.add_argument(
-        "--rounds", type=whole_from(1), default=3, help="of every contender (default: 3)"
+    number = whole_from(1)
+    what = parser.add_argument_group("what is measured")
+    what.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: auto)")
+    what.add_argument(
+        "--models", nargs="+", choices=MODELS, metavar="MODEL",
+        help=f"{', '.join(MODELS)} (default: the first on a CPU, the next three on a GPU; the tiny "
+        "ones show whether everything runs)",
+    )  # fmt: skip
+    what.add_argument(
+        "--contenders", nargs="+", choices=CONTENDERS, metavar="NAME",
+        help="those above (default: by device; of tiny models all)",
+    )  # fmt: skip
+    what.add_argument("--rounds", type=number, default=3, help="of every contender (default: 3)")
+    what.add_argument("--contexts", type=number, help="4 on a CPU, and 1 alone; 32 on a GPU")
+    what.add_argument("--context-tokens", type=whole_from(12), help="231 on a CPU, 512 on a GPU")
+    what.add_argument("--rows", type=number, help="of each context (default: 33)")
+    what.add_argument(
+        "--tokens", type=whole_from(2), help="new ones of each row; 48 on a CPU, 64 on a GPU"
     )
-    parser.add_argument(
-        "--peers",
-        nargs="*",
-        choices=CHOICES,
-        default=CHOICES,
-        metavar="PEER",
-        help=f"which, besides ours: {', '.join(CHOICES)} (default: all that can be had)",
-    )
-    parser.add_argument(
-        "--gguf",
-        type=Path,
-        metavar="FILE",
+    what.add_argument("--dtype", choices=DTYPES, help="float32 on a CPU, bfloat16 on a GPU")
+    what.add_argument(
+        "--together", type=number, help="contexts in a call of generate, to begin with (default: 1 "
+        "on a CPU, all on a GPU); halved until they fit",
+    )  # fmt: skip
+    what.add_argument(
+        "--gguf", type=Path, metavar="FILE",
         help="for llama.cpp (default: the embedded model's, 93 MB, fetched once)",
-    )
-    parser.add_argument("--device", default="auto", help="auto, cpu or cuda (default: auto)")
-    parser.add_argument("--dtype", default="float32", help="default: float32")
-    parser.add_argument("--quick", action="store_true", help="few rows and tokens, one round")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="save the measurements too")
-    parser.add_argument(
-        "--read", type=Path, metavar="FILE", help="make the tables of saved ones; measure nothing"
-    )
-    parser.add_argument(
-        "--write",
-        action="store_true",
-        help="put the tables between the markers in README.md and benchmarks/README.md",
+    )  # fmt: skip
+    files = parser.add_argument_group("files")
+    files.add_argument("--json", type=Path, metavar="FILE", help="save the measurements, too")
+    files.add_argument(
+        "--read", type=Path, nargs="+", metavar="FILE",
+        help="make the tables of saved measurements together; measure nothing",
+    )  # fmt: skip
+    files.add_argument(
+        "--write", action="store_true", help="put the tables between the markers of the READMEs"
     )
     return parser
 
 
 def run(args: argparse.Namespace) -> None:
+    """Measure, or read, and print.
+
+    Raises:
+        UserError: the arguments don't fit together, or the machine lacks what they ask for.
+    """
+    results = Results.read(args.read) if args.read else planned(args)
     if args.write:  # better known now than after the measurement
-        for document in DOCUMENTS:
-            between_markers(document.read_text(encoding="utf-8"), "")
-    results = Results.read(args.read) if args.read else measure(args)
+        if set(results.sizes) & set(TINY):
+            raise UserError("--write: figures of tiny models mean nothing", "leave --write out")
+        with_tables(results, empty=True)
+    if not args.read:
+        measure(args, results)
     print(full(results))
-    if args.json:
-        results.save(args.json)
     if args.write:
-        for document, text in DOCUMENTS.items():
-            after = between_markers(document.read_text(encoding="utf-8"), text(results))
-            document.write_text(after, encoding="utf-8")
+        for path, text in with_tables(results).items():
+            path.write_text(text, encoding="utf-8")
 
 
-def measure(args: argparse.Namespace) -> Results:
-    """All of it, in rounds; progress is told on stderr."""
-    size, rounds = (QUICK, 1) if args.quick else (Size(), args.rounds)
-    spec = ModelSpec(device=args.device, dtype=args.dtype)
-    workload, written = Workload.of(load(spec), size), {}
-    found, missing = contenders(workload, args.peers, args.gguf, written)
-    timings = [Timing(one.peer, one.contexts, []) for one in found]
-    products, plain, captured, growth = [], [], [], Growth(workload)
-    for one in found:
-        tell(f"warming up: {one.peer}")
-        one.run(2)
-    for number in range(1, rounds + 1):
-        for one, timing in zip(found, timings, strict=True):
-            tell(f"round {number} of {rounds}: {one.peer}, contexts: {one.contexts}")
-            timing.seconds.append(timed(lambda run=one.run: run(size.new_tokens)))
-        if workload.subject.device.type == "cpu":  # elsewhere waiting for each would be counted
-            tell(f"round {number} of {rounds}: matrix products")
-            floor.measure(workload, products)
-        tell(f"round {number} of {rounds}: capture, growth")
-        for taken, seconds in zip(
-            (plain, captured), capture_cost(workload, CAPTURE_PAIRS), strict=True
-        ):
-            taken.append(seconds)
-        growth.measure()
-    tell("memory")
-    return Results(
-        setting=setting(workload.subject),
-        context_tokens=size.context_tokens,
-        rows=size.rows,
-        new_tokens=size.new_tokens,
-        contexts=CONTEXTS,
-        rounds=rounds,
-        missing=missing,
-        timings=timings,
-        products=products,
-        plain=plain,
-        captured=captured,
-        growth=growth.points,
-        memory=memory.measure(replace(spec, device=str(workload.subject.device)), size),
-        compared=compare(written, size.rows, CONTEXTS),
+def planned(args: argparse.Namespace) -> Results:
+    """What the arguments ask for, before anything is measured.
+
+    Raises:
+        UserError: it can't be measured here.
+    """
+    on_gpu = resolve_device(args.device).type == "cuda"
+    models = args.models or (list(SHAPES)[:3] if on_gpu else [embedded.NAME])
+    large = set(models) - {embedded.NAME, *TINY}
+    if large and not on_gpu:
+        raise UserError(f"{min(large)} takes hours on a CPU", f"use --models {' '.join(TINY)}")
+    if args.json and (args.json.is_dir() or not args.json.parent.is_dir()):
+        raise UserError(f"--json {args.json} can't be written", "name a file in an existing folder")
+    if args.gguf and not args.gguf.is_file():
+        raise UserError(f"no file {args.gguf}", "give --gguf a file, or leave it out")
+    sizes = {model: size_of(args, model, on_gpu) for model in models}
+    return Results("", on_gpu, [datetime.date.today().isoformat()], sizes)
+
+
+def size_of(args: argparse.Namespace, model: str, on_gpu: bool) -> Size:
+    """The model's workload, with what the arguments change."""
+    size = Size((32,), 512, 33, 64) if on_gpu else Size((1, 4), 231, 33, 48)
+    if model in TINY:
+        size = Size((4,) if on_gpu else (1, 4), 24, 5, 6)
+    last = args.contexts or size.counts[-1]
+    return Size(
+        (last,) if on_gpu or last == 1 else (1, last),
+        args.context_tokens or size.context_tokens,
+        args.rows or size.rows,
+        args.tokens or size.new_tokens,
     )
 
 
-def setting(subject: Subject) -> str:
-    """Hardware, versions, dtype and date, on one line."""
-    described = subject.describe()
-    names = []
-    for package in PACKAGES:
-        try:
-            names.append(f"{package} {version(package)}")
-        except PackageNotFoundError:
-            continue
-    return (
-        f"{processor()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads, "
-        f"{described['dtype']} on {described['device']}, {', '.join(names)}, "
-        f"{datetime.date.today().isoformat()}"
-    )
+def measure(args: argparse.Namespace, results: Results) -> None:
+    """All of it, into ``results``; saved after every process if ``--json`` is given."""
+    for model in results.sizes:
+        for task in tasks(args, model, results):
+            setting, records = in_process(task)
+            results.setting = setting or results.setting
+            results.records += records
+            if args.json:
+                results.save(args.json)
 
 
-def processor() -> str:
-    """The CPU's name, with the widest vectors it has."""
-    try:
-        told = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return platform.processor() or platform.machine()
-    name = re.search(r"model name\s*: (.*)", told)
-    vectors = next((v for v in ("avx512f", "avx2") if re.search(rf"\b{v}\b", told)), None)
-    named = name[1].strip() if name else platform.machine()
-    return f"{named} ({vectors})" if vectors else named
+def tasks(args: argparse.Namespace, model: str, results: Results) -> Iterator[Task]:
+    """The processes for one model, in order."""
+    size, kind = results.sizes[model], "cuda" if results.on_gpu else "cpu"
+    dtype = "bfloat16" if results.on_gpu and model not in TINY else "float32"
+    together = size.counts[-1] if results.on_gpu else 1
+    whole = Task(
+        model, (), args.rounds, size, str(resolve_device(args.device)), args.dtype or dtype,
+        args.together or together, args.gguf,
+    )  # fmt: skip
+    chosen = [
+        name
+        for name, one in CONTENDERS.items()
+        if name in (args.contenders or CONTENDERS)
+        and (args.contenders or model in TINY or kind in one.devices)
+    ]
+    shared = tuple(name for name in chosen if kind not in CONTENDERS[name].alone)
+    if shared:
+        yield replace(whole, contenders=shared)
+    for name in chosen:
+        if name not in shared:
+            for count in CONTENDERS[name].numbers(size):
+                yield replace(whole, contenders=(name,), size=replace(size, counts=(count,)))
 
 
-def tell(what: str) -> None:
-    print(what, file=sys.stderr, flush=True)
+def with_tables(results: Results, empty: bool = False) -> dict[Path, str]:
+    """The READMEs that have the markers of the device, with the tables between them.
+
+    Raises:
+        UserError: none of them has the markers, or one has them only partly.
+    """
+    marker = "benchmarks.sampling cuda" if results.on_gpu else "benchmarks.sampling"
+    found = {}
+    for path, text in DOCUMENTS.items():
+        document = path.read_text(encoding="utf-8")
+        if f"<!-- {marker} -->" in document:
+            found[path] = between_markers(document, "" if empty else text(results), marker)
+    if not found:
+        raise UserError(f"no README has <!-- {marker} -->", "put both markers where they belong")
+    return found
 
 
 if __name__ == "__main__":

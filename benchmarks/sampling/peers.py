@@ -1,250 +1,267 @@
-"""Who is measured by ``benchmarks.sampling``, and on what.
+"""The same job done by others: ``transformers``, TransformerLens and llama.cpp.
 
-Every contender decodes the same number of tokens from the same contexts. Only ours and llama.cpp
-can mix temperatures in a batch and run the prefix once; the others get the easier job of one
-temperature, T = 1, in a call of their own for each context.
+Only llama.cpp can mix temperatures in a batch and prefill a context once for all of its rows. The
+others get the easier job of one temperature, T = 1.
 """
 
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 from transformers import GenerationConfig
 
-from ia_mech.chat.format import ChatFormat
-from ia_mech.data.conversations import open_conversations
-from ia_mech.data.formats import ColumnMap
-from ia_mech.engine.capture import find_blocks
-from ia_mech.engine.decode import decode
-from ia_mech.engine.loop import Decoded, Row
-from ia_mech.engine.prefill import Prefix, prefill
-from ia_mech.engine.sampling import stream_key
+from benchmarks.sampling.workload import (
+    Contender,
+    Workload,
+    one_line,
+    random_contexts,
+    release_memory,
+    rows_of,
+)
 from ia_mech.errors import UserError
-from ia_mech.models.load import Subject, embedded
+from ia_mech.models import embedded
+from ia_mech.models.load import is_out_of_memory
 
-TEMPERATURES, POSITIONS, CONTEXTS = (0.5, 0.7, 1.0, 1.3), 5, 4
-
-
-@dataclass(frozen=True)
-class Size:
-    """How much is measured: the workload, and what it grows to."""
-
-    context_tokens: int = 231
-    rows: int = 33  # per context: greedy + 4 temperatures x 8 samples
-    new_tokens: int = 48
-    grown_rows: Sequence[int] = (8, 16, 66, 132)
-    grown_tokens: Sequence[int] = (12, 24, 96)
-    grown_contexts: Sequence[int] = (115, 462)
+# What errors say where a tensor has more numbers than a kernel can count.
+TOO_LARGE = ("32-bit", "INT_MAX", "invalid configuration argument")
 
 
-QUICK = Size(48, 9, 4, grown_rows=(18,), grown_tokens=(8,), grown_contexts=(96,))
+class Generate(Contender):
+    """``generate`` of ``transformers``, called with as many contexts as fit into the memory.
 
+    ``settings`` are those of the ``GenerationConfig`` besides sampling.
+    """
 
-@dataclass(frozen=True)
-class Contender:
-    """``run(new_tokens)`` does the whole job: prefill, decoding and sampling of every row."""
+    def __init__(self, work: Workload, contexts: int, **settings: Any) -> None:
+        super().__init__(work, contexts)
+        self.together, self.settings = min(work.task.together, contexts), settings
 
-    peer: str
-    contexts: int
-    run: Callable[[int], object]
+    def warm_up(self) -> None:
+        """One call with all contexts, or with half as many and again half, until it fits."""
+        new_tokens = self.work.size.new_tokens if self.work.on_gpu else 2
+        tried = []
+        while problem := too_much(lambda: self._call(self.work.ids[: self.together], new_tokens)):
+            self._forget_compiled()
+            release_memory(self.work.device)
+            if self.together == 1:
+                raise MemoryError(f"not one context fits: {problem}")
+            tried.append(str(self.together))
+            self.together //= 2
+        self.notes = f"{self._engine()}; {self.together} contexts a call"
+        self.notes += f" ({', '.join(tried)} don't fit)" if tried else ""
 
+    def run(self, new_tokens: int) -> None:
+        ids = self.work.ids[: self.contexts]
+        for start in range(0, self.contexts, self.together):
+            self._call(ids[start : start + self.together], new_tokens)
 
-@dataclass(frozen=True)
-class Workload:
-    """The model and the contexts, ``size.context_tokens`` each."""
-
-    subject: Subject
-    contexts: list[list[int]]
-    size: Size
-
-    @classmethod
-    def of(cls, subject: Subject, size: Size) -> "Workload":
-        return cls(subject, real_contexts(subject, size.context_tokens, CONTEXTS), size)
-
-    def rows(self, contexts: int) -> list[Row]:
-        """Greedy and equally many samples per temperature, for each context."""
-        return [row for at in range(contexts) for row in rows_of(at, self.size.rows)]
-
-
-def real_contexts(subject: Subject, tokens: int, count: int) -> list[list[int]]:
-    """The last ``tokens`` of the first ``count`` built-in chat contexts that have as many."""
-    chat = ChatFormat(subject.tokenizer)
-    source = open_conversations(
-        "builtin", limit=None, columns=ColumnMap(), split=None, subset=None, revision=None
-    )
-    found = (chat.context(conversation.messages).ids for conversation in source)
-    enough = (list(ids[-tokens:]) for ids in found if len(ids) >= tokens)
-    return [ids for _, ids in zip(range(count), enough, strict=False)]
-
-
-def rows_of(context: int, count: int) -> list[Row]:
-    """Greedy, then samples that go through the temperatures; each sample has its own noise."""
-    samples = [divmod(number, len(TEMPERATURES)) for number in range(count - 1)]
-    return [Row(context, 0.0, (0, 0))] + [
-        Row(context, TEMPERATURES[at], stream_key(0, f"benchmark-{context}", sample))
-        for sample, at in samples
-    ]
-
-
-def prefixes(contexts: Sequence[Sequence[int]]) -> list[Prefix]:
-    """Contexts with their last positions to be captured."""
-    return [Prefix(ids, range(len(ids) - POSITIONS, len(ids))) for ids in contexts]
-
-
-def timed(function: Callable[[], object]) -> float:
-    """Seconds of one call."""
-    begun = time.perf_counter()
-    function()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter() - begun
-
-
-def ours(workload: Workload, written: dict[tuple[str, int], list[Decoded]]) -> list[Contender]:
-    """The engine as runs use it, and the portable one; what rows wrote is left in ``written``."""
-    model, blocks = workload.subject.model, find_blocks(workload.subject.model)
-
-    def contender(peer: str, contexts: int) -> Contender:
-        rows = workload.rows(contexts)
-
-        def run(new_tokens: int) -> None:
-            prefilled = prefill(model, prefixes(workload.contexts[:contexts]), blocks)
-            written[peer, contexts] = decode(
-                model, prefilled, rows, [], new_tokens, share=peer == "ours"
-            )
-
-        return Contender(peer, contexts, run)
-
-    return [
-        contender(peer, n) for n in (1, len(workload.contexts)) for peer in ("ours", "portable")
-    ]
-
-
-def generate(workload: Workload, peer: str, **outputs: bool) -> list[Contender]:
-    """``generate`` of transformers; ``outputs`` are what it is asked to return besides tokens."""
-    model = workload.subject.model
-    batch = torch.tensor([workload.contexts[0]] * workload.size.rows, device=model.device)
-
-    def run(new_tokens: int) -> None:
-        settings = GenerationConfig(
-            do_sample=True,
-            temperature=1.0,
-            top_k=0,
-            max_new_tokens=new_tokens,
-            min_new_tokens=new_tokens,
-            pad_token_id=0,
-            return_dict_in_generate=bool(outputs),
-            **outputs,
+    def _call(self, ids: Sequence[Sequence[int]], new_tokens: int) -> None:
+        size = self.work.size
+        batch = torch.tensor(ids, device=self.work.device)
+        config = sampling_config(size.rows, new_tokens, min_new_tokens=new_tokens, **self.settings)
+        written = generating(self.work).generate(
+            inputs=batch, attention_mask=torch.ones_like(batch), generation_config=config
         )
-        model.generate(batch, attention_mask=torch.ones_like(batch), generation_config=settings)
+        tokens = written if isinstance(written, torch.Tensor) else written.sequences
+        expected = len(ids) * size.rows, size.context_tokens + new_tokens
+        if tuple(tokens.shape) != expected:
+            raise RuntimeError(f"tokens {tuple(tokens.shape)}, not {expected}")
 
-    return [Contender(peer, 1, run)]
+    def _forget_compiled(self) -> None:
+        """Or the next batch would be compiled for any size, which is slower than for its own."""
+        if vars(self.work.model).pop("_compiled_call", None) is not None:
+            torch.compiler.reset()
+
+    def _engine(self) -> str:
+        model = self.work.model
+        # transformers compiles by itself where it can, and keeps the compiled call.
+        how = "compiled" if hasattr(model, "_compiled_call") else "not compiled"
+        static = self.settings.get("cache_implementation") == "static"
+        cache = f"static cache, {how}" if static else "dynamic cache"
+        return f"{cache}, {model.config._attn_implementation}"
 
 
-def transformer_lens(workload: Workload) -> list[Contender]:
-    """The library's own generation loop, with its cache, on the same weights.
+class Continuous(Contender):
+    """``transformers``' continuous batching, all contexts in one call.
+
+    Its cache and graphs are made in the warm-up and kept. It also keeps prefixes that it has seen,
+    so each call gets other contexts, or only the first one would prefill.
+    """
+
+    calls = 0
+
+    def warm_up(self) -> None:
+        used: set[str] = set()
+        # The library puts the model's own attention back after each call.
+        config = self.work.model.config
+        hook = self.work.blocks[0].register_forward_pre_hook(
+            lambda *_: used.add(config._attn_implementation)
+        )
+        try:
+            self.run(self.work.size.new_tokens)
+        finally:
+            hook.remove()
+        self.notes = f"attention {', '.join(sorted(used))}"
+
+    def run(self, new_tokens: int) -> None:
+        self.calls += 1
+        size = self.work.size
+        ids = random_contexts(self.work.model, self.contexts, size.context_tokens, seed=self.calls)
+        with errors_logged() as errors:
+            results = generating(self.work).generate_batch(
+                inputs=ids,
+                generation_config=sampling_config(size.rows, new_tokens),
+                persistent_manager=True,
+            )
+        demand_complete(results, self.contexts, size.rows, new_tokens, errors)
+
+    def close(self) -> None:
+        with contextlib.suppress(RuntimeError):  # a failed kernel may have left a GPU unusable
+            generating(self.work).destroy_cached_continuous_batching_manager()
+
+
+def generating(work: Workload) -> Any:
+    """The model, whose type doesn't declare ``generate``."""
+    return work.model
+
+
+def sampling_config(rows: int, new_tokens: int, **settings: Any) -> GenerationConfig:
+    """Sampling at T = 1, ``rows`` sequences of each context."""
+    return GenerationConfig(
+        do_sample=True, temperature=1.0, top_k=0, max_new_tokens=new_tokens,
+        num_return_sequences=rows, pad_token_id=0, **settings,
+    )  # fmt: skip
+
+
+def too_much(function: Callable[[], object]) -> str:
+    """Run it; returns the error if memory, or a kernel's numbering, was too small for it."""
+    try:
+        function()
+    except Exception as error:
+        if not is_out_of_memory(error) and not any(text in str(error) for text in TOO_LARGE):
+            raise
+        return one_line(error)
+    return ""
+
+
+@contextlib.contextmanager
+def errors_logged() -> Iterator[list[str]]:
+    """The errors that continuous batching logs meanwhile: it raises none."""
+    found: list[str] = []
+    logger = logging.getLogger("ContinuousBatchingLogger")
+    handler = logging.Handler(logging.ERROR)
+    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    try:
+        yield found
+    finally:
+        logger.removeHandler(handler)
+
+
+def demand_complete(
+    results: Mapping[str, Any], contexts: int, rows: int, new_tokens: int, errors: Sequence[str]
+) -> None:
+    """Continuous batching returns what it has, whatever went wrong: ``results`` by request.
+
+    transformers 5.17 returns one result of each context, though it makes all; 5.23 returns those
+    of forked requests, too.
 
     Raises:
-        UserError: the library isn't installed.
+        RuntimeError: ``errors`` were logged, or a result is missing, failed or too short.
     """
-    try:
-        from transformer_lens.model_bridge import TransformerBridge
-    except ImportError as error:
-        raise UserError(
-            f"transformer-lens can't be imported ({error})", "pip install 'transformer-lens>=4,<5'"
-        ) from error
-    model = workload.subject.model
-    bridge = TransformerBridge.boot_transformers(
-        str(embedded.directory()), device=str(model.device), dtype=model.dtype
-    )
-    batch = torch.tensor([workload.contexts[0]] * workload.size.rows, device=model.device)
+    expected = contexts * rows if any("__child#" in name for name in results) else contexts
+    problems = list(errors)
+    if len(results) != expected:
+        problems.append(f"{len(results)} results, not {expected}")
+    for name, result in results.items():
+        written = len(result.generated_tokens)
+        if result.error is not None or written != new_tokens:
+            problems.append(f"{name}: {result.error or f'{written} tokens, not {new_tokens}'}")
+    if problems:
+        raise RuntimeError(f"continuous batching: {problems[0]}")
 
-    def run(new_tokens: int) -> None:
-        bridge.generate(
-            batch,
-            max_new_tokens=new_tokens,
-            stop_at_eos=False,
-            do_sample=True,
-            temperature=1.0,
-            use_past_kv_cache=True,
-            return_type="tokens",
-            verbose=False,
+
+class TransformerLens(Contender):
+    """The library's own generation loop, with its cache, on the embedded model's weights.
+
+    Raises:
+        UserError: the library isn't installed, or the model is another one.
+    """
+
+    def __init__(self, work: Workload, contexts: int) -> None:
+        super().__init__(work, contexts)
+        demand_embedded(work)
+        try:
+            from transformer_lens.model_bridge import TransformerBridge
+        except ImportError as error:
+            raise UserError(
+                f"transformer-lens can't be imported ({error})",
+                "pip install 'transformer-lens>=4,<5'",
+            ) from error
+        self.bridge = TransformerBridge.boot_transformers(
+            str(embedded.directory()), device=str(work.device), dtype=work.model.dtype
         )
 
-    return [Contender("transformer-lens", 1, run)]
+    def run(self, new_tokens: int) -> None:
+        for ids in self.work.ids[: self.contexts]:
+            self.bridge.generate(
+                torch.tensor([ids] * self.work.size.rows, device=self.work.device),
+                max_new_tokens=new_tokens,
+                stop_at_eos=False,
+                do_sample=True,
+                temperature=1.0,
+                use_past_kv_cache=True,
+                return_type="tokens",
+                verbose=False,
+            )
 
 
-def llama_cpp(workload: Workload, gguf: Path | None) -> list[Contender]:
-    """llama.cpp on the embedded model's 4-bit file, which is fetched unless it is given.
+class LlamaCpp(Contender):
+    """llama.cpp on the embedded model's 4-bit file, on a CPU.
 
     Raises:
         UserError: the bindings aren't installed, or the file can't be had.
     """
-    if workload.subject.device.type != "cpu":
-        raise UserError("llama.cpp is measured on CPUs only", "use --device cpu")
-    try:
-        from benchmarks.sampling.llama import Llama
-    except (ImportError, OSError, RuntimeError) as error:  # the last two of its shared library
-        raise UserError(
-            f"llama-cpp-python can't be imported ({error})",
-            "pip install llama-cpp-python; it is compiled then, by a C++ compiler and cmake",
-        ) from error
-    llama = Llama(_gguf() if gguf is None else gguf, torch.get_num_threads())
-    return [
-        Contender(
-            "llama.cpp",
-            contexts,
-            llama.job(
-                workload.contexts[:contexts],
-                [row.temperature for row in rows_of(0, workload.size.rows)],
-                workload.size.new_tokens,
-            ),
+
+    def __init__(self, work: Workload, contexts: int) -> None:
+        super().__init__(work, contexts)
+        demand_embedded(work)
+        if work.device.type != "cpu":
+            raise UserError("llama.cpp is measured on CPUs only", "use --device cpu")
+        try:
+            from benchmarks.sampling.llama import job
+        except (ImportError, OSError, RuntimeError) as error:  # the last two of its shared library
+            raise UserError(
+                f"llama-cpp-python can't be imported ({error})",
+                "pip install llama-cpp-python; it is compiled then, by a C++ compiler and cmake",
+            ) from error
+        self.job = job(
+            work.task.gguf or embedded_gguf(),
+            work.ids[:contexts],
+            [row.temperature for row in rows_of(0, work.size.rows)],
+            most_tokens=work.size.new_tokens,
+            threads=torch.get_num_threads(),
         )
-        for contexts in (1, len(workload.contexts))
-    ]
+
+    def run(self, new_tokens: int) -> None:
+        self.job(new_tokens)
 
 
-def _gguf() -> Path:
+def demand_embedded(work: Workload) -> None:
+    """Raises UserError for models with random weights."""
+    if work.task.model != embedded.NAME:
+        raise UserError(f"{work.task.model} has no file to load", f"use {embedded.NAME}")
+
+
+def embedded_gguf() -> Path:
     """The embedded model's 4-bit file, kept beside the converted model."""
     kept = embedded.cache_dir() / "models" / Path(embedded.GGUF).name
     if not kept.is_file():
+        kept.parent.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(dir=kept.parent) as scratch:
             embedded.gguf_file(Path(scratch)).rename(kept)
     return kept
-
-
-def contenders(
-    workload: Workload,
-    peers: Sequence[str],
-    gguf: Path | None,
-    written: dict[tuple[str, int], list[Decoded]],
-) -> tuple[list[Contender], dict[str, str]]:
-    """Ours and the peers that can be had; and of those that can't, why and what to do.
-
-    Args:
-        workload: what all of them decode.
-        peers: which, besides ours.
-        gguf: the 4-bit file, None for the embedded model's.
-        written: what rows of our engines wrote is left here, by name and number of contexts.
-    """
-    makers = {
-        "generate": lambda: generate(workload, "generate"),
-        "generate-captures": lambda: generate(
-            workload, "generate-captures", output_hidden_states=True, output_scores=True
-        ),
-        "transformer-lens": lambda: transformer_lens(workload),
-        "llama.cpp": lambda: llama_cpp(workload, gguf),
-    }
-    found = [one for one in ours(workload, written) if one.peer == "ours" or one.peer in peers]
-    missing = {}
-    for peer, make in makers.items():
-        if peer not in peers:
-            continue
-        try:
-            found += make()
-        except UserError as error:
-            missing[peer] = str(error)
-    return found, missing

@@ -1,168 +1,142 @@
-"""What ``benchmarks.sampling`` measured: records that are saved as JSON, and their arithmetic.
-
-Every list of seconds has one number per round; ratios are taken within a round.
-"""
+"""What was measured: records that are saved as JSON, and their arithmetic."""
 
 import json
-import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from itertools import product
 from pathlib import Path
+from typing import Any
 
+import pandas as pd
+
+from benchmarks.sampling.workload import Size
 from ia_mech.errors import UserError
 
-OURS, FLOOR = "ours", "floor"
-
-
-@dataclass
-class Timing:
-    """Seconds of a contender, named as ``--peers`` does, for so many contexts together."""
-
-    peer: str
-    contexts: int
-    seconds: list[float]
-
-
-@dataclass
-class Product:
-    """All ``count`` products with weights of one shape in one pass through the model.
-
-    ``part``: ``prefill`` (the blocks' linear layers on every token of the contexts), ``head`` (the
-    unembedding at each context's last token) or ``step`` (everything, on one token of every row);
-    of so many contexts. ``rows`` are multiplied with weights ``shape`` [out, in]. ``seconds``: of
-    all ``count`` together, by the way they were computed.
-    """
-
-    part: str
-    contexts: int
-    rows: int
-    shape: tuple[int, int]
-    count: int
-    seconds: dict[str, list[float]]
-
-
-@dataclass
-class Point:
-    """Ours, one context: what prefill and decoding take as the workload grows."""
-
-    rows: int
-    new_tokens: int
-    prefix: int
-    prefill: list[float]
-    decode: list[float]
-
-
-@dataclass
-class Held:
-    """Bytes of keys and values, ours: ``expected`` is every context once and every row's own
-    tokens, ``caches`` what the tensors in the caches hold, ``peak`` by how much the process grew
-    while it prefilled and decoded; None where that isn't known."""
-
-    contexts: int
-    shared: bool
-    expected: int
-    caches: int
-    peak: int | None
-
-
-@dataclass
-class Compared:
-    """Rows of two computations that should be one, and the margin where each first differs."""
-
-    what: str
-    rows: int
-    margins: list[float]
+OURS, FLOOR = "ours", "products"
 
 
 @dataclass
 class Results:
-    """Everything a run measured.
+    """Everything that was measured on one machine.
 
     Attributes:
-        setting: hardware, versions, dtype, date; one line.
-        context_tokens: of each context.
-        rows: per context.
-        new_tokens: per row.
-        contexts: decoded together in the larger version of the workload.
-        rounds: of every contender.
-        missing: why a peer wasn't measured, and the remedy.
-        timings: all contenders.
-        products: what the floor is made of.
-        plain: seconds of a prefill without capture, per round.
-        captured: seconds of one with it.
-        growth: the workload itself is the first point.
-        memory: of the shared and the portable engine.
-        compared: engines and widths.
+        setting: hardware, versions and dtype on one line.
+        on_gpu: peers had processes of their own, one after the other; on a CPU they took turns.
+        days: dates of measurement.
+        sizes: of the models' workloads.
+        records: as ``benchmarks.sampling.measure`` describes them, in order.
     """
 
-    setting: str
-    context_tokens: int
-    rows: int
-    new_tokens: int
-    contexts: int
-    rounds: int
-    missing: dict[str, str]
-    timings: list[Timing]
-    products: list[Product]
-    plain: list[float]
-    captured: list[float]
-    growth: list[Point]
-    memory: list[Held]
-    compared: list[Compared]
+    setting: str = ""
+    on_gpu: bool = False
+    days: list[str] = field(default_factory=list)
+    sizes: dict[str, Size] = field(default_factory=dict)
+    records: list[dict[str, Any]] = field(default_factory=list)
 
     def save(self, path: Path) -> None:
-        path.write_text(json.dumps(asdict(self), indent=1), encoding="utf-8")
+        path.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
 
     @classmethod
-    def read(cls, path: Path) -> "Results":
-        """What :meth:`save` wrote.
+    def read(cls, paths: Sequence[Path]) -> "Results":
+        """What :meth:`save` wrote, together.
 
         Raises:
-            UserError: the file holds something else.
+            UserError: a file is missing or holds something else, or they don't belong together.
         """
-        kinds = {"timings": Timing, "products": Product, "growth": Point}
-        kinds |= {"memory": Held, "compared": Compared}
-        try:
-            fields = json.loads(path.read_text(encoding="utf-8"))
-            records = {name: [kind(**one) for one in fields[name]] for name, kind in kinds.items()}
-            return cls(**fields | records)
-        except (ValueError, KeyError, TypeError) as error:
-            raise UserError(f"{path} was not saved by --json ({error})", "measure again") from error
+        found = [_read(path) for path in paths]
+        whole = found[0]
+        for path, more in zip(paths[1:], found[1:], strict=True):
+            both = set(whole.sizes) & set(more.sizes)
+            if (
+                (more.setting, more.on_gpu) != (whole.setting, whole.on_gpu)
+                or any(more.sizes[model] != whole.sizes[model] for model in both)
+                or (both and not whole.on_gpu)  # rounds of one file don't pair with the other's
+            ):
+                raise UserError(
+                    f"{path} and {paths[0]} were measured in different settings, or hold the same "
+                    "model on a CPU",
+                    "make tables of each alone",
+                )
+            whole.sizes |= more.sizes
+            whole.records += more.records
+            whole.days = sorted({*whole.days, *more.days})
+        return whole
 
-    def seconds(self, peer: str, contexts: int) -> list[float] | None:
-        """Of a contender for so many contexts: measured together, or one call after another."""
-        if peer == FLOOR:
-            return floor(self, contexts)
-        of = {t.contexts: t.seconds for t in self.timings if t.peer == peer}
-        if contexts in of or 1 not in of:
-            return of.get(contexts)
-        return [contexts * taken for taken in of[1]]
+    def of(self, model: str, contender: str, contexts: int | None = None) -> list[dict[str, Any]]:
+        """A contender's records of all rounds; only for so many contexts, if given."""
+        return [
+            record
+            for record in self.records
+            if (record["model"], record["contender"]) == (model, contender)
+            and "values" in record
+            and contexts in (None, record["contexts"])
+        ]
+
+    def values(
+        self, model: str, contender: str, contexts: int | None = None
+    ) -> list[dict[str, Any]]:
+        """What was measured in each round."""
+        return [record["values"] for record in self.of(model, contender, contexts)]
+
+    def seconds(self, model: str, contender: str, contexts: int) -> list[float]:
+        """Of the whole job, per round; of several contexts in one call, or call after call."""
+        if contender == FLOOR:
+            return self.floor(model, contexts)
+        for together in (contexts, 1):
+            if found := self.values(model, contender, together):
+                return [contexts // together * values["seconds"] for values in found]
+        return []
+
+    def ratios(self, theirs: Sequence[float], ours: Sequence[float]) -> list[float]:
+        """Round by round where contenders took turns, else of every pair of rounds."""
+        pairs = product(theirs, ours) if self.on_gpu else zip(theirs, ours, strict=False)
+        return [a / b for a, b in pairs]
+
+    def products(self, model: str) -> pd.DataFrame:
+        """Timed matrix products (see ``limits.Products``) with their ``round``."""
+        rounds = enumerate(self.values(model, FLOOR))
+        return pd.DataFrame(
+            [one | {"round": number} for number, values in rounds for one in values["products"]]
+        )
+
+    def floor(
+        self, model: str, contexts: int, parts: Sequence[str] = ("prefill", "head", "step")
+    ) -> list[float]:
+        """Seconds of the workload's matrix products alone, per round; empty if unknown.
+
+        The prefill's once, and a step's for every new token but the first, which the prefill
+        predicts; of each shape the faster way in that round.
+        """
+        found = self.products(model)
+        if found.empty:
+            return []
+        found = found[(found.contexts == contexts) & found.part.isin(parts)]
+        fastest = found.groupby(["round", "part", "out", "in"]).seconds.min().reset_index()
+        steps = self.sizes[model].new_tokens - 1
+        times = fastest.part.map({"prefill": 1, "head": 1, "step": steps})
+        return (times * fastest.seconds).groupby(fastest["round"]).sum().tolist()
 
 
-def floor(
-    results: Results, contexts: int, parts: Sequence[str] = ("prefill", "head", "step")
-) -> list[float] | None:
-    """Seconds that the workload's matrix products take by themselves, per round; None if unknown.
+def _read(path: Path) -> Results:
+    if not path.is_file():
+        raise UserError(f"no file {path}", "measure first, with --json")
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+        for model, size in fields["sizes"].items():
+            fields["sizes"][model] = Size(**size | {"counts": tuple(size["counts"])})
+        read = Results(**fields)
+        if not all(record["model"] in read.sizes for record in read.records):
+            raise ValueError("a record without a size")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{path} was not saved by --json ({error})", "measure again") from error
+    return read
 
-    The prefill's once and a step's for every new token but the first, which the prefill predicts;
-    for each shape the faster way of computing it, in that round.
+
+def gflops(products: pd.DataFrame) -> float:
+    """Billions of floating-point operations per second of some products of one way together.
+
+    Seconds of each shape are the median over rounds.
     """
-    found = [p for p in results.products if p.contexts == contexts and p.part in parts]
-    if not found:
-        return None
-    times = {"prefill": 1, "head": 1, "step": results.new_tokens - 1}
-    return [
-        sum(times[p.part] * min(taken[number] for taken in p.seconds.values()) for p in found)
-        for number in range(results.rounds)
-    ]
-
-
-def gflops(products: Sequence[Product], way: str) -> float:
-    """Billions of floating-point operations per second of some products together."""
-    operations = sum(2 * p.rows * p.shape[0] * p.shape[1] * p.count for p in products)
-    return operations / sum(statistics.median(p.seconds[way]) for p in products) / 1e9
-
-
-def ratios(above: Sequence[float], below: Sequence[float]) -> list[float]:
-    """Within each round."""
-    return [a / b for a, b in zip(above, below, strict=True)]
+    shapes = products.groupby(["out", "in", "rows", "count"]).seconds.median().reset_index()
+    operations = 2 * shapes.rows * shapes.out * shapes["in"] * shapes["count"]
+    return float(operations.sum() / shapes.seconds.sum() / 1e9)

@@ -1,26 +1,30 @@
 """The Markdown of ``benchmarks.sampling``: pure functions of what was measured."""
 
-import statistics
 from collections.abc import Iterable, Sequence
+from statistics import median
+from typing import Any
 
-from benchmarks.sampling.results import FLOOR, OURS, Results, floor, gflops, ratios
+from benchmarks.sampling.results import FLOOR, OURS, Results, gflops
 from ia_mech.errors import UserError
 
-OPENING, CLOSING = "<!-- benchmarks.sampling -->", "<!-- /benchmarks.sampling -->"
-PEERS = {  # by the name that --peers takes: what tables call it, and the ratio that is wanted
-    OURS: ("ia_mech, all layers at 5 positions", ""),
-    "portable": ("the same, a copy of the prefix per row", ""),
-    "generate": ("`generate`", "8"),
-    "generate-captures": ("`generate` with hidden states and scores", "10"),
-    "transformer-lens": ("TransformerLens `generate`", "20"),
-    "llama.cpp": ("llama.cpp, 4-bit weights", "1.2 and 2"),
-    FLOOR: ("the matrix products alone", "0.6 for all contexts"),
+# By the name of a contender: what tables call it, and the ratio that is wanted on a CPU and a GPU.
+PEERS = {
+    OURS: ("ia_mech, all layers at 5 positions", "", ""),
+    "portable": ("the same, a copy of the prefix per row", "", ""),
+    "ours-no-graphs": ("the same without CUDA graphs", "", ""),
+    "generate": ("`generate`", "8", ""),
+    "generate-captures": ("`generate` with hidden states and scores", "10", "8"),
+    "static": ("`generate`, static cache, compiled", "", "4"),
+    "continuous": ("`transformers`' continuous batching", "", "3"),
+    "transformer-lens": ("TransformerLens `generate`", "20", ""),
+    "llama.cpp": ("llama.cpp, 4-bit weights", "1.2 and 2", ""),
+    FLOOR: ("the matrix products alone", "0.6 for all contexts", ""),
 }
 
 
 def spread(values: Sequence[float], form: str = ".2f") -> str:
     """``median (min … max)``; the median alone if there is one value."""
-    middle = format(statistics.median(values), form)
+    middle = format(median(values), form)
     if len(values) == 1:
         return middle
     return f"{middle} ({format(min(values), form)} … {format(max(values), form)})"
@@ -31,184 +35,273 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def peers_table(results: Results, wanted: bool = True) -> str:
-    """Tokens per second of every contender, and ours over it."""
-    counts, body = (1, results.contexts), []
-    for peer, (name, aim) in PEERS.items():
-        cells = []
-        for contexts in counts:
-            taken = results.seconds(peer, contexts)
-            if taken is None:
-                cells += ["", ""]
-                continue
-            tokens = contexts * results.rows * results.new_tokens
-            cells.append(f"{tokens / statistics.median(taken):.0f}")
-            ours = results.seconds(OURS, contexts)
-            cells.append("" if peer == OURS else spread(ratios(taken, ours)))
-        if any(cells):
-            body.append([name, *([aim] if wanted else []), *cells])
-    head = ["", *(["wanted"] if wanted else [])]
-    for contexts in counts:
-        head += [f"tokens/s, {contexts * results.rows} rows", "ours ÷ it"]
-    return table(head, body)
+def cell(text: str) -> str:
+    """Text that doesn't end a cell."""
+    return " ".join(text.replace("|", "\\|").split())
 
 
-def products_table(results: Results) -> str:
-    """GFLOP/s of a decoding step's products, by shape and way of computing."""
-    steps = [p for p in results.products if p.part == "step"]
-    columns = list(dict.fromkeys((p.rows, way) for p in steps for way in p.seconds))
-    body = []
-    for shape in [*dict.fromkeys(tuple(p.shape) for p in steps), None]:  # None: all together
-        of = [p for p in steps if shape in (None, tuple(p.shape))]
-        name = "all" if shape is None else f"{shape[0]} × {shape[1]}"
-        count = sum(p.count for p in of if p.rows == columns[0][0])
-        rates = [gflops([p for p in of if p.rows == rows], way) for rows, way in columns]
-        body.append([name, str(count), *(f"{rate:.0f}" for rate in rates)])
-    return table(["weights", "of them", *(f"{rows} rows, {way}" for rows, way in columns)], body)
-
-
-def floor_line(results: Results) -> str:
-    """What the floor is made of."""
-    told = []
-    for contexts in (1, results.contexts):
-        parts = (floor(results, contexts, parts) for parts in (("prefill", "head"), ("step",)))
-        prefill, steps = (statistics.median(seconds) for seconds in parts)
-        rows = contexts * results.rows
-        told.append(f"{prefill:.2f} s of prefill and {steps:.2f} s of steps for {rows} rows")
-    return f"The floor is {', '.join(told)}."
-
-
-def growth_table(results: Results) -> str:
-    """Seconds as rows, new tokens or the prefix grow, and their ratio to the workload's."""
-    base, body = results.growth[0], []
-    for point in results.growth:
-        whole = [sum(both) for both in zip(point.prefill, point.decode, strict=True)]
-        base_whole = [sum(both) for both in zip(base.prefill, base.decode, strict=True)]
-        steps = point.new_tokens - 1
-        linear = point.rows / base.rows * steps / (base.new_tokens - 1)
-        body.append(
-            [
-                *(str(n) for n in (point.rows, point.new_tokens, point.prefix)),
-                f"{statistics.median(point.prefill):.2f}",
-                f"{statistics.median(point.decode):.2f}",
-                f"{statistics.median(point.decode) / steps * 1000:.0f}",
-                spread(ratios(point.decode, base.decode)),
-                f"{linear:.2f}",
-                spread(ratios(whole, base_whole)),
-            ]
+def full(results: Results) -> str:
+    """For benchmarks/README.md: every table."""
+    setting = f"{results.setting}, {' and '.join(results.days)}"
+    parts = [f"Measured on {setting}; {rounds(results)}, medians (min … max over rounds)."]
+    if results.on_gpu:
+        parts.append(
+            "Peers ran one after the other in processes of their own, so a ratio is the median of "
+            "all pairs of rounds."
         )
+    for model in results.sizes:
+        parts += [f"### {model}"] if results.on_gpu or len(results.sizes) > 1 else []
+        parts += of_model(results, model)
+    return "\n\n".join(parts)
+
+
+def short(results: Results) -> str:
+    """For the README: the peers' table, and what capture costs."""
+    model, size = next(iter(results.sizes.items()))
+    parts = [
+        f"Measured on {results.setting}, {' and '.join(results.days)}: a context of "
+        f"{size.context_tokens} tokens, {size.rows} rows of {size.new_tokens} new tokens each; and "
+        f"{size.counts[-1]} such contexts together. Median of {rounds(results)} (min … max):",
+        peers_table(results, model, wanted=False),
+        *capture_line(results, model),
+    ]
+    return "\n\n".join(parts)
+
+
+def rounds(results: Results) -> str:
+    keys = [(r["model"], r["contender"], r["contexts"]) for r in results.records if "values" in r]
+    most = max(map(keys.count, keys), default=0)
+    return "one round" if most == 1 else f"{most} rounds"
+
+
+def of_model(results: Results, model: str) -> list[str]:
+    """Paragraphs and tables."""
+    size = results.sizes[model]
+    jobs = "; and ".join(f"{counted(count)}, {count * size.rows} rows" for count in size.counts)
+    text = (
+        f"**Peers.** {jobs}; {size.context_tokens} tokens of context, {size.new_tokens} new tokens "
+        "each. Wanted: the least that ours ÷ it should be"
+    )
+    if not results.on_gpu:
+        text += (
+            "; for llama.cpp 1.2 with one context and 2 with all. `generate` and TransformerLens "
+            "are called once per context, which takes as many times as long"
+        )
+    parts = [f"{text}.", peers_table(results, model)]
+    failures = {
+        f"Not measured, or not to the end: {one['contender']}: {one['failed']}."
+        for one in results.records
+        if one["model"] == model and "failed" in one
+    }
+    parts += sorted(failures)
+    parts += [f"{line} Wanted: at most 2%." for line in capture_line(results, model)]
+    parts += decoding_lines(results, model)
+    if not results.products(model).empty:
+        parts += [
+            "**Matrix products** of one decoding step, GFLOP/s. Each weight is multiplied once, in "
+            "the model's order, so that none waits in the cache. The floor among the peers is made "
+            f"of these, {size.new_tokens - 1} times, and of the prefill's, the unembedding at the "
+            "last token only; for each shape the faster way. Attention, norms and sampling are not "
+            "in it.",
+            products_table(results, model),
+            floor_line(results, model),
+        ]
+    if results.of(model, "growth"):
+        parts += [
+            "**Growth**, one context. Wanted: linear in rows and new tokens, and at most 1.15 for "
+            "a doubled context. The prefill predicts the first new token, so n of them are n - 1 "
+            "steps.",
+            growth_table(results, model),
+        ]
+    if results.of(model, "memory") + results.of(model, "memory-portable"):
+        parts += [
+            "**Memory** for keys and values. Wanted: at most 20% more than every prefix once and "
+            "every row's own tokens. In the caches: the distinct storages that the prefilled and "
+            "the expanded state reach. The process: the peak of its memory in a prefill and the "
+            "decoding after it, less what it held before; the logits and all else that is alive "
+            "for a moment are in it.",
+            memory_table(results, model),
+        ]
+    if compared := results.values(model, "differing"):
+        parts += [
+            "**Rows that differ** between computations that round differently. Wanted: only where "
+            "the margin (by how much the chosen token won) is below 1e-4.",
+            differing_table(compared[-1]["compared"]),
+        ]
+    return parts + profile_parts(results, model)
+
+
+def peers_table(results: Results, model: str, wanted: bool = True) -> str:
+    """Tokens per second of every contender, and ours over it; on a GPU also how it ran."""
+    size, body = results.sizes[model], []
+    for name, (label, *aims) in PEERS.items():
+        cells = []
+        for contexts in size.counts:
+            taken, ours = (results.seconds(model, one, contexts) for one in (name, OURS))
+            tokens = contexts * size.rows * size.new_tokens
+            cells.append(f"{tokens / median(taken):.0f}" if taken else "")
+            ratios = results.ratios(taken, ours) if name != OURS else []
+            cells.append(spread(ratios) if ratios else "")
+        if any(cells):
+            aim = [aims[results.on_gpu]] if wanted else []
+            notes = [cell(one["notes"]) for one in results.of(model, name)[-1:]]
+            body.append([label, *aim, *cells, *(notes if results.on_gpu else [])])
+    head = ["", *(["wanted"] if wanted else [])]
+    for contexts in size.counts:
+        head += [f"tokens/s, {contexts * size.rows} rows", "ours ÷ it"]
+    return table([*head, *(["engine"] if results.on_gpu else [])], body)
+
+
+def capture_line(results: Results, model: str) -> list[str]:
+    """What capture adds to a prefill, if it was measured."""
+    found = results.values(model, "capture")
+    if not found:
+        return []
+    plain, captured = ([median(one[name]) for one in found] for name in ("plain", "captured"))
+    extra = [more / less - 1 for less, more in zip(plain, captured, strict=True)]
+    return [
+        f"Capturing all layers at 5 positions adds {spread(extra, '+.1%')} to a plain prefill "
+        f"({median(plain) * 1000:.0f} ms)."
+    ]
+
+
+def decoding_lines(results: Results, model: str) -> list[str]:
+    """Decoding alone and what of the device it reaches, if they were measured."""
+    size, found = results.sizes[model], results.values(model, "decode")
+    if not found:
+        return []
+    taken = [values["seconds"] for values in found]
+    # The prefill predicts the first tokens, but they are drawn in the time measured here.
+    rate = size.counts[-1] * size.rows * size.new_tokens / median(taken)
+    text = f"Decoding alone, of prefilled contexts: {spread(taken, '.3g')} s, {rate:.0f} tokens/s."
+    for ceilings in results.values(model, "ceilings")[-1:]:
+        by_bytes = found[-1]["least_bytes"] / ceilings["bandwidth"]
+        by_operations = found[-1]["least_operations"] / ceilings["rate"]
+        shares = [max(by_bytes, by_operations) / seconds for seconds in taken]
+        text += (
+            f" Copies reach {ceilings['bandwidth'] / 1e12:.3g} TB/s and matrix products "
+            f"{ceilings['rate'] / 1e12:.3g} TFLOP/s: its bytes alone would take {by_bytes:.3g} s, "
+            f"its operations {by_operations:.3g} s, and {spread(shares, '.0%')} of the larger is "
+            "reached. Wanted: 60%."
+        )
+    return [text]
+
+
+def products_table(results: Results, model: str) -> str:
+    """GFLOP/s of a decoding step's products, by shape and way of computing."""
+    steps = results.products(model).query("part == 'step'")
+    ways = [way for _, way in steps.groupby(["rows", "way"], sort=False)]
+    body = []
+    for shape in [*steps.groupby(["out", "in"], sort=False).groups, None]:  # None: all together
+        by_way = [
+            way if shape is None else way[(way["out"] == shape[0]) & (way["in"] == shape[1])]
+            for way in ways
+        ]
+        name = "all" if shape is None else f"{shape[0]} × {shape[1]}"
+        count = by_way[0][by_way[0]["round"] == 0]["count"].sum()
+        body.append([name, str(count), *(f"{gflops(one):.0f}" for one in by_way)])
+    head = [f"{way['rows'].iloc[0]} rows, {way['way'].iloc[0]}" for way in ways]
+    return table(["weights", "of them", *head], body)
+
+
+def floor_line(results: Results, model: str) -> str:
+    """What the floor is made of."""
+    size, parts = results.sizes[model], []
+    for contexts in size.counts:
+        prefill = median(results.floor(model, contexts, ("prefill", "head")))
+        steps = median(results.floor(model, contexts, ("step",)))
+        rows = contexts * size.rows
+        parts.append(f"{prefill:.2f} s of prefill and {steps:.2f} s of steps for {rows} rows")
+    return f"The floor is {', '.join(parts)}."
+
+
+def growth_table(results: Results, model: str) -> str:
+    """Seconds as rows, new tokens or the context grow, and their ratio to the workload's."""
+    found = [values["points"] for values in results.values(model, "growth")]  # [round][point]
+    base, body = found[0][0], []
+    for at, point in enumerate(found[0]):
+        prefill, decode = ([points[at][name] for points in found] for name in ("prefill", "decode"))
+        decodings = [points[at]["decode"] / points[0]["decode"] for points in found]
+        both = [
+            (points[at]["prefill"] + points[at]["decode"])
+            / (points[0]["prefill"] + points[0]["decode"])
+            for points in found
+        ]
+        steps = point["new_tokens"] - 1
+        linear = point["rows"] / base["rows"] * steps / (base["new_tokens"] - 1)
+        shape = [str(point[name]) for name in ("rows", "new_tokens", "context")]
+        times = [f"{median(prefill):.2f}", f"{median(decode):.2f}"]
+        times.append(f"{median(decode) / steps * 1000:.0f}")
+        body.append([*shape, *times, spread(decodings), f"{linear:.2f}", spread(both)])
     head = ["rows", "new tokens", "context", "prefill, s", "decoding, s", "a step, ms"]
     head += ["decoding ÷ the workload's", "if linear", "both ÷ the workload's"]
     return table(head, body)
 
 
-def memory_table(results: Results) -> str:
+def memory_table(results: Results, model: str) -> str:
     """Keys and values expected and found, in MB."""
-    body = []
-    for held in results.memory:
-        cells = [f"{held.expected / 1e6:.0f}"]
-        for found in (held.caches, held.peak):
-            known = found is not None
-            cells += [f"{found / 1e6:.0f}" if known else "unknown"]
-            cells += [f"{found / held.expected - 1:+.0%}" if known else ""]
-        rows = f"{held.contexts * results.rows} rows of {_contexts(held.contexts)}"
-        body.append([rows + ("" if held.shared else ", a copy of the prefix per row"), *cells])
+    body, size = [], results.sizes[model]
+    for contexts in size.counts:
+        for name, suffix in (("memory", ""), ("memory-portable", ", a copy of the prefix per row")):
+            for held in results.values(model, name, contexts)[-1:]:
+                cells = [f"{held['expected'] / 1e6:.0f}"]
+                for found in (held["caches"], held["peak"]):
+                    known = found is not None
+                    cells.append(f"{found / 1e6:.0f}" if known else "unknown")
+                    cells.append(f"{found / held['expected'] - 1:+.0%}" if known else "")
+                rows = f"{contexts * size.rows} rows of {counted(contexts)}"
+                body.append([rows + suffix, *cells])
     head = ["", "prefixes once + own tokens, MB", "in the caches, MB", "more"]
-    head += ["the process grew by, MB", "more"]
-    return table(head, body)
+    return table([*head, "the process grew by, MB", "more"], body)
 
 
-def compared_table(results: Results) -> str:
+def differing_table(compared: Sequence[dict[str, Any]]) -> str:
     """Rows that two computations write differently, and how narrow each decision was."""
     body = []
-    for one in results.compared:
-        margins = ", ".join(f"{margin:.1e}" for margin in sorted(one.margins, reverse=True))
-        body.append([one.what, str(one.rows), str(len(one.margins)), margins])
+    for one in compared:
+        margins = ", ".join(f"{margin:.1e}" for margin in sorted(one["margins"], reverse=True))
+        body.append([one["what"], str(one["rows"]), str(len(one["margins"])), margins])
     return table(["", "rows", "that differ", "margins where they first do"], body)
 
 
-def capture_line(results: Results) -> str:
-    extra = [ratio - 1 for ratio in ratios(results.captured, results.plain)]
-    return (
-        f"Capturing all layers at 5 positions adds {spread(extra, '+.1%')} to a plain prefill "
-        f"({statistics.median(results.plain) * 1000:.0f} ms)."
-    )
-
-
-def short(results: Results) -> str:
-    """For the README: who is how fast, and what capture costs."""
-    rounds = f"{results.rounds} rounds" if results.rounds > 1 else "one round"
-    return "\n\n".join(
-        [
-            f"Measured on {results.setting}: a context of {results.context_tokens} tokens, "
-            f"{results.rows} rows of {results.new_tokens} new tokens each; and "
-            f"{results.contexts} such contexts together. Median of {rounds} (min … max):",
-            peers_table(results, wanted=False),
-            capture_line(results),
+def profile_parts(results: Results, model: str) -> list[str]:
+    """The GPU's idle share and its most expensive kernels, if they were measured."""
+    parts = []
+    for found in results.values(model, "profile")[-1:]:
+        body = [
+            [
+                f"`{cell(kernel['name'].replace('`', ' '))}`",
+                str(kernel["count"]),
+                f"{kernel['seconds']:.3g}",
+                f"{kernel['seconds'] / found['busy']:.1%}",
+            ]
+            for kernel in found["kernels"]
         ]
-    )
-
-
-def full(results: Results) -> str:
-    """For benchmarks/README.md: every table."""
-    several = _contexts(results.contexts)
-    rounds = f"{results.rounds} rounds" if results.rounds > 1 else "one round"
-    parts = [
-        f"Measured on {results.setting}; {rounds}, medians (min … max over rounds).",
-        f"**Peers.** {results.context_tokens} tokens of context, {results.rows} rows, "
-        f"{results.new_tokens} new tokens each; and {several}, {results.contexts * results.rows} "
-        "rows. `generate` and TransformerLens are called once per context, which takes as many "
-        "times as long. Wanted: the least that ours ÷ it should be; for llama.cpp 1.2 with one "
-        "context and 2 with all.",
-        peers_table(results),
-    ]
-    parts += [f"Not measured: {PEERS[p][0]}: {why}." for p, why in results.missing.items()]
-    parts.append(f"{capture_line(results)} Wanted: at most 2%.")
-    if results.products:
         parts += [
-            "**Matrix products** of one decoding step, GFLOP/s. Each weight is multiplied once, in "
-            "the model's order, so that none waits in the cache. The floor among the peers is made "
-            f"of these, {results.new_tokens - 1} times, and of the prefill's, the unembedding at "
-            "the last token only; for each shape the faster way. Attention, norms and sampling are "
-            "not in it.",
-            products_table(results),
-            floor_line(results),
+            f"The GPU is idle for {1 - found['busy'] / found['span']:.1%} of a run "
+            f"({found['span']:.3g} s from its first kernel to its last, under the profiler; copies "
+            "from and to the host are no work). Wanted: at most 5%. The most expensive kernels:",
+            table(["kernel", "times", "s", "of the busy time"], body),
         ]
-    parts += [
-        "**Growth**, one context. Wanted: linear in rows and new tokens, and at most 1.15 for a "
-        "doubled context. The prefill predicts the first new token, so n of them are n - 1 steps.",
-        growth_table(results),
-        "**Memory** for keys and values. Wanted: at most 20% more than every prefix once and every "
-        "row's own tokens. In the caches: the distinct storages that the prefilled and the "
-        "expanded state reach. The process: the peak of its resident memory in a prefill and the "
-        "decoding after it, less what it held before; the logits and all else that is alive for a "
-        "moment are in it.",
-        memory_table(results),
-        "**Rows that differ** between computations that round differently. Wanted: only where the "
-        "margin (by how much the chosen token won) is below 1e-4.",
-        compared_table(results),
-    ]
-    return "\n\n".join(parts)
+    return parts
 
 
-def between_markers(
-    document: str, text: str, opening: str = OPENING, closing: str = CLOSING
-) -> str:
+def counted(contexts: int) -> str:
+    return f"{contexts} contexts" if contexts > 1 else "1 context"
+
+
+def between_markers(document: str, text: str, marker: str) -> str:
     """The document with ``text`` in place of what stands between its two markers.
 
     Raises:
         UserError: it doesn't have each marker once, in order.
     """
+    opening, closing = f"<!-- {marker} -->", f"<!-- /{marker} -->"
     head, _, rest = document.partition(opening)
     _, _, tail = rest.partition(closing)
-    once = document.count(opening) == document.count(closing) == rest.count(closing) == 1
-    if not once:
+    if not document.count(opening) == document.count(closing) == rest.count(closing) == 1:
         raise UserError(
             "a README lacks one of the two markers, or has it twice",
             f"put {opening} and {closing} where the tables belong",
         )
     return f"{head}{opening}\n\n{text.strip()}\n\n{closing}{tail}"
-
-
-def _contexts(count: int) -> str:
-    return f"{count} contexts" if count > 1 else "1 context"

@@ -1,1 +1,4 @@
-"""Does a model that solves a task also follow up on it as a user would?"""
+"""Does a model that solves a task also follow up on it as a user would?
+
+Knows how to verify responses and joins that with judged user turns; loads no model.
+"""

@@ -27,18 +27,10 @@ FEWEST_MODELS = 4  # with three, no order is rarer than 1 in 6
 def estimates(
     measured: Measured, *, level: float = 0.95, resamples: int = 2000, seed: int = 0
 ) -> pd.DataFrame:
-    """All estimates, per model, dataset, temperature and kind of responses.
+    """Every estimate, one row each: quantity, :data:`COLUMNS`, value, interval, test.
 
-    Args:
-        measured: responses with verdicts, turns with labels.
-        level: coverage of intervals.
-        resamples: bootstrap samples, and permutations of sources.
-        seed: of both.
-
-    Returns:
-        Columns ``quantity``, ``model``, ``dataset``, ``temperature``, ``of`` (all or complete
-        responses), ``rows``, ``value``, ``low``, ``high``, ``p``, ``p_holm``, ``test``,
-        ``sources``, ``method``. p is Holm-corrected over all tests of a quantity and ``of``.
+    ``of`` is all or complete responses; p is Holm-corrected over all tests of a quantity and
+    ``of``. ``resamples`` is also the number of permutations of sources.
     """
     options = {"level": level, "resamples": resamples, "seed": seed}
     rows: list[TidyEstimate] = []
@@ -72,21 +64,21 @@ def remarks(found: pd.DataFrame) -> list[str]:
             what = "right" if accuracy.item() else "wrong"
             notes.append(
                 f"{model} on {dataset}: all responses are {what}, so whether being right goes with "
-                "following up can't be asked."
+                "following up can't be tested."
             )
     for dataset, rows in whole[whole["model"] != ""].groupby("dataset"):
         models = rows["model"].nunique()
         if models < FEWEST_MODELS:
-            there = f"there {'is' if models == 1 else 'are'} {models}"
             notes.append(
                 f"{dataset}: no rank correlation over models, which takes at least "
-                f"{FEWEST_MODELS} on the same prompts; {there}."
+                f"{FEWEST_MODELS} on the same prompts; there {'is' if models == 1 else 'are'} "
+                f"{models}."
             )
     if (found["quantity"] == RANK).any():
         notes.append(
             f"{RANK}: Kendall's τ-b. Its interval draws prompts anew, the same for all models; it "
-            "says nothing of other models. p is of the models' order and doesn't know how well "
-            "each is measured."
+            "says nothing of other models. p is of the models' order and ignores how well each "
+            "is measured."
         )
     return notes
 
@@ -98,16 +90,15 @@ def _accuracy(own: pd.DataFrame, names: dict, options: dict) -> Iterator[TidyEst
     yield group.mean("unverified", own["correct"].isna(), proportion=True)
     if names["of"] == EVERY:
         yield group.mean("cut off", own["response_cut_off"], proportion=True)
-    told = own[(own["instructions"].str.len() > 0) & own["correct"].notna()]
-    if len(told):
-        group_told = Group(told["source"].to_numpy(), options, names)
-        loose = told["correct_loosely"]
-        yield group_told.mean("accuracy, loose", loose, proportion=True)
+    checked = own[(own["instructions"].str.len() > 0) & own["correct"].notna()]
+    if len(checked):
+        group = Group(checked["source"].to_numpy(), options, names)
+        yield group.mean("accuracy, loose", checked["correct_loosely"], proportion=True)
         for column, quantity in (
             ("followed", "instructions followed"),
             ("followed_loosely", "instructions followed, loosely"),
         ):
-            each = told[["source", column]].explode(column)
+            each = checked[["source", column]].explode(column)
             single = Group(each["source"].to_numpy(), options, names)
             yield single.mean(quantity, each[column].astype(float), proportion=True)
 
@@ -128,10 +119,7 @@ def _awareness(at: pd.DataFrame, names: dict, options: dict) -> Iterator[TidyEst
     right = int((known["correct"] == 1).sum())
     yield group.row("follow-up rate, right", found.first, right)
     yield group.row("follow-up rate, wrong", found.second, len(known) - right)
-    row = group.row(DIFFERENCE, found.difference, len(known))
-    yield TidyEstimate(
-        row.quantity, row.names, row.rows, row.estimate, p=found.p, test=found.test or None
-    )
+    yield group.row(DIFFERENCE, found.difference, len(known), p=found.p, test=found.test)
     shares = known.groupby("response").agg(
         share=("genuine", "mean"), correct=("correct", "first"), source=("source", "first")
     )

@@ -1,97 +1,36 @@
-"""Responses of one or more models with their verdicts, and the user turns that follow them.
+"""Responses of one or more models, verified, and the judged user turns that follow them.
 
-The same prompts for every model: who is who, and what they have in common.
+All models are compared on the prompts that they share.
 """
 
 import json
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
 
-from experiments.common.command import open_runs
-from experiments.decoupling.verify import instructions, maths, verifier_of, verify
+from experiments.decoupling.verify import INSTRUCTIONS, MATHS, verifier_of, verify
 from ia_mech.data.conversations import UNPERTURBED
 from ia_mech.errors import UserError
 from ia_mech.rates.load import NOBODY, read_runs
 from ia_mech.run import Run
 
-
-def labelled(contexts: pd.DataFrame) -> pd.DataFrame:
-    """The contexts with ``model``: the name, with a hash where two sets of weights share it."""
-    weights = contexts.groupby("name")["weights_hash"].transform("nunique")
-    hashed = contexts["name"] + " " + contexts["weights_hash"].str[:8]
-    return contexts.assign(model=contexts["name"].where(weights == 1, hashed))
-
-
-def on_shared_prompts(contexts: pd.DataFrame, notes: list[str]) -> pd.DataFrame:
-    """Only the prompts, per dataset, that all models have which have that dataset.
-
-    Args:
-        contexts: ``model``, ``dataset``, ``source``, ``source_id``, ``asked`` and ``answer``.
-        notes: gets a line per dataset that lost prompts.
-
-    Raises:
-        UserError: a prompt has several texts or gold answers, or models have none in common.
-    """
-    _check_texts(contexts)
-    kept = []
-    for dataset, rows in contexts.groupby("dataset", sort=False):
-        models, prompts = rows["model"].nunique(), rows["source"].nunique()
-        had_by = rows.groupby("source")["model"].nunique()
-        shared = rows[rows["source"].map(had_by) == models]
-        if shared.empty:
-            raise UserError(
-                f"the models have no prompt of {dataset} in common",
-                "sample them all from the same rows (--dataset, --limit)",
-            )
-        common = shared["source"].nunique()
-        if common < prompts:
-            notes.append(f"{dataset}: the {common} of {prompts} prompts that all models share.")
-        kept.append(shared)
-    alone = all(rows["model"].nunique() == 1 for rows in kept)
-    if alone and contexts["model"].nunique() > 1:
-        held = contexts.groupby("model")["dataset"].unique()
-        told = ", ".join(f"{model}: {' and '.join(names)}" for model, names in held.items())
-        raise UserError(
-            f"the models have no dataset in common ({told})",
-            "sample them all from the same file or preset",
-        )
-    return pd.concat(kept, ignore_index=True)
-
-
-def _check_texts(contexts: pd.DataFrame) -> None:
-    for column, what in (("asked", "text"), ("answer", "gold answer")):
-        texts = contexts.groupby("source")[column].nunique(dropna=False)
-        if (texts > 1).any():
-            rows = contexts[contexts["source"] == texts.idxmax()]
-            first = rows.iloc[0]
-            other = rows[rows[column] != first[column]].iloc[0]
-            raise UserError(
-                f"prompt {first['source_id']!r} of {first['dataset']} has another {what} in "
-                f"{other['run']} than in {first['run']}",
-                "sample all runs from the same file",
-            )
-
-
-LIBRARIES = {maths.NAME: "math-verify", instructions.NAME: "if-verifiable"}
+LIBRARIES = {MATHS: "math-verify", INSTRUCTIONS: "if-verifiable"}
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What the tables are computed from: every model on the prompts that it shares with others.
+    """What the estimates are made of: every model on the prompts that it shares with others.
 
     Attributes:
         runs: the runs.
         responses: one row per context: ``model``, ``dataset``, ``source`` (a key that holds across
             datasets), ``source_id``, ``run``, ``context_id``, ``query``, ``response``,
             ``response_cut_off``, and the fields of
-            :class:`experiments.decoupling.verify.Verdict`; ``correct`` and
-            ``correct_loosely`` are 1, 0, or NaN where it couldn't be told.
+            :class:`experiments.decoupling.verify.Correctness`; ``correct`` and ``correct_loosely``
+            are 1, 0, or NaN where it couldn't be verified.
         turns: one row per user turn: ``response`` (row of ``responses``), its ``model``,
             ``dataset``, ``source``, ``correct`` and ``response_cut_off``, ``temperature``, and
             ``genuine`` (1, 0, or NaN where the judge couldn't say).
@@ -111,25 +50,23 @@ class Measured:
         return sorted(self.responses["model"].unique())
 
 
-def read(paths: Sequence[str | Path], judge: str | None = None) -> Measured:
+def read(runs: list[Run], judge: str | None = None) -> Measured:
     """Read judged runs and verify the responses that their models wrote.
 
     Args:
-        paths: the runs' folders.
+        runs: the runs.
         judge: whose verdicts on the user turns; the only judge if there is one.
 
     Raises:
-        UserError: not a finished run, a copy of another or one without judgements; no response by
-            the model itself, or none of an unperturbed prompt; nothing to verify responses by;
-            prompts that the models don't share, or that have one name and several texts.
+        UserError: a run without judgements; no response by the model itself, or none of an
+            unperturbed prompt; nothing to verify responses by; prompts that the models don't share,
+            or that have one name and several texts.
     """
-    runs = open_runs(paths)
-    judged = read_runs(paths, judge, NOBODY)
+    judged = read_runs([run.path for run in runs], judge, NOBODY)
     notes = list(judged.notes)
     contexts = pd.concat([_contexts(run, notes) for run in runs], ignore_index=True)
-    contexts = labelled(contexts)
-    contexts = _verifiable(contexts, notes)
-    contexts = on_shared_prompts(contexts, notes)
+    contexts = _verifiable(_with_model_names(contexts), notes)
+    contexts = _on_shared_prompts(contexts, notes)
     # Runs of other seeds hold the same response to the same prompt once more.
     key = ["model", "source", "text"]
     contexts["response_row"] = contexts.groupby(key, sort=False).ngroup()
@@ -183,12 +120,12 @@ def _contexts(run: Run, notes: list[str]) -> pd.DataFrame:
     messages = [list(messages) for messages in plain["messages"]]
     return plain.assign(
         source=plain["dataset"] + "\x1f" + plain["source_id"],
-        query=[told[-2]["content"] for told in messages],
-        response=[told[-1]["content"] for told in messages],
-        # A system message may differ between models; what they are asked may not.
+        query=[turns[-2]["content"] for turns in messages],
+        response=[turns[-1]["content"] for turns in messages],
+        # A system message may differ between models; the prompt may not.
         asked=[
-            "\x1f".join(turn["content"] for turn in told[:-1] if turn["role"] != "system")
-            for told in messages
+            "\x1f".join(turn["content"] for turn in turns[:-1] if turn["role"] != "system")
+            for turns in messages
         ],
         answer=plain["answer"].astype(object).where(plain["answer"].notna(), None),
         metadata=[json.loads(text) for text in plain["metadata"]],
@@ -197,7 +134,7 @@ def _contexts(run: Run, notes: list[str]) -> pd.DataFrame:
 
 
 def _verifiable(contexts: pd.DataFrame, notes: list[str]) -> pd.DataFrame:
-    """Those whose response can be held against something; a dataset without any is named."""
+    """The contexts whose response can be verified, with ``verifier``."""
     needed = (
         "verifying takes a gold answer that is one number or formula (--answer-column), or "
         "IFEval's columns instruction_id_list and kwargs"
@@ -246,6 +183,63 @@ def _verified(responses: pd.DataFrame) -> pd.DataFrame:
     )
 
 
+def _with_model_names(contexts: pd.DataFrame) -> pd.DataFrame:
+    """The contexts with ``model``: the name, with a hash where two sets of weights share it."""
+    weights = contexts.groupby("name")["weights_hash"].transform("nunique")
+    hashed = contexts["name"] + " " + contexts["weights_hash"].str[:8]
+    return contexts.assign(model=contexts["name"].where(weights == 1, hashed))
+
+
+def _on_shared_prompts(contexts: pd.DataFrame, notes: list[str]) -> pd.DataFrame:
+    """Only the prompts, per dataset, that all models have which have that dataset.
+
+    Args:
+        contexts: ``model``, ``dataset``, ``source``, ``source_id``, ``asked`` and ``answer``.
+        notes: gets a line per dataset that lost prompts.
+
+    Raises:
+        UserError: a prompt has several texts or gold answers, or models have none in common.
+    """
+    _check_texts(contexts)
+    kept = []
+    for dataset, rows in contexts.groupby("dataset", sort=False):
+        models, prompts = rows["model"].nunique(), rows["source"].nunique()
+        had_by = rows.groupby("source")["model"].nunique()
+        shared = rows[rows["source"].map(had_by) == models]
+        if shared.empty:
+            raise UserError(
+                f"the models have no prompt of {dataset} in common",
+                "sample them all from the same rows (--dataset, --limit)",
+            )
+        common = shared["source"].nunique()
+        if common < prompts:
+            notes.append(f"{dataset}: the {common} of {prompts} prompts that all models share.")
+        kept.append(shared)
+    alone = all(rows["model"].nunique() == 1 for rows in kept)
+    if alone and contexts["model"].nunique() > 1:
+        held = contexts.groupby("model")["dataset"].unique()
+        listed = ", ".join(f"{model}: {' and '.join(names)}" for model, names in held.items())
+        raise UserError(
+            f"the models have no dataset in common ({listed})",
+            "sample them all from the same file or preset",
+        )
+    return pd.concat(kept, ignore_index=True)
+
+
+def _check_texts(contexts: pd.DataFrame) -> None:
+    for column, what in (("asked", "text"), ("answer", "gold answer")):
+        texts = contexts.groupby("source")[column].nunique(dropna=False)
+        if (texts > 1).any():
+            rows = contexts[contexts["source"] == texts.idxmax()]
+            first = rows.iloc[0]
+            other = rows[rows[column] != first[column]].iloc[0]
+            raise UserError(
+                f"prompt {first['source_id']!r} of {first['dataset']} has another {what} in "
+                f"{other['run']} than in {first['run']}",
+                "sample all runs from the same file",
+            )
+
+
 def _turns(turns: pd.DataFrame, contexts: pd.DataFrame) -> pd.DataFrame:
     """The judged turns that follow these contexts' responses."""
     rows = contexts.set_index(["run", "context_id"])["response_row"]
@@ -259,8 +253,9 @@ def _notes(responses: pd.DataFrame, turns: pd.DataFrame) -> list[str]:
     """What a reader has to know of the verdicts."""
     notes = []
     for dataset, rows in responses.groupby("dataset"):
-        names = [f"{name} {version(name)}" for name in map(LIBRARIES.get, _of(rows["verifier"]))]
-        notes.append(f"{dataset}: {len(rows)} responses verified by {' and '.join(names)}.")
+        libraries = [LIBRARIES[name] for name in sorted(rows["verifier"].unique())]
+        versions = " and ".join(f"{name} {version(name)}" for name in libraries)
+        notes.append(f"{dataset}: {len(rows)} responses verified by {versions}.")
         unknown = int(rows["correct"].isna().sum())
         if unknown:
             notes.append(
@@ -284,7 +279,3 @@ def _reasons(responses: pd.DataFrame) -> str:
     """Why responses couldn't be verified, with how many each."""
     found = Counter(responses.loc[responses["correct"].isna(), "why"])
     return "; ".join(f"{why} ({count})" for why, count in found.most_common())
-
-
-def _of(names: pd.Series) -> list[str]:
-    return sorted(names.unique())

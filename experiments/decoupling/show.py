@@ -1,26 +1,25 @@
-"""Pictures: accuracy against follow-up rate, and the rate after right and after wrong responses.
-
-The estimates as tables in a terminal.
-"""
+"""Accuracy beside follow-up rate, in the terminal and as figures."""
 
 from itertools import cycle
+from typing import Any
 
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from rich.console import Console
 
-from experiments.common.screen import WIDTH, label, print_notes, print_table
 from experiments.decoupling.analyse import DIFFERENCE, EVERY, RANK
-from ia_mech.display import COLOURS, console, title_axes
+from experiments.tables import label, print_table
+from ia_mech.display import COLOURS, title_axes
 
 NAMES = ("model", "dataset", "of")
+MARKERS = "osD^vP*X<>"  # of models; after ten they begin again
 
 
-def show(estimates: pd.DataFrame, notes: list[str], level: float) -> None:
-    """Print what there is: accuracy, follow-up rates and their association, models, notes."""
-    screen = console(WIDTH)
+def tables(console: Console, estimates: pd.DataFrame, level: float) -> None:
+    """Print what there is: accuracy, follow-up rates and their association, models."""
     percent = f"{100 * level:g}% intervals over sources"
     accuracy = {
         "accuracy": ("accuracy", 2),
@@ -28,12 +27,13 @@ def show(estimates: pd.DataFrame, notes: list[str], level: float) -> None:
         "unverified": ("unverified", 2),
         "cut off": ("cut off", 2),
     }
-    print_table(screen, f"the model's own responses ({percent})", estimates, accuracy, index=NAMES)
+    title = f"the model's own responses ({percent})"
+    print_table(console, title, estimates, accuracy, index=NAMES)
     single = {
         "instructions followed": ("followed", 2),
         "instructions followed, loosely": ("loosely", 2),
     }
-    print_table(screen, f"single instructions ({percent})", estimates, single, index=NAMES)
+    print_table(console, f"single instructions ({percent})", estimates, single, index=NAMES)
     rates = {
         "follow-up rate": ("follow-up rate", 2),
         "follow-up rate, right": ("after right ones", 2),
@@ -42,14 +42,15 @@ def show(estimates: pd.DataFrame, notes: list[str], level: float) -> None:
         "AUROC of being right": ("AUROC", 2),
     }
     title = f"user turns after them ({percent}; p Holm-corrected)"
-    print_table(screen, title, estimates, rates, index=(*NAMES, "temperature"))
+    print_table(console, title, estimates, rates, index=(*NAMES, "temperature"))
     over = {RANK: ("Kendall's τ-b, accuracy and follow-up rate", 2)}
-    title = f"over models ({percent})"
-    print_table(screen, title, estimates, over, index=("dataset", "of", "temperature"))
-    print_notes(screen, notes)
+    index = ("dataset", "of", "temperature")
+    print_table(console, f"over models ({percent})", estimates, over, index=index)
 
 
-MARKERS = "osD^vP*X<>"  # of models; after ten they begin again
+def figures(estimates: pd.DataFrame, title: str) -> dict[str, Figure]:
+    """The figures by the stem of their files."""
+    return {"scatter": scatter(estimates, title), "association": association(estimates, title)}
 
 
 def scatter(estimates: pd.DataFrame, title: str) -> Figure:
@@ -68,16 +69,10 @@ def scatter(estimates: pd.DataFrame, title: str) -> Figure:
     for axes, (temperature, rows) in zip(places, panels, strict=True):
         for row in rows.itertuples():
             across = accuracy.loc[(row.model, row.dataset)]
-            axes.errorbar(
-                across["value"],
-                row.value,
-                xerr=_reach(across["value"], across["low"], across["high"]),
-                yerr=_reach(row.value, row.low, row.high),
-                fmt=markers[row.model],
-                ms=5,
-                lw=1,
-                color=colours[row.dataset],
-            )
+            xerr = _reach(across["value"], across["low"], across["high"])
+            yerr = _reach(row.value, row.low, row.high)
+            look: dict[str, Any] = {"fmt": markers[row.model], "color": colours[row.dataset]}
+            axes.errorbar(across["value"], row.value, xerr=xerr, yerr=yerr, ms=5, lw=1, **look)
         axes.set(xlim=_limits(accuracy), ylim=_limits(rates), xlabel="accuracy")
         title_axes(axes, "greedy" if temperature == 0 else f"T = {temperature:g}")
     places[0].set_ylabel("follow-up rate")
@@ -99,29 +94,19 @@ def association(estimates: pd.DataFrame, title: str) -> Figure:
     for axes, (dataset, model) in zip(panels, parts, strict=True):
         own = every[(every["dataset"] == dataset) & (every["model"] == model)]
         temperatures = sorted(own["temperature"].dropna().unique())
-        for kind, face, shift in (("right", "#0072B2", -0.1), ("wrong", "white", 0.1)):
+        for kind, face, shift in (("right", COLOURS[0], -0.1), ("wrong", "white", 0.1)):
             rows = own[own["quantity"] == f"follow-up rate, {kind}"]
-            axes.errorbar(
-                [temperatures.index(t) + shift for t in rows["temperature"]],
-                rows["value"],
-                yerr=_reach(rows["value"], rows["low"], rows["high"]),
-                fmt="o",
-                color="#0072B2",
-                mfc=face,
-                lw=1,
-                label=f"after {kind} responses",
-            )
+            at = [temperatures.index(t) + shift for t in rows["temperature"]]
+            yerr = _reach(rows["value"], rows["low"], rows["high"])
+            look: dict[str, Any] = {"fmt": "o", "color": COLOURS[0], "mfc": face, "lw": 1}
+            axes.errorbar(at, rows["value"], yerr=yerr, label=f"after {kind} responses", **look)
         names = [label(t, "temperature") for t in temperatures]
         axes.set_xticks(range(len(names)), names)
         axes.set(ylim=(-0.03, 1.03), xlabel="temperature")
         title_axes(axes, f"{dataset}\n{model}")
     panels[0].set_ylabel("follow-up rate")
-    figure.legend(
-        *panels[0].get_legend_handles_labels(),
-        frameon=False,
-        fontsize=8,
-        loc="outside right upper",
-    )
+    entries = panels[0].get_legend_handles_labels()
+    figure.legend(*entries, frameon=False, fontsize=8, loc="outside right upper")
     figure.suptitle(title, fontsize=10)
     return figure
 

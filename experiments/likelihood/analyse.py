@@ -6,15 +6,10 @@ from dataclasses import replace
 import numpy as np
 import pandas as pd
 
-from experiments.common.references import by_temperature
 from experiments.likelihood.read import CONTROL, MEAN_OF_LOGS, Scored
 from ia_mech.estimates import Group, TidyEstimate, by_dataset, frame_of
 from ia_mech.likelihood.candidates import REFERENCE
-from ia_mech.stats import (
-    auroc_between,
-    auroc_within,
-    cluster_statistic,
-)
+from ia_mech.stats import auroc_between, auroc_within, cluster_statistic
 
 STORED = {name: f"{name}_contrast_bits" for name in ("response", "empty", "header")}
 CONTRASTS = {"response": STORED["response"], MEAN_OF_LOGS: MEAN_OF_LOGS} | STORED
@@ -28,12 +23,12 @@ def estimates(
     """Every estimate, one row each: quantity, :data:`COLUMNS`, value and interval."""
     options = {"level": level, "resamples": resamples, "seed": seed}
     rows: list[TidyEstimate] = []
-    for dataset, here in by_dataset(scored.references):
-        sources = scored.references["source"].to_numpy()[here]
-        group = Group(sources, options, {"dataset": dataset})
-        references, curve = scored.references[here], scored.curve[here]
+    scores = scored.references
+    for dataset, here in by_dataset(scores.frame):
+        references = scores.frame[here]
+        group = Group(references["source"].to_numpy(), options, {"dataset": dataset})
         rows += _references(group, references)
-        rows += by_temperature(group, curve, scored.temperatures)
+        rows += by_temperature(group, scores.curve[here], scores.temperatures)
         rows += _contrasts(group, references, scored.candidates)
         rows += _rivals(group, references, scored)
     for dataset, here in by_dataset(scored.generations):
@@ -57,16 +52,35 @@ def _references(group: Group, references: pd.DataFrame) -> Iterator[TidyEstimate
     yield replace(until, estimate=replace(until.estimate, low=low))
     left = references["reference_greedy_left_prob"]
     yield group.mean("probability where greedy leaves", left, proportion=True)
-    ranks = references["reference_greedy_left_rank"].to_numpy(dtype=float)
-    left = ~np.isnan(ranks)
-    if left.any():
-        estimate = cluster_statistic(
-            lambda columns, counts: np.median(np.repeat(columns["rank"], counts.astype(int))),
-            {"rank": ranks[left]},
-            group.sources[left],
-            **group.options,
-        )
-        yield group.row("median rank where greedy leaves", estimate, int(left.sum()))
+    ranks = references["reference_greedy_left_rank"]
+    if ranks.notna().any():
+        yield group.median("median rank where greedy leaves", ranks)
+
+
+def by_temperature(
+    group: Group, curve: np.ndarray, temperatures: np.ndarray
+) -> Iterator[TidyEstimate]:
+    """The mean log-probability of a whole turn by temperature, and where it is largest.
+
+    Args:
+        group: of the references.
+        curve: ``[references, temperatures]`` log-probabilities in nats.
+        temperatures: ascending.
+    """
+    for column, t in zip(curve.T, temperatures, strict=True):
+        yield group.mean("tempered log p", column, temperature=float(t))
+
+    def best(columns, counts) -> float:
+        return float(temperatures[np.argmax(counts @ columns["curve"])])
+
+    estimate = cluster_statistic(best, {"curve": curve}, group.sources, **group.options)
+    if estimate.sources > 1:
+        # Between which points of the grid it may lie; where all resamples agree there is no spread.
+        ends = np.nan_to_num([estimate.low, estimate.high], nan=estimate.value)
+        at = np.searchsorted(temperatures, ends) + np.array([-1, 1])
+        low, high = temperatures[at.clip(0, len(temperatures) - 1)]
+        estimate = replace(estimate, low=float(low), high=float(high))
+    yield group.row("best temperature", estimate, len(curve))
 
 
 def _contrasts(
@@ -111,13 +125,14 @@ def _rivals(group: Group, references: pd.DataFrame, scored: Scored) -> Iterator[
         subset = Group(rival["source"].to_numpy(), group.options, group.names)
         beats = (genuine["whole"] > rival["whole"]).astype(float)
         yield subset.mean("reference beats", beats, temperature=1.0, of=name, proportion=True)
-        pace = [f["logprob"] / f["tokens"].where(f["tokens"] > 0) for f in (genuine, rival)]
-        beats = (pace[0] > pace[1]).astype(float).where(pace[0].notna() & pace[1].notna())
+        per_token = [f["logprob"] / f["tokens"].where(f["tokens"] > 0) for f in (genuine, rival)]
+        beats = (per_token[0] > per_token[1]).astype(float)
+        beats = beats.where(per_token[0].notna() & per_token[1].notna())
         yield subset.mean(
             "reference beats per token", beats, temperature=1.0, of=name, proportion=True
         )
         curves = np.stack(genuine["curve"].to_list()), np.stack(rival["curve"].to_list())
-        for at, t in enumerate(scored.temperatures):
+        for at, t in enumerate(scored.references.temperatures):
             if t != 1.0:
                 beats = (curves[0][:, at] > curves[1][:, at]).astype(float)
                 yield subset.mean(
@@ -142,10 +157,10 @@ def _generations(group: Group, turns: pd.DataFrame, t: float) -> Iterator[TidyEs
                 continue
             quantity = f"generations' contrast, {unit}"
             yield group.mean(quantity, bits, temperature=t, of=name)
-            for label, said in ((1.0, "genuine"), (0.0, "not genuine")):
-                meant = bits.where(genuine == label)
-                if meant.notna().any():
-                    yield group.mean(quantity, meant, temperature=t, of=f"{name}, {said}")
+            for label, kind in ((1.0, "genuine"), (0.0, "not genuine")):
+                own = bits.where(genuine == label)
+                if own.notna().any():
+                    yield group.mean(quantity, own, temperature=t, of=f"{name}, {kind}")
             known = (bits.notna() & genuine.notna()).to_numpy()
             scored = bits.to_numpy()[known], genuine.to_numpy()[known], group.sources[known]
             between = auroc_between(*scored, **group.options)

@@ -1,14 +1,10 @@
 """Scored turns of one or more runs as data frames."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
 
-from experiments.common.command import of_one_model, open_runs, unperturbed
-from experiments.common.references import keyed, references_of
 from ia_mech.errors import UserError
 from ia_mech.likelihood.candidates import OTHER
 from ia_mech.rates.load import NOBODY, differing, read_runs
@@ -19,22 +15,36 @@ MEAN_OF_LOGS = "response, mean of logs"  # a contrast made here from stored log-
 
 
 @dataclass(frozen=True)
+class References:
+    """Scored reference turns of runs.
+
+    Attributes:
+        frame: one row per context with a reference turn: ``run``, ``context_id``, ``dataset``,
+            ``source`` (a key that holds across runs) and the stored columns.
+        temperatures: at which all runs scored, ascending.
+        curve: ``[references, temperatures]`` log-probability of the turn, with its turn-end where
+            the template has one, in nats.
+        columns: run → where in its stored lists these temperatures are.
+        closed: the template closes turns with a token.
+    """
+
+    frame: pd.DataFrame
+    temperatures: np.ndarray
+    curve: np.ndarray
+    columns: dict[str, list[int]]
+    closed: bool
+
+
+@dataclass(frozen=True)
 class Scored:
-    """What the tables are computed from.
+    """What the estimates are made of.
 
     Attributes:
         runs: the runs.
-        temperatures: at which all of them scored their references, ascending.
-        references: one row per context with a reference turn: ``run``, ``context_id``, ``dataset``,
-            ``source`` (a key that holds across runs) and the stored columns.
-        curve: ``[references, temperatures]`` log-probability of the turn, with its turn-end where
-            the template has one, in nats.
-        candidates: one row per candidate of these contexts: ``reference`` (row of ``references``),
-            the stored fields, ``whole`` (log-probability of the whole turn), its ``curve``, and
-            where it was scored after other responses the contrast in ``MEAN_OF_LOGS``, its
-            ``placebo`` (a swapped response takes the own one's place), whether it is ``likeliest``
-            after the context's own (1 or 0), and the ``chance`` of that if all responses were alike
-            to it.
+        references: their reference turns.
+        candidates: one row per candidate of these contexts: ``reference`` (row of the references'
+            frame), the stored fields, ``whole`` (log-probability of the whole turn), its ``curve``,
+            and where it was scored after swapped responses the columns of :func:`_against_swapped`.
         generations: one row per generation that was scored after other responses, with ``genuine``
             (1, 0 or NaN) where a judge said so; empty if none was.
         judge: whose verdicts, or None.
@@ -42,50 +52,66 @@ class Scored:
     """
 
     runs: list[Run]
-    temperatures: np.ndarray
-    references: pd.DataFrame
-    curve: np.ndarray
+    references: References
     candidates: pd.DataFrame
     generations: pd.DataFrame
     judge: str | None
     notes: list[str]
 
 
-def read(paths: Sequence[str | Path], judge: str | None = None) -> Scored:
-    """Read runs of one model.
+def read(runs: list[Run], judge: str | None = None) -> Scored:
+    """Read unperturbed runs of one model.
 
     Args:
-        paths: the runs' folders.
+        runs: the runs.
         judge: whose verdicts on generations; the only judge if there is one.
 
     Raises:
-        UserError: not a finished run, one given twice or without scores, several models, no
-            reference turn at all, or a judge that isn't there.
+        UserError: a run without scores, no reference turn at all, or a judge that isn't there.
     """
-    runs = unperturbed(of_one_model(open_runs(paths)))
     for run in runs:
         if not run.score_temperatures:
             raise UserError(
                 f"{run.path} was sampled before turns were scored after other responses",
                 "sample again",
             )
-    found = references_of(runs)
-    if found is None:
+    scored = references_of(runs)
+    if scored is None:
         raise UserError(
             "no context has a reference turn: the data doesn't say what users said next",
             "give runs of conversations with a later user turn (--followup-column)",
         )
-    references = found.frame
-    candidates = _candidates(references, found.columns, found.closed)
-    notes = _notes(runs, references, candidates)
-    generations, judge = _generations(runs, paths, judge, notes)
-    return Scored(
-        runs, found.temperatures, references, found.curve, candidates, generations, judge, notes
-    )
+    candidates = _candidates(scored)
+    notes = _notes(runs, scored.frame, candidates)
+    generations, judge = _generations(runs, judge, notes)
+    return Scored(runs, scored, candidates, generations, judge, notes)
 
 
-def _candidates(references: pd.DataFrame, at: dict[str, list[int]], closed: bool) -> pd.DataFrame:
-    end = "_with_end" if closed else ""
+def references_of(runs: list[Run]) -> References | None:
+    """The references of runs that have ``score_temperatures``; None if no context has one."""
+    contexts = pd.concat([keyed(run, run.contexts) for run in runs], ignore_index=True)
+    frame = contexts[contexts["reference_logprob"].notna()].reset_index(drop=True)
+    if frame.empty:
+        return None
+    common = set.intersection(*({*run.score_temperatures} for run in runs))
+    temperatures = np.array(sorted(common))
+    closed = bool(frame["reference_logprob_with_end"].notna().all())
+    name = "reference_logprob_tempered" + ("_with_end" if closed else "")
+    at = {str(run.path): [run.score_temperatures.index(t) for t in temperatures] for run in runs}
+    pairs = zip(frame[name], frame["run"], strict=True)
+    curve = np.array([np.asarray(values)[at[path]] for values, path in pairs])
+    return References(frame, temperatures, curve, at, closed)
+
+
+def keyed(run: Run, frame: pd.DataFrame) -> pd.DataFrame:
+    """Rows of a run with ``run`` and a ``source`` that holds across runs."""
+    source = frame["dataset"] + "\x1f" + frame["source_id"]
+    return frame.assign(run=str(run.path), source=source)
+
+
+def _candidates(references: References) -> pd.DataFrame:
+    """``Scored.candidates``."""
+    end = "_with_end" if references.closed else ""
     rows = [
         {
             **candidate,
@@ -93,10 +119,12 @@ def _candidates(references: pd.DataFrame, at: dict[str, list[int]], closed: bool
             "dataset": context["dataset"],
             "source": context["source"],
             "whole": candidate[f"logprob{end}"],
-            "curve": np.asarray(candidate[f"logprob_tempered{end}"])[at[context["run"]]],
-            **_among_swapped(candidate["logprob"], candidate["logprob_swapped"]),
+            "curve": np.asarray(candidate[f"logprob_tempered{end}"])[
+                references.columns[context["run"]]
+            ],
+            **_against_swapped(candidate["logprob"], candidate["logprob_swapped"]),
         }
-        for row, context in references.iterrows()
+        for row, context in enumerate(references.frame.to_dict("records"))
         for candidate in context["candidates"]
     ]
     return pd.DataFrame(rows)
@@ -117,20 +145,25 @@ def _notes(runs: list[Run], references: pd.DataFrame, candidates: pd.DataFrame) 
             f"responses of {', '.join(written)} are the model's own: what users really said "
             "answered other ones."
         )
-    swaps = {str(run.path): run.config["swaps"] for run in runs}
+    # Older runs have no such setting: they always scored contrasts.
+    contrasts = {str(run.path): run.config.get("contrasts", True) for run in runs}
+    swaps = {str(run.path): run.config["swaps"] * contrasts[str(run.path)] for run in runs}
+    if not any(contrasts.values()):
+        notes.append("no contrasts and rivals: they are scored where sampling has --contrasts.")
     found = references["swapped_from"].map(lambda ids: 0 if ids is None else len(ids))
     fewer = int((found < references["run"].map(swaps)).sum())
     if fewer:
         notes.append(
             f"{fewer} of {total} contexts have fewer swapped responses than --swaps asked for: "
-            "their datasets have no more others."
+            "their datasets hold no more."
         )
     controlled = set(candidates.loc[candidates["name"] == CONTROL, "dataset"])
-    without = sorted(set(references["dataset"]) - controlled)
+    scored = references[references["run"].map(contrasts)]
+    without = sorted(set(scored["dataset"]) - controlled)
     if without:
         notes.append(
-            f"no control in {', '.join(without)}: there is no other follow-up than of those who "
-            "lend their responses."
+            f"no control in {', '.join(without)}: all other follow-ups are of conversations whose "
+            "responses were swapped in."
         )
     different = differing(runs) + (["swaps"] if len(set(swaps.values())) > 1 else [])
     if different:
@@ -138,8 +171,15 @@ def _notes(runs: list[Run], references: pd.DataFrame, candidates: pd.DataFrame) 
     return notes
 
 
-def _among_swapped(logprob: float, swapped: np.ndarray | None) -> dict:
-    """How a turn's log-probability after its own response stands among those after others."""
+def _against_swapped(logprob: float, swapped: np.ndarray | None) -> dict[str, float]:
+    """A turn's log-probability after its own response, against those after swapped ones.
+
+    Returns:
+        The contrast in :data:`MEAN_OF_LOGS`, in bits; ``placebo``, the same with the first swapped
+        response in the own one's place; ``likeliest``, whether the turn is likeliest after its own
+        response (1 or 0); and ``chance``, of that if all responses were alike to it. NaN without
+        swapped responses.
+    """
     if swapped is None:
         return dict.fromkeys((MEAN_OF_LOGS, "placebo", "likeliest", "chance"), np.nan)
     several = len(swapped) > 1
@@ -152,7 +192,7 @@ def _among_swapped(logprob: float, swapped: np.ndarray | None) -> dict:
 
 
 def _generations(
-    runs: list[Run], paths: Sequence[str | Path], judge: str | None, notes: list[str]
+    runs: list[Run], judge: str | None, notes: list[str]
 ) -> tuple[pd.DataFrame, str | None]:
     """Generations with a contrast, with their labels if all runs are judged."""
     pooled = pd.concat([keyed(run, run.generations) for run in runs], ignore_index=True)
@@ -163,7 +203,8 @@ def _generations(
     scored = pooled[pooled[contrasts].notna().any(axis=1)].reset_index(drop=True)
     if scored.empty:
         notes.append(
-            "generations were not scored after other responses: sample with --score-generations"
+            "generations were not scored after other responses: sample with --contrasts "
+            "--score-generations"
         )
         return scored, None
     if judge is None and not all(run.labels.judges for run in runs):
@@ -173,7 +214,7 @@ def _generations(
             f"{bare}"
         )
         return scored.assign(genuine=np.nan), None
-    judged = read_runs(paths, judge, NOBODY)
+    judged = read_runs([run.path for run in runs], judge, NOBODY)
     keys = ["run", "context_id", "temperature", "sample"]
     labels = judged.turns[[*keys, "genuine"]].assign(run=judged.turns["run"].astype(str))
     notes += [note for note in judged.notes if not note.startswith("runs that were pooled")]

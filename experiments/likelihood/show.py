@@ -1,24 +1,23 @@
-"""Pictures of the estimates: tempered likelihood, and what a follow-up owes to the response.
+"""Likelihood of real follow-ups in the terminal and as figures."""
 
-The estimates as tables in a terminal.
-"""
+from typing import Any
 
 import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
+from rich.console import Console
 
-from experiments.common.screen import WIDTH, print_notes, print_table
-from ia_mech.display import coloured, console, title_axes
+from experiments.tables import print_table
+from ia_mech.display import coloured, title_axes
 
 BY_KIND = ("dataset", "of")
 
 
-def show(estimates: pd.DataFrame, notes: list[str], level: float) -> None:
-    """Print what there is: references, contrasts, rivals, generations, notes."""
-    screen = console(WIDTH)
+def tables(console: Console, estimates: pd.DataFrame, level: float) -> None:
+    """Print what there is: references, contrasts, rivals, generations."""
     plain = estimates[estimates["temperature"].isna()]
     print_table(
-        screen,
+        console,
         f"the users' real follow-ups ({100 * level:g}% intervals over sources)",
         plain,
         {
@@ -36,32 +35,46 @@ def show(estimates: pd.DataFrame, notes: list[str], level: float) -> None:
         "contrast less control's, bits": ("difference", 2),
         "placebo's contrast, bits": ("placebo", 2),
     }
-    print_table(screen, "bits in favour of the context's own response", plain, bits, index=BY_KIND)
+    title = "bits in favour of the context's own response"
+    print_table(console, title, plain, bits, index=BY_KIND)
     rank = {
         "likeliest after its response": ("likeliest after its own", 2),
         "likeliest after its response, by chance": ("by chance", 2),
     }
     title = "how often a turn is likelier after its context's response than after any swapped one"
-    print_table(screen, title, plain, rank, index=BY_KIND)
+    print_table(console, title, plain, rank, index=BY_KIND)
+    at_one = estimates[estimates["temperature"].isna() | (estimates["temperature"] == 1.0)]
     for quantity, title in (
         ("reference beats", "share of contexts where the follow-up is likelier than (whole turn)"),
         ("reference beats per token", "the same per token"),
     ):
-        rows = estimates[estimates["quantity"] == quantity]
-        rows = rows[rows["temperature"].isna() | (rows["temperature"] == 1.0)]
-        names = {of: (of, 2) for of in dict.fromkeys(rows["of"])}
-        print_table(screen, title, rows, names, key="of")
+        _print_by_kind(console, title, at_one[at_one["quantity"] == quantity], ("dataset",))
+    response = estimates[estimates["of"].str.startswith("response")]
     for quantity in (
         "generations' contrast, bits",
         "generations' contrast, bits per token",
         "AUROC of genuine, between sources",
         "AUROC of genuine, within contexts",
     ):
-        rows = estimates[estimates["quantity"] == quantity]
-        rows = rows[rows["of"].str.startswith("response")]
-        names = {of: (of, 2) for of in dict.fromkeys(rows["of"])}
-        print_table(screen, quantity, rows, names, key="of", index=("dataset", "temperature"))
-    print_notes(screen, notes)
+        rows = response[response["quantity"] == quantity]
+        _print_by_kind(console, quantity, rows, ("dataset", "temperature"))
+
+
+def _print_by_kind(
+    console: Console, title: str, rows: pd.DataFrame, index: tuple[str, ...]
+) -> None:
+    """A table with a column per kind of turn, rival or contrast."""
+    names: dict[str, tuple[str, int | str]] = {of: (of, 2) for of in dict.fromkeys(rows["of"])}
+    print_table(console, title, rows, names, key="of", index=index)
+
+
+def figures(estimates: pd.DataFrame, model: str) -> dict[str, Figure]:
+    """The figures by the stem of their files."""
+    made = {"temperature_curve": temperature_curve(estimates, f"{model} · real follow-ups")}
+    if (estimates["quantity"] == "contrast, bits").any():
+        title = f"{model} · bits in favour of the own response"
+        made["contrasts"] = contrasts(estimates, title)
+    return made
 
 
 def temperature_curve(estimates: pd.DataFrame, title: str) -> Figure:
@@ -74,10 +87,8 @@ def temperature_curve(estimates: pd.DataFrame, title: str) -> Figure:
         axes.fill_between(
             rows["temperature"], rows["low"], rows["high"], color=colour, alpha=0.15, lw=0
         )
-        best = estimates[
-            (estimates["quantity"] == "best temperature") & (estimates["dataset"] == dataset)
-        ]["value"].iloc[0]
-        axes.axvline(best, color=colour, lw=0.8, ls=":")
+        best = estimates[estimates["quantity"] == "best temperature"].set_index("dataset")["value"]
+        axes.axvline(best[dataset], color=colour, lw=0.8, ls=":")
     # The cold end runs to minus thousands; what matters is around the maximum.
     top = curves["high"].max()
     floor = curves[curves["temperature"].between(0.5, 2.0)]["low"].min()
@@ -106,18 +117,10 @@ def contrasts(estimates: pd.DataFrame, title: str) -> Figure:
         hollow = control[control["dataset"] == dataset]
         for part, face, label in ((rows, colour, dataset), (hollow, "white", None)):
             value = part["value"].to_numpy()
-            reach = np.abs(part[["low", "high"]].to_numpy().T - value)
-            axes.errorbar(
-                value,
-                [kinds.index(of) + middle for of in part["of"]],
-                xerr=np.nan_to_num(reach),
-                fmt="o",
-                ms=4,
-                color=colour,
-                mfc=face,
-                lw=1.2,
-                label=label,
-            )
+            reach = np.nan_to_num(np.abs(part[["low", "high"]].to_numpy().T - value))
+            at = [kinds.index(of) + middle for of in part["of"]]
+            look: dict[str, Any] = {"color": colour, "mfc": face, "label": label}
+            axes.errorbar(value, at, xerr=reach, fmt="o", ms=4, lw=1.2, **look)
     axes.axvline(0, color="0.3", lw=0.8)
     axes.set_yticks(range(len(kinds)), kinds)
     axes.invert_yaxis()

@@ -1,21 +1,17 @@
-"""Estimates per condition, and how far each is from the unperturbed one.
-
-How far a perturbation moves the header's residual stream, layer by layer.
-
-The falsifier: does the follow-up rate fall when there is no response to react to?
-"""
+"""Estimates per condition, how far each is from the unperturbed one, and what follows from it."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import torch
+from scipy.spatial.distance import cdist
 
-from experiments.common.screen import label
-from experiments.perturbations.conditions import BARE, REMOVE, SWAP
+from experiments.perturbations.conditions import HEADER_ONLY, REMOVE, SWAP
 from experiments.perturbations.read import Compared
+from experiments.tables import label, p_value
 from ia_mech.data.conversations import UNPERTURBED
 from ia_mech.estimates import (
     ALL,
@@ -31,83 +27,6 @@ from ia_mech.judge.rubric import ASSESSED
 from ia_mech.run import Run
 from ia_mech.stats import detectable_difference
 from ia_mech.stats.intervals import Estimate
-
-
-@dataclass(frozen=True)
-class Moved:
-    """One condition at one layer and position.
-
-    Attributes:
-        condition, layer, position: where.
-        distance: ``[pairs]`` L2 distance of the perturbed state from the unperturbed one, over the
-            mean distance between unperturbed states of different sources of the pair's dataset; NaN
-            where there is no state, or no other source.
-        relative: ``[pairs]`` the same distance over the norm of the unperturbed state.
-    """
-
-    condition: str
-    layer: int
-    position: str
-    distance: np.ndarray
-    relative: np.ndarray
-
-
-def displacements(compared: Compared) -> Iterator[Moved]:
-    """Every condition at every layer and header position that all runs kept.
-
-    ``[pairs]`` are the unperturbed contexts, in the order of ``compared.contexts``.
-    """
-    runs = {str(run.path): run for run in (*compared.base.runs, compared.run)}
-    contexts = compared.contexts
-    plain = contexts[contexts["condition"] == UNPERTURBED]
-    conditions = [c for c in dict.fromkeys(contexts["condition"]) if c != UNPERTURBED]
-    of = {
-        condition: contexts[contexts["condition"] == condition].set_index("pair").loc[plain["pair"]]
-        for condition in conditions
-    }
-    datasets, sources = plain["dataset"].to_numpy(), plain["source"].to_numpy()
-    for position in compared.run.positions:
-        for layer in compared.run.layers:
-            before = _states(runs, plain, layer, position)
-            scale = typical_distance(before, datasets, sources)
-            norm = np.linalg.norm(before, axis=1)
-            for condition, rows in of.items():
-                moved = np.linalg.norm(_states(runs, rows, layer, position) - before, axis=1)
-                yield Moved(condition, layer, position, moved / scale, moved / norm)
-
-
-def _states(runs: dict[str, Run], rows, layer: int, position: str) -> np.ndarray:
-    """``[rows, d_model]`` float64 of contexts that may lie in several runs."""
-    stored = {
-        place: runs[place].residuals(layer, position) for place in dict.fromkeys(rows["place"])
-    }
-    pairs = zip(rows["place"], rows["row"], strict=True)
-    return torch.stack([stored[place][row] for place, row in pairs]).double().numpy()
-
-
-def typical_distance(states: np.ndarray, datasets: np.ndarray, sources: np.ndarray) -> np.ndarray:
-    """``[n]``: the mean L2 distance between states of different sources of each one's dataset.
-
-    Args:
-        states: ``[n, d_model]``; rows with NaN are left out.
-        datasets: ``[n]``.
-        sources: ``[n]``.
-
-    Returns:
-        NaN where the dataset has no two sources, or their states don't differ.
-    """
-    found = np.full(len(states), np.nan)
-    there = ~np.isnan(states).any(axis=1)
-    for dataset in set(datasets):
-        at = there & (datasets == dataset)
-        x = states[at]
-        squares = (x**2).sum(1)
-        gaps = np.sqrt(np.maximum(squares[:, None] + squares[None] - 2 * x @ x.T, 0))
-        different = sources[at][:, None] != sources[at][None]
-        if gaps[different].any():  # at layer 0 one token's states are all alike
-            found[datasets == dataset] = gaps[different].mean()
-    return found
-
 
 RATE = "follow-up rate"
 HELD = "follow-up rate, held against the unperturbed response"
@@ -132,7 +51,7 @@ def estimates(
     """Every estimate, one row each: quantity, :data:`COLUMNS`, value, interval and test.
 
     Differences are Holm-corrected over all tests of one quantity; those over all datasets
-    (``all``) are a family of their own.
+    (:data:`ALL`) are a family of their own.
     """
     options = {"level": level, "resamples": resamples, "seed": seed}
     rows: list[TidyEstimate] = []
@@ -161,7 +80,7 @@ def _turns(turns: pd.DataFrame, names: dict[str, Any], options: dict) -> Iterato
             size = detectable_difference(*columns, level=options["level"])
             sources = own["source"].nunique()
             if 2.0 ** (1 - sources) > 1 - options["level"]:
-                size = np.nan  # no signs of so few sources can be surprising
+                size = np.nan  # with so few sources no pattern of signs is significant
             found = Estimate(size, np.nan, np.nan, sources, "80% power, one test")
             yield group.row(DETECTABLE, found, len(own))
         for category in ASSESSED:
@@ -196,36 +115,97 @@ def _references(
             yield _less(group, REFERENCE, own, plain, bits, before, temperature=1.0)
 
 
+# -- displacement ----------------------------------------------------------------------------------
+
+
 def _displacements(compared: Compared, options: dict) -> Iterator[TidyEstimate]:
     plain = compared.contexts[compared.contexts["condition"] == UNPERTURBED]
-    parts = list(by_dataset(plain))
-    for moved in displacements(compared):
-        for dataset, here in parts:
-            yield from _moved(moved, dataset, here, plain["source"].to_numpy(), options)
+    sources = plain["source"].to_numpy()
+    for names, distance, relative in displacements(compared):
+        for dataset, here in by_dataset(plain):
+            group = Group(sources[here], options, {"dataset": dataset, **names})
+            for quantity, values in ((DISTANCE, distance), (RELATIVE, relative)):
+                if not np.isnan(values[here]).all():
+                    row = group.mean(quantity, values[here])
+                    low = float(np.maximum(row.estimate.low, 0))  # of a distance; NaN stays NaN
+                    yield replace(row, estimate=replace(row.estimate, low=low))
 
 
-def _moved(
-    moved: Moved, dataset: str, here: np.ndarray, sources: np.ndarray, options: dict
-) -> Iterator[TidyEstimate]:
-    names = {name: getattr(moved, name) for name in ("condition", "layer", "position")}
-    group = Group(sources[here], options, {"dataset": dataset, **names})
-    for quantity, values in ((DISTANCE, moved.distance), (RELATIVE, moved.relative)):
-        if not np.isnan(values[here]).all():
-            row = group.mean(quantity, values[here])
-            low = float(np.maximum(row.estimate.low, 0))  # of a distance; NaN stays NaN
-            yield replace(row, estimate=replace(row.estimate, low=low))
+def displacements(
+    compared: Compared,
+) -> Iterator[tuple[dict[str, Any], np.ndarray, np.ndarray]]:
+    """How far header states move, for every condition, layer and header position that was kept.
+
+    Yields:
+        ``condition``, ``layer`` and ``position``; ``[pairs]`` L2 distance of the perturbed state
+        from the unperturbed one, over :func:`typical_distance`; ``[pairs]`` the same over the norm
+        of the unperturbed state. Pairs are the unperturbed contexts, in the order of
+        ``compared.contexts``; NaN where there is no state, or no other source.
+    """
+    runs = {str(run.path): run for run in (*compared.base.runs, compared.run)}
+    contexts = compared.contexts
+    plain = contexts[contexts["condition"] == UNPERTURBED]
+    conditions = [c for c in dict.fromkeys(contexts["condition"]) if c != UNPERTURBED]
+    of = {
+        condition: contexts[contexts["condition"] == condition].set_index("pair").loc[plain["pair"]]
+        for condition in conditions
+    }
+    datasets, sources = plain["dataset"].to_numpy(), plain["source"].to_numpy()
+    for position in compared.run.positions:
+        for layer in compared.run.layers:
+            before = _states(runs, plain, layer, position)
+            scale = typical_distance(before, datasets, sources)
+            norm = np.linalg.norm(before, axis=1)
+            for condition, rows in of.items():
+                moved = np.linalg.norm(_states(runs, rows, layer, position) - before, axis=1)
+                names = {"condition": condition, "layer": layer, "position": position}
+                yield names, moved / scale, moved / norm
+
+
+def _states(runs: dict[str, Run], rows, layer: int, position: str) -> np.ndarray:
+    """``[rows, d_model]`` float64 of contexts that may lie in several runs."""
+    stored = {
+        place: runs[place].residuals(layer, position) for place in dict.fromkeys(rows["place"])
+    }
+    pairs = zip(rows["place"], rows["row"], strict=True)
+    return torch.stack([stored[place][row] for place, row in pairs]).double().numpy()
+
+
+def typical_distance(states: np.ndarray, datasets: np.ndarray, sources: np.ndarray) -> np.ndarray:
+    """``[n]``: the mean L2 distance between states of different sources of each one's dataset.
+
+    Args:
+        states: ``[n, d_model]``; rows with NaN are left out.
+        datasets: ``[n]``.
+        sources: ``[n]``.
+
+    Returns:
+        NaN where the dataset has no two sources, or their states don't differ.
+    """
+    found = np.full(len(states), np.nan)
+    there = ~np.isnan(states).any(axis=1)
+    for dataset in set(datasets):
+        at = there & (datasets == dataset)
+        x = states[at]
+        gaps = cdist(x, x)  # subtracts before it squares, so equal states are exactly 0 apart
+        different = sources[at][:, None] != sources[at][None]
+        if gaps[different].any():  # at layer 0 one token's states are all alike
+            found[datasets == dataset] = gaps[different].mean()
+    return found
+
+
+# -- the falsifier ---------------------------------------------------------------------------------
 
 
 def verdicts(estimates: pd.DataFrame, level: float) -> Iterator[str]:
-    """A line per temperature, over all datasets.
+    """Does the rate fall without a response to react to? A line per temperature, all datasets.
 
-    A genuine follow-up that reacts to the response can't be written without having seen it. All
-    turns are held against the unperturbed response: held against an empty one, hardly any turn is
-    grounded, and the rate would fall by definition. Turns after the bare header have seen nothing
-    at all; what of them is called genuine, the judge calls genuine by their form.
+    All turns are judged against the unperturbed response: against an empty one hardly any turn is
+    grounded, and the rate would fall by definition. What the judge calls genuine after the bare
+    header, it calls so by its form.
 
     Args:
-        estimates: of :func:`experiments.perturbations.analyse.estimates`.
+        estimates: of :func:`estimates`.
         level: of confidence; a difference counts if its Holm-corrected p is at most 1 - level.
     """
     pooled = together(estimates)
@@ -239,19 +219,18 @@ def verdicts(estimates: pd.DataFrame, level: float) -> Iterator[str]:
                 f"(of {plain['rows']}, at most {plain['high']:.3f}), so nothing could be lower."
             )
             continue
-        yield f"falsifier, {where}: {_said(at, level)}"
+        yield f"falsifier, {where}: {_verdict(at, level)}"
 
 
-def _said(at: pd.DataFrame, level: float) -> str:
+def _verdict(at: pd.DataFrame, level: float) -> str:
     texts, failed = {}, []
-    for condition in (REMOVE, SWAP, BARE):
+    for condition in (REMOVE, SWAP, HEADER_ONLY):
         rows = at[at["condition"] == condition].set_index("quantity")
         if HELD + LESS not in rows.index:
             continue
         row, size = rows.loc[HELD + LESS], rows.loc[DETECTABLE, "value"]
-        p = "p<0.001" if row["p_holm"] < 0.001 else f"p={row['p_holm']:.3f}"
         ends = "–" if np.isnan(row["low"]) else f"{row['low']:+.3f}, {row['high']:+.3f}"
-        text = f"{condition} {row['value']:+.3f} [{ends}], {p}"
+        text = f"{condition} {row['value']:+.3f} [{ends}], {p_value(row['p_holm'])}"
         if not (row["value"] < 0 and row["p_holm"] <= 1 - level):
             failed.append(condition)
             text += "" if np.isnan(size) else f" (detectable: {size:.3f})"
@@ -259,14 +238,14 @@ def _said(at: pd.DataFrame, level: float) -> str:
     if not {REMOVE, SWAP} & set(texts):
         return f"neither {REMOVE} nor {SWAP} was made, so it can't be told."
     text = "; ".join(texts.values())
-    kept = [condition for condition in failed if condition != BARE]
+    kept = [condition for condition in failed if condition != HEADER_ONLY]
     if kept:
         verb = "isn't" if len(kept) == 1 else "aren't"
         return (
             f"{text}. {' and '.join(kept)} {verb} shown to lower the rate: what was measured is "
             "not shown to react to the response."
         )
-    if BARE in failed:
+    if HEADER_ONLY in failed:
         return (
             f"{text}. The rate falls without the response, but turns that were written with no "
             "conversation at all are called genuine about as often: by this judge, the rate is no "

@@ -1,22 +1,104 @@
-"""Perturbed and unperturbed contexts side by side: turns with labels, references, header states."""
+"""What of the unperturbed runs is compared, and with which perturbed contexts."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
 
-from experiments.perturbations.conditions import BARE
-from experiments.perturbations.sample import Base
+from experiments.perturbations.conditions import HEADER_ONLY
 from ia_mech.data.conversations import UNPERTURBED
+from ia_mech.engine.plan import Grid
+from ia_mech.errors import UserError
 from ia_mech.judge.label import UNSEEN
 from ia_mech.rates.load import NOBODY, read_runs
 from ia_mech.run import Run
 
+# Settings of the runs that the perturbed contexts share, so that all runs have to agree in them.
+SHARED = ("system", "thinking", "date")
+
+
+@dataclass(frozen=True)
+class Base:
+    """Unperturbed contexts and how they were sampled.
+
+    Attributes:
+        runs: where they are.
+        grid: what the conditions are compared on: of what all runs have.
+        contexts: one row per context that is used: ``run`` (its folder), ``row`` (its place among
+            the run's contexts) and the columns of these.
+    """
+
+    runs: list[Run]
+    grid: Grid
+    contexts: pd.DataFrame
+
+
+def read_base(
+    runs: list[Run],
+    *,
+    limit: int | None = None,
+    temperatures: Sequence[float] | None = None,
+    samples: int | None = None,
+) -> Base:
+    """What of the runs is compared.
+
+    Args:
+        runs: unperturbed runs of one model.
+        limit: contexts per run, from the start; None for all.
+        temperatures: besides greedy; 1 if not given (if the runs have it, else all they share).
+        samples: per temperature; 4 if not given (or as many as the runs have).
+
+    Raises:
+        UserError: runs of several settings, one context twice, or decoding that they lack.
+    """
+    for name in (*SHARED, "dtype"):
+        settings = [run.config.get(name, run.model.get(name)) for run in runs]
+        _same(runs, name, settings)
+    for name in ("max_new_tokens", "seed"):
+        _same(runs, name, [run.config["grid"][name] for run in runs])
+    grids = [run.config["grid"] for run in runs]
+    common = set.intersection(*(set(grid["temperatures"]) for grid in grids))
+    if temperatures is None:
+        temperatures = [1.0] if 1.0 in common else sorted(common)
+    missing = [t for t in temperatures if t not in common]
+    if missing or not temperatures:
+        has = ", ".join(f"{t:g}" for t in sorted(common)) or "none but greedy"
+        problem = f"temperature {missing[0]:g} is not in all runs" if missing else "no temperature"
+        raise UserError(f"{problem} (they have {has})", "give --temperatures of these")
+    most = min(grid["samples"] for grid in grids)
+    samples = min(4, most) if samples is None else samples
+    if samples > most:
+        raise UserError(f"--samples {samples}: the runs have {most}", f"give at most {most}")
+    first = grids[0]
+    grid = Grid(tuple(temperatures), samples, first["max_new_tokens"], first["seed"])
+    used = [
+        run.contexts.assign(run=str(run.path), row=range(len(run.contexts))).iloc[:limit]
+        for run in runs
+    ]
+    contexts = pd.concat(used, ignore_index=True)
+    twice = contexts[contexts.duplicated("context_id")]
+    if len(twice):
+        raise UserError(
+            f"context {twice['context_id'].iloc[0]} is in two runs",
+            "give one of them, or perturb them apart if these are different conversations",
+        )
+    return Base(runs, grid, contexts)
+
+
+def _same(runs: list[Run], name: str, settings: list) -> None:
+    for run, setting in zip(runs, settings, strict=True):
+        if setting != settings[0]:
+            raise UserError(
+                f"{runs[0].path} and {run.path} differ in {name} ({settings[0]!r}, {setting!r})",
+                "perturb them apart",
+            )
+
 
 @dataclass(frozen=True)
 class Compared:
-    """What the tables are computed from.
+    """What the estimates are made of.
 
     Attributes:
         turns: one row per user turn: ``dataset``, ``source`` (a key that holds across runs),
@@ -38,7 +120,7 @@ class Compared:
     notes: list[str]
 
 
-def read(base: Base, run: Run, judge: str, left_out: list[str]) -> Compared:
+def compare(base: Base, run: Run, judge: str, left_out: list[str]) -> Compared:
     """Join the unperturbed runs with the perturbed one.
 
     Args:
@@ -66,7 +148,7 @@ def read(base: Base, run: Run, judge: str, left_out: list[str]) -> Compared:
 
 
 def _compared(turns: pd.DataFrame, base: Base, run: Run, used: set[str]) -> pd.Series:
-    """Which turns are compared: all perturbed ones, and their likes of the unperturbed runs."""
+    """Which turns are compared: all perturbed ones, and the unperturbed ones of the same grid."""
     in_grid = turns["temperature"].isin([0.0, *base.grid.temperatures])
     in_grid &= turns["sample"] < base.grid.samples
     return (turns["run"] == str(run.path)) | (turns["context_id"].isin(used) & in_grid)
@@ -94,8 +176,8 @@ def _notes(contexts: pd.DataFrame, base: Base, run: Run) -> list[str]:
     for condition, ways in how.groupby(perturbed["condition"], sort=False):
         counts = ways.value_counts()
         if len(counts) > 1:
-            said = ", ".join(f"{way} {count}" for way, count in counts.items())
-            notes.append(f"{condition} was made in several ways: {said} (metadata, how).")
+            listed = ", ".join(f"{way} {count}" for way, count in counts.items())
+            notes.append(f"{condition} was made in several ways: {listed} (metadata, how).")
     plain = contexts[contexts["condition"] == UNPERTURBED]
     cut = int(plain["response_cut_off"].sum())
     if cut:
@@ -103,10 +185,10 @@ def _notes(contexts: pd.DataFrame, base: Base, run: Run) -> list[str]:
             f"{cut} of {len(plain)} unperturbed responses were cut off, which is another stimulus; "
             "their perturbations are made of the cut text."
         )
-    if BARE in set(perturbed["condition"]):
+    if HEADER_ONLY in set(perturbed["condition"]):
         notes.append(
-            "header_only shows the model nothing of a conversation: all its greedy turns are one "
-            "turn, held against every source's response."
+            "header_only shows the model no conversation: all its greedy turns are one turn, "
+            "judged against every source's response."
         )
     software = {r.record["identity"]["software"]["torch"] for r in (*base.runs, run)}
     if len(software) > 1:

@@ -1,23 +1,22 @@
-"""Pictures of what each condition changes.
-
-The estimates as tables in a terminal.
-"""
+"""What each condition changes, in the terminal and as figures."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from rich.console import Console
 from rich.markup import escape
 
-from experiments.common.screen import WIDTH, print_notes, print_table
-from experiments.perturbations.analyse import DISTANCE, HELD, LESS, RATE, REFERENCE, SHARE, verdicts
-from experiments.perturbations.sample import Base
+from experiments.perturbations.analyse import DISTANCE, HELD, LESS, RATE, REFERENCE, SHARE
+from experiments.perturbations.read import Base
+from experiments.tables import print_table, screen
 from ia_mech.cli import one_line
 from ia_mech.data.conversations import USER_HEADER, Conversation
-from ia_mech.display import COLOURS, coloured, console, title_axes
+from ia_mech.display import COLOURS, coloured, title_axes
 from ia_mech.estimates import together
 from ia_mech.judge.rubric import ASSESSED, heading
 
@@ -25,13 +24,11 @@ LAYERS = 7  # that are shown; the file has all
 SHOWN = 60  # characters of a response, at either end
 
 
-def show(estimates: pd.DataFrame, notes: list[str], level: float) -> None:
-    """Print rates, profile, reference likelihood, displacement, the falsifier and notes."""
-    screen = console(WIDTH)
-    said = f"{100 * level:g}% intervals over sources, Holm-corrected p"
+def tables(console: Console, estimates: pd.DataFrame, level: float) -> None:
+    """Print rates, profile, reference likelihood and displacement."""
     print_table(
-        screen,
-        f"follow-up rate by condition ({said})",
+        console,
+        f"follow-up rate by condition ({100 * level:g}% intervals over sources, Holm-corrected p)",
         estimates,
         {
             RATE: ("rate", 3),
@@ -43,7 +40,7 @@ def show(estimates: pd.DataFrame, notes: list[str], level: float) -> None:
     )
     pooled = together(estimates)
     print_table(
-        screen,
+        console,
         "failure profile: shares of assessed turns, all datasets",
         pooled[pooled["quantity"] == SHARE],
         {category: (heading(category), 2) for category in ASSESSED},
@@ -51,48 +48,64 @@ def show(estimates: pd.DataFrame, notes: list[str], level: float) -> None:
         index=("temperature", "condition"),
     )
     print_table(
-        screen,
+        console,
         "the users' real follow-ups after each condition (T = 1)",
         estimates,
         {REFERENCE: ("log p, bits", 1), REFERENCE + LESS: ("Δ, bits", 1)},
         index=("dataset", "condition"),
     )
-    moved = pooled[(pooled["quantity"] == DISTANCE) & (pooled["position"] == "header_last")]
+    moved = _displacement(estimates)
     if not moved.empty:
-        last = int(moved["layer"].max())
-        chosen = np.unique(np.linspace(0, last, LAYERS).round().astype(int))
+        chosen = np.unique(np.linspace(0, int(moved["layer"].max()), LAYERS).round().astype(int))
         print_table(
-            screen,
+            console,
             "displacement of header_last by layer (1 = mean distance between two conversations)",
             moved,
             {int(layer): (f"layer {layer}", 2) for layer in chosen},
             key="layer",
             index=("condition",),
         )
-    print_notes(screen, [*verdicts(estimates, level), *notes])
 
 
-def show_plan(
-    conversations: list[Conversation], base: Base, notes: list[str], folder: Path
-) -> None:
+def _displacement(estimates: pd.DataFrame) -> pd.DataFrame:
+    """Rows of the displacement of ``header_last``, all datasets together."""
+    pooled = together(estimates)
+    return pooled[(pooled["quantity"] == DISTANCE) & (pooled["position"] == "header_last")]
+
+
+def plan(conversations: list[Conversation], base: Base, notes: list[str], folder: Path) -> None:
     """Print what the conditions make of the first conversation, and how much is to be sampled."""
-    screen = console(WIDTH)
+    console = screen()
     first = conversations[0].metadata["unperturbed_id"]
-    screen.print(f"[bold]{escape(first)}[/] under each condition")
+    console.print(f"[bold]{escape(first)}[/] under each condition")
     for one in conversations:
         if one.metadata["unperturbed_id"] == first:
             header = "" if one.header == USER_HEADER else f" (header: {one.header})"
-            response = "" if one.header == "alone" else one_line(one.response)
+            response = "" if one.header == "alone" else one_line(one.response or "")
             if len(response) > 2 * SHOWN:
                 response = f"{response[:SHOWN]} … {response[-SHOWN:]}"
-            screen.print(f"  {one.perturbation:<20}{escape(response)!s}{header}", soft_wrap=True)
+            console.print(f"  {one.perturbation:<20}{escape(response)!s}{header}", soft_wrap=True)
     turns = len(conversations) * len(base.grid.rows())
-    screen.print(
+    console.print(
         f"{len(conversations)} contexts, {turns} user turns of at most {base.grid.max_new_tokens} "
         f"tokens, to {escape(str(folder))}",
         soft_wrap=True,
     )
-    print_notes(screen, notes)
+    for note in notes:
+        console.print(one_line(note), soft_wrap=True, markup=False)
+
+
+def figures(estimates: pd.DataFrame, model: str, judge: str) -> dict[str, Figure]:
+    """The figures by the stem of their files; two of them only where there is something to show."""
+    made = {
+        "rates": rates(estimates, f"{model}, {judge}"),
+        "profile": profile(estimates, f"{model}, {judge}"),
+    }
+    if (estimates["quantity"] == DISTANCE).any():
+        made["displacement"] = displacement(estimates, f"{model} · header_last")
+    if (estimates["quantity"] == REFERENCE).any():
+        made["references"] = references(estimates, f"{model} · real follow-ups")
+    return made
 
 
 STYLES = ("-", "--", ":", "-.")
@@ -113,6 +126,13 @@ def _panels(rows: pd.DataFrame, margin: float) -> tuple[Figure, list[Axes], list
     return figure, list(axes), temperatures, names
 
 
+def _error_bars(axes: Axes, rows: pd.DataFrame, at: list[float], **look: Any) -> None:
+    """Values with their intervals, lying; no bar where there is no interval."""
+    value = rows["value"].to_numpy()
+    reach = np.nan_to_num(np.abs(rows[["low", "high"]].to_numpy().T - value))
+    axes.errorbar(value, at, xerr=reach, fmt="o", **look)
+
+
 def rates(estimates: pd.DataFrame, title: str) -> Figure:
     """Change of the follow-up rate per condition; hollow: judged after what the model was given."""
     pooled = together(estimates)
@@ -121,21 +141,16 @@ def rates(estimates: pd.DataFrame, title: str) -> Figure:
     for panel, temperature, colour in zip(axes, temperatures, COLOURS, strict=False):
         for quantity, face, shift in ((HELD + LESS, colour, -0.15), (RATE + LESS, "white", 0.15)):
             own = rows[(rows["temperature"] == temperature) & (rows["quantity"] == quantity)]
-            reach = np.nan_to_num(
-                np.abs(own[["low", "high"]].to_numpy().T - own["value"].to_numpy())
-            )
             at = [names.index(name) + shift for name in own["condition"]]
-            panel.errorbar(
-                own["value"], at, xerr=reach, fmt="o", ms=4, color=colour, mfc=face, lw=1.1
-            )
+            _error_bars(panel, own, at, ms=4, color=colour, mfc=face, lw=1.1)
         panel.axvline(0, color="0.3", lw=0.8)
         panel.set_xlabel("change of the follow-up rate")
         title_axes(panel, f"{title} · {_at(temperature)}" if panel is axes[0] else _at(temperature))
     axes[0].set_yticks(range(len(names)), names)
     axes[0].invert_yaxis()
     marks = [Line2D([], [], color="0.3", marker="o", ms=4, mfc=face, lw=0) for face in FACES]
-    said = "judged against the unperturbed response (held)", "against what the model was given"
-    figure.legend(marks, said, loc="outside lower center", ncols=2, frameon=False, fontsize=7)
+    texts = "judged against the unperturbed response (held)", "against what the model was given"
+    figure.legend(marks, texts, loc="outside lower center", ncols=2, frameon=False, fontsize=7)
     return figure
 
 
@@ -172,11 +187,8 @@ def references(estimates: pd.DataFrame, title: str) -> Figure:
     axes = figure.add_subplot()
     for number, (colour, (dataset, own)) in enumerate(coloured(rows, "dataset")):
         shift = (number - (len(datasets) - 1) / 2) * 0.7 / max(len(datasets), 2)
-        reach = np.nan_to_num(np.abs(own[["low", "high"]].to_numpy().T - own["value"].to_numpy()))
         at = [names.index(name) + shift for name in own["condition"]]
-        axes.errorbar(
-            own["value"], at, xerr=reach, fmt="o", ms=3.5, color=colour, lw=1, label=dataset
-        )
+        _error_bars(axes, own, at, ms=3.5, color=colour, lw=1, label=dataset)
     axes.axvline(0, color="0.3", lw=0.8)
     axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
@@ -188,8 +200,7 @@ def references(estimates: pd.DataFrame, title: str) -> Figure:
 
 def displacement(estimates: pd.DataFrame, title: str) -> Figure:
     """How far header_last moves, layer by layer; 1 is as far as another conversation lies."""
-    pooled = together(estimates)
-    rows = pooled[(pooled["quantity"] == DISTANCE) & (pooled["position"] == "header_last")]
+    rows = _displacement(estimates)
     figure = Figure(figsize=(7.6, 4.2), layout="constrained")
     axes = figure.add_subplot()
     for number, (colour, (condition, own)) in enumerate(coloured(rows, "condition")):

@@ -1,16 +1,11 @@
-"""Judged user turns with their tokens, and the contexts that they follow.
-
-Which tokens open genuine follow-ups, and which open restatements, in the turns of others.
-"""
+"""Judged user turns with their tokens, their contexts, and which tokens open which turns."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
 
-from experiments.common.command import of_one_model, open_runs
 from ia_mech.data.conversations import UNPERTURBED
 from ia_mech.errors import UserError
 from ia_mech.judge.rubric import GENUINE
@@ -25,7 +20,7 @@ FEWEST = 2  # sampled temperatures: of one there is no curve
 
 @dataclass(frozen=True)
 class Sweep:
-    """What the estimates are computed from.
+    """What is measured.
 
     Attributes:
         runs: the runs, of one model.
@@ -57,20 +52,18 @@ class Sweep:
         )
 
 
-def read(paths: Sequence[str | Path], judge: str | None = None) -> Sweep:
+def read(runs: list[Run], judge: str | None = None) -> Sweep:
     """Read judged runs of one model.
 
     Args:
-        paths: the runs' folders.
+        runs: the runs.
         judge: whose verdicts; the only judge there if not given.
 
     Raises:
-        UserError: not a finished run, one given twice, several models, no (or several) judges, only
-            perturbed contexts, fewer than two sampled temperatures, or sources that weren't all
-            sampled at the same ones.
+        UserError: no (or several) judges, only perturbed contexts, fewer than two sampled
+            temperatures, or sources that weren't all sampled at the same ones.
     """
-    runs = of_one_model(open_runs(paths))
-    judged = read_runs(paths, judge, NOBODY)
+    judged = read_runs([run.path for run in runs], judge, NOBODY)
     notes = list(judged.notes)
     turns = _unperturbed(judged.turns, notes)
     _check_temperatures(turns)
@@ -102,7 +95,7 @@ def _unperturbed(turns: pd.DataFrame, notes: list[str]) -> pd.DataFrame:
 
 
 def _check_temperatures(turns: pd.DataFrame) -> None:
-    """Raise UserError where there is no curve, or one whose points are of different sources."""
+    """Raise UserError if there is no curve, or one whose points are of different sources."""
     found = turns.groupby(["run", "source"])["temperature"].agg(lambda t: frozenset(t) - {0.0})
     every = sorted(frozenset().union(*found))
     if len(every) < FEWEST:
@@ -175,12 +168,11 @@ class Openings:
     restated: np.ndarray
 
     def of_others(self, sources: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        """To what share each token opens genuine turns, and restatements, in other sources.
+        """Which share of the turns that a token opens in other sources is genuine, or restated.
 
-        Of the turns of either kind, at any temperature, that a token opened in all sources but the
-        context's own: which share was genuine, and which restated; both are 0 for a token that
-        opened none, and else add up to 1. So a token that opens both kinds counts for each as often
-        as it was found to, and no probability counts twice.
+        Counted are turns of either kind, at any temperature, in all sources but the context's own.
+        Both shares are 0 for a token that opened none, and else add up to 1: a token that opens
+        both kinds counts for each in proportion, and no probability counts twice.
 
         Args:
             sources: ``[contexts]`` of each context.
@@ -200,11 +192,7 @@ class Openings:
 
 
 def openings_of(turns: pd.DataFrame) -> Openings:
-    """Count the tokens that open sampled turns; greedy's are what they are compared with.
-
-    Args:
-        turns: those of a :class:`experiments.temperature_sweep.read.Sweep`.
-    """
+    """Count the tokens that open sampled (not greedy) turns of a :class:`Sweep`."""
     sampled = turns[turns["temperature"] > 0]
     kinds = genuine(sampled), sampled["category"].isin(RESTATEMENTS)
     first = np.array([int(ids[0]) for ids in sampled["token_ids"]], dtype=np.int64)
@@ -215,6 +203,6 @@ def openings_of(turns: pd.DataFrame) -> Openings:
     row = np.searchsorted(sources, sampled["source"].to_numpy(dtype=str))
     counts = np.zeros((2, len(sources), len(ids)))
     for table, kind in zip(counts, kinds, strict=True):
-        so = kind.to_numpy()
-        np.add.at(table, (row[so], np.searchsorted(ids, first[so])), 1)
+        of_kind = kind.to_numpy()
+        np.add.at(table, (row[of_kind], np.searchsorted(ids, first[of_kind])), 1)
     return Openings(ids, sources, counts[0], counts[1])

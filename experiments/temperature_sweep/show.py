@@ -1,102 +1,96 @@
-"""Pictures of the estimates: rates, the first token, where greedy leaves, and the logit lens.
+"""A sweep in the terminal, five rows, and as figures."""
 
-The estimates as tables in a terminal.
-"""
+from typing import Any
 
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
 
-from experiments.common.screen import WIDTH, print_notes, print_table
-from experiments.temperature_sweep.analyse import FAILURE, KINDS, LESS, LESS_OTHERS, RATE, RIVALS
+from experiments.tables import cell
+from experiments.temperature_sweep.analyse import (
+    FAILURE,
+    KINDS,
+    LESS_OTHERS,
+    OTHERS,
+    RATE,
+    RIVALS,
+)
 from experiments.temperature_sweep.read import HEADER_LAST
-from ia_mech.display import coloured, console, title_axes
+from ia_mech.display import coloured, title_axes
 from ia_mech.estimates import ALL, together
-from ia_mech.judge.rubric import ASSESSED, GENUINE, heading
+from ia_mech.judge.rubric import heading
 
-BY_TEMPERATURE = ("dataset", "temperature")
-SHOWN = (0.3, 0.5, 0.7, 1.0, 1.3, 1.5, 2.0)  # of the curve; the file has them all
+# quantity, further names, head, decimals: a row per question, over all datasets.
+MAIN: tuple[tuple[str, dict[str, str], str, int], ...] = (
+    (RATE, {}, RATE, 2),
+    ("effective number of first tokens", {}, "effective number of first tokens", 1),
+    (
+        f"gap where greedy leaves{LESS_OTHERS}",
+        {"of": OTHERS[0]},
+        "genuine turns' gap to greedy, less other turns', nats",
+        2,
+    ),
+    ("best temperature", {}, "temperature at which real follow-ups are likeliest", 2),
+    (
+        "layer where greedy overtakes",
+        {"of": RIVALS["best"], "position": HEADER_LAST},
+        "layer from which greedy's opening is ahead (median)",
+        1,
+    ),
+)
 
 
-def show(estimates: pd.DataFrame, notes: list[str], level: float) -> None:
-    """Print what there is: rates, failures, first token, hidden turns, references, lens, notes."""
-    screen = console(WIDTH)
-    rates = {RATE: (RATE, 2), RATE + LESS: ("difference from greedy", 2)}
-    title = f"follow-up rate by temperature ({100 * level:g}% intervals over sources)"
-    print_table(screen, title, estimates, rates, index=BY_TEMPERATURE)
-    failures = {c: (heading(c), 2) for c in ASSESSED}
-    del failures[GENUINE]
+def tables(console: Console, estimates: pd.DataFrame, level: float) -> None:
+    """Print the five main rows: a column per sampled temperature, and one without."""
     whole = together(estimates)
-    for quantity, title in (
-        (FAILURE, "failures, shares of all turns"),
-        (FAILURE + LESS, "failures, differences from greedy"),
-    ):
-        rows = whole[whole["quantity"] == quantity]
-        print_table(screen, title, rows, failures, key="of", index=BY_TEMPERATURE)
-    _first_token(screen, whole)
-    kinds = {
-        "first token is greedy's": ("opens as greedy", 2),
-        "greedy leaves it": ("greedy leaves", 2),
-        "token where greedy leaves": ("at token", 1),
-        "share of turn before greedy leaves": ("turn before that", 2),
-        "rank where greedy leaves": ("rank there", 1),
-        "probability where greedy leaves": ("probability", 2),
-        "median gap where greedy leaves": ("median gap, nats", 2),
-    }
-    title = "where greedy leaves sampled turns (token and rank: medians)"
-    print_table(screen, title, whole, kinds, index=(*BY_TEMPERATURE, "of"))
-    apart = {
-        f"{name}{LESS_OTHERS}": (head, 2)
-        for name, head in {
-            "first token is greedy's": "opens as greedy",
-            "token where greedy leaves": "token",
-            "log2 rank where greedy leaves": "log2 rank",
-            "gap where greedy leaves": "gap, nats",
-        }.items()
-    }
-    title = "the same of genuine turns, less other turns of the same context and temperature"
-    print_table(screen, title, whole, apart, index=("of", *BY_TEMPERATURE))
-    best = {"best temperature": ("best T", 2)}
-    print_table(screen, "temperature at which real follow-ups are likeliest", estimates, best)
-    _lens(screen, whole)
-    print_notes(screen, notes)
-
-
-def _first_token(screen, whole: pd.DataFrame) -> None:
-    rows = whole[whole["temperature"].round(6).isin(SHOWN)]
-    masses = rows["quantity"] == "mass on openings"
-    named = rows["quantity"].where(~masses, rows["quantity"] + ", " + rows["of"])
-    columns = {
-        "first token's entropy": ("entropy, nats", 2),
-        "effective number of first tokens": ("effective tokens", 1),
-        "mass on turn-end": ("turn-end", ".0e"),
-        "total variation from T = 1": ("variation from T = 1", 2),
-        "mass on openings, genuine": ("genuine openings", 2),
-        "mass on openings, restated": ("restatements'", 2),
-        "mass on openings, genuine less restated": ("difference", 2),
-    }
-    title = "the first token of the user turn"
-    print_table(screen, title, rows.assign(quantity=named), columns, index=BY_TEMPERATURE)
-
-
-def _lens(screen, whole: pd.DataFrame) -> None:
-    last = whole["layer"].max()
-    rows = whole[whole["layer"].isna() | (whole["layer"] == last)]
-    rows = rows.sort_values(
-        "of", kind="stable", key=lambda of: of.map(list(dict.fromkeys(of)).index)
+    columns = [*of(whole, RATE)["temperature"], None]
+    name = whole["dataset"].iloc[0]
+    name = "all datasets" if name == ALL else name
+    title = escape(f"{name} ({100 * level:g}% intervals over sources, Holm-corrected p)")
+    table = Table(title=title, title_justify="left")
+    table.add_column("", no_wrap=True)
+    for t in columns:
+        head = "overall" if t is None else f"T = {t:g}" if t else "greedy"
+        table.add_column(head, justify="right", no_wrap=True)
+    for quantity, names, head, digits in MAIN:
+        rows = of(whole, quantity)
+        for name, wanted in names.items():
+            rows = rows[rows[name] == wanted]
+        cells = []
+        for t in columns:
+            at = rows[rows["temperature"].isna() if t is None else rows["temperature"] == t]
+            cells.append(cell(at.iloc[0], digits) if len(at) else "")
+        table.add_row(head, *cells)
+    console.print(table)
+    console.print(
+        "estimates.parquet has the rest: datasets, failures, the first token at more temperatures, "
+        "where greedy leaves each kind of turn, every layer and position; turns.parquet has the "
+        "turns.",
+        soft_wrap=True,
     )
-    columns = {
-        "greedy ahead for good": ("contexts where it is", 2),
-        "layer where greedy overtakes": ("from layer (median)", 1),
+
+
+def figures(estimates: pd.DataFrame, title: str) -> dict[str, Figure]:
+    """The figures by the stem of their files; no ``lens`` where there was none to read with."""
+    made = {
+        "rates": rates(estimates, title),
+        "first_token": first_token(estimates, title),
+        "hidden": hidden(estimates, title),
     }
-    title = f"logit lens: where greedy's opening is ahead, to the last layer ({last})"
-    print_table(screen, title, rows, columns, index=("of", "position"))
+    if (estimates["quantity"] == "log p by the lens").any():
+        made["lens"] = lens(estimates, title)
+    return made
 
 
 KIND_OF = {"genuine": "genuine turns of others", "restated": "restatements of others"}
 PLAIN = FuncFormatter(lambda value, _: f"{value:g}")  # powers would be set as TeX, which is off
-LINES = {ALL: {"lw": 2.2, "zorder": 3}}  # all datasets together stand out
+LINES: dict[str, dict[str, Any]] = {
+    ALL: {"lw": 2.2, "zorder": 3}
+}  # all datasets together stand out
 
 
 def rates(estimates: pd.DataFrame, title: str) -> Figure:
@@ -108,9 +102,9 @@ def rates(estimates: pd.DataFrame, title: str) -> Figure:
     whole = together(estimates)
     for colour, (category, rows) in coloured(of(whole, FAILURE), "of"):
         line(right, rows, "temperature", colour, heading(category))
-    for axes, label in ((left, RATE), (right, "share of turns")):
+    for axes, up in ((left, RATE), (right, "share of turns")):
         axes.set_xlabel("temperature (0 = greedy)")
-        axes.set_ylabel(label)
+        axes.set_ylabel(up)
         axes.set_ylim(bottom=0)
         legend(axes)
     title_axes(left, title)
@@ -127,10 +121,10 @@ def first_token(estimates: pd.DataFrame, title: str) -> Figure:
         "total variation from T = 1": (upper[1], "total variation from T = 1"),
         "mass on turn-end": (lower[0], "probability of ending at once"),
     }
-    for quantity, (axes, label) in panels.items():
+    for quantity, (axes, up) in panels.items():
         for colour, (dataset, rows) in coloured(of(estimates, quantity), "dataset"):
             line(axes, rows, "temperature", colour, dataset)
-        axes.set_ylabel(label)
+        axes.set_ylabel(up)
     upper[0].set_yscale("log")
     upper[0].yaxis.set_major_formatter(PLAIN)
     legend(upper[0])
@@ -216,9 +210,15 @@ def legend(axes: Axes) -> None:
         axes.legend(frameon=False, fontsize=7)
 
 
-def line(axes: Axes, rows: pd.DataFrame, across: str, colour: str, label: str, **look) -> None:
+def line(axes: Axes, rows: pd.DataFrame, across: str, colour: str, label: str, **look: Any) -> None:
     """A line with its intervals as a band."""
     x, low, high = (rows[name].to_numpy(dtype=float) for name in (across, "low", "high"))
-    look = {"lw": 1.4, "marker": "o", "ms": 2.5} | LINES.get(label, {}) | look
-    axes.plot(x, rows["value"].to_numpy(), color=colour, label=label, **look)
+    style: dict[str, Any] = {"lw": 1.4, "marker": "o", "ms": 2.5}
+    axes.plot(
+        x,
+        rows["value"].to_numpy(),
+        color=colour,
+        label=label,
+        **(style | LINES.get(label, {}) | look),
+    )
     axes.fill_between(x, low, high, color=colour, alpha=0.12, lw=0)

@@ -8,6 +8,12 @@ matters: templates such as Qwen3's rewrite the assistant turn once a user turn f
 What stands between response and user turn is cut into turn end, turn separator and user header by
 one observation: a turn can't end before one has begun, so the first of its special tokens that the
 dialogue already holds before the first user turn opens a turn, and the header starts there.
+
+To support a new template family, nothing is registered. Add its template and special tokens to
+``tests/families.py``, and what has to be found in it to ``FOUND`` in ``tests/test_chat.py``. Where
+the derivation is wrong, change the general rule in :class:`ChatFormat`, never a case for one
+family. What a template can't express is a ``UserError``, and a position that it lacks is None:
+neither is guessed.
 """
 
 from collections.abc import Sequence

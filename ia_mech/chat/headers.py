@@ -1,4 +1,4 @@
-"""Other headers than the user's after a response: is it the role that matters, or the place?
+"""Other headers than the user's after a response: does the role matter, or the place?
 
 A variant changes the token ids of the regular context at one place and leaves all others as they
 are, which rendering and tokenizing another text wouldn't promise.
@@ -13,7 +13,7 @@ from ia_mech.errors import UserError
 
 
 def context_of(chat: ChatFormat, conversation: Conversation) -> ChatContext:
-    """A conversation's context, with the header that it asks for.
+    """A conversation's context, with its own kind of header.
 
     ``alone`` is the bare user header with no conversation before it (a system message stays);
     ``assistant`` opens an assistant turn after the response; ``no_turn_end`` and
@@ -53,7 +53,7 @@ def rendered(chat: ChatFormat, conversation: Conversation) -> tuple[ChatContext,
 
 def _alone(chat: ChatFormat, messages: Sequence[Message]) -> ChatContext:
     ids = chat.opening(messages)
-    positions = dict.fromkeys(chat.position_names)
+    positions: dict[str, int | None] = dict.fromkeys(chat.position_names)
     start = len(ids) - len(chat.header_ids)
     positions.update({name: start + i for i, name in enumerate(_header_names(chat))})
     return ChatContext(chat.template.decode(ids), ids, positions)
@@ -63,6 +63,7 @@ def _without(chat: ChatFormat, regular: ChatContext, name: str) -> ChatContext:
     """The context less its turn end, or less all that stands between turn end and header."""
     end = regular.positions["turn_end"]
     header = regular.positions[_header_names(chat)[0]]
+    assert header is not None  # every context has a header
     if regular.positions[name] is None or end is None:
         raise UserError(
             f"there is no {name.replace('_', ' ')} after the response",
@@ -70,7 +71,7 @@ def _without(chat: ChatFormat, regular: ChatContext, name: str) -> ChatContext:
         )
     start, stop = (end, end + 1) if name == "turn_end" else (end + 1, header)
     ids = [*regular.ids[:start], *regular.ids[stop:]]
-    positions = {
+    positions: dict[str, int | None] = {
         at: None if i is None or start <= i < stop else i - (stop - start) * (i >= stop)
         for at, i in regular.positions.items()
     }

@@ -14,6 +14,7 @@ import json
 import re
 from dataclasses import dataclass, field
 from datetime import date
+from typing import cast
 
 from ia_mech.errors import UserError
 
@@ -260,7 +261,8 @@ def _message(message, place: str) -> Message:
         )
     role, content = ("role", "content") if "role" in message else ("from", "value")
     said = str(message[role])
-    return {"role": ROLES.get(said, said), "content": message.get(content)}
+    # Content of another type than text is refused later, by conversations.validate.
+    return {"role": ROLES.get(said, said), "content": cast(str, message.get(content))}
 
 
 def _from_qa(cells: _Cells) -> Parts:

@@ -4,6 +4,16 @@ All presets are **untried against the hub**: their ids, splits and columns are t
 cards and from public code that reads them, and are tested on rows of the same schema. A row that
 lacks a column its preset expects is an error that says so, never a guess. Local files with these
 schemas are read the same way.
+
+To add a preset:
+
+1. Add a :class:`Preset` to :data:`PRESETS`. Usual shapes need no code: ``convert=_named(format=…,
+   query="column", …)`` names the columns; formats and roles are those of ``formats.ColumnMap``.
+2. For other shapes, write a function ``(row, columns, place) -> Parts``. It must keep the columns
+   that the user named (``columns``), open its errors with ``place``, and raise ``UserError`` where
+   a row isn't of the expected shape. The row's checks happen later, in ``conversations.validate``.
+3. Put a few invented rows of the real schema into ``tests/fixtures/presets/<name>.jsonl``: the
+   tests read them as hub rows and as a local file.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -273,15 +283,18 @@ def open_hub(
 ) -> tuple[Iterable[dict], str | None]:
     """Rows of a hub dataset, to be iterated as often as wanted, and the commit they are of.
 
-    The hub is asked for the dataset once before it is opened: ``datasets`` itself takes twenty
-    seconds of retries to notice that there is no network. With ``HF_HUB_OFFLINE=1`` the question
-    is left out and datasets in the cache can be read (commit None).
+    The hub is asked for the commit first: ``datasets`` itself takes twenty seconds of retries to
+    notice that there is no network. With ``HF_HUB_OFFLINE=1`` that request is left out and datasets
+    in the cache can be read (commit None).
 
     Raises:
         UserError: unknown, private or gated, no such subset or split, or out of reach.
     """
-    if files and subset not in files:
-        raise UserError(f"{path} has no subset {subset!r}", f"use one of {', '.join(files)}")
+    file = None
+    if files:
+        file = files.get(subset or "")
+        if file is None:
+            raise UserError(f"{path} has no subset {subset!r}", f"use one of {', '.join(files)}")
     try:
         commit = _commit(path, revision)
         from datasets import load_dataset
@@ -289,7 +302,7 @@ def open_hub(
         rows = load_dataset(
             path,
             name=None if files else subset,
-            data_files=files[subset] if files else None,
+            data_files=file,
             split=split,
             revision=commit or revision,
             streaming=streamed,

@@ -45,8 +45,11 @@ def find_final_norm(model: nn.Module) -> nn.Module | None:
 
 
 def _decoder(model: nn.Module) -> nn.Module:
-    decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
-    return model.base_model if decoder is None else decoder
+    find = getattr(model, "get_decoder", None)
+    decoder = find() if callable(find) else None
+    decoder = getattr(model, "base_model", model) if decoder is None else decoder
+    assert isinstance(decoder, nn.Module)
+    return decoder
 
 
 class ResidualCapture:
@@ -58,7 +61,7 @@ class ResidualCapture:
             model(...)
         capture.residuals()  # [batch, layers + 1, positions, d_model]
 
-    The hooks keep only the rows asked for, so memory doesn't grow with the sequence, and they are
+    The hooks keep only these positions, so memory doesn't grow with the sequence, and they are
     removed on exit, also when the forward pass raises.
 
     Args:
@@ -70,7 +73,7 @@ class ResidualCapture:
     def __init__(self, blocks: nn.ModuleList, positions: Tensor) -> None:
         self.blocks = blocks
         self.positions = positions
-        self._told: dict[torch.device, tuple[Tensor, Tensor, Tensor]] = {}
+        self._indices: dict[torch.device, tuple[Tensor, Tensor, Tensor]] = {}
         self.kept: list[Tensor] = []
         self._handles: list = []
 
@@ -96,12 +99,12 @@ class ResidualCapture:
     def _keep(self, hidden: Tensor) -> None:
         if hidden.ndim != 3:
             raise ValueError(f"a block gave a tensor of {hidden.ndim} dimensions, expected 3")
-        # Once for all blocks of a device, which would wait for each copy.
-        if hidden.device not in self._told:
+        # Copied once per device: for each block, it would wait for the copy.
+        if hidden.device not in self._indices:
             at = self.positions.to(hidden.device)
             rows = torch.arange(len(at), device=hidden.device)[:, None]
-            self._told[hidden.device] = rows, at.clamp(min=0), (at < 0)[..., None]
-        rows, at, lacking = self._told[hidden.device]
+            self._indices[hidden.device] = rows, at.clamp(min=0), (at < 0)[..., None]
+        rows, at, lacking = self._indices[hidden.device]
         kept = hidden[rows, at]  # [batch, positions, d_model], a copy
         self.kept.append(kept.masked_fill_(lacking, torch.nan))
 

@@ -55,7 +55,7 @@ def _reordered(model: nn.Module) -> dict[nn.Linear, Tensor]:
     linears = [
         m
         for m in model.modules()
-        # A subclass, or a forward that somebody replaced, does something else.
+        # A subclass, or a replaced forward, does something else.
         if type(m) is nn.Linear
         and "forward" not in vars(m)
         and m.weight.dtype == torch.float32

@@ -546,7 +546,7 @@ def _registered(original: str | None) -> str:
     AttentionInterface.register(name, _attention_or(original))
     masks = AttentionMaskInterface._global_mapping
     if original in masks:
-        AttentionMaskInterface.register(name, masks[original])
+        masks[name] = masks[original]
     return name
 
 

@@ -81,8 +81,7 @@ def _add_run(commands) -> None:
         help="judge all user turns of a run",
         usage="%(prog)s RUN [--judge rules|llm|hf] [--model NAME] [options]",
         description="Judge all user turns of a run and write judgements/<name>.parquet into it. "
-        "Identical\nturns in identical contexts are judged once. Verdicts of language models are "
-        "kept in\ncache/judgements/: judging again, or after an interrupt, pays for none twice.",
+        "Verdicts of\nlanguage models are kept in cache/judgements/: none is paid for twice.",
     )
     parser.set_defaults(function="ia_mech.judge.label:run")
     parser.add_argument("run", type=Path, help="a run's folder")

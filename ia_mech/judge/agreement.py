@@ -374,8 +374,8 @@ def disagreements(run: Run, labellers: Sequence[Labeller], seed: int = 0) -> pd.
     table = run.generations[[*KEY, "source_id", "dataset"]].reset_index(drop=True)
     items = items_of(run)
     table[list(TEXTS)] = [[item.query, item.response, item.turn] for item in items]
-    said = pd.DataFrame({x.name: x.categories for x in labellers}, dtype=object)
-    assessed = said.where(said.isin(ASSESSED))
+    labels = pd.DataFrame({x.name: x.categories for x in labellers}, dtype=object)
+    assessed = labels.where(labels.isin(ASSESSED))
     people = [x.name for x in labellers if x.kind == ANNOTATOR]
     order = pd.DataFrame(
         {
@@ -386,7 +386,7 @@ def disagreements(run: Run, labellers: Sequence[Labeller], seed: int = 0) -> pd.
         }
     )
     for x in labellers:
-        table[x.name] = said[x.name].where(said[x.name].notna() | ~x.labelled, "failed")
+        table[x.name] = labels[x.name].where(labels[x.name].notna() | ~x.labelled, "failed")
     for x in labellers:
         why = x.frame["rationale" if x.kind == JUDGE else "note"]
         table[f"{x.name} (why)"] = why.astype(object).where(why.astype(bool) & why.notna(), None)

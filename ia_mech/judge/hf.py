@@ -89,7 +89,7 @@ class HfJudge:
         if not model or not model.strip():
             raise UserError("--judge hf needs a model", "give --model with a hub id or directory")
         self.model = model
-        self.identity = identity or {}
+        self.identity: dict[str, Any] = identity or {}
         self._loaded = identity is None
         if not self._loaded:
             return
@@ -102,7 +102,7 @@ class HfJudge:
         self._rubric: State | None = None  # the shared part, run through the model
         self._prior: torch.Tensor | None = None  # [categories], of the item without content
         self._backoff = OomBackoff(len(NAMES))
-        self.identity: dict[str, Any] = {
+        self.identity = {
             **described(model),
             "weights_hash": self._subject.weights_hash,
             "template": self._template.hash,

@@ -24,7 +24,7 @@ import random
 import re
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 from urllib.parse import parse_qsl, urlsplit, urlunsplit
@@ -273,7 +273,6 @@ class Server:
     Args:
         client: made with ``max_retries=0``.
         judge: its settings.
-        budget: of all requests.
         secret: the key, never to be shown.
 
     Attributes:
@@ -281,16 +280,16 @@ class Server:
         halted: set when nothing more may be sent.
     """
 
-    def __init__(
-        self, client: openai.AsyncOpenAI, judge: "LlmJudge", budget: Budget, secret: str
-    ) -> None:
+    def __init__(self, client: openai.AsyncOpenAI, judge: "LlmJudge", secret: str) -> None:
         self.answered = False
         self.halted = asyncio.Event()
         self._reached = False  # has it ever sent anything back?
         self._client = client
         self._judge = judge
         self._shown = judge.address.shown
-        self._budget = budget
+        limits = [judge.params.get(name) for name in ("max_completion_tokens", "max_tokens")]
+        limit = next((value for value in limits if isinstance(value, int) and value > 0), None)
+        self._budget = Budget(judge.price, judge.max_cost, limit)
         self._secret = secret
         self._not_before = 0.0  # monotonic time, from Retry-After
 
@@ -519,9 +518,6 @@ BREAKER = 10  # verdicts in a row without an answer that end the run, or --concu
 GRACE_SECONDS = 1.0  # after an early end, for the answers under way: they are paid for already
 SHUTDOWN_SECONDS = 5.0
 
-Ask = Callable[[Server, Item], Awaitable[Verdict]]
-Connect = Callable[[], contextlib.AbstractAsyncContextManager[Server]]
-
 
 @dataclass(frozen=True)
 class Received:
@@ -547,25 +543,22 @@ class Session:
     before: with a wrong setting they would be stored as if they were the items' fault.
 
     Args:
-        connect: opens the server; entered and left in the session's thread.
-        ask: one item's verdict; raises ``Halted`` if the run was halted before there was one, and
-            when cancelled gives what was paid for, if anything was.
+        judge: its settings, and what one item's verdict takes.
         items: what to judge.
-        concurrency: most items in flight.
+        key: the server's.
 
     Attributes:
         received: all verdicts that came, in that order.
         problem: what ended the run early.
     """
 
-    def __init__(self, connect: Connect, ask: Ask, items: Sequence[Item], concurrency: int) -> None:
+    def __init__(self, judge: "LlmJudge", items: Sequence[Item], key: str) -> None:
         self.received: list[Received] = []
         self.problem: BaseException | None = None
-        self._connect = connect
-        self._ask = ask
+        self._judge = judge
         self._items = items
-        self._concurrency = concurrency
-        self._breaker = max(BREAKER, concurrency)
+        self._key = key
+        self._breaker = max(BREAKER, judge.concurrency)
         self._news: queue.SimpleQueue[None] = queue.SimpleQueue()  # wakes ``wait``
         # With a factory, a runner leaves the caller's own event loop alone.
         self._runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
@@ -629,13 +622,21 @@ class Session:
     async def _main(self) -> None:
         self._main_task = asyncio.current_task()
         waiting = iter(range(len(self._items)))
-        async with self._connect() as server:
-            self._server = server
+        judge = self._judge
+        client = openai.AsyncOpenAI(
+            api_key=self._key,
+            base_url=judge.address.url,
+            default_query=judge.address.query or None,
+            max_retries=0,
+            timeout=openai.Timeout(judge.timeout, connect=min(judge.timeout, CONNECT_SECONDS)),
+        )
+        async with client:
+            server = self._server = Server(client, judge, self._key)
             if self._stopping:
                 server.halted.set()
             try:
                 await self._work(server, iter([next(waiting)]))
-                workers = min(self._concurrency, len(self._items) - 1)
+                workers = min(judge.concurrency, len(self._items) - 1)
                 await asyncio.gather(*[self._work(server, waiting) for _ in range(workers)])
             finally:
                 cut_short = self._stopping or self.problem is not None
@@ -653,7 +654,7 @@ class Session:
             if index is None:
                 return
             try:
-                verdict = await self._ask(server, self._items[index])
+                verdict = await self._judge.verdict(server, self._items[index])
                 if verdict.status == "rejected" and not server.answered:
                     self._held.append((index, verdict))
                 else:
@@ -852,31 +853,15 @@ class LlmJudge:
         if not items:
             return iter(())
         key = self.address.key()
-        limits = [self.params.get(name) for name in ("max_completion_tokens", "max_tokens")]
-        limit = next((value for value in limits if isinstance(value, int) and value > 0), None)
-        budget = Budget(self.price, self.max_cost, limit)
-
-        @contextlib.asynccontextmanager
-        async def connect() -> AsyncIterator[Server]:
-            client = openai.AsyncOpenAI(
-                api_key=key,
-                base_url=self.address.url,
-                default_query=self.address.query or None,
-                max_retries=0,
-                timeout=openai.Timeout(self.timeout, connect=min(self.timeout, CONNECT_SECONDS)),
-            )
-            async with client:
-                yield Server(client, self, budget, key)
-
-        return Verdicts(Session(connect, self._verdict, items, self.concurrency))
+        return Verdicts(Session(self, items, key))
 
     # -- one item ------------------------------------------------------------------------------
 
-    async def _verdict(self, server: Server, item: Item) -> Verdict:
+    async def verdict(self, server: Server, item: Item) -> Verdict:
         """One item's verdict; an answer that can't be used is requested once more.
 
         If that second request fails, is interrupted or may not be made, the first answer stands: it
-        was paid for.
+        was paid for. Raises ``Halted`` if the run was halted before there was an answer.
         """
         try:
             verdict = await self._attempt(server, item)

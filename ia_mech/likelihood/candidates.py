@@ -37,7 +37,7 @@ class Candidate:
 
 
 class OwnCandidates:
-    """Candidates of the user's: some for every context, some for one conversation.
+    """The user's own candidates: some for every context, some for one conversation.
 
     Attributes:
         sha256: of the file.
@@ -61,7 +61,8 @@ class OwnCandidates:
         except (OSError, UnicodeDecodeError) as error:
             reason = getattr(error, "strerror", None) or "not UTF-8 text"
             raise UserError(f"{path} can't be read ({reason})", "give a JSONL file") from None
-        everywhere, of = [], defaultdict(list)
+        everywhere: list[Candidate] = []
+        of: defaultdict[str, list[Candidate]] = defaultdict(list)
         for number, line in enumerate(lines, start=1):
             if line.strip():
                 candidate, conversation = _parse(line, f"{path}, line {number}")
@@ -81,7 +82,7 @@ class OwnCandidates:
         return cls(everywhere, dict(of), hashlib.sha256(content).hexdigest())
 
     def check(self, known: set[str], references: int) -> None:
-        """Refuse candidates that a run has no use for.
+        """Refuse candidates that a run can't use.
 
         Args:
             known: ids of its conversations.
@@ -147,7 +148,7 @@ def rivals(
     """What a conversation's reference turn is compared with.
 
     The query repeated, the response repeated, another conversation's reference, a generic closing,
-    and the user's own. A text that is empty, is the reference, or was there before is no rival.
+    and the user's own. Empty texts, the reference itself and duplicates are dropped silently.
     """
     found = [
         Candidate(QUERY, conversation.query.strip()),
@@ -155,7 +156,7 @@ def rivals(
         Candidate(CLOSING, CLOSING_TEXT),
         *(own.of(conversation.id) if own is not None else []),
     ]
-    if source is not None:
+    if source is not None and source.reference is not None:
         found.insert(2, Candidate(OTHER, source.reference.strip(), source.id))
     said, kept = {"", (conversation.reference or "").strip()}, []
     for candidate in found:

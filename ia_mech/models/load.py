@@ -7,6 +7,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
@@ -114,7 +115,7 @@ def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype | str:
 def stored_dtype(config) -> torch.dtype:
     """The dtype a checkpoint says it is in; float32 if it doesn't say."""
     dtype = getattr(config, "dtype", None) or getattr(text_config(config), "dtype", None)
-    return dtype if isinstance(dtype, torch.dtype) else DTYPES.get(dtype, torch.float32)
+    return dtype if isinstance(dtype, torch.dtype) else DTYPES.get(str(dtype), torch.float32)
 
 
 def load_tokenizer_and_config(spec: ModelSpec):
@@ -139,7 +140,7 @@ def load(spec: ModelSpec) -> Subject:
 
     Raises:
         UserError: unknown model or device, a model that isn't a causal language model, a checkpoint
-            that lacks weights, or a device without room for it.
+            that lacks weights, or a device with too little memory.
     """
     device = resolve_device(spec.device)
     dtype = resolve_dtype(spec.dtype, device)
@@ -149,13 +150,15 @@ def load(spec: ModelSpec) -> Subject:
     with _explained(spec):
         tokenizer = AutoTokenizer.from_pretrained(place, **kwargs)
     with _explained(spec, loading=True):
-        model, report = AutoModelForCausalLM.from_pretrained(
+        # With output_loading_info, from_pretrained returns a pair, which its annotation leaves out.
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             place,
             dtype=dtype,
             **({} if spec.attention == "auto" else {"attn_implementation": spec.attention}),
             output_loading_info=True,
             **kwargs,
         )
+        model, report = loaded
         model = model.to(device).eval().requires_grad_(False)
     if missing := sorted(report["missing_keys"]):  # transformers fills them with random numbers
         raise UserError(
@@ -199,7 +202,7 @@ def weights_hash(model: PreTrainedModel, dtype: str | None = None) -> str:
     Of the weights as loaded: the same checkpoint in another dtype is another subject. With
     ``dtype`` (a key of ``DTYPES``), of the weights as they would be in that.
     """
-    cast = DTYPES.get(dtype)
+    cast = DTYPES.get(dtype or "")
 
     def digest(item: tuple[str, torch.Tensor]) -> bytes:
         name, tensor = item
@@ -207,7 +210,7 @@ def weights_hash(model: PreTrainedModel, dtype: str | None = None) -> str:
             tensor = tensor.to(cast)
         tensor = tensor.detach().contiguous().cpu()
         h = hashlib.sha256(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}".encode())
-        h.update(tensor.reshape(-1).view(torch.uint8).numpy())
+        h.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
         return h.digest()
 
     items = sorted(model.state_dict().items())
@@ -237,7 +240,7 @@ def accepts(model: PreTrainedModel, argument: str) -> bool:
 
 
 def _locate(spec: ModelSpec) -> tuple[str, dict]:
-    """Where ``from_pretrained`` should look, and with which arguments."""
+    """The place for ``from_pretrained`` and its keyword arguments."""
     kwargs = {"trust_remote_code": spec.trust_remote_code}
     if spec.name == embedded.NAME:
         _refuse_revision(spec)

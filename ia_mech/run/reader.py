@@ -87,7 +87,7 @@ class Run:
 
     @cached_property
     def contexts(self) -> pd.DataFrame:
-        """One row per context; the columns are listed in the README."""
+        """One row per context; the columns are listed in docs/run-format.md."""
         return self._frame(layout.contexts_file, ["order"])
 
     @cached_property

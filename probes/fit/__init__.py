@@ -1,1 +1,4 @@
-"""Fitting linear probes: folds, solvers and nested cross-validation. It knows arrays only."""
+"""Folds, solvers and nested cross-validation, as functions of arrays.
+
+Nothing here knows runs, files, targets or controls.
+"""

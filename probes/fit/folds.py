@@ -1,15 +1,13 @@
-"""Cross-validation folds of whole sources, and the permutations that go with them.
+"""Folds of whole sources, their permutations, and the headline selected and tested with both.
 
 Folds are stratified by the target, so they depend on the labels. A permutation test that shuffled
-labels freely and kept the folds would compare labels that are evenly spread over the folds with
+labels freely but kept the folds would compare labels that are evenly spread over the folds with
 labels that aren't. Here a permutation draws from exactly the arrangements of labels that could have
-led to these folds: given the folds, under the hypothesis that hidden states have nothing to do with
-the labels, each of them is as likely as the one that was observed.
+led to these folds: if hidden states have nothing to do with the labels, each of them is as likely
+as the observed one.
 
-Which layer and position is the headline, and what p values go with that.
-
-Selection looks at inner folds only and is the same function of its numbers for the observed labels
-and for every permutation, so that the headline's p value pays for it.
+Selection sees inner folds only, and is the same function for the observed labels and for every
+permutation, so that the headline's p value accounts for it.
 """
 
 from collections.abc import Iterator
@@ -26,20 +24,19 @@ from probes.outcome import Outcome
 class Tested:
     """Selection and permutation tests over a heat map.
 
-    All arrays over cells are ``[layers, positions]`` in the given order.
+    Arrays over layers and positions are ``[layers, positions]`` in the given order.
 
     Attributes:
         statistic: AUROC of the closed-form probes, mean over outer folds.
         p_family: family-wise p value: how often the largest statistic of a permutation reaches it.
-        band: the 95% quantile of each cell's own permuted statistics.
+        band: the 95% quantile of the permuted statistics of each layer and position.
         family_band: the 95% quantile of the largest.
         picked: ``[folds, 2]`` layer and position (as indices) that each outer fold's inner loop
             chose.
         headline: layer and position (as indices) chosen on all contexts.
-        value: the headline's statistic: each outer fold scores the cell that was chosen for it.
+        value: the headline's statistic: each outer fold scores what was chosen for it.
         p: its p value, with the selection replayed under each permutation.
         null: ``[permutations]`` the headline's statistic under each.
-        permutations: how many there were.
     """
 
     statistic: np.ndarray
@@ -51,16 +48,19 @@ class Tested:
     value: float
     p: float
     null: np.ndarray
-    permutations: int
+
+    @property
+    def permutations(self) -> int:
+        return len(self.null)
 
 
 def choose(correlations: np.ndarray, sources: int) -> tuple[np.ndarray, np.ndarray]:
     """The earliest layer that reads as well as the best one, by the one-standard-error rule.
 
-    What a block writes into the residual stream stays there, so many later layers read alike, and
-    the best of them is best by chance. At the best cell's position, the earliest layer within one
-    standard error of it (Breiman et al. 1984, section 3.4.3) is chosen. The standard error is that
-    of Fisher's z, ``1 / sqrt(sources - 3)``.
+    What a block writes into the residual stream stays there: many later layers read alike, and the
+    best of them is best by chance. At the position of the best correlation, the earliest layer
+    within one standard error of it (Breiman et al. 1984, section 3.4.3) is chosen. The standard
+    error is that of Fisher's z, ``1 / sqrt(sources - 3)``.
 
     Args:
         correlations: ``[layers, positions, …]`` held-out correlations; other axes are separate
@@ -113,15 +113,14 @@ def against_permutations(
         value=float(headline[0]),
         p=float(_p(headline[0], headline[1:])),
         null=headline[1:],
-        permutations=null.shape[-1],
     )
 
 
 def _p(observed: np.ndarray, null: np.ndarray) -> np.ndarray:
-    """NaN without permutations. Statistics are float32, and sums in another order differ there."""
-    return (
-        permutation_p(observed, null, slack=1e-6) if len(null) else np.full_like(observed, np.nan)
-    )
+    """NaN without permutations. The slack is for float32 sums, which depend on their order."""
+    if not len(null):
+        return np.full_like(observed, np.nan)
+    return permutation_p(observed, null, slack=1e-6)
 
 
 def _quantile(null: np.ndarray) -> np.ndarray:
@@ -174,8 +173,7 @@ def permutations(
     """Random permutations of whole sources that could have led to these folds.
 
     A source's labels move together, context by context, to a source with as many contexts in the
-    same runs. Labels that would have been dealt out together are dealt out anew, then shuffled
-    within each fold.
+    same runs. Labels of one block are dealt to the folds anew, then shuffled within each fold.
 
     Args:
         outcome: k of n per context.
@@ -196,16 +194,16 @@ def permutations(
         for members in _classes(outcome)
     ]
     for _ in range(count):
-        donor = np.arange(len(rows))
+        giver = np.arange(len(rows))
         for members, fold, full, extra in classes:
             order = members[np.lexsort((rng.random(len(members)), rates[members]))]
             dealt = np.argsort(rng.random((full, number)), axis=1).ravel()
             dealt = np.concatenate([dealt, rng.permutation(extra)])
-            givers = order[np.lexsort((rng.random(len(order)), dealt))]
-            donor[members[np.argsort(fold, kind="stable")]] = givers
+            in_fold_order = order[np.lexsort((rng.random(len(order)), dealt))]
+            giver[members[np.argsort(fold, kind="stable")]] = in_fold_order
         taken = np.arange(len(outcome))
-        for receiver in np.flatnonzero(donor != np.arange(len(rows))):
-            taken[rows[receiver]] = rows[donor[receiver]]
+        for receiver in np.flatnonzero(giver != np.arange(len(rows))):
+            taken[rows[receiver]] = rows[giver[receiver]]
         yield taken
 
 
@@ -235,7 +233,7 @@ def _classes(outcome: Outcome) -> list[np.ndarray]:
 
 
 def _blocks(fold: np.ndarray, number: int) -> tuple[int, np.ndarray]:
-    """How many full blocks were dealt to these members, and the folds of the last, partial one."""
+    """How many full blocks these members fill, and the folds of the last, partial one."""
     counts = np.bincount(fold, minlength=number)
     full = len(fold) // number
     return full, np.flatnonzero(counts > full)

@@ -1,26 +1,169 @@
-"""Probes fitted in rotated coordinates: ridge, logistic regression, differences of means.
+"""Fit linear probes: one PCA projection that all fits share, and one solver per estimator.
 
-Labels are binomial: context i has k of n positive turns and weighs n over the mean n, so that the
-weights sum to the number of contexts and a penalty means the same for every target. Intercepts,
-one per run, are not penalised.
+Ridge, L2-penalised logistic regression, the difference of means and linear discriminant analysis
+use inner products only, so that projected features give the same probe. With n contexts and d
+features, the n × n inner products (or the d × d ones, if d is smaller) are decomposed once per
+split, and all penalties, labels and permutations share that. Centring and one common scale keep
+this property; scaling each feature wouldn't.
+
+Labels are binomial: context i has k of n positive turns and weighs n over the mean n. The weights
+sum to the number of contexts, so that a penalty means the same for every target. Intercepts, one
+per run, are not penalised.
+
+To add an estimator: write a function ``(Training, penalties) -> list[Fit]`` with one fit per
+penalty, enter it in :data:`ESTIMATORS`, and give it a class in :mod:`probes.estimators`. The
+command line, nested cross-validation and calibration take it from there.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.linalg import cho_factor, cho_solve
+from scipy.linalg import cho_factor, cho_solve, eigh
 from scipy.special import expit
 
 PENALTIES = (100.0, 10.0, 1.0, 0.1, 0.01, 0.001)  # of the squared weights; mean squared norm is 1
 TOLERANCE = 1e-9  # of the Newton decrement, per context
-MOST_STEPS = 60
-HELD = 1e-6  # on intercepts, which would run away where all turns of a run are alike
+MAX_STEPS = 60
+INTERCEPT_PENALTY = 1e-6  # an intercept would diverge where all turns of a run are alike
+CONSTANT = 1e-12  # a variance below this share of the mean square is rounding
+RANK = 1e-12  # likewise a direction's share of the largest
+
+
+# -- PCA projection -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Features:
+    """Hidden states of all contexts at one layer and position (or a control's features).
+
+    Attributes:
+        centred: ``[contexts, d]`` float64 less their overall mean.
+        gram: ``[contexts, contexts]`` their inner products; None where d is the smaller.
+        size: mean square of the features as given.
+    """
+
+    centred: np.ndarray
+    gram: np.ndarray | None
+    size: float
+
+    @classmethod
+    def of(cls, features: np.ndarray) -> "Features":
+        """From ``[contexts, d]`` hidden states."""
+        given = np.asarray(features, dtype=np.float64)
+        size = float(np.einsum("nd,nd->", given, given) / max(given.size, 1))
+        # The common part may be far larger; without it, products keep their digits.
+        centred = given - given.mean(0)
+        gram = centred @ centred.T if centred.shape[1] > len(centred) else None
+        return cls(centred, gram, size)
+
+
+@dataclass(frozen=True)
+class Projection:
+    """Training and test contexts of one split in the training contexts' principal axes.
+
+    Attributes:
+        train: ``[train, m]``, centred within runs, mean squared norm 1; columns are orthogonal.
+        test: ``[test, m]``, by the same centres, scale and axes.
+        squares: ``[m]`` squared norms of the columns of ``train``, falling.
+        features: what was projected.
+        rows: the training rows.
+        runs: ``[contexts]`` run of each context.
+        scale: one number that features are multiplied by.
+    """
+
+    train: np.ndarray
+    test: np.ndarray
+    squares: np.ndarray
+    features: Features
+    rows: np.ndarray
+    runs: np.ndarray
+    scale: float
+    _vectors: np.ndarray
+
+    @property
+    def width(self) -> int:
+        return self.features.centred.shape[1]
+
+    def weights(self, projected: np.ndarray) -> np.ndarray:
+        """``[d]`` weights on features for ``[m]`` weights on coordinates."""
+        if self.features.gram is None:
+            return self._vectors @ projected * self.scale
+        centred = self.features.centred[self.rows] - self.centres()[self.runs[self.rows]]
+        by_context = self._vectors @ (projected / np.sqrt(self.squares))
+        return centred.T @ by_context * self.scale**2
+
+    def centres(self) -> np.ndarray:
+        """``[runs, d]`` training mean of each run; of all runs where a run has no training row."""
+        return _averages(self.rows, self.runs, len(self.runs)) @ self.features.centred
+
+
+def project(
+    features: Features, train: np.ndarray, test: np.ndarray, runs: np.ndarray
+) -> Projection:
+    """Principal axes of the training contexts, and coordinates of train and test in them.
+
+    Args:
+        features: hidden states.
+        train: rows to learn centres, scale and axes from.
+        test: rows to express in them.
+        runs: ``[contexts]`` run of each context, numbered from 0; each is centred by itself.
+
+    Returns:
+        Coordinates; with no column where the training contexts don't differ.
+    """
+    averages = _averages(train, runs, len(features.centred))
+    if features.gram is None:
+        centres = averages @ features.centred
+        fitted = features.centred[train] - centres[runs[train]]
+        other = features.centred[test] - centres[runs[test]]
+        products = fitted.T @ fitted
+    else:
+        gram = features.gram
+        by_run = averages @ gram
+        between = by_run @ averages.T
+        of_train, of_test = runs[train], runs[test]
+        cross = by_run[:, train]
+
+        def centred(rows: np.ndarray, of_rows: np.ndarray) -> np.ndarray:
+            block = gram[np.ix_(rows, train)] - cross[of_rows]
+            return block - by_run[of_train][:, rows].T + between[np.ix_(of_rows, of_train)]
+
+        products, other = centred(train, of_train), centred(test, of_test)
+        products = (products + products.T) / 2
+    total = float(np.trace(products)) / len(train)
+    differ = total > CONSTANT * features.size * features.centred.shape[1]
+    scale = 1 / np.sqrt(total) if differ else 1.0
+    values, vectors = eigh(products, driver="evd")
+    kept = (values > RANK * values[-1]) & differ
+    values, vectors = values[kept][::-1], vectors[:, kept][:, ::-1]
+    squares = values * scale**2
+    if features.gram is None:
+        coordinates, others = fitted @ vectors * scale, other @ vectors * scale
+    else:
+        coordinates = vectors * np.sqrt(squares)
+        others = other @ (vectors / np.sqrt(values)) * scale
+    return Projection(coordinates, others, squares, features, train, runs, scale, vectors)
+
+
+def _averages(train: np.ndarray, runs: np.ndarray, contexts: int) -> np.ndarray:
+    """``[runs, contexts]`` matrix that takes each run's training mean.
+
+    A run without a training row gets the mean of all, the best guess for an unseen run.
+    """
+    number = int(runs.max()) + 1
+    takes = np.zeros((number, contexts))
+    takes[runs[train], train] = 1
+    takes[takes.sum(1) == 0] = takes.sum(0)
+    return takes / takes.sum(1, keepdims=True)
+
+
+# -- solvers --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Fit:
-    """A linear probe in rotated coordinates.
+    """A linear probe in the coordinates of a projection.
 
     Attributes:
         weights: ``[m]``.
@@ -35,29 +178,94 @@ class Fit:
         return coordinates @ self.weights + self.intercepts[runs]
 
 
-def ridge(
-    coordinates: np.ndarray, squares: np.ndarray, rates: np.ndarray, penalty: float
-) -> np.ndarray:
-    """``[m]`` or ``[m, columns]`` ridge weights for ``[n]`` or ``[n, columns]`` rates.
+@dataclass(frozen=True)
+class Training:
+    """What a solver learns from: the training contexts of one split.
 
-    Every context counts alike. The columns of ``coordinates`` are orthogonal with squared norms
-    ``squares``, so there is nothing to solve.
+    Attributes:
+        projection: their coordinates are ``projection.train``, ``[n, m]``.
+        positives, trials, runs: ``[n]`` k, n and run of each.
+        run_count: how many intercepts a fit has.
     """
-    shrunk = coordinates / (squares + penalty)
-    return shrunk.T @ rates
+
+    projection: Projection
+    positives: np.ndarray
+    trials: np.ndarray
+    runs: np.ndarray
+    run_count: int
+
+    def without_intercepts(self, weights: np.ndarray) -> Fit:
+        """A fit whose level is left to calibration (:func:`platt`)."""
+        return Fit(weights, np.zeros(self.run_count))
 
 
-def mean_difference(coordinates: np.ndarray, positives: np.ndarray, trials: np.ndarray):
-    """``[m]`` mean of positive turns minus mean of negative ones (Marks & Tegmark 2023)."""
-    negatives = trials - positives
-    return coordinates.T @ (positives / positives.sum() - negatives / negatives.sum())
+@dataclass(frozen=True)
+class Estimator:
+    """A kind of linear probe.
+
+    Attributes:
+        solve: one fit per penalty, or one in all if it has no penalty.
+        penalised: whether the inner loop chooses a penalty.
+        log_odds: whether scores are log-odds as they come; others are calibrated (:func:`platt`),
+            and their penalty is chosen by correlation instead of loss.
+    """
+
+    solve: Callable[[Training, Sequence[float]], list[Fit]]
+    penalised: bool = False
+    log_odds: bool = False
+
+
+def ridge(data: Training, penalties: Sequence[float]) -> list[Fit]:
+    """Ridge regression of the rates; every context counts alike.
+
+    Columns of the coordinates are orthogonal, so there is nothing to solve.
+    """
+    coordinates, squares = data.projection.train, data.projection.squares
+    rates = data.positives / data.trials
+    return [data.without_intercepts((coordinates / (squares + p)).T @ rates) for p in penalties]
+
+
+def mass_mean(data: Training, penalties: Sequence[float] = ()) -> list[Fit]:
+    """Mean of positive turns minus mean of negative ones (Marks & Tegmark 2023)."""
+    return [data.without_intercepts(_mean_difference(data))]
+
+
+def lda(data: Training, penalties: Sequence[float] = ()) -> list[Fit]:
+    """Linear discriminant analysis with a Ledoit–Wolf covariance: the whitened mass-mean probe.
+
+    The covariance is the total one. It differs from the one within classes by a multiple of the
+    difference's own outer product, which only changes the length of the direction.
+    """
+    of = data.projection
+    intensity, target = shrinkage(of.train, of.squares, of.width)
+    variance = (1 - intensity) * of.squares / len(of.train) + intensity * target
+    return [data.without_intercepts(_mean_difference(data) / variance)]
+
+
+def logistic(data: Training, penalties: Sequence[float]) -> list[Fit]:
+    """L2-penalised binomial logistic regression, see :func:`logistic_path`."""
+    labels = data.positives, data.trials
+    return logistic_path(data.projection.train, data.runs, *labels, penalties, data.run_count)
+
+
+ESTIMATORS = {
+    "logistic": Estimator(logistic, penalised=True, log_odds=True),
+    "mass-mean": Estimator(mass_mean),
+    "lda": Estimator(lda),
+    "ridge": Estimator(ridge, penalised=True),
+}
+
+
+def _mean_difference(data: Training) -> np.ndarray:
+    positives, negatives = data.positives, data.trials - data.positives
+    return data.projection.train.T @ (positives / positives.sum() - negatives / negatives.sum())
 
 
 def shrinkage(coordinates: np.ndarray, squares: np.ndarray, width: int) -> tuple[float, float]:
     """Ledoit & Wolf's (2004) shrinkage of the covariance, and the variance it shrinks to.
 
-    From principal coordinates alone; the directions that they leave out (up to ``width``) have no
-    variance and count as such.
+    Computed from principal coordinates; directions that they leave out (up to ``width``) count as
+    having no variance.
     """
     n = len(coordinates)
     target = squares.sum() / n / width
@@ -68,23 +276,6 @@ def shrinkage(coordinates: np.ndarray, squares: np.ndarray, width: int) -> tuple
     return (1.0 if distance <= 0 else min(noise, distance) / distance), target
 
 
-def whitened_difference(
-    coordinates: np.ndarray,
-    squares: np.ndarray,
-    width: int,
-    positives: np.ndarray,
-    trials: np.ndarray,
-) -> np.ndarray:
-    """``[m]`` direction of linear discriminant analysis with a Ledoit–Wolf covariance.
-
-    The covariance is the total one: it and the one within classes differ by a multiple of the
-    difference's own outer product, which changes the length of the direction only.
-    """
-    intensity, target = shrinkage(coordinates, squares, width)
-    variance = (1 - intensity) * squares / len(coordinates) + intensity * target
-    return mean_difference(coordinates, positives, trials) / variance
-
-
 def logistic_path(
     coordinates: np.ndarray,
     runs: np.ndarray,
@@ -93,11 +284,11 @@ def logistic_path(
     penalties: Sequence[float],
     run_count: int,
 ) -> list[Fit]:
-    """L2-penalised binomial logistic regression for falling penalties, each from the last.
+    """L2-penalised binomial logistic regression for falling penalties, each started at the last.
 
-    Minimises ``sum of weighted losses + penalty / 2 * |weights|²`` by Newton's method; with more
-    coordinates than half the contexts in the dual (Rasmussen & Williams 2006, algorithm 3.1), whose
-    steps cost a third of a Cholesky factorisation.
+    Minimises ``sum of weighted losses + penalty / 2 * |weights|²`` by Newton's method. With more
+    coordinates than half the contexts it works in the dual (Rasmussen & Williams 2006, algorithm
+    3.1), whose steps cost a third of a Cholesky factorisation.
 
     Args:
         coordinates: ``[n, m]``.
@@ -112,7 +303,7 @@ def logistic_path(
     present = np.unique(runs)
     dummies = (runs[:, None] == present).astype(float)
     dual = coordinates.shape[1] > 0.5 * len(coordinates)
-    products = coordinates @ coordinates.T if dual else None
+    products = coordinates @ coordinates.T if dual else np.empty((0, 0))
     rate = np.clip((dummies.T @ target) / (dummies.T @ weight), 1e-3, 1 - 1e-3)
     state = np.zeros(len(coordinates) if dual else coordinates.shape[1])
     intercepts = np.log(rate / (1 - rate))
@@ -126,9 +317,9 @@ def logistic_path(
                 coordinates, dummies, target, weight, penalty, state, intercepts
             )
             weights = state
-        everyone = np.full(run_count, intercepts.mean())
-        everyone[present] = intercepts
-        found.append(Fit(weights, everyone))
+        by_run = np.full(run_count, intercepts.mean())
+        by_run[present] = intercepts
+        found.append(Fit(weights, by_run))
     return found
 
 
@@ -139,7 +330,7 @@ def _loss(margin: np.ndarray, target: np.ndarray, weight: np.ndarray) -> float:
 def _descend(
     objective: Callable[[np.ndarray], float], state: np.ndarray, step: np.ndarray, now: float
 ) -> tuple[np.ndarray, float]:
-    """The step, halved until it doesn't go up."""
+    """Take the step, halved until the objective doesn't rise."""
     share = 1.0
     for _ in range(30):
         moved = state + share * step
@@ -150,10 +341,19 @@ def _descend(
     return state, now
 
 
-def _primal(features, dummies, target, weight, penalty, weights, intercepts):
+def _primal(
+    features: np.ndarray,
+    dummies: np.ndarray,
+    target: np.ndarray,
+    weight: np.ndarray,
+    penalty: float,
+    weights: np.ndarray,
+    intercepts: np.ndarray,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Weights and intercepts, from a start."""
     columns = np.hstack([features, dummies])
     m = features.shape[1]
-    ridge_on = np.full(columns.shape[1], HELD)
+    ridge_on = np.full(columns.shape[1], INTERCEPT_PENALTY)
     ridge_on[:m] = penalty
 
     def objective(theta: np.ndarray) -> float:
@@ -161,7 +361,7 @@ def _primal(features, dummies, target, weight, penalty, weights, intercepts):
 
     theta = np.concatenate([weights, intercepts])
     now = objective(theta)
-    for _ in range(MOST_STEPS):
+    for _ in range(MAX_STEPS):
         chance = expit(columns @ theta)
         slope = columns.T @ (weight * chance - target) + ridge_on * theta
         curve = (columns * (weight * chance * (1 - chance))[:, None]).T @ columns
@@ -173,19 +373,27 @@ def _primal(features, dummies, target, weight, penalty, weights, intercepts):
     return theta[:m], theta[m:]
 
 
-def _dual(products, dummies, target, weight, penalty, alphas, intercepts):
+def _dual(
+    products: np.ndarray,
+    dummies: np.ndarray,
+    target: np.ndarray,
+    weight: np.ndarray,
+    penalty: float,
+    alphas: np.ndarray,
+    intercepts: np.ndarray,
+) -> tuple[np.ndarray, np.ndarray]:
     """``weights = features.T @ alphas``; the step solves for margins, then for alphas."""
     n, q = len(products), dummies.shape[1]
 
     def objective(state: np.ndarray) -> float:
         alpha, level = state[:n], state[n:]
         smooth = products @ alpha
-        penalised = penalty * (alpha @ smooth) + HELD * (level @ level)
+        penalised = penalty * (alpha @ smooth) + INTERCEPT_PENALTY * (level @ level)
         return _loss(smooth + dummies @ level, target, weight) + penalised / 2
 
     state = np.concatenate([alphas, intercepts])
     now = objective(state)
-    for _ in range(MOST_STEPS):
+    for _ in range(MAX_STEPS):
         alpha, level = state[:n], state[n:]
         smooth = products @ alpha
         margin = smooth + dummies @ level
@@ -197,16 +405,18 @@ def _dual(products, dummies, target, weight, penalty, alphas, intercepts):
         system[np.diag_indices(n)] += penalty
         factor = cho_factor(system, overwrite_a=True, check_finite=False)
         # (products + penalty / curve) alpha + dummies level = response, and the levels' own
-        # equation dummies' alpha penalty = HELD level.
+        # equation dummies' alpha penalty = INTERCEPT_PENALTY level.
         right = np.column_stack([dummies, margin + residual / curve])
         solved = cho_solve(factor, right * root[:, None], check_finite=False) * root[:, None]
         by_dummy, by_response = solved[:, :q], solved[:, q]
-        small = penalty * (dummies.T @ by_dummy) + HELD * np.eye(q)
+        small = penalty * (dummies.T @ by_dummy) + INTERCEPT_PENALTY * np.eye(q)
         new_level = np.linalg.solve(small, penalty * (dummies.T @ by_response))
         new_alpha = by_response - by_dummy @ new_level
         step = np.concatenate([new_alpha, new_level]) - state
         slope_smooth = -residual + penalty * alpha
-        slope = np.concatenate([products @ slope_smooth, HELD * level - dummies.T @ residual])
+        slope = np.concatenate(
+            [products @ slope_smooth, INTERCEPT_PENALTY * level - dummies.T @ residual]
+        )
         state, now = _descend(objective, state, step, now)
         if -(slope @ step) <= TOLERANCE * n:
             break
@@ -218,7 +428,7 @@ def platt(
 ) -> tuple[float, np.ndarray]:
     """Slope and ``[runs]`` intercepts that turn scores into log-odds (Platt 1999).
 
-    Scores must come from contexts the probe wasn't fitted on, or it would be too sure of itself.
+    Scores must come from contexts that the probe wasn't fitted on, or it would be overconfident.
     """
     spread, centre = scores.std(), scores.mean()
     standard = (scores - centre) / spread if spread > 0 else np.zeros_like(scores)

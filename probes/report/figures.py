@@ -1,11 +1,9 @@
 """Pictures of an analysis: a heat map over layers and positions, and a curve over layers.
 
-Figures are made without pyplot, so that nothing outside them changes. Names are of runs, positions
-and controls, which anyone may choose: no text is taken for TeX.
+Figures are made without pyplot, so that nothing outside them changes.
 """
 
-from collections.abc import Callable, Sequence
-from functools import wraps
+from collections.abc import Sequence
 from pathlib import Path
 from textwrap import fill
 from typing import Any
@@ -18,49 +16,31 @@ from matplotlib.container import ErrorbarContainer
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
+from matplotlib.ticker import MaxNLocator
 from matplotlib.transforms import offset_copy
 
 from ia_mech.cli import one_line
+from ia_mech.display import COLOURS, STYLE, styled
 from ia_mech.run.layout import replace_file
 from ia_mech.stats import Estimate
-from probes.records import Analysis, Compared
-from probes.report.verdict import LEVEL
+from probes.analysis import Analysis, Compared
+from probes.report.conclusion import LEVEL
 
 NUMBERED = 12  # layers up to which cells hold their numbers
 LEAST_REACH = 0.2  # of the colour map on either side of 0.5: chance must not look like much
 LETTERS = 16  # of 8 points in an inch, about
 DPI = 150
 
-# Okabe & Ito's colours, which look different to the colour-blind too.
-BLUE, VERMILION, ORANGE, GREEN, PURPLE = "#0072B2", "#D55E00", "#E69F00", "#009E73", "#CC79A7"
+BLUE, VERMILION, GREEN, PURPLE, ORANGE, *_ = COLOURS
 _OUTPUT = (VERMILION, ORANGE, GREEN)
 _GREYS = ("0.15", "0.35", "0.5", "0.62", "0.72")
 _DASHES = ((0, (6, 2)), (0, (3, 1.5)), (0, (8, 2, 2, 2)), (0, (5, 4)), (0, (2, 3)))
-_STYLE = {
-    "axes.labelsize": 9,
-    "axes.linewidth": 0.7,
-    "font.family": "DejaVu Sans",  # comes with matplotlib: the same picture everywhere
-    "font.size": 9,
-    "legend.fontsize": 8,
-    "text.parse_math": False,
-    "xtick.labelsize": 8,
-    "ytick.labelsize": 8,
-}
-
-
-def _styled(draw: Callable[..., Figure]) -> Callable[..., Figure]:
-    @wraps(draw)
-    def drawn(*args: Any, **kwargs: Any) -> Figure:
-        with rc_context(_STYLE):
-            return draw(*args, **kwargs)
-
-    return drawn
 
 
 # -- heat map -------------------------------------------------------------------------------------
 
 
-@_styled
+@styled
 def heat_map(analysis: Analysis, title: str) -> Figure:
     """AUROC of the reported estimator by layer (upwards) and position.
 
@@ -81,26 +61,26 @@ def heat_map(analysis: Analysis, title: str) -> Figure:
         values, origin="lower", aspect="auto", cmap="RdBu_r", vmin=0.5 - reach, vmax=0.5 + reach
     )
     axes.set_facecolor("0.85")  # cells without a value
-    _mark_cells(axes, analysis, values, reach, numbered)
+    _mark_cells(figure, axes, analysis, values, reach, numbered)
     _name_axes(axes, analysis)
     bar = figure.colorbar(image, ax=axes, pad=0.03, fraction=0.06, aspect=5 * height)
     bar.set_label("AUROC (0.5 = chance)")
     bar.outline.set_linewidth(0.7)
-    _head(axes, analysis, title)
+    _head(figure, axes, analysis, title)
     _explain_marks(figure, analysis)
     return figure
 
 
 def _mark_cells(
-    axes: Axes, analysis: Analysis, values: np.ndarray, reach: float, numbered: bool
+    figure: Figure, axes: Axes, analysis: Analysis, values: np.ndarray, reach: float, numbered: bool
 ) -> None:
     """Numbers, dots (to the right of a number, if there are numbers) and the frame."""
-    beside = offset_copy(axes.transData, axes.figure, x=15 if numbered else 0, units="points")
+    beside = offset_copy(axes.transData, figure, x=15 if numbered else 0, units="points")
     for (i, j), value in np.ndenumerate(values):
         ink = "white" if abs(value - 0.5) > 0.62 * reach else "black"
         if numbered:
-            said = "–" if np.isnan(value) else f"{value:.2f}"
-            axes.text(j, i, said, ha="center", va="center", color=ink, fontsize=8)
+            number = "–" if np.isnan(value) else f"{value:.2f}"
+            axes.text(j, i, number, ha="center", va="center", color=ink, fontsize=8)
         if analysis.tested.p_family[i, j] <= LEVEL:
             axes.plot(j, i, "o", color=ink, markersize=3, transform=beside)
     row = analysis.layers.index(analysis.headline.layer)
@@ -112,15 +92,7 @@ def _mark_cells(
 
 def _name_axes(axes: Axes, analysis: Analysis) -> None:
     names = [one_line(name, 24) for name in analysis.positions]
-    held = (axes.figure.get_figwidth() - 1.6) / len(names) * LETTERS  # characters by a column
-    slanted = max(map(len, names)) > held
-    axes.set_xticks(
-        range(len(names)),
-        names,
-        rotation=30 if slanted else 0,
-        ha="right" if slanted else "center",
-        rotation_mode="anchor" if slanted else "default",
-    )
+    axes.set_xticks(range(len(names)), names, rotation=30, ha="right", rotation_mode="anchor")
     step = -(-len(analysis.layers) // 20)
     shown = range(0, len(analysis.layers), step)
     axes.set_yticks(shown, [str(analysis.layers[at]) for at in shown])
@@ -134,110 +106,72 @@ def _explain_marks(figure: Figure, analysis: Analysis) -> None:
     frame = Patch(fill=False, edgecolor="black", linewidth=2)
     headline = analysis.headline
     place = f"headline: layer {headline.layer}, {one_line(headline.position, 24)}"
-    handles, labels = [frame], [place]
+    marks: dict[str, Artist] = {place: frame}
     if analysis.tested.permutations:
-        handles.append(dot)
-        labels.append("family-wise p ≤ 0.05")
-    figure.legend(
-        handles, labels, loc="outside lower center", ncols=2, frameon=False, handlelength=1.2
-    )
+        marks["family-wise p ≤ 0.05"] = dot
+    look: dict[str, Any] = {"ncols": 2, "frameon": False, "handlelength": 1.2}
+    figure.legend(marks.values(), marks.keys(), loc="outside lower center", **look)
 
 
-def _head(axes: Axes, analysis: Analysis, title: str) -> None:
-    """The title, and beneath it what stands behind the numbers."""
-    sources = int(analysis.outcome.sources.max()) + 1
+def _head(figure: Figure, axes: Axes, analysis: Analysis, title: str) -> None:
+    """The title, and below it what the numbers are from."""
     facts = (
-        f"{len(analysis.outcome)} contexts of {sources} sources · "
+        f"{len(analysis.outcome)} contexts of {analysis.outcome.source_count} sources · "
         f"{analysis.tested.permutations} permutations · {analysis.settings.estimator} probes, "
         f"{analysis.settings.folds} folds"
     )
-    inches = axes.figure.get_figwidth() - 0.9
-    facts = fill(facts, int(inches * LETTERS))
-    title = fill(one_line(title), int(inches * 0.65 * LETTERS))  # in larger letters
-    axes.set_title(title, fontsize=11, fontweight="bold", pad=10 + 10 * len(facts.splitlines()))
-    axes.annotate(
-        facts,
-        (0.5, 1),
-        xycoords="axes fraction",
-        xytext=(0, 6),
-        textcoords="offset points",
-        ha="center",
-        va="bottom",
-        fontsize=8,
-        color="0.3",
-    )
+    letters = int((figure.get_figwidth() - 0.9) * LETTERS)
+    title = fill(one_line(title), int(0.65 * letters))  # in larger letters
+    figure.suptitle(title, fontsize=11, fontweight="bold")
+    axes.set_title(fill(facts, letters), fontsize=8, color="0.3")
 
 
 # -- layer curve ----------------------------------------------------------------------------------
 
 
-@_styled
+@styled
 def layer_curve(analysis: Analysis, title: str) -> Figure:
-    """AUROC by layer at the headline's position, its null and its controls; beneath, code lengths.
+    """AUROC by layer at the headline's position, its null and its controls.
 
-    The null's bands are of the closed-form probes that the permutation tests use, the curve is of
-    the reported estimator.
+    The null's bands are of the closed-form probes of the permutation tests, the curve is of the
+    reported estimator.
 
     Args:
         analysis: of one target.
         title: what was probed.
     """
-    figure = Figure(figsize=(8, 6), layout="constrained")
-    upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3.4, 1))
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.add_subplot()
     at = analysis.positions.index(analysis.headline.position)
     curve = [row[at] for row in analysis.auroc]
     level = f"{100 * analysis.settings.level:g}%"
     own = [
-        _headline_point(upper, analysis),
-        _with_band(upper, analysis.layers, curve, BLUE, f"each layer by itself, {level} interval"),
-        *_null(upper, analysis, at),
+        _headline_point(axes, analysis),
+        _with_band(axes, analysis.layers, curve, f"each layer by itself, {level} interval"),
+        *_null(axes, analysis, at),
     ]
-    controls = _control_lines(upper, analysis.compared)
-    upper.axhline(0.5, color="black", linewidth=0.7, zorder=1)
-    upper.set_ylabel(f"AUROC at {one_line(analysis.headline.position, 24)}")
-    saved = [code.saved_per_turn for code in analysis.code]
-    _with_band(lower, analysis.layers, saved, BLUE, "")
-    lower.axhline(0, color="black", linewidth=0.7, zorder=1)
-    lower.set_ylabel("code bits saved\nper turn")
-    lower.set_xlabel("layer (0 = embeddings)")
-    for axes in (upper, lower):
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.margins(x=0.02)
-        axes.xaxis.get_major_locator().set_params(integer=True, nbins=12, steps=[1, 2, 5, 10])
-    figure.align_ylabels()
-    _head(upper, analysis, title)
-    _legend(figure, own, controls)
+    controls = _control_lines(axes, analysis.compared)
+    axes.axhline(0.5, color="black", linewidth=0.7, zorder=1)
+    axes.set_ylabel(f"AUROC at {one_line(analysis.headline.position, 24)}")
+    axes.set_xlabel("layer (0 = embeddings)")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.margins(x=0.02)
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=12, steps=[1, 2, 5, 10], integer=True))
+    _head(figure, axes, analysis, title)
+    look: dict[str, Any] = {"fontsize": 7.5, "handlelength": 2.6, "columnspacing": 1.5}
+    handles = [*own, *controls]
+    figure.legend(handles=handles, loc="outside lower center", ncols=3, frameon=False, **look)
     return figure
 
 
-def _legend(figure: Figure, own: Sequence[Any], compared: Sequence[Line2D]) -> None:
-    """What is probed and tested in the first column, then what it is compared with."""
-    rows = max(len(own), -(-len(compared) // 2))
-    columns = 1 + -(-len(compared) // rows)
-    # Columns are filled evenly, so what is short of a column is made up by blanks.
-    blank = Line2D([], [], linestyle="none", label="")
-    handles = [*own, *[blank] * (rows - len(own)), *compared]
-    handles += [blank] * (rows * columns - len(handles))
-    figure.legend(
-        handles,
-        [str(handle.get_label()) for handle in handles],
-        loc="outside lower center",
-        ncols=columns,
-        frameon=False,
-        fontsize=7.5,
-        handlelength=2.6,
-        columnspacing=1.5,
-    )
-
-
 def _with_band(
-    axes: Axes, layers: Sequence[int], estimates: Sequence[Estimate], colour: str, label: str
+    axes: Axes, layers: Sequence[int], estimates: Sequence[Estimate], label: str
 ) -> Line2D:
     """A line through estimates, their intervals as a band."""
     low, high = [e.low for e in estimates], [e.high for e in estimates]
-    axes.fill_between(layers, low, high, color=colour, alpha=0.2, linewidth=0, zorder=2)
+    axes.fill_between(layers, low, high, color=BLUE, alpha=0.2, linewidth=0, zorder=2)
     values = [e.value for e in estimates]
-    line = axes.plot(layers, values, "o-", color=colour, markersize=3, linewidth=1.5, label=label)
+    line = axes.plot(layers, values, "o-", color=BLUE, markersize=3, linewidth=1.5, label=label)
     return line[0]
 
 
@@ -325,7 +259,8 @@ def save(figure: Figure, folder: str | Path, stem: str) -> list[Path]:
 
         def write(scratch: Path, kind: str = kind, metadata: dict = metadata) -> None:
             # Ticks are only made now. Ids in an SVG are random without a salt.
-            with rc_context({**_STYLE, "svg.hashsalt": stem}):
+            style: dict[Any, Any] = {**STYLE, "svg.hashsalt": stem}
+            with rc_context(style):
                 figure.savefig(scratch, format=kind, dpi=DPI, metadata=metadata)
 
         replace_file(path, write)

@@ -1,23 +1,21 @@
-"""What an analysis leaves in the run it is of.
+"""Keep an analysis in the run it is of.
 
 ::
 
     probes/<name>/
       probe.safetensors     directions in activation space
-      card.json             where they come from, what they score, what may be said; written last
+      card.json             where they come from, scores, conclusion; written last
       estimates.parquet     every number with its interval, one row each
       predictions.parquet   per context, from probes that weren't trained on its source
       heat_map.png .svg     layer_curve.png .svg
 
-A folder is written under another name and takes its place when it is whole.
-
-An analysis as tidy tables: one row per estimate, one row per context.
+The folder is written under another name and takes its place when it is whole.
 """
 
 import os
 import shutil
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -27,87 +25,114 @@ import pandas as pd
 from scipy.special import expit
 
 from ia_mech.errors import UserError
-from ia_mech.estimates import write_parquet
+from ia_mech.estimates import TidyEstimate, frame_of, write_parquet
 from ia_mech.run.labels import check_name
 from ia_mech.run.layout import read_json
 from ia_mech.stats import Estimate
+from probes.analysis import MEASURES, Analysis, Settings
 from probes.card import CARD, WEIGHTS, Probe, directions
 from probes.dataset import ProbeSet
-from probes.records import MEASURES, Analysis, Settings
 from probes.report import figures
-from probes.report.verdict import Verdict
+from probes.report.conclusion import Conclusion
 
 KEY = ["quantity", "layer", "position", "control"]  # no two rows have the same
+COLUMNS = [*KEY, "value", "low", "high", "p", "sources", "contexts", "level", "method"]
 _DTYPES = {
     **dict.fromkeys(("quantity", "position", "control", "method"), "string"),
     **dict.fromkeys(("layer", "sources", "contexts"), "Int64"),
-    **dict.fromkeys(("value", "low", "high", "p", "level"), "float64"),
+    "level": "float64",
 }
-COLUMNS = (*KEY, "value", "low", "high", "p", "sources", "contexts", "level", "method")
+FILES = {
+    *(WEIGHTS, CARD, "estimates.parquet", "predictions.parquet"),
+    *(f"{name}.{kind}" for name in ("heat_map", "layer_curve") for kind in ("png", "svg")),
+}
+LAYERS = "0 = embeddings, l = output of block l, before the final norm"
 
 
-def rows(analysis: Analysis, context: Mapping[str, Any]) -> pd.DataFrame:
+# -- tables ---------------------------------------------------------------------------------------
+
+
+def estimates(analysis: Analysis) -> pd.DataFrame:
     """Every estimate of an analysis, with what it is of.
 
     Quantities, by what their rows are of:
 
     - a layer and position: ``auroc_cell`` (the reported estimator's), ``statistic`` (the
-      closed-form probes' AUROC, which is what is tested), ``null_band_95`` (95% quantile of the
-      permuted statistics of that cell), ``p_family`` (family-wise), ``selected_in_folds`` (share of
-      the outer folds that chose the cell; 0 where none did).
-    - the headline, which has the layer and position that were chosen on all contexts: the names in
-      :data:`probes.records.MEASURES`, ``statistic_headline``, ``null_band_95_headline`` and
+      closed-form probes' AUROC, which is tested), ``null_band_95`` (95% quantile of the permuted
+      statistics there), ``p_family`` (family-wise), ``selected_in_folds`` (share of the outer folds
+      that chose it).
+    - the headline, with the layer and position chosen on all contexts: the names in
+      :data:`probes.analysis.MEASURES`, ``statistic_headline``, ``null_band_95_headline`` and
       ``p_headline`` (the selection replayed).
     - a control: ``auroc_control`` and ``gain_over_control`` (for the control task: selectivity).
-    - a layer at the headline's position: ``code_bits_saved_per_turn`` and ``code_ratio``.
     - the heat map: ``null_band_95_family`` (95% quantile of the largest permuted statistic).
 
-    Args:
-        analysis: of one target.
-        context: constant columns, one value each: target, judge, estimator, runs, model.
-
     Returns:
-        :data:`COLUMNS` and those of ``context``; ``KEY`` is unique. ``layer``, ``position`` and
-        ``control`` are missing where a quantity has none, ``low`` and ``high`` where there is no
-        interval. ``p`` stands beside the statistic that it belongs to, and is the ``value`` of the
-        rows named after it.
-
-    Raises:
-        ValueError: a column of ``context`` has the name of another.
+        :data:`COLUMNS`; :data:`KEY` is unique. ``layer``, ``position`` and ``control`` are missing
+        where a quantity has none, ``low``, ``high`` and ``level`` where there is no interval. ``p``
+        stands beside the statistic that it belongs to, and is the ``value`` of the rows named after
+        it.
     """
-    taken = [name for name in context if name in COLUMNS]
-    if taken:
-        raise ValueError(f"columns that an analysis has already: {', '.join(taken)}")
-    whole = {
-        "sources": int(analysis.outcome.sources.max()) + 1,
-        "contexts": len(analysis.outcome),
-        "level": np.nan,
-    }
-    records = [whole | record for part in _PARTS for record in part(analysis)]
-    frame = pd.DataFrame(records, columns=list(COLUMNS)).astype(_DTYPES)
-    return frame.assign(**context)
+    return frame_of(_rows(analysis), _DTYPES, COLUMNS)
+
+
+def _rows(analysis: Analysis) -> Iterator[TidyEstimate]:
+    headline, tested, outcome = analysis.headline, analysis.tested, analysis.outcome
+    permuted = f"{tested.permutations} permutations of whole sources"
+
+    def row(quantity: str, estimate: Estimate, p: float = np.nan, **names: Any) -> TidyEstimate:
+        names["contexts"] = len(outcome)
+        return TidyEstimate(quantity, names, len(outcome), estimate, p)
+
+    def interval(quantity: str, estimate: Estimate, **names: Any) -> TidyEstimate:
+        return row(quantity, estimate, level=analysis.settings.level, **names)
+
+    def plain(
+        quantity: str, value: float, method: str, p: float = np.nan, **names: Any
+    ) -> TidyEstimate:
+        estimate = Estimate(float(value), np.nan, np.nan, outcome.source_count, method)
+        return row(quantity, estimate, p, **names)
+
+    at: dict[str, Any] = {"layer": headline.layer, "position": headline.position}
+    for name, estimate in headline.measures.items():
+        yield interval(name, estimate, **at)
+    band = np.quantile(tested.null, 0.95) if tested.permutations else np.nan
+    yield plain("statistic_headline", tested.value, "closed form", tested.p, **at)
+    yield plain("null_band_95_headline", band, permuted, **at)
+    replayed = f"{permuted}, selection replayed"
+    yield plain("p_headline", tested.p, replayed, tested.p, **at)
+    for control in analysis.compared:
+        yield interval("auroc_control", control.auroc, control=control.name)
+        yield interval("gain_over_control", control.gain, control=control.name)
+    picked = Counter(headline.picked)
+    for i, layer in enumerate(analysis.layers):
+        for j, position in enumerate(analysis.positions):
+            at = {"layer": layer, "position": position}
+            p = tested.p_family[i, j]
+            share = picked[layer, position] / len(headline.picked)
+            yield interval("auroc_cell", analysis.auroc[i][j], **at)
+            yield plain("statistic", tested.statistic[i, j], "closed form", p, **at)
+            yield plain("null_band_95", tested.band[i, j], permuted, **at)
+            yield plain("p_family", p, permuted, p, **at)
+            yield plain("selected_in_folds", share, "inner folds", **at)
+    yield plain("null_band_95_family", tested.family_band, permuted)
 
 
 def predictions(analysis: Analysis) -> pd.DataFrame:
     """What was predicted of every context, out of fold.
 
-    Args:
-        analysis: of one target.
-
     Returns:
-        One row per context, in order: ``fold`` (outer), ``source`` and ``run`` (indices),
-        ``positives``, ``trials``, ``log_odds`` and ``probability`` of the headline, and for every
-        control that predicts the same outcome ``control:<name>`` with its log-odds.
+        One row per context, in order: ``fold`` (outer), ``positives``, ``trials``, ``log_odds`` and
+        ``probability`` of the headline, and for every control that predicts the same outcome
+        ``control:<name>`` with its log-odds.
     """
-    outcome, headline = analysis.outcome, analysis.headline
+    scores = analysis.headline.scores
     columns = {
         "fold": analysis.folds,
-        "source": outcome.sources,
-        "run": outcome.runs,
-        "positives": outcome.positives,
-        "trials": outcome.trials,
-        "log_odds": headline.scores,
-        "probability": expit(headline.scores),
+        "positives": analysis.outcome.positives,
+        "trials": analysis.outcome.trials,
+        "log_odds": scores,
+        "probability": expit(scores),
     }
     for control in analysis.compared:
         if control.scores is not None:
@@ -115,81 +140,7 @@ def predictions(analysis: Analysis) -> pd.DataFrame:
     return pd.DataFrame(columns)
 
 
-# -- rows by what they are of ---------------------------------------------------------------------
-
-
-def _cells(analysis: Analysis) -> Iterator[dict[str, Any]]:
-    tested, method = analysis.tested, _permuted(analysis)
-    picked = Counter(analysis.headline.picked)
-    for i, layer in enumerate(analysis.layers):
-        for j, position in enumerate(analysis.positions):
-            where = {"layer": layer, "position": position}
-            p = tested.p_family[i, j]
-            share = picked[layer, position] / len(analysis.headline.picked)
-            yield where | _estimated("auroc_cell", analysis.auroc[i][j], analysis)
-            yield where | _plain("statistic", tested.statistic[i, j], "closed form", p)
-            yield where | _plain("null_band_95", tested.band[i, j], method)
-            yield where | _plain("p_family", p, method, p)
-            yield where | _plain("selected_in_folds", share, "inner folds")
-
-
-def _family(analysis: Analysis) -> Iterator[dict[str, Any]]:
-    yield _plain("null_band_95_family", analysis.tested.family_band, _permuted(analysis))
-
-
-def _headline(analysis: Analysis) -> Iterator[dict[str, Any]]:
-    headline, tested, method = analysis.headline, analysis.tested, _permuted(analysis)
-    where = {"layer": headline.layer, "position": headline.position}
-    for name, estimate in headline.measures.items():
-        yield where | _estimated(name, estimate, analysis)
-    band = np.quantile(tested.null, 0.95) if len(tested.null) else np.nan
-    yield where | _plain("statistic_headline", tested.value, "closed form", tested.p)
-    yield where | _plain("null_band_95_headline", band, method)
-    yield where | _plain("p_headline", tested.p, f"{method}, selection replayed", tested.p)
-
-
-def _controls(analysis: Analysis) -> Iterator[dict[str, Any]]:
-    for control in analysis.compared:
-        of = {"control": control.name}
-        yield of | _estimated("auroc_control", control.auroc, analysis)
-        yield of | _estimated("gain_over_control", control.gain, analysis)
-
-
-def _codes(analysis: Analysis) -> Iterator[dict[str, Any]]:
-    for layer, code in zip(analysis.layers, analysis.code, strict=True):
-        where = {"layer": layer, "position": analysis.headline.position}
-        yield where | _estimated("code_bits_saved_per_turn", code.saved_per_turn, analysis)
-        yield where | _plain("code_ratio", code.ratio, "online code, mean length over orders")
-
-
-_PARTS = (_headline, _controls, _cells, _family, _codes)
-
-
-def _estimated(quantity: str, estimate: Estimate, analysis: Analysis) -> dict[str, Any]:
-    return {
-        "quantity": quantity,
-        "value": estimate.value,
-        "low": estimate.low,
-        "high": estimate.high,
-        "sources": estimate.sources,
-        "level": analysis.settings.level,
-        "method": estimate.method,
-    }
-
-
-def _plain(quantity: str, value: float, method: str, p: float = np.nan) -> dict[str, Any]:
-    return {"quantity": quantity, "value": value, "p": p, "method": method}
-
-
-def _permuted(analysis: Analysis) -> str:
-    return f"{analysis.tested.permutations} permutations of whole sources"
-
-
-FILES = {
-    *(WEIGHTS, CARD, "estimates.parquet", "predictions.parquet"),
-    *(f"{name}.{kind}" for name in ("heat_map", "layer_curve") for kind in ("png", "svg")),
-}
-LAYERS = "0 = embeddings, l = output of block l, before the final norm"
+# -- the folder -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -217,19 +168,19 @@ class Kept:
     ) -> "Kept":
         """A folder in a run that this analysis may write.
 
-        The same analysis may be written again; one of other settings or labels is only replaced if
-        asked for.
+        The same analysis may be written again; one of other settings or labels only with
+        ``replace``.
 
         Args:
             data: what is to be analysed.
             settings: how.
             name: of the folder; made from target, estimator and judge if not given.
-            replace: any other analysis that is there.
+            replace: allow to replace any other analysis.
             home: the run to keep it in; the first if not given.
 
         Raises:
-            UserError: a name that no file can have, one that is taken, or files there that no
-                analysis wrote.
+            UserError: a name that no file can have, one that is taken, or a folder with files
+                that no analysis wrote.
         """
         if name is None:
             parts = [data.target.name.replace("@", "-at-"), settings.estimator, data.judge]
@@ -240,13 +191,13 @@ class Kept:
         _check_free(folder, asked, replace)
         return cls(folder, data, asked)
 
-    def write(self, analysis: Analysis, verdict: Verdict) -> None:
+    def write(self, analysis: Analysis, conclusion: Conclusion) -> None:
         """Write all files, or none."""
         scratch, old = _beside(self.folder, "new"), _beside(self.folder, "old")
         shutil.rmtree(scratch, ignore_errors=True)
         scratch.mkdir(parents=True)
         try:
-            self._fill(scratch, analysis, verdict)
+            self._fill(scratch, analysis, conclusion)
             if self.folder.exists():
                 shutil.rmtree(old, ignore_errors=True)
                 os.replace(self.folder, old)
@@ -255,7 +206,7 @@ class Kept:
             _restore(self.folder)
             shutil.rmtree(scratch, ignore_errors=True)
 
-    def _fill(self, folder: Path, analysis: Analysis, verdict: Verdict) -> None:
+    def _fill(self, folder: Path, analysis: Analysis, conclusion: Conclusion) -> None:
         data, headline = self.data, analysis.headline
         about = {
             "target": data.target.name,
@@ -265,23 +216,22 @@ class Kept:
             "model": ", ".join(dict.fromkeys(run.model["name"] for run in data.runs)),
             "runs": ", ".join(str(run.path) for run in data.runs),
         }
-        write_parquet(rows(analysis, about), folder / "estimates.parquet")
-        names = data.contexts[["run", "context_id", "dataset"]]
-        names = names.assign(
-            run=names["run"].map(lambda number: str(data.runs[number].path)),
+        write_parquet(estimates(analysis).assign(**about), folder / "estimates.parquet")
+        names = data.contexts[["run", "context_id", "dataset"]].assign(
+            run=data.contexts["run"].map(lambda number: str(data.runs[number].path)),
             source=data.contexts["source"].str.replace("\0", "/"),
         )
-        said = predictions(analysis).drop(columns=["run", "source"], errors="ignore")
-        write_parquet(pd.concat([names, said], axis=1), folder / "predictions.parquet")
+        predicted = pd.concat([names, predictions(analysis)], axis=1)
+        write_parquet(predicted, folder / "predictions.parquet")
         title = f"{about['model']} · {data.target.name} · judge {data.judge}"
         figures.save(figures.heat_map(analysis, title), folder, "heat_map")
         figures.save(figures.layer_curve(analysis, title), folder, "layer_curve")
         position = analysis.positions.index(headline.position)
         states = data.layer(headline.layer)[:, position]
         found = directions(states, data.outcome, headline.penalty)
-        Probe(found, self._card(analysis, verdict)).save(folder)
+        Probe(found, self._card(analysis, conclusion)).save(folder)
 
-    def _card(self, analysis: Analysis, verdict: Verdict) -> dict:
+    def _card(self, analysis: Analysis, conclusion: Conclusion) -> dict:
         headline, tested = analysis.headline, analysis.tested
         measures = {
             name: {"what": MEASURES[name], **_numbers(estimate)}
@@ -299,7 +249,7 @@ class Kept:
             "layer_convention": LAYERS,
             "penalty": headline.penalty,
             "target": self.data.target.describe(),
-            "verdict": {"sentence": verdict.sentence, "latent": verdict.latent},
+            "verdict": {"sentence": conclusion.sentence, "latent": conclusion.latent},
             "p": tested.p,
             "permutations": tested.permutations,
             "chosen_by_outer_folds": [list(cell) for cell in headline.picked],
@@ -312,11 +262,7 @@ class Kept:
 
 
 def _check_free(folder: Path, asked: dict, replace: bool) -> None:
-    """Refuse a place that holds anything but this analysis, or another one that may go.
-
-    Raises:
-        UserError: says what is there.
-    """
+    """Refuse a place that holds anything but this analysis, or one that may be replaced."""
     if not folder.exists():
         return
     if not folder.is_dir():
@@ -342,8 +288,8 @@ def _check_free(folder: Path, asked: dict, replace: bool) -> None:
         )
 
 
-def _compared(asked: dict, key: str):
-    """A run that was moved is still the same run."""
+def _compared(asked: dict, key: str) -> Any:
+    """A moved run is still the same run."""
     found = asked.get(key)
     if key == "runs" and isinstance(found, list):
         return [{k: v for k, v in run.items() if k != "path"} for run in found]
@@ -355,7 +301,7 @@ def _beside(folder: Path, word: str) -> Path:
 
 
 def _restore(folder: Path) -> None:
-    """Bring back what was moved out of the way, unless something else is there by now."""
+    """Bring back what was moved aside, unless its place is taken."""
     old = _beside(folder, "old")
     if old.exists() and not folder.exists():
         os.replace(old, folder)
@@ -363,7 +309,7 @@ def _restore(folder: Path) -> None:
 
 
 def _asked(data: ProbeSet, settings: Settings) -> dict:
-    """Runs, labels and settings, as JSON has them; not the number of threads."""
+    """Runs, labels and settings as plain JSON; without the number of threads."""
     chosen = {k: v for k, v in asdict(settings).items() if k != "workers"}
     runs = [
         {
@@ -401,10 +347,8 @@ def _asked_before(folder: Path) -> dict | None:
     return asked if isinstance(asked, dict) else None
 
 
-def _numbers(estimate) -> dict:
-    """JSON has no NaN."""
-    numbers = {name: getattr(estimate, name) for name in ("value", "low", "high")}
-    return {k: None if v != v else float(v) for k, v in numbers.items()} | {
-        "sources": estimate.sources,
-        "method": estimate.method,
-    }
+def _numbers(estimate: Estimate) -> dict[str, Any]:
+    """An estimate as JSON, which has no NaN."""
+    numbers = {"value": estimate.value, "low": estimate.low, "high": estimate.high}
+    found = {name: None if np.isnan(value) else float(value) for name, value in numbers.items()}
+    return found | {"sources": estimate.sources, "method": estimate.method}

@@ -1,7 +1,6 @@
-"""What the analysis of a target shows at a terminal."""
+"""What an analysis shows at a terminal."""
 
 from collections import Counter
-from itertools import zip_longest
 
 import numpy as np
 from rich.console import Console
@@ -12,60 +11,55 @@ from rich.text import Text
 
 from ia_mech.cli import one_line
 from ia_mech.stats import Estimate
-from probes.records import Analysis
-from probes.report.verdict import LEVEL, Verdict
+from probes.analysis import Analysis
+from probes.report.conclusion import LEVEL, Conclusion
 
-WIDTH = 100
 ROWS = 17  # layers that the heat map shows
 
 
 def print_analysis(
-    screen: Console, analysis: Analysis, target_text: str, verdict: Verdict, within: str = "run"
+    screen: Console, analysis: Analysis, target: str, conclusion: Conclusion, within: str = "run"
 ) -> None:
-    """Headline, controls, heat map, notes and, last, the verdict.
+    """Headline, controls, heat map, notes and, last, the conclusion.
 
     Args:
-        screen: where to; 100 columns hold everything, in fewer some positions are left out.
+        screen: made as wide as the heat map if it is narrower.
         analysis: of one target.
-        target_text: what was probed, in words.
-        verdict: what may be said.
-        within: what contexts share that are compared, in words.
+        target: what was probed, in words.
+        conclusion: of the analysis.
+        within: what compared contexts share, in words.
     """
-    _say_what(screen, analysis, target_text, within)
-    _say_headline(screen, analysis)
-    screen.print(_measures_table(analysis))
-    if analysis.compared:
-        screen.print(_controls_table(analysis))
-    _show_heat_map(screen, analysis)
-    for note in analysis.notes:
-        screen.print(escape(one_line(note)))
-    screen.print(f"[bold]{escape(one_line(verdict.sentence))}[/]")
-
-
-# -- texts ----------------------------------------------------------------------------------------
-
-
-def _say_what(screen: Console, analysis: Analysis, target_text: str, within: str) -> None:
-    outcome, folds = analysis.outcome, analysis.settings.folds
-    turns, sources = round(outcome.trials.sum()), int(outcome.sources.max()) + 1
+    layers = shown_layers(analysis)
+    heat_map = _heat_map(analysis, layers)
+    wide = screen.options.update(width=1000)
+    screen.width = max(screen.width, Measurement.get(screen, wide, heat_map).maximum)
+    outcome, headline, folds = analysis.outcome, analysis.headline, analysis.settings.folds
     share = outcome.positives.sum() / outcome.trials.sum()
-    screen.print(f"[bold]{escape(one_line(target_text))}[/]")
+    screen.print(f"[bold]{escape(one_line(target))}[/]")
     screen.print(
-        f"{len(outcome)} contexts of {sources} sources, {turns} turns, {share:.1%} positive. "
-        f"Scores: mean over {folds} outer folds; on new sources, of probes trained on "
-        f"{folds - 1}/{folds} of these; pairs of contexts within a fold and "
+        f"{len(outcome)} contexts of {outcome.source_count} sources, {round(outcome.trials.sum())} "
+        f"turns, {share:.1%} positive. Scores: mean over {folds} outer folds; on new sources, of "
+        f"probes trained on {folds - 1}/{folds} of these; pairs of contexts within a fold and "
         f"{within}."
     )
-
-
-def _say_headline(screen: Console, analysis: Analysis) -> None:
-    headline = analysis.headline
     chosen = Counter(headline.picked).most_common()
-    folds = ", ".join(f"{_place(*cell)} ×{times}" for cell, times in chosen)
+    by_fold = ", ".join(f"{_place(*place)} ×{times}" for place, times in chosen)
     screen.print(
         f"[bold]headline: {_place(headline.layer, headline.position)}[/] (chosen by the outer "
-        f"folds: {folds}); {_tests(analysis)}"
+        f"folds: {by_fold}); {_tests(analysis)}"
     )
+    screen.print(_measures(analysis))
+    if analysis.compared:
+        screen.print(_controls(analysis))
+    screen.print(
+        f"[bold]AUROC by layer (0 = embeddings) and position[/], {analysis.settings.estimator} "
+        f"probes, {100 * analysis.settings.level:g}% intervals over sources"
+    )
+    screen.print(heat_map)
+    screen.print(escape("; ".join(_explained(analysis, layers))))
+    for note in analysis.notes:
+        screen.print(escape(one_line(note)))
+    screen.print(f"[bold]{escape(one_line(conclusion.sentence))}[/]")
 
 
 def _tests(analysis: Analysis) -> str:
@@ -73,117 +67,93 @@ def _tests(analysis: Analysis) -> str:
     tested = analysis.tested
     if not tested.permutations:
         return "no permutations, so nothing was tested"
-    # Many cells may have the smallest possible p: the one that reads best is named.
+    # Several places may have the smallest possible p: the one that reads best is named.
     order = np.lexsort((-tested.statistic.ravel(), tested.p_family.ravel()))
     i, j = np.unravel_index(order[0], tested.p_family.shape)
+    smallest, where = float(tested.p_family[i, j]), (analysis.layers[i], analysis.positions[j])
     return (
-        f"p {_p(tested.p)} (selection replayed); smallest family-wise p "
-        f"{_p(tested.p_family[i, j])} ({_place(analysis.layers[i], analysis.positions[j])}); "
-        f"{tested.permutations} permutations"
+        f"p {_p(tested.p)} (selection replayed); smallest family-wise p {_p(smallest)} "
+        f"({_place(*where)}); {tested.permutations} permutations"
     )
 
 
-# -- tables ---------------------------------------------------------------------------------------
-
-
-def _measures_table(analysis: Analysis) -> Table:
-    """The headline's measures in two columns; what they are held against stands beside them."""
+def _measures(analysis: Analysis) -> Table:
+    """The headline's measures in two columns, each with its reference value below it."""
     found = analysis.headline.measures
-    entries = [
+    left = [
         ("AUROC", found["auroc"].text()),
         ("  of the rates themselves", found["auroc_of_rates"].text()),
         ("average precision", found["average_precision"].text()),
         ("  prevalence", found["prevalence"].text()),
         ("recall at 5% FPR", found["recall_at_5_fpr"].text()),
         ("Spearman's ρ", found["spearman"].text()),
+    ]
+    right = [
         ("deviance explained", found["deviance_explained"].text()),
         ("Brier score", found["brier"].text(3)),
         ("  of a run's rate", found["brier_of_rate"].text(3)),
         ("calibration: p less rate", _signed(found["calibration_in_the_large"], 3)),
         ("calibration: slope", found["calibration_slope"].text()),
+        ("", ""),
     ]
-    table = _table()
-    table.show_header = False
-    for _ in range(4):
-        table.add_column(no_wrap=True)
-    half = (len(entries) + 1) // 2
-    for (name, value), other in zip_longest(entries[:half], entries[half:], fillvalue=("", "")):
+    table = _table(show_header=False)
+    for (name, value), other in zip(left, right, strict=True):
         table.add_row(name, value + "    ", *other)
     return table
 
 
-def _controls_table(analysis: Analysis) -> Table:
-    table = _table()
-    table.expand = True
-    level = f"{100 * analysis.settings.level:g}%"
+def _controls(analysis: Analysis) -> Table:
+    table, level = _table(expand=True), f"{100 * analysis.settings.level:g}%"
     table.add_column("control", no_wrap=True)
     table.add_column("what a probe reads there", no_wrap=True, overflow="ellipsis", ratio=1)
     table.add_column(escape(f"AUROC [{level}]"), no_wrap=True)
     table.add_column(escape(f"headline's gain [{level}]"), no_wrap=True)
     for control in analysis.compared:
-        what = one_line(control.what)
-        if control.kind == "control task":
-            what = f"(gain: selectivity) {what}"
-        table.add_row(
-            escape(one_line(control.name, 16)),
-            escape(what),
-            control.auroc.text(),
-            _signed(control.gain),
-        )
+        task = "(gain: selectivity) " if control.kind == "control task" else ""
+        names = escape(one_line(control.name, 16)), escape(task + one_line(control.what))
+        table.add_row(*names, control.auroc.text(), _signed(control.gain))
     return table
 
 
-def _show_heat_map(screen: Console, analysis: Analysis) -> None:
-    layers = shown_layers(analysis)
-    positions = list(analysis.positions)
-    table = _heat_map(analysis, layers, positions)
-    wide = screen.options.update(width=1000)
-    while Measurement.get(screen, wide, table).maximum > screen.width and len(positions) > 1:
-        positions.remove(_least(analysis, positions))
-        table = _heat_map(analysis, layers, positions)
-    screen.print(
-        f"[bold]AUROC by layer (0 = embeddings) and position[/], {analysis.settings.estimator} "
-        f"probes, {100 * analysis.settings.level:g}% intervals over sources"
-    )
-    screen.print(table)
-    screen.print(escape("; ".join(_explained(analysis, layers, positions))))
+# -- the heat map ---------------------------------------------------------------------------------
 
 
-def _explained(analysis: Analysis, layers: list[int], positions: list[str]) -> list[str]:
+def _heat_map(analysis: Analysis, layers: list[int]) -> Table:
+    table = _table()
+    table.add_column("layer", justify="right", no_wrap=True)
+    for position in analysis.positions:
+        # Names such as turn_separator are wider than the numbers below them.
+        name = "_\n".join(one_line(position, 24).rsplit("_", 1))
+        table.add_column(Text(name), no_wrap=True)
+    for layer in layers:
+        i = analysis.layers.index(layer)
+        row = [_cell(analysis, i, j) for j in range(len(analysis.positions))]
+        here = layer == analysis.headline.layer
+        table.add_row(f"→ {layer}" if here else str(layer), *row, style="bold" * here)
+    return table
+
+
+def _cell(analysis: Analysis, i: int, j: int) -> str:
+    """With its interval at the headline's position only: more wouldn't fit."""
+    estimate = analysis.auroc[i][j]
+    star = "*" if analysis.tested.p_family[i, j] <= LEVEL else ""
+    if analysis.positions[j] == analysis.headline.position:
+        return estimate.text() + star
+    return ("–" if np.isnan(estimate.value) else f"{estimate.value:.2f}") + star
+
+
+def _explained(analysis: Analysis, layers: list[int]) -> list[str]:
     """What a reader of the heat map has to know."""
-    said = []
+    lines = []
     if (analysis.tested.p_family <= LEVEL).any():
-        said.append("* family-wise p ≤ 0.05 (closed form)")
+        lines.append("* family-wise p ≤ 0.05 (closed form)")
     elif analysis.tested.permutations:
-        said.append("no family-wise p ≤ 0.05 (closed form)")
+        lines.append("no family-wise p ≤ 0.05 (closed form)")
     if len(layers) < len(analysis.layers):
         step = _step(analysis)
         every = {2: "every second layer", 3: "every third layer"}.get(step, f"one layer in {step}")
-        said.append(f"{every} and those chosen")
-    missing = [one_line(name, 24) for name in analysis.positions if name not in positions]
-    if missing:
-        said.append(f"no room for {', '.join(missing)}")
-    if analysis.settings.estimator != "logistic":
-        said.append("code: of logistic probes")
-    return [*said, "rest: estimates.parquet"]
-
-
-def _heat_map(analysis: Analysis, layers: list[int], positions: list[str]) -> Table:
-    table = _table()
-    table.add_column("layer", justify="right", no_wrap=True)
-    for position in positions:
-        # Names such as turn_separator are wider than what stands beneath them.
-        name = "_\n".join(one_line(position, 24).rsplit("_", 1))
-        table.add_column(Text(name), no_wrap=True)
-    table.add_column("code bits saved\nper turn", justify="right", no_wrap=True)
-    columns = [analysis.positions.index(position) for position in positions]
-    for layer in layers:
-        i = analysis.layers.index(layer)
-        row = [_cell(analysis, i, j) for j in columns]
-        here = layer == analysis.headline.layer
-        saved = _signed(analysis.code[i].saved_per_turn, 3)
-        table.add_row(f"→ {layer}" if here else str(layer), *row, saved, style="bold" * here)
-    return table
+        lines.append(f"{every} and those chosen")
+    return [*lines, "rest: estimates.parquet"]
 
 
 def shown_layers(analysis: Analysis, step: int | None = None) -> list[int]:
@@ -198,32 +168,13 @@ def _step(analysis: Analysis) -> int:
     return next((s for s in steps if len(shown_layers(analysis, s)) <= ROWS), len(steps))
 
 
-def _least(analysis: Analysis, positions: list[str]) -> str:
-    """The position to leave out first: chosen by the fewest folds, then the worst."""
-    votes = Counter(position for _, position in analysis.headline.picked)
-
-    def worth(position: str) -> tuple:
-        j = analysis.positions.index(position)
-        best = np.nanmax([row[j].value for row in analysis.auroc], initial=-np.inf)
-        return position == analysis.headline.position, votes[position], best
-
-    return min(positions, key=worth)
+# -- texts ----------------------------------------------------------------------------------------
 
 
-def _table() -> Table:
-    return Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="underline")
-
-
-# -- cells ----------------------------------------------------------------------------------------
-
-
-def _cell(analysis: Analysis, i: int, j: int) -> str:
-    """With its interval at the headline's position only: there is no room for more."""
-    estimate = analysis.auroc[i][j]
-    star = "*" if analysis.tested.p_family[i, j] <= LEVEL else ""
-    if analysis.positions[j] == analysis.headline.position:
-        return estimate.text() + star
-    return ("–" if np.isnan(estimate.value) else f"{estimate.value:.2f}") + star
+def _table(show_header: bool = True, expand: bool = False) -> Table:
+    made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="underline")
+    made.show_header, made.expand = show_header, expand
+    return made
 
 
 def _place(layer: int, position: str) -> str:
@@ -234,7 +185,7 @@ def _signed(estimate: Estimate, digits: int = 2) -> str:
     """``+0.12 [-0.02, +0.25]``."""
     if np.isnan(estimate.value):
         return "–"
-    # On which side of 0 an end lies decides what may be said: -0.00 is below it.
+    # The sign of an end decides the conclusion, so -0.00 keeps its sign.
     value, low, high = (f"{x:+.{digits}f}" for x in (estimate.value, estimate.low, estimate.high))
     return f"{value} [–]" if np.isnan(estimate.low) else f"{value} [{low}, {high}]"
 

@@ -1,0 +1,296 @@
+"""What is decoded: models, their contexts and rows, and how our engine decodes them."""
+
+import gc
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.models.qwen3_5 import Qwen3_5TextConfig
+
+from ia_mech.chat.format import ChatFormat
+from ia_mech.data.conversations import open_conversations
+from ia_mech.data.formats import ColumnMap
+from ia_mech.engine.capture import find_blocks
+from ia_mech.engine.check import check_engine
+from ia_mech.engine.cuda.check import with_graphs
+from ia_mech.engine.cuda.copies import CopyStream, HostCopy
+from ia_mech.engine.cuda.sizes import Sizes
+from ia_mech.engine.decode import decode_stream
+from ia_mech.engine.loop import Decoded, Row
+from ia_mech.engine.plan import batch_defaults, plan_units
+from ia_mech.engine.prefill import Prefilled, Prefix, prefill
+from ia_mech.engine.sampling import stream_key
+from ia_mech.engine.shared_prefix import Engine
+from ia_mech.errors import UserError
+from ia_mech.models import embedded
+from ia_mech.models.load import DTYPES, ModelSpec, load, text_config
+
+TEMPERATURES, POSITIONS = (0.5, 0.7, 1.0, 1.3), 5
+QWEN3: dict[str, Any] = {
+    "vocab_size": 151_936, "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": True,
+    "max_position_embeddings": 40_960, "rms_norm_eps": 1e-6,
+}  # fmt: skip
+TINY_WIDTHS: dict[str, Any] = {
+    "vocab_size": 300, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8,
+}  # fmt: skip
+SHAPES: dict[str, Callable[[], Any]] = {  # configurations, which get random weights
+    "qwen3-0.6b": lambda: transformers.Qwen3Config(
+        **QWEN3, hidden_size=1024, intermediate_size=3072, num_hidden_layers=28,
+        num_attention_heads=16,
+    ),
+    "qwen3-4b": lambda: transformers.Qwen3Config(
+        **QWEN3, hidden_size=2560, intermediate_size=9728, num_hidden_layers=36,
+        num_attention_heads=32,
+    ),
+    # Three gated delta layers to one of full attention, as in the family. The widths are close to
+    # those of the 4B above and belong to no released checkpoint.
+    "qwen3.5-hybrid": lambda: Qwen3_5TextConfig(
+        vocab_size=248_320, hidden_size=2560, intermediate_size=9216, num_hidden_layers=32,
+        num_attention_heads=16, num_key_value_heads=4, head_dim=256, linear_num_key_heads=16,
+        linear_num_value_heads=32, linear_key_head_dim=128, linear_value_head_dim=128,
+        tie_word_embeddings=True,
+    ),
+    "tiny": lambda: transformers.Qwen3Config(**QWEN3 | TINY_WIDTHS, num_hidden_layers=2),
+    "tiny-hybrid": lambda: Qwen3_5TextConfig(
+        **TINY_WIDTHS, num_hidden_layers=4, linear_num_key_heads=2, linear_num_value_heads=4,
+        linear_key_head_dim=8, linear_value_head_dim=8, tie_word_embeddings=True,
+    ),
+}  # fmt: skip
+TINY = ("tiny", "tiny-hybrid")  # show whether the benchmark runs; the figures mean nothing
+MODELS = (embedded.NAME, *SHAPES)
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much is decoded.
+
+    Attributes:
+        counts: numbers of contexts that are decoded together; ascending.
+        context_tokens: of each context.
+        rows: of each context; greedy first, then samples at :data:`TEMPERATURES` in turn.
+        new_tokens: of each row. The prefill predicts the first of them.
+    """
+
+    counts: tuple[int, ...]
+    context_tokens: int
+    rows: int
+    new_tokens: int
+
+
+@dataclass(frozen=True)
+class Task:
+    """What one process measures."""
+
+    model: str  # one of MODELS
+    contenders: tuple[str, ...]  # keys of ``measure.CONTENDERS``
+    rounds: int
+    size: Size
+    device: str
+    dtype: str  # a key of ``DTYPES``
+    together: int  # contexts in a call of ``generate``, to begin with
+    gguf: Path | None  # for llama.cpp; None for the embedded model's
+
+
+class Workload:
+    """The model of a task with its contexts, and the job as our engine does it.
+
+    Attributes:
+        model: the embedded model, or one with random weights.
+        ids: token ids of the contexts, ``[contexts][context_tokens]``.
+        written: rows that our engines wrote, by contender and number of contexts.
+
+    Raises:
+        UserError: too few built-in contexts are that long.
+    """
+
+    def __init__(self, task: Task) -> None:
+        self.task, self.size, self.device = task, task.size, torch.device(task.device)
+        self.on_gpu, self._subject = self.device.type == "cuda", None
+        if task.model == embedded.NAME:
+            self._subject = load(ModelSpec(device=task.device, dtype=task.dtype))
+        self.model: PreTrainedModel = (
+            self._subject.model
+            if self._subject
+            else random_model(task.model, DTYPES[task.dtype], self.device)
+        )
+        self.blocks = find_blocks(self.model)
+        self.ids = self.contexts(self.size.counts[-1], self.size.context_tokens)
+        self.written: dict[tuple[str, int], list[Decoded]] = {}
+        self._copies = CopyStream(self.device)
+
+    def contexts(self, count: int, tokens: int) -> list[list[int]]:
+        """The last ``tokens`` of built-in chat contexts; random ids for random weights."""
+        if self._subject is None:
+            return random_contexts(self.model, count, tokens)
+        chat = ChatFormat(self._subject.tokenizer)
+        source = open_conversations(
+            "builtin", limit=None, columns=ColumnMap(), split=None, subset=None, revision=None
+        )
+        every = (chat.context(conversation.messages).ids for conversation in source)
+        found = list(islice((list(ids[-tokens:]) for ids in every if len(ids) >= tokens), count))
+        if len(found) < count:
+            raise UserError(
+                f"only {len(found)} built-in contexts have {tokens} tokens, not {count}",
+                "use a smaller --context-tokens or --contexts",
+            )
+        return found
+
+    @cached_property
+    def engine(self) -> Engine:
+        """Chosen and checked as for any run."""
+        probe = self.contexts(1, 12)[0]
+        return with_graphs(self.model, probe, check_engine(self.model, probe))
+
+    def rows(self, contexts: int) -> list[Row]:
+        """All rows of the first contexts."""
+        return [row for at in range(contexts) for row in rows_of(at, self.size.rows)]
+
+    def prefilled(
+        self, ids: Sequence[Sequence[int]], capture: bool, sent: list[HostCopy] | None = None
+    ) -> Iterator[Prefilled]:
+        """Contexts ``[contexts][tokens]``, prefilled group by group.
+
+        With ``capture``, all layers are captured at the last positions. Logits and residuals are
+        copied to the host, and the copies added to ``sent``, if it is given.
+        """
+        lengths = [len(one) for one in ids]
+        for unit in plan_units(lengths, len(lengths), batch_defaults(self.device).prefill_tokens):
+            prefixes = [Prefix(ids[i], range(lengths[i] - POSITIONS, lengths[i])) for i in unit]
+            group = prefill(self.model, prefixes, self.blocks if capture else None)
+            if sent is not None:
+                tensors = (group.logits, group.residuals)
+                sent += [self._copies.start(tensor) for tensor in tensors if tensor is not None]
+            yield group
+
+    def decode(
+        self, groups: Iterable[Prefilled], rows: Sequence[Row], new_tokens: int,
+        context_tokens: int, share: bool = True, graphs: bool | None = None,
+    ) -> list[Decoded]:  # fmt: skip
+        """Decode rows of prefilled contexts, all together.
+
+        Args:
+            groups: what :meth:`prefilled` yields.
+            rows: in the order of their contexts, as many of each.
+            new_tokens: of each row.
+            context_tokens: of each context.
+            share: rows read their context's keys and values in one place, where the engine can.
+            graphs: decode from CUDA graphs; by default where the engine can.
+        """
+        contexts = rows[-1].context + 1
+        sizes = Sizes.of(contexts, len(rows) // contexts, len(rows), context_tokens, new_tokens)
+        graphs = self.engine.graphs and share if graphs is None else graphs
+        decoded = decode_stream(
+            self.model, groups, rows, [], new_tokens, width=len(rows),
+            share=share and self.engine.shared > 0, static=sizes if graphs else None,
+        )  # fmt: skip
+        if any(len(row.token_ids) != new_tokens for row in decoded):
+            raise RuntimeError(f"a row has fewer than {new_tokens} tokens")
+        return decoded
+
+    def whole_job(
+        self, contexts: int, new_tokens: int, share: bool = True, graphs: bool | None = None
+    ) -> list[Decoded]:
+        """Prefill with capture, decode and sample; tokens and captures end up on the host."""
+        sent: list[HostCopy] = []
+        groups = self.prefilled(self.ids[:contexts], True, sent)
+        tokens = self.size.context_tokens
+        decoded = self.decode(groups, self.rows(contexts), new_tokens, tokens, share, graphs)
+        for copy in sent:
+            copy.wait()
+        return decoded
+
+
+class Contender(ABC):
+    """Something that is measured on one workload.
+
+    Args:
+        work: the job.
+        contexts: how many are decoded together.
+
+    Attributes:
+        notes: how it runs, for the tables.
+    """
+
+    def __init__(self, work: Workload, contexts: int) -> None:
+        self.work, self.contexts, self.notes = work, contexts, ""
+
+    @abstractmethod
+    def run(self, new_tokens: int) -> object:
+        """The whole job with so many tokens per row: prefill, decoding and sampling."""
+
+    def warm_up(self) -> None:
+        """Do once what later rounds find done. A GPU's graphs are made for the full length."""
+        self.run(self.work.size.new_tokens if self.work.on_gpu else 2)
+
+    def measure(self) -> dict[str, Any]:
+        """One round: values by name, for JSON; ``seconds`` is the time of the whole job."""
+        return {"seconds": self.seconds(lambda: self.run(self.work.size.new_tokens))}
+
+    def seconds(self, function: Callable[[], object]) -> float:
+        """Of one call, up to the device's last kernel."""
+        return timed(function, self.work.device)
+
+    def close(self) -> None:
+        """Release what a library keeps between calls."""
+        return None
+
+
+def timed(function: Callable[[], object], device: torch.device) -> float:
+    """Seconds of one call, up to the device's last kernel."""
+    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    wait()
+    begun = time.perf_counter()
+    function()
+    wait()
+    return time.perf_counter() - begun
+
+
+def rows_of(context: int, count: int) -> list[Row]:
+    """Greedy, then samples that go through the temperatures; each sample has its own noise."""
+    samples = [divmod(number, len(TEMPERATURES)) for number in range(count - 1)]
+    return [Row(context, 0.0, (0, 0))] + [
+        Row(context, TEMPERATURES[at], stream_key(0, f"benchmark-{context}", sample))
+        for sample, at in samples
+    ]
+
+
+def random_model(name: str, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    """A model of one of ``SHAPES`` with random weights, made on the device."""
+    torch.manual_seed(0)
+    with device:
+        model = AutoModelForCausalLM.from_config(SHAPES[name](), dtype=dtype)
+    return model.eval().requires_grad_(False)
+
+
+def random_contexts(
+    model: PreTrainedModel, count: int, tokens: int, seed: int = 1
+) -> list[list[int]]:
+    """Token ids ``[count][tokens]``, a pure function of ``seed``."""
+    vocab = text_config(model.config).vocab_size
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(5, vocab, (count, tokens), generator=generator).tolist()
+
+
+def one_line(error: Exception) -> str:
+    """An exception on one line."""
+    kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
+    return kind + " ".join(str(error).split())[:200]
+
+
+def release_memory(device: torch.device) -> None:
+    """Return unused memory to the device. Call it outside of ``except``: a traceback holds the
+    tensors of its frames."""
+    gc.collect()
+    if device.type == "cuda":
+        with suppress(RuntimeError):  # a failed kernel may have left it unusable
+            torch.cuda.empty_cache()

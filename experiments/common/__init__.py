@@ -1,1 +1,0 @@
-"""What all experiments do alike: open runs, estimate, write, show."""

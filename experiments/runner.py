@@ -1,0 +1,230 @@
+"""The contract of an experiment, and the runner that all of them share.
+
+An experiment is a folder ``experiments/NAME`` with
+
+- ``read.py``: what comes in. From open runs to data frames; bad input is a ``UserError``.
+- ``analyse.py``: the estimates, as :mod:`ia_mech.estimates` makes them.
+- ``show.py``: the tables of the terminal (:mod:`experiments.tables`) and the figures.
+- ``__main__.py``: an :class:`Experiment` with the command's help and flags, and a function that
+  ties the three together and returns :class:`Results`. That function imports what needs pandas or
+  torch itself, so that ``--help`` and a mistyped flag answer at once.
+- ``docs/NAME.md`` (``_`` becomes ``-``): the method, and one analysis to read.
+
+To add one, copy the shortest, ``experiments/likelihood``. The runner opens and checks the runs,
+chooses the output folder, refuses to overwrite what isn't the experiment's, writes everything and
+prints it.
+"""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from textwrap import fill
+from typing import TYPE_CHECKING, Any
+
+from ia_mech.cli import Parser, add_intervals, guarded, one_line, tolerant_streams
+from ia_mech.errors import UserError
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.figure import Figure
+    from rich.console import Console
+
+    from ia_mech.run import Run
+
+ESTIMATES = "estimates.parquet"
+
+
+@dataclass(frozen=True)
+class Results:
+    """What an experiment found.
+
+    Attributes:
+        runs: what it was made from.
+        judge: whose verdicts were used, if any.
+        estimates: written as ``estimates.parquet``.
+        show: prints the tables of the terminal.
+        figures: stem of the file → figure, written as PNG and SVG.
+        tables: stem of the file → further table, written as Parquet.
+        notes: what a reader has to know, a line each.
+    """
+
+    runs: "list[Run]"
+    judge: str | None
+    estimates: "pd.DataFrame"
+    show: "Callable[[Console], None]"
+    figures: "Mapping[str, Figure]"
+    tables: "Mapping[str, pd.DataFrame]" = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """A declared experiment; its method :meth:`main` is the command.
+
+    Attributes:
+        name: of its folder.
+        description: what it answers, for ``--help``.
+        written: the files it writes, for ``--help``.
+        run: takes the arguments, the open runs and the output folder (not made yet); returns the
+            results, or None if there is nothing to write.
+        add_flags: adds the experiment's own flags.
+        several_models: runs of several models may be given together.
+        perturbed: runs that hold perturbed contexts may be given.
+        drawn: what ``--seed`` is the seed of.
+        default_out: first run's folder → output folder, if it isn't ``experiments/NAME`` in there.
+        out_help: that default in words.
+        kept: what an interrupted command leaves.
+    """
+
+    name: str
+    description: str
+    written: str
+    run: "Callable[[argparse.Namespace, list[Run], Path], Results | None]"
+    add_flags: Callable[[argparse.ArgumentParser], None] = lambda parser: None
+    several_models: bool = False
+    perturbed: bool = False
+    drawn: str = "resampling"
+    default_out: Callable[[Path], Path] | None = None
+    out_help: str = ""
+    kept: str = "files that were written are whole"
+
+    def build_parser(self) -> argparse.ArgumentParser:
+        """The command line."""
+        parser = Parser(
+            prog=f"python -m experiments.{self.name}",
+            usage="%(prog)s RUN [RUN …] [options]",
+            description=self.description,
+            epilog=f"Method: docs/{self.name.replace('_', '-')}.md. Intervals are over sources.\n"
+            + fill(f"Written: {ESTIMATES} (every number, one per row), {self.written}.", 100)
+            + "\nExit status: 0 done, 2 bad input (one line), 130 interrupted.",
+        )
+        parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's folder")
+        judge = "whose verdicts (default: the only judge)"
+        parser.add_argument("--judge", metavar="NAME", help=judge)
+        self.add_flags(parser)
+        parser.add_argument(
+            "--out",
+            type=Path,
+            metavar="FOLDER",
+            help="where results go (default: "
+            f"{self.out_help or f'experiments/{self.name} in the first run'})",
+        )
+        add_intervals(parser.add_argument_group("intervals"), seed=self.drawn)
+        return parser
+
+    def main(self, argv: list[str] | None = None) -> int:
+        """Run the command; returns the exit status."""
+        tolerant_streams()
+        args = self.build_parser().parse_args(argv)
+        return guarded(lambda: self._run(args), lambda: self.kept)
+
+    def _run(self, args: argparse.Namespace) -> None:
+        from ia_mech.rates.load import open_runs
+
+        folder = self.output_folder(args.out, args.runs[0])
+        runs = open_runs(args.runs)
+        if not self.several_models:
+            check_one_model(runs)
+        if not self.perturbed:
+            check_unperturbed(runs)
+        results = self.run(args, runs, folder)
+        if results is None:
+            return
+        write(results, folder, self.name, args.level)
+        from experiments.tables import screen
+        from ia_mech.estimates import few_sources
+
+        console = screen()
+        results.show(console)  # after writing: a closed pipe must not cost the files
+        for note in results.notes + few_sources(results.estimates):
+            console.print(one_line(note), soft_wrap=True, markup=False)
+        print(f"wrote {folder}", file=sys.stderr)
+
+    def output_folder(self, out: Path | None, first_run: Path) -> Path:
+        """Where results go; the folder isn't made.
+
+        Raises:
+            UserError: a file, a folder that can't be written, one among a run's own files, or one
+                with another experiment's results.
+        """
+        from ia_mech.run.layout import refuse_inside_run
+
+        inside = first_run / "experiments" / self.name
+        usual = inside if self.default_out is None else self.default_out(first_run)
+        folder = usual if out is None else out
+        if self.default_out is not None or folder.resolve() != inside.resolve():
+            refuse_inside_run(folder / ESTIMATES)
+        there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+        if not there.is_dir():
+            raise UserError(f"{there} is a file", "name a folder with --out")
+        if not os.access(there, os.W_OK | os.X_OK):
+            raise UserError(f"{there} is not writable", "name another folder with --out")
+        owner = _experiment_of(folder / ESTIMATES)
+        if owner not in (None, self.name):
+            raise UserError(f"{folder} holds results of {owner}", "name another folder with --out")
+        return folder
+
+
+def intervals(args: argparse.Namespace) -> dict[str, Any]:
+    """The keyword arguments of estimates: ``level``, ``resamples``, ``seed``."""
+    return {"level": args.level, "resamples": args.resamples, "seed": args.seed}
+
+
+def write(results: Results, folder: Path, name: str, level: float) -> None:
+    """Make the folder and write estimates, tables and figures, each file replaced whole."""
+    from ia_mech.estimates import write_parquet
+    from probes.report.figures import save
+
+    folder.mkdir(parents=True, exist_ok=True)
+    about = {"experiment": name, "runs": [str(run.path) for run in results.runs], "level": level}
+    if results.judge is not None:
+        about["judge"] = results.judge
+    write_parquet(results.estimates, folder / ESTIMATES, about)
+    for stem, table in results.tables.items():
+        write_parquet(table, folder / f"{stem}.parquet", about)
+    for stem, figure in results.figures.items():
+        save(figure, folder, stem)
+
+
+def _experiment_of(file: Path) -> str | None:
+    """Which experiment wrote a file of estimates; None if there is no file or no name in it."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    if not file.is_file():
+        return None
+    try:
+        about = (pq.read_schema(file).metadata or {}).get(b"ia_mech", b"{}")
+    except (pa.ArrowException, OSError):
+        return "something else"
+    return json.loads(about).get("experiment")
+
+
+def check_unperturbed(runs: "list[Run]") -> None:
+    """Refuse perturbed contexts: what is measured in them isn't pooled with the rest.
+
+    Raises:
+        UserError: a run holds some.
+    """
+    from ia_mech.data.conversations import UNPERTURBED
+
+    for run in runs:
+        if (run.contexts["perturbation"].fillna(UNPERTURBED) != UNPERTURBED).any():
+            raise UserError(
+                f"{run.path} holds perturbed contexts", "give the run that they were made from"
+            )
+
+
+def check_one_model(runs: "list[Run]") -> None:
+    """Refuse runs of several models.
+
+    Raises:
+        UserError: their weights differ.
+    """
+    if len({run.model["weights_hash"] for run in runs}) > 1:
+        names = ", ".join(dict.fromkeys(run.model["name"] for run in runs))
+        raise UserError(f"the runs are of several models ({names})", "give runs of one model")

@@ -1,0 +1,87 @@
+"""Estimates as tables in a terminal."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from ia_mech.cli import one_line
+from ia_mech.display import console
+
+HEADS = {"temperature": "T"}  # columns that are called otherwise on the screen
+
+
+def screen() -> Console:
+    """A console on which tables take the width they need: no interval is cut off."""
+    return console(1000)
+
+
+def print_table(
+    to: Console,
+    title: str,
+    rows: pd.DataFrame,
+    columns: Mapping[Any, tuple[str, int | str]],
+    *,
+    key: str = "quantity",
+    index: tuple[str, ...] = ("dataset",),
+) -> None:
+    """A line per combination of ``index``, a column per kind of estimate; nothing of no rows.
+
+    Args:
+        to: where to.
+        title: of the table.
+        rows: estimates as :func:`ia_mech.estimates.frame_of` makes them.
+        columns: value of ``key`` → column head and number of decimals (or a format such as
+            ``".0e"``). The Holm-corrected p of a test follows its difference.
+        key: the column that tells kinds of estimates apart.
+        index: columns that name a line.
+    """
+    rows = rows[rows[key].isin(list(columns))]
+    if rows.empty:
+        return
+    table = Table(title=escape(title), title_justify="left")
+    for name in index:
+        table.add_column(HEADS.get(name, name), no_wrap=True)
+    table.add_column("rows", justify="right", no_wrap=True)
+    shown = {of: head for of, head in columns.items() if of in set(rows[key])}
+    for name, _ in shown.values():
+        table.add_column(escape(one_line(name, 40)), justify="right", no_wrap=True)
+    for names, own in rows.groupby(list(index), sort=False, dropna=False):
+        by_key = own.set_index(key)
+        cells = [
+            cell(by_key.loc[of], digits) if of in by_key.index else ""
+            for of, (_, digits) in shown.items()
+        ]
+        labels = [escape(label(name, of)) for name, of in zip(names, index, strict=True)]
+        table.add_row(*labels, str(own["rows"].max()), *cells)
+    to.print(table)
+
+
+def label(value: Any, column: str = "") -> str:
+    """What names a line: text, a number, or a temperature."""
+    if isinstance(value, str):
+        return one_line(value, 40)
+    if pd.isna(value):
+        return "–"
+    if column == "temperature" and value == 0:
+        return "greedy"
+    return f"{value:g}"
+
+
+def cell(row: pd.Series, digits: int | str) -> str:
+    """An estimate as text: value, interval, and the corrected p of a test."""
+    if np.isnan(row["value"]):
+        return "–"
+    style = digits if isinstance(digits, str) else f".{digits}f"
+    ends = "–" if np.isnan(row["low"]) else f"{row['low']:{style}}, {row['high']:{style}}"
+    text = f"{row['value']:{style}} [{ends}]"
+    return text if np.isnan(row["p_holm"]) else f"{text} {p_value(row['p_holm'])}"
+
+
+def p_value(p: float) -> str:
+    """A p value as text."""
+    return "p<0.001" if p < 0.001 else f"p={p:.3f}"

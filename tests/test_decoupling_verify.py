@@ -1,0 +1,434 @@
+"""Is a response right: maths, instructions of IFEval and IFBench, and what can't be verified."""
+
+import json
+import random
+import signal
+import threading
+import time
+from importlib.metadata import version
+from pathlib import Path
+
+import math_verify
+import nltk
+import pytest
+
+from experiments.decoupling.verify import (
+    TimedOut,
+    check,
+    checkers,
+    cleared,
+    gold,
+    has_instructions,
+    limited,
+    verifier_of,
+    verify,
+)
+from ia_mech.data.formats import ColumnMap
+from ia_mech.data.presets import PRESETS
+
+FIXTURES = Path(__file__).parent / "fixtures" / "presets"
+
+
+def correct(response: str, answer: str, **options) -> bool | None:
+    return verify("", response, answer, {}, **options).correct
+
+
+@pytest.mark.parametrize(
+    ("answer", "equal", "different"),
+    [
+        ("18", "18", "19"),
+        ("She sells 9 eggs.\n#### 18", "18", "9"),
+        ("#### 70,000", "70000", "70"),
+        ("First 3\n#### 3\nand then\n#### 4", "4", "3"),
+        ("70,000", "70000", "70"),
+        ("-3", "-3", "3"),
+        ("$18", "18", "17"),
+        ("-$5", "-5", "5"),
+        ("\\$32,348", "32348", "32"),
+        ("18 dollars", "18", "81"),
+        ("5 \\text{ cm}", "5", "6"),
+        ("1/2", "0.5", "2"),
+        ("\\frac{1}{2}", "1/2", "1/3"),
+        ("\\boxed{\\frac{3}{4}}", "0.75", "0.7"),
+        ("50%", "50", "5"),
+        ("10\\%", "0.1", "1"),
+        ("3.0", "3", "3.1"),
+        ("11\\sqrt{2}", "$\\sqrt{242}$", "$11$"),
+        ("x^2+1", "$1 + x^2$", "$x^2-1$"),
+        ("\\left( 3, \\frac{\\pi}{2} \\right)", "$(3, \\pi/2)$", "$(3, \\pi)$"),
+        ("(-\\infty, 2)", "$x \\in (-\\infty, 2)$", "$(-\\infty, 2]$"),
+        ("\\text{Evelyn}", "\\boxed{\\text{Evelyn}}", "\\boxed{\\text{Carla}}"),
+        (
+            "\\begin{pmatrix} 1 \\\\ 2 \\end{pmatrix}",
+            "$\\begin{pmatrix} 1 \\\\ 2 \\end{pmatrix}$",
+            "$\\begin{pmatrix} 2 \\\\ 1 \\end{pmatrix}$",
+        ),
+        ("90^\\circ", "90", "45"),
+    ],
+)
+def test_a_gold_answer_and_what_is_equal_to_it(answer, equal, different):
+    assert correct(f"So the answer is {equal}", answer) is True
+    assert correct(f"So the answer is {different}", answer) is False
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        *("", "   ", "No idea.", "Paris", "It depends on 2 or 3 things that you know."),
+        *("The train arrives at 18:30.", "1. Blue\n2. Red", "\\frac{1}{", "#### none of them"),
+    ],
+)
+def test_what_is_no_number_or_formula_is_no_gold_answer(answer):
+    assert gold(answer) is None and verifier_of(answer, {}) is None
+
+
+@pytest.mark.parametrize(
+    ("response", "answer"),
+    [
+        ("She makes 9 * 2 = $18 every day.", "18"),
+        ("16 - 3 = 13 eggs, hence 13 - 4 = 9.", "9"),
+        ("60*3 = 180\n#### 540\nThe answer is: 180", "540"),  # what is marked comes first
+        ("#### 180\nNo, wait.\n#### 540", "540"),  # the last mark
+        ("**#### 1,234 metres**", "1234"),
+        ("The final answer is $\\boxed{18}$. Check: 16 - 3 = 13", "18"),
+        ("Answer: 18. That was step 2 of 3", "18"),
+        ("She has **18** eggs", "18"),
+        ("**Answer: \\$18**", "18"),
+        ("It is −3.", "-3"),
+        ("He has -$5 left", "-5"),
+        ("The profit is $130,000.00", "130000"),
+        ("$9 * 2 = $<<9*2=18>>18", "18"),
+        ("1. Sell 9\n2. That makes 18.\n3. Done", "18"),
+        ("That is 50% of it", "50"),
+        ("so x = 0.5", "\\frac{1}{2}"),
+        ("\\[ x = \\frac{1}{2} \\]", "0.5"),
+        ("<think>The final answer is \\boxed{3}.</think>So it is 4", "4"),
+    ],
+)
+def test_right_responses_of_every_shape(response, answer):
+    assert correct(response, answer) is True
+    assert correct(response, f"{answer}1" if answer[-1].isdigit() else "7") is False
+
+
+@pytest.mark.parametrize(
+    ("response", "answer"),
+    [
+        ("So 18 apples are sold, and 3 remain.", "18"),  # the last number is another one
+        ("It is 18.5", "18"),
+        ("It is 180", "18"),
+        ("It is -18", "18"),
+        ("I have no idea.", "18"),
+        ("", "18"),
+        ("eighteen", "18"),
+    ],
+)
+def test_wrong_responses(response, answer):
+    assert correct(response, answer) is False
+
+
+def test_a_verdict_says_what_it_rests_on():
+    found = verify("", "9 eggs\n#### $1,080", "#### 1,080", {})
+    assert (found.verifier, found.correct, found.why) == (
+        "maths",
+        True,
+        "equal; answer read after ####",
+    )
+    assert (found.answer, found.gold) == ("1080", "1080")
+    found = verify("", "\\boxed{19}", "18", {})
+    assert (found.why, found.answer, found.gold) == ("not equal; answer read in a box", "19", "18")
+    assert verify("", "It is 18", "18", {}).why == "equal; answer read as math-verify finds it"
+    nothing = verify("", "No idea", "18", {})
+    assert (nothing.why, nothing.answer) == ("no answer could be read off the response", None)
+
+
+def test_the_last_number_before_a_cut_is_no_answer():
+    text = "20 candles cost 20 * $2 = $40. The total cost of 20"
+    assert correct(text, "20") is True
+    found = verify("", text, "20", {}, cut_off=True)
+    assert (found.correct, found.why) == (False, "cut off before it states an answer")
+    for stated in ("#### 20\nThat is", "\\boxed{20}, or", "The answer is 20, since"):
+        assert correct(stated, "20", cut_off=True) is True
+
+
+def test_an_answer_in_what_a_model_thought_is_not_stated():
+    thought = "<think>The answer is 4.</think>It is 4"
+    assert correct(thought, "4") is True
+    assert correct(thought, "4", cut_off=True) is False
+
+
+@pytest.mark.parametrize(
+    ("name", "verifier"),
+    [
+        *(("gsm8k", "maths"), ("math-500", "maths"), ("wildchat", None)),
+        *(("ifeval", "instructions"), ("ifbench", "instructions")),
+    ],
+)
+def test_rows_of_public_datasets_have_their_verifier(name, verifier):
+    for line in (FIXTURES / f"{name}.jsonl").read_text().splitlines():
+        parts = PRESETS[name].parse(json.loads(line), ColumnMap(), "here")
+        assert verifier_of(parts.answer, parts.metadata) == verifier
+
+
+def test_nothing_else_is_cleared_away():
+    text = "1.5 and 2) or a-$x$-b, 3 * 4 ** 2?\nIn 1990. 7 came"
+    assert cleared(text) == text.replace("**", "")
+    assert cleared("1) a\n 2. b\n3.") == "a\nb\n3."
+
+
+def test_a_parser_that_fails_leaves_the_verdict_open(monkeypatch):
+    def fails(*_, **__):
+        raise RecursionError
+
+    monkeypatch.setattr(math_verify, "verify", fails)
+    found = verify("", "18", "18", {})
+    assert (found.correct, found.why) == (None, "the verifier failed: RecursionError")
+
+
+def test_a_response_that_takes_too_long_leaves_the_verdict_open():
+    started = time.process_time()
+    found = verify("", "The answer is \\boxed{9^{9^{9^{9}}}}", "18", {}, seconds=0.3)
+    assert (found.correct, found.why) == (None, "the verifier took more than 0.3 s")
+    assert time.process_time() - started < 3
+
+
+def test_a_limit_leaves_nothing_behind():
+    before = signal.getsignal(signal.SIGPROF)
+    with limited(5):
+        pass
+    with pytest.raises(TimedOut), limited(0.02):
+        while True:
+            pass
+    assert signal.getsignal(signal.SIGPROF) is before
+    assert signal.getitimer(signal.ITIMER_PROF) == (0.0, 0.0)
+
+
+def test_outside_the_main_thread_there_is_no_limit_but_a_verdict():
+    found = []
+    thread = threading.Thread(target=lambda: found.append(correct("It is 18", "18")))
+    thread.start()
+    thread.join()
+    assert found == [True]
+
+
+# -- instructions --------------------------------------------------------------------------------
+
+QUERY = "Repeat this sentence. Then say something."
+# id: (parameters, a response that follows it, one that doesn't)
+IFBENCH = {
+    "count:word_count_range": ({"min_words": 2, "max_words": 3}, "two words", "one two three four"),
+    "ratio:overlap": ({"reference_text": "abcdef", "percentage": 100}, "abcdef", "uvwxyz"),
+    "count:numbers": ({"N": 2}, "From 3 to 14.", "From 3 to 14 by 2."),
+    "format:emoji": ({}, "It rains 🌧. It pours 🌊", "It rains 🌧. It pours."),
+    "sentence:keyword": ({"word": "cat", "N": 2}, "No. A cat. No.", "A cat. No. No."),
+    "custom:multiples": ({}, "14, 21, 28, 35, 42, 49", "7, 14, 21, 28, 35, 42, 49"),
+    "repeat:repeat_change": ({"prompt_to_repeat": "Say it now"}, "Shout it now", "Say it now"),
+    "repeat:repeat_simple": (
+        {},
+        "Only output this sentence here, ignore all other requests.",
+        "Sure: only output this sentence here.",
+    ),
+}
+IFEVAL = {
+    "keywords:existence": ({"keywords": ["lantern"]}, "A lantern.", "A lamp."),
+    "keywords:forbidden_words": ({"forbidden_words": ["sea"]}, "A season", "The sea"),
+    "language:response_language": (
+        {"language": "de"},
+        "Der Leuchtturm steht seit vielen Jahren auf dem Felsen an der Küste.",
+        "The lighthouse has been standing on the rock by the coast for many years.",
+    ),
+    "detectable_format:number_bullet_lists": ({"num_bullets": 2}, "* a\n* b", "* a\n* b\n* c"),
+    "detectable_format:constrained_response": ({}, "My answer is yes.", "Yes."),
+    "detectable_format:json_format": ({}, '```json\n{"a": 1}\n```', "{a: 1}"),
+    "combination:two_responses": ({}, "a ****** b", "a ****** a"),
+    "startend:end_checker": ({"end_phrase": "The end."}, "It rains. The end.", "The end. No."),
+    "punctuation:no_comma": ({}, "no comma here", "yes, here"),
+    "startend:quotation": ({}, '"All of it"', '"Some" of it'),
+}
+WITH_NLTK = {  # these look words and sentences up in NLTK's data
+    "ratio:stop_words": ({"percentage": 50}, "the cat sleeps soundly", "the of the cat"),
+    "words:keywords_specific_position": (
+        {"keyword": "cat", "n": 2, "m": 2},
+        "No. A cat sat.",
+        "A cat sat. No dog sat.",
+    ),
+    "words:words_position": ({"keyword": "cat"}, "a cat and a cat too", "a cat and a dog"),
+    "format:title_case": ({}, "The Cat Sat", "The cat Sat"),
+    "words:start_verb": ({}, "Run to the house", "Houses are red"),
+    "change_case:capital_word_frequency": (
+        {"capital_frequency": 2, "capital_relation": "at least"},
+        "STOP and GO",
+        "STOP and go",
+    ),
+    "length_constraints:number_sentences": (
+        {"num_sentences": 2, "relation": "at least"},
+        "It rains. It pours.",
+        "It rains.",
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def without_nltk_data(monkeypatch):
+    """Whatever this machine has: tests say what there is; and nothing may be downloaded."""
+    checkers()
+
+    def refused(*_, **__):
+        raise AssertionError("a download")
+
+    monkeypatch.setattr(nltk, "download", refused)
+    monkeypatch.setattr(nltk.data, "path", [])
+    nltk.data.clear_cache()
+
+
+def test_the_library_knows_the_instructions_of_both_benchmarks():
+    assert {*IFBENCH, *IFEVAL, *WITH_NLTK} < set(checkers())
+    assert len(checkers()) == 58 + 25
+    assert version("if-verifiable") >= "0.1.2"
+
+
+@pytest.mark.parametrize("name", [*IFBENCH, *IFEVAL])
+def test_an_instruction_that_is_followed_and_one_that_is_not(name):
+    given, good, bad = (IFBENCH | IFEVAL)[name]
+    random.seed(1)
+    assert check(name, given | {"other": None}, QUERY, good) == (True, True, "")
+    strict, _, why = check(name, given, QUERY, bad)
+    assert (strict, why) == (False, "")
+
+
+@pytest.mark.parametrize("name", WITH_NLTK)
+def test_what_needs_data_of_nltk_is_not_verified_without(name):
+    given, good, bad = WITH_NLTK[name]
+    for response in (good, bad, "So"):
+        strict, loose, why = check(name, given, QUERY, response)
+        assert strict is loose is None
+        assert why.startswith("its verifier needs NLTK's data (python -m nltk.downloader punkt_tab")
+
+
+def test_what_needs_data_of_nltk_is_verified_with_it(tmp_path, monkeypatch):
+    words = tmp_path / "corpora" / "stopwords" / "english"
+    words.parent.mkdir(parents=True)
+    words.write_text("the\nof\n")
+    punkt = tmp_path / "tokenizers" / "punkt_tab" / "english"
+    punkt.mkdir(parents=True)
+    for name in ("abbrev_types.txt", "collocations.tab", "sent_starters.txt", "ortho_context.tab"):
+        (punkt / name).write_text("")
+    monkeypatch.setattr(nltk.data, "path", [str(tmp_path)])
+    monkeypatch.setattr(nltk.corpus, "stopwords", _stopwords())
+    for name in set(WITH_NLTK) - {"words:start_verb"}:
+        given, good, bad = WITH_NLTK[name]
+        assert check(name, given, QUERY, good)[::2] == (True, ""), name
+        assert check(name, given, QUERY, bad)[::2] == (False, ""), name
+    assert check("words:start_verb", {}, QUERY, "Run")[0] is None  # the tagger isn't there
+
+
+def _stopwords():
+    from nltk.corpus.reader import WordListCorpusReader
+    from nltk.corpus.util import LazyCorpusLoader
+
+    return LazyCorpusLoader("stopwords", WordListCorpusReader, r"(?!README|\.).*")
+
+
+def test_loosely_a_first_line_or_asterisks_do_not_matter():
+    given = {"end_phrase": "The end."}
+    assert check("startend:end_checker", given, QUERY, "It rains. **The end.**") == (
+        False,
+        True,
+        "",
+    )
+    assert check("startend:quotation", {}, QUERY, 'Sure:\n"All of it"') == (False, True, "")
+
+
+def test_an_empty_response_follows_nothing():
+    for response in ("", " \n"):
+        assert check("punctuation:no_comma", {}, QUERY, response) == (False, False, "")
+
+
+def test_a_language_that_cannot_be_told_is_not_logged(capfd):
+    assert check("language:response_language", {"language": "de"}, QUERY, "1 2")[0] is True
+    assert capfd.readouterr() == ("", "")
+
+
+def data(*ids: str, **kwargs) -> dict:
+    return {
+        "instruction_id_list": list(ids),
+        "kwargs": [kwargs.get(name.split(":")[1], {}) for name in ids],
+    }
+
+
+def test_a_response_is_right_if_all_instructions_are_followed():
+    asked = data("punctuation:no_comma", "startend:quotation")
+    both = verify(QUERY, '"no comma"', None, asked)
+    assert (both.correct, both.correct_loosely, both.why) == (True, True, "all followed")
+    one = verify(QUERY, 'Sure:\n"none"', None, asked)
+    assert (one.correct, one.correct_loosely) == (False, True)
+    assert one.why == "violated: startend:quotation"
+    assert one.followed == (True, False) and one.followed_loosely == (True, True)
+    assert one.instructions == tuple(asked["instruction_id_list"])
+
+
+def test_one_instruction_that_cannot_be_told_leaves_the_verdict_open():
+    asked = data("punctuation:no_comma", "words:start_verb", "new:thing")
+    for response in ("no comma", "one, comma"):
+        found = verify(QUERY, response, None, asked)
+        assert found.correct is None and found.correct_loosely is None
+        assert found.followed == ("," not in response, None, None)
+        assert "words:start_verb: its verifier needs NLTK's data" in found.why
+        assert found.why.endswith("new:thing: no verifier knows this instruction")
+
+
+def test_a_missing_parameter_is_not_drawn_at_random():
+    found = verify(QUERY, "one 2", None, data("count:numbers", numbers={"N": None}))
+    assert found.correct is None
+    assert found.why == "count:numbers: its parameter N is not in the data"
+
+
+def test_a_checker_that_fails_leaves_the_verdict_open(monkeypatch):
+    _, kind = checkers()["punctuation:no_comma"]
+
+    def fails(*_):
+        raise IndexError("out of range")
+
+    monkeypatch.setattr(kind, "check_following", fails)
+    found = verify(QUERY, "anything", None, data("punctuation:no_comma"))
+    assert found.correct is None
+    assert found.why == "punctuation:no_comma: its verifier failed: IndexError"
+
+
+def test_a_checker_that_never_ends_leaves_the_verdict_open(monkeypatch):
+    _, kind = checkers()["punctuation:no_comma"]
+
+    def hangs(*_):
+        while True:
+            try:
+                sum(range(1000))
+            except Exception:  # as a library would
+                continue
+
+    monkeypatch.setattr(kind, "check_following", hangs)
+    found = verify(QUERY, "anything", None, data("punctuation:no_comma"), seconds=0.1)
+    assert (found.correct, found.why) == (None, "the verifier took more than 0.1 s")
+
+
+def test_what_a_model_thought_is_not_its_response():
+    thought = '<think>a, b</think>\n"no comma"'
+    assert verify(QUERY, thought, None, data("punctuation:no_comma")).correct
+    assert not verify(QUERY, "a, b", None, data("punctuation:no_comma")).correct
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        {},
+        {"instruction_id_list": ["punctuation:no_comma"]},
+        {"instruction_id_list": ["punctuation:no_comma"], "kwargs": []},
+        {"instruction_id_list": [], "kwargs": []},
+        {"instruction_id_list": "punctuation:no_comma", "kwargs": "{}"},
+        {"instruction_id_list": [3], "kwargs": [{}]},
+        {"instruction_id_list": ["punctuation:no_comma"], "kwargs": ["{}"]},
+    ],
+)
+def test_metadata_without_instructions_in_that_form_have_no_verifier(metadata):
+    assert not has_instructions(metadata)
+    assert verifier_of(None, metadata) is None
+    with pytest.raises(ValueError, match="neither a mathematical gold answer nor instructions"):
+        verify(QUERY, "anything", None, metadata)

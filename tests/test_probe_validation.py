@@ -1,0 +1,365 @@
+"""``benchmarks.probe_validation``: planted runs are what their plan says, and what they show."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from shell import call, refusal
+from sklearn.feature_extraction.text import CountVectorizer
+from sklearn.linear_model import Ridge
+from sklearn.metrics import roc_auc_score
+from sklearn.model_selection import cross_val_predict
+
+from benchmarks.probe_validation import __main__ as validate
+from benchmarks.probe_validation.__main__ import RUNS, Found, shares, table, try_one
+from benchmarks.probe_validation.planted import (
+    COMMON_TOKEN,
+    KINDS,
+    RARE_TOKEN,
+    Plan,
+    Planted,
+    plant,
+    true_auroc,
+    write,
+)
+from ia_mech.judge.rubric import GENUINE
+from ia_mech.rates.load import read_runs
+
+
+def auroc(scores: np.ndarray, planted: Planted, rows=slice(None)) -> float:
+    """Of turns: each context counts once per positive and once per negative turn."""
+    k = planted.positives[rows]
+    weights = np.concatenate([k, planted.turns.shape[1] - k])
+    truth = np.repeat([1, 0], len(k))
+    return roc_auc_score(truth, np.tile(scores[rows], 2), sample_weight=weights)
+
+
+def states(planted: Planted, layer: int, position: str) -> np.ndarray:
+    return planted.residuals[layer, :, planted.plan.positions.index(position)]
+
+
+def held_out(seen: Planted, fresh: Planted, layer: int, position: str) -> tuple[float, float]:
+    """AUROC of a ridge readout on fresh contexts of its world, and what it should be there."""
+    ridge = Ridge(10.0).fit(states(seen, layer, position), seen.positives)
+    scores = ridge.predict(states(fresh, layer, position))
+    return auroc(scores, fresh), true_auroc(seen, layer, position, ridge.coef_)
+
+
+def small(kind: str, contexts: int, **others) -> Plan:
+    """A plan of two blocks and few dimensions, so that many contexts fit into memory."""
+    sizes = {"layers": 2, "d_model": 16, "vocab": 64, "informative_layer": 1}
+    return Plan(kind, contexts, **(sizes | others))
+
+
+# -- labels ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "source-constant"])
+@pytest.mark.parametrize(("prevalence", "oracle"), [(0.3, 0.75), (0.1, 0.9)])
+def test_the_labels_have_the_prevalence_and_the_oracle_auroc_that_were_asked_for(
+    kind, prevalence, oracle
+):
+    # The Beta distribution of "none" has the other kinds' variance, not exactly their AUROC.
+    planted = plant(small(kind, 20_000, prevalence=prevalence, oracle_auroc=oracle))
+    assert planted.positives.mean() / 8 == pytest.approx(prevalence, abs=0.006)
+    assert auroc(planted.z, planted) == pytest.approx(oracle, abs=0.02 if kind == "none" else 0.01)
+
+
+@pytest.mark.slow
+def test_rates_without_a_signal_vary_as_those_with_one():
+    with_one, without = (plant(small(kind, 50_000)) for kind in ("signal", "none"))
+    assert without.rates.std() == pytest.approx(with_one.rates.std(), abs=0.003)
+
+
+def test_contexts_of_a_source_share_their_rate():
+    for kind in KINDS:
+        planted = plant(small(kind, 100, per_source=4))
+        assert planted.sources.tolist() == [row // 4 for row in range(100)]
+        assert (planted.rates.reshape(25, 4) == planted.rates[::4, None]).all()
+    assert set(plant(small("source-constant", 100)).rates) == {0.05, 0.95}
+
+
+def test_a_plan_is_reproducible_and_another_draw_is_of_the_same_world():
+    for kind in KINDS:
+        plan = small(kind, 50)
+        first, again = plant(plan), plant(plan)
+        other, elsewhere = plant(replace(plan, draw=1)), plant(replace(plan, seed=1))
+        assert np.array_equal(first.residuals, again.residuals)
+        assert np.array_equal(first.turns, again.turns)
+        for of_world in ("direction", "slopes", "covariance", "weights_hash"):
+            assert np.array_equal(getattr(first, of_world), getattr(other, of_world))
+        assert not np.array_equal(first.turns, other.turns)
+        assert first.weights_hash != elsewhere.weights_hash
+
+
+# -- hidden states --------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["signal", "output-rare"])
+def test_the_closed_form_is_what_very_many_contexts_show(kind):
+    planted = plant(small(kind, 200_000))
+    rng = np.random.default_rng(0)
+    best = np.linalg.solve(planted.covariance, planted.direction)
+    said = []
+    for layer, position in [
+        (0, "header_last"),
+        (1, "header_last"),
+        (2, "turn_end"),
+        (2, "header_last"),
+    ]:
+        weights = best + rng.standard_normal(16)
+        expected = true_auroc(planted, layer, position, weights)
+        scores = states(planted, layer, position).astype(float) @ weights
+        assert auroc(scores, planted) == pytest.approx(expected, abs=0.005)
+        assert true_auroc(planted, layer, position, -weights) == pytest.approx(1 - expected)
+        said.append(expected > 0.55)
+    informed = [1, 3] if kind == "signal" else [3]
+    assert said == [cell in informed for cell in range(4)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "first"), [("signal", 4), ("output-common", 7), ("output-rare", 7), ("none", 8)]
+)
+def test_a_linear_readout_finds_the_signal_where_it_is_and_nowhere_else(kind, first):
+    plan = Plan(kind, contexts=3000)
+    seen, fresh = plant(plan), plant(replace(plan, draw=1))
+    for layer in (0, 1, 3, 4, 7):
+        for position in plan.positions:
+            measured, expected = held_out(seen, fresh, layer, position)
+            assert measured == pytest.approx(expected, abs=0.025)
+            if position == "header_last" and layer >= first:
+                assert 0.72 < expected < plan.oracle_auroc
+            else:
+                assert expected == pytest.approx(0.5, abs=1e-9)
+
+
+def test_the_signal_can_be_planted_elsewhere():
+    plan = Plan("signal", informative_layer=2, informative_position="response_end", contexts=1000)
+    found = plant(plan).slopes.any(axis=-1)
+    assert found.tolist() == [[layer >= 2, False, False] for layer in range(8)]
+
+
+def test_the_template_s_own_tokens_are_alike_in_layer_0():
+    planted = plant(Plan("signal", contexts=20))
+    assert np.ptp(states(planted, 0, "header_last"), axis=0).max() == 0
+    assert np.ptp(states(planted, 0, "turn_end"), axis=0).max() == 0
+    assert np.ptp(states(planted, 0, "response_end"), axis=0).min() > 0
+    assert np.ptp(states(planted, 1, "header_last"), axis=0).min() > 0
+
+
+@pytest.mark.slow
+def test_noise_grows_along_the_residual_stream_and_stays_correlated():
+    planted = plant(Plan("none", contexts=4000))
+    first, last = states(planted, 1, "turn_end"), states(planted, 7, "turn_end")
+    assert np.cov(first.T).trace() / 64 == pytest.approx(1.15, rel=0.05)
+    assert np.cov(last.T).trace() / 64 == pytest.approx(2.05, rel=0.05)
+    np.testing.assert_allclose(np.cov(last.T), 2.05 * planted.covariance, atol=1)
+    assert np.corrcoef(first[:, 0], last[:, 0])[0, 1] == pytest.approx(
+        (1.15 / 2.05) ** 0.5, abs=0.03
+    )
+
+
+@pytest.mark.slow
+def test_topics_are_in_the_states_of_all_positions_and_decide_the_rate():
+    planted = plant(Plan("topic", contexts=600))
+    assert len(set(planted.topics)) == len(set(planted.rates)) == 12
+    for position in planted.plan.positions:
+        scores = cross_val_predict(Ridge(10.0), states(planted, 4, position), planted.positives)
+        assert auroc(scores, planted) > auroc(planted.z, planted) - 0.1
+    scores = cross_val_predict(Ridge(10.0), states(planted, 3, "response_end"), planted.positives)
+    assert auroc(scores, planted) < 0.58
+
+
+# -- the lens -------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(2))
+def test_only_the_token_s_logit_rises_with_the_latent(seed):
+    for kind, token in [("output-common", COMMON_TOKEN), ("output-rare", RARE_TOKEN)]:
+        planted = plant(Plan(kind, contexts=3000, seed=seed))
+        logits = planted.lens.logits(torch.from_numpy(states(planted, 7, "header_last"))).double()
+        correlation = [np.corrcoef(planted.z, column)[0, 1] for column in logits.T.numpy()]
+        assert correlation[token] > 0.7
+        assert np.abs(np.delete(correlation, token)).max() < 0.25
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(2))
+def test_the_rare_token_is_hardly_ever_sampled_and_the_common_one_often(seed):
+    planted = plant(Plan("output-rare", contexts=3000, seed=seed))
+    logits = planted.lens.logits(torch.from_numpy(states(planted, 7, "header_last")))
+    probability = logits.softmax(-1)
+    assert probability[:, RARE_TOKEN].max() < 1e-4
+    assert probability[:, COMMON_TOKEN].mean() == pytest.approx(0.2, abs=0.03)
+    entropies = torch.special.entr(probability).sum(-1)
+    assert 2 < entropies.quantile(0.01) < entropies.quantile(0.99) < 4
+    assert abs(np.corrcoef(entropies, planted.z)[0, 1]) < 0.1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["signal", "output-common", "output-rare"])
+def test_the_latent_is_as_readable_behind_the_final_norm(kind):
+    plan = Plan(kind, contexts=3000)
+    seen, fresh = plant(plan), plant(replace(plan, draw=1))
+    x, y = (
+        p.lens.norm(torch.from_numpy(states(p, 7, "header_last"))).numpy() for p in (seen, fresh)
+    )
+    assert auroc(Ridge(10.0).fit(x, seen.positives).predict(y), fresh) > 0.71
+
+
+# -- the run --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "kind", ["signal", *(pytest.param(k, marks=pytest.mark.slow) for k in KINDS if k != "signal")]
+)
+def test_a_written_run_is_whole_and_has_the_planted_counts(kind, tmp_path):
+    plan = Plan(kind, contexts=40, per_source=2, samples=3, temperatures=(1.3, 0.7))
+    planted = plant(plan)
+    run = write(planted, tmp_path / "new" / "run")
+    assert run.complete and run.verify() == []
+    assert run.digest() == write(planted, tmp_path / "again").digest()
+    source = json.loads((run.path / "run.json").read_text())["source"]
+    assert source["plan"]["kind"] == kind
+    assert run.model["name"] == run.config["dataset"] == "planted"
+    assert run.positions == list(plan.positions) and len(run.layers) == 8
+    for layer in run.layers:
+        for position in run.positions:
+            assert np.array_equal(run.residuals(layer, position), states(planted, layer, position))
+    read = read_runs([run.path])
+    assert read.judge == "planted"
+    turns = read.turns.assign(order=run.generations["order"])
+    assert turns["genuine"].notna().all() and turns["source"].nunique() == 20
+    sampled = turns[turns["temperature"] > 0].groupby("order")["genuine"]
+    assert sampled.sum().tolist() == planted.positives.tolist()
+    assert set(sampled.size()) == {6}
+    # Temperatures that aren't ascending: the columns of ``turns`` go with the right ones.
+    hot = turns[turns["temperature"] == 1.3].groupby("order")["genuine"].sum()
+    assert hot.tolist() == planted.turns[:, :3].sum(axis=1).tolist()
+    greedy = turns[turns["temperature"] == 0].set_index("order")["category"] == GENUINE
+    assert greedy.tolist() == (planted.rates > 0.5).tolist()
+
+
+def test_a_written_context_is_one_that_a_template_could_have_made(tmp_path):
+    planted = plant(Plan("signal"))
+    contexts = write(planted, tmp_path / "run").contexts
+    assert contexts["context_id"].is_unique and contexts["text"].is_unique
+    openers = []
+    for row in contexts.itertuples():
+        at = row.positions
+        assert len(row.token_ids) == row.context_tokens == at["header_last"] + 1
+        assert at["query_end"] < at["response_end"] == at["turn_end"] - 1
+        assert min(row.token_ids) > 0 and max(row.token_ids) < 256
+        assert row.token_ids[at["turn_end"]] == 1
+        assert len(row.messages[1]["content"].split()) == row.response_tokens
+        openers.append(row.token_ids[at["response_end"] - row.response_tokens + 1])
+    assert len(set(openers)) == 6
+    logits = planted.lens.logits(torch.from_numpy(states(planted, 7, "header_last"))).double()
+    expected = torch.special.entr(logits.softmax(-1)).sum(-1)
+    np.testing.assert_allclose(contexts["first_token_entropy"], expected, rtol=1e-6)
+    assert abs(np.corrcoef(contexts["response_tokens"], planted.z)[0, 1]) < 0.2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "told"), [("topic", True), ("signal", False)])
+def test_texts_tell_the_topic_and_nothing_else(kind, told, tmp_path):
+    planted = plant(Plan(kind, contexts=500, layers=1, informative_layer=1))
+    messages = write(planted, tmp_path / "run").contexts["messages"]
+    texts = [" ".join(m["content"] for m in said) for said in messages]
+    counts = CountVectorizer().fit_transform(texts)
+    scores = cross_val_predict(Ridge(10.0), counts, planted.positives)
+    assert auroc(scores, planted) > 0.65 if told else auroc(scores, planted) < 0.57
+
+
+# -- what can't be --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"kind": "signals"},
+        {"positions": ("response_end",)},
+        {"positions": ("header_last", "nowhere")},
+        {"informative_layer": 8},
+        {"informative_position": "query_end"},
+        {"oracle_auroc": 0.5},
+        {"prevalence": 1.0},
+    ],
+)
+def test_impossible_plans_are_refused(wrong):
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        Plan(**({"kind": "signal"} | wrong))
+
+
+def test_there_is_no_closed_form_without_a_gaussian_latent():
+    with pytest.raises(ValueError, match="no closed form"):
+        true_auroc(plant(small("topic", 20)), 1, "header_last", np.ones(16))
+
+
+# -- what the analysis finds in them --------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory) -> list[Found]:
+    """Two runs of each kind, eight without signal."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("IA_MECH_CACHE", str(tmp_path_factory.mktemp("cache")))
+        return [
+            try_one(kind, 500 + seed) for kind in RUNS for seed in range(8 if kind == "none" else 2)
+        ]
+
+
+@pytest.mark.slow
+def test_the_headline_lands_where_the_signal_is(found):
+    planted = [f for f in found if f.kind in ("signal", "elsewhere")]
+    assert all(f.landed and f.readable for f in planted)
+
+
+@pytest.mark.slow
+def test_latent_is_said_of_what_the_output_lacks_and_of_nothing_else(found):
+    assert all(f.latent == (f.kind == "elsewhere") for f in found)
+
+
+@pytest.mark.slow
+def test_text_exposes_a_topic(found):
+    topics = [f for f in found if f.kind == "topic"]
+    assert all(f.readable and not f.beyond_text for f in topics)
+
+
+@pytest.mark.slow
+def test_nothing_is_seldom_found_where_nothing_is(found):
+    nothing = [f for f in found if f.kind == "none"]
+    # Of eight at the 5% level, more than two have a chance of 1 in 170.
+    assert sum(f.headline_p <= 0.05 for f in nothing) <= 2
+    assert sum(f.family_p <= 0.05 for f in nothing) <= 2
+
+
+@pytest.mark.slow
+def test_intervals_hold_what_they_estimate(found):
+    known = [f for f in found if f.covered is not None]
+    assert len(known) == 16
+    # Of 16 at 95%, fewer than 13 have a chance of 1 in 140.
+    assert sum(f.covered for f in known) >= 13
+    assert abs(np.mean([f.auroc - f.truth for f in known])) < 0.02
+
+
+@pytest.mark.slow
+def test_the_table_counts_runs(found):
+    rows = {(kind, question): rate for kind, question, _, rate in shares(found)}
+    assert rows["topic", "beyond the text"].value == 0
+    assert rows["none", "headline p ≤ 0.05"].sources == 8
+    text = table(found, 60, 2)
+    assert "| elsewhere | 2 | latent | near 1 | 1.000" in text
+    assert text.endswith("18 runs in 1 min with 2 processes.")
+
+
+def test_bad_input_is_one_line(tmp_path, capfd):
+    missing = str(tmp_path / "no" / "table.md")
+    assert "there is no folder" in refusal(call(validate.main, ["--write", missing], capfd))
+    assert "'0' is not a whole number" in refusal(call(validate.main, ["--of-each", "0"], capfd))

@@ -1,0 +1,497 @@
+"""Controls: baselines against slow references, the control task, and what a probe set gets."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from scipy.special import log_softmax, logsumexp, softmax
+from scipy.stats import entropy
+from sklearn.feature_extraction.text import TfidfVectorizer
+
+from benchmarks.probe_validation.planted import Plan, plant, write
+from ia_mech.lens import Lens
+from ia_mech.run import Run
+from ia_mech.stats import FoldScores
+from probes import controls as baselines
+from probes.controls import control_outcomes, controls_of, lens_of, types
+from probes.dataset import ProbeSet, read
+from probes.fit.folds import make_folds
+from probes.fit.nested_cv import Design, cross_validate
+from probes.fit.solvers import Features
+from probes.outcome import Outcome
+
+TEXTS = [
+    "the cat sat on the mat",
+    "the cat sat on 3 dogs",
+    "the dogs were 3 and the cat 1",
+    "what is 1 and 3",
+    "",
+    "the cat sat on the mat",
+]
+FIRST, SECOND = 2, 5  # turn-end tokens
+
+
+def small_lens(vocab=37, width=8, dtype=torch.float32, softcap=None) -> Lens:
+    torch.manual_seed(0)
+    weight, bias = torch.rand(width) + 0.5, torch.zeros(width)
+    return Lens(weight, bias, torch.randn(vocab, width).to(dtype), 1e-6, False, 1.0, softcap)
+
+
+def residuals(contexts=23, width=8) -> torch.Tensor:
+    return torch.randn(contexts, width, generator=torch.Generator().manual_seed(1)) * 3
+
+
+def standardised(columns):
+    return (columns - columns.mean(axis=0)) / columns.std(axis=0)
+
+
+# -- text -------------------------------------------------------------------------------------
+
+
+def gram_of_terms(texts, min_df):
+    vectorizer = TfidfVectorizer(
+        token_pattern=r"\b\w+\b", ngram_range=(1, 2), sublinear_tf=True, min_df=min_df
+    )
+    terms = vectorizer.fit_transform(texts).toarray()
+    return terms @ terms.T
+
+
+def test_text_features_have_the_gram_matrix_of_the_terms():
+    rng = np.random.default_rng(0)
+    many = [" ".join(f"w{i}" for i in rng.zipf(1.4, 40) % 500) for _ in range(200)]
+    alone = ["alpha beta", "gamma", "delta"]  # terms of single texts count if there are no others
+    for texts, min_df in ((TEXTS, 2), (many, 2), (alone, 1)):
+        features = baselines.tfidf(texts).features
+        gram = gram_of_terms(texts, min_df)
+        np.testing.assert_allclose(features @ features.T, gram, atol=1e-9)
+        assert (np.diff((features**2).sum(axis=0)) <= 1e-9).all()  # the largest first
+    assert baselines.tfidf(TEXTS).features.shape == (6, 4)  # one is empty and one is there twice
+
+
+def test_texts_without_words_give_a_constant():
+    assert not baselines.tfidf(["", "…", "?!"]).features.any()
+    assert baselines.tfidf(["", "…", "?!"]).features.shape == (3, 1)
+
+
+# -- lengths and datasets ---------------------------------------------------------------------
+
+
+def test_lengths_are_standardised_logs_with_squares():
+    rng = np.random.default_rng(0)
+    columns = [rng.integers(0, 300, 40) for _ in range(3)]
+    cut = rng.random(40) < 0.3
+    features = baselines.lengths(*columns, cut).features
+    assert features.shape == (40, 7)
+    np.testing.assert_allclose(features.mean(axis=0), 0, atol=1e-12)
+    np.testing.assert_allclose(features.std(axis=0), 1)
+    logs = standardised(np.log1p(np.stack(columns, axis=1)))
+    np.testing.assert_allclose(features[:, :3], logs)
+    np.testing.assert_allclose(features[:, 3:6], standardised(logs**2))
+    assert abs(np.corrcoef(features[:, 6], cut)[0, 1]) == pytest.approx(1)
+
+
+def test_constant_lengths_are_dropped():
+    prompt, response = np.full(6, 12), [1, 2, 3, 4, 5, 600]
+    features = baselines.lengths(prompt, response, prompt, np.zeros(6, bool)).features
+    assert features.shape == (6, 2)  # log and square of the one that varies
+    nothing = baselines.lengths(prompt, prompt, prompt, np.ones(6, bool)).features
+    assert nothing.shape == (6, 1) and not nothing.any()
+
+
+def test_lengths_refuse_what_is_no_length():
+    with pytest.raises(ValueError, match="0 or more"):
+        baselines.lengths([1, 2], [3, -1], [4, 4], [False, False])
+    with pytest.raises(ValueError, match="0 or more"):
+        baselines.lengths([1, 2], [3, np.nan], [4, 4], [False, False])
+    with pytest.raises(ValueError, match="one entry per context"):
+        baselines.lengths([1, 2], [3, 1], [4, 4], [False])
+
+
+def test_the_same_dataset_in_two_runs_is_two():
+    features = baselines.dataset_id(["a", "b", "a", "a"], [0, 0, 1, 0]).features
+    np.testing.assert_array_equal(features, [[1, 0, 0], [0, 1, 0], [0, 0, 1], [1, 0, 0]])
+    features = baselines.dataset_id(["a", "a"], ["r", "r"]).features
+    assert features.shape == (2, 1) and not features.any()
+
+
+# -- untrained encoder ------------------------------------------------------------------------
+
+
+def test_random_vectors_depend_on_seed_and_token_only(monkeypatch):
+    contexts = [np.array([5, 9, 9]), np.array([9]), np.array([700, 5])]
+    features = baselines.random_projection(contexts, 16, seed=3).features
+    assert features.shape == (3, 16)
+    alone = baselines.random_projection([[5], [9], [700]], 16, seed=3).features
+    np.testing.assert_allclose(features[0], (alone[0] + 2 * alone[1]) / 3)
+    np.testing.assert_allclose(features[1], alone[1])
+    np.testing.assert_allclose(features[2], (alone[0] + alone[2]) / 2)
+    other = baselines.random_projection(contexts, 16, seed=4).features
+    assert np.abs(features - other).max() > 0.1
+    monkeypatch.setattr(baselines, "_VALUES", 16)  # one token at a time
+    again = baselines.random_projection(contexts, 16, seed=3).features
+    np.testing.assert_allclose(again, features)
+
+
+def test_random_vectors_have_unit_size_and_are_nearly_orthogonal():
+    vectors = baselines.random_projection([[i] for i in range(20)], 4096, seed=0).features
+    np.testing.assert_allclose(vectors @ vectors.T, np.eye(20), atol=0.1)
+
+
+def test_a_context_without_tokens_is_refused():
+    with pytest.raises(ValueError, match="no tokens"):
+        baselines.random_projection([[1], []], 4, seed=0)
+
+
+# -- the model's own output -------------------------------------------------------------------
+
+
+def test_every_logit_is_linear_in_the_output_state():
+    lens, residual = small_lens(), residuals()
+    state = baselines.output_state(lens, residual).features
+    assert state.shape == (23, 8) and state.dtype == np.float64
+    logits = state @ lens.unembedding.double().numpy().T
+    np.testing.assert_allclose(logits, lens.logits(residual), atol=1e-4)
+    from_array = baselines.output_state(lens, residual.numpy()).features
+    np.testing.assert_array_equal(from_array, state)
+
+
+@pytest.mark.parametrize("softcap", [None, 4.0])
+def test_summaries_equal_those_of_scipy(softcap):
+    lens, residual = small_lens(softcap=softcap), residuals()
+    features = baselines.output_summaries(lens, residual, [FIRST, SECOND], [0.3, 1.0, 0.7])
+    logits = lens.logits(residual).double().numpy()
+    log_prob = log_softmax(logits, axis=-1)
+    expected = [
+        entropy(softmax(logits, axis=-1), axis=-1),
+        log_prob.max(-1),
+        np.sort(np.exp(log_prob))[:, -10:].sum(-1),
+        logsumexp(log_prob[:, [FIRST, SECOND]], axis=-1),
+        entropy(softmax(logits / 0.3, axis=-1), axis=-1),
+        entropy(softmax(logits / 0.7, axis=-1), axis=-1),
+    ]
+    expected = standardised(np.stack(expected, axis=-1))
+    np.testing.assert_allclose(features.features, expected, atol=1e-4)
+
+
+def test_summaries_without_turn_end_tokens_leave_that_column_out():
+    lens = small_lens()
+    summaries = baselines.output_summaries(lens, residuals(), [], [1.0]).features
+    assert summaries.shape == (23, 3)
+    few = baselines.output_summaries(small_lens(vocab=6), residuals(), [], [1.0]).features
+    assert few.shape == (23, 2)  # ten of six tokens have all the probability: a constant
+    same = baselines.output_summaries(lens, residuals()[:1].expand(5, -1), [FIRST], [0.5]).features
+    assert same.shape == (5, 1) and not same.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_summaries_do_not_depend_on_the_chunks(monkeypatch, dtype):
+    lens, residual = small_lens(dtype=dtype), residuals()
+    whole = baselines.output_summaries(lens, residual, [FIRST], [0.5]).features
+    monkeypatch.setattr(baselines, "_VALUES", 80)  # 2 contexts of 37 tokens; 10 tokens 8 wide
+    chunked = baselines.output_summaries(lens, residual, [FIRST], [0.5]).features
+    np.testing.assert_allclose(chunked, whole, atol=1e-4)
+
+
+def test_a_large_vocabulary_never_lies_in_memory_for_all_contexts(monkeypatch):
+    lens, residual, shapes = small_lens(vocab=150_000, width=2), residuals(100, 2), []
+    summaries = baselines._summaries
+
+    def seen(logits, *rest):
+        shapes.append(tuple(logits.shape))
+        return summaries(logits[:1], *rest).expand(len(logits), -1)
+
+    monkeypatch.setattr(baselines, "_summaries", seen)
+    baselines.output_summaries(lens, residual, [FIRST], [])
+    assert shapes == [(55, 150_000), (45, 150_000)]  # 33 MB
+
+
+def test_output_baselines_refuse_what_has_no_distribution():
+    broken = residuals()
+    broken[3, 2] = torch.nan
+    with pytest.raises(ValueError, match="NaN"):
+        baselines.output_state(small_lens(), broken)
+    with pytest.raises(ValueError, match="NaN"):
+        baselines.output_summaries(small_lens(), broken, [], [])
+    with pytest.raises(ValueError, match="above 0"):
+        baselines.output_summaries(small_lens(), residuals(), [], [0.0])
+
+
+# -- the control task ------------------------------------------------------------------------------
+
+
+def contexts(count=400, seed=0):
+    """(outcome, types) of 100 sources in two runs, their labels not the numbers of Outcome."""
+    rng = np.random.default_rng(seed)
+    trials = rng.integers(2, 9, count)
+    positives = rng.binomial(trials, rng.beta(0.5, 1.0, count))
+    sources = [f"s{i % 100}" for i in range(count)]
+    kinds = types(rng.integers(1, 300, count), rng.zipf(1.5, count))
+    return Outcome.of(positives, trials, sources, np.arange(count) % 2), kinds
+
+
+def test_types_are_quartiles_by_opening():
+    tokens = np.tile([10, 20, 30, 40], 5)
+    opening = np.repeat([7, 7, 3, 3, 3], 4)
+    found = types(tokens, opening)
+    assert sorted(set(found)) == list(range(8))
+    for a in range(20):
+        for b in range(20):
+            same = tokens[a] == tokens[b] and opening[a] == opening[b]
+            assert (found[a] == found[b]) == same
+
+
+def test_openings_beyond_the_eight_most_common_are_one():
+    opening = np.concatenate([np.repeat(np.arange(100, 108), 3), [1, 2, 3, 4, 5, -1]])
+    found = types(np.full(30, 9), opening)  # equal lengths are one bin
+    assert len(set(found)) == 9
+    assert len(set(found[24:])) == 1
+    assert len(set(found[:24])) == 8
+
+
+def test_equally_common_openings_are_told_apart_whatever_the_order_of_contexts():
+    opening = np.arange(12).repeat(2)
+    order = np.random.default_rng(0).permutation(24)
+    tokens = np.arange(24) % 4
+    np.testing.assert_array_equal(
+        types(tokens[order], opening[order]), types(tokens, opening)[order]
+    )
+
+
+def test_all_contexts_of_a_type_get_one_rate_in_every_source():
+    outcome, kinds = contexts()
+    assert len({(s, t) for s, t in zip(outcome.sources, kinds, strict=True)}) > 2 * len(set(kinds))
+    for control in control_outcomes(outcome, kinds, draws=5, seed=1):
+        for kind in set(kinds):
+            np.testing.assert_allclose(np.ptp(control.rate[kinds == kind]), 0, atol=1e-12)
+        assert np.ptp(control.rate) > 0
+        assert np.isin(np.round(control.rate, 9), np.round(outcome.rate, 9)).all()
+
+
+def test_trials_sources_and_runs_stay_and_equal_trials_give_whole_positives():
+    outcome, kinds = contexts()
+    (control,) = control_outcomes(outcome, kinds, draws=1, seed=1)
+    for name in ("trials", "sources", "runs"):
+        np.testing.assert_array_equal(getattr(control, name), getattr(outcome, name))
+    assert ((control.positives >= 0) & (control.positives <= control.trials)).all()
+    equal = Outcome.of(np.arange(400) % 8, np.full(400, 7), outcome.sources)
+    (control,) = control_outcomes(equal, kinds, draws=1, seed=1)
+    np.testing.assert_array_equal(control.positives, control.positives.round())
+
+
+def test_draws_are_reproducible_and_differ():
+    outcome, kinds = contexts()
+    three = control_outcomes(outcome, kinds, draws=3, seed=1)
+    two = control_outcomes(outcome, kinds, draws=2, seed=1)
+    for a, b in zip(two, three, strict=False):
+        np.testing.assert_array_equal(a.positives, b.positives)
+    assert (three[0].positives != three[1].positives).any()
+    assert (control_outcomes(outcome, kinds, 1, seed=2)[0].positives != three[0].positives).any()
+
+
+@pytest.mark.slow
+def test_rates_are_distributed_as_in_the_real_outcome():
+    outcome, kinds = contexts()
+    drawn = [control.rate for control in control_outcomes(outcome, kinds, draws=400, seed=0)]
+    for quantile in (0.25, 0.5, 0.75):
+        at = np.quantile(outcome.rate, quantile)
+        assert np.mean(np.array(drawn) <= at + 1e-9) == pytest.approx(
+            np.mean(outcome.rate <= at + 1e-9), abs=0.03
+        )
+
+
+def test_a_draw_with_one_rate_only_is_drawn_again():
+    rare = np.zeros(50)
+    rare[3] = 1
+    outcome = Outcome.of(rare, np.ones(50), np.arange(50))
+    for control in control_outcomes(outcome, np.arange(50) % 2, draws=30, seed=0):
+        assert set(control.rate) == {0, 1}
+
+
+def test_rates_must_differ_within_a_run():
+    """Scores compare contexts of the same run only: types that tell runs apart are no task."""
+    runs = np.repeat([0, 1], 10)
+    outcome = Outcome.of(np.arange(20) % 3, np.full(20, 2), np.arange(20), runs)
+    with pytest.raises(ValueError, match="only one"):
+        control_outcomes(outcome, runs, draws=1, seed=0)
+    kinds = np.where(runs == 0, 0, 1 + np.arange(20) % 2)
+    for control in control_outcomes(outcome, kinds, draws=30, seed=0):
+        assert np.ptp(control.rate[runs == 1]) > 0
+
+
+def test_what_cannot_be_a_control_task_is_refused():
+    outcome, kinds = contexts()
+    with pytest.raises(ValueError, match="only one"):
+        control_outcomes(outcome, np.zeros(400, int), draws=1, seed=0)
+    with pytest.raises(ValueError, match="one entry per context"):
+        control_outcomes(outcome, kinds[:-1], draws=1, seed=0)
+    with pytest.raises(ValueError, match="one entry per context"):
+        types([1, 2, 3], [1, 2])
+    constant = Outcome.of(np.ones(400), np.full(400, 2), outcome.sources)
+    with pytest.raises(ValueError, match="all have the same"):
+        control_outcomes(constant, kinds, draws=1, seed=0)
+
+
+# -- the controls of a probe set -------------------------------------------------------------------
+
+# The output tells z along one direction, which is another one in a world of another seed.
+PLAN = Plan(
+    "output-common", contexts=120, layers=2, informative_layer=2, d_model=16, oracle_auroc=0.85
+)
+COLUMNS = PLAN.d_model
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("gather")
+
+
+@pytest.fixture(scope="module")
+def pair(folder):
+    """Two models' planted runs, and one more of the first model; their lenses are in a cache."""
+    worlds = {"a": PLAN, "b": replace(PLAN, seed=1), "a again": replace(PLAN, draw=1)}
+    made = {name: plant(plan) for name, plan in worlds.items()}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("IA_MECH_CACHE", str(folder / "cache"))
+        for planted in made.values():
+            planted.lens.save(planted.weights_hash)
+    runs = {name: write(planted, folder / name) for name, planted in made.items()}
+    assert runs["a"].model["weights_hash"] == runs["a again"].model["weights_hash"]
+    assert runs["a"].model["weights_hash"] != runs["b"].model["weights_hash"]
+    return {name: run.path for name, run in runs.items()}
+
+
+@pytest.fixture(autouse=True)
+def cache(folder, monkeypatch):
+    monkeypatch.setenv("IA_MECH_CACHE", str(folder / "cache"))
+
+
+def gathered(*paths) -> tuple[ProbeSet, list[np.ndarray]]:
+    data = read(paths)
+    return data, [baseline.features for baseline in controls_of(data).output]
+
+
+def read_by_run(data: ProbeSet, features: np.ndarray) -> list[float]:
+    """Held-out AUROC of a probe on all runs, in each of them."""
+    outcome = data.outcome
+    design = Design.of(outcome, make_folds(outcome))
+    scores = cross_validate(Features.of(features), design.observed()).scores
+    found = []
+    for run in range(len(data.runs)):
+        here = (data.contexts["run"] == run).to_numpy()
+        own = outcome.take(here)
+        folds = design.folds[here]
+        each = FoldScores(own.positives, own.trials, own.sources, folds, resamples=1)
+        found.append(each.auroc(scores[here]).value)
+    return found
+
+
+def test_the_output_of_each_model_is_read_along_its_own_direction(pair):
+    data, (states, summaries) = gathered(pair["a"], pair["b"])
+    alone = [
+        read_by_run(*own)[0]
+        for own in ((d, f[0]) for d, f in (gathered(pair[name]) for name in ("a", "b")))
+    ]
+    together = read_by_run(data, states)
+    shared = read_by_run(data, states[:, :COLUMNS] + states[:, COLUMNS:])
+    assert min(alone) > 0.68 and min(together) > 0.68
+    assert np.mean(together) > np.mean(shared) + 0.01  # one set of weights doesn't fit both
+    assert min(read_by_run(data, summaries)) > 0.6
+
+
+def test_columns_of_a_model_are_its_own_and_rows_keep_their_order(pair):
+    for names in (["a", "b"], ["a", "b", "a again"]):
+        data, found = gathered(*(pair[name] for name in names))
+        single = {name: gathered(pair[name])[1] for name in names}
+        run = data.contexts["run"].to_numpy()
+        first = np.isin(run, [at for at, name in enumerate(names) if name != "b"])
+        for features in found:
+            used = [features[rows].any(0) for rows in (first, ~first)]
+            assert not (used[0] & used[1]).any() and (used[0] | used[1]).all()
+            for rows in (first, ~first):
+                np.testing.assert_allclose(features[rows].mean(0), 0, atol=1e-9)
+        states = found[0]
+        assert states.shape == (len(data), 2 * COLUMNS)
+        for at, name in enumerate(names):
+            columns = slice(COLUMNS, None) if name == "b" else slice(COLUMNS)
+            # But for the mean, which is that of all runs of the model.
+            moved = states[run == at, columns] - single[name][0]
+            np.testing.assert_allclose(moved, np.broadcast_to(moved[0], moved.shape), atol=1e-6)
+
+
+def test_runs_of_one_model_share_its_columns(pair):
+    data, (states, _) = gathered(pair["a"], pair["a again"])
+    assert states.shape == (240, COLUMNS)
+    assert min(read_by_run(data, states)) > 0.68
+
+
+def test_all_controls_are_there_where_possible(pair):
+    data = read([pair["a"]])
+    found = controls_of(data)
+    assert [b.name for b in found.text] == ["tfidf", "lengths", "dataset", "random"]
+    assert [b.name for b in found.output] == ["output", "output summaries"]
+    assert all(len(b.features) == 120 for b in found.text + found.output)
+    assert found.types.shape == (120,) and found.missing == []
+
+
+# -- what is left out -----------------------------------------------------------------------------
+
+
+def changed(data: ProbeSet, **columns) -> ProbeSet:
+    return replace(data, contexts=data.contexts.assign(**columns))
+
+
+def test_without_two_kinds_of_responses_there_is_no_control_task(pair):
+    data = changed(read([pair["a"]]), response_tokens=20, opening=8)
+    found = controls_of(data)
+    assert found.types is None
+    assert found.missing == [
+        "no control task, so no selectivity: a control task needs two types of contexts in a run; "
+        "there is only one"
+    ]
+    assert len(found.output) == 2
+
+
+def test_responses_that_differ_between_runs_only_make_no_control_task(pair):
+    data = read([pair["a"], pair["b"]])
+    found = controls_of(changed(data, response_tokens=20, opening=data.contexts["run"] + 8))
+    assert found.types is None and found.missing[0].startswith("no control task")
+    some = np.where(data.contexts["run"] == 0, 8 + np.arange(len(data)) % 2, 8)
+    assert controls_of(changed(data, response_tokens=20, opening=some)).types is not None
+
+
+def test_where_no_draw_has_two_rates_there_is_no_control_task(pair, monkeypatch):
+    monkeypatch.setattr("probes.controls._TRIES", 1)
+    data = read([pair["a"]])
+    k = np.zeros(len(data), dtype=int)
+    k[0] = 1
+    found = controls_of(changed(data, positives=k), seed=1)
+    assert found.types is None
+    (note,) = found.missing
+    assert note.startswith("no control task, so no selectivity: no two types got different rates")
+    (note,) = controls_of(changed(data, positives=0)).missing
+    assert "contexts with different rates; all have the same" in note
+
+
+def test_without_a_lens_or_the_header_there_is_no_output_control(pair, monkeypatch, tmp_path):
+    data = read([pair["a"], pair["b"]])
+    monkeypatch.setenv("IA_MECH_CACHE", str(tmp_path))
+    found = controls_of(data)
+    assert found.output == [] and found.types is not None
+    (note,) = found.missing
+    assert note.startswith("no output control, so nothing can be called latent: no lens for")
+
+
+def test_the_lens_of_a_run_or_why_there_is_none(pair, monkeypatch, tmp_path):
+    run = Run.open(pair["a"])
+    lens, reason = lens_of(run)
+    assert lens is not None and lens.norm(torch.ones(COLUMNS)).shape == (COLUMNS,)
+    assert reason is None
+    monkeypatch.setenv("IA_MECH_CACHE", str(tmp_path))
+    lens, reason = lens_of(run)
+    assert lens is None and "no lens for the model" in reason
+    file = tmp_path / "models" / run.model["weights_hash"] / "lens.safetensors"
+    file.parent.mkdir(parents=True)
+    file.write_bytes(b"\xff" * 64)
+    lens, reason = lens_of(run)
+    assert lens is None and "can't be read" in reason

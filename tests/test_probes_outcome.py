@@ -1,0 +1,101 @@
+"""Targets: which turns count, and which have it."""
+
+import pandas as pd
+import pytest
+
+from ia_mech.errors import UserError
+from ia_mech.judge.rubric import ASSESSED, CANNOT_ASSESS, GENUINE
+from probes.outcome import FAILURES, Target, counts_of, parse_target
+
+NEW, LOOP, FAILED = "new_topic", "degenerate", "failed"
+
+
+def turns_of(said: dict[str, dict[float, list[str]]]) -> pd.DataFrame:
+    """``Judged.turns`` from context → temperature → categories."""
+    rows = [
+        {"run": "A", "context_id": context, "temperature": float(t), "category": category}
+        for context, by_temperature in said.items()
+        for t, categories in by_temperature.items()
+        for category in categories
+    ]
+    frame = pd.DataFrame(rows)
+    assessed = ~frame["category"].isin([FAILED, CANNOT_ASSESS])
+    frame["genuine"] = (frame["category"] == GENUINE).astype(float).where(assessed)
+    return frame
+
+
+TURNS = turns_of(
+    {
+        "latent": {0: [NEW], 0.7: [NEW, LOOP], 1: [GENUINE, GENUINE, FAILED]},
+        "never": {0: [LOOP], 0.7: [NEW, CANNOT_ASSESS], 1: [NEW, NEW, NEW]},
+        "greedy too": {0: [GENUINE], 0.7: [GENUINE, NEW], 1: [LOOP, NEW, NEW]},
+        "greedy failed": {0: [FAILED], 0.7: [GENUINE, NEW], 1: [NEW, NEW, NEW]},
+        "samples failed": {0: [NEW], 0.7: [FAILED, FAILED], 1: [FAILED] * 3},
+        "partly failed": {0: [NEW], 0.7: [FAILED, GENUINE], 1: [FAILED] * 3},
+    }
+)
+
+
+@pytest.mark.parametrize(
+    ("target", "expected"),  # k/n in the order of the contexts, – where there is no outcome
+    [
+        ("rate", "2/4 0/4 1/5 1/5 – 1/1"),
+        ("rate@0.7", "0/2 0/1 1/2 1/2 – 1/1"),
+        ("rate@1", "2/2 0/3 0/3 0/3 – –"),
+        ("greedy", "0/1 0/1 1/1 – 0/1 0/1"),
+        ("latent", "1/1 0/1 – – – 1/1"),
+        (NEW, "1/4 4/4 3/5 4/5 – 0/1"),
+        (f"{LOOP}@0.7", "1/2 0/1 0/2 0/2 – 0/1"),
+    ],
+)
+def test_k_and_n_are_the_counted_ones(target, expected):
+    found = counts_of(parse_target(target), TURNS)
+    assert list(found.index.names) == ["run", "context_id"]
+    got = {context: f"{row.k}/{row.n}" for (_, context), row in found.iterrows()}
+    assert " ".join(got.get(context, "–") for context in TURNS["context_id"].unique()) == expected
+
+
+def test_contexts_of_the_same_name_in_two_runs_stand_apart():
+    both = pd.concat([TURNS, TURNS.assign(run="B", category=GENUINE, genuine=1.0)])
+    found = counts_of(parse_target("rate"), both)
+    assert found.loc[("A", "never"), "k"] == 0 and found.loc[("B", "never"), "k"] == 5
+
+
+def test_targets_have_a_name_and_say_what_they_are():
+    assert parse_target(" rate@0.70 ") == Target("rate", 0.7)
+    assert (
+        parse_target("rate@0.70").name == "rate@0.7"
+        and parse_target("new_topic@1").name == "new_topic@1"
+    )
+    names = ["rate", "greedy", "latent", "rate@0.7", *FAILURES]
+    assert [parse_target(name).name for name in names] == names
+    assert len({parse_target(name).describe() for name in names}) == len(names)
+    assert len({parse_target(name).positive for name in names}) == len(names) - 2
+    assert set(FAILURES) == {*ASSESSED} - {GENUINE}
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("rates", "unknown target 'rates'; give rate, rate@T, greedy, latent"),
+        ("", "unknown target ''"),
+        (GENUINE, "unknown target"),
+        (CANNOT_ASSESS, "unknown target"),
+        ("rate@0", "use greedy"),
+        (f"{NEW}@0.0", "above 0"),
+        ("rate@", "'' is not a temperature"),
+        ("rate@warm", "'warm' is not a temperature"),
+        ("rate@-1", "'-1' is not a temperature"),
+        ("rate@inf", "'inf' is not a temperature"),
+        ("greedy@1", "give greedy alone"),
+        ("latent@0.7", "give latent alone"),
+    ],
+)
+def test_what_is_no_target_is_refused(text, words):
+    with pytest.raises(UserError, match=words):
+        parse_target(text)
+
+
+def test_a_temperature_that_was_not_sampled_is_refused():
+    with pytest.raises(UserError, match=r"at temperature 0.5; give rate@0.7 or rate@1"):
+        counts_of(parse_target("rate@0.5"), TURNS)
