@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 import ia_mech.engine.shared_prefix
-from ia_mech.collect.command import build_parser, parse_config
 from ia_mech.collect.config import SampleConfig
 from ia_mech.collect.job import collect
 from ia_mech.engine.plan import Grid
