@@ -35,7 +35,7 @@ def sampled(tiny_subject, tmp_path_factory):
     def make(conversations=scored.CONVERSATIONS, **options) -> Run:
         folder = tmp_path_factory.mktemp("likelihood")
         data = scored.dataset(folder / "chats.jsonl", conversations)
-        options = {"grid": GRID, "swaps": 2} | options
+        options = {"grid": GRID, "contrasts": True, "swaps": 2} | options
         config = SampleConfig(dataset=data, limit=None, **options)
         return collect(config, tiny_subject, folder / "run", Silent())
 

@@ -14,7 +14,7 @@ import tiny
 from conftest import Silent
 from shell import call, files, refusal
 
-from ia_mech import sample as command_line
+from ia_mech.collect import command as command_line
 from ia_mech.collect.config import SampleConfig
 from ia_mech.collect.job import collect
 from ia_mech.engine import plan
@@ -30,7 +30,7 @@ PLAIN = scored.CONVERSATIONS[:5]
 @pytest.fixture
 def config(tmp_path) -> SampleConfig:
     data = scored.dataset(tmp_path / "chats.jsonl", PLAIN)
-    return SampleConfig(dataset=data, limit=None, grid=GRID, batch_rows=4, swaps=2)
+    return SampleConfig(dataset=data, limit=None, grid=GRID, batch_rows=4, contrasts=True, swaps=2)
 
 
 def with_template(family: str, template: str) -> Subject:
@@ -84,7 +84,7 @@ def test_a_system_message_in_the_first_user_turn_leaves_that_header_out(tmp_path
     """Of the conversation that has one; the others' headers are there."""
     data = scored.dataset(tmp_path / "chats.jsonl", [*PLAIN, scored.CONVERSATIONS[5]])
     subject = tiny.subject("llama", families.build("gemma3"))
-    config = SampleConfig(dataset=data, limit=None, grid=Grid((), 1, 2), swaps=1)
+    config = SampleConfig(dataset=data, limit=None, grid=Grid((), 1, 2), contrasts=True, swaps=1)
     run = collect(config, subject, tmp_path / "run", progress)
     rows = run.contexts.set_index("context_id")
     rows = rows[rows["reference_logprob"].notna()]
@@ -134,10 +134,10 @@ def command_line_chat(config: SampleConfig, subject: Subject):
     return build_chat(config, subject.tokenizer)
 
 
-def test_few_contexts_are_computed_together_where_turns_are_scored(
+def test_few_contexts_are_computed_together_where_much_is_scored(
     config, tiny_subject, tmp_path, monkeypatch
 ):
-    """So that a kill costs little; without turns to score a unit fills its batch."""
+    """So that a kill costs little; without contrasts the same work is more contexts."""
     together, honest = [], Scorer.add_contrasts
 
     def counted(self, contexts, scores, decoded):
@@ -145,13 +145,12 @@ def test_few_contexts_are_computed_together_where_turns_are_scored(
         return honest(self, contexts, scores, decoded)
 
     monkeypatch.setattr(Scorer, "add_contrasts", counted)
-    monkeypatch.setattr(plan, "CPU", replace(plan.CPU, scored_contexts=2))
+    monkeypatch.setattr(plan, "CPU", replace(plan.CPU, unit_cost=1_000))
     wide = replace(config, batch_rows=1000)
     collect(wide, tiny_subject, tmp_path / "scored", Silent())
-    assert max(together) == 2 and sum(together) == len(PLAIN)
+    assert max(together) < len(PLAIN) and sum(together) == len(PLAIN)
     together.clear()
-    bare = scored.dataset(tmp_path / "bare.jsonl", [one | {"reference": None} for one in PLAIN])
-    collect(replace(wide, dataset=bare), tiny_subject, tmp_path / "bare", Silent())
+    collect(replace(wide, contrasts=False), tiny_subject, tmp_path / "bare", Silent())
     assert together == [len(PLAIN)]
 
 
@@ -159,9 +158,9 @@ def test_few_contexts_are_computed_together_where_turns_are_scored(
 
 
 def test_an_interrupted_run_goes_on_to_the_same_digest(config, tiny_subject, tmp_path, monkeypatch):
-    """Interrupted while turns are scored; every attempt finishes one more of three units."""
+    """Interrupted while turns are scored; every attempt finishes one more unit."""
     monkeypatch.setattr(layout, "PART_CONTEXTS", 3)
-    monkeypatch.setattr(plan, "CPU", replace(plan.CPU, scored_contexts=2))
+    monkeypatch.setattr(plan, "CPU", replace(plan.CPU, unit_cost=1))
     own = tmp_path / "own.jsonl"
     own.write_text('{"name": "why", "text": "Why?"}\n{"name": "w", "text": "Who?", "id": "c1"}')
     config = replace(
@@ -183,7 +182,7 @@ def test_an_interrupted_run_goes_on_to_the_same_digest(config, tiny_subject, tmp
             patch.setattr(Scorer, "add_contrasts", stopped)
             with pytest.raises(KeyboardInterrupt):
                 collect(config, tiny_subject, out, Silent())
-    assert len(Run.open(out).contexts) == 4
+    assert len(Run.open(out).contexts) == 2  # a unit each
     assert collect(config, tiny_subject, out, Silent()).digest() == expected
 
 
@@ -234,7 +233,7 @@ def sample(tiny_model_dir, tmp_path, capfd, monkeypatch):
 
 def test_the_command_line_takes_candidates_swaps_and_generations(sample, tmp_path):
     file = own_candidates(tmp_path / "own.jsonl", {"name": "why", "text": "Why?", "id": "c4"})
-    run = sample("--candidates", file, "--swaps", 1, "--score-generations").run
+    run = sample("--candidates", file, "--contrasts", "--swaps", 1, "--score-generations").run
     names = {
         row["context_id"]: [c["name"] for c in row["candidates"]]
         for _, row in run.contexts.iterrows()
@@ -243,7 +242,7 @@ def test_the_command_line_takes_candidates_swaps_and_generations(sample, tmp_pat
     assert {name for name, found in names.items() if "why" in found} == {"c4"}
     assert set(run.contexts["swapped_from"].map(len)) == {1}
     assert run.generations["response_contrast_bits"].notna().all()
-    again = sample("--candidates", file, "--swaps", 1, "--score-generations")
+    again = sample("--candidates", file, "--contrasts", "--swaps", 1, "--score-generations")
     assert again.status == 0 and "was finished before" in again.err
 
 

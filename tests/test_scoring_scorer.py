@@ -45,9 +45,10 @@ def chat(subject) -> ChatFormat:
     return build_chat(SampleConfig(), subject.tokenizer, ids)
 
 
-def sampled(subject, folder, name: str = "run", **options) -> Run:
+def sampled(subject, folder, name: str = "run", **given) -> Run:
     data = scored.dataset(folder / "chats.jsonl")
-    options = {"grid": GRID, "batch_rows": 15, "score_generations": True} | options
+    options = {"grid": GRID, "batch_rows": 15, "contrasts": True, "score_generations": True}
+    options |= given
     config = SampleConfig(dataset=data, limit=None, **options)
     return collect(config, subject, folder / name, Silent())
 
@@ -208,7 +209,7 @@ def test_lenders_are_those_that_the_seed_draws(run, subject):
 def test_other_templates_are_scored_after_their_own_contexts(family, tmp_path):
     subject = tiny.subject("llama", families.build(family))
     data = scored.dataset(tmp_path / "chats.jsonl", scored.CONVERSATIONS[:3])
-    config = SampleConfig(dataset=data, limit=None, grid=Grid((), 1, 1), swaps=2)
+    config = SampleConfig(dataset=data, limit=None, grid=Grid((), 1, 1), contrasts=True, swaps=2)
     run = collect(config, subject, tmp_path / "run", Silent())
     chat = build_chat(config, subject.tokenizer)
     closing = [] if chat.closing_id is None else [chat.closing_id]
