@@ -21,7 +21,7 @@ from ia_mech.engine import plan
 from ia_mech.engine.plan import Grid
 from ia_mech.likelihood.scorer import NO_SWAP_SOURCE, Scorer
 from ia_mech.models.load import Subject
-from ia_mech.run import Run, RunWriter, layout
+from ia_mech.run import Run, layout
 
 GRID = Grid((1.0,), 1, 4, 0)
 PLAIN = scored.CONVERSATIONS[:5]
@@ -158,21 +158,8 @@ def test_few_contexts_are_computed_together_where_turns_are_scored(
 # -- going on -----------------------------------------------------------------------------------
 
 
-class CtrlC(Silent):
-    """A progress during which somebody presses Ctrl-C after so many steps of decoding."""
-
-    def __init__(self, steps: int) -> None:
-        super().__init__()
-        self.left = steps
-
-    def advance(self, *_) -> None:
-        self.left -= 1
-        if self.left < 0:
-            raise KeyboardInterrupt
-
-
 def test_an_interrupted_run_goes_on_to_the_same_digest(config, tiny_subject, tmp_path, monkeypatch):
-    """Interrupted while it decodes, while it scores, and between a unit and its merging."""
+    """Interrupted while turns are scored; every attempt finishes one more of three units."""
     monkeypatch.setattr(layout, "PART_CONTEXTS", 3)
     monkeypatch.setattr(plan, "CPU", replace(plan.CPU, scored_contexts=2))
     own = tmp_path / "own.jsonl"
@@ -182,14 +169,8 @@ def test_an_interrupted_run_goes_on_to_the_same_digest(config, tiny_subject, tmp
         max_response_tokens=3,
     )  # fmt: skip
     expected = collect(config, tiny_subject, tmp_path / "whole", Silent()).digest()
-    for number, steps in enumerate((9,)):
-        out = tmp_path / f"decoding-{number}"
-        with pytest.raises(KeyboardInterrupt):
-            collect(config, tiny_subject, out, CtrlC(steps))
-        assert not Run.open(out).complete
-        assert collect(config, tiny_subject, out, Silent()).digest() == expected
     out, honest = tmp_path / "scoring", Scorer.add_contrasts
-    for _ in range(2):  # every attempt finishes one more of three units
+    for _ in range(2):
         calls = []
 
         def stopped(*arguments, calls=calls):
@@ -204,15 +185,6 @@ def test_an_interrupted_run_goes_on_to_the_same_digest(config, tiny_subject, tmp
                 collect(config, tiny_subject, out, Silent())
     assert len(Run.open(out).contexts) == 4
     assert collect(config, tiny_subject, out, Silent()).digest() == expected
-
-    def stopped_there(*_):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(RunWriter, "_merge_group", stopped_there)
-        with pytest.raises(KeyboardInterrupt):
-            collect(config, tiny_subject, tmp_path / "merging", Silent())
-    assert collect(config, tiny_subject, tmp_path / "merging", Silent()).digest() == expected
 
 
 # -- the user's candidates ----------------------------------------------------------------------
