@@ -11,7 +11,8 @@ from sklearn.linear_model import Ridge
 from sklearn.metrics import roc_auc_score
 
 from benchmarks.probe_validation import __main__ as validate
-from benchmarks.probe_validation.__main__ import RUNS, Found, shares, table, try_one
+from benchmarks.probe_validation.__main__ import RUNS, shares, table
+from benchmarks.probe_validation.one_run import Found, try_one
 from benchmarks.probe_validation.planted import (
     COMMON_TOKEN,
     KINDS,
@@ -297,3 +298,11 @@ def test_bad_input_is_one_line(tmp_path, capfd):
     missing = str(tmp_path / "no" / "table.md")
     assert "there is no folder" in refusal(call(validate.main, ["--write", missing], capfd))
     assert "'0' is not a whole number" in refusal(call(validate.main, ["--of-each", "0"], capfd))
+
+
+@pytest.mark.slow
+def test_the_command_analyses_in_worker_processes(monkeypatch, tmp_path, capfd):
+    monkeypatch.setattr(validate, "RUNS", {"none": 1})
+    written = call(validate.main, ["--workers", "1", "--write", str(tmp_path / "table.md")], capfd)
+    assert written.status == 0 and "1 runs in" in written.out
+    assert (tmp_path / "table.md").read_text() == written.out
