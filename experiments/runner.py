@@ -176,8 +176,8 @@ def intervals(args: argparse.Namespace) -> dict[str, Any]:
 
 def write(results: Results, folder: Path, name: str, level: float) -> None:
     """Make the folder and write estimates, tables and figures, each file replaced whole."""
+    from ia_mech.display import save_figure
     from ia_mech.estimates import write_parquet
-    from probes.report.figures import save
 
     folder.mkdir(parents=True, exist_ok=True)
     about = {"experiment": name, "runs": [str(run.path) for run in results.runs], "level": level}
@@ -187,7 +187,7 @@ def write(results: Results, folder: Path, name: str, level: float) -> None:
     for stem, table in results.tables.items():
         write_parquet(table, folder / f"{stem}.parquet", about)
     for stem, figure in results.figures.items():
-        save(figure, folder, stem)
+        save_figure(figure, folder, stem)
 
 
 def _experiment_of(file: Path) -> str | None:

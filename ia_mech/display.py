@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import wraps
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from rich.console import Console
@@ -17,11 +18,12 @@ from tqdm import tqdm
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 # Okabe & Ito's colours, which colour-blind readers can tell apart, and a grey.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "0.4")
 
-STYLE = {
+STYLE: dict[Any, Any] = {
     "axes.labelsize": 9,
     "axes.linewidth": 0.7,
     "font.family": "DejaVu Sans",  # comes with matplotlib: the same picture everywhere
@@ -122,7 +124,7 @@ def styled(draw: Callable[..., Any]) -> Callable[..., Any]:
     def drawn(*args: Any, **kwargs: Any) -> Any:
         from matplotlib import rc_context
 
-        with rc_context(dict(STYLE)):
+        with rc_context(STYLE):
             return draw(*args, **kwargs)
 
     return drawn
@@ -138,3 +140,35 @@ def coloured(frame: pd.DataFrame, by: str) -> Iterator[tuple[str, tuple[str, pd.
     """``(colour, (name, rows))`` of every value of a column, in the order of appearance."""
     for number, group in enumerate(frame.groupby(by, sort=False)):
         yield COLOURS[number % len(COLOURS)], group
+
+
+def save_figure(figure: Figure, folder: str | Path, stem: str) -> list[Path]:
+    """Write a figure as PNG and as SVG, each replaced whole; the same bytes for the same figure.
+
+    Args:
+        figure: the figure.
+        folder: where to; it must be there.
+        stem: of the files' names.
+
+    Returns:
+        Both paths.
+
+    Raises:
+        OSError: a file can't be written.
+    """
+    from matplotlib import rc_context
+
+    from ia_mech.run.layout import replace_file
+
+    paths = []
+    for kind, metadata in (("png", {"Software": None}), ("svg", {"Date": None})):
+        path = Path(folder) / f"{stem}.{kind}"
+
+        def write(scratch: Path, kind: str = kind, metadata: dict[str, None] = metadata) -> None:
+            # Ticks are only made now. Ids in an SVG are random without a salt.
+            with rc_context({**STYLE, "svg.hashsalt": stem}):
+                figure.savefig(scratch, format=kind, dpi=150, metadata=metadata)
+
+        replace_file(path, write)
+        paths.append(path)
+    return paths

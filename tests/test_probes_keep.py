@@ -39,7 +39,7 @@ def data(original, tmp_path) -> ProbeSet:
 @pytest.fixture
 def kept(data, analysis, monkeypatch) -> Kept:
     """Written once; its pictures aren't drawn."""
-    monkeypatch.setattr("probes.report.figures.save", blank)
+    monkeypatch.setattr("probes.report.keep.save_figure", blank)
     kept = Kept.place(data, SETTINGS, "mine")
     kept.write(analysis, conclude(analysis))
     return kept

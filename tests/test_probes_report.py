@@ -15,6 +15,7 @@ from matplotlib.text import Text
 from rich.console import Console
 from scipy.special import expit
 
+from ia_mech.display import save_figure
 from ia_mech.stats import Estimate
 from probes.analysis import MEASURES, Arrays, Compared, Settings, analyse
 from probes.controls import Baseline, Controls
@@ -222,10 +223,10 @@ def test_without_permutations_nothing_is_said_of_them(untested):
 
 def test_saved_figures(analysis, tmp_path):
     before = dict(matplotlib.rcParams)
-    paths = figures.save(figures.layer_curve(analysis, "rate"), tmp_path, "curve")
+    paths = save_figure(figures.layer_curve(analysis, "rate"), tmp_path, "curve")
     assert sorted(tmp_path.iterdir()) == sorted(paths)
     first = [path.read_bytes() for path in paths]
-    again = figures.save(figures.layer_curve(analysis, "rate"), tmp_path, "curve")
+    again = save_figure(figures.layer_curve(analysis, "rate"), tmp_path, "curve")
     assert [path.read_bytes() for path in again] == first
     assert imread(paths[0]).shape[:2] == (750, 1200)
     assert ElementTree.parse(paths[1]).getroot().tag.endswith("svg")

@@ -53,7 +53,7 @@ def run(original, planted, tmp_path, monkeypatch) -> Path:
 @pytest.fixture
 def undrawn(monkeypatch):
     """Pictures take a second and are tested elsewhere."""
-    monkeypatch.setattr("probes.report.figures.save", lambda *_: None)
+    monkeypatch.setattr("probes.report.keep.save_figure", lambda *_: None)
 
 
 def probe(words: list, capfd):

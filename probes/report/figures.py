@@ -4,12 +4,10 @@ Figures are made without pyplot, so that nothing outside them changes.
 """
 
 from collections.abc import Sequence
-from pathlib import Path
 from textwrap import fill
 from typing import Any
 
 import numpy as np
-from matplotlib import rc_context
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.container import ErrorbarContainer
@@ -20,8 +18,7 @@ from matplotlib.ticker import MaxNLocator
 from matplotlib.transforms import offset_copy
 
 from ia_mech.cli import one_line
-from ia_mech.display import COLOURS, STYLE, styled
-from ia_mech.run.layout import replace_file
+from ia_mech.display import COLOURS, styled
 from ia_mech.stats import Estimate
 from probes.analysis import Analysis, Compared
 from probes.report.conclusion import LEVEL
@@ -29,7 +26,6 @@ from probes.report.conclusion import LEVEL
 NUMBERED = 12  # layers up to which cells hold their numbers
 LEAST_REACH = 0.2  # of the colour map on either side of 0.5: chance must not look like much
 LETTERS = 16  # of 8 points in an inch, about
-DPI = 150
 
 BLUE, VERMILION, GREEN, PURPLE, ORANGE, *_ = COLOURS
 _OUTPUT = (VERMILION, ORANGE, GREEN)
@@ -234,35 +230,3 @@ def _headline_point(axes: Axes, analysis: Analysis) -> ErrorbarContainer:
         zorder=4,
         label=f"headline (nested): {auroc.text()}",
     )
-
-
-# -- files ----------------------------------------------------------------------------------------
-
-
-def save(figure: Figure, folder: str | Path, stem: str) -> list[Path]:
-    """Write a figure as PNG and as SVG, each replaced whole; the same bytes for the same figure.
-
-    Args:
-        figure: the figure.
-        folder: where to; it must be there.
-        stem: of the files' names.
-
-    Returns:
-        Both paths.
-
-    Raises:
-        OSError: a file can't be written.
-    """
-    paths = []
-    for kind, metadata in (("png", {"Software": None}), ("svg", {"Date": None})):
-        path = Path(folder) / f"{stem}.{kind}"
-
-        def write(scratch: Path, kind: str = kind, metadata: dict = metadata) -> None:
-            # Ticks are only made now. Ids in an SVG are random without a salt.
-            style: dict[Any, Any] = {**STYLE, "svg.hashsalt": stem}
-            with rc_context(style):
-                figure.savefig(scratch, format=kind, dpi=DPI, metadata=metadata)
-
-        replace_file(path, write)
-        paths.append(path)
-    return paths

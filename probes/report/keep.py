@@ -24,6 +24,7 @@ import numpy as np
 import pandas as pd
 from scipy.special import expit
 
+from ia_mech.display import save_figure
 from ia_mech.errors import UserError
 from ia_mech.estimates import TidyEstimate, frame_of, write_parquet
 from ia_mech.run.labels import check_name
@@ -224,8 +225,8 @@ class Kept:
         predicted = pd.concat([names, predictions(analysis)], axis=1)
         write_parquet(predicted, folder / "predictions.parquet")
         title = f"{about['model']} · {data.target.name} · judge {data.judge}"
-        figures.save(figures.heat_map(analysis, title), folder, "heat_map")
-        figures.save(figures.layer_curve(analysis, title), folder, "layer_curve")
+        save_figure(figures.heat_map(analysis, title), folder, "heat_map")
+        save_figure(figures.layer_curve(analysis, title), folder, "layer_curve")
         position = analysis.positions.index(headline.position)
         states = data.layer(headline.layer)[:, position]
         found = directions(states, data.outcome, headline.penalty)
