@@ -7,6 +7,7 @@ from the cache where it has them. ``run`` is the subcommand of ``python -m ia_me
 import argparse
 import contextlib
 import json
+import re
 import shlex
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -55,8 +56,10 @@ def items_of(run: Run, *, unperturbed: bool = False) -> list[Item]:
             response can then be held against it.
 
     Raises:
-        UserError: there is no perturbed context, or one doesn't record what it was before.
+        UserError: an unfinished run; no perturbed context, or one that doesn't record what it was
+            before.
     """
+    check_finished(run)
     contexts = run.contexts
     shown = {
         context: (messages[-2]["content"], messages[-1]["content"])
@@ -208,11 +211,10 @@ def label_run(
     ``unperturbed`` is that of :func:`items_of`, ``options`` are those of :func:`judge_items`.
 
     Raises:
-        UserError: an unfinished run; a name that can't be a file's; verdicts of another judge
-            under the same name; what :func:`judge_items` raises. Nothing is written then.
+        UserError: verdicts of another judge under the same name; what :func:`items_of` and
+            :func:`judge_items` raise. Nothing is written then.
     """
-    check_finished(run)
-    check_name(name)
+    items = items_of(run, unperturbed=unperturbed)
     if name in run.labels.judges and not replace:
         record = run.labels.record("judgements", name)
         if record.get("unperturbed", False) != unperturbed:
@@ -229,7 +231,6 @@ def label_run(
                 f"{', '.join(changed)})",
                 "give another --name, or --replace",
             )
-    items = items_of(run, unperturbed=unperturbed)
     verdicts, cached = judge_items(items, judge, progress, **options)
     rows = _rows(run, items, verdicts, cached)
     record = {
@@ -285,7 +286,6 @@ def run(args: argparse.Namespace) -> None:
         UserError: anything that can't be used; nothing is written into the run then.
     """
     there = Run.open(args.run)
-    check_finished(there)
     name = check_name(args.name or _default_name(args) + UNSEEN * args.unperturbed)
     items = items_of(there, unperturbed=args.unperturbed)
     judge = make_judge(args, items, there)
@@ -368,7 +368,7 @@ def _check_flags(args: argparse.Namespace) -> None:
             raise UserError("--model needs --judge llm or --judge hf", "add it, or drop it")
         if args.replay:
             raise UserError("the rules judge keeps no cache to replay", "drop --replay")
-    elif not args.model:
+    elif not (args.model or "").strip():
         raise UserError(f"--judge {args.judge} needs a model", "give --model NAME")
     if args.judge != "llm" and args.repeats > 1:
         raise UserError(f"the {args.judge} judge answers the same each time", "drop --repeats")
@@ -420,8 +420,7 @@ def _params(pairs: list[str]) -> dict[str, Any]:
 def _default_name(args: argparse.Namespace) -> str:
     if args.judge == "rules":
         return "rules"
-    name = Path(args.model or "").name
-    words = "".join(c if c.isascii() and (c.isalnum() or c in "._-") else "-" for c in name)
+    words = re.sub(r"[^A-Za-z0-9._-]", "-", Path(args.model or "").name)
     return words.strip("-._")[:100] or args.judge
 
 

@@ -135,6 +135,12 @@ class Bill:
     unknown: bool = False  # the server may charge an amount that it didn't report
 
 
+def dollars(price: tuple[float, float] | None, prompt: int, completion: int) -> float:
+    """What so many tokens cost at a price per million of each kind; 0 if no price is known."""
+    prompt_price, completion_price = price or (0.0, 0.0)
+    return (prompt * prompt_price + completion * completion_price) / 1e6
+
+
 class Budget:
     """A limit in US dollars that the requests of one invocation share.
 
@@ -166,11 +172,6 @@ class Budget:
         self._fixed: int | None = None  # tokens that every prompt has, at most
         self._changed = asyncio.Condition()
 
-    def cost(self, prompt_tokens: int, completion_tokens: int) -> float:
-        """Dollars for so many tokens; 0 if no price is known."""
-        prompt_price, completion_price = self.price or (0.0, 0.0)
-        return (prompt_tokens * prompt_price + completion_tokens * completion_price) / 1e6
-
     @contextlib.asynccontextmanager
     async def request(self, fixed_bytes: int, item_bytes: int) -> AsyncIterator[Bill]:
         """Set aside what one request may cost, while it is made.
@@ -190,7 +191,7 @@ class Budget:
             self._reserved.remove(most)
             if bill.tokens is not None:
                 prompt, completion = bill.tokens
-                self.spent += self.cost(prompt, completion)
+                self.spent += dollars(self.price, prompt, completion)
                 self._longest_completion = max(self._longest_completion, completion)
                 # The whole prompt bounds its shared part.
                 self._fixed = prompt if self._fixed is None else min(self._fixed, prompt)
@@ -206,7 +207,7 @@ class Budget:
                 completion = self._completion_limit or max(
                     FIRST_COMPLETION, 2 * self._longest_completion
                 )
-                most = self.cost(fixed + item_bytes, completion)
+                most = dollars(self.price, fixed + item_bytes, completion)
                 if (
                     self.limit is None
                     or self.spent + self._unsure + sum(self._reserved) + most <= self.limit
@@ -738,7 +739,6 @@ class Verdicts:
         self.close()
 
 
-REASKS = 1  # how often an unparsable or empty answer is requested again, with the same prompt
 CHARACTERS_PER_TOKEN = 4  # of English prose, for estimates
 COMPLETION_TOKENS = 60  # of a one-sentence rationale and a name, for estimates
 OUR_PARAMS = {  # request parameters that are no --param, and what to use instead
@@ -838,7 +838,7 @@ class LlmJudge:
         )
         if self.price is None:
             return line
-        return f"{line}, about ${Budget(self.price, None).cost(tokens, written):.2f}"
+        return f"{line}, about ${dollars(self.price, tokens, written):.2f}"
 
     def judge(self, items: Sequence[Item], repeats: Sequence[int]) -> Iterator[tuple[int, Verdict]]:
         """(index, verdict) as they come. See :class:`Session` for order and ends.
@@ -867,13 +867,9 @@ class LlmJudge:
             verdict = await self._attempt(server, item)
         except Failed as failure:
             return Verdict(None, failure.status, error=str(failure))
-        for _ in range(REASKS):
-            if verdict.status not in ("unparsable", "empty"):
-                break
-            try:
+        if verdict.status in ("unparsable", "empty"):
+            with contextlib.suppress(Failed, UserError, Halted, asyncio.CancelledError):
                 verdict = (await self._attempt(server, item)).with_cost_of(verdict)
-            except (Failed, UserError, Halted, asyncio.CancelledError):
-                break
         return verdict
 
     async def _attempt(self, server: Server, item: Item) -> Verdict:
@@ -889,7 +885,7 @@ class LlmJudge:
                 self._fall_back(mode, str(refusal))
         verdict = read_completion(completion)
         counted = self.price is not None and (prompt_tokens or completion_tokens)
-        cost = Budget(self.price, None).cost(prompt_tokens, completion_tokens)
+        cost = dollars(self.price, prompt_tokens, completion_tokens)
         return replace(
             verdict,
             rationale=server.scrub(verdict.rationale),
@@ -914,8 +910,6 @@ class LlmJudge:
     # -- settings ------------------------------------------------------------------------------
 
     def _check(self, mode: str) -> None:
-        if not self.model or not self.model.strip():
-            raise UserError("--judge llm needs a model", "give --model NAME")
         if mode not in ("auto", *MODES):
             raise UserError(f"no mode {mode!r}", f"use auto, {', '.join(MODES)}")
         for name, instead in OUR_PARAMS.items():
