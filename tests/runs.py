@@ -1,6 +1,7 @@
 """Runs to read and to damage: sampled ones as fixtures, and one written by hand."""
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -29,6 +30,12 @@ def merged(tiny_subject, tmp_path_factory) -> Iterator[Run]:
     yield run
     assert files_under(run.path) == written[0]
     assert run.generations.equals(written[1]) and run.contexts.equals(written[2])
+
+
+@pytest.fixture
+def run(merged, tmp_path) -> Run:
+    """A copy of it to write into."""
+    return Run.open(shutil.copytree(merged.path, tmp_path / "run"))
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ import csv
 import io
 import json
 import re
-import shutil
 
 import numpy as np
 import pytest
@@ -48,12 +47,6 @@ def alpha(ratings, weights) -> float:
 
 def random_labels(seed: int, names=NAMES) -> list[str]:
     return [names[i] for i in np.random.default_rng(seed).integers(len(names), size=ROWS)]
-
-
-@pytest.fixture
-def run(merged, tmp_path) -> Run:
-    shutil.copytree(merged.path, tmp_path / "run")
-    return Run.open(tmp_path / "run")
 
 
 # -- two columns of labels ------------------------------------------------------------------------
@@ -156,14 +149,9 @@ def test_figures_of_a_sample_are_about_the_run(run):
     assert abs(np.mean(weighted) - right.mean()) < 4 * error
     assert abs(np.mean(plain) - right.mean()) > 10 * error
 
-    annotate(
-        run,
-        "anna",
-        {i: truth[i] for i in at},
-        key["sheet"],
-        {i: p["stratum"] for i, p in zip(at, drawn, strict=True)},
-        {i: p["inclusion_probability"] for i, p in zip(at, drawn, strict=True)},
-    )
+    strata = {i: p["stratum"] for i, p in zip(at, drawn, strict=True)}
+    of = {i: p["inclusion_probability"] for i, p in zip(at, drawn, strict=True)}
+    annotate(run, "anna", {i: truth[i] for i in at}, key["sheet"], strata, of)
     ((names, comparison),) = agreement(run).pairs.items()
     assert names == ("anna", "rules")  # people are the truth
     assert comparison.n == 15 and comparison.weight == pytest.approx(ROWS)
@@ -184,14 +172,8 @@ def test_weights_of_two_annotators(run):
     assert weights_of("anna", "bert") == {i: 1 / of[i] for i in on_sheet}
     # Of one sheet, not all: the rows that both labelled stand for their strata.
     part = [0, 1, 2, 3, 40, 41, 42, 43, 44]
-    annotate(
-        run,
-        "cleo",
-        dict.fromkeys(part, GENUINE),
-        "one",
-        strata,
-        {i: 4 / 40 if i < 40 else 5 / 20 for i in part},
-    )
+    of_part = {i: 4 / 40 if i < 40 else 5 / 20 for i in part}
+    annotate(run, "cleo", dict.fromkeys(part, GENUINE), "one", strata, of_part)
     weights = weights_of("anna", "cleo")
     assert weights == {i: 40 / 4 if i < 40 else 20 / 5 for i in part}
     assert sum(weights.values()) == ROWS
@@ -207,6 +189,8 @@ def test_weights_of_two_annotators(run):
 
 
 def test_who_is_compared_with_whom(run):
+    with pytest.raises(UserError, match=r"needs two labellers, and .* has no labels; run: python"):
+        agreement(run)
     plant(run, "first", [random_labels(0)])
     with pytest.raises(UserError, match=r"needs two labellers, and .* has first; run: python"):
         agreement(run)
@@ -225,12 +209,6 @@ def test_who_is_compared_with_whom(run):
         agreement(run, ["third", "second"])
     with pytest.raises(UserError, match="needs two different labellers"):
         agreement(run, ["second", "second"])
-
-
-def test_a_run_without_labels(run, capsys):
-    assert main(["agreement", str(run.path)]) == 2
-    error = capsys.readouterr().err
-    assert "has no labels" in error and "ia_mech.judge run" in error and error.count("\n") == 1
 
 
 def test_a_judge_with_itself(run):
