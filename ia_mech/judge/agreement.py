@@ -284,11 +284,7 @@ class Agreement:
 
 
 def agreement(run: Run, between: Sequence[str] | None = None) -> Agreement:
-    """Compare the labellers of a run.
-
-    Args:
-        run: a finished run.
-        between: their names; all there are by default.
+    """Compare the labellers of a run: those named by ``between``, or all there are.
 
     Raises:
         UserError: an unfinished run, an unknown name, or fewer than two labellers.
@@ -382,15 +378,13 @@ def disagreements(run: Run, labellers: Sequence[Labeller], seed: int = 0) -> pd.
 
 def _scores(labeller: Labeller) -> np.ndarray:
     """``[rows]`` the score that a judge gave its own category; 0 where it has none."""
-    if labeller.kind != JUDGE:
-        return np.zeros(len(labeller.frame))
-    pairs = zip(labeller.frame["scores"], labeller.categories, strict=True)
+    scores = labeller.frame.get("scores", np.full(len(labeller.frame), None))
     return np.array(
         [
-            float(json.loads(scores).get(category) or 0.0)
-            if isinstance(scores, str) and category in ASSESSED
+            json.loads(given).get(category) or 0.0
+            if isinstance(given, str) and category in ASSESSED
             else 0.0
-            for scores, category in pairs
+            for given, category in zip(scores, labeller.categories, strict=True)
         ]
     )
 
@@ -402,27 +396,24 @@ def _sheet(annotator: Labeller) -> str:
 
 def _chosen(run: Run, between: Sequence[str] | None) -> list[tuple[str, str, str]]:
     """(kind, name in the run, name to show) of the labellers to compare."""
-    there = [(JUDGE, name) for name in run.labels.judges]
-    there += [(ANNOTATOR, name) for name in run.labels.annotators]
-    names = [name for _, name in there]
-    taken = {*KEY, *TEXTS, "source_id", "dataset"}  # columns of the table of disagreements
-    shown = {
-        (kind, name): name if names.count(name) == 1 and name not in taken else f"{kind}:{name}"
-        for kind, name in there
-    }
-    known = ", ".join(shown.values()) or "no labels"
-    chosen = []
-    for name in dict.fromkeys(between) if between else shown.values():
-        found = [w for w in there if name in (w[1], f"{w[0]}:{w[1]}")]
-        if len(found) != 1:
-            problem = (
-                f"both a judge and an annotator are named {name!r}"
-                if found
-                else f"{run.path} has no labels of {name!r}"
-            )
+    judges, annotators = run.labels.judges, run.labels.annotators
+    # Columns of the table of disagreements, and names that are a judge's and an annotator's.
+    taken = {*KEY, *TEXTS, "source_id", "dataset"} | (set(judges) & set(annotators))
+    there = [
+        (kind, name, f"{kind}:{name}" if name in taken else name)
+        for kind, names in ((JUDGE, judges), (ANNOTATOR, annotators))
+        for name in names
+    ]
+    known = ", ".join(shown for *_, shown in there) or "no labels"
+    chosen = [] if between else there
+    for wanted in between or ():
+        found = [x for x in there if wanted in (x[1], f"{x[0]}:{x[1]}")]
+        if not found:
+            raise UserError(f"{run.path} has no labels of {wanted!r}", f"choose from: {known}")
+        if len(found) > 1:
+            problem = f"both a judge and an annotator are named {wanted!r}"
             raise UserError(problem, f"choose from: {known}")
-        if (*found[0], shown[found[0]]) not in chosen:
-            chosen.append((*found[0], shown[found[0]]))
+        chosen += [x for x in found if x not in chosen]
     if len(chosen) < 2:
         raise UserError(
             f"agreement needs two labellers, and {run.path} has {known}"
@@ -510,10 +501,7 @@ def print_alpha(screen: Console, title: str, alpha: GroupAlpha) -> None:
 def print_comparison(screen: Console, title: str, comparison: Comparison) -> None:
     """The figures of one pair: agreement, categories, confusion matrix.
 
-    Args:
-        screen: at least 100 wide (110 with weights), or lines break.
-        title: which labels are measured against which.
-        comparison: the figures.
+    On a screen less than 100 wide (110 with weights) lines break.
     """
     c = comparison
     represented = f" (representing ≈ {c.weight:.0f})" if c.weight != c.n else ""

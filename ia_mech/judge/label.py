@@ -49,11 +49,9 @@ def check_finished(run: Run) -> None:
 def items_of(run: Run, *, unperturbed: bool = False) -> list[Item]:
     """What a judge sees of every row of ``run.generations``, in its order.
 
-    Args:
-        run: the run.
-        unperturbed: show the response that the source's conversation had before it was perturbed,
-            not the one that the model was given. A turn that was written without having seen the
-            response can then be held against it.
+    ``unperturbed`` shows the response that the source's conversation had before it was perturbed,
+    not the one that the model was given. A turn that was written without having seen the response
+    can then be held against it.
 
     Raises:
         UserError: an unfinished run; no perturbed context, or one that doesn't record what it was
@@ -101,7 +99,7 @@ def judge_items(
 
     Args:
         items: repetitions are judged once.
-        judge: the judge.
+        judge: of the items.
         progress: counts verdicts; its note has the tokens, dollars and failures so far.
         repeats: independent answers per item, for self-consistency.
         cache_folder: of the verdicts that were paid for.
@@ -280,11 +278,7 @@ _ONLY = {"llm": (*_SERVER, "param", "price"), "hf": ("device", "force")}
 
 
 def run(args: argparse.Namespace) -> None:
-    """``python -m ia_mech.judge run``.
-
-    Raises:
-        UserError: anything that can't be used; nothing is written into the run then.
-    """
+    """``python -m ia_mech.judge run``."""
     there = Run.open(args.run)
     name = check_name(args.name or _default_name(args) + UNSEEN * args.unperturbed)
     items = items_of(there, unperturbed=args.unperturbed)
@@ -318,10 +312,8 @@ def run(args: argparse.Namespace) -> None:
 def make_judge(args: argparse.Namespace, items: Sequence[Item], run: Run | None = None) -> Judge:
     """The judge that the flags describe.
 
-    Args:
-        args: the command line.
-        items: what it is to judge; a replay without the model finds its cache by them.
-        run: where they are from. Its subject model is no judge of them.
+    A replay without the model finds its cache by the ``items``. The subject model of the ``run``
+    that they are from is no judge of them.
 
     Raises:
         UserError: flags that don't go together, or a judge that can't be had.

@@ -9,7 +9,7 @@ A sheet goes through programs that we don't control. So its CSV has a byte order
 UTF-8 only with one) and quotes everything; on the way back commas, semicolons and tabs, any quoting
 and any line ends are accepted. Texts are a model's and not to be trusted: a cell that a spreadsheet
 would run as a formula gets an apostrophe in front (:func:`inert`). Texts aren't read back, so the
-apostrophe needn't be told from the model's own. Every row is checked before anything is written.
+apostrophe needn't be distinguished from the model's own. Every row is checked before anything is written.
 """
 
 import argparse
@@ -24,16 +24,14 @@ import os
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
-from rich.markup import escape
 
 from ia_mech.cli import one_line
-from ia_mech.display import console
 from ia_mech.errors import UserError
 from ia_mech.judge.label import items_of
 from ia_mech.judge.rubric import NAMES, VERSION, rubric_hash
@@ -176,7 +174,7 @@ def write_sheet(run: Run, sheet: Sheet, out: Path) -> tuple[Path, Path]:
 
 
 def run_identity(run: Run) -> str:
-    """16 hex digits of what a run was asked for."""
+    """16 hex digits of a run's configuration."""
     return _hash(run.record["identity"])[:16]
 
 
@@ -523,23 +521,23 @@ def export_command(args: argparse.Namespace) -> None:
     # Not the run's name: it holds the model's and the dataset's.
     out = out or run.path.resolve().parent / sheet.key["sheet"]
     files = write_sheet(run, sheet, out)
-    show, key = _printer(), sheet.key
+    key = sheet.key
     if key["judge"] is None:
-        show("no judge has judged this run: one stratum, so rare categories may hardly be seen")
+        print("no judge has judged this run: one stratum, so rare categories may hardly be seen")
     else:
-        show(
+        print(
             f"{key['n']} of {len(run.generations)} turns, by categories of {key['judge']['name']}:"
         )
     for stratum, count in key["strata"].items():
-        show(f"  {stratum:<24}{count['drawn']:>5} of {count['rows']:>6}")
+        print(f"  {stratum:<24}{count['drawn']:>5} of {count['rows']:>6}")
     if any(len(text) > _CELL for row in sheet.rows for text in (row["query"], row["response"])):
-        show(f"some texts are longer than a spreadsheet's cell ({_CELL}): fill in the JSON lines")
-    show(f"the key stays in the run, as sheet {key['sheet']!r}")
-    show("an apostrophe before = + - @ is ours: it keeps spreadsheets from running a model's text")
+        print(f"some texts are longer than a spreadsheet's cell ({_CELL}): fill in the JSON lines")
+    print(f"the key stays in the run, as sheet {key['sheet']!r}")
+    print("an apostrophe before = + - @ is ours: it keeps spreadsheets from running a model's text")
     for file in files:
-        show(f"sheet: {file}")
-    show("fill in: category (and note, if you like); explained by: python -m ia_mech.judge rubric")
-    show(f"next: python -m ia_mech.judge import {args.run} {files[0]} --annotator NAME")
+        print(f"sheet: {file}")
+    print("fill in: category (and note, if you like); explained by: python -m ia_mech.judge rubric")
+    print(f"next: python -m ia_mech.judge import {args.run} {files[0]} --annotator NAME")
 
 
 def import_command(args: argparse.Namespace) -> None:
@@ -548,21 +546,16 @@ def import_command(args: argparse.Namespace) -> None:
     path = import_sheet(run, args.file, args.annotator, replace=args.replace)
     labels = Counter(run.labels.annotations(args.annotator)["category"])
     strata = run.labels.record("annotations", args.annotator)["strata"]
-    show, count = _printer(), labels.total()
+    count = labels.total()
     drawn = sum(stratum["drawn"] for stratum in strata.values())
     listed = ", ".join(f"{name} {labels[name]}" for name in NAMES if labels[name])
-    show(f"{count} of {drawn} rows labelled by {one_line(args.annotator)}: {listed}")
+    print(f"{count} of {drawn} rows labelled by {one_line(args.annotator)}: {listed}")
     if count < drawn:
-        show(
+        print(
             f"{drawn - count} of the sheet's {drawn} rows have no category and are left out; the "
             "others are taken for a random part of their strata"
         )
     if unseen := [name for name, stratum in strata.items() if not stratum["filled"]]:
-        show(f"nothing is labelled of {', '.join(unseen)}: no figure will cover such turns")
-    show(f"labels: {path}")
-    show(f"next: python -m ia_mech.judge agreement {args.run}")
-
-
-def _printer() -> Callable[[str], None]:
-    screen = console()
-    return lambda text: screen.print(escape(text), soft_wrap=True)
+        print(f"nothing is labelled of {', '.join(unseen)}: no figure will cover such turns")
+    print(f"labels: {path}")
+    print(f"next: python -m ia_mech.judge agreement {args.run}")
