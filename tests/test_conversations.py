@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from ia_mech.data.conversations import ColumnMap, Conversation, open_conversations, validate
-from ia_mech.data.formats import cut_dialogue, split_gsm8k
+from ia_mech.data.formats import split_gsm8k
 from ia_mech.errors import UserError
 
 USER, ASSISTANT = "user", "assistant"
@@ -86,12 +86,6 @@ def test_dict_round_trip_survives_json():
     assert Conversation.from_dict(json.loads(json.dumps(conversation.to_dict()))) == conversation
 
 
-def test_an_empty_response_is_a_turn_and_none_is_not():
-    empty = example(messages=(*DIALOGUE[:1], {"role": "assistant", "content": ""}))
-    validate(empty, "here")
-    assert empty.response == ""
-
-
 @pytest.mark.parametrize(
     ("messages", "text"),
     [
@@ -124,18 +118,6 @@ def test_messages_are_cut_at_the_first_exchange(jsonl):
 def test_messages_cut_last_keeps_earlier_turns(jsonl):
     (only,) = read(jsonl({"messages": DIALOGUE}), cut="last")
     assert len(only.messages) == 4 and only.response == "r2" and only.reference == "q3"
-
-
-@pytest.mark.parametrize("cut", ["first", "last"])
-@pytest.mark.parametrize("length", [1, 2])
-def test_a_dialogue_without_a_follow_up_stays_whole(cut, length):
-    assert cut_dialogue(DIALOGUE[:length], cut) == (DIALOGUE[:length], None)
-
-
-def test_messages_with_system_and_only_a_query(jsonl):
-    system = {"role": "system", "content": "Be brief."}
-    (only,) = read(jsonl({"messages": [system, DIALOGUE[0]]}))
-    assert only.response is None and only.messages[0] == system
 
 
 def test_messages_tolerate_other_names_for_the_roles(jsonl):
@@ -319,41 +301,31 @@ def test_parquet(tmp_path):
 # --- errors
 
 
-def test_missing_file():
+FILES = {
+    "rows.csv": (b"a,b", "rows.csv is not a .jsonl, .json, .parquet file"),
+    "quotes.jsonl": (
+        b"{\"prompt\": \"a\"}\n{'prompt': 'b'}",
+        "quotes.jsonl line 2 is not JSON (Expecting property name",
+    ),
+    "latin.jsonl": (b'{"prompt": "\xe9"}', "latin.jsonl line 1 is not JSON (not UTF-8"),
+    "list.jsonl": (b"[1]", "list.jsonl line 1 holds a list, not an object"),
+    "bad.parquet": (b"nothing of the kind", "bad.parquet is not readable as Parquet"),
+    "empty.jsonl": (b"\n", "dataset empty has no rows; give one that has"),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_files_that_cannot_be_read(tmp_path, name):
+    content, text = FILES[name]
+    (tmp_path / name).write_bytes(content)
+    assert text in error_of(str(tmp_path / name))
+
+
+def test_names_and_options_that_do_not_fit(jsonl):
     assert error_of("nowhere.jsonl") == "no file nowhere.jsonl; give the path of an existing file"
-
-
-def test_other_files_are_refused(tmp_path):
-    (tmp_path / "rows.csv").write_text("a,b\n")
-    assert "rows.csv is not a .jsonl, .json, .parquet file" in error_of(str(tmp_path / "rows.csv"))
-
-
-def test_not_json_names_the_line(jsonl):
-    path = jsonl({"prompt": "a"}, "{'prompt': 'b'}")
-    assert error_of(path).startswith("data.jsonl line 2 is not JSON (Expecting property name")
-
-
-def test_not_utf8(tmp_path):
-    (tmp_path / "latin.jsonl").write_bytes('{"prompt": "é"}'.encode("latin-1"))
-    assert "latin.jsonl line 1 is not JSON (not UTF-8" in error_of(str(tmp_path / "latin.jsonl"))
-
-
-def test_a_row_that_is_no_object(jsonl):
-    assert error_of(jsonl("[1]")).startswith("data.jsonl line 1 holds a list, not an object")
-
-
-def test_not_parquet(tmp_path):
-    (tmp_path / "bad.parquet").write_bytes(b"nothing of the kind")
-    assert "bad.parquet is not readable as Parquet" in error_of(str(tmp_path / "bad.parquet"))
-
-
-def test_empty_dataset(jsonl):
-    assert error_of(jsonl("")) == "dataset data has no rows; give one that has"
-
-
-def test_no_rows_after_limit(jsonl):
-    text = error_of(jsonl({"prompt": "a"}), limit=0)
-    assert text == "--limit 0 leaves no rows; use --limit 1 or more"
+    path = jsonl({"prompt": "a"})
+    assert error_of(path, limit=0) == "--limit 0 leaves no rows; use --limit 1 or more"
+    assert "has no splits" in error_of(path, split="test")
 
 
 def test_duplicate_ids_name_both_rows(jsonl):
@@ -408,10 +380,6 @@ def test_an_unknown_name_lists_the_presets_and_the_close_ones():
     assert "no dataset 'gsm-8'" in text and "did you mean gsm8k?" in text
     assert "ifbench, healthbench, coval" in text
     assert "no built-in dataset 'builtin:math'" in error_of("builtin:math")
-
-
-def test_a_file_has_no_splits(jsonl):
-    assert "has no splits" in error_of(jsonl({"prompt": "a"}), split="test")
 
 
 # --- real files, where they are at hand

@@ -16,7 +16,6 @@ from runs import (
     RECORD,
     files_under,
     first_unit,
-    residuals_of,
     sampled,
     snapshot_in,
     with_column,
@@ -93,8 +92,13 @@ def test_safetensors_open_by_themselves(merged):
         kept = tensors.get_slice("residuals")
         assert kept.get_shape() == [CONTEXTS, len(merged.positions), 32]
         assert kept.get_dtype() == "F32"
+        metadata = {key: json.loads(text) for key, text in tensors.metadata().items()}
+    assert metadata["positions"] == merged.positions
+    stored = pd.read_parquet(merged.path / f"contexts/part-{name}.parquet")
+    assert metadata["contexts"] == stored["context_id"].tolist()  # also after merging
     with safe_open(merged.path / f"header_logits/{name}.safetensors", "pt") as tensors:
         assert list(tensors.keys()) == ["shifted"]
+        assert json.loads(tensors.metadata()["contexts"]) == metadata["contexts"]
         shape = tensors.get_slice("shifted").get_shape()
         assert shape == [CONTEXTS, merged.model["vocab"]]
         assert tensors.get_slice("shifted").get_dtype() == "F16"
@@ -154,17 +158,6 @@ def test_residuals_are_the_stored_tensors_in_the_order_of_contexts(name, request
                 with safe_open(file, "pt") as tensors:
                     expected = tensors.get_tensor("residuals")[row, at]
                 assert torch.equal(found[order], expected)
-
-
-def test_residuals_written_by_hand_come_back_and_missing_positions_are_nan(by_hand):
-    for layer in (0, 1):
-        for at, position in enumerate(KEPT):
-            found = by_hand.residuals(layer, position)
-            expected = torch.stack([residuals_of(order)[layer, at] for order in range(8)])
-            torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
-    missing = by_hand.residuals(1, "response_end").isnan()
-    assert missing.all(1).tolist() == missing.any(1).tolist() == [i % 3 == 1 for i in range(8)]
-    assert not by_hand.residuals(1, "header_last").isnan().any()
 
 
 def test_an_empty_response_has_no_response_end(tiny_subject, tmp_path):
@@ -262,7 +255,7 @@ def _total_variation(log_probs: torch.Tensor, logits: torch.Tensor, temperature:
     return float((log_probs.double().exp() - expected).abs().sum() / 2)
 
 
-@pytest.mark.parametrize("temperature", [0.3, 0.5, 0.7, 1.0, 1.3, 2.0, 3.0])
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 3.0])
 def test_full_header_logits_give_the_distribution_at_any_temperature(tmp_path, temperature):
     logits = _realistic_logits()
     kept = first_unit(tmp_path, header_logits=stored_logits(logits, "full")).header_logits()
@@ -305,13 +298,6 @@ def test_top_k_header_logits_are_exact_at_one_temperature(tmp_path):
         assert sorted((kept[index] > -torch.inf).nonzero()[:, 0].tolist()) == sorted(top.tolist())
         with pytest.raises(UserError, match="at T = 1 only; sample with --header-logits full"):
             kept.log_probs(index, 0.7)
-
-
-def test_top_k_of_at_least_the_vocabulary_has_no_tail(tmp_path):
-    logits = _realistic_logits()
-    stored = stored_logits(logits, "60000")
-    kept = first_unit(tmp_path, header_logits=stored, config="60000").header_logits()
-    assert _total_variation(kept.log_probs(0), logits[1], 1.0) < 1e-3
 
 
 def test_a_run_without_header_logits_says_so(tiny_subject, tmp_path):

@@ -48,11 +48,6 @@ def test_the_hash_is_of_the_file(own, tmp_path):
     assert OwnCandidates.read(other).sha256 != own.sha256
 
 
-def test_candidates_of_one_conversation_alone_will_do(tmp_path):
-    read = OwnCandidates.read(written(tmp_path / "f", {"name": "a", "text": "b", "id": "c"}))
-    assert read.of("c") == [Candidate("a", "b")] and read.of("d") == []
-
-
 ROW = '{"name": "why", "text": "Why?"}\n'
 FORM = 'write {"name": "why", "text": "Why?"}'
 EACH = "give one to each"
@@ -173,16 +168,6 @@ def test_rivals_are_the_query_the_response_another_reference_a_closing_and_the_u
         Candidate("odd", "Où ? 🙂"),
     ]
     assert {"reference", *(c.name for c in found[:4])} == set(NAMES)
-
-
-def test_without_a_lender_and_own_candidates_there_are_three():
-    assert [c.name for c in rivals(conversation(), None, None)] == ["query", "response", "closing"]
-
-
-def test_an_empty_text_is_no_rival():
-    for response in ("", " \n"):
-        found = rivals(conversation(response=response), None, None)
-        assert [c.name for c in found] == ["query", "closing"]
 
 
 @pytest.mark.parametrize(

@@ -186,13 +186,6 @@ def test_an_empty_turn_has_a_turn_end_alone(greedy):
     assert found["reference_greedy_left_rank"] == (None if greedy else 2)
 
 
-def test_an_empty_turn_that_nothing_closes_has_no_token_at_all():
-    found = columns(scored([]), 0, text="", closed=False)
-    assert found["reference_logprob"] == 0.0
-    assert found["reference_logprob_with_end"] is found["reference_bits_per_byte"] is None
-    assert found["reference_greedy"] is True and found["reference_greedy_tokens"] == 0
-
-
 # -- candidates ---------------------------------------------------------------------------------
 
 
@@ -215,20 +208,6 @@ def test_log_odds_are_of_the_whole_turn_against_all_rivals_together():
     # Query: -3 and -0.75 with its turn-end; the other reference: -11 and -1.5.
     expected = [-7.0 - logsumexp([-3.0, -11.0]), -3.75 - logsumexp([-0.75, -1.5])]
     assert found["candidate_log_odds_tempered"].tolist() == pytest.approx(expected)
-
-
-def test_log_odds_of_turns_that_text_closes_are_of_their_tokens():
-    found = columns(
-        scored([-0.5, -1.5, -4.0]), 3, candidate("query", scored([-1.0]), 1), closed=False
-    )
-    assert found["candidate_log_odds"] == pytest.approx(-6.0 + 1.0)
-    assert found["candidate_log_odds_tempered"].tolist() == [-7.0 + 1.0, -3.75 + 0.5]
-
-
-def test_a_reference_alone_has_no_log_odds():
-    found = columns(scored([-0.5, -1.5, -4.0]), 2)
-    assert "candidate_log_odds" not in found and "candidate_log_odds_tempered" not in found
-    assert [one["name"] for one in found["candidates"]] == ["reference"]
 
 
 def test_every_candidate_has_its_scores_and_only_the_contrasts_that_were_made():
@@ -257,10 +236,6 @@ def test_columns_are_those_of_the_schema():
     names = [sorted(one) for one in found["candidates"]]
     assert names[0] == names[2] == sorted(field.name for field in fields)
     assert set(names[1]) < set(names[0])  # the query repeated has no contrasts
-
-
-def test_a_context_without_a_reference_has_no_columns():
-    assert reference_columns([], "", closed=True) == {}
 
 
 # -- temperatures -------------------------------------------------------------------------------

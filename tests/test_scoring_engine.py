@@ -338,35 +338,6 @@ def test_contexts_and_turns_that_exceed_the_limit_are_left_out():
                 assert b.contrasts.header is not None
 
 
-def test_an_empty_context_that_just_fits_is_scored():
-    bench = Bench("llama")
-    needed = len(bench.after(3, "")) + len(bench.contexts[3].reference_ids) + 1
-    for limit, there in ((needed, True), (needed - 1, False)):
-        bench.donors = SwapSources.of([(3, CONVERSATIONS[3], None)], bench.chat, seed=0)
-        scores = bench.score(chosen=[3], swaps=0, generations=False, limit=limit)[0]
-        assert [one.candidate.name for one in scores.candidates] == ["reference"]
-        assert (scores.candidates[0].contrasts.empty is not None) is there
-        assert ("empty response" not in dict(bench.notes)) is there
-        assert scores.candidates[0].contrasts.header is not None
-
-
-def test_a_rival_that_does_not_fit_is_left_out():
-    bench = Bench("llama")
-    own = len(bench.contexts[0].ids)
-    query, response = (len(m["content"]) for m in CONVERSATIONS[0].messages)
-    assert query < response
-    limit = own + response + 1
-    names = {
-        allowed: [one.candidate.name for one in scores.candidates]
-        for allowed in (limit, limit - 1, own + query + 1, own + query)
-        for scores in bench.score(chosen=[0], swaps=0, generations=False, limit=allowed)
-    }
-    assert "response" in names[limit] and "response" not in names[limit - 1]
-    problem = f"the model's context of {limit - 1} tokens is too short for it"
-    assert ("candidate 'response'", problem) in bench.notes
-    assert "query" in names[own + query + 1] and "query" not in names[own + query]
-
-
 def test_memory_running_out_in_the_scorer_halves_the_turns(monkeypatch):
     import ia_mech.likelihood.scorer as module
 

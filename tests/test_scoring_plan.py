@@ -8,13 +8,12 @@ from conftest import Silent
 from shell import call
 
 import ia_mech.likelihood.scorer
-from ia_mech import sample as command_line
+from ia_mech.collect import command as command_line
 from ia_mech.collect.config import SampleConfig
 from ia_mech.collect.identity import build_chat
 from ia_mech.collect.job import collect
-from ia_mech.collect.preflight import Plan, make_plan
-from ia_mech.engine.plan import Grid
-from ia_mech.likelihood.candidates import OwnCandidates
+from ia_mech.collect.preflight import Plan, make_plan, open_inputs
+from ia_mech.engine.plan import CPU, Grid
 
 # Three conversations, one of which has no reference; two rows of at most 5 tokens to each.
 CONVERSATIONS = [scored.CONVERSATIONS[at] for at in (0, 1, 3)]
@@ -25,14 +24,15 @@ ROWS = 2 * 5
 @pytest.fixture
 def config(tmp_path) -> SampleConfig:
     data = scored.dataset(tmp_path / "chats.jsonl", CONVERSATIONS)
-    return SampleConfig(dataset=data, limit=None, grid=GRID, swaps=2)
+    return SampleConfig(dataset=data, limit=None, grid=GRID, contrasts=True, swaps=2)
 
 
 @pytest.fixture
-def plan(tiny_subject):
+def plan(tiny_subject, tmp_path):
     def make(config: SampleConfig) -> Plan:
         chat = build_chat(config, tiny_subject.tokenizer)
-        return make_plan(config, chat, tiny_subject.model.config, 4)
+        inputs = open_inputs(config, tmp_path / "run")
+        return make_plan(config, inputs, chat, tiny_subject.model.config, 4, CPU)
 
     return make
 
@@ -80,9 +80,9 @@ def test_without_swaps_the_empty_response_is_left(config, plan, counts):
     assert found.scored_tokens == a + b + 3 * (x + y)
 
 
-def test_conversations_without_references_cost_nothing(tmp_path, plan):
+def test_conversations_without_references_cost_nothing(config, tmp_path, plan):
     data = scored.dataset(tmp_path / "chats.jsonl", [CONVERSATIONS[2]])
-    found = plan(SampleConfig(dataset=data, limit=None, grid=GRID))
+    found = plan(replace(config, dataset=data))
     assert (found.contrast_contexts, found.contrast_tokens, found.scored_tokens) == (0, 0, 0)
 
 
@@ -96,7 +96,8 @@ def test_responses_to_be_written_are_counted_at_their_longest(config, plan):
 
 
 def test_no_more_responses_are_counted_than_there_are_to_lend(config, plan):
-    assert plan(replace(config, swaps=1000)) == plan(config)
+    few, many = plan(config), plan(replace(config, swaps=1000))
+    assert replace(many, unit_rows=few.unit_rows, unit_cost=few.unit_cost) == few
 
 
 def test_own_candidates_are_counted_where_there_is_a_reference(
@@ -106,9 +107,7 @@ def test_own_candidates_are_counted_where_there_is_a_reference(
     file.write_text(
         '{"name": "a", "text": "Why is that so?"}\n{"name": "b", "text": "No", "id": "c1"}'
     )
-    own = OwnCandidates.read(file)
-    chat = build_chat(config, tiny_subject.tokenizer)
-    found = make_plan(config, chat, tiny_subject.model.config, 4, own)
+    found = plan(replace(config, candidates=str(file)))
     everywhere, one = (len(tiny_subject.tokenizer.tokenize(t)) for t in ("Why is that so?", "No"))
     assert found.scored_tokens == plan(config).scored_tokens + 2 * everywhere + one
 
@@ -120,9 +119,9 @@ def test_as_many_contexts_are_prefilled_as_were_foreseen(
     module, prefilled = ia_mech.likelihood.scorer, []
     honest = module.prefill_counterfactuals
 
-    def counting(model, contexts, prefixes):
+    def counting(model, contexts, prefixes, *rest):
         prefilled.extend(contexts)
-        return honest(model, contexts, prefixes)
+        return honest(model, contexts, prefixes, *rest)
 
     monkeypatch.setattr(module, "prefill_counterfactuals", counting)
     config = replace(config, swaps=2)
@@ -136,7 +135,8 @@ def test_the_dry_run_prints_them(config, plan, tiny_model_dir, capfd, monkeypatc
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setenv("IA_MECH_CACHE", str(tmp_path / "cache"))
     given = ["--model", tiny_model_dir, "--dataset", config.dataset, "--limit", "all"]
-    given += ["--samples", "1", "--temperatures", "1", "--max-new-tokens", "5", "--swaps", "3"]
+    given += ["--samples", "1", "--temperatures", "1", "--max-new-tokens", "5"]
+    given += ["--contrasts", "--swaps", "3"]
     outcome = call(command_line.main, [*given, *words, "--dry-run"], capfd)
     found = plan(
         replace(

@@ -14,14 +14,14 @@ import tiny
 from conftest import Silent
 from shell import call, files, refusal
 
-from ia_mech import sample as command_line
+from ia_mech.collect import command as command_line
 from ia_mech.collect.config import SampleConfig
 from ia_mech.collect.job import collect
 from ia_mech.engine import plan
 from ia_mech.engine.plan import Grid
 from ia_mech.likelihood.scorer import NO_SWAP_SOURCE, Scorer
 from ia_mech.models.load import Subject
-from ia_mech.run import Run, RunWriter, layout
+from ia_mech.run import Run, layout
 
 GRID = Grid((1.0,), 1, 4, 0)
 PLAIN = scored.CONVERSATIONS[:5]
@@ -30,7 +30,7 @@ PLAIN = scored.CONVERSATIONS[:5]
 @pytest.fixture
 def config(tmp_path) -> SampleConfig:
     data = scored.dataset(tmp_path / "chats.jsonl", PLAIN)
-    return SampleConfig(dataset=data, limit=None, grid=GRID, batch_rows=4, swaps=2)
+    return SampleConfig(dataset=data, limit=None, grid=GRID, batch_rows=4, contrasts=True, swaps=2)
 
 
 def with_template(family: str, template: str) -> Subject:
@@ -84,7 +84,7 @@ def test_a_system_message_in_the_first_user_turn_leaves_that_header_out(tmp_path
     """Of the conversation that has one; the others' headers are there."""
     data = scored.dataset(tmp_path / "chats.jsonl", [*PLAIN, scored.CONVERSATIONS[5]])
     subject = tiny.subject("llama", families.build("gemma3"))
-    config = SampleConfig(dataset=data, limit=None, grid=Grid((), 1, 2), swaps=1)
+    config = SampleConfig(dataset=data, limit=None, grid=Grid((), 1, 2), contrasts=True, swaps=1)
     run = collect(config, subject, tmp_path / "run", progress)
     rows = run.contexts.set_index("context_id")
     rows = rows[rows["reference_logprob"].notna()]
@@ -134,10 +134,10 @@ def command_line_chat(config: SampleConfig, subject: Subject):
     return build_chat(config, subject.tokenizer)
 
 
-def test_few_contexts_are_computed_together_where_turns_are_scored(
+def test_few_contexts_are_computed_together_where_much_is_scored(
     config, tiny_subject, tmp_path, monkeypatch
 ):
-    """So that a kill costs little; without turns to score a unit fills its batch."""
+    """So that a kill costs little; without contrasts the same work is more contexts."""
     together, honest = [], Scorer.add_contrasts
 
     def counted(self, contexts, scores, decoded):
@@ -145,36 +145,22 @@ def test_few_contexts_are_computed_together_where_turns_are_scored(
         return honest(self, contexts, scores, decoded)
 
     monkeypatch.setattr(Scorer, "add_contrasts", counted)
-    monkeypatch.setattr(plan, "CPU", replace(plan.CPU, scored_contexts=2))
+    monkeypatch.setattr(plan, "CPU", replace(plan.CPU, unit_cost=1_000))
     wide = replace(config, batch_rows=1000)
     collect(wide, tiny_subject, tmp_path / "scored", Silent())
-    assert max(together) == 2 and sum(together) == len(PLAIN)
+    assert max(together) < len(PLAIN) and sum(together) == len(PLAIN)
     together.clear()
-    bare = scored.dataset(tmp_path / "bare.jsonl", [one | {"reference": None} for one in PLAIN])
-    collect(replace(wide, dataset=bare), tiny_subject, tmp_path / "bare", Silent())
+    collect(replace(wide, contrasts=False), tiny_subject, tmp_path / "bare", Silent())
     assert together == [len(PLAIN)]
 
 
 # -- going on -----------------------------------------------------------------------------------
 
 
-class CtrlC(Silent):
-    """A progress during which somebody presses Ctrl-C after so many steps of decoding."""
-
-    def __init__(self, steps: int) -> None:
-        super().__init__()
-        self.left = steps
-
-    def advance(self, *_) -> None:
-        self.left -= 1
-        if self.left < 0:
-            raise KeyboardInterrupt
-
-
 def test_an_interrupted_run_goes_on_to_the_same_digest(config, tiny_subject, tmp_path, monkeypatch):
-    """Interrupted while it decodes, while it scores, and between a unit and its merging."""
+    """Interrupted while turns are scored; every attempt finishes one more unit."""
     monkeypatch.setattr(layout, "PART_CONTEXTS", 3)
-    monkeypatch.setattr(plan, "CPU", replace(plan.CPU, scored_contexts=2))
+    monkeypatch.setattr(plan, "CPU", replace(plan.CPU, unit_cost=1))
     own = tmp_path / "own.jsonl"
     own.write_text('{"name": "why", "text": "Why?"}\n{"name": "w", "text": "Who?", "id": "c1"}')
     config = replace(
@@ -182,14 +168,8 @@ def test_an_interrupted_run_goes_on_to_the_same_digest(config, tiny_subject, tmp
         max_response_tokens=3,
     )  # fmt: skip
     expected = collect(config, tiny_subject, tmp_path / "whole", Silent()).digest()
-    for number, steps in enumerate((9,)):
-        out = tmp_path / f"decoding-{number}"
-        with pytest.raises(KeyboardInterrupt):
-            collect(config, tiny_subject, out, CtrlC(steps))
-        assert not Run.open(out).complete
-        assert collect(config, tiny_subject, out, Silent()).digest() == expected
     out, honest = tmp_path / "scoring", Scorer.add_contrasts
-    for _ in range(2):  # every attempt finishes one more of three units
+    for _ in range(2):
         calls = []
 
         def stopped(*arguments, calls=calls):
@@ -202,17 +182,8 @@ def test_an_interrupted_run_goes_on_to_the_same_digest(config, tiny_subject, tmp
             patch.setattr(Scorer, "add_contrasts", stopped)
             with pytest.raises(KeyboardInterrupt):
                 collect(config, tiny_subject, out, Silent())
-    assert len(Run.open(out).contexts) == 4
+    assert len(Run.open(out).contexts) == 2  # a unit each
     assert collect(config, tiny_subject, out, Silent()).digest() == expected
-
-    def stopped_there(*_):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(RunWriter, "_merge_group", stopped_there)
-        with pytest.raises(KeyboardInterrupt):
-            collect(config, tiny_subject, tmp_path / "merging", Silent())
-    assert collect(config, tiny_subject, tmp_path / "merging", Silent()).digest() == expected
 
 
 # -- the user's candidates ----------------------------------------------------------------------
@@ -262,7 +233,7 @@ def sample(tiny_model_dir, tmp_path, capfd, monkeypatch):
 
 def test_the_command_line_takes_candidates_swaps_and_generations(sample, tmp_path):
     file = own_candidates(tmp_path / "own.jsonl", {"name": "why", "text": "Why?", "id": "c4"})
-    run = sample("--candidates", file, "--swaps", 1, "--score-generations").run
+    run = sample("--candidates", file, "--contrasts", "--swaps", 1, "--score-generations").run
     names = {
         row["context_id"]: [c["name"] for c in row["candidates"]]
         for _, row in run.contexts.iterrows()
@@ -271,7 +242,7 @@ def test_the_command_line_takes_candidates_swaps_and_generations(sample, tmp_pat
     assert {name for name, found in names.items() if "why" in found} == {"c4"}
     assert set(run.contexts["swapped_from"].map(len)) == {1}
     assert run.generations["response_contrast_bits"].notna().all()
-    again = sample("--candidates", file, "--swaps", 1, "--score-generations")
+    again = sample("--candidates", file, "--contrasts", "--swaps", 1, "--score-generations")
     assert again.status == 0 and "was finished before" in again.err
 
 
