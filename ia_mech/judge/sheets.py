@@ -9,7 +9,7 @@ A sheet goes through programs that we don't control. So its CSV has a byte order
 UTF-8 only with one) and quotes everything; on the way back commas, semicolons and tabs, any quoting
 and any line ends are accepted. Texts are a model's and not to be trusted: a cell that a spreadsheet
 would run as a formula gets an apostrophe in front (:func:`inert`). Texts aren't read back, so the
-apostrophe needn't be distinguished from the model's own. Every row is checked before anything is written.
+apostrophe can't be mistaken for the model's own. Every row is checked before anything is written.
 """
 
 import argparse
