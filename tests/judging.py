@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 
-from runs import CONTEXTS
 from stub_server import StubServer
 
 from ia_mech.display import Quiet
@@ -13,7 +12,9 @@ from ia_mech.judge.verdict import Item, Verdict
 from ia_mech.run import Run
 from ia_mech.run.labels import KEY as COLUMNS
 
-ROWS = CONTEXTS * 5  # of the run that tests judge: greedy and two temperatures of two samples
+# Of the run that tests judge: 12 contexts, each once greedy and twice at two temperatures. (Not
+# from ``runs``, whose import takes seconds, and a killed process imports this.)
+ROWS = 60
 KEY = "sk-test-1234567890-secret"
 QUERY, RESPONSE = "How does a lighthouse work?", "A lens gathers the lamp's light into a beam."
 

@@ -28,7 +28,7 @@ from ia_mech.errors import UserError
 from ia_mech.judge.label import check_finished, items_of, judge_items, make_judge, print_plan
 from ia_mech.judge.rubric import ASSESSED, CANNOT_ASSESS, GENUINE, NAMES
 from ia_mech.judge.rules import RulesJudge
-from ia_mech.judge.sheets import csv_bytes, json_lines, read_text, refuse_existing, write_files
+from ia_mech.judge.sheets import csv_bytes, json_lines, refuse_existing, write_files
 from ia_mech.judge.verdict import JUDGED, Item
 from ia_mech.run import Run, layout
 from ia_mech.run.labels import KEY
@@ -679,7 +679,7 @@ def check(args: argparse.Namespace) -> None:
 def _read_turns(path: Path) -> list[dict[str, Any]]:
     """The rows of an annotated file; UserError names the line that isn't as it should be."""
     rows = []
-    for where, row in json_lines(path, read_text(path)):
+    for where, row in json_lines(path):
         if not all(isinstance(row.get(key), str) for key in TEXTS):
             raise UserError(f"{where} lacks a text", f"each needs {', '.join(TEXTS)}")
         if row.get("category") and row["category"] not in NAMES:

@@ -348,13 +348,13 @@ def read_sheet(path: Path) -> list[SheetRow]:
         UserError: neither of the two, not UTF-8, not what the suffix claims, or a column is
             missing.
     """
-    if path.suffix.lower() not in (".csv", ".tsv", ".jsonl"):
+    suffix = path.suffix.lower()
+    if suffix in (".csv", ".tsv"):
+        return list(_csv_rows(path))
+    if suffix != ".jsonl":
         raise UserError(f"{path} is neither .csv nor .jsonl", "save the sheet as CSV UTF-8")
-    text = read_text(path)
-    if path.suffix.lower() != ".jsonl":
-        return list(_csv_rows(path, text))
     rows = []
-    for where, row in json_lines(path, text):
+    for where, row in json_lines(path):
         _check_columns(where, row)
         for column in (*_NEEDED, "note"):
             if not isinstance(row.get(column, ""), str | None):
@@ -363,7 +363,7 @@ def read_sheet(path: Path) -> list[SheetRow]:
     return rows
 
 
-def read_text(path: Path) -> str:
+def _text_of(path: Path) -> str:
     """A file's text, without a byte order mark; UserError unless it is there and UTF-8."""
     if not path.is_file():
         raise UserError(f"there is no file {path}", "check the path")
@@ -378,10 +378,10 @@ def read_text(path: Path) -> str:
         ) from None
 
 
-def json_lines(path: Path, text: str) -> Iterator[tuple[str, dict[str, Any]]]:
+def json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """(where it stands, object) of every line that isn't blank; UserError for what is no object."""
     # Not splitlines(): a text may hold U+2028, which JSON needn't escape.
-    for number, line in enumerate(text.split("\n"), 1):
+    for number, line in enumerate(_text_of(path).split("\n"), 1):
         if not line.strip():
             continue
         where = f"line {number} of {path}"
@@ -394,11 +394,12 @@ def json_lines(path: Path, text: str) -> Iterator[tuple[str, dict[str, Any]]]:
         yield where, value
 
 
-def _csv_rows(path: Path, text: str) -> Iterator[SheetRow]:
+def _csv_rows(path: Path) -> Iterator[SheetRow]:
     """Rows of a CSV file.
 
     Not by pandas: behind a stray quote its parser takes several rows for one, without an error.
     """
+    text = _text_of(path)
     first = next(iter(text.splitlines()), "")
     delimiter = max(",;\t", key=first.count)
     limit = csv.field_size_limit(2**31 - 1)  # a process-wide setting; responses may be long
