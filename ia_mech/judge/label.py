@@ -209,9 +209,10 @@ def label_run(
     ``unperturbed`` is that of :func:`items_of`, ``options`` are those of :func:`judge_items`.
 
     Raises:
-        UserError: verdicts of another judge under the same name; what :func:`items_of` and
-            :func:`judge_items` raise. Nothing is written then.
+        UserError: a name that can't be a file's; verdicts of another judge under it; what
+            :func:`items_of` and :func:`judge_items` raise. Nothing is written then.
     """
+    check_name(name)
     items = items_of(run, unperturbed=unperturbed)
     if name in run.labels.judges and not replace:
         record = run.labels.record("judgements", name)
