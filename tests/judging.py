@@ -1,15 +1,20 @@
-"""What the tests of language-model judges share: items, a judge for the stub, its verdicts."""
+"""What the tests of judges share: items, judges without a server or for the stub, verdicts."""
 
-from runs import CONTEXTS
+from collections.abc import Callable
+
 from stub_server import StubServer
 
 from ia_mech.display import Quiet
+from ia_mech.errors import UserError
 from ia_mech.judge.llm import LlmJudge
+from ia_mech.judge.rubric import GENUINE
 from ia_mech.judge.verdict import Item, Verdict
 from ia_mech.run import Run
 from ia_mech.run.labels import KEY as COLUMNS
 
-ROWS = CONTEXTS * 5  # of the run that tests judge: greedy and two temperatures of two samples
+# Of the run that tests judge: 12 contexts, each once greedy and twice at two temperatures. (Not
+# from ``runs``, whose import takes seconds, and a killed process imports this.)
+ROWS = 60
 KEY = "sk-test-1234567890-secret"
 QUERY, RESPONSE = "How does a lighthouse work?", "A lens gathers the lamp's light into a beam."
 
@@ -40,6 +45,50 @@ class Recorded(Quiet):
 
     def stop(self) -> None:
         self.stopped += 1
+
+
+BILLED = {"prompt_tokens": 100, "completion_tokens": 7, "cost": 0.25}
+
+
+def genuine(item: Item, repeat: int) -> Verdict:
+    return Verdict(GENUINE, rationale=item.turn, **BILLED)
+
+
+class FakeJudge:
+    """Says what ``say`` says, the last item first, and keeps what it was asked.
+
+    ``fails_after``: verdicts before it gives up.
+    """
+
+    def __init__(
+        self,
+        say: Callable[[Item, int], Verdict] = genuine,
+        *,
+        paid: bool = True,
+        fails_after: int | None = None,
+        **identity,
+    ) -> None:
+        self.identity = {"kind": "fake", "model": "m", "params": {"top": 1}} | identity
+        self.paid = paid
+        self.say = say
+        self.fails_after = fails_after
+        self.asked: list[tuple[Item, int]] = []
+        self.closed = False
+
+    caveat = "a fake"
+
+    def estimate(self, items) -> str:
+        return f"{len(items)} to ask"
+
+    def judge(self, items, repeats):
+        try:
+            for index in reversed(range(len(items))):
+                if len(self.asked) == self.fails_after:
+                    raise UserError("the server is gone", "look after it")
+                self.asked.append((items[index], repeats[index]))
+                yield index, self.say(items[index], repeats[index])
+        finally:
+            self.closed = True
 
 
 def items(count: int) -> list[Item]:

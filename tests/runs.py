@@ -1,6 +1,8 @@
 """Runs to read and to damage: sampled ones as fixtures, and one written by hand."""
 
 import json
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pyarrow as pa
@@ -20,10 +22,20 @@ CONFIG = SampleConfig(limit=CONTEXTS, grid=Grid((0.7, 1.0), 2, 6, 0), batch_rows
 LAYERS = 5  # of the tiny model, embeddings included
 
 
-@pytest.fixture(scope="module")
-def merged(tiny_subject, tmp_path_factory) -> Run:
-    """A run of the tiny subject as it is left: one part."""
-    return sampled(CONFIG, tiny_subject, tmp_path_factory.mktemp("merged") / "run")
+@pytest.fixture(scope="session")
+def merged(tiny_subject, tmp_path_factory) -> Iterator[Run]:
+    """A run of the tiny subject as it is left: one part. Tests that write into it copy it."""
+    run = sampled(CONFIG, tiny_subject, tmp_path_factory.mktemp("merged") / "run")
+    written = files_under(run.path), run.generations.copy(), run.contexts.copy()
+    yield run
+    assert files_under(run.path) == written[0]
+    assert run.generations.equals(written[1]) and run.contexts.equals(written[2])
+
+
+@pytest.fixture
+def run(merged, tmp_path) -> Run:
+    """A copy of it to write into."""
+    return Run.open(shutil.copytree(merged.path, tmp_path / "run"))
 
 
 @pytest.fixture(scope="module")

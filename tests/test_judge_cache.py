@@ -4,6 +4,7 @@ import json
 import os
 
 import pytest
+from judging import FakeJudge
 
 from ia_mech.display import Quiet
 from ia_mech.errors import UserError
@@ -15,25 +16,6 @@ from ia_mech.judge.verdict import Item, Verdict
 ITEMS = [Item("query", "response", f"turn {number}") for number in range(3)]
 ODD = Item("q\u2028\n", 'r"\\', "数学 \x00 \ud800")
 VERDICT = Verdict("generic", rationale="fits “any”\u2028 response", mode="text", cost=0.5)
-
-
-class Counting:
-    """A judge that costs something, and counts what it is asked."""
-
-    paid = True
-    caveat = ""
-
-    def __init__(self, **identity) -> None:
-        self.identity = {"kind": "counting", "rubric": rubric.rubric_hash()} | identity
-        self.asked: list[tuple[Item, int]] = []
-
-    def estimate(self, items) -> str:
-        return f"{len(items)} items"
-
-    def judge(self, items, repeats):
-        for index, pair in enumerate(zip(items, repeats, strict=True)):
-            self.asked.append(pair)
-            yield index, VERDICT
 
 
 @pytest.fixture
@@ -50,21 +32,17 @@ def held(folder) -> list[bool]:
         return [cache.get(item, 0) == VERDICT for item in ITEMS]
 
 
-def test_a_verdict_comes_back_as_it_was(tmp_path):
+def test_a_verdict_comes_back_as_it_was_and_texts_are_not_kept(tmp_path):
     for _ in range(2):
         with VerdictCache({"kind": "x"}, tmp_path) as cache:
             cache.put(ODD, 1, VERDICT)
             assert (cache.get(ODD, 1), cache.get(ODD, 0)) == (VERDICT, None)
-    assert cache.path.read_text().count("\n") == 3
-
-
-def test_the_identity_stands_in_the_first_line_and_texts_nowhere(filled):
-    first, *others = filled.read_bytes().splitlines()
+    first, *others = cache.path.read_bytes().splitlines()
     assert json.loads(first) == {"identity": {"kind": "x"}}
-    assert len(others) == 3 and "turn 1" not in filled.read_text()
+    assert len(others) == 2 and "数学" not in cache.path.read_text()
 
 
-@pytest.mark.parametrize("cut", range(1, 40, 7))
+@pytest.mark.parametrize("cut", [1, 8, 36])
 def test_a_line_that_was_being_written_is_dropped_and_written_again(filled, tmp_path, cut):
     os.truncate(filled, filled.stat().st_size - cut)
     assert held(tmp_path) == [True, True, False]
@@ -112,7 +90,7 @@ def test_fields_of_a_later_version_are_left_out(filled, tmp_path):
 
 def test_a_changed_rubric_or_judge_misses(tmp_path, monkeypatch):
     def asked(**identity) -> int:
-        judge = Counting(**identity)
+        judge = FakeJudge(rubric=rubric.rubric_hash(), **identity)
         judge_items(ITEMS * 2, judge, Quiet(), cache_folder=tmp_path)
         return len(judge.asked)
 
@@ -146,7 +124,7 @@ def test_reading_only_makes_nothing_and_mends_nothing(filled, tmp_path):
 
 
 def test_a_replay_writes_nothing_and_works_beside_a_running_judge(tmp_path):
-    judge = Counting()
+    judge = FakeJudge()
     judge_items(ITEMS, judge, Quiet(), cache_folder=tmp_path)
     for path in tmp_path.glob("*.lock"):
         path.unlink()

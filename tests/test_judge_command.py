@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -29,13 +28,10 @@ from ia_mech.judge.rubric import (
     NAMES,
     ORDER,
     SHORT,
-    VERSION,
 )
 from ia_mech.judge.rules import RulesJudge
 from ia_mech.judge.verdict import Item
 from ia_mech.models.load import ModelSpec, load
-from ia_mech.run import Run
-from ia_mech.run.labels import KEY
 
 COMMANDS = ("run", "check", "export", "import", "agreement", "rubric")
 SECRET = "sk-a-key-that-is-nowhere"
@@ -48,11 +44,6 @@ def surroundings(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
     monkeypatch.delenv("OPENAI_BASE_URL", raising=False)
-
-
-@pytest.fixture
-def run(merged, tmp_path) -> Run:
-    return Run.open(shutil.copytree(merged.path, tmp_path / "run"))
 
 
 @pytest.fixture
@@ -123,33 +114,24 @@ def turns(tmp_path) -> Path:
 def test_the_rules_judge_labels_every_turn(judge, run):
     outcome = judge("run", run.path)
     assert outcome.status == 0, outcome.err
-    assert run.labels.judges == ["rules"]
     rows = run.labels.judgements("rules")
-    assert rows[list(KEY)].values.tolist() == run.generations[list(KEY)].values.tolist()
     assert set(rows["status"]) == {"judged"} and set(rows["category"]) <= set(NAMES)
     assert (rows["rationale"].str.len() > 0).all()
     assert rows["cost"].isna().all() and rows["prompt_tokens"].sum() == 0
-    record = run.labels.record("judgements", "rules")
-    assert record["identity"]["kind"] == "rules" and record["rubric"]["version"] == VERSION
+    assert run.labels.record("judgements", "rules")["identity"]["kind"] == "rules"
     lines, distinct = outcome.out.splitlines(), rows["item"].nunique()
     assert re.fullmatch(rf"{ROWS} rows, {distinct} distinct turns in \d+ s", lines[-4])
     assert lines[-3] == RulesJudge().caveat and "is a heuristic" in lines[-3]
     assert lines[-2] == f"verdicts: {run.path}/judgements/rules.parquet"
     assert lines[-1] == f"next: python -m ia_mech.rates {run.path}"
-
-
-def test_the_table_counts_each_category_by_temperature(judge, run):
-    out = judge("run", run.path, "--judge", "rules").out
-    rows = run.labels.judgements("rules")
-    assert [line[0] for line in cells(out)] == ["greedy", "0.7", "1"]
-    for line, temperature in zip(cells(out), (0.0, 0.7, 1.0), strict=True):
+    # The table counts each category by temperature.
+    table = cells(outcome.out)
+    assert [line[0] for line in table] == ["greedy", "0.7", "1"]
+    for line, temperature in zip(table, (0.0, 0.7, 1.0), strict=True):
         at = rows[rows["temperature"] == temperature]["category"].tolist()
         assert [int(cell) for cell in line[1:]] == [at.count(name) for name in ASSESSED]
-    assert sum(int(cell) for line in cells(out) for cell in line[1:]) == ROWS
-    assert out.startswith("verdicts of rules, counted ")
-    head = " ".join(line for line in out.splitlines() if line.startswith("┃"))
-    for word in {word for name in ASSESSED for word in SHORT[name].split()}:
-        assert word in head
+    head = " ".join(line for line in lines if line.startswith("┃"))
+    assert all(word in head for name in ASSESSED for word in SHORT[name].split())
 
 
 def test_a_dry_run_tells_what_a_server_would_be_asked_without_a_key(judge, run, tmp_path):
@@ -212,8 +194,9 @@ def test_failures_are_counted_and_told(judge, run):
 # -- check --------------------------------------------------------------------------------------
 
 
-def test_checking_annotated_turns_tells_how_well_the_judge_does(judge, annotated):
-    outcome = judge("check", annotated)
+def test_checking_annotated_turns_tells_how_well_the_judge_does(judge, annotated, tmp_path):
+    out = tmp_path / "verdicts.jsonl"
+    outcome = judge("check", annotated, "--out", out)
     assert outcome.status == 0, outcome.err
     assert judge("rubric").out.endswith(f"Where two fit, the first that applies: {ORDER}.\n")
     lines = outcome.out.splitlines()
@@ -221,33 +204,12 @@ def test_checking_annotated_turns_tells_how_well_the_judge_does(judge, annotated
     assert lines[1] == (
         "4 rows from 3 sources. Apart, of 4: cannot_assess 0 (truth 0), failed 0 (truth 0)"
     )
-    assert lines[-1] == RulesJudge().caveat
+    assert lines[-2:] == [RulesJudge().caveat, f"verdicts: {out}"]
     found = {line[0]: line[1:] for line in cells(outcome.out)}
     assert found["categories"][0].startswith("1.00 [")
     for name in ASSESSED:
         count = "1" if name in TURNS.values() else "0"
         assert found[name][:2] == [count, count]
-
-
-def test_turns_without_annotations_are_listed_with_their_verdicts(judge, turns):
-    outcome = judge("check", turns)
-    assert outcome.status == 0, outcome.err
-    lines = outcome.out.splitlines()
-    assert lines[-1] == RulesJudge().caveat
-    expected = [f"{category:<22}{turn}" for turn, category in TURNS.items()]
-    assert [line.rstrip() for line in lines[:-1]] == [line.rstrip() for line in expected]
-
-
-def test_control_characters_of_a_turn_do_not_reach_the_terminal(judge, tmp_path):
-    evil = json.dumps(row("\x1b[2J\x07 [bold]b[/bold] :cat:\u2028\ud800\n"))
-    lines = judge("check", jsonl(tmp_path / "turns.jsonl", evil)).out.splitlines()
-    assert len(lines) == 2 and lines[0][22:] == "�[2J� [bold]b[/bold] :cat:��⏎"
-
-
-def test_the_verdicts_are_written_beside_what_was_in_the_file(judge, annotated, tmp_path):
-    out = tmp_path / "verdicts.jsonl"
-    outcome = judge("check", annotated, "--out", out)
-    assert outcome.out.splitlines()[-1] == f"verdicts: {out}"
     written = [json.loads(line) for line in out.read_text().splitlines()]
     for given, (turn, category) in zip(written, TURNS.items(), strict=True):
         given.pop("source_id", None)
@@ -256,6 +218,16 @@ def test_the_verdicts_are_written_beside_what_was_in_the_file(judge, annotated, 
         assert (verdict["category"], verdict["status"]) == (category, "judged")
         assert verdict["rationale"]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["turns.jsonl", "verdicts.jsonl"]
+
+
+def test_turns_without_annotations_are_listed_with_their_verdicts(judge, tmp_path):
+    """Control characters and markup of a turn don't reach the terminal."""
+    evil = json.dumps(row("\x1b[2J\x07 [bold]b[/bold] :cat:\u2028\ud800\n"))
+    lines = judge("check", jsonl(tmp_path / "t.jsonl", *map(row, TURNS), evil)).out.splitlines()
+    expected = [f"{category:<22}{turn}".rstrip() for turn, category in TURNS.items()]
+    assert [line.rstrip() for line in lines[:-2]] == expected
+    assert lines[-2][22:] == "�[2J� [bold]b[/bold] :cat:��⏎"
+    assert lines[-1] == RulesJudge().caveat
 
 
 def test_files_as_other_programs_write_them_are_read(judge, tmp_path):
@@ -298,7 +270,6 @@ def test_help_answers_without_loading_torch_or_openai(tmp_path):
 SETTINGS = [
     ("--repeats 0", "--repeats 0; give at least 1"),
     ("--repeats 2", "the rules judge answers the same each time; drop --repeats"),
-    ("--repeats two", "argument --repeats: invalid int value: 'two'; see python -m ia_mech.judge"),
     ("--replay", "the rules judge keeps no cache to replay; drop --replay"),
     ("--model gpt", "--model needs --judge llm or --judge hf; add it, or drop it"),
     ("--price 1 2", "--price needs --judge llm; add it, or drop it"),
@@ -309,17 +280,11 @@ SETTINGS = [
     ("--judge llm --model m --repeats 2", "check compares one verdict per turn; drop --repeats"),
     ("--judge llm", "--judge llm needs a model; give --model NAME"),
     ("--judge hf", "--judge hf needs a model; give --model NAME"),
-    (
-        "--judge llm --model m --replay --retry-failed",
-        "--replay judges nothing, and --retry",
-    ),
+    ("--judge llm --model m --replay --retry-failed", "--replay judges nothing, and --retry"),
     ("--judge llm --model m --param temperature", "--param 'temperature' isn't KEY=VALUE; give"),
     ("--judge llm --model m --param model=x", "--param model can't be set; use --model"),
-    ("--judge llm --model m --price 1", "argument --price: expected 2 arguments; see python"),
     ("--judge llm --model m --max-cost 1", "--max-cost needs the price; give --price IN OUT as"),
     ("--judge llm --model m --concurrency 0", "--concurrency 0 is below 1; use 1 or more"),
-    ("--judge llm --model m --base-url ftp://x", "--base-url is not the address of a server; "),
-    ("--judge llm --model m --mode xml", "argument --mode: invalid choice: 'xml' (choose from"),
     ("--no-such-flag", "unrecognized arguments: --no-such-flag; see python -m ia_mech.judge"),
 ]
 
@@ -327,14 +292,6 @@ SETTINGS = [
 @pytest.mark.parametrize(("words", "expected"), SETTINGS, ids=[words for words, _ in SETTINGS])
 def test_a_setting_that_cannot_be(refused, turns, words, expected):
     assert refused("check", turns, *words.split()).startswith(expected)
-
-
-def test_a_server_that_needs_a_key_is_not_asked_without(refused, turns):
-    words = ["check", turns]
-    expected = "no key for https://api.openai.com/v1: the environment variable OPENAI_API_KEY is "
-    assert refused(*words, *LLM).startswith(expected + "not set; set it, name another with --api")
-    line = refused(*words, *LLM, "--api-key-env", "OTHER")
-    assert "the environment variable OTHER is not set; set it, " in line
 
 
 @pytest.fixture

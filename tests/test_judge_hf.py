@@ -140,13 +140,7 @@ HUB = "/home/a/.cache/huggingface/hub/models--Org--Model/snapshots/abc123"
         ("Org/Model", None, "Org/Model2", None, False),
         (HUB, None, "Org/Model", "abc123", True),
         (embedded.NAME, None, "HuggingFaceTB/SmolLM2-135M-Instruct", None, True),
-        (
-            f"/x/models/{embedded.NAME}-{embedded.WHEEL_SHA256[:8]}",
-            None,
-            embedded.NAME,
-            None,
-            True,
-        ),
+        (f"/x/{embedded.NAME}-{embedded.WHEEL_SHA256[:8]}", None, embedded.NAME, None, True),
         (embedded.NAME, None, "Org/Model", None, False),
     ],
 )

@@ -1,14 +1,13 @@
 """Judging a run: what is asked, what is paid, what is kept, and a row for every user turn."""
 
 import json
-import shutil
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
 import pandas as pd
 import pytest
-from judging import ROWS, Recorded
+from judging import ROWS, FakeJudge, Recorded, genuine
 from runs import CONTEXTS, sampled
 
 from ia_mech.collect.config import SampleConfig
@@ -19,49 +18,6 @@ from ia_mech.judge.rubric import CANNOT_ASSESS, GENUINE, VERSION, rubric_hash
 from ia_mech.judge.verdict import Item, Verdict, identity_hash
 from ia_mech.run import Run
 from ia_mech.run.labels import KEY
-
-BILLED = {"prompt_tokens": 100, "completion_tokens": 7, "cost": 0.25}
-
-
-def genuine(item: Item, repeat: int) -> Verdict:
-    return Verdict(GENUINE, rationale=item.turn, **BILLED)
-
-
-class FakeJudge:
-    """Says what ``say`` says, the last item first, and keeps what it was asked.
-
-    ``fails_after``: verdicts before it gives up.
-    """
-
-    def __init__(
-        self,
-        say: Callable[[Item, int], Verdict] = genuine,
-        *,
-        paid: bool = True,
-        fails_after: int | None = None,
-        **identity,
-    ) -> None:
-        self.identity = {"kind": "fake", "model": "m", "params": {"top": 1}} | identity
-        self.paid = paid
-        self.say = say
-        self.fails_after = fails_after
-        self.asked: list[tuple[Item, int]] = []
-        self.closed = False
-
-    caveat = "a fake"
-
-    def estimate(self, items) -> str:
-        return f"{len(items)} to ask"
-
-    def judge(self, items, repeats):
-        try:
-            for index in reversed(range(len(items))):
-                if len(self.asked) == self.fails_after:
-                    raise UserError("the server is gone", "look after it")
-                self.asked.append((items[index], repeats[index]))
-                yield index, self.say(items[index], repeats[index])
-        finally:
-            self.closed = True
 
 
 @pytest.fixture(autouse=True)
@@ -75,9 +31,8 @@ def cache(tmp_path) -> Path:
 
 
 @pytest.fixture
-def run(merged, tmp_path) -> Run:
+def run(run) -> Run:
     """A run whose 60 rows are 5 different turns in each of 12 contexts."""
-    run = Run.open(shutil.copytree(merged.path, tmp_path / "run"))
     run.generations["text"] = [f"turn {i}" for i in range(ROWS)]
     return run
 
@@ -104,13 +59,20 @@ def kept(judge: FakeJudge, cache: Path) -> int:
 
 
 def test_rows_are_those_of_the_generations_in_their_order(run, label):
-    rows = label(FakeJudge())
-    assert len(rows) == ROWS
+    judge = FakeJudge()
+    rows = label(judge)
     assert rows[list(KEY)].values.tolist() == run.generations[list(KEY)].values.tolist()
-    assert not rows[list(KEY)].duplicated().any()
     assert rows["rationale"].tolist() == run.generations["text"].tolist()
     assert rows["item"].nunique() == ROWS and rows["item"].str.fullmatch("[0-9a-f]{16}").all()
     assert set(rows["repeat"]) == {0} and set(rows["status"]) == {"judged"}
+    assert run.labels.record("judgements", "fake") == {
+        "identity": judge.identity,
+        "identity_hash": identity_hash(judge.identity),
+        "rubric": {"version": VERSION, "hash": rubric_hash()},
+        "repeats": 1,
+        "unperturbed": False,
+        "caveat": judge.caveat,
+    }
 
 
 def test_neither_system_messages_nor_the_users_real_follow_up_are_shown(tiny_subject, tmp_path):
@@ -124,19 +86,6 @@ def test_neither_system_messages_nor_the_users_real_follow_up_are_shown(tiny_sub
     assert run.contexts["reference"].tolist()[0] == "And then?"
     assert {(item.query, item.response) for item in items_of(run)} == {("Why?", "So.")}
     assert [item.turn for item in items_of(run)] == run.generations["text"].tolist()
-
-
-def test_the_file_says_who_judged_and_by_which_rubric(run, label):
-    judge = FakeJudge()
-    label(judge, repeats=2)
-    assert run.labels.record("judgements", "fake") == {
-        "identity": judge.identity,
-        "identity_hash": identity_hash(judge.identity),
-        "rubric": {"version": VERSION, "hash": rubric_hash()},
-        "repeats": 2,
-        "unperturbed": False,
-        "caveat": judge.caveat,
-    }
 
 
 def test_genuine_follows_from_the_category(label):
@@ -163,31 +112,24 @@ def test_failures_are_rows_without_a_category(label):
 
 
 def test_identical_turns_in_identical_contexts_are_judged_once(run, label):
+    """Tokens and cost stand on the first row of each, so that sums are what was paid."""
     run.generations["text"] = ["yes", "no", "yes", "yes", "no"] * CONTEXTS
-    judge = FakeJudge(lambda item, _: Verdict(GENUINE if item.turn == "yes" else "generic"))
+    judge = FakeJudge()
     rows = label(judge)
     assert set(Counter(judge.asked).values()) == {1} and len(judge.asked) == CONTEXTS * 2
-    expected = [GENUINE, "generic", GENUINE, GENUINE, "generic"] * CONTEXTS
-    assert len(rows) == ROWS and rows["category"].tolist() == expected
+    assert rows["rationale"].tolist() == run.generations["text"].tolist()
     assert rows["item"].nunique() == CONTEXTS * 2
+    first = [True, True, False, False, False] * CONTEXTS
+    assert rows["prompt_tokens"].tolist() == [100 * f for f in first]
+    assert rows["completion_tokens"].tolist() == [7 * f for f in first]
+    assert rows["cost"].tolist() == [0.25 * f for f in first]
+    assert rows["cached"].tolist() == [not f for f in first]
 
 
 def test_texts_that_only_join_alike_are_different_items():
     keys = {Item("a", "b", "c").key("j", 0), Item("ab", "", "c").key("j", 0)}
     keys |= {Item("a", "b", "c").key("j", 1), Item("a", "b", "c").key("k", 0)}
     assert len(keys) == 4
-
-
-def test_tokens_and_cost_stand_on_the_first_row_so_that_sums_are_what_was_paid(run, label):
-    run.generations["text"] = ["yes", "no", "yes", "yes", "no"] * CONTEXTS
-    judge = FakeJudge()
-    rows = label(judge)
-    first = [True, True, False, False, False] * CONTEXTS
-    assert rows["prompt_tokens"].tolist() == [100 * f for f in first]
-    assert rows["completion_tokens"].tolist() == [7 * f for f in first]
-    assert rows["cost"].tolist() == [0.25 * f for f in first]
-    assert rows["cost"].sum() == 0.25 * len(judge.asked) == 6.0
-    assert rows["cached"].tolist() == [not f for f in first]
 
 
 # -- repeats ------------------------------------------------------------------------------------
@@ -200,16 +142,11 @@ def test_repeats_are_rows_of_their_own(run, label):
     assert len(rows) == ROWS * 3
     assert rows["repeat"].tolist() == [0, 1, 2] * ROWS == rows["rationale"].astype(int).tolist()
     assert rows["genuine"].tolist() == [False, True, False] * ROWS
-    assert not rows[[*KEY, "repeat"]].duplicated().any()
+    assert run.labels.record("judgements", "fake")["repeats"] == 3
     assert len(judge.asked) == len(set(judge.asked)) == CONTEXTS * 2 * 3
-
-
-def test_more_repeats_ask_for_the_new_ones_only(label):
-    label(FakeJudge(), repeats=2)
-    judge = FakeJudge()
-    rows = label(judge, repeats=3)
-    assert len(rows) == ROWS * 3 and {repeat for _, repeat in judge.asked} == {2}
-    assert len(judge.asked) == ROWS
+    more = FakeJudge()
+    assert len(label(more, repeats=4)) == ROWS * 4
+    assert len(more.asked) == CONTEXTS * 2 and {repeat for _, repeat in more.asked} == {3}
 
 
 # -- the cache ----------------------------------------------------------------------------------
@@ -265,12 +202,7 @@ def test_what_a_failed_attempt_cost_stays_paid(label):
     label(FakeJudge(lambda item, repeat: Verdict(None, "refused", error="no", **bill)))
     rows = label(FakeJudge(lambda *_: Verdict(GENUINE, **bill)), retry_failed=True)
     assert rows["genuine"].all()
-    distinct = rows["item"].nunique()
-    assert rows["cost"].sum() == distinct * 1.0
-    assert rows[["prompt_tokens", "completion_tokens"]].sum().tolist() == [
-        20 * distinct,
-        4 * distinct,
-    ]
+    assert rows[list(bill)].sum().tolist() == [20 * ROWS, 4 * ROWS, 1.0 * ROWS]
 
 
 def test_what_the_server_could_not_do_is_never_kept(label, cache):

@@ -1,7 +1,6 @@
 """The rules judge: rules and evidence, text measures against slow references, the shipped model."""
 
 import json
-import os
 import random
 from pathlib import Path
 
@@ -18,7 +17,6 @@ from ia_mech.judge.rules.features import clear_case, measure
 from ia_mech.judge.verdict import Item
 from ia_mech.stats import balanced_accuracy_of, confusion, kappa_of
 
-SHARED = os.environ.get("IA_MECH_SHARED")
 QUERY = "How do I keep basil alive indoors?"
 RESPONSE = (
     "Give it six hours of light, water it when the soil is dry to the first knuckle, and pinch "
@@ -208,19 +206,6 @@ def test_a_judge_that_never_saw_a_source_does_well_on_its_turns():
     table = confusion(truth, said, (True, False))
     assert balanced_accuracy_of(table) > 0.8 and kappa_of(table) > 0.6
     assert np.mean(turns.category[lead] == guess[lead]) > 0.65
-
-
-@pytest.mark.skipif(SHARED is None, reason="wants IA_MECH_SHARED, a folder with annotations/")
-def test_the_kept_numbers_of_the_leads_turns_are_those_of_the_shared_file():
-    lines = (Path(SHARED) / "annotations/user_turns.jsonl").read_text("utf-8").splitlines()
-    table = pd.read_parquet(study.TABLE)
-    there = table[table["set"] == study.LEAD]
-    assert len(there) == len(lines)
-    for line, row in zip(lines, there.to_dict("records"), strict=True):
-        turn = json.loads(line)
-        found = measure(Item(turn["query"], turn["response"], turn["user_turn"]))
-        assert found == pytest.approx({name: row[name] for name in found})
-        assert (turn["source_id"], turn["category"]) == (row["source"], row["category"])
 
 
 def test_names_of_another_language_leave_an_english_turn_english(judge):

@@ -2,5 +2,5 @@
 
 The package knows texts (query, response, user turn) and labels; it never sees activations or
 log-probabilities, and never loads the subject model: labels made from those would make every later
-probe of them circular. ``verdict`` is the contract of a judge and tells how to add one.
+probe of them circular. ``verdict`` is the contract of a judge and explains how to add one.
 """

@@ -9,8 +9,8 @@ so that every figure is about the run and not about the sheet.
 
 import argparse
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from ia_mech.errors import UserError
 from ia_mech.judge.label import check_finished, items_of, judge_items, make_judge, print_plan
 from ia_mech.judge.rubric import ASSESSED, CANNOT_ASSESS, GENUINE, NAMES
 from ia_mech.judge.rules import RulesJudge
-from ia_mech.judge.sheets import csv_bytes, json_lines, new_files, read_text, refuse_existing
+from ia_mech.judge.sheets import csv_bytes, json_lines, refuse_existing, write_files
 from ia_mech.judge.verdict import JUDGED, Item
 from ia_mech.run import Run, layout
 from ia_mech.run.labels import KEY
@@ -123,16 +123,14 @@ def compare(
     Raises:
         ValueError: lengths differ, or a label isn't the rubric's.
     """
-    lengths = {len(truth), len(prediction), len(source := list(sources))}
-    weight = np.ones(len(truth)) if weights is None else np.asarray(weights, dtype=float)
-    if len(lengths | {len(weight)}) > 1:
-        raise ValueError("truth, prediction, sources and weights must be of one length")
+    for label in {*truth, *prediction} - {*NAMES, None}:
+        raise ValueError(f"{label!r} is not a category of the rubric")
     rows = pd.DataFrame(
         {
-            "truth": pd.Categorical(_known(truth), NAMES),
-            "predicted": pd.Categorical(_known(prediction), NAMES),
-            "source": pd.Series(source, dtype=object),
-            "weight": weight,
+            "truth": pd.Categorical(truth, NAMES),
+            "predicted": pd.Categorical(prediction, NAMES),
+            "source": pd.Series(sources, dtype=object).to_numpy(),
+            "weight": np.ones(len(truth)) if weights is None else np.asarray(weights, dtype=float),
         }
     )
     kept = rows[rows["truth"].isin(ASSESSED) & rows["predicted"].isin(ASSESSED)]
@@ -241,14 +239,6 @@ def _kappas(
     return found
 
 
-def _known(labels: Labels) -> pd.Series:
-    """Labels with None for what is missing; ValueError for what the rubric doesn't have."""
-    column = pd.Series(labels, dtype=object)
-    for label in set(column.dropna()) - set(NAMES):
-        raise ValueError(f"{label!r} is not a category of the rubric")
-    return column
-
-
 # -- the labellers of a run --------------------------------------------------------------------
 
 
@@ -274,35 +264,27 @@ class Labeller:
 
 
 @dataclass(frozen=True)
-class Pair:
-    """Two labellers; ``truth`` is the one that the other is measured against."""
-
-    truth: str
-    prediction: str
-    comparison: Comparison
-
-
-@dataclass(frozen=True)
 class Agreement:
-    """All figures of a run: pairs, the whole group (None if it is a pair), judges' repeats.
+    """All figures of a run.
 
-    ``group.n`` are rows that all have a label for and at least two put into a category.
-    ``disagreements`` are as :func:`disagreements` returns them.
+    Attributes:
+        labellers: who is compared.
+        pairs: by the names of (truth, prediction).
+        group: of all labellers, if there are more than two; ``group.n`` are rows that all have a
+            label for and at least two put into a category.
+        repeats: by judge, how many there are and their α.
+        disagreements: as :func:`disagreements` returns them.
     """
 
-    labellers: tuple[Labeller, ...]
-    pairs: tuple[Pair, ...]
+    labellers: list[Labeller]
+    pairs: dict[tuple[str, str], Comparison]
     group: GroupAlpha | None
     repeats: dict[str, tuple[int, GroupAlpha]]
     disagreements: pd.DataFrame
 
 
 def agreement(run: Run, between: Sequence[str] | None = None) -> Agreement:
-    """Compare the labellers of a run.
-
-    Args:
-        run: a finished run.
-        between: their names; all there are by default.
+    """Compare the labellers of a run: those named by ``between``, or all there are.
 
     Raises:
         UserError: an unfinished run, an unknown name, or fewer than two labellers.
@@ -310,15 +292,15 @@ def agreement(run: Run, between: Sequence[str] | None = None) -> Agreement:
     check_finished(run)
     labellers = [_labeller(run, *chosen) for chosen in _chosen(run, between)]
     sources = run.generations["source_id"].to_numpy(dtype=object)
-    pairs = []
+    pairs = {}
     for first, second in combinations(labellers, 2):
         # People are the truth of judges; between equals it is the one that was named first.
         if second.kind == ANNOTATOR and first.kind == JUDGE:
             first, second = second, first
         rows, weights = joint_rows([first, second])
-        truth, prediction = first.categories[rows], second.categories[rows]
-        comparison = compare(truth, prediction, sources[rows], weights)
-        pairs.append(Pair(first.name, second.name, comparison))
+        pairs[first.name, second.name] = compare(
+            first.categories[rows], second.categories[rows], sources[rows], weights
+        )
     group = None
     if len(labellers) > 2:
         rows, weights = joint_rows(labellers)
@@ -329,7 +311,7 @@ def agreement(run: Run, between: Sequence[str] | None = None) -> Agreement:
         for labeller in labellers
         if len(labeller.repeats) > 1
     }
-    return Agreement(tuple(labellers), tuple(pairs), group, repeats, disagreements(run, labellers))
+    return Agreement(labellers, pairs, group, repeats, disagreements(run, labellers))
 
 
 def joint_rows(labellers: Sequence[Labeller]) -> tuple[np.ndarray, np.ndarray]:
@@ -396,15 +378,13 @@ def disagreements(run: Run, labellers: Sequence[Labeller], seed: int = 0) -> pd.
 
 def _scores(labeller: Labeller) -> np.ndarray:
     """``[rows]`` the score that a judge gave its own category; 0 where it has none."""
-    if labeller.kind != JUDGE:
-        return np.zeros(len(labeller.frame))
-    pairs = zip(labeller.frame["scores"], labeller.categories, strict=True)
+    scores = labeller.frame.get("scores", np.full(len(labeller.frame), None))
     return np.array(
         [
-            float(json.loads(scores).get(category) or 0.0)
-            if isinstance(scores, str) and category in ASSESSED
+            json.loads(given).get(category) or 0.0
+            if isinstance(given, str) and category in ASSESSED
             else 0.0
-            for scores, category in pairs
+            for given, category in zip(scores, labeller.categories, strict=True)
         ]
     )
 
@@ -416,27 +396,24 @@ def _sheet(annotator: Labeller) -> str:
 
 def _chosen(run: Run, between: Sequence[str] | None) -> list[tuple[str, str, str]]:
     """(kind, name in the run, name to show) of the labellers to compare."""
-    there = [(JUDGE, name) for name in run.labels.judges]
-    there += [(ANNOTATOR, name) for name in run.labels.annotators]
-    names = [name for _, name in there]
-    taken = {*KEY, *TEXTS, "source_id", "dataset"}  # columns of the table of disagreements
-    shown = {
-        (kind, name): name if names.count(name) == 1 and name not in taken else f"{kind}:{name}"
-        for kind, name in there
-    }
-    known = ", ".join(shown.values()) or "no labels"
-    chosen = []
-    for name in dict.fromkeys(between) if between else shown.values():
-        found = [w for w in there if name in (w[1], f"{w[0]}:{w[1]}")]
-        if len(found) != 1:
-            problem = (
-                f"both a judge and an annotator are named {name!r}"
-                if found
-                else f"{run.path} has no labels of {name!r}"
-            )
+    judges, annotators = run.labels.judges, run.labels.annotators
+    # Columns of the table of disagreements, and names that are a judge's and an annotator's.
+    taken = {*KEY, *TEXTS, "source_id", "dataset"} | (set(judges) & set(annotators))
+    there = [
+        (kind, name, f"{kind}:{name}" if name in taken else name)
+        for kind, names in ((JUDGE, judges), (ANNOTATOR, annotators))
+        for name in names
+    ]
+    known = ", ".join(shown for *_, shown in there) or "no labels"
+    chosen = [] if between else there
+    for wanted in between or ():
+        found = [x for x in there if wanted in (x[1], f"{x[0]}:{x[1]}")]
+        if not found:
+            raise UserError(f"{run.path} has no labels of {wanted!r}", f"choose from: {known}")
+        if len(found) > 1:
+            problem = f"both a judge and an annotator are named {wanted!r}"
             raise UserError(problem, f"choose from: {known}")
-        if (*found[0], shown[found[0]]) not in chosen:
-            chosen.append((*found[0], shown[found[0]]))
+        chosen += [x for x in found if x not in chosen]
     if len(chosen) < 2:
         raise UserError(
             f"agreement needs two labellers, and {run.path} has {known}"
@@ -495,14 +472,13 @@ def _table(first: str, *others: str, title: str | None = None) -> Table:
     return table
 
 
-def print_pairs(screen: Console, pairs: Sequence[Pair]) -> None:
-    """One line per pair."""
+def print_pairs(screen: Console, pairs: dict[tuple[str, str], Comparison]) -> None:
+    """One line per pair, by the names of (truth, prediction)."""
     columns = ("pair", "n", "≈ rows", "κ genuine", "κ categories", "α categories")
     table = _table(*columns, title="agreement (95% intervals over sources)")
-    for pair in pairs:
-        c = pair.comparison
+    for (truth, prediction), c in pairs.items():
         table.add_row(
-            escape(one_line(f"{pair.prediction} / {pair.truth}", 60)),
+            escape(one_line(f"{prediction} / {truth}", 60)),
             str(c.n),
             f"{c.weight:.0f}",
             *(figure.text() for figure in (c.kappa_genuine, c.kappa, c.alpha)),
@@ -525,10 +501,7 @@ def print_alpha(screen: Console, title: str, alpha: GroupAlpha) -> None:
 def print_comparison(screen: Console, title: str, comparison: Comparison) -> None:
     """The figures of one pair: agreement, categories, confusion matrix.
 
-    Args:
-        screen: at least 100 wide (110 with weights), or lines break.
-        title: which labels are measured against which.
-        comparison: the figures.
+    On a screen less than 100 wide (110 with weights) lines break.
     """
     c = comparison
     represented = f" (representing ≈ {c.weight:.0f})" if c.weight != c.n else ""
@@ -612,21 +585,19 @@ def command(args: argparse.Namespace) -> None:
     found = agreement(run, args.between)
     contents = {}
     if args.json is not None:
-        text = json.dumps(report(run, found), indent=1, ensure_ascii=False, allow_nan=False)
-        contents[args.json] = (text + "\n").encode()
+        contents[args.json] = report(run, found).encode()
     if args.csv is not None:
         contents[args.csv] = csv_bytes(found.disagreements)
-    with new_files(contents, replace=True):
-        pass
+    write_files(contents, replace=True)
     screen = console(110)  # the confusion matrix belongs on one line
     print_pairs(screen, found.pairs)
     if found.group is not None:
         print_alpha(screen, f"all {len(found.labellers)}", found.group)
     for name, (count, alpha) in found.repeats.items():
         print_alpha(screen, f"{name} with itself ({count} repeats)", alpha)
-    for pair in found.pairs:
+    for (truth, prediction), comparison in found.pairs.items():
         screen.print()
-        print_comparison(screen, f"{pair.prediction} against {pair.truth}", pair.comparison)
+        print_comparison(screen, f"{prediction} against {truth}", comparison)
     screen.print()
     print_disagreements(screen, found, args.disagreements)
     for path in contents:
@@ -634,47 +605,31 @@ def command(args: argparse.Namespace) -> None:
     screen.print(escape(f"next: python -m ia_mech.rates {args.run}"), soft_wrap=True)
 
 
-def report(run: Run, found: Agreement) -> dict[str, Any]:
+def report(run: Run, found: Agreement) -> str:
     """All figures as JSON; NaN is null."""
-    return to_json(
-        {
-            "run": str(run.path),
-            "labellers": [
-                {"name": x.name, "kind": x.kind, "rows": int(x.labelled.sum())}
-                for x in found.labellers
-            ],
-            "pairs": found.pairs,
-            "group": found.group,
-            "repeats": {
-                name: {"repeats": count, "alpha": alpha}
-                for name, (count, alpha) in found.repeats.items()
-            },
-            "disagreements": len(found.disagreements),
-        }
-    )
-
-
-def to_json(value: Any) -> Any:
-    """Dataclasses as objects, arrays as lists, NaN as None; tuples become lists."""
-    if is_dataclass(value):
-        return {f.name: to_json(getattr(value, f.name)) for f in fields(value)}
-    if isinstance(value, Mapping):
-        return {str(key): to_json(item) for key, item in value.items()}
-    if isinstance(value, np.ndarray):
-        return to_json(value.tolist())
-    if isinstance(value, list | tuple):
-        return [to_json(item) for item in value]
-    if isinstance(value, float) and not np.isfinite(value):
-        return None
-    return value
+    content = {
+        "run": str(run.path),
+        "labellers": [
+            {"name": x.name, "kind": x.kind, "rows": int(x.labelled.sum())} for x in found.labellers
+        ],
+        "pairs": [
+            {"truth": truth, "prediction": prediction, "comparison": asdict(comparison)}
+            for (truth, prediction), comparison in found.pairs.items()
+        ],
+        "group": asdict(found.group) if found.group else None,
+        "repeats": {
+            name: {"repeats": count, "alpha": asdict(alpha)}
+            for name, (count, alpha) in found.repeats.items()
+        },
+        "disagreements": len(found.disagreements),
+    }
+    text = json.dumps(content, default=np.ndarray.tolist)  # NaN, which isn't JSON, as a constant
+    content = json.loads(text, parse_constant=lambda _: None)
+    return json.dumps(content, indent=1, ensure_ascii=False) + "\n"
 
 
 def check(args: argparse.Namespace) -> None:
-    """``python -m ia_mech.judge check``: judge a file's turns, and compare with its annotations.
-
-    Raises:
-        UserError: a file that can't be read, with the line.
-    """
+    """``python -m ia_mech.judge check``: judge a file's turns, and compare with its annotations."""
     rows = _read_turns(args.file)
     if args.out is not None:
         refuse_existing([args.out])
@@ -694,7 +649,8 @@ def check(args: argparse.Namespace) -> None:
         comparison = compare(
             [rows[i]["category"] for i in annotated],
             [found[i].category for i in annotated],
-            [_source(rows[i], i) for i in annotated],
+            # A row without a source stands alone.
+            [f"row {i}" if (s := rows[i].get("source_id")) is None else str(s) for i in annotated],
         )
         print_comparison(screen, f"{args.judge} against {args.file.name}", comparison)
         if isinstance(judge, RulesJudge) and (known := judge.fitted_on(items)):
@@ -716,24 +672,14 @@ def check(args: argparse.Namespace) -> None:
             json.dumps(row | {"judge": args.judge, "verdict": verdict.to_json()}) + "\n"
             for row, verdict in zip(rows, found, strict=True)
         ]
-        with new_files({args.out: "".join(lines).encode()}):
-            pass
+        write_files({args.out: "".join(lines).encode()})
         print(f"verdicts: {args.out}")
 
 
-def _source(row: dict[str, Any], number: int) -> str:
-    """What a row's intervals are clustered by; a row without a source stands alone."""
-    return f"row {number}" if row.get("source_id") is None else str(row["source_id"])
-
-
 def _read_turns(path: Path) -> list[dict[str, Any]]:
-    """The rows of an annotated file.
-
-    Raises:
-        UserError: naming the line that isn't as it should be.
-    """
+    """The rows of an annotated file; UserError names the line that isn't as it should be."""
     rows = []
-    for where, row in json_lines(path, read_text(path)):
+    for where, row in json_lines(path):
         if not all(isinstance(row.get(key), str) for key in TEXTS):
             raise UserError(f"{where} lacks a text", f"each needs {', '.join(TEXTS)}")
         if row.get("category") and row["category"] not in NAMES:

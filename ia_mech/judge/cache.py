@@ -26,11 +26,8 @@ _FIELDS = {field.name for field in fields(Verdict)}
 class VerdictCache:
     """The verdicts of one judge. A context manager; holds a lock on the file while open.
 
-    Args:
-        identity: the judge's.
-        folder: where the files lie; ``cache/judgements`` by default.
-        read_only: take no lock, create no folder and repair nothing; works beside a process that
-            writes the file, and on a read-only disk.
+    ``read_only`` takes no lock, creates no folder and repairs nothing; it works beside a process
+    that writes the file, and on a read-only disk. ``folder`` is ``cache/judgements`` by default.
 
     Raises:
         UserError: another process writes the same file; a damaged line.
@@ -133,12 +130,8 @@ def cached_identity(
     The hash of a local model's weights is part of its identity, and known only once the model is
     loaded; a replay loads none. One name may stand for several models (a hub id that moved on, a
     folder with other weights, another dtype), so the cache that holds all ``items`` is taken. If
-    none does, it is the one that lacks least.
-
-    Args:
-        like: the part of the identity that is known, ``model`` among it.
-        items: what is to be judged.
-        folder: of the caches; ``cache/judgements`` by default.
+    none does, it is the one that lacks least. ``like`` is the part that is known, ``model`` among
+    it.
 
     Raises:
         UserError: no such verdicts, or all of them from several models; a damaged cache.

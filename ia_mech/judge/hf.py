@@ -33,6 +33,10 @@ CHARACTERS_PER_TOKEN = 4  # of English prose, for estimates
 CONTENT_FREE = Item("N/A", "N/A", "N/A")
 
 
+class TooLong(ValueError):
+    """An item's prompt doesn't fit into the model's context."""
+
+
 def described(model: str) -> dict[str, Any]:
     """The part of a local judge's identity that its name and the rubric decide."""
     return {
@@ -42,10 +46,6 @@ def described(model: str) -> dict[str, Any]:
         "prompt": prompt.prompt_hash(names_only=True),
         "calibrated": True,
     }
-
-
-class TooLong(ValueError):
-    """An item's prompt doesn't fit into the model's context."""
 
 
 class HfJudge:
@@ -86,8 +86,6 @@ class HfJudge:
         subject: Subject | None = None,
         identity: dict[str, Any] | None = None,
     ) -> None:
-        if not model or not model.strip():
-            raise UserError("--judge hf needs a model", "give --model with a hub id or directory")
         self.model = model
         self.identity: dict[str, Any] = identity or {}
         self._loaded = identity is None

@@ -7,6 +7,7 @@ from the cache where it has them. ``run`` is the subcommand of ``python -m ia_me
 import argparse
 import contextlib
 import json
+import re
 import shlex
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -48,15 +49,15 @@ def check_finished(run: Run) -> None:
 def items_of(run: Run, *, unperturbed: bool = False) -> list[Item]:
     """What a judge sees of every row of ``run.generations``, in its order.
 
-    Args:
-        run: the run.
-        unperturbed: show the response that the source's conversation had before it was perturbed,
-            not the one that the model was given. A turn that was written without having seen the
-            response can then be held against it.
+    ``unperturbed`` shows the response that the source's conversation had before it was perturbed,
+    not the one that the model was given. A turn that was written without having seen the response
+    can then be held against it.
 
     Raises:
-        UserError: there is no perturbed context, or one doesn't record what it was before.
+        UserError: an unfinished run; no perturbed context, or one that doesn't record what it was
+            before.
     """
+    check_finished(run)
     contexts = run.contexts
     shown = {
         context: (messages[-2]["content"], messages[-1]["content"])
@@ -98,7 +99,7 @@ def judge_items(
 
     Args:
         items: repetitions are judged once.
-        judge: the judge.
+        judge: of the items.
         progress: counts verdicts; its note has the tokens, dollars and failures so far.
         repeats: independent answers per item, for self-consistency.
         cache_folder: of the verdicts that were paid for.
@@ -208,11 +209,11 @@ def label_run(
     ``unperturbed`` is that of :func:`items_of`, ``options`` are those of :func:`judge_items`.
 
     Raises:
-        UserError: an unfinished run; a name that can't be a file's; verdicts of another judge
-            under the same name; what :func:`judge_items` raises. Nothing is written then.
+        UserError: a name that can't be a file's; verdicts of another judge under it; what
+            :func:`items_of` and :func:`judge_items` raise. Nothing is written then.
     """
-    check_finished(run)
     check_name(name)
+    items = items_of(run, unperturbed=unperturbed)
     if name in run.labels.judges and not replace:
         record = run.labels.record("judgements", name)
         if record.get("unperturbed", False) != unperturbed:
@@ -229,7 +230,6 @@ def label_run(
                 f"{', '.join(changed)})",
                 "give another --name, or --replace",
             )
-    items = items_of(run, unperturbed=unperturbed)
     verdicts, cached = judge_items(items, judge, progress, **options)
     rows = _rows(run, items, verdicts, cached)
     record = {
@@ -279,13 +279,8 @@ _ONLY = {"llm": (*_SERVER, "param", "price"), "hf": ("device", "force")}
 
 
 def run(args: argparse.Namespace) -> None:
-    """``python -m ia_mech.judge run``.
-
-    Raises:
-        UserError: anything that can't be used; nothing is written into the run then.
-    """
+    """``python -m ia_mech.judge run``."""
     there = Run.open(args.run)
-    check_finished(there)
     name = check_name(args.name or _default_name(args) + UNSEEN * args.unperturbed)
     items = items_of(there, unperturbed=args.unperturbed)
     judge = make_judge(args, items, there)
@@ -318,10 +313,8 @@ def run(args: argparse.Namespace) -> None:
 def make_judge(args: argparse.Namespace, items: Sequence[Item], run: Run | None = None) -> Judge:
     """The judge that the flags describe.
 
-    Args:
-        args: the command line.
-        items: what it is to judge; a replay without the model finds its cache by them.
-        run: where they are from. Its subject model is no judge of them.
+    A replay without the model finds its cache by the ``items``. The subject model of the ``run``
+    that they are from is no judge of them.
 
     Raises:
         UserError: flags that don't go together, or a judge that can't be had.
@@ -368,7 +361,7 @@ def _check_flags(args: argparse.Namespace) -> None:
             raise UserError("--model needs --judge llm or --judge hf", "add it, or drop it")
         if args.replay:
             raise UserError("the rules judge keeps no cache to replay", "drop --replay")
-    elif not args.model:
+    elif not (args.model or "").strip():
         raise UserError(f"--judge {args.judge} needs a model", "give --model NAME")
     if args.judge != "llm" and args.repeats > 1:
         raise UserError(f"the {args.judge} judge answers the same each time", "drop --repeats")
@@ -420,8 +413,7 @@ def _params(pairs: list[str]) -> dict[str, Any]:
 def _default_name(args: argparse.Namespace) -> str:
     if args.judge == "rules":
         return "rules"
-    name = Path(args.model or "").name
-    words = "".join(c if c.isascii() and (c.isalnum() or c in "._-") else "-" for c in name)
+    words = re.sub(r"[^A-Za-z0-9._-]", "-", Path(args.model or "").name)
     return words.strip("-._")[:100] or args.judge
 
 

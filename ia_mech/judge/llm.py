@@ -52,21 +52,13 @@ NO_KEY = "no-key"  # what servers without keys are sent: the protocol wants one
 
 @dataclass(frozen=True)
 class Address:
-    """A server's address.
+    """A server's address, and the environment variable that holds its key."""
 
-    Attributes:
-        url: for the client, without its query.
-        query: of the address as given (some services want an API version there).
-        shown: for people and files: no user, no password, no query.
-        api_key_env: the environment variable that holds the key.
-        wants_key: whether going without one is an error.
-    """
-
-    url: str = field(repr=False)
-    query: dict[str, str] = field(repr=False)
-    shown: str
+    url: str = field(repr=False)  # for the client, without its query
+    query: dict[str, str] = field(repr=False)  # some services want an API version there
+    shown: str  # for people and files: no user, no password, no query
     api_key_env: str | None
-    wants_key: bool
+    wants_key: bool  # whether going without one is an error
 
     @classmethod
     def of(cls, base_url: str | None, api_key_env: str | None) -> "Address":
@@ -135,6 +127,12 @@ class Bill:
     unknown: bool = False  # the server may charge an amount that it didn't report
 
 
+def dollars(price: tuple[float, float] | None, prompt: int, completion: int) -> float:
+    """What so many tokens cost at a price per million of each kind; 0 if no price is known."""
+    prompt_price, completion_price = price or (0.0, 0.0)
+    return (prompt * prompt_price + completion * completion_price) / 1e6
+
+
 class Budget:
     """A limit in US dollars that the requests of one invocation share.
 
@@ -166,18 +164,11 @@ class Budget:
         self._fixed: int | None = None  # tokens that every prompt has, at most
         self._changed = asyncio.Condition()
 
-    def cost(self, prompt_tokens: int, completion_tokens: int) -> float:
-        """Dollars for so many tokens; 0 if no price is known."""
-        prompt_price, completion_price = self.price or (0.0, 0.0)
-        return (prompt_tokens * prompt_price + completion_tokens * completion_price) / 1e6
-
     @contextlib.asynccontextmanager
     async def request(self, fixed_bytes: int, item_bytes: int) -> AsyncIterator[Bill]:
         """Set aside what one request may cost, while it is made.
 
-        Args:
-            fixed_bytes: of the part of the prompt that all requests share.
-            item_bytes: of the rest.
+        ``fixed_bytes`` is the size of what all prompts share, ``item_bytes`` that of the rest.
 
         Raises:
             CostLimit: it could cost more than is left.
@@ -190,7 +181,7 @@ class Budget:
             self._reserved.remove(most)
             if bill.tokens is not None:
                 prompt, completion = bill.tokens
-                self.spent += self.cost(prompt, completion)
+                self.spent += dollars(self.price, prompt, completion)
                 self._longest_completion = max(self._longest_completion, completion)
                 # The whole prompt bounds its shared part.
                 self._fixed = prompt if self._fixed is None else min(self._fixed, prompt)
@@ -206,7 +197,7 @@ class Budget:
                 completion = self._completion_limit or max(
                     FIRST_COMPLETION, 2 * self._longest_completion
                 )
-                most = self.cost(fixed + item_bytes, completion)
+                most = dollars(self.price, fixed + item_bytes, completion)
                 if (
                     self.limit is None
                     or self.spent + self._unsure + sum(self._reserved) + most <= self.limit
@@ -268,21 +259,13 @@ class Server:
 
     Server errors, rate limits, timeouts and broken connections are retried up to ``judge.retries``
     times, after a random wait whose bound doubles each time (full jitter). ``Retry-After`` is
-    honoured by all requests and not by the refused one alone.
-
-    Args:
-        client: made with ``max_retries=0``.
-        judge: its settings.
-        secret: the key, never to be shown.
-
-    Attributes:
-        answered: whether a request has ever been completed.
-        halted: set when nothing more may be sent.
+    honoured by all requests and not by the refused one alone. The client is made with
+    ``max_retries=0``; ``secret`` is the key, never to be shown.
     """
 
     def __init__(self, client: openai.AsyncOpenAI, judge: "LlmJudge", secret: str) -> None:
-        self.answered = False
-        self.halted = asyncio.Event()
+        self.answered = False  # has a request ever been completed?
+        self.halted = asyncio.Event()  # set when nothing more may be sent
         self._reached = False  # has it ever sent anything back?
         self._client = client
         self._judge = judge
@@ -295,8 +278,8 @@ class Server:
 
     async def complete(
         self, messages: Sequence[dict[str, str]], response_format: dict[str, Any] | None
-    ) -> tuple[Any, int, int]:
-        """One completion, with its prompt and completion tokens (0 if the server doesn't count).
+    ) -> Any:
+        """One completion.
 
         Raises:
             Failed: no answer for this item: ``unavailable``, ``rejected`` or ``filtered``.
@@ -341,9 +324,7 @@ class Server:
         """Text without the key, whoever repeated it."""
         return text if self._secret == NO_KEY else text.replace(self._secret, "[key]")
 
-    async def _complete_once(
-        self, request: dict[str, Any], size: tuple[int, int]
-    ) -> tuple[Any, int, int]:
+    async def _complete_once(self, request: dict[str, Any], size: tuple[int, int]) -> Any:
         async with self._budget.request(*size) as bill:
             if self.halted.is_set():  # while it waited for its part of the budget
                 raise Halted
@@ -360,14 +341,9 @@ class Server:
             if not hasattr(completion, "choices"):  # a web page, say
                 self._refuse_endpoint("answers with something that is no chat completion")
             self.answered = self._reached = True
-            usage = getattr(completion, "usage", None)
-            tokens = (getattr(usage, f"{kind}_tokens", None) for kind in ("prompt", "completion"))
-            prompt_tokens, completion_tokens = tokens
-            if isinstance(prompt_tokens, int) and isinstance(completion_tokens, int):
-                bill.tokens = prompt_tokens, completion_tokens
-                return completion, prompt_tokens, completion_tokens
-            bill.unknown = True
-            return completion, 0, 0
+            bill.tokens = tokens_of(completion)
+            bill.unknown = bill.tokens is None
+            return completion
 
     async def _wait(self, seconds: float) -> None:
         """Wait, unless the run is halted meanwhile."""
@@ -475,6 +451,13 @@ class Server:
         return self.scrub(one_line(" ".join(text.split()), QUOTED))
 
 
+def tokens_of(completion: Any) -> tuple[int, int] | None:
+    """Tokens of the prompt and the completion, if the server counted them."""
+    usage = getattr(completion, "usage", None)
+    prompt, written = (getattr(usage, f"{kind}_tokens", None) for kind in ("prompt", "completion"))
+    return (prompt, written) if isinstance(prompt, int) and isinstance(written, int) else None
+
+
 def _message(body: Any) -> str:
     """The message of an error's body, without whatever of the request it repeats.
 
@@ -541,20 +524,11 @@ class Session:
     The run ends early, with a ``UserError``, when ``BREAKER`` items in a row were ``unavailable``,
     or when the server has ``rejected`` as many and answered none. Such rejections aren't handed out
     before: with a wrong setting they would be stored as if they were the items' fault.
-
-    Args:
-        judge: its settings, and what one item's verdict takes.
-        items: what to judge.
-        key: the server's.
-
-    Attributes:
-        received: all verdicts that came, in that order.
-        problem: what ended the run early.
     """
 
     def __init__(self, judge: "LlmJudge", items: Sequence[Item], key: str) -> None:
-        self.received: list[Received] = []
-        self.problem: BaseException | None = None
+        self.received: list[Received] = []  # all verdicts that came, in that order
+        self.problem: BaseException | None = None  # what ended the run early
         self._judge = judge
         self._items = items
         self._key = key
@@ -573,8 +547,7 @@ class Session:
     def wait(self, taken: int) -> None:
         """Wait until more than ``taken`` verdicts are received, or no more will be.
 
-        Args:
-            taken: how many the caller has had so far; it has finished with all of them.
+        The caller has finished with the ``taken`` that it has had so far.
         """
         if self._thread is None:
             self._runner.get_loop()  # so that ``_in_loop`` has one from now on
@@ -738,7 +711,6 @@ class Verdicts:
         self.close()
 
 
-REASKS = 1  # how often an unparsable or empty answer is requested again, with the same prompt
 CHARACTERS_PER_TOKEN = 4  # of English prose, for estimates
 COMPLETION_TOKENS = 60  # of a one-sentence rationale and a name, for estimates
 OUR_PARAMS = {  # request parameters that are no --param, and what to use instead
@@ -838,7 +810,7 @@ class LlmJudge:
         )
         if self.price is None:
             return line
-        return f"{line}, about ${Budget(self.price, None).cost(tokens, written):.2f}"
+        return f"{line}, about ${dollars(self.price, tokens, written):.2f}"
 
     def judge(self, items: Sequence[Item], repeats: Sequence[int]) -> Iterator[tuple[int, Verdict]]:
         """(index, verdict) as they come. See :class:`Session` for order and ends.
@@ -867,13 +839,9 @@ class LlmJudge:
             verdict = await self._attempt(server, item)
         except Failed as failure:
             return Verdict(None, failure.status, error=str(failure))
-        for _ in range(REASKS):
-            if verdict.status not in ("unparsable", "empty"):
-                break
-            try:
+        if verdict.status in ("unparsable", "empty"):
+            with contextlib.suppress(Failed, UserError, Halted, asyncio.CancelledError):
                 verdict = (await self._attempt(server, item)).with_cost_of(verdict)
-            except (Failed, UserError, Halted, asyncio.CancelledError):
-                break
         return verdict
 
     async def _attempt(self, server: Server, item: Item) -> Verdict:
@@ -881,23 +849,20 @@ class LlmJudge:
         while True:
             mode = self._modes[0]
             try:
-                completion, prompt_tokens, completion_tokens = await server.complete(
-                    messages(item), response_format(mode)
-                )
+                completion = await server.complete(messages(item), response_format(mode))
                 break
             except FormatRefused as refusal:
                 self._fall_back(mode, str(refusal))
         verdict = read_completion(completion)
-        counted = self.price is not None and (prompt_tokens or completion_tokens)
-        cost = Budget(self.price, None).cost(prompt_tokens, completion_tokens)
+        tokens = tokens_of(completion) or (0, 0)
         return replace(
             verdict,
             rationale=server.scrub(verdict.rationale),
             mode=f"{mode}/{verdict.mode}" if verdict.mode else mode,
             error=server.scrub(verdict.error),
-            prompt_tokens=prompt_tokens,
-            completion_tokens=completion_tokens,
-            cost=cost if counted else None,
+            prompt_tokens=tokens[0],
+            completion_tokens=tokens[1],
+            cost=dollars(self.price, *tokens) if self.price is not None and any(tokens) else None,
         )
 
     def _fall_back(self, mode: str, reason: str) -> None:
@@ -914,8 +879,6 @@ class LlmJudge:
     # -- settings ------------------------------------------------------------------------------
 
     def _check(self, mode: str) -> None:
-        if not self.model or not self.model.strip():
-            raise UserError("--judge llm needs a model", "give --model NAME")
         if mode not in ("auto", *MODES):
             raise UserError(f"no mode {mode!r}", f"use auto, {', '.join(MODES)}")
         for name, instead in OUR_PARAMS.items():

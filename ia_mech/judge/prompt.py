@@ -63,9 +63,7 @@ _CONTROL = re.compile(r"<(?=[^\s\d=<])|\[(?=/?[A-Za-z][A-Za-z_]*\])")
 def messages(item: Item, *, names_only: bool = False) -> list[dict[str, str]]:
     """The dialogue for one item: the rubric as the system message, the item as the user's.
 
-    Args:
-        item: what to judge.
-        names_only: ask for the category's name alone instead of a JSON object.
+    ``names_only`` wants the category's name alone instead of a JSON object.
     """
     return [
         {"role": "system", "content": system_message(names_only=names_only)},

@@ -9,7 +9,7 @@ A sheet goes through programs that we don't control. So its CSV has a byte order
 UTF-8 only with one) and quotes everything; on the way back commas, semicolons and tabs, any quoting
 and any line ends are accepted. Texts are a model's and not to be trusted: a cell that a spreadsheet
 would run as a formula gets an apostrophe in front (:func:`inert`). Texts aren't read back, so the
-apostrophe needn't be told from the model's own. Every row is checked before anything is written.
+apostrophe can't be mistaken for the model's own. Every row is checked before anything is written.
 """
 
 import argparse
@@ -24,19 +24,16 @@ import os
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
-from rich.markup import escape
 
 from ia_mech.cli import one_line
-from ia_mech.display import console
 from ia_mech.errors import UserError
-from ia_mech.judge.label import check_finished, items_of
+from ia_mech.judge.label import items_of
 from ia_mech.judge.rubric import NAMES, VERSION, rubric_hash
 from ia_mech.judge.verdict import JUDGED, Item, Verdict
 from ia_mech.run import Run, layout
@@ -54,8 +51,7 @@ _CELL = 32_767  # characters; a spreadsheet breaks longer cells
 # -- drawing a sheet ---------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Sheet:
+class Sheet(NamedTuple):
     """A drawn sheet: ``rows`` for people, in random order, and ``key`` to stay in the run.
 
     The key names the run and the judge, ``strata`` (rows there are, rows drawn) and, per item, the
@@ -86,7 +82,7 @@ def export_sheet(
         UserError: an unfinished run; no such judge, or several and none was named; n that the run
             can't give.
     """
-    check_finished(run)
+    items = items_of(run)
     by = _judge(run, by)
     rows = run.generations
     if not 1 <= n <= len(rows):
@@ -109,7 +105,6 @@ def export_sheet(
         rng.choice(np.flatnonzero(strata == stratum), count, replace=False)
         for stratum, count in drawn.items()
     ]
-    items = items_of(run)
     cut_off = run.contexts.set_index("context_id")["response_cut_off"]
     keys = list(rows[list(KEY)].itertuples(index=False, name=None))
     sheet, known = [], {}
@@ -140,15 +135,11 @@ def export_sheet(
 
 
 def allocate(sizes: dict[str, int], n: int) -> dict[str, int]:
-    """How many rows to draw of each stratum; they sum to n.
+    """How many rows to draw of each stratum; they sum to n, which covers all strata.
 
     At least :data:`LEAST` of each (fewer if it has fewer or n is short), the rest by the square
     root of its size: between proportional, which would leave rare categories out, and equal, which
     would give them most of the work. Rows are handed out one by one by Sainte-Laguë's method.
-
-    Args:
-        sizes: rows per stratum.
-        n: rows to draw, from the number of strata to the number of rows.
     """
     drawn = {name: min(LEAST, size, n // len(sizes)) for name, size in sizes.items()}
     for _ in range(n - sum(drawn.values())):
@@ -172,19 +163,18 @@ def write_sheet(run: Run, sheet: Sheet, out: Path) -> tuple[Path, Path]:
     table = pd.DataFrame(sheet.rows, columns=COLUMNS)
     files = (out.with_name(f"{out.name}.csv"), out.with_name(f"{out.name}.jsonl"))
     contents = dict(zip(files, (csv_bytes(table), "".join(lines).encode()), strict=True))
-    kept: Path | None = None
+    refuse_existing(files)
+    kept = run.labels.write_sheet(name, sheet.key)
     try:
-        with new_files(contents):
-            kept = run.labels.write_sheet(name, sheet.key)
+        write_files(contents)
     except BaseException:
-        if kept is not None:
-            kept.unlink(missing_ok=True)
+        kept.unlink(missing_ok=True)
         raise
     return files
 
 
 def run_identity(run: Run) -> str:
-    """16 hex digits of what a run was asked for."""
+    """16 hex digits of a run's configuration."""
     return _hash(run.record["identity"])[:16]
 
 
@@ -249,7 +239,7 @@ def csv_bytes(table: pd.DataFrame) -> bytes:
 
 
 def refuse_existing(paths: Iterable[Path], *, replace: bool = False) -> None:
-    """Raise UserError unless files can be written there, and replace none if not ``replace``."""
+    """Raise UserError unless files can be written there, replacing none if not ``replace``."""
     for path in paths:
         if not path.parent.is_dir():
             raise UserError(f"there is no folder {path.parent}", "create it first")
@@ -257,13 +247,8 @@ def refuse_existing(paths: Iterable[Path], *, replace: bool = False) -> None:
             raise UserError(f"{path} exists", "give another --out, or remove it")
 
 
-@contextlib.contextmanager
-def new_files(contents: dict[Path, bytes], *, replace: bool = False) -> Iterator[None]:
-    """Files that appear together or not at all: whole when the block ends well.
-
-    Args:
-        contents: path -> bytes.
-        replace: whether files that are there may be replaced.
+def write_files(contents: dict[Path, bytes], *, replace: bool = False) -> None:
+    """Write files that appear together or not at all.
 
     Raises:
         UserError: a file is there and may not be replaced, or its folder isn't.
@@ -277,7 +262,6 @@ def new_files(contents: dict[Path, bytes], *, replace: bool = False) -> Iterator
                 handle.write(content)
                 handle.flush()
                 os.fsync(handle.fileno())
-        yield
         for path in contents:
             os.replace(scratch[path], path)
             placed.append(path)
@@ -304,30 +288,14 @@ class SheetRow(NamedTuple):
     note: str
 
 
-@dataclass(frozen=True)
-class Imported:
-    """What came of a filled-in sheet.
-
-    Attributes:
-        path: the file in the run.
-        labels: rows per category.
-        drawn: rows of the sheet.
-        unseen: strata of which nothing is labelled, so that no figure covers them.
-    """
-
-    path: Path
-    labels: Counter[str]
-    drawn: int
-    unseen: list[str]
-
-
-def import_sheet(run: Run, file: Path, annotator: str, *, replace: bool = False) -> Imported:
+def import_sheet(run: Run, file: Path, annotator: str, *, replace: bool = False) -> Path:
     """Check a filled-in sheet row by row and write ``annotations/<annotator>.parquet``.
 
     Rows without a category are left out. If some are, what was filled in counts as the sample: as
     the sheet is in random order, its first rows are a random part of each stratum, and inclusion
     probabilities become rows filled in / rows of the stratum. (A turn that can't be assessed is a
     ``cannot_assess``, not a gap.) An item that stands there twice with one category counts once.
+    The record of the labels counts, per stratum, rows there are, drawn and filled in.
 
     Raises:
         UserError: whatever is wrong, naming the first bad row and how many more there are; labels
@@ -370,9 +338,7 @@ def import_sheet(run: Run, file: Path, annotator: str, *, replace: bool = False)
         "rubric": key["rubric"],
         "strata": {s: v | {"filled": filled[s]} for s, v in strata.items()},
     }
-    path = run.labels.write_annotations(annotator, stored, record)
-    labels = Counter(row.category for row in labelled.values())
-    return Imported(path, labels, len(places), [s for s in strata if not filled[s]])
+    return run.labels.write_annotations(annotator, stored, record)
 
 
 def read_sheet(path: Path) -> list[SheetRow]:
@@ -382,13 +348,13 @@ def read_sheet(path: Path) -> list[SheetRow]:
         UserError: neither of the two, not UTF-8, not what the suffix claims, or a column is
             missing.
     """
-    if path.suffix.lower() not in (".csv", ".tsv", ".jsonl"):
+    suffix = path.suffix.lower()
+    if suffix in (".csv", ".tsv"):
+        return list(_csv_rows(path))
+    if suffix != ".jsonl":
         raise UserError(f"{path} is neither .csv nor .jsonl", "save the sheet as CSV UTF-8")
-    text = read_text(path)
-    if path.suffix.lower() != ".jsonl":
-        return list(_csv_rows(path, text))
     rows = []
-    for where, row in json_lines(path, text):
+    for where, row in json_lines(path):
         _check_columns(where, row)
         for column in (*_NEEDED, "note"):
             if not isinstance(row.get(column, ""), str | None):
@@ -397,7 +363,7 @@ def read_sheet(path: Path) -> list[SheetRow]:
     return rows
 
 
-def read_text(path: Path) -> str:
+def _text_of(path: Path) -> str:
     """A file's text, without a byte order mark; UserError unless it is there and UTF-8."""
     if not path.is_file():
         raise UserError(f"there is no file {path}", "check the path")
@@ -412,10 +378,10 @@ def read_text(path: Path) -> str:
         ) from None
 
 
-def json_lines(path: Path, text: str) -> Iterator[tuple[str, dict[str, Any]]]:
+def json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """(where it stands, object) of every line that isn't blank; UserError for what is no object."""
     # Not splitlines(): a text may hold U+2028, which JSON needn't escape.
-    for number, line in enumerate(text.split("\n"), 1):
+    for number, line in enumerate(_text_of(path).split("\n"), 1):
         if not line.strip():
             continue
         where = f"line {number} of {path}"
@@ -428,11 +394,12 @@ def json_lines(path: Path, text: str) -> Iterator[tuple[str, dict[str, Any]]]:
         yield where, value
 
 
-def _csv_rows(path: Path, text: str) -> Iterator[SheetRow]:
+def _csv_rows(path: Path) -> Iterator[SheetRow]:
     """Rows of a CSV file.
 
     Not by pandas: behind a stray quote its parser takes several rows for one, without an error.
     """
+    text = _text_of(path)
     first = next(iter(text.splitlines()), "")
     delimiter = max(",;\t", key=first.count)
     limit = csv.field_size_limit(2**31 - 1)  # a process-wide setting; responses may be long
@@ -555,43 +522,41 @@ def export_command(args: argparse.Namespace) -> None:
     # Not the run's name: it holds the model's and the dataset's.
     out = out or run.path.resolve().parent / sheet.key["sheet"]
     files = write_sheet(run, sheet, out)
-    show, key = _printer(), sheet.key
+    key = sheet.key
     if key["judge"] is None:
-        show("no judge has judged this run: one stratum, so rare categories may hardly be seen")
+        print("no judge has judged this run: one stratum, so rare categories may hardly be seen")
     else:
-        show(
+        print(
             f"{key['n']} of {len(run.generations)} turns, by categories of {key['judge']['name']}:"
         )
     for stratum, count in key["strata"].items():
-        show(f"  {stratum:<24}{count['drawn']:>5} of {count['rows']:>6}")
+        print(f"  {stratum:<24}{count['drawn']:>5} of {count['rows']:>6}")
     if any(len(text) > _CELL for row in sheet.rows for text in (row["query"], row["response"])):
-        show(f"some texts are longer than a spreadsheet's cell ({_CELL}): fill in the JSON lines")
-    show(f"the key stays in the run, as sheet {key['sheet']!r}")
-    show("an apostrophe before = + - @ is ours: it keeps spreadsheets from running a model's text")
+        print(f"some texts are longer than a spreadsheet's cell ({_CELL}): fill in the JSON lines")
+    print(f"the key stays in the run, as sheet {key['sheet']!r}")
+    print("an apostrophe before = + - @ is ours: it keeps spreadsheets from running a model's text")
     for file in files:
-        show(f"sheet: {file}")
-    show("fill in: category (and note, if you like); explained by: python -m ia_mech.judge rubric")
-    show(f"next: python -m ia_mech.judge import {args.run} {files[0]} --annotator NAME")
+        print(f"sheet: {file}")
+    print("fill in: category (and note, if you like); explained by: python -m ia_mech.judge rubric")
+    print(f"next: python -m ia_mech.judge import {args.run} {files[0]} --annotator NAME")
 
 
 def import_command(args: argparse.Namespace) -> None:
     """``python -m ia_mech.judge import``."""
     run = Run.open(args.run)
-    done = import_sheet(run, args.file, args.annotator, replace=args.replace)
-    show, count = _printer(), done.labels.total()
-    listed = ", ".join(f"{name} {done.labels[name]}" for name in NAMES if done.labels[name])
-    show(f"{count} of {done.drawn} rows labelled by {one_line(args.annotator)}: {listed}")
-    if count < done.drawn:
-        show(
-            f"{done.drawn - count} of the sheet's {done.drawn} rows have no category and are left "
-            "out; the others are taken for a random part of their strata"
+    path = import_sheet(run, args.file, args.annotator, replace=args.replace)
+    labels = Counter(run.labels.annotations(args.annotator)["category"])
+    strata = run.labels.record("annotations", args.annotator)["strata"]
+    count = labels.total()
+    drawn = sum(stratum["drawn"] for stratum in strata.values())
+    listed = ", ".join(f"{name} {labels[name]}" for name in NAMES if labels[name])
+    print(f"{count} of {drawn} rows labelled by {one_line(args.annotator)}: {listed}")
+    if count < drawn:
+        print(
+            f"{drawn - count} of the sheet's {drawn} rows have no category and are left out; the "
+            "others are taken for a random part of their strata"
         )
-    if done.unseen:
-        show(f"nothing is labelled of {', '.join(done.unseen)}: no figure will cover such turns")
-    show(f"labels: {done.path}")
-    show(f"next: python -m ia_mech.judge agreement {args.run}")
-
-
-def _printer() -> Callable[[str], None]:
-    screen = console()
-    return lambda text: screen.print(escape(text), soft_wrap=True)
+    if unseen := [name for name, stratum in strata.items() if not stratum["filled"]]:
+        print(f"nothing is labelled of {', '.join(unseen)}: no figure will cover such turns")
+    print(f"labels: {path}")
+    print(f"next: python -m ia_mech.judge agreement {args.run}")
