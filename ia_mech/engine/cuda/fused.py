@@ -43,12 +43,13 @@ def missed(device: torch.device) -> str:
 def problem(device: torch.device) -> str:
     """What keeps Triton from working there, empty where nothing does. By trial: it needs a C
     compiler, a folder to write to, and a GPU that isn't too old."""
-    zeros = {"dtype": torch.long, "device": device}
     try:
         drawn = draw(
-            torch.zeros(1, 8, device=device), torch.zeros(1, device=device),
-            torch.zeros(1, 2, **zeros), torch.zeros(1, **zeros),
-        )  # fmt: skip
+            torch.zeros(1, 8, device=device),
+            torch.zeros(1, device=device),
+            torch.zeros(1, 2, dtype=torch.long, device=device),
+            torch.zeros(1, dtype=torch.long, device=device),
+        )
         return "" if drawn.token.tolist() == [0] else "it draws wrong tokens"
     except Exception as error:  # of the compiler, the driver or the file system
         if is_out_of_memory(error):
@@ -143,8 +144,8 @@ if triton is not None:
             x = tl.load(logits + offsets, mask=offsets < VOCAB, other=-float("inf")).to(tl.float32)
             above += tl.sum((x > chosen).to(tl.int32))
 
-        tl.store(token + row, at.to(tl.int64))
-        tl.store(rank + row, (above + 1).to(tl.int64))
+        tl.store(token + row, tl.cast(at, tl.int64))
+        tl.store(rank + row, tl.cast(above + 1, tl.int64))
         tl.store(logprob + row, chosen - top - tl.log(total))
         cold = tl.div_rn(chosen, divisor) - top_t - tl.log(total_t)
         tl.store(tempered + row, tl.where(greedy, float("nan"), cold))

@@ -78,9 +78,10 @@ def attend(
     blocks, splits = -(-seats * group // rows), split(slots, kv_heads, seats * group, room)
     span = -(-room // splits // columns) * columns
     query = query.contiguous()
-    floats = {"dtype": torch.float32, "device": query.device}
-    averages = torch.empty(splits, lines, heads, value_dim, **floats)
-    totals = torch.empty(splits, lines, heads, **floats)
+    averages = torch.empty(
+        splits, lines, heads, value_dim, dtype=torch.float32, device=query.device
+    )
+    totals = torch.empty(splits, lines, heads, dtype=torch.float32, device=query.device)
     output = query.new_empty(lines, heads, 1, value_dim)
     constants = {
         "KV_HEADS": kv_heads,

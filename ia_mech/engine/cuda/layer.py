@@ -12,7 +12,8 @@ from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
 from ia_mech.engine.cuda import kernels
-from ia_mech.engine.cuda.sizes import Sizes, window_of
+from ia_mech.engine.cuda.sizes import Sizes, keys_and_values, window_of
+from ia_mech.engine.prefill import CacheLayer
 from ia_mech.engine.shared_prefix import PrefixLayer, attend, merge
 
 
@@ -105,13 +106,14 @@ class StaticLayer(PrefixLayer):
 
     def __init__(self, layer: DynamicLayer, sizes: Sizes) -> None:
         super().__init__()
-        self.dtype, self.device, self.is_initialized = layer.keys.dtype, layer.keys.device, True
+        tensors = keys_and_values(layer)
+        self.dtype, self.device, self.is_initialized = tensors[0].dtype, tensors[0].device, True
         self.window = window_of(layer)
         # Zeros: what nobody wrote yet is multiplied with a weight of zero.
         self.own, self.prefix = (
             tuple(
                 tensor.new_zeros(count, tensor.shape[1], room, tensor.shape[-1])
-                for tensor in (layer.keys, layer.values)
+                for tensor in tensors
             )
             for count, room in (
                 (sizes.lines, sizes.own),
@@ -132,11 +134,11 @@ class StaticLayer(PrefixLayer):
         """What follows is a step of this view."""
         self.view = view
 
-    def begin(self, lines: Tensor, layer: DynamicLayer, contexts: Tensor) -> None:
+    def begin(self, lines: Tensor, layer: CacheLayer, contexts: Tensor) -> None:
         """Nothing: a row that begins has no keys of its own, and its context's are in a slot."""
 
     def put_prefixes(
-        self, slots: Tensor, layer: DynamicLayer, contexts: Tensor, padding: Tensor
+        self, slots: Tensor, layer: CacheLayer, contexts: Tensor, padding: Tensor
     ) -> None:
         """Copy contexts' keys and values from a prefill, without their left padding, to slots.
 
@@ -149,12 +151,14 @@ class StaticLayer(PrefixLayer):
             contexts: ``[contexts]`` int64, which of its rows.
             padding: ``[contexts]`` int64, of each of them.
         """
-        held = layer.keys.shape[2]
+        assert isinstance(layer, DynamicLayer)  # the model's layer that this one stands in for
+        tensors = keys_and_values(layer)
+        held = tensors[0].shape[2]
         # A window let go of the first tokens, which padding is the first of.
         gone = 0 if self.window is None else layer.get_seq_length() - held
         first = (padding - gone).clamp(min=0)
         at = (first[:, None] + torch.arange(held, device=first.device)).clamp(max=held - 1)
-        for buffer, tensor in zip(self.prefix, (layer.keys, layer.values), strict=True):
+        for buffer, tensor in zip(self.prefix, tensors, strict=True):
             chosen = tensor[contexts[:, None], :, at]  # [contexts, held, kv_heads, dim]
             buffer[slots, :, :held] = chosen.transpose(1, 2)
 
@@ -174,6 +178,7 @@ class StaticLayer(PrefixLayer):
         """Write one token's keys and values ``[lines, kv_heads, 1, dim]``; returns the lines' own,
         all their room."""
         self.demand_attention()
+        assert self.view is not None  # every step begins with a look
         lines, place = self.view.sizes.lines, self.view.place[:, None, None, None]
         for buffer, states in zip(self.own, (key_states, value_states), strict=True):
             buffer[:lines].scatter_(2, place.expand_as(states), states)
@@ -197,16 +202,17 @@ class StaticLayer(PrefixLayer):
         arguments and result as for :meth:`ia_mech.engine.shared_prefix.SharedLayer.attend`."""
         self.waiting = False
         view, (prefix_keys, prefix_values) = self.view, self.prefix
+        assert view is not None  # as in update
         slots, seats = view.sizes.slots, view.sizes.seats
-        numbers = {"scaling": scaling, "softcap": softcap}
         if view.by_kernels:
             return kernels.attend(
                 query, (key, value), (prefix_keys[:slots], prefix_values[:slots]),
                 place=view.place, length=view.held(self.window), line_at=view.line_at,
-                seat_of=view.seat_of, sinks=sinks, window=self.window, **numbers,
+                seat_of=view.seat_of, scaling=scaling, softcap=softcap, sinks=sinks,
+                window=self.window,
             )  # fmt: skip
         bias = view.own_bias(self.window, query.dtype)
-        own = attend(query, key, value, bias=bias, **numbers)
+        own = attend(query, key, value, scaling=scaling, softcap=softcap, bias=bias)
 
         _, heads, _, dim = query.shape
         kv_heads = prefix_keys.shape[1]
@@ -215,8 +221,9 @@ class StaticLayer(PrefixLayer):
         seated = seated.reshape(slots, kv_heads, -1, dim)
         bias = view.prefix_bias(self.window, heads // kv_heads, query.dtype)
         average, total = attend(
-            seated, prefix_keys[:slots], prefix_values[:slots], bias=bias, **numbers
-        )
+            seated, prefix_keys[:slots], prefix_values[:slots],
+            scaling=scaling, softcap=softcap, bias=bias,
+        )  # fmt: skip
         average = average.view(slots, kv_heads, seats, -1, average.shape[-1]).transpose(1, 2)
         total = total.view(slots, kv_heads, seats, -1).transpose(1, 2)
         before = (

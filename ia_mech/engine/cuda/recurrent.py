@@ -10,6 +10,7 @@ from transformers.cache_utils import LinearAttentionLayer
 
 from ia_mech.engine.cuda.layer import View
 from ia_mech.engine.cuda.sizes import Sizes, states_of
+from ia_mech.engine.prefill import CacheLayer
 
 
 class StaticRecurrentLayer(LinearAttentionLayer):
@@ -70,13 +71,13 @@ class StaticRecurrentLayer(LinearAttentionLayer):
         """What follows is a step of this view's bucket."""
         self._show(view.sizes.lines)
 
-    def begin(self, lines: Tensor, layer: LinearAttentionLayer, contexts: Tensor) -> None:
+    def begin(self, lines: Tensor, layer: CacheLayer, contexts: Tensor) -> None:
         """Rows of a prefill's contexts ``[rows]`` int64 begin in ``lines`` ``[rows]`` int64."""
         for name, state in states_of(layer).items():
             self.states[name][lines] = state[contexts]
 
     def put_prefixes(
-        self, slots: Tensor, layer: LinearAttentionLayer, contexts: Tensor, padding: Tensor
+        self, slots: Tensor, layer: CacheLayer, contexts: Tensor, padding: Tensor
     ) -> None:
         """Nothing: a state is copied where a row begins, and nobody reads it elsewhere."""
 

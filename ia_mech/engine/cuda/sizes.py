@@ -133,12 +133,16 @@ class Shape:
     def of(cls, config, layers: Sequence, logits: Tensor, dtype: torch.dtype) -> "Shape":
         """Of a model with this text configuration, from the layers of a prefilled cache."""
         widest = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
-        attention = [layer for layer in layers if isinstance(layer, DynamicLayer)]
+        attention = [
+            (*keys_and_values(layer), window_of(layer))
+            for layer in layers
+            if isinstance(layer, DynamicLayer)
+        ]
         states = [states_of(layer).values() for layer in layers]
         return cls(
             tuple(
-                (t.keys.shape[1], t.keys.shape[-1], t.values.shape[-1], window_of(t))
-                for t in attention
+                (keys.shape[1], keys.shape[-1], values.shape[-1], window)
+                for keys, values, window in attention
             ),
             config.num_attention_heads,
             config.hidden_size + widest,
@@ -146,6 +150,12 @@ class Shape:
             dtype,
             tuple(sum(state[0].nbytes for state in held) for held in states if held),
         )
+
+
+def keys_and_values(layer: DynamicLayer) -> tuple[Tensor, Tensor]:
+    """Of a prefilled attention layer, ``[rows, kv_heads, tokens, dim]`` each."""
+    assert layer.keys is not None and layer.values is not None
+    return layer.keys, layer.values
 
 
 def window_of(layer) -> int | None:

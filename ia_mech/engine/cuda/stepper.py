@@ -8,7 +8,7 @@ is sent to the host, which says afterwards which lines go on, and which begin an
 import contextlib
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
 from weakref import WeakKeyDictionary
 
@@ -34,8 +34,8 @@ from ia_mech.models.load import accepts, text_config
 STEPS = 2  # launched together, while the host looks at those before: a row's end is seen 2.5 late
 FIELDS = tuple(field.name for field in fields(Draw))
 
-# What stands in for which layer of a cache.
-STATIC = {
+# What stands in for which layer of a cache; made from such a layer, prefilled, and sizes.
+STATIC: dict[type, Callable[..., StaticLayer | StaticRecurrentLayer]] = {
     DynamicLayer: StaticLayer,
     DynamicSlidingWindowLayer: StaticLayer,
     LinearAttentionLayer: StaticRecurrentLayer,
@@ -120,7 +120,8 @@ class Stepper:
             demand(needed_bytes(shape, sizes, self._by_kernels), free_bytes(device))
         self._model, self.sizes, self.weights = weakref.ref(model), sizes, _weights(model)
         self._cache = DynamicCache(config=model.config)
-        self._cache.layers = [STATIC[type(layer)](layer, sizes) for layer in layers]
+        self._layers = [STATIC[type(layer)](layer, sizes) for layer in layers]
+        self._cache.layers = [*self._layers]
         self._device = device
 
         def numbers(*shape: int, fill: int = 0, dtype: torch.dtype = torch.long) -> Tensor:
@@ -147,7 +148,7 @@ class Stepper:
     def tensors(self) -> list[Tensor]:
         """Every tensor that a step reads or writes and that is still there after it."""
         own = [value for value in vars(self).values() if isinstance(value, Tensor)]
-        return own + [t for layer in self._cache.layers for t in layer.tensors()]
+        return own + [t for layer in self._layers for t in layer.tensors()]
 
     @torch.inference_mode()
     def reset(self) -> None:
@@ -156,7 +157,7 @@ class Stepper:
             tensor.zero_()
         self._age.fill_(1)
         self._length.fill_(1)
-        for layer in self._cache.layers:
+        for layer in self._layers:
             layer.forget_rows()
 
     # -- between steps --------------------------------------------------------------------------
@@ -167,7 +168,7 @@ class Stepper:
         told = torch.tensor(slots), torch.tensor(contexts)
         slot, context = (to_device(tensor, self._device) for tensor in told)
         padding = (group.state.mask[context].cumsum(-1) == 0).sum(-1)
-        for ours, theirs in zip(self._cache.layers, group.state.cache.layers, strict=True):
+        for ours, theirs in zip(self._layers, group.state.cache.layers, strict=True):
             ours.put_prefixes(slot, theirs, context, padding)
         self._length[slot] = group.state.mask.shape[1] - padding
 
@@ -196,7 +197,7 @@ class Stepper:
         """
         told = torch.tensor(lines), torch.tensor(slots), index, temperature, key
         at, slot, index, temperature, key = (to_device(tensor, self._device) for tensor in told)
-        for ours, theirs in zip(self._cache.layers, group.state.cache.layers, strict=True):
+        for ours, theirs in zip(self._layers, group.state.cache.layers, strict=True):
             ours.begin(at, theirs, index)
         drawn = self._draw(group.logits[index], temperature, key, torch.zeros_like(at))
         self._token[at] = drawn.token
@@ -212,7 +213,7 @@ class Stepper:
         index = to_device(torch.tensor(lines), self._device)
         for tensor in (self._token, self._age, self._start, self._temperature, self._key):
             tensor[: len(lines)] = tensor[index]
-        for layer in self._cache.layers:
+        for layer in self._layers:
             layer.keep(index)
             for start, to in moves:
                 layer.move_prefix(start, to)
@@ -248,6 +249,7 @@ class Stepper:
 
     def _step(self, sizes: Sizes) -> None:
         n, model = sizes.lines, self._model()
+        assert model is not None  # whoever asks for a step holds it
         token, age = self._token[:n], self._age[:n]
         # A row that ended goes on until the host sees it; what it writes then is in nobody's way.
         place = (age - 1).clamp(max=sizes.own - 1)
@@ -275,7 +277,7 @@ class Stepper:
             seat_of=self._seat_of[: sizes.lines],
             by_kernels=self._by_kernels,
         )
-        for layer in self._cache.layers:
+        for layer in self._layers:
             layer.look(view)
 
     def _draw(self, logits: Tensor, temperature: Tensor, key: Tensor, age: Tensor) -> Draw:
@@ -313,9 +315,7 @@ class Stepper:
         """Steps that advance nothing. Keys and values they do write, where the next step writes."""
         advanced = self._token, self._age, self._at
         before = [tensor.clone() for tensor in advanced]
-        recurrent = [
-            layer for layer in self._cache.layers if isinstance(layer, StaticRecurrentLayer)
-        ]
+        recurrent = [layer for layer in self._layers if isinstance(layer, StaticRecurrentLayer)]
         scratch: dict[tuple, Tensor] = {}
         try:
             for layer in recurrent:

@@ -87,6 +87,7 @@ class StaticStream(Stream):
         schedule = self._schedule
         rows, ages = np.array(schedule.slots), np.array(schedule.age)
         sizes = self._sizes.bucket(len(rows))
+        assert self._stepper is not None  # some line is busy, so rows have begun
         self._stepper.seat(*self._seating.tables(self._held(), sizes))
         steps = min(STEPS, self._most - min(schedule.age[line] for line in schedule.busy))
         drawn = self._stepper.run(sizes.lines, steps)
@@ -151,6 +152,7 @@ class StaticStream(Stream):
         if tokens > room:
             raise ValueError(f"a context of {tokens} tokens, where room was made for {room}")
         if contexts:
+            assert self._stepper is not None  # made before the first rows begin
             slots = [self._seating.hold(context) for context in contexts]
             self._stepper.put_contexts(slots, group, [c - self._first for c in contexts])
 
@@ -161,6 +163,7 @@ class StaticStream(Stream):
         if self._schedule.waiting or smaller == self._sizes.bucket(len(self._schedule.slots)):
             return
         self._schedule.keep(busy)
+        assert self._stepper is not None  # some line is busy
         self._stepper.keep(busy, self._seating.squeeze(smaller.slots))
 
     def _note(self, flight: Flight) -> None:
