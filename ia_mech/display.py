@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import wraps
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from rich.console import Console
 from tqdm import tqdm
@@ -122,7 +122,7 @@ def styled(draw: Callable[..., Any]) -> Callable[..., Any]:
     def drawn(*args: Any, **kwargs: Any) -> Any:
         from matplotlib import rc_context
 
-        with rc_context(dict(STYLE)):
+        with rc_context(cast(Any, STYLE)):  # the stub wants every key as a literal
             return draw(*args, **kwargs)
 
     return drawn
