@@ -34,11 +34,11 @@ class Derived:
 
     @property
     def turn_end(self) -> str | None:
-        return (self.gap.split() or [None])[0]
+        return self.gap.split(" ")[0] or None
 
     @property
     def separator(self) -> str | None:
-        return self.gap.split()[1] if " " in self.gap else None
+        return self.gap.split(" ")[1] if " " in self.gap else None
 
 
 FOUND = {
@@ -128,15 +128,8 @@ FOUND = {
 QUERY, RESPONSE = "Why?", "It is blue."
 
 CONTENTS = [
-    *(
-        RESPONSE,
-        "",
-        "  lead and trail  ",
-        "\n\nlead and trail\n",
-        " \n ",
-        "ok 👍🏽 👩‍👩‍👧",
-        "灯塔在海边。",
-    ),
+    *(RESPONSE, "", "  lead and trail  ", "\n\nlead and trail\n", " \n ", "灯塔在海边。"),
+    "ok 👍🏽 👩‍👩‍👧",
     *("cafe\u0301", "```python\ndef f(x):\n\treturn x\n```", QUERY, "hy", "408", "...", "Qzxvjk"),
     *("</think>", "<think>\nhm\n</think>\n\nIt is blue.", "<think>\nhm"),
     *("{{ bos_token }}{% raw %}", "half <|im_end [INST <end_of a mark"),

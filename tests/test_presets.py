@@ -91,15 +91,12 @@ def test_instruction_sets_are_prompts_with_their_constraints(name, key, kwargs):
     assert second.metadata["kwargs"] == [{}]  # one per instruction, even without arguments
 
 
-def test_healthbench_prompts_stay_whole():
+def test_healthbench_prompts_stay_whole_or_are_cut_before_the_last_user_turn():
     single, multi = local("healthbench")
     assert single.response is None and multi.response is None
     assert [m["role"] for m in multi.messages] == ["user", "assistant", "user"]
     assert multi.query.startswith("Lisinopril") and multi.id == "hb-0002"
     assert single.metadata == {"example_tags": ["theme:context_seeking"]}
-
-
-def test_healthbench_can_be_cut_before_its_last_user_turn():
     single, multi = local("healthbench", cut="last")
     assert single.response is None and single.reference is None
     assert multi.response == "Which ones, and how do you feel with them?"
@@ -139,14 +136,6 @@ def test_wildchat_equal_dialogues_are_one_source():
         "toxic": False,
         "redacted": False,
     }
-
-
-def test_wildchat_keeps_earlier_turns_when_cut_last(hub):
-    hub.rows["allenai/WildChat-1M"][0]["conversation"] += [
-        {"role": "user", "content": "thanks", "turn_identifier": 7003}
-    ]
-    bread = next(iter(open_conversations("wildchat", columns=ColumnMap(cut="last"))))
-    assert len(bread.messages) == 4 and bread.reference == "thanks"
 
 
 def test_defaults_reach_the_hub_and_the_commit_is_recorded(hub):
@@ -190,13 +179,6 @@ def test_a_changed_schema_names_the_missing_column(hub):
         open_conversations("coval")
 
 
-def test_named_columns_replace_the_presets_own(hub):
-    hub.rows["google/IFEval"] = [{"id": "a", "task": "Name a river.", "reply": "The Aare."}]
-    columns = ColumnMap(query="task", response="reply")
-    only = list(open_conversations("ifeval", columns=columns))
-    assert only[0].response == "The Aare." and only[0].id == "a"
-
-
 def raising(error: Exception):
     def call(*args, **kwargs):
         raise error
@@ -204,33 +186,24 @@ def raising(error: Exception):
     return call
 
 
-def test_no_network_is_one_line_with_a_way_out(hub, monkeypatch):
-    class ConnectError(Exception):  # the HTTP client's; known by name, as its package changes
-        pass
-
-    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", raising(ConnectError("no route")))
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("ConnectError", "the hub could not be reached: no route"),
+        ("RepositoryNotFoundError", "the hub has no such dataset, or it is private or gated"),
+    ],
+)
+def test_a_hub_that_does_not_answer_is_one_line_with_a_way_out(hub, monkeypatch, kind, said):
+    # The HTTP client's errors are known by name, as its package changes.
+    error = type(kind, (Exception,), {})("no route\nlong story")
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", raising(error))
     with pytest.raises(UserError) as caught:
         open_conversations("wildchat")
     text = str(caught.value)
-    assert text.startswith(
-        "dataset 'allenai/WildChat-1M' could not be read (the hub could not be reached: no route)"
-    )
-    assert "download it on a machine with network and pass a local JSONL or Parquet file" in text
-    assert "\n" not in text
-    assert hub.asked == []  # not even tried: its retries take long
-
-
-def test_an_unknown_hub_id_says_so(hub, monkeypatch):
-    class RepositoryNotFoundError(Exception):
-        pass
-
-    monkeypatch.setattr(
-        huggingface_hub.HfApi, "dataset_info", raising(RepositoryNotFoundError("404\nlong story"))
-    )
-    with pytest.raises(
-        UserError, match=r"\(the hub has no such dataset, or it is private or gated"
-    ):
-        open_conversations("nobody/nothing")
+    assert text.startswith("dataset 'allenai/WildChat-1M' could not be read (") and said in text
+    assert "\n" not in text and hub.asked == []  # not even tried: its retries take long
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    assert open_conversations("gsm8k").description["revision"] is None
 
 
 def test_a_stream_that_breaks_is_a_user_error(hub):
@@ -238,17 +211,6 @@ def test_a_stream_that_breaks_is_a_user_error(hub):
         yield fixture_rows("gsm8k")[0]
         raise OSError("connection reset\nby peer")
 
-    class Stream:
-        def __iter__(self):
-            return rows()
-
-    hub.rows["openai/gsm8k"] = Stream()
-    source = open_conversations("gsm8k")
+    hub.rows["openai/gsm8k"] = rows()
     with pytest.raises(UserError, match=r"'gsm8k' could not be read \(connection reset\);"):
-        list(source)
-
-
-def test_offline_mode_leaves_the_question_out(hub, monkeypatch):
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", raising(AssertionError("asked")))
-    assert open_conversations("gsm8k").description["revision"] is None
+        list(open_conversations("gsm8k"))

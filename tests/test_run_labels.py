@@ -31,21 +31,7 @@ LABELS = [
     | {"note": "sicher", "sheet": "sheet-1", "stratum": "generic", "inclusion_probability": 0.125},
     {"context_id": "c1", "temperature": 1.0, "sample": 3, "category": CANNOT_ASSESS},
 ]
-BAD_NAMES = [
-    "",
-    ".",
-    "..",
-    "../x",
-    "a/b",
-    "a\\b",
-    ".hidden",
-    "-x",
-    "_x",
-    "a b",
-    "a\n",
-    "é",
-    "a" * 101,
-]
+BAD_NAMES = ["", "..", "../x", "a/b", "a\\b", ".hidden", "-x", "a b", "a\n", "é", "a" * 101]
 
 
 @pytest.fixture
@@ -70,20 +56,16 @@ def test_judgements_come_back_as_they_were_written(labels):
     assert json.loads(frame["scores"][1]) == {"generic": 0.5}
     assert frame["cost"][2] == 0.25 and frame["cost"].isna().sum() == 3
     assert frame["error"][3] == "no" and frame["cached"][3]
+    assert frame["genuine"].dtype == "boolean" and frame["genuine"].mean() == 0.5
+    assert frame["genuine"].tolist() == [True, False, pd.NA, pd.NA]
+    assert labels.record("judgements", "rules") == WHO
+    labels.write_judgements("rules", [], {"identity": {}})  # replaced whole
+    assert labels.judgements("rules").shape == (0, len(JUDGEMENTS))
+    assert labels.record("judgements", "rules") == {"identity": {}}
+    assert files_under(labels.path) == ["judgements/rules.parquet"]
 
 
-def test_genuine_is_nullable(labels):
-    labels.write_judgements("rules", ROWS, WHO)
-    genuine = labels.judgements("rules")["genuine"]
-    assert genuine.dtype == "boolean"
-    assert genuine.tolist() == [True, False, pd.NA, pd.NA]
-    assert genuine.mean() == 0.5
-    labels.write_annotations("anna", [LABELS[1]], {})
-    assert labels.annotations("anna")["genuine"].dtype == "boolean"
-    assert labels.annotations("anna")["genuine"].isna().all()
-
-
-def test_annotations_come_back_as_they_were_written(labels):
+def test_annotations_and_sheets_come_back_as_they_were_written(labels):
     path = labels.write_annotations("anna", LABELS, {"sheets": ["sheet-1"]})
     assert path == labels.path / "annotations" / "anna.parquet"
     frame = labels.annotations("anna")
@@ -91,20 +73,13 @@ def test_annotations_come_back_as_they_were_written(labels):
     assert frame.iloc[0].to_dict() == LABELS[0]
     assert frame[list(KEY)].iloc[1].tolist() == ["c1", 1.0, 3]
     assert frame["note"].isna().tolist() == [False, True]
+    assert frame["genuine"].dtype == "boolean" and pd.isna(frame["genuine"][1])
     assert labels.record("annotations", "anna") == {"sheets": ["sheet-1"]}
-
-
-def test_no_row_at_all_is_a_table_with_all_columns(labels):
-    labels.write_judgements("rules", [], WHO)
-    frame = labels.judgements("rules")
-    assert frame.shape == (0, len(JUDGEMENTS)) and frame["genuine"].dtype == "boolean"
-
-
-def test_each_file_carries_its_own_record(labels):
-    labels.write_judgements("rules", ROWS, WHO)
-    labels.write_judgements("other", ROWS, {"identity": {"kind": "llm"}})
-    assert labels.record("judgements", "rules") == WHO
-    assert labels.record("judgements", "other") == {"identity": {"kind": "llm"}}
+    key = {"rows": [["c0", 0.0, 0]], "judge": "rules", "note": "日本"}
+    path = labels.write_sheet("anna", key)
+    assert path == labels.path / "annotations" / "sheets" / "anna.json"
+    assert labels.sheet("anna") == key
+    assert (labels.annotators, labels.sheets) == (["anna"], ["anna"])
 
 
 def test_files_open_in_pandas_and_without_a_record(labels):
@@ -117,59 +92,19 @@ def test_files_open_in_pandas_and_without_a_record(labels):
     assert len(labels.judgements("rules")) == 4
 
 
-def test_sheets_come_back_as_they_were_written(labels):
-    key = {"rows": [["c0", 0.0, 0]], "judge": "rules", "note": "日本"}
-    path = labels.write_sheet("sheet-1", key)
-    assert path == labels.path / "annotations" / "sheets" / "sheet-1.json"
-    assert labels.sheet("sheet-1") == key
-
-
 # -- what is there ------------------------------------------------------------------------------
-
-
-def test_a_run_has_labels_of_no_one_at_first(merged, tmp_path):
-    run = Run.open(shutil.copytree(merged.path, tmp_path / "run"))
-    before = files_under(run.path)
-    assert run.labels.judges == run.labels.annotators == run.labels.sheets == []
-    assert files_under(run.path) == before
 
 
 def test_labels_leave_the_rest_of_the_run_as_it_was(merged, tmp_path):
     run = Run.open(shutil.copytree(merged.path, tmp_path / "run"))
     before = files_under(run.path)
+    assert run.labels.judges == run.labels.annotators == run.labels.sheets == []
     run.labels.write_judgements("rules", ROWS, WHO)
     run.labels.write_annotations("anna", LABELS, {})
     added = ["annotations/anna.parquet", "judgements/rules.parquet"]
     assert files_under(run.path) == sorted(before + added)
     again = Run.open(run.path)
     assert again.digest() == merged.digest() and again.verify() == []
-
-
-def test_names_are_listed_in_order_and_apart(labels):
-    for name in ("rules", "a.b", "gpt-5-mini"):
-        labels.write_judgements(name, ROWS, WHO)
-    labels.write_annotations("anna", LABELS, {})
-    labels.write_sheet("sheet-1", {})
-    assert labels.judges == ["a.b", "gpt-5-mini", "rules"]
-    assert labels.annotators == ["anna"]
-    assert labels.sheets == ["sheet-1"]
-
-
-def test_the_folder_of_sheets_is_no_annotator(labels):
-    labels.write_sheet("anna", {"rows": []})
-    assert labels.annotators == []
-    labels.write_annotations("sheets", LABELS, {})
-    assert labels.annotators == ["sheets"] and labels.sheets == ["anna"]
-    assert labels.sheet("anna") == {"rows": []}
-
-
-def test_files_that_were_not_written_here_are_not_listed(labels):
-    labels.write_judgements("rules", ROWS, WHO)
-    folder = labels.path / "judgements"
-    for name in ("._rules.parquet", "rules.parquet.tmp", "notes.txt", "a b.parquet"):
-        (folder / name).write_text("mine")
-    (folder / "folder.parquet").mkdir()
-    assert labels.judges == ["rules"]
 
 
 def test_a_folder_name_with_an_equals_sign_adds_no_column(tmp_path):
@@ -184,7 +119,8 @@ def test_a_folder_name_with_an_equals_sign_adds_no_column(tmp_path):
 
 
 @pytest.mark.parametrize("name", BAD_NAMES)
-def test_a_name_that_can_not_be_a_files_writes_nothing(labels, name):
+def test_a_name_that_can_not_be_a_files_writes_nothing_and_finds_nothing(labels, name):
+    """Not even a file that is there: names don't lead out of the folder."""
     for write in (
         lambda: labels.write_judgements(name, ROWS, WHO),
         lambda: labels.write_annotations(name, LABELS, {}),
@@ -193,19 +129,7 @@ def test_a_name_that_can_not_be_a_files_writes_nothing(labels, name):
         with pytest.raises(UserError, match="can't name a file; use letters, digits, dots, dashes"):
             write()
     assert list(labels.path.parent.rglob("*")) == [labels.path]
-
-
-@pytest.mark.parametrize("name", ["rules", "gpt-5-mini", "Qwen3_0.6B", "7", "a" * 100])
-def test_a_name_that_can_be_a_files_is_taken_as_it_is(labels, name):
-    assert check_name(name) == name
-    labels.write_judgements(name, ROWS, WHO)
-    assert labels.judges == [name] and len(labels.judgements(name)) == 4
-
-
-@pytest.mark.parametrize("name", BAD_NAMES)
-def test_reading_such_a_name_finds_nothing(labels, name):
-    """Not even a file that is there: names don't lead out of the folder."""
-    labels.write_judgements("rules", ROWS, WHO)
+    (labels.path / "judgements").mkdir()
     pq.write_table(pa.table({"x": [1]}), labels.path / "x.parquet")
     (labels.path / "annotations" / "sheets").mkdir(parents=True)
     (labels.path / "annotations" / "x.json").write_text("{}")
@@ -214,15 +138,18 @@ def test_reading_such_a_name_finds_nothing(labels, name):
             read(name)
 
 
+def test_names_are_listed_in_order_without_files_that_were_not_written_here(labels):
+    names = ["7", "Qwen3_0.6B", "a" * 100, "gpt-5-mini", "rules"]
+    for name in reversed(names):
+        assert labels.write_judgements(check_name(name), ROWS, WHO).stem == name
+    folder = labels.path / "judgements"
+    for name in ("._rules.parquet", "rules.parquet.tmp", "notes.txt", "a b.parquet"):
+        (folder / name).write_text("mine")
+    (folder / "folder.parquet").mkdir()
+    assert labels.judges == names
+
+
 # -- replaced whole -----------------------------------------------------------------------------
-
-
-def test_writing_again_replaces_rows_and_record(labels):
-    labels.write_judgements("rules", ROWS, WHO)
-    labels.write_judgements("rules", ROWS[:1], {"identity": {}})
-    assert len(labels.judgements("rules")) == 1
-    assert labels.record("judgements", "rules") == {"identity": {}}
-    assert files_under(labels.path) == ["judgements/rules.parquet"]
 
 
 @pytest.mark.parametrize("step", ["write", "replace"])
@@ -245,53 +172,26 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(labels, monkeyp
     assert len(labels.judgements("rules")) == 1
 
 
-def test_rows_that_do_not_fit_leave_the_old_file_and_nothing_else(labels):
-    path = labels.write_judgements("rules", ROWS, WHO)
-    before = path.read_bytes()
-    with pytest.raises((pa.ArrowInvalid, pa.ArrowTypeError)):
-        labels.write_judgements("rules", [ROWS[0] | {"sample": "first"}], WHO)
-    with pytest.raises(TypeError):
-        labels.write_judgements("rules", ROWS, {"identity": object()})
-    assert path.read_bytes() == before
-    assert files_under(labels.path) == ["judgements/rules.parquet"]
-
-
 # -- what can't be read -------------------------------------------------------------------------
 
 
-def test_an_unknown_judge_is_refused_naming_those_there(labels):
-    expected = r"run has no judgements of 'gpt'; run: python -m ia_mech\.judge run \S+/run$"
-    for read in (labels.judgements, lambda name: labels.record("judgements", name)):
-        with pytest.raises(UserError, match=expected):
-            read("gpt")
+def test_an_unknown_name_is_refused_naming_those_there(tmp_path):
+    labels = Labels(tmp_path / "a run")
+    with pytest.raises(UserError, match=r"of 'gpt'; run: python -m \S+ run '\S+/a run'$"):
+        labels.judgements("gpt")
     labels.write_judgements("rules", ROWS, WHO)
     labels.write_judgements("other", ROWS, WHO)
-    for read in (labels.judgements, lambda name: labels.record("judgements", name)):
-        with pytest.raises(UserError, match=r"of 'gpt' \(there are: other, rules\); run: python"):
-            read("gpt")
-
-
-def test_an_unknown_annotator_is_refused_naming_those_there(labels):
-    with pytest.raises(UserError, match=r"of 'ben'; run: .* import \S+ FILE --annotator ben$"):
-        labels.annotations("ben")
     labels.write_annotations("anna", LABELS, {})
-    with pytest.raises(UserError, match=r"no annotations of 'ben' \(there are: anna\); run: "):
-        labels.annotations("ben")
-    with pytest.raises(UserError, match=r"no annotations of 'ben' \(there are: anna\); run: "):
-        labels.record("annotations", "ben")
-
-
-def test_an_unknown_sheet_is_refused_naming_those_there(labels):
-    with pytest.raises(UserError, match="run has no sheet 'two'; there are: none"):
-        labels.sheet("two")
     labels.write_sheet("one", {})
-    with pytest.raises(UserError, match="run has no sheet 'two'; there are: one"):
-        labels.sheet("two")
-
-
-def test_the_suggested_command_survives_a_folder_with_spaces(tmp_path):
-    with pytest.raises(UserError, match=r"run: python -m ia_mech\.judge run '\S+/a run'$"):
-        Labels(tmp_path / "a run").judgements("rules")
+    for read, text in (
+        (labels.judgements, r"of 'gpt' \(there are: other, rules\); run: python"),
+        (lambda name: labels.record("judgements", name), r"\(there are: other, rules\); run: "),
+        (labels.annotations, r"no annotations of 'gpt' \(there are: anna\); run: "),
+        (lambda name: labels.record("annotations", name), r"\(there are: anna\); run: "),
+        (labels.sheet, "no sheet 'gpt'; there are: one"),
+    ):
+        with pytest.raises(UserError, match=text):
+            read("gpt")
 
 
 @pytest.mark.parametrize("damage", [b"", b"not Parquet", "cut", "flipped"])
@@ -313,22 +213,15 @@ def test_a_file_that_is_not_parquet_is_refused_by_name(labels, damage):
             read("rules")
 
 
-def test_a_table_of_something_else_is_refused_by_name(labels):
-    folder = labels.path / "annotations"
-    folder.mkdir()
-    pq.write_table(pa.table({"context_id": ["c0"], "genuine": [True]}), folder / "mine.parquet")
-    with pytest.raises(UserError, match=r"mine\.parquet can't be read \(no column temperature, sa"):
-        labels.annotations("mine")
-
-
-def test_a_damaged_record_is_refused_by_name(labels):
+def test_other_tables_damaged_records_and_damaged_sheets_are_refused_by_name(labels):
+    path = labels.write_annotations("anna", LABELS, {})
+    pq.write_table(pa.table({"context_id": ["c0"], "genuine": [True]}), path)
+    with pytest.raises(UserError, match=r"anna\.parquet can't be read \(no column temperature, sa"):
+        labels.annotations("anna")
     path = labels.write_judgements("rules", ROWS, WHO)
     pq.write_table(pq.read_table(path).replace_schema_metadata({b"ia_mech": b"{"}), path)
     with pytest.raises(UserError, match=r"judgements/rules\.parquet can't be read"):
         labels.record("judgements", "rules")
-
-
-def test_a_damaged_sheet_is_refused_by_name(labels):
     labels.write_sheet("one", {"rows": []}).write_text('{"rows": [')
     with pytest.raises(UserError, match=r"sheets/one\.json is damaged .*; export another sheet"):
         labels.sheet("one")

@@ -1,6 +1,5 @@
 """A run on disk: what lies where, what a reader gets, and the digest."""
 
-import json
 import pickletools
 import shutil
 import zipfile
@@ -57,14 +56,6 @@ def test_the_folder_holds_what_is_documented_and_nothing_else(merged):
     assert merged.model["weights_hash"] and chat["template_hash"]
 
 
-def test_parts_before_merging_have_the_same_files_each(parted):
-    names = [part["name"] for part in parted._parts]
-    assert names == [f"{n:05d}" for n in range(CONTEXTS // 2)]
-    for folder, count in (("contexts", 6), ("generations", 6), ("header_logits", 6)):
-        assert len(list((parted.path / folder).iterdir())) == count
-    assert len(list((parted.path / "residuals").rglob("*.safetensors"))) == 6 * LAYERS
-
-
 @pytest.mark.parametrize("kind", ["contexts", "generations"])
 def test_parquet_opens_in_pandas_and_in_datasets(parted, kind, tmp_path):
     files = sorted(str(f) for f in (parted.path / kind).iterdir())
@@ -78,26 +69,6 @@ def test_parquet_opens_in_pandas_and_in_datasets(parted, kind, tmp_path):
     assert theirs["context_id"][:] == frames["context_id"].tolist()
     assert [list(ids) for ids in theirs["token_ids"]] == [list(i) for i in frames["token_ids"]]
     assert sorted(frames["context_id"]) == sorted(ours["context_id"])
-
-
-def test_a_folder_name_with_an_equals_sign_adds_no_column(tmp_path):
-    run = write_by_hand(tmp_path / "seed=3" / "lr=0.1", tmp_path / "scratch")
-    assert list(run.contexts.columns) == layout.contexts_schema(KEPT).names
-    assert list(run.generations.columns) == layout.GENERATIONS.names
-
-
-def test_safetensors_open_by_themselves(merged):
-    name = merged._parts[0]["name"]
-    with safe_open(merged.path / f"residuals/layer_03/{name}.safetensors", "pt") as tensors:
-        assert list(tensors.keys()) == ["residuals"]
-        kept = tensors.get_slice("residuals")
-        assert kept.get_shape() == [CONTEXTS, len(merged.positions), 32]
-        assert kept.get_dtype() == "F32"
-    with safe_open(merged.path / f"header_logits/{name}.safetensors", "pt") as tensors:
-        assert list(tensors.keys()) == ["shifted"]
-        shape = tensors.get_slice("shifted").get_shape()
-        assert shape == [CONTEXTS, merged.model["vocab"]]
-        assert tensors.get_slice("shifted").get_dtype() == "F16"
 
 
 def test_nothing_in_a_run_is_a_pickle(parted):
@@ -115,15 +86,6 @@ def test_nothing_in_a_run_is_a_pickle(parted):
 # -- reading ------------------------------------------------------------------------------------
 
 
-def test_units_are_sorted_by_length_and_contexts_come_back_in_order(parted):
-    files = sorted((parted.path / "contexts").iterdir())
-    stored = [order for f in files for order in pd.read_parquet(f)["order"]]
-    lengths = parted.contexts["context_tokens"].tolist()
-    assert stored == sorted(range(CONTEXTS), key=lambda i: (lengths[i], i)) != list(range(CONTEXTS))
-    assert parted.contexts["order"].tolist() == list(range(CONTEXTS))
-    assert parted.contexts.index.tolist() == list(range(CONTEXTS))
-
-
 def test_generations_come_back_greedy_first_then_by_temperature_and_sample(parted, by_hand):
     grid = [(0.0, 0), (0.7, 0), (0.7, 1), (1.0, 0), (1.0, 1)]
     rows = parted.generations[["order", "temperature", "sample"]]
@@ -135,54 +97,41 @@ def test_generations_come_back_greedy_first_then_by_temperature_and_sample(parte
     ]
 
 
-@pytest.mark.parametrize("name", ["merged", "parted"])
-def test_residuals_are_the_stored_tensors_in_the_order_of_contexts(name, request):
-    run = request.getfixturevalue(name)
-    where = {
-        order: (part["name"], row)
-        for part in run._parts
-        for row, order in enumerate(
-            pd.read_parquet(run.path / f"contexts/part-{part['name']}.parquet")["order"]
-        )
-    }
-    for layer in run.layers:
-        for at, position in enumerate(run.positions):
-            found = run.residuals(layer, position)
-            assert found.shape == (CONTEXTS, 32)
-            for order, (part, row) in where.items():
-                file = run.path / f"residuals/layer_{layer:02d}/{part}.safetensors"
-                with safe_open(file, "pt") as tensors:
-                    expected = tensors.get_tensor("residuals")[row, at]
-                assert torch.equal(found[order], expected)
-
-
-def test_residuals_written_by_hand_come_back_and_missing_positions_are_nan(by_hand):
+def test_residuals_written_by_hand_come_back_and_missing_positions_are_nan(tmp_path):
+    run = write_by_hand(tmp_path / "seed=3" / "lr=0.1", tmp_path / "scratch")
+    assert list(run.contexts.columns) == layout.contexts_schema(KEPT).names, "no seed and lr"
+    assert list(run.generations.columns) == layout.GENERATIONS.names
     for layer in (0, 1):
         for at, position in enumerate(KEPT):
-            found = by_hand.residuals(layer, position)
+            found = run.residuals(layer, position)
             expected = torch.stack([residuals_of(order)[layer, at] for order in range(8)])
             torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
-    missing = by_hand.residuals(1, "response_end").isnan()
+    missing = run.residuals(1, "response_end").isnan()
     assert missing.all(1).tolist() == missing.any(1).tolist() == [i % 3 == 1 for i in range(8)]
-    assert not by_hand.residuals(1, "header_last").isnan().any()
-
-
-def test_an_empty_response_has_no_response_end(tiny_subject, tmp_path):
-    data = tmp_path / "chats.jsonl"
-    rows = [{"query": "Who?", "response": "You."}, {"query": "Why?", "response": ""}]
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    config = SampleConfig(dataset=str(data), grid=Grid((), 1, 2), positions=("response_end",))
-    run = sampled(config, tiny_subject, tmp_path / "run")
-    assert [p["response_end"] is None for p in run.contexts["positions"]] == [False, True]
-    for layer in run.layers:
-        missing = run.residuals(layer, "response_end").isnan()
-        assert missing.all(1).tolist() == missing.any(1).tolist() == [False, True]
-
-
-def test_a_layer_is_read_without_the_others(by_hand):
-    for file in (by_hand.path / "residuals/layer_00").iterdir():
+    assert not run.residuals(1, "header_last").isnan().any()
+    for file in (run.path / "residuals/layer_00").iterdir():
         file.unlink()
-    assert by_hand.residuals(1, "header_last").shape == (8, 3)
+    assert run.residuals(1, "header_last").shape == (8, 3), "read without the other layers"
+
+
+def test_residuals_are_those_of_the_contexts_in_order(merged, parted):
+    """Parts hold contexts by length; safetensors open by themselves."""
+    assert parted.contexts["order"].tolist() == list(range(CONTEXTS))
+    files = sorted((parted.path / "contexts").iterdir())
+    stored = [order for file in files for order in pd.read_parquet(file)["order"]]
+    assert sorted(stored) == list(range(CONTEXTS)) != stored
+    for layer in range(LAYERS):
+        kept = []
+        for file in sorted((parted.path / f"residuals/layer_{layer:02d}").iterdir()):
+            with safe_open(file, "pt") as tensors:
+                assert list(tensors.keys()) == ["residuals"]
+                kept.append(tensors.get_tensor("residuals"))
+        kept = torch.cat(kept)
+        assert kept.shape == (CONTEXTS, len(parted.positions), 32) and kept.dtype == torch.float32
+        for at, position in enumerate(parted.positions):
+            for run in (merged, parted):
+                found = run.residuals(layer, position)[stored]
+                torch.testing.assert_close(found, kept[:, at], rtol=0, atol=0, equal_nan=True)
 
 
 def test_unknown_layers_and_positions_are_refused(by_hand):
@@ -262,26 +211,27 @@ def _total_variation(log_probs: torch.Tensor, logits: torch.Tensor, temperature:
     return float((log_probs.double().exp() - expected).abs().sum() / 2)
 
 
-@pytest.mark.parametrize("temperature", [0.3, 0.5, 0.7, 1.0, 1.3, 2.0, 3.0])
-def test_full_header_logits_give_the_distribution_at_any_temperature(tmp_path, temperature):
+def test_full_header_logits_give_the_distribution_at_any_temperature(tmp_path):
     logits = _realistic_logits()
-    kept = first_unit(tmp_path, header_logits=stored_logits(logits, "full")).header_logits()
+    logits[:, 7] = -torch.inf  # excluded by the model
+    logits[:, 8] = -1e6  # below what float16 holds
+    stored = stored_logits(logits, "full")
+    assert {name: (t.dtype, t.shape) for name, t in stored.items()} == {
+        "shifted": (torch.float16, logits.shape)
+    }
+    kept = first_unit(tmp_path, header_logits=stored).header_logits()
     assert len(kept) == 2
     for index, row in enumerate((1, 0)):  # the unit holds the contexts 5 and 0, in this order
-        log_probs = kept.log_probs(index, temperature)
-        assert _total_variation(log_probs, logits[row], temperature) < 1e-3
+        for temperature in (0.3, 0.7, 1.0, 1.3, 3.0):
+            log_probs = kept.log_probs(index, temperature)
+            assert _total_variation(log_probs, logits[row], temperature) < 1e-3
         shifted = logits[row] - logits[row].max()
+        shifted[8] = -torch.inf
         torch.testing.assert_close(kept[index], shifted, rtol=2**-11, atol=1e-6)
         assert kept[index].max() == 0
-
-
-def test_full_header_logits_keep_tokens_that_the_model_excludes(tmp_path):
-    logits = _realistic_logits()
-    logits[:, 7] = -torch.inf
-    logits[:, 8] = -1e6  # below what float16 holds
-    kept = first_unit(tmp_path, header_logits=stored_logits(logits, "full")).header_logits()
-    assert kept[0][7] == kept[0][8] == -torch.inf
-    assert _total_variation(kept.log_probs(0), logits[1], 1.0) < 1e-3
+    for temperature in (0.0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(UserError, match="has no distribution"):
+            kept.log_probs(0, temperature)
 
 
 def test_top_k_header_logits_are_exact_at_one_temperature(tmp_path):
@@ -305,13 +255,6 @@ def test_top_k_header_logits_are_exact_at_one_temperature(tmp_path):
         assert sorted((kept[index] > -torch.inf).nonzero()[:, 0].tolist()) == sorted(top.tolist())
         with pytest.raises(UserError, match="at T = 1 only; sample with --header-logits full"):
             kept.log_probs(index, 0.7)
-
-
-def test_top_k_of_at_least_the_vocabulary_has_no_tail(tmp_path):
-    logits = _realistic_logits()
-    stored = stored_logits(logits, "60000")
-    kept = first_unit(tmp_path, header_logits=stored, config="60000").header_logits()
-    assert _total_variation(kept.log_probs(0), logits[1], 1.0) < 1e-3
 
 
 def test_a_run_without_header_logits_says_so(tiny_subject, tmp_path):
@@ -367,9 +310,3 @@ def test_the_digest_changes_with_any_one_value(by_hand, tmp_path):
     digests["none"] = write_by_hand(tmp_path / "none", tmp_path / "scratch").digest()
     assert digests["none"] == by_hand.digest()
     assert len(set(digests.values())) == len(digests)
-
-
-@pytest.mark.parametrize("temperature", [0.0, -1.0, float("nan"), float("inf")])
-def test_a_temperature_without_a_distribution_is_refused(merged, temperature):
-    with pytest.raises(UserError, match="has no distribution"):
-        merged.header_logits().log_probs(0, temperature)
