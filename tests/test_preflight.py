@@ -5,10 +5,8 @@ from dataclasses import replace
 import pytest
 import scored
 from conftest import Silent
-from shell import call
 
 import ia_mech.likelihood.scorer
-from ia_mech import sample as command_line
 from ia_mech.collect.config import SampleConfig
 from ia_mech.collect.identity import build_chat
 from ia_mech.collect.job import collect
@@ -73,30 +71,21 @@ def test_generations_are_counted_at_their_longest_in_every_context(config, plan,
     assert found.scored_tokens == (a + x + 4 * (x + ROWS)) + (b + y + 4 * (y + ROWS)) + 4 * ROWS
 
 
-def test_without_swaps_the_empty_response_is_left(config, plan, counts):
-    (a, b, _), (x, y, _) = counts
-    found = plan(replace(config, swaps=0))
-    assert (found.contrast_contexts, found.contrast_tokens) == (2, a + b)
-    assert found.scored_tokens == a + b + 3 * (x + y)
-
-
-def test_conversations_without_references_cost_nothing(tmp_path, plan):
-    data = scored.dataset(tmp_path / "chats.jsonl", [CONVERSATIONS[2]])
-    found = plan(SampleConfig(dataset=data, limit=None, grid=GRID))
-    assert (found.contrast_contexts, found.contrast_tokens, found.scored_tokens) == (0, 0, 0)
-
-
-def test_responses_to_be_written_are_counted_at_their_longest(config, plan):
+def test_responses_to_be_written_are_counted_at_their_longest(config, plan, counts, tmp_path):
     longer, shorter = (
         plan(replace(config, response="generate", max_response_tokens=n)) for n in (40, 10)
     )
     assert longer.contrast_contexts == shorter.contrast_contexts == 6
     assert longer.contrast_tokens - shorter.contrast_tokens == 6 * 30
     assert longer.scored_tokens - shorter.scored_tokens == 2 * 30
-
-
-def test_no_more_responses_are_counted_than_there_are_to_lend(config, plan):
-    assert plan(replace(config, swaps=1000)) == plan(config)
+    assert plan(replace(config, swaps=1000)) == plan(config), "there are no more to lend"
+    (a, b, _), (x, y, _) = counts
+    found = plan(replace(config, swaps=0))  # the empty response is left
+    assert (found.contrast_contexts, found.contrast_tokens) == (2, a + b)
+    assert found.scored_tokens == a + b + 3 * (x + y)
+    data = scored.dataset(tmp_path / "bare.jsonl", [CONVERSATIONS[2]])  # without a reference
+    found = plan(SampleConfig(dataset=data, limit=None, grid=GRID))
+    assert (found.contrast_contexts, found.contrast_tokens, found.scored_tokens) == (0, 0, 0)
 
 
 def test_own_candidates_are_counted_where_there_is_a_reference(
@@ -129,21 +118,3 @@ def test_as_many_contexts_are_prefilled_as_were_foreseen(
     run = collect(config, tiny_subject, tmp_path / "run", Silent())
     assert len(run.contexts) == 3
     assert len(set(prefilled)) == len(prefilled) == plan(config).contrast_contexts + 1
-
-
-@pytest.mark.parametrize("words", [[], ["--score-generations"], ["--swaps", "0"]])
-def test_the_dry_run_prints_them(config, plan, tiny_model_dir, capfd, monkeypatch, words, tmp_path):
-    monkeypatch.setenv("COLUMNS", "200")
-    monkeypatch.setenv("IA_MECH_CACHE", str(tmp_path / "cache"))
-    given = ["--model", tiny_model_dir, "--dataset", config.dataset, "--limit", "all"]
-    given += ["--samples", "1", "--temperatures", "1", "--max-new-tokens", "5", "--swaps", "3"]
-    outcome = call(command_line.main, [*given, *words, "--dry-run"], capfd)
-    found = plan(
-        replace(
-            config, score_generations="--score-generations" in words, swaps=0 if "0" in words else 3
-        )
-    )
-    assert outcome.status == 0, outcome.err
-    said = " ".join(outcome.out.split())
-    assert f"about {found.scored_tokens} tokens, after {found.contrast_contexts} more" in said
-    assert f"of {found.contrast_tokens} tokens" in said
