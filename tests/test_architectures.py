@@ -253,11 +253,6 @@ def test_preallocated_layers_change_nothing_but_the_copying(architecture):
         assert logits_apart(decode_step(model, allocated, token), expected) <= VECTOR
 
 
-@EACH
-def test_every_tested_architecture_passes_the_check_before_a_run(architecture):
-    check_engine(tiny.model(architecture), tiny.prompt(12, seed=0))
-
-
 @pytest.mark.parametrize(
     ("kind", "settings", "said"),
     [

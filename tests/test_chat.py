@@ -28,9 +28,13 @@ class Derived:
     header: str
     gap: str  # the tokens between response and header: the turn end and the separator
     closing: str
-    stops: str
-    response_stops: str
     turning: str  # further marks that no content may hold
+    stops: str = ""  # closing
+    response_stops: str = ""  # stops
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stops", self.stops or self.closing)
+        object.__setattr__(self, "response_stops", self.response_stops or self.stops)
 
     @property
     def turn_end(self) -> str | None:
@@ -43,87 +47,51 @@ class Derived:
 
 FOUND = {
     "smollm2": Derived(
-        header_text="<|im_start|>user\n",
-        header=f"<|im_start|> user {NEWLINE}",
-        gap=f"<|im_end|> {NEWLINE}",
-        closing="<|im_end|>",
-        stops="<|im_end|>",
-        response_stops="<|im_end|>",
-        turning="<|im_start|>",
+        header_text="<|im_start|>user\n", header=f"<|im_start|> user {NEWLINE}",
+        gap=f"<|im_end|> {NEWLINE}", closing="<|im_end|>", turning="<|im_start|>",
     ),
     "qwen3": Derived(
-        header_text="<|im_start|>user\n",
-        header=f"<|im_start|> user {NEWLINE}",
-        gap=f"<|im_end|> {NEWLINE}",
-        closing="<|im_end|>",
-        stops="<|endoftext|> <|im_end|>",
-        response_stops="<|endoftext|> <|im_end|>",
+        header_text="<|im_start|>user\n", header=f"<|im_start|> user {NEWLINE}",
+        gap=f"<|im_end|> {NEWLINE}", closing="<|im_end|>", stops="<|endoftext|> <|im_end|>",
         turning="<|im_start|>",
     ),
     "llama3_1": Derived(
         header_text="<|start_header_id|>user<|end_header_id|>\n\n",
-        header=f"<|start_header_id|> user <|end_header_id|> {NEWLINES}",
-        gap="<|eot_id|>",
-        closing="<|eot_id|>",
-        stops="<|end_of_text|> <|eom_id|> <|eot_id|>",
-        response_stops="<|end_of_text|> <|eom_id|> <|eot_id|>",
+        header=f"<|start_header_id|> user <|end_header_id|> {NEWLINES}", gap="<|eot_id|>",
+        closing="<|eot_id|>", stops="<|end_of_text|> <|eom_id|> <|eot_id|>",
         turning="<|begin_of_text|> <|start_header_id|> <|end_header_id|>",
     ),
     "gemma3": Derived(
-        header_text="<start_of_turn>user\n",
-        header="<start_of_turn> user \n",
-        gap="<end_of_turn> \n",
-        closing="<end_of_turn>",
-        stops="<eos> <end_of_turn>",
-        response_stops="<eos> <end_of_turn>",
+        header_text="<start_of_turn>user\n", header="<start_of_turn> user \n",
+        gap="<end_of_turn> \n", closing="<end_of_turn>", stops="<eos> <end_of_turn>",
         turning="<bos> <start_of_turn>",
     ),
     "glm4": Derived(
-        header_text="<|user|>\n",
-        header=f"<|user|> {NEWLINE}",
-        gap="",
-        closing="<|assistant|>",
+        header_text="<|user|>\n", header=f"<|user|> {NEWLINE}", gap="", closing="<|assistant|>",
         stops="<|endoftext|> <|user|> <|assistant|> <|observation|>",
         response_stops="<|endoftext|> <|user|> <|observation|>",
         turning="[gMASK] <sop> <|system|>",
     ),
     "gpt_oss": Derived(
-        header_text="<|start|>user<|message|>",
-        header="<|start|> user <|message|>",
-        gap="<|end|>",
-        closing="<|end|>",
-        stops="<|endoftext|> <|return|> <|end|> <|call|>",
+        header_text="<|start|>user<|message|>", header="<|start|> user <|message|>",
+        gap="<|end|>", closing="<|end|>", stops="<|endoftext|> <|return|> <|end|> <|call|>",
         response_stops="<|endoftext|> <|return|> <|call|>",
         turning="<|channel|> <|start|> <|message|>",
     ),
     "deepseek_v3": Derived(
-        header_text="<｜User｜>",
-        header="<｜User｜>",
-        gap="<｜end▁of▁sentence｜>",
-        closing="<｜Assistant｜>",
-        stops="<｜end▁of▁sentence｜> <｜Assistant｜>",
-        response_stops="<｜end▁of▁sentence｜>",
-        turning="<｜begin▁of▁sentence｜> <｜User｜>",
+        header_text="<｜User｜>", header="<｜User｜>", gap="<｜end▁of▁sentence｜>",
+        closing="<｜Assistant｜>", stops="<｜end▁of▁sentence｜> <｜Assistant｜>",
+        response_stops="<｜end▁of▁sentence｜>", turning="<｜begin▁of▁sentence｜> <｜User｜>",
     ),
     "mistral": Derived(
-        header_text="[INST]",
-        header="[INST]",
-        gap="</s>",
-        closing="[/INST]",
-        stops="</s> [/INST]",
-        response_stops="</s>",
-        turning="<s> [INST]",
+        header_text="[INST]", header="[INST]", gap="</s>", closing="[/INST]",
+        stops="</s> [/INST]", response_stops="</s>", turning="<s> [INST]",
     ),
     "zephyr_text": Derived(
-        header_text="<|user|>\n",
-        header="<0x3C> <0x7C> user <0x7C> <0x3E> <0x0A>",
-        gap="</s> <0x0A>",
-        closing="</s>",
-        stops="</s>",
-        response_stops="</s>",
-        turning="",
+        header_text="<|user|>\n", header="<0x3C> <0x7C> user <0x7C> <0x3E> <0x0A>",
+        gap="</s> <0x0A>", closing="</s>", turning="",
     ),
-}
+}  # fmt: skip
 
 QUERY, RESPONSE = "Why?", "It is blue."
 

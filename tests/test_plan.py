@@ -42,12 +42,8 @@ def test_units_with_little_padding_hold_similar_lengths():
     assert plan_units([0, 0, 1], 6, max_padding=0.5) == [[0, 1], [2]]  # turns may be empty
 
 
-def test_contexts_of_a_unit_fill_the_batch():
-    assert contexts_per_batch(13, 64) == 4
-    assert contexts_per_batch(100, 64) == 1
-
-
 def test_contexts_written_together_fill_several_batches_unless_that_takes_long():
+    assert (contexts_per_batch(13, 64), contexts_per_batch(100, 64)) == (4, 1)
     assert contexts_per_unit(13, 64, 40, 16_384) == 3 * 64 // 13
     assert contexts_per_unit(13, 64, 100, 16_384) == 16_384 // 1300 == 12
     assert contexts_per_unit(13, 64, 1000, 16_384) == 4, "one batch at least"
@@ -59,12 +55,8 @@ def test_contexts_written_together_fill_several_batches_unless_that_takes_long()
 )
 def test_units_are_of_like_size(count, most, each):
     assert evenly(count, most) == each
-    assert -(-count // each) == -(-count // most), "no more parts than need be"
-
-
-def test_what_is_held_together_is_cut_in_order():
     assert consecutive([3, 4, 2, 9, 1, 1], 7) == [[0, 1], [2], [3], [4, 5]]
-    assert consecutive([], 7) == []
+    assert -(-count // each) == -(-count // most), "no more parts than need be"
 
 
 def test_batches_suit_the_device():
@@ -74,11 +66,6 @@ def test_batches_suit_the_device():
     for one in (cpu, gpu):  # of the default grid: a unit fills its batch several times
         contexts = contexts_per_unit(13, one.batch_rows, 40, one.unit_tokens)
         assert contexts >= 3 * contexts_per_batch(13, one.batch_rows)
-
-
-def test_the_grid_lists_greedy_first():
-    grid = Grid((0.7, 1.3), samples=2)
-    assert grid.rows() == [(0.0, 0), (0.7, 0), (0.7, 1), (1.3, 0), (1.3, 1)]
 
 
 @pytest.mark.parametrize(
@@ -120,19 +107,16 @@ def test_a_single_item_that_does_not_fit_is_an_error():
     def work(_):
         raise MemoryError
 
+    def broken(_):
+        raise RuntimeError("shapes differ")
+
+    with pytest.raises(RuntimeError, match="shapes differ"):
+        OomBackoff(4).map(broken, [1])
     with pytest.raises(UserError, match="out of memory with a batch of one"):
         OomBackoff(4).map(work, [1, 2])
     # Inside another one, which has smaller batches left to try.
     with pytest.raises(MemoryError):
         OomBackoff(4, outermost=False).map(work, [1, 2])
-
-
-def test_other_errors_pass_through():
-    def work(_):
-        raise RuntimeError("shapes differ")
-
-    with pytest.raises(RuntimeError, match="shapes differ"):
-        OomBackoff(4).map(work, [1])
 
 
 def test_what_counts_as_out_of_memory():
