@@ -70,25 +70,38 @@ def test_gsm8k_solutions_become_what_an_assistant_writes():
     assert negative.answer == "-5" and negative.response == "4-9=-5\nThe answer is -5"
 
 
-def test_math_500_has_solution_gold_and_subject():
-    first = local("math-500")[0]
-    assert first.response.endswith("\\boxed{25}$.") and first.answer == "25"
-    assert first.id == "test/prealgebra/9001.json"
-    assert first.metadata == {"subject": "Prealgebra", "level": 1}
+FOUND = [  # of a preset's row, fields of its conversation
+    ("math-500", 0, {"answer": "25", "id": "test/prealgebra/9001.json"}),
+    ("math-500", 0, {"metadata": {"subject": "Prealgebra", "level": 1}}),
+    ("ifeval", 0, {"id": "9001", "response": None, "reference": None}),
+    ("ifbench", 0, {"id": "901", "response": None, "reference": None}),
+    ("coval", 0, {"query": "Should towns ban fireworks on private land?", "response": None}),
+    ("coval", 0, {"metadata": {"candidates": 4}}),
+    ("coval", 1, {"query": "We agreed on nothing.", "id": "cv-0002"}),
+    ("mt-bench", 0, {"reference": "Now make it rhyme.", "answer": None}),
+    ("mt-bench", 1, {"answer": "40%", "id": "90000002", "metadata": {"category": "math"}}),
+    ("mt-bench", 1, {"reference": "And after two blue ones are taken away?", "response": None}),
+]
 
 
-@pytest.mark.parametrize(
-    ("name", "key", "kwargs"),
-    [
-        ("ifeval", "9001", [{"num_words": 40, "relation": "at least"}, {"keywords": ["lantern"]}]),
-        ("ifbench", "901", [{"keyword1": "copper", "small_n": 2}]),
-    ],
-)
-def test_instruction_sets_are_prompts_with_their_constraints(name, key, kwargs):
-    first, second = local(name)
-    assert first.id == key and first.response is None and first.reference is None
-    assert first.metadata["kwargs"] == kwargs
-    assert second.metadata["kwargs"] == [{}]  # one per instruction, even without arguments
+@pytest.mark.parametrize(("name", "at", "fields"), FOUND)
+def test_rows_of_a_preset_become_conversations(name, at, fields):
+    row = local(name)[at]
+    assert {field: getattr(row, field) for field in fields} == fields
+
+
+def test_solutions_constraints_and_developer_messages_are_kept():
+    assert local("math-500")[0].response.endswith("\\boxed{25}$.")
+    brief = "You are a helpful assistant.\n\nAnswer briefly."
+    assert local("coval")[0].messages[0] == {"role": "system", "content": brief}
+    words = {"num_words": 40, "relation": "at least"}
+    for name, kwargs in (
+        ("ifeval", [words, {"keywords": ["lantern"]}]),
+        ("ifbench", [{"keyword1": "copper", "small_n": 2}]),
+    ):
+        first, second = local(name)
+        assert first.metadata["kwargs"] == kwargs
+        assert second.metadata["kwargs"] == [{}]  # one per instruction, even without arguments
 
 
 def test_healthbench_prompts_stay_whole_or_are_cut_before_the_last_user_turn():
@@ -101,25 +114,6 @@ def test_healthbench_prompts_stay_whole_or_are_cut_before_the_last_user_turn():
     assert single.response is None and single.reference is None
     assert multi.response == "Which ones, and how do you feel with them?"
     assert multi.reference.startswith("Lisinopril")
-
-
-def test_coval_joins_developer_messages_and_drops_candidates():
-    first, second = local("coval")
-    assert first.messages[0] == {
-        "role": "system",
-        "content": "You are a helpful assistant.\n\nAnswer briefly.",
-    }
-    assert first.query == "Should towns ban fireworks on private land?"
-    assert first.response is None and first.metadata == {"candidates": 4}
-    assert second.query == "We agreed on nothing." and second.id == "cv-0002"
-
-
-def test_mt_bench_second_turns_are_references_and_its_references_gold():
-    writing, maths = local("mt-bench")
-    assert writing.reference == "Now make it rhyme." and writing.answer is None
-    assert maths.answer == "40%" and maths.response is None
-    assert maths.reference == "And after two blue ones are taken away?"
-    assert maths.id == "90000002" and maths.metadata == {"category": "math"}
 
 
 def test_wildchat_equal_dialogues_are_one_source():
@@ -152,22 +146,16 @@ def test_defaults_reach_the_hub_and_the_commit_is_recorded(hub):
     assert [c.id for c in source] == ["gsm8k-00001"]
 
 
-def test_healthbench_subsets_are_files(hub):
+def test_subsets_are_files_and_hub_ids_are_streamed(hub, monkeypatch):
     open_conversations("healthbench", subset="hard")
     assert hub.asked[0]["data_files"] == "hard_2025-05-08-21-00-10.jsonl"
     assert hub.asked[0]["name"] is None
     with pytest.raises(UserError, match=r"no subset 'easy'; use one of full, hard, consensus$"):
         open_conversations("healthbench", subset="easy")
-
-
-def test_a_hub_id_is_streamed_and_needs_no_split_if_it_has_one(hub):
-    source = open_conversations("openai/gsm8k")
-    assert hub.asked[0]["streaming"] is True and hub.asked[0]["split"] is None
+    source = open_conversations("openai/gsm8k")  # which has one split
+    assert hub.asked[1]["streaming"] is True and hub.asked[1]["split"] is None
     assert source.name == "openai/gsm8k"
     assert [c.id for c in source] == ["gsm8k-00001", "gsm8k-00002", "gsm8k-00003"]
-
-
-def test_a_hub_dataset_with_several_splits_asks_which(hub, monkeypatch):
     monkeypatch.setattr(datasets, "load_dataset", lambda *a, **k: {"train": [], "test": []})
     with pytest.raises(UserError, match=r"has the splits train, test; choose one with --split$"):
         open_conversations("openai/gsm8k")

@@ -137,17 +137,14 @@ def test_every_rate_is_printed_with_an_interval(run, rates):
             assert re.fullmatch(interval, cells[8]), line
     greedy, cooler, one = (next(x for x in lines if f" {t} │" in x) for t in ("greedy", "0.7", "1"))
     assert "0.00 [0.00" in greedy and "0.50 [" in cooler and "1.00 [" in one
-    profile = outcome.out.split("what the turns are")[1].split("contexts with")[0]
-    shares = re.findall(r"^│ .*", profile, re.MULTILINE)
-    for line, below in zip(shares[2::2], shares[3::2], strict=True):
-        values = [cell.strip() for cell in line.split("│")[3:-1]]
-        assert [bool(re.fullmatch(r"[\d.]+", v)) for v in values] == [True] * 3
-        assert below.count("[") == 3
-    assert "over 6 comparisons and, as a family of its own, over the 2 of (all)" in outcome.out
-    assert "p: sign flips of whole sources, Holm" in outcome.out
-    assert "fewer than 24 sources" in outcome.out
-    assert CAVEAT in outcome.out and "none is" in outcome.out
-    assert f"ia_mech.judge export {run.path}" in outcome.out
+    for note in (
+        "over 6 comparisons and, as a family of its own, over the 2 of (all)",
+        "p: sign flips of whole sources, Holm",
+        "fewer than 24 sources",
+        CAVEAT,
+        f"ia_mech.judge export {run.path}",
+    ):
+        assert note in outcome.out
 
 
 def test_the_first_of_repeated_verdicts_counts(copy, rates):
@@ -269,18 +266,6 @@ def test_runs_of_other_seeds_are_pooled_and_greedy_turns_count_once(copy, rates)
     outcome = rates(first.path, second.path)
     assert outcome.status == 0 and "2 runs" in outcome.out
     assert "pooled differ in max_new_tokens" in outcome.out
-
-
-def test_models_stand_apart_and_their_hashes_are_named_where_names_are_not_enough(copy, rates):
-    def other(record: dict) -> None:
-        record["identity"]["model"]["weights_hash"] = "feedfacefeedface"
-
-    first, second = copy("first"), with_record(copy("second"), other)
-    plant(first)
-    plant(second)
-    outcome = rates(first.path, second.path)
-    assert outcome.status == 0 and "feedfacefeedface" in outcome.out
-    assert "Holm-corrected over 12 comparisons" in outcome.out
 
 
 # -- files ---------------------------------------------------------------------------------------

@@ -160,29 +160,25 @@ def test_a_run_without_a_finished_part_says_so(tmp_path):
 
 
 def test_what_is_not_a_run_is_refused(tmp_path, by_hand):
-    with pytest.raises(UserError, match=r"nowhere is not a run \(no run.json\)"):
-        Run.open(tmp_path / "nowhere")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match=r"empty is not a run \(no run.json\)"):
-        Run.open(tmp_path / "empty")
-    file = tmp_path / "file"
-    file.write_text("{}")
-    with pytest.raises(UserError, match=r"file is not a run \(no run.json\)"):
-        Run.open(file)
-
+    (tmp_path / "file").write_text("{}")
+    for name in ("nowhere", "empty", "file"):
+        with pytest.raises(UserError, match=rf"{name} is not a run \(no run.json\)"):
+            Run.open(tmp_path / name)
     manifest = by_hand.path / "manifest.json"
     whole = manifest.read_text()
     for text, problem in [
-        ("{}", "names no parts"),
         ("[]", "names no parts"),
         (whole[:100], "manifest.json is damaged"),
         (whole.replace('"format": 1', '"format": 99'), "has format 99, this version reads 1"),
     ]:
         manifest.write_text(text)
-        with pytest.raises(UserError, match=problem):
-            Run.open(by_hand.path)
-        with pytest.raises(UserError, match=problem):
-            RunWriter.resume(by_hand.path, RECORD)
+        for call in (
+            lambda: Run.open(by_hand.path),
+            lambda: RunWriter.resume(by_hand.path, RECORD),
+        ):
+            with pytest.raises(UserError, match=problem):
+                call()
     manifest.unlink()
     with pytest.raises(UserError, match=r"by-hand is not a run \(no manifest.json\)"):
         Run.open(by_hand.path)

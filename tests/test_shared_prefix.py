@@ -1,6 +1,5 @@
 """The shared prefix against the portable engine and full forward passes, and in runs."""
 
-import copy
 from dataclasses import replace
 
 import numpy as np
@@ -15,19 +14,15 @@ from contract import (
     assert_same_scores,
     full_logits,
     logits_apart,
-    near_ties,
-    relative_l2,
 )
 
 import ia_mech.engine.shared_prefix
 from ia_mech.collect.config import SampleConfig
 from ia_mech.collect.job import collect
 from ia_mech.engine.check import check_engine
-from ia_mech.engine.decode import decode
-from ia_mech.engine.loop import Row, decode_step
+from ia_mech.engine.loop import decode_step
 from ia_mech.engine.plan import Grid
 from ia_mech.engine.prefill import Prefix, expand, prefill
-from ia_mech.engine.sampling import stream_key
 from ia_mech.engine.score import Turn, score
 from ia_mech.engine.shared_prefix import SharedLayer, sharing
 from ia_mech.errors import UserError
@@ -102,38 +97,6 @@ def largest_difference(model, index: list[int], steps: int, leave: dict[int, lis
 )
 def test_logits_equal_the_portable_engines(architecture, index, leave):
     assert largest_difference(model_of(architecture), index, 12, leave) <= VECTOR
-
-
-# PyTorch's grouped products of experts take no float64.
-@pytest.mark.parametrize("architecture", ["llama", "qwen3_5", "gemma3", "gemma2"])
-def test_logits_are_as_near_to_float64_as_the_portable_engines(architecture):
-    model = model_of(architecture)
-    double = copy.deepcopy(model).double()
-    state, row = prefilled_by(model).state, torch.tensor([1, 1])
-    tokens = tiny.prompt(16, seed=3)
-    ids = torch.tensor([[*tiny.prompt(LENGTHS[1], seed=LENGTHS[1]), *tokens]])
-    with torch.inference_mode():
-        exact = double(ids, use_cache=False).logits[0, LENGTHS[1] :]
-    error = {}  # relative L2
-    for share in (False, True):
-        rows = expand(state, row, capacity=16, share=share)
-        logits = [decode_step(model, rows, torch.tensor([t, t]))[1] for t in tokens]
-        error[share] = relative_l2(torch.stack(logits).double(), exact)
-    assert error[True] < max(2 * error[False], VECTOR)
-
-
-@FAMILIES
-def test_engines_write_the_same_tokens(architecture):
-    """But for first differences with a margin below 1e-4 (numbers contract 6)."""
-    model = model_of(architecture)
-    prefilled = prefilled_by(model)
-    rows = [Row(c, 0.0, (0, 0)) for c in range(3)] + [
-        Row(c, t, stream_key(1, f"s{c}", s)) for c in range(3) for t in (0.7, 1.3) for s in range(3)
-    ]
-    stops = [tiny.EOS, 5, 50, 77]
-    ours, theirs = (decode(model, prefilled, rows, stops, 24, None, s) for s in (True, False))
-    assert {len(row.token_ids) for row in ours} != {24}, "rows that finish early leave the batch"
-    assert near_ties(model, LENGTHS, rows, ours, theirs) <= 1
 
 
 @FAMILIES
