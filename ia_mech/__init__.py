@@ -1,6 +1,27 @@
 """ia_mech: where interaction awareness sits in a chat model.
 
-Entry points: ``python -m ia_mech.sample`` writes a run, ``ia_mech.run.Run.open`` reads one.
+``from ia_mech import sample, Run``: :func:`sample` makes a run, :class:`Run` reads one.
+``python -m ia_mech.sample`` is the same from a shell.
 """
 
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ia_mech.collect.command import sample
+    from ia_mech.run import Run
+
+__all__ = ["Run", "sample"]
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    """Import what needs torch only when it is used."""
+    if name == "sample":
+        from ia_mech.collect.command import sample
+
+        return sample
+    if name == "Run":
+        from ia_mech.run import Run
+
+        return Run
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

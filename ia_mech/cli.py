@@ -1,9 +1,12 @@
-"""What every command line of the project does alike: errors as one line, exit statuses."""
+"""What all command lines of the project share: errors in one line, exit statuses."""
 
 import argparse
 import contextlib
+import io
+import os
 import sys
 from collections.abc import Callable
+from typing import NoReturn
 
 from ia_mech.errors import UserError
 
@@ -15,27 +18,55 @@ class Parser(argparse.ArgumentParser):
         options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
         super().__init__(*args, **options)
 
-    def error(self, message: str) -> None:
+    def error(self, message: str) -> NoReturn:
         message = " ".join(message.split())
         self.exit(2, f"error: {message}; see {self.prog} --help\n")
+
+    def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
+        try:
+            sys.stdout.flush()  # --help | head
+        except BrokenPipeError:
+            status = _closed_pipe()
+        super().exit(status, message)
 
 
 def guarded(body: Callable[[], None], interrupted: Callable[[], str]) -> int:
     """Run the body of a command; returns the exit status.
 
-    0: done. 2: bad input, told in one line on stderr. 130: interrupted, with what
-    ``interrupted()`` says was kept.
+    0: done. 2: bad input, which one line on stderr explains. 130: interrupted, with what
+    ``interrupted()`` says was kept. 141: whoever read the output, such as ``head``, has closed it.
     """
+    try:
+        status = _status(body, interrupted)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:
+        return _closed_pipe()
+
+
+def _status(body: Callable[[], None], interrupted: Callable[[], str]) -> int:
     try:
         body()
     except UserError as error:
         return refuse(str(error))
+    except BrokenPipeError:
+        raise
     except OSError as error:
-        return refuse(f"{error}; check the path, its permissions and the room on its disk")
+        return refuse(f"{error}; check the path, its permissions and the space on its disk")
     except KeyboardInterrupt:
         print(f"\ninterrupted; {interrupted()}", file=sys.stderr)
         return 130
     return 0
+
+
+def _closed_pipe() -> int:
+    """Let what is still buffered go nowhere; returns the exit status of a program that SIGPIPE
+    ends."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):
+            os.dup2(nowhere, stream.fileno())
+    return 128 + 13
 
 
 def add_intervals(group: argparse._ArgumentGroup, seed: str) -> None:
@@ -64,7 +95,7 @@ def coverage(text: str) -> float:
 
 
 def whole_from(least: int, why: str = "") -> Callable[[str], int]:
-    """Whole numbers from that one up, for argparse; ``why`` not fewer."""
+    """A parser of whole numbers from ``least`` up, for argparse; ``why`` explains the limit."""
 
     def whole(text: str) -> int:
         if not (text.isascii() and text.isdigit()) or int(text) < least:
@@ -78,9 +109,9 @@ def whole_from(least: int, why: str = "") -> Callable[[str], int]:
 
 
 def tolerant_streams() -> None:
-    """Let the terminal lack characters that a model writes."""
+    """Replace characters that the terminal's encoding lacks; a model may write any."""
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(AttributeError):
+        if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
 
 

@@ -33,9 +33,14 @@ STYLE = {
 }
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError  # handled once, in ia_mech.cli
+
+
 def console(width: int = 100) -> Console:
     """A console that prints texts as they are, at least ``width`` columns wide."""
-    made = Console(highlight=False, emoji=False)  # ":cat:" in a text is not an emoji
+    made = _Console(highlight=False, emoji=False)  # ":cat:" in a text is not an emoji
     made.width = max(made.width, width)  # a cut-off interval is worse than a long line
     return made
 
@@ -47,7 +52,7 @@ class Progress(Protocol):
         """A phase of ``total`` steps begins, of which ``done`` were done before."""
 
     def advance(self, steps: int = 1, note: str = "") -> None:
-        """``steps`` more are done; ``note`` is shown behind the time left, such as a rate."""
+        """``steps`` more are done; ``note``, such as a rate, is shown after the time left."""
 
     def say(self, line: str) -> None:
         """Show a line above the bar."""
@@ -68,32 +73,26 @@ class Quiet:
 class Bar:
     """Progress on the terminal: phase, share, steps done, time taken and left, and a note.
 
-    The bar is redrawn twice a second at a terminal. A log file gets a line every five seconds.
-
-    Args:
-        heading: a line to show before anything else.
-
-    Attributes:
-        started: whether there was anything to do.
+    The bar is redrawn twice a second at a terminal, and every four seconds in a log file. The time
+    left assumes the mean rate since the phase began. An empty ``unit`` hides the counts.
     """
 
-    def __init__(self, heading: str = "") -> None:
-        self.started = False
-        self._heading = heading
+    def __init__(self) -> None:
         self._bar: tqdm | None = None
 
     def start(self, phase: str, total: int, *, done: int = 0, unit: str = "step") -> None:
         self.stop()
-        self._introduce()
-        self.started = True
+        counts = "{n_fmt}/{total_fmt} " + unit + "s " if unit else ""
         self._bar = tqdm(
             total=total,
             initial=done,
             desc=phase,
             unit=unit,
-            mininterval=0.5 if sys.stderr.isatty() else 5,
-            bar_format="{desc}: {percentage:3.0f}% |{bar:20}| {n_fmt}/{total_fmt} " + unit + "s "
-            "[{elapsed}, {remaining} left{postfix}]",
+            mininterval=0.5 if sys.stderr.isatty() else 4,
+            smoothing=0,
+            bar_format="{desc}: {percentage:3.0f}% |{bar:20}| "
+            + counts
+            + "[{elapsed}, {remaining} left{postfix}]",
         )
 
     def advance(self, steps: int = 1, note: str = "") -> None:
@@ -108,18 +107,12 @@ class Bar:
             bar.last_print_t = time.time()
 
     def say(self, line: str) -> None:
-        self._introduce()
         tqdm.write(line, file=sys.stderr)
 
     def stop(self) -> None:
         if self._bar is not None:
             self._bar.close()
             self._bar = None
-
-    def _introduce(self) -> None:
-        if self._heading:
-            tqdm.write(self._heading, file=sys.stderr)
-        self._heading = ""
 
 
 def styled(draw: Callable[..., Any]) -> Callable[..., Any]:
@@ -129,7 +122,7 @@ def styled(draw: Callable[..., Any]) -> Callable[..., Any]:
     def drawn(*args: Any, **kwargs: Any) -> Any:
         from matplotlib import rc_context
 
-        with rc_context(STYLE):
+        with rc_context(dict(STYLE)):
             return draw(*args, **kwargs)
 
     return drawn

@@ -1,4 +1,4 @@
-"""What a user is told when the input cannot be used."""
+"""The one exception for input that cannot be used."""
 
 
 class UserError(Exception):

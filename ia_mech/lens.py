@@ -1,8 +1,8 @@
 """From residual stream to logits without the model: final norm and unembedding, saved once.
 
 Offline analyses (logit lens, probes on the model's own output distribution) need these two and
-nothing else of a model. They are kept under ``cache/models/<weights hash>/`` and shared by all runs
-of that model.
+nothing else of a model. They are kept beside the embedded model, in ``<weights hash>/``, and shared
+by all runs of that model.
 """
 
 import copy
@@ -20,7 +20,7 @@ from torch import Tensor
 from ia_mech.engine.capture import find_blocks, find_final_norm
 from ia_mech.engine.prefill import Prefix, prefill
 from ia_mech.errors import UserError
-from ia_mech.models.embedded import cache_dir
+from ia_mech.models.embedded import models_dir
 from ia_mech.models.load import Subject, text_config
 
 TOLERANCE = 1e-3  # largest error of the lens against the model, relative to the largest logit
@@ -105,8 +105,8 @@ class Lens:
 
 
 def lens_file(weights_hash: str) -> Path:
-    """Where the lens of a model lies."""
-    return cache_dir() / "models" / weights_hash / "lens.safetensors"
+    """Where the lens of a model is kept."""
+    return models_dir() / weights_hash / "lens.safetensors"
 
 
 def save_lens(subject: Subject, ids: list[int]) -> str | None:
@@ -125,6 +125,7 @@ def save_lens(subject: Subject, ids: list[int]) -> str | None:
     if lens is None:
         return "its final norm is of an unknown kind"
     result = prefill(subject.model, [Prefix(ids, [len(ids) - 1])], find_blocks(subject.model))
+    assert result.residuals is not None
     error = (lens.logits(result.residuals[:, -1, 0].cpu()) - result.logits.cpu()).abs().max()
     largest = result.logits.abs().max().cpu()
     # In half precision the model's own rounding is the larger error by far.

@@ -15,7 +15,7 @@ fold's labels train the other folds' probes.
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 from threadpoolctl import threadpool_limits
@@ -194,7 +194,6 @@ class _Fold:
         return [fold for fold in range(self.design.fold_count) if fold != self.held]
 
 
-@dataclass(eq=False)
 class _Evaluation:
     """The probes of one entry, or of several that share a probe.
 
@@ -209,22 +208,14 @@ class _Evaluation:
         p: ``[units]``.
     """
 
-    name: str
-    train: np.ndarray
-    units: list[Unit]
-    folds: list[_Fold]
-    chosen: np.ndarray = field(init=False)
-    scores: np.ndarray = field(init=False)
-    fold: np.ndarray = field(init=False)
-    p: np.ndarray = field(init=False)
-
-    def __post_init__(self) -> None:
-        contexts = len(self.folds[0].design.outcome)
-        self.chosen = np.zeros((len(self.folds), 2), dtype=int)
+    def __init__(self, name: str, train: np.ndarray, units: list[Unit], folds: list[_Fold]) -> None:
+        self.name, self.train, self.units, self.folds = name, train, units, folds
+        contexts = len(folds[0].design.outcome)
+        self.chosen = np.zeros((len(folds), 2), dtype=int)
         self.scores, self.fold = np.full(contexts, np.nan), np.full(contexts, -1)
-        for number, one in enumerate(self.folds):
-            self.fold[one.tested] = number
-        self.p = np.full(len(self.units), np.nan)
+        for number, fold in enumerate(folds):
+            self.fold[fold.tested] = number
+        self.p = np.full(len(units), np.nan)
 
 
 def _evaluations(

@@ -16,7 +16,7 @@ from ia_mech.errors import UserError
 from ia_mech.run import Run, RunWriter
 from ia_mech.run.background import Background
 
-CONFIG = SampleConfig(limit=6, grid=Grid((0.7, 1.0), 2, 6, 0), batch_rows=5, swaps=1)
+CONFIG = SampleConfig(limit=6, grid=Grid((0.7, 1.0), 2, 6, 0), batch_rows=5)
 
 
 def test_without_a_thread_work_is_done_at_once():
@@ -62,7 +62,7 @@ def test_an_interrupt_waits_for_what_is_being_written():
 def threaded(monkeypatch):
     """As on a GPU."""
     monkeypatch.setattr(ia_mech.collect.job, "Background", lambda _: Background(True))
-    monkeypatch.setattr("ia_mech.engine.plan.UNIT_BATCHES", 1)
+    monkeypatch.setattr("ia_mech.collect.preflight.UNIT_BATCHES", 1)
 
 
 def test_a_run_written_behind_is_the_same(tiny_subject, tmp_path, progress, threaded, monkeypatch):

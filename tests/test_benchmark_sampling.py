@@ -1,5 +1,6 @@
 """The sampling benchmark: its arithmetic and tables, and all of it in small behind ``slow``."""
 
+import logging
 import re
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from benchmarks.sampling import __main__ as command
 from benchmarks.sampling.limits import least, summary
 from benchmarks.sampling.measure import CONTENDERS, Kind, measure
 from benchmarks.sampling.ours import bytes_per_token, differing, held_bytes
-from benchmarks.sampling.peers import Generate, demand_complete, too_much
+from benchmarks.sampling.peers import ErrorLog, Generate, demand_complete, too_much
 from benchmarks.sampling.results import Results, gflops
 from benchmarks.sampling.tables import between_markers, full, of_model, peers_table, short
 from benchmarks.sampling.workload import Contender, Size, Task, Workload, rows_of
@@ -242,15 +243,17 @@ def test_continuous_batching_must_have_written_everything(names):
         written = SimpleNamespace(error=error, generated_tokens=[7] * tokens)
         return dict.fromkeys(names[:count], written)
 
+    with ErrorLog() as errors:
+        logging.getLogger("ContinuousBatchingLogger").error("failed during generation")
     demand_complete(found(len(names)), 2, 3, 3, [])
-    for results, errors, problem in (
+    for results, logged, problem in (
         (found(len(names) - 1), [], f"{len(names) - 1} results, not {len(names)}"),
         (found(len(names), 2), [], "req_0.*: 2 tokens, not 3"),
         (found(len(names), 2, "too long"), [], "req_0.*: too long"),
-        (found(len(names)), ["failed during generation"], "failed during generation"),
+        (found(len(names)), errors, "failed during generation"),
     ):
         with pytest.raises(RuntimeError, match=problem):
-            demand_complete(results, 2, 3, 3, errors)
+            demand_complete(results, 2, 3, 3, logged)
 
 
 def test_generate_gets_half_as_many_contexts_until_they_fit(monkeypatch):

@@ -1,5 +1,6 @@
 """The main job where things get tight: memory, precision, and responses that can't be used."""
 
+import copy
 from dataclasses import replace
 
 import numpy as np
@@ -11,10 +12,11 @@ import ia_mech.collect.job
 import ia_mech.engine.loop
 from ia_mech.collect.config import SampleConfig
 from ia_mech.collect.job import collect
+from ia_mech.display import Quiet
 from ia_mech.engine.plan import Grid
 from ia_mech.errors import UserError
 from ia_mech.models.load import ModelSpec, Subject, weights_hash
-from ia_mech.run import Run, layout
+from ia_mech.run import RunWriter, layout
 
 CONFIG = SampleConfig(limit=6, grid=Grid((0.7, 1.0), 2, 8, 0), batch_rows=20)
 
@@ -60,11 +62,7 @@ def test_a_prefill_too_large_halves_the_contexts(tiny_subject, tmp_path, progres
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_goes_through_to_the_files(dtype, tokenizer, tmp_path, progress):
-    model = tiny.model("llama", len(tokenizer)).__class__(
-        tiny.model("llama", len(tokenizer)).config
-    )
-    model.load_state_dict(tiny.model("llama", len(tokenizer)).state_dict())
-    model = model.to(dtype).eval()
+    model = copy.deepcopy(tiny.model("llama", len(tokenizer))).to(dtype)
     subject = Subject(ModelSpec(name="half"), model, tokenizer, weights_hash(model))
     run = collect(CONFIG, subject, tmp_path / "run", progress)
     kept = run.residuals(3, "header_last")
@@ -72,17 +70,6 @@ def test_half_precision_goes_through_to_the_files(dtype, tokenizer, tmp_path, pr
     assert run.model["dtype"] == str(dtype).removeprefix("torch.")
     assert np.isfinite(run.generations["logprob_raw"]).all()
     assert run.digest() == collect(CONFIG, subject, tmp_path / "again", progress).digest()
-
-
-def test_logits_that_are_not_numbers_are_refused(tokenizer, tmp_path, progress):
-    model = tiny.model("llama", len(tokenizer)).__class__(
-        tiny.model("llama", len(tokenizer)).config
-    )
-    model.model.norm.weight.data.fill_(torch.nan)
-    subject = Subject(ModelSpec(name="nan"), model.eval(), tokenizer, "0")
-    with pytest.raises(UserError, match="logits of LlamaForCausalLM in float32 are not finite"):
-        collect(CONFIG, subject, tmp_path / "run", progress)
-    assert not (tmp_path / "run").exists()
 
 
 def test_a_written_response_that_the_template_refuses_is_left_out_and_said(
@@ -130,4 +117,77 @@ def test_logits_that_are_not_numbers_end_the_run_with_nothing_of_them_written(
     monkeypatch.setattr(ia_mech.collect.job, "prefill", broken)
     with pytest.raises(UserError, match=r"logits are not numbers for the context of .* in float32"):
         collect(CONFIG, tiny_subject, tmp_path / "run", progress)
-    assert len(Run.open(tmp_path / "run").contexts) == 0
+    parts = layout.read_json(tmp_path / "run" / layout.MANIFEST)["parts"]
+    assert [part["kind"] for part in parts] == ["conversations"]
+    assert not list((tmp_path / "run").rglob("*.safetensors"))
+
+
+class Bar(Quiet):
+    """A progress that remembers what the bar showed: work done, of how much, and the note."""
+
+    def __init__(self) -> None:
+        self.phases: dict[str, int] = {}
+        self.shown: dict[str, list[tuple[int, str]]] = {}
+
+    def start(self, phase: str, total: int, *, done: int = 0, unit: str = "step") -> None:
+        self.phases[phase], self.shown[phase] = total, [(done, "")]
+
+    def advance(self, steps: int = 1, note: str = "") -> None:
+        shown = list(self.shown.values())[-1]
+        shown.append((shown[-1][0] + steps, note))
+
+
+@pytest.mark.parametrize("contrasts", [False, True])
+def test_progress_counts_all_work_and_names_what_is_done(tiny_subject, tmp_path, contrasts):
+    config = replace(
+        CONFIG, limit=9, response="generate", max_response_tokens=12, contrasts=contrasts
+    )
+    bar = Bar()
+    run = collect(config, tiny_subject, tmp_path / "run", bar)
+    assert list(bar.phases) == ["responses", "user turns"]
+    for phase, total in bar.phases.items():
+        shares = [done / total for done, _ in bar.shown[phase]]
+        assert shares == sorted(shares) and 0.97 <= shares[-1] <= 1
+        assert len(set(shares)) > 10
+        notes = [note for _, note in bar.shown[phase]]
+        rows = len(run.contexts) * (1 if phase == "responses" else 5)
+        assert notes[-1].startswith(f"{rows}/{rows} r")
+        assert "tokens/s" in notes[-1]
+        for doing in ("prefilling", "decoding", "writing"):
+            assert any(doing in note for note in notes)
+    assert any("scoring" in note for _, note in bar.shown["user turns"])
+
+
+def test_a_run_that_goes_on_shows_what_was_done_before(tiny_subject, tmp_path, monkeypatch):
+    honest, calls = RunWriter.add_contexts, []
+
+    def interrupted(*arguments):
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        honest(*arguments)
+
+    config = replace(CONFIG, batch_rows=5, grid=Grid((0.7, 1.0), 2, 8))
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(RunWriter, "add_contexts", interrupted)
+        collect(config, tiny_subject, tmp_path / "run", Quiet())
+    bar = Bar()
+    collect(config, tiny_subject, tmp_path / "run", bar)
+    total, shown = bar.phases["user turns"], bar.shown["user turns"]
+    assert 0.3 * total < shown[0][0] < 0.7 * total  # a half of the contexts
+    assert 0.97 * total <= shown[-1][0] <= total
+
+
+def test_contrasts_are_computed_when_asked_for(tiny_subject, tmp_path):
+    plain = collect(CONFIG, tiny_subject, tmp_path / "plain", Quiet()).contexts
+    whole = collect(replace(CONFIG, contrasts=True), tiny_subject, tmp_path / "whole", Quiet())
+    columns = [name for name in plain if "contrast" in name or "swapped" in name]
+    assert len(columns) > 6
+    assert plain[columns].isna().all(axis=None)
+    assert whole.contexts["reference_response_contrast_bits"].notna().all()
+    # The reference's own scores are the same, and it is its only candidate.
+    for column in ("reference_logprobs_raw", "reference_logprob_tempered"):
+        for a, b in zip(plain[column], whole.contexts[column], strict=True):
+            np.testing.assert_allclose(a, b, atol=1e-4)
+    assert {len(one) for one in plain["candidates"]} == {1}
+    assert plain["candidate_log_odds"].isna().all()

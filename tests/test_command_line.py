@@ -1,27 +1,25 @@
 """The command line: one line for bad input and nothing written, and what a run says and keeps."""
 
+import importlib
 import io
 import json
-import os
 import re
 import shlex
 import shutil
 import subprocess
 import sys
 import unicodedata
-from dataclasses import replace
 from pathlib import Path
 
-import families
 import pytest
-import tiny
 import torch
 from shell import Outcome, call, files, refusal
 
-from ia_mech import sample as command_line
-from ia_mech.engine import plan
+from ia_mech.collect import command as command_line
+from ia_mech.collect import job
+from ia_mech.collect.command import build_parser
+from ia_mech.errors import UserError
 from ia_mech.run import Run
-from ia_mech.sample import build_parser
 
 SMALL = ["--limit", "3", "--samples", "1", "--temperatures", "1", "--max-new-tokens", "4"]
 DATA = ("contexts", "generations", "header_logits", "residuals")
@@ -88,37 +86,6 @@ def test_an_unknown_model(refused):
     assert "use --model smollm2-135m-instruct (embedded), a local directory" in line
 
 
-def test_a_model_directory_without_configuration(refused, tmp_path):
-    (tmp_path / "empty").mkdir()
-    line = refused("--model", tmp_path / "empty")
-    assert line == f"{tmp_path}/empty holds no config.json; give a directory written by " + (
-        "save_pretrained"
-    )
-
-
-@pytest.mark.parametrize(
-    ("family", "expected"),
-    [
-        (
-            families.plain,
-            "the tokenizer has no chat template; use an instruct model, or its tokenizer",
-        ),
-        (
-            lambda: families.build("no_user"),
-            "the chat template refuses the roles user/assistant/user (Unsupported role: user); "
-            "use conversations, or a model, whose template allows them",
-        ),
-    ],
-    ids=["no template", "no user role"],
-)
-@pytest.mark.parametrize("dry", [[], ["--dry-run"]], ids=["run", "dry"])
-def test_a_template_that_cannot_be_used(refused, tmp_path, family, expected, dry):
-    made = tiny.subject("llama", family())
-    made.model.save_pretrained(tmp_path / "model")
-    made.tokenizer.save_pretrained(tmp_path / "model")
-    assert refused("--model", tmp_path / "model", *dry) == expected
-
-
 def test_weights_that_are_cut_off(refused, tiny_model_dir, tmp_path):
     folder = Path(shutil.copytree(tiny_model_dir, tmp_path / "model"))
     weights = folder / "model.safetensors"
@@ -126,36 +93,13 @@ def test_weights_that_are_cut_off(refused, tiny_model_dir, tmp_path):
     assert refused("--model", folder).startswith(f"model '{folder}' could not be loaded (")
 
 
-def test_a_revision_of_a_local_model(refused, tiny_model_dir):
-    line = refused("--revision", "v2")
-    assert line == f"--revision v2: {tiny_model_dir} is not a model of the hub; leave " + (
-        "--revision out"
-    )
-
-
 # -- data that can't be ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("name", "close"),
-    [
-        ("gsm9k", "did you mean gsm8k?"),
-        ("biultin", "did you mean builtin or builtin:open?"),
-        ("wild-chat-1m", "did you mean wildchat?"),
-    ],
-)
-def test_an_unknown_dataset_with_close_names(refused, name, close):
-    line = refused("--dataset", name)
-    assert line.startswith(f"no dataset '{name}' (there are builtin, builtin:maths, ")
-    assert close in line and line.endswith("or a hub id org/name")
-
-
-def test_an_unknown_dataset_without_close_names(refused):
-    assert "did you mean" not in refused("--dataset", "xyz")
-    assert refused("--dataset", "builtin:poems") == (
-        "no built-in dataset 'builtin:poems'; use builtin or builtin:maths, "
-        "builtin:instructions, builtin:open"
-    )
+def test_an_unknown_dataset_with_close_names(refused):
+    line = refused("--dataset", "gsm9k")
+    assert line.startswith("no dataset 'gsm9k' (there are builtin, builtin:maths, ")
+    assert "did you mean gsm8k?" in line and line.endswith("or a hub id org/name")
 
 
 def test_files_that_hold_no_conversations(refused, tmp_path):
@@ -173,30 +117,6 @@ def test_files_that_hold_no_conversations(refused, tmp_path):
     assert line.startswith("chats.jsonl line 1: columns not recognised (found: foo, bar); name ")
 
 
-def test_a_late_row_that_is_wrong_writes_nothing_either(refused, tmp_path):
-    file = rows(tmp_path / "chats.jsonl", question(), question(id="q2"), question(id="q1"))
-    line = refused("--dataset", file)
-    assert line.startswith("chats.jsonl line 3: id 'q1' is that of row 1 and of row 3; make the ")
-    with file.open("a") as handle:
-        handle.write("{\n")
-    assert "line 3" in refused("--dataset", file, "--limit", "all")
-    rows(file, question(), {"id": "q2", "question": "Why?"})
-    line = refused("--dataset", file, "--response", "given")
-    assert line == (
-        "conversation q2: no response, and --response given was asked for; "
-        "use --response auto to let the model write the missing ones"
-    )
-
-
-def test_a_conversation_longer_than_the_models_context(refused, tmp_path):
-    long = question(id="long", question="lighthouse " * 4096)
-    line = refused("--dataset", rows(tmp_path / "chats.jsonl", question(), long))
-    assert re.match(r"conversation long needs \d{4,} tokens, the model has 4096; ", line)
-    assert "needs 44" in refused("--limit", "1", "--max-new-tokens", "4000")
-    line = refused("--response", "generate", "--max-response-tokens", "4096")
-    assert "the model has 4096" in line
-
-
 def test_control_characters_of_the_data_do_not_reach_the_terminal_in_an_error(refused, tmp_path):
     line = refused("--dataset", rows(tmp_path / "chats.jsonl", {"\x1b[2J\x07evil\u202e": 1}))
     assert "(found: �[2J�evil�)" in line and line.isprintable()
@@ -208,7 +128,7 @@ def test_a_dataset_that_cannot_be_opened(refused, monkeypatch):
 
     monkeypatch.setattr("ia_mech.collect.preflight.open_conversations", denied)
     line = refused()
-    assert "Permission denied: 'chats.jsonl'; check the path, its permissions and the room" in line
+    assert "Permission denied: 'chats.jsonl'; check the path, its permissions and the space" in line
 
 
 # -- settings that can't be -----------------------------------------------------------------------
@@ -218,42 +138,31 @@ def test_a_dataset_that_cannot_be_opened(refused, monkeypatch):
     ("words", "expected"),
     [
         ("--temperatures -1", "temperature -1.0 is not possible; give finite temperatures above 0"),
-        ("--temperatures nan", "temperature nan is not possible; give finite"),
-        ("--temperatures 1 inf", "temperature inf is not possible; give finite"),
         ("--temperatures 0", "temperature 0 is greedy decoding, which every run has; leave 0 out"),
-        ("--temperatures 1 0.5 1.0", "a temperature is given twice (1.0 0.5 1.0); give each once"),
-        ("--temperatures warm", "--temperatures warm: not all are numbers; give for example 0.7"),
-        ("--temperatures 1 1,x", "--temperatures 1 1,x: not all are numbers; give for example"),
-        ("--temperatures ,", "--temperatures ,: no number; give for example 0.7 1.0"),
+        ("--temperatures warm", "argument --temperatures: 'warm' is not a number such as 0.7; see"),
+        ("--temperatures 1 1,x", "argument --temperatures: '1,x' is not a number such as 0.7; see"),
+        ("--temperatures ,", "argument --temperatures: ',' is not a number such as 0.7; see"),
         ("--temperatures", "argument --temperatures: expected at least one argument; see python"),
         ("--samples 0", "--samples 0; give at least 1"),
-        ("--samples -3", "--samples -3; give at least 1"),
-        ("--samples two", "argument --samples: invalid int value: 'two'; see python -m"),
         ("--max-new-tokens 0", "--max-new-tokens 0; give at least 1"),
-        ("--max-response-tokens 0", "--max-response-tokens 0; give at least 1"),
-        ("--batch-rows 0", "--batch-rows 0; give at least 1"),
+        ("--max-response-tokens 0", "argument --max-response-tokens: '0' is not a whole number"),
+        ("--batch-rows 0", "argument --batch-rows: '0' is not a whole number from 1 up; see"),
+        ("--threads 0", "argument --threads: '0' is not a whole number from 1 up; see"),
         ("--limit 0", "argument --limit: '0' is neither a positive number nor all; see python"),
-        ("--limit -1", "argument --limit: '-1' is neither a positive number nor all; see"),
-        ("--limit many", "argument --limit: 'many' is neither a positive number nor all; see"),
-        ("--limit 2.5", "argument --limit: '2.5' is neither a positive number nor all; see"),
         ("--limit ²", "argument --limit: '²' is neither a positive number nor all; see"),
-        ("--header-logits 0", "argument --header-logits: '0' is neither full, none nor a positive"),
         ("--header-logits top", "argument --header-logits: 'top' is neither full, none nor a"),
-        ("--header-logits ²", "argument --header-logits: '²' is neither full, none nor a"),
-        ("--date tomorrow", "--date 'tomorrow' is not a date; give it as YYYY-MM-DD"),
-        ("--date 2026-02-30", "--date '2026-02-30' is not a date; give it as YYYY-MM-DD"),
-        ("--date 20260101", "--date '20260101' is not a date; give it as YYYY-MM-DD"),
-        ("--date ''", "--date '' is not a date; give it as YYYY-MM-DD"),
+        ("--date 20260101", "argument --date: '20260101' is not a date such as 2026-01-31; see"),
+        ("--date ''", "argument --date: '' is not a date such as 2026-01-31; see"),
         ("--device gpu", "--device 'gpu' is not a device; use auto, cpu, cuda or cuda:N"),
-        ("--device cuda:", "--device 'cuda:' is not a device; use auto, cpu, cuda or cuda:N"),
-        ("--device cpu:0", "--device 'cpu:0' is not a device; use auto, cpu, cuda or cuda:N"),
         ("--dtype int8", "argument --dtype: invalid choice: 'int8' (choose from"),
-        ("--response maybe", "argument --response: invalid choice: 'maybe' (choose from"),
-        ("--format csv", "argument --format: invalid choice: 'csv' (choose from"),
+        ("--swaps 2", "--swaps 2 is about scores after other responses; add --contrasts"),
+        ("--score-generations", "--score-generations is about scores after other responses; add"),
         ("--no-such-flag", "unrecognized arguments: --no-such-flag; see python -m ia_mech.sample"),
         ("--limit 3 'two\nlines'", "unrecognized arguments: two lines; see python -m"),
         ("--split train", "builtin has no splits, subsets or revisions; leave out --split"),
+        ("--revision v2", "--revision v2: "),
         ("--id-column key", "builtin_maths.jsonl line 1: no column 'key' (found: id, dataset,"),
+        ("--limit 1 --max-new-tokens 4000", "conversation maths-01 needs 44"),
         (
             "--positions header_9",
             "--positions header_9: this model's template has no such position; give all, header, "
@@ -280,14 +189,31 @@ def test_an_attention_that_cannot_be(refused):
 
 
 @pytest.mark.parametrize(
-    "words", ["--dataset gsm9k", "--positions nowhere", "--device gpu", "--out {file}"]
+    "words",
+    [
+        "--dataset gsm9k",
+        "--device gpu",
+        "--out {file}",
+        "--repair --out {none}",
+        "--candidates {none}",
+        "--samples 0",
+    ],
 )
-def test_what_can_be_told_early_is_told_before_the_weights_are_loaded(
-    refused, monkeypatch, tmp_path, words
+@pytest.mark.parametrize("dry", [[], ["--dry-run"]], ids=["run", "dry"])
+def test_what_needs_no_model_is_checked_before_anything_is_fetched(
+    refused, monkeypatch, tmp_path, words, dry
 ):
+    if "--repair" in words and dry:
+        pytest.skip("a dry run repairs nothing")
     (tmp_path / "file").write_text("")
-    monkeypatch.setattr("ia_mech.models.load.load", None)
-    refused(*words.format(file=tmp_path / "file").split())
+    monkeypatch.setattr("ia_mech.models.embedded.directory", None)
+    words = words.format(file=tmp_path / "file", none=tmp_path / "none").split()
+    refused("--model", "smollm2-135m-instruct", *words, *dry)
+
+
+def test_what_needs_no_weights_is_checked_before_they_are_loaded(refused, monkeypatch):
+    monkeypatch.setattr("ia_mech.collect.job.load", None)
+    refused("--positions", "nowhere")
 
 
 # -- folders that can't be ------------------------------------------------------------------------
@@ -297,7 +223,9 @@ def test_a_full_disk(refused, monkeypatch):
     usage = shutil.disk_usage("/")
     monkeypatch.setattr("shutil.disk_usage", lambda _: usage._replace(free=1000))
     line = refused()
-    assert line.startswith("the run needs about ") and " free; make room, lower --limit" in line
+    assert (
+        line.startswith("the run needs about ") and " free; free some space, lower --limit" in line
+    )
 
 
 def test_a_file_as_out(refused, tmp_path):
@@ -315,40 +243,15 @@ def test_foreign_files_in_out(refused, tmp_path):
     assert line == f"{tmp_path}/thesis holds files but no run; give an empty or new folder as --out"
 
 
-def test_an_out_that_is_not_writable(refused, tmp_path):
-    locked = tmp_path / "locked"
-    locked.mkdir()
-    locked.chmod(0o500)
-    if os.access(locked, os.W_OK):
-        pytest.skip("this user may write everywhere")
-    for out in (locked / "run", locked / "a" / "run"):
-        line = refused("--out", out)
-        assert line == f"{locked} is not writable; give another --out or set IA_MECH_CACHE"
-
-
 def test_an_out_that_is_said_not_to_be_writable(refused, monkeypatch, tmp_path):
     monkeypatch.setattr("os.access", lambda path, mode: False)
     line = refused("--out", tmp_path / "run")
     assert line == f"{tmp_path} is not writable; give another --out or set IA_MECH_CACHE"
 
 
-def test_an_out_with_another_configuration(sample, refused, tmp_path):
-    assert sample("--out", tmp_path / "run").status == 0
-    line = refused("--out", tmp_path / "run", "--samples", "2", "--seed", "7")
-    assert line.startswith(f"{tmp_path}/run holds another configuration (")
-    assert "config.grid.samples: 1 there, 2 asked for" in line
-    assert "config.grid.seed: 0 there, 7 asked for" in line
-    assert "config.positions" not in line
-
-
 def test_there_must_be_a_run_to_repair(refused, tmp_path):
     line = refused("--repair", "--out", tmp_path / "none")
     assert line.startswith("there is no run in ") and line.endswith("to begin one")
-
-
-def test_a_dry_run_refuses_a_folder_that_the_run_would_refuse(refused, tmp_path):
-    (tmp_path / "notes.txt").write_text("mine")
-    assert "holds files but no run" in refused("--dry-run", "--out", tmp_path)
 
 
 def test_a_damaged_part_is_named_and_repaired(sample, refused, tmp_path):
@@ -366,43 +269,30 @@ def test_a_damaged_part_is_named_and_repaired(sample, refused, tmp_path):
     assert repaired.complete and repaired.verify() == [] and repaired.digest() == digest
 
 
-def test_a_missing_part_is_named_and_repaired(sample, refused, tmp_path):
-    out = tmp_path / "run"
-    digest = sample("--out", out).run.digest()
-    missing = next((out / "generations").iterdir())
-    missing.unlink()
-    assert f"{missing.relative_to(out)} is missing" in refused("--out", out)
-    assert sample("--out", out, "--repair").run.digest() == digest
-
-
 # -- dry runs and help ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     "words",
     [
-        "--limit 6 --samples 2 --temperatures 0.5 1 1.5 --max-new-tokens 8",
         "--limit 6 --samples 2 --temperatures 0.5 1 1.5 --max-new-tokens 8 --header-logits 10",
-        "--limit 6 --samples 1 --temperatures 1 --max-new-tokens 4 --positions header_last "
-        "--header-logits none",
         "--limit 24 --samples 1 --temperatures 1 --max-new-tokens 4",
     ],
 )
-def test_a_dry_run_writes_nothing_and_tells_what_a_run_then_writes(sample, tmp_path, words):
+def test_a_dry_run_writes_nothing_and_says_what_a_run_then_writes(sample, tmp_path, words):
     outcome = sample(*words.split(), "--dry-run", small=False)
     assert outcome.status == 0 and outcome.err == ""
     assert list(tmp_path.iterdir()) == []
-    told = dict(re.split(r"\s{2,}", line, maxsplit=1) for line in outcome.out.splitlines())
+    plan = dict(re.split(r"\s{2,}", line, maxsplit=1) for line in outcome.out.splitlines())
     run = sample(*words.split(), small=False).run
-    assert told["conversations"] == f"builtin: {len(run.contexts)}"
+    assert plan["conversations"] == f"builtin: {len(run.contexts)}"
     limit = run.config["grid"]["max_new_tokens"]
-    assert told["rows to decode"] == f"{len(run.generations)} x at most {limit} tokens"
+    assert plan["rows to decode"] == f"{len(run.generations)} x at most {limit} tokens"
     tokens = run.contexts["context_tokens"]
-    assert told["context tokens"] == f"{tokens.sum()} (longest {tokens.max()})"
-    assert told["positions kept"] == ", ".join(run.positions)
-    assert told["responses to generate"] == "0"
-    assert told["user header"] == repr("<|im_start|>user\n")
-    size, unit, out = re.fullmatch(r"([\d.]+) (\w+), to (.*)", told["bytes to be written"]).groups()
+    assert plan["context tokens"] == f"{tokens.sum()} (longest {tokens.max()})"
+    assert plan["positions kept"] == ", ".join(run.positions)
+    assert plan["user header"] == repr("<|im_start|>user\n")
+    size, unit, out = re.fullmatch(r"([\d.]+) (\w+), to (.*)", plan["bytes to be written"]).groups()
     assert Path(out) == run.path
     size = float(size) * {"kB": 1e3, "MB": 1e6}[unit]
     parts = [p for kind in DATA for p in (run.path / kind).rglob("*") if p.is_file()]
@@ -410,47 +300,63 @@ def test_a_dry_run_writes_nothing_and_tells_what_a_run_then_writes(sample, tmp_p
     assert abs(size - written) <= 0.3 * written
 
 
-def test_a_dry_run_counts_the_responses_to_generate(sample, tmp_path):
-    file = rows(tmp_path / "chats.jsonl", question(), {"id": "q2", "question": "Why?"})
-    for policy, count in (("auto", 1), ("generate", 2)):
-        outcome = sample("--dataset", file, "--response", policy, "--dry-run")
-        assert re.search(rf"^responses to generate +{count}$", outcome.out, re.MULTILINE)
+@pytest.mark.parametrize(
+    "words",
+    ["", "--limit all --samples 4", "--contrasts", "--samples 100", "--response generate"],
+)
+def test_a_dry_run_says_what_a_kill_costs(sample, words):
+    outcome = sample(*words.split(), "--dry-run", small=False)
+    found = re.search(
+        r"^a kill costs at most +(\d+) rows, work like (\d+) decoded tokens \((\d+) s at 150 tok",
+        outcome.out,
+        re.MULTILINE,
+    )
+    rows, work, seconds = map(int, found.groups())
+    assert abs(seconds - work / 150) <= 0.5
+    # More than 20 seconds only where a single context, or response, takes longer.
+    alone = {"--samples 100": 301, "--contrasts": 13}.get(words)
+    assert seconds <= 20 or rows == alone
+    if not words:
+        assert rows >= 39  # of a batch of 128 rows
 
 
-def test_help_names_every_flag_and_loads_no_torch(cache):
+def test_help_is_short_and_help_all_names_every_flag(cache):
     code = (
         "import sys\n"
-        "from ia_mech.sample import main\n"
-        "try: main(['--help'])\n"
+        "from ia_mech.collect.command import main\n"
+        "try: main([sys.argv[1]])\n"
         "except SystemExit as stopped: assert stopped.code == 0\n"
         "assert 'torch' not in sys.modules and 'pandas' not in sys.modules\n"
         "try: main(['--dtype', 'int8'])\n"
         "except SystemExit as stopped: assert stopped.code == 2\n"
         "assert 'torch' not in sys.modules\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    short, whole = (
+        subprocess.run(
+            [sys.executable, "-c", code, flag], capture_output=True, text=True, check=True
+        ).stdout
+        for flag in ("--help", "--help-all")
+    )
+    assert len(short.splitlines()) <= 40 and "--help-all" in short
     flags = {flag for action in build_parser()._actions for flag in action.option_strings}
     assert len(flags) > 30
     for flag in flags:
-        assert re.search(rf"(?<![\w-]){flag}(?![\w-])", done.stdout), flag
-    for action in build_parser()._actions:
-        assert action.help
+        assert re.search(rf"(?<![\w-]){flag}(?![\w-])", whole), flag
     assert not cache.exists()
 
 
+def test_output_that_is_not_read_to_the_end_is_no_error(tiny_model_dir, tmp_path):
+    words = ["--model", tiny_model_dir, "--out", str(tmp_path / "run"), *SMALL]
+    command = [sys.executable, "-m", "ia_mech.sample", *words]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.close()  # as `| head -0` does
+        said = process.stderr.read().decode()
+        assert process.wait() == 141
+    assert "error" not in said and "Traceback" not in said and "Exception" not in said
+    assert Run.open(tmp_path / "run").complete
+
+
 # -- runs that are there already ------------------------------------------------------------------
-
-
-def test_the_same_command_again_computes_nothing(sample, tmp_path, monkeypatch):
-    first = sample()
-    assert "weights" in first.err.splitlines()[0] and "finished before" not in first.err
-    before = files(tmp_path)
-    monkeypatch.setattr("ia_mech.collect.job.prefill", None)
-    second = sample()
-    assert second.status == 0 and second.out == first.out
-    assert second.err == f"{first.run.path} was finished before; nothing was computed again\n"
-    assert files(tmp_path) == before
 
 
 class Interrupted:
@@ -466,59 +372,40 @@ class Interrupted:
         return self.original(*arguments, **settings)
 
 
-@pytest.mark.parametrize(("limit", "heading"), [(1, "one user turn"), (2, "two user turns")])
-def test_the_turns_shown_are_of_as_many_contexts_as_there_are(sample, tmp_path, limit, heading):
-    outcome = sample("--limit", limit, "--out", tmp_path / "run")
-    _, found, shown = outcome.out.partition(f"{heading} (evenly spaced, not chosen)")
-    assert found
-    for context in outcome.run.contexts["context_id"]:
-        assert shown.count(f"  {context} · ") == 1
-
-
-def test_an_interrupted_run_says_what_is_kept_and_goes_on(sample, monkeypatch, tmp_path):
-    from ia_mech.collect import job as collect
-
-    monkeypatch.setattr("ia_mech.engine.plan.UNIT_BATCHES", 1)
-    words = ["--batch-rows", "2"]  # one context at a time
-    whole = sample(*words, "--out", tmp_path / "whole").run
-    original = collect.prefill
-    out = tmp_path / "run"
-    monkeypatch.setattr(collect, "prefill", Interrupted(original, 1))
+@pytest.mark.parametrize("kept", [0, 1])
+def test_an_interrupted_run_says_what_is_kept_and_goes_on(sample, monkeypatch, tmp_path, kept):
+    monkeypatch.setattr("ia_mech.collect.preflight.UNIT_BATCHES", 1)
+    words = ["--batch-rows", "2", "--limit", "2"]  # one context at a time
+    original, out = job.prefill, tmp_path / "run"
+    monkeypatch.setattr(job, "prefill", Interrupted(original, kept))
     outcome = sample(*words, "--out", out)
     assert outcome.status == 130 and outcome.out == ""
     assert outcome.err.splitlines()[-1] == (
         f"interrupted; contexts kept: 1, in {out}; the same command goes on from there"
+        if kept
+        else "interrupted; nothing was kept; the same command begins again"
     )
     assert "Traceback" not in outcome.err
     assert not Run.open(out).complete
-
     again = Interrupted(original, 2)
-    monkeypatch.setattr(collect, "prefill", again)
-    run = sample(*words, "--out", out).run
-    assert again.calls == 2
-    assert run.complete and run.digest() == whole.digest()
+    monkeypatch.setattr(job, "prefill", again)
+    assert sample(*words, "--out", out).run.complete
+    assert again.calls == 2 - kept
 
-
-def test_an_interrupted_run_keeps_its_responses(sample, monkeypatch, tmp_path):
-    from ia_mech.collect import responses
-
-    out = tmp_path / "run"
-    words = ["--response", "generate", "--max-response-tokens", "4", "--out", out]
-    original = responses.prefill
-    monkeypatch.setattr(plan, "CPU", replace(plan.CPU, response_share=64))
-    monkeypatch.setattr(responses, "prefill", Interrupted(original, 1))
-    outcome = sample(*words)
-    assert outcome.status == 130
-    assert f"interrupted; responses kept: 2, contexts kept: 0, in {out}; " in outcome.err
-    monkeypatch.setattr(responses, "prefill", original)
-    assert len(sample(*words).run.contexts) == 3
-
-
-def test_an_interruption_before_anything_is_written(sample, monkeypatch, cache):
-    monkeypatch.setattr("ia_mech.models.load.load", Interrupted(None, 0))
-    outcome = sample()
-    assert outcome == (130, "", "\ninterrupted; nothing was written yet\n")
-    assert not cache.exists()
+    # The same command again computes nothing; another one is refused with the flags that differ.
+    before = files(tmp_path)
+    monkeypatch.setattr(job, "prefill", None)
+    outcome = sample(*words, "--out", out)
+    assert outcome.err.splitlines()[-1] == (
+        f"{out} was finished before; nothing was computed again"
+    )
+    outcome = sample(*words, "--out", out, "--samples", "2", "--seed", "7", "--contrasts")
+    assert refusal(outcome._replace(err=outcome.err.splitlines()[-1] + "\n")) == (
+        f"{out} holds another configuration: --contrasts is not set there, set here, "
+        "--samples is 1 there, 2 here, --seed is 0 there, 7 here; "
+        "give another --out, or the configuration that it holds"
+    )
+    assert files(tmp_path) == before
 
 
 def test_another_spelling_of_the_same_settings_is_the_same_run(sample):
@@ -557,16 +444,14 @@ def tables(out: str) -> list[list[dict[str, str]]]:
     return found
 
 
-def test_every_share_has_an_interval(sample):
-    outcome = sample("--limit", "6", "--samples", "2", "--temperatures", "0.7", "1.3")
-    turns, followups = tables(outcome.out)
+@pytest.mark.parametrize("contrasts", [[], ["--contrasts"]])
+def test_every_share_has_an_interval(sample, contrasts):
+    words = ["--limit", "6", "--samples", "2", "--temperatures", "0.7", "1.3", *contrasts]
+    turns, followups = tables(sample(*words).out)
     assert [row["T"] for row in turns] == ["greedy", "0.7", "1.3"]
     assert [row["rows"] for row in turns] == ["6", "12", "12"]
-    assert [row["dataset"] for row in followups] == [
-        "builtin-instructions",
-        "builtin-maths",
-        "builtin-open",
-    ]
+    names = ("instructions", "maths", "open")
+    assert [row["dataset"] for row in followups] == [f"builtin-{name}" for name in names]
     shares = [row["ended by turn-end"] for row in turns]
     shares += [row["greedy writes"] for row in followups]
     for share in shares:
@@ -575,13 +460,9 @@ def test_every_share_has_an_interval(sample):
     for row in followups:
         for column in ("log p / token", "bits / byte"):
             assert re.fullmatch(r"-?\d+\.\d\d \[-?\d+\.\d\d, -?\d+\.\d\d\]", row[column])
-        assert re.fullmatch(r"-?\d+\.\d \[-?\d+\.\d, -?\d+\.\d\]", row["contrast, bits"])
-
-
-def test_a_share_of_a_single_source_still_has_an_interval(sample):
-    turns, _ = tables(sample("--limit", "1").out)
-    for row in turns:
-        assert re.fullmatch(r"\d\.\d\d \[(\d\.\d\d, \d\.\d\d|–)\]", row["ended by turn-end"])
+        assert ("contrast, bits" in row) == bool(contrasts)
+        if contrasts:
+            assert re.fullmatch(r"-?\d+\.\d \[-?\d+\.\d, -?\d+\.\d\]", row["contrast, bits"])
 
 
 def test_responses_that_are_cut_off_are_counted(sample):
@@ -589,19 +470,11 @@ def test_responses_that_are_cut_off_are_counted(sample):
     cut = outcome.run.contexts["response_cut_off"]
     assert cut.any()
     assert f"{cut.sum()} of 3 responses were cut off at 3 tokens: a cut-off " in outcome.out
-    assert "cut off" not in sample().out
-
-
-def test_three_turns_are_shown(sample):
-    outcome = sample()
-    run = outcome.run
-    shown = re.findall(r"^    user turn: (.*)$", outcome.out, re.MULTILINE)
-    assert len(shown) == 3
     heads = re.findall(r"^  (\S+) · (greedy|T = 1)$", outcome.out, re.MULTILINE)
-    assert [name for name, _ in heads] == run.contexts["context_id"].tolist()
+    assert [name for name, _ in heads] == outcome.run.contexts["context_id"].tolist()
 
 
-@pytest.mark.parametrize("folder", ["run", "it's a run", 'a "$HOME" run'])
+@pytest.mark.parametrize("folder", ["run", 'it\'s a "$HOME" run'])
 def test_the_commands_that_are_suggested_work(sample, capfd, tmp_path, folder):
     outcome = sample("--positions", "response_end", "--out", tmp_path / folder)
     words = shlex.split(re.search(r"^read it: (.*)$", outcome.out, re.MULTILINE)[1])
@@ -649,7 +522,7 @@ def test_a_lens_that_cannot_be_written_does_not_cost_the_run(sample, monkeypatch
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("ia_mech.lens.save_lens", full)
+    monkeypatch.setattr("ia_mech.collect.job.save_lens", full)
     outcome = sample()
     assert outcome.status == 0 and outcome.run.complete
     assert "note: no offline lens for this model: [Errno 28] No space left" in outcome.err
@@ -660,3 +533,54 @@ def test_a_run_says_on_what_it_works(sample, tiny_model_dir, tiny_subject):
         f"{tiny_model_dir}: 4 layers, d_model 32, float32 on cpu, "
         f"weights {tiny_subject.weights_hash}"
     )
+
+
+# -- from Python ----------------------------------------------------------------------------------
+
+
+def test_a_run_in_three_lines(tiny_model_dir, tmp_path, capfd):
+    from ia_mech import Run, sample
+
+    settings = {"limit": 3, "samples": 1, "temperatures": [0.7, 1.0], "max_new_tokens": 4}
+    run = sample(tmp_path / "run", model=tiny_model_dir, positions=["header"], **settings)
+    assert isinstance(run, Run) and run.complete and run.path == tmp_path / "run"
+    assert capfd.readouterr() == ("", "")
+    assert run.config["grid"]["temperatures"] == [0.7, 1.0] and len(run.generations) == 9
+    # The command with the same settings finds it finished.
+    words = "--limit 3 --samples 1 --temperatures 0.7 1 --max-new-tokens 4 --positions header"
+    words = ["--model", tiny_model_dir, *words.split(), "--out", str(tmp_path / "run")]
+    assert "finished before" in call(command_line.main, words, capfd).err
+
+
+def test_the_function_and_the_command_have_one_name():
+    import ia_mech
+
+    command = [sys.executable, "-m", "ia_mech.sample", "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("usage: python -m ia_mech.sample")
+    with pytest.raises(ImportError, match="from ia_mech import sample"):
+        importlib.import_module("ia_mech.sample")
+    assert ia_mech.sample is command_line.sample and ia_mech.Run is Run
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        ia_mech.nothing  # noqa: B018
+
+
+def test_settings_of_the_function_that_cannot_be(tmp_path):
+    out = tmp_path / "run"
+    with pytest.raises(TypeError, match=r"no 'limits'; it takes .*limit, "):
+        command_line.sample(out, limits=3)
+    with pytest.raises(UserError, match="argument --limit: 'few' is neither"):
+        command_line.sample(out, limit="few")
+    with pytest.raises(UserError, match=r"--swaps 2 is about .*; add --contrasts"):
+        command_line.sample(out, swaps=2)
+    assert not out.exists()
+
+
+def test_threads_are_recorded_and_set_back(tiny_model_dir, tmp_path):
+    before = torch.get_num_threads()
+    settings = {"model": tiny_model_dir, "limit": 1, "max_new_tokens": 2, "samples": 1}
+    run = command_line.sample(tmp_path / "run", threads=before + 1, **settings)
+    assert torch.get_num_threads() == before
+    sessions = json.loads((run.path / "manifest.json").read_text())["sessions"]
+    assert sessions[0]["threads"] == before + 1
+    assert run.path == command_line.sample(tmp_path / "run", threads=before, **settings).path

@@ -33,7 +33,7 @@ def sampled(tiny_subject, tmp_path_factory):
     def make(conversations=scored.CONVERSATIONS, **options) -> Run:
         folder = tmp_path_factory.mktemp("likelihood")
         data = scored.dataset(folder / "chats.jsonl", conversations)
-        options = {"grid": GRID, "swaps": 2} | options
+        options = {"grid": GRID, "contrasts": True, "swaps": 2} | options
         config = SampleConfig(dataset=data, limit=None, **options)
         return collect(config, tiny_subject, folder / "run", Silent())
 
@@ -158,8 +158,8 @@ def test_verdicts_are_joined_by_run_context_temperature_and_sample(copied):
 def test_generations_that_say_nothing_are_noted(sampled, plain):
     """Not scored at all, or not judged; without swaps there are the other contrasts."""
     assert read([plain]).notes[-1] == (
-        f"{plain.path} is not judged, so generations aren't told apart: python -m ia_mech.judge "
-        f"run {plain.path}"
+        f"{plain.path} is not judged, so generations aren't distinguished: python -m "
+        f"ia_mech.judge run {plain.path}"
     )
     assert read([plain]).judge is None and read([plain]).generations["genuine"].isna().all()
     unscored = read([sampled(scored.CONVERSATIONS[:3])])

@@ -17,8 +17,8 @@ import tiny
 from conftest import Silent
 from shell import call, files
 
-from ia_mech import sample as command_line
 from ia_mech.chat.format import ChatFormat
+from ia_mech.collect import command as command_line
 from ia_mech.collect.config import SampleConfig
 from ia_mech.collect.identity import build_chat, eos_ids
 from ia_mech.collect.job import collect
@@ -27,7 +27,7 @@ from ia_mech.engine.plan import Grid
 from ia_mech.likelihood.scorer import NO_SWAP_SOURCE, Scorer, scored_temperatures
 from ia_mech.likelihood.swaps import SwapSources
 from ia_mech.models.load import ModelSpec, Subject, weights_hash
-from ia_mech.run import Run, RunWriter, layout
+from ia_mech.run import Run, layout
 
 LN2 = np.log(2)
 GRID = Grid((0.7, 5.0), 2, 6, 0)
@@ -48,9 +48,10 @@ def chat(subject) -> ChatFormat:
     return build_chat(SampleConfig(), subject.tokenizer, ids)
 
 
-def sampled(subject, folder, name: str = "run", **options) -> Run:
+def sampled(subject, folder, name: str = "run", **given) -> Run:
     data = scored.dataset(folder / "chats.jsonl")
-    options = {"grid": GRID, "batch_rows": 15, "score_generations": True} | options
+    options = {"grid": GRID, "batch_rows": 15, "contrasts": True, "score_generations": True}
+    options |= given
     config = SampleConfig(dataset=data, limit=None, **options)
     return collect(config, subject, folder / name, Silent())
 
@@ -229,7 +230,7 @@ def test_lenders_are_those_that_the_seed_draws(run, subject):
 def test_other_templates_are_scored_after_their_own_contexts(family, tmp_path):
     subject = tiny.subject("llama", families.build(family))
     data = scored.dataset(tmp_path / "chats.jsonl", scored.CONVERSATIONS[:3])
-    config = SampleConfig(dataset=data, limit=None, grid=Grid((), 1, 1), swaps=2)
+    config = SampleConfig(dataset=data, limit=None, grid=Grid((), 1, 1), contrasts=True, swaps=2)
     run = collect(config, subject, tmp_path / "run", Silent())
     chat = build_chat(config, subject.tokenizer)
     closing = [] if chat.closing_id is None else [chat.closing_id]
@@ -252,7 +253,7 @@ PLAIN = scored.CONVERSATIONS[:5]
 @pytest.fixture
 def config(tmp_path) -> SampleConfig:
     data = scored.dataset(tmp_path / "chats.jsonl", PLAIN)
-    return SampleConfig(dataset=data, limit=None, grid=SMALL, batch_rows=4, swaps=2)
+    return SampleConfig(dataset=data, limit=None, grid=SMALL, batch_rows=4, contrasts=True, swaps=2)
 
 
 def with_template(family: str, template: str) -> Subject:
@@ -306,7 +307,7 @@ def test_a_system_message_in_the_first_user_turn_leaves_that_header_out(tmp_path
     """Of the conversation that has one; the others' headers are there."""
     data = scored.dataset(tmp_path / "chats.jsonl", [*PLAIN, scored.CONVERSATIONS[5]])
     subject = tiny.subject("llama", families.build("gemma3"))
-    config = SampleConfig(dataset=data, limit=None, grid=Grid((), 1, 2), swaps=1)
+    config = SampleConfig(dataset=data, limit=None, grid=Grid((), 1, 2), contrasts=True, swaps=1)
     run = collect(config, subject, tmp_path / "run", progress)
     rows = run.contexts.set_index("context_id")
     rows = rows[rows["reference_logprob"].notna()]
@@ -333,10 +334,10 @@ def test_where_nobody_lends_a_response_it_is_said(config, tiny_subject, tmp_path
 # -- responses that the model writes ------------------------------------------------------------
 
 
-def test_few_contexts_are_computed_together_where_turns_are_scored(
+def test_few_contexts_are_computed_together_where_much_is_scored(
     config, tiny_subject, tmp_path, monkeypatch
 ):
-    """So that a kill costs little; without turns to score a unit fills its batch."""
+    """So that a kill costs little; without contrasts the same work is more contexts."""
     together, honest = [], Scorer.add_contrasts
 
     def counted(self, contexts, scores, decoded):
@@ -344,45 +345,28 @@ def test_few_contexts_are_computed_together_where_turns_are_scored(
         return honest(self, contexts, scores, decoded)
 
     monkeypatch.setattr(Scorer, "add_contrasts", counted)
-    monkeypatch.setattr(plan, "CPU", replace(plan.CPU, scored_contexts=2))
-    collect(replace(config, batch_rows=1000), tiny_subject, tmp_path / "scored", Silent())
-    assert max(together) == 2 and sum(together) == len(PLAIN)
+    monkeypatch.setattr(plan, "CPU", replace(plan.CPU, unit_cost=1_000))
+    wide = replace(config, batch_rows=1000)
+    collect(wide, tiny_subject, tmp_path / "scored", Silent())
+    assert max(together) < len(PLAIN) and sum(together) == len(PLAIN)
+    together.clear()
+    collect(replace(wide, contrasts=False), tiny_subject, tmp_path / "bare", Silent())
+    assert together == [len(PLAIN)]
 
 
 # -- going on -----------------------------------------------------------------------------------
 
 
-class CtrlC(Silent):
-    """A progress during which somebody presses Ctrl-C after so many steps of decoding."""
-
-    def __init__(self, steps: int) -> None:
-        super().__init__()
-        self.left = steps
-
-    def advance(self, *_) -> None:
-        self.left -= 1
-        if self.left < 0:
-            raise KeyboardInterrupt
-
-
 def test_an_interrupted_run_goes_on_to_the_same_digest(config, tiny_subject, tmp_path, monkeypatch):
-    """Interrupted while it decodes, while it scores, and between a unit and its merging."""
+    """Interrupted while turns are scored; every attempt finishes one more unit."""
     monkeypatch.setattr(layout, "PART_CONTEXTS", 3)
-    monkeypatch.setattr(plan, "CPU", replace(plan.CPU, scored_contexts=2))
-    own = tmp_path / "own.jsonl"
-    own.write_text('{"name": "why", "text": "Why?"}\n{"name": "w", "text": "Who?", "id": "c1"}')
-    config = replace(
-        config, candidates=str(own), score_generations=True, response="generate",
-        max_response_tokens=3,
-    )  # fmt: skip
+    monkeypatch.setattr(plan, "CPU", replace(plan.CPU, unit_cost=1))
+    own = own_candidates(tmp_path / "own.jsonl", {"name": "w", "text": "Who?", "id": "c1"})
+    config = replace(config, candidates=own, score_generations=True, response="generate")
+    config = replace(config, max_response_tokens=3)
     expected = collect(config, tiny_subject, tmp_path / "whole", Silent()).digest()
-    out = tmp_path / "decoding"
-    with pytest.raises(KeyboardInterrupt):
-        collect(config, tiny_subject, out, CtrlC(9))
-    assert not Run.open(out).complete
-    assert collect(config, tiny_subject, out, Silent()).digest() == expected
     out, honest = tmp_path / "scoring", Scorer.add_contrasts
-    for _ in range(2):  # every attempt finishes one more of three units
+    for _ in range(2):
         calls = []
 
         def stopped(*arguments, calls=calls):
@@ -395,17 +379,8 @@ def test_an_interrupted_run_goes_on_to_the_same_digest(config, tiny_subject, tmp
             patch.setattr(Scorer, "add_contrasts", stopped)
             with pytest.raises(KeyboardInterrupt):
                 collect(config, tiny_subject, out, Silent())
-    assert len(Run.open(out).contexts) == 4
+    assert len(Run.open(out).contexts) == 2  # a unit each
     assert collect(config, tiny_subject, out, Silent()).digest() == expected
-
-    def stopped_there(*_):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(RunWriter, "_merge_group", stopped_there)
-        with pytest.raises(KeyboardInterrupt):
-            collect(config, tiny_subject, tmp_path / "merging", Silent())
-    assert collect(config, tiny_subject, tmp_path / "merging", Silent()).digest() == expected
 
 
 # -- the user's candidates ----------------------------------------------------------------------
@@ -433,8 +408,9 @@ def test_the_command_line_takes_candidates_swaps_and_generations(sample, tmp_pat
     """With responses that the model writes: they are lent, in place of those of the data."""
     rows = {"name": "all", "text": " Why so?\n"}, {"name": "why", "text": "Why?", "id": "c4"}
     file = own_candidates(tmp_path / "own.jsonl", *rows)
-    words = ("--candidates", file, "--swaps", 1, "--score-generations", "--response", "generate")
-    run = sample(*words, "--max-response-tokens", 5).run
+    words = ("--candidates", file, "--contrasts", "--swaps", 1, "--score-generations")
+    words += ("--response", "generate", "--max-response-tokens", 5)
+    run = sample(*words).run
     identity = run.record["identity"]
     assert identity["candidates"] == hashlib.sha256(Path(file).read_bytes()).hexdigest()
     assert set(run.contexts["swapped_from"].map(len)) == {1}
@@ -458,7 +434,7 @@ def test_the_command_line_takes_candidates_swaps_and_generations(sample, tmp_pat
         ).sum()
         (swapped,) = row["reference_logprob_swapped_with_end"]
         np.testing.assert_allclose(swapped, expected, **scored.nats(len(ids)))
-    again = sample(*words, "--max-response-tokens", 5)
+    again = sample(*words)
     assert again.status == 0 and "was finished before" in again.err
 
 

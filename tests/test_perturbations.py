@@ -162,7 +162,9 @@ def test_perturbed_contexts_are_no_swap_sources_and_are_scored_after_nothing_els
     for row in own[:1]:
         row |= {"id": "c0", "perturbation": "none", "metadata": {}}
     mixed.write_text("".join(json.dumps(row) + "\n" for row in own))
-    config = SampleConfig(dataset=str(mixed), limit=None, grid=Grid((), 1, 2), swaps=2)
+    config = SampleConfig(
+        dataset=str(mixed), limit=None, grid=Grid((), 1, 2), contrasts=True, swaps=2
+    )
     there = collect(config, tiny_subject, tmp_path / "run", Silent())
     assert there.contexts["perturbation"].tolist() == ["none", "ask"]
     assert there.contexts["swapped_from"].isna().all()  # the other one is perturbed

@@ -11,9 +11,9 @@ from ia_mech.engine.plan import (
     batch_defaults,
     consecutive,
     contexts_per_batch,
-    contexts_per_unit,
     evenly,
     plan_units,
+    write_units,
 )
 from ia_mech.errors import UserError
 from ia_mech.models.load import is_out_of_memory
@@ -42,14 +42,6 @@ def test_units_with_little_padding_hold_similar_lengths():
     assert plan_units([0, 0, 1], 6, max_padding=0.5) == [[0, 1], [2]]  # turns may be empty
 
 
-def test_contexts_written_together_fill_several_batches_unless_that_takes_long():
-    assert (contexts_per_batch(13, 64), contexts_per_batch(100, 64)) == (4, 1)
-    assert contexts_per_unit(13, 64, 40, 16_384) == 3 * 64 // 13
-    assert contexts_per_unit(13, 64, 100, 16_384) == 16_384 // 1300 == 12
-    assert contexts_per_unit(13, 64, 1000, 16_384) == 4, "one batch at least"
-    assert contexts_per_unit(100, 64, 1000, 16_384) == 1
-
-
 @pytest.mark.parametrize(
     ("count", "most", "each"), [(256, 236, 128), (24, 8, 8), (25, 8, 7), (3, 8, 3), (1, 1, 1)]
 )
@@ -59,13 +51,22 @@ def test_units_are_of_like_size(count, most, each):
     assert -(-count // each) == -(-count // most), "no more parts than need be"
 
 
+def test_what_is_written_together_is_bounded_in_contexts_and_work():
+    assert (contexts_per_batch(13, 64), contexts_per_batch(100, 64)) == (4, 1)
+    lengths, costs = [50, 10, 30, 10, 90], [5.0, 1.0, 3.0, 1.0, 9.0]
+    assert write_units(lengths, costs, 10, 100) == [[1, 3, 2, 0, 4]]
+    assert write_units(lengths, costs, 10, 9.5) == [[1, 3, 2], [0], [4]]
+    assert write_units(lengths, costs, 2, 9.5) == [[1, 3], [2], [0], [4]]
+    assert write_units(lengths, costs, 10, 2) == [[1, 3], [2], [0], [4]], "one context at least"
+    assert write_units([], [], 2, 9.5) == []
+
+
 def test_batches_suit_the_device():
     cpu, gpu = (batch_defaults(torch.device(name)) for name in ("cpu", "cuda"))
     assert (cpu, gpu) == (CPU, GPU)
-    assert all(getattr(cpu, name) < getattr(gpu, name) for name in ("batch_rows", "prefill_tokens"))
-    for one in (cpu, gpu):  # of the default grid: a unit fills its batch several times
-        contexts = contexts_per_unit(13, one.batch_rows, 40, one.unit_tokens)
-        assert contexts >= 3 * contexts_per_batch(13, one.batch_rows)
+    for name in ("batch_rows", "prefill_tokens", "unit_cost"):
+        assert getattr(cpu, name) < getattr(gpu, name)
+    assert cpu.unit_cost == 20 * 150  # 20 seconds at 150 decoded tokens a second
 
 
 @pytest.mark.parametrize(

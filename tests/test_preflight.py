@@ -10,9 +10,8 @@ import ia_mech.likelihood.scorer
 from ia_mech.collect.config import SampleConfig
 from ia_mech.collect.identity import build_chat
 from ia_mech.collect.job import collect
-from ia_mech.collect.preflight import Plan, make_plan
-from ia_mech.engine.plan import Grid
-from ia_mech.likelihood.candidates import OwnCandidates
+from ia_mech.collect.preflight import Plan, make_plan, open_inputs
+from ia_mech.engine.plan import CPU, Grid
 
 # Three conversations, one of which has no reference; two rows of at most 5 tokens to each.
 CONVERSATIONS = [scored.CONVERSATIONS[at] for at in (0, 1, 3)]
@@ -23,14 +22,15 @@ ROWS = 2 * 5
 @pytest.fixture
 def config(tmp_path) -> SampleConfig:
     data = scored.dataset(tmp_path / "chats.jsonl", CONVERSATIONS)
-    return SampleConfig(dataset=data, limit=None, grid=GRID, swaps=2)
+    return SampleConfig(dataset=data, limit=None, grid=GRID, contrasts=True, swaps=2)
 
 
 @pytest.fixture
-def plan(tiny_subject):
+def plan(tiny_subject, tmp_path):
     def make(config: SampleConfig) -> Plan:
         chat = build_chat(config, tiny_subject.tokenizer)
-        return make_plan(config, chat, tiny_subject.model.config, 4)
+        inputs = open_inputs(config, tmp_path / "run")
+        return make_plan(config, inputs, chat, tiny_subject.model.config, 4, CPU)
 
     return make
 
@@ -78,13 +78,14 @@ def test_responses_to_be_written_are_counted_at_their_longest(config, plan, coun
     assert longer.contrast_contexts == shorter.contrast_contexts == 6
     assert longer.contrast_tokens - shorter.contrast_tokens == 6 * 30
     assert longer.scored_tokens - shorter.scored_tokens == 2 * 30
-    assert plan(replace(config, swaps=1000)) == plan(config), "there are no more to lend"
+    few, many = plan(config), plan(replace(config, swaps=1000))  # there are no more to lend
+    assert replace(many, unit_rows=few.unit_rows, unit_cost=few.unit_cost) == few
     (a, b, _), (x, y, _) = counts
     found = plan(replace(config, swaps=0))  # the empty response is left
     assert (found.contrast_contexts, found.contrast_tokens) == (2, a + b)
     assert found.scored_tokens == a + b + 3 * (x + y)
     data = scored.dataset(tmp_path / "bare.jsonl", [CONVERSATIONS[2]])  # without a reference
-    found = plan(SampleConfig(dataset=data, limit=None, grid=GRID))
+    found = plan(replace(config, dataset=data))
     assert (found.contrast_contexts, found.contrast_tokens, found.scored_tokens) == (0, 0, 0)
 
 
@@ -95,9 +96,7 @@ def test_own_candidates_are_counted_where_there_is_a_reference(
     file.write_text(
         '{"name": "a", "text": "Why is that so?"}\n{"name": "b", "text": "No", "id": "c1"}'
     )
-    own = OwnCandidates.read(file)
-    chat = build_chat(config, tiny_subject.tokenizer)
-    found = make_plan(config, chat, tiny_subject.model.config, 4, own)
+    found = plan(replace(config, candidates=str(file)))
     everywhere, one = (len(tiny_subject.tokenizer.tokenize(t)) for t in ("Why is that so?", "No"))
     assert found.scored_tokens == plan(config).scored_tokens + 2 * everywhere + one
 
@@ -109,9 +108,9 @@ def test_as_many_contexts_are_prefilled_as_were_foreseen(
     module, prefilled = ia_mech.likelihood.scorer, []
     honest = module.prefill_counterfactuals
 
-    def counting(model, contexts, prefixes):
+    def counting(model, contexts, prefixes, *rest):
         prefilled.extend(contexts)
-        return honest(model, contexts, prefixes)
+        return honest(model, contexts, prefixes, *rest)
 
     monkeypatch.setattr(module, "prefill_counterfactuals", counting)
     config = replace(config, swaps=2)

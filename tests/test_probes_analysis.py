@@ -162,16 +162,6 @@ def test_embeddings_are_read_at_the_position_that_the_inner_loop_prefers(found):
         np.testing.assert_allclose(embeddings.scores[here], each[best].scores[here], atol=1e-6)
 
 
-def test_nothing_is_gained_over_the_same_states():
-    """The headline's own states as a control, in a heat map of one cell: no gain, no interval."""
-    hidden, outcome = planted()
-    states = hidden.layer(3)[:, 1]
-    one = Arrays(states[None, :, None], ["end"])
-    same = Controls(output=[Baseline("same", states.astype(float), "the same states")])
-    (control,) = analyse(one, outcome, same, SMALL).compared
-    assert control.gain.value == pytest.approx(0, abs=1e-6) and not control.gain.low > 0
-
-
 def test_a_signal_is_found_where_it_is_written(found):
     assert (found.headline.layer, found.headline.position) == (2, "end")
     assert set(found.headline.picked) <= {(2, "end"), (3, "end")}
@@ -316,18 +306,6 @@ def test_telling_sources_apart_does_not_help_but_would_if_they_were_split(seed, 
     by_context = Outcome.of(positives, trials, np.arange(len(sources)))
     leaky = analyse(hidden, by_context, settings=settings)
     assert leaky.headline.measures["auroc"].low > 0.8
-
-
-@pytest.mark.slow
-def test_over_many_targets_constant_per_source_the_mean_is_one_half():
-    found = []
-    for seed in range(60):
-        hidden, positives, sources = fingerprints(seed, 60, 6)
-        outcome = Outcome.of(positives, np.full(len(sources), 8), sources)
-        design = Design.of(outcome, make_folds(outcome, 5, seed), estimator="mass-mean")
-        scores = cross_validate(Features.of(hidden.layer(0)[:, 0]), design).scores
-        found.append(slow_auroc(scores, outcome, design.folds))
-    assert abs(np.mean(found) - 0.5) < 3 * np.std(found) / np.sqrt(len(found))
 
 
 # At a level of 0.1, more than 19 of 100, or more than 3 of 8, have odds of 1 in 200 or less.

@@ -101,16 +101,6 @@ def test_tensors_and_arrays_of_any_shape_score_alike(fitted, name):
     assert probe.score(features[0], name) == pytest.approx(expected[0], abs=1e-4)
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_every_float_type_is_scored_in_float32(fitted, kind):
-    features, _, probe = fitted
-    tensor = torch.tensor(features).to(kind)
-    scores = probe.score(tensor)
-    assert scores.dtype == torch.float32
-    np.testing.assert_allclose(scores.numpy(), probe.score(tensor.double().numpy()), atol=1e-5)
-    assert probe.score(features.astype(np.float16)).dtype == np.float32
-
-
 def test_what_a_probe_cannot_score_is_refused(fitted):
     features, _, probe = fitted
     with pytest.raises(UserError, match="'up'; choose from logistic, mass-mean, whitened"):

@@ -17,7 +17,6 @@ from ia_mech.judge.label import items_of
 from ia_mech.judge.rubric import CANNOT_ASSESS, GENUINE
 from ia_mech.run import Run, layout
 from ia_mech.run.labels import KEY
-from probes import dataset
 from probes.dataset import ProbeSet, check_enough, read
 from probes.outcome import Outcome, parse_target
 
@@ -143,12 +142,6 @@ def test_rows_are_the_contexts_with_an_outcome(copy):
     assert any("1 of 12 contexts have no outcome for the target rate" in n for n in found.notes)
     assert found.outcome.positives.tolist() == frame["positives"].tolist()
     aligned(found)
-
-
-def test_latent_leaves_greedy_genuine_contexts_out(copy):
-    frame = read([copy().path], target="latent").contexts
-    assert frame["row"].tolist() == [row for row in range(CONTEXTS) if row not in (2, 5)]
-    assert frame["positives"].tolist() == [int(row % 2 == 0) for row in frame["row"]]
 
 
 def test_runs_are_pooled_row_by_row(copy, other):
@@ -287,13 +280,6 @@ def test_the_response_starts_where_the_template_ends(copy, tiny_subject, counted
         assert context.opening == context.token_ids[start]
 
 
-def test_with_one_kind_of_response_tokens_are_counted_back():
-    """What a template writes can't be told from responses that all begin alike."""
-    assert dataset._opener([[1, 2, 5], [1, 2, 5]], ["The", "This"]) == []
-    assert dataset._opener([[1, 2, 5], [1, 2, 6], []], ["The", "A", ""]) == [1, 2]
-    assert dataset._opener([[1, 2, 5], [1, 2, 6], [9, 7]], ["The", "A", "So"]) == [1, 2]
-
-
 # -- refusals -------------------------------------------------------------------------------------
 
 
@@ -387,13 +373,6 @@ def test_too_little_is_refused_and_what_would_be_enough_is_said(given, words):
     with pytest.raises(UserError) as refusal:
         check_enough(given, RATE)
     assert words in str(refusal.value)
-
-
-def test_more_turns_are_no_remedy_where_every_source_has_both():
-    k = [1] * 9 + [2]
-    with pytest.raises(UserError) as refusal:
-        check_enough(Outcome.of(k, [3] * 10, np.arange(10)), RATE)
-    assert str(refusal.value).endswith("sample contexts of about 20 sources at this rate")
 
 
 def test_rates_must_vary_where_contexts_are_compared():

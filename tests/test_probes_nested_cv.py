@@ -277,14 +277,6 @@ def test_contexts_with_equal_states_tie(width):
             assert len(set(found.scores[here])) == len(set(kind[here]))
 
 
-def test_a_fold_where_all_turns_are_alike_is_level():
-    made = case(MANY)
-    positives = np.where(made.folds == 2, 0, made.outcome.positives)
-    made = replace(made, outcome=replace(made.outcome, positives=positives), taken=[])
-    found = made.run()
-    assert found.outer[2, 0] == 0.5 and np.isfinite(found.inner).all()
-
-
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_a_run_that_a_split_does_not_train_on_is_scored_too(estimator):
     made = case(MANY)

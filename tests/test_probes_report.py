@@ -15,7 +15,6 @@ from matplotlib.text import Text
 from rich.console import Console
 from scipy.special import expit
 
-from ia_mech.estimates import write_parquet
 from ia_mech.stats import Estimate
 from probes.analysis import MEASURES, Arrays, Compared, Settings, analyse
 from probes.controls import Baseline, Controls
@@ -144,12 +143,6 @@ def test_predictions(analysis):
     assert frame.groupby(analysis.outcome.sources)["fold"].nunique().eq(1).all()
 
 
-def test_the_table_comes_back_from_its_file(analysis, tmp_path):
-    frame, path = keep.estimates(analysis), tmp_path / "estimates.parquet"
-    write_parquet(frame, path)
-    pd.testing.assert_frame_equal(pd.read_parquet(path), frame, check_dtype=False)
-
-
 # -- figures --------------------------------------------------------------------------------------
 
 
@@ -175,11 +168,6 @@ def test_heat_map(analysis):
     (frame,) = (patch for patch in axes.patches if isinstance(patch, Rectangle))
     at = POSITIONS.index(analysis.headline.position), analysis.headline.layer
     assert tuple(np.add(frame.get_xy(), 0.5)) == at
-
-
-def test_heat_map_of_many_layers_has_no_numbers(analysis):
-    (axes, _) = figures.heat_map(stretched(analysis, 40), "rate").axes
-    assert not axes.texts and len(axes.get_yticks()) == 20
 
 
 def test_layer_curve(analysis):
@@ -303,14 +291,6 @@ def test_report_ends_with_the_conclusion(analysis):
     assert text.endswith(said.sentence)
 
 
-def test_report_fits(analysis, untested):
-    many = stretched(analysis, 31)
-    lines = printed(many, conclude(many)).splitlines()
-    assert len(lines) < 45
-    for text in (printed(analysis), printed(many), printed(untested), printed(analysis, width=80)):
-        assert max(map(len, text.splitlines())) <= 100
-
-
 def test_layers_that_are_shown(analysis):
     alike = stretched(analysis, 31, layer=6, picked=[(6, "header_last")] * 5)
     assert shown_layers(alike) == list(range(0, 31, 2))
@@ -384,6 +364,9 @@ def claims(found):
 
 
 def test_nothing_found(concluded, plain):
+    untested = concluded(p=np.nan, permutations=0, text=MORE, output=MORE)
+    assert claims(untested) == (False, False, False)
+    assert "was not tested" in untested.sentence
     found = concluded(p=0.0501, text=MORE, output=MORE)
     assert claims(found) == (False, False, False)
     reached = np.quantile(plain.tested.null, 0.95)
@@ -395,12 +378,6 @@ def test_nothing_found(concluded, plain):
         "can't be told from nothing here."
     )
     assert "latent" not in found.sentence
-
-
-def test_nothing_is_claimed_without_permutations(concluded, plain):
-    found = concluded(p=np.nan, permutations=0, text=MORE, output=MORE)
-    assert claims(found) == (False, False, False)
-    assert found.sentence == ("the rate was not tested: nothing is claimed without permutations.")
 
 
 def test_the_level_of_the_test_is_inclusive(concluded):

@@ -8,7 +8,7 @@ from experiments.decoupling import __main__ as decoupling
 from experiments.likelihood import __main__ as likelihood
 from experiments.perturbations import __main__ as perturbations
 from experiments.temperature_sweep import __main__ as temperature_sweep
-from ia_mech import sample as options
+from ia_mech.collect import command as options
 from ia_mech.judge import __main__ as judge_options
 from ia_mech.models import embedded
 from ia_mech.rates import __main__ as rates_options

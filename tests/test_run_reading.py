@@ -1,5 +1,6 @@
 """A run on disk: what lies where, what a reader gets, and the digest."""
 
+import json
 import pickletools
 import shutil
 import zipfile
@@ -120,11 +121,18 @@ def test_residuals_are_those_of_the_contexts_in_order(merged, parted):
     files = sorted((parted.path / "contexts").iterdir())
     stored = [order for file in files for order in pd.read_parquet(file)["order"]]
     assert sorted(stored) == list(range(CONTEXTS)) != stored
+    (file,) = (merged.path / "residuals/layer_03").iterdir()
+    with safe_open(file, "pt") as tensors:  # they name their contexts, also after merging
+        named = json.loads(tensors.metadata()["contexts"])
+    ids = merged.contexts["context_id"].tolist()
+    assert named == [ids[order] for order in stored]
     for layer in range(LAYERS):
         kept = []
         for file in sorted((parted.path / f"residuals/layer_{layer:02d}").iterdir()):
             with safe_open(file, "pt") as tensors:
                 assert list(tensors.keys()) == ["residuals"]
+                metadata = {key: json.loads(text) for key, text in tensors.metadata().items()}
+                assert metadata["positions"] == parted.positions
                 kept.append(tensors.get_tensor("residuals"))
         kept = torch.cat(kept)
         assert kept.shape == (CONTEXTS, len(parted.positions), 32) and kept.dtype == torch.float32

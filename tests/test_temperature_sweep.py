@@ -15,7 +15,6 @@ from runs import sampled as make_run
 from safetensors.torch import load_file
 from shell import call
 
-from experiments.likelihood.read import References
 from experiments.temperature_sweep.__main__ import main
 from experiments.temperature_sweep.analyse import GARBLED, estimates
 from experiments.temperature_sweep.measure import (
@@ -359,40 +358,6 @@ def test_tests_are_corrected_in_families(simulated):
     assert tested == made["p"].notna().sum() > 30
 
 
-def test_overtaking_layers_are_medians_and_reference_curves_are_means():
-    sweep = planted_sweep()
-    lens = lens_curves(sweep, openings_of(sweep.turns), planted_lens())
-    first = FirstToken([1.0], *[np.array([[0.0], [0.0], [0.9]])] * 6)
-    turns = pd.DataFrame([turn(s, t, GENUINE) for s in "abc" for t in (0.0, 0.7)])
-    left = pd.DataFrame(columns=["dataset", "source", "temperature", "genuine"])
-    frame = pd.DataFrame({"dataset": "d", "source": list("abc")})
-    curve = np.array([[-9.0, -4.0, -6.0], [-9.0, -5.0, -3.0], [-9.0, -3.0, -6.0]])
-    references = References(frame, np.array([0.5, 1.0, 2.0]), curve, {}, True)
-    found = Measured(replace(sweep, turns=turns), first, left, lens, references)
-    made = estimates(found, resamples=100)
-    curve = picked(made, "tempered log p")
-    assert curve["temperature"].tolist() == [0.5, 1.0, 2.0]
-    assert curve["value"].tolist() == [-9, -4, -5]
-    assert picked(made, "best temperature")["value"].tolist() == [1.0]
-    ends = picked(made, "mass on turn-end").iloc[0]
-    assert ends["value"] == pytest.approx(0.3) and (ends["low"], ends["high"]) == (0, 1)  # clipped
-    said = picked(made, "log p by the lens", position="header_last", of="greedy opening")
-    np.testing.assert_allclose(said["value"], lens.greedy[..., 1].mean(0), rtol=1e-5)
-    layer = picked(made, "layer where greedy overtakes", position="header_last")
-    assert layer.set_index("of")["value"].to_dict() == {
-        "best follow-up opening": 2.0,
-        "best follow-up opening, greedy doesn't": 2.0,
-        "all follow-up openings": 2.0,
-        "all follow-up openings, greedy doesn't": 2.0,
-    }
-    ahead = picked(made, "greedy ahead for good", position="header_last")
-    ahead = ahead[ahead["of"] == "best follow-up opening"]
-    assert ahead["value"].tolist() == pytest.approx([0, 1 / 3, 1])
-    assert ahead["layer"].tolist() == [0, 1, 2]
-    never = picked(made, "layer where greedy overtakes", position="early")
-    assert never["value"].isna().all() and (never["rows"] == 0).all()
-
-
 # -- runs of a tiny model --------------------------------------------------------------------------
 
 GRID = Grid((0.4, 1.2), 3, 6, 0)
@@ -430,9 +395,9 @@ def judged(run: Run, judge: str = "planted", kinds=KINDS) -> Run:
     keys = run.generations[list(KEY)].itertuples(index=False, name=None)
     for key, item in zip(keys, items_of(run), strict=True):
         category = kinds[key[2] % len(kinds)]
-        said = {"repeat": 0, "category": category, "genuine": category == GENUINE}
-        said |= {"status": "judged", "rationale": "planted", "item": item.key("", 0)[:16]}
-        verdicts.append(dict(zip(KEY, key, strict=True)) | said)
+        verdict = {"repeat": 0, "category": category, "genuine": category == GENUINE}
+        verdict |= {"status": "judged", "rationale": "planted", "item": item.key("", 0)[:16]}
+        verdicts.append(dict(zip(KEY, key, strict=True)) | verdict)
     run.labels.write_judgements(judge, verdicts, {"identity": {"kind": judge}, "repeats": 1})
     return run
 
@@ -511,24 +476,6 @@ def test_perturbed_contexts_are_left_out(plain, monkeypatch):
     monkeypatch.setattr(Run, "_frame", perturbed(plain.contexts["context_id"].tolist()))
     with pytest.raises(UserError, match="all contexts are perturbed; give runs"):
         read([Run.open(plain.path)])
-
-
-def test_stored_and_computed_logits_give_the_same_estimates(plain, bare):
-    temperatures = [0.3, 1.0, 2.0]
-    made = [
-        estimates(measured(run, temperatures)[0], resamples=100, seed=1) for run in (plain, bare)
-    ]
-    columns = ["quantity", "dataset", "temperature", "layer", "position", "of", "at"]
-    pd.testing.assert_frame_equal(made[0][columns], made[1][columns])
-    first = made[0]["quantity"].str.contains("first token|mass on|variation")
-    close = made[0][first]["value"].to_numpy(), made[1][first]["value"].to_numpy()
-    np.testing.assert_allclose(*close, atol=2e-3, rtol=2e-3)
-    pd.testing.assert_frame_equal(made[0][~first], made[1][~first], atol=1e-4)
-    assert {"tempered log p", "best temperature"} <= set(made[0]["quantity"])
-    entropy = made[0][(made[0]["quantity"] == "first token's entropy")]
-    entropy = entropy[(entropy["dataset"] == "(all)") & (entropy["temperature"] == 1.0)]
-    expected = plain.contexts["first_token_entropy"].mean()
-    assert entropy["value"].item() == pytest.approx(expected, abs=1e-3)
 
 
 def test_without_the_model_only_its_lens_is_needed(bare, cache, capfd, monkeypatch):

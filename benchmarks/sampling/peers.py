@@ -6,7 +6,7 @@ others get the easier job of one temperature, T = 1.
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -111,7 +111,7 @@ class Continuous(Contender):
         self.calls += 1
         size = self.work.size
         ids = random_contexts(self.work.model, self.contexts, size.context_tokens, seed=self.calls)
-        with errors_logged() as errors:
+        with ErrorLog() as errors:
             results = generating(self.work).generate_batch(
                 inputs=ids,
                 generation_config=sampling_config(size.rows, new_tokens),
@@ -148,18 +148,22 @@ def too_much(function: Callable[[], object]) -> str:
     return ""
 
 
-@contextlib.contextmanager
-def errors_logged() -> Iterator[list[str]]:
-    """The errors that continuous batching logs meanwhile: it raises none."""
-    found: list[str] = []
-    logger = logging.getLogger("ContinuousBatchingLogger")
-    handler = logging.Handler(logging.ERROR)
-    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
-    logger.addHandler(handler)
-    try:
-        yield found
-    finally:
-        logger.removeHandler(handler)
+class ErrorLog(logging.Handler):
+    """Collects the errors that continuous batching logs, since it raises none."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self.found: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.found.append(record.getMessage())
+
+    def __enter__(self) -> list[str]:
+        logging.getLogger("ContinuousBatchingLogger").addHandler(self)
+        return self.found
+
+    def __exit__(self, *_: object) -> None:
+        logging.getLogger("ContinuousBatchingLogger").removeHandler(self)
 
 
 def demand_complete(

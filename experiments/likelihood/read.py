@@ -46,7 +46,7 @@ class Scored:
             frame), the stored fields, ``whole`` (log-probability of the whole turn), its ``curve``,
             and where it was scored after swapped responses the columns of :func:`_against_swapped`.
         generations: one row per generation that was scored after other responses, with ``genuine``
-            (1, 0 or NaN) where a judge said so; empty if none was.
+            (1, 0, or NaN without a verdict); empty if none was.
         judge: whose verdicts, or None.
         notes: what a reader has to know.
     """
@@ -210,8 +210,8 @@ def _generations(
     if judge is None and not all(run.labels.judges for run in runs):
         bare = next(run.path for run in runs if not run.labels.judges)
         notes.append(
-            f"{bare} is not judged, so generations aren't told apart: python -m ia_mech.judge run "
-            f"{bare}"
+            f"{bare} is not judged, so generations aren't distinguished: python -m ia_mech.judge "
+            f"run {bare}"
         )
         return scored.assign(genuine=np.nan), None
     judged = read_runs([run.path for run in runs], judge, NOBODY)

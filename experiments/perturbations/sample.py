@@ -214,8 +214,9 @@ def _sample(base: Base, config: SampleConfig, out: Path, contexts: int) -> Run:
             "give --model of the same weights, or sample the run again",
         )
     rows = contexts * len(config.grid.rows())
-    print(f"{contexts} perturbed contexts, {rows} user turns, to {out}", file=sys.stderr)
-    return collect(config, subject, out, Bar(f"{config.model.name} on {subject.device}"))
+    where = f"{config.model.name} on {subject.device}"
+    print(f"{contexts} perturbed contexts, {rows} user turns, {where}, to {out}", file=sys.stderr)
+    return collect(config, subject, out, Bar())
 
 
 def judged(run: Run, judge: str, base: Base) -> None:

@@ -88,9 +88,8 @@ def figures(estimates: pd.DataFrame, title: str) -> dict[str, Figure]:
 
 KIND_OF = {"genuine": "genuine turns of others", "restated": "restatements of others"}
 PLAIN = FuncFormatter(lambda value, _: f"{value:g}")  # powers would be set as TeX, which is off
-LINES: dict[str, dict[str, Any]] = {
-    ALL: {"lw": 2.2, "zorder": 3}
-}  # all datasets together stand out
+# All datasets together stand out.
+LINES: dict[str, dict[str, Any]] = {ALL: {"lw": 2.2, "zorder": 3}}
 
 
 def rates(estimates: pd.DataFrame, title: str) -> Figure:
@@ -175,12 +174,13 @@ def lens(estimates: pd.DataFrame, title: str) -> Figure:
     figure = Figure(figsize=(9.5, 4.2), layout="constrained")
     left, right = figure.subplots(1, 2)
     whole = together(estimates)
-    said = of(whole, "log p by the lens")
-    places = list(dict.fromkeys(said["position"]))
+    log_p = of(whole, "log p by the lens")
+    places = list(dict.fromkeys(log_p["position"]))
     place = HEADER_LAST if HEADER_LAST in places else places[-1]
-    for colour, (kind, rows) in coloured(said[said["position"] == place], "of"):
+    for colour, (kind, rows) in coloured(log_p[log_p["position"] == place], "of"):
         line(left, rows, "layer", colour, kind)
-    within = said[(said["position"] == place) & (said["layer"] > 0)]  # embeddings are far below
+    # The embeddings are far below.
+    within = log_p[(log_p["position"] == place) & (log_p["layer"] > 0)]
     if within["low"].notna().any():
         left.set_ylim(within["low"].min() - 1, 0.5)
     left.set_ylabel(f"log p at {place}, nats")

@@ -1,16 +1,21 @@
 """The configuration of a run: one frozen dataclass, written verbatim to ``run.json``."""
 
-from dataclasses import dataclass, field
+import hashlib
+import json
+import os
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 
 from ia_mech.chat.template import PINNED_DATE
 from ia_mech.data.formats import ColumnMap
 from ia_mech.engine.plan import Grid
+from ia_mech.models.embedded import cache_dir
 from ia_mech.models.load import ModelSpec
 
 
 @dataclass(frozen=True)
 class SampleConfig:
-    """Everything that decides what a run contains; written to it verbatim.
+    """Everything that decides what a run contains.
 
     Attributes:
         response: ``given`` uses the data's assistant response, ``generate`` has the subject model
@@ -19,9 +24,11 @@ class SampleConfig:
         header_logits: ``full``, ``none``, or the number of largest logits to keep.
         batch_rows: most rows decoded together, None for what suits the device; part of a run's
             identity because rounding depends on the batch.
-        swaps: other conversations' responses that reference turns are scored after.
-        score_generations: whether generations are scored after other responses too.
-        candidates: a JSONL file of turns that references are compared with, besides the usual.
+        contrasts: whether reference turns are also scored after other responses, and in their own
+            context against rivals.
+        swaps: with ``contrasts``, after how many other conversations' responses.
+        score_generations: with ``contrasts``, whether generations are scored there, too.
+        candidates: a JSONL file of the user's own rivals of references.
         engine: ``shared`` has rows attend to their context's keys and values where the prefill left
             them, ``portable`` gives each row a copy, ``auto`` shares in every layer that allows it.
     """
@@ -41,7 +48,39 @@ class SampleConfig:
     positions: tuple[str, ...] = ("all",)
     header_logits: str = "full"
     batch_rows: int | None = None
+    contrasts: bool = False
     swaps: int = 4
     score_generations: bool = False
     candidates: str | None = None
     engine: str = "auto"
+
+    @property
+    def rivals(self) -> bool:
+        """Whether references are compared with rivals."""
+        return self.contrasts or self.candidates is not None
+
+    @property
+    def other_contexts(self) -> int:
+        """In how many other contexts a turn is scored at most, besides the bare header."""
+        return self.swaps + 1 if self.contrasts else 0
+
+    def folder(self) -> Path:
+        """``cache/<model>-<dataset>-<hash>``: the same configuration, the same folder."""
+        text = json.dumps(asdict(self), sort_keys=True)
+        digest = hashlib.sha256(text.encode()).hexdigest()[:8]
+        model = Path(os.path.abspath(self.model.name)).name  # a name for "." too
+        names = [model, Path(self.dataset).stem, digest]
+        words = ["".join(c if c.isalnum() or c in ".-" else "-" for c in name) for name in names]
+        return cache_dir() / "-".join(words).lower()
+
+
+def flag_of(path: str) -> str:
+    """What a user calls a part of a run's identity: a flag for ``config.grid.samples``."""
+    if not path.startswith("config."):
+        return path.removesuffix(".sha256")
+    *above, name = path.split(".")
+    if above[-1] == "model" and name == "name":
+        name = "model"
+    elif above[-1] == "columns" and name not in ("format", "cut"):
+        name += "_column"
+    return "--" + name.replace("_", "-")

@@ -11,24 +11,31 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from safetensors import SafetensorError
 from torch import Tensor
 
 from ia_mech.chat.format import ChatFormat
 from ia_mech.chat.headers import rendered
-from ia_mech.collect.config import SampleConfig
+from ia_mech.collect.config import SampleConfig, flag_of
 from ia_mech.collect.identity import build_chat, eos_ids, identity, machine
 from ia_mech.collect.preflight import (
-    check_folder,
-    check_room,
+    Inputs,
+    Snapshot,
+    check_disk,
+    context_cost,
+    context_units,
     kept_positions,
-    open_source,
+    needs_response,
+    open_inputs,
+    read_chunks,
+    response_units,
+    run_bytes,
+    run_units,
     scratch_folder,
-    windows,
     without_response,
     write_snapshot,
 )
-from ia_mech.collect.responses import Responses
-from ia_mech.collect.rows import Item, Result, tables
+from ia_mech.collect.rows import ContextResult, PreparedContext, tables
 from ia_mech.collect.work import Work
 from ia_mech.data.conversations import UNPERTURBED, Conversation
 from ia_mech.display import Progress
@@ -42,23 +49,42 @@ from ia_mech.engine.cuda.stepper import forget
 from ia_mech.engine.decode import decode_stream
 from ia_mech.engine.loop import Decoded, Row
 from ia_mech.engine.plan import (
+    PREFILL_COST,
     OomBackoff,
     batch_defaults,
     contexts_per_batch,
-    contexts_per_unit,
-    evenly,
     plan_units,
 )
 from ia_mech.engine.prefill import Prefilled, Prefix, prefill
 from ia_mech.engine.sampling import stream_key
 from ia_mech.engine.shared_prefix import Engine
 from ia_mech.errors import UserError
-from ia_mech.likelihood.candidates import OwnCandidates
+from ia_mech.lens import save_lens
 from ia_mech.likelihood.scorer import ContextScores, Scorer, scored_temperatures
 from ia_mech.likelihood.swaps import SwapSources
-from ia_mech.models.load import Subject, context_limit
+from ia_mech.models.load import Subject, context_limit, load, load_tokenizer_and_config
 from ia_mech.run import Run, RunWriter, layout
 from ia_mech.run.background import Background
+
+
+def make_run(config: SampleConfig, out: Path, progress: Progress, *, repair: bool = False) -> Run:
+    """Load the model and make a run, or go on with it; keep the model's lens as well.
+
+    Raises:
+        UserError: see :func:`collect`. What needs no weights is refused before they are fetched.
+    """
+    inputs = open_inputs(config, out, repair=repair)
+    tokenizer, _ = load_tokenizer_and_config(config.model)
+    kept_positions(config, build_chat(config, tokenizer))
+    subject = load(config.model)
+    run = collect(config, subject, out, progress, inputs=inputs, repair=repair)
+    try:
+        problem = save_lens(subject, run.contexts["token_ids"].iloc[0].tolist()[:64])
+    except (OSError, SafetensorError, RuntimeError) as error:  # the run is whole without it
+        problem = str(error)
+    if problem:
+        progress.say(f"note: no offline lens for this model: {problem}")
+    return run
 
 
 def collect(
@@ -67,9 +93,14 @@ def collect(
     out: Path,
     progress: Progress,
     *,
+    inputs: Inputs | None = None,
     repair: bool = False,
 ) -> Run:
     """Make a run, or go on with it if the folder holds one of the same configuration.
+
+    Args:
+        inputs: what :func:`ia_mech.collect.preflight.open_inputs` found, if it was called.
+        repair: compute damaged parts again.
 
     Raises:
         UserError: anything wrong with data, template, folder or disk; nothing is written then that
@@ -77,43 +108,43 @@ def collect(
     """
     if config.batch_rows is None:
         config = replace(config, batch_rows=batch_defaults(subject.device).batch_rows)
-    chat = build_chat(
-        config, subject.tokenizer, eos_ids(subject.model.generation_config, subject.model.config)
-    )
-    check_folder(out)
-    own = None if config.candidates is None else OwnCandidates.read(config.candidates)
+    inputs = inputs or open_inputs(config, out, repair=repair)
+    model = subject.model
+    chat = build_chat(config, subject.tokenizer, eos_ids(model.generation_config, model.config))
     probe = [{"role": "user", "content": "What is it?"}, {"role": "assistant", "content": "Blue."}]
     ids = (chat.context(probe).ids * 12)[:12]
-    engine = check_engine(subject.model, ids, config.engine)
-    engine = with_graphs(subject.model, ids, engine, config.engine)
+    engine = check_engine(model, ids, config.engine)
+    engine = with_graphs(model, ids, engine, config.engine)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         with scratch_folder(out.parent) as scratch:
             file = scratch / layout.CONVERSATIONS
-            source = open_source(config)
-            limit = context_limit(subject.model.config)
-            snapshot = write_snapshot(source, config, chat, limit, file)
-            if own is not None:
-                every = [c for _, window in windows(file) for _, c in window]
-                references = sum(c.reference is not None for c in every)
-                own.check({c.id for c in every}, references)
+            snapshot = write_snapshot(inputs, config, chat, context_limit(model.config), file)
+            facts, positions = snapshot.facts, kept_positions(config, chat)
             record = {
                 "format": layout.FORMAT,
-                "source": source.description,
-                "identity": identity(config, subject, chat, snapshot, engine, own),
+                "source": inputs.source.description,
+                "identity": identity(config, subject, chat, facts, engine, inputs.own),
             }
-            check_room(config, subject, chat, snapshot, out)
+            counts = facts["count"], facts["tokens"]
+            size = model.dtype.itemsize
+            check_disk(run_bytes(config, positions, model.config, size, *counts), out)
             if (out / layout.RUN).is_file():
-                writer = RunWriter.resume(out, record, file, repair=repair)
+                writer = RunWriter.resume(out, record, file, repair=repair, name_of=flag_of)
             else:
                 writer = RunWriter.create(out, record, file)
         with writer:
-            if not writer.manifest["complete"]:
-                _Job(config, subject, chat, writer, progress, engine, own).work()
+            if writer.manifest["complete"]:
+                progress.say(f"{out} was finished before; nothing was computed again")
+            else:
+                _Job(config, inputs, subject, chat, writer, progress, engine).work(snapshot)
+    except BrokenPipeError:  # of the progress, not of the run
+        raise
     except OSError as error:
         raise UserError(
             f"{out} could not be written ({error.strerror or error})",
-            "make room or give another --out; the same command then goes on from what is kept",
+            "free some space or give another --out; the same command then goes on from what is "
+            "kept",
         ) from error
     return Run.open(out)
 
@@ -122,36 +153,41 @@ class _Job:
     """The work of one process on one run."""
 
     def __init__(
-        self, config, subject, chat, writer: RunWriter, progress: Progress, engine: Engine, own=None
+        self,
+        config: SampleConfig,
+        inputs: Inputs,
+        subject: Subject,
+        chat: ChatFormat,
+        writer: RunWriter,
+        progress: Progress,
+        engine: Engine,
     ) -> None:
-        self.config: SampleConfig = config
-        self.subject: Subject = subject
-        self.chat: ChatFormat = chat
-        self.writer = writer
-        self.progress = progress
-        self.engine = engine
-        self.own: OwnCandidates | None = own
+        assert config.batch_rows is not None
+        self.config, self.own, self.subject, self.chat = config, inputs.own, subject, chat
+        self.writer, self.progress, self.engine = writer, progress, engine
+        self.batch_rows = config.batch_rows
         self.defaults = batch_defaults(subject.device)
         self.blocks = find_blocks(subject.model)
         self.copies = CopyStream(subject.device)
-        self.behind = Background(subject.device.type == "cuda")
+        self.background = Background(subject.device.type == "cuda")
         self.positions = kept_positions(config, chat)
         self.grid_rows = config.grid.rows()
-        self.width = OomBackoff(config.batch_rows, self._halved)
-        self.responses_limit = OomBackoff(config.batch_rows, self._halved)
-        self.turns_limit = OomBackoff(config.batch_rows, self._halved, outermost=False)
-        self.halved: list[int] = []
-        self.skipped: list[str] = []
+        self.width = OomBackoff(self.batch_rows, self._batch_shrank)
+        self.responses_limit = OomBackoff(self.batch_rows, self._batch_shrank)
+        self.turns_limit = OomBackoff(self.batch_rows, self._batch_shrank, outermost=False)
+        self.shrunk: list[int] = []
+        self.left_out: list[str] = []
         self.refused: dict[str, str] = {}
 
-    def _halved(self, size: int) -> None:
+    def _batch_shrank(self, size: int) -> None:
         forget(self.subject.model)
-        if not self.halved:
+        if not self.shrunk:
             self.progress.say(f"out of memory: going on with batches of {size} or fewer")
-        self.halved.append(size)
-        self.writer.note("out_of_memory", self.halved)
+        self.shrunk.append(size)
+        self.writer.note("out_of_memory", self.shrunk)
 
-    def work(self) -> None:
+    def work(self, snapshot: Snapshot) -> None:
+        """Compute and write what isn't there yet."""
         here = machine(self.subject)
         before = self.writer.manifest["sessions"]
         if before and any(before[-1].get(name) != value for name, value in here.items()):
@@ -160,6 +196,11 @@ class _Job:
                 "now may round differently"
             )
         self.writer.start_session(here)
+        about = self.subject.describe()
+        self.progress.say(
+            f"{self.config.model.name}: {about['layers']} layers, d_model {about['d_model']}, "
+            f"{about['dtype']} on {about['device']}, weights {about['weights_hash']}"
+        )
         self.progress.say(f"engine: {self.engine}")
         if self.engine.why:
             self.writer.note("engine", str(self.engine))
@@ -167,13 +208,10 @@ class _Job:
             self.progress.say(f"note: without Triton's kernels, which is slower: {problem}")
             self.writer.note("without_kernels", problem)
         try:
-            with self.behind:
-                Responses(
-                    self.config, self.subject, self.chat, self.writer, self.progress, self.engine,
-                    self.responses_limit,
-                ).write()  # fmt: skip
+            with self.background:
+                self._write_responses()
                 forget(self.subject.model)
-                self._write_contexts()
+                self._write_contexts(list(snapshot.lengths), list(snapshot.costs))
         finally:
             self.progress.stop()
         self.writer.finish()
@@ -182,44 +220,146 @@ class _Job:
     def _snapshot(self) -> Path:
         return self.writer.path / layout.CONVERSATIONS
 
-    def _write_contexts(self) -> None:
-        finished = self.writer.done("contexts")
-        total = self.writer.record["identity"]["conversations"]["count"]
-        rows = len(self.grid_rows)
-        done = self.writer.count("contexts") * rows
-        self.decoding = Work(self.progress, "user turns", total * rows, done, "row")
-        size = contexts_per_unit(
-            rows, self.config.batch_rows, self.config.grid.max_new_tokens, self.defaults.unit_tokens
-        )
-        scorer = self._scorer()
-        for window, conversations in windows(self._snapshot):
-            responses = self.writer.read_responses([order for order, _ in conversations])
-            items = [
-                item
-                for order, conversation in conversations
-                if (item := self._item(order, conversation, responses.get(order))) is not None
+    def _static(self, contexts: int, rows: int, most: int, longest: int, own: int) -> Sizes | None:
+        """Sizes of the buffers of fixed addresses, if the engine has any; all units of a chunk
+        share them."""
+        return Sizes.of(contexts, rows, most, longest, own) if self.engine.graphs else None
+
+    # -- responses ------------------------------------------------------------------------------
+
+    def _write_responses(self) -> None:
+        """Greedy responses of the model, where they are wanted and not written yet."""
+        config, writer = self.config, self.writer
+        most, unit_cost = config.max_response_tokens, self.defaults.unit_cost
+        costs: dict[str, float] = {}
+        total = 0
+        for number, chunk in read_chunks(self._snapshot):
+            lengths = [
+                len(self.chat.prompt(without_response(c)))
+                for _, c in chunk
+                if needs_response(config, c)
             ]
-            together = min(size, self.defaults.scored_contexts) if self._is_scored(items) else size
-            lengths = [len(item.chat.ids) for item in items]
-            static = self._static(total, max(lengths, default=0))
-            run = partial(self._run_contexts, scorer, static)
-            units = plan_units(lengths, evenly(len(items), together))
-            for index, unit in enumerate(units):
-                name = f"{window}.{index}"
+            total += len(lengths)
+            parts = response_units(config, self.batch_rows, unit_cost, lengths)
+            for index, unit in enumerate(parts):
+                costs[f"{number}.{index}"] = sum(most + PREFILL_COST * lengths[i] for i in unit)
+        done, finished = writer.count("responses"), writer.done("responses")
+        if done == total:
+            return
+        work = Work(self.progress, "responses", costs, finished, total, done, most, "response")
+        for number, chunk in read_chunks(self._snapshot):
+            todo = [
+                (order, self.chat.prompt(without_response(c)))
+                for order, c in chunk
+                if needs_response(config, c)
+            ]
+            lengths = [len(prompt) for _, prompt in todo]
+            parts = response_units(config, self.batch_rows, unit_cost, lengths)
+            size = max(map(len, parts), default=1)
+            static = self._static(total, 1, size, max(lengths, default=0), most)
+            respond = partial(self._respond, work, static)
+            for index, unit in enumerate(parts):
+                name = f"{number}.{index}"
                 if name not in finished:
-                    members = [items[i] for i in unit]
-                    results = self.width.retry(partial(run, members))
-                    self.behind.do(partial(self._store, name, members, results))
+                    work.begin(costs[name])
+                    rows = self.responses_limit.map(respond, [todo[i] for i in unit])
+                    writer.add_responses(name, rows)
+                    work.end()
+        self.progress.stop()
 
-    def _store(self, unit: str, items: list[Item], results: list[Result]) -> None:
-        stored = tables(items, results, self.config, self.chat)
-        self.writer.add_contexts(unit, *stored)
+    def _respond(
+        self, work: Work, static: Sizes | None, group: list[tuple[int, list[int]]]
+    ) -> list[dict]:
+        """Greedy responses to (order, prompt ids), as ``generate(do_sample=False)`` writes them."""
+        model = self.subject.model
+        prompts = [Prefix(prompt) for _, prompt in group]
+        parts = plan_units(
+            [len(prompt.ids) for prompt in prompts], len(prompts), self.defaults.prefill_tokens
+        )
 
-    def _item(self, order: int, conversation: Conversation, written: dict | None) -> Item | None:
-        """A conversation made ready for the engine; None where its written response can't be used.
+        def groups() -> Iterator[Prefilled]:
+            for part in parts:
+                prefilled = prefill(model, [prompts[i] for i in part])
+                work.prefilled(sum(len(prompts[i].ids) for i in part))
+                yield prefilled
+                del prefilled  # before the next one is made
+
+        decoded = decode_stream(
+            model,
+            groups(),
+            [Row(i, 0.0, (0, 0)) for i in range(len(group))],
+            self.chat.response_stop_ids,
+            self.config.max_response_tokens,
+            width=len(group),
+            on_step=work.decoded,
+            share=self.engine.shared > 0,
+            static=static and static.narrowed(self.responses_limit.limit),
+        )
+        return [
+            {
+                "order": order,
+                "response": self.chat.response_text(row.token_ids.tolist()),
+                "finish_reason": row.finish_reason,
+                # Without the turn-end, as the tokens of a given response are counted.
+                "tokens": len(row.token_ids) - (row.finish_reason == "turn_end"),
+            }
+            for (order, _), row in zip(group, decoded, strict=True)
+        ]
+
+    # -- contexts -------------------------------------------------------------------------------
+
+    def _write_contexts(self, lengths: list[int], costs: list[float]) -> None:
+        finished, unit_cost = self.writer.done("contexts"), self.defaults.unit_cost
+        total, rows, most = len(lengths), len(self.grid_rows), self.config.grid.max_new_tokens
+        for _, chunk in read_chunks(self._snapshot):  # responses turned out shorter than allowed
+            for order, written in self.writer.read_responses([i for i, _ in chunk]).items():
+                fewer = self.config.max_response_tokens - written["tokens"]
+                lengths[order] -= fewer
+                costs[order] -= PREFILL_COST * (1 + self.config.other_contexts) * fewer
+        units = run_units(self.config, self.batch_rows, unit_cost, lengths, costs)
+        planned = {name: sum(costs[i] for i in unit) for name, unit in units.items()}
+        done = rows * self.writer.count("contexts")
+        work = Work(self.progress, "user turns", planned, finished, total * rows, done, most)
+        scorer = self._scorer(work)
+        for number, chunk in read_chunks(self._snapshot):
+            responses = self.writer.read_responses([order for order, _ in chunk])
+            contexts = [
+                context
+                for order, conversation in chunk
+                if (context := self._prepared(order, conversation, responses.get(order)))
+            ]
+            lengths = [len(context.chat.ids) for context in contexts]
+            costs = [self._cost(context) for context in contexts]
+            longest = max(lengths, default=0)
+            static = self._static(total, rows, self.batch_rows, longest, most)
+            parts = context_units(self.config, self.batch_rows, unit_cost, lengths, costs)
+            for index, unit in enumerate(parts):
+                name = f"{number}.{index}"
+                if name not in finished:
+                    members = [contexts[i] for i in unit]
+                    work.begin(sum(costs[i] for i in unit))
+                    run = partial(self._run_contexts, scorer, work, static, members)
+                    results = self.width.retry(run)
+                    self.background.do(partial(self._store, name, members, results))
+                    work.end()
+
+    def _store(
+        self, unit: str, contexts: list[PreparedContext], results: list[ContextResult]
+    ) -> None:
+        self.writer.add_contexts(unit, *tables(contexts, results, self.config, self.chat))
+
+    def _cost(self, context: PreparedContext) -> float:
+        ids, turn = context.chat.ids, context.reference_ids
+        tokens = None if turn is None else len(turn)
+        return context_cost(self.config, self.own, context.conversation, len(ids), tokens)
+
+    def _prepared(
+        self, order: int, conversation: Conversation, written: dict | None
+    ) -> PreparedContext | None:
+        """A conversation ready for the engine; None where its written response can't be used.
 
         Given responses were checked before anything was written. One that the model wrote may be
-        refused by the template only now; such a conversation is left out, said and recorded.
+        refused by the template only now; such a conversation is left out, reported and recorded.
         """
         if written is not None:
             messages = tuple(without_response(conversation))
@@ -231,95 +371,83 @@ class _Job:
             if written is None:
                 raise
             self.progress.say(f"conversation {conversation.id} is left out: {error.problem}")
-            self.skipped.append(conversation.id)
-            self.writer.note("left_out", self.skipped)
+            self.left_out.append(conversation.id)
+            self.writer.note("left_out", self.left_out)
             return None
-        return Item(order, conversation, written, context, turn)
+        return PreparedContext(order, conversation, written, context, turn)
 
     def _run_contexts(
-        self, scorer: Scorer, static: Sizes | None, items: list[Item], width: int
-    ) -> list[Result]:
+        self,
+        scorer: Scorer,
+        work: Work,
+        static: Sizes | None,
+        contexts: list[PreparedContext],
+        width: int,
+    ) -> list[ContextResult]:
         """Prefill contexts group by group; sample and score from that."""
         sent: list[tuple[list[ContextScores], HostCopy, HostCopy]] = []
 
         def groups() -> Iterator[Prefilled]:
             together = contexts_per_batch(len(self.grid_rows), width)
-            # The items are sorted by length, so the groups are slices of them.
-            lengths = [len(item.chat.ids) for item in items]
+            # The contexts are sorted by length, so the groups are slices of them.
+            lengths = [len(context.chat.ids) for context in contexts]
             for group in plan_units(lengths, together, self.defaults.prefill_tokens):
-                members = [items[i] for i in group]
+                members = [contexts[i] for i in group]
                 prefilled = self._prefill(members)
-                scores = scorer.score_candidates(prefilled, [item.scorable for item in members])
-                copies = (self.copies.start(t) for t in (prefilled.logits, prefilled.residuals))
-                sent.append((scores, *copies))
+                work.prefilled(sum(lengths[i] for i in group))
+                scores = scorer.score_candidates(prefilled, [one.scorable for one in members])
+                logits, residuals = prefilled.logits, prefilled.residuals
+                assert residuals is not None
+                sent.append((scores, self.copies.start(logits), self.copies.start(residuals)))
                 yield prefilled
                 del prefilled  # before the next one is made
 
-        scored = self._is_scored(items)
-        decoded = self._sample(groups(), items, width, static, not scored)
+        decoded = self._sample(work, groups(), contexts, width, static)
         results = [
-            Result([], *one)
+            ContextResult([], *one)
             for scores, *copies in sent
             for one in zip(scores, *(copy.wait() for copy in copies), strict=True)
         ]
         rows = len(self.grid_rows)
-        for at, (item, result) in enumerate(zip(items, results, strict=True)):
-            self._demand_numbers(item, result.logits)
+        for at, (context, result) in enumerate(zip(contexts, results, strict=True)):
+            self._check_numbers(context, result.logits)
             result.rows.extend(decoded[at * rows : (at + 1) * rows])
         scorer.add_contrasts(
-            [item.scorable for item in items],
+            [context.scorable for context in contexts],
             [result.scores for result in results],
             [result.rows for result in results],
         )
-        if scored:
-            self.decoding.advance(0, len(decoded))
         return results
 
-    def _prefill(self, items: list[Item]) -> Prefilled:
+    def _prefill(self, contexts: list[PreparedContext]) -> Prefilled:
         prefixes = []
-        for item in items:
-            at = [item.chat.positions[name] for name in self.positions]
-            prefixes.append(Prefix(item.chat.ids, [-1 if p is None else p for p in at]))
+        for context in contexts:
+            at = [context.chat.positions[name] for name in self.positions]
+            prefixes.append(Prefix(context.chat.ids, [-1 if p is None else p for p in at]))
         return prefill(self.subject.model, prefixes, self.blocks)
 
-    def _demand_numbers(self, item: Item, logits: Tensor) -> None:
-        """Asked once they are on the host: a GPU isn't kept waiting for the answer."""
+    def _check_numbers(self, context: PreparedContext, logits: Tensor) -> None:
+        """Checked once they are on the host: a GPU isn't kept waiting for the answer."""
         if logits.isnan().any():
             raise UserError(
-                f"the model's logits are not numbers for the context of {item.conversation.id} "
+                f"the model's logits are not numbers for the context of {context.conversation.id} "
                 f"in {self.subject.describe()['dtype']}",
                 "use --dtype bfloat16 or float32 and another --out",
             )
 
-    def _is_scored(self, items: list[Item]) -> bool:
-        """Whether any turn of these contexts is scored, which may take longer than decoding."""
-        return self.config.score_generations or any(i.reference_ids is not None for i in items)
-
-    def _static(self, contexts: int, longest: int) -> Sizes | None:
-        """Of the buffers of fixed addresses, if there are any: the same for all units of a window,
-        which share them, whatever rows a unit has."""
-        if not self.engine.graphs:
-            return None
-        most, own = self.config.batch_rows, self.config.grid.max_new_tokens
-        return Sizes.of(contexts, len(self.grid_rows), most, longest, own)
-
     def _sample(
         self,
+        work: Work,
         groups: Iterator[Prefilled],
-        items: list[Item],
+        contexts: list[PreparedContext],
         width: int,
         static: Sizes | None,
-        rows_are_done: bool,
     ) -> list[Decoded]:
         """Every row of the grid for every context, contexts first."""
         grid = self.config.grid
-
-        def advance(tokens: int, rows: int) -> None:
-            self.decoding.advance(tokens, rows if rows_are_done else 0)
-
         rows = [
-            Row(index, temperature, stream_key(grid.seed, item.conversation.source_id, sample))
-            for index, item in enumerate(items)
+            Row(index, temperature, stream_key(grid.seed, context.conversation.source_id, sample))
+            for index, context in enumerate(contexts)
             for temperature, sample in self.grid_rows
         ]
         return decode_stream(
@@ -329,37 +457,40 @@ class _Job:
             self.chat.stop_ids,
             grid.max_new_tokens,
             width=width,
-            on_step=advance,
+            on_step=work.decoded,
             share=self.engine.shared > 0,
             static=static and static.narrowed(width),
         )
 
-    def _scorer(self) -> Scorer:
-        """What scores given turns; every unperturbed conversation may lend its response to it."""
+    def _scorer(self, work: Work) -> Scorer:
+        """What scores given turns; swaps come from every unperturbed conversation."""
         rows = (
             (order, conversation, responses.get(order))
-            for _, conversations in windows(self._snapshot)
-            for responses in [self.writer.read_responses([order for order, _ in conversations])]
-            for order, conversation in conversations
+            for _, chunk in read_chunks(self._snapshot)
+            for responses in [self.writer.read_responses([order for order, _ in chunk])]
+            for order, conversation in chunk
             if conversation.perturbation == UNPERTURBED
         )
-        grid = self.config.grid
+        config, grid = self.config, self.config.grid
         return Scorer(
             self.subject.model,
             self.chat,
             SwapSources.of(rows, self.subject.tokenizer, grid.seed),
             scored_temperatures(grid.temperatures),
-            swaps=self.config.swaps,
-            generations=self.config.score_generations,
+            contrasts=config.contrasts,
+            swaps=config.swaps,
+            generations=config.score_generations,
+            rivals=config.rivals,
             own=self.own,
             limit=context_limit(self.subject.model.config),
             rows_limit=self.turns_limit,
             note=self._refuse,
             share=self.engine.shared > 0,
+            on_work=work.scored,
         )
 
     def _refuse(self, kind: str, problem: str) -> None:
-        """Say and record once per kind what is left out of the scores somewhere."""
+        """Report and record, once per kind, what is left out of the scores somewhere."""
         if kind not in self.refused:
             self.refused[kind] = problem
             self.progress.say(f"not scored everywhere: {kind}: {problem}")

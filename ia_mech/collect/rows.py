@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import dataclass
+from itertools import repeat
 
 import numpy as np
 import pyarrow as pa
@@ -23,8 +24,8 @@ from ia_mech.run import layout
 
 
 @dataclass(frozen=True)
-class Item:
-    """One conversation on its way through the engine."""
+class PreparedContext:
+    """One conversation, rendered for the engine."""
 
     order: int
     conversation: Conversation
@@ -44,7 +45,7 @@ class Item:
 
 
 @dataclass(frozen=True)
-class Result:
+class ContextResult:
     """What the engine gave for one context."""
 
     rows: list[Decoded]
@@ -54,7 +55,10 @@ class Result:
 
 
 def tables(
-    items: list[Item], results: list[Result], config: SampleConfig, chat: ChatFormat
+    prepared: list[PreparedContext],
+    results: list[ContextResult],
+    config: SampleConfig,
+    chat: ChatFormat,
 ) -> tuple[pa.Table, pa.Table, dict[str, Tensor] | None, Tensor]:
     """One unit as ``RunWriter.add_contexts`` takes it.
 
@@ -62,14 +66,14 @@ def tables(
         Contexts, generations, header logits (or None), and residuals
         ``[contexts, layers + 1, positions, d_model]``.
     """
-    contexts = [context_row(i, r, config, chat) for i, r in zip(items, results, strict=True)]
+    contexts = [context_row(c, r, config, chat) for c, r in zip(prepared, results, strict=True)]
     generations = [
-        generation_row(item, temperature, sample, row, contrasts, chat)
-        for item, result in zip(items, results, strict=True)
+        generation_row(context, temperature, sample, row, contrasts, chat)
+        for context, result in zip(prepared, results, strict=True)
         for (temperature, sample), row, contrasts in zip(
             config.grid.rows(),
             result.rows,
-            result.scores.generations or [None] * len(result.rows),
+            result.scores.generations or repeat(None, len(result.rows)),
             strict=True,
         )
     ]
@@ -81,25 +85,27 @@ def tables(
     )
 
 
-def context_row(item: Item, result: Result, config: SampleConfig, chat: ChatFormat) -> dict:
+def context_row(
+    context: PreparedContext, result: ContextResult, config: SampleConfig, chat: ChatFormat
+) -> dict:
     """One row of ``contexts/``."""
-    conversation, written = item.conversation, item.written
+    conversation, written = context.conversation, context.written
     finish = written["finish_reason"] if written else "given"
     given = chat.tokenizer(conversation.response, add_special_tokens=False)["input_ids"]
     return {
-        **_names(item),
+        **_names(context),
         "messages": list(conversation.messages),
         "reference": conversation.reference,
         "answer": conversation.answer,
         "metadata": json.dumps(conversation.metadata, ensure_ascii=False),
         "response_policy": "generated" if written else "given",
         "response_finish_reason": finish,
-        "response_cut_off": item.response_cut_off,
-        "text": item.chat.text,
-        "token_ids": item.chat.ids,
-        "context_tokens": len(item.chat.ids),
+        "response_cut_off": context.response_cut_off,
+        "text": context.chat.text,
+        "token_ids": context.chat.ids,
+        "context_tokens": len(context.chat.ids),
         "response_tokens": written["tokens"] if written else len(given),
-        "positions": item.chat.positions,
+        "positions": context.chat.positions,
         "first_token_entropy": entropy(result.logits),
         "first_token_entropy_tempered": [
             entropy(result.logits / t) for t in config.grid.temperatures
@@ -112,7 +118,7 @@ def context_row(item: Item, result: Result, config: SampleConfig, chat: ChatForm
 
 
 def generation_row(
-    item: Item,
+    context: PreparedContext,
     temperature: float,
     sample: int,
     row: Decoded,
@@ -122,8 +128,8 @@ def generation_row(
     """One row of ``generations/``; log-probabilities of the whole turn are sums in float64."""
     tempered = float(row.logprobs_tempered.sum(dtype=np.float64)) if temperature else None
     return {
-        **_names(item),
-        "response_cut_off": item.response_cut_off,
+        **_names(context),
+        "response_cut_off": context.response_cut_off,
         "temperature": temperature,
         "sample": sample,
         "text": chat.text(row.token_ids.tolist()),
@@ -139,13 +145,13 @@ def generation_row(
     }
 
 
-def _names(item: Item) -> dict:
+def _names(context: PreparedContext) -> dict:
     return {
-        "context_id": item.conversation.id,
-        "source_id": item.conversation.source_id,
-        "dataset": item.conversation.dataset,
-        "perturbation": item.conversation.perturbation,
-        "order": item.order,
+        "context_id": context.conversation.id,
+        "source_id": context.conversation.source_id,
+        "dataset": context.conversation.dataset,
+        "perturbation": context.conversation.perturbation,
+        "order": context.order,
     }
 
 

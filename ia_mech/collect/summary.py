@@ -1,7 +1,7 @@
 """What the main job prints: the plan of ``--dry-run`` and the tables of a finished run."""
 
 import shlex
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -13,102 +13,81 @@ from ia_mech.cli import one_line
 from ia_mech.collect.config import SampleConfig
 from ia_mech.collect.preflight import Plan, size_text
 from ia_mech.display import console
+from ia_mech.engine.plan import SLOW
 from ia_mech.run import Run
-from ia_mech.stats import Estimate, cluster_mean
+from ia_mech.stats import cluster_mean
 
 
-@dataclass(frozen=True)
-class TemperatureRow:
-    """One line of the table per temperature; greedy is temperature 0.
+def temperature_table(run: Run) -> Table:
+    """What was decoded at each temperature: a line each, with intervals over sources.
 
-    ``tokens`` are the mean length; ``ended`` the share of rows that a turn-end token ended (the
-    others reached the token limit); ``logprob`` the mean raw log-probability per token and
-    ``entropy`` that of the first token at this temperature, both in nats. ``cut_off`` rows follow a
-    response that was cut off, which is a different stimulus.
+    ``entropy`` is that of the first token. † counts rows that follow a response that was cut off.
     """
-
-    temperature: float
-    rows: int
-    cut_off: int
-    tokens: Estimate
-    ended: Estimate
-    logprob: Estimate
-    entropy: Estimate | None
-
-
-def temperature_table(run: Run) -> list[TemperatureRow]:
-    """What was decoded at each temperature, with intervals over sources."""
+    table = _table("user turns (95% intervals over sources)")
+    for name in ("T", "rows", "mean tokens", "ended by turn-end", "log p / token", "entropy"):
+        table.add_column(name, justify="right", no_wrap=True)
     contexts = run.contexts
-    table = []
     for temperature, rows in run.generations.groupby("temperature"):
-        sources = rows["source_id"]
-        entropy = None
+        sources, entropy = rows["source_id"], "–"
         if temperature:
             at = run.config["grid"]["temperatures"].index(temperature)
-            values = np.stack(contexts["first_token_entropy_tempered"])[:, at]
-            entropy = cluster_mean(values, contexts["source_id"])
-        table.append(
-            TemperatureRow(
-                temperature=temperature,
-                rows=len(rows),
-                cut_off=int(rows["response_cut_off"].sum()),
-                tokens=cluster_mean(rows["tokens"], sources),
-                ended=cluster_mean(rows["finish_reason"] == "turn_end", sources, proportion=True),
-                logprob=cluster_mean(rows["logprob_raw"] / rows["tokens"], sources),
-                entropy=entropy,
-            )
+            values = np.stack(contexts["first_token_entropy_tempered"].tolist())[:, at]
+            entropy = f"{cluster_mean(values, contexts['source_id']).value:.2f}"
+        ended = cluster_mean(rows["finish_reason"] == "turn_end", sources, proportion=True)
+        table.add_row(
+            f"{temperature:g}" if temperature else "greedy",
+            _counted(rows),
+            f"{cluster_mean(rows['tokens'], sources).value:.1f}",
+            ended.text(),
+            f"{cluster_mean(rows['logprob_raw'] / rows['tokens'], sources).value:.2f}",
+            entropy,
         )
     return table
 
 
-@dataclass(frozen=True)
-class ReferenceRow:
-    """How the model likes the users' real follow-ups, per dataset.
+def reference_table(run: Run) -> Table | None:
+    """How the model likes the users' real follow-ups, per dataset; None if the data has none.
 
-    ``logprob``: mean raw log-probability per token of a reference turn, in nats. ``contrast``: mean
-    response contrast in bits (``scoring.columns``). ``greedy``: share of references that greedy
-    decoding writes whole, turn-end included. ``cut_off`` of them follow a response that was cut
-    off.
+    ``contrast`` is the mean response contrast (``ia_mech.likelihood``), ``greedy writes`` the share
+    of follow-ups that greedy decoding writes whole, turn-end included.
     """
-
-    dataset: str
-    references: int
-    cut_off: int
-    logprob: Estimate
-    bits_per_byte: Estimate
-    contrast: Estimate
-    greedy: Estimate
-
-
-def reference_table(run: Run) -> list[ReferenceRow]:
-    """Scores of the reference user turns; empty if the data has none."""
     scored = run.contexts[run.contexts["reference_logprob"].notna()]
-    table = []
+    if scored.empty:
+        return None
+    bits = "reference_response_contrast_bits"
+    contrasts = ["contrast, bits"] if scored[bits].notna().any() else []
+    table = _table("the users' real follow-ups")
+    columns = ["log p / token", "bits / byte", *contrasts, "greedy writes"]
+    for name in ("dataset", "turns", *columns):
+        table.add_column(name, justify="left" if name == "dataset" else "right", no_wrap=True)
     for dataset, rows in scored.groupby("dataset"):
         sources, tokens = rows["source_id"], rows["reference_token_ids"].map(len)
-        table.append(
-            ReferenceRow(
-                dataset=dataset,
-                references=len(rows),
-                cut_off=int(rows["response_cut_off"].sum()),
-                logprob=cluster_mean(rows["reference_logprob"] / tokens, sources),
-                bits_per_byte=cluster_mean(rows["reference_bits_per_byte"], sources),
-                contrast=cluster_mean(
-                    rows["reference_response_contrast_bits"].astype(float), sources
-                ),
-                greedy=cluster_mean(
-                    rows["reference_greedy"].astype(float), sources, proportion=True
-                ),
-            )
-        )
+        greedy = rows["reference_greedy"].astype(float)
+        shown = [
+            cluster_mean(rows["reference_logprob"] / tokens, sources).text(),
+            cluster_mean(rows["reference_bits_per_byte"], sources).text(),
+            *(cluster_mean(rows[bits].astype(float), sources).text(1) for _ in contrasts),
+            cluster_mean(greedy, sources, proportion=True).text(),
+        ]
+        table.add_row(escape(one_line(str(dataset), 30)), _counted(rows), *shown)
     return table
 
 
-def examples(run: Run, count: int = 3) -> list[tuple[pd.Series, pd.Series]]:
+def _table(title: str) -> Table:
+    return Table(title=title, title_justify="left")
+
+
+def _counted(rows: pd.DataFrame) -> str:
+    """How many there are, and how many of them follow a response that was cut off."""
+    cut_off = int(rows["response_cut_off"].sum())
+    return f"{len(rows)} († {cut_off})" if cut_off else str(len(rows))
+
+
+def examples(run: Run, count: int = 3) -> Sequence[tuple[pd.Series, pd.Series]]:
     """(context, generation) pairs spread over contexts and temperatures, chosen without looking.
 
     The i-th example is sample 0 of the i-th of ``count`` evenly spaced contexts, at the i-th of as
-    many evenly spaced temperatures, so that nobody picked the good ones.
+    many evenly spaced temperatures.
     """
     contexts, generations = run.contexts, run.generations
     temperatures = sorted(generations["temperature"].unique())
@@ -127,6 +106,9 @@ def examples(run: Run, count: int = 3) -> list[tuple[pd.Series, pd.Series]]:
 def print_plan(config: SampleConfig, plan: Plan, out: Path) -> None:
     """The table of ``--dry-run``."""
     screen = console()
+    scored = f"about {plan.scored_tokens} tokens"
+    if plan.contrast_contexts:
+        scored += f", after {plan.contrast_contexts} more contexts of {plan.contrast_tokens} tokens"
     for name, value in (
         ("model", config.model.name),
         ("conversations", f"{config.dataset}: {plan.contexts}"),
@@ -135,10 +117,11 @@ def print_plan(config: SampleConfig, plan: Plan, out: Path) -> None:
         ("positions kept", ", ".join(plan.positions)),
         ("context tokens", f"{plan.context_tokens} (longest {plan.longest_context})"),
         ("rows to decode", f"{plan.rows} x at most {config.grid.max_new_tokens} tokens"),
+        ("to score turns", scored),
         (
-            "to score turns",
-            f"about {plan.scored_tokens} tokens, after {plan.contrast_contexts} more contexts of "
-            f"{plan.contrast_tokens} tokens",
+            "a kill costs at most",
+            f"{plan.unit_rows} rows, work like {plan.unit_cost:.0f} decoded tokens "
+            f"({plan.unit_cost / SLOW:.0f} s at {SLOW} tokens/s)",
         ),
         ("bytes to be written", f"{size_text(plan.bytes)}, to {out}"),
         ("once for this model", f"{size_text(plan.lens_bytes)}, its final norm and unembedding"),
@@ -147,44 +130,24 @@ def print_plan(config: SampleConfig, plan: Plan, out: Path) -> None:
 
 
 def print_run(run: Run) -> None:
-    """What a finished run is shown as: tables, three user turns, and where to go from here."""
+    """A finished run: tables, three user turns, and where to go from here."""
     screen = console(150)  # the tables' intervals belong on one line
-    cut = int(run.contexts["response_cut_off"].sum())
-    table = Table(title="user turns (95% intervals over sources)", title_justify="left")
-    for name in ("T", "rows", "mean tokens", "ended by turn-end", "log p / token", "entropy"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for row in temperature_table(run):
-        table.add_row(
-            f"{row.temperature:g}" if row.temperature else "greedy",
-            _counted(row.rows, row.cut_off),
-            f"{row.tokens.value:.1f}",
-            row.ended.text(),
-            f"{row.logprob.value:.2f}",
-            "–" if row.entropy is None else f"{row.entropy.value:.2f}",
-        )
-    screen.print(table)
+    screen.print(temperature_table(run))
     references = reference_table(run)
-    if references:
-        table = Table(title="the users' real follow-ups", title_justify="left")
-        columns = "log p / token", "bits / byte", "contrast, bits", "greedy writes"
-        for name in ("dataset", "turns", *columns):
-            table.add_column(name, justify="left" if name == "dataset" else "right", no_wrap=True)
-        for row in references:
-            table.add_row(
-                escape(one_line(row.dataset, 30)),
-                _counted(row.references, row.cut_off),
-                row.logprob.text(),
-                row.bits_per_byte.text(),
-                row.contrast.text(1),
-                row.greedy.text(),
-            )
-        screen.print(table)
+    if references is not None:
+        screen.print(references)
+    contrast = (
+        "contrast: bits by which a follow-up is likelier after its own response than after "
+        "others'. "
+        if run.config.get("contrasts", True)
+        else ""
+    )
     screen.print(
-        "log p: raw (T = 1), nats. entropy: of the first token at T, nats. contrast: bits by which "
-        "a follow-up is likelier after its own response than after others'. greedy writes: share "
-        "of follow-ups that greedy decoding writes whole.",
+        f"log p: raw (T = 1), nats. entropy: of the first token at T, nats. {contrast}greedy "
+        "writes: share of follow-ups that greedy decoding writes whole.",
         soft_wrap=True,
     )
+    cut = int(run.contexts["response_cut_off"].sum())
     if cut:
         screen.print(
             f"[bold]{cut} of {len(run.contexts)} responses were cut off[/] at "
@@ -216,8 +179,3 @@ def print_run(run: Run) -> None:
     screen.print(f"read it: python -c {escape(quoted)}", soft_wrap=True)
     path = escape(shlex.quote(str(run.path)))
     screen.print(f"next: python -m ia_mech.judge run {path}", soft_wrap=True)
-
-
-def _counted(count: int, cut_off: int) -> str:
-    """How many there are, and how many of them follow a cut-off response."""
-    return f"{count} († {cut_off})" if cut_off else str(count)

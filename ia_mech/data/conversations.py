@@ -357,17 +357,11 @@ def _hub(
 
 
 def _hub_rows(opened: Iterable[dict], name: str) -> Iterator[tuple[str, dict]]:
-    rows = iter(opened)
-    number = 0
-    while True:
-        number += 1
-        try:
-            row = next(rows)
-        except StopIteration:
-            return
-        except Exception as error:  # the network can fail at any row of a stream
-            raise presets.unreadable(name, error) from error
-        yield f"{name} row {number}", row
+    try:
+        for number, row in enumerate(opened, start=1):
+            yield f"{name} row {number}", row
+    except Exception as error:  # the network can fail at any row of a stream
+        raise presets.unreadable(name, error) from error
 
 
 def _unknown(dataset: str) -> UserError:

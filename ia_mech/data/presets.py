@@ -43,13 +43,13 @@ class Preset:
 
     name: str
     path: str
-    subset: str | None
-    split: str
     convert: Convert
-    licence: str
-    streamed: bool
-    note: str
     columns: tuple[str, ...]
+    licence: str
+    note: str
+    subset: str | None = None
+    split: str = "train"
+    streamed: bool = False
     metadata: tuple[str, ...] | None = None
     files: Mapping[str, str] = field(default_factory=dict)
     by_columns: bool = False
@@ -153,42 +153,33 @@ PRESETS: dict[str, Preset] = {
             split="test",
             convert=_named(format="qa", query="question"),
             licence="MIT",
-            streamed=False,
             note="Worked solutions as responses, without calculator marks; gold answer.",
             columns=("question", "answer"),
         ),
         Preset(
             "math-500",
             path="HuggingFaceH4/MATH-500",
-            subset=None,
             split="test",
             convert=_named(
                 format="qa", query="problem", response="solution", answer="answer", id="unique_id"
             ),
             licence="MIT (of MATH and PRM800K; the card names none)",
-            streamed=False,
             note="Worked solutions as responses; gold answer.",
             columns=("problem", "solution", "answer", "unique_id"),
         ),
         Preset(
             "ifeval",
             path="google/IFEval",
-            subset=None,
-            split="train",
             convert=_named(format="qa", query="prompt", id="key"),
             licence="Apache-2.0",
-            streamed=False,
             note=_PROMPT_ONLY,
             columns=("key", "prompt", "instruction_id_list", "kwargs"),
         ),
         Preset(
             "ifbench",
             path="allenai/IFBench_test",
-            subset=None,
-            split="train",
             convert=_named(format="qa", query="prompt", id="key"),
             licence="ODC-BY-1.0",
-            streamed=False,
             note=_PROMPT_ONLY,
             columns=("key", "prompt", "instruction_id_list", "kwargs"),
         ),
@@ -196,10 +187,8 @@ PRESETS: dict[str, Preset] = {
             "healthbench",
             path="openai/healthbench",
             subset="full",
-            split="train",
             convert=_healthbench,
             licence="MIT",
-            streamed=False,
             note="Prompts of one or more turns; no responses, rubrics not kept.",
             columns=("prompt", "prompt_id", "rubrics"),
             metadata=("example_tags",),
@@ -214,10 +203,8 @@ PRESETS: dict[str, Preset] = {
             "coval",
             path="openai/coval",
             subset="comparisons",
-            split="train",
             convert=_coval,
             licence="CC-BY-4.0",
-            streamed=False,
             note="Value-sensitive prompts. The schema (prompt_id, prompt.messages, responses) is "
             "inferred from public code that reads it, not from the card. The candidate responses "
             "of other models and the annotators' assessments are not kept; no responses. Leading "
@@ -229,11 +216,8 @@ PRESETS: dict[str, Preset] = {
         Preset(
             "mt-bench",
             path="HuggingFaceH4/mt_bench_prompts",
-            subset=None,
-            split="train",
             convert=_named(format="turns", messages="prompt", id="prompt_id"),
             licence="Apache-2.0",
-            streamed=False,
             note="Second turns written by people as references; the right answer where there is "
             "one; no responses.",
             columns=("prompt", "prompt_id", "category", "reference"),
@@ -241,8 +225,6 @@ PRESETS: dict[str, Preset] = {
         Preset(
             "wildchat",
             path="allenai/WildChat-1M",
-            subset=None,
-            split="train",
             convert=_wildchat,
             licence="ODC-BY-1.0",
             streamed=True,

@@ -30,7 +30,7 @@ def decode(
     rows: Sequence[Row],
     stop_ids: Sequence[int],
     max_new_tokens: int,
-    on_step: Callable[[int, int], None] | None = None,
+    on_step: Callable[[int, list[int]], None] | None = None,
     share: bool = True,
     graphs: bool = False,
 ) -> list[Decoded]:
@@ -63,7 +63,7 @@ def decode_stream(
     max_new_tokens: int,
     *,
     width: int,
-    on_step: Callable[[int, int], None] | None = None,
+    on_step: Callable[[int, list[int]], None] | None = None,
     share: bool = True,
     static: Sizes | None = None,
 ) -> list[Decoded]:
@@ -81,7 +81,8 @@ def decode_stream(
         stop_ids: ids that end a row (kept as its last token).
         max_new_tokens: most tokens of a row.
         width: most rows in the batch.
-        on_step: called whenever tokens were drawn with (how many, how many rows that finished).
+        on_step: called whenever tokens were drawn: how many, and how many each row has in all that
+            finished with one of them.
         share: rows read their context's keys and values where the prefill left them, in layers of
             full attention; else every row gets a copy. In ``static`` buffers they always do.
         static: decode in buffers of these sizes and of fixed addresses, on a GPU as CUDA graphs;

@@ -63,7 +63,7 @@ class Stream:
         stop_ids: Collection[int],
         max_new_tokens: int,
         width: int,
-        on_step: Callable[[int, int], None] | None,
+        on_step: Callable[[int, list[int]], None] | None,
         share: bool,
     ) -> None:
         self._model, self._groups, self._rows = model, iter(groups), rows
@@ -92,8 +92,9 @@ class Stream:
             logits = decode_step(self._model, self._state, token)
             busy = len(schedule.busy)
             token, finished = self._sample(logits, schedule.slots, schedule.age)
+            lengths = [schedule.age[slot] + 1 for slot in finished]
             schedule.drawn(finished)
-            self._report(busy, len(finished))
+            self._report(busy, lengths)
             if schedule.busy:
                 self._state.retire(finished)
             else:
@@ -154,7 +155,7 @@ class Stream:
             index = torch.tensor([self._rows[row].context for row in rows]) - self._first
             logits = group.logits[index.to(group.logits.device)]
             token, finished = self._sample(logits, rows, [0] * len(rows))
-            self._report(len(rows), len(finished))
+            self._report(len(rows), [1] * len(finished))
             on = [at for at in range(len(rows)) if at not in finished]
             going += [rows[at] for at in on]
             first.append(token[on])
@@ -182,9 +183,9 @@ class Stream:
         ]
         return drawn.token, finished
 
-    def _report(self, tokens: int, finished: int) -> None:
+    def _report(self, tokens: int, lengths: list[int]) -> None:
         if self._on_step is not None:
-            self._on_step(tokens, finished)
+            self._on_step(tokens, lengths)
 
 
 def decode_step(model: PreTrainedModel, state: State, token: Tensor) -> Tensor:

@@ -94,34 +94,37 @@ class OomBackoff:
 
 
 COLDEST, HOTTEST = 1e-3, 1e3  # logits divided by less or by more leave what float32 can tell apart
-UNIT_BATCHES = 3  # of what is written together, and so lost in a kill
 WINDOW = 256  # contexts sorted by length together; bounds memory, whatever the size of the run
+UNIT_BATCHES = 3  # most batches that are written together
+SLOW = 150  # decoded tokens per second of a small model on two busy cores
+# Costs in decoded tokens (SmolLM2-135M, float32, one AVX-512 core: 3.0 ms per decoded token in a
+# batch of 65 to 104 rows).
+STEP_COST = 9.0  # per decoding step, however many rows take part
+PREFILL_COST = 0.5  # per prefilled token
+SCORE_COST = 1.6  # per token of a turn that is scored at all temperatures
+RESCORE_COST = 1.0  # per token of a turn that is scored at T = 1, in another context
 
 
 @dataclass(frozen=True)
 class BatchDefaults:
-    """How much is computed together on a kind of device, and how much a kill loses there.
+    """How much is computed together on a kind of device, and how much a kill costs there.
 
     Attributes:
-        batch_rows: rows decoded together by default.
+        batch_rows: rows decoded together, unless the configuration says otherwise.
         prefill_tokens: most tokens of one prefill, padding included.
-        unit_tokens: most tokens that rows may grow by before they are written.
-        scored_contexts: contexts written together where turns are scored after other responses.
-        response_share: responses, which are long, are written by a batch so much smaller.
+        unit_cost: most work, in decoded tokens, that is written together, and so lost in a kill.
     """
 
     batch_rows: int
     prefill_tokens: int
-    unit_tokens: int
-    scored_contexts: int
-    response_share: int
+    unit_cost: float
 
 
 # A CPU is fastest while a prefill's activations fit into its caches (four contexts of 230 tokens
-# take a fourth less time each than sixteen), and a unit takes it up to a minute. A GPU is fast when
-# it has much to do; its numbers are by reckoning (see benchmarks/README.md).
-CPU = BatchDefaults(128, 1024, 16_384, 8, 8)
-GPU = BatchDefaults(1024, 8192, 262_144, 64, 1)
+# take a fourth less time each than sixteen); a unit takes at most 20 seconds where it is slow. A
+# GPU is fast when it has much to do; its numbers are estimates (see benchmarks/README.md).
+CPU = BatchDefaults(128, 1024, 20 * SLOW)
+GPU = BatchDefaults(1024, 8192, 262_144)
 
 
 @dataclass(frozen=True)
@@ -197,10 +200,10 @@ def evenly(count: int, most: int) -> int:
     return -(-count // max(1, -(-count // most)))
 
 
-def consecutive(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+def consecutive(lengths: Sequence[float], max_tokens: float) -> list[list[int]]:
     """Indices in order, cut where a part would exceed ``max_tokens``; a longer item is alone."""
     parts: list[list[int]] = []
-    tokens = 0
+    tokens = 0.0
     for i, length in enumerate(lengths):
         tokens += length
         if not parts or tokens > max_tokens:
@@ -220,16 +223,24 @@ def contexts_per_batch(rows_per_context: int, batch_rows: int) -> int:
     return max(1, batch_rows // rows_per_context)
 
 
-def contexts_per_unit(
-    rows_per_context: int, batch_rows: int, max_new_tokens: int, unit_tokens: int
-) -> int:
-    """How many contexts are decoded through one batch and written together.
+def write_units(
+    lengths: Sequence[int], costs: Sequence[float], most_contexts: int, most_cost: float
+) -> list[list[int]]:
+    """Split contexts into the units that are computed through one batch and written together.
 
-    The batch is full but for its end, so units are of several batches, unless that is more than
-    ``unit_tokens``; at least of one.
+    Args:
+        lengths: tokens of each context; units hold contexts of similar length.
+        costs: work on each, in decoded tokens.
+        most_contexts: most contexts of a unit.
+        most_cost: most work of a unit; a context that takes more is a unit of its own.
+
+    Returns:
+        Lists of indices into ``lengths``; every index once.
     """
-    most = unit_tokens // (rows_per_context * max_new_tokens)
-    one, several = (
-        contexts_per_batch(rows_per_context, batch_rows * batches) for batches in (1, UNIT_BATCHES)
-    )
-    return max(one, min(several, most))
+    by_length = sorted(range(len(lengths)), key=lambda i: (lengths[i], i))
+    units = []
+    for part in consecutive([costs[i] for i in by_length], most_cost):
+        size = evenly(len(part), most_contexts)
+        for start in range(0, len(part), size):
+            units.append([by_length[i] for i in part[start : start + size]])
+    return units

@@ -1,6 +1,6 @@
 """Teacher-forced scores of given user turns, from the prefill that was made anyway."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -46,9 +46,10 @@ def score(
     turns: Sequence[Turn],
     temperatures: Sequence[float],
     share: bool = True,
+    on_tokens: Callable[[int], None] | None = None,
 ) -> list[Scored]:
     """Score turns given the contexts of one group; see :func:`score_groups`."""
-    return score_groups(model, [prefilled], turns, temperatures, share)
+    return score_groups(model, [prefilled], turns, temperatures, share, on_tokens)
 
 
 def score_groups(
@@ -57,6 +58,7 @@ def score_groups(
     turns: Sequence[Turn],
     temperatures: Sequence[float],
     share: bool = True,
+    on_tokens: Callable[[int], None] | None = None,
 ) -> list[Scored]:
     """Score turns given their contexts; the prefilled states are left as they were.
 
@@ -70,6 +72,7 @@ def score_groups(
         turns: what to score, in any order; their contexts are counted through all groups.
         temperatures: at which besides T = 1.
         share: as for :func:`ia_mech.engine.decode.decode`.
+        on_tokens: called after each pass with how many tokens were scored.
     """
     results: dict[int, Scored] = {}
     most = max(1, LOGITS // groups[0].logits.shape[-1])  # tokens of one pass
@@ -79,6 +82,8 @@ def score_groups(
             together = [turns[i] for i in members]
             scored = _score_pass(model, groups, together, temperatures, share, most)
             results.update(zip(members, scored, strict=True))
+            if on_tokens is not None:
+                on_tokens(sum(len(turn.ids) for turn in together))
     return [results[index] for index in range(len(turns))]
 
 

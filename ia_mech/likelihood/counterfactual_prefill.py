@@ -5,7 +5,7 @@ Where a model's layers can all be shared, that prefix is prefilled once and the 
 it; elsewhere each is prefilled whole.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import takewhile
 
 from transformers import PreTrainedModel
@@ -32,7 +32,10 @@ def shared_prefix(contexts: Sequence[Ids]) -> Ids:
 
 
 def prefill_counterfactuals(
-    model: PreTrainedModel, contexts: Sequence[Ids], prefixes: Sequence[Ids]
+    model: PreTrainedModel,
+    contexts: Sequence[Ids],
+    prefixes: Sequence[Ids],
+    on_tokens: Callable[[int], None] | None = None,
 ) -> tuple[list[Prefilled], list[int]]:
     """Prefill contexts in groups of similar length.
 
@@ -40,6 +43,7 @@ def prefill_counterfactuals(
         model: the subject model; with prefixes, one all of whose layers can be shared.
         contexts: their ids.
         prefixes: the beginning that each shares with others, or ().
+        on_tokens: called after each group with how many tokens were prefilled.
 
     Returns:
         The groups, and indices into ``contexts`` in the order of the groups.
@@ -60,4 +64,6 @@ def prefill_counterfactuals(
                 index = [number[prefixes[some[at]]] for at in unit]
                 groups.append(continue_prefill(model, begun, index, parts))
             order += [some[at] for at in unit]
+            if on_tokens is not None:
+                on_tokens(sum(map(len, parts)))
     return groups, order

@@ -17,7 +17,13 @@ from transformers import PreTrainedModel
 from ia_mech.chat.format import ChatFormat
 from ia_mech.data.conversations import UNPERTURBED, Conversation
 from ia_mech.engine.loop import Decoded
-from ia_mech.engine.plan import OomBackoff, consecutive
+from ia_mech.engine.plan import (
+    PREFILL_COST,
+    RESCORE_COST,
+    SCORE_COST,
+    OomBackoff,
+    consecutive,
+)
 from ia_mech.engine.prefill import Prefilled
 from ia_mech.engine.score import Scored, Turn, score, score_groups
 from ia_mech.engine.shared_prefix import Engine
@@ -156,13 +162,16 @@ class Scorer:
         chat: its format.
         swap_sources: all conversations of the run.
         temperatures: at which the candidates are scored.
-        swaps: how many other responses each turn is scored after.
+        contrasts: whether turns are scored in counterfactual contexts, too.
+        swaps: after how many other responses.
         generations: whether generations are contrasted, too.
+        rivals: whether rivals of the reference are scored in its context.
         own: the user's candidates.
         limit: of the model's context in tokens, or None.
         rows_limit: how many turns are scored together; halved when memory runs out.
         note: called with what is left out somewhere (a kind of context, or a candidate), and why.
         share: turns after one context read its keys and values in one place.
+        on_work: called with the work that was done, in decoded tokens.
     """
 
     def __init__(
@@ -172,18 +181,22 @@ class Scorer:
         swap_sources: SwapSources,
         temperatures: Sequence[float],
         *,
+        contrasts: bool = True,
         swaps: int,
         generations: bool,
+        rivals: bool = True,
         own: OwnCandidates | None,
         limit: int | None,
         rows_limit: OomBackoff,
         note: Callable[[str, str], None],
         share: bool = True,
+        on_work: Callable[[float], None] = lambda _: None,
     ) -> None:
         self._model, self._chat, self._swap_sources = model, chat, swap_sources
         self._temperatures, self._swaps, self._generations = temperatures, swaps, generations
         self._own, self._limit, self._rows_limit, self._note = own, limit, rows_limit, note
-        self._share = share
+        self._contrasts, self._rivals = contrasts, rivals
+        self._share, self._on_work = share, on_work
         self._shares_prefixes = share and Engine.possible(model).whole
         self._prefill_limit = OomBackoff(10**6, outermost=False)
         self._closing = [] if chat.closing_id is None else [chat.closing_id]
@@ -206,13 +219,17 @@ class Scorer:
         ]
         turns = [Turn(at, [*ids, *self._closing]) for at, _, ids in found]
         scored = self._rows_limit.map(
-            lambda part: score(self._model, prefilled, part, self._temperatures, self._share),
+            lambda part: score(
+                self._model, prefilled, part, self._temperatures, self._share,
+                lambda tokens: self._on_work(SCORE_COST * tokens),
+            ),
             turns,
-        )
+        )  # fmt: skip
         scores = [ContextScores() for _ in contexts]
         for (at, candidate, ids), one in zip(found, scored, strict=True):
             contrasts = None
-            if candidate.name in (REFERENCE, OTHER) and not contexts[at].perturbed:
+            compared = self._contrasts and candidate.name in (REFERENCE, OTHER)
+            if compared and not contexts[at].perturbed:
                 contrasts = Contrasts(Likelihood.of(one.logprobs_raw, len(ids)))
             scores[at].candidates.append(ScoredCandidate(candidate, ids, one, contrasts))
         return scores
@@ -223,7 +240,7 @@ class Scorer:
         if context.reference_ids is None or conversation.reference is None:
             return
         yield Candidate(REFERENCE, conversation.reference), list(context.reference_ids)
-        if context.perturbed:
+        if context.perturbed or not self._rivals:
             return
         swap_source = self._swap_sources.reference(context.order, self._sources_for(context))
         for candidate in rivals(conversation, swap_source, self._own):
@@ -279,7 +296,8 @@ class Scorer:
             ]
             if found:
                 turns[at] = found
-        for at, rows in enumerate(decoded if self._generations else ()):
+        generations = self._contrasts and self._generations
+        for at, rows in enumerate(decoded if generations else ()):
             if not contexts[at].perturbed:
                 generated = [_generated(row) for row in rows]
                 scores[at].generations = [turn.contrasts for turn in generated]
@@ -352,7 +370,10 @@ class Scorer:
         They are prefilled in groups, but all scored together: their turns are few and short.
         """
         groups, order = prefill_counterfactuals(
-            self._model, contexts, [prefixes[ids] for ids in contexts]
+            self._model,
+            contexts,
+            [prefixes[ids] for ids in contexts],
+            lambda tokens: self._on_work(PREFILL_COST * tokens),
         )
         meant = [
             (row, target, turn)
@@ -361,9 +382,12 @@ class Scorer:
             for turn in turns[target.context]
         ]
         scored = self._rows_limit.map(
-            lambda part: score_groups(self._model, groups, part, (), self._share),
+            lambda part: score_groups(
+                self._model, groups, part, (), self._share,
+                lambda tokens: self._on_work(RESCORE_COST * tokens),
+            ),
             [Turn(row, turn.ids) for row, _, turn in meant],
-        )
+        )  # fmt: skip
         for (_, target, turn), one in zip(meant, scored, strict=True):
             likelihood = Likelihood.of(one.logprobs_raw, turn.tokens)
             if target.name == "swapped":

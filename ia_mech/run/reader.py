@@ -160,13 +160,15 @@ class Run:
         for layer in self.layers:
             for position in self.positions:
                 kept = self.residuals(layer, position).contiguous()
-                total.update(kept.view(torch.uint8).numpy())
+                total.update(kept.view(torch.uint8).numpy().tobytes())
         if self.config["header_logits"] != "none":
             logits = self.header_logits()
             for index in range(len(logits)):
                 for name, tensor in sorted(logits.stored(index).items()):
                     total.update(name.encode())
-                    total.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
+                    total.update(
+                        tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+                    )
         return total.hexdigest()
 
     # -- reading ------------------------------------------------------------------------------

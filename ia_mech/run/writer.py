@@ -10,12 +10,14 @@ merged into parts of about a thousand contexts so that a large run isn't a hundr
 
 import copy
 import errno
+import json
 import os
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -27,6 +29,14 @@ from torch import Tensor
 
 from ia_mech.errors import UserError
 from ia_mech.run import layout
+
+
+class Tensors(NamedTuple):
+    """What goes to one safetensors file. Row k of every tensor is of the k-th context; the metadata
+    holds JSON, ``contexts`` (ids) and perhaps more."""
+
+    tensors: dict[str, Tensor]
+    metadata: dict[str, list]
 
 
 class RunWriter:
@@ -93,7 +103,13 @@ class RunWriter:
 
     @classmethod
     def resume(
-        cls, path: Path, record: dict, conversations: Path | None = None, *, repair: bool = False
+        cls,
+        path: Path,
+        record: dict,
+        conversations: Path | None = None,
+        *,
+        repair: bool = False,
+        name_of: Callable[[str], str] = str,
     ) -> "RunWriter":
         """Open a run to go on with it.
 
@@ -102,16 +118,20 @@ class RunWriter:
             record: what this run's ``run.json`` would be; it must agree with the one that is there.
             conversations: a snapshot of the same conversations, to repair the one that is there.
             repair: drop damaged parts, so that they are computed again.
+            name_of: what a user calls a part of the identity, such as ``config.grid.seed``.
 
         Raises:
             UserError: another configuration or format, a damaged part, or another process writing.
         """
         writer = cls(path)
         try:
-            differing = list(_differences(writer.record["identity"], record["identity"]))
+            differing = dict(_differences(writer.record["identity"], record["identity"]))
+            # What follows from the configuration is left out where that explains it.
+            asked = {name: v for name, v in differing.items() if name.startswith("config.")}
             if differing:
+                found = [f"{name_of(name)} {v}" for name, v in (asked or differing).items()]
                 raise UserError(
-                    f"{path} holds another configuration ({'; '.join(differing[:4])})",
+                    f"{path} holds another configuration: {', '.join(found)}",
                     "give another --out, or the configuration that it holds",
                 )
             writer._drop_damaged(repair, conversations)
@@ -198,16 +218,18 @@ class RunWriter:
             residuals: ``[contexts, layers + 1, positions, d_model]``.
         """
 
-        def files(part: str) -> dict:
-            tables = {
+        def files(part: str) -> dict[str, pa.Table | Tensors]:
+            ids = {"contexts": contexts["context_id"].to_pylist()}
+            tables: dict[str, pa.Table | Tensors] = {
                 layout.contexts_file(part): contexts,
                 layout.generations_file(part): generations,
             }
             if header_logits is not None:
-                tables[layout.header_logits_file(part)] = header_logits
+                tables[layout.header_logits_file(part)] = Tensors(header_logits, ids)
             for layer in range(residuals.shape[1]):
-                tensors = {"residuals": residuals[:, layer].contiguous().cpu()}
-                tables[layout.residuals_file(layer, part)] = tensors
+                kept = {"residuals": residuals[:, layer].contiguous().cpu()}
+                names = {"positions": self.record["identity"]["positions"], **ids}
+                tables[layout.residuals_file(layer, part)] = Tensors(kept, names)
             return tables
 
         self._add("contexts", unit, contexts.num_rows, files)
@@ -276,7 +298,7 @@ class RunWriter:
             for file in part["files"]:
                 (self.path / file).unlink()
 
-    def _write_file(self, file: str, data: pa.Table | dict[str, Tensor]) -> dict:
+    def _write_file(self, file: str, data: pa.Table | Tensors) -> dict:
         path = self.path / file
         path.parent.mkdir(parents=True, exist_ok=True)
         scratch = path.with_name(path.name + ".tmp")
@@ -337,9 +359,10 @@ def _moved(scratch: Path, path: Path) -> dict:
     return facts
 
 
-def _save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
+def _save_tensors(data: Tensors, path: Path) -> None:
+    metadata = {name: json.dumps(value) for name, value in data.metadata.items()}
     try:
-        save_file(tensors, path)
+        save_file(data.tensors, path, metadata=metadata)
     except SafetensorError as error:  # also for a full disk, with the number in its text
         number = re.search(r"os error (\d+)", str(error))
         if number is None:
@@ -353,27 +376,33 @@ def _written_by_another(path: Path) -> UserError:
     )
 
 
-def _concatenated(root: Path, files: list[str]) -> pa.Table | dict[str, Tensor]:
+def _concatenated(root: Path, files: list[str]) -> pa.Table | Tensors:
     if files[0].endswith(".parquet"):
         return pa.concat_tables([pq.read_table(root / file) for file in files])
     merged: dict[str, list[Tensor]] = {}
+    contexts: list[str] = []
     for file in files:
         with safe_open(root / file, framework="pt") as tensors:
+            metadata = {name: json.loads(text) for name, text in tensors.metadata().items()}
+            contexts += metadata["contexts"]
             for key in tensors.keys():  # noqa: SIM118 (not a dictionary)
                 merged.setdefault(key, []).append(tensors.get_tensor(key))
-    return {key: torch.cat(parts) for key, parts in merged.items()}
+    whole = {key: torch.cat(parts) for key, parts in merged.items()}
+    return Tensors(whole, metadata | {"contexts": contexts})
 
 
-def _differences(there: dict, wanted: dict, prefix: str = "") -> Iterator[str]:
-    """Where two configurations differ, as ``name: there ≠ wanted``."""
+def _differences(there: dict, wanted: dict, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Where two identities differ: a dotted name, and both values."""
     for key in sorted({*there, *wanted}):
         a, b = there.get(key), wanted.get(key)
         if isinstance(a, dict) and isinstance(b, dict):
             yield from _differences(a, b, f"{prefix}{key}.")
         elif a != b:
-            yield f"{prefix}{key}: {_short(a)} there, {_short(b)} asked for"
+            values = f"is {_short(a)} there, {_short(b)} here"
+            yield f"{prefix}{key}", "differs" if "sha256" in key or "hash" in key else values
 
 
 def _short(value) -> str:
-    text = str(value)
+    text = " ".join(map(str, value)) if isinstance(value, list) else str(value)
+    text = {"None": "not set", "True": "set", "False": "not set"}.get(text, text)
     return text if len(text) <= 40 else text[:37] + "…"

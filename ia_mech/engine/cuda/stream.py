@@ -178,7 +178,7 @@ class StaticStream(Stream):
         line_of = {row: line for line, row in enumerate(self._schedule.slots)}
         self._schedule.drawn([line_of[row] for row in over.tolist() if row in line_of], 0)
         self._forget()
-        self._report(int(kept.sum()), len(over))
+        self._report(int(kept.sum()), (flight.ages + kept)[ended].tolist())
 
 
 def resolve(
