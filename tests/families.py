@@ -176,8 +176,12 @@ class _Recipe:
     nfc: bool = False
 
 
+def _marks(text: str) -> tuple[str, ...]:
+    return tuple(text.split(" "))
+
+
 _CHATML = _Recipe(
-    first=("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
+    first=_marks("<|endoftext|> <|im_start|> <|im_end|>"),
     bos="<|im_start|>",
     eos="<|im_end|>",
     pad="<|im_end|>",
@@ -188,23 +192,17 @@ _RECIPES: dict[str, _Recipe] = {
     "smollm2": _CHATML,
     "qwen3": _Recipe(
         splits=(_CL100K.format(digits=""),),
-        last=("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
-        ordinary=("<tool_call>", "</tool_call>", "<think>", "</think>"),
+        last=_marks("<|endoftext|> <|im_start|> <|im_end|>"),
+        ordinary=_marks("<tool_call> </tool_call> <think> </think>"),
         eos="<|im_end|>",
         pad="<|endoftext|>",
         nfc=True,
     ),
     "llama3_1": _Recipe(
         splits=(_CL100K.format(digits="{1,3}"),),
-        last=(
-            "<|begin_of_text|>",
-            "<|end_of_text|>",
-            "<|finetune_right_pad_id|>",
-            "<|start_header_id|>",
-            "<|end_header_id|>",
-            "<|eom_id|>",
-            "<|eot_id|>",
-            "<|python_tag|>",
+        last=_marks(
+            "<|begin_of_text|> <|end_of_text|> <|finetune_right_pad_id|> <|start_header_id|> "
+            "<|end_header_id|> <|eom_id|> <|eot_id|> <|python_tag|>"
         ),
         prefix=("<|begin_of_text|>",),
         bos="<|begin_of_text|>",
@@ -212,7 +210,7 @@ _RECIPES: dict[str, _Recipe] = {
     ),
     "gemma3": _Recipe(
         kind="gemma",
-        first=("<pad>", "<eos>", "<bos>", "<unk>", "<start_of_turn>", "<end_of_turn>"),
+        first=_marks("<pad> <eos> <bos> <unk> <start_of_turn> <end_of_turn>"),
         ordinary=tuple("\n" * n for n in range(1, 9)),
         prefix=("<bos>",),
         bos="<bos>",
@@ -222,35 +220,19 @@ _RECIPES: dict[str, _Recipe] = {
     ),
     "glm4": _Recipe(
         splits=(_CL100K.format(digits="{1,3}"),),
-        last=(
-            "<|endoftext|>",
-            "[MASK]",
-            "[gMASK]",
-            "[sMASK]",
-            "<sop>",
-            "<eop>",
-            "<|system|>",
-            "<|user|>",
-            "<|assistant|>",
-            "<|observation|>",
+        last=_marks(
+            "<|endoftext|> [MASK] [gMASK] [sMASK] <sop> <eop> <|system|> <|user|> "
+            "<|assistant|> <|observation|>"
         ),
-        prefix=("[gMASK]", "<sop>"),
+        prefix=_marks("[gMASK] <sop>"),
         eos="<|endoftext|>",
         pad="<|endoftext|>",
     ),
     "gpt_oss": _Recipe(
         splits=(_O200K,),
-        last=(
-            "<|startoftext|>",
-            "<|endoftext|>",
-            "<|return|>",
-            "<|constrain|>",
-            "<|channel|>",
-            "<|start|>",
-            "<|end|>",
-            "<|message|>",
-            "<|call|>",
-            "<|endofprompt|>",
+        last=_marks(
+            "<|startoftext|> <|endoftext|> <|return|> <|constrain|> <|channel|> <|start|> "
+            "<|end|> <|message|> <|call|> <|endofprompt|>"
         ),
         bos="<|startoftext|>",
         eos="<|return|>",
@@ -258,25 +240,17 @@ _RECIPES: dict[str, _Recipe] = {
     ),
     "deepseek_v3": _Recipe(
         splits=_DEEPSEEK,
-        first=("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜▁pad▁｜>"),
-        ordinary=("<｜User｜>", "<｜Assistant｜>"),
+        first=_marks("<｜begin▁of▁sentence｜> <｜end▁of▁sentence｜> <｜▁pad▁｜>"),
+        ordinary=_marks("<｜User｜> <｜Assistant｜>"),
         bos="<｜begin▁of▁sentence｜>",
         eos="<｜end▁of▁sentence｜>",
         pad="<｜end▁of▁sentence｜>",
     ),
     "mistral": _Recipe(
         kind="metaspace",
-        first=(
-            "<unk>",
-            "<s>",
-            "</s>",
-            "[INST]",
-            "[/INST]",
-            "[TOOL_CALLS]",
-            "[AVAILABLE_TOOLS]",
-            "[/AVAILABLE_TOOLS]",
-            "[TOOL_RESULTS]",
-            "[/TOOL_RESULTS]",
+        first=_marks(
+            "<unk> <s> </s> [INST] [/INST] [TOOL_CALLS] [AVAILABLE_TOOLS] [/AVAILABLE_TOOLS] "
+            "[TOOL_RESULTS] [/TOOL_RESULTS]"
         ),
         prefix=("<s>",),
         bos="<s>",
@@ -285,7 +259,7 @@ _RECIPES: dict[str, _Recipe] = {
     ),
     "zephyr_text": _Recipe(
         kind="metaspace",
-        first=("<unk>", "<s>", "</s>"),
+        first=_marks("<unk> <s> </s>"),
         prefix=("<s>",),
         bos="<s>",
         eos="</s>",

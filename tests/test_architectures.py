@@ -16,7 +16,6 @@ from contract import (
     assert_logprobs,
     assert_ranks,
     full_logits,
-    logits_apart,
     near_ties,
     relative_l2,
 )
@@ -25,8 +24,8 @@ from transformers import GenerationConfig
 from ia_mech.engine.capture import ResidualCapture, find_blocks, find_final_norm
 from ia_mech.engine.check import check_engine
 from ia_mech.engine.decode import decode
-from ia_mech.engine.loop import Row, decode_step
-from ia_mech.engine.prefill import Prefix, expand, prefill
+from ia_mech.engine.loop import Row
+from ia_mech.engine.prefill import Prefix, prefill
 from ia_mech.engine.sampling import stream_key
 from ia_mech.engine.score import Turn, score
 from ia_mech.errors import UserError
@@ -235,27 +234,6 @@ def test_an_architecture_without_a_list_of_blocks_is_refused_by_name():
 
     with pytest.raises(UserError, match="the blocks of Odd could not be found"):
         find_blocks(Odd())
-
-
-@FAMILIES
-def test_preallocated_layers_change_nothing_but_the_copying(architecture):
-    """Decoding with preallocated layers against concatenating ones: the same, step by step."""
-    model = tiny.model(architecture)
-    state = prefill(model, prefixes()).state
-    index = torch.tensor([2, 0, 0, 1])
-    concatenated, allocated = expand(state, index), expand(state, index, capacity=3)
-    for step in range(7):  # beyond the capacity
-        if step == 2:  # rows leave
-            kept = torch.tensor([0, 2, 3])
-            concatenated, allocated = expand(concatenated, kept), expand(allocated, kept)
-        token = torch.tensor(tiny.prompt(allocated.rows, seed=step))
-        expected = decode_step(model, concatenated, token)
-        assert logits_apart(decode_step(model, allocated, token), expected) <= VECTOR
-
-
-@EACH
-def test_every_tested_architecture_passes_the_check_before_a_run(architecture):
-    check_engine(tiny.model(architecture), tiny.prompt(12, seed=0))
 
 
 @pytest.mark.parametrize(

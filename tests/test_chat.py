@@ -26,136 +26,82 @@ class Derived:
 
     header_text: str
     header: str
-    gap: str  # the tokens between response and header
+    gap: str  # the tokens between response and header: the turn end and the separator
     closing: str
-    stops: str
-    response_stops: str
     turning: str  # further marks that no content may hold
-    turn_end: str | None = None
-    separator: str | None = None
-    lead: str = ""
+    stops: str = ""  # closing
+    response_stops: str = ""  # stops
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stops", self.stops or self.closing)
+        object.__setattr__(self, "response_stops", self.response_stops or self.stops)
+
+    @property
+    def turn_end(self) -> str | None:
+        return self.gap.split(" ")[0] or None
+
+    @property
+    def separator(self) -> str | None:
+        return self.gap.split(" ")[1] if " " in self.gap else None
 
 
 FOUND = {
     "smollm2": Derived(
-        header_text="<|im_start|>user\n",
-        header=f"<|im_start|> user {NEWLINE}",
-        gap=f"<|im_end|> {NEWLINE}",
-        turn_end="<|im_end|>",
-        separator=NEWLINE,
-        closing="<|im_end|>",
-        stops="<|im_end|>",
-        response_stops="<|im_end|>",
-        turning="<|im_start|>",
+        header_text="<|im_start|>user\n", header=f"<|im_start|> user {NEWLINE}",
+        gap=f"<|im_end|> {NEWLINE}", closing="<|im_end|>", turning="<|im_start|>",
     ),
     "qwen3": Derived(
-        header_text="<|im_start|>user\n",
-        header=f"<|im_start|> user {NEWLINE}",
-        gap=f"<|im_end|> {NEWLINE}",
-        turn_end="<|im_end|>",
-        separator=NEWLINE,
-        closing="<|im_end|>",
-        stops="<|endoftext|> <|im_end|>",
-        response_stops="<|endoftext|> <|im_end|>",
+        header_text="<|im_start|>user\n", header=f"<|im_start|> user {NEWLINE}",
+        gap=f"<|im_end|> {NEWLINE}", closing="<|im_end|>", stops="<|endoftext|> <|im_end|>",
         turning="<|im_start|>",
     ),
     "llama3_1": Derived(
         header_text="<|start_header_id|>user<|end_header_id|>\n\n",
-        header=f"<|start_header_id|> user <|end_header_id|> {NEWLINES}",
-        gap="<|eot_id|>",
-        turn_end="<|eot_id|>",
-        closing="<|eot_id|>",
-        stops="<|end_of_text|> <|eom_id|> <|eot_id|>",
-        response_stops="<|end_of_text|> <|eom_id|> <|eot_id|>",
+        header=f"<|start_header_id|> user <|end_header_id|> {NEWLINES}", gap="<|eot_id|>",
+        closing="<|eot_id|>", stops="<|end_of_text|> <|eom_id|> <|eot_id|>",
         turning="<|begin_of_text|> <|start_header_id|> <|end_header_id|>",
     ),
     "gemma3": Derived(
-        header_text="<start_of_turn>user\n",
-        header="<start_of_turn> user \n",
-        gap="<end_of_turn> \n",
-        turn_end="<end_of_turn>",
-        separator="\n",
-        closing="<end_of_turn>",
-        stops="<eos> <end_of_turn>",
-        response_stops="<eos> <end_of_turn>",
+        header_text="<start_of_turn>user\n", header="<start_of_turn> user \n",
+        gap="<end_of_turn> \n", closing="<end_of_turn>", stops="<eos> <end_of_turn>",
         turning="<bos> <start_of_turn>",
     ),
     "glm4": Derived(
-        header_text="<|user|>\n",
-        header=f"<|user|> {NEWLINE}",
-        gap="",
-        closing="<|assistant|>",
+        header_text="<|user|>\n", header=f"<|user|> {NEWLINE}", gap="", closing="<|assistant|>",
         stops="<|endoftext|> <|user|> <|assistant|> <|observation|>",
         response_stops="<|endoftext|> <|user|> <|observation|>",
         turning="[gMASK] <sop> <|system|>",
     ),
     "gpt_oss": Derived(
-        header_text="<|start|>user<|message|>",
-        header="<|start|> user <|message|>",
-        gap="<|end|>",
-        turn_end="<|end|>",
-        closing="<|end|>",
-        stops="<|endoftext|> <|return|> <|end|> <|call|>",
+        header_text="<|start|>user<|message|>", header="<|start|> user <|message|>",
+        gap="<|end|>", closing="<|end|>", stops="<|endoftext|> <|return|> <|end|> <|call|>",
         response_stops="<|endoftext|> <|return|> <|call|>",
         turning="<|channel|> <|start|> <|message|>",
     ),
     "deepseek_v3": Derived(
-        header_text="<｜User｜>",
-        header="<｜User｜>",
-        gap="<｜end▁of▁sentence｜>",
-        turn_end="<｜end▁of▁sentence｜>",
-        closing="<｜Assistant｜>",
-        stops="<｜end▁of▁sentence｜> <｜Assistant｜>",
-        response_stops="<｜end▁of▁sentence｜>",
-        turning="<｜begin▁of▁sentence｜> <｜User｜>",
+        header_text="<｜User｜>", header="<｜User｜>", gap="<｜end▁of▁sentence｜>",
+        closing="<｜Assistant｜>", stops="<｜end▁of▁sentence｜> <｜Assistant｜>",
+        response_stops="<｜end▁of▁sentence｜>", turning="<｜begin▁of▁sentence｜> <｜User｜>",
     ),
     "mistral": Derived(
-        header_text="[INST]",
-        header="[INST]",
-        gap="</s>",
-        turn_end="</s>",
-        closing="[/INST]",
-        stops="</s> [/INST]",
-        response_stops="</s>",
-        turning="<s> [INST]",
-        lead=" ",
+        header_text="[INST]", header="[INST]", gap="</s>", closing="[/INST]",
+        stops="</s> [/INST]", response_stops="</s>", turning="<s> [INST]",
     ),
     "zephyr_text": Derived(
-        header_text="<|user|>\n",
-        header="<0x3C> <0x7C> user <0x7C> <0x3E> <0x0A>",
-        gap="</s> <0x0A>",
-        turn_end="</s>",
-        separator="<0x0A>",
-        closing="</s>",
-        stops="</s>",
-        response_stops="</s>",
-        turning="",
+        header_text="<|user|>\n", header="<0x3C> <0x7C> user <0x7C> <0x3E> <0x0A>",
+        gap="</s> <0x0A>", closing="</s>", turning="",
     ),
-}
+}  # fmt: skip
 
 QUERY, RESPONSE = "Why?", "It is blue."
 
-CONTENTS = {
-    "plain": RESPONSE,
-    "empty": "",
-    "spaces around": "  lead and trail  ",
-    "newlines around": "\n\nlead and trail\n",
-    "white space": " \n ",
-    "emoji": "ok 👍🏽 👩‍👩‍👧",
-    "chinese": "灯塔在海边。",
-    "decomposed": "cafe\u0301",
-    "code": "```python\ndef f(x):\n\treturn x\n```",
-    "end of thinking": "</think>",
-    "thinking": "<think>\nhm\n</think>\n\nIt is blue.",
-    "unfinished thinking": "<think>\nhm",
-    "the query": QUERY,
-    "in the query": "hy",
-    "a digit": "408",
-    "punctuation": "...",
-    "the marker": "Qzxvjk",
-    "jinja": "{{ bos_token }}{% raw %}",
-    "half a mark": "<|im_end [INST <end_of",
-}
+CONTENTS = [
+    *(RESPONSE, "", "  lead and trail  ", "\n\nlead and trail\n", " \n ", "灯塔在海边。"),
+    "ok 👍🏽 👩‍👩‍👧",
+    *("cafe\u0301", "```python\ndef f(x):\n\treturn x\n```", QUERY, "hy", "408", "...", "Qzxvjk"),
+    *("</think>", "<think>\nhm\n</think>\n\nIt is blue.", "<think>\nhm"),
+    *("{{ bos_token }}{% raw %}", "half <|im_end [INST <end_of a mark"),
+]
 
 
 def tokens(tokenizer, ids) -> str:
@@ -230,24 +176,13 @@ def test_header_tail_and_stops_are_derived(family):
 
 def test_the_record_of_a_run_describes_the_format():
     c = chat("glm4", system="Be brief.")
-    assert c.describe() == {
-        "template_hash": c.template.hash,
-        "system": "Be brief.",
-        "thinking": "template",
-        "date": PINNED_DATE,
-        "header_text": "<|user|>\n",
-        "header_ids": c.header_ids,
-        "tail_text": "<|user|>\n",
-        "tail_ids": c.header_ids,
-        "turn_end_id": None,
-        "closing_id": c.closing_id,
-        "stop_ids": dict(zip(map(str, c.stop_ids), FOUND["glm4"].stops.split(), strict=True)),
-        "response_stop_ids": dict(
-            zip(map(str, c.response_stop_ids), FOUND["glm4"].response_stops.split(), strict=True)
-        ),
-    }
-    assert len(c.template.hash) == 16
-    assert c.template.hash != chat("smollm2").template.hash
+    found = c.describe()
+    assert (found["template_hash"], found["system"]) == (c.template.hash, "Be brief.")
+    assert (found["thinking"], found["date"]) == ("template", PINNED_DATE)
+    assert (found["tail_ids"], found["turn_end_id"]) == (c.header_ids, None)
+    assert list(found["stop_ids"].values()) == FOUND["glm4"].stops.split()
+    assert list(found["response_stop_ids"].values()) == FOUND["glm4"].response_stops.split()
+    assert len(c.template.hash) == 16 and c.template.hash != chat("smollm2").template.hash
 
 
 # --- contexts
@@ -275,41 +210,33 @@ def test_positions_point_to_their_tokens(family):
     assert tokens(c.tokenizer, context.ids[end:]) == " ".join(gap + header)
 
 
-@pytest.mark.parametrize("content", CONTENTS)
 @pytest.mark.parametrize("family", FOUND)
-def test_a_context_is_a_prefix_of_the_whole_dialogue(family, content):
-    c, text = chat(family), CONTENTS[content]
-    for messages in (
-        turns(QUERY, text),
-        turns(f"{text} or not?", text),
-        turns(QUERY, text, system=f"Be brief. {text}"),
-        turns(QUERY, text, f"Say {text} again", RESPONSE),
-        turns(QUERY, RESPONSE, "And then?", text),
-    ):
-        context = c.context(messages)
-        assert context.text.endswith(c.header_text)
-        for turn in ("So.", "7", "日本"):
-            whole = rendered(family, [*messages, *turns(turn)])
-            assert whole[: len(context.ids)] == context.ids
-        tail = len(context.ids) - len(c.tail_ids)
-        assert context.ids[tail:] == c.tail_ids
-        # What the template leaves of a response that is white space, or ends a thinking block that
-        # it drops, may be nothing.
-        last = messages[-1]["content"]
-        if last.strip() and not (family == "qwen3" and last == "</think>"):
-            assert context.positions["response_end"] == tail - 1
-        elif last == "":
-            assert context.positions["response_end"] is None
-
-
-def test_a_query_that_holds_the_response_or_equals_it_is_told_from_it():
-    c = chat("smollm2")
-    for query, response in (("it is it", "it"), ("it", "it")):
-        context = c.context(turns(query, response))
-        queried, answered = (context.positions[k] for k in ("query_end", "response_end"))
-        between = tokens(c.tokenizer, context.ids[queried : answered + 1])
-        assert between.endswith(f"<|im_end|> {NEWLINE} <|im_start|> assistant {NEWLINE} it")
-        assert between.count("<|im_end|>") == 1
+def test_a_context_is_a_prefix_of_the_whole_dialogue(family):
+    c = chat(family)
+    for text in CONTENTS:
+        for messages in (
+            turns(QUERY, text),
+            turns(f"{text} or not?", text),
+            turns(QUERY, text, system=f"Be brief. {text}"),
+            turns(QUERY, text, f"Say {text} again", RESPONSE),
+            turns(QUERY, RESPONSE, "And then?", text),
+        ):
+            context = c.context(messages)
+            assert context.text.endswith(c.header_text)
+            for turn in ("So.", "7", "日本"):
+                whole = rendered(family, [*messages, *turns(turn)])
+                assert whole[: len(context.ids)] == context.ids, text
+            tail = len(context.ids) - len(c.tail_ids)
+            assert context.ids[tail:] == c.tail_ids
+            # What the template leaves of a response that is white space, or ends a thinking block
+            # that it drops, may be nothing.
+            last = messages[-1]["content"]
+            if last.strip() and not (family == "qwen3" and last == "</think>"):
+                assert context.positions["response_end"] == tail - 1
+            elif last == "":
+                assert context.positions["response_end"] is None
+    messages = turns("a", "b", QUERY)
+    assert c.prompt(messages) == rendered(family, messages, add_generation_prompt=True)
 
 
 def test_trailing_spaces_belong_to_query_and_response_where_offsets_are_trimmed():
@@ -366,15 +293,6 @@ def test_a_system_message_goes_where_a_conversation_has_none():
     assert "You are a helpful AI assistant named SmolLM" in default.text
     asked = rendered("smollm2", turns(QUERY, system="Be brief."), add_generation_prompt=True)
     assert c.prompt(turns(QUERY)) == asked
-    turn = c.reference_ids(turns(QUERY, RESPONSE), added, "So.")
-    assert tokens(c.tokenizer, turn) == "So ."
-
-
-@pytest.mark.parametrize("family", FOUND)
-def test_a_prompt_opens_the_assistant_turn(family):
-    messages = turns("a", "b", QUERY)
-    want = rendered(family, messages, add_generation_prompt=True)
-    assert chat(family).prompt(messages) == want
 
 
 def test_of_named_templates_the_default_is_used():
@@ -430,20 +348,17 @@ def test_a_reference_may_not_merge_with_the_header(family):
 def test_a_mark_of_turns_within_a_text_is_refused(family):
     c, found = chat(family), FOUND[family]
     context = c.context(turns(QUERY, RESPONSE))
-    marks = f"{found.stops} {found.turning}".split()
-    for mark in marks:
+    for mark in f"{found.stops} {found.turning}".split():
         text = f"a {mark} b"
-        end = (
-            f"holds the token {mark!r}, with which the chat template structures turns; "
-            "remove it from the text, or the conversation"
-        )
-        assert error_of(c.context, turns(text, RESPONSE)) == f"the user turn {text!r} {end}"
-        assert error_of(c.context, turns(QUERY, text)) == f"the assistant turn {text!r} {end}"
-        assert error_of(c.prompt, turns(text)) == f"the user turn {text!r} {end}"
-        error = error_of(c.context, turns(QUERY, RESPONSE, system=text))
-        assert error == f"the system turn {text!r} {end}"
-        error = error_of(c.reference_ids, turns(QUERY, RESPONSE), context, text)
-        assert error == f"the user turn {text!r} {end}"
+        for role, call in {
+            "query": lambda text=text: c.context(turns(text, RESPONSE)),
+            "assistant": lambda text=text: c.context(turns(QUERY, text)),
+            "prompt": lambda text=text: c.prompt(turns(text)),
+            "system": lambda text=text: c.context(turns(QUERY, RESPONSE, system=text)),
+            "reference": lambda text=text: c.reference_ids(turns(QUERY, RESPONSE), context, text),
+        }.items():
+            of = role if role in ("assistant", "system") else "user"
+            assert error_of(call).startswith(f"the {of} turn {text!r} holds the token {mark!r}, ")
 
 
 @pytest.mark.parametrize("family", FOUND)
@@ -466,48 +381,36 @@ def test_other_added_tokens_are_text(family):
 
 
 def test_what_no_format_can_be_derived_from_is_refused():
-    assert error_of(ChatFormat, families.plain()) == (
-        "the tokenizer has no chat template; use an instruct model, or its tokenizer"
-    )
     slow = ByT5Tokenizer()
     slow.chat_template = families.template("smollm2")
-    assert error_of(ChatFormat, slow) == (
-        "the tokenizer gives no character offsets; use the model's fast tokenizer"
-    )
-    assert error_of(chat, "no_user") == (
-        "the chat template refuses the roles user/assistant/user (Unsupported role: user); "
-        "use conversations, or a model, whose template allows them"
-    )
     once = "doesn't show the user turn's text once; use a template that renders every turn"
-    assert error_of(chat, "swallows") == f"the chat template {once}"
-    twice = "{{ messages[-1].content }}" + families.template("smollm2")
-    assert error_of(ChatFormat, changed("smollm2", twice)) == f"the chat template {once}"
-    for template in (
-        "{% for m in messages %}{{ '<|im_start|>' + m.content + '<|im_end|>\n' }}{% endfor %}",
-        "{% for m in messages %}{{ m.content + '\n' }}{% endfor %}",
-        "{% for m in messages %}{{ m.content }}{% endfor %}",
+    apart = "doesn't mark user turns apart from assistant turns; use a template that marks"
+    refuses = "refuses the roles user/assistant/user ("
+    unmarked = ("'<|im_start|>' + m.content + '<|im_end|>\n'", "m.content + '\n'", "m.content")
+    for tokenizer, problem in (
+        (families.plain(), "no chat template; use an instruct model, or its tokenizer"),
+        (slow, "no character offsets; use the model's fast tokenizer"),
+        (families.build("no_user"), f"{refuses}Unsupported role: user); use conversations, or"),
+        (families.build("swallows"), once),
+        (changed("smollm2", "{{ messages[-1].content }}" + families.template("smollm2")), once),
+        *(
+            (changed("smollm2", f"{{% for m in messages %}}{{{{ {turn} }}}}{{% endfor %}}"), apart)
+            for turn in unmarked
+        ),
+        (changed("smollm2", "{% for m in messages %}{{ m.content"), refuses),
     ):
-        assert error_of(ChatFormat, changed("smollm2", template)) == (
-            "the chat template doesn't mark user turns apart from assistant turns; "
-            "use a template that marks every turn's role"
-        )
-    broken = error_of(ChatFormat, changed("smollm2", "{% for m in messages %}{{ m.content"))
-    assert broken.startswith("the chat template refuses the roles user/assistant/user (")
+        assert problem in error_of(ChatFormat, tokenizer)
 
 
 def test_what_a_template_refuses_is_refused_with_its_reason():
     c = chat("gemma3")
-    twice = [*turns(QUERY), *turns(QUERY, RESPONSE)]
-    alternate = (
-        "(Conversation roles must alternate between user and assistant); "
-        "use conversations, or a model, whose template allows them"
-    )
-    assert error_of(c.context, twice) == (
-        f"the chat template refuses the roles user/user/assistant/user {alternate}"
-    )
-    assert error_of(c.prompt, [*turns(QUERY), *turns(QUERY)]) == (
-        f"the chat template refuses the roles user/user {alternate}"
-    )
+    reason = "(Conversation roles must alternate between user and assistant); use conversations, or"
+    for call, messages, roles in (
+        (c.context, [*turns(QUERY), *turns(QUERY, RESPONSE)], "user/user/assistant/user"),
+        (c.prompt, [*turns(QUERY), *turns(QUERY)], "user/user"),
+    ):
+        said = error_of(call, messages)
+        assert said.startswith(f"the chat template refuses the roles {roles} {reason}")
 
 
 def test_a_turn_that_the_template_leaves_out_is_not_guessed():
@@ -555,16 +458,6 @@ def test_an_end_of_text_token_that_also_begins_the_text_is_no_header():
     assert tokens(c.tokenizer, c.reference_ids(turns(QUERY, RESPONSE), context, "So.")) == "So ."
 
 
-def test_a_turn_end_shown_by_a_default_system_message_is_no_header():
-    """As in Phi, with a role token for each role, one end for all, and a default system message."""
-    template = "<|system|>Be kind.<|end|>" + roles("<|user|>", "<|assistant|>", "<|end|>")
-    c = ChatFormat(changed("glm4", template, "<|end|>"))
-    assert c.header_text == "<|user|>"
-    assert c.tail_text == "<|end|><|user|>"
-    assert tokens(c.tokenizer, [c.turn_end_id, c.closing_id]) == "<|end|> <|end|>"
-    assert tokens(c.tokenizer, c.stop_ids) == "<|endoftext|> <|end|>"
-
-
 def test_roles_of_plain_text_leave_the_space_after_them_to_the_user():
     """As in Vicuna: the space merges with the first word."""
     template = roles(" USER: ", " ASSISTANT: ", "<|im_end|>", "")
@@ -582,29 +475,15 @@ def test_roles_of_plain_text_leave_the_space_after_them_to_the_user():
 # --- dates
 
 
-def dated(c: ChatFormat) -> list[str]:
-    text = c.context(turns(QUERY, RESPONSE)).text
-    return [line for line in text.split("\n") if "oday Date" in line or "urrent date" in line]
-
-
-def test_a_printed_date_is_the_given_one():
-    assert dated(chat("llama3_1")) == ["Today Date: 01 Jan 2026"]
-    assert dated(chat("gpt_oss")) == ["Current date: 2026-01-01"]
-    assert dated(chat("llama3_1", date="1999-12-31")) == ["Today Date: 31 Dec 1999"]
-    assert dated(chat("gpt_oss", date="1999-12-31")) == ["Current date: 1999-12-31"]
-    for family in FOUND:
-        pinned, other = chat(family), chat(family, date="1999-12-31")
-        assert (pinned.describe()["date"], other.describe()["date"]) == (PINNED_DATE, "1999-12-31")
-        assert pinned.header_ids == other.header_ids
-        assert pinned.template.hash == other.template.hash
-        same = pinned.context(turns(QUERY, RESPONSE)) == other.context(turns(QUERY, RESPONSE))
-        assert same == (family not in ("llama3_1", "gpt_oss"))
-
-
-@pytest.mark.parametrize("family", ["llama3_1", "gpt_oss"])
-def test_no_other_clock_is_asked(family, monkeypatch):
+@pytest.mark.parametrize(
+    ("family", "line"),
+    [("llama3_1", "Today Date: 31 Dec 1999"), ("gpt_oss", "Current date: 1999-12-31")],
+)
+def test_a_printed_date_is_the_given_one_and_no_other_clock_is_asked(family, line, monkeypatch):
     messages = turns(QUERY, RESPONSE)
-    want = chat(family).context(messages)
+    want, other = chat(family).context(messages), chat(family, date="1999-12-31")
+    assert f"\n{line}\n" in other.context(messages).text and line not in want.text
+    assert other.template.hash == chat(family).template.hash
 
     class Clock(datetime.datetime):
         @classmethod

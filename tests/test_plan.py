@@ -42,12 +42,17 @@ def test_units_with_little_padding_hold_similar_lengths():
     assert plan_units([0, 0, 1], 6, max_padding=0.5) == [[0, 1], [2]]  # turns may be empty
 
 
-def test_contexts_of_a_unit_fill_the_batch():
-    assert contexts_per_batch(13, 64) == 4
-    assert contexts_per_batch(100, 64) == 1
+@pytest.mark.parametrize(
+    ("count", "most", "each"), [(256, 236, 128), (24, 8, 8), (25, 8, 7), (3, 8, 3), (1, 1, 1)]
+)
+def test_units_are_of_like_size(count, most, each):
+    assert evenly(count, most) == each
+    assert consecutive([3, 4, 2, 9, 1, 1], 7) == [[0, 1], [2], [3], [4, 5]]
+    assert -(-count // each) == -(-count // most), "no more parts than need be"
 
 
 def test_what_is_written_together_is_bounded_in_contexts_and_work():
+    assert (contexts_per_batch(13, 64), contexts_per_batch(100, 64)) == (4, 1)
     lengths, costs = [50, 10, 30, 10, 90], [5.0, 1.0, 3.0, 1.0, 9.0]
     assert write_units(lengths, costs, 10, 100) == [[1, 3, 2, 0, 4]]
     assert write_units(lengths, costs, 10, 9.5) == [[1, 3, 2], [0], [4]]
@@ -56,30 +61,12 @@ def test_what_is_written_together_is_bounded_in_contexts_and_work():
     assert write_units([], [], 2, 9.5) == []
 
 
-@pytest.mark.parametrize(
-    ("count", "most", "each"), [(256, 236, 128), (24, 8, 8), (25, 8, 7), (3, 8, 3), (1, 1, 1)]
-)
-def test_units_are_of_like_size(count, most, each):
-    assert evenly(count, most) == each
-    assert -(-count // each) == -(-count // most), "no more parts than need be"
-
-
-def test_what_is_held_together_is_cut_in_order():
-    assert consecutive([3, 4, 2, 9, 1, 1], 7) == [[0, 1], [2], [3], [4, 5]]
-    assert consecutive([], 7) == []
-
-
 def test_batches_suit_the_device():
     cpu, gpu = (batch_defaults(torch.device(name)) for name in ("cpu", "cuda"))
     assert (cpu, gpu) == (CPU, GPU)
     for name in ("batch_rows", "prefill_tokens", "unit_cost"):
         assert getattr(cpu, name) < getattr(gpu, name)
     assert cpu.unit_cost == 20 * 150  # 20 seconds at 150 decoded tokens a second
-
-
-def test_the_grid_lists_greedy_first():
-    grid = Grid((0.7, 1.3), samples=2)
-    assert grid.rows() == [(0.0, 0), (0.7, 0), (0.7, 1), (1.3, 0), (1.3, 1)]
 
 
 @pytest.mark.parametrize(
@@ -121,19 +108,16 @@ def test_a_single_item_that_does_not_fit_is_an_error():
     def work(_):
         raise MemoryError
 
+    def broken(_):
+        raise RuntimeError("shapes differ")
+
+    with pytest.raises(RuntimeError, match="shapes differ"):
+        OomBackoff(4).map(broken, [1])
     with pytest.raises(UserError, match="out of memory with a batch of one"):
         OomBackoff(4).map(work, [1, 2])
     # Inside another one, which has smaller batches left to try.
     with pytest.raises(MemoryError):
         OomBackoff(4, outermost=False).map(work, [1, 2])
-
-
-def test_other_errors_pass_through():
-    def work(_):
-        raise RuntimeError("shapes differ")
-
-    with pytest.raises(RuntimeError, match="shapes differ"):
-        OomBackoff(4).map(work, [1])
 
 
 def test_what_counts_as_out_of_memory():

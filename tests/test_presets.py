@@ -70,59 +70,50 @@ def test_gsm8k_solutions_become_what_an_assistant_writes():
     assert negative.answer == "-5" and negative.response == "4-9=-5\nThe answer is -5"
 
 
-def test_math_500_has_solution_gold_and_subject():
-    first = local("math-500")[0]
-    assert first.response.endswith("\\boxed{25}$.") and first.answer == "25"
-    assert first.id == "test/prealgebra/9001.json"
-    assert first.metadata == {"subject": "Prealgebra", "level": 1}
+FOUND = [  # of a preset's row, fields of its conversation
+    ("math-500", 0, {"answer": "25", "id": "test/prealgebra/9001.json"}),
+    ("math-500", 0, {"metadata": {"subject": "Prealgebra", "level": 1}}),
+    ("ifeval", 0, {"id": "9001", "response": None, "reference": None}),
+    ("ifbench", 0, {"id": "901", "response": None, "reference": None}),
+    ("coval", 0, {"query": "Should towns ban fireworks on private land?", "response": None}),
+    ("coval", 0, {"metadata": {"candidates": 4}}),
+    ("coval", 1, {"query": "We agreed on nothing.", "id": "cv-0002"}),
+    ("mt-bench", 0, {"reference": "Now make it rhyme.", "answer": None}),
+    ("mt-bench", 1, {"answer": "40%", "id": "90000002", "metadata": {"category": "math"}}),
+    ("mt-bench", 1, {"reference": "And after two blue ones are taken away?", "response": None}),
+]
 
 
-@pytest.mark.parametrize(
-    ("name", "key", "kwargs"),
-    [
-        ("ifeval", "9001", [{"num_words": 40, "relation": "at least"}, {"keywords": ["lantern"]}]),
-        ("ifbench", "901", [{"keyword1": "copper", "small_n": 2}]),
-    ],
-)
-def test_instruction_sets_are_prompts_with_their_constraints(name, key, kwargs):
-    first, second = local(name)
-    assert first.id == key and first.response is None and first.reference is None
-    assert first.metadata["kwargs"] == kwargs
-    assert second.metadata["kwargs"] == [{}]  # one per instruction, even without arguments
+@pytest.mark.parametrize(("name", "at", "fields"), FOUND)
+def test_rows_of_a_preset_become_conversations(name, at, fields):
+    row = local(name)[at]
+    assert {field: getattr(row, field) for field in fields} == fields
 
 
-def test_healthbench_prompts_stay_whole():
+def test_solutions_constraints_and_developer_messages_are_kept():
+    assert local("math-500")[0].response.endswith("\\boxed{25}$.")
+    brief = "You are a helpful assistant.\n\nAnswer briefly."
+    assert local("coval")[0].messages[0] == {"role": "system", "content": brief}
+    words = {"num_words": 40, "relation": "at least"}
+    for name, kwargs in (
+        ("ifeval", [words, {"keywords": ["lantern"]}]),
+        ("ifbench", [{"keyword1": "copper", "small_n": 2}]),
+    ):
+        first, second = local(name)
+        assert first.metadata["kwargs"] == kwargs
+        assert second.metadata["kwargs"] == [{}]  # one per instruction, even without arguments
+
+
+def test_healthbench_prompts_stay_whole_or_are_cut_before_the_last_user_turn():
     single, multi = local("healthbench")
     assert single.response is None and multi.response is None
     assert [m["role"] for m in multi.messages] == ["user", "assistant", "user"]
     assert multi.query.startswith("Lisinopril") and multi.id == "hb-0002"
     assert single.metadata == {"example_tags": ["theme:context_seeking"]}
-
-
-def test_healthbench_can_be_cut_before_its_last_user_turn():
     single, multi = local("healthbench", cut="last")
     assert single.response is None and single.reference is None
     assert multi.response == "Which ones, and how do you feel with them?"
     assert multi.reference.startswith("Lisinopril")
-
-
-def test_coval_joins_developer_messages_and_drops_candidates():
-    first, second = local("coval")
-    assert first.messages[0] == {
-        "role": "system",
-        "content": "You are a helpful assistant.\n\nAnswer briefly.",
-    }
-    assert first.query == "Should towns ban fireworks on private land?"
-    assert first.response is None and first.metadata == {"candidates": 4}
-    assert second.query == "We agreed on nothing." and second.id == "cv-0002"
-
-
-def test_mt_bench_second_turns_are_references_and_its_references_gold():
-    writing, maths = local("mt-bench")
-    assert writing.reference == "Now make it rhyme." and writing.answer is None
-    assert maths.answer == "40%" and maths.response is None
-    assert maths.reference == "And after two blue ones are taken away?"
-    assert maths.id == "90000002" and maths.metadata == {"category": "math"}
 
 
 def test_wildchat_equal_dialogues_are_one_source():
@@ -141,14 +132,6 @@ def test_wildchat_equal_dialogues_are_one_source():
     }
 
 
-def test_wildchat_keeps_earlier_turns_when_cut_last(hub):
-    hub.rows["allenai/WildChat-1M"][0]["conversation"] += [
-        {"role": "user", "content": "thanks", "turn_identifier": 7003}
-    ]
-    bread = next(iter(open_conversations("wildchat", columns=ColumnMap(cut="last"))))
-    assert len(bread.messages) == 4 and bread.reference == "thanks"
-
-
 def test_defaults_reach_the_hub_and_the_commit_is_recorded(hub):
     source = open_conversations("GSM8K", limit=1)
     assert hub.asked[0] == {
@@ -163,22 +146,16 @@ def test_defaults_reach_the_hub_and_the_commit_is_recorded(hub):
     assert [c.id for c in source] == ["gsm8k-00001"]
 
 
-def test_healthbench_subsets_are_files(hub):
+def test_subsets_are_files_and_hub_ids_are_streamed(hub, monkeypatch):
     open_conversations("healthbench", subset="hard")
     assert hub.asked[0]["data_files"] == "hard_2025-05-08-21-00-10.jsonl"
     assert hub.asked[0]["name"] is None
     with pytest.raises(UserError, match=r"no subset 'easy'; use one of full, hard, consensus$"):
         open_conversations("healthbench", subset="easy")
-
-
-def test_a_hub_id_is_streamed_and_needs_no_split_if_it_has_one(hub):
-    source = open_conversations("openai/gsm8k")
-    assert hub.asked[0]["streaming"] is True and hub.asked[0]["split"] is None
+    source = open_conversations("openai/gsm8k")  # which has one split
+    assert hub.asked[1]["streaming"] is True and hub.asked[1]["split"] is None
     assert source.name == "openai/gsm8k"
     assert [c.id for c in source] == ["gsm8k-00001", "gsm8k-00002", "gsm8k-00003"]
-
-
-def test_a_hub_dataset_with_several_splits_asks_which(hub, monkeypatch):
     monkeypatch.setattr(datasets, "load_dataset", lambda *a, **k: {"train": [], "test": []})
     with pytest.raises(UserError, match=r"has the splits train, test; choose one with --split$"):
         open_conversations("openai/gsm8k")
@@ -190,13 +167,6 @@ def test_a_changed_schema_names_the_missing_column(hub):
         open_conversations("coval")
 
 
-def test_named_columns_replace_the_presets_own(hub):
-    hub.rows["google/IFEval"] = [{"id": "a", "task": "Name a river.", "reply": "The Aare."}]
-    columns = ColumnMap(query="task", response="reply")
-    only = list(open_conversations("ifeval", columns=columns))
-    assert only[0].response == "The Aare." and only[0].id == "a"
-
-
 def raising(error: Exception):
     def call(*args, **kwargs):
         raise error
@@ -204,33 +174,24 @@ def raising(error: Exception):
     return call
 
 
-def test_no_network_is_one_line_with_a_way_out(hub, monkeypatch):
-    class ConnectError(Exception):  # the HTTP client's; known by name, as its package changes
-        pass
-
-    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", raising(ConnectError("no route")))
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("ConnectError", "the hub could not be reached: no route"),
+        ("RepositoryNotFoundError", "the hub has no such dataset, or it is private or gated"),
+    ],
+)
+def test_a_hub_that_does_not_answer_is_one_line_with_a_way_out(hub, monkeypatch, kind, said):
+    # The HTTP client's errors are known by name, as its package changes.
+    error = type(kind, (Exception,), {})("no route\nlong story")
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", raising(error))
     with pytest.raises(UserError) as caught:
         open_conversations("wildchat")
     text = str(caught.value)
-    assert text.startswith(
-        "dataset 'allenai/WildChat-1M' could not be read (the hub could not be reached: no route)"
-    )
-    assert "download it on a machine with network and pass a local JSONL or Parquet file" in text
-    assert "\n" not in text
-    assert hub.asked == []  # not even tried: its retries take long
-
-
-def test_an_unknown_hub_id_says_so(hub, monkeypatch):
-    class RepositoryNotFoundError(Exception):
-        pass
-
-    monkeypatch.setattr(
-        huggingface_hub.HfApi, "dataset_info", raising(RepositoryNotFoundError("404\nlong story"))
-    )
-    with pytest.raises(
-        UserError, match=r"\(the hub has no such dataset, or it is private or gated"
-    ):
-        open_conversations("nobody/nothing")
+    assert text.startswith("dataset 'allenai/WildChat-1M' could not be read (") and said in text
+    assert "\n" not in text and hub.asked == []  # not even tried: its retries take long
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    assert open_conversations("gsm8k").description["revision"] is None
 
 
 def test_a_stream_that_breaks_is_a_user_error(hub):
@@ -238,17 +199,6 @@ def test_a_stream_that_breaks_is_a_user_error(hub):
         yield fixture_rows("gsm8k")[0]
         raise OSError("connection reset\nby peer")
 
-    class Stream:
-        def __iter__(self):
-            return rows()
-
-    hub.rows["openai/gsm8k"] = Stream()
-    source = open_conversations("gsm8k")
+    hub.rows["openai/gsm8k"] = rows()
     with pytest.raises(UserError, match=r"'gsm8k' could not be read \(connection reset\);"):
-        list(source)
-
-
-def test_offline_mode_leaves_the_question_out(hub, monkeypatch):
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", raising(AssertionError("asked")))
-    assert open_conversations("gsm8k").description["revision"] is None
+        list(open_conversations("gsm8k"))

@@ -12,7 +12,7 @@ from ia_mech.estimates import ALL
 from ia_mech.judge.rubric import ASSESSED, CANNOT_ASSESS, GENUINE
 from ia_mech.rates.compute import any_of_n, comparisons, estimates
 from ia_mech.rates.load import FAILED, Judged, restricted
-from ia_mech.rates.show import curve_points, notes_of
+from ia_mech.rates.show import notes_of
 from ia_mech.stats import (
     cluster_mean,
     detectable_difference,
@@ -90,18 +90,11 @@ def test_rates_and_profile_are_the_counted_ones():
     assert {n: r.events for n, r in shares.items() if r.events} == {GENUINE: 3, NEW: 2, LOOP: 1}
     assert sum(row.value for row in shares.values()) == pytest.approx(1)
     assert one(rows, "follow_up_rate", 0.0).value == 0.5
-    assert not rows["quantity"].str.endswith(("complete", "bounds")).any()
-
-
-def test_intervals_are_those_of_the_statistics():
-    sample = simulated(30, {0: 0.2, 1: 0.5}, 4)
-    at = sample.turns[sample.turns["temperature"] == 1]
-    row = one(estimates(sample, level=0.9), "follow_up_rate")
-    expected = cluster_mean(at["genuine"], at["source"], proportion=True, level=0.9)
-    assert (row.value, row.low, row.high, row.level) == (
-        *(expected.value, expected.low, expected.high, 0.9),
-    )
+    expected = cluster_mean([1, 0, 1, 0, 0, 1], list("aaabbb"), proportion=True, level=0.9)
+    row = one(estimates(judged(turns), level=0.9), "follow_up_rate")
+    assert (row.low, row.high, row.level) == (expected.low, expected.high, 0.9)
     assert (row.sources, row.method) == (expected.sources, expected.method)
+    assert not rows["quantity"].str.endswith(("complete", "bounds")).any()
 
 
 def test_what_could_not_be_assessed_is_apart_with_bounds():
@@ -121,15 +114,6 @@ def test_what_could_not_be_assessed_is_apart_with_bounds():
     assert np.isnan(one(rows, "difference_from_greedy").p)
 
 
-def test_cut_off_responses_are_apart():
-    turns = [("a", 1, 0, GENUINE), ("a", 1, 1, NEW), ("b", 1, 0, GENUINE), ("b", 1, 1, GENUINE)]
-    rows = estimates(judged(turns, cut_off=[False, False, True, True]))
-    assert one(rows, "follow_up_rate").value == 0.75
-    complete = one(rows, "follow_up_rate_complete")
-    assert (complete.value, complete.rows, complete.sources) == (0.5, 2, 1)
-    assert (one(rows, "cut_off").events, one(rows, "cut_off").rows) == (2, 4)
-
-
 @pytest.mark.parametrize("responses", ["complete", "cut-off"])
 def test_every_figure_can_be_restricted_to_one_kind_of_response(responses):
     whole, annotated = simulated(30, {0: 0.2, 1: 0.5}, 4), erring(5)[0].turns
@@ -145,21 +129,15 @@ def test_every_figure_can_be_restricted_to_one_kind_of_response(responses):
     expected = estimates(bare, resamples=100).assign(responses=responses)
     pd.testing.assert_frame_equal(rows, expected, check_dtype=False)
     assert part.notes[-1].startswith(f"{len(kept)} of {len(turns)} user turns: those after")
+    apart = one(estimates(whole, resamples=100), "follow_up_rate_complete", dataset="d")
+    if responses == "complete":
+        assert apart.value == one(rows, "follow_up_rate", dataset="d").value
+    none = replace(whole, turns=turns.assign(cut_off=responses == "complete"))
     with pytest.raises(UserError, match=f"no user turn comes after a {responses} response"):
-        restricted(
-            bare if responses == "cut-off" else replace(whole, turns=turns.assign(cut_off=True)),
-            responses,
-        )
+        restricted(none, responses)
 
 
-def test_datasets_stand_apart_and_together():
-    turns = [("a", 1, 0, GENUINE), ("b", 1, 0, NEW), ("c", 1, 0, NEW)]
-    rows = estimates(judged(turns, dataset=["x", "y", "y"]))
-    values = [one(rows, "follow_up_rate", dataset=name).value for name in ("x", "y", ALL)]
-    assert values == [1, 0, pytest.approx(1 / 3)]
-
-
-def test_models_of_one_name_and_perturbations_stand_apart():
+def test_models_of_one_name_perturbations_and_datasets_stand_apart():
     turns = [("a", 1, 0, GENUINE), ("a", 1, 0, NEW), ("a", 1, 0, NEW)]
     rows = estimates(
         judged(turns, weights_hash=["v", "w", "v"], perturbation=["none", "none", "words"])
@@ -168,6 +146,10 @@ def test_models_of_one_name_and_perturbations_stand_apart():
         rows["quantity"] == "follow_up_rate", ["weights_hash", "perturbation", "value"]
     ]
     assert rates.to_numpy().tolist() == [["v", "none", 1], ["v", "words", 0], ["w", "none", 0]]
+    turns = [("a", 1, 0, GENUINE), ("b", 1, 0, NEW), ("c", 1, 0, NEW)]
+    rows = estimates(judged(turns, dataset=["x", "y", "y"]))
+    values = [one(rows, "follow_up_rate", dataset=name).value for name in ("x", "y", ALL)]
+    assert values == [1, 0, pytest.approx(1 / 3)]
 
 
 # -- latent reach --------------------------------------------------------------------------------
@@ -201,13 +183,6 @@ def test_reach_at_each_temperature_and_pooled():
     assert [row.contexts for row in pooled] == [2, 2, 2, 1]
     assert picked(rows, "reach", 0.0).empty
     assert all(row.low <= row.value <= row.high for row in pooled)
-
-
-def test_curve_points_hold_both_ends():
-    assert curve_points(1, 1) == [1]
-    assert curve_points(2, 6) == [2, 4, 6]
-    assert curve_points(4, 12) == [2, 4, 8, 12]
-    assert curve_points(16, 48) == [4, 8, 16, 32, 48]
 
 
 # -- differences ---------------------------------------------------------------------------------
@@ -263,18 +238,6 @@ def test_the_test_behind_a_p_value_is_kept_and_named():
     line = notes_of(both, estimates(both, resamples=100))[0]
     assert "sign flips of whole sources (1)" in line and "(2), Holm-corrected over 2" in line
     assert "as a family of its own, over the 1 of (all)" in line
-
-
-def test_fewer_sources_than_were_simulated_are_said():
-    for sources, said in ((23, True), (24, False)):
-        sample = simulated(sources, {0: 0.1, 1: 0.6}, 3)
-        notes = notes_of(sample, estimates(sample, resamples=100))
-        found = [note for note in notes if note.startswith("fewer than 24 sources")]
-        assert bool(found) is said
-    sample = simulated(40, {0: 0.1, 1: 0.6}, 3)
-    sample.turns["dataset"] = np.where(sample.turns["source"] < "s010", "x", "y")
-    (found,) = (n for n in notes_of(sample, estimates(sample)) if n.startswith("fewer than"))
-    assert "intervals of x:" in found and "benchmarks/coverage.md" in found
 
 
 # -- the judge's errors --------------------------------------------------------------------------
@@ -382,14 +345,6 @@ def test_no_prediction_powered_rate_of_turns_that_nobody_could_label():
     notes = notes_of(sample, rows)
     assert notes[-2].startswith("– under prediction-powered: no labels of turns of cache/B, so")
     assert "labelled or not" in notes[-1]
-
-
-def test_a_run_whose_turns_are_not_in_the_group_may_lack_labels():
-    sample = half_annotated()
-    sample.turns.loc[sample.turns["dataset"] == "y", "category"] = FAILED
-    sample.turns.loc[sample.turns["dataset"] == "y", "genuine"] = np.nan
-    rows = estimates(sample, resamples=100)
-    assert not np.isnan(one(rows, "rate_prediction_powered", dataset=ALL).value)
 
 
 def test_a_stratum_without_labels_leaves_no_corrected_rate():

@@ -16,12 +16,12 @@ from runs import CONTEXTS
 from shell import Outcome, call, refusal
 
 from ia_mech.judge.label import items_of
-from ia_mech.judge.rubric import GENUINE, NAMES
+from ia_mech.judge.rubric import GENUINE
 from ia_mech.judge.sheets import export_sheet, import_sheet, write_sheet
 from ia_mech.rates.__main__ import build_parser, main
 from ia_mech.rates.compute import COLUMNS, estimates
 from ia_mech.rates.load import read_runs
-from ia_mech.rates.show import SHORT, examples_by_category
+from ia_mech.rates.show import examples_by_category
 from ia_mech.run import Run, layout
 from ia_mech.run.labels import KEY
 
@@ -137,17 +137,14 @@ def test_every_rate_is_printed_with_an_interval(run, rates):
             assert re.fullmatch(interval, cells[8]), line
     greedy, cooler, one = (next(x for x in lines if f" {t} │" in x) for t in ("greedy", "0.7", "1"))
     assert "0.00 [0.00" in greedy and "0.50 [" in cooler and "1.00 [" in one
-    profile = outcome.out.split("what the turns are")[1].split("contexts with")[0]
-    shares = re.findall(r"^│ .*", profile, re.MULTILINE)
-    for line, below in zip(shares[2::2], shares[3::2], strict=True):
-        values = [cell.strip() for cell in line.split("│")[3:-1]]
-        assert [bool(re.fullmatch(r"[\d.]+", v)) for v in values] == [True] * 3
-        assert below.count("[") == 3
-    assert "over 6 comparisons and, as a family of its own, over the 2 of (all)" in outcome.out
-    assert "p: sign flips of whole sources, Holm" in outcome.out
-    assert "fewer than 24 sources" in outcome.out
-    assert CAVEAT in outcome.out and "none is" in outcome.out
-    assert f"ia_mech.judge export {run.path}" in outcome.out
+    for note in (
+        "over 6 comparisons and, as a family of its own, over the 2 of (all)",
+        "p: sign flips of whole sources, Holm",
+        "fewer than 24 sources",
+        CAVEAT,
+        f"ia_mech.judge export {run.path}",
+    ):
+        assert note in outcome.out
 
 
 def test_the_first_of_repeated_verdicts_counts(copy, rates):
@@ -165,31 +162,6 @@ def test_the_first_of_repeated_verdicts_counts(copy, rates):
     assert len(turns) == len(run.generations) and "generic" not in set(turns["category"])
 
 
-def test_cut_off_responses_are_flagged_and_reported_apart(copy, rates):
-    run = rewrite(copy(), "generations", response_cut_off=lambda _: True)
-    plant(run)
-    outcome = rates(run.path)
-    assert outcome.status == 0 and "(† 8)" in outcome.out and "complete responses" in outcome.out
-    assert "– of 0" in outcome.out and "†: after a response that was cut off" in outcome.out
-
-
-def test_turns_that_were_not_assessed_are_counted(copy, rates):
-    run = copy()
-
-    def say(key: tuple) -> str | None:
-        if key[1] == 0:
-            return None
-        return "cannot_assess" if key[2] else category_of(key)
-
-    plant(run, say=say)
-    outcome = rates(run.path)
-    assert outcome.status == 0, outcome.err
-    block = outcome.out.split("turns that were not assessed")[1].split("what the turns are")[0]
-    whole = next(line for line in block.splitlines() if "(all)" in line)
-    cells = [cell.strip() for cell in whole.split("│")]
-    assert cells[3:7] == [str(CONTEXTS), "0", str(CONTEXTS), "0.00 … 1.00"]
-
-
 def test_corrected_rates_name_who_annotated_and_how_many(run, rates):
     annotate(run)
     outcome = rates(run.path)
@@ -197,16 +169,12 @@ def test_corrected_rates_name_who_annotated_and_how_many(run, rates):
     count = len(run.generations)
     assert f"against anna's labels of {count} turns: sensitivity 1.00 [" in outcome.out
     assert "Rogan & Gladen" in outcome.out and "prediction-powered rate needs 30" in outcome.out
-    assert "no annotations" not in outcome.out
-
-
-def test_annotations_that_correct_nothing(run, rates):
     annotate(run, rows=slice(0, 1))  # greedy only
-    outcome = rates(run.path)
-    assert "Rogan & Gladen: undefined: annotations of one kind only" in outcome.out
+    assert "Rogan & Gladen: undefined: annotations of one kind only" in rates(run.path).out
+    turns = read_runs([run.path]).turns  # without a sheet, datasets that no label is of count
+    assert set(turns.loc[turns["annotated"], "dataset"]) == {run.generations["dataset"].iloc[0]}
     annotate(run, rows=slice(0, 2), category="cannot_assess", genuine=None)
-    outcome = rates(run.path)
-    assert outcome.status == 0 and "none of anna's labels is of a turn" in outcome.out
+    assert "none of anna's labels is of a turn" in rates(run.path).out
 
 
 def sheet_by(run: Run, file: Path, *, leave: tuple[str, ...] = (), say=None) -> None:
@@ -240,43 +208,8 @@ def test_a_stratum_that_was_left_out_is_not_made_up_for(run, rates, tmp_path):
     reason = f"no labels of the stratum {GENUINE} in {run.path}"
     assert f"– under prediction-powered: {reason}, so" in outcome.out
     assert f"Rogan & Gladen: undefined: {reason}" in outcome.out
-
-
-@pytest.mark.parametrize(
-    ("leave", "say", "unlabelled"),
-    [
-        ((), None, ""),
-        ((GENUINE, "new_topic"), None, f"{GENUINE}, new_topic"),
-        # what people could not assess is no label
-        ((GENUINE,), "cannot_assess", f"{GENUINE}, new_topic, prompt_restatement"),
-    ],
-)
-def test_strata_without_a_label(run, tmp_path, leave, say, unlabelled):
-    sheet_by(run, tmp_path / "sheet", leave=leave, say=say)
     turns = read_runs([run.path]).turns
-    assert set(turns["unlabelled"]) == {unlabelled}
-    assert turns["annotated"].all() if say is None else not turns["annotated"].any()
-
-
-def test_a_run_without_labels_among_others(copy, rates, tmp_path):
-    first, second = copy("first"), reseeded(copy("second"))
-    plant(first)
-    plant(second)
-    sheet_by(first, tmp_path / "sheet")
-    outcome = rates(first.path, second.path)
-    assert outcome.status == 0, outcome.err
-    for temperature, rogan_gladen, powered in corrected_lines(outcome):
-        assert "[" in rogan_gladen and (powered == "–" or temperature == "greedy")
-    assert f"prediction-powered: no labels of turns of {second.path}, so" in outcome.out
-
-
-def test_datasets_left_out_of_labels_without_a_sheet(run):
-    greedy = run.generations["dataset"].iloc[0]
-    annotate(run, rows=slice(0, 1))
-    turns = read_runs([run.path]).turns
-    assert turns.groupby("dataset")["annotated"].all().to_dict() == {
-        name: name == greedy for name in turns["dataset"].unique()
-    }
+    assert set(turns["unlabelled"]) == {GENUINE} and turns["annotated"].all()
 
 
 def test_responses_of_one_kind(copy, rates, tmp_path):
@@ -294,23 +227,13 @@ def test_responses_of_one_kind(copy, rates, tmp_path):
         assert f"{kept} of {len(run.generations)} user turns" in outcome.out
         assert outcome.out.count("user turn:") == kept
         assert ("† cut off" in outcome.out) is flag
+        assert "because:   [because]" in outcome.out, "texts are no markup"
         read = json.loads(file.read_text())
         assert read["about"]["responses"] == kind
         whole = [r for r in read["estimates"] if r["quantity"] == "failed" and r["rows"]]
         assert {r["responses"] for r in read["estimates"]} == {kind}
         assert sum(r["rows"] for r in whole if r["dataset"] != "(all)") == kept
         assert not [r for r in read["estimates"] if r["quantity"] == "cut_off"]
-
-
-def test_texts_are_not_markup(copy, rates):
-    def rename(record: dict) -> None:
-        record["identity"]["model"]["name"] = "a[red]b:cat:"
-
-    run = with_record(copy(), rename)
-    plant(run)
-    outcome = rates(run.path, "--examples", 1)
-    assert "a[red]b:cat:" in outcome.out and "because:   [because]" in outcome.out
-    assert outcome.out.count("user turn:") == 3 and "drawn by seed" in outcome.out
 
 
 # -- pooling -------------------------------------------------------------------------------------
@@ -343,25 +266,6 @@ def test_runs_of_other_seeds_are_pooled_and_greedy_turns_count_once(copy, rates)
     outcome = rates(first.path, second.path)
     assert outcome.status == 0 and "2 runs" in outcome.out
     assert "pooled differ in max_new_tokens" in outcome.out
-
-
-def test_one_source_id_in_two_datasets_is_two_sources(copy):
-    run = rewrite(copy(), "generations", source_id=lambda old: "s" + old[-2:])
-    plant(run)
-    turns = read_runs([run.path]).turns
-    assert run.generations["source_id"].nunique() < turns["source"].nunique() == CONTEXTS
-
-
-def test_models_stand_apart_and_their_hashes_are_named_where_names_are_not_enough(copy, rates):
-    def other(record: dict) -> None:
-        record["identity"]["model"]["weights_hash"] = "feedfacefeedface"
-
-    first, second = copy("first"), with_record(copy("second"), other)
-    plant(first)
-    plant(second)
-    outcome = rates(first.path, second.path)
-    assert outcome.status == 0 and "feedfacefeedface" in outcome.out
-    assert "Holm-corrected over 12 comparisons" in outcome.out
 
 
 # -- files ---------------------------------------------------------------------------------------
@@ -415,18 +319,6 @@ def test_examples_are_drawn_by_seed_from_different_sources(run):
 # -- bad input -----------------------------------------------------------------------------------
 
 
-def test_what_is_no_finished_run_or_given_twice(tmp_path, run, rates):
-    refused(rates(tmp_path), "is not a run")
-    refused(rates(run.path, run.path / ".." / run.path.name), "given twice")
-    manifest = json.loads((run.path / "manifest.json").read_text())
-    layout.write_json(run.path / "manifest.json", manifest | {"complete": False})
-    refused(rates(run.path), "still being written", "let the command")
-
-
-def test_a_run_that_was_not_judged(merged, rates):
-    refused(rates(merged.path), "has not been judged", f"ia_mech.judge run {merged.path}")
-
-
 def test_unknown_or_several_judges_and_annotators(run, rates):
     refused(rates(run.path, "--judge", "gpt"), "no verdicts of 'gpt'", "rules")
     refused(rates(run.path, "--annotator", "anna"), "no labels of 'anna'")
@@ -439,77 +331,74 @@ def test_unknown_or_several_judges_and_annotators(run, rates):
     assert "judge other" in outcome.out and "against ben's labels" in outcome.out
 
 
+def first_of(**changes):
+    """A change of the first verdict."""
+    return lambda rows: [rows[0] | changes, *rows[1:]]
+
+
 @pytest.mark.parametrize(
-    "change",
+    ("planted", "words"),
     [
-        lambda rows: rows[1:],
-        lambda rows: [*rows, rows[0] | {"sample": 99}],
-        lambda rows: [*rows, rows[0]],
-        lambda rows: [rows[0] | {"context_id": "another"}, *rows[1:]],
+        ({"change": lambda rows: rows[1:]}, ("don't cover", "judge it again")),
+        ({"change": lambda rows: [*rows, rows[0]]}, ("don't cover", "judge it again")),
+        ({"change": first_of(context_id="another")}, ("don't cover", "judge it again")),
+        ({"change": first_of(item="of another text")}, ("1 turns have changed", "judge it again")),
+        ({"say": lambda key: "follow_up"}, ("name follow_up", "judge it again")),
+        ({"say": lambda key: None}, ("assessed none of the", "--retry-failed")),
     ],
 )
-def test_verdicts_that_do_not_cover_the_run(copy, rates, change):
+def test_verdicts_that_are_not_of_the_run(copy, rates, planted, words):
     run = copy()
-    plant(run, change=change)
-    refused(rates(run.path), "don't cover", "judge it again")
-
-
-def test_verdicts_by_another_rubric(copy, rates):
-    run = copy()
-    plant(run, say=lambda key: "follow_up")
-    refused(rates(run.path), "name follow_up", "judge it again")
-
-
-def test_verdicts_of_other_texts(run, rates):
-    rewrite(run, "generations", text=lambda old: old + "!")
-    refused(rates(run.path), f"{len(run.generations)} turns have changed since", "judge it again")
-
-
-def test_a_damaged_file_of_verdicts_or_labels(run, rates):
-    annotate(run)
-    (run.path / "annotations" / "anna.parquet").write_bytes(b"PAR1")
-    refused(rates(run.path), "anna.parquet can't be read")
-    (run.path / "judgements" / "rules.parquet").write_bytes(b"")
-    refused(rates(run.path), "rules.parquet can't be read")
+    plant(run, **planted)
+    refused(rates(run.path), *words)
 
 
 def test_labels_that_are_not_of_the_run(run, rates):
-    annotate(run, sample=77)
-    refused(rates(run.path), "the labels of 'anna'", "import them again")
-    annotate(run, category="lovely")
-    refused(rates(run.path), "name lovely")
-    annotate(run, inclusion_probability=0.0)
-    refused(rates(run.path), "inclusion probabilities")
+    for changes, problem in (
+        ({"sample": 77}, "the labels of 'anna'"),
+        ({"category": "lovely"}, "name lovely"),
+        ({"inclusion_probability": 0.0}, "inclusion probabilities"),
+    ):
+        annotate(run, **changes)
+        refused(rates(run.path), problem)
+    for name in ("annotations/anna.parquet", "judgements/rules.parquet"):
+        (run.path / name).write_bytes(b"PAR1")
+        refused(rates(run.path), f"{name.split('/')[1]} can't be read")
 
 
-def test_a_copy_of_a_run_would_count_its_samples_twice(copy, rates):
+def test_runs_that_can_not_be_pooled(merged, copy, rates, tmp_path):
     first, second = copy("first"), copy("second")
     plant(first)
     plant(second)
+    refused(rates(tmp_path), "is not a run")
+    refused(rates(merged.path), "has not been judged", f"ia_mech.judge run {merged.path}")
+    refused(rates(first.path, first.path / ".." / "first"), "given twice")
     refused(rates(first.path, second.path), "is a copy of", "give each run once")
     longer = with_record(
         second, lambda record: record["identity"]["config"].update(max_response_tokens=99)
     )
     plant(longer)
     refused(rates(first.path, longer.path), "of the same samples", "give one")
-
-
-def test_judges_of_one_name_that_differ(copy, rates):
-    first, second = copy("first"), reseeded(copy("second"))
-    plant(first)
-    plant(second, record={"identity": {"kind": "rules", "threshold": 2}})
+    plant(reseeded(second), record={"identity": {"kind": "rules", "threshold": 2}})
     refused(rates(first.path, second.path), "different judges", "--replace")
+    manifest = json.loads((first.path / "manifest.json").read_text())
+    layout.write_json(first.path / "manifest.json", manifest | {"complete": False})
+    refused(rates(first.path), "still being written", "let the command")
 
 
 def test_files_that_can_not_be_written(run, rates, tmp_path):
-    refused(rates(run.path, "--csv", tmp_path / "no" / "rates.csv"), "no folder", "make it first")
-    refused(rates(run.path, "--json", tmp_path), "is a folder")
     same = tmp_path / "rates"
-    refused(rates(run.path, "--json", same, "--csv", same), "the same file")
-    refused(rates(run.path, "--csv", run.path / "contexts" / "new"), "lies inside the run")
+    for flags, problem in (
+        (("--csv", tmp_path / "no" / "rates.csv"), "no folder"),
+        (("--json", tmp_path), "is a folder"),
+        (("--json", same, "--csv", same), "the same file"),
+        (("--csv", run.path / "contexts" / "new"), "lies inside the run"),
+        (("--responses", "some"), "--help"),
+        (("--level", "95"), "--help"),
+        (("--resamples", "5"), "--help"),
+    ):
+        refused(rates(run.path, *flags), problem)
     assert not same.exists()
-    for flags in (["--responses", "some"], ["--level", "95"], ["--resamples", "5"]):
-        refused(rates(run.path, *flags), "--help")
 
 
 def test_help_is_short_and_needs_neither_torch_nor_pandas(monkeypatch):
@@ -524,12 +413,3 @@ def test_help_is_short_and_needs_neither_torch_nor_pandas(monkeypatch):
     )
     assert done.returncode == 0 and not done.stdout.strip(), done
     assert len(build_parser().format_help().splitlines()) <= 40
-
-
-def test_categories_have_a_heading_each():
-    assert set(SHORT) == set(NAMES)
-
-
-def test_a_judge_that_assessed_nothing_gives_no_rates(run, rates):
-    plant(run, say=lambda key: None)
-    refused(rates(run.path), "assessed none of the", "--retry-failed")

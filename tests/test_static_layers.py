@@ -77,17 +77,6 @@ def test_attention_over_slots_and_own_tokens_in_float64(window, softcap, fused, 
             assert (ours[line].double() - theirs[0]).abs().max() < 2e-6
 
 
-def test_layers_of_a_window_share_their_biases():
-    sizes = Sizes(lines=2, slots=1, seats=2, prefix=128, own=6)
-    numbers = torch.zeros(2, dtype=torch.long)
-    view = View(sizes, numbers, numbers[:1] + 9, numbers, torch.arange(2))
-    first, again = (view.prefix_bias(4, 2, torch.float32) for _ in range(2))
-    assert first.data_ptr() == again.data_ptr() and first.shape == (1, 1, 4, 4)
-    assert view.prefix_bias(8, 2, torch.float32).shape == (1, 1, 4, 8)
-    assert view.prefix_bias(None, 2, torch.float32).shape == (1, 1, 1, 128)
-    assert view.own_bias(4, torch.float32).data_ptr() == view.own_bias(4, torch.float32).data_ptr()
-
-
 def recurrent_layer(generator: torch.Generator, contexts: int = 3) -> LinearAttentionLayer:
     """As a prefill leaves it, with two states of one kind and one of the other."""
     layer = LinearAttentionLayer(number_of_states=2)
@@ -204,21 +193,11 @@ def test_loops_over_experts_depend_on_data(architecture):
 
 
 @pytest.mark.parametrize(
-    "look",
-    [
-        lambda x: x.sum().item(),
-        lambda x: bool((x > 0).all()),
-        lambda x: x.nonzero(),
-        lambda x: x[x > 0],
-        lambda x: x.cpu(),
-        lambda x: x[torch.tensor([0, 2])],
-        lambda x: x + torch.ones(3).to(x.device),
-    ],
+    "look", [lambda x: x.sum().item(), lambda x: x[x > 0], lambda x: x + torch.ones(3).to(x.device)]
 )
 def test_looking_at_data_is_noticed(look):
-    x = torch.ones(3, device="meta")
     with pytest.raises((RuntimeError, NotImplementedError)), NoData():
-        look(x)
+        look(torch.ones(3, device="meta"))
 
 
 def test_models_of_other_layers_say_so():

@@ -1,30 +1,32 @@
-"""The shared prefix against the portable engine and against full forward passes."""
+"""The shared prefix against the portable engine and full forward passes, and in runs."""
 
-import copy
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import tiny
 import torch
 import transformers
 from contract import (
+    MARGIN,
     VECTOR,
     assert_logprobs,
     assert_same_scores,
     full_logits,
     logits_apart,
-    near_ties,
-    relative_l2,
 )
 
 import ia_mech.engine.shared_prefix
+from ia_mech.collect.config import SampleConfig
+from ia_mech.collect.job import collect
 from ia_mech.engine.check import check_engine
-from ia_mech.engine.decode import decode
-from ia_mech.engine.loop import Row, decode_step
-from ia_mech.engine.prefill import Prefix, expand, forward, prefill
-from ia_mech.engine.sampling import stream_key
+from ia_mech.engine.loop import decode_step
+from ia_mech.engine.plan import Grid
+from ia_mech.engine.prefill import Prefix, expand, prefill
 from ia_mech.engine.score import Turn, score
-from ia_mech.engine.shared_prefix import Engine, SharedLayer, sharing
+from ia_mech.engine.shared_prefix import SharedLayer, sharing
 from ia_mech.errors import UserError
+from ia_mech.run import Run, layout
 
 LENGTHS = (23, 14, 5)
 SHARED = {  # layers of full attention, of 4
@@ -95,46 +97,6 @@ def largest_difference(model, index: list[int], steps: int, leave: dict[int, lis
 )
 def test_logits_equal_the_portable_engines(architecture, index, leave):
     assert largest_difference(model_of(architecture), index, 12, leave) <= VECTOR
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("architecture", ["llama", "gpt_oss", "qwen3_5"])
-def test_64_rows_and_256_tokens(architecture):
-    index = [0] * 30 + [1] * 33 + [2]
-    leave = {40: list(range(20, 50)), 200: [0, 29]}
-    assert largest_difference(model_of(architecture), index, 256, leave) <= VECTOR
-
-
-# PyTorch's grouped products of experts take no float64.
-@pytest.mark.parametrize("architecture", ["llama", "qwen3_5", "gemma3", "gemma2"])
-def test_logits_are_as_near_to_float64_as_the_portable_engines(architecture):
-    model = model_of(architecture)
-    double = copy.deepcopy(model).double()
-    state, row = prefilled_by(model).state, torch.tensor([1, 1])
-    tokens = tiny.prompt(16, seed=3)
-    ids = torch.tensor([[*tiny.prompt(LENGTHS[1], seed=LENGTHS[1]), *tokens]])
-    with torch.inference_mode():
-        exact = double(ids, use_cache=False).logits[0, LENGTHS[1] :]
-    error = {}  # relative L2
-    for share in (False, True):
-        rows = expand(state, row, capacity=16, share=share)
-        logits = [decode_step(model, rows, torch.tensor([t, t]))[1] for t in tokens]
-        error[share] = relative_l2(torch.stack(logits).double(), exact)
-    assert error[True] < max(2 * error[False], VECTOR)
-
-
-@FAMILIES
-def test_engines_write_the_same_tokens(architecture):
-    """But for first differences with a margin below 1e-4 (numbers contract 6)."""
-    model = model_of(architecture)
-    prefilled = prefilled_by(model)
-    rows = [Row(c, 0.0, (0, 0)) for c in range(3)] + [
-        Row(c, t, stream_key(1, f"s{c}", s)) for c in range(3) for t in (0.7, 1.3) for s in range(3)
-    ]
-    stops = [tiny.EOS, 5, 50, 77]
-    ours, theirs = (decode(model, prefilled, rows, stops, 24, None, s) for s in (True, False))
-    assert {len(row.token_ids) for row in ours} != {24}, "rows that finish early leave the batch"
-    assert near_ties(model, LENGTHS, rows, ours, theirs) <= 1
 
 
 @FAMILIES
@@ -212,13 +174,6 @@ def test_the_attention_implementation_is_restored_after_an_error(architecture, m
     assert model.config._attn_implementation == before
 
 
-def test_a_plain_pass_in_between_knows_nothing_of_it():
-    model = tiny.model("llama")
-    plain = expand(prefilled_by(model).state, torch.tensor([0]))
-    with sharing(model, plain.cache):
-        assert model.config._attn_implementation == "sdpa"
-
-
 def test_keys_that_the_attention_function_never_sees_are_an_error():
     model = tiny.model("llama")
     state = expand(prefilled_by(model).state, torch.tensor([0]), capacity=3, share=True)
@@ -246,6 +201,8 @@ def test_where_sharing_goes_wrong_the_portable_engine_is_used_and_says_why(monke
     with pytest.raises(UserError, match="--engine shared: LlamaForCausalLM gives other logits"):
         check_engine(model, ids, "shared")
     assert str(check_engine(model, ids, "portable")) == "portable"
+    with pytest.raises(UserError, match="MistralForCausalLM can't"):  # no layer can be shared
+        check_engine(tiny.model("mistral"), ids, "shared")
 
 
 def test_a_cache_of_something_else_than_keys_is_found_out_and_left_portable():
@@ -259,19 +216,48 @@ def test_a_cache_of_something_else_than_keys_is_found_out_and_left_portable():
     )
 
 
-def test_asked_for_where_no_layer_can_be_shared_is_an_error():
-    with pytest.raises(UserError, match="MistralForCausalLM can't"):
-        check_engine(tiny.model("mistral"), tiny.prompt(12, seed=0), "shared")
-    assert check_engine(tiny.model("mistral"), tiny.prompt(12, seed=0)) == Engine(
-        0, 4, "no layer has full attention"
+CONFIG = SampleConfig(limit=3, grid=Grid((0.7, 1.3), 2, 8, 0), batch_rows=10, swaps=0)
+
+
+def differing_margins(one: Run, other: Run) -> list[float]:
+    """Margins at the first difference of the rows that differ."""
+    margins = []
+    for a, b in zip(one.generations.iloc, other.generations.iloc, strict=True):
+        if a["token_ids"].tolist() != b["token_ids"].tolist():
+            length = min(len(a["token_ids"]), len(b["token_ids"]))
+            first = int(np.argmax(a["token_ids"][:length] != b["token_ids"][:length]))
+            margins.append(min(a["margins"][first], b["margins"][first]))
+    return margins
+
+
+def test_both_engines_write_the_same_run(tiny_subject, tmp_path, progress):
+    runs = {
+        engine: collect(replace(CONFIG, engine=engine), tiny_subject, tmp_path / engine, progress)
+        for engine in ("auto", "shared", "portable")
+    }
+    recorded = ["shared-prefix 4 of 4 layers", "shared-prefix 4 of 4 layers", "portable"]
+    said = [line for line in progress.lines if line.startswith("engine: ")]
+    assert said == [f"engine: {name}" for name in recorded]
+    for (engine, run), name in zip(runs.items(), recorded, strict=True):
+        assert run.record["identity"]["engine"] == name
+        assert run.record["identity"]["config"]["engine"] == engine
+    assert runs["auto"].digest() == runs["shared"].digest()
+    margins = differing_margins(runs["shared"], runs["portable"])
+    assert len(runs["shared"].generations) == 15
+    assert len(margins) <= 1 and all(margin < MARGIN for margin in margins)
+    kept = [runs[engine].residuals(2, "header_last") for engine in ("shared", "portable")]
+    assert kept[0].equal(kept[1]), "the engines differ after the prefill only"
+    with pytest.raises(UserError, match=r"holds another configuration.*engine"):
+        collect(replace(CONFIG, engine="portable"), tiny_subject, runs["auto"].path, progress)
+
+
+def test_a_fall_back_is_said_and_recorded(tiny_subject, tmp_path, progress, monkeypatch):
+    monkeypatch.setattr(
+        ia_mech.engine.shared_prefix, "merge", lambda parts, sinks=None: parts[1][0]
     )
-
-
-def test_several_tokens_at_once_equal_one_by_one():
-    model = tiny.model("llama")
-    state, ids = prefilled_by(model).state, torch.tensor([tiny.prompt(6, seed=i) for i in range(3)])
-    index = torch.tensor([1, 1, 2])
-    at_once, stepped = (expand(state, index, capacity=6, share=True) for _ in range(2))
-    whole = forward(model, at_once, ids, torch.ones_like(ids), keep=0)
-    single = torch.stack([decode_step(model, stepped, ids[:, at]) for at in range(6)], 1)
-    assert logits_apart(whole, single) <= VECTOR
+    run = collect(CONFIG, tiny_subject, tmp_path / "run", progress)
+    said = next(line for line in progress.lines if line.startswith("engine: "))
+    assert said.startswith("engine: portable (LlamaForCausalLM gives other logits in cached")
+    assert run.record["identity"]["engine"] == "portable"
+    session = layout.read_json(run.path / layout.MANIFEST)["sessions"][0]
+    assert f"engine: {session['engine']}" == said

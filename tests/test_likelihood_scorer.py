@@ -1,8 +1,8 @@
-"""The scorer on token ids alone: every tested architecture, odd turns, and full contexts.
-
-A format of one id per character stands in for a chat template.
+"""The scorer on token ids, with a format of one id per character for a chat template, and its
+columns against sums and closed forms worked out by hand.
 """
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -10,8 +10,10 @@ import pytest
 import tiny
 import torch
 from contract import LOGPROB
+from scipy.special import logsumexp
 from scored import logprobs
 
+import ia_mech.likelihood.scorer
 from ia_mech.chat.format import ChatContext
 from ia_mech.data.conversations import Conversation
 from ia_mech.engine.decode import decode
@@ -19,17 +21,25 @@ from ia_mech.engine.loop import Decoded, Row
 from ia_mech.engine.plan import OomBackoff
 from ia_mech.engine.prefill import Prefix, prefill
 from ia_mech.engine.sampling import stream_key
+from ia_mech.engine.score import Scored
 from ia_mech.errors import UserError
+from ia_mech.likelihood.candidates import Candidate
 from ia_mech.likelihood.scorer import (
+    SCORED,
     ContextScores,
+    Contrasts,
+    Likelihood,
     Scorable,
+    ScoredCandidate,
     Scorer,
     contrast_columns,
     reference_columns,
+    scored_temperatures,
 )
 from ia_mech.likelihood.swaps import SwapSources
+from ia_mech.run import layout
 
-TEMPERATURES = (0.5, 1.0, 2.0)
+AT = (0.5, 1.0, 2.0)
 # Sums over turns of up to 40 tokens, at half the temperature; log-odds and bits are differences.
 NUMBERS = 40 * LOGPROB / 0.5 * 2
 EACH = pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
@@ -103,7 +113,7 @@ class Bench:
             self.model,
             self.chat,
             self.donors,
-            TEMPERATURES,
+            AT,
             swaps=swaps,
             generations=generations,
             own=None,
@@ -184,7 +194,7 @@ def test_scores_equal_full_forward_passes(architecture):
                 rtol=0,
                 atol=LOGPROB,
             )
-            for number, temperature in enumerate(TEMPERATURES):
+            for number, temperature in enumerate(AT):
                 full = logprobs(bench.model, context.ids, ids, temperature)
                 found = one.scored.logprobs_tempered[number]
                 atol = LOGPROB / temperature
@@ -270,34 +280,6 @@ def test_a_template_that_closes_turns_with_text_has_contents_alone():
                 assert one.contrasts.given.whole is None
 
 
-def test_generations_are_not_scored_where_nobody_asked():
-    bench = Bench("llama")
-    for at, scores in enumerate(bench.score(bench.written(), generations=False)):
-        assert scores.generations is None
-        assert bool(scores.swapped_from) == (bench.conversations[at].reference is not None)
-
-
-def test_no_swaps_leave_the_empty_response_and_the_header():
-    for scores in Bench("llama").score(swaps=0):
-        for one in scores.candidates:
-            if one.contrasts is not None:
-                assert one.contrasts.swapped == [] and one.contrasts.empty and one.contrasts.header
-
-
-@pytest.mark.parametrize("kind", ["empty", "header"])
-def test_what_a_template_refuses_is_noted_and_left_out(kind):
-    bench = Bench("llama", Letters(refused=kind))
-    problem = {"empty": "no empty answers", "header": "no first user turn"}[kind]
-    other = {"empty": "header", "header": "empty"}[kind]
-    for scores in bench.score():
-        for one in scores.candidates:
-            if one.contrasts is not None:
-                assert getattr(one.contrasts, kind) is None
-                assert getattr(one.contrasts, other) and len(one.contrasts.swapped) == 2
-    said = {"empty": "empty response", "header": "bare header"}[kind]
-    assert set(bench.notes) == {(said, problem)}
-
-
 def test_a_candidate_that_the_template_refuses_is_left_out():
     for reference, lender in (("a b", "a"), ("a|b", None)):
         pair = [replace(CONVERSATIONS[0], reference=reference), CONVERSATIONS[1]]
@@ -308,6 +290,22 @@ def test_a_candidate_that_the_template_refuses_is_left_out():
 
 
 # -- the model's limit --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("short", [False, True])
+def test_empty_responses_and_rivals_that_just_fit_are_scored(short):
+    bench, options = Bench("llama"), {"swaps": 0, "generations": False}
+    limit = len(bench.contexts[0].ids) + len(CONVERSATIONS[0].response) + 1 - short
+    found = bench.score(chosen=[0], limit=limit, **options)[0].candidates
+    names = [one.candidate.name for one in found]
+    assert "query" in names and ("response" not in names) is short
+    problem = f"the model's context of {limit} tokens is too short for it"
+    assert (("candidate 'response'", problem) in bench.notes) is short
+    limit = len(bench.after(3, "")) + len(bench.contexts[3].reference_ids) + 1 - short
+    bench.donors = SwapSources.of([(3, CONVERSATIONS[3], None)], bench.chat, seed=0)
+    (one,) = bench.score(chosen=[3], limit=limit, **options)[0].candidates
+    assert one.contrasts.header is not None
+    assert (one.contrasts.empty is None) is short is ("empty response" in dict(bench.notes))
 
 
 def test_contexts_and_turns_that_exceed_the_limit_are_left_out():
@@ -339,20 +337,212 @@ def test_contexts_and_turns_that_exceed_the_limit_are_left_out():
 
 
 def test_memory_running_out_in_the_scorer_halves_the_turns(monkeypatch):
-    import ia_mech.likelihood.scorer as module
-
     bench = Bench("llama")
     written = bench.written()
     free = bench.score(written)
-    honest = module.score
+    honest = ia_mech.likelihood.scorer.score
 
     def tight(model, prefilled, turns, *others):
         if len(turns) > 3:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return honest(model, prefilled, turns, *others)
 
-    monkeypatch.setattr(module, "score", tight)
+    monkeypatch.setattr(ia_mech.likelihood.scorer, "score", tight)
     for at, (a, b) in enumerate(zip(free, bench.score(written), strict=True)):
         np.testing.assert_allclose(
             _numbers(bench, at, a), _numbers(bench, at, b), rtol=0, atol=NUMBERS
         )
+
+
+LN2 = math.log(2)
+KINDS = ("logprob_empty", "logprob_swapped", "logprob_header")
+BITS = ("response_contrast_bits", "empty_contrast_bits", "header_contrast_bits")
+
+
+def likelihood(content: float, whole: float | None = None) -> Likelihood:
+    """Of probabilities, not their logarithms."""
+    return Likelihood(math.log(content), None if whole is None else math.log(whole))
+
+
+# -- columns of contrasts --------------------------------------------------------------------------
+
+
+def test_contrasts_are_log_ratios_of_probabilities_in_bits():
+    found = contrast_columns(
+        Contrasts(
+            given=likelihood(1 / 4, 1 / 8),
+            empty=likelihood(1 / 32, 1 / 8),
+            swapped=[likelihood(1 / 16, 1 / 64)],
+            header=likelihood(1 / 2, 1 / 1024),
+        )
+    )
+    assert found.keys() == {name + end for name in (*KINDS, *BITS) for end in ("", "_with_end")}
+    assert [found[name] for name in BITS] == pytest.approx([2, 3, -1])
+    assert [found[f"{name}_with_end"] for name in BITS] == pytest.approx([3, 0, 7])
+    assert found["logprob_empty"] == math.log(1 / 32)
+    assert found["logprob_swapped"] == [math.log(1 / 16)]
+    assert found["logprob_header_with_end"] == math.log(1 / 1024)
+
+
+def test_several_swaps_are_averaged_as_probabilities():
+    swapped = [likelihood(1 / 2, 1 / 2), likelihood(1 / 4, 1 / 64), likelihood(0.5**30, 0.5**40)]
+    found = contrast_columns(Contrasts(likelihood(1 / 2, 1 / 4), swapped=swapped))
+    mean = (1 / 2 + 1 / 4 + 0.5**30) / 3
+    assert found["response_contrast_bits"] == pytest.approx(math.log2(1 / 2 / mean))
+    mean = (1 / 2 + 1 / 64 + 0.5**40) / 3
+    assert found["response_contrast_bits_with_end"] == pytest.approx(math.log2(1 / 4 / mean))
+    assert found["logprob_swapped"] == [one.content for one in swapped]
+    tiny = [Likelihood(-2000.0 - k, None) for k in (0, 1, 2)]  # whose probabilities are 0 as floats
+    found = contrast_columns(Contrasts(tiny[0], swapped=tiny[1:]))
+    expected = -math.log2((math.exp(-1) + math.exp(-2)) / 2)
+    assert found["response_contrast_bits"] == pytest.approx(expected)
+
+
+def test_what_was_not_scored_has_no_contrast():
+    assert contrast_columns(None) == {}
+    found = contrast_columns(Contrasts(likelihood(1 / 4, 1 / 8), empty=likelihood(1 / 8, 1 / 8)))
+    assert {name for name, value in found.items() if value is not None} == {
+        *("logprob_empty", "logprob_empty_with_end"),
+        *("empty_contrast_bits", "empty_contrast_bits_with_end"),
+    }
+    one = likelihood(1 / 4)  # without a turn end
+    found = contrast_columns(Contrasts(one, one, [one, one], one))
+    assert [found[name] for name in BITS] == [0, 0, 0]
+    assert {found[f"{name}_with_end"] for name in (*KINDS, *BITS)} == {None}
+
+
+# -- references ---------------------------------------------------------------------------------
+
+
+def of_logprobs(
+    logprobs, *, tempered=((-1.0, -2.0, -4.0), (-0.5, -0.25, -3.0)), ranks=None, greedy=None
+) -> Scored:
+    count = len(logprobs)
+    return Scored(
+        logprobs_raw=np.array(logprobs, dtype=np.float32),
+        logprobs_tempered=np.array([row[:count] for row in tempered], dtype=np.float32),
+        ranks=np.array([1] * count if ranks is None else ranks),
+        greedy=np.array([True] * count if greedy is None else greedy, dtype=bool),
+    )
+
+
+def candidate(name: str, of: Scored, tokens: int, *, contrasts=None, **more) -> ScoredCandidate:
+    ids = list(range(100, 100 + tokens))
+    return ScoredCandidate(Candidate(name, f"text of {name}", **more), ids, of, contrasts)
+
+
+def columns(of: Scored, tokens: int, *rivals, text="Why so?", closed=True) -> dict:
+    return reference_columns([candidate("reference", of, tokens), *rivals], text, closed)
+
+
+def test_sums_are_without_the_turn_end_and_with_it():
+    found = columns(of_logprobs([-0.5, -1.5, -4.0]), 2, text="Où ?")
+    assert found["reference_token_ids"] == [100, 101]
+    assert found["reference_logprobs_raw"].tolist() == [-0.5, -1.5, -4.0]
+    assert found["reference_logprob"] == -2.0
+    assert found["reference_logprob_with_end"] == -6.0
+    assert found["reference_logprob_tempered"].tolist() == [-3.0, -0.75]
+    assert found["reference_logprob_tempered_with_end"].tolist() == [-7.0, -3.75]
+    assert found["reference_bits_per_byte"] == pytest.approx(2.0 / LN2 / 5)  # ù is two bytes
+    assert found["reference_greedy"] is True and found["reference_greedy_tokens"] == 2
+    assert found["reference_greedy_left_rank"] is found["reference_greedy_left_prob"] is None
+    assert "candidate_log_odds" not in found
+    logprobs = [-16777216.0, -1.0]  # in single precision the sum is the first
+    assert columns(of_logprobs(logprobs), 2, closed=False)["reference_logprob"] == -16777217.0
+
+
+def test_a_template_that_closes_turns_with_text_has_no_sum_with_the_end():
+    rival = candidate("query", of_logprobs([-1.0]), 1)
+    found = columns(of_logprobs([-0.5, -1.5, -4.0]), 3, rival, closed=False)
+    assert found["reference_logprob"] == found["candidates"][0]["logprob"] == -6.0
+    assert found["reference_logprob_tempered"].tolist() == [-7.0, -3.75]
+    for name in ("logprob_with_end", "logprob_tempered_with_end"):
+        assert found[f"reference_{name}"] is found["candidates"][0][name] is None
+    assert found["candidate_log_odds"] == pytest.approx(-6.0 + 1.0)
+    assert found["candidate_log_odds_tempered"].tolist() == [-7.0 + 1.0, -3.75 + 0.5]
+
+
+GREEDY = {
+    "at once": ((0, 1, 1), (7, 1, 1), 0, 7, 0.5),
+    "later": ((1, 0, 0), (1, 3, 9), 1, 3, 0.25),
+    "at the turn-end": ((1, 1, 0), (1, 1, 2), 2, 2, 0.125),
+    "at a tie": ((1, 0, 1), (1, 1, 1), 1, 1, 0.25),
+}
+
+
+@pytest.mark.parametrize(("greedy", "ranks", "tokens", "rank", "prob"), GREEDY.values(), ids=GREEDY)
+def test_where_greedy_decoding_leaves(greedy, ranks, tokens, rank, prob):
+    logprobs = np.log([1 / 2, 1 / 4, 1 / 8])
+    found = columns(of_logprobs(logprobs, ranks=ranks, greedy=greedy), 2)
+    assert found["reference_greedy"] is False
+    assert found["reference_greedy_tokens"] == tokens
+    assert found["reference_greedy_left_rank"] == rank
+    assert found["reference_greedy_left_prob"] == pytest.approx(prob)
+    assert found["reference_ranks"].tolist() == list(ranks)
+
+
+@pytest.mark.parametrize("greedy", [True, False])
+def test_an_empty_turn_has_a_turn_end_alone(greedy):
+    found = columns(of_logprobs([-0.5], greedy=[greedy], ranks=[2 - greedy]), 0, text="")
+    assert found["reference_token_ids"] == []
+    assert found["reference_logprob"] == 0.0
+    assert found["reference_logprob_with_end"] == -0.5
+    assert found["reference_logprob_tempered"].tolist() == [0.0, 0.0]
+    assert found["reference_logprob_tempered_with_end"].tolist() == [-1.0, -0.5]
+    assert found["reference_bits_per_byte"] is None
+    assert found["reference_greedy"] is greedy and found["reference_greedy_tokens"] == 0
+    assert found["reference_greedy_left_rank"] == (None if greedy else 2)
+
+
+# -- candidates ---------------------------------------------------------------------------------
+
+
+RIVALS = (
+    candidate("query", of_logprobs([-1.0, -1.0]), 1),
+    candidate(
+        "other_reference",
+        of_logprobs([-2.0, -3.0, -0.5], tempered=[[-9.0, -1.0, -1.0], [-0.5, -0.5, -0.5]]),
+        2,
+        swap_source="c7",
+        contrasts=Contrasts(likelihood(1 / 2, 1 / 2), swapped=[likelihood(1 / 8, 1 / 32)]),
+    ),
+)
+
+
+def test_log_odds_are_of_the_whole_turn_against_all_rivals_together():
+    found = columns(of_logprobs([-0.5, -1.5, -4.0]), 2, *RIVALS)
+    expected = -6.0 - math.log(math.exp(-2.0) + math.exp(-5.5))
+    assert found["candidate_log_odds"] == pytest.approx(expected)
+    # Query: -3 and -0.75 with its turn-end; the other reference: -11 and -1.5.
+    expected = [-7.0 - logsumexp([-3.0, -11.0]), -3.75 - logsumexp([-0.75, -1.5])]
+    assert found["candidate_log_odds_tempered"].tolist() == pytest.approx(expected)
+    stored = found["candidates"]
+    assert [one["name"] for one in stored] == ["reference", "query", "other_reference"]
+    assert [one["lender"] for one in stored] == [None, None, "c7"]
+    assert [one["logprob"] for one in stored] == [-2.0, -1.0, -5.0]
+    assert [one["logprob_with_end"] for one in stored] == [-6.0, -2.0, -5.5]
+    assert stored[2]["logprob_tempered_with_end"].tolist() == [-11.0, -1.5]
+    assert stored[2]["response_contrast_bits"] == pytest.approx(2)
+
+
+def test_columns_are_those_of_the_schema():
+    contrasts = Contrasts(likelihood(1 / 2, 1 / 2))
+    genuine = candidate("reference", of_logprobs([-0.5, -1.5, -4.0]), 2, contrasts=contrasts)
+    found = reference_columns([genuine, *RIVALS], "Why?", closed=True)
+    schema = layout.contexts_schema([])
+    stored = [name for name in schema.names if name.startswith(("reference_", "candidate"))]
+    assert sorted(found) == sorted(stored)
+    fields = schema.field("candidates").type.value_type
+    names = [sorted(one) for one in found["candidates"]]
+    assert names[0] == names[2] == sorted(field.name for field in fields)
+    assert set(names[1]) < set(names[0])  # the query repeated has no contrasts
+
+
+# -- temperatures -------------------------------------------------------------------------------
+
+
+def test_turns_are_scored_at_twenty_temperatures_and_at_those_of_the_run():
+    assert len(SCORED) == 20 and SCORED[0] == 0.1 and SCORED[-1] == 3.0
+    assert scored_temperatures([]) == SCORED == tuple(sorted(SCORED))
+    assert scored_temperatures([0.7, 1.0, 3.0]) == SCORED  # 0.7 is 0.7, not 0.7000000000000001
+    assert scored_temperatures([5.0, 0.05, 0.72]) == tuple(sorted({*SCORED, 5.0, 0.05, 0.72}))

@@ -1,5 +1,6 @@
-"""Other headers than the user's: what each variant changes of the context, and what it leaves."""
+"""The bare user header that opens a dialogue, and other headers than the user's."""
 
+import copy
 from dataclasses import replace
 
 import families
@@ -10,12 +11,30 @@ from ia_mech.chat.headers import context_of, rendered
 from ia_mech.data.conversations import HEADERS, Conversation
 from ia_mech.errors import UserError
 
-EACH = pytest.mark.parametrize("family", (*families.REAL_FAMILIES, "zephyr_text"))
+FAMILIES = (*families.REAL_FAMILIES, "zephyr_text")
+MERGING = ("gemma3", "mistral")  # the system message opens the first user turn
+EACH = pytest.mark.parametrize("family", FAMILIES)
+SYSTEM = {"role": "system", "content": "Answer in one word."}
 DIALOGUE = (
     {"role": "user", "content": "What is 17 times 24?"},
     {"role": "assistant", "content": "408."},
 )
 ASKED = Conversation("a", "a", "d", DIALOGUE, reference="Are you sure?")
+OPENED = {
+    "smollm2": "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by "
+    "Hugging Face<|im_end|>\n<|im_start|>user\n",
+    "qwen3": "<|im_start|>user\n",
+    "llama3_1": "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\n"
+    "Cutting Knowledge Date: December 2023\nToday Date: 01 Jan 2026\n\n<|eot_id|>"
+    "<|start_header_id|>user<|end_header_id|>\n\n",
+    "gemma3": "<bos><start_of_turn>user\n",
+    "glm4": "[gMASK]<sop><|user|>\n",
+    "deepseek_v3": "<｜begin▁of▁sentence｜><｜User｜>",
+    "mistral": "<s>[INST]",
+    "zephyr_text": "<|user|>\n",
+}
+
+
 ENDS = {  # how contexts end, in each family: (user, assistant, no_turn_end, no_turn_separator)
     "smollm2": (
         "408.<|im_end|>\n<|im_start|>user\n",
@@ -52,8 +71,8 @@ ENDS = {  # how contexts end, in each family: (user, assistant, no_turn_end, no_
 }
 
 
-def chat_of(family: str) -> ChatFormat:
-    return ChatFormat(families.build(family))
+def chat_of(family: str, **options) -> ChatFormat:
+    return ChatFormat(families.build(family), **options)
 
 
 def variant(chat: ChatFormat, header: str):
@@ -73,20 +92,22 @@ def test_the_variants_are_what_they_are_called(family):
 
 
 @EACH
-def test_the_regular_header_is_the_chat_formats_own(family):
-    chat = chat_of(family)
-    assert variant(chat, "user") == chat.context(DIALOGUE)
-
-
-@EACH
-def test_the_bare_header_is_the_opening(family):
+def test_the_bare_header_is_what_the_template_writes_before_a_first_user_turn(family):
+    """Contexts begin with it, and the template gives a follow-up the same ids after it."""
     chat = chat_of(family)
     bare = variant(chat, "alone")
     assert bare.ids == chat.opening(DIALOGUE)
-    assert bare.ids[bare.positions["header_last"]] == chat.header_ids[-1]
+    if family in OPENED:
+        assert chat.template.decode(bare.ids) == OPENED[family]
     there = [i for i in bare.positions.values() if i is not None]
     assert [bare.ids[i] for i in there] == chat.header_ids
     assert all(bare.positions[name] is None for name in ("query_end", "response_end", "turn_end"))
+    regular = variant(chat, "user")
+    assert regular == chat.context(DIALOGUE) and regular.ids[: len(bare.ids)] == bare.ids
+    turn = "Thanks, that helps!"
+    whole = [*bare.ids, *chat.reference_ids(DIALOGUE, regular, turn)]
+    alone = chat.template.encode(chat.template.render([{"role": "user", "content": turn}]))[0]
+    assert alone[: len(whole)] == whole
 
 
 @EACH
@@ -135,3 +156,44 @@ def test_all_headers_score_the_same_ids_of_the_reference(family):
             continue
         assert turn == ids
     assert rendered(chat, replace(ASKED, reference=None))[1] is None
+
+
+# -- the bare header --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in MERGING])
+def test_a_system_message_stays(family):
+    chat, told = chat_of(family), chat_of(family, system="Be brief.")
+    said = chat.template.decode(chat.opening([SYSTEM, *DIALOGUE]))
+    assert said.count(SYSTEM["content"]) == 1
+    assert "17" not in said and said.endswith(chat.header_text)
+    assert chat.opening([SYSTEM, *DIALOGUE]) != chat.opening(DIALOGUE)
+    by_option = told.template.decode(told.opening(DIALOGUE))
+    assert by_option == said.replace(SYSTEM["content"], "Be brief.")
+    # The conversation's own message goes before that of the option.
+    assert told.opening([SYSTEM, *DIALOGUE]) == chat.opening([SYSTEM, *DIALOGUE])
+    ids = chat.opening([SYSTEM, *DIALOGUE])
+    assert chat.context([SYSTEM, *DIALOGUE]).ids[: len(ids)] == ids
+
+
+@pytest.mark.parametrize("family", MERGING)
+def test_a_system_message_that_opens_the_first_user_turn_is_refused(family):
+    said = "opens a first user turn in another way than later ones; leave the system message out"
+    with pytest.raises(UserError, match=said):
+        chat_of(family).opening([SYSTEM, *DIALOGUE])
+    with pytest.raises(UserError, match=said):
+        chat_of(family, system="Be brief.").opening(DIALOGUE)
+
+
+def test_a_first_user_turn_that_opens_with_words_of_its_own_is_refused():
+    tokenizer = copy.deepcopy(families.build("qwen3"))
+    tokenizer.chat_template = (
+        "{%- for m in messages -%}<|im_start|>{{ m.role }}\n"
+        "{{ 'Today is Monday. ' if loop.first }}{{ m.content }}<|im_end|>\n{%- endfor -%}"
+        "{%- if add_generation_prompt -%}<|im_start|>assistant\n{%- endif -%}"
+    )
+    chat = ChatFormat(tokenizer)
+    chat.context(DIALOGUE)
+    with pytest.raises(UserError, match="opens a first user turn in another way"):
+        chat.opening(DIALOGUE)
+    assert chat.opening([SYSTEM, *DIALOGUE])[-len(chat.header_ids) :] == chat.header_ids
