@@ -86,6 +86,21 @@ def test_any_mix_of_contexts_rows_and_stops(architecture, rows, width, cuts, mos
     assert lengths == sorted(len(row.token_ids) for row in ours)
 
 
+def test_bfloat16_is_as_near_to_float32_as_the_loop_is():
+    model = tiny.model("llama")
+    half = type(model)(model.config).eval().requires_grad_(False)
+    half.load_state_dict(model.state_dict())
+    half = half.bfloat16()
+    rows = [Row(c, 0.0, (0, 0)) for c in (0, 1, 1)]
+    static = statically(half, [prefilled_by(half, (9, 5))], rows, [], 8, 3)
+    for row, one in zip(rows, static, strict=True):
+        prompt = tiny.prompt((9, 5)[row.context], seed=(9, 5)[row.context])
+        logits = model(torch.tensor([[*prompt, *one.token_ids.tolist()]])).logits[0]
+        chosen = torch.from_numpy(one.token_ids)[:, None]
+        full = logits[len(prompt) - 1 : -1].log_softmax(-1).gather(-1, chosen)[:, 0]
+        assert np.abs(one.logprobs_raw - full.numpy()).max() < 0.25
+
+
 @pytest.mark.parametrize(
     ("architecture", "buffers"), [("qwen3", 16), ("gemma3", 16), ("qwen3_5", 10)]
 )
