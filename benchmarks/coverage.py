@@ -42,7 +42,7 @@ from ia_mech.stats import (
     rogan_gladen,
     zero_events_bound,
 )
-from ia_mech.stats.hypothesis import sign_flip_p
+from ia_mech.stats.significance import sign_flip_p
 
 
 def rates(trials: int) -> None:

@@ -45,7 +45,7 @@ from probes.controls import Baseline, Controls
 from probes.fit.folds import make_folds, permutations
 from probes.fit.nested_cv import Design, cross_validate, fit, fit_path
 from probes.fit.solvers import Features, Fit, project
-from probes.outcome import Outcome
+from probes.targets import Outcome
 
 RESULTS = Path(__file__).with_suffix(".md")
 TURNS, REFITTED, LARGE_LAYERS = 24, 3, 2  # of a context; permutations refitted; layers timed

@@ -22,7 +22,7 @@ from probes.controls import Controls, control_outcomes
 from probes.fit.folds import Tested, against_permutations, make_folds, movable, permutations
 from probes.fit.nested_cv import CrossValidated, Design, cross_validate, fit
 from probes.fit.solvers import Features, project
-from probes.outcome import Outcome
+from probes.targets import Outcome
 
 NEVER = -2.0  # below any correlation
 

@@ -29,7 +29,7 @@ import ia_mech
 from ia_mech.errors import UserError
 from ia_mech.run.layout import read_json, replace_file, write_json
 from probes.estimators import make
-from probes.outcome import Outcome
+from probes.targets import Outcome
 
 FORMAT = 1
 WEIGHTS, CARD = "probe.safetensors", "card.json"

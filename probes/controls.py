@@ -34,7 +34,7 @@ from ia_mech.errors import UserError
 from ia_mech.lens import Lens
 from ia_mech.run import Run
 from probes.dataset import ProbeSet
-from probes.outcome import Outcome
+from probes.targets import Outcome
 
 _CONSTANT = 1e-6  # a column that varies less, relative to its size, varies by round-off only
 _RANK = 1e-12  # eigenvalues below this share of the largest are round-off

@@ -28,7 +28,7 @@ from probes.dataset import MIN_SOURCES
 from probes.fit.folds import choose, make_folds, permutations
 from probes.fit.nested_cv import Design, InnerLoop, correlation, fit, fold_auroc, ridge_predictions
 from probes.fit.solvers import Features, project
-from probes.outcome import Outcome
+from probes.targets import Outcome
 
 OTHERS = "all others"
 MIN_TESTED = 10  # sources with a positive turn, and with a negative one, in what is tested on

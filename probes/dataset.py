@@ -17,10 +17,10 @@ import pandas as pd
 from safetensors import SafetensorError
 
 from ia_mech.errors import UserError
-from ia_mech.rates.load import NOBODY, read_runs
+from ia_mech.rates.load import NO_ANNOTATOR, read_runs
 from ia_mech.run import Run
 from probes.fit.folds import movable
-from probes.outcome import KEYS, LATENT, Outcome, Target, counts_of, parse_target
+from probes.targets import KEYS, LATENT, Outcome, Target, counts_of, parse_target
 
 MIN_SOURCES = 20  # with a positive turn, and with a negative one
 RUN, DATASET = "run", "dataset"
@@ -133,7 +133,7 @@ def read(
     Args:
         paths: the runs' folders.
         judge: whose verdicts; the only judge there if not given.
-        target: what to predict, as :func:`probes.outcome.parse_target` takes it.
+        target: what to predict, as :func:`probes.targets.parse_target` takes it.
         positions: only these; all that were kept if not given.
         layers: only these; all if not given.
         within: ``run`` or ``dataset``, see :class:`ProbeSet`.
@@ -144,7 +144,7 @@ def read(
             or no position that all of them have.
     """
     wanted = parse_target(target)
-    judged = read_runs(paths, judge, NOBODY)
+    judged = read_runs(paths, judge, NO_ANNOTATOR)
     runs, notes = judged.runs, list(judged.notes)
     _check_same_size(runs)
     models = {run.model["weights_hash"]: run.model["name"] for run in runs}

@@ -19,7 +19,7 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 
 from ia_mech.stats.resampling import as_column
 from probes.fit.solvers import ESTIMATORS, Features, Training, platt, project
-from probes.outcome import Outcome
+from probes.targets import Outcome
 
 
 class _Probe(ClassifierMixin, BaseEstimator):

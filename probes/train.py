@@ -156,7 +156,7 @@ def _train(args: argparse.Namespace) -> None:
     from probes.controls import controls_of
     from probes.dataset import DATASET, check_enough, read
     from probes.report.conclusion import conclude
-    from probes.report.keep import Kept
+    from probes.report.files import Kept
     from probes.report.screen import print_analysis
 
     settings = replace(settings_of(args), workers=args.threads)

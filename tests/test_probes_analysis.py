@@ -17,7 +17,7 @@ from probes.controls import Baseline, Controls
 from probes.fit.folds import against_permutations, make_folds, permutations
 from probes.fit.nested_cv import Design, cross_validate
 from probes.fit.solvers import Features
-from probes.outcome import Outcome
+from probes.targets import Outcome
 
 LAYERS, POSITIONS, WIDTH = 5, ("start", "end"), 12
 SMALL = Settings(folds=4, permutations=19, control_draws=2, resamples=100, workers=1)

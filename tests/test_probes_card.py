@@ -15,7 +15,7 @@ from ia_mech.errors import UserError
 from ia_mech.run.layout import sha256
 from probes.card import Probe, directions
 from probes.estimators import LDAProbe, LogisticProbe, MassMeanProbe
-from probes.outcome import Outcome
+from probes.targets import Outcome
 
 WIDTH = 24
 ESTIMATOR = {"logistic": LogisticProbe(0.1), "mass-mean": MassMeanProbe(), "whitened": LDAProbe()}

@@ -19,7 +19,7 @@ from probes.dataset import ProbeSet, read
 from probes.fit.folds import make_folds
 from probes.fit.nested_cv import Design, cross_validate
 from probes.fit.solvers import Features
-from probes.outcome import Outcome
+from probes.targets import Outcome
 
 TEXTS = [
     "the cat sat on the mat",

@@ -18,7 +18,7 @@ from ia_mech.judge.rubric import CANNOT_ASSESS, GENUINE
 from ia_mech.run import Run, layout
 from ia_mech.run.labels import KEY
 from probes.dataset import ProbeSet, check_enough, read
-from probes.outcome import Outcome, parse_target
+from probes.targets import Outcome, parse_target
 
 NEW, LOOP, FAILED = "new_topic", "degenerate", "failed"
 RATE = parse_target("rate")

@@ -10,7 +10,7 @@ import pytest
 from scipy.stats import chisquare
 
 from probes.fit.folds import against_permutations, choose, make_folds, movable, permutations
-from probes.outcome import Outcome
+from probes.targets import Outcome
 
 DRAWS = 4_000  # the slow run draws five times as many
 LAYERS, POSITIONS, FOLDS, PERMUTATIONS = 7, 3, 5, 29

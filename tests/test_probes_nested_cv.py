@@ -12,7 +12,7 @@ from sklearn.metrics import roc_auc_score
 from probes.fit.folds import make_folds, permutations
 from probes.fit.nested_cv import Design, chance_in_training, cross_validate
 from probes.fit.solvers import ESTIMATORS, PENALTIES, Features
-from probes.outcome import Outcome
+from probes.targets import Outcome
 
 FOLDS, PERMUTATIONS = 5, 2
 MANY, FEW = (120, 10), (70, 100)  # contexts, features: the two ways to decompose

@@ -19,10 +19,10 @@ from ia_mech.display import save_figure
 from ia_mech.stats import Estimate
 from probes.analysis import MEASURES, Arrays, Compared, Settings, analyse
 from probes.controls import Baseline, Controls
-from probes.outcome import Outcome
-from probes.report import figures, keep
+from probes.report import figures, files
 from probes.report.conclusion import COVERAGE, LEVEL, Conclusion, conclude
 from probes.report.screen import ROWS, print_analysis, shown_layers
+from probes.targets import Outcome
 
 LAYERS, CONTEXTS, WIDTH, SIGNAL = 8, 60, 12, 3
 POSITIONS = ["turn_$x$ [red]", "header_last"]
@@ -94,9 +94,9 @@ def heat_rows(text):
 
 
 def test_rows_hold_every_estimate_once(analysis):
-    frame = keep.estimates(analysis)
-    assert list(frame) == keep.COLUMNS
-    assert not frame.duplicated(keep.KEY).any()
+    frame = files.estimates(analysis)
+    assert list(frame) == files.COLUMNS
+    assert not frame.duplicated(files.KEY).any()
     cells, controls = LAYERS * len(POSITIONS), len(analysis.compared)
     per_cell = ["auroc_cell", "statistic", "null_band_95", "p_family", "selected_in_folds"]
     expected = {
@@ -112,7 +112,7 @@ def test_rows_hold_every_estimate_once(analysis):
 
 
 def test_rows_hold_the_right_numbers(analysis):
-    frame = keep.estimates(analysis).set_index(keep.KEY).sort_index()
+    frame = files.estimates(analysis).set_index(files.KEY).sort_index()
     cell = frame.loc[("auroc_cell", 5, "header_last", pd.NA)].squeeze()
     expected = analysis.auroc[5][1]
     assert (cell["value"], cell["low"], cell["high"]) == (
@@ -135,7 +135,7 @@ def test_rows_hold_the_right_numbers(analysis):
 
 
 def test_predictions(analysis):
-    frame = keep.predictions(analysis)
+    frame = files.predictions(analysis)
     assert len(frame) == CONTEXTS
     assert list(frame)[:5] == ["fold", "positives", "trials", "log_odds", "probability"]
     assert list(frame)[5:] == [f"control:{ODD}", "control:output", "control:embeddings"]
@@ -210,7 +210,7 @@ def test_no_text_leaves_the_picture_or_is_taken_for_tex(analysis):
 
 
 def test_without_permutations_nothing_is_said_of_them(untested):
-    frame = keep.estimates(untested).set_index("quantity")
+    frame = files.estimates(untested).set_index("quantity")
     assert frame.loc[["p_family", "null_band_95", "p_headline"], "value"].isna().all()
     assert frame.loc[["auroc_cell", "statistic"], "value"].notna().all()
     figure = figures.layer_curve(replace(untested, compared=[]), "rate")

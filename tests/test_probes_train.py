@@ -54,7 +54,7 @@ def run(original, planted, tmp_path, monkeypatch) -> Path:
 @pytest.fixture
 def undrawn(monkeypatch):
     """Pictures take a second and are tested elsewhere."""
-    monkeypatch.setattr("probes.report.keep.save_figure", lambda *_: None)
+    monkeypatch.setattr("probes.report.files.save_figure", lambda *_: None)
 
 
 def probe(words: list, capfd):

@@ -16,7 +16,7 @@ from probes import cross_evaluate as module
 from probes import transfer
 from probes.analysis import Arrays, Settings
 from probes.cross_evaluate import OTHERS, Unit, cross_evaluate
-from probes.outcome import Outcome
+from probes.targets import Outcome
 
 QUICK = Settings(permutations=49, resamples=200)
 WIDTH, TRIALS = 12, 8

@@ -10,7 +10,7 @@ from ia_mech.stats import (
     paired_difference,
     zero_events_bound,
 )
-from ia_mech.stats.hypothesis import sign_flip_p
+from ia_mech.stats.significance import sign_flip_p
 
 
 def two_conditions(rng, rate_a, rate_b, sources=60, rows_a=1, rows_b=8):

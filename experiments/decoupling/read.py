@@ -14,7 +14,7 @@ import pandas as pd
 from experiments.decoupling.verify import INSTRUCTIONS, MATHS, verifier_of, verify
 from ia_mech.data.conversations import UNPERTURBED
 from ia_mech.errors import UserError
-from ia_mech.rates.load import NOBODY, read_runs
+from ia_mech.rates.load import NO_ANNOTATOR, read_runs
 from ia_mech.run import Run
 
 LIBRARIES = {MATHS: "math-verify", INSTRUCTIONS: "if-verifiable"}
@@ -62,7 +62,7 @@ def read(runs: list[Run], judge: str | None = None) -> Measured:
             unperturbed prompt; nothing to verify responses by; prompts that the models don't share,
             or that have one name and several texts.
     """
-    judged = read_runs([run.path for run in runs], judge, NOBODY)
+    judged = read_runs([run.path for run in runs], judge, NO_ANNOTATOR)
     notes = list(judged.notes)
     contexts = pd.concat([_contexts(run, notes) for run in runs], ignore_index=True)
     contexts = _verifiable(_with_model_names(contexts), notes)

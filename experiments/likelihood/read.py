@@ -7,7 +7,7 @@ import pandas as pd
 
 from ia_mech.errors import UserError
 from ia_mech.likelihood.candidates import OTHER
-from ia_mech.rates.load import NOBODY, differing, read_runs
+from ia_mech.rates.load import NO_ANNOTATOR, differing, read_runs
 from ia_mech.run import Run
 
 CONTROL = OTHER  # owes the response nothing
@@ -214,7 +214,7 @@ def _generations(
             f"run {bare}"
         )
         return scored.assign(genuine=np.nan), None
-    judged = read_runs([run.path for run in runs], judge, NOBODY)
+    judged = read_runs([run.path for run in runs], judge, NO_ANNOTATOR)
     keys = ["run", "context_id", "temperature", "sample"]
     labels = judged.turns[[*keys, "genuine"]].assign(run=judged.turns["run"].astype(str))
     notes += [note for note in judged.notes if not note.startswith("runs that were pooled")]

@@ -24,12 +24,12 @@ def run(args: argparse.Namespace, runs: "list[Run]", folder: Path) -> Results | 
     from experiments.perturbations.analyse import estimates, verdicts
     from experiments.perturbations.conditions import CONDITIONS, known_conditions
     from experiments.perturbations.read import compare, read_base
-    from ia_mech.rates.load import NOBODY, read_runs
+    from ia_mech.rates.load import NO_ANNOTATOR, read_runs
 
     names = known_conditions(args.conditions or list(CONDITIONS))
     grid = {"limit": args.limit, "temperatures": args.temperatures, "samples": args.samples}
     base = read_base(runs, **grid)
-    judge = read_runs(args.runs, args.judge, NOBODY).judge  # before hours of sampling
+    judge = read_runs(args.runs, args.judge, NO_ANNOTATOR).judge  # before hours of sampling
     conversations, left_out, notes = sample.prepare(base, names)
     if args.dry_run:
         show.plan(conversations, base, notes, folder)

@@ -12,7 +12,7 @@ from ia_mech.data.conversations import UNPERTURBED
 from ia_mech.engine.plan import Grid
 from ia_mech.errors import UserError
 from ia_mech.judge.label import UNSEEN
-from ia_mech.rates.load import NOBODY, read_runs
+from ia_mech.rates.load import NO_ANNOTATOR, read_runs
 from ia_mech.run import Run
 
 # Settings of the runs that the perturbed contexts share, so that all runs have to agree in them.
@@ -134,10 +134,10 @@ def compare(base: Base, run: Run, judge: str, left_out: list[str]) -> Compared:
     """
     used = base.contexts[~base.contexts["context_id"].isin(left_out)]
     paths = [*(one.path for one in base.runs), run.path]
-    seen = read_runs(paths, judge, NOBODY)
+    seen = read_runs(paths, judge, NO_ANNOTATOR)
     turns = seen.turns[_compared(seen.turns, base, run, set(used["context_id"]))].copy()
     keys = ["context_id", "temperature", "sample"]
-    held = read_runs([run.path], judge + UNSEEN, NOBODY).turns.set_index(keys)["genuine"]
+    held = read_runs([run.path], judge + UNSEEN, NO_ANNOTATOR).turns.set_index(keys)["genuine"]
     own = turns["genuine"].to_numpy()
     other = held.reindex(pd.MultiIndex.from_frame(turns[keys])).to_numpy()
     perturbed = (turns["perturbation"] != UNPERTURBED).to_numpy()

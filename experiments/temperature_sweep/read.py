@@ -9,7 +9,7 @@ import pandas as pd
 from ia_mech.data.conversations import UNPERTURBED
 from ia_mech.errors import UserError
 from ia_mech.judge.rubric import GENUINE
-from ia_mech.rates.load import NOBODY, read_runs
+from ia_mech.rates.load import NO_ANNOTATOR, read_runs
 from ia_mech.run import Run
 from ia_mech.run.labels import KEY
 
@@ -63,7 +63,7 @@ def read(runs: list[Run], judge: str | None = None) -> Sweep:
         UserError: no (or several) judges, only perturbed contexts, fewer than two sampled
             temperatures, or sources that weren't all sampled at the same ones.
     """
-    judged = read_runs([run.path for run in runs], judge, NOBODY)
+    judged = read_runs([run.path for run in runs], judge, NO_ANNOTATOR)
     notes = list(judged.notes)
     turns = _unperturbed(judged.turns, notes)
     _check_temperatures(turns)

@@ -35,8 +35,8 @@ from ia_mech.collect.preflight import (
     without_response,
     write_snapshot,
 )
+from ia_mech.collect.progress import Work
 from ia_mech.collect.rows import ContextResult, PreparedContext, tables
-from ia_mech.collect.work import Work
 from ia_mech.data.conversations import UNPERTURBED, Conversation
 from ia_mech.display import Progress
 from ia_mech.engine.capture import find_blocks

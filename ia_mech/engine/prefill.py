@@ -25,7 +25,7 @@ from transformers.cache_utils import (
 )
 
 from ia_mech.engine.capture import ResidualCapture
-from ia_mech.engine.packed import packed_linears
+from ia_mech.engine.packed_weights import packed_linears
 from ia_mech.engine.shared_prefix import BatchSlots, SharedLayer, held, sharing
 from ia_mech.models.load import accepts
 

@@ -22,7 +22,7 @@ from ia_mech.run.labels import KEY
 
 FAILED = "failed"  # the judge gave no category
 EVERY, COMPLETE, CUT_OFF = RESPONSES = ("all", "complete", "cut-off")  # what turns come after
-NOBODY = ""  # no annotator: labels of people are not read
+NO_ANNOTATOR = ""  # no annotator: labels of people are not read
 SUBJECT = ["model", "weights_hash", "perturbation"]  # one table each
 
 
@@ -87,8 +87,8 @@ def read_runs(
     Args:
         paths: the runs' folders.
         judge: whose verdicts; the only judge there if not given.
-        annotator: whose labels; the only annotator there, if any, if not given; :data:`NOBODY` for
-            none.
+        annotator: whose labels; the only annotator there, if any, if not given;
+            :data:`NO_ANNOTATOR` for none.
         responses: ``complete`` keeps only turns after responses that weren't cut off, ``cut-off``
             only those after ones that were.
 
@@ -183,7 +183,7 @@ def _same_judge(runs: list[Run], judge: str) -> dict[str, Any]:
 
 
 def _choose_annotator(runs: list[Run], annotator: str | None) -> str | None:
-    if annotator == NOBODY:
+    if annotator == NO_ANNOTATOR:
         return None
     names = sorted({name for run in runs for name in run.labels.annotators})
     if annotator is None:

@@ -18,8 +18,8 @@ from ia_mech.stats.differences import (
     paired_difference,
 )
 from ia_mech.stats.fold_scores import FoldScores, Replicated
-from ia_mech.stats.hypothesis import holm, kendall, kendall_p, permutation_p
 from ia_mech.stats.intervals import Estimate, wilson, zero_events_bound
+from ia_mech.stats.significance import holm, kendall, kendall_p, permutation_p
 
 __all__ = [
     "IMPOSSIBLE",

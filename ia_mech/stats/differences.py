@@ -9,7 +9,6 @@ from scipy.optimize import brentq
 from scipy.special import stdtr, stdtrit
 
 from ia_mech.stats.clusters import cluster_mean
-from ia_mech.stats.hypothesis import sign_flip_p, source_permutation_p
 from ia_mech.stats.intervals import (
     Estimate,
     check_level,
@@ -20,6 +19,7 @@ from ia_mech.stats.intervals import (
     zero_events_bound,
 )
 from ia_mech.stats.resampling import as_column, source_index
+from ia_mech.stats.significance import sign_flip_p, source_permutation_p
 
 P_RANGE = (1e-12, 0.99)  # where an interval is inverted for its p value; above it p is 1
 

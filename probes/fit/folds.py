@@ -17,7 +17,7 @@ from itertools import groupby
 import numpy as np
 
 from ia_mech.stats import permutation_p
-from probes.outcome import Outcome
+from probes.targets import Outcome
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from probes.fit.solvers import (
     platt,
     project,
 )
-from probes.outcome import Outcome
+from probes.targets import Outcome
 
 DIGITS = 9  # of log-odds: contexts with equal states tie, though their last bits may differ
 

@@ -14,7 +14,7 @@ from probes.analysis import Analysis, Settings, analyse
 from probes.card import Probe
 from probes.dataset import ProbeSet, read
 from probes.report.conclusion import conclude
-from probes.report.keep import Kept
+from probes.report.files import Kept
 
 PLAN = Plan("signal", contexts=60, layers=2, informative_layer=1, d_model=16)
 SETTINGS = Settings(permutations=19, resamples=20, workers=1)
@@ -39,7 +39,7 @@ def data(original, tmp_path) -> ProbeSet:
 @pytest.fixture
 def kept(data, analysis, monkeypatch) -> Kept:
     """Written once; its pictures aren't drawn."""
-    monkeypatch.setattr("probes.report.keep.save_figure", blank)
+    monkeypatch.setattr("probes.report.files.save_figure", blank)
     kept = Kept.place(data, SETTINGS, "mine")
     kept.write(analysis, conclude(analysis))
     return kept

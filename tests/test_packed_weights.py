@@ -5,8 +5,8 @@ import tiny
 import torch
 from torch import nn
 
-from ia_mech.engine import packed
-from ia_mech.engine.packed import packed_linears
+from ia_mech.engine import packed_weights
+from ia_mech.engine.packed_weights import packed_linears
 
 
 @pytest.mark.parametrize("rows", [1, 13, 33, 64, 200])
@@ -41,7 +41,7 @@ def test_other_dtypes_big_models_and_replaced_forwards_are_left_alone(monkeypatc
     with packed_linears(hooked):
         assert hooked.forward is mine
     assert hooked.forward is mine
-    monkeypatch.setattr(packed, "MOST_BYTES", 8 * 8 * 4 - 1)
+    monkeypatch.setattr(packed_weights, "MOST_BYTES", 8 * 8 * 4 - 1)
     big = nn.Linear(8, 8)
     with packed_linears(big):
         assert "forward" not in vars(big)

@@ -7,7 +7,7 @@ import pytest
 from scipy.stats import permutation_test
 
 from ia_mech.stats import holm, permutation_p
-from ia_mech.stats.hypothesis import sign_flip_p, source_permutation_p
+from ia_mech.stats.significance import sign_flip_p, source_permutation_p
 
 
 def test_holm_equals_its_definition():

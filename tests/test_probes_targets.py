@@ -5,7 +5,7 @@ import pytest
 
 from ia_mech.errors import UserError
 from ia_mech.judge.rubric import ASSESSED, CANNOT_ASSESS, GENUINE
-from probes.outcome import FAILURES, Target, counts_of, parse_target
+from probes.targets import FAILURES, Target, counts_of, parse_target
 
 NEW, LOOP, FAILED = "new_topic", "degenerate", "failed"
 
