@@ -4,8 +4,11 @@ import argparse
 import contextlib
 import io
 import os
+import signal
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import NoReturn
 
 from ia_mech.errors import UserError
@@ -45,18 +48,45 @@ def guarded(body: Callable[[], None], interrupted: Callable[[], str]) -> int:
 
 
 def _status(body: Callable[[], None], interrupted: Callable[[], str]) -> int:
-    try:
-        body()
-    except UserError as error:
-        return refuse(str(error))
-    except BrokenPipeError:
-        raise
-    except OSError as error:
-        return refuse(f"{error}; check the path, its permissions and the space on its disk")
-    except KeyboardInterrupt:
-        print(f"\ninterrupted; {interrupted()}", file=sys.stderr)
-        return 130
+    with _interrupts() as pressed:
+        try:
+            body()
+        except BrokenPipeError:
+            raise
+        except (Exception, KeyboardInterrupt) as error:
+            # Ctrl-C while torch or transformers are imported arrives as an error of theirs.
+            if pressed or isinstance(error, KeyboardInterrupt):
+                print(f"\ninterrupted; {interrupted()}", file=sys.stderr)
+                return 130
+            if isinstance(error, UserError):
+                return refuse(str(error))
+            if isinstance(error, OSError):
+                return refuse(f"{error}; check the path, its permissions and the space on its disk")
+            raise
     return 0
+
+
+@contextlib.contextmanager
+def _interrupts() -> Iterator[list[int]]:
+    """A list that is empty until Ctrl-C is pressed, which raises ``KeyboardInterrupt`` as usual.
+
+    Nothing changes outside the main thread, or where Ctrl-C already does something else.
+    """
+    pressed: list[int] = []
+
+    def press(number: int, frame: FrameType | None) -> None:
+        pressed.append(number)
+        raise KeyboardInterrupt
+
+    main = threading.current_thread() is threading.main_thread()
+    if not main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield pressed
+        return
+    signal.signal(signal.SIGINT, press)
+    try:
+        yield pressed
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _closed_pipe() -> int:

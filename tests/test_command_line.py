@@ -5,6 +5,7 @@ import json
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import unicodedata
@@ -14,6 +15,7 @@ import pytest
 import torch
 from shell import Outcome, call, files, refusal
 
+from ia_mech.cli import guarded
 from ia_mech.collect import command as command_line
 from ia_mech.collect import job
 from ia_mech.collect.command import build_parser
@@ -543,3 +545,15 @@ def test_threads_are_recorded_and_set_back(tiny_model_dir, tmp_path):
     sessions = json.loads((run.path / "manifest.json").read_text())["sessions"]
     assert sessions[0]["threads"] == before + 1
     assert run.path == command_line.sample(tmp_path / "run", threads=before, **settings).path
+
+
+def test_an_interrupt_that_a_library_turns_into_an_error_of_its_own_is_an_interrupt(capsys):
+    def importing() -> None:
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt:
+            raise ImportError("initialization failed") from None
+
+    assert guarded(importing, lambda: "nothing was kept") == 130
+    assert capsys.readouterr().err == "\ninterrupted; nothing was kept\n"
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

@@ -67,7 +67,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="of the runs', besides greedy (default: 1 if they have it)",
     )
     parser.add_argument(
-        "--samples", type=whole_from(1), metavar="N", help="per temperature (default: 4)"
+        "--samples",
+        type=whole_from(1),
+        metavar="N",
+        help="per temperature (default: 4, or the run's)",
     )
     parser.add_argument(
         "--dry-run", action="store_true", help="show what would be sampled, and stop"

@@ -10,11 +10,14 @@ What needs torch is imported late, so that ``--help`` and a mistyped flag answer
 """
 
 import argparse
+import json
+import os
 from datetime import date
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from ia_mech.cli import Parser, guarded, tolerant_streams, whole_from
+from ia_mech.errors import UserError
 from ia_mech.models import embedded
 
 if TYPE_CHECKING:
@@ -58,9 +61,9 @@ class _Help(argparse.Action):
         parser.exit()
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """The command line, in groups."""
-    parser = Parser(
+def build_parser(kind: type[Parser] = Parser) -> Parser:
+    """The command line, in groups; ``kind`` says how mistakes are refused."""
+    parser = kind(
         prog="python -m ia_mech.sample",
         usage="python -m ia_mech.sample [flags]",
         description=DESCRIPTION,
@@ -281,7 +284,6 @@ def parse_config(args: argparse.Namespace) -> "SampleConfig":
     from ia_mech.collect.config import SampleConfig
     from ia_mech.data.formats import ColumnMap
     from ia_mech.engine.plan import Grid
-    from ia_mech.errors import UserError
     from ia_mech.models.load import ModelSpec
 
     if not args.contrasts and (args.swaps is not None or args.score_generations):
@@ -349,6 +351,13 @@ def main(argv: list[str] | None = None) -> int:
     return guarded(body, lambda: _kept(out))
 
 
+class _Raising(Parser):
+    """A parser for callers from Python: it raises instead of ending the process."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(message, "see help(ia_mech.sample)")
+
+
 def sample(
     out: str | Path | None = None, *, progress: "Progress | None" = None, **settings: Any
 ) -> "Run":
@@ -358,7 +367,8 @@ def sample(
         out: the run's folder; ``cache/<model>-<dataset>-<hash>`` if None.
         progress: shows what is done; :class:`ia_mech.display.Bar` draws a bar. None shows nothing.
         settings: the command's flags with underscores, and their values: ``limit=6``,
-            ``dataset="chats.jsonl"``, ``temperatures=[0.7, 1.0]``, ``contrasts=True``.
+            ``dataset="chats.jsonl"``, ``temperatures=[0.7, 1.0]``, ``contrasts=True``. None and
+            False mean the default, as when a flag isn't given; all conversations are ``"all"``.
 
     Returns:
         The finished run.
@@ -368,9 +378,8 @@ def sample(
         UserError: a value, data, a model or a folder that can't be used.
     """
     from ia_mech.display import Quiet
-    from ia_mech.errors import UserError
 
-    parser = build_parser()
+    parser = build_parser(_Raising)
     flags = {action.dest for action in parser._actions} - {"help", "help_all", "dry_run", "out"}
     words = []
     for name, value in settings.items():
@@ -384,10 +393,6 @@ def sample(
         elif value is not None and value is not False:
             words.append(f"{flag}={value}")
 
-    def refuse(message: str) -> None:
-        raise UserError(message, "see help(ia_mech.sample)")
-
-    parser.error = refuse  # type: ignore[method-assign,assignment]
     args = parser.parse_args(words)
     config = parse_config(args)
     return _run(config, Path(out or config.folder()), progress or Quiet(), args)
@@ -400,6 +405,11 @@ def _run(
 
     from ia_mech.collect.job import make_run
 
+    most = 4 * (os.cpu_count() or 1)  # more are only slower, and very many stop the machine
+    if args.threads is not None and args.threads > most:
+        raise UserError(
+            f"--threads {args.threads} is too much for this machine", f"give 1 to {most}"
+        )
     before = torch.get_num_threads()
     torch.set_num_threads(args.threads or before)
     try:
@@ -432,11 +442,10 @@ def _dry_run(config: "SampleConfig", out: Path) -> None:
 
 def _kept(out: Path | None) -> str:
     """What an interrupted run has on the disk."""
-    from ia_mech.run import layout
-
     parts = []
-    if out is not None and (out / layout.MANIFEST).is_file():
-        parts = layout.read_json(out / layout.MANIFEST)["parts"]
+    if out is not None and (out / "manifest.json").is_file():
+        # Without ia_mech.run, which imports torch: perhaps its import was interrupted.
+        parts = json.loads((out / "manifest.json").read_text())["parts"]
     done = {
         kind: sum(part["contexts"] for part in parts if part["kind"] == kind)
         for kind in ("responses", "contexts")

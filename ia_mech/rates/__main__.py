@@ -86,14 +86,6 @@ def _rates(args: argparse.Namespace) -> None:
     judged = read_runs(args.runs, args.judge, args.annotator, args.responses)
     options = {key: getattr(args, key) for key in ("level", "resamples", "seed")}
     found = estimates(judged, **options)
-    screen = console()
-    print_rates(screen, judged, found)
-    if args.examples:
-        for run in judged.runs:
-            examples = examples_by_category(
-                run, judged.judge, args.examples, args.seed, responses=args.responses
-            )
-            print_examples(screen, examples, of=str(run.path) if len(judged.runs) > 1 else "")
     own, pooled = comparisons(found)
     about = {
         "runs": [str(run.path) for run in judged.runs],
@@ -108,6 +100,14 @@ def _rates(args: argparse.Namespace) -> None:
     for kind, path in files.items():
         write_table(found, path, kind, about)
         print(f"wrote {path}", file=sys.stderr)
+    screen = console()
+    print_rates(screen, judged, found)
+    if args.examples:
+        for run in judged.runs:
+            examples = examples_by_category(
+                run, judged.judge, args.examples, args.seed, responses=args.responses
+            )
+            print_examples(screen, examples, of=str(run.path) if len(judged.runs) > 1 else "")
 
 
 def _check_files(files: dict[str, Path]) -> None:
