@@ -116,6 +116,12 @@ def test_the_estimates_of_a_run_are_means_of_what_it_stores(plain):
     assert beats[beats["temperature"] == 1.0]["value"].item() == pytest.approx(np.mean(shares))
 
 
+def test_references_that_two_runs_score_in_the_same_contexts_are_refused(sampled, plain):
+    again = sampled(contrasts=False, grid=replace(GRID, seed=1))
+    with pytest.raises(UserError, match=r"score \d+ of the same follow-ups in the same contexts"):
+        read([plain, again])
+
+
 # -- generations and their labels ---------------------------------------------------------------
 
 

@@ -67,7 +67,8 @@ def read(runs: list[Run], judge: str | None = None) -> Scored:
         judge: whose verdicts on generations; the only judge if there is one.
 
     Raises:
-        UserError: a run without scores, no reference turn at all, or a judge that isn't there.
+        UserError: a run without scores, no reference turn at all, two runs that hold the same
+            references after the same contexts, or a judge that isn't there.
     """
     for run in runs:
         if not run.score_temperatures:
@@ -81,10 +82,25 @@ def read(runs: list[Run], judge: str | None = None) -> Scored:
             "no context has a reference turn: the data doesn't say what users said next",
             "give runs of conversations with a later user turn (--followup-column)",
         )
+    _refuse_repeated(scored.frame)
     candidates = _candidates(scored)
     notes = _notes(runs, scored.frame, candidates)
     generations, judge = _generations(runs, judge, notes)
     return Scored(runs, scored, candidates, generations, judge, notes)
+
+
+def _refuse_repeated(frame: pd.DataFrame) -> None:
+    """Refuse references that two runs score in the same context: they would count twice."""
+    columns = ["token_ids", "reference_token_ids"]
+    keys = frame[columns].map(tuple).agg(tuple, axis=1)
+    again = keys.duplicated()
+    if again.any():
+        first = frame.loc[keys == keys[again].iloc[0], "run"].iloc[0]
+        other = frame.loc[again, "run"].iloc[0]
+        raise UserError(
+            f"{first} and {other} score {again.sum()} of the same follow-ups in the same contexts",
+            "give one of them",
+        )
 
 
 def references_of(runs: list[Run]) -> References | None:
