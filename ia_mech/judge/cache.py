@@ -113,7 +113,7 @@ class VerdictCache:
                 if "key" in value:
                     known = {k: v for k, v in value["verdict"].items() if k in _FIELDS}
                     self._verdicts[value["key"]] = Verdict(**known)
-            except (ValueError, TypeError, KeyError, AttributeError) as error:
+            except (ValueError, RecursionError, TypeError, KeyError, AttributeError) as error:
                 if self._lock is not None:
                     self._lock.release()
                 raise UserError(
