@@ -232,7 +232,7 @@ def test_little_memory_is_taken_before(case, monkeypatch):
 
 def test_the_limits_are_in_the_refusals():
     assert refusal(ENDLESS["text"][0]) == (
-        "the model's chat template writes more than 1,000,110 characters for a dialogue of 11 "
+        "the chat template writes more than 1,000,110 characters for a dialogue of 11 "
         "characters; use a model with another chat template, or correct this one"
     )
     assert "makes more than 50,005,500 characters for" in refusal(ENDLESS["product"][0])
@@ -288,5 +288,5 @@ def test_long_dialogues_are_within_the_limits():
 
 
 def test_a_format_is_not_derived_from_an_endless_template():
-    with pytest.raises(UserError, match="the model's chat template makes more than"):
+    with pytest.raises(UserError, match="the chat template makes more than"):
         ChatFormat(with_template(ENDLESS["product"][0]))

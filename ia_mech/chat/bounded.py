@@ -86,7 +86,7 @@ class _Meter(threading.local):
     def refusal(self, problem: str) -> UserError:
         """What ends this text. The compiler, which computes constants, drops what they raise."""
         self.refused = self.refused or UserError(
-            f"the model's chat template {problem} for a dialogue of {self.characters:,} characters",
+            f"the chat template {problem} for a dialogue of {self.characters:,} characters",
             "use a model with another chat template, or correct this one",
         )
         return self.refused
