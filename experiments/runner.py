@@ -99,8 +99,7 @@ class Experiment:
             usage="%(prog)s RUN [RUN …] [options]",
             description=self.description,
             epilog=f"Method: docs/{self.name.replace('_', '-')}.md. Intervals are over sources.\n"
-            + fill(f"Written: {ESTIMATES} (every number, one per row), {self.written}.", 100)
-            + "\nExit status: 0 done, 2 bad input (one line), 130 interrupted.",
+            + fill(f"Written: {ESTIMATES} (every number, one per row), {self.written}.", 100),
         )
         parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's folder")
         judge = "whose verdicts (default: the only judge)"

@@ -13,12 +13,23 @@ from typing import NoReturn
 
 from ia_mech.errors import UserError
 
+NOTHING = 3  # the exit status of a command that ended as it should, with nothing usable
+
+# In the help of every command; docs/reliability.md says more.
+STATUSES = """\
+exit status: 0 done, 1 a bug, 2 bad input, 3 nothing usable, 130 interrupted, 141 output closed
+"""
+
 
 class Parser(argparse.ArgumentParser):
-    """A parser that keeps the line breaks of its texts and refuses in one line."""
+    """A parser that keeps the line breaks of its texts and refuses in one line.
+
+    Its help ends with the exit statuses.
+    """
 
     def __init__(self, *args, **options) -> None:
         options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
+        options["epilog"] = "\n".join([*options.get("epilog", "").splitlines(), STATUSES])
         super().__init__(*args, **options)
 
     def error(self, message: str) -> NoReturn:
@@ -33,11 +44,13 @@ class Parser(argparse.ArgumentParser):
         super().exit(status, message)
 
 
-def guarded(body: Callable[[], None], interrupted: Callable[[], str]) -> int:
+def guarded(body: Callable[[], int | None], interrupted: Callable[[], str]) -> int:
     """Run the body of a command; returns the exit status.
 
-    0: done. 2: bad input, which one line on stderr explains. 130: interrupted, with what
-    ``interrupted()`` says was kept. 141: whoever read the output, such as ``head``, has closed it.
+    That is what the body returns, with None for 0; ``NOTHING`` if nothing usable came out. 2: bad
+    input, which one line on stderr explains. 130: interrupted, with what ``interrupted()`` says was
+    kept. 141: whoever read the output, such as ``head``, has closed it. A bug's exception is passed
+    on, and Python ends with 1.
     """
     try:
         status = _status(body, interrupted)
@@ -47,10 +60,10 @@ def guarded(body: Callable[[], None], interrupted: Callable[[], str]) -> int:
         return _closed_pipe()
 
 
-def _status(body: Callable[[], None], interrupted: Callable[[], str]) -> int:
+def _status(body: Callable[[], int | None], interrupted: Callable[[], str]) -> int:
     with _interrupts() as pressed:
         try:
-            body()
+            return body() or 0
         except BrokenPipeError:
             raise
         except (Exception, KeyboardInterrupt) as error:
@@ -63,7 +76,6 @@ def _status(body: Callable[[], None], interrupted: Callable[[], str]) -> int:
             if isinstance(error, OSError):
                 return refuse(f"{error}; check the path, its permissions and the space on its disk")
             raise
-    return 0
 
 
 @contextlib.contextmanager

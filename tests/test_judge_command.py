@@ -388,5 +388,5 @@ def test_an_interrupt_says_what_is_kept(judge, run, monkeypatch):
     monkeypatch.setattr(RulesJudge, "verdict", interrupted)
     outcome = judge("run", run.path)
     assert outcome.status == 130 and outcome.out == ""
-    assert outcome.err.splitlines()[-1] == "interrupted; verdicts that were paid for are kept"
+    assert outcome.err.splitlines()[-1] == "interrupted; no file was left half-written"
     assert run.labels.judges == []

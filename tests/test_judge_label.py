@@ -66,6 +66,8 @@ def test_rows_are_those_of_the_generations_in_their_order(run, label):
     assert rows["item"].nunique() == ROWS and rows["item"].str.fullmatch("[0-9a-f]{16}").all()
     assert set(rows["repeat"]) == {0} and set(rows["status"]) == {"judged"}
     assert run.labels.record("judgements", "fake") == {
+        "run": run.identity_digest,
+        "origins": [],
         "identity": judge.identity,
         "identity_hash": identity_hash(judge.identity),
         "rubric": {"version": VERSION, "hash": rubric_hash()},

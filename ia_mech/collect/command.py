@@ -38,7 +38,7 @@ examples:
   python -m ia_mech.sample --dataset chats.jsonl --limit all           your own conversations
   python -m ia_mech.sample --model Qwen/Qwen3-0.6B --dataset gsm8k --response generate
 The same command goes on with an interrupted run. --help-all lists all flags; docs/sampling.md
-explains them. Exit status: 0 done, 2 bad input, 130 interrupted.
+explains them.
 """
 
 # What --help shows; --help-all shows every flag.

@@ -37,12 +37,14 @@ def main(argv: list[str] | None = None) -> int:
     tolerant_streams()
     args = build_parser().parse_args(argv)
 
-    def body() -> None:
+    def body() -> int | None:
         # Imported late, so that --help and a mistyped flag are answered at once.
         module, function = args.function.split(":")
-        getattr(importlib.import_module(module), function)(args)
+        return getattr(importlib.import_module(module), function)(args)
 
-    return guarded(body, lambda: "verdicts that were paid for are kept")
+    cached = getattr(args, "judge", None) in ("llm", "hf")
+    kept = "verdicts so far are kept" if cached else "no file was left half-written"
+    return guarded(body, lambda: kept)
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ia_mech.cli import one_line
+from ia_mech.cli import NOTHING, one_line
 from ia_mech.display import Bar, console
 from ia_mech.errors import UserError
 from ia_mech.judge.label import check_finished, items_of, judge_items, make_judge, print_plan
@@ -628,8 +628,11 @@ def report(run: Run, found: Agreement) -> str:
     return json.dumps(content, indent=1, ensure_ascii=False) + "\n"
 
 
-def check(args: argparse.Namespace) -> None:
-    """``python -m ia_mech.judge check``: judge a file's turns, and compare with its annotations."""
+def check(args: argparse.Namespace) -> int:
+    """``python -m ia_mech.judge check``: judge a file's turns, and compare with its annotations.
+
+    Returns the exit status.
+    """
     rows = _read_turns(args.file)
     if args.out is not None:
         refuse_existing([args.out])
@@ -639,7 +642,7 @@ def check(args: argparse.Namespace) -> None:
         raise UserError("check compares one verdict per turn", "drop --repeats")
     if args.dry_run:
         print_plan(judge, items, args)
-        return
+        return 0
     options = {"replay": args.replay, "retry_failed": args.retry_failed}
     verdicts, _ = judge_items(items, judge, Bar(), **options)
     found = [verdicts[item, 0] for item in items]
@@ -674,6 +677,7 @@ def check(args: argparse.Namespace) -> None:
         ]
         write_files({args.out: "".join(lines).encode()})
         print(f"verdicts: {args.out}")
+    return 0 if any(verdict.status == JUDGED for verdict in found) else NOTHING
 
 
 def _read_turns(path: Path) -> list[dict[str, Any]]:

@@ -18,7 +18,7 @@ import pandas as pd
 from rich.markup import escape
 from rich.table import Table
 
-from ia_mech.cli import one_line
+from ia_mech.cli import NOTHING, one_line
 from ia_mech.data.conversations import UNPERTURBED, UNPERTURBED_RESPONSE
 from ia_mech.display import Bar, Progress, console
 from ia_mech.errors import UserError
@@ -233,8 +233,11 @@ def label_run(
     verdicts, cached = judge_items(items, judge, progress, **options)
     rows = _rows(run, items, verdicts, cached)
     record = {
+        "run": run.identity_digest,
         "identity": judge.identity,
         "identity_hash": identity_hash(judge.identity),
+        # Of the servers that answered; none for verdicts of earlier versions.
+        "origins": sorted({verdict.origin for verdict in verdicts.values()} - {""}),
         "rubric": {"version": VERSION, "hash": rubric_hash()},
         "repeats": options.get("repeats", 1),
         "unperturbed": unperturbed,
@@ -278,15 +281,15 @@ _SERVER = ("base_url", "api_key_env", "mode", "concurrency", "timeout", "retries
 _ONLY = {"llm": (*_SERVER, "param", "price"), "hf": ("device", "force")}
 
 
-def run(args: argparse.Namespace) -> None:
-    """``python -m ia_mech.judge run``."""
+def run(args: argparse.Namespace) -> int:
+    """``python -m ia_mech.judge run``; returns its exit status."""
     there = Run.open(args.run)
     name = check_name(args.name or _default_name(args) + UNSEEN * args.unperturbed)
     items = items_of(there, unperturbed=args.unperturbed)
     judge = make_judge(args, items, there)
     if args.dry_run:
         print_plan(judge, items, args)
-        return
+        return 0
     begun = time.monotonic()
     path = label_run(
         there,
@@ -304,10 +307,11 @@ def run(args: argparse.Namespace) -> None:
     if judge.caveat:
         console().print(escape(judge.caveat), soft_wrap=True)
     print(f"verdicts: {path}")
-    if (rows["status"] == JUDGED).any():
-        print(f"next: python -m ia_mech.rates {shlex.quote(str(args.run))}")
-    else:
+    if not (rows["status"] == JUDGED).any():
         print("no turn could be judged, for the reasons above: fix them, and add --retry-failed")
+        return NOTHING
+    print(f"next: python -m ia_mech.rates {shlex.quote(str(args.run))}")
+    return 0
 
 
 def make_judge(args: argparse.Namespace, items: Sequence[Item], run: Run | None = None) -> Judge:

@@ -332,6 +332,7 @@ def import_sheet(run: Run, file: Path, annotator: str, *, replace: bool = False)
         for stratum in [places[item]["stratum"]]
     ]
     record = {
+        "run": run.identity_digest,
         "annotator": annotator,
         "sheet": sheet,
         "judge": key["judge"],

@@ -26,7 +26,6 @@ Methods: docs/statistics.md
 EPILOG = """\
 example:
   python -m ia_mech.rates cache/RUN-* --judge gpt-5-mini --annotator anna --parquet rates.parquet
-exit status: 0 done, 2 bad input (one line says what and what to do), 130 interrupted
 """
 
 
