@@ -69,8 +69,12 @@ class StubServer:
         self._http.daemon_threads = True
 
     @property
+    def origin(self) -> str:
+        return f"http://127.0.0.1:{self._http.server_port}"
+
+    @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self._http.server_port}/v1"
+        return f"{self.origin}/v1"
 
     def __enter__(self) -> "StubServer":
         threading.Thread(target=self._http.serve_forever, args=(0.01,), daemon=True).start()
