@@ -15,7 +15,7 @@ import pytest
 import torch
 from shell import Outcome, call, files, refusal
 
-from ia_mech.cli import guarded
+from ia_mech.cli import NOTHING, STATUSES, Parser, guarded
 from ia_mech.collect import command as command_line
 from ia_mech.collect import job
 from ia_mech.collect.command import build_parser
@@ -557,3 +557,21 @@ def test_an_interrupt_that_a_library_turns_into_an_error_of_its_own_is_an_interr
     assert guarded(importing, lambda: "nothing was kept") == 130
     assert capsys.readouterr().err == "\ninterrupted; nothing was kept\n"
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_command_may_say_that_nothing_usable_came_out():
+    assert guarded(lambda: NOTHING, lambda: "") == NOTHING == 3
+    assert guarded(lambda: None, lambda: "") == guarded(lambda: 0, lambda: "") == 0
+    described = Parser(epilog="the end").format_help()
+    assert f"the end\n{STATUSES}" in described
+
+
+@pytest.mark.parametrize("package", ["experiments", "probes"])
+def test_a_package_that_is_no_command_names_its_commands(package):
+    done = subprocess.run([sys.executable, "-m", package], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    (line,) = done.stderr.splitlines()
+    named = re.findall(rf"python -m {package}\.(\w+)", line)
+    folder = Path(__file__).parent.parent / package
+    there = {path.parent.name for path in folder.glob("*/__main__.py")} or {"train", "transfer"}
+    assert line.startswith("error: ") and set(named) == there

@@ -13,6 +13,7 @@ from runs import sampled
 from shell import call, files, refusal
 from stub_server import StubServer, completion
 
+from ia_mech.cli import NOTHING
 from ia_mech.collect.config import SampleConfig
 from ia_mech.display import Quiet
 from ia_mech.engine.plan import Grid
@@ -189,6 +190,24 @@ def test_failures_are_counted_and_told(judge, run):
     assert outcome.status == 0 and failed > 0
     assert sum(int(line[-1]) for line in cells(outcome.out)) == failed
     assert f"\n{failed} refused: I can't [bold]help[/bold]�[2J ({failed})\n" in outcome.out
+
+
+def test_a_run_without_a_usable_verdict_has_a_status_of_its_own(judge, run, turns, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", SECRET)
+    answers = ["hm", f"my key is {SECRET[:20]}…"]
+    with StubServer(lambda body, n: completion(answers[n % 2])) as stub:
+        server = (*LLM, "--base-url", stub.url, "--api-key-env", "OPENAI_API_KEY")
+        for again in ((), ("--retry-failed",)):
+            outcome = judge("run", run.path, *server, *again)
+            assert outcome.status == NOTHING == 3
+            assert outcome.out.splitlines()[-1].startswith("no turn could be judged")
+        assert judge("run", run.path, *server, "--dry-run").status == 0
+        assert judge("check", turns, *server).status == NOTHING
+    record = run.labels.record("judgements", "some-model")
+    assert record["origins"] == [stub.origin] and record["run"] == run.identity_digest
+    assert "my key is [key]" in outcome.out and SECRET[:8] not in outcome.out + outcome.err
+    kept = [path.read_bytes() for path in run.path.rglob("*.parquet")]
+    assert not [content for content in kept if SECRET[:8].encode() in content]
 
 
 # -- check --------------------------------------------------------------------------------------

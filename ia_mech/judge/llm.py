@@ -451,7 +451,7 @@ class Server:
             self._refuse_endpoint("answers with a web page, which is no chat completion")
         self.broken += 1
         if not start:
-            raise Failed("empty", "the server's answer has no content")
+            raise Failed("empty", "the server's answer has no content that can be read")
         quoted = one_line(start.decode("utf-8", "replace"), 100)
         described = f"the server's answer is no chat completion ({problem or 'other JSON'}): "
         raise Failed("unparsable", self.scrub(one_line(f"{described}{quoted}", QUOTED)))
