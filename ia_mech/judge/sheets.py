@@ -36,7 +36,7 @@ from ia_mech.errors import UserError
 from ia_mech.judge.label import items_of
 from ia_mech.judge.rubric import NAMES, VERSION, rubric_hash
 from ia_mech.judge.verdict import JUDGED, Item, Verdict
-from ia_mech.run import Run, layout
+from ia_mech.run import Run, integrity
 from ia_mech.run.labels import KEY, check_name
 
 COLUMNS = ("item", "query", "response", "response_complete", "user_turn", "category", "note")
@@ -265,7 +265,7 @@ def write_files(contents: dict[Path, bytes], *, replace: bool = False) -> None:
         for path in contents:
             os.replace(scratch[path], path)
             placed.append(path)
-            layout.fsync_folder(path.parent)
+            integrity.fsync_folder(path.parent)
     except BaseException:
         for path in placed if not replace else ():
             path.unlink(missing_ok=True)
