@@ -280,7 +280,7 @@ _ONLY = {"llm": (*_SERVER, "param", "price"), "hf": ("device", "force")}
 
 def run(args: argparse.Namespace) -> None:
     """``python -m ia_mech.judge run``."""
-    there = Run.open(args.run)
+    there = Run.open(args.run, verify=args.verify)
     name = check_name(args.name or _default_name(args) + UNSEEN * args.unperturbed)
     items = items_of(there, unperturbed=args.unperturbed)
     judge = make_judge(args, items, there)

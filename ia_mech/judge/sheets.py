@@ -511,7 +511,7 @@ def _check_texts(run: Run, sheet: str, key: dict[str, Any], labelled: Iterable[s
 
 def export_command(args: argparse.Namespace) -> None:
     """``python -m ia_mech.judge export``."""
-    run = Run.open(args.run)
+    run = Run.open(args.run, verify=args.verify)
     out = args.out
     if out is not None:
         out = out.with_name(re.sub(r"\.(csv|jsonl)$", "", out.name))
@@ -543,7 +543,7 @@ def export_command(args: argparse.Namespace) -> None:
 
 def import_command(args: argparse.Namespace) -> None:
     """``python -m ia_mech.judge import``."""
-    run = Run.open(args.run)
+    run = Run.open(args.run, verify=args.verify)
     path = import_sheet(run, args.file, args.annotator, replace=args.replace)
     labels = Counter(run.labels.annotations(args.annotator)["category"])
     strata = run.labels.record("annotations", args.annotator)["strata"]
