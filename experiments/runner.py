@@ -25,7 +25,7 @@ from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
-from ia_mech.cli import Parser, add_intervals, guarded, one_line, tolerant_streams
+from ia_mech.cli import Parser, add_intervals, add_no_verify, guarded, one_line, tolerant_streams
 from ia_mech.errors import UserError
 
 if TYPE_CHECKING:
@@ -104,6 +104,7 @@ class Experiment:
         parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's folder")
         judge = "whose verdicts (default: the only judge)"
         parser.add_argument("--judge", metavar="NAME", help=judge)
+        add_no_verify(parser)
         self.add_flags(parser)
         parser.add_argument(
             "--out",
@@ -125,7 +126,7 @@ class Experiment:
         from ia_mech.rates.load import open_runs
 
         folder = self.output_folder(args.out, args.runs[0])
-        runs = open_runs(args.runs)
+        runs = open_runs(args.runs, verify=args.verify)
         if not self.several_models:
             check_one_model(runs)
         if not self.perturbed:

@@ -111,6 +111,16 @@ def _closed_pipe() -> int:
     return 128 + 13
 
 
+def add_no_verify(parser: argparse.ArgumentParser) -> None:
+    """``--no-verify``, for commands that read runs: ``args.verify`` is given to ``Run.open``."""
+    parser.add_argument(
+        "--no-verify",
+        dest="verify",
+        action="store_false",
+        help="read the run's files without comparing their content with its hash",
+    )
+
+
 def add_intervals(group: argparse._ArgumentGroup, seed: str) -> None:
     """``--level``, ``--resamples`` and ``--seed``; ``seed`` says what is drawn with it."""
     group.add_argument(

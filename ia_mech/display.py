@@ -158,7 +158,7 @@ def save_figure(figure: Figure, folder: str | Path, stem: str) -> list[Path]:
     """
     from matplotlib import rc_context
 
-    from ia_mech.run.layout import replace_file
+    from ia_mech.run.integrity import replace_file
 
     paths = []
     for kind, metadata in (("png", {"Software": None}), ("svg", {"Date": None})):

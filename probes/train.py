@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ia_mech.cli import Parser, add_intervals, guarded, tolerant_streams, whole_from
+from ia_mech.cli import Parser, add_intervals, add_no_verify, guarded, tolerant_streams, whole_from
 from probes.fit.solvers import ESTIMATORS
 
 if TYPE_CHECKING:
@@ -60,6 +60,7 @@ def add_subject(parser: argparse.ArgumentParser) -> None:
     """What is probed, and by what: runs, judge, target, positions, layers, estimator."""
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a judged run's folder")
     parser.add_argument("--judge", metavar="NAME", help="whose verdicts (default: the only judge)")
+    add_no_verify(parser)
     parser.add_argument(
         "--target",
         default="rate",
@@ -151,7 +152,7 @@ def _train(args: argparse.Namespace) -> None:
     from dataclasses import replace
 
     from ia_mech.display import Bar, console
-    from ia_mech.run import Run
+    from ia_mech.rates.load import open_runs
     from probes.analysis import analyse
     from probes.controls import controls_of
     from probes.dataset import DATASET, check_enough, read
@@ -161,7 +162,8 @@ def _train(args: argparse.Namespace) -> None:
 
     settings = replace(settings_of(args), workers=args.threads)
     # In an order of their own: it doesn't matter in which order runs are given.
-    runs = sorted(args.runs, key=lambda path: (Run(path).identity_digest, str(path)))
+    runs = open_runs(args.runs, verify=args.verify)
+    runs.sort(key=lambda run: (run.identity_digest, str(run.path)))
     data = read(runs, args.judge, args.target, *chosen(args), args.within)
     kept = Kept.place(data, settings, args.out, args.replace, home=args.runs[0])
     target = data.target

@@ -76,7 +76,9 @@ def _transfer(args: argparse.Namespace) -> None:
     from probes.cross_evaluate import cross_evaluate
 
     settings = settings_of(args)
-    data = dataset.read(args.runs, args.judge, args.target, *chosen(args), args.within)
+    data = dataset.read(
+        args.runs, args.judge, args.target, *chosen(args), args.within, verify=args.verify
+    )
     by = args.by or ("run" if len(data.runs) > 1 else "dataset")
     units = units_of(data, by)
     entries, notes = cross_evaluate(data, data.outcome, units, settings, Bar())

@@ -18,7 +18,7 @@ from ia_mech.display import Quiet
 from ia_mech.engine.plan import PREFILL_COST, RESCORE_COST, SCORE_COST, Grid
 from ia_mech.errors import UserError
 from ia_mech.models.load import ModelSpec, Subject, weights_hash
-from ia_mech.run import RunWriter, layout
+from ia_mech.run import RunWriter, integrity, layout
 
 CONFIG = SampleConfig(limit=6, grid=Grid((0.7, 1.0), 2, 8, 0), batch_rows=20)
 
@@ -40,7 +40,7 @@ def test_memory_running_out_is_said_once_recorded_and_survived(
     assert [line for line in progress.lines if "memory" in line] == [
         "out of memory: going on with batches of 10 or fewer"
     ]
-    sessions = layout.read_json(run.path / layout.MANIFEST)["sessions"]
+    sessions = integrity.read_json(run.path / layout.MANIFEST)["sessions"]
     assert sessions[0]["out_of_memory"] == [10, 5]
     for a, b in zip(whole.generations.iloc, run.generations.iloc, strict=True):
         if a["token_ids"].tolist() != b["token_ids"].tolist():
@@ -92,7 +92,7 @@ def test_a_written_response_that_the_template_refuses_is_left_out_and_said(
     assert seen and run.complete
     assert "conversation maths-01 is left out: the template refuses it" in progress.lines
     assert "maths-01" not in set(run.contexts["context_id"]) and len(run.contexts) == 5
-    sessions = layout.read_json(run.path / layout.MANIFEST)["sessions"]
+    sessions = integrity.read_json(run.path / layout.MANIFEST)["sessions"]
     assert sessions[0]["left_out"] == ["maths-01"]
 
 
@@ -119,7 +119,7 @@ def test_logits_that_are_not_numbers_end_the_run_with_nothing_of_them_written(
     monkeypatch.setattr(ia_mech.collect.job, "prefill", broken)
     with pytest.raises(UserError, match=r"logits are not numbers for the context of .* in float32"):
         collect(CONFIG, tiny_subject, tmp_path / "run", progress)
-    parts = layout.read_json(tmp_path / "run" / layout.MANIFEST)["parts"]
+    parts = integrity.read_json(tmp_path / "run" / layout.MANIFEST)["parts"]
     assert [part["kind"] for part in parts] == ["conversations"]
     assert not list((tmp_path / "run").rglob("*.safetensors"))
 

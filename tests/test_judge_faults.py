@@ -286,7 +286,8 @@ def check(fault: Fault, tmp_path, capsys, *, warm: bool, timeout: float) -> None
                     assert verdict.status == expected, (turn, verdict)
                     assert (verdict.category in NAMES) == (expected == "judged")
                     assert bool(verdict.error) == (expected != "judged")
-                    assert verdict.error.isprintable() and verdict.prompt_tokens >= 0
+                    assert verdict.error.isprintable()
+                    assert 0 <= verdict.prompt_tokens <= 200
                 limit = call * most if outcome == "unavailable" else most
             assert all(stub.turns[turn] == 1 for turn in sound)
             assert max(stub.turns[turn] for turn in {i.turn for i in turns} - sound) <= limit

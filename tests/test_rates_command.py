@@ -12,7 +12,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from runs import CONTEXTS
+from runs import CONTEXTS, resealed
 from shell import Outcome, call, refusal
 
 from ia_mech.judge.label import items_of
@@ -22,7 +22,7 @@ from ia_mech.rates.__main__ import build_parser, main
 from ia_mech.rates.compute import COLUMNS, estimates
 from ia_mech.rates.load import read_runs
 from ia_mech.rates.show import examples_by_category
-from ia_mech.run import Run, layout
+from ia_mech.run import Run, integrity
 from ia_mech.run.labels import KEY
 
 CAVEAT = "a heuristic, 0.9 of the time right"
@@ -90,27 +90,22 @@ def rates(capfd, monkeypatch):
 
 def rewrite(run: Run, kind: str, **columns) -> Run:
     """Change columns of ``contexts`` or ``generations``, as another sampling would have."""
-    manifest = json.loads((run.path / "manifest.json").read_text())
-    for part in manifest["parts"]:
-        for name in [name for name in part["files"] if name.startswith(kind)]:
-            table = pq.read_table(run.path / name)
-            for column, value in columns.items():
-                values = [value(old) for old in table[column].to_pylist()]
-                at = table.column_names.index(column)
-                field = table.schema.field(column)
-                table = table.set_column(at, field, pa.array(values, type=field.type))
-            pq.write_table(table, run.path / name)
-            size = (run.path / name).stat().st_size
-            part["files"][name] = {"bytes": size, "sha256": layout.sha256(run.path / name)}
-    layout.write_json(run.path / "manifest.json", manifest)
-    return Run.open(run.path)
+    for path in (run.path / kind).iterdir():
+        table = pq.read_table(path)
+        for column, value in columns.items():
+            values = [value(old) for old in table[column].to_pylist()]
+            at = table.column_names.index(column)
+            field = table.schema.field(column)
+            table = table.set_column(at, field, pa.array(values, type=field.type))
+        pq.write_table(table, path)
+    return resealed(run.path)
 
 
 def with_record(run: Run, change) -> Run:
     record = json.loads((run.path / "run.json").read_text())
     change(record)
-    (run.path / "run.json").write_text(json.dumps(record))
-    return Run.open(run.path)
+    integrity.write_json(run.path / "run.json", record)
+    return resealed(run.path)
 
 
 def refused(outcome: Outcome, *words: str) -> None:
@@ -382,7 +377,7 @@ def test_runs_that_can_not_be_pooled(merged, copy, rates, tmp_path):
     plant(reseeded(second), record={"identity": {"kind": "rules", "threshold": 2}})
     refused(rates(first.path, second.path), "different judges", "--replace")
     manifest = json.loads((first.path / "manifest.json").read_text())
-    layout.write_json(first.path / "manifest.json", manifest | {"complete": False})
+    integrity.write_json(first.path / "manifest.json", manifest | {"complete": False})
     refused(rates(first.path), "still being written", "let the command")
 
 

@@ -29,7 +29,7 @@ from ia_mech.display import Quiet
 from ia_mech.engine.plan import Grid
 from ia_mech.errors import UserError
 from ia_mech.models.load import Subject
-from ia_mech.run import Run, RunWriter, layout
+from ia_mech.run import Run, RunWriter, integrity, layout
 
 # What the child says: it begins, it computes a unit, the unit is on the disk.
 BEGUN, COMPUTING, KEPT = "b", "u", "k"
@@ -280,7 +280,7 @@ class FullDisk:
 
     def __init__(self, patch: pytest.MonkeyPatch, files: float) -> None:
         self.left, self.written = files, 0
-        write_file, write_json = RunWriter._write_file, layout.write_json
+        write_file, write_json = RunWriter._write_file, integrity.write_json
 
         def file(writer, name, data):
             self.count(writer.path / f"{name}.tmp")
@@ -291,7 +291,7 @@ class FullDisk:
             return write_json(path, value)
 
         patch.setattr(RunWriter, "_write_file", file)
-        patch.setattr(layout, "write_json", record)
+        patch.setattr(integrity, "write_json", record)
 
     def count(self, scratch: Path) -> None:
         if self.left <= 0:

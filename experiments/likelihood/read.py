@@ -230,7 +230,7 @@ def _generations(
             f"run {bare}"
         )
         return scored.assign(genuine=np.nan), None
-    judged = read_runs([run.path for run in runs], judge, NO_ANNOTATOR)
+    judged = read_runs(runs, judge, NO_ANNOTATOR)
     keys = ["run", "context_id", "temperature", "sample"]
     labels = judged.turns[[*keys, "genuine"]].assign(run=judged.turns["run"].astype(str))
     notes += [note for note in judged.notes if not note.startswith("runs that were pooled")]

@@ -24,7 +24,7 @@ from ia_mech.judge.rules import RulesJudge
 from ia_mech.judge.verdict import identity_hash
 from ia_mech.likelihood.swaps import SwapSources
 from ia_mech.models.load import ModelSpec, context_limit, load, load_tokenizer_and_config
-from ia_mech.run import Run, layout
+from ia_mech.run import Run, integrity, layout
 
 CONVERSATIONS, RUN = "conversations.jsonl", "run"
 
@@ -193,7 +193,7 @@ def sampled(base: Base, conversations: list[Conversation], folder: Path) -> Run:
 
     folder.mkdir(parents=True, exist_ok=True)
     if not file.is_file() or file.read_text("utf-8") != text:
-        layout.replace_file(file, write)
+        integrity.replace_file(file, write)
     positions = [p for p in base.runs[0].positions if all(p in r.positions for r in base.runs)]
     config = config_of(base, file, tuple(p for p in positions if p.startswith("header_")))
     if (out / layout.RUN).is_file():

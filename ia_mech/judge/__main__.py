@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rich.markup import escape
 
-from ia_mech.cli import Parser, guarded, one_line, tolerant_streams
+from ia_mech.cli import Parser, add_no_verify, guarded, one_line, tolerant_streams
 from ia_mech.display import console
 from ia_mech.judge.rubric import CATEGORIES, ORDER, VERSION
 
@@ -97,6 +97,7 @@ def _add_run(commands) -> None:
         action="store_true",
         help="show the judge the responses as they were before they were perturbed",
     )
+    add_no_verify(parser)
 
 
 def _add_check(commands) -> None:
@@ -203,6 +204,7 @@ def _add_export(commands) -> None:
         help="the sheet without its suffix: .csv and .jsonl (default: a blind name beside the run)",
     )
     parser.add_argument("--name", help="the sheet's name in the run (default: like the file's)")
+    add_no_verify(parser)
 
 
 def _add_import(commands) -> None:
@@ -221,6 +223,7 @@ def _add_import(commands) -> None:
     parser.add_argument(
         "--replace", action="store_true", help="replace labels of this annotator that are there"
     )
+    add_no_verify(parser)
 
 
 def _add_agreement(commands) -> None:
@@ -246,6 +249,7 @@ def _add_agreement(commands) -> None:
     )
     parser.add_argument("--json", type=Path, help="write all figures here")
     parser.add_argument("--csv", type=Path, help="write all disagreements, with texts, here")
+    add_no_verify(parser)
 
 
 if __name__ == "__main__":

@@ -581,7 +581,7 @@ def command(args: argparse.Namespace) -> None:
     for path in (args.json, args.csv):
         if path is not None:
             layout.refuse_inside_run(path)
-    run = Run.open(args.run)
+    run = Run.open(args.run, verify=args.verify)
     found = agreement(run, args.between)
     contents = {}
     if args.json is not None:

@@ -233,7 +233,6 @@ def label_run(
     verdicts, cached = judge_items(items, judge, progress, **options)
     rows = _rows(run, items, verdicts, cached)
     record = {
-        "run": run.identity_digest,
         "identity": judge.identity,
         "identity_hash": identity_hash(judge.identity),
         # Of the servers that answered; none for verdicts of earlier versions.
@@ -283,7 +282,7 @@ _ONLY = {"llm": (*_SERVER, "param", "price"), "hf": ("device", "force")}
 
 def run(args: argparse.Namespace) -> int:
     """``python -m ia_mech.judge run``; returns its exit status."""
-    there = Run.open(args.run)
+    there = Run.open(args.run, verify=args.verify)
     name = check_name(args.name or _default_name(args) + UNSEEN * args.unperturbed)
     items = items_of(there, unperturbed=args.unperturbed)
     judge = make_judge(args, items, there)

@@ -36,7 +36,7 @@ from ia_mech.errors import UserError
 from ia_mech.judge.label import items_of
 from ia_mech.judge.rubric import NAMES, VERSION, rubric_hash
 from ia_mech.judge.verdict import JUDGED, Item, Verdict
-from ia_mech.run import Run, layout
+from ia_mech.run import Run, integrity
 from ia_mech.run.labels import KEY, check_name
 
 COLUMNS = ("item", "query", "response", "response_complete", "user_turn", "category", "note")
@@ -265,7 +265,7 @@ def write_files(contents: dict[Path, bytes], *, replace: bool = False) -> None:
         for path in contents:
             os.replace(scratch[path], path)
             placed.append(path)
-            layout.fsync_folder(path.parent)
+            integrity.fsync_folder(path.parent)
     except BaseException:
         for path in placed if not replace else ():
             path.unlink(missing_ok=True)
@@ -332,7 +332,6 @@ def import_sheet(run: Run, file: Path, annotator: str, *, replace: bool = False)
         for stratum in [places[item]["stratum"]]
     ]
     record = {
-        "run": run.identity_digest,
         "annotator": annotator,
         "sheet": sheet,
         "judge": key["judge"],
@@ -512,7 +511,7 @@ def _check_texts(run: Run, sheet: str, key: dict[str, Any], labelled: Iterable[s
 
 def export_command(args: argparse.Namespace) -> None:
     """``python -m ia_mech.judge export``."""
-    run = Run.open(args.run)
+    run = Run.open(args.run, verify=args.verify)
     out = args.out
     if out is not None:
         out = out.with_name(re.sub(r"\.(csv|jsonl)$", "", out.name))
@@ -544,7 +543,7 @@ def export_command(args: argparse.Namespace) -> None:
 
 def import_command(args: argparse.Namespace) -> None:
     """``python -m ia_mech.judge import``."""
-    run = Run.open(args.run)
+    run = Run.open(args.run, verify=args.verify)
     path = import_sheet(run, args.file, args.annotator, replace=args.replace)
     labels = Counter(run.labels.annotations(args.annotator)["category"])
     strata = run.labels.record("annotations", args.annotator)["strata"]

@@ -12,7 +12,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from ia_mech.cli import Parser, add_intervals, guarded, tolerant_streams, whole_from
+from ia_mech.cli import Parser, add_intervals, add_no_verify, guarded, tolerant_streams, whole_from
 from ia_mech.errors import UserError
 
 DESCRIPTION = """\
@@ -46,6 +46,7 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="KIND",
         help="turns after all (default), complete or cut-off responses",
     )
+    add_no_verify(parser)
     numbers = parser.add_argument_group("intervals")
     add_intervals(numbers, seed="resampling, sign flips and --examples")
     files = parser.add_argument_group("output")
@@ -82,7 +83,7 @@ def _rates(args: argparse.Namespace) -> None:
     from ia_mech.rates.load import read_runs
     from ia_mech.rates.show import examples_by_category, print_examples, print_rates
 
-    judged = read_runs(args.runs, args.judge, args.annotator, args.responses)
+    judged = read_runs(args.runs, args.judge, args.annotator, args.responses, verify=args.verify)
     options = {key: getattr(args, key) for key in ("level", "resamples", "seed")}
     found = estimates(judged, **options)
     own, pooled = comparisons(found)

@@ -57,47 +57,55 @@ class Judged:
     responses: str = EVERY
 
 
-def open_runs(paths: Sequence[str | Path]) -> list[Run]:
+def open_runs(runs: Sequence[str | Path | Run], *, verify: bool = True) -> list[Run]:
     """Finished runs, each once.
+
+    Args:
+        runs: folders, or runs that are open.
+        verify: as for ``Run.open``.
 
     Raises:
         UserError: not a run, an unfinished one, one given twice, or a copy of another.
     """
-    places = [Path(path).resolve() for path in paths]
+    paths = [run.path if isinstance(run, Run) else Path(run) for run in runs]
+    places = [path.resolve() for path in paths]
     for at, place in enumerate(places):
         if place in places[:at]:
             raise UserError(f"{paths[at]} is given twice", "give each run once")
-    runs = [Run.open(path) for path in paths]
-    for at, run in enumerate(runs):
+    found = [run if isinstance(run, Run) else Run.open(run, verify=verify) for run in runs]
+    for at, run in enumerate(found):
         check_finished(run)
-        same = [other for other in runs[:at] if other.identity_digest == run.identity_digest]
+        same = [other for other in found[:at] if other.identity_digest == run.identity_digest]
         if same:
             raise UserError(f"{run.path} is a copy of {same[0].path}", "give each run once")
-    return runs
+    return found
 
 
 def read_runs(
-    paths: Sequence[str | Path],
+    runs: Sequence[str | Path | Run],
     judge: str | None = None,
     annotator: str | None = None,
     responses: str = EVERY,
+    *,
+    verify: bool = True,
 ) -> Judged:
     """Read runs with their labels, and check that they can be reported together.
 
     Args:
-        paths: the runs' folders.
+        runs: folders, or runs that are open.
         judge: whose verdicts; the only judge there if not given.
         annotator: whose labels; the only annotator there, if any, if not given;
             :data:`NO_ANNOTATOR` for none.
         responses: ``complete`` keeps only turns after responses that weren't cut off, ``cut-off``
             only those after ones that were.
+        verify: as for ``Run.open``.
 
     Raises:
         UserError: as :func:`open_runs`; none or several judges or annotators to choose from;
             verdicts or labels that aren't of the run's turns; judges that share a name but not
             their identity; no turn comes after such responses.
     """
-    runs = open_runs(paths)
+    runs = open_runs(runs, verify=verify)
     judge = _choose_judge(runs, judge)
     verdicts = [run.labels.judgements(judge) for run in runs]
     record = _same_judge(runs, judge)

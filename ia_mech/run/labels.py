@@ -6,8 +6,9 @@
     annotations/<annotator>.parquet  one row per annotated user turn
     annotations/sheets/<sheet>.json  which row of a blind sheet is which user turn
 
-Each Parquet file carries a record of who made it (the judge's identity, the annotator's sheet) in
-its metadata under ``ia_mech``. Files are replaced whole: the old one or the new one, never a half.
+Each Parquet file carries a record of who made it (the judge's identity, the annotator's sheet) and
+of which run in its metadata under ``ia_mech``, and a seal. Files are replaced whole: the old one or
+the new one, never a half.
 """
 
 import json
@@ -21,7 +22,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ia_mech.errors import UserError
-from ia_mech.run import layout
+from ia_mech.run import integrity
 
 KEY = ("context_id", "temperature", "sample")  # names a user turn within its run
 
@@ -65,10 +66,20 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 class Labels:
-    """The labels of one run. Reached as ``Run.labels``."""
+    """The labels of one run. Reached as ``Run.labels``.
 
-    def __init__(self, path: Path) -> None:
+    Args:
+        path: the run's folder.
+        run: ``Run.identity_digest``; labels of another run are refused.
+        sealed: whether files without a seal are refused.
+        verify: whether seals are checked.
+    """
+
+    def __init__(self, path: Path, run: str, *, sealed: bool = True, verify: bool = True) -> None:
         self.path = path
+        self._run = run
+        self._sealed = sealed
+        self._verify = verify
 
     @property
     def judges(self) -> list[str]:
@@ -109,12 +120,7 @@ class Labels:
         Raises:
             UserError: there is no such file, or it can't be read.
         """
-        self._check_there(kind, name)
-        try:
-            metadata = pq.read_schema(self._file(kind, name)).metadata or {}
-            return json.loads(metadata.get(_RECORD, b"{}"))
-        except (pa.ArrowException, OSError, ValueError) as error:
-            raise self._unreadable(kind, name, error) from None
+        return self._content(kind, name)[1]
 
     def write_judgements(self, judge: str, rows: list[dict], record: dict[str, Any]) -> Path:
         """Replace the verdicts of a judge; ``record`` says who it is (its identity, no keys)."""
@@ -128,7 +134,7 @@ class Labels:
         """Keep which row of an exported sheet is which user turn."""
         path = self.path / "annotations" / "sheets" / f"{check_name(name)}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
-        layout.write_json(path, key)
+        integrity.write_json(path, key)
         return path
 
     def sheet(self, name: str) -> dict[str, Any]:
@@ -144,7 +150,7 @@ class Labels:
             )
         path = self.path / "annotations" / "sheets" / f"{name}.json"
         try:
-            return layout.read_json(path)
+            return integrity.read_json(path, verify=self._verify)
         except ValueError as error:
             raise UserError(f"{path} is damaged ({error})", "export another sheet") from None
 
@@ -154,15 +160,26 @@ class Labels:
         return self.path / kind / f"{check_name(name)}.parquet"
 
     def _read(self, kind: str, name: str, schema: pa.Schema) -> pd.DataFrame:
-        self._check_there(kind, name)
-        try:
-            frame = pq.read_table(self._file(kind, name)).to_pandas()
-        except (pa.ArrowException, OSError, ValueError) as error:
-            raise self._unreadable(kind, name, error) from None
+        frame = self._content(kind, name)[0].to_pandas()
         missing = [column for column in schema.names if column not in frame]
         if missing:
             raise self._unreadable(kind, name, f"no column {', '.join(missing)}")
         return frame.astype({"genuine": "boolean"})
+
+    def _content(self, kind: str, name: str) -> tuple[pa.Table, dict[str, Any]]:
+        """A file's rows and its record."""
+        self._check_there(kind, name)
+        try:
+            content = self._file(kind, name).read_bytes()
+            if self._verify:
+                integrity.check_seal(content, required=self._sealed)
+            table = pq.read_table(pa.BufferReader(content))
+            record = json.loads((table.schema.metadata or {}).get(_RECORD, b"{}"))
+        except (pa.ArrowException, OSError, ValueError) as error:
+            raise self._unreadable(kind, name, error) from None
+        if record.pop("run", self._run) != self._run:
+            raise self._unreadable(kind, name, "it is of another run")
+        return table, record
 
     def _check_there(self, kind: str, name: str) -> None:
         there = self.judges if kind == "judgements" else self.annotators
@@ -190,9 +207,16 @@ class Labels:
     ) -> Path:
         path = self._file(kind, name)
         path.parent.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(record, sort_keys=True)
-        table = pa.Table.from_pylist(rows, schema=schema.with_metadata({_RECORD: text.encode()}))
-        layout.replace_file(path, lambda scratch: pq.write_table(table, scratch))
+        text = json.dumps(record | {"run": self._run}, sort_keys=True)
+        table = pa.Table.from_pylist(rows, schema=schema.with_metadata({_RECORD: text}))
+
+        def write(scratch: Path) -> None:
+            with pq.ParquetWriter(scratch, table.schema) as file:
+                file.write_table(table)
+                file.add_key_value_metadata({integrity.SEAL: integrity.UNSEALED})
+            integrity.seal(scratch)
+
+        integrity.replace_file(path, write)
         return path
 
 

@@ -16,7 +16,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from ia_mech.errors import UserError
-from ia_mech.run import layout
+from ia_mech.run import integrity, layout
 from ia_mech.run.labels import Labels
 
 _DIGEST_ROWS = 1024  # rows that are Python objects at a time
@@ -31,27 +31,30 @@ class Run:
         complete: whether every context that was asked for is there.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, *, verify: bool = True) -> None:
         self.path = Path(path)
-        self.record, self._manifest = layout.read_record_and_manifest(self.path)
+        self.record, self._manifest = integrity.read_record_and_manifest(self.path, verify=verify)
         self.complete: bool = self._manifest["complete"]
         self._parts = [part for part in self._manifest["parts"] if part["kind"] == "contexts"]
+        self._verify = verify
+        self._verified: set[str] = set()  # files whose content was compared
 
     @classmethod
-    def open(cls, path: str | Path) -> "Run":
+    def open(cls, path: str | Path, *, verify: bool = True) -> "Run":
         """Open a run, checking that every file its manifest names is there in full size.
+
+        The content of a file is compared with the hash in the manifest when it is first read.
+
+        Args:
+            path: the run's folder.
+            verify: compare contents; without, only sizes are compared.
 
         Raises:
             UserError: not a run, a run of another format, or a damaged part.
         """
-        run = cls(path)
+        run = cls(path, verify=verify)
         for part in run._manifest["parts"]:
-            problem = layout.damage(run.path, part["files"], content=False)
-            if problem is not None:
-                raise UserError(
-                    f"part {part['name']} of {path} is damaged: {problem}",
-                    "run the command that wrote it again with --repair",
-                )
+            run._check(part, part["files"], content=False)
         return run
 
     @property
@@ -98,7 +101,8 @@ class Run:
     @property
     def labels(self) -> Labels:
         """What judges and people say of the generations."""
-        return Labels(self.path)
+        sealed = self._manifest["format"] != 1
+        return Labels(self.path, self.identity_digest, sealed=sealed, verify=self._verify)
 
     def residuals(self, layer: int, position: str) -> Tensor:
         """The residual stream at one layer and position, ``[contexts, d_model]``.
@@ -122,7 +126,7 @@ class Run:
         at = self.positions.index(position)
         rows = []
         for part in self._finished_parts():
-            file = self.path / layout.residuals_file(layer, part["name"])
+            file = self._file(part, layout.residuals_file(layer, part["name"]))
             with safe_open(file, framework="pt") as tensors:
                 rows.append(tensors.get_slice("residuals")[:, at])
         return torch.cat(rows)[self._file_order]
@@ -136,15 +140,15 @@ class Run:
         if self.config["header_logits"] == "none":
             raise UserError(f"{self.path} has no header logits", "sample with --header-logits full")
         parts = self._finished_parts()
-        files = [self.path / layout.header_logits_file(part["name"]) for part in parts]
+        files = [self._file(part, layout.header_logits_file(part["name"])) for part in parts]
         counts = [part["contexts"] for part in parts]
         return HeaderLogits(files, counts, self._file_order.tolist(), self.model["vocab"])
 
     def verify(self) -> list[str]:
-        """Compare the content of every file with its recorded SHA-256; what is wrong, by part."""
+        """Compare the content of every file with its recorded hash; what is wrong, by part."""
         problems = []
         for part in self._manifest["parts"]:
-            problem = layout.damage(self.path, part["files"], content=True)
+            problem = integrity.damage(self.path, part["files"], content=True)
             if problem is not None:
                 problems.append(f"part {part['name']}: {problem}")
         return problems
@@ -178,11 +182,26 @@ class Run:
             raise UserError(f"{self.path} holds no finished part yet", "let the run go on first")
         return self._parts
 
+    def _file(self, part: dict, name: str) -> Path:
+        """The path of one of a part's files; its content is compared the first time."""
+        if self._verify and name not in self._verified:
+            self._check(part, {name: part["files"][name]}, content=True)
+            self._verified.add(name)
+        return self.path / name
+
+    def _check(self, part: dict, files: dict, *, content: bool) -> None:
+        problem = integrity.damage(self.path, files, content=content)
+        if problem is not None:
+            raise UserError(
+                f"part {part['name']} of {self.path} is damaged: {problem}",
+                "run the command that wrote it again with --repair",
+            )
+
     @cached_property
     def _file_order(self) -> Tensor:
         """``[contexts]``: where in the concatenated parts each context lies."""
         orders = [
-            pq.read_table(self.path / layout.contexts_file(part["name"]), columns=["order"])
+            pq.read_table(self._file(part, layout.contexts_file(part["name"])), columns=["order"])
             for part in self._finished_parts()
         ]
         order = pa.concat_tables(orders)["order"].to_numpy()
@@ -190,7 +209,7 @@ class Run:
 
     def _table(self, file, keys: list[str]) -> pa.Table:
         table = pa.concat_tables(
-            [pq.read_table(self.path / file(part["name"])) for part in self._finished_parts()]
+            [pq.read_table(self._file(part, file(part["name"]))) for part in self._finished_parts()]
         )
         return table.take(pc.sort_indices(table, sort_keys=[(key, "ascending") for key in keys]))
 

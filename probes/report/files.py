@@ -27,8 +27,8 @@ from scipy.special import expit
 from ia_mech.display import save_figure
 from ia_mech.errors import UserError
 from ia_mech.estimates import TidyEstimate, frame_of, write_parquet
+from ia_mech.run.integrity import read_json
 from ia_mech.run.labels import check_name
-from ia_mech.run.layout import read_json
 from ia_mech.stats import Estimate
 from probes.analysis import MEASURES, Analysis, Settings
 from probes.card import CARD, WEIGHTS, Probe, directions
