@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, NotRequired
 
 import xxhash
 from pydantic import Field, StringConstraints, TypeAdapter, ValidationError
-from typing_extensions import TypedDict
+from typing_extensions import TypedDict  # pydantic takes no other before Python 3.12
 
 from ia_mech.errors import UserError
 from ia_mech.run.layout import MANIFEST, READABLE, RUN
