@@ -117,7 +117,7 @@ def add_no_verify(parser: argparse.ArgumentParser) -> None:
         "--no-verify",
         dest="verify",
         action="store_false",
-        help="read the run's files without comparing their content with its hash",
+        help="don't compare the run's files with their hashes",
     )
 
 

@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pyarrow as pa
@@ -67,6 +67,21 @@ def resealed(root: Path) -> Run:
         part["files"] = {name: integrity.facts_of(root / name) for name in part["files"]}
     integrity.write_json(root / "manifest.json", manifest)
     return Run.open(root)
+
+
+def rewritten(root: Path, name: str, change: Callable[[dict], object]) -> Run:
+    """The run with another ``run.json`` or ``manifest.json``, and its labels made its own."""
+    value = integrity.read_json(root / name)
+    change(value)
+    integrity.write_json(root / name, value)
+    if name == "run.json":
+        resealed(root)
+    run = Run.open(root)
+    for path in (root / "judgements").glob("*.parquet"):
+        table = pq.read_table(path)
+        record = json.loads(table.schema.metadata[b"ia_mech"])
+        run.labels.write_judgements(path.stem, table.to_pylist(), record)
+    return run
 
 
 # -- a run written by hand ----------------------------------------------------------------------

@@ -11,6 +11,7 @@ import pandas as pd
 import pyarrow.parquet as pq
 import pytest
 from matplotlib.figure import Figure
+from runs import rewritten
 from shell import call, files, refusal
 
 from experiments.decoupling.__main__ import EXPERIMENT as decoupling
@@ -58,9 +59,7 @@ def copied(merged, tmp_path):
     def make(name: str = "", change=None) -> Run:
         folder = shutil.copytree(merged.path, tmp_path / f"copy-{name}")
         if change is not None:
-            content = json.loads((folder / name).read_text())
-            change(content)
-            (folder / name).write_text(json.dumps(content))
+            rewritten(folder, name, change)
         return Run.open(folder)
 
     return make

@@ -1,6 +1,5 @@
 """What probes are trained on: k and n of every target, and hidden states row by row."""
 
-import json
 import shutil
 from pathlib import Path
 
@@ -9,13 +8,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from runs import CONTEXTS, LAYERS, files_under, resealed
+from runs import CONTEXTS, LAYERS, files_under, resealed, rewritten
 from safetensors.torch import load_file, save_file
 
 from ia_mech.errors import UserError
 from ia_mech.judge.label import items_of
 from ia_mech.judge.rubric import CANNOT_ASSESS, GENUINE
-from ia_mech.run import Run, integrity
+from ia_mech.run import Run
 from ia_mech.run.labels import KEY
 from probes.dataset import ProbeSet, check_enough, read
 from probes.targets import Outcome, parse_target
@@ -54,13 +53,14 @@ def saying(context: int, temperature: float, sample: int) -> str:
 
 
 def with_record(run: Run, **changes) -> Run:
-    """Change ``run.json``, the seed or what the model is, and judge the run that it is then."""
-    record = json.loads((run.path / "run.json").read_text())
-    if "seed" in changes:
-        record["identity"]["config"]["grid"]["seed"] = changes.pop("seed")
-    record["identity"]["model"].update(changes)
-    integrity.write_json(run.path / "run.json", record)
-    return plant(resealed(run.path), saying)
+    """Change ``run.json``: the seed, or what the model is."""
+
+    def change(record: dict) -> None:
+        if "seed" in changes:
+            record["identity"]["config"]["grid"]["seed"] = changes.pop("seed")
+        record["identity"]["model"].update(changes)
+
+    return rewritten(run.path, "run.json", change)
 
 
 def rewrite(run: Run, name: str, write) -> Run:

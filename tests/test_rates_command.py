@@ -12,7 +12,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from runs import CONTEXTS, resealed
+from runs import CONTEXTS, resealed, rewritten
 from shell import Outcome, call, refusal
 
 from ia_mech.judge.label import items_of
@@ -98,13 +98,6 @@ def rewrite(run: Run, kind: str, **columns) -> Run:
             field = table.schema.field(column)
             table = table.set_column(at, field, pa.array(values, type=field.type))
         pq.write_table(table, path)
-    return resealed(run.path)
-
-
-def with_record(run: Run, change) -> Run:
-    record = json.loads((run.path / "run.json").read_text())
-    change(record)
-    integrity.write_json(run.path / "run.json", record)
     return resealed(run.path)
 
 
@@ -236,7 +229,9 @@ def test_responses_of_one_kind(copy, rates, tmp_path):
 
 def reseeded(run: Run) -> Run:
     """The same run as though sampled with another seed."""
-    return with_record(run, lambda record: record["identity"]["config"]["grid"].update(seed=1))
+    return rewritten(
+        run.path, "run.json", lambda record: record["identity"]["config"]["grid"].update(seed=1)
+    )
 
 
 def test_runs_of_other_seeds_are_pooled_and_greedy_turns_count_once(copy, rates):
@@ -245,7 +240,7 @@ def test_runs_of_other_seeds_are_pooled_and_greedy_turns_count_once(copy, rates)
     def reseeded_and_longer(record: dict) -> None:
         record["identity"]["config"]["grid"].update(seed=1, max_new_tokens=99)
 
-    first, second = copy("first"), with_record(copy("second"), reseeded_and_longer)
+    first, second = copy("first"), rewritten(copy("second").path, "run.json", reseeded_and_longer)
     plant(first)
     plant(second, say=lambda key: "generic")
     judged = read_runs([first.path, second.path])
@@ -369,8 +364,8 @@ def test_runs_that_can_not_be_pooled(merged, copy, rates, tmp_path):
     refused(rates(merged.path), "has not been judged", f"ia_mech.judge run {merged.path}")
     refused(rates(first.path, first.path / ".." / "first"), "given twice")
     refused(rates(first.path, second.path), "is a copy of", "give each run once")
-    longer = with_record(
-        second, lambda record: record["identity"]["config"].update(max_response_tokens=99)
+    longer = rewritten(
+        second.path, "run.json", lambda r: r["identity"]["config"].update(max_response_tokens=99)
     )
     plant(longer)
     refused(rates(first.path, longer.path), "of the same samples", "give one")

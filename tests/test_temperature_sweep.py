@@ -1,6 +1,5 @@
 """What a temperature sweep computes: closed forms on planted logits, and runs of a tiny model."""
 
-import json
 import shutil
 from dataclasses import replace
 from types import SimpleNamespace
@@ -11,6 +10,7 @@ import pytest
 import scored
 import torch
 import transformers
+from runs import rewritten
 from runs import sampled as make_run
 from safetensors.torch import load_file
 from shell import call
@@ -556,11 +556,8 @@ def test_runs_that_make_no_sweep_are_refused(plain, copied, sampled):
     with pytest.raises(UserError, match="the runs don't match: 4 of 6 sources lack a temp") as odd:
         read([plain, other])
     assert "has 0.4, 1.2, all together 0.4, 1, 1.2" in str(odd.value)
-    run = copied()
-    record = json.loads((run.path / "run.json").read_text())
-    del record["identity"]["score_temperatures"]
-    (run.path / "run.json").write_text(json.dumps(record))
-    found, notes = measured(Run.open(run.path))
+    run = rewritten(copied().path, "run.json", lambda r: r["identity"].pop("score_temperatures"))
+    found, notes = measured(run)
     assert found.references is None
     assert notes[-1].startswith(f"{run.path}: sampled before references were scored at many")
     shutil.rmtree(run.path / "judgements")

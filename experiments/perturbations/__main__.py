@@ -64,7 +64,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         type=float,
         metavar="T",
-        help="of the runs', besides greedy (default: 1 if they have it)",
+        help="besides greedy (default: 1, if the runs have it)",
     )
     parser.add_argument(
         "--samples",

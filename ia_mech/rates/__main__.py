@@ -44,7 +44,7 @@ def build_parser() -> argparse.ArgumentParser:
         choices=["all", "complete", "cut-off"],
         default="all",
         metavar="KIND",
-        help="turns after all (default), complete or cut-off responses",
+        help="after all (default), complete or cut-off responses",
     )
     add_no_verify(parser)
     numbers = parser.add_argument_group("intervals")

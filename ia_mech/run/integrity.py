@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, NotRequired
 
 import xxhash
 from pydantic import Field, StringConstraints, TypeAdapter, ValidationError
-from typing_extensions import TypedDict
+from typing_extensions import TypedDict  # pydantic takes no other before Python 3.12
 
 from ia_mech.errors import UserError
 from ia_mech.run.layout import MANIFEST, READABLE, RUN
@@ -202,18 +202,15 @@ def damage(root: Path, files: dict[str, dict], *, content: bool) -> str | None:
 # -- seals ---------------------------------------------------------------------------------------
 
 SEAL = "seal"
-UNSEALED = "xxh3:" + "0" * 32  # the seal of a file to which seal() hasn't given one yet
+UNSEALED = "xxh3:" + "0" * 32  # stands in for a seal until the rest is known
 _SEAL = re.compile(rb"xxh3:([0-9a-f]{32})")
 
 
-def seal(path: Path) -> None:
-    """Replace the last ``UNSEALED`` in a file by the hash of the file."""
-    content = path.read_bytes()
+def sealed(content: bytes) -> bytes:
+    """The content of a file with its last ``UNSEALED`` replaced by the hash of all of it."""
     found = _last_seal(content)
-    assert found is not None and found[0] == UNSEALED.encode(), path
-    with open(path, "rb+") as handle:
-        handle.seek(found.start(1))
-        handle.write(xxhash.xxh3_128(content).hexdigest().encode())
+    assert found is not None and found[0] == UNSEALED.encode()
+    return _with_digits(content, found, xxhash.xxh3_128(content).hexdigest().encode())
 
 
 def check_seal(content: bytes, *, required: bool) -> None:
@@ -224,12 +221,14 @@ def check_seal(content: bytes, *, required: bool) -> None:
     """
     found = _last_seal(content)
     if found is not None:
-        begin, end = found.span(1)
-        as_hashed = b"".join([content[:begin], b"0" * (end - begin), content[end:]])
-        if xxhash.xxh3_128(as_hashed).hexdigest().encode() != found[1]:
+        if sealed(_with_digits(content, found, b"0" * 32)) != content:
             raise ValueError("its content is not what was written")
     elif required:
         raise ValueError("it has no seal, so another program wrote it")
+
+
+def _with_digits(content: bytes, found: re.Match[bytes], digits: bytes) -> bytes:
+    return b"".join([content[: found.start(1)], digits, content[found.end(1) :]])
 
 
 def _last_seal(content: bytes) -> re.Match[bytes] | None:
@@ -270,8 +269,7 @@ def write_json(path: Path, value: dict) -> None:
     text = json.dumps(value | {SEAL: UNSEALED}, indent=1, ensure_ascii=False)
 
     def write(scratch: Path) -> None:
-        scratch.write_text(text, encoding="utf-8")
-        seal(scratch)
+        scratch.write_bytes(sealed(text.encode()))
 
     replace_file(path, write)
 

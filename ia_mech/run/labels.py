@@ -214,7 +214,7 @@ class Labels:
             with pq.ParquetWriter(scratch, table.schema) as file:
                 file.write_table(table)
                 file.add_key_value_metadata({integrity.SEAL: integrity.UNSEALED})
-            integrity.seal(scratch)
+            scratch.write_bytes(integrity.sealed(scratch.read_bytes()))
 
         integrity.replace_file(path, write)
         return path
