@@ -16,10 +16,11 @@ from ia_mech.errors import UserError
 from ia_mech.judge.__main__ import main
 from ia_mech.judge.agreement import agreement, compare, group_alpha, joint_rows, print_comparison
 from ia_mech.judge.rubric import ASSESSED, CANNOT_ASSESS, GENUINE, NAMES
-from ia_mech.judge.sheets import export_sheet, inert
+from ia_mech.judge.sheets import export_sheet
 from ia_mech.run import Run
 from ia_mech.run.labels import KEY
 from ia_mech.stats import alpha_of
+from ia_mech.untrusted import inert
 
 
 def annotate(run: Run, name: str, said: dict[int, str], sheet="s", stratum="all", of=None) -> None:

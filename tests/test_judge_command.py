@@ -241,11 +241,11 @@ def test_checking_annotated_turns_tells_how_well_the_judge_does(judge, annotated
 
 def test_turns_without_annotations_are_listed_with_their_verdicts(judge, tmp_path):
     """Control characters and markup of a turn don't reach the terminal."""
-    evil = json.dumps(row("\x1b[2J\x07 [bold]b[/bold] :cat:\u2028\ud800\n"))
+    evil = json.dumps(row("\x1b[2J\x07 [bold]b[/bold] :cat:\u2028\n"))
     lines = judge("check", jsonl(tmp_path / "t.jsonl", *map(row, TURNS), evil)).out.splitlines()
     expected = [f"{category:<22}{turn}".rstrip() for turn, category in TURNS.items()]
     assert [line.rstrip() for line in lines[:-2]] == expected
-    assert lines[-2][22:] == "�[2J� [bold]b[/bold] :cat:��⏎"
+    assert lines[-2][22:] == "�[2J� [bold]b[/bold] :cat:�⏎"
     assert lines[-1] == RulesJudge().caveat
 
 
@@ -371,8 +371,8 @@ def test_a_local_models_verdicts_are_replayed_without_the_model(
 
 GOOD = row("And then?", category=GENUINE)
 LINES = [
-    ("{", "line 2 of {file} isn't JSON (Expecting property name"),
-    ("  \n{", "line 3 of {file} isn't JSON (Expecting property name"),  # blank lines count
+    ("{", "line 2 of {file} is not JSON (Expecting property name"),
+    ("  \n{", "line 3 of {file} is not JSON (Expecting property name"),  # blank lines count
     ("[]", "line 2 of {file} isn't a JSON object; correct that line"),
     ({"query": QUERY, "user_turn": "x"}, "line 2 of {file} lacks a text; each needs query, resp"),
     (row(["list"]), "line 2 of {file} lacks a text; each needs "),

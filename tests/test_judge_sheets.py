@@ -22,12 +22,12 @@ from ia_mech.judge.sheets import (
     csv_bytes,
     export_sheet,
     import_sheet,
-    inert,
     read_sheet,
     write_sheet,
 )
 from ia_mech.run import Run
 from ia_mech.run.labels import KEY
+from ia_mech.untrusted import inert
 
 # What the judge of these tests says of the run's 60 rows: strata of very different sizes.
 SAID = ["prompt_restatement"] * 34 + ["degenerate"] * 14 + [GENUINE] * 7 + ["new_topic"] * 2
@@ -348,9 +348,9 @@ BAD = {
     "too many cells": (_bad_text(lambda b: b + b"a,b,c,d,e,f,g,h,i\r\n"), "has 9 cells under 7"),
     "broken JSON": (
         _bad_text(lambda b: b.replace(b'"item"', b'"item', 1), ".jsonl"),
-        "line 1 of .* isn't JSON",
+        "line 1 of .* is not JSON",
     ),
-    "deep JSON": (_bad_text(lambda b: b"[" * 100_000, ".jsonl"), "line 1 of .* isn't JSON"),
+    "deep JSON": (_bad_text(lambda b: b"[" * 100_000, ".jsonl"), "line 1 of .* is not JSON"),
     "no file": (lambda p, rows: p, "there is no file"),
 }
 

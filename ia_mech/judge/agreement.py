@@ -41,6 +41,7 @@ from ia_mech.stats import (
     confusion,
     kappa_of,
 )
+from ia_mech.untrusted import escaped
 
 JUDGE, ANNOTATOR = "judge", "annotator"
 TEXTS = ("query", "response", "user_turn")
@@ -625,7 +626,7 @@ def report(run: Run, found: Agreement) -> str:
     }
     text = json.dumps(content, default=np.ndarray.tolist)  # NaN, which isn't JSON, as a constant
     content = json.loads(text, parse_constant=lambda _: None)
-    return json.dumps(content, indent=1, ensure_ascii=False) + "\n"
+    return escaped(json.dumps(content, indent=1, ensure_ascii=False)) + "\n"
 
 
 def check(args: argparse.Namespace) -> int:

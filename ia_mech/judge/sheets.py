@@ -8,8 +8,10 @@ every figure is weighted. The sheet itself shows text alone.
 A sheet goes through programs that we don't control. So its CSV has a byte order mark (Excel reads
 UTF-8 only with one) and quotes everything; on the way back commas, semicolons and tabs, any quoting
 and any line ends are accepted. Texts are a model's and not to be trusted: a cell that a spreadsheet
-would run as a formula gets an apostrophe in front (:func:`inert`). Texts aren't read back, so the
-apostrophe can't be mistaken for the model's own. Every row is checked before anything is written.
+would run as a formula gets an apostrophe in front, and characters that can't be seen become �
+(:func:`ia_mech.untrusted.inert`). Texts aren't read back, so neither can be mistaken for the
+model's own; the JSON lines have the texts as they are. Every row is checked before anything is
+written.
 """
 
 import argparse
@@ -22,7 +24,6 @@ import json
 import math
 import os
 import re
-import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -38,14 +39,13 @@ from ia_mech.judge.rubric import NAMES, VERSION, rubric_hash
 from ia_mech.judge.verdict import JUDGED, Item, Verdict
 from ia_mech.run import Run, integrity
 from ia_mech.run.labels import KEY, check_name
+from ia_mech.untrusted import escaped, inert, parse_json
 
 COLUMNS = ("item", "query", "response", "response_complete", "user_turn", "category", "note")
 ALL, FAILED = "all", "failed"  # strata that are no category: without a judge; no verdict
 LEAST = 5  # rows of a stratum, where it has so many
 
 _NEEDED = ("item", "category")
-_FORMULA = frozenset("=+-@")
-_CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 _CELL = 32_767  # characters; a spreadsheet breaks longer cells
 
 # -- drawing a sheet ---------------------------------------------------------------------------
@@ -159,7 +159,7 @@ def write_sheet(run: Run, sheet: Sheet, out: Path) -> tuple[Path, Path]:
         raise UserError(
             f"{run.path} has a sheet named {name!r}", "give another --name, or another --seed"
         )
-    lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in sheet.rows]
+    lines = [escaped(json.dumps(row, ensure_ascii=False)) + "\n" for row in sheet.rows]
     table = pd.DataFrame(sheet.rows, columns=COLUMNS)
     files = (out.with_name(f"{out.name}.csv"), out.with_name(f"{out.name}.jsonl"))
     contents = dict(zip(files, (csv_bytes(table), "".join(lines).encode()), strict=True))
@@ -216,19 +216,6 @@ def _strata(run: Run, by: str) -> list[str]:
 
 
 # -- files -------------------------------------------------------------------------------------
-
-
-def inert(text: str) -> str:
-    """A text as a cell that no spreadsheet takes for a formula.
-
-    One that begins with ``= + - @`` (also full-width, or behind white space) or with white space
-    other than a blank gets an apostrophe in front, as OWASP advises against CSV injection. Control
-    characters, which some programs stop at, become visible. A file opened with another separator
-    than its own escapes any such care.
-    """
-    text = _CONTROL.sub("�", text.replace("\r\n", "\n").replace("\r", "\n"))
-    first = unicodedata.normalize("NFKC", text.lstrip()[:1])
-    return f"'{text}" if first in _FORMULA or text.startswith(("\t", "\n")) else text
 
 
 def csv_bytes(table: pd.DataFrame) -> bytes:
@@ -385,10 +372,7 @@ def json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         if not line.strip():
             continue
         where = f"line {number} of {path}"
-        try:
-            value = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise UserError(f"{where} isn't JSON ({error})", "correct that line") from None
+        value = parse_json(line, where, "correct that line")
         if not isinstance(value, dict):
             raise UserError(f"{where} isn't a JSON object", "correct that line")
         yield where, value
@@ -439,9 +423,7 @@ def _check_columns(where: Path | str, columns: Iterable[str]) -> None:
 
 
 def _row(where: str, row: dict[str, Any]) -> SheetRow:
-    cells = [(row.get(column) or "").strip() for column in (*_NEEDED, "note")]
-    # JSON can hold half a surrogate pair, which no file of ours can.
-    return SheetRow(where, *(cell.encode(errors="replace").decode() for cell in cells))
+    return SheetRow(where, *((row.get(column) or "").strip() for column in (*_NEEDED, "note")))
 
 
 def _sheet_of(run: Run, file: Path, rows: list[SheetRow]) -> tuple[str, dict[str, Any]]:
