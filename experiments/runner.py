@@ -18,6 +18,7 @@ prints it.
 import argparse
 import json
 import os
+import shutil
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -175,19 +176,33 @@ def intervals(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def write(results: Results, folder: Path, name: str, level: float) -> None:
-    """Make the folder and write estimates, tables and figures, each file replaced whole."""
+    """Make the folder and put estimates, tables and figures in it, in place of earlier ones.
+
+    They are put in place together, the estimates last: where those are, all is of one analysis.
+    """
     from ia_mech.display import save_figure
     from ia_mech.estimates import write_parquet
+    from ia_mech.run.integrity import fsync_folder
 
-    folder.mkdir(parents=True, exist_ok=True)
+    scratch = folder / ".new"
+    shutil.rmtree(scratch, ignore_errors=True)
+    scratch.mkdir(parents=True)
     about = {"experiment": name, "runs": [str(run.path) for run in results.runs], "level": level}
     if results.judge is not None:
         about["judge"] = results.judge
-    write_parquet(results.estimates, folder / ESTIMATES, about)
-    for stem, table in results.tables.items():
-        write_parquet(table, folder / f"{stem}.parquet", about)
-    for stem, figure in results.figures.items():
-        save_figure(figure, folder, stem)
+    try:
+        for stem, table in results.tables.items():
+            write_parquet(table, scratch / f"{stem}.parquet", about)
+        for stem, figure in results.figures.items():
+            save_figure(figure, scratch, stem)
+        written = [*sorted(scratch.iterdir()), scratch / ESTIMATES]
+        write_parquet(results.estimates, scratch / ESTIMATES, about)
+        (folder / ESTIMATES).unlink(missing_ok=True)
+        for file in written:
+            os.replace(file, folder / file.name)
+        fsync_folder(folder)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _experiment_of(file: Path) -> str | None:

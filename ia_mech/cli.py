@@ -1,6 +1,7 @@
 """What all command lines of the project share: errors in one line, exit statuses."""
 
 import argparse
+import atexit
 import contextlib
 import io
 import os
@@ -61,16 +62,20 @@ def guarded(body: Callable[[], int | None], interrupted: Callable[[], str]) -> i
 
 
 def _status(body: Callable[[], int | None], interrupted: Callable[[], str]) -> int:
-    with _interrupts() as pressed:
+    def tell() -> int:
+        print(f"\ninterrupted; {interrupted()}", file=sys.stderr, flush=True)
+        return 130
+
+    with _interrupts(tell) as ctrl_c:
         try:
             return body() or 0
         except BrokenPipeError:
             raise
         except (Exception, KeyboardInterrupt) as error:
-            # Ctrl-C while torch or transformers are imported arrives as an error of theirs.
-            if pressed or isinstance(error, KeyboardInterrupt):
-                print(f"\ninterrupted; {interrupted()}", file=sys.stderr)
-                return 130
+            ctrl_c.over = True
+            # Libraries turn an interrupt into errors of their own.
+            if ctrl_c.pressed or isinstance(error, KeyboardInterrupt):
+                return tell()
             if isinstance(error, UserError):
                 return refuse(str(error))
             if isinstance(error, OSError):
@@ -78,27 +83,66 @@ def _status(body: Callable[[], int | None], interrupted: Callable[[], str]) -> i
             raise
 
 
+class _CtrlC:
+    """What Ctrl-C does while a command runs: raise ``KeyboardInterrupt`` as usual.
+
+    During an import it ends the process. Modules swallow an exception that is raised while they are
+    imported, so that the interrupt is lost, or are left half initialised and crash. Nothing needs
+    to be tidied up: what is on the disk is whole after a kill, too.
+
+    Attributes:
+        pressed: whether it was.
+        over: the command has ended; from now on Ctrl-C does nothing.
+    """
+
+    def __init__(self, tell: Callable[[], int]) -> None:
+        self.tell = tell  # what was kept; returns the exit status
+        self.pressed = self.over = False
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if self.over:
+            return
+        self.pressed = True
+        if _importing(frame):
+            self.over = True
+            with contextlib.suppress(OSError):
+                sys.stdout.flush()
+            os._exit(self.tell())
+        raise KeyboardInterrupt
+
+
+def _importing(frame: FrameType | None) -> bool:
+    """Whether an import is under way in a command."""
+    while frame is not None and frame.f_code is not _status.__code__:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            return True
+        frame = frame.f_back
+    return False
+
+
 @contextlib.contextmanager
-def _interrupts() -> Iterator[list[int]]:
-    """A list that is empty until Ctrl-C is pressed, which raises ``KeyboardInterrupt`` as usual.
+def _interrupts(tell: Callable[[], int]) -> Iterator[_CtrlC]:
+    """Have Ctrl-C end a command in an orderly way.
 
     Nothing changes outside the main thread, or where Ctrl-C already does something else.
     """
-    pressed: list[int] = []
-
-    def press(number: int, frame: FrameType | None) -> None:
-        pressed.append(number)
-        raise KeyboardInterrupt
-
+    ctrl_c = _CtrlC(tell)
     main = threading.current_thread() is threading.main_thread()
     if not main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        yield pressed
+        yield ctrl_c
         return
-    signal.signal(signal.SIGINT, press)
+    signal.signal(signal.SIGINT, ctrl_c)
     try:
-        yield pressed
+        yield ctrl_c
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        atexit.unregister(_end_at_once)
+        atexit.register(_end_at_once)
+
+
+def _end_at_once() -> None:
+    """Unloading PyTorch takes seconds; an exception that is raised then has no handler."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _closed_pipe() -> int:

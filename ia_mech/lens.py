@@ -7,7 +7,6 @@ by all runs of that model.
 
 import copy
 import json
-import os
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -23,6 +22,7 @@ from ia_mech.engine.prefill import Prefix, prefill
 from ia_mech.errors import UserError
 from ia_mech.models.embedded import models_dir
 from ia_mech.models.load import Subject, text_config
+from ia_mech.run.integrity import replace_file
 
 TENSORS = ("norm_weight", "norm_bias", "unembedding")
 TOLERANCE = 1e-3  # largest error of the lens against the model, relative to the largest logit
@@ -77,15 +77,10 @@ class Lens:
         """Keep it where :meth:`load` finds it; an older one is replaced whole."""
         file = lens_file(weights_hash)
         file.parent.mkdir(parents=True, exist_ok=True)
-        scratch = file.with_suffix(f".{os.getpid()}.tmp")
         tensors = {name: getattr(self, name).contiguous() for name in TENSORS}
         settings = {k: getattr(self, k) for k in ("eps", "centred", "scale", "softcap")}
-        settings["crc32"] = _crc32(tensors)
-        try:
-            save_file(tensors, scratch, metadata={"lens": json.dumps(settings)})
-            os.replace(scratch, file)
-        finally:
-            scratch.unlink(missing_ok=True)
+        metadata = {"lens": json.dumps(settings | {"crc32": _crc32(tensors)})}
+        replace_file(file, lambda scratch: save_file(tensors, scratch, metadata=metadata))
         return file
 
     @classmethod

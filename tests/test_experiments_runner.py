@@ -1,5 +1,6 @@
 """What every experiment's command does alike: help, checks of runs, the output folder, files."""
 
+import errno
 import json
 import os
 import shutil
@@ -83,6 +84,26 @@ def test_everything_is_written_into_the_first_run_and_printed(copied, count):
         runs = [str(run.path)]
         assert about == {"experiment": "count", "runs": runs, "level": 0.95, "judge": "me"}
     assert count(run.path).status == 0 and files(run.path) == after  # again, over them
+
+
+def test_earlier_results_stay_as_they_were_until_all_is_written(
+    merged, count, refused, tmp_path, monkeypatch
+):
+    out = tmp_path / "out"
+    assert count(merged.path, "--out", out).status == 0
+    before = files(out)
+    with monkeypatch.context() as patch:
+
+        def full(*_, **__) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        patch.setattr(Figure, "savefig", full)
+        assert "No space left" in refused(merged.path, "--level", 0.9, "--out", out)
+    assert files(out) == before and sorted(os.listdir(out)) == WRITTEN
+    (out / ".new").mkdir()  # a kill leaves it
+    (out / ".new" / "half.png").write_text("half")
+    assert count(merged.path, "--level", 0.9, "--out", out).status == 0
+    assert files(out).keys() == before.keys() and files(out) != before
 
 
 def test_everything_goes_where_it_is_wanted(merged, count, tmp_path):

@@ -403,6 +403,23 @@ def test_nothing_is_overwritten(judged, tmp_path):
     assert files_under(tmp_path) == before
 
 
+@pytest.mark.parametrize("missing", [["csv", "jsonl"], ["jsonl"]])
+def test_an_export_that_was_killed_is_finished_by_the_same_command(judged, tmp_path, missing):
+    """The key is in the run, and not all files are there."""
+    _, written = exported(judged)
+    before = files_under(tmp_path)
+    for file in written:
+        if file.suffix[1:] in missing:
+            file.unlink()
+    exported(judged)
+    assert files_under(tmp_path) == before
+    written[0].write_text("filled in")
+    written[1].unlink()
+    with pytest.raises(UserError, match="csv exists; give another --out, or remove it"):
+        exported(judged)
+    assert written[0].read_text() == "filled in"
+
+
 @pytest.mark.parametrize("call", [1, 2, 3])
 def test_a_failure_at_any_rename_leaves_nothing(judged, tmp_path, monkeypatch, call):
     before, replace, calls = files_under(tmp_path), os.replace, []

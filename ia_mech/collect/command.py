@@ -442,14 +442,14 @@ def _dry_run(config: "SampleConfig", out: Path) -> None:
 
 def _kept(out: Path | None) -> str:
     """What an interrupted run has on the disk."""
-    parts = []
+    done = {"responses": 0, "contexts": 0, "conversations": 0}
     if out is not None and (out / "manifest.json").is_file():
         # Without ia_mech.run, which imports torch: perhaps its import was interrupted.
-        parts = json.loads((out / "manifest.json").read_text())["parts"]
-    done = {
-        kind: sum(part["contexts"] for part in parts if part["kind"] == kind)
-        for kind in ("responses", "contexts")
-    }
+        try:
+            for part in json.loads((out / "manifest.json").read_text("utf-8"))["parts"]:
+                done[part["kind"]] += part["contexts"]
+        except Exception:  # damaged
+            return f"{out} can't be read; the same command says what is wrong with it"
     if not any(done.values()):
         return "nothing was kept; the same command begins again"
     responses = f"responses kept: {done['responses']}, " if done["responses"] else ""

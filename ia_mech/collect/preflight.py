@@ -9,11 +9,11 @@ import hashlib
 import json
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 from transformers import PretrainedConfig
@@ -43,6 +43,7 @@ from ia_mech.errors import UserError
 from ia_mech.likelihood.candidates import OwnCandidates
 from ia_mech.models.load import context_limit, resolve_device, text_config
 from ia_mech.run import layout
+from ia_mech.run.integrity import abandoned
 
 
 @dataclass(frozen=True)
@@ -238,13 +239,12 @@ def read_chunks(path: Path) -> Iterator[tuple[int, list[tuple[int, Conversation]
 
 @contextlib.contextmanager
 def scratch_folder(parent: Path) -> Iterator[Path]:
-    """A folder of this process for files in the making; those of killed processes are removed."""
-    for stale in parent.glob(".ia_mech-*"):
-        pid = stale.name.rpartition("-")[2]
-        if pid.isdigit() and not psutil.pid_exists(int(pid)):
-            shutil.rmtree(stale, ignore_errors=True)
-    folder = parent / f".ia_mech-{os.getpid()}"
-    folder.mkdir(exist_ok=True)
+    """A folder of its own for files in the making; those of killed processes are removed."""
+    for left in parent.glob(".ia_mech-*"):
+        process = left.name.split("-")[1]
+        if process.isdecimal() and abandoned(left, int(process)):
+            shutil.rmtree(left, ignore_errors=True)
+    folder = Path(tempfile.mkdtemp(prefix=f".ia_mech-{os.getpid()}-", dir=parent))
     try:
         yield folder
     finally:

@@ -151,24 +151,34 @@ def allocate(sizes: dict[str, int], n: int) -> dict[str, int]:
 def write_sheet(run: Run, sheet: Sheet, out: Path) -> tuple[Path, Path]:
     """Write a drawn sheet as ``<out>.csv`` and ``<out>.jsonl``, and its key into the run.
 
+    Goes on where it was killed before.
+
     Raises:
         UserError: a sheet of that name or one of the files is there. Nothing is written then.
     """
     name = sheet.key["sheet"]
-    if name in run.labels.sheets:
-        raise UserError(
-            f"{run.path} has a sheet named {name!r}", "give another --name, or another --seed"
-        )
-    lines = [escaped(json.dumps(row, ensure_ascii=False)) + "\n" for row in sheet.rows]
+    known = name in run.labels.sheets
+    lines = [escaped(json.dumps(row, ensure_ascii=False)) + "
+" for row in sheet.rows]
     table = pd.DataFrame(sheet.rows, columns=COLUMNS)
     files = (out.with_name(f"{out.name}.csv"), out.with_name(f"{out.name}.jsonl"))
     contents = dict(zip(files, (csv_bytes(table), "".join(lines).encode()), strict=True))
-    refuse_existing(files)
+    missing = {
+        path: content
+        for path, content in contents.items()
+        if not (known and path.is_file() and path.read_bytes() == content)
+    }
+    if known and (not missing or run.labels.sheet(name) != sheet.key):
+        raise UserError(
+            f"{run.path} has a sheet named {name!r}", "give another --name, or another --seed"
+        )
+    refuse_existing(missing)
     kept = run.labels.write_sheet(name, sheet.key)
     try:
-        write_files(contents)
+        write_files(missing)
     except BaseException:
-        kept.unlink(missing_ok=True)
+        if not known:
+            kept.unlink(missing_ok=True)
         raise
     return files
 

@@ -6,6 +6,7 @@ and mix-ups (it is no protection from people who can write to the folder). Files
 zeros where its digits are. Runs of format 1 have SHA-256 in their manifest and no seals.
 """
 
+import glob
 import hashlib
 import json
 import os
@@ -14,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal, NotRequired
 
+import psutil
 import xxhash
 from pydantic import Field, StringConstraints, TypeAdapter, ValidationError
 from typing_extensions import TypedDict  # pydantic takes no other before Python 3.12
@@ -239,6 +241,8 @@ def _last_seal(content: bytes) -> re.Match[bytes] | None:
 
 # -- reading and replacing files -----------------------------------------------------------------
 
+_CLOCK_ERROR = 2.0  # seconds; the time of a start is reckoned from that of the boot, in whole ones
+
 
 def read_json(path: Path, *, verify: bool = True) -> dict:
     """A JSON object that :func:`write_json` wrote, without its seal.
@@ -285,6 +289,10 @@ def replace_file(path: Path, write: Callable[[Path], None]) -> None:
         OSError: it can't be written.
     """
     scratch = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    for left in path.parent.glob(f"{glob.escape(path.name)}.*.tmp"):
+        process = left.name[len(path.name) + 1 : -len(".tmp")]
+        if process.isdecimal() and abandoned(left, int(process)):
+            left.unlink(missing_ok=True)
     try:
         write(scratch)
         with open(scratch, "rb+") as handle:
@@ -293,6 +301,19 @@ def replace_file(path: Path, write: Callable[[Path], None]) -> None:
     finally:
         scratch.unlink(missing_ok=True)
     fsync_folder(path.parent)
+
+
+def abandoned(path: Path, process: int) -> bool:
+    """Whether the process that made a scratch file or folder is gone; it may have been killed.
+
+    Its number can be another process's by now. In containers it often is the next one's.
+    """
+    try:
+        return psutil.Process(process).create_time() > path.stat().st_mtime + _CLOCK_ERROR
+    except psutil.NoSuchProcess:
+        return True
+    except FileNotFoundError:
+        return False
 
 
 def fsync_folder(folder: Path) -> None:
