@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from rich.console import Console
 from rich.segment import Segment
@@ -55,6 +55,7 @@ def console(width: int = 100) -> Console:
     return made
 
 
+@runtime_checkable
 class Progress(Protocol):
     """How a long computation reports what it does. A run has several phases, one after another."""
 

@@ -395,9 +395,20 @@ def test_a_file_that_can_not_be_read_is_refused(refused, tmp_path):
     file.write_bytes(b"\xff\xfe\x00")
     assert refused("check", file).startswith(f"{file} isn't UTF-8 (byte 0xff in line 1); save")
     file.write_text(json.dumps(row("x")))
+    assert refused("check", tmp_path) == f"{tmp_path} is a folder; check the path"
     assert refused("check", file, "--out", file).startswith(f"{file} exists; give another --out")
     line = refused("check", file, "--out", tmp_path / "none" / "out")
-    assert line == f"there is no folder {tmp_path}/none; create it first"
+    assert line == f"{tmp_path}/none/out: there is no folder {tmp_path}/none; make it first"
+
+
+def test_a_run_that_can_not_be_written_to_is_refused_before_it_is_judged(refused, run, monkeypatch):
+    def denied(**_):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("tempfile.TemporaryFile", denied)
+    monkeypatch.setattr(RulesJudge, "verdict", None)
+    line = refused("run", run.path)
+    assert line == f"{run.path} is not writable (Permission denied); judge a copy of the run"
 
 
 def test_an_interrupt_says_what_is_kept(judge, run, monkeypatch):

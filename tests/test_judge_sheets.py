@@ -352,6 +352,8 @@ BAD = {
     ),
     "deep JSON": (_bad_text(lambda b: b"[" * 100_000, ".jsonl"), "line 1 of .* is not JSON"),
     "no file": (lambda p, rows: p, "there is no file"),
+    "no file of that kind": (lambda p, rows: p / "none", "there is no file"),
+    "a folder": (lambda p, rows: p.parent, "is a folder; check the path"),
 }
 
 
@@ -400,6 +402,8 @@ def test_nothing_is_overwritten(judged, tmp_path):
     assert files_under(tmp_path) == before and files[1].read_bytes() == kept[1]
     with pytest.raises(UserError, match="there is no folder"):
         write_sheet(judged, other, tmp_path / "nowhere" / "sheet")
+    with pytest.raises(UserError, match="lies inside the run"):
+        write_sheet(judged, other, judged.path / "sheet")
     assert files_under(tmp_path) == before
 
 
@@ -448,6 +452,7 @@ def test_export_and_import_say_what_they_did(judged, tmp_path, capsys):
     assert "30 of 60 turns, by categories of rules:" in said
     assert re.search(r"genuine_follow_up +5 of +7\n", said)
     assert f"sheet: {out}\n" in said and "python -m ia_mech.judge rubric" in said
+    assert f"next: python -m ia_mech.judge import {judged.path} '{out}' --annotator NAME\n" in said
     assert judged.labels.sheets == ["for-anna"]
     assert main(command) == 2
     assert capsys.readouterr().err.count("\n") == 1
