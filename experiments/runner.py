@@ -26,7 +26,15 @@ from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
-from ia_mech.cli import Parser, add_intervals, add_no_verify, guarded, one_line, tolerant_streams
+from ia_mech.cli import (
+    Parser,
+    add_intervals,
+    add_no_verify,
+    guarded,
+    one_line,
+    path_of,
+    tolerant_streams,
+)
 from ia_mech.errors import UserError
 
 if TYPE_CHECKING:
@@ -102,14 +110,14 @@ class Experiment:
             epilog=f"Method: docs/{self.name.replace('_', '-')}.md. Intervals are over sources.\n"
             + fill(f"Written: {ESTIMATES} (every number, one per row), {self.written}.", 100),
         )
-        parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's folder")
+        parser.add_argument("runs", nargs="+", type=path_of, metavar="RUN", help="a run's folder")
         judge = "whose verdicts (default: the only judge)"
         parser.add_argument("--judge", metavar="NAME", help=judge)
         add_no_verify(parser)
         self.add_flags(parser)
         parser.add_argument(
             "--out",
-            type=Path,
+            type=path_of,
             metavar="FOLDER",
             help="where results go (default: "
             f"{self.out_help or f'experiments/{self.name} in the first run'})",
@@ -126,8 +134,8 @@ class Experiment:
     def _run(self, args: argparse.Namespace) -> None:
         from ia_mech.rates.load import open_runs
 
-        folder = self.output_folder(args.out, args.runs[0])
         runs = open_runs(args.runs, verify=args.verify)
+        folder = self.output_folder(args.out, args.runs[0])
         if not self.several_models:
             check_one_model(runs)
         if not self.perturbed:
@@ -152,18 +160,14 @@ class Experiment:
             UserError: a file, a folder that can't be written, one among a run's own files, or one
                 with another experiment's results.
         """
-        from ia_mech.run.layout import refuse_inside_run
+        from ia_mech.run.layout import refuse_inside_run, refuse_unwritable
 
         inside = first_run / "experiments" / self.name
         usual = inside if self.default_out is None else self.default_out(first_run)
         folder = usual if out is None else out
         if self.default_out is not None or folder.resolve() != inside.resolve():
             refuse_inside_run(folder / ESTIMATES)
-        there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-        if not there.is_dir():
-            raise UserError(f"{there} is a file", "name a folder with --out")
-        if not os.access(there, os.W_OK | os.X_OK):
-            raise UserError(f"{there} is not writable", "name another folder with --out")
+        refuse_unwritable(folder)
         owner = _experiment_of(folder / ESTIMATES)
         if owner not in (None, self.name):
             raise UserError(f"{folder} holds results of {owner}", "name another folder with --out")

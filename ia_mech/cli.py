@@ -5,10 +5,12 @@ import atexit
 import contextlib
 import io
 import os
+import shlex
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
@@ -185,7 +187,7 @@ def coverage(text: str) -> float:
         value = float(text)
     except ValueError:
         value = 0.0
-    if not 0 < value < 1:
+    if not value > 0 or (1 + value) / 2 >= 1:  # so close to 1 that its quantile is infinite
         raise argparse.ArgumentTypeError(f"{text!r} is not between 0 and 1, such as 0.95")
     return value
 
@@ -202,6 +204,50 @@ def whole_from(least: int, why: str = "") -> Callable[[str], int]:
         return int(text)
 
     return whole
+
+
+def utf8(given: str) -> str:
+    """A text, for argparse; one that no JSON or Parquet file could hold is refused."""
+    try:
+        given.encode()
+    except UnicodeEncodeError:
+        raise argparse.ArgumentTypeError(f"{given!r} is not UTF-8") from None
+    return given
+
+
+def named(given: str) -> str:
+    """The name of something, for argparse: a UTF-8 text that isn't blank."""
+    if not given.strip():
+        raise argparse.ArgumentTypeError(f"{given!r} names nothing")
+    return utf8(given)
+
+
+def path_of(given: str) -> Path:
+    """The path of a file or folder, for argparse (``Path("")`` would be the working folder)."""
+    return Path(named(given))
+
+
+def quoted(word: object) -> str:
+    """A word of a shell command that is printed to be copied: one line, whatever a path holds."""
+    text = str(word)
+    if text.startswith("-"):  # a path, not a flag
+        text = f"./{text}"
+    if text.isprintable() and text == " ".join(text.split()):
+        return shlex.quote(text)
+    escaped = (c if c.isalnum() or c in "/._-" else _escaped(c) for c in text)
+    return f"$'{''.join(escaped)}'"
+
+
+def _escaped(character: str) -> str:
+    return "".join(f"\\x{byte:02x}" for byte in os.fsencode(character))
+
+
+def threads(text: str) -> int:
+    """A number of threads, for argparse: too many only slow a machine down, or stop it."""
+    found, most = whole_from(1)(text), 4 * (os.cpu_count() or 1)
+    if found > most:
+        raise argparse.ArgumentTypeError(f"{text!r} is too much for this machine (1 to {most})")
+    return found
 
 
 def tolerant_streams() -> None:

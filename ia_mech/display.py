@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from rich.console import Console
+from rich.segment import Segment
 from tqdm import tqdm
+
+from ia_mech.untrusted import visible
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -39,14 +42,20 @@ class _Console(Console):
     def on_broken_pipe(self) -> None:
         raise BrokenPipeError  # handled once, in ia_mech.cli
 
+    def render(self, *args: Any, **options: Any) -> Iterable[Segment]:
+        for text, style, control in super().render(*args, **options):
+            yield Segment(text if control else visible(text), style, control)
+
 
 def console(width: int = 100) -> Console:
-    """A console that prints texts as they are, at least ``width`` columns wide."""
+    """A console at least ``width`` columns wide, which prints texts as they are, apart from what
+    :func:`ia_mech.untrusted.visible` replaces."""
     made = _Console(highlight=False, emoji=False)  # ":cat:" in a text is not an emoji
     made.width = max(made.width, width)  # a cut-off interval is worse than a long line
     return made
 
 
+@runtime_checkable
 class Progress(Protocol):
     """How a long computation reports what it does. A run has several phases, one after another."""
 

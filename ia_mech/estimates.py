@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 
 from ia_mech.run.integrity import replace_file
 from ia_mech.stats import Estimate, cluster_counts, cluster_mean, holm, paired_difference
+from ia_mech.untrusted import escaped, inert
 
 ALL = "(all)"  # the name of all datasets together
 FEW_SOURCES = 24  # benchmarks/coverage.md simulates so many sources and more
@@ -216,8 +217,8 @@ def write_table(
         frame: the table; its index is left out.
         path: the file; its folder must be there.
         kind: ``json`` (an object with ``about`` and ``estimates``, a list of records), ``csv``
-            (without ``about``) or ``parquet`` (``about`` as JSON in the metadata, under
-            ``ia_mech``).
+            (without ``about``; texts as :func:`ia_mech.untrusted.inert` makes them) or ``parquet``
+            (``about`` as JSON in the metadata, under ``ia_mech``).
         about: what the table was made from.
 
     Raises:
@@ -229,9 +230,11 @@ def write_table(
             plain = frame.astype(object)
             records = plain.where(frame.notna(), None).to_dict("records")
             text = json.dumps({"about": about, "estimates": records}, indent=1, ensure_ascii=False)
-            scratch.write_text(text + "\n", encoding="utf-8")
+            scratch.write_text(escaped(text) + "\n", encoding="utf-8")
         elif kind == "csv":
-            frame.to_csv(scratch, index=False)
+            # Names of models and datasets are other people's.
+            cells = frame.map(lambda cell: inert(cell) if isinstance(cell, str) else cell)
+            cells.to_csv(scratch, index=False)
         else:
             pq.write_table(_arrow(frame, about), scratch)
 

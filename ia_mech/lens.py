@@ -7,12 +7,13 @@ by all runs of that model.
 
 import copy
 import json
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -23,6 +24,7 @@ from ia_mech.models.embedded import models_dir
 from ia_mech.models.load import Subject, text_config
 from ia_mech.run.integrity import replace_file
 
+TENSORS = ("norm_weight", "norm_bias", "unembedding")
 TOLERANCE = 1e-3  # largest error of the lens against the model, relative to the largest logit
 
 
@@ -75,10 +77,9 @@ class Lens:
         """Keep it where :meth:`load` finds it; an older one is replaced whole."""
         file = lens_file(weights_hash)
         file.parent.mkdir(parents=True, exist_ok=True)
-        names = ("norm_weight", "norm_bias", "unembedding")
-        tensors = {name: getattr(self, name).contiguous() for name in names}
+        tensors = {name: getattr(self, name).contiguous() for name in TENSORS}
         settings = {k: getattr(self, k) for k in ("eps", "centred", "scale", "softcap")}
-        metadata = {"lens": json.dumps(settings)}
+        metadata = {"lens": json.dumps(settings | {"crc32": _crc32(tensors)})}
         replace_file(file, lambda scratch: save_file(tensors, scratch, metadata=metadata))
         return file
 
@@ -87,7 +88,7 @@ class Lens:
         """The lens of a model that was sampled here.
 
         Raises:
-            UserError: there is none for this hash.
+            UserError: there is none for this hash, or it is damaged.
         """
         file = lens_file(weights_hash)
         if not file.is_file():
@@ -95,9 +96,25 @@ class Lens:
                 f"no lens for the model with weights {weights_hash} ({file})",
                 "sample from the model once on this machine, or copy the file",
             )
-        with safe_open(file, framework="pt") as tensors:
-            settings = json.loads(tensors.metadata()["lens"])
-            return cls(**{k: tensors.get_tensor(k) for k in tensors.keys()}, **settings)  # noqa: SIM118
+        try:
+            with safe_open(file, framework="pt") as content:
+                settings = json.loads(content.metadata()["lens"])
+                tensors = {name: content.get_tensor(name) for name in TENSORS}
+            if settings.pop("crc32", None) not in (None, _crc32(tensors)):  # older ones have none
+                raise ValueError("its checksum doesn't fit")
+            return cls(**tensors, **settings)
+        except (SafetensorError, ValueError, TypeError, KeyError) as error:
+            reason = (str(error).splitlines() or [type(error).__name__])[0][:120]
+            raise UserError(
+                f"{file} is damaged ({reason})", "remove it and sample from the model again"
+            ) from None
+
+
+def _crc32(tensors: dict[str, Tensor]) -> int:
+    value = 0
+    for name in TENSORS:
+        value = zlib.crc32(tensors[name].reshape(-1).view(torch.uint8).numpy().data, value)
+    return value
 
 
 def lens_file(weights_hash: str) -> Path:

@@ -7,10 +7,18 @@ answer at once.
 import argparse
 import re
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ia_mech.cli import Parser, add_intervals, add_no_verify, guarded, tolerant_streams, whole_from
+from ia_mech.cli import (
+    Parser,
+    add_intervals,
+    add_no_verify,
+    guarded,
+    path_of,
+    threads,
+    tolerant_streams,
+    whole_from,
+)
 from probes.fit.solvers import ESTIMATORS
 
 if TYPE_CHECKING:
@@ -43,7 +51,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_statistics(parser)
     parser.add_argument(
         "--threads",
-        type=whole_from(1),
+        type=threads,
         metavar="N",
         help="of the computation (default: all processors)",
     )
@@ -58,7 +66,9 @@ def build_parser() -> argparse.ArgumentParser:
 
 def add_subject(parser: argparse.ArgumentParser) -> None:
     """What is probed, and by what: runs, judge, target, positions, layers, estimator."""
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a judged run's folder")
+    parser.add_argument(
+        "runs", nargs="+", type=path_of, metavar="RUN", help="a judged run's folder"
+    )
     parser.add_argument("--judge", metavar="NAME", help="whose verdicts (default: the only judge)")
     add_no_verify(parser)
     parser.add_argument(
@@ -115,7 +125,7 @@ def layers(text: str) -> list[int] | None:
     """``all`` (None), one layer, or a range with both ends."""
     if text == "all":
         return None
-    found = re.fullmatch(r"(\d+)(?:-(\d+))?", text, re.ASCII)
+    found = re.fullmatch(r"(\d{1,5})(?:-(\d{1,5}))?", text, re.ASCII)
     if not found or int(found[2] or found[1]) < int(found[1]):
         raise argparse.ArgumentTypeError(f"{text!r} is no layer and no range such as 8-12")
     return list(range(int(found[1]), int(found[2] or found[1]) + 1))

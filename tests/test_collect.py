@@ -12,8 +12,7 @@ import ia_mech.collect.job
 import ia_mech.engine.loop
 from ia_mech.collect.config import SampleConfig
 from ia_mech.collect.job import collect
-from ia_mech.collect.preflight import context_cost
-from ia_mech.data.conversations import UNPERTURBED, Conversation
+from ia_mech.collect.preflight import Size, Survey
 from ia_mech.display import Quiet
 from ia_mech.engine.plan import PREFILL_COST, RESCORE_COST, SCORE_COST, Grid
 from ia_mech.errors import UserError
@@ -196,18 +195,20 @@ def test_contrasts_are_computed_when_asked_for(tiny_subject, tmp_path):
 
 
 def test_the_work_on_a_context_counts_what_is_asked_for():
-    conversation = Conversation("c", "c", "d", ({"role": "user", "content": "Who?"},))
     contrasts = replace(CONFIG, contrasts=True, swaps=2)
 
-    def cost(config, perturbation=UNPERTURBED, turn=10):
-        one = replace(conversation, perturbation=perturbation)
-        return context_cost(config, None, one, 100, turn)
+    def cost(config, perturbed=False, turn=10, sources="cde"):
+        sizes = [Size("d", source, 100, turn, 0, perturbed) for source in sources]
+        return Survey({}, sizes, []).costs(config)[0]
 
     rows, prefill = 5 * 8, PREFILL_COST * 100
-    assert cost(CONFIG) == cost(contrasts, "typos") == rows + prefill + SCORE_COST * 10
+    assert cost(CONFIG) == cost(contrasts, True) == rows + prefill + SCORE_COST * 10
     assert cost(CONFIG, turn=None) == cost(contrasts, turn=None) == rows + prefill
     # Rivals are about as long as context and reference; both references follow three contexts.
     rivals = SCORE_COST * (100 + 2 * 10 + 10)
     assert cost(contrasts) == rows + 4 * prefill + rivals + RESCORE_COST * 4 * 2 * 10
+    # No more other contexts than there are conversations of other sources.
+    assert cost(replace(contrasts, swaps=9)) == cost(contrasts)
+    assert cost(contrasts, sources="ccd") == cost(replace(contrasts, swaps=1))
     both = replace(contrasts, score_generations=True)
     assert cost(both) == cost(contrasts) + RESCORE_COST * 4 * rows

@@ -84,7 +84,11 @@ def left_over(models: Path) -> list[str]:
 def assert_whole(folder: Path, models: Path) -> None:
     assert folder.parent == models
     assert left_over(models) == [folder.name]
-    assert sorted(p.name for p in folder.iterdir()) == ["config.json", "model.safetensors"]
+    assert sorted(p.name for p in folder.iterdir()) == [
+        "config.json",
+        "crc32.json",
+        "model.safetensors",
+    ]
     assert (folder / "model.safetensors").read_bytes() == GGUF
 
 

@@ -115,7 +115,8 @@ def test_everything_goes_where_it_is_wanted(merged, count, tmp_path):
 
 def test_folders_that_hold_something_else_are_refused(merged, copied, count, refused, tmp_path):
     (tmp_path / "file").write_text("mine")
-    assert "is a file; name a folder" in refused(merged.path, "--out", tmp_path / "file")
+    assert "is a file; give another --out" in refused(merged.path, "--out", tmp_path / "file")
+    assert "file is not a run (no run.json)" in refused(tmp_path / "file")
     assert (tmp_path / "file").read_text() == "mine"
     run = copied()
     for inside in ("contexts", "experiments", "experiments/other"):

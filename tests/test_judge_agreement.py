@@ -16,10 +16,11 @@ from ia_mech.errors import UserError
 from ia_mech.judge.__main__ import main
 from ia_mech.judge.agreement import agreement, compare, group_alpha, joint_rows, print_comparison
 from ia_mech.judge.rubric import ASSESSED, CANNOT_ASSESS, GENUINE, NAMES
-from ia_mech.judge.sheets import export_sheet, inert
+from ia_mech.judge.sheets import export_sheet
 from ia_mech.run import Run
 from ia_mech.run.labels import KEY
 from ia_mech.stats import alpha_of
+from ia_mech.untrusted import inert
 
 
 def annotate(run: Run, name: str, said: dict[int, str], sheet="s", stratum="all", of=None) -> None:
@@ -192,10 +193,17 @@ def test_who_is_compared_with_whom(run):
     with pytest.raises(UserError, match=r"needs two labellers, and .* has no labels; run: python"):
         agreement(run)
     plant(run, "first", [random_labels(0)])
-    with pytest.raises(UserError, match=r"needs two labellers, and .* has first; run: python"):
+    problem = (
+        r"needs two labellers, and .* has first; run: python \S+ ia_mech.judge run \S+ --judge "
+    )
+    with pytest.raises(UserError, match=problem + "llm or hf, or export and import a sheet$"):
         agreement(run)
     plant(run, "second", [random_labels(1)])
     annotate(run, "first", dict.fromkeys(range(9), GENUINE))
+    with pytest.raises(
+        UserError, match="two different labellers; choose from: judge:first, second"
+    ):
+        agreement(run, ["second", "second"])
     assert list(agreement(run).pairs) == [
         ("judge:first", "second"),
         ("annotator:first", "judge:first"),

@@ -32,7 +32,7 @@ def filled(tmp_path):
 def first_line(path) -> dict:
     """What the first line says."""
     line = json.loads(path.read_bytes().splitlines()[0])
-    assert re.fullmatch("[0-9a-f]{16}", line.pop("check"))
+    assert re.fullmatch("xxh3:[0-9a-f]{32}", line.pop("seal"))
     return line
 
 
@@ -106,24 +106,24 @@ def test_one_writer_at_a_time(filled, tmp_path):
 
 
 @pytest.fixture
-def unchecked(filled):
+def unsealed(filled):
     """The same file as earlier versions wrote it."""
-    filled.write_text(re.sub(', "check": "[0-9a-f]{16}"', "", filled.read_text()))
-    assert "check" not in filled.read_text()
+    filled.write_text(re.sub(', "seal": "xxh3:[0-9a-f]{32}"', "", filled.read_text()))
+    assert "seal" not in filled.read_text()
     return filled
 
 
-def test_lines_of_earlier_versions_are_read_and_new_ones_added(unchecked, tmp_path):
+def test_lines_of_earlier_versions_are_read_and_new_ones_added(unsealed, tmp_path):
     assert held(tmp_path) == [True] * 3
     with VerdictCache({"kind": "x"}, tmp_path) as cache:
         cache.put(ODD, 0, VERDICT)
     assert held(tmp_path) == [True] * 3
-    assert unchecked.read_text().count("check") == 1
+    assert unsealed.read_text().count("seal") == 1
 
 
-def test_fields_of_a_later_version_are_left_out(unchecked, tmp_path):
-    text = unchecked.read_text().replace('"status"', '"mood": "good", "status"')
-    unchecked.write_text(text)
+def test_fields_of_a_later_version_are_left_out(unsealed, tmp_path):
+    text = unsealed.read_text().replace('"status"', '"mood": "good", "status"')
+    unsealed.write_text(text)
     assert held(tmp_path) == [True] * 3
 
 

@@ -241,11 +241,11 @@ def test_checking_annotated_turns_tells_how_well_the_judge_does(judge, annotated
 
 def test_turns_without_annotations_are_listed_with_their_verdicts(judge, tmp_path):
     """Control characters and markup of a turn don't reach the terminal."""
-    evil = json.dumps(row("\x1b[2J\x07 [bold]b[/bold] :cat:\u2028\ud800\n"))
+    evil = json.dumps(row("\x1b[2J\x07 [bold]b[/bold] :cat:\u2028\n"))
     lines = judge("check", jsonl(tmp_path / "t.jsonl", *map(row, TURNS), evil)).out.splitlines()
     expected = [f"{category:<22}{turn}".rstrip() for turn, category in TURNS.items()]
     assert [line.rstrip() for line in lines[:-2]] == expected
-    assert lines[-2][22:] == "�[2J� [bold]b[/bold] :cat:��⏎"
+    assert lines[-2][22:] == "�[2J� [bold]b[/bold] :cat:�⏎"
     assert lines[-1] == RulesJudge().caveat
 
 
@@ -371,8 +371,8 @@ def test_a_local_models_verdicts_are_replayed_without_the_model(
 
 GOOD = row("And then?", category=GENUINE)
 LINES = [
-    ("{", "line 2 of {file} isn't JSON (Expecting property name"),
-    ("  \n{", "line 3 of {file} isn't JSON (Expecting property name"),  # blank lines count
+    ("{", "line 2 of {file} is not JSON (Expecting property name"),
+    ("  \n{", "line 3 of {file} is not JSON (Expecting property name"),  # blank lines count
     ("[]", "line 2 of {file} isn't a JSON object; correct that line"),
     ({"query": QUERY, "user_turn": "x"}, "line 2 of {file} lacks a text; each needs query, resp"),
     (row(["list"]), "line 2 of {file} lacks a text; each needs "),
@@ -395,9 +395,20 @@ def test_a_file_that_can_not_be_read_is_refused(refused, tmp_path):
     file.write_bytes(b"\xff\xfe\x00")
     assert refused("check", file).startswith(f"{file} isn't UTF-8 (byte 0xff in line 1); save")
     file.write_text(json.dumps(row("x")))
+    assert refused("check", tmp_path) == f"{tmp_path} is a folder; check the path"
     assert refused("check", file, "--out", file).startswith(f"{file} exists; give another --out")
     line = refused("check", file, "--out", tmp_path / "none" / "out")
-    assert line == f"there is no folder {tmp_path}/none; create it first"
+    assert line == f"{tmp_path}/none/out: there is no folder {tmp_path}/none; make it first"
+
+
+def test_a_run_that_can_not_be_written_to_is_refused_before_it_is_judged(refused, run, monkeypatch):
+    def denied(**_):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("tempfile.TemporaryFile", denied)
+    monkeypatch.setattr(RulesJudge, "verdict", None)
+    line = refused("run", run.path)
+    assert line == f"{run.path} is not writable (Permission denied); judge a copy of the run"
 
 
 def test_an_interrupt_says_what_is_kept(judge, run, monkeypatch):

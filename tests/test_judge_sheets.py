@@ -22,12 +22,12 @@ from ia_mech.judge.sheets import (
     csv_bytes,
     export_sheet,
     import_sheet,
-    inert,
     read_sheet,
     write_sheet,
 )
 from ia_mech.run import Run
 from ia_mech.run.labels import KEY
+from ia_mech.untrusted import inert
 
 # What the judge of these tests says of the run's 60 rows: strata of very different sizes.
 SAID = ["prompt_restatement"] * 34 + ["degenerate"] * 14 + [GENUINE] * 7 + ["new_topic"] * 2
@@ -348,10 +348,12 @@ BAD = {
     "too many cells": (_bad_text(lambda b: b + b"a,b,c,d,e,f,g,h,i\r\n"), "has 9 cells under 7"),
     "broken JSON": (
         _bad_text(lambda b: b.replace(b'"item"', b'"item', 1), ".jsonl"),
-        "line 1 of .* isn't JSON",
+        "line 1 of .* is not JSON",
     ),
-    "deep JSON": (_bad_text(lambda b: b"[" * 100_000, ".jsonl"), "line 1 of .* isn't JSON"),
+    "deep JSON": (_bad_text(lambda b: b"[" * 100_000, ".jsonl"), "line 1 of .* is not JSON"),
     "no file": (lambda p, rows: p, "there is no file"),
+    "no file of that kind": (lambda p, rows: p / "none", "there is no file"),
+    "a folder": (lambda p, rows: p.parent, "is a folder; check the path"),
 }
 
 
@@ -400,6 +402,8 @@ def test_nothing_is_overwritten(judged, tmp_path):
     assert files_under(tmp_path) == before and files[1].read_bytes() == kept[1]
     with pytest.raises(UserError, match="there is no folder"):
         write_sheet(judged, other, tmp_path / "nowhere" / "sheet")
+    with pytest.raises(UserError, match="lies inside the run"):
+        write_sheet(judged, other, judged.path / "sheet")
     assert files_under(tmp_path) == before
 
 
@@ -448,6 +452,7 @@ def test_export_and_import_say_what_they_did(judged, tmp_path, capsys):
     assert "30 of 60 turns, by categories of rules:" in said
     assert re.search(r"genuine_follow_up +5 of +7\n", said)
     assert f"sheet: {out}\n" in said and "python -m ia_mech.judge rubric" in said
+    assert f"next: python -m ia_mech.judge import {judged.path} '{out}' --annotator NAME\n" in said
     assert judged.labels.sheets == ["for-anna"]
     assert main(command) == 2
     assert capsys.readouterr().err.count("\n") == 1

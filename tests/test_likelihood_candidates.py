@@ -48,7 +48,10 @@ FOR_A = '{"name": "why", "text": "Who?", "id": "a"}\n'
 TWICE = "has two candidates 'why' for one context; give each a name of its own"
 BAD = {
     "not UTF-8": (b'{"name": "why", "text": "\xff"}', "(not UTF-8 text); give a JSONL file"),
-    "not JSON": (ROW + "why: Why?", 'line 2 is not a JSON object; write {"name": "why"'),
+    "not JSON": (
+        ROW + "why: Why?",
+        'line 2 is not JSON (Expecting value at character 1); write {"name": "',
+    ),
     "no text": ('{"name": "why"}', "line 1 has no text that is text; give one to each"),
     "blank text": ('{"name": "why", "text": " \\n"}', "line 1 has no text that is text"),
     "a number as name": ('{"name": 3, "text": "Why?"}', "line 1 has no name that is text"),

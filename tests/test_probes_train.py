@@ -207,6 +207,10 @@ def damaged(run: Path) -> None:
     part.write_bytes(part.read_bytes()[:-100])
 
 
+def taken(run: Path) -> None:
+    (run / "probes").write_text("mine")
+
+
 def in_progress(run: Path) -> None:
     manifest = read_json(run / "manifest.json")
     write_json(run / "manifest.json", manifest | {"complete": False})
@@ -221,12 +225,15 @@ def in_progress(run: Path) -> None:
         (not_a_number, [], "layer 2 at header_last holds NaN", "--repair"),
         (damaged, [], "is damaged", "--repair"),
         (constant, [], "the content of residuals/layer_01/00000.safetensors is not", "--repair"),
+        (taken, [], "probes is a file", "give a copy of the run"),
         (in_progress, [], "still being written or was interrupted", "finish"),
         (None, ["--target", "happiness"], "unknown target 'happiness'", "rate@T"),
         (None, ["--target", "rate@0.7"], "no turn was sampled at temperature 0.7", "rate@1"),
         (None, ["--positions", "nowhere"], "position nowhere was not kept", "header_last"),
         (None, ["--layers", "2", "9"], "no layer 9", "0 … 5"),
         (None, ["--layers", "5-2"], "is no layer and no range", "--help"),
+        (None, ["--layers", "0-99999999999999999999"], "is no layer and no range", "--help"),
+        (None, ["--threads", "99999"], "is too much for this machine", "--help"),
         (None, ["--judge", "anna"], "no verdicts of 'anna'", "--judge"),
         (None, ["--out", "../up"], "can't name a file", "letters"),
         (None, ["--estimator", "svm"], "invalid choice: 'svm'", "--help"),

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -13,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from runs import CONTEXTS, resealed, rewritten
-from shell import Outcome, call, refusal
+from shell import Outcome, call, files, refusal
 
 from ia_mech.judge.label import items_of
 from ia_mech.judge.rubric import GENUINE
@@ -377,18 +378,24 @@ def test_runs_that_can_not_be_pooled(merged, copy, rates, tmp_path):
 
 
 def test_files_that_can_not_be_written(run, rates, tmp_path):
-    same = tmp_path / "rates"
+    pipe = tmp_path / "pipe.csv"  # as /dev/null, which would have been replaced
+    os.mkfifo(pipe)
+    before = files(tmp_path)
     for flags, problem in (
         (("--csv", tmp_path / "no" / "rates.csv"), "no folder"),
         (("--json", tmp_path), "is a folder"),
-        (("--json", same, "--csv", same), "the same file"),
+        (("--parquet", tmp_path / "rates.csv"), "rates.csv would hold PARQUET; give it"),
+        (("--json", tmp_path / "rates"), "ends in .json"),
+        (("--csv", pipe), "pipe.csv is not a regular file"),
+        (("--csv", ""), "'' names nothing"),
+        (("--level", "0.9999999999999999"), "is not between 0 and 1"),
         (("--csv", run.path / "contexts" / "new"), "lies inside the run"),
         (("--responses", "some"), "--help"),
         (("--level", "95"), "--help"),
         (("--resamples", "5"), "--help"),
     ):
         refused(rates(run.path, *flags), problem)
-    assert not same.exists()
+    assert files(tmp_path) == before
 
 
 def test_help_is_short_and_needs_neither_torch_nor_pandas(monkeypatch):

@@ -167,14 +167,16 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(labels, monkeyp
 
 
 def test_an_unknown_judge_is_refused_naming_those_there(labels):
-    expected = r"run has no judgements of 'gpt'; run: python -m ia_mech\.judge run \S+/run$"
+    # A command without --judge would give the rules judge's verdicts that name.
+    command = r"run: python -m ia_mech\.judge run \S+/run --judge … --name gpt --replace$"
+    expected = r"run has no judgements of 'gpt'; " + command
     for read in (labels.judgements, lambda name: labels.record("judgements", name)):
         with pytest.raises(UserError, match=expected):
             read("gpt")
     labels.write_judgements("rules", ROWS, WHO)
     labels.write_judgements("other", ROWS, WHO)
     for read in (labels.judgements, lambda name: labels.record("judgements", name)):
-        with pytest.raises(UserError, match=r"of 'gpt' \(there are: other, rules\); run: python"):
+        with pytest.raises(UserError, match=r"of 'gpt'; give one of other, rules, or " + command):
             read("gpt")
 
 

@@ -517,7 +517,7 @@ def test_without_the_model_only_its_lens_is_needed(bare, cache, capfd, monkeypat
 def test_turns_without_follow_ups_have_rates_and_no_openings(copied):
     run = judged(copied(), kinds=("degenerate",))
     found, notes = measured(run)
-    assert any(note.startswith("sampled turns of 0 sources were judged genuine") for note in notes)
+    assert any(note.startswith("sampled turns of no source were judged genuine") for note in notes)
     made = estimates(found, resamples=100)
     assert made[made["quantity"] == "mass on openings"]["value"].isna().all()
     lens = made[made["quantity"] == "log p by the lens"].set_index("of")["value"]

@@ -13,6 +13,7 @@ from experiments.perturbations.conditions import SWAP, perturbed
 from experiments.perturbations.read import SHARED, Base
 from ia_mech.chat.format import ChatFormat
 from ia_mech.chat.headers import rendered
+from ia_mech.cli import quoted
 from ia_mech.collect.config import SampleConfig
 from ia_mech.collect.identity import build_chat, eos_ids
 from ia_mech.collect.job import collect
@@ -238,7 +239,7 @@ def judged(run: Run, judge: str, base: Base) -> None:
             raise UserError(
                 f"{run.path} has not been judged by {judge!r}"
                 + (" against the unperturbed responses" if unperturbed else ""),
-                f"run python -m ia_mech.judge run {run.path} --name {name}{flag} with the flags "
-                f"that judged {base.runs[0].path}, then this command again",
+                f"run python -m ia_mech.judge run {quoted(run.path)} --name {name}{flag} with the "
+                f"flags that judged {base.runs[0].path}, then this command again",
             )
         label_run(run, rules, name, Bar(), unperturbed=unperturbed)

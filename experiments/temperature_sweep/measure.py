@@ -465,12 +465,14 @@ def _offline_lens(sweep: Sweep) -> tuple[Lens | None, str]:
 def _of_openings(openings: Openings) -> list[str]:
     """What there is too little of for openings to be compared."""
     counts = {"genuine": openings.genuine, "restatements": openings.restated}
-    notes = [
-        f"sampled turns of {int((table.sum(1) > 0).sum())} sources were judged {kind}: their "
-        "openings can't be compared with those of other sources."
-        for kind, table in counts.items()
-        if (table.sum(1) > 0).sum() < 2
-    ]
+    notes = []
+    for kind, table in counts.items():
+        found = int((table.sum(1) > 0).sum())
+        if found < 2:
+            notes.append(
+                f"sampled turns of {('no', 'one')[found]} source were judged {kind}: their "
+                "openings can't be compared with those of other sources."
+            )
     both = ((openings.genuine.sum(0) > 0) & (openings.restated.sum(0) > 0)).sum()
     return [
         *notes,

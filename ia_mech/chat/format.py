@@ -77,13 +77,19 @@ class ChatFormat:
         self.system = system
         self.thinking = thinking
         self.date = date
-        self.template = ChatTemplate(tokenizer, date)
         # Tokens that text can't be cut into by accident. Some families (DeepSeek) don't flag their
         # role markers as special; some tokenizers add runs of spaces, which mark nothing.
         self._marks = {
             i for i, token in tokenizer.added_tokens_decoder.items() if token.content.strip()
         } | set(tokenizer.all_special_ids)
-        self._derive(eos_ids)
+        try:
+            self.template = ChatTemplate(tokenizer, date)
+            self._derive(eos_ids)
+        except UserError as error:
+            name = tokenizer.name_or_path
+            raise UserError(
+                f"{name}: {error.problem}" if name else error.problem, error.remedy
+            ) from error
 
     # -- derivation ---------------------------------------------------------------------------
 

@@ -2,8 +2,8 @@
 
 import hashlib
 from collections.abc import Sequence
-from datetime import datetime
 
+from ia_mech.chat import bounded
 from ia_mech.errors import UserError
 
 PINNED_DATE = "2026-01-01"  # for templates that print today's date; ids must not change at midnight
@@ -41,7 +41,7 @@ class ChatTemplate:
                 f"the tokenizer names none of its chat templates ({', '.join(template)}) default",
                 "set tokenizer.chat_template to the one that chat uses",
             ) from error
-        self._text = _with_date(self._source, date)
+        self._date = date
 
     @property
     def hash(self) -> str:
@@ -49,15 +49,16 @@ class ChatTemplate:
         return hashlib.sha256(self._source.encode()).hexdigest()[:16]
 
     def render(self, messages: Sequence[Message], **options) -> str:
-        """The dialogue as text; options as for ``apply_chat_template``.
+        """The dialogue as text, as ``apply_chat_template`` renders it; options as its keywords.
 
         Raises:
-            UserError: the template refuses these messages.
+            UserError: the template refuses these messages, or reaches a limit (:mod:`bounded`).
         """
+        variables = self.tokenizer.special_tokens_map | options
         try:
-            return self.tokenizer.apply_chat_template(
-                list(messages), chat_template=self._text, tokenize=False, **options
-            )
+            return bounded.render(self._source, self._date, messages, variables)
+        except (UserError, MemoryError):
+            raise
         except Exception as error:  # templates raise whatever their authors chose
             raise UserError(
                 f"the chat template refuses the roles {'/'.join(m['role'] for m in messages)} "
@@ -117,21 +118,3 @@ class ChatTemplate:
 def message(role: str, content: str) -> Message:
     """One message as templates take it."""
     return {"role": role, "content": content}
-
-
-def _with_date(template: str, date: str) -> str:
-    """A template in which ``strftime_now`` knows one date only.
-
-    ``transformers`` hands the function to the template itself and lets no caller replace it, so a
-    macro of the same name goes before the template.
-    """
-    if "strftime_now" not in template:
-        return template
-    midnight = datetime.fromisoformat(date)
-    filters = "".join(
-        f"|replace('%{code}', {midnight.strftime('%' + code)!r})"
-        for code in (*"aAbBcdDeFHIjmMpRSTuwxXyY", "-d", "-m")
-    )
-    # Jinja trims the newline after a block, so the template still begins at the start of a line.
-    macro = f"{{% macro strftime_now(format) %}}{{{{ format{filters} }}}}{{% endmacro %}}\n"
-    return macro + template

@@ -6,7 +6,6 @@ seen are kept, to find duplicates. The shapes of rows are in ``formats``, the pu
 """
 
 import difflib
-import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -17,8 +16,9 @@ from itertools import chain, islice
 from pathlib import Path
 
 from ia_mech.data import presets
-from ia_mech.data.formats import ColumnMap, Message, Parts, parse
+from ia_mech.data.formats import DEPTH, ColumnMap, Message, Parts, parse
 from ia_mech.errors import UserError
+from ia_mech.untrusted import parse_json
 
 BUILTIN = ("maths", "instructions", "open")
 SUFFIXES = (".jsonl", ".json", ".parquet")
@@ -27,6 +27,7 @@ UNPERTURBED_RESPONSE = "unperturbed_response"  # in the metadata of a perturbed 
 USER_HEADER = "user"
 HEADERS = (USER_HEADER, "alone", "assistant", "no_turn_end", "no_turn_separator")
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
+_AS_JSON = "write one JSON object per line, in UTF-8 (.json may also hold one array)"
 _PARQUET_ROWS = 256  # at a time: bounds the memory, not the speed
 
 Rows = Callable[[], Iterator[tuple[str, dict]]]  # each call starts again; (place, row)
@@ -111,6 +112,12 @@ def validate(conversation: Conversation, place: str) -> None:
     for name in ("id", "source_id", "reference", "answer", "perturbation"):
         if (text := getattr(conversation, name)) is not None:
             _check_text(text, f"{place}: the {name}")
+    for name in ("dataset", "perturbation"):  # they head tables, figures and files
+        if not (text := getattr(conversation, name)).isprintable():
+            raise UserError(
+                f"{place}: the {name} {text!r} holds characters that can't be printed",
+                "name it with plain text",
+            )
     if conversation.header not in HEADERS:
         raise UserError(
             f"{place}: the header is {conversation.header!r}", f"use one of {', '.join(HEADERS)}"
@@ -162,7 +169,13 @@ class ConversationSource:
     def __iter__(self) -> Iterator[Conversation]:
         seen: dict[str, int] = {}
         for number, (place, row) in enumerate(islice(self._rows(), self._limit), start=1):
-            conversation = self._conversation(self._read(row, place), number)
+            try:
+                conversation = self._conversation(self._read(row, place), number)
+            except RecursionError:
+                raise UserError(
+                    f"{place}: its values are nested deeper than {DEPTH} levels",
+                    "leave out the column, or write it as text",
+                ) from None
             validate(conversation, place)
             first = seen.setdefault(conversation.id, number)
             if first != number:
@@ -280,12 +293,12 @@ def _jsonl_rows(path) -> Iterator[tuple[str, dict]]:
         for number, line in enumerate(file, start=1):
             if line.strip():
                 place = f"{path.name} line {number}"
-                yield place, _object(_json(line, place), place)
+                yield place, _object(parse_json(line, place, _AS_JSON), place)
 
 
 def _array_rows(path: Path) -> Iterator[tuple[str, dict]]:
     # An array can't be read in pieces: the file is held whole. JSONL is for large data.
-    for number, row in enumerate(_json(path.read_bytes(), path.name), start=1):
+    for number, row in enumerate(parse_json(path.read_bytes(), path.name, _AS_JSON), start=1):
         place = f"{path.name} row {number}"
         yield place, _object(row, place)
 
@@ -293,17 +306,6 @@ def _array_rows(path: Path) -> Iterator[tuple[str, dict]]:
 def _opens_array(path: Path) -> bool:
     with path.open("rb") as file:
         return file.read(1024).removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"["
-
-
-def _json(data: bytes, place: str):
-    try:
-        return json.loads(data.decode("utf-8-sig"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        reason = getattr(error, "msg", "not UTF-8 text")
-        raise UserError(
-            f"{place} is not JSON ({reason})",
-            "write one JSON object per line, in UTF-8 (.json may also hold one array)",
-        ) from error
 
 
 def _object(row, place: str) -> dict:
@@ -319,16 +321,24 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, dict]]:
     import pyarrow.parquet as pq
 
     try:
-        with pq.ParquetFile(path) as file:
+        with pq.ParquetFile(path, page_checksum_verification=True) as file:
+            names = file.schema_arrow.names
+            if twice := sorted({name for name in names if names.count(name) > 1}):
+                raise UserError(
+                    f"{path.name} has several columns named {twice[0]!r}", "rename or drop them"
+                )
             batches = file.iter_batches(batch_size=_PARQUET_ROWS)
             rows = chain.from_iterable(batch.to_pylist() for batch in batches)
             for number, row in enumerate(rows, start=1):
                 yield f"{path.name} row {number}", row
-    except (pa.ArrowException, OSError) as error:
-        reason = str(error).splitlines()[0][:120]
+    except (pa.ArrowException, ValueError, OverflowError, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise  # the machine's fault, not the file's
+        # ValueError: a text that isn't UTF-8. OverflowError: a date far beyond the calendar.
+        reason = (str(error).splitlines() or [type(error).__name__])[0][:120]
         raise UserError(
             f"{path.name} is not readable as Parquet ({reason})", "write it again"
-        ) from (error)
+        ) from error
 
 
 def _hub(

@@ -11,6 +11,7 @@ Shapes:
 """
 
 import json
+import math
 import re
 from dataclasses import dataclass, field
 from datetime import date
@@ -20,6 +21,7 @@ from ia_mech.errors import UserError
 
 FORMATS = ("auto", "messages", "sharegpt", "qa", "turns")
 CUTS = ("first", "last")
+DEPTH = 100  # levels of a row's other values; what copies them later recurses, too
 ROLES = {
     "system": "system",
     "developer": "system",
@@ -144,19 +146,31 @@ def cut_dialogue(messages: list[Message], cut: str) -> tuple[list[Message], str 
     return messages, None
 
 
-def jsonable(value):
-    """A copy that ``json.dumps`` takes: nulls inside dicts dropped, dates as ISO text.
+def jsonable(value, depth: int = 0):
+    """A copy that JSON can hold: nulls inside dicts dropped, dates as ISO text.
 
     Nulls go because columnar files pad every record with the keys of all others (IFBench: 40 keys,
-    of which a row uses one or two).
+    of which a row uses one or two). NaN, with which such files mark a gap, is a null; JSON has no
+    number for it, nor for the infinities.
+
+    Raises:
+        RecursionError: nested deeper than :data:`DEPTH`; ``depth`` is that of ``value``.
     """
+    if depth > DEPTH:
+        raise RecursionError(f"nested deeper than {DEPTH} levels")
     if isinstance(value, dict):
-        return {str(k): jsonable(v) for k, v in value.items() if v is not None}
+        return {str(k): jsonable(v, depth + 1) for k, v in value.items() if not _is_null(v)}
     if isinstance(value, list | tuple):
-        return [jsonable(v) for v in value]
+        return [jsonable(v, depth + 1) for v in value]
     if isinstance(value, date):  # datetimes too
         return value.isoformat()
-    return value if isinstance(value, str | int | float | bool | None) else str(value)
+    if _is_null(value):
+        return None
+    return value if isinstance(value, str | int | float | bool) else str(value)
+
+
+def _is_null(value) -> bool:
+    return value is None or (isinstance(value, float) and not math.isfinite(value))
 
 
 class _Cells:
@@ -190,7 +204,7 @@ class _Cells:
 
     def identifier(self, role: str, usual: tuple[str, ...]) -> str | None:
         value = self.take(self.name(role, usual))
-        blank = value is None or value == ""
+        blank = _is_null(value) or value == ""
         if isinstance(value, list | dict) or (blank and getattr(self.columns, role) is not None):
             raise UserError(
                 f"{self.place}: the {role} is {_kind(value)}, not text or a number",
@@ -199,10 +213,10 @@ class _Cells:
         return None if blank else str(value)
 
     def gold(self, name: str | None) -> str | None:
-        value = self.take(name)
+        value = jsonable(self.take(name))
         if value is None or isinstance(value, str):
             return value
-        return json.dumps(jsonable(value), ensure_ascii=False)
+        return json.dumps(value, ensure_ascii=False)
 
     def rest(self) -> dict:
         left = {k: v for k, v in self.row.items() if k not in self.used}

@@ -5,7 +5,7 @@ model or setting is another identity and so another file. A line is flushed to t
 verdict is counted, so a kill loses at most what is in flight. One process writes at a time; any
 number may read meanwhile.
 
-Every line ends with a hash of the rest of it: a changed bit may leave valid JSON, with another
+Every line carries a seal (see ``run.integrity``): a changed bit may leave valid JSON, with another
 label. Lines of earlier versions have none and are taken as they are.
 """
 
@@ -17,13 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
-from xxhash import xxh3_64_hexdigest
 
 from ia_mech.errors import UserError
 from ia_mech.judge.verdict import Item, Verdict, identity_hash
 from ia_mech.models.embedded import cache_dir
-
-_CHECK = b', "check": "'  # between what a line says and the hash of that
+from ia_mech.run.integrity import SEAL, UNSEALED, check_seal, sealed
 
 
 class VerdictCache:
@@ -95,7 +93,8 @@ class VerdictCache:
 
     def _append(self, file: int, value: dict) -> None:
         before = os.fstat(file).st_size
-        line = memoryview(_line(value))
+        text = json.dumps(value | {SEAL: UNSEALED}, ensure_ascii=False)
+        line = memoryview(sealed(text.encode()) + b"\n")
         try:
             while line:
                 line = line[os.write(file, line) :]
@@ -145,7 +144,7 @@ def cached_identity(
     for path in sorted(_folder(folder).glob("*.jsonl")):
         identity = None
         with contextlib.suppress(ValueError, OSError), path.open("rb") as file:
-            identity = _checked(file.readline()).get("identity")
+            identity = _checked(file.readline().rstrip(b"\n")).get("identity")
         if isinstance(identity, dict) and like.items() <= identity.items():
             with VerdictCache(identity, folder, read_only=True) as cache:
                 found.append((sum(cache.get(item, 0) is not None for item in wanted), identity))
@@ -165,12 +164,6 @@ def cached_identity(
     return whole[0] if whole else max(found, key=lambda pair: pair[0])[1]
 
 
-def _line(value: dict) -> bytes:
-    """A line of a cache, with its end."""
-    said = json.dumps(value, ensure_ascii=False).encode().removesuffix(b"}")
-    return said + _CHECK + xxh3_64_hexdigest(said).encode() + b'"}\n'
-
-
 def _checked(line: bytes) -> dict:
     """What a line says.
 
@@ -183,10 +176,8 @@ def _checked(line: bytes) -> dict:
         raise ValueError("it is nested too deeply") from None
     if not isinstance(value, dict):
         raise ValueError("it holds no verdict")
-    if (check := value.pop("check", None)) is not None:
-        said = line.rpartition(_CHECK)[0]
-        if check != xxh3_64_hexdigest(said):
-            raise ValueError("it has changed since it was written")
+    check_seal(line, required=SEAL in value)
+    value.pop(SEAL, None)
     return value
 
 

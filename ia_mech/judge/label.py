@@ -8,7 +8,6 @@ import argparse
 import contextlib
 import json
 import re
-import shlex
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -18,14 +17,14 @@ import pandas as pd
 from rich.markup import escape
 from rich.table import Table
 
-from ia_mech.cli import NOTHING, one_line
+from ia_mech.cli import NOTHING, one_line, quoted
 from ia_mech.data.conversations import UNPERTURBED, UNPERTURBED_RESPONSE
 from ia_mech.display import Bar, Progress, console
 from ia_mech.errors import UserError
 from ia_mech.judge.cache import VerdictCache, cached_identity
 from ia_mech.judge.rubric import ASSESSED, NAMES, SHORT, VERSION, rubric_hash
 from ia_mech.judge.verdict import JUDGED, CostLimit, Item, Judge, Verdict, identity_hash
-from ia_mech.run import Run
+from ia_mech.run import Run, layout
 from ia_mech.run.labels import KEY, check_name
 
 # A failure that another attempt may not meet: the server's, not the item's. Never cached.
@@ -209,10 +208,13 @@ def label_run(
     ``unperturbed`` is that of :func:`items_of`, ``options`` are those of :func:`judge_items`.
 
     Raises:
-        UserError: a name that can't be a file's; verdicts of another judge under it; what
-            :func:`items_of` and :func:`judge_items` raise. Nothing is written then.
+        UserError: a name that can't be a file's; a run that can't be written to; verdicts of
+            another judge under that name; what :func:`items_of` and :func:`judge_items` raise.
+            Nothing is written then.
     """
     check_name(name)
+    # Before anything is paid for.
+    layout.refuse_unwritable(run.path / "judgements", "judge a copy of the run")
     items = items_of(run, unperturbed=unperturbed)
     if name in run.labels.judges and not replace:
         record = run.labels.record("judgements", name)
@@ -309,7 +311,7 @@ def run(args: argparse.Namespace) -> int:
     if not (rows["status"] == JUDGED).any():
         print("no turn could be judged, for the reasons above: fix them, and add --retry-failed")
         return NOTHING
-    print(f"next: python -m ia_mech.rates {shlex.quote(str(args.run))}")
+    print(f"next: python -m ia_mech.rates {quoted(args.run)}")
     return 0
 
 

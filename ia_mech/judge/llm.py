@@ -224,9 +224,7 @@ FIRST_WAIT, LONGEST_WAIT = 1.0, 30.0  # seconds before a retry, at most: doubled
 LONGEST_RETRY_AFTER = 300.0  # a server that asks for more isn't waited for
 CONNECT_SECONDS = 10.0
 QUOTED = 300  # characters of a server's message
-LARGEST_ANSWER = (
-    16 * 2**20
-)  # bytes of a body that are read, unpacked; a completion is never so long
+LARGEST_ANSWER = 16 * 2**20  # bytes of an unpacked body; no completion is so long
 REDIRECTS = 5  # in a row
 
 sleep = asyncio.sleep  # tests replace it

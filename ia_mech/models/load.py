@@ -2,6 +2,7 @@
 
 import hashlib
 import inspect
+import json
 import re
 import sys
 from collections.abc import Iterator
@@ -12,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
+from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers import logging as transformers_logging
 
@@ -19,6 +22,16 @@ from ia_mech.errors import UserError
 from ia_mech.models import embedded
 
 PROBE_SECONDS = 5
+# Files of a checkpoint that transformers would ignore, or guess around, if they were damaged.
+SETTINGS = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "model.safetensors.index.json",
+    "chat_template.jinja",
+)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -259,6 +272,9 @@ def _locate(spec: ModelSpec) -> tuple[str, dict]:
                 f"{path} holds no config.json", "give a directory written by save_pretrained"
             )
         _refuse_revision(spec)
+        for name in SETTINGS:
+            if problem := _problem_of(path / name):
+                raise _damaged(spec, problem)
         return str(path), kwargs
     if spec.name.startswith((".", "/", "~")) or spec.name.count("/") > 1:
         raise UserError(f"no directory {spec.name}", "give an existing directory or a hub id")
@@ -312,6 +328,36 @@ def _explained(spec: ModelSpec, loading: bool = False) -> Iterator[None]:
             transformers_logging.enable_progress_bar()
 
 
+def _problem_of(path: Path) -> str | None:
+    """What is wrong with a file of a checkpoint; None if it is whole, or not there."""
+    try:
+        if path.is_dir():
+            return f"{path.name} is a folder"
+        if not path.is_file():
+            return None
+        if path.suffix == ".safetensors":
+            with safe_open(path, framework="pt"):
+                return None
+        text = path.read_text(encoding="utf-8")
+        if path.name == "tokenizer.json":
+            Tokenizer.from_str(text)
+        elif path.suffix == ".json" and not isinstance(json.loads(text), dict):
+            return f"{path.name} holds no JSON object"
+        return None
+    except OSError:
+        raise
+    except Exception as error:  # each library has its own
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        return f"{path.name} is damaged: {reason[0][:120]}"
+
+
+def _damaged(spec: ModelSpec, problem: str) -> UserError:
+    remedy = "copy or download that file again, or give another model"
+    if spec.name == embedded.NAME:
+        remedy = f"remove {embedded.directory()}, so that the next command makes it again"
+    return UserError(f"model {spec.name!r} could not be loaded ({problem})", remedy)
+
+
 def _explanation(spec: ModelSpec, loading: bool, error: Exception) -> UserError:
     reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     if is_out_of_memory(error):
@@ -326,6 +372,12 @@ def _explanation(spec: ModelSpec, loading: bool, error: Exception) -> UserError:
             f"({reason[:120]})",
             "use --attention eager, or sdpa",
         )
+    path = embedded.directory() if spec.name == embedded.NAME else Path(spec.name).expanduser()
+    if path.is_file():
+        return _damaged(spec, f"{path.name} is damaged or of an unknown kind: {reason[:120]}")
+    for suspect in (path / "tokenizer.json", *sorted(path.glob("*.safetensors"))):
+        if problem := _problem_of(suspect):
+            return _damaged(spec, problem)
     return UserError(
         f"model {spec.name!r} could not be loaded ({reason[:200]})",
         f"use --model {embedded.NAME} (embedded), a local directory, a GGUF file, or a "

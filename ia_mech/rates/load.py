@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from ia_mech.cli import quoted
 from ia_mech.errors import UserError
 from ia_mech.judge.label import check_finished, items_of
 from ia_mech.judge.rubric import CANNOT_ASSESS, GENUINE, NAMES
@@ -157,7 +158,8 @@ def _choose_judge(runs: list[Run], judge: str | None) -> str:
     for run in runs:
         if not run.labels.judges:
             raise UserError(
-                f"{run.path} has not been judged", f"run: python -m ia_mech.judge run {run.path}"
+                f"{run.path} has not been judged",
+                f"run: python -m ia_mech.judge run {quoted(run.path)}",
             )
     names = sorted({name for run in runs for name in run.labels.judges})
     if judge is not None:
@@ -212,7 +214,7 @@ def _choose_annotator(runs: list[Run], annotator: str | None) -> str | None:
 def _turns(run: Run, judge: str, verdicts: pd.DataFrame) -> pd.DataFrame:
     """``Judged.turns`` of one run, without labels."""
     generations = run.generations
-    again = f"judge it again: python -m ia_mech.judge run {run.path} --name {judge} --replace"
+    again = f"judge it again: {run.labels.command('judgements', judge)}"
     unknown = sorted(set(verdicts["category"].dropna()) - set(NAMES))
     if unknown:
         raise UserError(
@@ -275,7 +277,7 @@ def _label(frame: pd.DataFrame, run: Run, annotator: str | None, judge: str) -> 
         return
     labels = run.labels.annotations(annotator).set_index(list(KEY))
     where = f"the labels of {annotator!r} in {run.path}"
-    remedy = f"import them again: python -m ia_mech.judge import {run.path} FILE --annotator …"
+    remedy = f"import them again: {run.labels.command('annotations', annotator)}"
     unknown = sorted(set(labels["category"]) - set(NAMES), key=str)
     if unknown:
         raise UserError(f"{where} name {', '.join(map(str, unknown))}", remedy)

@@ -253,7 +253,7 @@ def read_json(path: Path, *, verify: bool = True) -> dict:
     content = path.read_bytes()
     value = _object(content)
     if verify:
-        check_seal(content, required=False)
+        check_seal(content, required=SEAL in value)
     value.pop(SEAL, None)
     return value
 

@@ -13,7 +13,6 @@ the new one, never a half.
 
 import json
 import re
-import shlex
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from ia_mech.cli import quoted
 from ia_mech.errors import UserError
 from ia_mech.run import integrity
 
@@ -184,23 +184,26 @@ class Labels:
     def _check_there(self, kind: str, name: str) -> None:
         there = self.judges if kind == "judgements" else self.annotators
         if name not in there:
-            known = f" (there are: {', '.join(there)})" if there else ""
+            known = f"give one of {', '.join(there)}, or " if there else ""
             raise UserError(
-                f"{self.path} has no {kind} of {name!r}{known}", f"run: {self._command(kind, name)}"
+                f"{self.path} has no {kind} of {name!r}", f"{known}run: {self.command(kind, name)}"
             )
 
     def _unreadable(self, kind: str, name: str, problem: Exception | str) -> UserError:
         return UserError(
             f"{self._file(kind, name)} can't be read ({problem})",
-            f"remove it and run: {self._command(kind, name)}",
+            f"remove it and run: {self.command(kind, name)}",
         )
 
-    def _command(self, kind: str, name: str) -> str:
-        """The command that writes such a file."""
-        path = shlex.quote(str(self.path))
-        if kind == "judgements":
-            return f"python -m ia_mech.judge run {path}"
-        return f"python -m ia_mech.judge import {path} FILE --annotator {shlex.quote(name)}"
+    def command(self, kind: str, name: str) -> str:
+        """The command that writes such a file, also over one that is there."""
+        path = quoted(self.path)
+        if kind != "judgements":
+            return f"python -m ia_mech.judge import {path} FILE --annotator {name} --replace"
+        if name == "rules":
+            return f"python -m ia_mech.judge run {path} --replace"
+        # Without its --judge, the rules judge would give its verdicts that name.
+        return f"python -m ia_mech.judge run {path} --judge … --name {name} --replace"
 
     def _write(
         self, kind: str, name: str, rows: list[dict], schema: pa.Schema, record: dict[str, Any]

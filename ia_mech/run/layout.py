@@ -12,6 +12,7 @@
     residuals/layer_00/00000.safetensors  one file per layer and part
 """
 
+import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -173,3 +174,42 @@ def refuse_inside_run(path: Path) -> None:
     for folder in path.resolve().parents:
         if (folder / RUN).is_file() and (folder / MANIFEST).is_file():
             raise UserError(f"{path} lies inside the run {folder}", "write it somewhere else")
+
+
+def refuse_unwritable(folder: Path, remedy: str = "give another --out") -> None:
+    """Refuse an output folder that can't be made or written to; nothing is left there.
+
+    Raises:
+        UserError: a file on its path, or no permission, with this remedy.
+    """
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not there.is_dir():
+        raise UserError(f"{there} is a file", remedy)
+    try:
+        with tempfile.TemporaryFile(dir=there):  # os.access allows root everything, even in /proc
+            pass
+    except OSError as error:
+        raise UserError(f"{there} is not writable ({error.strerror})", remedy) from None
+
+
+def check_output(path: Path, kind: str | None = None) -> None:
+    """Refuse a file that can't be written, before what goes into it is computed.
+
+    Args:
+        path: as the user named it.
+        kind: ``json``, ``csv`` or ``parquet``, which the name has to end in; None for any name.
+
+    Raises:
+        UserError: a folder or a device in its place, a folder that isn't there or is a run's, or a
+            name of another kind.
+    """
+    if path.is_dir():
+        raise UserError(f"{path} is a folder", "name a file in it")
+    if path.exists() and not path.is_file():
+        raise UserError(f"{path} is not a regular file", "name another file")
+    if not path.parent.is_dir():
+        raise UserError(f"{path}: there is no folder {path.parent}", "make it first")
+    refuse_unwritable(path.parent, "name a file in another folder")
+    refuse_inside_run(path)
+    if kind is not None and path.suffix.lower() != f".{kind}":
+        raise UserError(f"{path} would hold {kind.upper()}", f"give it a name that ends in .{kind}")

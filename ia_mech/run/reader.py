@@ -3,6 +3,8 @@
 import hashlib
 import json
 import math
+import warnings
+from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 
@@ -19,6 +21,7 @@ from ia_mech.errors import UserError
 from ia_mech.run import integrity, layout
 from ia_mech.run.labels import Labels
 
+EXACT_FROM = 0.3  # temperature from which float16 logits give first-token distributions
 _DIGEST_ROWS = 1024  # rows that are Python objects at a time
 
 
@@ -82,6 +85,15 @@ class Run:
         """Hash of what makes a run that run, wherever its folder lies."""
         text = json.dumps(self.record["identity"], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    @property
+    def kept(self) -> dict[str, int]:
+        """How many ``responses`` were written and how many ``contexts`` are whole so far."""
+        parts = self._manifest["parts"]
+        return {
+            kind: sum(part["contexts"] for part in parts if part["kind"] == kind)
+            for kind in ("responses", "contexts")
+        }
 
     @property
     def score_temperatures(self) -> list[float]:
@@ -221,8 +233,8 @@ class HeaderLogits:
     """The model's next-token distribution at ``header_last``, one context at a time.
 
     ``full`` files hold logits minus their maximum in float16, which keeps the first-token
-    distribution at any temperature from 0.3 up to a total variation of 1e-3. ``top-k`` files hold
-    the k largest and how much probability (at T = 1) the others have together.
+    distribution at any temperature from :data:`EXACT_FROM` up to a total variation of 1e-3.
+    ``top-k`` files hold the k largest and how much probability (at T = 1) the others have together.
     """
 
     def __init__(self, files: list[Path], counts: list[int], order: list[int], vocab: int) -> None:
@@ -235,8 +247,20 @@ class HeaderLogits:
     def __len__(self) -> int:
         return len(self._places)
 
+    def __iter__(self) -> Iterator[Tensor]:
+        return (self[index] for index in range(len(self)))
+
     def stored(self, index: int) -> dict[str, Tensor]:
-        """What the file has for one context (in the order of ``Run.contexts``)."""
+        """What the file has for one context (in the order of ``Run.contexts``).
+
+        Raises:
+            UserError: there is no context of that number.
+        """
+        if not 0 <= index < len(self):
+            raise UserError(
+                f"there are header logits of {len(self)} contexts, none of number {index}",
+                f"give 0 … {len(self) - 1}",
+            )
         file, row = self._places[index]
         with safe_open(file, framework="pt") as tensors:
             return {key: tensors.get_slice(key)[row : row + 1][0] for key in tensors.keys()}  # noqa: SIM118
@@ -254,10 +278,12 @@ class HeaderLogits:
         """Log-probabilities of the first token at a temperature, ``[vocab]`` float32, in nats.
 
         From a top-k file they are exact at T = 1 (the tail's mass is stored); at another
-        temperature the tail's share isn't known.
+        temperature the tail's share isn't known. Below :data:`EXACT_FROM` it warns that float16
+        is too coarse.
 
         Raises:
-            UserError: a temperature that isn't above 0, or a top-k file and one other than 1.
+            UserError: a temperature that isn't above 0, a top-k file and one other than 1, or no
+                context of that number.
         """
         if not 0 < temperature < math.inf:
             raise UserError(
@@ -266,6 +292,12 @@ class HeaderLogits:
             )
         stored = self.stored(index)
         if "shifted" in stored:
+            if temperature < EXACT_FROM:
+                warnings.warn(
+                    f"first-token distributions at T = {temperature:g} may be off by more than "
+                    f"1e-3: logits in float16 are fine enough from T = {EXACT_FROM:g} up",
+                    stacklevel=2,
+                )
             return (stored["shifted"].float() / temperature).log_softmax(-1)
         if temperature != 1.0:
             raise UserError(

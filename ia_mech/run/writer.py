@@ -128,15 +128,7 @@ class RunWriter:
         """
         writer = cls(path)
         try:
-            differing = dict(_differences(writer.record["identity"], record["identity"]))
-            # What follows from the configuration is left out where that explains it.
-            asked = {name: v for name, v in differing.items() if name.startswith("config.")}
-            if differing:
-                found = [f"{name_of(name)} {v}" for name, v in (asked or differing).items()]
-                raise UserError(
-                    f"{path} holds another configuration: {', '.join(found)}",
-                    "give another --out, or the configuration that it holds",
-                )
+            refuse_another(path, writer.record["identity"], record["identity"], name_of)
             writer._drop_damaged(repair, conversations)
             writer._remove_orphans()
         except BaseException:
@@ -394,6 +386,30 @@ def _concatenated(root: Path, files: list[str]) -> pa.Table | Tensors:
                 merged.setdefault(key, []).append(tensors.get_tensor(key))
     whole = {key: torch.cat(parts) for key, parts in merged.items()}
     return Tensors(whole, metadata | {"contexts": contexts})
+
+
+def refuse_another(
+    path: Path, there: dict, wanted: dict, name_of: Callable[[str], str] = str
+) -> None:
+    """Refuse to go on with a run of another identity.
+
+    Args:
+        path: the run's folder.
+        there, wanted: both identities, or the same part of both.
+        name_of: as for :meth:`RunWriter.resume`.
+
+    Raises:
+        UserError: they differ; it names all differences.
+    """
+    differing = dict(_differences(there, wanted))
+    # What follows from the configuration is left out where that explains it.
+    asked = {name: v for name, v in differing.items() if name.startswith("config.")}
+    if differing:
+        found = [f"{name_of(name)} {v}" for name, v in (asked or differing).items()]
+        raise UserError(
+            f"{path} holds another configuration: {', '.join(found)}",
+            "give another --out, or the configuration that it holds",
+        )
 
 
 def _differences(there: dict, wanted: dict, prefix: str = "") -> Iterator[tuple[str, str]]:

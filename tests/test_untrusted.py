@@ -1,0 +1,288 @@
+"""Text that others wrote: odd JSON, odd Parquet columns, characters that can't be seen."""
+
+import csv
+import decimal
+import io
+import json
+import random
+import unicodedata
+from collections import Counter
+from datetime import date
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from ia_mech.data.conversations import open_conversations
+from ia_mech.display import console
+from ia_mech.errors import UserError
+from ia_mech.estimates import write_table
+from ia_mech.judge.cache import VerdictCache
+from ia_mech.judge.sheets import json_lines
+from ia_mech.likelihood.candidates import OwnCandidates
+from ia_mech.untrusted import escaped, inert, parse_json, visible
+
+# -- JSON -----------------------------------------------------------------------------------------
+
+HOSTILE = {
+    "deep list": ("[" * 200_000, "nested too deeply"),
+    "deep object": ('{"a":' * 200_000, "nested too deeply"),
+    "long number": ('{"id": ' + "9" * 5000 + "}", "Exceeds the limit (4300 digits)"),
+    "not a number": ('{"a": NaN}', "NaN is no JSON number"),
+    "infinity": ('{"a": -Infinity}', "-Infinity is no JSON number"),
+    "half a pair": ('{"text": "\\uD83D"}', "half a surrogate pair"),
+    "half a pair as a name": ('{"\\udc00": 1}', "half a surrogate pair"),
+    "a name twice": ('{"a": {"b": 1, "c": 2, "b": 3}}', "the name 'b' is given twice"),
+    "not UTF-8": (b'{"a": "\xff"}', "not UTF-8 text: byte 0xff at 8"),
+    "no JSON": ("{'a': 1}", "Expecting property name enclosed in double quotes at character 2"),
+    "NUL": ('{"a": "\0"}', "Invalid control character at at character 8"),
+}
+
+
+@pytest.mark.parametrize(("text", "reason"), HOSTILE.values(), ids=HOSTILE)
+def test_json_that_is_not_taken(text, reason):
+    with pytest.raises(UserError) as refused:
+        parse_json(text, "a.jsonl line 3", "correct it")
+    said = str(refused.value)
+    assert said.startswith(f"a.jsonl line 3 is not JSON ({reason}") and said.endswith(
+        "; correct it"
+    )
+    assert "\n" not in said and len(said) < 200
+
+
+def test_json_that_is_taken():
+    assert parse_json('\ufeff{"a": "\\ud83d\\ude00 \\\\ud83d"}'.encode(), "", "") == {
+        "a": "😀 \\ud83d"
+    }
+    assert parse_json('{"a": [1, null, 1.5]}', "", "") == {"a": [1, None, 1.5]}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_whoever_reads_json_names_file_and_line(case, tmp_path):
+    hostile = HOSTILE[case][0]
+    if isinstance(hostile, str):
+        hostile = hostile.encode()
+    lines, array = tmp_path / "data.jsonl", tmp_path / "data.json"
+    lines.write_bytes(b'{"prompt": "a"}\n' + hostile + b"\n")
+    array.write_bytes(b"[" + hostile + b"]")
+    with pytest.raises(UserError, match=r"^data.jsonl line 2 is not JSON \(.*; write one JSON obj"):
+        list(open_conversations(str(lines)))
+    with pytest.raises(UserError, match=r"^data.json is not JSON \(.*; write one JSON object"):
+        list(open_conversations(str(array)))
+    if b"\xff" not in hostile:  # these two decode the whole file first
+        with pytest.raises(UserError, match=r"line 2 of .*data.jsonl is not JSON \(.*; correct"):
+            list(json_lines(lines))
+        lines.write_bytes(b'{"name": "a", "text": "a"}\n' + hostile + b"\n")
+        with pytest.raises(UserError, match=r"data.jsonl, line 2 is not JSON \(.*; write \{"):
+            OwnCandidates.read(lines)
+
+
+def test_a_deeply_nested_verdict_is_a_damaged_line(tmp_path):
+    with VerdictCache({"kind": "x"}, tmp_path) as cache:
+        path = cache.path
+    with path.open("ab") as file:
+        file.write(b"[" * 200_000 + b"\n")
+    with pytest.raises(UserError, match=r"^line \d of .* is damaged \(.*; remove"):
+        VerdictCache({"kind": "x"}, tmp_path).__enter__()
+
+
+@pytest.mark.parametrize("depth", [90, 200, 600])
+def test_nested_values_are_kept_or_refused(tmp_path, depth):
+    file = tmp_path / "data.jsonl"
+    value = "[" * depth + "]" * depth
+    file.write_text(f'{{"prompt": "a", "more": {value}, "answer": {value}}}\n')
+    if depth < 100:
+        (only,) = open_conversations(str(file))
+        assert json.dumps(only.to_dict()["metadata"]) == f'{{"more": {value}}}'
+        assert only.answer == value
+    else:
+        said = "data.jsonl line 1: its values are nested deeper than 100 levels; leave out"
+        with pytest.raises(UserError, match=said):
+            open_conversations(str(file))
+
+
+# -- Parquet --------------------------------------------------------------------------------------
+
+_BAD_TEXT = pa.Array.from_buffers(
+    pa.string(), 1, [None, pa.py_buffer(np.array([0, 2], np.int32)), pa.py_buffer(b"\xff\xfe")]
+)
+COLUMNS = {  # a column beside the prompt, and what of it is kept as metadata, or the refusal
+    "bytes": (pa.array([b"\xff"]), "b'\\xff'"),
+    "decimal": (pa.array([decimal.Decimal("1.5")]), "1.5"),
+    "map": (pa.array([[("a", 1)]], pa.map_(pa.string(), pa.int64())), [["a", 1]]),
+    "NaN": (pa.array([float("nan")]), None),
+    "infinity": (pa.array([float("inf")]), None),
+    "NaN in a list": (pa.array([[float("nan"), 1.0]]), [None, 1.0]),
+    "date": (pa.array([date(2026, 1, 2)]), "2026-01-02"),
+    "far time": (pa.array([2**62], pa.timestamp("us")), UserError),
+    "far date": (pa.array([2**30], pa.date32()), UserError),
+    "duration": (pa.array([2**62], pa.duration("s")), UserError),
+    "not UTF-8": (_BAD_TEXT, UserError),
+}
+
+
+@pytest.mark.parametrize(("column", "kept"), COLUMNS.values(), ids=COLUMNS)
+def test_odd_parquet_columns(tmp_path, column, kept):
+    path = tmp_path / "odd.parquet"
+    pq.write_table(pa.table({"prompt": pa.array(["q"]), "x": column}), path)
+    if kept is UserError:
+        with pytest.raises(UserError, match=r"^odd.parquet is not readable as Parquet \(.*; write"):
+            open_conversations(str(path))
+        return
+    (only,) = open_conversations(str(path))
+    assert only.metadata == ({} if kept is None else {"x": kept})
+    json.dumps(only.to_dict(), allow_nan=False)
+
+
+def test_gaps_in_columns_of_numbers_are_gaps(tmp_path):
+    path = tmp_path / "gaps.parquet"
+    nothing = pa.array([float("nan")])
+    pq.write_table(pa.table({"prompt": ["q"], "id": nothing, "answer": nothing}), path)
+    (only,) = open_conversations(str(path))
+    assert (only.id, only.answer) == ("gaps-00001", None)
+
+
+def test_a_column_that_is_there_twice_is_refused(tmp_path):
+    path = tmp_path / "twice.parquet"
+    pq.write_table(pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"])], ["prompt"] * 2), path)
+    with pytest.raises(UserError, match=r"twice.parquet has several columns named 'prompt'; "):
+        open_conversations(str(path))
+
+
+# -- damage at random -----------------------------------------------------------------------------
+
+_ROWS = [
+    {
+        "id": f"r{i}",
+        "messages": [
+            {"role": "user", "content": f"q{i} é"},
+            {"role": "assistant", "content": "r"},
+            {"role": "user", "content": "next"},
+        ],
+        "answer": i,
+        "meta": {"k": [1, None]},
+    }
+    for i in range(8)
+]
+_PIECES = (b"\xff\xff\xff\xff", b"\0\0\0\0", b"null", b"[[[[", b"\\ud8", b"NaN ", b"1e999", b'"\0"')
+
+
+def _whole() -> dict[str, bytes]:
+    """A valid file of each kind; names are suffixes."""
+    parquet, plain = io.BytesIO(), io.BytesIO()
+    table = pa.Table.from_pylist(_ROWS)
+    pq.write_table(table, parquet)
+    pq.write_table(table, plain, compression="none", use_dictionary=False)
+    return {
+        ".jsonl": "".join(json.dumps(row) + "\n" for row in _ROWS).encode(),
+        ".json": json.dumps(_ROWS).encode(),
+        ".parquet": parquet.getvalue(),
+        "-plain.parquet": plain.getvalue(),
+    }
+
+
+def _damaged(content: bytes, rng: random.Random) -> bytes:
+    if rng.random() < 0.05:
+        return rng.randbytes(rng.randrange(200))
+    damaged = bytearray(content)
+    for _ in range(rng.choice((1, 1, 1, 2, 5))):
+        at = rng.randrange(len(damaged) + 1)
+        match rng.choice("ffffirrrdtc"):
+            case "f" if at < len(damaged):
+                damaged[at] ^= 1 << rng.randrange(8)
+            case "i":
+                damaged[at:at] = rng.randbytes(rng.randrange(1, 9))
+            case "r":
+                damaged[at : at + 4] = rng.choice(_PIECES)
+            case "d":
+                del damaged[at : at + rng.randrange(1, 30)]
+            case "t":
+                del damaged[at:]
+            case "c":
+                damaged += damaged[:at]
+    return bytes(damaged)
+
+
+def _load_damaged(folder: Path, seeds: range) -> Counter:
+    """Outcomes of loading one damaged file per seed."""
+    outcomes: Counter = Counter()
+    whole = _whole()
+    for seed in seeds:
+        rng = random.Random(seed)
+        name = rng.choice(sorted(whole))
+        file = folder / f"data{name}"
+        file.write_bytes(_damaged(whole[name], rng))
+        try:
+            conversations = list(open_conversations(str(file)))
+        except UserError as refused:
+            said = str(refused)
+            assert file.stem in said and "; " in said and len(said.splitlines()) == 1, (seed, said)
+            outcomes["refused"] += 1
+        else:
+            json.dumps([c.to_dict() for c in conversations], allow_nan=False)
+            outcomes["read"] += 1
+    return outcomes
+
+
+def test_a_damaged_dataset_is_read_or_refused(tmp_path):
+    outcomes = _load_damaged(tmp_path, range(200))
+    assert outcomes["refused"] > 100 and outcomes["read"] > 5
+
+
+@pytest.mark.slow
+def test_many_damaged_datasets_are_read_or_refused(tmp_path):
+    outcomes = _load_damaged(tmp_path, range(200, 10_200))
+    assert outcomes["refused"] > 5000 and outcomes["read"] > 250
+
+
+# -- what is shown --------------------------------------------------------------------------------
+
+UNSEEN = "\x00\x07\x1b\x7f\x85\x9b\u00ad\u061c\u200b\u200e"
+UNSEEN += "\u2028\u2029\u202e\u2060\u2066\ufeff\U000e0041"
+SEEN = "a\n\té\u00a0\u3000क\u094d\u200dष 👩\u200d🔬 \ue000"
+
+
+def test_only_what_cannot_be_seen_is_replaced():
+    assert visible(SEEN) == escaped(SEEN) == SEEN
+    assert visible(f"a{UNSEEN}b") == f"a{'�' * len(UNSEEN)}b"
+    assert inert(f"a{UNSEEN}b") == visible(f"a{UNSEEN}b")
+    line = json.dumps({"text": UNSEEN + SEEN}, ensure_ascii=False)
+    assert escaped(line) != line
+    assert json.loads(escaped(line)) == json.loads(line)
+    assert visible(escaped(line)) == escaped(line)
+
+
+def test_a_table_of_names_holds_no_formula_and_nothing_unseen(tmp_path):
+    names = ["=HYPERLINK(1)", f"a{UNSEEN}b", "plain"]
+    frame = pd.DataFrame({"model": names, "value": [-1.5, float("nan"), 2.0], "rows": [-1, 0, 1]})
+    write_table(frame, tmp_path / "t.csv", "csv")
+    rows = list(csv.DictReader(io.StringIO((tmp_path / "t.csv").read_text(encoding="utf-8"))))
+    assert [row["model"] for row in rows] == ["'=HYPERLINK(1)", visible(names[1]), "plain"]
+    assert [row["value"] for row in rows] == ["-1.5", "", "2.0"] and rows[0]["rows"] == "-1"
+    write_table(frame, tmp_path / "t.json", "json", {"about": UNSEEN})
+    text = (tmp_path / "t.json").read_text(encoding="utf-8")
+    assert visible(text) == text
+    assert [row["model"] for row in json.loads(text)["estimates"]] == names
+    assert json.loads(text)["about"] == {"about": UNSEEN}
+
+
+def test_the_console_prints_nothing_unseen(capsys):
+    console().print(f"a{UNSEEN}b", style="bold")
+    out = capsys.readouterr().out
+    assert out == visible(out) and out.startswith("a�") and out.endswith("�b\n")
+
+
+@pytest.mark.parametrize("name", ["dataset", "perturbation"])
+def test_names_that_cannot_be_printed_are_refused(tmp_path, name):
+    file = tmp_path / "data.jsonl"
+    file.write_text(json.dumps({"prompt": "q", name: "a\u202eb", "header": "user"}) + "\n")
+    said = rf"data.jsonl line 1: the {name} 'a\\u202eb' holds characters .*; name it with plain"
+    with pytest.raises(UserError, match=said):
+        open_conversations(str(file))
+
+
+def test_the_characters_of_these_tests_are_what_they_should_be():
+    assert {unicodedata.category(c) for c in UNSEEN} == {"Cc", "Cf", "Zl", "Zp"}
