@@ -158,7 +158,7 @@ class Experiment:
 
         Raises:
             UserError: a file, a folder that can't be written, one among a run's own files, or one
-                with another experiment's results.
+                with results of another experiment, or of none.
         """
         from ia_mech.run.layout import refuse_inside_run, refuse_unwritable
 
@@ -183,6 +183,9 @@ def write(results: Results, folder: Path, name: str, level: float) -> None:
     """Make the folder and put estimates, tables and figures in it, in place of earlier ones.
 
     They are put in place together, the estimates last: where those are, all is of one analysis.
+
+    Raises:
+        UserError: there is a folder where a file is to be; nothing is replaced then.
     """
     from ia_mech.display import save_figure
     from ia_mech.estimates import write_parquet
@@ -201,6 +204,9 @@ def write(results: Results, folder: Path, name: str, level: float) -> None:
             save_figure(figure, scratch, stem)
         written = [*sorted(scratch.iterdir()), scratch / ESTIMATES]
         write_parquet(results.estimates, scratch / ESTIMATES, about)
+        for file in written:
+            if (folder / file.name).is_dir():
+                raise UserError(f"{folder / file.name} is a folder", "name another one with --out")
         (folder / ESTIMATES).unlink(missing_ok=True)
         for file in written:
             os.replace(file, folder / file.name)
@@ -210,17 +216,23 @@ def write(results: Results, folder: Path, name: str, level: float) -> None:
 
 
 def _experiment_of(file: Path) -> str | None:
-    """Which experiment wrote a file of estimates; None if there is no file or no name in it."""
+    """Which experiment wrote a file of estimates; None if there is no file.
+
+    Raises:
+        UserError: none wrote it, or it is damaged.
+    """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     if not file.is_file():
         return None
     try:
-        about = (pq.read_schema(file).metadata or {}).get(b"ia_mech", b"{}")
-    except (pa.ArrowException, OSError):
-        return "something else"
-    return json.loads(about).get("experiment")
+        return json.loads(pq.read_schema(file).metadata[b"ia_mech"])["experiment"]
+    except (pa.ArrowException, OSError, ValueError, KeyError, TypeError):
+        raise UserError(
+            f"no experiment wrote {file}, or it is damaged",
+            "remove it, or name another folder with --out",
+        ) from None
 
 
 def check_unperturbed(runs: "list[Run]") -> None:

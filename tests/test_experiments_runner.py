@@ -126,9 +126,24 @@ def test_folders_that_hold_something_else_are_refused(merged, copied, count, ref
     other = Experiment("other", "", "", counted)
     with pytest.raises(Exception, match="holds results of count; name another folder with --out"):
         other.output_folder(out, merged.path)
-    (out / "estimates.parquet").write_bytes(b"mine")
-    assert "holds results of something else; " in refused(merged.path, "--out", out)
-    assert (out / "estimates.parquet").read_bytes() == b"mine"
+    estimates = out / "estimates.parquet"
+    table = pq.read_table(estimates)
+    for about in (None, {}, {"ia_mech": "{"}, {"ia_mech": "[]"}, {"ia_mech": "{}"}):
+        if about is None:
+            estimates.write_bytes(b"mine")
+        else:
+            pq.write_table(table.replace_schema_metadata(about), estimates)
+        content = estimates.read_bytes()
+        line = refused(merged.path, "--out", out)
+        assert line.startswith(f"no experiment wrote {estimates}, or it is damaged; remove it, or ")
+        assert estimates.read_bytes() == content
+
+
+def test_a_folder_in_a_files_place_is_found_before_anything_is_written(merged, refused, tmp_path):
+    (tmp_path / "drawn.png").mkdir()
+    line = refused(merged.path, "--out", tmp_path)
+    assert line.startswith(f"{tmp_path / 'drawn.png'} is a folder; name another one with --out")
+    assert [path.name for path in tmp_path.iterdir()] == ["drawn.png"]
 
 
 def test_a_default_outside_the_runs_may_not_lie_inside_one(merged, monkeypatch):

@@ -242,6 +242,14 @@ def test_labels_of_another_run_are_refused(judged, tmp_path):
             read("rules")
 
 
+def test_labels_under_another_name_are_refused(judged, capfd):
+    folder = judged.path / "judgements"
+    shutil.copy(folder / "rules.parquet", folder / "strict.parquet")
+    words = [str(judged.path), "--judge", "strict"]
+    line = refusal(call(rates, words, capfd))
+    assert line.startswith(f"{folder}/strict.parquet can't be read (it holds the judgements of ")
+
+
 def test_a_text_that_looks_like_a_seal_is_a_text(judged):
     rows = judged.labels.judgements("rules").head(3)
     rows = rows.assign(rationale=integrity.UNSEALED, genuine=rows["genuine"].map({True: True}))

@@ -178,22 +178,26 @@ def sampled(base: Base, conversations: list[Conversation], folder: Path) -> Run:
     """The run over these conversations in ``folder``: sampled, continued, or as it is.
 
     Raises:
-        UserError: the folder holds other conversations, the model has other weights than the runs'.
+        UserError: the folder holds other conversations, or a run without them; the model has other
+            weights than the runs'.
     """
     # Absolute, for the path is part of the run's configuration, wherever the command is given.
     file, out = folder.resolve() / CONVERSATIONS, folder / RUN
     text = "".join(json.dumps(c.to_dict(), ensure_ascii=False) + "\n" for c in conversations)
-    if (out / layout.RUN).is_file() and (not file.is_file() or file.read_text("utf-8") != text):
+    content = text.encode()
+    same = file.is_file() and file.read_bytes() == content
+    if (out / layout.RUN).is_file() and not same:
+        differs = "holds other conversations, or other conditions, than these"
         raise UserError(
-            f"{folder} holds other conversations, or other conditions, than these",
+            f"{file} {differs if file.is_file() else 'is missing'}",
             "give another --out, or what it was made with",
         )
 
     def write(scratch: Path) -> None:
-        scratch.write_text(text, "utf-8")
+        scratch.write_bytes(content)
 
     folder.mkdir(parents=True, exist_ok=True)
-    if not file.is_file() or file.read_text("utf-8") != text:
+    if not same:
         integrity.replace_file(file, write)
     positions = [p for p in base.runs[0].positions if all(p in r.positions for r in base.runs)]
     config = config_of(base, file, tuple(p for p in positions if p.startswith("header_")))

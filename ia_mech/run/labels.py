@@ -179,6 +179,9 @@ class Labels:
             raise self._unreadable(kind, name, error) from None
         if record.pop("run", self._run) != self._run:
             raise self._unreadable(kind, name, "it is of another run")
+        whose = record.pop("name", name)
+        if whose != name:
+            raise self._unreadable(kind, name, f"it holds the {kind} of {whose!r}")
         return table, record
 
     def _check_there(self, kind: str, name: str) -> None:
@@ -210,7 +213,7 @@ class Labels:
     ) -> Path:
         path = self._file(kind, name)
         path.parent.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(record | {"run": self._run}, sort_keys=True)
+        text = json.dumps(record | {"run": self._run, "name": name}, sort_keys=True)
         table = pa.Table.from_pylist(rows, schema=schema.with_metadata({_RECORD: text}))
 
         def write(scratch: Path) -> None:
