@@ -97,9 +97,9 @@ def test_files_that_hold_no_conversations(refused, tmp_path):
     file = tmp_path / "chats.jsonl"
     assert refused("--dataset", file) == f"no file {file}; give the path of an existing file"
     file.write_text("not JSON\n")
-    assert refused("--dataset", file).startswith("chats.jsonl line 1 is not JSON (Expecting value)")
+    assert refused("--dataset", file).startswith("chats.jsonl line 1 is not JSON (Expecting")
     file.write_bytes(b"\xff\xfe\x00")
-    assert "is not JSON (not UTF-8 text)" in refused("--dataset", file)
+    assert "is not JSON (not UTF-8 text: byte 0xff at 1)" in refused("--dataset", file)
     file.write_text("")
     assert refused("--dataset", file) == "dataset chats has no rows; give one that has"
     file.write_text("\n\n")
@@ -449,7 +449,7 @@ def test_an_interrupt_over_a_damaged_manifest_is_an_interrupt(
     outcome = sample("--out", out)
     assert outcome.status == 130
     assert outcome.err.splitlines()[-1] == (
-        f"interrupted; what was kept is in {out}; the same command goes on from there"
+        f"interrupted; {out} can't be read; the same command says what is wrong with it"
     )
 
 
@@ -576,9 +576,7 @@ def test_control_characters_of_texts_do_not_reach_the_terminal(sample, tmp_path,
     monkeypatch.setattr(
         "ia_mech.chat.format.ChatFormat.text", lambda self, ids: EVIL + "\nsecond\u2028"
     )
-    evil = question(
-        id=EVIL, question=EVIL, answer=EVIL, dataset="set\x1b[2J[red]", reference="Why?"
-    )
+    evil = question(id=EVIL, question=EVIL, answer=EVIL, dataset="set [red]", reference="Why?")
     outcome = sample("--dataset", rows(tmp_path / "chats.jsonl", evil))
     assert outcome.status == 0
     assert controls(outcome.out) == set()
@@ -586,7 +584,7 @@ def test_control_characters_of_texts_do_not_reach_the_terminal(sample, tmp_path,
     (turn,) = re.findall(r"^    user turn: (.*)$", outcome.out, re.MULTILINE)
     # Nothing is interpreted either: markup and emoji names are what the model wrote.
     assert turn == "�[31mred� �]0;title��� �left [bold]bold[/bold] :cat: \\⏎second�"
-    assert tables(outcome.out)[1][0]["dataset"] == "set�[2J[red]"
+    assert tables(outcome.out)[1][0]["dataset"] == "set [red]"
 
 
 def test_a_lens_that_cannot_be_written_does_not_cost_the_run(sample, monkeypatch):
