@@ -18,6 +18,7 @@ prints it.
 import argparse
 import json
 import os
+import shutil
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -25,7 +26,15 @@ from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
-from ia_mech.cli import Parser, add_intervals, guarded, one_line, tolerant_streams
+from ia_mech.cli import (
+    Parser,
+    add_intervals,
+    add_no_verify,
+    guarded,
+    one_line,
+    path_of,
+    tolerant_streams,
+)
 from ia_mech.errors import UserError
 
 if TYPE_CHECKING:
@@ -99,16 +108,16 @@ class Experiment:
             usage="%(prog)s RUN [RUN …] [options]",
             description=self.description,
             epilog=f"Method: docs/{self.name.replace('_', '-')}.md. Intervals are over sources.\n"
-            + fill(f"Written: {ESTIMATES} (every number, one per row), {self.written}.", 100)
-            + "\nExit status: 0 done, 2 bad input (one line), 130 interrupted.",
+            + fill(f"Written: {ESTIMATES} (every number, one per row), {self.written}.", 100),
         )
-        parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's folder")
+        parser.add_argument("runs", nargs="+", type=path_of, metavar="RUN", help="a run's folder")
         judge = "whose verdicts (default: the only judge)"
         parser.add_argument("--judge", metavar="NAME", help=judge)
+        add_no_verify(parser)
         self.add_flags(parser)
         parser.add_argument(
             "--out",
-            type=Path,
+            type=path_of,
             metavar="FOLDER",
             help="where results go (default: "
             f"{self.out_help or f'experiments/{self.name} in the first run'})",
@@ -125,8 +134,8 @@ class Experiment:
     def _run(self, args: argparse.Namespace) -> None:
         from ia_mech.rates.load import open_runs
 
+        runs = open_runs(args.runs, verify=args.verify)
         folder = self.output_folder(args.out, args.runs[0])
-        runs = open_runs(args.runs)
         if not self.several_models:
             check_one_model(runs)
         if not self.perturbed:
@@ -149,20 +158,16 @@ class Experiment:
 
         Raises:
             UserError: a file, a folder that can't be written, one among a run's own files, or one
-                with another experiment's results.
+                with results of another experiment, or of none.
         """
-        from ia_mech.run.layout import refuse_inside_run
+        from ia_mech.run.layout import refuse_inside_run, refuse_unwritable
 
         inside = first_run / "experiments" / self.name
         usual = inside if self.default_out is None else self.default_out(first_run)
         folder = usual if out is None else out
         if self.default_out is not None or folder.resolve() != inside.resolve():
             refuse_inside_run(folder / ESTIMATES)
-        there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-        if not there.is_dir():
-            raise UserError(f"{there} is a file", "name a folder with --out")
-        if not os.access(there, os.W_OK | os.X_OK):
-            raise UserError(f"{there} is not writable", "name another folder with --out")
+        refuse_unwritable(folder)
         owner = _experiment_of(folder / ESTIMATES)
         if owner not in (None, self.name):
             raise UserError(f"{folder} holds results of {owner}", "name another folder with --out")
@@ -175,33 +180,59 @@ def intervals(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def write(results: Results, folder: Path, name: str, level: float) -> None:
-    """Make the folder and write estimates, tables and figures, each file replaced whole."""
+    """Make the folder and put estimates, tables and figures in it, in place of earlier ones.
+
+    They are put in place together, the estimates last: where those are, all is of one analysis.
+
+    Raises:
+        UserError: there is a folder where a file is to be; nothing is replaced then.
+    """
     from ia_mech.display import save_figure
     from ia_mech.estimates import write_parquet
+    from ia_mech.run.integrity import fsync_folder
 
-    folder.mkdir(parents=True, exist_ok=True)
+    scratch = folder / ".new"
+    shutil.rmtree(scratch, ignore_errors=True)
+    scratch.mkdir(parents=True)
     about = {"experiment": name, "runs": [str(run.path) for run in results.runs], "level": level}
     if results.judge is not None:
         about["judge"] = results.judge
-    write_parquet(results.estimates, folder / ESTIMATES, about)
-    for stem, table in results.tables.items():
-        write_parquet(table, folder / f"{stem}.parquet", about)
-    for stem, figure in results.figures.items():
-        save_figure(figure, folder, stem)
+    try:
+        for stem, table in results.tables.items():
+            write_parquet(table, scratch / f"{stem}.parquet", about)
+        for stem, figure in results.figures.items():
+            save_figure(figure, scratch, stem)
+        written = [*sorted(scratch.iterdir()), scratch / ESTIMATES]
+        write_parquet(results.estimates, scratch / ESTIMATES, about)
+        for file in written:
+            if (folder / file.name).is_dir():
+                raise UserError(f"{folder / file.name} is a folder", "name another one with --out")
+        (folder / ESTIMATES).unlink(missing_ok=True)
+        for file in written:
+            os.replace(file, folder / file.name)
+        fsync_folder(folder)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _experiment_of(file: Path) -> str | None:
-    """Which experiment wrote a file of estimates; None if there is no file or no name in it."""
+    """Which experiment wrote a file of estimates; None if there is no file.
+
+    Raises:
+        UserError: none wrote it, or it is damaged.
+    """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     if not file.is_file():
         return None
     try:
-        about = (pq.read_schema(file).metadata or {}).get(b"ia_mech", b"{}")
-    except (pa.ArrowException, OSError):
-        return "something else"
-    return json.loads(about).get("experiment")
+        return json.loads(pq.read_schema(file).metadata[b"ia_mech"])["experiment"]
+    except (pa.ArrowException, OSError, ValueError, KeyError, TypeError):
+        raise UserError(
+            f"no experiment wrote {file}, or it is damaged",
+            "remove it, or name another folder with --out",
+        ) from None
 
 
 def check_unperturbed(runs: "list[Run]") -> None:

@@ -1,13 +1,16 @@
 """What all command lines of the project share: errors in one line, exit statuses."""
 
 import argparse
+import atexit
 import contextlib
 import io
 import os
+import shlex
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import FrameType
 from typing import NoReturn, TextIO
 
@@ -24,12 +27,23 @@ ADDRESS_SPACE = 4 * 2**30
 # Of Arrow and others; and of each of OpenMP, rayon, and OpenBLAS in NumPy and in SciPy.
 THREADS, THREADS_PER_PROCESSOR = 16, 4
 
+NOTHING = 3  # the exit status of a command that ended as it should, with nothing usable
+
+# In the help of every command; docs/reliability.md says more.
+STATUSES = """\
+exit status: 0 done, 1 a bug, 2 bad input, 3 nothing usable, 130 interrupted, 141 output closed
+"""
+
 
 class Parser(argparse.ArgumentParser):
-    """A parser that keeps the line breaks of its texts and refuses in one line."""
+    """A parser that keeps the line breaks of its texts and refuses in one line.
+
+    Its help ends with the exit statuses.
+    """
 
     def __init__(self, *args, **options) -> None:
         options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
+        options["epilog"] = "\n".join([*options.get("epilog", "").splitlines(), STATUSES])
         super().__init__(*args, **options)
 
     def error(self, message: str) -> NoReturn:
@@ -44,11 +58,13 @@ class Parser(argparse.ArgumentParser):
         super().exit(status, message)
 
 
-def guarded(body: Callable[[], None], interrupted: Callable[[], str]) -> int:
+def guarded(body: Callable[[], int | None], interrupted: Callable[[], str]) -> int:
     """Run the body of a command; returns the exit status.
 
-    0: done. 2: bad input, which one line on stderr explains. 130: interrupted, with what
-    ``interrupted()`` says was kept. 141: whoever read the output, such as ``head``, has closed it.
+    That is what the body returns, with None for 0; ``NOTHING`` if nothing usable came out. 2: bad
+    input, which one line on stderr explains. 130: interrupted, with what ``interrupted()`` says was
+    kept. 141: whoever read the output, such as ``head``, has closed it. A bug's exception is passed
+    on, and Python ends with 1.
     """
     try:
         status = _status(body, interrupted)
@@ -61,18 +77,22 @@ def guarded(body: Callable[[], None], interrupted: Callable[[], str]) -> int:
         return refuse(f"the output could not be written ({error.strerror}); write it elsewhere")
 
 
-def _status(body: Callable[[], None], interrupted: Callable[[], str]) -> int:
-    with _interrupts() as pressed:
+def _status(body: Callable[[], int | None], interrupted: Callable[[], str]) -> int:
+    def tell() -> int:
+        print(f"\ninterrupted; {interrupted()}", file=sys.stderr, flush=True)
+        return 130
+
+    with _interrupts(tell) as ctrl_c:
         try:
             _check_limits()
-            body()
+            return body() or 0
         except BrokenPipeError:
             raise
         except (Exception, KeyboardInterrupt) as error:
-            # Ctrl-C while torch or transformers are imported arrives as an error of theirs.
-            if pressed or isinstance(error, KeyboardInterrupt):
-                print(f"\ninterrupted; {interrupted()}", file=sys.stderr)
-                return 130
+            ctrl_c.over = True
+            # Libraries turn an interrupt into errors of their own.
+            if ctrl_c.pressed or isinstance(error, KeyboardInterrupt):
+                return tell()
             if isinstance(error, UserError):
                 return refuse(str(error))
             if lacking := exhaustion(error):
@@ -80,7 +100,43 @@ def _status(body: Callable[[], None], interrupted: Callable[[], str]) -> int:
             if isinstance(error, OSError):
                 return refuse(f"{error}; check the path and its disk")
             raise
-    return 0
+
+
+class _CtrlC:
+    """What Ctrl-C does while a command runs: raise ``KeyboardInterrupt`` as usual.
+
+    During an import it ends the process. Modules swallow an exception that is raised while they are
+    imported, so that the interrupt is lost, or are left half initialised and crash. Nothing needs
+    to be tidied up: what is on the disk is whole after a kill, too.
+
+    Attributes:
+        pressed: whether it was.
+        over: the command has ended; from now on Ctrl-C does nothing.
+    """
+
+    def __init__(self, tell: Callable[[], int]) -> None:
+        self.tell = tell  # what was kept; returns the exit status
+        self.pressed = self.over = False
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if self.over:
+            return
+        self.pressed = True
+        if _importing(frame):
+            self.over = True
+            with contextlib.suppress(OSError):
+                sys.stdout.flush()
+            os._exit(self.tell())
+        raise KeyboardInterrupt
+
+
+def _importing(frame: FrameType | None) -> bool:
+    """Whether an import is under way in a command."""
+    while frame is not None and frame.f_code is not _status.__code__:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _check_limits() -> None:
@@ -118,26 +174,28 @@ def _processors() -> int:
 
 
 @contextlib.contextmanager
-def _interrupts() -> Iterator[list[int]]:
-    """A list that is empty until Ctrl-C is pressed, which raises ``KeyboardInterrupt`` as usual.
+def _interrupts(tell: Callable[[], int]) -> Iterator[_CtrlC]:
+    """Have Ctrl-C end a command in an orderly way.
 
     Nothing changes outside the main thread, or where Ctrl-C already does something else.
     """
-    pressed: list[int] = []
-
-    def press(number: int, frame: FrameType | None) -> None:
-        pressed.append(number)
-        raise KeyboardInterrupt
-
+    ctrl_c = _CtrlC(tell)
     main = threading.current_thread() is threading.main_thread()
     if not main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        yield pressed
+        yield ctrl_c
         return
-    signal.signal(signal.SIGINT, press)
+    signal.signal(signal.SIGINT, ctrl_c)
     try:
-        yield pressed
+        yield ctrl_c
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        atexit.unregister(_end_at_once)
+        atexit.register(_end_at_once)
+
+
+def _end_at_once() -> None:
+    """Unloading PyTorch takes seconds; an exception that is raised then has no handler."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _closed_pipe() -> int:
@@ -152,6 +210,16 @@ def _discard(*streams: TextIO) -> None:
     for stream in streams:
         with contextlib.suppress(OSError):
             os.dup2(nowhere, stream.fileno())
+
+
+def add_no_verify(parser: argparse.ArgumentParser) -> None:
+    """``--no-verify``, for commands that read runs: ``args.verify`` is given to ``Run.open``."""
+    parser.add_argument(
+        "--no-verify",
+        dest="verify",
+        action="store_false",
+        help="don't compare the run's files with their hashes",
+    )
 
 
 def add_intervals(group: argparse._ArgumentGroup, seed: str) -> None:
@@ -174,7 +242,7 @@ def coverage(text: str) -> float:
         value = float(text)
     except ValueError:
         value = 0.0
-    if not 0 < value < 1:
+    if not value > 0 or (1 + value) / 2 >= 1:  # so close to 1 that its quantile is infinite
         raise argparse.ArgumentTypeError(f"{text!r} is not between 0 and 1, such as 0.95")
     return value
 
@@ -191,6 +259,50 @@ def whole_from(least: int, why: str = "") -> Callable[[str], int]:
         return int(text)
 
     return whole
+
+
+def utf8(given: str) -> str:
+    """A text, for argparse; one that no JSON or Parquet file could hold is refused."""
+    try:
+        given.encode()
+    except UnicodeEncodeError:
+        raise argparse.ArgumentTypeError(f"{given!r} is not UTF-8") from None
+    return given
+
+
+def named(given: str) -> str:
+    """The name of something, for argparse: a UTF-8 text that isn't blank."""
+    if not given.strip():
+        raise argparse.ArgumentTypeError(f"{given!r} names nothing")
+    return utf8(given)
+
+
+def path_of(given: str) -> Path:
+    """The path of a file or folder, for argparse (``Path("")`` would be the working folder)."""
+    return Path(named(given))
+
+
+def quoted(word: object) -> str:
+    """A word of a shell command that is printed to be copied: one line, whatever a path holds."""
+    text = str(word)
+    if text.startswith("-"):  # a path, not a flag
+        text = f"./{text}"
+    if text.isprintable() and text == " ".join(text.split()):
+        return shlex.quote(text)
+    escaped = (c if c.isalnum() or c in "/._-" else _escaped(c) for c in text)
+    return f"$'{''.join(escaped)}'"
+
+
+def _escaped(character: str) -> str:
+    return "".join(f"\\x{byte:02x}" for byte in os.fsencode(character))
+
+
+def threads(text: str) -> int:
+    """A number of threads, for argparse: too many only slow a machine down, or stop it."""
+    found, most = whole_from(1)(text), 4 * (os.cpu_count() or 1)
+    if found > most:
+        raise argparse.ArgumentTypeError(f"{text!r} is too much for this machine (1 to {most})")
+    return found
 
 
 def tolerant_streams() -> None:

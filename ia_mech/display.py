@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from rich.console import Console
 from rich.segment import Segment
@@ -55,6 +55,7 @@ def console(width: int = 100) -> Console:
     return made
 
 
+@runtime_checkable
 class Progress(Protocol):
     """How a long computation reports what it does. A run has several phases, one after another."""
 
@@ -167,7 +168,7 @@ def save_figure(figure: Figure, folder: str | Path, stem: str) -> list[Path]:
     """
     from matplotlib import rc_context
 
-    from ia_mech.run.layout import replace_file
+    from ia_mech.run.integrity import replace_file
 
     paths = []
     for kind, metadata in (("png", {"Software": None}), ("svg", {"Date": None})):

@@ -16,7 +16,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ia_mech.run.layout import replace_file
+from ia_mech.run.integrity import replace_file
 from ia_mech.stats import Estimate, cluster_counts, cluster_mean, holm, paired_difference
 from ia_mech.untrusted import escaped, inert
 

@@ -7,13 +7,12 @@ by all runs of that model.
 
 import copy
 import json
-import os
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+import xxhash
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -23,9 +22,14 @@ from ia_mech.engine.prefill import Prefix, prefill
 from ia_mech.errors import UserError
 from ia_mech.models.embedded import models_dir
 from ia_mech.models.load import Subject, text_config
+from ia_mech.run.integrity import HASH, replace_file
 
 TENSORS = ("norm_weight", "norm_bias", "unembedding")
 TOLERANCE = 1e-3  # largest error of the lens against the model, relative to the largest logit
+
+
+class NoLens(UserError):
+    """There is no lens for a model; what doesn't need one can go on."""
 
 
 @dataclass(frozen=True)
@@ -77,15 +81,10 @@ class Lens:
         """Keep it where :meth:`load` finds it; an older one is replaced whole."""
         file = lens_file(weights_hash)
         file.parent.mkdir(parents=True, exist_ok=True)
-        scratch = file.with_suffix(f".{os.getpid()}.tmp")
-        tensors = {name: getattr(self, name).contiguous() for name in TENSORS}
+        tensors = {name: getattr(self, name).contiguous().cpu() for name in TENSORS}
         settings = {k: getattr(self, k) for k in ("eps", "centred", "scale", "softcap")}
-        settings["crc32"] = _crc32(tensors)
-        try:
-            save_file(tensors, scratch, metadata={"lens": json.dumps(settings)})
-            os.replace(scratch, file)
-        finally:
-            scratch.unlink(missing_ok=True)
+        metadata = {"lens": json.dumps(settings | {HASH: _hash(weights_hash, settings, tensors)})}
+        replace_file(file, lambda scratch: save_file(tensors, scratch, metadata=metadata))
         return file
 
     @classmethod
@@ -93,11 +92,12 @@ class Lens:
         """The lens of a model that was sampled here.
 
         Raises:
-            UserError: there is none for this hash, or it is damaged.
+            NoLens: there is none for this hash.
+            UserError: it is damaged, or of other weights.
         """
         file = lens_file(weights_hash)
         if not file.is_file():
-            raise UserError(
+            raise NoLens(
                 f"no lens for the model with weights {weights_hash} ({file})",
                 "sample from the model once on this machine, or copy the file",
             )
@@ -105,21 +105,24 @@ class Lens:
             with safe_open(file, framework="pt") as content:
                 settings = json.loads(content.metadata()["lens"])
                 tensors = {name: content.get_tensor(name) for name in TENSORS}
-            if settings.pop("crc32", None) not in (None, _crc32(tensors)):  # older ones have none
-                raise ValueError("its checksum doesn't fit")
+            written = settings.pop(HASH, None)  # older ones have none
+            if written not in (None, _hash(weights_hash, settings, tensors)):
+                raise ValueError("its content is not what was written")
             return cls(**tensors, **settings)
-        except (SafetensorError, ValueError, TypeError, KeyError) as error:
+        except (SafetensorError, AttributeError, ValueError, TypeError, KeyError) as error:
             reason = (str(error).splitlines() or [type(error).__name__])[0][:120]
             raise UserError(
                 f"{file} is damaged ({reason})", "remove it and sample from the model again"
             ) from None
 
 
-def _crc32(tensors: dict[str, Tensor]) -> int:
-    value = 0
+def _hash(weights_hash: str, settings: dict, tensors: dict[str, Tensor]) -> str:
+    """Of everything that :meth:`Lens.load` reads, and of the weights that it belongs to."""
+    content = xxhash.xxh3_128(json.dumps([weights_hash, settings], sort_keys=True).encode())
     for name in TENSORS:
-        value = zlib.crc32(tensors[name].reshape(-1).view(torch.uint8).numpy().data, value)
-    return value
+        content.update(f"{tensors[name].dtype} {list(tensors[name].shape)}".encode())
+        content.update(tensors[name].reshape(-1).view(torch.uint8).numpy().data)
+    return content.hexdigest()
 
 
 def lens_file(weights_hash: str) -> Path:
@@ -128,7 +131,7 @@ def lens_file(weights_hash: str) -> Path:
 
 
 def save_lens(subject: Subject, ids: list[int]) -> str | None:
-    """Write a model's lens if it isn't there; returns why it couldn't be, or None.
+    """Write a model's lens if it isn't there whole; returns why it couldn't be, or None.
 
     The formula is read off the model's modules and then held against the model itself on a short
     context: a lens that doesn't reproduce the model's logits isn't written.
@@ -137,9 +140,11 @@ def save_lens(subject: Subject, ids: list[int]) -> str | None:
         subject: the loaded model.
         ids: token ids of real text; a few dozen are enough.
     """
-    if lens_file(subject.weights_hash).is_file():
+    try:
+        Lens.load(subject.weights_hash)
         return None
-    lens = _read_off(subject.model)
+    except UserError:
+        lens = _read_off(subject.model)
     if lens is None:
         return "its final norm is of an unknown kind"
     result = prefill(subject.model, [Prefix(ids, [len(ids) - 1])], find_blocks(subject.model))

@@ -27,7 +27,7 @@ from torch import Tensor
 
 import ia_mech
 from ia_mech.errors import UserError
-from ia_mech.run.layout import read_json, replace_file, write_json
+from ia_mech.run.integrity import read_json, replace_file, write_json
 from probes.estimators import make
 from probes.targets import Outcome
 

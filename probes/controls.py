@@ -24,14 +24,12 @@ import numpy as np
 import pandas as pd
 import torch
 from numpy.typing import ArrayLike
-from safetensors import SafetensorError
 from scipy.linalg import block_diag
 from scipy.sparse import csr_array
 from sklearn.feature_extraction.text import TfidfVectorizer
 from torch import Tensor
 
-from ia_mech.errors import UserError
-from ia_mech.lens import Lens
+from ia_mech.lens import Lens, NoLens
 from ia_mech.run import Run
 from probes.dataset import ProbeSet
 from probes.targets import Outcome
@@ -378,13 +376,15 @@ def controls_of(data: ProbeSet, seed: int = 0) -> Controls:
 
 
 def lens_of(run: Run) -> tuple[Lens | None, str | None]:
-    """The lens of a run's model; or None, and why there is none."""
+    """The lens of a run's model; or None, and why there is none.
+
+    Raises:
+        UserError: its file is damaged.
+    """
     try:
         return Lens.load(run.model["weights_hash"]), None
-    except UserError as error:
-        return None, str(error)
-    except SafetensorError as error:
-        return None, f"the lens of {run.model['name']} can't be read ({error})"
+    except NoLens as missing:
+        return None, str(missing)
 
 
 def _output(data: ProbeSet) -> tuple[list[Baseline], str | None]:

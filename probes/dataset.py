@@ -121,22 +121,25 @@ class ProbeSet:
 
 
 def read(
-    paths: Sequence[str | Path],
+    runs: Sequence[str | Path | Run],
     judge: str | None = None,
     target: str = "rate",
     positions: Sequence[str] | None = None,
     layers: Sequence[int] | None = None,
     within: str = RUN,
+    *,
+    verify: bool = True,
 ) -> ProbeSet:
     """Read judged runs.
 
     Args:
-        paths: the runs' folders.
+        runs: folders, or runs that are open.
         judge: whose verdicts; the only judge there if not given.
         target: what to predict, as :func:`probes.targets.parse_target` takes it.
         positions: only these; all that were kept if not given.
         layers: only these; all if not given.
         within: ``run`` or ``dataset``, see :class:`ProbeSet`.
+        verify: as for ``Run.open``.
 
     Raises:
         UserError: what :func:`ia_mech.rates.read_runs` refuses (unfinished, not judged, …); models
@@ -144,7 +147,7 @@ def read(
             or no position that all of them have.
     """
     wanted = parse_target(target)
-    judged = read_runs(paths, judge, NO_ANNOTATOR)
+    judged = read_runs(runs, judge, NO_ANNOTATOR, verify=verify)
     runs, notes = judged.runs, list(judged.notes)
     _check_same_size(runs)
     models = {run.model["weights_hash"]: run.model["name"] for run in runs}

@@ -7,10 +7,18 @@ answer at once.
 import argparse
 import re
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ia_mech.cli import Parser, add_intervals, guarded, tolerant_streams, whole_from
+from ia_mech.cli import (
+    Parser,
+    add_intervals,
+    add_no_verify,
+    guarded,
+    path_of,
+    threads,
+    tolerant_streams,
+    whole_from,
+)
 from probes.fit.solvers import ESTIMATORS
 
 if TYPE_CHECKING:
@@ -43,7 +51,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_statistics(parser)
     parser.add_argument(
         "--threads",
-        type=whole_from(1),
+        type=threads,
         metavar="N",
         help="of the computation (default: all processors)",
     )
@@ -58,8 +66,11 @@ def build_parser() -> argparse.ArgumentParser:
 
 def add_subject(parser: argparse.ArgumentParser) -> None:
     """What is probed, and by what: runs, judge, target, positions, layers, estimator."""
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a judged run's folder")
+    parser.add_argument(
+        "runs", nargs="+", type=path_of, metavar="RUN", help="a judged run's folder"
+    )
     parser.add_argument("--judge", metavar="NAME", help="whose verdicts (default: the only judge)")
+    add_no_verify(parser)
     parser.add_argument(
         "--target",
         default="rate",
@@ -114,7 +125,7 @@ def layers(text: str) -> list[int] | None:
     """``all`` (None), one layer, or a range with both ends."""
     if text == "all":
         return None
-    found = re.fullmatch(r"(\d+)(?:-(\d+))?", text, re.ASCII)
+    found = re.fullmatch(r"(\d{1,5})(?:-(\d{1,5}))?", text, re.ASCII)
     if not found or int(found[2] or found[1]) < int(found[1]):
         raise argparse.ArgumentTypeError(f"{text!r} is no layer and no range such as 8-12")
     return list(range(int(found[1]), int(found[2] or found[1]) + 1))
@@ -151,7 +162,7 @@ def _train(args: argparse.Namespace) -> None:
     from dataclasses import replace
 
     from ia_mech.display import Bar, console
-    from ia_mech.run import Run
+    from ia_mech.rates.load import open_runs
     from probes.analysis import analyse
     from probes.controls import controls_of
     from probes.dataset import DATASET, check_enough, read
@@ -161,7 +172,8 @@ def _train(args: argparse.Namespace) -> None:
 
     settings = replace(settings_of(args), workers=args.threads)
     # In an order of their own: it doesn't matter in which order runs are given.
-    runs = sorted(args.runs, key=lambda path: (Run(path).identity_digest, str(path)))
+    runs = open_runs(args.runs, verify=args.verify)
+    runs.sort(key=lambda run: (run.identity_digest, str(run.path)))
     data = read(runs, args.judge, args.target, *chosen(args), args.within)
     kept = Kept.place(data, settings, args.out, args.replace, home=args.runs[0])
     target = data.target

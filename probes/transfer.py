@@ -6,10 +6,9 @@ What needs torch or pandas is imported late, so that ``--help`` and a mistyped f
 import argparse
 import math
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ia_mech.cli import Parser, guarded, one_line, tolerant_streams
+from ia_mech.cli import Parser, guarded, one_line, path_of, tolerant_streams
 from ia_mech.errors import UserError
 from probes.train import add_statistics, add_subject, chosen, settings_of
 
@@ -55,7 +54,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add_statistics(parser)
     parser.add_argument(
-        "--out", type=Path, metavar="FILE.parquet", help="write every entry here, one per row"
+        "--out", type=path_of, metavar="FILE.parquet", help="write every entry here, one per row"
     )
     return parser
 
@@ -69,14 +68,18 @@ def main(argv: list[str] | None = None) -> int:
 
 def _transfer(args: argparse.Namespace) -> None:
     if args.out is not None:
-        _check_file(args.out)
+        from ia_mech.run.layout import check_output
+
+        check_output(args.out, "parquet")
 
     from ia_mech.display import Bar, console
     from probes import dataset
     from probes.cross_evaluate import cross_evaluate
 
     settings = settings_of(args)
-    data = dataset.read(args.runs, args.judge, args.target, *chosen(args), args.within)
+    data = dataset.read(
+        args.runs, args.judge, args.target, *chosen(args), args.within, verify=args.verify
+    )
     by = args.by or ("run" if len(data.runs) > 1 else "dataset")
     units = units_of(data, by)
     entries, notes = cross_evaluate(data, data.outcome, units, settings, Bar())
@@ -235,23 +238,6 @@ def _record(entry: "Entry") -> dict[str, Any]:
         "test_contexts": entry.test_contexts,
         "test_sources": entry.test_sources,
     }
-
-
-def _check_file(path: Path) -> None:
-    """Refuse what can't be written before anything is computed.
-
-    Raises:
-        UserError: a folder in its place, a folder that isn't there or is a run's.
-    """
-    from ia_mech.run.layout import refuse_inside_run
-
-    if path.is_dir():
-        raise UserError(f"--out {path} is a folder", "name a file in it")
-    if path.suffix != ".parquet":
-        raise UserError(f"--out {path}: Parquet is what is written", "name it FILE.parquet")
-    if not path.parent.is_dir():
-        raise UserError(f"--out {path}: there is no folder {path.parent}", "make it first")
-    refuse_inside_run(path)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pyarrow as pa
@@ -15,7 +15,7 @@ from ia_mech.collect.config import SampleConfig
 from ia_mech.collect.job import collect
 from ia_mech.collect.rows import stored_logits
 from ia_mech.engine.plan import Grid
-from ia_mech.run import Run, RunWriter, layout
+from ia_mech.run import Run, RunWriter, integrity, layout
 
 CONTEXTS = 12
 CONFIG = SampleConfig(limit=CONTEXTS, grid=Grid((0.7, 1.0), 2, 6, 0), batch_rows=4)
@@ -60,6 +60,30 @@ def files_named(root: Path) -> list[str]:
     return sorted(file for part in manifest["parts"] for file in part["files"])
 
 
+def resealed(root: Path) -> Run:
+    """The run with its files as they are now, as if they had been written so."""
+    manifest = integrity.read_json(root / "manifest.json", verify=False)
+    for part in manifest["parts"]:
+        part["files"] = {name: integrity.facts_of(root / name) for name in part["files"]}
+    integrity.write_json(root / "manifest.json", manifest)
+    return Run.open(root)
+
+
+def rewritten(root: Path, name: str, change: Callable[[dict], object]) -> Run:
+    """The run with another ``run.json`` or ``manifest.json``, and its labels made its own."""
+    value = integrity.read_json(root / name)
+    change(value)
+    integrity.write_json(root / name, value)
+    if name == "run.json":
+        resealed(root)
+    run = Run.open(root)
+    for path in (root / "judgements").glob("*.parquet"):
+        table = pq.read_table(path)
+        record = json.loads(table.schema.metadata[b"ia_mech"])
+        run.labels.write_judgements(path.stem, table.to_pylist(), record)
+    return run
+
+
 # -- a run written by hand ----------------------------------------------------------------------
 
 VOCAB = 11
@@ -68,9 +92,25 @@ UNITS = [[5, 0], [7, 2, 1], [3, 6], [4]]  # orders of the contexts of each unit
 RECORD = {
     "format": layout.FORMAT,
     "identity": {
-        "config": {"header_logits": "full", "limit": 8},
-        "model": {"layers": 1, "vocab": VOCAB},
+        "config": {
+            "model": {"name": "by hand"},
+            "dataset": "by hand",
+            "limit": 8,
+            "header_logits": "full",
+            "grid": {"temperatures": [0.7, 1.0], "samples": 2, "max_new_tokens": 4, "seed": 0},
+        },
+        "model": {
+            "name": "by hand",
+            "weights_hash": "00",
+            "layers": 1,
+            "d_model": 3,
+            "vocab": VOCAB,
+            "dtype": "float32",
+        },
+        "chat": {"template_hash": "00", "tail_ids": [1], "stop_ids": {"2": "end"}},
         "positions": KEPT,
+        "conversations": {"count": 8},
+        "software": {"torch": "by hand"},
     },
 }
 
@@ -144,8 +184,9 @@ def first_unit(
     tmp_path: Path, *, header_logits: dict | str | None = None, config: str = "full"
 ) -> Run:
     """A run of one unit of two contexts, orders 5 and 0, with these header logits."""
-    identity = RECORD["identity"] | {"config": {"header_logits": config}}
-    identity["model"] = {"layers": 1, "vocab": 49_152}
+    known = RECORD["identity"]
+    identity = known | {"config": known["config"] | {"header_logits": config}}
+    identity["model"] = known["model"] | {"vocab": 49_152}
     record = RECORD | {"identity": identity}
     with RunWriter.create(tmp_path / "first", record, snapshot_in(tmp_path / "scratch")) as run:
         add_unit(run, 0, header_logits)

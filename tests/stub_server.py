@@ -1,11 +1,15 @@
 """A chat-completions server on loopback that answers as a test tells it to."""
 
+import contextlib
+import itertools
 import json
 import re
+import socket
+import struct
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -14,12 +18,39 @@ HANG, DROP = "hang", "drop"
 
 
 class Reply:
-    """What the server sends: a status, a body (JSON, or text as it is) and headers."""
+    """What the server sends: a status, a body (JSON; text and bytes as they are) and headers.
 
-    def __init__(self, status: int, body: Any, **headers: str) -> None:
+    A ``Content_Length`` is sent as it is given, and the connection closed if it isn't the body's.
+    """
+
+    def __init__(self, status: int, body: Any = "", **headers: str) -> None:
         self.status = status
-        self.body = body if isinstance(body, str) else json.dumps(body)
+        self.body = body if isinstance(body, (str, bytes)) else json.dumps(body)
         self.headers = {name.replace("_", "-"): value for name, value in headers.items()}
+
+
+class Moved(Reply):
+    """A redirect, followed by another reply to whoever comes to the other place."""
+
+    def __init__(self, status: int, location: str, then: Reply) -> None:
+        super().__init__(status, Location=location)
+        self.then = then
+
+
+class Wire:
+    """What stands on the wire after a request, whether it is HTTP or not; then the end.
+
+    ``parts`` are bytes, and pauses in seconds; ``again`` are those that follow for ever. ``reset``
+    ends with a reset of the connection. ``sent`` counts the bytes that went out.
+    """
+
+    def __init__(
+        self, *parts: bytes | float, again: Sequence[bytes | float] = (), reset: bool = False
+    ) -> None:
+        self.parts = parts
+        self.again = again
+        self.reset = reset
+        self.sent = 0
 
 
 def completion(content: str | None = None, *, finish: str = "stop", **message) -> Reply:
@@ -39,17 +70,18 @@ def error(status: int, message: str, **more) -> Reply:
     return Reply(status, {"error": {"message": message, **fields}}, **more)
 
 
-Answering = Callable[[dict, int], Reply | str]
+Answer = Reply | Wire | str
+Answering = Callable[[dict, int], Answer]
 
 
 class StubServer:
     """Runs while it is entered.
 
     ``answer(body, n)`` is called with the body of request number n (from 0) and says what to send:
-    a ``Reply``, ``HANG`` or ``DROP``.
+    a ``Reply``, a ``Wire``, ``HANG`` or ``DROP``.
 
     Attributes:
-        bodies: of all requests, in the order of their arrival.
+        bodies: of all requests, in the order of their arrival; a GET's is empty.
         keys: the Authorization headers.
         turns: how many requests each user turn was in.
         most: requests that were ever under way at once.
@@ -69,8 +101,12 @@ class StubServer:
         self._http.daemon_threads = True
 
     @property
+    def origin(self) -> str:
+        return f"http://127.0.0.1:{self._http.server_port}"
+
+    @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self._http.server_port}/v1"
+        return f"{self.origin}/v1"
 
     def __enter__(self) -> "StubServer":
         threading.Thread(target=self._http.serve_forever, args=(0.01,), daemon=True).start()
@@ -81,12 +117,13 @@ class StubServer:
         self._http.shutdown()
         self._http.server_close()
 
-    def _receive(self, body: dict, key: str | None) -> Reply | str:
+    def _receive(self, body: dict, key: str | None) -> Answer:
         with self._lock:
             number = len(self.bodies)
             self.bodies.append(body)
             self.keys.append(key)
-            self.turns[turn_of(body)] += 1
+            if body:
+                self.turns[turn_of(body)] += 1
             self._under_way += 1
             self.most = max(self.most, self._under_way)
         try:
@@ -102,22 +139,48 @@ class StubServer:
             disable_nagle_algorithm = True
 
             def do_POST(self) -> None:
-                length = int(self.headers["Content-Length"])
-                body = json.loads(self.rfile.read(length))
+                length = int(self.headers.get("Content-Length", 0))
+                body = json.loads(self.rfile.read(length) or b"{}")
                 reply = stub._receive(body, self.headers.get("Authorization"))
+                moved = isinstance(reply, Moved) and reply.headers["Location"].endswith(self.path)
+                self._send(reply.then if moved else reply)
+
+            do_GET = do_POST  # what a 301 makes of it
+
+            def _send(self, reply: Answer) -> None:
+                if isinstance(reply, Wire):
+                    with contextlib.suppress(OSError):  # the client has gone
+                        self._put(reply)
+                    self.close_connection = True
+                    return
                 if isinstance(reply, str):
                     if reply == HANG:
                         stub._end.wait(30)
                     self.close_connection = True
                     return
-                content = reply.body.encode()
+                content = reply.body.encode() if isinstance(reply.body, str) else reply.body
                 self.send_response(reply.status)
-                headers = {"Content-Type": "application/json"} | reply.headers
+                length = {"Content-Length": str(len(content))}
+                headers = {"Content-Type": "application/json"} | length | reply.headers
                 for name, value in headers.items():
                     self.send_header(name, value)
-                self.send_header("Content-Length", str(len(content)))
                 self.end_headers()
                 self.wfile.write(content)
+                if headers["Content-Length"] != str(len(content)):
+                    self.close_connection = True
+
+            def _put(self, wire: Wire) -> None:
+                for part in itertools.chain(wire.parts, itertools.cycle(wire.again)):
+                    if not isinstance(part, bytes):
+                        if stub._end.wait(part):
+                            return
+                        continue
+                    self.wfile.write(part)
+                    wire.sent += len(part)
+                if wire.reset:
+                    linger = struct.pack("ii", 1, 0)
+                    self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+                    self.connection.close()
 
             def log_message(self, *_) -> None: ...
 

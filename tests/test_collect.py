@@ -12,13 +12,12 @@ import ia_mech.collect.job
 import ia_mech.engine.loop
 from ia_mech.collect.config import SampleConfig
 from ia_mech.collect.job import collect
-from ia_mech.collect.preflight import context_cost
-from ia_mech.data.conversations import UNPERTURBED, Conversation
+from ia_mech.collect.preflight import Size, Survey
 from ia_mech.display import Quiet
 from ia_mech.engine.plan import PREFILL_COST, RESCORE_COST, SCORE_COST, Grid
 from ia_mech.errors import UserError
 from ia_mech.models.load import ModelSpec, Subject, weights_hash
-from ia_mech.run import RunWriter, layout
+from ia_mech.run import RunWriter, integrity, layout
 
 CONFIG = SampleConfig(limit=6, grid=Grid((0.7, 1.0), 2, 8, 0), batch_rows=20)
 
@@ -40,7 +39,7 @@ def test_memory_running_out_is_said_once_recorded_and_survived(
     assert [line for line in progress.lines if "memory" in line] == [
         "out of memory: going on with batches of 10 or fewer"
     ]
-    sessions = layout.read_json(run.path / layout.MANIFEST)["sessions"]
+    sessions = integrity.read_json(run.path / layout.MANIFEST)["sessions"]
     assert sessions[0]["out_of_memory"] == [10, 5]
     for a, b in zip(whole.generations.iloc, run.generations.iloc, strict=True):
         if a["token_ids"].tolist() != b["token_ids"].tolist():
@@ -92,7 +91,7 @@ def test_a_written_response_that_the_template_refuses_is_left_out_and_said(
     assert seen and run.complete
     assert "conversation maths-01 is left out: the template refuses it" in progress.lines
     assert "maths-01" not in set(run.contexts["context_id"]) and len(run.contexts) == 5
-    sessions = layout.read_json(run.path / layout.MANIFEST)["sessions"]
+    sessions = integrity.read_json(run.path / layout.MANIFEST)["sessions"]
     assert sessions[0]["left_out"] == ["maths-01"]
 
 
@@ -119,7 +118,7 @@ def test_logits_that_are_not_numbers_end_the_run_with_nothing_of_them_written(
     monkeypatch.setattr(ia_mech.collect.job, "prefill", broken)
     with pytest.raises(UserError, match=r"logits are not numbers for the context of .* in float32"):
         collect(CONFIG, tiny_subject, tmp_path / "run", progress)
-    parts = layout.read_json(tmp_path / "run" / layout.MANIFEST)["parts"]
+    parts = integrity.read_json(tmp_path / "run" / layout.MANIFEST)["parts"]
     assert [part["kind"] for part in parts] == ["conversations"]
     assert not list((tmp_path / "run").rglob("*.safetensors"))
 
@@ -196,18 +195,20 @@ def test_contrasts_are_computed_when_asked_for(tiny_subject, tmp_path):
 
 
 def test_the_work_on_a_context_counts_what_is_asked_for():
-    conversation = Conversation("c", "c", "d", ({"role": "user", "content": "Who?"},))
     contrasts = replace(CONFIG, contrasts=True, swaps=2)
 
-    def cost(config, perturbation=UNPERTURBED, turn=10):
-        one = replace(conversation, perturbation=perturbation)
-        return context_cost(config, None, one, 100, turn)
+    def cost(config, perturbed=False, turn=10, sources="cde"):
+        sizes = [Size("d", source, 100, turn, 0, perturbed) for source in sources]
+        return Survey({}, sizes, []).costs(config)[0]
 
     rows, prefill = 5 * 8, PREFILL_COST * 100
-    assert cost(CONFIG) == cost(contrasts, "typos") == rows + prefill + SCORE_COST * 10
+    assert cost(CONFIG) == cost(contrasts, True) == rows + prefill + SCORE_COST * 10
     assert cost(CONFIG, turn=None) == cost(contrasts, turn=None) == rows + prefill
     # Rivals are about as long as context and reference; both references follow three contexts.
     rivals = SCORE_COST * (100 + 2 * 10 + 10)
     assert cost(contrasts) == rows + 4 * prefill + rivals + RESCORE_COST * 4 * 2 * 10
+    # No more other contexts than there are conversations of other sources.
+    assert cost(replace(contrasts, swaps=9)) == cost(contrasts)
+    assert cost(contrasts, sources="ccd") == cost(replace(contrasts, swaps=1))
     both = replace(contrasts, score_generations=True)
     assert cost(both) == cost(contrasts) + RESCORE_COST * 4 * rows

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import os
 import re
 import shlex
 import shutil
@@ -11,14 +12,16 @@ import sys
 import unicodedata
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from shell import Outcome, call, files, refusal
 
-from ia_mech.cli import guarded
+from ia_mech.cli import NOTHING, STATUSES, Parser, guarded, quoted
 from ia_mech.collect import command as command_line
 from ia_mech.collect import job
 from ia_mech.collect.command import build_parser
+from ia_mech.display import Bar
 from ia_mech.errors import UserError
 from ia_mech.run import Run
 
@@ -94,9 +97,9 @@ def test_files_that_hold_no_conversations(refused, tmp_path):
     file = tmp_path / "chats.jsonl"
     assert refused("--dataset", file) == f"no file {file}; give the path of an existing file"
     file.write_text("not JSON\n")
-    assert refused("--dataset", file).startswith("chats.jsonl line 1 is not JSON (Expecting value)")
+    assert refused("--dataset", file).startswith("chats.jsonl line 1 is not JSON (Expecting")
     file.write_bytes(b"\xff\xfe\x00")
-    assert "is not JSON (not UTF-8 text)" in refused("--dataset", file)
+    assert "is not JSON (not UTF-8 text: byte 0xff at 1)" in refused("--dataset", file)
     file.write_text("")
     assert refused("--dataset", file) == "dataset chats has no rows; give one that has"
     file.write_text("\n\n")
@@ -132,6 +135,14 @@ def test_a_dataset_that_cannot_be_opened(refused, monkeypatch):
         ("--batch-rows 0", "argument --batch-rows: '0' is not a whole number from 1 up; see"),
         ("--threads 0", "argument --threads: '0' is not a whole number from 1 up; see"),
         ("--limit 0", "argument --limit: '0' is neither a positive number nor all; see python"),
+        ("--limit 99999999999999999999", "argument --limit: '99999999999999999999' is neither a"),
+        ("--samples 99999999999", "--samples 99999999999; give at most 1000000"),
+        ("--threads 99999", "argument --threads: '99999' is too much for this machine (1 to "),
+        ("--header-logits 99999", "--header-logits 99999: the model has 803 logits; give full, or"),
+        ("--out ''", "argument --out: '' names nothing; see"),
+        ("--candidates ' '", "argument --candidates: ' ' names nothing; see"),
+        ("--out a\udcff", "argument --out: 'a\\udcff' is not UTF-8; see"),
+        ("--system a\udcff", "argument --system: 'a\\udcff' is not UTF-8; see"),
         ("--limit ²", "argument --limit: '²' is neither a positive number nor all; see"),
         ("--header-logits top", "argument --header-logits: 'top' is neither full, none nor a"),
         ("--date 20260101", "argument --date: '20260101' is not a date such as 2026-01-31; see"),
@@ -180,8 +191,6 @@ def test_cuda_on_a_machine_without(refused, monkeypatch):
 def test_what_needs_no_model_is_checked_before_anything_is_fetched(
     refused, monkeypatch, tmp_path, words, dry
 ):
-    if "--repair" in words and dry:
-        pytest.skip("a dry run repairs nothing")
     (tmp_path / "file").write_text("")
     monkeypatch.setattr("ia_mech.models.embedded.directory", None)
     words = words.format(file=tmp_path / "file", none=tmp_path / "none").split()
@@ -208,9 +217,9 @@ def test_a_full_disk(refused, monkeypatch):
 def test_a_file_as_out(refused, tmp_path):
     file = tmp_path / "file"
     file.write_text("mine")
-    assert refused("--out", file) == f"{file} is a file; give another --out"
-    assert refused("--out", file / "run") == f"{file} is a file; give another --out"
-    assert refused("--out", file / "a" / "run") == f"{file} is a file; give another --out"
+    for out in (file, file / "run", file / "a" / "run"):
+        line = refused("--out", out)
+        assert line == f"{file} is a file; give another --out or set IA_MECH_CACHE"
 
 
 def test_foreign_files_in_out(refused, tmp_path):
@@ -220,10 +229,19 @@ def test_foreign_files_in_out(refused, tmp_path):
     assert line == f"{tmp_path}/thesis holds files but no run; give an empty or new folder as --out"
 
 
-def test_an_out_that_is_said_not_to_be_writable(refused, monkeypatch, tmp_path):
-    monkeypatch.setattr("os.access", lambda path, mode: False)
-    line = refused("--out", tmp_path / "run")
-    assert line == f"{tmp_path} is not writable; give another --out or set IA_MECH_CACHE"
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="there is no /proc")
+@pytest.mark.parametrize("dry", [[], ["--dry-run"]], ids=["run", "dry"])
+def test_an_out_where_not_even_root_can_write(refused, dry):
+    line = refused("--out", "/proc/foo", *dry)
+    assert line.startswith("/proc is not writable (No such file or directory); give another --out")
+
+
+def test_an_out_within_a_run(sample, refused, tmp_path):
+    sample("--out", tmp_path / "run")
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    for inside in (tmp_path / "run" / "sub", tmp_path / "link" / "generations" / "sub"):
+        line = refused("--out", inside)
+        assert line == f"{inside} lies inside the run {tmp_path}/run; write it somewhere else"
 
 
 def test_there_must_be_a_run_to_repair(refused, tmp_path):
@@ -284,7 +302,8 @@ def test_a_dry_run_writes_nothing_and_says_what_a_run_then_writes(sample, tmp_pa
 def test_a_dry_run_says_what_a_kill_costs(sample, words):
     outcome = sample(*words.split(), "--dry-run", small=False)
     found = re.search(
-        r"^a kill costs at most +(\d+) rows, work like (\d+) decoded tokens \((\d+) s at 150 tok",
+        r"^a kill costs at most +(\d+) rows, work like (\d+) decoded tokens "
+        r"\((\d+) s at an assumed 150 tokens/s\)$",
         outcome.out,
         re.MULTILINE,
     )
@@ -295,6 +314,41 @@ def test_a_dry_run_says_what_a_kill_costs(sample, words):
     assert seconds <= 20 or rows == alone
     if not words:
         assert rows >= 39  # of a batch of 128 rows
+
+
+def test_a_dry_run_says_what_the_run_would_say_of_its_folder(
+    sample, refused, monkeypatch, tmp_path
+):
+    monkeypatch.setattr("ia_mech.collect.preflight.UNIT_BATCHES", 1)
+    words = ["--batch-rows", "2", "--out", tmp_path / "run"]
+
+    def there() -> str:
+        outcome = sample(*words, "--dry-run")
+        assert outcome.status == 0, outcome.err
+        return re.search(r"^of this already there +(.*)$", outcome.out, re.MULTILINE)[1]
+
+    assert there() == "nothing"
+    with monkeypatch.context() as patch:
+        patch.setattr(job, "prefill", Interrupted(job.prefill, 2))
+        assert sample(*words).status == 130
+    assert there() == "0 responses, 2 contexts"
+    run = sample(*words).run
+    assert there() == "all of it: nothing would be computed again"
+    line = f"{run.path} holds another configuration: --seed is 0 there, 7 here; give another --out"
+    assert refused(*words, "--seed", "7", "--dry-run").startswith(line)
+    next((run.path / "residuals" / "layer_02").iterdir()).unlink()
+    assert refused(*words, "--dry-run").endswith(
+        "is missing; run the command that wrote it again with --repair"
+    )
+    assert sample(*words, "--dry-run", "--repair").status == 0
+
+
+def test_fewer_conversations_than_asked_for_are_said(sample, tmp_path):
+    data = rows(tmp_path / "chats.jsonl", question())
+    note = f"note: {data} has fewer conversations than --limit 3: 1"
+    assert note in sample("--dataset", data, "--dry-run").out.splitlines()
+    assert note in sample("--dataset", data).err.splitlines()
+    assert "note:" not in sample("--dataset", data, "--limit", "1").err
 
 
 def test_help_is_short_and_help_all_names_every_flag(cache):
@@ -424,7 +478,9 @@ def tables(out: str) -> list[list[dict[str, str]]]:
 @pytest.mark.parametrize("contrasts", [[], ["--contrasts"]])
 def test_every_share_has_an_interval(sample, contrasts):
     words = ["--limit", "6", "--samples", "2", "--temperatures", "0.7", "1.3", *contrasts]
-    turns, followups = tables(sample(*words).out)
+    out = sample(*words).out
+    assert ("contrast" in explained(out)) == bool(contrasts)
+    turns, followups = tables(out)
     assert [row["T"] for row in turns] == ["greedy", "0.7", "1.3"]
     assert [row["rows"] for row in turns] == ["6", "12", "12"]
     names = ("instructions", "maths", "open")
@@ -442,6 +498,19 @@ def test_every_share_has_an_interval(sample, contrasts):
             assert re.fullmatch(r"-?\d+\.\d \[-?\d+\.\d, -?\d+\.\d\]", row["contrast, bits"])
 
 
+def explained(out: str) -> list[str]:
+    """The names that the line below the tables explains."""
+    (line,) = [line for line in out.splitlines() if line.startswith("log p: ")]
+    return re.findall(r"(?:^|(?<=\. ))([a-z ]+):", line)
+
+
+def test_only_columns_that_are_there_are_explained(sample, tmp_path):
+    own = ["log p", "entropy"]
+    words = ["--limit", "1", "--contrasts", "--swaps", "0"]
+    assert explained(sample(*words).out) == [*own, "greedy writes"]
+    assert explained(sample("--dataset", rows(tmp_path / "chats.jsonl", question())).out) == own
+
+
 def test_responses_that_are_cut_off_are_counted(sample):
     outcome = sample("--response", "generate", "--max-response-tokens", "3")
     cut = outcome.run.contexts["response_cut_off"]
@@ -451,15 +520,35 @@ def test_responses_that_are_cut_off_are_counted(sample):
     assert [name for name, _ in heads] == outcome.run.contexts["context_id"].tolist()
 
 
-@pytest.mark.parametrize("folder", ["run", 'it\'s a "$HOME" run'])
+@pytest.mark.parametrize(
+    "folder", ["run", 'it\'s a "$HOME" run', "two  lines\n\\x and a tab\t", "-r é"]
+)
 def test_the_commands_that_are_suggested_work(sample, capfd, tmp_path, folder):
     outcome = sample("--positions", "response_end", "--out", tmp_path / folder)
-    words = shlex.split(re.search(r"^read it: (.*)$", outcome.out, re.MULTILINE)[1])
+    words = in_bash(re.search(r"^read it: (.*)$", outcome.out, re.MULTILINE)[1])
     assert words[:2] == ["python", "-c"] and len(words) == 3
-    judge = shlex.split(re.search(r"^next: (.*)$", outcome.out, re.MULTILINE)[1])
+    judge = in_bash(re.search(r"^next: (.*)$", outcome.out, re.MULTILINE)[1])
     assert judge == ["python", "-m", "ia_mech.judge", "run", str(tmp_path / folder)]
     exec(words[2], {})
     assert capfd.readouterr().out.endswith("torch.Size([3, 32])\n")
+
+
+def in_bash(command: str) -> list[str]:
+    """The words of a command, as the shell takes them."""
+    done = subprocess.run(
+        ["bash", "-c", f"printf '%s\\0' {command}"], capture_output=True, text=True, check=True
+    )
+    return done.stdout.split("\0")[:-1]
+
+
+def test_paths_are_quoted_for_a_shell_on_one_line():
+    paths = ["plain", "é", "a b", "it's", "two\nlines", "a  b ", "\x1b[31m\u202e", "a\udcff", "-x"]
+    found = [quoted(path) for path in paths]
+    assert all(word.isprintable() and word == " ".join(word.split()) for word in found)
+    assert found[0] == "plain"
+    done = subprocess.run(["bash", "-c", f"printf '%s\\0' {' '.join(found)}"], capture_output=True)
+    read = [os.fsdecode(word) for word in done.stdout.split(b"\0")[:-1]]
+    assert read == [*paths[:-1], "./-x"]
 
 
 EVIL = "\x1b[31mred\x07 \x1b]0;title\x9c\r\x00 \u202eleft [bold]bold[/bold] :cat: \\"
@@ -473,9 +562,7 @@ def test_control_characters_of_texts_do_not_reach_the_terminal(sample, tmp_path,
     monkeypatch.setattr(
         "ia_mech.chat.format.ChatFormat.text", lambda self, ids: EVIL + "\nsecond\u2028"
     )
-    evil = question(
-        id=EVIL, question=EVIL, answer=EVIL, dataset="set\x1b[2J[red]", reference="Why?"
-    )
+    evil = question(id=EVIL, question=EVIL, answer=EVIL, dataset="set [red]", reference="Why?")
     outcome = sample("--dataset", rows(tmp_path / "chats.jsonl", evil))
     assert outcome.status == 0
     assert controls(outcome.out) == set()
@@ -483,7 +570,7 @@ def test_control_characters_of_texts_do_not_reach_the_terminal(sample, tmp_path,
     (turn,) = re.findall(r"^    user turn: (.*)$", outcome.out, re.MULTILINE)
     # Nothing is interpreted either: markup and emoji names are what the model wrote.
     assert turn == "�[31mred� �]0;title��� �left [bold]bold[/bold] :cat: \\⏎second�"
-    assert tables(outcome.out)[1][0]["dataset"] == "set�[2J[red]"
+    assert tables(outcome.out)[1][0]["dataset"] == "set [red]"
 
 
 def test_a_lens_that_cannot_be_written_does_not_cost_the_run(sample, monkeypatch):
@@ -537,6 +624,43 @@ def test_settings_of_the_function_that_cannot_be(tmp_path):
     assert not out.exists()
 
 
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"progress": 5}, "progress=5 shows nothing; give ia_mech.display.Bar(), or None"),
+        ({"progress": Bar}, "progress=<class 'ia_mech.display.Bar'> shows nothing; give"),
+        ({"limit": [3]}, "limit=[3]; give a text or a number"),
+        ({"limit": True}, "limit=True; give a text or a number"),
+        ({"contrasts": 1}, "contrasts=1; give True or False"),
+        ({"contrasts": "yes"}, "contrasts='yes'; give True or False"),
+        (
+            {"temperatures": [[0.7], 1]},
+            "temperatures=[[0.7], 1]; give a text or a number, or a list",
+        ),
+        (
+            {"positions": {"all": None}.values},
+            "positions=<built-in method values of dict object at",
+        ),
+        ({"system": b"bytes"}, "system=b'bytes'; give a text or a number"),
+        ({"out": 5.0, "limit": object()}, "limit=<object object at"),
+        ({"out": ["run"]}, "out=['run']; give a text or a number"),
+        ({"out": ""}, "argument --out: '' names nothing; see help(ia_mech.sample)"),
+    ],
+)
+def test_a_setting_of_another_type_is_refused_in_one_line(settings, problem):
+    with pytest.raises(UserError, match=re.escape(problem)) as refused:
+        command_line.sample(**settings)
+    assert "\n" not in str(refused.value)
+
+
+def test_settings_may_be_numpy_s_and_paths(tiny_model_dir, tmp_path):
+    settings = {"limit": np.int64(1), "temperatures": np.array([1.0]), "samples": 1}
+    run = command_line.sample(
+        tmp_path / "run", model=Path(tiny_model_dir), max_new_tokens=2, contrasts=False, **settings
+    )
+    assert run.config["limit"] == 1 and run.config["grid"]["temperatures"] == [1.0]
+
+
 def test_threads_are_recorded_and_set_back(tiny_model_dir, tmp_path):
     before = torch.get_num_threads()
     settings = {"model": tiny_model_dir, "limit": 1, "max_new_tokens": 2, "samples": 1}
@@ -557,3 +681,87 @@ def test_an_interrupt_that_a_library_turns_into_an_error_of_its_own_is_an_interr
     assert guarded(importing, lambda: "nothing was kept") == 130
     assert capsys.readouterr().err == "\ninterrupted; nothing was kept\n"
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_an_interrupt_during_an_import_ends_the_process_there(tmp_path):
+    """A module would swallow the exception, and the command would go on."""
+    module = """
+import signal
+try:
+    signal.raise_signal(signal.SIGINT)
+except KeyboardInterrupt:
+    pass
+"""
+    (tmp_path / "swallowing.py").write_text(module)
+    ended = python(
+        tmp_path,
+        "print('first'); guarded(lambda: print(__import__('swallowing')), lambda: 'nothing')",
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (
+        130,
+        "first\n",
+        "\ninterrupted; nothing\n",
+    )
+
+
+def test_a_second_interrupt_adds_nothing(tmp_path):
+    """While the first one is answered, and while Python unloads what it imported."""
+    ended = python(
+        tmp_path,
+        "press = lambda: signal.raise_signal(signal.SIGINT) or 'nothing'",
+        "atexit.register(press)",  # called after what is registered later
+        "print(guarded(press, press), flush=True)",
+    )
+    assert (ended.stdout, ended.stderr) == ("130\n", "\ninterrupted; nothing\n")
+    assert ended.returncode == -signal.SIGINT  # of which a shell makes 130
+
+
+def python(folder: Path, *lines: str) -> subprocess.CompletedProcess[str]:
+    """A process of its own."""
+    lines = ("import atexit, signal", "from ia_mech.cli import guarded", *lines)
+    return subprocess.run(
+        [sys.executable, "-c", "\n".join(lines)],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), *sys.path])},
+    )
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [b"", b"{", b"[]", b'{"parts": 3}', b'{"parts": [{"kind": "x"}]}', b"\xff", b"[" * 100_000],
+    ids=lambda damage: repr(damage[:12]),
+)
+def test_an_interrupted_run_whose_manifest_is_damaged_says_so(
+    sample, monkeypatch, tmp_path, damage
+):
+    out = tmp_path / "run"
+
+    def damaging(*_) -> None:
+        (out / "manifest.json").write_bytes(damage)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(job, "prefill", damaging)
+    outcome = sample("--out", out)
+    assert outcome.status == 130 and "Traceback" not in outcome.err
+    told = f"interrupted; {out} can't be read; the same command says what is wrong with it"
+    assert outcome.err.splitlines()[-1] == told
+    assert refusal(sample("--out", out)).startswith(f"{out / 'manifest.json'} is damaged")
+
+
+def test_a_command_may_say_that_nothing_usable_came_out():
+    assert guarded(lambda: NOTHING, lambda: "") == NOTHING == 3
+    assert guarded(lambda: None, lambda: "") == guarded(lambda: 0, lambda: "") == 0
+    described = Parser(epilog="the end").format_help()
+    assert f"the end\n{STATUSES}" in described
+
+
+@pytest.mark.parametrize("package", ["experiments", "probes"])
+def test_a_package_that_is_no_command_names_its_commands(package):
+    done = subprocess.run([sys.executable, "-m", package], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    (line,) = done.stderr.splitlines()
+    named = re.findall(rf"python -m {package}\.(\w+)", line)
+    folder = Path(__file__).parent.parent / package
+    there = {path.parent.name for path in folder.glob("*/__main__.py")} or {"train", "transfer"}
+    assert line.startswith("error: ") and set(named) == there

@@ -72,16 +72,20 @@ def planted(tmp_path):
         identity = {
             "config": {
                 "header_logits": "full",
-                "grid": {"seed": 0, "max_new_tokens": 8},
+                "model": {"name": model},
+                "dataset": "planted",
+                "grid": {"temperatures": [1.0], "samples": 2, "max_new_tokens": 8, "seed": 0},
                 **{"system": None, "thinking": "template", "response": "generate"},
                 **{"date": "2026-01-01", "max_response_tokens": 64},
             },
             "model": {"name": model, "weights_hash": f"hash of {model}", "dtype": "float32"},
+            "chat": {"template_hash": "00", "tail_ids": [1], "stop_ids": {"2": "end"}},
+            "software": {},
             "positions": KEPT,
             "conversations": {"count": len(prompts)},
             "of": name,
         }
-        identity["model"] |= {"layers": 1, "vocab": VOCAB} | changed
+        identity["model"] |= {"layers": 1, "d_model": 3, "vocab": VOCAB} | changed
         record = {"format": layout.FORMAT, "identity": identity}
         snapshot = snapshot_in(tmp_path / f"scratch {folder.name}")
         with RunWriter.create(folder, record, snapshot) as run:

@@ -1,6 +1,5 @@
 """Likelihood of real follow-ups: what is read off runs, and the estimates by hand."""
 
-import json
 import shutil
 from dataclasses import replace
 
@@ -9,6 +8,7 @@ import pandas as pd
 import pytest
 import scored
 from conftest import Silent
+from runs import rewritten
 from shell import call
 
 from experiments.likelihood.__main__ import main
@@ -180,11 +180,9 @@ def test_generations_that_say_nothing_are_noted(sampled, plain):
 
 
 def test_runs_without_contrasts_have_likelihoods_and_a_note(copied):
-    run = copied()
-    record = json.loads((run.path / "run.json").read_text())
-    record["identity"]["config"]["contrasts"] = False
-    (run.path / "run.json").write_text(json.dumps(record))
-    scores = read([Run.open(run.path)])
+    without = {"contrasts": False}
+    run = rewritten(copied().path, "run.json", lambda r: r["identity"]["config"].update(without))
+    scores = read([run])
     plain = scores.candidates[scores.candidates["name"] == "reference"]
     plain = plain.assign(**dict.fromkeys([*CONTRASTS], NAN))
     alone = replace(scores, candidates=plain, generations=scores.generations[:0])
@@ -215,12 +213,9 @@ def test_a_run_of_one_follow_up_has_estimates_without_intervals(sampled):
 def test_runs_without_scores_are_refused(sampled, copied):
     with pytest.raises(UserError, match=r"^no context has a reference turn.*--followup-column"):
         read([sampled([scored.CONVERSATIONS[3]])])
-    run = copied()
-    record = json.loads((run.path / "run.json").read_text())
-    del record["identity"]["score_temperatures"]
-    (run.path / "run.json").write_text(json.dumps(record))
+    run = rewritten(copied().path, "run.json", lambda r: r["identity"].pop("score_temperatures"))
     with pytest.raises(UserError, match="before turns were scored after other responses; sample"):
-        read([Run.open(run.path)])
+        read([run])
 
 
 def test_the_command_writes_what_is_estimated(copied, capfd):

@@ -1,5 +1,6 @@
 """What every experiment's command does alike: help, checks of runs, the output folder, files."""
 
+import errno
 import json
 import os
 import shutil
@@ -11,6 +12,7 @@ import pandas as pd
 import pyarrow.parquet as pq
 import pytest
 from matplotlib.figure import Figure
+from runs import rewritten
 from shell import call, files, refusal
 
 from experiments.decoupling.__main__ import EXPERIMENT as decoupling
@@ -58,9 +60,7 @@ def copied(merged, tmp_path):
     def make(name: str = "", change=None) -> Run:
         folder = shutil.copytree(merged.path, tmp_path / f"copy-{name}")
         if change is not None:
-            content = json.loads((folder / name).read_text())
-            change(content)
-            (folder / name).write_text(json.dumps(content))
+            rewritten(folder, name, change)
         return Run.open(folder)
 
     return make
@@ -86,6 +86,26 @@ def test_everything_is_written_into_the_first_run_and_printed(copied, count):
     assert count(run.path).status == 0 and files(run.path) == after  # again, over them
 
 
+def test_earlier_results_stay_as_they_were_until_all_is_written(
+    merged, count, refused, tmp_path, monkeypatch
+):
+    out = tmp_path / "out"
+    assert count(merged.path, "--out", out).status == 0
+    before = files(out)
+    with monkeypatch.context() as patch:
+
+        def full(*_, **__) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        patch.setattr(Figure, "savefig", full)
+        assert "No space left" in refused(merged.path, "--level", 0.9, "--out", out)
+    assert files(out) == before and sorted(os.listdir(out)) == WRITTEN
+    (out / ".new").mkdir()  # a kill leaves it
+    (out / ".new" / "half.png").write_text("half")
+    assert count(merged.path, "--level", 0.9, "--out", out).status == 0
+    assert files(out).keys() == before.keys() and files(out) != before
+
+
 def test_everything_goes_where_it_is_wanted(merged, count, tmp_path):
     before = files(merged.path)
     assert count(merged.path, "--out", tmp_path / "new" / "folder").status == 0
@@ -95,7 +115,8 @@ def test_everything_goes_where_it_is_wanted(merged, count, tmp_path):
 
 def test_folders_that_hold_something_else_are_refused(merged, copied, count, refused, tmp_path):
     (tmp_path / "file").write_text("mine")
-    assert "is a file; name a folder" in refused(merged.path, "--out", tmp_path / "file")
+    assert "is a file; give another --out" in refused(merged.path, "--out", tmp_path / "file")
+    assert "file is not a run (no run.json)" in refused(tmp_path / "file")
     assert (tmp_path / "file").read_text() == "mine"
     run = copied()
     for inside in ("contexts", "experiments", "experiments/other"):
@@ -105,9 +126,24 @@ def test_folders_that_hold_something_else_are_refused(merged, copied, count, ref
     other = Experiment("other", "", "", counted)
     with pytest.raises(Exception, match="holds results of count; name another folder with --out"):
         other.output_folder(out, merged.path)
-    (out / "estimates.parquet").write_bytes(b"mine")
-    assert "holds results of something else; " in refused(merged.path, "--out", out)
-    assert (out / "estimates.parquet").read_bytes() == b"mine"
+    estimates = out / "estimates.parquet"
+    table = pq.read_table(estimates)
+    for about in (None, {}, {"ia_mech": "{"}, {"ia_mech": "[]"}, {"ia_mech": "{}"}):
+        if about is None:
+            estimates.write_bytes(b"mine")
+        else:
+            pq.write_table(table.replace_schema_metadata(about), estimates)
+        content = estimates.read_bytes()
+        line = refused(merged.path, "--out", out)
+        assert line.startswith(f"no experiment wrote {estimates}, or it is damaged; remove it, or ")
+        assert estimates.read_bytes() == content
+
+
+def test_a_folder_in_a_files_place_is_found_before_anything_is_written(merged, refused, tmp_path):
+    (tmp_path / "drawn.png").mkdir()
+    line = refused(merged.path, "--out", tmp_path)
+    assert line.startswith(f"{tmp_path / 'drawn.png'} is a folder; name another one with --out")
+    assert [path.name for path in tmp_path.iterdir()] == ["drawn.png"]
 
 
 def test_a_default_outside_the_runs_may_not_lie_inside_one(merged, monkeypatch):

@@ -193,10 +193,17 @@ def test_who_is_compared_with_whom(run):
     with pytest.raises(UserError, match=r"needs two labellers, and .* has no labels; run: python"):
         agreement(run)
     plant(run, "first", [random_labels(0)])
-    with pytest.raises(UserError, match=r"needs two labellers, and .* has first; run: python"):
+    problem = (
+        r"needs two labellers, and .* has first; run: python \S+ ia_mech.judge run \S+ --judge "
+    )
+    with pytest.raises(UserError, match=problem + "llm or hf, or export and import a sheet$"):
         agreement(run)
     plant(run, "second", [random_labels(1)])
     annotate(run, "first", dict.fromkeys(range(9), GENUINE))
+    with pytest.raises(
+        UserError, match="two different labellers; choose from: judge:first, second"
+    ):
+        agreement(run, ["second", "second"])
     assert list(agreement(run).pairs) == [
         ("judge:first", "second"),
         ("annotator:first", "judge:first"),

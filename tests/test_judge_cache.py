@@ -2,6 +2,8 @@
 
 import json
 import os
+import random
+import re
 
 import pytest
 from judging import FakeJudge
@@ -27,6 +29,13 @@ def filled(tmp_path):
         return cache.path
 
 
+def first_line(path) -> dict:
+    """What the first line says."""
+    line = json.loads(path.read_bytes().splitlines()[0])
+    assert re.fullmatch("xxh3:[0-9a-f]{32}", line.pop("seal"))
+    return line
+
+
 def held(folder) -> list[bool]:
     with VerdictCache({"kind": "x"}, folder) as cache:
         return [cache.get(item, 0) == VERDICT for item in ITEMS]
@@ -37,9 +46,8 @@ def test_a_verdict_comes_back_as_it_was_and_texts_are_not_kept(tmp_path):
         with VerdictCache({"kind": "x"}, tmp_path) as cache:
             cache.put(ODD, 1, VERDICT)
             assert (cache.get(ODD, 1), cache.get(ODD, 0)) == (VERDICT, None)
-    first, *others = cache.path.read_bytes().splitlines()
-    assert json.loads(first) == {"identity": {"kind": "x"}}
-    assert len(others) == 2 and "数学" not in cache.path.read_text()
+    assert first_line(cache.path) == {"identity": {"kind": "x"}}
+    assert len(cache.path.read_bytes().splitlines()) == 3 and "数学" not in cache.path.read_text()
 
 
 @pytest.mark.parametrize("cut", [1, 8, 36])
@@ -56,12 +64,27 @@ def test_a_line_that_was_being_written_is_dropped_and_written_again(filled, tmp_
 def test_a_file_without_a_whole_line_begins_anew(filled, tmp_path, size):
     os.truncate(filled, size)
     assert held(tmp_path) == [False] * 3
-    assert json.loads(filled.read_text()) == {"identity": {"kind": "x"}}
+    assert first_line(filled) == {"identity": {"kind": "x"}}
 
 
-@pytest.mark.parametrize(
-    "damage", [b"\xff\xfe", b"{}}", b"17", b'{"key": "a"}', b'{"key": "a", "verdict": {}}']
-)
+def said(**verdict) -> bytes:
+    """A line as earlier versions wrote them."""
+    return json.dumps({"key": "a", "verdict": VERDICT.to_json() | verdict}).encode()
+
+
+WRONG = [
+    *(b"\xff\xfe", b"{}}", b"17", b"[]", b"{}", b'"key"', b"[" * 200_000),
+    *(b'{"key": "a"}', b'{"key": "a", "verdict": {}}', b'{"key": "a", "verdict": []}'),
+    *(said(category=None), said(category="no name"), said(category=["generic"])),
+    *(said(status="unparsable"), said(status=7), said(status=["judged"])),
+    *(said(rationale=None), said(mode=1), said(error={}), said(origin=0)),
+    *(said(scores=[1.0]), said(scores={"generic": "1"}), said(scores={"generic": float("nan")})),
+    *(said(prompt_tokens="1"), said(prompt_tokens=10**30), said(completion_tokens=None)),
+    *(said(cost="1"), said(cost=float("inf")), said(cost=[])),
+]
+
+
+@pytest.mark.parametrize("damage", WRONG, ids=lambda line: line[:60].decode("latin-1"))
 def test_a_damaged_line_is_named_and_frees_the_file(filled, tmp_path, damage):
     lines = filled.read_bytes().splitlines(keepends=True)
     lines[2] = damage + b"\n"
@@ -82,10 +105,37 @@ def test_one_writer_at_a_time(filled, tmp_path):
     assert held(tmp_path) == [True] * 3
 
 
-def test_fields_of_a_later_version_are_left_out(filled, tmp_path):
-    text = filled.read_text().replace('"status"', '"mood": "good", "status"')
-    filled.write_text(text)
+@pytest.fixture
+def unsealed(filled):
+    """The same file as earlier versions wrote it."""
+    filled.write_text(re.sub(', "seal": "xxh3:[0-9a-f]{32}"', "", filled.read_text()))
+    assert "seal" not in filled.read_text()
+    return filled
+
+
+def test_lines_of_earlier_versions_are_read_and_new_ones_added(unsealed, tmp_path):
     assert held(tmp_path) == [True] * 3
+    with VerdictCache({"kind": "x"}, tmp_path) as cache:
+        cache.put(ODD, 0, VERDICT)
+    assert held(tmp_path) == [True] * 3
+    assert unsealed.read_text().count("seal") == 1
+
+
+def test_fields_of_a_later_version_are_left_out(unsealed, tmp_path):
+    text = unsealed.read_text().replace('"status"', '"mood": "good", "status"')
+    unsealed.write_text(text)
+    assert held(tmp_path) == [True] * 3
+
+
+def test_every_flipped_bit_is_noticed(filled, tmp_path):
+    """In every line but for the end of the last, which reads as a line that is being written."""
+    content = filled.read_bytes()
+    draw = random.Random(0)
+    for _ in range(500):
+        place, bit = draw.randrange(len(content) - 1), 1 << draw.randrange(8)
+        filled.write_bytes(content[:place] + bytes([content[place] ^ bit]) + content[place + 1 :])
+        with pytest.raises(UserError, match=rf"line \d of .*{filled.name} is damaged .*; remove"):
+            held(tmp_path)
 
 
 def test_a_changed_rubric_or_judge_misses(tmp_path, monkeypatch):

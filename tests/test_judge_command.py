@@ -13,6 +13,7 @@ from runs import sampled
 from shell import call, files, refusal
 from stub_server import StubServer, completion
 
+from ia_mech.cli import NOTHING
 from ia_mech.collect.config import SampleConfig
 from ia_mech.display import Quiet
 from ia_mech.engine.plan import Grid
@@ -189,6 +190,24 @@ def test_failures_are_counted_and_told(judge, run):
     assert outcome.status == 0 and failed > 0
     assert sum(int(line[-1]) for line in cells(outcome.out)) == failed
     assert f"\n{failed} refused: I can't [bold]help[/bold]�[2J ({failed})\n" in outcome.out
+
+
+def test_a_run_without_a_usable_verdict_has_a_status_of_its_own(judge, run, turns, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", SECRET)
+    answers = ["hm", f"my key is {SECRET[:20]}…"]
+    with StubServer(lambda body, n: completion(answers[n % 2])) as stub:
+        server = (*LLM, "--base-url", stub.url, "--api-key-env", "OPENAI_API_KEY")
+        for again in ((), ("--retry-failed",)):
+            outcome = judge("run", run.path, *server, *again)
+            assert outcome.status == NOTHING == 3
+            assert outcome.out.splitlines()[-1].startswith("no turn could be judged")
+        assert judge("run", run.path, *server, "--dry-run").status == 0
+        assert judge("check", turns, *server).status == NOTHING
+    record = run.labels.record("judgements", "some-model")
+    assert record["origins"] == [stub.origin]
+    assert "my key is [key]" in outcome.out and SECRET[:8] not in outcome.out + outcome.err
+    kept = [path.read_bytes() for path in run.path.rglob("*.parquet")]
+    assert not [content for content in kept if SECRET[:8].encode() in content]
 
 
 # -- check --------------------------------------------------------------------------------------
@@ -376,9 +395,20 @@ def test_a_file_that_can_not_be_read_is_refused(refused, tmp_path):
     file.write_bytes(b"\xff\xfe\x00")
     assert refused("check", file).startswith(f"{file} isn't UTF-8 (byte 0xff in line 1); save")
     file.write_text(json.dumps(row("x")))
+    assert refused("check", tmp_path) == f"{tmp_path} is a folder; check the path"
     assert refused("check", file, "--out", file).startswith(f"{file} exists; give another --out")
     line = refused("check", file, "--out", tmp_path / "none" / "out")
-    assert line == f"there is no folder {tmp_path}/none; create it first"
+    assert line == f"{tmp_path}/none/out: there is no folder {tmp_path}/none; make it first"
+
+
+def test_a_run_that_can_not_be_written_to_is_refused_before_it_is_judged(refused, run, monkeypatch):
+    def denied(**_):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("tempfile.TemporaryFile", denied)
+    monkeypatch.setattr(RulesJudge, "verdict", None)
+    line = refused("run", run.path)
+    assert line == f"{run.path} is not writable (Permission denied); judge a copy of the run"
 
 
 def test_an_interrupt_says_what_is_kept(judge, run, monkeypatch):
@@ -388,5 +418,5 @@ def test_an_interrupt_says_what_is_kept(judge, run, monkeypatch):
     monkeypatch.setattr(RulesJudge, "verdict", interrupted)
     outcome = judge("run", run.path)
     assert outcome.status == 130 and outcome.out == ""
-    assert outcome.err.splitlines()[-1] == "interrupted; verdicts that were paid for are kept"
+    assert outcome.err.splitlines()[-1] == "interrupted; no file was left half-written"
     assert run.labels.judges == []

@@ -16,7 +16,7 @@ from ia_mech.errors import UserError
 from ia_mech.judge.label import items_of, label_run
 from ia_mech.judge.rubric import CANNOT_ASSESS, GENUINE, VERSION, rubric_hash
 from ia_mech.judge.verdict import Item, Verdict, identity_hash
-from ia_mech.run import Run
+from ia_mech.run import Run, integrity
 from ia_mech.run.labels import KEY
 
 
@@ -66,6 +66,7 @@ def test_rows_are_those_of_the_generations_in_their_order(run, label):
     assert rows["item"].nunique() == ROWS and rows["item"].str.fullmatch("[0-9a-f]{16}").all()
     assert set(rows["repeat"]) == {0} and set(rows["status"]) == {"judged"}
     assert run.labels.record("judgements", "fake") == {
+        "origins": [],
         "identity": judge.identity,
         "identity_hash": identity_hash(judge.identity),
         "rubric": {"version": VERSION, "hash": rubric_hash()},
@@ -231,13 +232,13 @@ def test_replay_gives_the_same_rows_without_asking(label):
 
 def test_an_unfinished_run_is_refused(run, cache):
     manifest = run.path / "manifest.json"
-    content = json.loads(manifest.read_text())
-    manifest.write_text(json.dumps(content | {"complete": False}))
+    content = integrity.read_json(manifest)
+    integrity.write_json(manifest, content | {"complete": False})
     judge = FakeJudge()
     expected = r"run is still being written or was interrupted \(12 of 12 contexts\); let the comm"
     with pytest.raises(UserError, match=expected):
         label_run(Run.open(run.path), judge, "fake", Recorded(), cache_folder=cache)
-    manifest.write_text(json.dumps(content | {"complete": False, "parts": []}))
+    integrity.write_json(manifest, content | {"complete": False, "parts": []})
     with pytest.raises(UserError, match="run holds no finished part yet; let the run go on first"):
         label_run(Run.open(run.path), judge, "fake", Recorded(), cache_folder=cache)
     assert judge.asked == [] and run.labels.judges == [] and not cache.exists()

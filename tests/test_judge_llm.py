@@ -41,7 +41,7 @@ def test_an_answer_in_each_mode(mode):
     with StubServer() as stub:
         params = {"temperature": 0, "max_completion_tokens": 300, "chat_template_kwargs": {"a": 1}}
         verdict = one(judge_for(stub, mode=mode, params=params))
-    bill = {"prompt_tokens": 100, "completion_tokens": 20}
+    bill = {"prompt_tokens": 100, "completion_tokens": 20, "origin": stub.origin}
     assert verdict == Verdict(
         "genuine_follow_up", rationale="asks about the lens", mode=mode, **bill
     )

@@ -352,6 +352,8 @@ BAD = {
     ),
     "deep JSON": (_bad_text(lambda b: b"[" * 100_000, ".jsonl"), "line 1 of .* is not JSON"),
     "no file": (lambda p, rows: p, "there is no file"),
+    "no file of that kind": (lambda p, rows: p / "none", "there is no file"),
+    "a folder": (lambda p, rows: p.parent, "is a folder; check the path"),
 }
 
 
@@ -400,7 +402,26 @@ def test_nothing_is_overwritten(judged, tmp_path):
     assert files_under(tmp_path) == before and files[1].read_bytes() == kept[1]
     with pytest.raises(UserError, match="there is no folder"):
         write_sheet(judged, other, tmp_path / "nowhere" / "sheet")
+    with pytest.raises(UserError, match="lies inside the run"):
+        write_sheet(judged, other, judged.path / "sheet")
     assert files_under(tmp_path) == before
+
+
+@pytest.mark.parametrize("missing", [["csv", "jsonl"], ["jsonl"]])
+def test_an_export_that_was_killed_is_finished_by_the_same_command(judged, tmp_path, missing):
+    """The key is in the run, and not all files are there."""
+    _, written = exported(judged)
+    before = files_under(tmp_path)
+    for file in written:
+        if file.suffix[1:] in missing:
+            file.unlink()
+    exported(judged)
+    assert files_under(tmp_path) == before
+    written[0].write_text("filled in")
+    written[1].unlink()
+    with pytest.raises(UserError, match="csv exists; give another --out, or remove it"):
+        exported(judged)
+    assert written[0].read_text() == "filled in"
 
 
 @pytest.mark.parametrize("call", [1, 2, 3])
@@ -431,6 +452,7 @@ def test_export_and_import_say_what_they_did(judged, tmp_path, capsys):
     assert "30 of 60 turns, by categories of rules:" in said
     assert re.search(r"genuine_follow_up +5 of +7\n", said)
     assert f"sheet: {out}\n" in said and "python -m ia_mech.judge rubric" in said
+    assert f"next: python -m ia_mech.judge import {judged.path} '{out}' --annotator NAME\n" in said
     assert judged.labels.sheets == ["for-anna"]
     assert main(command) == 2
     assert capsys.readouterr().err.count("\n") == 1

@@ -1,8 +1,12 @@
 """The offline lens against the models' own logits, and the hand-over to TransformerLens."""
 
+import json
+
 import pytest
 import tiny
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 from ia_mech.collect.config import SampleConfig
 from ia_mech.collect.job import collect
@@ -66,6 +70,58 @@ def test_a_lens_that_misses_the_models_logits_is_not_written(tmp_path, monkeypat
     assert not lens_file(about.weights_hash).exists()
     with pytest.raises(UserError, match="no lens for the model"):
         Lens.load(about.weights_hash)
+
+
+def flipped(content: bytes, at: int) -> bytes:
+    return content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :]
+
+
+DAMAGES = {
+    "a bit of the header": lambda content: flipped(content, 20),
+    "a bit of a setting": lambda content: content.replace(b"eps", b"epr", 1),
+    "a bit of a weight": lambda content: flipped(content, len(content) // 2),
+    "cut": lambda content: content[:100],
+    "emptied": lambda content: b"",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_lens_is_refused_and_written_anew(damage, tmp_path, monkeypatch):
+    monkeypatch.setenv("IA_MECH_CACHE", str(tmp_path))
+    about = subject(tiny.model("llama"))
+    assert save_lens(about, tiny.prompt(9, seed=0)) is None
+    file = lens_file(about.weights_hash)
+    whole = file.read_bytes()
+    file.write_bytes(DAMAGES[damage](whole))
+    assert file.read_bytes() != whole
+    with pytest.raises(UserError, match=f"{file} is damaged .*; remove it and sample"):
+        Lens.load(about.weights_hash)
+    assert save_lens(about, tiny.prompt(9, seed=0)) is None
+    assert file.read_bytes() == whole
+
+
+def test_a_lens_of_other_weights_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("IA_MECH_CACHE", str(tmp_path))
+    about = subject(tiny.model("llama"))
+    assert save_lens(about, tiny.prompt(9, seed=0)) is None
+    other = lens_file("other")
+    other.parent.mkdir()
+    other.write_bytes(lens_file(about.weights_hash).read_bytes())
+    with pytest.raises(UserError, match=f"{other} is damaged"):
+        Lens.load("other")
+
+
+def test_a_lens_from_before_there_were_hashes_is_read(tmp_path, monkeypatch):
+    monkeypatch.setenv("IA_MECH_CACHE", str(tmp_path))
+    about = subject(tiny.model("llama"))
+    assert save_lens(about, tiny.prompt(9, seed=0)) is None
+    file = lens_file(about.weights_hash)
+    with safe_open(file, framework="pt") as stored:
+        tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
+        settings = json.loads(stored.metadata()["lens"])
+    del settings["xxh3_128"]
+    save_file(tensors, file, {"lens": json.dumps(settings)})
+    Lens.load(about.weights_hash)
 
 
 @pytest.fixture(scope="module")

@@ -27,7 +27,7 @@ from ia_mech.engine.plan import Grid
 from ia_mech.likelihood.scorer import NO_SWAP_SOURCE, Scorer, scored_temperatures
 from ia_mech.likelihood.swaps import SwapSources
 from ia_mech.models.load import ModelSpec, Subject, weights_hash
-from ia_mech.run import Run, layout
+from ia_mech.run import Run, integrity, layout
 
 LN2 = np.log(2)
 GRID = Grid((0.7, 5.0), 2, 6, 0)
@@ -263,7 +263,7 @@ def with_template(family: str, template: str) -> Subject:
 
 
 def session(run: Run) -> dict:
-    return layout.read_json(run.path / layout.MANIFEST)["sessions"][-1]
+    return integrity.read_json(run.path / layout.MANIFEST)["sessions"][-1]
 
 
 # -- what a template refuses --------------------------------------------------------------------

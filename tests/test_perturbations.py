@@ -383,8 +383,18 @@ def test_bad_input_is_refused_in_a_line(refused, sampled, plain, folder, tmp_pat
     line = refused(plain.path, *out, "--conditions", "slice")
     assert "no condition 'slice'; use truncate, " in line
     assert not (tmp_path / "out").exists()
+    holds = "holds other conversations, or other conditions, than these; give another --out"
     line = refused(plain.path, "--out", folder, "--limit", "3")
-    assert line.startswith(f"{folder} holds other conversations, or other conditions, than these; ")
+    assert line.startswith(f"{folder / 'conversations.jsonl'} {holds}")
+
+
+def test_damaged_conversations_of_a_perturbed_run_are_refused(refused, plain, folder, tmp_path):
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    file = copy / "conversations.jsonl"
+    file.write_bytes(b"\xff" + file.read_bytes()[1:])
+    assert refused(plain.path, "--out", copy).startswith(f"{file} holds other conversations, or ")
+    file.unlink()
+    assert refused(plain.path, "--out", copy).startswith(f"{file} is missing; ")
 
 
 def test_runs_that_differ_or_lack_the_decoding_are_refused(sampled, plain):

@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+from hashlib import sha256
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 from scipy.special import expit, logit
 
 from ia_mech.errors import UserError
-from ia_mech.run.layout import sha256
+from ia_mech.run.integrity import read_json, write_json
 from probes.card import Probe, directions
 from probes.estimators import LDAProbe, LogisticProbe, MassMeanProbe
 from probes.targets import Outcome
@@ -160,9 +161,9 @@ def test_the_files_are_what_others_can_read(fitted, saved):
 
 
 def test_a_loaded_probe_keeps_the_software_that_fitted_it(saved, tmp_path):
-    card = json.loads((saved / "card.json").read_text())
+    card = read_json(saved / "card.json")
     card["software"]["numpy"] = "1.0"
-    (saved / "card.json").write_text(json.dumps(card))
+    write_json(saved / "card.json", card)
     Probe.load(saved).save(tmp_path / "again")
     assert Probe.load(tmp_path / "again").card == card
 
@@ -235,12 +236,12 @@ def without_weights(card, weights):
     tensors = load_file(weights)
     del tensors["weights_whitened"]
     save_file(tensors, weights)
-    card["weights"]["sha256"] = sha256(weights)
+    card["weights"]["sha256"] = sha256(weights.read_bytes()).hexdigest()
 
 
 def another_kind_of_file(card, weights):
     weights.write_bytes(b"pickled, say")
-    card["weights"]["sha256"] = sha256(weights)
+    card["weights"]["sha256"] = sha256(weights.read_bytes()).hexdigest()
 
 
 def flipped_bit(card, weights):
@@ -263,6 +264,6 @@ def flipped_bit(card, weights):
 def test_a_probe_that_is_not_whole_is_refused(saved, change, words):
     card = json.loads((saved / "card.json").read_text())
     change(card, saved / "probe.safetensors")
-    (saved / "card.json").write_text(json.dumps(card))
+    write_json(saved / "card.json", card)
     with pytest.raises(UserError, match=words):
         Probe.load(saved)

@@ -10,6 +10,7 @@ from scipy.stats import entropy
 from sklearn.feature_extraction.text import TfidfVectorizer
 
 from benchmarks.probe_validation.planted import Plan, plant, write
+from ia_mech.errors import UserError
 from ia_mech.lens import Lens
 from ia_mech.run import Run
 from ia_mech.stats import FoldScores
@@ -430,5 +431,5 @@ def test_the_lens_of_a_run_or_why_there_is_none(pair, monkeypatch, tmp_path):
     file = tmp_path / "models" / run.model["weights_hash"] / "lens.safetensors"
     file.parent.mkdir(parents=True)
     file.write_bytes(b"\xff" * 64)
-    lens, reason = lens_of(run)
-    assert lens is None and "can't be read" in reason
+    with pytest.raises(UserError, match=f"{file} is damaged "):
+        lens_of(run)

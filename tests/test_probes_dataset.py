@@ -1,6 +1,5 @@
 """What probes are trained on: k and n of every target, and hidden states row by row."""
 
-import json
 import shutil
 from pathlib import Path
 
@@ -9,13 +8,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from runs import CONTEXTS, LAYERS, files_under
+from runs import CONTEXTS, LAYERS, files_under, resealed, rewritten
 from safetensors.torch import load_file, save_file
 
 from ia_mech.errors import UserError
 from ia_mech.judge.label import items_of
 from ia_mech.judge.rubric import CANNOT_ASSESS, GENUINE
-from ia_mech.run import Run, layout
+from ia_mech.run import Run
 from ia_mech.run.labels import KEY
 from probes.dataset import ProbeSet, check_enough, read
 from probes.targets import Outcome, parse_target
@@ -55,24 +54,20 @@ def saying(context: int, temperature: float, sample: int) -> str:
 
 def with_record(run: Run, **changes) -> Run:
     """Change ``run.json``: the seed, or what the model is."""
-    record = json.loads((run.path / "run.json").read_text())
-    if "seed" in changes:
-        record["identity"]["config"]["grid"]["seed"] = changes.pop("seed")
-    record["identity"]["model"].update(changes)
-    (run.path / "run.json").write_text(json.dumps(record))
-    return Run.open(run.path)
+
+    def change(record: dict) -> None:
+        if "seed" in changes:
+            record["identity"]["config"]["grid"]["seed"] = changes.pop("seed")
+        record["identity"]["model"].update(changes)
+
+    return rewritten(run.path, "run.json", change)
 
 
 def rewrite(run: Run, name: str, write) -> Run:
     """Replace files of a kind; the manifest says they are as they were written."""
-    manifest = json.loads((run.path / "manifest.json").read_text())
-    for part in manifest["parts"]:
-        for file in [file for file in part["files"] if file.startswith(name)]:
-            path = run.path / file
-            write(path)
-            part["files"][file] = {"bytes": path.stat().st_size, "sha256": layout.sha256(path)}
-    layout.write_json(run.path / "manifest.json", manifest)
-    return Run.open(run.path)
+    for file in [file for file in files_under(run.path) if file.startswith(name)]:
+        write(run.path / file)
+    return resealed(run.path)
 
 
 def in_file(run: Run, row: int) -> int:

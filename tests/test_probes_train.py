@@ -10,12 +10,14 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from runs import resealed
 from safetensors import safe_open
 from safetensors.torch import save_file
 from shell import call, files, refusal
 
 from benchmarks.probe_validation.planted import Plan, Planted, plant, write
 from ia_mech.run import Run
+from ia_mech.run.integrity import read_json, write_json
 from probes import train
 from probes.card import Probe
 
@@ -188,6 +190,16 @@ def not_a_number(run: Path) -> None:
         tensors, about = {"residuals": file.get_tensor("residuals")}, file.metadata()
     tensors["residuals"][5, 2, 1] = torch.nan
     save_file(tensors, part, about)
+    resealed(run)
+
+
+def constant(run: Path) -> None:
+    (part,) = (run / "residuals" / "layer_01").iterdir()
+    size = part.stat().st_size
+    with safe_open(part, "pt") as file:
+        ones, about = torch.ones_like(file.get_tensor("residuals")), file.metadata()
+    save_file({"residuals": ones}, part, about)
+    assert part.stat().st_size == size
 
 
 def damaged(run: Path) -> None:
@@ -195,9 +207,13 @@ def damaged(run: Path) -> None:
     part.write_bytes(part.read_bytes()[:-100])
 
 
+def taken(run: Path) -> None:
+    (run / "probes").write_text("mine")
+
+
 def in_progress(run: Path) -> None:
-    manifest = json.loads((run / "manifest.json").read_text())
-    (run / "manifest.json").write_text(json.dumps(manifest | {"complete": False}))
+    manifest = read_json(run / "manifest.json")
+    write_json(run / "manifest.json", manifest | {"complete": False})
 
 
 @pytest.mark.parametrize(
@@ -208,12 +224,16 @@ def in_progress(run: Path) -> None:
         (few_positive, [], "of 80); probes need 20 with one", "sample contexts of about"),
         (not_a_number, [], "layer 2 at header_last holds NaN", "--repair"),
         (damaged, [], "is damaged", "--repair"),
+        (constant, [], "the content of residuals/layer_01/00000.safetensors is not", "--repair"),
+        (taken, [], "probes is a file", "give a copy of the run"),
         (in_progress, [], "still being written or was interrupted", "finish"),
         (None, ["--target", "happiness"], "unknown target 'happiness'", "rate@T"),
         (None, ["--target", "rate@0.7"], "no turn was sampled at temperature 0.7", "rate@1"),
         (None, ["--positions", "nowhere"], "position nowhere was not kept", "header_last"),
         (None, ["--layers", "2", "9"], "no layer 9", "0 … 5"),
         (None, ["--layers", "5-2"], "is no layer and no range", "--help"),
+        (None, ["--layers", "0-99999999999999999999"], "is no layer and no range", "--help"),
+        (None, ["--threads", "99999"], "is too much for this machine", "--help"),
         (None, ["--judge", "anna"], "no verdicts of 'anna'", "--judge"),
         (None, ["--out", "../up"], "can't name a file", "letters"),
         (None, ["--estimator", "svm"], "invalid choice: 'svm'", "--help"),

@@ -7,6 +7,7 @@ import shutil
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from runs import rewritten
 from shell import call, files, refusal
 
 from benchmarks.probe_validation.planted import Plan, plant, write
@@ -234,9 +235,8 @@ def made_runs(tmp_path_factory):
     plan = Plan("signal", contexts=CONTEXTS, layers=3, informative_layer=2, d_model=16)
     first = write(plant(plan), folder / "A[x]").path
     second = shutil.copytree(first, folder / "B")
-    record = json.loads((second / "run.json").read_text())
-    record["identity"]["model"] |= {"weights_hash": "B", "name": "B"}
-    (second / "run.json").write_text(json.dumps(record))
+    model = {"weights_hash": "B", "name": "B"}
+    rewritten(second, "run.json", lambda record: record["identity"]["model"].update(model))
     return [first, second]
 
 

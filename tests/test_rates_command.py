@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -12,8 +13,8 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from runs import CONTEXTS
-from shell import Outcome, call, refusal
+from runs import CONTEXTS, resealed, rewritten
+from shell import Outcome, call, files, refusal
 
 from ia_mech.judge.label import items_of
 from ia_mech.judge.rubric import GENUINE
@@ -22,7 +23,7 @@ from ia_mech.rates.__main__ import build_parser, main
 from ia_mech.rates.compute import COLUMNS, estimates
 from ia_mech.rates.load import read_runs
 from ia_mech.rates.show import examples_by_category
-from ia_mech.run import Run, layout
+from ia_mech.run import Run, integrity
 from ia_mech.run.labels import KEY
 
 CAVEAT = "a heuristic, 0.9 of the time right"
@@ -90,27 +91,15 @@ def rates(capfd, monkeypatch):
 
 def rewrite(run: Run, kind: str, **columns) -> Run:
     """Change columns of ``contexts`` or ``generations``, as another sampling would have."""
-    manifest = json.loads((run.path / "manifest.json").read_text())
-    for part in manifest["parts"]:
-        for name in [name for name in part["files"] if name.startswith(kind)]:
-            table = pq.read_table(run.path / name)
-            for column, value in columns.items():
-                values = [value(old) for old in table[column].to_pylist()]
-                at = table.column_names.index(column)
-                field = table.schema.field(column)
-                table = table.set_column(at, field, pa.array(values, type=field.type))
-            pq.write_table(table, run.path / name)
-            size = (run.path / name).stat().st_size
-            part["files"][name] = {"bytes": size, "sha256": layout.sha256(run.path / name)}
-    layout.write_json(run.path / "manifest.json", manifest)
-    return Run.open(run.path)
-
-
-def with_record(run: Run, change) -> Run:
-    record = json.loads((run.path / "run.json").read_text())
-    change(record)
-    (run.path / "run.json").write_text(json.dumps(record))
-    return Run.open(run.path)
+    for path in (run.path / kind).iterdir():
+        table = pq.read_table(path)
+        for column, value in columns.items():
+            values = [value(old) for old in table[column].to_pylist()]
+            at = table.column_names.index(column)
+            field = table.schema.field(column)
+            table = table.set_column(at, field, pa.array(values, type=field.type))
+        pq.write_table(table, path)
+    return resealed(run.path)
 
 
 def refused(outcome: Outcome, *words: str) -> None:
@@ -241,7 +230,9 @@ def test_responses_of_one_kind(copy, rates, tmp_path):
 
 def reseeded(run: Run) -> Run:
     """The same run as though sampled with another seed."""
-    return with_record(run, lambda record: record["identity"]["config"]["grid"].update(seed=1))
+    return rewritten(
+        run.path, "run.json", lambda record: record["identity"]["config"]["grid"].update(seed=1)
+    )
 
 
 def test_runs_of_other_seeds_are_pooled_and_greedy_turns_count_once(copy, rates):
@@ -250,7 +241,7 @@ def test_runs_of_other_seeds_are_pooled_and_greedy_turns_count_once(copy, rates)
     def reseeded_and_longer(record: dict) -> None:
         record["identity"]["config"]["grid"].update(seed=1, max_new_tokens=99)
 
-    first, second = copy("first"), with_record(copy("second"), reseeded_and_longer)
+    first, second = copy("first"), rewritten(copy("second").path, "run.json", reseeded_and_longer)
     plant(first)
     plant(second, say=lambda key: "generic")
     judged = read_runs([first.path, second.path])
@@ -374,31 +365,37 @@ def test_runs_that_can_not_be_pooled(merged, copy, rates, tmp_path):
     refused(rates(merged.path), "has not been judged", f"ia_mech.judge run {merged.path}")
     refused(rates(first.path, first.path / ".." / "first"), "given twice")
     refused(rates(first.path, second.path), "is a copy of", "give each run once")
-    longer = with_record(
-        second, lambda record: record["identity"]["config"].update(max_response_tokens=99)
+    longer = rewritten(
+        second.path, "run.json", lambda r: r["identity"]["config"].update(max_response_tokens=99)
     )
     plant(longer)
     refused(rates(first.path, longer.path), "of the same samples", "give one")
     plant(reseeded(second), record={"identity": {"kind": "rules", "threshold": 2}})
     refused(rates(first.path, second.path), "different judges", "--replace")
     manifest = json.loads((first.path / "manifest.json").read_text())
-    layout.write_json(first.path / "manifest.json", manifest | {"complete": False})
+    integrity.write_json(first.path / "manifest.json", manifest | {"complete": False})
     refused(rates(first.path), "still being written", "let the command")
 
 
 def test_files_that_can_not_be_written(run, rates, tmp_path):
-    same = tmp_path / "rates"
+    pipe = tmp_path / "pipe.csv"  # as /dev/null, which would have been replaced
+    os.mkfifo(pipe)
+    before = files(tmp_path)
     for flags, problem in (
         (("--csv", tmp_path / "no" / "rates.csv"), "no folder"),
         (("--json", tmp_path), "is a folder"),
-        (("--json", same, "--csv", same), "the same file"),
+        (("--parquet", tmp_path / "rates.csv"), "rates.csv would hold PARQUET; give it"),
+        (("--json", tmp_path / "rates"), "ends in .json"),
+        (("--csv", pipe), "pipe.csv is not a regular file"),
+        (("--csv", ""), "'' names nothing"),
+        (("--level", "0.9999999999999999"), "is not between 0 and 1"),
         (("--csv", run.path / "contexts" / "new"), "lies inside the run"),
         (("--responses", "some"), "--help"),
         (("--level", "95"), "--help"),
         (("--resamples", "5"), "--help"),
     ):
         refused(rates(run.path, *flags), problem)
-    assert not same.exists()
+    assert files(tmp_path) == before
 
 
 def test_help_is_short_and_needs_neither_torch_nor_pandas(monkeypatch):

@@ -51,7 +51,7 @@ BAD_NAMES = [
 @pytest.fixture
 def labels(tmp_path) -> Labels:
     (tmp_path / "run").mkdir()
-    return Labels(tmp_path / "run")
+    return Labels(tmp_path / "run", "0123456789abcdef")
 
 
 # -- round trips --------------------------------------------------------------------------------
@@ -148,10 +148,12 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(labels, monkeyp
 
     def full(*arguments):
         if step == "write":
-            arguments[1].write_bytes(b"PAR1 half")
+            arguments[0].where.write_bytes(b"PAR1 half")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(*((pq, "write_table") if step == "write" else (os, "replace")), full)
+    monkeypatch.setattr(
+        *((pq.ParquetWriter, "write_table") if step == "write" else (os, "replace")), full
+    )
     with pytest.raises(OSError, match="No space left"):
         labels.write_judgements("rules", ROWS[:1], {})
     assert path.read_bytes() == before
@@ -165,14 +167,16 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(labels, monkeyp
 
 
 def test_an_unknown_judge_is_refused_naming_those_there(labels):
-    expected = r"run has no judgements of 'gpt'; run: python -m ia_mech\.judge run \S+/run$"
+    # A command without --judge would give the rules judge's verdicts that name.
+    command = r"run: python -m ia_mech\.judge run \S+/run --judge … --name gpt --replace$"
+    expected = r"run has no judgements of 'gpt'; " + command
     for read in (labels.judgements, lambda name: labels.record("judgements", name)):
         with pytest.raises(UserError, match=expected):
             read("gpt")
     labels.write_judgements("rules", ROWS, WHO)
     labels.write_judgements("other", ROWS, WHO)
     for read in (labels.judgements, lambda name: labels.record("judgements", name)):
-        with pytest.raises(UserError, match=r"of 'gpt' \(there are: other, rules\); run: python"):
+        with pytest.raises(UserError, match=r"of 'gpt'; give one of other, rules, or " + command):
             read("gpt")
 
 
@@ -199,5 +203,8 @@ def test_a_table_of_something_else_is_refused_by_name(labels):
     folder = labels.path / "annotations"
     folder.mkdir()
     pq.write_table(pa.table({"context_id": ["c0"], "genuine": [True]}), folder / "mine.parquet")
-    with pytest.raises(UserError, match=r"mine\.parquet can't be read \(no column temperature, sa"):
+    with pytest.raises(UserError, match=r"mine\.parquet can't be read \(it has no seal"):
         labels.annotations("mine")
+    unsealed = Labels(labels.path, "0123456789abcdef", sealed=False)
+    with pytest.raises(UserError, match=r"mine\.parquet can't be read \(no column temperature, sa"):
+        unsealed.annotations("mine")

@@ -3,6 +3,7 @@
 import json
 import pickletools
 import shutil
+import warnings
 import zipfile
 
 import datasets
@@ -202,10 +203,11 @@ def test_what_is_not_a_run_is_refused(tmp_path, by_hand):
     manifest = by_hand.path / "manifest.json"
     whole = manifest.read_text()
     for text, problem in [
-        ("{}", "names no parts"),
-        ("[]", "names no parts"),
+        ("{}", "manifest.json is damaged .it has no format"),
+        ("[]", "manifest.json is damaged .it holds a list, not an object"),
+        ("[" * 200_000, "manifest.json is damaged .its values are nested too deep"),
         (whole[:100], "manifest.json is damaged"),
-        (whole.replace('"format": 1', '"format": 99'), "has format 99, this version reads 1"),
+        (whole.replace('"format": 2', '"format": 99'), "has format 99, this version reads 1 and 2"),
     ]:
         manifest.write_text(text)
         with pytest.raises(UserError, match=problem):
@@ -251,6 +253,20 @@ def test_full_header_logits_give_the_distribution_at_any_temperature(tmp_path, t
         shifted = logits[row] - logits[row].max()
         torch.testing.assert_close(kept[index], shifted, rtol=2**-11, atol=1e-6)
         assert kept[index].max() == 0
+    assert [float(row.max()) for row in kept] == [0, 0]  # it can be iterated over
+
+
+def test_header_logits_of_no_context_and_below_their_precision(parted):
+    kept = parted.header_logits()
+    for read in (kept.stored, kept.__getitem__, kept.log_probs):
+        for index in (-1, CONTEXTS, 99):
+            with pytest.raises(UserError, match=f"none of number {index}; give 0 … {CONTEXTS - 1}"):
+                read(index)
+    with pytest.warns(UserWarning, match=r"at T = 0.29 may be off by more than 1e-3"):
+        kept.log_probs(0, 0.29)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        kept.log_probs(0, 0.3)
 
 
 def test_top_k_header_logits_are_exact_at_one_temperature(tmp_path):

@@ -1,6 +1,7 @@
 """What a writer may do to a run: merging, going on, damage, other processes, memory."""
 
 import errno
+import os
 import resource
 import shutil
 import weakref
@@ -20,6 +21,7 @@ from runs import (
     files_named,
     files_under,
     generations_table,
+    resealed,
     residuals_of,
     sampled,
     snapshot_in,
@@ -32,7 +34,7 @@ import ia_mech.collect.preflight
 from ia_mech.collect.config import SampleConfig
 from ia_mech.engine.plan import Grid
 from ia_mech.errors import UserError
-from ia_mech.run import Run, RunWriter, layout, writer
+from ia_mech.run import Run, RunWriter, integrity, layout, writer
 
 # -- merging ------------------------------------------------------------------------------------
 
@@ -217,15 +219,18 @@ def test_another_configuration_is_refused_with_what_differs(merged, tmp_path, ti
 
 
 def test_other_conversations_and_another_model_are_refused(by_hand):
-    known = RECORD["identity"] | {"conversations": {"sha256": "ab"}}
+    known = RECORD["identity"] | {"conversations": {"count": 8, "sha256": "ab"}}
+    other = known | {"conversations": {"count": 8, "sha256": "cd"}}
     for there, wanted, said in (
-        (known, known | {"conversations": {"sha256": "cd"}}, "conversations.sha256 differs;"),
+        (known, other, "conversations.sha256 differs;"),
         (known, known | {"positions": ["header_last"]}, "positions is response_end header_last th"),
     ):
-        layout.write_json(by_hand.path / layout.RUN, RECORD | {"identity": there})
+        integrity.write_json(by_hand.path / layout.RUN, RECORD | {"identity": there})
+        resealed(by_hand.path)
         with pytest.raises(UserError, match=f"holds another configuration: {said}"):
             RunWriter.resume(by_hand.path, RECORD | {"identity": wanted})
-    layout.write_json(by_hand.path / layout.RUN, RECORD)
+    integrity.write_json(by_hand.path / layout.RUN, RECORD)
+    resealed(by_hand.path)
     RunWriter.resume(by_hand.path, RECORD).close()
 
 
@@ -276,7 +281,7 @@ def test_every_state_between_two_file_operations_can_be_gone_on_from(
 
     live.mkdir()
     with monkeypatch.context() as patch:
-        patch.setattr("os.replace", before(layout.os.replace))
+        patch.setattr("os.replace", before(os.replace))
         patch.setattr(Path, "unlink", before(Path.unlink))
         patch.setattr(writer, "save_file", halfway(writer.save_file))
         patch.setattr(writer.pq, "write_table", halfway(writer.pq.write_table))

@@ -26,7 +26,7 @@ from ia_mech.engine.prefill import Prefix, expand, prefill
 from ia_mech.engine.score import Turn, score
 from ia_mech.engine.shared_prefix import SharedLayer, sharing
 from ia_mech.errors import UserError
-from ia_mech.run import Run, layout
+from ia_mech.run import Run, integrity, layout
 
 LENGTHS = (23, 14, 5)
 SHARED = {  # layers of full attention, of 4
@@ -259,5 +259,5 @@ def test_a_fall_back_is_said_and_recorded(tiny_subject, tmp_path, progress, monk
     said = next(line for line in progress.lines if line.startswith("engine: "))
     assert said.startswith("engine: portable (LlamaForCausalLM gives other logits in cached")
     assert run.record["identity"]["engine"] == "portable"
-    session = layout.read_json(run.path / layout.MANIFEST)["sessions"][0]
+    session = integrity.read_json(run.path / layout.MANIFEST)["sessions"][0]
     assert f"engine: {session['engine']}" == said

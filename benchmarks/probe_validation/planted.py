@@ -330,7 +330,12 @@ def write(planted: Planted, folder: Path) -> Run:
         | {"limit": plan.contexts, "positions": plan.positions, "header_logits": "none"},
         "model": {"name": NAME, "weights_hash": planted.weights_hash, "layers": plan.layers}
         | {"d_model": plan.d_model, "vocab": plan.vocab, "dtype": "float32", "device": "cpu"},
-        "chat": {"tail_ids": _TAIL_IDS, "header_ids": _TAIL_IDS[2:], "turn_end_id": _END}
+        "chat": {
+            "template_hash": NAME,
+            "tail_ids": _TAIL_IDS,
+            "header_ids": _TAIL_IDS[2:],
+            "turn_end_id": _END,
+        }
         | {"closing_id": _END, "stop_ids": {str(_END): "<end>"}},
         "positions": plan.positions,
         "conversations": {"count": plan.contexts, "draw": plan.draw},

@@ -62,7 +62,7 @@ def read(runs: list[Run], judge: str | None = None) -> Measured:
             unperturbed prompt; nothing to verify responses by; prompts that the models don't share,
             or that have one name and several texts.
     """
-    judged = read_runs([run.path for run in runs], judge, NO_ANNOTATOR)
+    judged = read_runs(runs, judge, NO_ANNOTATOR)
     notes = list(judged.notes)
     contexts = pd.concat([_contexts(run, notes) for run in runs], ignore_index=True)
     contexts = _verifiable(_with_model_names(contexts), notes)

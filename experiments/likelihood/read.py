@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
+from ia_mech.cli import quoted
 from ia_mech.errors import UserError
 from ia_mech.likelihood.candidates import OTHER
 from ia_mech.rates.load import NO_ANNOTATOR, differing, read_runs
@@ -227,10 +228,10 @@ def _generations(
         bare = next(run.path for run in runs if not run.labels.judges)
         notes.append(
             f"{bare} is not judged, so generations aren't distinguished: python -m ia_mech.judge "
-            f"run {bare}"
+            f"run {quoted(bare)}"
         )
         return scored.assign(genuine=np.nan), None
-    judged = read_runs([run.path for run in runs], judge, NO_ANNOTATOR)
+    judged = read_runs(runs, judge, NO_ANNOTATOR)
     keys = ["run", "context_id", "temperature", "sample"]
     labels = judged.turns[[*keys, "genuine"]].assign(run=judged.turns["run"].astype(str))
     notes += [note for note in judged.notes if not note.startswith("runs that were pooled")]

@@ -29,7 +29,7 @@ def run(args: argparse.Namespace, runs: "list[Run]", folder: Path) -> Results | 
     names = known_conditions(args.conditions or list(CONDITIONS))
     grid = {"limit": args.limit, "temperatures": args.temperatures, "samples": args.samples}
     base = read_base(runs, **grid)
-    judge = read_runs(args.runs, args.judge, NO_ANNOTATOR).judge  # before hours of sampling
+    judge = read_runs(runs, args.judge, NO_ANNOTATOR).judge  # before hours of sampling
     conversations, left_out, notes = sample.prepare(base, names)
     if args.dry_run:
         show.plan(conversations, base, notes, folder)
@@ -64,7 +64,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         type=float,
         metavar="T",
-        help="of the runs', besides greedy (default: 1 if they have it)",
+        help="besides greedy (default: 1, if the runs have it)",
     )
     parser.add_argument(
         "--samples",

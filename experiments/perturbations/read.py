@@ -133,11 +133,10 @@ def compare(base: Base, run: Run, judge: str, left_out: list[str]) -> Compared:
         UserError: verdicts are missing, or are of different judges or texts.
     """
     used = base.contexts[~base.contexts["context_id"].isin(left_out)]
-    paths = [*(one.path for one in base.runs), run.path]
-    seen = read_runs(paths, judge, NO_ANNOTATOR)
+    seen = read_runs([*base.runs, run], judge, NO_ANNOTATOR)
     turns = seen.turns[_compared(seen.turns, base, run, set(used["context_id"]))].copy()
     keys = ["context_id", "temperature", "sample"]
-    held = read_runs([run.path], judge + UNSEEN, NO_ANNOTATOR).turns.set_index(keys)["genuine"]
+    held = read_runs([run], judge + UNSEEN, NO_ANNOTATOR).turns.set_index(keys)["genuine"]
     own = turns["genuine"].to_numpy()
     other = held.reindex(pd.MultiIndex.from_frame(turns[keys])).to_numpy()
     perturbed = (turns["perturbation"] != UNPERTURBED).to_numpy()

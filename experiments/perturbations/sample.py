@@ -13,6 +13,7 @@ from experiments.perturbations.conditions import SWAP, perturbed
 from experiments.perturbations.read import SHARED, Base
 from ia_mech.chat.format import ChatFormat
 from ia_mech.chat.headers import rendered
+from ia_mech.cli import quoted
 from ia_mech.collect.config import SampleConfig
 from ia_mech.collect.identity import build_chat, eos_ids
 from ia_mech.collect.job import collect
@@ -24,7 +25,7 @@ from ia_mech.judge.rules import RulesJudge
 from ia_mech.judge.verdict import identity_hash
 from ia_mech.likelihood.swaps import SwapSources
 from ia_mech.models.load import ModelSpec, context_limit, load, load_tokenizer_and_config
-from ia_mech.run import Run, layout
+from ia_mech.run import Run, integrity, layout
 
 CONVERSATIONS, RUN = "conversations.jsonl", "run"
 
@@ -177,23 +178,27 @@ def sampled(base: Base, conversations: list[Conversation], folder: Path) -> Run:
     """The run over these conversations in ``folder``: sampled, continued, or as it is.
 
     Raises:
-        UserError: the folder holds other conversations, the model has other weights than the runs'.
+        UserError: the folder holds other conversations, or a run without them; the model has other
+            weights than the runs'.
     """
     # Absolute, for the path is part of the run's configuration, wherever the command is given.
     file, out = folder.resolve() / CONVERSATIONS, folder / RUN
     text = "".join(json.dumps(c.to_dict(), ensure_ascii=False) + "\n" for c in conversations)
-    if (out / layout.RUN).is_file() and (not file.is_file() or file.read_text("utf-8") != text):
+    content = text.encode()
+    same = file.is_file() and file.read_bytes() == content
+    if (out / layout.RUN).is_file() and not same:
+        differs = "holds other conversations, or other conditions, than these"
         raise UserError(
-            f"{folder} holds other conversations, or other conditions, than these",
+            f"{file} {differs if file.is_file() else 'is missing'}",
             "give another --out, or what it was made with",
         )
 
     def write(scratch: Path) -> None:
-        scratch.write_text(text, "utf-8")
+        scratch.write_bytes(content)
 
     folder.mkdir(parents=True, exist_ok=True)
-    if not file.is_file() or file.read_text("utf-8") != text:
-        layout.replace_file(file, write)
+    if not same:
+        integrity.replace_file(file, write)
     positions = [p for p in base.runs[0].positions if all(p in r.positions for r in base.runs)]
     config = config_of(base, file, tuple(p for p in positions if p.startswith("header_")))
     if (out / layout.RUN).is_file():
@@ -238,7 +243,7 @@ def judged(run: Run, judge: str, base: Base) -> None:
             raise UserError(
                 f"{run.path} has not been judged by {judge!r}"
                 + (" against the unperturbed responses" if unperturbed else ""),
-                f"run python -m ia_mech.judge run {run.path} --name {name}{flag} with the flags "
-                f"that judged {base.runs[0].path}, then this command again",
+                f"run python -m ia_mech.judge run {quoted(run.path)} --name {name}{flag} with the "
+                f"flags that judged {base.runs[0].path}, then this command again",
             )
         label_run(run, rules, name, Bar(), unperturbed=unperturbed)

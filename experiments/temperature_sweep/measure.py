@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pandas as pd
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 
 from experiments.likelihood.read import References, references_of
@@ -19,7 +18,7 @@ from experiments.temperature_sweep.read import HEADER_LAST, Openings, Sweep, gen
 from ia_mech.data.conversations import UNPERTURBED
 from ia_mech.display import Progress
 from ia_mech.errors import UserError
-from ia_mech.lens import Lens
+from ia_mech.lens import Lens, NoLens
 from ia_mech.run import Run
 
 GRID = (*(round(0.1 * step, 1) for step in range(3, 16)), 1.75, 2.0)
@@ -423,7 +422,7 @@ def measure(
         progress: shows what takes long.
 
     Raises:
-        UserError: no logits for a run, or an unknown position.
+        UserError: no logits for a run, an unknown position, or a damaged lens.
     """
     notes = list(sweep.notes)
     places = positions_of(sweep, positions)
@@ -456,21 +455,21 @@ def measure(
 def _offline_lens(sweep: Sweep) -> tuple[Lens | None, str]:
     try:
         return Lens.load(sweep.runs[0].model["weights_hash"]), ""
-    except UserError as error:
-        return None, str(error)
-    except SafetensorError as error:
-        return None, f"the lens of {sweep.runs[0].model['name']} can't be read ({error})"
+    except NoLens as missing:
+        return None, str(missing)
 
 
 def _of_openings(openings: Openings) -> list[str]:
     """What there is too little of for openings to be compared."""
     counts = {"genuine": openings.genuine, "restatements": openings.restated}
-    notes = [
-        f"sampled turns of {int((table.sum(1) > 0).sum())} sources were judged {kind}: their "
-        "openings can't be compared with those of other sources."
-        for kind, table in counts.items()
-        if (table.sum(1) > 0).sum() < 2
-    ]
+    notes = []
+    for kind, table in counts.items():
+        found = int((table.sum(1) > 0).sum())
+        if found < 2:
+            notes.append(
+                f"sampled turns of {('no', 'one')[found]} source were judged {kind}: their "
+                "openings can't be compared with those of other sources."
+            )
     both = ((openings.genuine.sum(0) > 0) & (openings.restated.sum(0) > 0)).sum()
     return [
         *notes,

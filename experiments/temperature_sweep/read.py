@@ -63,7 +63,7 @@ def read(runs: list[Run], judge: str | None = None) -> Sweep:
         UserError: no (or several) judges, only perturbed contexts, fewer than two sampled
             temperatures, or sources that weren't all sampled at the same ones.
     """
-    judged = read_runs([run.path for run in runs], judge, NO_ANNOTATOR)
+    judged = read_runs(runs, judge, NO_ANNOTATOR)
     notes = list(judged.notes)
     turns = _unperturbed(judged.turns, notes)
     _check_temperatures(turns)

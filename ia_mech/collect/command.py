@@ -12,11 +12,25 @@ What needs torch is imported late, so that ``--help`` and a mistyped flag answer
 import argparse
 import json
 import os
+import sys
+from collections.abc import Iterable
+from dataclasses import replace
 from datetime import date
+from numbers import Number
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from ia_mech.cli import Parser, guarded, tolerant_streams, whole_from
+from ia_mech.cli import (
+    Parser,
+    guarded,
+    named,
+    one_line,
+    path_of,
+    threads,
+    tolerant_streams,
+    utf8,
+    whole_from,
+)
 from ia_mech.errors import UserError
 from ia_mech.models import embedded
 
@@ -38,7 +52,7 @@ examples:
   python -m ia_mech.sample --dataset chats.jsonl --limit all           your own conversations
   python -m ia_mech.sample --model Qwen/Qwen3-0.6B --dataset gsm8k --response generate
 The same command goes on with an interrupted run. --help-all lists all flags; docs/sampling.md
-explains them. Exit status: 0 done, 2 bad input, 130 interrupted.
+explains them.
 """
 
 # What --help shows; --help-all shows every flag.
@@ -76,16 +90,23 @@ def build_parser(kind: type[Parser] = Parser) -> Parser:
     add = parser.add_argument_group("model").add_argument
     add(
         "--model",
+        type=named,
         default=embedded.NAME,
         metavar="NAME",
         help="hub id, folder or GGUF file (default: %(default)s)",
     )
-    add("--revision", metavar="REV", help="branch, tag or commit of a hub model (default: main)")
+    add(
+        "--revision",
+        type=named,
+        metavar="REV",
+        help="branch, tag or commit of a hub model (default: main)",
+    )
     dtypes = ["auto", "float32", "bfloat16", "float16"]
     add("--dtype", choices=dtypes, default="auto", metavar="TYPE", help=_among(dtypes))
     add("--device", default="auto", metavar="DEV", help="auto, cpu, cuda or cuda:N (default: auto)")
     add(
         "--attention",
+        type=named,
         default="auto",
         metavar="NAME",
         help="sdpa, eager, … as transformers names them (default: auto)",
@@ -93,7 +114,7 @@ def build_parser(kind: type[Parser] = Parser) -> Parser:
     add("--trust-remote-code", action="store_true", help="run code that a hub model brings")
     add(
         "--threads",
-        type=whole_from(1),
+        type=threads,
         metavar="N",
         help="on a CPU; a busy machine is faster with 1 (default: all cores)",
     )
@@ -101,12 +122,13 @@ def build_parser(kind: type[Parser] = Parser) -> Parser:
     add = parser.add_argument_group("conversations").add_argument
     add(
         "--dataset",
+        type=named,
         default="builtin",
         metavar="DATA",
         help="builtin, a file, a preset or a hub id (default: builtin)",
     )
-    add("--subset", metavar="NAME", help="configuration of a hub dataset")
-    add("--split", metavar="NAME", help="split of a hub dataset")
+    add("--subset", type=named, metavar="NAME", help="configuration of a hub dataset")
+    add("--split", type=named, metavar="NAME", help="split of a hub dataset")
     add("--limit", type=_limit, default=24, metavar="N", help="how many, or: all (default: 24)")
     formats = ["auto", "messages", "sharegpt", "qa", "turns"]
     add("--format", choices=formats, default="auto", metavar="NAME", help=_among(formats))
@@ -119,7 +141,7 @@ def build_parser(kind: type[Parser] = Parser) -> Parser:
         ("followup", "what the user really said next"),
         ("answer", "the gold answer"),
     ):
-        add(f"--{name}-column", metavar="NAME", help=f"column with {what}")
+        add(f"--{name}-column", type=named, metavar="NAME", help=f"column with {what}")
     add(
         "--cut",
         choices=["first", "last"],
@@ -143,7 +165,8 @@ def build_parser(kind: type[Parser] = Parser) -> Parser:
     )
 
     add = parser.add_argument_group("chat template").add_argument
-    add("--system", metavar="TEXT", help="system message (default: the template's own, if any)")
+    system = "system message (default: the template's own, if any)"
+    add("--system", type=utf8, metavar="TEXT", help=system)
     add(
         "--thinking",
         choices=["template", "keep"],
@@ -173,6 +196,7 @@ def build_parser(kind: type[Parser] = Parser) -> Parser:
     add(
         "--positions",
         nargs="+",
+        type=named,
         default=["all"],
         metavar="P",
         help="where the residual stream is kept: all, header, or names (default: all)",
@@ -211,6 +235,7 @@ def build_parser(kind: type[Parser] = Parser) -> Parser:
     )
     add(
         "--candidates",
+        type=named,
         metavar="FILE",
         help="your own rivals of the real follow-up (JSONL), besides the usual ones",
     )
@@ -218,7 +243,7 @@ def build_parser(kind: type[Parser] = Parser) -> Parser:
     add = parser.add_argument_group("run").add_argument
     add(
         "--out",
-        type=Path,
+        type=path_of,
         metavar="FOLDER",
         help="default: cache/<model>-<dataset>-<hash>, or under $IA_MECH_CACHE",
     )
@@ -250,7 +275,7 @@ def _header_logits(text: str) -> str:
 
 
 def _is_positive(text: str) -> bool:
-    return text.isascii() and text.isdigit() and int(text) > 0
+    return text.isascii() and text.isdigit() and 0 < int(text) <= sys.maxsize
 
 
 def _temperatures(text: str) -> tuple[float, ...]:
@@ -344,7 +369,7 @@ def main(argv: list[str] | None = None) -> int:
         config = parse_config(args)
         out = out or config.folder()
         if args.dry_run:
-            _dry_run(config, out)
+            _dry_run(config, out, args.repair)
         else:
             print_run(_run(config, out, Bar(), args))
 
@@ -377,25 +402,52 @@ def sample(
         TypeError: no flag is called so.
         UserError: a value, data, a model or a folder that can't be used.
     """
-    from ia_mech.display import Quiet
+    from ia_mech.display import Progress, Quiet
 
+    if progress is None:
+        progress = Quiet()
+    elif isinstance(progress, type) or not isinstance(progress, Progress):
+        raise UserError(
+            f"progress={_shown(progress)} shows nothing", "give ia_mech.display.Bar(), or None"
+        )
     parser = build_parser(_Raising)
-    flags = {action.dest for action in parser._actions} - {"help", "help_all", "dry_run", "out"}
-    words = []
+    flags = {action.dest: action for action in parser._actions}
+    taken = sorted(flags.keys() - {"help", "help_all", "dry_run", "out"})
+    words = _words(flags["out"], out)
     for name, value in settings.items():
-        if name not in flags:
-            raise TypeError(f"sample() has no {name!r}; it takes {', '.join(sorted(flags))}")
-        flag = "--" + name.replace("_", "-")
-        if isinstance(value, list | tuple):
-            words += [flag, *map(str, value)]
-        elif value is True:
-            words.append(flag)
-        elif value is not None and value is not False:
-            words.append(f"{flag}={value}")
+        if name not in taken:
+            raise TypeError(f"sample() has no {name!r}; it takes {', '.join(taken)}")
+        words += _words(flags[name], value)
 
     args = parser.parse_args(words)
     config = parse_config(args)
-    return _run(config, Path(out or config.folder()), progress or Quiet(), args)
+    return _run(config, args.out or config.folder(), progress, args)
+
+
+def _words(action: argparse.Action, value: Any) -> list[str]:
+    """A setting as it is on a command line.
+
+    Raises:
+        UserError: a value of a type that no flag has.
+    """
+    flag, several = action.option_strings[-1], action.nargs == "+"
+    if value is None or value is False:
+        return []
+    if action.nargs == 0:
+        if value is not True:
+            raise UserError(f"{action.dest}={_shown(value)}", "give True or False")
+        return [flag]
+    listed = several and isinstance(value, Iterable) and not isinstance(value, str)
+    values = list(value) if listed else [value]
+    for one in values:
+        if isinstance(one, bool) or not isinstance(one, str | Number | os.PathLike | date):
+            kinds = "a text or a number" + (", or a list of these" if several else "")
+            raise UserError(f"{action.dest}={_shown(value)}", f"give {kinds}")
+    return [flag, *map(str, values)] if several else [f"{flag}={value}"]
+
+
+def _shown(value: Any) -> str:
+    return one_line(repr(value), 60)
 
 
 def _run(
@@ -405,11 +457,6 @@ def _run(
 
     from ia_mech.collect.job import make_run
 
-    most = 4 * (os.cpu_count() or 1)  # more are only slower, and very many stop the machine
-    if args.threads is not None and args.threads > most:
-        raise UserError(
-            f"--threads {args.threads} is too much for this machine", f"give 1 to {most}"
-        )
     before = torch.get_num_threads()
     torch.set_num_threads(args.threads or before)
     try:
@@ -418,8 +465,9 @@ def _run(
         torch.set_num_threads(before)
 
 
-def _dry_run(config: "SampleConfig", out: Path) -> None:
-    from ia_mech.collect.identity import build_chat
+def _dry_run(config: "SampleConfig", out: Path, repair: bool) -> None:
+    from ia_mech.collect.config import flag_of
+    from ia_mech.collect.identity import build_chat, identity_asked_for
     from ia_mech.collect.preflight import make_plan, open_inputs
     from ia_mech.collect.summary import print_plan
     from ia_mech.engine.plan import batch_defaults
@@ -429,27 +477,36 @@ def _dry_run(config: "SampleConfig", out: Path) -> None:
         resolve_dtype,
         stored_dtype,
     )
+    from ia_mech.run import Run, layout
+    from ia_mech.run.writer import refuse_another
 
-    inputs = open_inputs(config, out)
+    inputs = open_inputs(config, out, repair=repair)
     device = resolve_device(config.model.device)
     dtype = resolve_dtype(config.model.dtype, device)
     tokenizer, model_config = load_tokenizer_and_config(config.model)
     size = (stored_dtype(model_config) if isinstance(dtype, str) else dtype).itemsize
-    chat = build_chat(config, tokenizer)
-    plan = make_plan(config, inputs, chat, model_config, size, batch_defaults(device))
-    print_plan(config, plan, out)
+    chat, defaults = build_chat(config, tokenizer), batch_defaults(device)
+    config = replace(config, batch_rows=config.batch_rows or defaults.batch_rows)
+    plan = make_plan(config, inputs, chat, model_config, size, defaults)
+    there = None
+    if (out / layout.RUN).is_file():
+        there = Run(out) if repair else Run.open(out)
+        wanted = identity_asked_for(config, chat, plan.conversations, inputs.own)
+        found = {name: there.record["identity"].get(name) for name in wanted}
+        refuse_another(out, found, wanted, flag_of)
+    print_plan(config, plan, out, there)
 
 
 def _kept(out: Path | None) -> str:
     """What an interrupted run has on the disk."""
-    parts = []
+    done = {"responses": 0, "contexts": 0, "conversations": 0}
     if out is not None and (out / "manifest.json").is_file():
         # Without ia_mech.run, which imports torch: perhaps its import was interrupted.
-        parts = json.loads((out / "manifest.json").read_text())["parts"]
-    done = {
-        kind: sum(part["contexts"] for part in parts if part["kind"] == kind)
-        for kind in ("responses", "contexts")
-    }
+        try:
+            for part in json.loads((out / "manifest.json").read_text("utf-8"))["parts"]:
+                done[part["kind"]] += part["contexts"]
+        except Exception:  # damaged
+            return f"{out} can't be read; the same command says what is wrong with it"
     if not any(done.values()):
         return "nothing was kept; the same command begins again"
     responses = f"responses kept: {done['responses']}, " if done["responses"] else ""

@@ -59,11 +59,6 @@ class SampleConfig:
         """Whether references are compared with rivals."""
         return self.contrasts or self.candidates is not None
 
-    @property
-    def other_contexts(self) -> int:
-        """In how many other contexts a turn is scored at most, besides the bare header."""
-        return self.swaps + 1 if self.contrasts else 0
-
     def folder(self) -> Path:
         """``cache/<model>-<dataset>-<hash>``: the same configuration, the same folder."""
         text = json.dumps(asdict(self), sort_keys=True)

@@ -40,13 +40,18 @@ def identity(
     own: OwnCandidates | None = None,
 ) -> dict:
     """What two runs must share to be one run."""
+    model = {"model": subject.describe(), "engine": engine.name, "chat": chat.describe()}
+    return json.loads(json.dumps(model)) | identity_asked_for(config, chat, snapshot, own)
+
+
+def identity_asked_for(
+    config: SampleConfig, chat: ChatFormat, snapshot: dict, own: OwnCandidates | None
+) -> dict:
+    """That part of the identity which is known before the model's weights are."""
     return json.loads(
         json.dumps(
             {
                 "config": asdict(config),
-                "model": subject.describe(),
-                "engine": engine.name,
-                "chat": chat.describe(),
                 "positions": kept_positions(config, chat),
                 "score_temperatures": scored_temperatures(config.grid.temperatures),
                 "conversations": snapshot,

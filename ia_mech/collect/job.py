@@ -20,9 +20,9 @@ from ia_mech.collect.config import SampleConfig, flag_of
 from ia_mech.collect.identity import build_chat, eos_ids, identity, machine
 from ia_mech.collect.preflight import (
     Inputs,
-    Snapshot,
+    Survey,
     check_disk,
-    context_cost,
+    check_header_logits,
     context_units,
     kept_positions,
     needs_response,
@@ -32,6 +32,7 @@ from ia_mech.collect.preflight import (
     run_bytes,
     run_units,
     scratch_folder,
+    too_few,
     without_response,
     write_snapshot,
 )
@@ -74,8 +75,9 @@ def make_run(config: SampleConfig, out: Path, progress: Progress, *, repair: boo
         UserError: see :func:`collect`. What needs no weights is refused before they are fetched.
     """
     inputs = open_inputs(config, out, repair=repair)
-    tokenizer, _ = load_tokenizer_and_config(config.model)
+    tokenizer, model_config = load_tokenizer_and_config(config.model)
     kept_positions(config, build_chat(config, tokenizer))
+    check_header_logits(config, model_config)
     subject = load(config.model)
     run = collect(config, subject, out, progress, inputs=inputs, repair=repair)
     try:
@@ -119,8 +121,8 @@ def collect(
         out.parent.mkdir(parents=True, exist_ok=True)
         with scratch_folder(out.parent) as scratch:
             file = scratch / layout.CONVERSATIONS
-            snapshot = write_snapshot(inputs, config, chat, context_limit(model.config), file)
-            facts, positions = snapshot.facts, kept_positions(config, chat)
+            survey = write_snapshot(inputs, config, chat, model.config, file)
+            facts, positions = survey.facts, kept_positions(config, chat)
             record = {
                 "format": layout.FORMAT,
                 "source": inputs.source.description,
@@ -133,11 +135,13 @@ def collect(
                 writer = RunWriter.resume(out, record, file, repair=repair, name_of=flag_of)
             else:
                 writer = RunWriter.create(out, record, file)
+        if problem := too_few(config, facts["count"]):
+            progress.say(f"note: {problem}")
         with writer:
             if writer.manifest["complete"]:
                 progress.say(f"{out} was finished before; nothing was computed again")
             else:
-                _Job(config, inputs, subject, chat, writer, progress, engine).work(snapshot)
+                _Job(config, inputs, subject, chat, writer, progress, engine).work(survey)
     except BrokenPipeError:  # of the progress, not of the run
         raise
     except OSError as error:
@@ -187,7 +191,7 @@ class _Job:
         self.shrunk.append(size)
         self.writer.note("out_of_memory", self.shrunk)
 
-    def work(self, snapshot: Snapshot) -> None:
+    def work(self, survey: Survey) -> None:
         """Compute and write what isn't there yet."""
         here = machine(self.subject)
         before = self.writer.manifest["sessions"]
@@ -212,7 +216,7 @@ class _Job:
             with self.background:
                 self._write_responses()
                 forget(self.subject.model)
-                self._write_contexts(list(snapshot.lengths), list(snapshot.costs))
+                self._write_contexts(survey)
         finally:
             self.progress.stop()
         self.writer.finish()
@@ -309,14 +313,14 @@ class _Job:
 
     # -- contexts -------------------------------------------------------------------------------
 
-    def _write_contexts(self, lengths: list[int], costs: list[float]) -> None:
+    def _write_contexts(self, survey: Survey) -> None:
         finished, unit_cost = self.writer.done("contexts"), self.defaults.unit_cost
+        lengths = list(survey.lengths)
         total, rows, most = len(lengths), len(self.grid_rows), self.config.grid.max_new_tokens
         for _, chunk in read_chunks(self._snapshot):  # responses turned out shorter than allowed
             for order, written in self.writer.read_responses([i for i, _ in chunk]).items():
-                fewer = self.config.max_response_tokens - written["tokens"]
-                lengths[order] -= fewer
-                costs[order] -= PREFILL_COST * (1 + self.config.other_contexts) * fewer
+                lengths[order] -= self.config.max_response_tokens - written["tokens"]
+        costs = survey.costs(self.config, lengths)
         units = run_units(self.config, self.batch_rows, unit_cost, lengths, costs)
         planned = {name: sum(costs[i] for i in unit) for name, unit in units.items()}
         done = rows * self.writer.count("contexts")
@@ -330,7 +334,7 @@ class _Job:
                 if (context := self._prepared(order, conversation, responses.get(order)))
             ]
             lengths = [len(context.chat.ids) for context in contexts]
-            costs = [self._cost(context) for context in contexts]
+            costs = [survey.cost(self.config, c.order, len(c.chat.ids)) for c in contexts]
             longest = max(lengths, default=0)
             static = self._static(total, rows, self.batch_rows, longest, most)
             parts = context_units(self.config, self.batch_rows, unit_cost, lengths, costs)
@@ -348,11 +352,6 @@ class _Job:
         self, unit: str, contexts: list[PreparedContext], results: list[ContextResult]
     ) -> None:
         self.writer.add_contexts(unit, *tables(contexts, results, self.config, self.chat))
-
-    def _cost(self, context: PreparedContext) -> float:
-        ids, turn = context.chat.ids, context.reference_ids
-        tokens = None if turn is None else len(turn)
-        return context_cost(self.config, self.own, context.conversation, len(ids), tokens)
 
     def _prepared(
         self, order: int, conversation: Conversation, written: dict | None

@@ -9,11 +9,13 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
-import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 from transformers import PretrainedConfig
@@ -43,6 +45,7 @@ from ia_mech.errors import UserError
 from ia_mech.likelihood.candidates import OwnCandidates
 from ia_mech.models.load import context_limit, resolve_device, text_config
 from ia_mech.run import layout
+from ia_mech.run.integrity import abandoned
 
 
 @dataclass(frozen=True)
@@ -78,13 +81,10 @@ def check_folder(out: Path) -> None:
     """Refuse an output folder that can't become, or isn't, a run.
 
     Raises:
-        UserError: a file, a folder of other things, or one that can't be written to.
+        UserError: a file, or a folder of other things, within a run or not writable.
     """
-    there = next(path for path in (out, *out.absolute().parents) if path.exists())
-    if not there.is_dir():
-        raise UserError(f"{there} is a file", "give another --out")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise UserError(f"{there} is not writable", "give another --out or set IA_MECH_CACHE")
+    layout.refuse_inside_run(out)
+    layout.refuse_unwritable(out, "give another --out or set IA_MECH_CACHE")
     if out.is_dir() and not (out / layout.RUN).is_file() and any(out.iterdir()):
         raise UserError(f"{out} holds files but no run", "give an empty or new folder as --out")
 
@@ -111,6 +111,16 @@ def kept_positions(config: SampleConfig, chat: ChatFormat) -> tuple[str, ...]:
     return tuple(name for name in chat.position_names if name in wanted)
 
 
+def check_header_logits(config: SampleConfig, model_config: PretrainedConfig) -> None:
+    """Raise UserError if more header logits are to be kept than the model has."""
+    most = text_config(model_config).vocab_size
+    if config.header_logits not in ("full", "none") and int(config.header_logits) > most:
+        raise UserError(
+            f"--header-logits {config.header_logits}: the model has {most} logits",
+            f"give full, or at most {most}",
+        )
+
+
 def needs_response(config: SampleConfig, conversation: Conversation) -> bool:
     """Whether the subject model has to write the response of this conversation."""
     if config.response == "generate":
@@ -127,25 +137,93 @@ def without_response(conversation: Conversation) -> list[dict]:
 # -- conversations --------------------------------------------------------------------------------
 
 
-def checked(
-    inputs: Inputs, config: SampleConfig, chat: ChatFormat, limit: int | None
-) -> Iterator[tuple[Conversation, int, float]]:
-    """The conversations with the token length of their context and the work on it.
+@dataclass(frozen=True, slots=True)
+class Size:
+    """What the work on a context depends on, besides the configuration.
 
-    Where the response is still to be written its longest form is counted.
+    Attributes:
+        dataset, source_id: of the conversation.
+        length: tokens of the context, at its longest where the response is still to be written.
+        turn: tokens of the reference turn, or None.
+        own: about how many tokens the user's candidates for it have.
+        perturbed: a perturbed context is a contrast itself; only its reference is scored.
+    """
+
+    dataset: str
+    source_id: str
+    length: int
+    turn: int | None
+    own: int
+    perturbed: bool
+
+
+@dataclass(frozen=True)
+class Survey:
+    """The conversations of a run, checked and measured.
+
+    Attributes:
+        facts: part of the run's identity.
+        sizes: of the contexts, in order.
+        prompts: tokens of each prompt whose response is still to be written.
+    """
+
+    facts: dict
+    sizes: list[Size]
+    prompts: list[int]
+
+    @cached_property
+    def lengths(self) -> list[int]:
+        """Tokens of each context, at its longest."""
+        return [size.length for size in self.sizes]
+
+    @cached_property
+    def _plain(self) -> Counter:
+        """How many unperturbed conversations there are of each dataset, and of each source."""
+        return Counter(
+            key
+            for size in self.sizes
+            if not size.perturbed
+            for key in (size.dataset, (size.dataset, size.source_id))
+        )
+
+    def cost(self, config: SampleConfig, order: int, length: int) -> float:
+        """The work on a context of so many tokens in decoded tokens, at most: every row at its
+        longest, and as many other responses as its dataset has."""
+        size = self.sizes[order]
+        others = self._plain[size.dataset] - self._plain[size.dataset, size.source_id]
+        return context_cost(config, size, length, min(config.swaps, others))
+
+    def costs(self, config: SampleConfig, lengths: Sequence[int] | None = None) -> list[float]:
+        """The work on each context; their own lengths unless others are given."""
+        of = self.lengths if lengths is None else lengths
+        return [self.cost(config, order, length) for order, length in enumerate(of)]
+
+
+def survey(
+    inputs: Inputs,
+    config: SampleConfig,
+    chat: ChatFormat,
+    model_config: PretrainedConfig,
+    keep: Callable[[str], None] = lambda text: None,
+) -> Survey:
+    """Read all conversations, checking and measuring them.
 
     Args:
-        limit: tokens that the model's context holds, or None.
+        keep: called with each conversation as JSON.
 
     Raises:
-        UserError: a missing response, a context longer than the model's, a refusing template, or
-            candidates of unknown conversations.
+        UserError: a missing response, a context longer than the model's, a refusing template,
+            candidates of unknown conversations, or more header logits than the model has.
     """
+    check_header_logits(config, model_config)
+    limit = context_limit(model_config)
+    total = hashlib.sha256()
+    sizes: list[Size] = []
+    prompts: list[int] = []
     ids: set[str] = set()
-    references = 0
     for conversation in inputs.source:
         try:
-            length, turn = _lengths(conversation, config, chat)
+            length, turn, prompt = _lengths(conversation, config, chat)
         except UserError as error:
             raise UserError(
                 f"conversation {conversation.id}: {error.problem}", error.remedy
@@ -157,22 +235,34 @@ def checked(
                 f"conversation {conversation.id} needs {needed} tokens, the model has {limit}",
                 "remove it, shorten it, or lower --max-response-tokens or --max-new-tokens",
             )
+        texts = [] if inputs.own is None else inputs.own.of(conversation.id)
+        own = sum(len(one.text) for one in texts) // 3
+        names = conversation.dataset, conversation.source_id
+        perturbed = conversation.perturbation != UNPERTURBED
+        sizes.append(Size(*names, length, turn, own, perturbed))
+        if prompt is not None:
+            prompts.append(prompt)
         ids.add(conversation.id)
-        references += turn is not None
-        yield conversation, length, context_cost(config, inputs.own, conversation, length, turn)
+        text = json.dumps(conversation.to_dict(), sort_keys=True, ensure_ascii=False)
+        total.update(text.encode() + b"\n")
+        keep(text)
     if inputs.own is not None:
-        inputs.own.check(ids, references)
+        inputs.own.check(ids, sum(size.turn is not None for size in sizes))
+    tokens = sum(size.length for size in sizes)
+    facts = {"count": len(sizes), "tokens": tokens, "sha256": total.hexdigest()}
+    return Survey(facts, sizes, prompts)
 
 
 def _lengths(
     conversation: Conversation, config: SampleConfig, chat: ChatFormat
-) -> tuple[int, int | None]:
-    """Tokens of a conversation's context (at its longest) and of its reference turn, if any."""
-    messages, extra = list(conversation.messages), 0
+) -> tuple[int, int | None, int | None]:
+    """Tokens of a conversation's context (at its longest), of its reference turn, if any, and of
+    the prompt if the response is still to be written."""
+    messages, extra, prompt = list(conversation.messages), 0, None
     if needs_response(config, conversation):
         # A stand-in for the response, so that everything around it is checked now.
         messages = [*without_response(conversation), {"role": "assistant", "content": "Yes."}]
-        chat.prompt(messages[:-1])
+        prompt = len(chat.prompt(messages[:-1]))
         extra = config.max_response_tokens
     elif conversation.response is None:
         raise UserError(
@@ -180,30 +270,22 @@ def _lengths(
             "use --response auto to let the model write the missing ones",
         )
     context, turn = rendered(chat, replace(conversation, messages=tuple(messages)))
-    return len(context.ids) + extra, None if turn is None else len(turn)
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """The conversations of a run as they were read: ``facts`` are part of the run's identity."""
-
-    facts: dict
-    lengths: list[int]  # tokens of each context, at its longest
-    costs: list[float]  # work on each, in decoded tokens
+    return len(context.ids) + extra, None if turn is None else len(turn), prompt
 
 
 def write_snapshot(
-    inputs: Inputs, config: SampleConfig, chat: ChatFormat, limit: int | None, path: Path
-) -> Snapshot:
+    inputs: Inputs,
+    config: SampleConfig,
+    chat: ChatFormat,
+    model_config: PretrainedConfig,
+    path: Path,
+) -> Survey:
     """Check the conversations and write them to a file, one row group per chunk.
 
     Raises:
-        UserError: see :func:`checked`.
+        UserError: see :func:`survey`.
     """
-    total = hashlib.sha256()
     schema = pa.schema([("conversation", pa.string())])
-    lengths: list[int] = []
-    costs: list[float] = []
     rows: list[str] = []
     with pq.ParquetWriter(path, schema, compression="zstd") as writer:
 
@@ -212,17 +294,14 @@ def write_snapshot(
                 writer.write_table(pa.table({"conversation": rows}, schema=schema))
                 rows.clear()
 
-        for conversation, length, work in checked(inputs, config, chat, limit):
-            text = json.dumps(conversation.to_dict(), sort_keys=True, ensure_ascii=False)
-            total.update(text.encode() + b"\n")
+        def keep(text: str) -> None:
             rows.append(text)
-            lengths.append(length)
-            costs.append(work)
             if len(rows) == WINDOW:
                 flush()
+
+        found = survey(inputs, config, chat, model_config, keep)
         flush()
-    facts = {"count": len(lengths), "tokens": sum(lengths), "sha256": total.hexdigest()}
-    return Snapshot(facts, lengths, costs)
+    return found
 
 
 def read_chunks(path: Path) -> Iterator[tuple[int, list[tuple[int, Conversation]]]]:
@@ -236,15 +315,21 @@ def read_chunks(path: Path) -> Iterator[tuple[int, list[tuple[int, Conversation]
         order += len(texts)
 
 
+def too_few(config: SampleConfig, count: int) -> str | None:
+    """What to say of a dataset that has fewer conversations than were asked for."""
+    if config.limit is None or count >= config.limit:
+        return None
+    return f"{config.dataset} has fewer conversations than --limit {config.limit}: {count}"
+
+
 @contextlib.contextmanager
 def scratch_folder(parent: Path) -> Iterator[Path]:
-    """A folder of this process for files in the making; those of killed processes are removed."""
-    for stale in parent.glob(".ia_mech-*"):
-        pid = stale.name.rpartition("-")[2]
-        if pid.isdigit() and not psutil.pid_exists(int(pid)):
-            shutil.rmtree(stale, ignore_errors=True)
-    folder = parent / f".ia_mech-{os.getpid()}"
-    folder.mkdir(exist_ok=True)
+    """A folder of its own for files in the making; those of killed processes are removed."""
+    for left in parent.glob(".ia_mech-*"):
+        process = left.name.split("-")[1]
+        if process.isdecimal() and abandoned(left, int(process)):
+            shutil.rmtree(left, ignore_errors=True)
+    folder = Path(tempfile.mkdtemp(prefix=f".ia_mech-{os.getpid()}-", dir=parent))
     try:
         yield folder
     finally:
@@ -254,33 +339,26 @@ def scratch_folder(parent: Path) -> Iterator[Path]:
 # -- what it takes --------------------------------------------------------------------------------
 
 
-def context_cost(
-    config: SampleConfig,
-    own: OwnCandidates | None,
-    conversation: Conversation,
-    length: int,
-    turn: int | None,
-) -> float:
-    """The work on a context in decoded tokens, at most: every row at its longest.
+def context_cost(config: SampleConfig, size: Size, length: int, swaps: int) -> float:
+    """The work on a context in decoded tokens, every row at its longest.
 
     Args:
-        length: tokens of the context.
-        turn: tokens of its reference turn, or None.
+        size: of the context.
+        length: its tokens.
+        swaps: after how many other responses turns are scored.
     """
     rows = len(config.grid.rows()) * config.grid.max_new_tokens
     prefilled, scored, rescored = length, 0, 0
-    compared = conversation.perturbation == UNPERTURBED
-    if turn is not None:
-        scored = turn
-        if compared and config.rivals:
-            scored += length + 2 * turn  # query, response, another reference and a closing
-            texts = [] if own is None else own.of(conversation.id)
-            scored += sum(len(one.text) for one in texts) // 3
-    if compared and config.contrasts:
-        turns = 2 * (turn or 0) + (rows if config.score_generations else 0)
+    if size.turn is not None:
+        scored = size.turn
+        if config.rivals and not size.perturbed:
+            # Query, response, another reference and a closing.
+            scored += length + 2 * size.turn + size.own
+    if config.contrasts and not size.perturbed:
+        turns = 2 * (size.turn or 0) + (rows if config.score_generations else 0)
         if turns:
-            prefilled += config.other_contexts * length
-            rescored = (config.other_contexts + 1) * turns
+            prefilled += (1 + swaps) * length  # after an empty response, too
+            rescored = (2 + swaps) * turns  # and after the bare header
     return rows + PREFILL_COST * prefilled + SCORE_COST * scored + RESCORE_COST * rescored
 
 
@@ -329,7 +407,7 @@ def run_bytes(
     # Top-k keeps a float16 value and an int32 index each.
     logits = per_logits.get(config.header_logits)
     if logits is None:
-        logits = 6 * min(int(config.header_logits), text.vocab_size)
+        logits = 6 * int(config.header_logits)
     # A generation: id, log-probability, rank and margin of four bytes each per token, and its text.
     rows = len(config.grid.rows()) * (config.grid.max_new_tokens * 20 + 100)
     # Candidates with their texts and a log-probability per temperature, and what columns cost.
@@ -363,10 +441,11 @@ def check_disk(needed: int, out: Path) -> None:
 class Plan:
     """What a run will do and write; from tokenizer and configuration alone (``--dry-run``).
 
-    ``cost`` is the work of all of it in decoded tokens, at most; ``unit_cost``, of ``unit_rows``
-    rows, is the most that a kill costs.
+    ``conversations`` is their part of the run's identity. ``cost`` is the work of all of it in
+    decoded tokens, at most; ``unit_cost``, of ``unit_rows`` rows, is the most that a kill costs.
     """
 
+    conversations: dict
     contexts: int
     responses_to_generate: int
     rows: int
@@ -395,14 +474,8 @@ def make_plan(
         UserError: conversations or candidates that can't be used.
     """
     positions = kept_positions(config, chat)
-    lengths: list[int] = []
-    costs: list[float] = []
-    prompts: list[int] = []
-    for conversation, length, cost in checked(inputs, config, chat, context_limit(model_config)):
-        lengths.append(length)
-        costs.append(cost)
-        if needs_response(config, conversation):
-            prompts.append(len(chat.prompt(without_response(conversation))))
+    found = survey(inputs, config, chat, model_config)
+    lengths, costs, prompts = found.lengths, found.costs(config), found.prompts
     limits = config.batch_rows or defaults.batch_rows, defaults.unit_cost
     rows, longest = len(config.grid.rows()), max(prompts, default=0)
     units = [  # rows and work of each
@@ -416,6 +489,7 @@ def make_plan(
     unit_rows, unit_cost = max(units, key=lambda unit: unit[1])
     counts, text = (len(lengths), sum(lengths)), text_config(model_config)
     return Plan(
+        conversations=found.facts,
         contexts=len(lengths),
         responses_to_generate=len(prompts),
         rows=rows * len(lengths),

@@ -1,6 +1,5 @@
 """What the main job prints: the plan of ``--dry-run`` and the tables of a finished run."""
 
-import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,9 +8,9 @@ import pandas as pd
 from rich.markup import escape
 from rich.table import Table
 
-from ia_mech.cli import one_line
+from ia_mech.cli import one_line, quoted
 from ia_mech.collect.config import SampleConfig
-from ia_mech.collect.preflight import Plan, size_text
+from ia_mech.collect.preflight import Plan, size_text, too_few
 from ia_mech.display import console
 from ia_mech.engine.plan import SLOW
 from ia_mech.run import Run
@@ -103,13 +102,20 @@ def examples(run: Run, count: int = 3) -> Sequence[tuple[pd.Series, pd.Series]]:
     return picked
 
 
-def print_plan(config: SampleConfig, plan: Plan, out: Path) -> None:
-    """The table of ``--dry-run``."""
+def print_plan(config: SampleConfig, plan: Plan, out: Path, there: Run | None) -> None:
+    """The table of ``--dry-run``; ``there`` is the run that the command would go on with."""
     screen = console()
 
     def work(cost: float) -> str:
-        return f"like {cost:.0f} decoded tokens ({cost / SLOW:.0f} s at {SLOW} tokens/s)"
+        seconds = f"{cost / SLOW:.0f} s at an assumed {SLOW} tokens/s"
+        return f"like {cost:.0f} decoded tokens ({seconds})"
 
+    if there is None:
+        found = "nothing"
+    elif there.complete:
+        found = "all of it: nothing would be computed again"
+    else:
+        found = ", ".join(f"{count} {kind}" for kind, count in there.kept.items())
     for name, value in (
         ("model", config.model.name),
         ("conversations", f"{config.dataset}: {plan.contexts}"),
@@ -121,29 +127,35 @@ def print_plan(config: SampleConfig, plan: Plan, out: Path) -> None:
         ("work, scores included", work(plan.cost)),
         ("a kill costs at most", f"{plan.unit_rows} rows, work {work(plan.unit_cost)}"),
         ("bytes to be written", f"{size_text(plan.bytes)}, to {out}"),
-        ("once for this model", f"{size_text(plan.lens_bytes)}, its final norm and unembedding"),
+        ("of this already there", found),
+        (
+            "once for this model",
+            f"{size_text(plan.lens_bytes)}, its final norm and unembedding, if not kept yet",
+        ),
     ):
         screen.print(f"{name:<23}{escape(one_line(value))}", soft_wrap=True)
+    if problem := too_few(config, plan.contexts):
+        screen.print(escape(one_line(f"note: {problem}")), soft_wrap=True)
+
+
+# What the names of the tables' columns mean, where they are shown.
+LEGEND = {
+    "log p / token": "log p: raw (T = 1), nats.",
+    "entropy": "entropy: of the first token at T, nats.",
+    "contrast, bits": "contrast: bits by which a follow-up is likelier after its own response than "
+    "after others'.",
+    "greedy writes": "greedy writes: share of follow-ups that greedy decoding writes whole.",
+}
 
 
 def print_run(run: Run) -> None:
     """A finished run: tables, three user turns, and where to go from here."""
     screen = console(150)  # the tables' intervals belong on one line
-    screen.print(temperature_table(run))
-    references = reference_table(run)
-    if references is not None:
-        screen.print(references)
-    contrast = (
-        "contrast: bits by which a follow-up is likelier after its own response than after "
-        "others'. "
-        if run.config.get("contrasts", True)
-        else ""
-    )
-    screen.print(
-        f"log p: raw (T = 1), nats. entropy: of the first token at T, nats. {contrast}greedy "
-        "writes: share of follow-ups that greedy decoding writes whole.",
-        soft_wrap=True,
-    )
+    shown = [table for table in (temperature_table(run), reference_table(run)) if table is not None]
+    for table in shown:
+        screen.print(table)
+    columns = {column.header for table in shown for column in table.columns}
+    screen.print(" ".join(text for name, text in LEGEND.items() if name in columns), soft_wrap=True)
     cut = int(run.contexts["response_cut_off"].sum())
     if cut:
         screen.print(
@@ -172,7 +184,6 @@ def print_run(run: Run) -> None:
         "print(run.generations[['context_id', 'temperature', 'text']]); "
         f"print(run.residuals({run.layers[-1] // 2}, {run.positions[-1]!r}).shape)"
     )
-    quoted = shlex.quote(code) if set('"$`\\!') & set(code) else f'"{code}"'
-    screen.print(f"read it: python -c {escape(quoted)}", soft_wrap=True)
-    path = escape(shlex.quote(str(run.path)))
-    screen.print(f"next: python -m ia_mech.judge run {path}", soft_wrap=True)
+    word = quoted(code) if set('"$`\\!') & set(code) else f'"{code}"'
+    screen.print(f"read it: python -c {escape(word)}", soft_wrap=True)
+    screen.print(f"next: python -m ia_mech.judge run {escape(quoted(run.path))}", soft_wrap=True)

@@ -93,6 +93,7 @@ class OomBackoff:
 
 
 COLDEST, HOTTEST = 1e-3, 1e3  # logits divided by less or by more leave what float32 can tell apart
+MOST = 1_000_000  # samples of a temperature, and tokens of a turn
 WINDOW = 256  # contexts sorted by length together; bounds memory, whatever the size of the run
 UNIT_BATCHES = 3  # most batches that are written together
 SLOW = 150  # decoded tokens per second of a small model on two busy cores
@@ -151,10 +152,11 @@ class Grid:
                 f"a temperature is given twice ({' '.join(map(str, self.temperatures))})",
                 "give each once; --samples sets how often it is sampled",
             )
-        if self.samples < 1:
-            raise UserError(f"--samples {self.samples}", "give at least 1")
-        if self.max_new_tokens < 1:
-            raise UserError(f"--max-new-tokens {self.max_new_tokens}", "give at least 1")
+        for flag, value in (("samples", self.samples), ("max-new-tokens", self.max_new_tokens)):
+            if value < 1:
+                raise UserError(f"--{flag} {value}", "give at least 1")
+            if value > MOST:  # rows are planned as lists
+                raise UserError(f"--{flag} {value}", f"give at most {MOST}")
 
     def rows(self) -> list[tuple[float, int]]:
         """(temperature, sample) of every row of a context: greedy first, as (0.0, 0)."""

@@ -3,11 +3,10 @@
 import argparse
 import importlib
 import sys
-from pathlib import Path
 
 from rich.markup import escape
 
-from ia_mech.cli import Parser, guarded, one_line, tolerant_streams
+from ia_mech.cli import Parser, add_no_verify, guarded, one_line, path_of, tolerant_streams
 from ia_mech.display import console
 from ia_mech.judge.rubric import CATEGORIES, ORDER, VERSION
 
@@ -37,12 +36,14 @@ def main(argv: list[str] | None = None) -> int:
     tolerant_streams()
     args = build_parser().parse_args(argv)
 
-    def body() -> None:
+    def body() -> int | None:
         # Imported late, so that --help and a mistyped flag are answered at once.
         module, function = args.function.split(":")
-        getattr(importlib.import_module(module), function)(args)
+        return getattr(importlib.import_module(module), function)(args)
 
-    return guarded(body, lambda: "verdicts that were paid for are kept")
+    cached = getattr(args, "judge", None) in ("llm", "hf")
+    kept = "verdicts so far are kept" if cached else "no file was left half-written"
+    return guarded(body, lambda: kept)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -84,7 +85,7 @@ def _add_run(commands) -> None:
         "Verdicts of\nlanguage models are kept in cache/judgements/: none is paid for twice.",
     )
     parser.set_defaults(function="ia_mech.judge.label:run")
-    parser.add_argument("run", type=Path, help="a run's folder")
+    parser.add_argument("run", type=path_of, help="a run's folder")
     _add_judge(parser)
     parser.add_argument("--name", help="of the verdicts (default: rules, or the model's name)")
     parser.add_argument(
@@ -95,6 +96,7 @@ def _add_run(commands) -> None:
         action="store_true",
         help="show the judge the responses as they were before they were perturbed",
     )
+    add_no_verify(parser)
 
 
 def _add_check(commands) -> None:
@@ -106,9 +108,9 @@ def _add_check(commands) -> None:
         "where\nannotated; source_id for intervals) and compare with the annotations.",
     )
     parser.set_defaults(function="ia_mech.judge.agreement:check")
-    parser.add_argument("file", type=Path, help="JSON-lines file")
+    parser.add_argument("file", type=path_of, help="JSON-lines file")
     _add_judge(parser)
-    parser.add_argument("--out", type=Path, help="write the verdicts here (JSON lines)")
+    parser.add_argument("--out", type=path_of, help="write the verdicts here (JSON lines)")
 
 
 def _add_judge(parser: argparse.ArgumentParser) -> None:
@@ -189,7 +191,7 @@ def _add_export(commands) -> None:
         "Nothing that is there is overwritten.",
     )
     parser.set_defaults(function="ia_mech.judge.sheets:export_command")
-    parser.add_argument("run", type=Path, help="a run's folder")
+    parser.add_argument("run", type=path_of, help="a run's folder")
     parser.add_argument("--n", type=int, default=200, help="how many turns (default: 200)")
     parser.add_argument(
         "--by", metavar="JUDGE", help="the judge to stratify by (default: the only one, or rules)"
@@ -197,10 +199,11 @@ def _add_export(commands) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the sampling (default: 0)")
     parser.add_argument(
         "--out",
-        type=Path,
+        type=path_of,
         help="the sheet without its suffix: .csv and .jsonl (default: a blind name beside the run)",
     )
     parser.add_argument("--name", help="the sheet's name in the run (default: like the file's)")
+    add_no_verify(parser)
 
 
 def _add_import(commands) -> None:
@@ -213,12 +216,13 @@ def _add_import(commands) -> None:
         "it must be UTF-8. Only item, category and note are read.",
     )
     parser.set_defaults(function="ia_mech.judge.sheets:import_command")
-    parser.add_argument("run", type=Path, help="the run that the sheet was exported from")
-    parser.add_argument("file", type=Path, help="the sheet, .csv, .tsv or .jsonl")
+    parser.add_argument("run", type=path_of, help="the run that the sheet was exported from")
+    parser.add_argument("file", type=path_of, help="the sheet, .csv, .tsv or .jsonl")
     parser.add_argument("--annotator", required=True, help="who filled it in; a name for the file")
     parser.add_argument(
         "--replace", action="store_true", help="replace labels of this annotator that are there"
     )
+    add_no_verify(parser)
 
 
 def _add_agreement(commands) -> None:
@@ -231,7 +235,7 @@ def _add_agreement(commands) -> None:
         "\nPeople are the truth of judges; between equals it is the one named first.",
     )
     parser.set_defaults(function="ia_mech.judge.agreement:command")
-    parser.add_argument("run", type=Path, help="a run's folder")
+    parser.add_argument("run", type=path_of, help="a run's folder")
     parser.add_argument(
         "--between",
         nargs="+",
@@ -242,8 +246,9 @@ def _add_agreement(commands) -> None:
     parser.add_argument(
         "--disagreements", type=int, default=10, help="how many to show (default: 10)"
     )
-    parser.add_argument("--json", type=Path, help="write all figures here")
-    parser.add_argument("--csv", type=Path, help="write all disagreements, with texts, here")
+    parser.add_argument("--json", type=path_of, help="write all figures here")
+    parser.add_argument("--csv", type=path_of, help="write all disagreements, with texts, here")
+    add_no_verify(parser)
 
 
 if __name__ == "__main__":

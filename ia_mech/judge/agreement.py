@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ia_mech.cli import one_line
+from ia_mech.cli import NOTHING, one_line, quoted
 from ia_mech.display import Bar, console
 from ia_mech.errors import UserError
 from ia_mech.judge.label import check_finished, items_of, judge_items, make_judge, print_plan
@@ -415,12 +415,13 @@ def _chosen(run: Run, between: Sequence[str] | None) -> list[tuple[str, str, str
             problem = f"both a judge and an annotator are named {wanted!r}"
             raise UserError(problem, f"choose from: {known}")
         chosen += [x for x in found if x not in chosen]
+    if len(chosen) < 2 and len(there) > 1:
+        raise UserError("agreement needs two different labellers", f"choose from: {known}")
     if len(chosen) < 2:
+        judge = f"python -m ia_mech.judge run {quoted(run.path)}"
         raise UserError(
-            f"agreement needs two labellers, and {run.path} has {known}"
-            if not between
-            else "agreement needs two different labellers",
-            f"run: python -m ia_mech.judge run {run.path}, or export and import a sheet",
+            f"agreement needs two labellers, and {run.path} has {known}",
+            f"run: {judge}{' --judge llm or hf' if judges else ''}, or export and import a sheet",
         )
     return chosen
 
@@ -579,10 +580,10 @@ def command(args: argparse.Namespace) -> None:
     """``python -m ia_mech.judge agreement``."""
     if args.disagreements < 0:
         raise UserError("--disagreements can't be negative", "give 0 for none")
-    for path in (args.json, args.csv):
+    for kind, path in (("json", args.json), ("csv", args.csv)):
         if path is not None:
-            layout.refuse_inside_run(path)
-    run = Run.open(args.run)
+            layout.check_output(path, kind)
+    run = Run.open(args.run, verify=args.verify)
     found = agreement(run, args.between)
     contents = {}
     if args.json is not None:
@@ -603,7 +604,7 @@ def command(args: argparse.Namespace) -> None:
     print_disagreements(screen, found, args.disagreements)
     for path in contents:
         screen.print(escape(f"written: {path}"), soft_wrap=True)
-    screen.print(escape(f"next: python -m ia_mech.rates {args.run}"), soft_wrap=True)
+    screen.print(escape(f"next: python -m ia_mech.rates {quoted(args.run)}"), soft_wrap=True)
 
 
 def report(run: Run, found: Agreement) -> str:
@@ -629,8 +630,11 @@ def report(run: Run, found: Agreement) -> str:
     return escaped(json.dumps(content, indent=1, ensure_ascii=False)) + "\n"
 
 
-def check(args: argparse.Namespace) -> None:
-    """``python -m ia_mech.judge check``: judge a file's turns, and compare with its annotations."""
+def check(args: argparse.Namespace) -> int:
+    """``python -m ia_mech.judge check``: judge a file's turns, and compare with its annotations.
+
+    Returns the exit status.
+    """
     rows = _read_turns(args.file)
     if args.out is not None:
         refuse_existing([args.out])
@@ -640,7 +644,7 @@ def check(args: argparse.Namespace) -> None:
         raise UserError("check compares one verdict per turn", "drop --repeats")
     if args.dry_run:
         print_plan(judge, items, args)
-        return
+        return 0
     options = {"replay": args.replay, "retry_failed": args.retry_failed}
     verdicts, _ = judge_items(items, judge, Bar(), **options)
     found = [verdicts[item, 0] for item in items]
@@ -675,6 +679,7 @@ def check(args: argparse.Namespace) -> None:
         ]
         write_files({args.out: "".join(lines).encode()})
         print(f"verdicts: {args.out}")
+    return 0 if any(verdict.status == JUDGED for verdict in found) else NOTHING
 
 
 def _read_turns(path: Path) -> list[dict[str, Any]]:

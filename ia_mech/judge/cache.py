@@ -4,13 +4,15 @@ One append-only JSON-lines file per judge identity under ``cache/judgements/``: 
 model or setting is another identity and so another file. A line is flushed to the disk before its
 verdict is counted, so a kill loses at most what is in flight. One process writes at a time; any
 number may read meanwhile.
+
+Every line carries a seal (see ``run.integrity``): a changed bit may leave valid JSON, with another
+label. Lines of earlier versions have none and are taken as they are.
 """
 
 import contextlib
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +21,7 @@ from filelock import FileLock, Timeout
 from ia_mech.errors import UserError
 from ia_mech.judge.verdict import Item, Verdict, identity_hash
 from ia_mech.models.embedded import cache_dir
-
-_FIELDS = {field.name for field in fields(Verdict)}
+from ia_mech.run.integrity import SEAL, UNSEALED, check_seal, sealed
 
 
 class VerdictCache:
@@ -92,7 +93,8 @@ class VerdictCache:
 
     def _append(self, file: int, value: dict) -> None:
         before = os.fstat(file).st_size
-        line = memoryview((json.dumps(value, ensure_ascii=False) + "\n").encode())
+        text = json.dumps(value | {SEAL: UNSEALED}, ensure_ascii=False)
+        line = memoryview(sealed(text.encode()) + b"\n")
         try:
             while line:
                 line = line[os.write(file, line) :]
@@ -109,11 +111,12 @@ class VerdictCache:
             os.truncate(self.path, len(content) - len(rest))
         for number, line in enumerate(whole.splitlines(), 1):
             try:
-                value = json.loads(line)
-                if "key" in value:
-                    known = {k: v for k, v in value["verdict"].items() if k in _FIELDS}
-                    self._verdicts[value["key"]] = Verdict(**known)
-            except (ValueError, RecursionError, TypeError, KeyError, AttributeError) as error:
+                value = _checked(line)
+                if value.keys() == {"key", "verdict"}:
+                    self._verdicts[value["key"]] = Verdict.from_json(value["verdict"])
+                elif value.keys() != {"identity"}:
+                    raise ValueError("it holds no verdict")
+            except ValueError as error:
                 if self._lock is not None:
                     self._lock.release()
                 raise UserError(
@@ -141,8 +144,7 @@ def cached_identity(
     for path in sorted(_folder(folder).glob("*.jsonl")):
         identity = None
         with contextlib.suppress(ValueError, OSError), path.open("rb") as file:
-            first = json.loads(file.readline())
-            identity = first.get("identity") if isinstance(first, dict) else None
+            identity = _checked(file.readline().rstrip(b"\n")).get("identity")
         if isinstance(identity, dict) and like.items() <= identity.items():
             with VerdictCache(identity, folder, read_only=True) as cache:
                 found.append((sum(cache.get(item, 0) is not None for item in wanted), identity))
@@ -160,6 +162,23 @@ def cached_identity(
             "leave --replay out: the model is loaded then, and what it has judged is free",
         )
     return whole[0] if whole else max(found, key=lambda pair: pair[0])[1]
+
+
+def _checked(line: bytes) -> dict:
+    """What a line says.
+
+    Raises:
+        ValueError: it isn't as it was written.
+    """
+    try:
+        value = json.loads(line)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    if not isinstance(value, dict):
+        raise ValueError("it holds no verdict")
+    check_seal(line, required=SEAL in value)
+    value.pop(SEAL, None)
+    return value
 
 
 def _folder(folder: Path | None) -> Path:

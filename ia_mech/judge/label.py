@@ -8,7 +8,6 @@ import argparse
 import contextlib
 import json
 import re
-import shlex
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -18,14 +17,14 @@ import pandas as pd
 from rich.markup import escape
 from rich.table import Table
 
-from ia_mech.cli import one_line
+from ia_mech.cli import NOTHING, one_line, quoted
 from ia_mech.data.conversations import UNPERTURBED, UNPERTURBED_RESPONSE
 from ia_mech.display import Bar, Progress, console
 from ia_mech.errors import UserError
 from ia_mech.judge.cache import VerdictCache, cached_identity
 from ia_mech.judge.rubric import ASSESSED, NAMES, SHORT, VERSION, rubric_hash
 from ia_mech.judge.verdict import JUDGED, CostLimit, Item, Judge, Verdict, identity_hash
-from ia_mech.run import Run
+from ia_mech.run import Run, layout
 from ia_mech.run.labels import KEY, check_name
 
 # A failure that another attempt may not meet: the server's, not the item's. Never cached.
@@ -209,10 +208,13 @@ def label_run(
     ``unperturbed`` is that of :func:`items_of`, ``options`` are those of :func:`judge_items`.
 
     Raises:
-        UserError: a name that can't be a file's; verdicts of another judge under it; what
-            :func:`items_of` and :func:`judge_items` raise. Nothing is written then.
+        UserError: a name that can't be a file's; a run that can't be written to; verdicts of
+            another judge under that name; what :func:`items_of` and :func:`judge_items` raise.
+            Nothing is written then.
     """
     check_name(name)
+    # Before anything is paid for.
+    layout.refuse_unwritable(run.path / "judgements", "judge a copy of the run")
     items = items_of(run, unperturbed=unperturbed)
     if name in run.labels.judges and not replace:
         record = run.labels.record("judgements", name)
@@ -235,6 +237,8 @@ def label_run(
     record = {
         "identity": judge.identity,
         "identity_hash": identity_hash(judge.identity),
+        # Of the servers that answered; none for verdicts of earlier versions.
+        "origins": sorted({verdict.origin for verdict in verdicts.values()} - {""}),
         "rubric": {"version": VERSION, "hash": rubric_hash()},
         "repeats": options.get("repeats", 1),
         "unperturbed": unperturbed,
@@ -278,15 +282,15 @@ _SERVER = ("base_url", "api_key_env", "mode", "concurrency", "timeout", "retries
 _ONLY = {"llm": (*_SERVER, "param", "price"), "hf": ("device", "force")}
 
 
-def run(args: argparse.Namespace) -> None:
-    """``python -m ia_mech.judge run``."""
-    there = Run.open(args.run)
+def run(args: argparse.Namespace) -> int:
+    """``python -m ia_mech.judge run``; returns its exit status."""
+    there = Run.open(args.run, verify=args.verify)
     name = check_name(args.name or _default_name(args) + UNSEEN * args.unperturbed)
     items = items_of(there, unperturbed=args.unperturbed)
     judge = make_judge(args, items, there)
     if args.dry_run:
         print_plan(judge, items, args)
-        return
+        return 0
     begun = time.monotonic()
     path = label_run(
         there,
@@ -304,10 +308,11 @@ def run(args: argparse.Namespace) -> None:
     if judge.caveat:
         console().print(escape(judge.caveat), soft_wrap=True)
     print(f"verdicts: {path}")
-    if (rows["status"] == JUDGED).any():
-        print(f"next: python -m ia_mech.rates {shlex.quote(str(args.run))}")
-    else:
+    if not (rows["status"] == JUDGED).any():
         print("no turn could be judged, for the reasons above: fix them, and add --retry-failed")
+        return NOTHING
+    print(f"next: python -m ia_mech.rates {quoted(args.run)}")
+    return 0
 
 
 def make_judge(args: argparse.Namespace, items: Sequence[Item], run: Run | None = None) -> Judge:

@@ -1,16 +1,18 @@
 """A language model as a judge, at any server that speaks OpenAI's chat-completions protocol.
 
 From the inside out: :class:`Address` is where the server is and which key it takes, :class:`Budget`
-what requests may cost, :class:`Server` one request with its retries and what refusals mean,
-:class:`Session` many requests at once, :class:`LlmJudge` the judge.
+what requests may cost, :class:`Client` what goes over the network, :class:`Server` one request with
+its retries and what refusals mean, :class:`Session` many requests at once, :class:`LlmJudge` the
+judge.
 
 The event loop runs in its own thread, so that a judge works where a loop runs already (a notebook),
 an interrupt never lands inside the loop, and storing a verdict delays no request. A kill costs at
 most ``concurrency`` turns' answers, an interrupt none that had arrived.
 
 The client's own retries are off. They repeat requests after a quota is used up, honour
-``Retry-After`` up to one minute and for the refused request alone, give up on a body that ends in
-the middle, go on waiting when the run has been halted, and set no money aside per attempt.
+``Retry-After`` up to one minute and for the refused request alone, go on waiting when the run has
+been halted, and set no money aside per attempt. So is its reading of answers: it raises the same
+error for a body that can't be read, which was paid for, as for a connection that never came about.
 """
 
 import asyncio
@@ -33,6 +35,7 @@ import openai
 
 from ia_mech.cli import one_line
 from ia_mech.errors import UserError
+from ia_mech.judge.mask import Mask
 from ia_mech.judge.prompt import (
     MODES,
     messages,
@@ -221,6 +224,8 @@ FIRST_WAIT, LONGEST_WAIT = 1.0, 30.0  # seconds before a retry, at most: doubled
 LONGEST_RETRY_AFTER = 300.0  # a server that asks for more isn't waited for
 CONNECT_SECONDS = 10.0
 QUOTED = 300  # characters of a server's message
+LARGEST_ANSWER = 16 * 2**20  # bytes of an unpacked body; no completion is so long
+REDIRECTS = 5  # in a row
 
 sleep = asyncio.sleep  # tests replace it
 
@@ -238,8 +243,70 @@ _NO_MODEL = re.compile(
 )
 
 
+class Redirected(Exception):
+    """A server sends its requests on to where they may not go."""
+
+
+def origin(url: Any) -> str:
+    """Scheme, host and port of an URL of the client's; the scheme's own port isn't shown."""
+    return f"{url.scheme}://{url.netloc.decode('ascii')}"
+
+
+class Client(openai.DefaultAsyncHttpxClient):
+    """The HTTP client under OpenAI's. It sends nothing to another origin than the one it is given.
+
+    It follows redirects within the origin, and reads answers whole: up to ``LARGEST_ANSWER``, and
+    as far as they came if the connection breaks or the encoding is damaged. Whether that is an
+    answer is for the JSON to tell: no part of an object is an object. Only a connection that breaks
+    before the headers of an answer raises.
+
+    Attributes:
+        origin: what sent the last answer.
+    """
+
+    origin = ""
+
+    async def send(self, request: Any, **options: Any) -> Any:
+        """Send a request.
+
+        Raises:
+            Redirected: to another origin, or too often.
+        """
+        options |= {"stream": True, "follow_redirects": False}
+        for _ in range(REDIRECTS + 1):
+            response = await super().send(request, **options)
+            try:
+                onward = response.next_request
+                if onward is None:
+                    self.origin = origin(response.url)
+                    return await _whole(response)
+            finally:
+                await response.aclose()
+            here, there = origin(request.url), origin(onward.url)
+            if here != there:
+                raise Redirected(f"redirects requests from {here} to {there}")
+            request = onward
+        raise Redirected(f"redirects requests more than {REDIRECTS} times in a row")
+
+
+async def _whole(response: Any) -> Any:
+    """A response that is read, of the class that the client's HTTP library has for them."""
+    content = bytearray()
+    # Which exceptions there are depends on the library. None is the time limit's, which cancels.
+    with contextlib.suppress(Exception):
+        async for chunk in response.aiter_bytes():
+            content += chunk
+            if len(content) > LARGEST_ANSWER:
+                break
+    packing = ("content-encoding", "content-length", "transfer-encoding")
+    headers = [(name, value) for name, value in response.headers.items() if name not in packing]
+    return type(response)(
+        response.status_code, headers=headers, content=bytes(content), request=response.request
+    )
+
+
 class Failed(Exception):
-    """One item got no answer. ``status`` as in ``Verdict``."""
+    """One item got no verdict. ``status`` as in ``Verdict``."""
 
     def __init__(self, status: str, reason: str) -> None:
         super().__init__(reason)
@@ -259,35 +326,48 @@ class Server:
 
     Server errors, rate limits, timeouts and broken connections are retried up to ``judge.retries``
     times, after a random wait whose bound doubles each time (full jitter). ``Retry-After`` is
-    honoured by all requests and not by the refused one alone. The client is made with
-    ``max_retries=0``; ``secret`` is the key, never to be shown.
+    honoured by all requests and not by the refused one alone. An answer that arrived is never
+    requested again here, whatever it holds. ``secret`` is the key, never to be shown: all that the
+    server sends goes through ``scrub`` before it is kept or printed.
     """
 
-    def __init__(self, client: openai.AsyncOpenAI, judge: "LlmJudge", secret: str) -> None:
+    def __init__(self, http: Client, judge: "LlmJudge", secret: str) -> None:
         self.answered = False  # has a request ever been completed?
+        self.broken = 0  # answers in a row that were no chat completions
         self.halted = asyncio.Event()  # set when nothing more may be sent
         self._reached = False  # has it ever sent anything back?
-        self._client = client
+        self._http = http
+        self._client = openai.AsyncOpenAI(
+            api_key=secret,
+            base_url=judge.address.url,
+            default_query=judge.address.query or None,
+            max_retries=0,
+            # The time limit is that of the whole request, in ``_complete_once``.
+            timeout=openai.Timeout(None, connect=min(judge.timeout, CONNECT_SECONDS)),
+            http_client=http,
+        )
         self._judge = judge
         self._shown = judge.address.shown
         limits = [judge.params.get(name) for name in ("max_completion_tokens", "max_tokens")]
         limit = next((value for value in limits if isinstance(value, int) and value > 0), None)
         self._budget = Budget(judge.price, judge.max_cost, limit)
-        self._secret = secret
+        self.scrub = Mask(secret)
+        self._keyless = secret == NO_KEY
         self._not_before = 0.0  # monotonic time, from Retry-After
 
     async def complete(
         self, messages: Sequence[dict[str, str]], response_format: dict[str, Any] | None
-    ) -> Any:
-        """One completion.
+    ) -> dict[str, Any]:
+        """One completion, as JSON.
 
         Raises:
-            Failed: no answer for this item: ``unavailable``, ``rejected`` or ``filtered``.
+            Failed: none for this item: ``unavailable``, ``rejected`` or ``filtered``; ``empty`` or
+                ``unparsable`` for an answer that is no chat completion.
             FormatRefused: not with this response format.
             Halted: the run ended meanwhile.
             UserError: what no item would get past.
         """
-        request: dict[str, Any] = {"model": self._judge.model, "messages": list(messages)}
+        request = {"model": self._judge.model, "messages": list(messages), **self._judge.params}
         if response_format is not None:
             request["response_format"] = response_format
         *shared, item = [len(message["content"].encode()) for message in messages]
@@ -306,8 +386,8 @@ class Server:
                 self._reached = True
                 self._raise_unless_passing(error)
                 wanted, last = self._retry_after(error), error
-            except (openai.OpenAIError, TimeoutError, ValueError) as error:
-                last = error  # ValueError: the body ends in the middle of its JSON
+            except (openai.OpenAIError, TimeoutError) as error:
+                last = error
             if attempt + 1 < attempts:
                 if wanted is not None:
                     self._not_before = max(self._not_before, time.monotonic() + wanted)
@@ -320,30 +400,59 @@ class Server:
             )
         raise Failed("unavailable", f"after {attempts} attempts: {self._described(last)}")
 
-    def scrub(self, text: str) -> str:
-        """Text without the key, whoever repeated it."""
-        return text if self._secret == NO_KEY else text.replace(self._secret, "[key]")
+    @property
+    def origin(self) -> str:
+        """What sent the last answer."""
+        return self._http.origin
 
-    async def _complete_once(self, request: dict[str, Any], size: tuple[int, int]) -> Any:
+    async def _complete_once(
+        self, request: dict[str, Any], size: tuple[int, int]
+    ) -> dict[str, Any]:
         async with self._budget.request(*size) as bill:
             if self.halted.is_set():  # while it waited for its part of the budget
                 raise Halted
             try:
                 async with asyncio.timeout(self._judge.timeout):
-                    completion = await self._client.chat.completions.create(
-                        **request, extra_body=self._judge.params or None
-                    )
-            except (openai.OpenAIError, TimeoutError, ValueError) as error:
+                    body = await self._client.post("/chat/completions", cast_to=bytes, body=request)
+            except Redirected as redirect:
+                self._refuse_redirect(redirect)
+            except (openai.OpenAIError, TimeoutError) as error:
+                if isinstance(error.__cause__, Redirected):  # by the client's version
+                    self._refuse_redirect(error.__cause__)
                 bill.unknown = not (
                     isinstance(error, openai.APIStatusError) or _never_connected(error)
                 )
                 raise
-            if not hasattr(completion, "choices"):  # a web page, say
-                self._refuse_endpoint("answers with something that is no chat completion")
-            self.answered = self._reached = True
+            self._reached = bill.unknown = True
+            completion = self._read(body)
+            self.answered, self.broken = True, 0
             bill.tokens = tokens_of(completion)
             bill.unknown = bill.tokens is None
             return completion
+
+    def _read(self, body: bytes) -> dict[str, Any]:
+        """The chat completion that a body holds.
+
+        Raises:
+            Failed: it holds none.
+            UserError: it is a web page, and the server has never sent anything better.
+        """
+        try:
+            answer = json.loads(body)
+            if isinstance(answer, dict) and isinstance(answer.get("choices"), list):
+                return answer
+            problem = _message(answer)  # some report errors with status 200
+        except (ValueError, RecursionError) as error:
+            problem = str(error)
+        start = body.strip()[: 4 * QUOTED]
+        if start.startswith(b"<") and not self.answered:
+            self._refuse_endpoint("answers with a web page, which is no chat completion")
+        self.broken += 1
+        if not start:
+            raise Failed("empty", "the server's answer has no content that can be read")
+        quoted = one_line(start.decode("utf-8", "replace"), 100)
+        described = f"the server's answer is no chat completion ({problem or 'other JSON'}): "
+        raise Failed("unparsable", self.scrub(one_line(f"{described}{quoted}", QUOTED)))
 
     async def _wait(self, seconds: float) -> None:
         """Wait, unless the run is halted meanwhile."""
@@ -371,7 +480,7 @@ class Server:
         if status == 401 or (status == 403 and not self.answered):
             # The server's message about a wrong key may repeat a part of it: it isn't shown.
             name = self._judge.address.api_key_env
-            problem = "no key was sent" if self._secret == NO_KEY else f"the key in {name}"
+            problem = "no key was sent" if self._keyless else f"the key in {name}"
             own = f"set {name} to a key that is good for {self._judge.model}, or " if name else ""
             raise UserError(
                 f"{self._shown} refuses access (HTTP {status}; {problem})",
@@ -410,6 +519,12 @@ class Server:
             f"{self._shown} {problem}", "check --model, and --base-url (it usually ends in /v1)"
         )
 
+    def _refuse_redirect(self, redirect: Redirected) -> NoReturn:
+        raise UserError(
+            self.scrub(f"{self._shown} {redirect}"),
+            "nothing is sent there; give the other address with --base-url if it is the one meant",
+        )
+
     def _refuse_param(self, key: str, reason: str) -> NoReturn:
         raise UserError(
             f"{self._shown} refuses --param {key}={self._judge.params[key]} ({reason})",
@@ -430,11 +545,11 @@ class Server:
         except ValueError:
             try:
                 seconds = email.utils.parsedate_to_datetime(value).timestamp() - time.time()
-            except ValueError:
+            except (ValueError, OverflowError):
                 return None
         if seconds > LONGEST_RETRY_AFTER:
             raise UserError(
-                f"{self._shown} wants a wait of {seconds:.0f} s ({self._described(error)})",
+                f"{self._shown} wants a wait of {seconds:.7g} s ({self._described(error)})",
                 "give the same command again after that; verdicts so far are kept",
             )
         return None if math.isnan(seconds) else max(0.0, seconds)
@@ -451,11 +566,22 @@ class Server:
         return self.scrub(one_line(" ".join(text.split()), QUOTED))
 
 
-def tokens_of(completion: Any) -> tuple[int, int] | None:
-    """Tokens of the prompt and the completion, if the server counted them."""
-    usage = getattr(completion, "usage", None)
-    prompt, written = (getattr(usage, f"{kind}_tokens", None) for kind in ("prompt", "completion"))
-    return (prompt, written) if isinstance(prompt, int) and isinstance(written, int) else None
+MOST_TOKENS = 10**9  # of one request; a larger count is a server's mistake
+
+
+def tokens_of(completion: dict[str, Any]) -> tuple[int, int] | None:
+    """Tokens of the prompt and the completion, if the server counted them and the count can be."""
+    usage = completion.get("usage")
+    if not isinstance(usage, dict):
+        return None
+    prompt, written = usage.get("prompt_tokens"), usage.get("completion_tokens")
+    if type(prompt) is not int or type(written) is not int:  # True is an int, too
+        return None
+    return (
+        (prompt, written)
+        if 0 <= min(prompt, written) <= max(prompt, written) <= MOST_TOKENS
+        else None
+    )
 
 
 def _message(body: Any) -> str:
@@ -521,9 +647,10 @@ class Session:
     count: at no moment have more than ``concurrency`` turns been requested and not written, and a
     kill loses no more. (A turn that was requested twice is still one.)
 
-    The run ends early, with a ``UserError``, when ``BREAKER`` items in a row were ``unavailable``,
-    or when the server has ``rejected`` as many and answered none. Such rejections aren't handed out
-    before: with a wrong setting they would be stored as if they were the items' fault.
+    The run ends early, with a ``UserError``, when ``BREAKER`` items in a row were ``unavailable``
+    or got answers that are no chat completions, or when the server has ``rejected`` as many and
+    answered none. Such rejections aren't handed out before: with a wrong setting they would be
+    stored as if they were the items' fault. Broken answers are, since they may have been charged.
     """
 
     def __init__(self, judge: "LlmJudge", items: Sequence[Item], key: str) -> None:
@@ -596,15 +723,8 @@ class Session:
         self._main_task = asyncio.current_task()
         waiting = iter(range(len(self._items)))
         judge = self._judge
-        client = openai.AsyncOpenAI(
-            api_key=self._key,
-            base_url=judge.address.url,
-            default_query=judge.address.query or None,
-            max_retries=0,
-            timeout=openai.Timeout(judge.timeout, connect=min(judge.timeout, CONNECT_SECONDS)),
-        )
-        async with client:
-            server = self._server = Server(client, judge, self._key)
+        async with Client() as http:
+            server = self._server = Server(http, judge, self._key)
             if self._stopping:
                 server.halted.set()
             try:
@@ -646,6 +766,13 @@ class Session:
                 f"{self._unavailable} requests in a row got no answer, the last {verdict.error}",
                 "check the server, --timeout and --concurrency, then give the same command again; "
                 "verdicts so far are kept",
+            )
+        if server.broken >= self._breaker:
+            raise UserError(
+                f"{server.broken} answers in a row were no chat completions; the last: "
+                f"{verdict.error}",
+                "check the server, --model and --base-url (it usually ends in /v1); verdicts so "
+                "far are kept, and --retry-failed sends the failed ones again",
             )
         if len(self._held) >= self._breaker and not server.answered:
             raise UserError(
@@ -729,7 +856,9 @@ class LlmJudge:
     ``filtered`` (a content filter), ``truncated`` (cut off by a token limit before a verdict),
     ``empty``, ``unparsable`` (no JSON object, or none of the rubric's names; like ``empty``
     requested once more), ``rejected`` (the server takes other items but not this one),
-    ``unavailable`` (nothing after all retries; never cached).
+    ``unavailable`` (nothing after all retries; never cached). An answer that is no chat completion
+    at all (cut off, no JSON, other JSON) is ``unparsable`` or ``empty``, too, but isn't requested
+    again: that is the server's fault or a proxy's, which seldom passes within a second.
 
     ``Verdict.mode`` is the form that was requested and, after a slash, where the verdict stood if
     it wasn't all of the content: ``json_schema/text`` (inside other text: the server ignores the
@@ -838,7 +967,7 @@ class LlmJudge:
         try:
             verdict = await self._attempt(server, item)
         except Failed as failure:
-            return Verdict(None, failure.status, error=str(failure))
+            return Verdict(None, failure.status, error=str(failure), origin=server.origin)
         if verdict.status in ("unparsable", "empty"):
             with contextlib.suppress(Failed, UserError, Halted, asyncio.CancelledError):
                 verdict = (await self._attempt(server, item)).with_cost_of(verdict)
@@ -859,6 +988,7 @@ class LlmJudge:
             verdict,
             rationale=server.scrub(verdict.rationale),
             mode=f"{mode}/{verdict.mode}" if verdict.mode else mode,
+            origin=server.origin,
             error=server.scrub(verdict.error),
             prompt_tokens=tokens[0],
             completion_tokens=tokens[1],

@@ -127,8 +127,10 @@ class NoVerdict(ValueError):
     """A text that holds no verdict, or more than one."""
 
 
-def read_completion(completion: Any) -> Verdict:
-    """Read the first choice of a chat completion; tokens and cost are the caller's to add.
+def read_completion(completion: dict[str, Any]) -> Verdict:
+    """Read the first of a chat completion's ``choices``, which may be anything.
+
+    Tokens and cost are the caller's to add.
 
     The order matters: a refusal or a filter isn't an answer whatever it says; a whole verdict
     counts even if the server cut off what came after it.
@@ -138,20 +140,17 @@ def read_completion(completion: Any) -> Verdict:
         content: ``text`` (inside other text, so the server didn't enforce the form) or
         ``reasoning`` (in the reasoning field, the content being empty).
     """
-    choices = getattr(completion, "choices", None)
-    message = getattr(choices[0], "message", None) if choices else None
-    if choices is None or message is None:
+    choice = _object(next(iter(completion["choices"]), None))
+    message, ended = _object(choice.get("message")), choice.get("finish_reason")
+    if not message:
         return Verdict(None, "empty", error="the completion holds no message")
-    ended = getattr(choices[0], "finish_reason", None)
-    if refusal := _text(getattr(message, "refusal", None)):
+    if refusal := _text(message.get("refusal")):
         return Verdict(None, "refused", error=_quote(refusal))
     if ended == "content_filter":
         return Verdict(None, "filtered", error="the server's content filter ended the answer")
-    content = _text(getattr(message, "content", None))
+    content = _text(message.get("content"))
     # vLLM calls the field reasoning, or reasoning_content before 0.12; others took up either.
-    reasoning = _text(getattr(message, "reasoning_content", None)) or _text(
-        getattr(message, "reasoning", None)
-    )
+    reasoning = _text(message.get("reasoning_content")) or _text(message.get("reasoning"))
     text, place = (content, "") if content.strip() else (reasoning, "reasoning")
     try:
         found, whole = find_verdict(text)
@@ -215,6 +214,10 @@ def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len({name for name, _ in pairs}) < len(pairs):
         raise ValueError("a name is given twice")
     return dict(pairs)
+
+
+def _object(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
 
 
 def _text(value: Any) -> str:

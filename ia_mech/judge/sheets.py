@@ -32,12 +32,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
-from ia_mech.cli import one_line
+from ia_mech.cli import one_line, quoted
 from ia_mech.errors import UserError
 from ia_mech.judge.label import items_of
 from ia_mech.judge.rubric import NAMES, VERSION, rubric_hash
 from ia_mech.judge.verdict import JUDGED, Item, Verdict
-from ia_mech.run import Run, layout
+from ia_mech.run import Run, integrity, layout
 from ia_mech.run.labels import KEY, check_name
 from ia_mech.untrusted import escaped, inert, parse_json
 
@@ -151,24 +151,33 @@ def allocate(sizes: dict[str, int], n: int) -> dict[str, int]:
 def write_sheet(run: Run, sheet: Sheet, out: Path) -> tuple[Path, Path]:
     """Write a drawn sheet as ``<out>.csv`` and ``<out>.jsonl``, and its key into the run.
 
+    Goes on where it was killed before.
+
     Raises:
         UserError: a sheet of that name or one of the files is there. Nothing is written then.
     """
     name = sheet.key["sheet"]
-    if name in run.labels.sheets:
-        raise UserError(
-            f"{run.path} has a sheet named {name!r}", "give another --name, or another --seed"
-        )
+    known = name in run.labels.sheets
     lines = [escaped(json.dumps(row, ensure_ascii=False)) + "\n" for row in sheet.rows]
     table = pd.DataFrame(sheet.rows, columns=COLUMNS)
     files = (out.with_name(f"{out.name}.csv"), out.with_name(f"{out.name}.jsonl"))
     contents = dict(zip(files, (csv_bytes(table), "".join(lines).encode()), strict=True))
-    refuse_existing(files)
+    missing = {
+        path: content
+        for path, content in contents.items()
+        if not (known and path.is_file() and path.read_bytes() == content)
+    }
+    if known and (not missing or run.labels.sheet(name) != sheet.key):
+        raise UserError(
+            f"{run.path} has a sheet named {name!r}", "give another --name, or another --seed"
+        )
+    refuse_existing(missing)
     kept = run.labels.write_sheet(name, sheet.key)
     try:
-        write_files(contents)
+        write_files(missing)
     except BaseException:
-        kept.unlink(missing_ok=True)
+        if not known:
+            kept.unlink(missing_ok=True)
         raise
     return files
 
@@ -228,9 +237,8 @@ def csv_bytes(table: pd.DataFrame) -> bytes:
 def refuse_existing(paths: Iterable[Path], *, replace: bool = False) -> None:
     """Raise UserError unless files can be written there, replacing none if not ``replace``."""
     for path in paths:
-        if not path.parent.is_dir():
-            raise UserError(f"there is no folder {path.parent}", "create it first")
-        if path.is_dir() or (path.exists() and not replace):
+        layout.check_output(path)
+        if path.exists() and not replace:
             raise UserError(f"{path} exists", "give another --out, or remove it")
 
 
@@ -252,7 +260,7 @@ def write_files(contents: dict[Path, bytes], *, replace: bool = False) -> None:
         for path in contents:
             os.replace(scratch[path], path)
             placed.append(path)
-            layout.fsync_folder(path.parent)
+            integrity.fsync_folder(path.parent)
     except BaseException:
         for path in placed if not replace else ():
             path.unlink(missing_ok=True)
@@ -338,7 +346,7 @@ def read_sheet(path: Path) -> list[SheetRow]:
     suffix = path.suffix.lower()
     if suffix in (".csv", ".tsv"):
         return list(_csv_rows(path))
-    if suffix != ".jsonl":
+    if suffix != ".jsonl" and path.is_file():
         raise UserError(f"{path} is neither .csv nor .jsonl", "save the sheet as CSV UTF-8")
     rows = []
     for where, row in json_lines(path):
@@ -353,7 +361,8 @@ def read_sheet(path: Path) -> list[SheetRow]:
 def _text_of(path: Path) -> str:
     """A file's text, without a byte order mark; UserError unless it is there and UTF-8."""
     if not path.is_file():
-        raise UserError(f"there is no file {path}", "check the path")
+        problem = f"{path} is a folder" if path.is_dir() else f"there is no file {path}"
+        raise UserError(problem, "check the path")
     content = path.read_bytes()
     try:
         return content.decode("utf-8-sig")
@@ -493,7 +502,7 @@ def _check_texts(run: Run, sheet: str, key: dict[str, Any], labelled: Iterable[s
 
 def export_command(args: argparse.Namespace) -> None:
     """``python -m ia_mech.judge export``."""
-    run = Run.open(args.run)
+    run = Run.open(args.run, verify=args.verify)
     out = args.out
     if out is not None:
         out = out.with_name(re.sub(r"\.(csv|jsonl)$", "", out.name))
@@ -520,12 +529,13 @@ def export_command(args: argparse.Namespace) -> None:
     for file in files:
         print(f"sheet: {file}")
     print("fill in: category (and note, if you like); explained by: python -m ia_mech.judge rubric")
-    print(f"next: python -m ia_mech.judge import {args.run} {files[0]} --annotator NAME")
+    words = f"{quoted(args.run)} {quoted(files[0])}"
+    print(f"next: python -m ia_mech.judge import {words} --annotator NAME")
 
 
 def import_command(args: argparse.Namespace) -> None:
     """``python -m ia_mech.judge import``."""
-    run = Run.open(args.run)
+    run = Run.open(args.run, verify=args.verify)
     path = import_sheet(run, args.file, args.annotator, replace=args.replace)
     labels = Counter(run.labels.annotations(args.annotator)["category"])
     strata = run.labels.record("annotations", args.annotator)["strata"]
@@ -541,4 +551,4 @@ def import_command(args: argparse.Namespace) -> None:
     if unseen := [name for name, stratum in strata.items() if not stratum["filled"]]:
         print(f"nothing is labelled of {', '.join(unseen)}: no figure will cover such turns")
     print(f"labels: {path}")
-    print(f"next: python -m ia_mech.judge agreement {args.run}")
+    print(f"next: python -m ia_mech.judge agreement {quoted(args.run)}")

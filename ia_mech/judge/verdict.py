@@ -13,11 +13,12 @@ The cache, replays, repeats, progress and the rows in the run come from ``label`
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
+from types import NoneType
 from typing import Any, Protocol
 
 from ia_mech.errors import UserError
-from ia_mech.judge.rubric import CANNOT_ASSESS, GENUINE
+from ia_mech.judge.rubric import CANNOT_ASSESS, GENUINE, NAMES
 
 JUDGED = "judged"  # the status of a verdict that names a category; any other names a failure
 
@@ -48,6 +49,7 @@ class Verdict:
         scores: probability per category, from judges that have them.
         mode: how the judge arrived at it (``rule``, ``likelihood``, ``json_schema``, …).
         error: of a failure, what the server answered, on one line.
+        origin: scheme, host and port of the server that answered, if one did.
         prompt_tokens, completion_tokens: as billed, failed attempts at the item included; 0 for
             judges that don't count.
         cost: in US dollars; None if no price is known.
@@ -59,6 +61,7 @@ class Verdict:
     scores: dict[str, float] | None = None
     mode: str = ""
     error: str = ""
+    origin: str = ""
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cost: float | None = None
@@ -82,6 +85,44 @@ class Verdict:
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: Any) -> "Verdict":
+        """The verdict that :meth:`to_json` gave; fields of later versions are left out.
+
+        Raises:
+            ValueError: it is none.
+        """
+        if not isinstance(value, dict):
+            raise ValueError("a verdict that is no JSON object")
+        known = {field.name: value[field.name] for field in fields(cls) if field.name in value}
+        for name, kinds in _KINDS.items():
+            if name in known and not isinstance(known[name], kinds):
+                raise ValueError(f"a verdict whose {name} is {known[name]!r:.60}")
+        numbers = [known.get(name) or 0 for name in ("prompt_tokens", "completion_tokens", "cost")]
+        numbers += (known.get("scores") or {}).values()
+        if not all(isinstance(n, (int, float)) and abs(n) < _LARGEST for n in numbers):
+            raise ValueError("a verdict with numbers that can't be")
+        verdict = cls(**{"category": None} | known)
+        if (verdict.status == JUDGED) != (verdict.category in NAMES):
+            raise ValueError(f"a verdict {verdict.status!r:.60} of {verdict.category!r:.60}")
+        return verdict
+
+
+_LARGEST = 2.0**53  # of a number; infinity and NaN aren't below it
+
+_KINDS: dict[str, tuple[type, ...]] = {  # of a verdict's fields in JSON
+    "category": (str, NoneType),
+    "status": (str,),
+    "rationale": (str,),
+    "scores": (dict, NoneType),
+    "mode": (str,),
+    "error": (str,),
+    "origin": (str,),
+    "prompt_tokens": (int,),
+    "completion_tokens": (int,),
+    "cost": (int, float, NoneType),
+}
 
 
 class Judge(Protocol):

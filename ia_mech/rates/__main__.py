@@ -10,10 +10,16 @@ What needs torch or pandas is imported late, so that ``--help`` and a mistyped f
 
 import argparse
 import sys
-from pathlib import Path
 
-from ia_mech.cli import Parser, add_intervals, guarded, tolerant_streams, whole_from
-from ia_mech.errors import UserError
+from ia_mech.cli import (
+    Parser,
+    add_intervals,
+    add_no_verify,
+    guarded,
+    path_of,
+    tolerant_streams,
+    whole_from,
+)
 
 DESCRIPTION = """\
 Say how often the generated user turns of a run are genuine follow-ups, per model, dataset and
@@ -26,14 +32,13 @@ Methods: docs/statistics.md
 EPILOG = """\
 example:
   python -m ia_mech.rates cache/RUN-* --judge gpt-5-mini --annotator anna --parquet rates.parquet
-exit status: 0 done, 2 bad input (one line says what and what to do), 130 interrupted
 """
 
 
 def build_parser() -> argparse.ArgumentParser:
     """The command line."""
     parser = Parser(prog="python -m ia_mech.rates", description=DESCRIPTION, epilog=EPILOG)
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's folder")
+    parser.add_argument("runs", nargs="+", type=path_of, metavar="RUN", help="a run's folder")
     parser.add_argument("--judge", metavar="NAME", help="whose verdicts (default: the only judge)")
     parser.add_argument(
         "--annotator",
@@ -45,14 +50,15 @@ def build_parser() -> argparse.ArgumentParser:
         choices=["all", "complete", "cut-off"],
         default="all",
         metavar="KIND",
-        help="turns after all (default), complete or cut-off responses",
+        help="after all (default), complete or cut-off responses",
     )
+    add_no_verify(parser)
     numbers = parser.add_argument_group("intervals")
     add_intervals(numbers, seed="resampling, sign flips and --examples")
     files = parser.add_argument_group("output")
     for kind in ("json", "csv", "parquet"):
         files.add_argument(
-            f"--{kind}", type=Path, metavar="FILE", help="write all estimates, one per row"
+            f"--{kind}", type=path_of, metavar="FILE", help="write all estimates, one per row"
         )
     files.add_argument(
         "--examples",
@@ -75,7 +81,10 @@ def _rates(args: argparse.Namespace) -> None:
     asked = {kind: getattr(args, kind) for kind in ("json", "csv", "parquet")}
     files = {kind: path for kind, path in asked.items() if path is not None}
     if files:
-        _check_files(files)
+        from ia_mech.run.layout import check_output
+
+        for kind, file in files.items():
+            check_output(file, kind)
 
     from ia_mech.display import console
     from ia_mech.estimates import write_table
@@ -83,7 +92,7 @@ def _rates(args: argparse.Namespace) -> None:
     from ia_mech.rates.load import read_runs
     from ia_mech.rates.show import examples_by_category, print_examples, print_rates
 
-    judged = read_runs(args.runs, args.judge, args.annotator, args.responses)
+    judged = read_runs(args.runs, args.judge, args.annotator, args.responses, verify=args.verify)
     options = {key: getattr(args, key) for key in ("level", "resamples", "seed")}
     found = estimates(judged, **options)
     own, pooled = comparisons(found)
@@ -108,27 +117,6 @@ def _rates(args: argparse.Namespace) -> None:
                 run, judged.judge, args.examples, args.seed, responses=args.responses
             )
             print_examples(screen, examples, of=str(run.path) if len(judged.runs) > 1 else "")
-
-
-def _check_files(files: dict[str, Path]) -> None:
-    """Refuse what can't be written before anything is computed.
-
-    Raises:
-        UserError: a folder that isn't there or is a run's, a folder in the file's place, one file
-            for two forms.
-    """
-    from ia_mech.run.layout import refuse_inside_run
-
-    for kind, path in files.items():
-        if path.is_dir():
-            raise UserError(f"--{kind} {path} is a folder", "name a file in it")
-        if not path.parent.is_dir():
-            raise UserError(f"--{kind} {path}: there is no folder {path.parent}", "make it first")
-        refuse_inside_run(path)
-        same = [other for other in files if files[other].resolve() == path.resolve()]
-        if len(same) > 1:
-            named = " and ".join(f"--{other}" for other in same)
-            raise UserError(f"{named} name the same file", "give each its own")
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from ia_mech.cli import quoted
 from ia_mech.errors import UserError
 from ia_mech.judge.label import check_finished, items_of
 from ia_mech.judge.rubric import CANNOT_ASSESS, GENUINE, NAMES
@@ -57,47 +58,55 @@ class Judged:
     responses: str = EVERY
 
 
-def open_runs(paths: Sequence[str | Path]) -> list[Run]:
+def open_runs(runs: Sequence[str | Path | Run], *, verify: bool = True) -> list[Run]:
     """Finished runs, each once.
+
+    Args:
+        runs: folders, or runs that are open.
+        verify: as for ``Run.open``.
 
     Raises:
         UserError: not a run, an unfinished one, one given twice, or a copy of another.
     """
-    places = [Path(path).resolve() for path in paths]
+    paths = [run.path if isinstance(run, Run) else Path(run) for run in runs]
+    places = [path.resolve() for path in paths]
     for at, place in enumerate(places):
         if place in places[:at]:
             raise UserError(f"{paths[at]} is given twice", "give each run once")
-    runs = [Run.open(path) for path in paths]
-    for at, run in enumerate(runs):
+    found = [run if isinstance(run, Run) else Run.open(run, verify=verify) for run in runs]
+    for at, run in enumerate(found):
         check_finished(run)
-        same = [other for other in runs[:at] if other.identity_digest == run.identity_digest]
+        same = [other for other in found[:at] if other.identity_digest == run.identity_digest]
         if same:
             raise UserError(f"{run.path} is a copy of {same[0].path}", "give each run once")
-    return runs
+    return found
 
 
 def read_runs(
-    paths: Sequence[str | Path],
+    runs: Sequence[str | Path | Run],
     judge: str | None = None,
     annotator: str | None = None,
     responses: str = EVERY,
+    *,
+    verify: bool = True,
 ) -> Judged:
     """Read runs with their labels, and check that they can be reported together.
 
     Args:
-        paths: the runs' folders.
+        runs: folders, or runs that are open.
         judge: whose verdicts; the only judge there if not given.
         annotator: whose labels; the only annotator there, if any, if not given;
             :data:`NO_ANNOTATOR` for none.
         responses: ``complete`` keeps only turns after responses that weren't cut off, ``cut-off``
             only those after ones that were.
+        verify: as for ``Run.open``.
 
     Raises:
         UserError: as :func:`open_runs`; none or several judges or annotators to choose from;
             verdicts or labels that aren't of the run's turns; judges that share a name but not
             their identity; no turn comes after such responses.
     """
-    runs = open_runs(paths)
+    runs = open_runs(runs, verify=verify)
     judge = _choose_judge(runs, judge)
     verdicts = [run.labels.judgements(judge) for run in runs]
     record = _same_judge(runs, judge)
@@ -149,7 +158,8 @@ def _choose_judge(runs: list[Run], judge: str | None) -> str:
     for run in runs:
         if not run.labels.judges:
             raise UserError(
-                f"{run.path} has not been judged", f"run: python -m ia_mech.judge run {run.path}"
+                f"{run.path} has not been judged",
+                f"run: python -m ia_mech.judge run {quoted(run.path)}",
             )
     names = sorted({name for run in runs for name in run.labels.judges})
     if judge is not None:
@@ -204,7 +214,7 @@ def _choose_annotator(runs: list[Run], annotator: str | None) -> str | None:
 def _turns(run: Run, judge: str, verdicts: pd.DataFrame) -> pd.DataFrame:
     """``Judged.turns`` of one run, without labels."""
     generations = run.generations
-    again = f"judge it again: python -m ia_mech.judge run {run.path} --name {judge} --replace"
+    again = f"judge it again: {run.labels.command('judgements', judge)}"
     unknown = sorted(set(verdicts["category"].dropna()) - set(NAMES))
     if unknown:
         raise UserError(
@@ -267,7 +277,7 @@ def _label(frame: pd.DataFrame, run: Run, annotator: str | None, judge: str) -> 
         return
     labels = run.labels.annotations(annotator).set_index(list(KEY))
     where = f"the labels of {annotator!r} in {run.path}"
-    remedy = f"import them again: python -m ia_mech.judge import {run.path} FILE --annotator …"
+    remedy = f"import them again: {run.labels.command('annotations', annotator)}"
     unknown = sorted(set(labels["category"]) - set(NAMES), key=str)
     if unknown:
         raise UserError(f"{where} name {', '.join(map(str, unknown))}", remedy)

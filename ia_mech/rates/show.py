@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.measure import Measurement
 from rich.table import Table
 
-from ia_mech.cli import one_line
+from ia_mech.cli import one_line, quoted
 from ia_mech.errors import UserError
 from ia_mech.estimates import ALL, few_sources
 from ia_mech.judge.rubric import ASSESSED, CANNOT_ASSESS, NAMES, SHORT
@@ -73,8 +73,8 @@ def notes_of(judged: Judged, estimates: pd.DataFrame) -> list[str]:
         )
     else:
         notes.append(
-            "no annotations: a raw rate is only as good as the judge. To correct it: python -m "
-            f"ia_mech.judge export {judged.runs[0].path}, fill the sheet in, then import it."
+            "no annotations: a raw rate is only as good as the judge. To correct it, run python -m "
+            f"ia_mech.judge export {quoted(judged.runs[0].path)}; fill the sheet in and import it."
         )
     return notes + judged.notes
 
@@ -409,7 +409,7 @@ def examples_by_category(
     if len(turns) != len(verdicts):
         raise UserError(
             f"the verdicts of {judge!r} are not of the turns of {run.path}",
-            f"judge it again: python -m ia_mech.judge run {run.path} --name {judge} --replace",
+            f"judge it again: {run.labels.command('judgements', judge)}",
         )
     if responses != EVERY:
         cut_off = turns["response_cut_off"].fillna(False).astype(bool)

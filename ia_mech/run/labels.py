@@ -6,13 +6,13 @@
     annotations/<annotator>.parquet  one row per annotated user turn
     annotations/sheets/<sheet>.json  which row of a blind sheet is which user turn
 
-Each Parquet file carries a record of who made it (the judge's identity, the annotator's sheet) in
-its metadata under ``ia_mech``. Files are replaced whole: the old one or the new one, never a half.
+Each Parquet file carries a record of who made it (the judge's identity, the annotator's sheet) and
+of which run in its metadata under ``ia_mech``, and a seal. Files are replaced whole: the old one or
+the new one, never a half.
 """
 
 import json
 import re
-import shlex
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,9 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from ia_mech.cli import quoted
 from ia_mech.errors import UserError
-from ia_mech.run import layout
+from ia_mech.run import integrity
 
 KEY = ("context_id", "temperature", "sample")  # names a user turn within its run
 
@@ -65,10 +66,20 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 class Labels:
-    """The labels of one run. Reached as ``Run.labels``."""
+    """The labels of one run. Reached as ``Run.labels``.
 
-    def __init__(self, path: Path) -> None:
+    Args:
+        path: the run's folder.
+        run: ``Run.identity_digest``; labels of another run are refused.
+        sealed: whether files without a seal are refused.
+        verify: whether seals are checked.
+    """
+
+    def __init__(self, path: Path, run: str, *, sealed: bool = True, verify: bool = True) -> None:
         self.path = path
+        self._run = run
+        self._sealed = sealed
+        self._verify = verify
 
     @property
     def judges(self) -> list[str]:
@@ -109,12 +120,7 @@ class Labels:
         Raises:
             UserError: there is no such file, or it can't be read.
         """
-        self._check_there(kind, name)
-        try:
-            metadata = pq.read_schema(self._file(kind, name)).metadata or {}
-            return json.loads(metadata.get(_RECORD, b"{}"))
-        except (pa.ArrowException, OSError, ValueError) as error:
-            raise self._unreadable(kind, name, error) from None
+        return self._content(kind, name)[1]
 
     def write_judgements(self, judge: str, rows: list[dict], record: dict[str, Any]) -> Path:
         """Replace the verdicts of a judge; ``record`` says who it is (its identity, no keys)."""
@@ -128,7 +134,7 @@ class Labels:
         """Keep which row of an exported sheet is which user turn."""
         path = self.path / "annotations" / "sheets" / f"{check_name(name)}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
-        layout.write_json(path, key)
+        integrity.write_json(path, key)
         return path
 
     def sheet(self, name: str) -> dict[str, Any]:
@@ -144,7 +150,7 @@ class Labels:
             )
         path = self.path / "annotations" / "sheets" / f"{name}.json"
         try:
-            return layout.read_json(path)
+            return integrity.read_json(path, verify=self._verify)
         except ValueError as error:
             raise UserError(f"{path} is damaged ({error})", "export another sheet") from None
 
@@ -154,45 +160,69 @@ class Labels:
         return self.path / kind / f"{check_name(name)}.parquet"
 
     def _read(self, kind: str, name: str, schema: pa.Schema) -> pd.DataFrame:
-        self._check_there(kind, name)
-        try:
-            frame = pq.read_table(self._file(kind, name)).to_pandas()
-        except (pa.ArrowException, OSError, ValueError) as error:
-            raise self._unreadable(kind, name, error) from None
+        frame = self._content(kind, name)[0].to_pandas()
         missing = [column for column in schema.names if column not in frame]
         if missing:
             raise self._unreadable(kind, name, f"no column {', '.join(missing)}")
         return frame.astype({"genuine": "boolean"})
 
+    def _content(self, kind: str, name: str) -> tuple[pa.Table, dict[str, Any]]:
+        """A file's rows and its record."""
+        self._check_there(kind, name)
+        try:
+            content = self._file(kind, name).read_bytes()
+            if self._verify:
+                integrity.check_seal(content, required=self._sealed)
+            table = pq.read_table(pa.BufferReader(content))
+            record = json.loads((table.schema.metadata or {}).get(_RECORD, b"{}"))
+        except (pa.ArrowException, OSError, ValueError) as error:
+            raise self._unreadable(kind, name, error) from None
+        if record.pop("run", self._run) != self._run:
+            raise self._unreadable(kind, name, "it is of another run")
+        whose = record.pop("name", name)
+        if whose != name:
+            raise self._unreadable(kind, name, f"it holds the {kind} of {whose!r}")
+        return table, record
+
     def _check_there(self, kind: str, name: str) -> None:
         there = self.judges if kind == "judgements" else self.annotators
         if name not in there:
-            known = f" (there are: {', '.join(there)})" if there else ""
+            known = f"give one of {', '.join(there)}, or " if there else ""
             raise UserError(
-                f"{self.path} has no {kind} of {name!r}{known}", f"run: {self._command(kind, name)}"
+                f"{self.path} has no {kind} of {name!r}", f"{known}run: {self.command(kind, name)}"
             )
 
     def _unreadable(self, kind: str, name: str, problem: Exception | str) -> UserError:
         return UserError(
             f"{self._file(kind, name)} can't be read ({problem})",
-            f"remove it and run: {self._command(kind, name)}",
+            f"remove it and run: {self.command(kind, name)}",
         )
 
-    def _command(self, kind: str, name: str) -> str:
-        """The command that writes such a file."""
-        path = shlex.quote(str(self.path))
-        if kind == "judgements":
-            return f"python -m ia_mech.judge run {path}"
-        return f"python -m ia_mech.judge import {path} FILE --annotator {shlex.quote(name)}"
+    def command(self, kind: str, name: str) -> str:
+        """The command that writes such a file, also over one that is there."""
+        path = quoted(self.path)
+        if kind != "judgements":
+            return f"python -m ia_mech.judge import {path} FILE --annotator {name} --replace"
+        if name == "rules":
+            return f"python -m ia_mech.judge run {path} --replace"
+        # Without its --judge, the rules judge would give its verdicts that name.
+        return f"python -m ia_mech.judge run {path} --judge … --name {name} --replace"
 
     def _write(
         self, kind: str, name: str, rows: list[dict], schema: pa.Schema, record: dict[str, Any]
     ) -> Path:
         path = self._file(kind, name)
         path.parent.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(record, sort_keys=True)
-        table = pa.Table.from_pylist(rows, schema=schema.with_metadata({_RECORD: text.encode()}))
-        layout.replace_file(path, lambda scratch: pq.write_table(table, scratch))
+        text = json.dumps(record | {"run": self._run, "name": name}, sort_keys=True)
+        table = pa.Table.from_pylist(rows, schema=schema.with_metadata({_RECORD: text}))
+
+        def write(scratch: Path) -> None:
+            with pq.ParquetWriter(scratch, table.schema) as file:
+                file.write_table(table)
+                file.add_key_value_metadata({integrity.SEAL: integrity.UNSEALED})
+            scratch.write_bytes(integrity.sealed(scratch.read_bytes()))
+
+        integrity.replace_file(path, write)
         return path
 
 

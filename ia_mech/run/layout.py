@@ -1,4 +1,4 @@
-"""Names, schemas and integrity of the files of a run.
+"""Names and schemas of the files of a run.
 
 ::
 
@@ -12,17 +12,16 @@
     residuals/layer_00/00000.safetensors  one file per layer and part
 """
 
-import hashlib
-import json
-import os
-from collections.abc import Callable, Iterable
+import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 
 import pyarrow as pa
 
 from ia_mech.errors import UserError
 
-FORMAT = 1
+FORMAT = 2
+READABLE = (1, 2)  # format 1 has SHA-256 in its manifest, and no seals
 RUN, MANIFEST, CONVERSATIONS, LOCK = (
     "run.json",
     "manifest.json",
@@ -177,97 +176,40 @@ def refuse_inside_run(path: Path) -> None:
             raise UserError(f"{path} lies inside the run {folder}", "write it somewhere else")
 
 
-def sha256(path: Path) -> str:
-    with open(path, "rb") as handle:
-        return hashlib.file_digest(handle, "sha256").hexdigest()
-
-
-def read_json(path: Path) -> dict:
-    return json.loads(path.read_text(encoding="utf-8"))
-
-
-def read_record_and_manifest(path: Path) -> tuple[dict, dict]:
-    """``run.json`` and ``manifest.json`` of a run.
+def refuse_unwritable(folder: Path, remedy: str = "give another --out") -> None:
+    """Refuse an output folder that can't be made or written to; nothing is left there.
 
     Raises:
-        UserError: not a run, a run of another format, or a file that isn't what was written.
+        UserError: a file on its path, or no permission, with this remedy.
     """
-    found = []
-    for name in (RUN, MANIFEST):
-        if not (path / name).is_file():
-            raise UserError(f"{path} is not a run (no {name})", "give a folder under cache/")
-        try:
-            found.append(read_json(path / name))
-        except ValueError as error:
-            raise UserError(
-                f"{path / name} is damaged ({error})", "remove the folder and sample again"
-            ) from None
-    record, manifest = found
-    if not isinstance(manifest, dict) or "parts" not in manifest:
-        raise UserError(f"{path} is not a run (its {MANIFEST} names no parts)", "give another one")
-    if manifest.get("format") != FORMAT:
-        raise UserError(
-            f"{path} has format {manifest.get('format')}, this version reads {FORMAT}",
-            "read it with the version of ia_mech that wrote it",
-        )
-    return record, manifest
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not there.is_dir():
+        raise UserError(f"{there} is a file", remedy)
+    try:
+        with tempfile.TemporaryFile(dir=there):  # os.access allows root everything, even in /proc
+            pass
+    except OSError as error:
+        raise UserError(f"{there} is not writable ({error.strerror})", remedy) from None
 
 
-def write_json(path: Path, value: dict) -> None:
-    """Replace a JSON file atomically: a reader sees the old one or the new one, never a half."""
-    scratch = path.with_name(path.name + ".tmp")
-    with open(scratch, "w", encoding="utf-8") as handle:
-        json.dump(value, handle, indent=1, ensure_ascii=False)
-        handle.flush()
-        os.fsync(handle.fileno())
-    os.replace(scratch, path)
-    fsync_folder(path.parent)
-
-
-def replace_file(path: Path, write: Callable[[Path], None]) -> None:
-    """Have a file written under another name, then put in its place.
+def check_output(path: Path, kind: str | None = None) -> None:
+    """Refuse a file that can't be written, before what goes into it is computed.
 
     Args:
-        path: the file; its folder must be there.
-        write: is given the other name, in the same folder.
+        path: as the user named it.
+        kind: ``json``, ``csv`` or ``parquet``, which the name has to end in; None for any name.
 
     Raises:
-        OSError: it can't be written.
+        UserError: a folder or a device in its place, a folder that isn't there or is a run's, or a
+            name of another kind.
     """
-    scratch = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        write(scratch)
-        with open(scratch, "rb+") as handle:
-            os.fsync(handle.fileno())
-        os.replace(scratch, path)
-    finally:
-        scratch.unlink(missing_ok=True)
-    fsync_folder(path.parent)
-
-
-def fsync_folder(folder: Path) -> None:
-    """Flush a folder's entries, so that a rename in it survives a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def damage(root: Path, files: dict[str, dict], *, content: bool) -> str | None:
-    """What is wrong with a part's files, or None.
-
-    Args:
-        root: the run's folder.
-        files: name -> {"bytes", "sha256"} as the manifest has them.
-        content: compare the SHA-256 of every file, not only its size.
-    """
-    for name, expected in files.items():
-        path = root / name
-        if not path.is_file():
-            return f"{name} is missing"
-        if path.stat().st_size != expected["bytes"]:
-            return f"{name} has {path.stat().st_size} bytes, {expected['bytes']} were written"
-        if content and sha256(path) != expected["sha256"]:
-            return f"the content of {name} is not what was written"
-    return None
+    if path.is_dir():
+        raise UserError(f"{path} is a folder", "name a file in it")
+    if path.exists() and not path.is_file():
+        raise UserError(f"{path} is not a regular file", "name another file")
+    if not path.parent.is_dir():
+        raise UserError(f"{path}: there is no folder {path.parent}", "make it first")
+    refuse_unwritable(path.parent, "name a file in another folder")
+    refuse_inside_run(path)
+    if kind is not None and path.suffix.lower() != f".{kind}":
+        raise UserError(f"{path} would hold {kind.upper()}", f"give it a name that ends in .{kind}")

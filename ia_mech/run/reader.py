@@ -3,6 +3,8 @@
 import hashlib
 import json
 import math
+import warnings
+from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 
@@ -16,9 +18,10 @@ from safetensors import safe_open
 from torch import Tensor
 
 from ia_mech.errors import UserError
-from ia_mech.run import layout
+from ia_mech.run import integrity, layout
 from ia_mech.run.labels import Labels
 
+EXACT_FROM = 0.3  # temperature from which float16 logits give first-token distributions
 _DIGEST_ROWS = 1024  # rows that are Python objects at a time
 
 
@@ -31,27 +34,30 @@ class Run:
         complete: whether every context that was asked for is there.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, *, verify: bool = True) -> None:
         self.path = Path(path)
-        self.record, self._manifest = layout.read_record_and_manifest(self.path)
+        self.record, self._manifest = integrity.read_record_and_manifest(self.path, verify=verify)
         self.complete: bool = self._manifest["complete"]
         self._parts = [part for part in self._manifest["parts"] if part["kind"] == "contexts"]
+        self._verify = verify
+        self._verified: set[str] = set()  # files whose content was compared
 
     @classmethod
-    def open(cls, path: str | Path) -> "Run":
+    def open(cls, path: str | Path, *, verify: bool = True) -> "Run":
         """Open a run, checking that every file its manifest names is there in full size.
+
+        The content of a file is compared with the hash in the manifest when it is first read.
+
+        Args:
+            path: the run's folder.
+            verify: compare contents; without, only sizes are compared.
 
         Raises:
             UserError: not a run, a run of another format, or a damaged part.
         """
-        run = cls(path)
+        run = cls(path, verify=verify)
         for part in run._manifest["parts"]:
-            problem = layout.damage(run.path, part["files"], content=False)
-            if problem is not None:
-                raise UserError(
-                    f"part {part['name']} of {path} is damaged: {problem}",
-                    "run the command that wrote it again with --repair",
-                )
+            run._check(part, part["files"], content=False)
         return run
 
     @property
@@ -81,6 +87,15 @@ class Run:
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     @property
+    def kept(self) -> dict[str, int]:
+        """How many ``responses`` were written and how many ``contexts`` are whole so far."""
+        parts = self._manifest["parts"]
+        return {
+            kind: sum(part["contexts"] for part in parts if part["kind"] == kind)
+            for kind in ("responses", "contexts")
+        }
+
+    @property
     def score_temperatures(self) -> list[float]:
         """The temperatures of ``reference_logprob_tempered``, ascending; empty in older runs."""
         return list(self.record["identity"].get("score_temperatures", []))
@@ -98,7 +113,8 @@ class Run:
     @property
     def labels(self) -> Labels:
         """What judges and people say of the generations."""
-        return Labels(self.path)
+        sealed = self._manifest["format"] != 1
+        return Labels(self.path, self.identity_digest, sealed=sealed, verify=self._verify)
 
     def residuals(self, layer: int, position: str) -> Tensor:
         """The residual stream at one layer and position, ``[contexts, d_model]``.
@@ -122,7 +138,7 @@ class Run:
         at = self.positions.index(position)
         rows = []
         for part in self._finished_parts():
-            file = self.path / layout.residuals_file(layer, part["name"])
+            file = self._file(part, layout.residuals_file(layer, part["name"]))
             with safe_open(file, framework="pt") as tensors:
                 rows.append(tensors.get_slice("residuals")[:, at])
         return torch.cat(rows)[self._file_order]
@@ -136,15 +152,15 @@ class Run:
         if self.config["header_logits"] == "none":
             raise UserError(f"{self.path} has no header logits", "sample with --header-logits full")
         parts = self._finished_parts()
-        files = [self.path / layout.header_logits_file(part["name"]) for part in parts]
+        files = [self._file(part, layout.header_logits_file(part["name"])) for part in parts]
         counts = [part["contexts"] for part in parts]
         return HeaderLogits(files, counts, self._file_order.tolist(), self.model["vocab"])
 
     def verify(self) -> list[str]:
-        """Compare the content of every file with its recorded SHA-256; what is wrong, by part."""
+        """Compare the content of every file with its recorded hash; what is wrong, by part."""
         problems = []
         for part in self._manifest["parts"]:
-            problem = layout.damage(self.path, part["files"], content=True)
+            problem = integrity.damage(self.path, part["files"], content=True)
             if problem is not None:
                 problems.append(f"part {part['name']}: {problem}")
         return problems
@@ -178,11 +194,26 @@ class Run:
             raise UserError(f"{self.path} holds no finished part yet", "let the run go on first")
         return self._parts
 
+    def _file(self, part: dict, name: str) -> Path:
+        """The path of one of a part's files; its content is compared the first time."""
+        if self._verify and name not in self._verified:
+            self._check(part, {name: part["files"][name]}, content=True)
+            self._verified.add(name)
+        return self.path / name
+
+    def _check(self, part: dict, files: dict, *, content: bool) -> None:
+        problem = integrity.damage(self.path, files, content=content)
+        if problem is not None:
+            raise UserError(
+                f"part {part['name']} of {self.path} is damaged: {problem}",
+                "run the command that wrote it again with --repair",
+            )
+
     @cached_property
     def _file_order(self) -> Tensor:
         """``[contexts]``: where in the concatenated parts each context lies."""
         orders = [
-            pq.read_table(self.path / layout.contexts_file(part["name"]), columns=["order"])
+            pq.read_table(self._file(part, layout.contexts_file(part["name"])), columns=["order"])
             for part in self._finished_parts()
         ]
         order = pa.concat_tables(orders)["order"].to_numpy()
@@ -190,7 +221,7 @@ class Run:
 
     def _table(self, file, keys: list[str]) -> pa.Table:
         table = pa.concat_tables(
-            [pq.read_table(self.path / file(part["name"])) for part in self._finished_parts()]
+            [pq.read_table(self._file(part, file(part["name"]))) for part in self._finished_parts()]
         )
         return table.take(pc.sort_indices(table, sort_keys=[(key, "ascending") for key in keys]))
 
@@ -202,8 +233,8 @@ class HeaderLogits:
     """The model's next-token distribution at ``header_last``, one context at a time.
 
     ``full`` files hold logits minus their maximum in float16, which keeps the first-token
-    distribution at any temperature from 0.3 up to a total variation of 1e-3. ``top-k`` files hold
-    the k largest and how much probability (at T = 1) the others have together.
+    distribution at any temperature from :data:`EXACT_FROM` up to a total variation of 1e-3.
+    ``top-k`` files hold the k largest and how much probability (at T = 1) the others have together.
     """
 
     def __init__(self, files: list[Path], counts: list[int], order: list[int], vocab: int) -> None:
@@ -216,8 +247,20 @@ class HeaderLogits:
     def __len__(self) -> int:
         return len(self._places)
 
+    def __iter__(self) -> Iterator[Tensor]:
+        return (self[index] for index in range(len(self)))
+
     def stored(self, index: int) -> dict[str, Tensor]:
-        """What the file has for one context (in the order of ``Run.contexts``)."""
+        """What the file has for one context (in the order of ``Run.contexts``).
+
+        Raises:
+            UserError: there is no context of that number.
+        """
+        if not 0 <= index < len(self):
+            raise UserError(
+                f"there are header logits of {len(self)} contexts, none of number {index}",
+                f"give 0 … {len(self) - 1}",
+            )
         file, row = self._places[index]
         with safe_open(file, framework="pt") as tensors:
             return {key: tensors.get_slice(key)[row : row + 1][0] for key in tensors.keys()}  # noqa: SIM118
@@ -235,10 +278,12 @@ class HeaderLogits:
         """Log-probabilities of the first token at a temperature, ``[vocab]`` float32, in nats.
 
         From a top-k file they are exact at T = 1 (the tail's mass is stored); at another
-        temperature the tail's share isn't known.
+        temperature the tail's share isn't known. Below :data:`EXACT_FROM` it warns that float16
+        is too coarse.
 
         Raises:
-            UserError: a temperature that isn't above 0, or a top-k file and one other than 1.
+            UserError: a temperature that isn't above 0, a top-k file and one other than 1, or no
+                context of that number.
         """
         if not 0 < temperature < math.inf:
             raise UserError(
@@ -247,6 +292,12 @@ class HeaderLogits:
             )
         stored = self.stored(index)
         if "shifted" in stored:
+            if temperature < EXACT_FROM:
+                warnings.warn(
+                    f"first-token distributions at T = {temperature:g} may be off by more than "
+                    f"1e-3: logits in float16 are fine enough from T = {EXACT_FROM:g} up",
+                    stacklevel=2,
+                )
             return (stored["shifted"].float() / temperature).log_softmax(-1)
         if temperature != 1.0:
             raise UserError(

@@ -28,7 +28,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ia_mech.errors import UserError
-from ia_mech.run import layout
+from ia_mech.run import integrity, layout
 
 
 class Tensors(NamedTuple):
@@ -56,7 +56,7 @@ class RunWriter:
         except Timeout:
             raise _written_by_another(path) from None
         try:
-            self.record, self.manifest = layout.read_record_and_manifest(path)
+            self.record, self.manifest = integrity.read_record_and_manifest(path)
         except BaseException:
             self.close()
             raise
@@ -79,15 +79,18 @@ class RunWriter:
         """
         scratch = conversations.with_name(path.name + ".new")
         scratch.mkdir()
-        snapshot = {layout.CONVERSATIONS: _moved(conversations, scratch / layout.CONVERSATIONS)}
+        integrity.write_json(scratch / layout.RUN, record)
+        files = {
+            layout.RUN: integrity.facts_of(scratch / layout.RUN),
+            layout.CONVERSATIONS: _moved(conversations, scratch / layout.CONVERSATIONS),
+        }
         part = {"kind": "conversations", "name": "conversations", "units": [], "contexts": 0}
-        layout.write_json(scratch / layout.RUN, record)
-        layout.write_json(
+        integrity.write_json(
             scratch / layout.MANIFEST,
             {
                 "format": layout.FORMAT,
                 "complete": False,
-                "parts": [part | {"files": snapshot}],
+                "parts": [part | {"files": files}],
                 "sessions": [],
             },
         )
@@ -98,7 +101,7 @@ class RunWriter:
             if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
                 raise _written_by_another(path) from None
             raise
-        layout.fsync_folder(path.parent)
+        integrity.fsync_folder(path.parent)
         return cls(path)
 
     @classmethod
@@ -125,15 +128,7 @@ class RunWriter:
         """
         writer = cls(path)
         try:
-            differing = dict(_differences(writer.record["identity"], record["identity"]))
-            # What follows from the configuration is left out where that explains it.
-            asked = {name: v for name, v in differing.items() if name.startswith("config.")}
-            if differing:
-                found = [f"{name_of(name)} {v}" for name, v in (asked or differing).items()]
-                raise UserError(
-                    f"{path} holds another configuration: {', '.join(found)}",
-                    "give another --out, or the configuration that it holds",
-                )
+            refuse_another(path, writer.record["identity"], record["identity"], name_of)
             writer._drop_damaged(repair, conversations)
             writer._remove_orphans()
         except BaseException:
@@ -311,15 +306,15 @@ class RunWriter:
     def _flush_folders(self, files: dict) -> None:
         # Also the folders that hold these folders, which may be new.
         for folder in {self.path / parent for file in files for parent in Path(file).parents}:
-            layout.fsync_folder(folder)
+            integrity.fsync_folder(folder)
 
     def _write_manifest(self) -> None:
-        layout.write_json(self.path / layout.MANIFEST, self.manifest)
+        integrity.write_json(self.path / layout.MANIFEST, self.manifest)
 
     def _drop_damaged(self, repair: bool, conversations: Path | None) -> None:
         whole = []
         for part in self.manifest["parts"]:
-            problem = layout.damage(self.path, part["files"], content=True)
+            problem = integrity.damage(self.path, part["files"], content=True)
             if problem is None:
                 whole.append(part)
             elif not repair:
@@ -334,7 +329,7 @@ class RunWriter:
                         "remove the folder and sample again",
                     )
                 facts = _moved(conversations, self.path / layout.CONVERSATIONS)
-                part["files"] = {layout.CONVERSATIONS: facts}
+                part["files"][layout.CONVERSATIONS] = facts
                 whole.append(part)
                 self._write_manifest()
         if len(whole) < len(self.manifest["parts"]):
@@ -348,13 +343,15 @@ class RunWriter:
             for path in (self.path / folder).rglob("*"):
                 if path.is_file() and path.relative_to(self.path).as_posix() not in named:
                     path.unlink()
+        for path in self.path.glob("*.tmp"):
+            path.unlink()
 
 
 def _moved(scratch: Path, path: Path) -> dict:
     """Flush a file and give it its name; returns what the manifest says of it."""
     with open(scratch, "rb+") as handle:
         os.fsync(handle.fileno())
-    facts = {"bytes": scratch.stat().st_size, "sha256": layout.sha256(scratch)}
+    facts = integrity.facts_of(scratch)
     os.replace(scratch, path)
     return facts
 
@@ -389,6 +386,30 @@ def _concatenated(root: Path, files: list[str]) -> pa.Table | Tensors:
                 merged.setdefault(key, []).append(tensors.get_tensor(key))
     whole = {key: torch.cat(parts) for key, parts in merged.items()}
     return Tensors(whole, metadata | {"contexts": contexts})
+
+
+def refuse_another(
+    path: Path, there: dict, wanted: dict, name_of: Callable[[str], str] = str
+) -> None:
+    """Refuse to go on with a run of another identity.
+
+    Args:
+        path: the run's folder.
+        there, wanted: both identities, or the same part of both.
+        name_of: as for :meth:`RunWriter.resume`.
+
+    Raises:
+        UserError: they differ; it names all differences.
+    """
+    differing = dict(_differences(there, wanted))
+    # What follows from the configuration is left out where that explains it.
+    asked = {name: v for name, v in differing.items() if name.startswith("config.")}
+    if differing:
+        found = [f"{name_of(name)} {v}" for name, v in (asked or differing).items()]
+        raise UserError(
+            f"{path} holds another configuration: {', '.join(found)}",
+            "give another --out, or the configuration that it holds",
+        )
 
 
 def _differences(there: dict, wanted: dict, prefix: str = "") -> Iterator[tuple[str, str]]:

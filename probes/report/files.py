@@ -27,8 +27,9 @@ from scipy.special import expit
 from ia_mech.display import save_figure
 from ia_mech.errors import UserError
 from ia_mech.estimates import TidyEstimate, frame_of, write_parquet
+from ia_mech.run.integrity import read_json
 from ia_mech.run.labels import check_name
-from ia_mech.run.layout import read_json
+from ia_mech.run.layout import refuse_unwritable
 from ia_mech.stats import Estimate
 from probes.analysis import MEASURES, Analysis, Settings
 from probes.card import CARD, WEIGHTS, Probe, directions
@@ -180,13 +181,14 @@ class Kept:
             home: the run to keep it in; the first if not given.
 
         Raises:
-            UserError: a name that no file can have, one that is taken, or a folder with files
-                that no analysis wrote.
+            UserError: a name that no file can have, one that is taken, a run that can't be
+                written to, or a folder with files that no analysis wrote.
         """
         if name is None:
             parts = [data.target.name.replace("@", "-at-"), settings.estimator, data.judge]
             name = "-".join([*parts, f"{len(data.runs)}-runs"] if len(data.runs) > 1 else parts)
         folder = (home or data.runs[0].path) / "probes" / check_name(name)
+        refuse_unwritable(folder, "give a copy of the run")
         _restore(folder)
         asked = _asked(data, settings)
         _check_free(folder, asked, replace)

@@ -1,0 +1,325 @@
+"""Whether a run's files are what was written: hashes, seals, shapes, and replacing files whole.
+
+The files of parts are named in ``manifest.json`` with their XXH3-128, a fast hash that finds damage
+and mix-ups (it is no protection from people who can write to the folder). Files that stand alone,
+``manifest.json`` itself, labels and cards, carry a **seal**: the XXH3-128 of their own bytes, with
+zeros where its digits are. Runs of format 1 have SHA-256 in their manifest and no seals.
+"""
+
+import glob
+import hashlib
+import json
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, Literal, NotRequired
+
+import psutil
+import xxhash
+from pydantic import Field, StringConstraints, TypeAdapter, ValidationError
+from typing_extensions import TypedDict  # pydantic takes no other before Python 3.12
+
+from ia_mech.errors import UserError
+from ia_mech.run.layout import MANIFEST, READABLE, RUN
+
+HASH = "xxh3_128"
+_HASHES: dict[str, Callable[[], Any]] = {HASH: xxhash.xxh3_128, "sha256": hashlib.sha256}
+
+# -- shapes of the two JSON files ----------------------------------------------------------------
+
+_Count = Annotated[int, Field(ge=0)]
+_Digest = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]+$")]
+# Nothing else can be named, so nothing outside the folder is read, merged or removed.
+_FileName = Annotated[
+    str,
+    StringConstraints(
+        pattern=r"^(run\.json|conversations\.parquet"
+        r"|(responses|contexts|generations)/part-\d+\.parquet"
+        r"|(header_logits|residuals/layer_\d+)/\d+\.safetensors)$"
+    ),
+]
+
+
+class _File(TypedDict):
+    bytes: _Count
+    xxh3_128: NotRequired[_Digest]
+    sha256: NotRequired[_Digest]  # before format 2
+
+
+class _Part(TypedDict):
+    kind: Literal["conversations", "responses", "contexts"]
+    name: Annotated[str, StringConstraints(pattern=r"^(conversations|\d+)$")]
+    units: list[str]
+    contexts: _Count
+    files: dict[_FileName, _File]
+
+
+class _Manifest(TypedDict):
+    complete: bool
+    parts: list[_Part]
+    sessions: list[dict[str, Any]]
+    next: NotRequired[dict[str, _Count]]
+
+
+class _Grid(TypedDict):
+    temperatures: list[float]
+    samples: _Count
+    max_new_tokens: _Count
+    seed: int
+
+
+class _Config(TypedDict):
+    model: dict[str, Any]
+    dataset: str
+    grid: _Grid
+    header_logits: str | int
+
+
+class _Model(TypedDict):
+    name: str
+    weights_hash: str
+    layers: _Count
+    d_model: _Count
+    vocab: _Count
+    dtype: str
+
+
+class _Chat(TypedDict):
+    template_hash: str
+    tail_ids: list[int]
+    stop_ids: dict[Annotated[str, StringConstraints(pattern=r"^\d+$")], str]
+
+
+class _Conversations(TypedDict):
+    count: _Count
+
+
+class _Identity(TypedDict):
+    config: _Config
+    model: _Model
+    chat: _Chat
+    positions: list[str]
+    score_temperatures: NotRequired[list[float]]
+    conversations: _Conversations
+    software: dict[str, str]
+
+
+class _Record(TypedDict):
+    identity: _Identity
+
+
+_SHAPES: dict[str, TypeAdapter] = {RUN: TypeAdapter(_Record), MANIFEST: TypeAdapter(_Manifest)}
+
+
+def read_record_and_manifest(path: Path, *, verify: bool = True) -> tuple[dict, dict]:
+    """``run.json`` and ``manifest.json`` of a run: the one door to both.
+
+    Args:
+        path: the run's folder.
+        verify: compare them with the manifest's hash and seal.
+
+    Raises:
+        UserError: not a run, a run of another format, or a file that isn't what was written.
+    """
+    found = {}
+    for name in (RUN, MANIFEST):
+        if not (path / name).is_file():
+            raise UserError(f"{path} is not a run (no {name})", "give a folder under cache/")
+        try:
+            content = (path / name).read_bytes()
+            found[name] = _object(content)
+            _check_format(path, found[name])  # first: another format may have other seals
+            if verify:
+                check_seal(content, required=found[name]["format"] != 1)
+            found[name].pop(SEAL, None)
+            _SHAPES[name].validate_python(found[name], strict=True)
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_input=False)[0]
+            place = ".".join(map(str, first["loc"])) or "the whole"
+            raise _damaged(path / name, f"{place}: {first['msg']}") from None
+        except ValueError as error:
+            raise _damaged(path / name, str(error)) from None
+    record, manifest = found[RUN], found[MANIFEST]
+    for part in manifest["parts"]:
+        if verify and RUN in part["files"]:
+            problem = damage(path, {RUN: part["files"][RUN]}, content=True)
+            if problem is not None:
+                raise _damaged(path / RUN, problem)
+    return record, manifest
+
+
+def _check_format(path: Path, value: dict) -> None:
+    form = value.get("format")
+    if form is None:
+        raise ValueError("it has no format")
+    if form not in READABLE:
+        raise UserError(
+            f"{path} has format {form}, this version reads {' and '.join(map(str, READABLE))}",
+            "read it with the version of ia_mech that wrote it",
+        )
+
+
+def _damaged(file: Path, problem: str) -> UserError:
+    return UserError(
+        f"{file} is damaged ({problem})",
+        "restore it from a copy, or remove the folder and sample again",
+    )
+
+
+# -- content -------------------------------------------------------------------------------------
+
+
+def facts_of(path: Path) -> dict[str, int | str]:
+    """What the manifest says of a file: its size and its hash."""
+    return {"bytes": path.stat().st_size, HASH: _content_hash(path, HASH)}
+
+
+def _content_hash(path: Path, name: str) -> str:
+    with open(path, "rb") as handle:
+        return hashlib.file_digest(handle, _HASHES[name]).hexdigest()
+
+
+def damage(root: Path, files: dict[str, dict], *, content: bool) -> str | None:
+    """What is wrong with a part's files, or None.
+
+    Args:
+        root: the run's folder.
+        files: name -> size and hash as the manifest has them.
+        content: compare the hash of every file, not only its size.
+    """
+    for name, expected in files.items():
+        path = root / name
+        if not path.is_file():
+            return f"{name} is missing"
+        if path.stat().st_size != expected["bytes"]:
+            return f"{name} has {path.stat().st_size} bytes, {expected['bytes']} were written"
+        if content and any(
+            _content_hash(path, known) != expected[known] for known in _HASHES if known in expected
+        ):
+            return f"the content of {name} is not what was written"
+    return None
+
+
+# -- seals ---------------------------------------------------------------------------------------
+
+SEAL = "seal"
+UNSEALED = "xxh3:" + "0" * 32  # stands in for a seal until the rest is known
+_SEAL = re.compile(rb"xxh3:([0-9a-f]{32})")
+
+
+def sealed(content: bytes) -> bytes:
+    """The content of a file with its last ``UNSEALED`` replaced by the hash of all of it."""
+    found = _last_seal(content)
+    assert found is not None and found[0] == UNSEALED.encode()
+    return _with_digits(content, found, xxhash.xxh3_128(content).hexdigest().encode())
+
+
+def check_seal(content: bytes, *, required: bool) -> None:
+    """Compare the content of a file with the last seal in it.
+
+    Raises:
+        ValueError: they differ, or it has none and ``required`` says that it must.
+    """
+    found = _last_seal(content)
+    if found is not None:
+        if sealed(_with_digits(content, found, b"0" * 32)) != content:
+            raise ValueError("its content is not what was written")
+    elif required:
+        raise ValueError("it has no seal, so another program wrote it")
+
+
+def _with_digits(content: bytes, found: re.Match[bytes], digits: bytes) -> bytes:
+    return b"".join([content[: found.start(1)], digits, content[found.end(1) :]])
+
+
+def _last_seal(content: bytes) -> re.Match[bytes] | None:
+    # Texts in the file may look like a seal, but the seal is written after them.
+    at = content.rfind(b"xxh3:")
+    return _SEAL.match(content, at) if at >= 0 else None
+
+
+# -- reading and replacing files -----------------------------------------------------------------
+
+_CLOCK_ERROR = 2.0  # seconds; the time of a start is reckoned from that of the boot, in whole ones
+
+
+def read_json(path: Path, *, verify: bool = True) -> dict:
+    """A JSON object that :func:`write_json` wrote, without its seal.
+
+    Raises:
+        ValueError: no JSON object, or (with ``verify``) not the one that was written.
+    """
+    content = path.read_bytes()
+    value = _object(content)
+    if verify:
+        check_seal(content, required=SEAL in value)
+    value.pop(SEAL, None)
+    return value
+
+
+def _object(content: bytes) -> dict:
+    try:
+        value = json.loads(content)
+    except RecursionError:
+        raise ValueError("its values are nested too deep") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"it holds a {type(value).__name__}, not an object")
+    return value
+
+
+def write_json(path: Path, value: dict) -> None:
+    """Replace a JSON file atomically: a reader sees the old one or the new one, never a half."""
+    text = json.dumps(value | {SEAL: UNSEALED}, indent=1, ensure_ascii=False)
+
+    def write(scratch: Path) -> None:
+        scratch.write_bytes(sealed(text.encode()))
+
+    replace_file(path, write)
+
+
+def replace_file(path: Path, write: Callable[[Path], None]) -> None:
+    """Have a file written under another name, then put in its place.
+
+    Args:
+        path: the file; its folder must be there.
+        write: is given the other name, in the same folder.
+
+    Raises:
+        OSError: it can't be written.
+    """
+    scratch = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    for left in path.parent.glob(f"{glob.escape(path.name)}.*.tmp"):
+        process = left.name[len(path.name) + 1 : -len(".tmp")]
+        if process.isdecimal() and abandoned(left, int(process)):
+            left.unlink(missing_ok=True)
+    try:
+        write(scratch)
+        with open(scratch, "rb+") as handle:
+            os.fsync(handle.fileno())
+        os.replace(scratch, path)
+    finally:
+        scratch.unlink(missing_ok=True)
+    fsync_folder(path.parent)
+
+
+def abandoned(path: Path, process: int) -> bool:
+    """Whether the process that made a scratch file or folder is gone; it may have been killed.
+
+    Its number can be another process's by now. In containers it often is the next one's.
+    """
+    try:
+        return psutil.Process(process).create_time() > path.stat().st_mtime + _CLOCK_ERROR
+    except psutil.NoSuchProcess:
+        return True
+    except FileNotFoundError:
+        return False
+
+
+def fsync_folder(folder: Path) -> None:
+    """Flush a folder's entries, so that a rename in it survives a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
