@@ -299,7 +299,8 @@ def replace_file(path: Path, write: Callable[[Path], None]) -> None:
             os.fsync(handle.fileno())
         os.replace(scratch, path)
     except OSError as error:
-        error.filename = error.filename or str(path)  # a write to an open file doesn't name it
+        if error.errno is not None and error.filename is None:  # of a write to an open file
+            error.filename = str(path)
         raise
     finally:
         scratch.unlink(missing_ok=True)
