@@ -126,26 +126,30 @@ def read_record_and_manifest(path: Path, *, verify: bool = True) -> tuple[dict, 
     for name in (RUN, MANIFEST):
         if not (path / name).is_file():
             raise UserError(f"{path} is not a run (no {name})", "give a folder under cache/")
+        content = (path / name).read_bytes()
         try:
-            content = (path / name).read_bytes()
             found[name] = _object(content)
             _check_format(path, found[name])  # first: another format may have other seals
-            if verify:
+        except ValueError as error:
+            raise _damaged(path / name, str(error)) from None
+        if verify:
+            try:
                 check_seal(content, required=found[name]["format"] != 1)
-            found[name].pop(SEAL, None)
+            except ValueError as error:
+                raise _changed(path / name, str(error)) from None
+        found[name].pop(SEAL, None)
+        try:
             _SHAPES[name].validate_python(found[name], strict=True)
         except ValidationError as error:
             first = error.errors(include_url=False, include_input=False)[0]
             place = ".".join(map(str, first["loc"])) or "the whole"
             raise _damaged(path / name, f"{place}: {first['msg']}") from None
-        except ValueError as error:
-            raise _damaged(path / name, str(error)) from None
     record, manifest = found[RUN], found[MANIFEST]
     for part in manifest["parts"]:
         if verify and RUN in part["files"]:
             problem = damage(path, {RUN: part["files"][RUN]}, content=True)
             if problem is not None:
-                raise _damaged(path / RUN, problem)
+                raise _changed(path / RUN, problem)
     return record, manifest
 
 
@@ -164,6 +168,13 @@ def _damaged(file: Path, problem: str) -> UserError:
     return UserError(
         f"{file} is damaged ({problem})",
         "restore it from a copy, or remove the folder and sample again",
+    )
+
+
+def _changed(file: Path, problem: str) -> UserError:
+    return UserError(
+        f"{file} is damaged ({problem})",
+        "undo the change or restore a copy; analyses read it as it is with --no-verify",
     )
 
 
