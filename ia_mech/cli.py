@@ -12,9 +12,20 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
-from ia_mech.errors import UserError
+from ia_mech.errors import UserError, exhaustion
+
+try:
+    import resource
+except ImportError:  # Windows has no such limits
+    resource = None  # type: ignore[assignment]
+
+# Bytes of address space, most of which is never used: PyTorch, SciPy and Arrow map 1.5 GB when they
+# are loaded, and each thread 0.1 GB.
+ADDRESS_SPACE = 4 * 2**30
+# Of Arrow and others; and of each of OpenMP, rayon, and OpenBLAS in NumPy and in SciPy.
+THREADS, THREADS_PER_PROCESSOR = 16, 4
 
 NOTHING = 3  # the exit status of a command that ended as it should, with nothing usable
 
@@ -61,6 +72,9 @@ def guarded(body: Callable[[], int | None], interrupted: Callable[[], str]) -> i
         return status
     except BrokenPipeError:
         return _closed_pipe()
+    except OSError as error:  # what was printed last found no room
+        _discard(sys.stdout)
+        return refuse(f"the output could not be written ({error.strerror}); write it elsewhere")
 
 
 def _status(body: Callable[[], int | None], interrupted: Callable[[], str]) -> int:
@@ -70,6 +84,7 @@ def _status(body: Callable[[], int | None], interrupted: Callable[[], str]) -> i
 
     with _interrupts(tell) as ctrl_c:
         try:
+            _check_limits()
             return body() or 0
         except BrokenPipeError:
             raise
@@ -80,8 +95,10 @@ def _status(body: Callable[[], int | None], interrupted: Callable[[], str]) -> i
                 return tell()
             if isinstance(error, UserError):
                 return refuse(str(error))
+            if lacking := exhaustion(error):
+                return refuse(str(lacking))
             if isinstance(error, OSError):
-                return refuse(f"{error}; check the path, its permissions and the space on its disk")
+                return refuse(f"{error}; check the path and its disk")
             raise
 
 
@@ -122,6 +139,40 @@ def _importing(frame: FrameType | None) -> bool:
     return False
 
 
+def _check_limits() -> None:
+    """Refuse limits under which libraries abort or hang, which no code of ours could report.
+
+    Raises:
+        UserError: there is too little address space, or too few threads can be started.
+    """
+    limit = -1 if resource is None else resource.getrlimit(resource.RLIMIT_AS)[0]
+    if 0 <= limit < ADDRESS_SPACE:  # negative: none
+        raise UserError(
+            f"ulimit -v allows {limit / 2**30:.1f} GB of address space, too little for PyTorch and "
+            "its threads",
+            f"raise it to {ADDRESS_SPACE / 2**30:g} GB or more, or set it to unlimited",
+        )
+    done, started = threading.Event(), []
+    needed = THREADS + THREADS_PER_PROCESSOR * _processors()
+    try:
+        for _ in range(needed):
+            started.append(threading.Thread(target=done.wait, daemon=True))
+            started[-1].start()
+    except RuntimeError:
+        raise UserError(
+            f"only {len(started) - 1} of the {needed} threads that libraries need can be started",
+            f"raise ulimit -u, or set OMP_NUM_THREADS=1 (then {THREADS + THREADS_PER_PROCESSOR})",
+        ) from None
+    finally:
+        done.set()
+
+
+def _processors() -> int:
+    """How many threads libraries start for their computations."""
+    given = os.environ.get("OMP_NUM_THREADS", "")
+    return int(given) if given.isdigit() else os.cpu_count() or 1
+
+
 @contextlib.contextmanager
 def _interrupts(tell: Callable[[], int]) -> Iterator[_CtrlC]:
     """Have Ctrl-C end a command in an orderly way.
@@ -148,13 +199,17 @@ def _end_at_once() -> None:
 
 
 def _closed_pipe() -> int:
-    """Let what is still buffered go nowhere; returns the exit status of a program that SIGPIPE
-    ends."""
+    """The exit status of a program that SIGPIPE ends."""
+    _discard(sys.stdout, sys.stderr)
+    return 128 + 13
+
+
+def _discard(*streams: TextIO) -> None:
+    """Let what is still buffered go nowhere."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
-    for stream in (sys.stdout, sys.stderr):
+    for stream in streams:
         with contextlib.suppress(OSError):
             os.dup2(nowhere, stream.fileno())
-    return 128 + 13
 
 
 def add_no_verify(parser: argparse.ArgumentParser) -> None:
@@ -268,7 +323,8 @@ def tolerant_streams() -> None:
 
 
 def refuse(problem: str) -> int:
-    print(f"error: {one_line(' '.join(problem.split()))}", file=sys.stderr)
+    with contextlib.suppress(OSError):  # stderr may have no room either
+        print(f"error: {one_line(' '.join(problem.split()))}", file=sys.stderr)
     return 2
 
 

@@ -90,6 +90,7 @@ class Bar:
 
     def __init__(self) -> None:
         self._bar: tqdm | None = None
+        tqdm.monitor_interval = 0  # no thread that redraws: :meth:`advance` does
 
     def start(self, phase: str, total: int, *, done: int = 0, unit: str = "step") -> None:
         self.stop()

@@ -114,7 +114,7 @@ def test_a_dataset_that_cannot_be_opened(refused, monkeypatch):
 
     monkeypatch.setattr("ia_mech.collect.preflight.open_conversations", denied)
     line = refused()
-    assert "Permission denied: 'chats.jsonl'; check the path, its permissions and the space" in line
+    assert "Permission denied: 'chats.jsonl'; change its permissions, or give another path" in line
 
 
 # -- settings that can't be -----------------------------------------------------------------------

@@ -15,8 +15,7 @@ from ia_mech.engine.plan import (
     plan_units,
     write_units,
 )
-from ia_mech.errors import UserError
-from ia_mech.models.load import is_out_of_memory
+from ia_mech.errors import UserError, is_out_of_memory
 
 
 def test_units_hold_every_context_once_sorted_by_length():

@@ -125,7 +125,7 @@ def test_a_full_disk_is_reported_and_a_later_call_goes_on(
             f"{folder / 'run'} could not be written (No space left on device)"
         )
         assert reported.value.remedy == (
-            "free some space or give another --out; the same command then goes on from what is kept"
+            "free some space, or give another path; the same command then goes on from what is kept"
         )
         # Nothing but the run, and no run before both of its JSON files are whole.
         assert os.listdir(folder) == (["run"] if room >= 2 else [])

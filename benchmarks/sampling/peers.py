@@ -22,9 +22,8 @@ from benchmarks.sampling.workload import (
     release_memory,
     rows_of,
 )
-from ia_mech.errors import UserError
+from ia_mech.errors import UserError, is_out_of_memory
 from ia_mech.models import embedded
-from ia_mech.models.load import is_out_of_memory
 
 # What errors say where a tensor has more numbers than a kernel can count.
 TOO_LARGE = ("32-bit", "INT_MAX", "invalid configuration argument")

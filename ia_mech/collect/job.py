@@ -59,7 +59,7 @@ from ia_mech.engine.plan import (
 from ia_mech.engine.prefill import Prefilled, Prefix, prefill
 from ia_mech.engine.sampling import stream_key
 from ia_mech.engine.shared_prefix import Engine
-from ia_mech.errors import UserError
+from ia_mech.errors import UserError, exhaustion
 from ia_mech.lens import save_lens
 from ia_mech.likelihood.scorer import ContextScores, Scorer, scored_temperatures
 from ia_mech.likelihood.swaps import SwapSources
@@ -145,10 +145,11 @@ def collect(
     except BrokenPipeError:  # of the progress, not of the run
         raise
     except OSError as error:
+        lacking = exhaustion(error)
+        remedy = lacking.remedy if lacking else "check its disk, or give another --out"
         raise UserError(
             f"{out} could not be written ({error.strerror or error})",
-            "free some space or give another --out; the same command then goes on from what is "
-            "kept",
+            f"{remedy}; the same command then goes on from what is kept",
         ) from error
     return Run.open(out)
 

@@ -19,8 +19,7 @@ from ia_mech.engine.loop import decode_step
 from ia_mech.engine.prefill import Prefix, can_join, continue_prefill, expand, join, prefill
 from ia_mech.engine.score import Turn, score
 from ia_mech.engine.shared_prefix import Engine
-from ia_mech.errors import UserError
-from ia_mech.models.load import is_out_of_memory
+from ia_mech.errors import UserError, is_out_of_memory
 
 TOLERANCE = 2e-3  # of the largest logit, in float32; in half precision 16 roundings of it
 STEPS = 3

@@ -12,8 +12,7 @@ from typing import TypeVar
 
 import torch
 
-from ia_mech.errors import UserError
-from ia_mech.models.load import is_out_of_memory
+from ia_mech.errors import UserError, is_out_of_memory
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")

@@ -14,7 +14,7 @@ from ia_mech.engine.check import check_engine
 from ia_mech.engine.plan import OomBackoff
 from ia_mech.engine.prefill import Prefilled, Prefix, State, expand, forward, prefill
 from ia_mech.engine.score import Turn, score
-from ia_mech.errors import UserError
+from ia_mech.errors import UserError, is_out_of_memory
 from ia_mech.judge import prompt
 from ia_mech.judge.rubric import NAMES, rubric_hash
 from ia_mech.judge.verdict import Item, Verdict
@@ -22,7 +22,6 @@ from ia_mech.models.load import (
     ModelSpec,
     Subject,
     context_limit,
-    is_out_of_memory,
     load,
     weights_hash,
 )

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers import logging as transformers_logging
 
-from ia_mech.errors import UserError
+from ia_mech.errors import UserError, exhaustion, is_out_of_memory
 from ia_mech.models import embedded
 
 PROBE_SECONDS = 5
@@ -233,22 +233,6 @@ def weights_hash(model: PreTrainedModel, dtype: str | None = None) -> str:
         return hashlib.sha256(b"".join(pool.map(digest, items))).hexdigest()[:16]
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an exception means that a device, or this machine, had no memory left.
-
-    Also where it was raised while that was being handled, as by leaving a CUDA graph's capture.
-    """
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return True
-    if not isinstance(error, RuntimeError):
-        return False
-    said = ("can't allocate memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
-    if any(text in str(error) for text in said):
-        return True
-    before = error.__cause__ or error.__context__
-    return before is not None and is_out_of_memory(before)
-
-
 def accepts(model: PreTrainedModel, argument: str) -> bool:
     """Whether the model's ``forward`` names this argument."""
     return argument in inspect.signature(model.forward).parameters
@@ -318,9 +302,9 @@ def _explained(spec: ModelSpec, loading: bool = False) -> Iterator[None]:
     transformers_logging.set_verbosity_error()
     try:
         yield
-    except UserError:
-        raise
     except Exception as error:  # transformers, safetensors, gguf and the hub raise their own
+        if isinstance(error, UserError) or (exhaustion(error) and not is_out_of_memory(error)):
+            raise
         raise _explanation(spec, loading, error) from error
     finally:
         transformers_logging.set_verbosity(verbosity)

@@ -309,6 +309,9 @@ def replace_file(path: Path, write: Callable[[Path], None]) -> None:
         with open(scratch, "rb+") as handle:
             os.fsync(handle.fileno())
         os.replace(scratch, path)
+    except OSError as error:
+        error.filename = error.filename or str(path)  # a write to an open file doesn't name it
+        raise
     finally:
         scratch.unlink(missing_ok=True)
     fsync_folder(path.parent)

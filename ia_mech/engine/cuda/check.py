@@ -17,7 +17,7 @@ from ia_mech.engine.cuda.sizes import Sizes
 from ia_mech.engine.cuda.stepper import FIELDS, STEPS, Stepper, why_not
 from ia_mech.engine.prefill import Prefix, prefill
 from ia_mech.engine.shared_prefix import Engine
-from ia_mech.models.load import is_out_of_memory
+from ia_mech.errors import is_out_of_memory
 
 SEATS, ROOM = 33, 512  # rows of one context, and tokens that contexts have room for
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ia_mech.engine.sampling import Draw
-from ia_mech.models.load import is_out_of_memory
+from ia_mech.errors import is_out_of_memory
 
 try:
     import triton
