@@ -146,7 +146,7 @@ def collect(
         raise
     except OSError as error:
         raise UserError(
-            f"{out} could not be written ({error.strerror or error})",
+            f"{error.filename2 or out} could not be written ({error.strerror or error})",
             "free some space or give another --out; the same command then goes on from what is "
             "kept",
         ) from error
