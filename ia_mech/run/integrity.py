@@ -129,7 +129,7 @@ def read_record_and_manifest(path: Path, *, verify: bool = True) -> tuple[dict, 
         content = (path / name).read_bytes()
         try:
             found[name] = _object(content)
-            _check_format(path, found[name])  # first: another format may have other seals
+            _check_format(path / name, found[name])  # first: another format may have other seals
         except ValueError as error:
             raise _damaged(path / name, str(error)) from None
         if verify:
@@ -153,13 +153,13 @@ def read_record_and_manifest(path: Path, *, verify: bool = True) -> tuple[dict, 
     return record, manifest
 
 
-def _check_format(path: Path, value: dict) -> None:
+def _check_format(file: Path, value: dict) -> None:
     form = value.get("format")
     if form is None:
         raise ValueError("it has no format")
     if form not in READABLE:
         raise UserError(
-            f"{path} has format {form}, this version reads {' and '.join(map(str, READABLE))}",
+            f"{file} has format {form}, this version reads {' and '.join(map(str, READABLE))}",
             "read it with the version of ia_mech that wrote it",
         )
 
@@ -255,8 +255,13 @@ def _last_seal(content: bytes) -> re.Match[bytes] | None:
 _CLOCK_ERROR = 2.0  # seconds; the time of a start is reckoned from that of the boot, in whole ones
 
 
-def read_json(path: Path, *, verify: bool = True) -> dict:
+def read_json(path: Path, *, verify: bool = True, sealed: bool = False) -> dict:
     """A JSON object that :func:`write_json` wrote, without its seal.
+
+    Args:
+        path: the file.
+        verify: check the seal.
+        sealed: refuse a file without one.
 
     Raises:
         ValueError: no JSON object, or (with ``verify``) not the one that was written.
@@ -264,7 +269,7 @@ def read_json(path: Path, *, verify: bool = True) -> dict:
     content = path.read_bytes()
     value = _object(content)
     if verify:
-        check_seal(content, required=SEAL in value)
+        check_seal(content, required=sealed or SEAL in value)
     value.pop(SEAL, None)
     return value
 

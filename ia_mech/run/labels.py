@@ -134,7 +134,7 @@ class Labels:
         """Keep which row of an exported sheet is which user turn."""
         path = self.path / "annotations" / "sheets" / f"{check_name(name)}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
-        integrity.write_json(path, key)
+        integrity.write_json(path, key | {"of": [self._run, name]})
         return path
 
     def sheet(self, name: str) -> dict[str, Any]:
@@ -150,7 +150,10 @@ class Labels:
             )
         path = self.path / "annotations" / "sheets" / f"{name}.json"
         try:
-            return integrity.read_json(path, verify=self._verify)
+            key = integrity.read_json(path, verify=self._verify, sealed=self._sealed)
+            if key.pop("of", [self._run, name]) != [self._run, name]:
+                raise ValueError("it is of another sheet")
+            return key
         except ValueError as error:
             raise UserError(f"{path} is damaged ({error})", "export another sheet") from None
 
