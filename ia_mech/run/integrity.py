@@ -315,7 +315,8 @@ def replace_file(path: Path, write: Callable[[Path], None]) -> None:
             os.fsync(handle.fileno())
         os.replace(scratch, path)
     except OSError as error:
-        error.filename = error.filename or str(path)  # a write to an open file doesn't name it
+        if error.errno is not None:
+            error.filename = error.filename or str(path)  # a write to an open file doesn't name it
         raise
     finally:
         scratch.unlink(missing_ok=True)
