@@ -15,14 +15,19 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from shell import call
 
+from ia_mech.collect import command
 from ia_mech.data.conversations import open_conversations
 from ia_mech.display import console
 from ia_mech.errors import UserError
 from ia_mech.estimates import write_table
+from ia_mech.judge import __main__ as judge
 from ia_mech.judge.cache import VerdictCache
 from ia_mech.judge.sheets import json_lines
 from ia_mech.likelihood.candidates import OwnCandidates
+from ia_mech.rates import __main__ as rates
+from ia_mech.run import Run
 from ia_mech.untrusted import escaped, inert, parse_json, visible
 
 # -- JSON -----------------------------------------------------------------------------------------
@@ -286,3 +291,45 @@ def test_names_that_cannot_be_printed_are_refused(tmp_path, name):
 
 def test_the_characters_of_these_tests_are_what_they_should_be():
     assert {unicodedata.category(c) for c in UNSEEN} == {"Cc", "Cf", "Zl", "Zp"}
+
+
+def test_what_is_unseen_is_kept_in_the_run_and_shown_nowhere(tiny_model_dir, tmp_path, capfd):
+    said = f"What{UNSEEN} is{SEEN} it?"
+    rows = [
+        {"id": f"={UNSEEN}{i}", "prompt": said, "response": f"={said}", "extra": {UNSEEN: said}}
+        for i in range(3)
+    ]
+    data = tmp_path / "odd.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    words = ["--model", tiny_model_dir, "--dataset", str(data), "--limit", "all", "--samples", "2"]
+    words += ["--max-new-tokens", "4", "--out", str(tmp_path / "run")]
+    shown = [call(command.main, words, capfd)]
+    run = shown[0].run
+    shown.append(call(judge.main, ["run", str(run.path)], capfd))
+    tables = [f"--{kind}={tmp_path / f'rates.{kind}'}" for kind in ("csv", "json", "parquet")]
+    words = [str(run.path), "--judge", "rules", "--examples", "3", *tables]
+    shown.append(call(rates.main, words, capfd))
+    words = ["export", str(run.path), "--n", "6", "--out", str(tmp_path / "sheet")]
+    shown.append(call(judge.main, words, capfd))
+
+    for outcome in shown:
+        assert outcome.status == 0, outcome.err
+        assert not set(UNSEEN) & set(outcome.out)
+    for name in ("rates.csv", "rates.json", "sheet.csv", "sheet.jsonl"):
+        text = (tmp_path / name).read_text(encoding="utf-8-sig")
+        assert visible(text.replace("\r", "")) == text.replace("\r", ""), name
+    kept = Run.open(run.path).contexts
+    assert set(kept["context_id"]) == {row["id"] for row in rows}
+    assert next(iter(kept["messages"][0]))["content"] == said
+    assert json.loads(kept["metadata"][0]) == {"extra": {UNSEEN: said}}
+    sheet = [json.loads(line) for line in (tmp_path / "sheet.jsonl").read_text().splitlines()]
+    assert {row["query"] for row in sheet} == {said}
+    rows = list(csv.DictReader(io.StringIO((tmp_path / "sheet.csv").read_text("utf-8-sig"))))
+    assert {row["response"] for row in rows} == {inert(f"={said}")}
+    filled = tmp_path / "filled.csv"
+    with open(filled, "w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, rows[0])
+        writer.writeheader()
+        writer.writerows(row | {"category": "new_topic"} for row in rows)
+    words = ["import", str(run.path), str(filled), "--annotator", "anna"]
+    assert call(judge.main, words, capfd).status == 0
