@@ -217,9 +217,19 @@ def add_no_verify(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--no-verify",
         dest="verify",
-        action="store_false",
+        action=_NoVerify,
+        nargs=0,
+        default=True,
         help="don't compare the run's files with their hashes",
     )
+
+
+class _NoVerify(argparse.Action):
+    """Sets False, and says so where results are kept with what was printed."""
+
+    def __call__(self, parser, namespace, values, option=None) -> None:
+        print(f"note: {option}: files are not compared with their hashes", file=sys.stderr)
+        namespace.verify = False
 
 
 def add_intervals(group: argparse._ArgumentGroup, seed: str) -> None:

@@ -249,6 +249,15 @@ def test_there_must_be_a_run_to_repair(refused, tmp_path):
     assert line.startswith("there is no run in ") and line.endswith("to begin one")
 
 
+def test_what_stands_in_the_way_of_a_repair_is_named(sample, refused, tmp_path):
+    out = tmp_path / "run"
+    assert sample("--out", out).status == 0
+    (out / "conversations.parquet").unlink()
+    (out / "conversations.parquet").mkdir()
+    line = refused("--repair", "--out", out)
+    assert line.startswith(f"{out}/conversations.parquet could not be written (Is a directory); ")
+
+
 def test_a_damaged_part_is_named_and_repaired(sample, refused, tmp_path):
     out = tmp_path / "run"
     run = sample("--out", out).run

@@ -101,6 +101,20 @@ def test_sheets_come_back_as_they_were_written(labels):
     assert labels.sheet("sheet-1") == key
 
 
+def test_a_sheet_that_is_not_this_one_is_refused_by_name(labels, tmp_path):
+    path = labels.write_sheet("sheet-1", {"n": 1})
+    whole = path.read_bytes()
+    another = labels.write_sheet("sheet-2", {"n": 2}).read_bytes()
+    (tmp_path / "other").mkdir()
+    elsewhere = Labels(tmp_path / "other", "fedcba9876543210").write_sheet("sheet-1", {"n": 1})
+    for content in (b"{}", b"[]", another, elsewhere.read_bytes(), whole.replace(b"1", b"2", 1)):
+        path.write_bytes(content)
+        with pytest.raises(UserError, match=rf"{path} is damaged \(.*; export another sheet"):
+            labels.sheet("sheet-1")
+    path.write_bytes(whole)
+    assert labels.sheet("sheet-1") == {"n": 1}
+
+
 # -- what is there ------------------------------------------------------------------------------
 
 

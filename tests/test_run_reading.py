@@ -207,7 +207,7 @@ def test_what_is_not_a_run_is_refused(tmp_path, by_hand):
         ("[]", "manifest.json is damaged .it holds a list, not an object"),
         ("[" * 200_000, "manifest.json is damaged .its values are nested too deep"),
         (whole[:100], "manifest.json is damaged"),
-        (whole.replace('"format": 2', '"format": 99'), "has format 99, this version reads 1 and 2"),
+        (whole.replace('"format": 2', '"format": 99'), "manifest.json has format 99, this version"),
     ]:
         manifest.write_text(text)
         with pytest.raises(UserError, match=problem):

@@ -148,7 +148,7 @@ def collect(
         lacking = exhaustion(error)
         remedy = lacking.remedy if lacking else "check its disk, or give another --out"
         raise UserError(
-            f"{out} could not be written ({error.strerror or error})",
+            f"{error.filename2 or out} could not be written ({error.strerror or error})",
             f"{remedy}; the same command then goes on from what is kept",
         ) from error
     return Run.open(out)

@@ -126,36 +126,40 @@ def read_record_and_manifest(path: Path, *, verify: bool = True) -> tuple[dict, 
     for name in (RUN, MANIFEST):
         if not (path / name).is_file():
             raise UserError(f"{path} is not a run (no {name})", "give a folder under cache/")
+        content = (path / name).read_bytes()
         try:
-            content = (path / name).read_bytes()
             found[name] = _object(content)
-            _check_format(path, found[name])  # first: another format may have other seals
-            if verify:
+            _check_format(path / name, found[name])  # first: another format may have other seals
+        except ValueError as error:
+            raise _damaged(path / name, str(error)) from None
+        if verify:
+            try:
                 check_seal(content, required=found[name]["format"] != 1)
-            found[name].pop(SEAL, None)
+            except ValueError as error:
+                raise _changed(path / name, str(error)) from None
+        found[name].pop(SEAL, None)
+        try:
             _SHAPES[name].validate_python(found[name], strict=True)
         except ValidationError as error:
             first = error.errors(include_url=False, include_input=False)[0]
             place = ".".join(map(str, first["loc"])) or "the whole"
             raise _damaged(path / name, f"{place}: {first['msg']}") from None
-        except ValueError as error:
-            raise _damaged(path / name, str(error)) from None
     record, manifest = found[RUN], found[MANIFEST]
     for part in manifest["parts"]:
         if verify and RUN in part["files"]:
             problem = damage(path, {RUN: part["files"][RUN]}, content=True)
             if problem is not None:
-                raise _damaged(path / RUN, problem)
+                raise _changed(path / RUN, problem)
     return record, manifest
 
 
-def _check_format(path: Path, value: dict) -> None:
+def _check_format(file: Path, value: dict) -> None:
     form = value.get("format")
     if form is None:
         raise ValueError("it has no format")
     if form not in READABLE:
         raise UserError(
-            f"{path} has format {form}, this version reads {' and '.join(map(str, READABLE))}",
+            f"{file} has format {form}, this version reads {' and '.join(map(str, READABLE))}",
             "read it with the version of ia_mech that wrote it",
         )
 
@@ -164,6 +168,13 @@ def _damaged(file: Path, problem: str) -> UserError:
     return UserError(
         f"{file} is damaged ({problem})",
         "restore it from a copy, or remove the folder and sample again",
+    )
+
+
+def _changed(file: Path, problem: str) -> UserError:
+    return UserError(
+        f"{file} is damaged ({problem})",
+        "undo the change or restore a copy; analyses read it as it is with --no-verify",
     )
 
 
@@ -244,8 +255,13 @@ def _last_seal(content: bytes) -> re.Match[bytes] | None:
 _CLOCK_ERROR = 2.0  # seconds; the time of a start is reckoned from that of the boot, in whole ones
 
 
-def read_json(path: Path, *, verify: bool = True) -> dict:
+def read_json(path: Path, *, verify: bool = True, sealed: bool = False) -> dict:
     """A JSON object that :func:`write_json` wrote, without its seal.
+
+    Args:
+        path: the file.
+        verify: check the seal.
+        sealed: refuse a file without one.
 
     Raises:
         ValueError: no JSON object, or (with ``verify``) not the one that was written.
@@ -253,7 +269,7 @@ def read_json(path: Path, *, verify: bool = True) -> dict:
     content = path.read_bytes()
     value = _object(content)
     if verify:
-        check_seal(content, required=SEAL in value)
+        check_seal(content, required=sealed or SEAL in value)
     value.pop(SEAL, None)
     return value
 
@@ -299,8 +315,8 @@ def replace_file(path: Path, write: Callable[[Path], None]) -> None:
             os.fsync(handle.fileno())
         os.replace(scratch, path)
     except OSError as error:
-        if error.errno is not None and error.filename is None:  # of a write to an open file
-            error.filename = str(path)
+        if error.errno is not None:
+            error.filename = error.filename or str(path)  # a write to an open file doesn't name it
         raise
     finally:
         scratch.unlink(missing_ok=True)

@@ -134,7 +134,7 @@ class Labels:
         """Keep which row of an exported sheet is which user turn."""
         path = self.path / "annotations" / "sheets" / f"{check_name(name)}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
-        integrity.write_json(path, key)
+        integrity.write_json(path, key | {"of": [self._run, name]})
         return path
 
     def sheet(self, name: str) -> dict[str, Any]:
@@ -150,7 +150,10 @@ class Labels:
             )
         path = self.path / "annotations" / "sheets" / f"{name}.json"
         try:
-            return integrity.read_json(path, verify=self._verify)
+            key = integrity.read_json(path, verify=self._verify, sealed=self._sealed)
+            if key.pop("of", [self._run, name]) != [self._run, name]:
+                raise ValueError("it is of another sheet")
+            return key
         except ValueError as error:
             raise UserError(f"{path} is damaged ({error})", "export another sheet") from None
 
@@ -170,14 +173,15 @@ class Labels:
         """A file's rows and its record."""
         self._check_there(kind, name)
         try:
-            content = self._file(kind, name).read_bytes()
+            file = self._file(kind, name)
             if self._verify:
-                integrity.check_seal(content, required=self._sealed)
-            table = pq.read_table(pa.BufferReader(content))
+                integrity.check_seal(file.read_bytes(), required=self._sealed)
+            # Not from the bytes: Arrow's threads free them, which aborts a process that is ending.
+            table = pq.read_table(file)
             record = json.loads((table.schema.metadata or {}).get(_RECORD, b"{}"))
         except (pa.ArrowException, OSError, ValueError) as error:
             raise self._unreadable(kind, name, error) from None
-        if record.pop("run", self._run) != self._run:
+        if record.pop("run", self._run) != self._run and self._verify:
             raise self._unreadable(kind, name, "it is of another run")
         whose = record.pop("name", name)
         if whose != name:

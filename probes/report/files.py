@@ -343,6 +343,8 @@ def _labels_digest(data: ProbeSet, number: int) -> str:
 
 
 def _asked_before(folder: Path) -> dict | None:
+    if not (folder / CARD).is_file():  # a FIFO would be waited for
+        return None
     try:
         asked = read_json(folder / CARD).get("asked")
     except (OSError, ValueError, AttributeError):
