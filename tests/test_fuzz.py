@@ -48,7 +48,7 @@ from probes.card import Probe
 from probes.train import main as train
 from probes.transfer import main as transfer
 
-CASES = os.environ.get("IA_MECH_FUZZ", "600")
+CASES = os.environ.get("IA_MECH_FUZZ", "1000")
 SEED = 0
 REPAIR = "sample --repair"
 SECONDS = 120  # that a command may take; the slowest takes two on an idle machine
