@@ -107,11 +107,12 @@ def test_too_little_address_space_is_refused_before_anything_is_loaded(monkeypat
 def test_too_few_threads_are_refused_before_anything_is_loaded(monkeypatch, capfd, threads, needed):
     monkeypatch.setenv("OMP_NUM_THREADS", threads)
     needed = needed or 16 + 4 * os.cpu_count()
-    before, start = threading.active_count(), threading.Thread.start
+    start, started = threading.Thread.start, []
 
     def few(thread) -> None:
-        if threading.active_count() >= before + 7:
+        if len(started) == 7:
             raise RuntimeError("can't start new thread")
+        started.append(thread)
         start(thread)
 
     monkeypatch.setattr(threading.Thread, "start", few)
