@@ -233,7 +233,7 @@ def test_the_check_of_graphs_passes_on_these_and_finds_wrong_numbers(architectur
     assert check._problem(model, tiny.prompt(12, seed=0)) == ""
     if architecture == "llama":
         wrong = "ia_mech.engine.cuda.layer.merge"
-        monkeypatch.setattr(wrong, lambda parts, sinks=None: parts[1][0])
+        monkeypatch.setattr(wrong, lambda first, second, sinks=None: second[0])
         said = check._problem(model, tiny.prompt(12, seed=0))
         assert said.startswith("no CUDA graphs: log-probabilities differ from a full pass by")
 

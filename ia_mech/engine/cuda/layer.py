@@ -230,4 +230,4 @@ class StaticLayer(PrefixLayer):
             average.reshape(slots * seats, heads, 1, -1)[view.seat_of],
             total.reshape(slots * seats, heads, 1)[view.seat_of],
         )
-        return merge([before, own], sinks)
+        return merge(before, own, sinks)
