@@ -255,4 +255,4 @@ def test_architectures_that_would_give_wrong_numbers_are_refused_by_name(kind, s
     )
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with pytest.raises(UserError, match=said):
-        check_engine(model, tiny.prompt(12, seed=0))
+        check_engine(model, tiny.prompt(24, seed=0))

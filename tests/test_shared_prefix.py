@@ -117,7 +117,7 @@ def test_scores_equal_the_portable_engines_and_a_full_pass(architecture, piece, 
 @EACH
 def test_layers_are_shared_one_by_one(architecture):
     model = model_of(architecture)
-    engine = check_engine(model, tiny.prompt(12, seed=0))
+    engine = check_engine(model, tiny.prompt(24, seed=0))
     assert (engine.shared, engine.layers) == (SHARED[architecture], 4)
     said = {0: "portable (no layer has full attention)"}
     assert str(engine) == said.get(engine.shared, f"shared-prefix {engine.shared} of 4 layers")
@@ -193,7 +193,7 @@ def wrong(first, second, sinks=None):
 
 
 def test_where_sharing_goes_wrong_the_portable_engine_is_used_and_says_why(monkeypatch):
-    model, ids = tiny.model("llama"), tiny.prompt(12, seed=0)
+    model, ids = tiny.model("llama"), tiny.prompt(24, seed=0)
     monkeypatch.setattr(ia_mech.engine.shared_prefix, "merge", wrong)
     engine = check_engine(model, ids)
     assert engine.shared == 0 and engine.name == "portable"
@@ -206,7 +206,7 @@ def test_where_sharing_goes_wrong_the_portable_engine_is_used_and_says_why(monke
 
 
 def test_a_cache_of_something_else_than_keys_is_found_out_and_left_portable():
-    model, ids = model_of("deepseek_v3"), tiny.prompt(12, seed=0)
+    model, ids = model_of("deepseek_v3"), tiny.prompt(24, seed=0)
     state = expand(prefilled_by(model).state, torch.tensor([0, 1]), capacity=3, share=True)
     with pytest.raises(RuntimeError, match="doesn't use the cached keys"):
         decode_step(model, state, torch.tensor([3, 4]))

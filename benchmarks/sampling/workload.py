@@ -20,7 +20,7 @@ from ia_mech.chat.format import ChatFormat
 from ia_mech.data.conversations import open_conversations
 from ia_mech.data.formats import ColumnMap
 from ia_mech.engine.capture import find_blocks
-from ia_mech.engine.check import check_engine
+from ia_mech.engine.check import TOKENS, check_engine
 from ia_mech.engine.cuda.check import with_graphs
 from ia_mech.engine.cuda.copies import CopyStream, HostCopy
 from ia_mech.engine.cuda.sizes import Sizes
@@ -148,7 +148,7 @@ class Workload:
     @cached_property
     def engine(self) -> Engine:
         """Chosen and checked as for any run."""
-        probe = self.contexts(1, 12)[0]
+        probe = self.contexts(1, TOKENS)[0]
         return with_graphs(self.model, probe, check_engine(self.model, probe))
 
     def rows(self, contexts: int) -> list[Row]:

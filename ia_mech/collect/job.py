@@ -41,7 +41,7 @@ from ia_mech.collect.rows import ContextResult, PreparedContext, tables
 from ia_mech.data.conversations import UNPERTURBED, Conversation
 from ia_mech.display import Progress
 from ia_mech.engine.capture import find_blocks
-from ia_mech.engine.check import check_engine
+from ia_mech.engine.check import TOKENS, check_engine
 from ia_mech.engine.cuda import fused
 from ia_mech.engine.cuda.check import with_graphs
 from ia_mech.engine.cuda.copies import CopyStream, HostCopy
@@ -114,7 +114,7 @@ def collect(
     model = subject.model
     chat = build_chat(config, subject.tokenizer, eos_ids(model.generation_config, model.config))
     probe = [{"role": "user", "content": "What is it?"}, {"role": "assistant", "content": "Blue."}]
-    ids = (chat.context(probe).ids * 12)[:12]
+    ids = (chat.context(probe).ids * TOKENS)[:TOKENS]
     engine = check_engine(model, ids, config.engine)
     engine = with_graphs(model, ids, engine, config.engine)
     try:

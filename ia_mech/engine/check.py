@@ -1,43 +1,71 @@
-"""Does the engine get this model right? Asked of every model before it is sampled from.
+"""Does the engine compute this model's numbers correctly? Checked before each run.
 
-Some architectures keep state in ways that cached decoding, left padding or a continuation of
-several tokens don't reach (Mamba2 ignores the cache it is given, Jamba's multi-token continuation
-its recurrent state) and would give wrong numbers without a word. So the engine's path is held
-against plain forward passes without a cache, on two short prompts of unequal length. Sharing the
-prefix reaches deeper into the model's attention than copying it: where only that fails, the
+Some architectures keep state that cached decoding, left padding or a continuation of several tokens
+does not reach (Mamba2 ignores the cache it is given, Jamba's multi-token continuation its recurrent
+state), and the results would be wrong without an error. So everything that the engine does is
+compared with plain forward passes without a cache, on two short prompts of unequal length. Sharing
+the prefix interferes with a model's attention more than copying it: where only that fails, the
 portable engine is used.
+
+Differences of logits are measured in displacements: how far the logits at a token are from those at
+its nearer neighbour. Logits that belong to another token are a whole displacement away in every
+dtype, while rounding moves a row by a small share of one, which scales with the dtype's epsilon.
+
+Two things would take a prompt of hundreds or thousands of tokens, and are had without one. Sliding
+windows are narrowed while the check lasts, so that short prompts fill them. A prefix of more than
+:data:`LONG` tokens, which attention kernels go through in several blocks, is a short one's keys and
+values repeated; rows that share it are compared with a row that has a copy.
 """
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+import numpy as np
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicLayer
 
 from ia_mech.engine.capture import find_blocks
-from ia_mech.engine.loop import decode_step
-from ia_mech.engine.prefill import Prefix, can_join, continue_prefill, expand, join, prefill
-from ia_mech.engine.score import Turn, score
-from ia_mech.engine.shared_prefix import Engine
-from ia_mech.errors import UserError, is_out_of_memory
-
-TOLERANCE = 2e-3  # of the largest logit, in float32; in half precision 16 roundings of it
-STEPS = 3
-KINDS = (
-    "a left-padded batch",
-    "cached decoding",
-    "a batch that is joined",
-    "a prefill that goes on",
-    "scoring a turn",
+from ia_mech.engine.decode import decode
+from ia_mech.engine.loop import Decoded, Row, decode_step
+from ia_mech.engine.prefill import (
+    Prefilled,
+    Prefix,
+    State,
+    can_join,
+    continue_prefill,
+    expand,
+    join,
+    prefill,
 )
+from ia_mech.engine.sampling import draw, gumbel, stream_key
+from ia_mech.engine.score import Turn, score
+from ia_mech.engine.shared_prefix import Engine, held
+from ia_mech.errors import UserError, is_out_of_memory
+from ia_mech.models.load import context_limit, text_config
+
+TOLERANCE = 2e-3  # in displacements, in float32
+# In half precision half of the rows may be off by so many epsilons. Logits of the embedded model
+# (30 layers) are off by 2.5 to 5.5 of them, tiny models without experts by up to 9; position ids
+# that are off by one make 24 in bfloat16, the coarser of the two.
+ROUNDINGS = 16
+# No row may be off by so much: rounding can change which experts a token is sent to, which moves
+# its row further. A row of another token is off by 1 or more.
+OUTLIER = 0.5
+LONG, QUERIES = 512, 33  # attention on CPUs takes blocks of 512 keys, and of 32 queries or more
+WINDOW = 8  # tokens; full for both prompts, with what is decoded
+STEPS = 3
+TOKENS = 24  # two prompts of 12 and 5, and a turn of 7
 
 
 def check_engine(model: PreTrainedModel, ids: Sequence[int], wanted: str = "auto") -> Engine:
-    """Choose the engine, and compare its prefill, decoding and scoring with full forward passes.
+    """Choose the engine, and compare what it computes with full forward passes.
 
     Args:
         model: the subject model.
-        ids: at least 12 token ids of real text.
+        ids: at least :data:`TOKENS` token ids of real text.
         wanted: ``auto``, ``shared`` or ``portable``; ``auto`` shares the prefix where the
             architecture has layers for it and the numbers are right.
 
@@ -66,7 +94,8 @@ def check_engine(model: PreTrainedModel, ids: Sequence[int], wanted: str = "auto
 def _check(model: PreTrainedModel, ids: list[int], share: bool) -> None:
     name = type(model).__name__
     try:
-        worst, largest = _differences(model, ids, share)
+        with torch.inference_mode(), _narrow_windows(model, ids[:TOKENS]):
+            found = _Differences(model, ids, share).found
     except UserError:
         raise
     except Exception as error:  # whatever an architecture raises that isn't made for this
@@ -76,64 +105,215 @@ def _check(model: PreTrainedModel, ids: list[int], share: bool) -> None:
             f"{name} can't be run by this engine ({' '.join(str(error).split())[:120]})",
             "use a decoder-only model whose blocks pass on one hidden state per token",
         ) from error
-    if not largest < torch.inf:
-        raise UserError(
-            f"the logits of {name} in {model.dtype} are not finite".replace("torch.", ""),
-            "use --dtype bfloat16 or float32",
-        )
-    allowed = max(TOLERANCE, 16 * torch.finfo(model.dtype).eps) * max(1.0, largest)
-    for what, difference in worst.items():
-        if not difference <= allowed:
+    half = torch.finfo(model.dtype).bits < 32
+    allowed = max(TOLERANCE, ROUNDINGS * torch.finfo(model.dtype).eps)
+    for what, off in found.items():
+        typical, worst = sorted(off)[(len(off) - 1) // 2], max(off)
+        if not (typical <= allowed and worst <= (OUTLIER if half else allowed)):
             raise UserError(
                 f"{name} gives other logits in {what} than in a full forward pass "
-                f"({difference:.2g} apart)",
+                f"(off by {worst:.2g} of the difference that one token makes)",
                 "use another architecture, or another --attention; sampling would be wrong",
             )
 
 
-@torch.inference_mode()
-def _differences(
-    model: PreTrainedModel, ids: list[int], share: bool
-) -> tuple[dict[str, float], float]:
-    """Largest difference by what was done, and the largest absolute logit."""
-    prompts, turn = [ids[:7], ids[:4]], ids[7 : 8 + STEPS]
-    prefixes = [Prefix(prompt, [len(prompt) - 1]) for prompt in prompts]
-    full = [_full(model, [*prompt, *turn])[len(prompt) - 1 :] for prompt in prompts]
-    largest = float(torch.stack([logits.abs().amax() for logits in full]).amax())
-    worst = dict.fromkeys(KINDS, 0.0)
+class _Differences:
+    """What differs between the engine and full passes.
 
-    def note(what: str, ours: torch.Tensor, theirs: torch.Tensor) -> None:
-        worst[what] = max(worst[what], float((ours - theirs).abs().nan_to_num(torch.inf).max()))
+    Attributes:
+        found: what the engine did -> by how many displacements each row is off.
+    """
 
-    prefilled = prefill(model, prefixes, find_blocks(model))
-    for row, logits in enumerate(full):
-        note("a left-padded batch", prefilled.logits[row], logits[0])
-    rows = [0, 1, 1]  # the context of each
-    index = torch.tensor(rows, device=model.device)
-    state = expand(prefilled.state, index, capacity=STEPS, share=share)
-    for step in range(STEPS):
-        token = torch.tensor([turn[step]] * len(rows), device=model.device)
-        ours = decode_step(model, state, token)
-        for row, context in enumerate(rows):
-            note("cached decoding", ours[row], full[context][step + 1])
-    if can_join(state):  # a row of context 1 begins in line 0, and the others write their last
-        join(state, [0], prefilled.state, index[1:2], [1])
-        token = torch.tensor([turn[0], turn[STEPS], turn[STEPS]], device=model.device)
-        ours = decode_step(model, state, token)
-        for row, (context, step) in enumerate([(1, 0), (1, STEPS), (1, STEPS)]):
-            note("a batch that is joined", ours[row], full[context][step + 1])
-    if share and Engine.possible(model).whole:  # both prompts, with one more token and two more
-        longer = continue_prefill(model, prefilled, [1, 0], [turn[:2], turn[:1]])
+    def __init__(self, model: PreTrainedModel, ids: list[int], share: bool) -> None:
+        self.model, self.share, self.device = model, share, model.device
+        self.prompts, self.turn = [ids[:12], ids[12:17]], ids[17:TOKENS]
+        # [turn + 2, vocab] each: row s + 1 follows on s tokens of the turn.
+        self.full = [
+            _full(model, [[*prompt, *self.turn]])[0, len(prompt) - 2 :] for prompt in self.prompts
+        ]
+        self.found: dict[str, list[float]] = {}
+        self.largest = 0.0  # of all differences of logits
+        if not all(logits.isfinite().all() for logits in self.full):
+            raise UserError(
+                f"the logits of {type(model).__name__} in {model.dtype} are not finite".replace(
+                    "torch.", ""
+                ),
+                "use --dtype bfloat16 or float32",
+            )
+        prefixes = [Prefix(prompt, [len(prompt) - 1]) for prompt in self.prompts]
+        prefilled = prefill(model, prefixes, find_blocks(model))
+        for context, logits in enumerate(prefilled.logits):
+            self._note("a left-padded batch", logits, context, 0)
+        self._decode(prefilled)
+        if share and Engine.possible(model).whole:
+            self._continue(prefilled)
+        self._score(prefilled)
+        self._sample(prefilled)
+        limit = context_limit(model.config)
+        if share and (limit is None or limit > LONG + TOKENS):
+            self._lengthen(prefilled.state)
+
+    def _note(self, what: str, ours: Tensor, context: int, step: int) -> None:
+        """Compare logits ``[vocab]`` that follow on ``step`` tokens of the turn."""
+        self._compare(what, ours, self.full[context][step : step + 3])
+
+    def _compare(self, what: str, ours: Tensor, around: Tensor) -> None:
+        """Compare logits ``[vocab]`` with the middle one of ``around`` ``[3, vocab]``."""
+        difference = float(_apart(ours, around[1]))
+        self.largest = max(self.largest, difference)
+        displacement = float(_apart(around[[0, 2]], around[1]).amin())
+        self.found.setdefault(what, []).append(difference / max(displacement, 1e-30))
+
+    def _compare_logprobs(
+        self, what: str, ours: np.ndarray, logits: Tensor, tokens: Sequence[int]
+    ) -> None:
+        """Compare log-probabilities ``[tokens]`` with those of ``logits`` ``[tokens + 2, vocab]``,
+        which begin a token early."""
+        chosen = torch.tensor(tokens, device=self.device)
+        every = logits.log_softmax(-1)
+        at = [
+            every[shift : shift + len(chosen)].gather(-1, chosen[:, None])[:, 0]
+            for shift in (0, 1, 2)
+        ]
+        mine = torch.as_tensor(ours, device=self.device)
+        # Sums, as a single token's log-probability may be nearly the same a token earlier.
+        off, *displaced = (
+            float((other - at[1]).abs().nan_to_num(torch.inf).sum())
+            for other in (mine, at[0], at[2])
+        )
+        self.found.setdefault(what, []).append(off / max(min(displaced), 1e-30))
+
+    def _decode(self, prefilled: Prefilled) -> None:
+        """The turn, token by token, by rows of both contexts; then a row joins them."""
+        contexts, steps = [0, 1, 1], [0, 0, 0]  # of each row
+        index = torch.tensor(contexts, device=self.device)
+        state = expand(prefilled.state, index, capacity=2 * STEPS, share=self.share)
+
+        def decoded(what: str) -> None:
+            for _ in range(STEPS):
+                token = torch.tensor([self.turn[step] for step in steps], device=self.device)
+                ours = decode_step(self.model, state, token)
+                for row, context in enumerate(contexts):
+                    steps[row] += 1
+                    self._note(what, ours[row], context, steps[row])
+
+        decoded("cached decoding")
+        if can_join(state):  # a row of context 1 begins in slot 0
+            join(state, [0], prefilled.state, index[1:2], [1])
+            contexts[0], steps[0] = 1, 0
+            decoded("a batch that is joined")
+
+    def _continue(self, prefilled: Prefilled) -> None:
+        """Both prompts, with one token more and two more."""
+        longer = continue_prefill(self.model, prefilled, [1, 0], [self.turn[:2], self.turn[:1]])
         for row, (context, step) in enumerate([(1, 2), (0, 1)]):
-            note("a prefill that goes on", longer.logits[row], full[context][step])
-    scored = score(model, prefilled, [Turn(context, turn) for context in rows], [], share)
-    for row, context in enumerate(rows):
-        chosen = torch.tensor(turn, device=model.device)[:, None]
-        raw = full[context][: len(turn)].log_softmax(-1).gather(-1, chosen)[:, 0].cpu()
-        note("scoring a turn", torch.from_numpy(scored[row].logprobs_raw), raw)
-    return worst, largest
+            self._note("a prefill that goes on", longer.logits[row], context, step)
+
+    def _score(self, prefilled: Prefilled) -> None:
+        both = (self.turn, self.turn[:-1])  # of unequal length
+        turns = [Turn(context, turn) for turn in both for context in (0, 1)]
+        scores = score(self.model, prefilled, turns, [], self.share)
+        for turn, scored in zip(turns, scores, strict=True):
+            logits = self.full[turn.context][: len(turn.ids) + 2]
+            self._compare_logprobs("scoring a turn", scored.logprobs_raw, logits, turn.ids)
+
+    def _sample(self, prefilled: Prefilled) -> None:
+        """Rows as a run decodes them, against the sampling rule on the logits of full passes."""
+        rows = [
+            Row(context, temperature, stream_key(0, "check", context))
+            for context in (0, 1)
+            for temperature in (0.0, 0.7, 2.0)
+        ]
+        decoded = decode(self.model, prefilled, rows, [], STEPS, share=self.share)
+        for context, prompt in enumerate(self.prompts):
+            mine = slice(3 * context, 3 * context + 3)
+            written = [[*prompt, *one.token_ids.tolist()] for one in decoded[mine]]
+            logits = _full(self.model, written)[:, len(prompt) - 2 :]
+            for compared in zip(rows[mine], decoded[mine], logits, strict=True):
+                self._compare_row(*compared)
+
+    def _compare_row(self, row: Row, wrote: Decoded, logits: Tensor) -> None:
+        """Compare what a row wrote with logits ``[STEPS + 2, vocab]`` of a full pass over it."""
+        what, warmth = "sampled rows", row.temperature or 1.0
+        tokens = wrote.token_ids.tolist()
+        self._compare_logprobs(what, wrote.logprobs_raw, logits, tokens)
+        if row.temperature:
+            self._compare_logprobs(what, wrote.logprobs_tempered, logits / warmth, tokens)
+        steps = torch.arange(STEPS, device=self.device)
+        keys = torch.tensor([row.stream] * STEPS, device=self.device)
+        noise = gumbel(keys, steps[:, None], logits.shape[-1])
+        temperature = torch.full((STEPS,), row.temperature, device=self.device)
+        right = draw(logits[1:-1].clone(), temperature, noise, steps)
+        # Logits that differ by d choose the same token where the margin is above 2 d / T.
+        raw = torch.from_numpy(wrote.logprobs_raw).to(self.device)
+        most = (raw - right.logprob).abs().clamp(min=self.largest)
+        close = right.margin <= 2 * most / warmth
+        if not ((right.token == torch.tensor(tokens, device=self.device)) | close).all():
+            self.found[what].append(torch.inf)
+
+    def _lengthen(self, state: State) -> None:
+        """Rows that share a long prefix, against a row that has a copy of it."""
+        long = _repeated(state)
+        each = torch.zeros(QUERIES, dtype=torch.long, device=self.device)
+        shared = expand(long, each, capacity=STEPS, share=True)
+        copied = expand(long, each[:1], capacity=STEPS)
+        token = [torch.full_like(each, one) for one in self.turn[:3]]
+        right = [decode_step(self.model, copied, one[:1])[0] for one in token]
+        ours = [decode_step(self.model, shared, one) for one in token[:2]]
+        for logits in ours[1]:
+            self._compare("rows of a long context", logits, torch.stack(right))
 
 
-def _full(model: PreTrainedModel, ids: list[int]) -> torch.Tensor:
-    """Logits ``[tokens, vocab]`` float32 of one pass without cache, mask or padding."""
-    return model(torch.tensor([ids], device=model.device), use_cache=False).logits[0].float()
+def _full(model: PreTrainedModel, ids: list[list[int]]) -> Tensor:
+    """Logits ``[rows, tokens, vocab]`` float32 of one pass without cache, mask or padding."""
+    return model(torch.tensor(ids, device=model.device), use_cache=False).logits.float()
+
+
+def _apart(a: Tensor, b: Tensor) -> Tensor:
+    """Largest difference along the last dimension; infinite where there is no number."""
+    return (a - b).abs().nan_to_num(torch.inf).amax(-1)
+
+
+def _repeated(state: State) -> State:
+    """The first context, which has no padding, with its keys and values repeated to more than
+    :data:`LONG` tokens, as far as the layers' windows reach."""
+    device = state.mask.device
+    long = expand(state, torch.zeros(1, dtype=torch.long, device=device))
+    length = state.mask.shape[1]
+    times = LONG // length + 1
+    for layer in long.cache.layers:
+        if isinstance(layer, DynamicLayer):
+            window = getattr(layer, "sliding_window", length * times + 1)
+            layer.keys, layer.values = (
+                tensor.repeat(1, 1, times, 1)[:, :, -(window - 1) :] for tensor in held(layer)
+            )
+            if hasattr(layer, "cumulative_length"):
+                layer.cumulative_length = length * times
+    long.mask = long.mask.repeat(1, times)
+    long.position = long.position + length * (times - 1)
+    return long
+
+
+@contextlib.contextmanager
+def _narrow_windows(model: PreTrainedModel, ids: list[int]) -> Iterator[None]:
+    """Sliding windows of at most :data:`WINDOW` tokens, if the model reads them from its
+    configuration at each pass."""
+    config = text_config(model.config)
+    window = getattr(config, "sliding_window", None)
+    if window is None or window <= WINDOW:
+        yield
+        return
+    holders = [config, *(m for m in model.modules() if getattr(m, "sliding_window", 0) == window)]
+
+    def narrow(to: int) -> None:
+        for holder in holders:
+            holder.sliding_window = to
+
+    before = _full(model, [ids])
+    try:
+        narrow(WINDOW)
+        if torch.equal(_full(model, [ids]), before):  # it doesn't read them
+            narrow(window)
+        yield
+    finally:
+        narrow(window)

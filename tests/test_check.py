@@ -1,0 +1,154 @@
+"""The check before each run: faults planted in the engine are found, in every dtype."""
+
+import copy
+from dataclasses import replace
+
+import pytest
+import tiny
+import torch
+import transformers
+from transformers.cache_utils import DynamicSlidingWindowLayer
+
+import ia_mech.engine.check as check
+import ia_mech.engine.loop as loop
+import ia_mech.engine.prefill
+import ia_mech.engine.shared_prefix as shared_prefix
+from ia_mech.engine.check import TOKENS, check_engine
+from ia_mech.errors import UserError
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+IDS = tiny.prompt(TOKENS, seed=0)
+SHARED = {  # what was chosen before the check measured displacements
+    "llama": 4, "mistral": 0, "qwen3": 4, "qwen3_moe": 4, "qwen3_5": 1, "gpt_oss": 2, "glm4": 4,
+    "glm4_moe": 4, "gemma3": 1,
+}  # fmt: skip
+
+
+def model_of(architecture: str, dtype: torch.dtype) -> transformers.PreTrainedModel:
+    return copy.deepcopy(tiny.model(architecture)).to(dtype)
+
+
+@DTYPES
+@pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
+def test_models_that_are_computed_correctly_pass(architecture, dtype):
+    engine = check_engine(model_of(architecture, dtype), IDS)
+    assert engine.shared == SHARED[architecture]
+
+
+def assert_found(architecture: str, dtype: torch.dtype, *kinds: str) -> None:
+    """A fault of the engine ends the check with or without sharing, in one of these kinds."""
+    for wanted in ("portable", "auto"):
+        with pytest.raises(UserError, match="gives other logits in") as raised:
+            check_engine(model_of(architecture, dtype), IDS, wanted)
+        assert any(f"other logits in {kind} than" in str(raised.value) for kind in kinds)
+
+
+@DTYPES
+@pytest.mark.parametrize("architecture", ["llama", "qwen3_moe", "gemma3"])
+def test_logits_of_the_token_before_are_found(architecture, dtype, monkeypatch):
+    honest, last = loop.decode_step, {}
+
+    def displaced(model, state, token):
+        logits = honest(model, state, token)
+        earlier, last[id(state)] = last.get(id(state), logits), logits
+        return earlier
+
+    monkeypatch.setattr(check, "decode_step", displaced)
+    assert_found(architecture, dtype, "cached decoding")
+
+
+@DTYPES
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gpt_oss", "glm4"])
+def test_position_ids_off_by_one_are_found(architecture, dtype, monkeypatch):
+    honest = check.expand
+
+    def late(*arguments, **settings):
+        state = honest(*arguments, **settings)
+        state.position = state.position + 1
+        return state
+
+    monkeypatch.setattr(check, "expand", late)
+    assert_found(architecture, dtype, "cached decoding")
+
+
+@DTYPES
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "glm4"])
+def test_a_mask_that_shows_the_padding_is_found(architecture, dtype, monkeypatch):
+    honest = ia_mech.engine.prefill._left_padded
+
+    def unmasked(ids, device):
+        padded, mask = honest(ids, device)
+        return padded, torch.ones_like(mask)
+
+    monkeypatch.setattr(ia_mech.engine.prefill, "_left_padded", unmasked)
+    assert_found(architecture, dtype, "a left-padded batch", "cached decoding")
+
+
+@DTYPES
+@pytest.mark.parametrize("architecture", ["llama", "gemma3"])
+def test_a_loop_that_samples_from_another_rows_logits_is_found(architecture, dtype, monkeypatch):
+    honest = loop.sample
+
+    def displaced(logits, *others):
+        return honest(logits.roll(1, 0), *others)
+
+    monkeypatch.setattr(loop, "sample", displaced)
+    assert_found(architecture, dtype, "sampled rows")
+
+
+@pytest.mark.parametrize("fault", ["no noise", "another step", "another stream", "temperature"])
+@DTYPES
+def test_another_sampling_rule_is_found(fault, dtype, monkeypatch):
+    honest = loop.sample
+
+    def other(logits, temperature, stream, step):
+        if fault == "temperature":
+            return honest(logits, temperature * 2, stream, step)
+        if fault == "no noise":
+            greedy = honest(logits, temperature * 0, stream, step)
+            scaled = (logits / temperature.clamp(min=1e-3)[:, None]).log_softmax(-1)
+            tempered = scaled.gather(-1, greedy.token[:, None])[:, 0]
+            return replace(greedy, logprob_tempered=tempered)
+        if fault == "another step":
+            return honest(logits, temperature, stream, step + 1)
+        return honest(logits, temperature, stream + 1, step)
+
+    monkeypatch.setattr(loop, "sample", other)
+    assert_found("llama", dtype, "sampled rows")
+
+
+@DTYPES
+@pytest.mark.parametrize("architecture", ["llama", "gpt_oss"])
+def test_attention_that_forgets_its_first_block_of_keys_is_found(architecture, dtype, monkeypatch):
+    """Where keys are more than a block the portable engine is used, which attends otherwise."""
+    honest = shared_prefix.attend
+
+    def forgetful(query, key, value, **settings):
+        return honest(query, key[:, :, key.shape[2] // 513 * 512 :], value[
+            :, :, value.shape[2] // 513 * 512 :], **settings)  # fmt: skip
+
+    monkeypatch.setattr(shared_prefix, "attend", forgetful)
+    engine = check_engine(model_of(architecture, dtype), IDS)
+    assert engine.shared == 0 and "other logits in rows of a long context than" in engine.why
+
+
+@DTYPES
+@pytest.mark.parametrize("architecture", ["mistral", "gemma3"])
+def test_windows_of_thousands_of_tokens_are_seen_full(architecture, dtype, monkeypatch):
+    model = model_of(architecture, dtype)
+    holders = [model.config, *(m for m in model.modules() if getattr(m, "sliding_window", None))]
+    for holder in holders:
+        holder.sliding_window = 4096
+    assert check_engine(model, IDS).shared == SHARED[architecture]
+    honest = DynamicSlidingWindowLayer.update
+
+    def forgetful(layer, *arguments, **settings):
+        full = honest(layer, *arguments, **settings)
+        if layer.keys.shape[-2] == layer.sliding_window - 1:
+            layer.values = layer.values.roll(1, -2)
+        return full
+
+    monkeypatch.setattr(DynamicSlidingWindowLayer, "update", forgetful)
+    with pytest.raises(UserError, match="other logits in cached decoding"):
+        check_engine(model, IDS)
+    assert {holder.sliding_window for holder in holders} == {4096}
