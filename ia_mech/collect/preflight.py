@@ -7,7 +7,6 @@ needs nothing but the configuration, then what needs the data, then what needs t
 import contextlib
 import hashlib
 import json
-import os
 import shutil
 import tempfile
 from collections import Counter
@@ -45,7 +44,7 @@ from ia_mech.errors import UserError
 from ia_mech.likelihood.candidates import OwnCandidates
 from ia_mech.models.load import context_limit, resolve_device, text_config
 from ia_mech.run import layout
-from ia_mech.run.integrity import abandoned
+from ia_mech.run.integrity import abandoned, process_name
 
 
 @dataclass(frozen=True)
@@ -325,11 +324,9 @@ def too_few(config: SampleConfig, count: int) -> str | None:
 @contextlib.contextmanager
 def scratch_folder(parent: Path) -> Iterator[Path]:
     """A folder of its own for files in the making; those of killed processes are removed."""
-    for left in parent.glob(".ia_mech-*"):
-        process = left.name.split("-")[1]
-        if process.isdecimal() and abandoned(left, int(process)):
-            shutil.rmtree(left, ignore_errors=True)
-    folder = Path(tempfile.mkdtemp(prefix=f".ia_mech-{os.getpid()}-", dir=parent))
+    for left in abandoned(parent, ".ia_mech-", "-.*"):
+        shutil.rmtree(left, ignore_errors=True)
+    folder = Path(tempfile.mkdtemp(prefix=f".ia_mech-{process_name()}-", dir=parent))
     try:
         yield folder
     finally:

