@@ -1,6 +1,7 @@
 """The main job where things get tight: memory, precision, and responses that can't be used."""
 
 import copy
+import platform
 from dataclasses import replace
 
 import numpy as np
@@ -9,6 +10,7 @@ import tiny
 import torch
 
 import ia_mech.collect.job
+import ia_mech.collect.preflight
 import ia_mech.engine.loop
 from ia_mech.collect.config import SampleConfig
 from ia_mech.collect.job import collect
@@ -39,13 +41,87 @@ def test_memory_running_out_is_said_once_recorded_and_survived(
     assert [line for line in progress.lines if "memory" in line] == [
         "out of memory: going on with batches of 10 or fewer"
     ]
-    sessions = integrity.read_json(run.path / layout.MANIFEST)["sessions"]
-    assert sessions[0]["out_of_memory"] == [10, 5]
+    assert backed_off(run) == {"0.0": {"rows": 5}}
+    assert backed_off(whole) == {}
     for a, b in zip(whole.generations.iloc, run.generations.iloc, strict=True):
         if a["token_ids"].tolist() != b["token_ids"].tolist():
             n = min(len(a["token_ids"]), len(b["token_ids"]))
             first = int(np.argmax(a["token_ids"][:n] != b["token_ids"][:n]))
             assert min(a["margins"][first], b["margins"][first]) < 1e-4
+
+
+def backed_off(run) -> dict[str, dict[str, int]]:
+    """The limits that units were computed with, where these were lower than asked for."""
+    parts = integrity.read_json(run.path / layout.MANIFEST)["parts"]
+    return {unit: low for part in parts for unit, low in part.get("backed_off", {}).items()}
+
+
+def test_each_unit_is_recorded_with_the_batches_that_it_was_computed_in(
+    tiny_subject, tmp_path, progress, monkeypatch
+):
+    """Memory runs out in the second unit of three; the parts are merged at the end."""
+    honest = ia_mech.engine.loop.decode_step
+
+    def tight(model, state, token):
+        if len(run_of) > 1 and len(token) > 6:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return honest(model, state, token)
+
+    run_contexts, run_of = ia_mech.collect.job._Job._run_contexts, []
+
+    def counted(self, *arguments):
+        run_of.append(arguments)
+        return run_contexts(self, *arguments)
+
+    monkeypatch.setattr(ia_mech.engine.loop, "decode_step", tight)
+    monkeypatch.setattr(ia_mech.collect.job._Job, "_run_contexts", counted)
+    monkeypatch.setattr(ia_mech.collect.preflight, "UNIT_BATCHES", 1)
+    run = collect(replace(CONFIG, batch_rows=10), tiny_subject, tmp_path / "run", progress)
+    parts = integrity.read_json(run.path / layout.MANIFEST)["parts"]
+    assert parts[-1]["units"] == ["0.0", "0.1", "0.2"]
+    assert backed_off(run) == {"0.1": {"rows": 5}, "0.2": {"rows": 5}}
+
+
+def test_resuming_elsewhere_says_what_differs(tiny_subject, tmp_path, monkeypatch):
+    def stopped(self, survey):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ia_mech.collect.job._Job, "_write_contexts", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            collect(CONFIG, tiny_subject, tmp_path / "run", Quiet())
+    session = integrity.read_json(tmp_path / "run" / layout.MANIFEST)["sessions"][0]
+    assert session["cpu_capability"] == torch.backends.cpu.get_cpu_capability()
+    assert session["weights"] in ("plain", "reordered")
+    honest = ia_mech.collect.job.machine
+
+    def elsewhere(subject):
+        return honest(subject) | {"threads": 64, "cpu_capability": "SSE"}
+
+    monkeypatch.setattr(ia_mech.collect.job, "machine", elsewhere)
+    lines: list[str] = []
+    monkeypatch.setattr(Quiet, "say", lambda self, line: lines.append(line))
+    assert collect(CONFIG, tiny_subject, tmp_path / "run", Quiet()).complete
+    assert lines[0] == (
+        f"note: threads {session['threads']} → 64, cpu_capability {session['cpu_capability']} → "
+        "SSE since this run was last worked on; rows computed now may round differently"
+    )
+
+
+def test_what_an_older_version_did_not_record_is_not_called_different(
+    tiny_subject, tmp_path, progress, monkeypatch
+):
+    def stopped(self, survey):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ia_mech.collect.job._Job, "_write_contexts", stopped)
+        patch.setattr(ia_mech.collect.job, "machine", lambda _: {"machine": platform.machine()})
+        with pytest.raises(KeyboardInterrupt):
+            collect(CONFIG, tiny_subject, tmp_path / "run", progress)
+    progress.lines.clear()
+    collect(CONFIG, tiny_subject, tmp_path / "run", progress)
+    assert not [line for line in progress.lines if line.startswith("note:")]
 
 
 def test_a_prefill_too_large_halves_the_contexts(tiny_subject, tmp_path, progress, monkeypatch):

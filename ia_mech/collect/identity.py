@@ -12,6 +12,7 @@ from ia_mech import __version__
 from ia_mech.chat.format import ChatFormat
 from ia_mech.collect.config import SampleConfig
 from ia_mech.collect.preflight import kept_positions
+from ia_mech.engine import packed_weights
 from ia_mech.engine.cuda import fused
 from ia_mech.engine.shared_prefix import Engine
 from ia_mech.likelihood.candidates import OwnCandidates
@@ -67,7 +68,7 @@ def identity_asked_for(
 
 
 def machine(subject: Subject) -> dict:
-    """What rounding depends on besides the configuration."""
+    """What rounding depends on besides the identity: a run may go on where these differ."""
     on_gpu = subject.device.type == "cuda"
     return {
         **(_gpu(subject.device) if on_gpu else {}),
@@ -75,10 +76,24 @@ def machine(subject: Subject) -> dict:
         "device": torch.cuda.get_device_name(subject.device) if on_gpu else platform.processor(),
         "cpus": os.cpu_count(),
         "threads": torch.get_num_threads(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "weights": packed_weights.describe(subject.model),
         "python": platform.python_version(),
         "matmul_precision": torch.get_float32_matmul_precision(),
         "cudnn_tf32": torch.backends.cudnn.allow_tf32,
     }
+
+
+def differences(before: dict, now: dict) -> str:
+    """What a session's record has otherwise than :func:`machine` has it now; empty if nothing.
+
+    What the record lacks, since an older version wrote it, counts as no difference.
+    """
+    return ", ".join(
+        f"{name} {before[name]} → {value}"
+        for name, value in now.items()
+        if before.get(name, value) != value
+    )
 
 
 def _gpu(device: torch.device) -> dict:

@@ -17,7 +17,7 @@ from torch import Tensor
 from ia_mech.chat.format import ChatFormat
 from ia_mech.chat.headers import rendered
 from ia_mech.collect.config import SampleConfig, flag_of
-from ia_mech.collect.identity import build_chat, eos_ids, identity, machine
+from ia_mech.collect.identity import build_chat, differences, eos_ids, identity, machine
 from ia_mech.collect.preflight import (
     Inputs,
     Survey,
@@ -180,7 +180,7 @@ class _Job:
         self.width = OomBackoff(self.batch_rows, self._batch_shrank)
         self.responses_limit = OomBackoff(self.batch_rows, self._batch_shrank)
         self.turns_limit = OomBackoff(self.batch_rows, self._batch_shrank, outermost=False)
-        self.shrunk: list[int] = []
+        self.shrunk = False
         self.left_out: list[str] = []
         self.refused: dict[str, str] = {}
 
@@ -188,17 +188,20 @@ class _Job:
         forget(self.subject.model)
         if not self.shrunk:
             self.progress.say(f"out of memory: going on with batches of {size} or fewer")
-        self.shrunk.append(size)
-        self.writer.note("out_of_memory", self.shrunk)
+        self.shrunk = True
+
+    def _backed_off(self, **limits: OomBackoff) -> dict[str, int]:
+        """The limits that are lower than asked for; rounding depends on them."""
+        return {name: one.limit for name, one in limits.items() if one.limit < self.batch_rows}
 
     def work(self, survey: Survey) -> None:
         """Compute and write what isn't there yet."""
         here = machine(self.subject)
         before = self.writer.manifest["sessions"]
-        if before and any(before[-1].get(name) != value for name, value in here.items()):
+        if before and (changed := differences(before[-1], here)):
             self.progress.say(
-                "note: this run was begun on another machine, or with other threads; rows computed "
-                "now may round differently"
+                f"note: {changed} since this run was last worked on; rows computed now may round "
+                "differently"
             )
         self.writer.start_session(here)
         about = self.subject.describe()
@@ -268,7 +271,8 @@ class _Job:
                 if name not in finished:
                     work.begin(costs[name])
                     rows = self.responses_limit.map(respond, [todo[i] for i in unit])
-                    writer.add_responses(name, rows)
+                    low = self._backed_off(rows=self.responses_limit)
+                    writer.add_responses(name, rows, low)
                     work.end()
         self.progress.stop()
 
@@ -345,13 +349,19 @@ class _Job:
                     work.begin(sum(costs[i] for i in unit))
                     run = partial(self._run_contexts, scorer, work, static, members)
                     results = self.width.retry(run)
-                    self.background.do(partial(self._store, name, members, results))
+                    low = self._backed_off(rows=self.width, turns=self.turns_limit)
+                    self.background.do(partial(self._store, name, members, results, low))
                     work.end()
 
     def _store(
-        self, unit: str, contexts: list[PreparedContext], results: list[ContextResult]
+        self,
+        unit: str,
+        contexts: list[PreparedContext],
+        results: list[ContextResult],
+        backed_off: dict[str, int],
     ) -> None:
-        self.writer.add_contexts(unit, *tables(contexts, results, self.config, self.chat))
+        written = tables(contexts, results, self.config, self.chat)
+        self.writer.add_contexts(unit, *written, backed_off)
 
     def _prepared(
         self, order: int, conversation: Conversation, written: dict | None

@@ -190,10 +190,16 @@ class RunWriter:
 
     # -- units --------------------------------------------------------------------------------
 
-    def add_responses(self, unit: str, rows: list[dict]) -> None:
-        """Write the responses of one unit."""
+    def add_responses(
+        self, unit: str, rows: list[dict], backed_off: dict[str, int] | None = None
+    ) -> None:
+        """Write the responses of one unit; ``backed_off`` as for :meth:`add_contexts`."""
         table = pa.Table.from_pylist(rows, schema=layout.RESPONSES)
-        self._add("responses", unit, len(rows), lambda n: {layout.responses_file(n): table})
+
+        def files(part: str) -> dict[str, pa.Table]:
+            return {layout.responses_file(part): table}
+
+        self._add("responses", unit, len(rows), files, backed_off)
 
     def add_contexts(
         self,
@@ -202,6 +208,7 @@ class RunWriter:
         generations: pa.Table,
         header_logits: dict[str, Tensor] | None,
         residuals: Tensor,
+        backed_off: dict[str, int] | None = None,
     ) -> None:
         """Write one unit of contexts.
 
@@ -211,6 +218,8 @@ class RunWriter:
             generations: its rows.
             header_logits: tensors with the contexts first, or None.
             residuals: ``[contexts, layers + 1, positions, d_model]``.
+            backed_off: most ``rows`` that were decoded, or ``turns`` scored, together, where memory
+                allowed fewer than were asked for.
         """
 
         def files(part: str) -> dict[str, pa.Table | Tensors]:
@@ -227,7 +236,7 @@ class RunWriter:
                 tables[layout.residuals_file(layer, part)] = Tensors(kept, names)
             return tables
 
-        self._add("contexts", unit, contexts.num_rows, files)
+        self._add("contexts", unit, contexts.num_rows, files, backed_off)
 
     # -- files --------------------------------------------------------------------------------
 
@@ -244,12 +253,16 @@ class RunWriter:
         numbers[kind] = number + 1
         return f"{number:05d}"
 
-    def _add(self, kind: str, unit: str, contexts: int, files) -> None:
+    def _add(
+        self, kind: str, unit: str, contexts: int, files, backed_off: dict[str, int] | None
+    ) -> None:
         with self._changing:
             name = self._new_name(kind)
         written = {file: self._write_file(file, data) for file, data in files(name).items()}
         self._flush_folders(written)
         part = {"kind": kind, "name": name, "units": [unit], "contexts": contexts, "files": written}
+        if backed_off:
+            part["backed_off"] = {unit: backed_off}
         with self._changing:
             self.manifest["parts"].append(part)
             self._write_manifest()
@@ -286,6 +299,9 @@ class RunWriter:
             "contexts": sum(part["contexts"] for part in group),
             "files": written,
         }
+        backed_off = {k: v for part in group for k, v in part.get("backed_off", {}).items()}
+        if backed_off:
+            merged["backed_off"] = backed_off
         kept = [part for part in self.manifest["parts"] if part not in group]
         self.manifest["parts"] = [*kept, merged]
         self._write_manifest()
