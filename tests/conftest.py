@@ -50,10 +50,10 @@ def progress() -> Silent:
 
 @pytest.fixture(scope="module")
 def many_buckets():
-    """Static buffers of a few lines have several buckets, too."""
+    """Static buffers for a few rows have several buckets, too."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ia_mech.engine.cuda.sizes.SMALLEST", 1)
-        patch.setattr("ia_mech.engine.cuda.sizes.FACTOR", 2)
+        patch.setattr("ia_mech.engine.cuda.layers.SMALLEST", 1)
+        patch.setattr("ia_mech.engine.cuda.layers.FACTOR", 2)
         yield
 
 

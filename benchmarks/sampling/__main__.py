@@ -13,7 +13,7 @@ Contenders, by default those for the device:
 
   both  ours               prefill, capture of all layers, decoding and sampling
   CPU   portable           the same, a copy of the prefix per row
-  GPU   ours-no-graphs     the same without CUDA graphs
+  GPU   ours-graphs        the same from CUDA graphs (--engine graphs)
   both  generate           of transformers, with a dynamic cache
   both  generate-captures  with hidden states and scores
   GPU   static             with a static cache, compiled

@@ -1,7 +1,7 @@
-"""Can this model be decoded from CUDA graphs, and are the numbers right then?
+"""The start-up check of static buffers: can this model be decoded in them, with the right numbers?
 
-Asked on a GPU, after the engine itself was found right. Whatever speaks against it is a reason to
-decode step by step as on a CPU, which is said and recorded, and none to stop.
+It runs on a GPU, after :func:`ia_mech.engine.check.check_engine`. Where something speaks against
+static buffers, the ordinary loop is used, and the reason is printed and recorded.
 """
 
 from collections.abc import Sequence
@@ -12,76 +12,82 @@ from transformers import PreTrainedModel
 
 from ia_mech.engine.check import TOLERANCE
 from ia_mech.engine.cuda import fused
-from ia_mech.engine.cuda.seating import Seating
-from ia_mech.engine.cuda.sizes import Sizes
-from ia_mech.engine.cuda.stepper import FIELDS, STEPS, Stepper, why_not
+from ia_mech.engine.cuda.stepper import StaticBuffers, why_not
+from ia_mech.engine.decode import decode
+from ia_mech.engine.loop import Row
 from ia_mech.engine.prefill import Prefix, prefill
 from ia_mech.engine.shared_prefix import Engine
-from ia_mech.errors import is_out_of_memory
+from ia_mech.errors import UserError, is_out_of_memory
 
-SEATS, ROOM = 33, 512  # rows of one context, and tokens that contexts have room for
+ROWS, TOKENS = 33, 5  # rows of one context, and what each of them writes
 
 
-def with_graphs(
+def with_static_buffers(
     model: PreTrainedModel, ids: Sequence[int], engine: Engine, wanted: str = "auto"
 ) -> Engine:
-    """The engine, with CUDA graphs if the model is on a GPU and they are right.
+    """The engine, with static buffers if the model is on a GPU and its numbers are right in them.
 
     Args:
         model: the subject model.
         ids: at least 12 token ids of real text.
         engine: that was checked.
-        wanted: as for :func:`ia_mech.engine.check.check_engine`; ``portable`` refuses graphs, whose
-            rows share their prefix.
+        wanted: ``graphs`` for steps that are captured as CUDA graphs; ``portable`` for none of
+            this, since static buffers share the prefix; else steps that are not captured.
+
+    Raises:
+        UserError: ``graphs`` is wanted, and can't be.
     """
-    # Where layers that can be shared are not, their attention was found wrong.
-    found_wrong = engine.shared < Engine.possible(model).shared
-    if model.device.type != "cuda" or wanted == "portable" or found_wrong:
+    if model.device.type != "cuda" or wanted == "portable":
         return engine
-    problem = why_not(model)
+    graphs = wanted == "graphs"
+    # Where layers that can be shared are not, their attention was found wrong.
+    if engine.shared < Engine.possible(model).shared:
+        problem = engine.why
+    else:
+        problem = why_not(model) or _failure(model, list(ids), graphs)
+    if problem and graphs:
+        raise UserError(f"--engine graphs: {problem}", "use --engine auto")
+    if problem:
+        why = (
+            engine.why if engine.why == problem else "; ".join(filter(None, [engine.why, problem]))
+        )
+        return replace(engine, why=why)
+    return replace(engine, static=True, graphs=graphs, why="")
+
+
+def _failure(model: PreTrainedModel, ids: list[int], graphs: bool) -> str:
+    """Why static buffers fail for this model; empty where they don't."""
     try:
-        problem = problem or _problem(model, list(ids))
+        problem = _difference(model, ids, graphs)
     except Exception as error:  # whatever a model does that can't be captured
         # Leaving a capture that failed raises once more.
         first = error.__context__ if isinstance(error.__context__, RuntimeError) else error
-        said = "out of memory" if is_out_of_memory(error) else " ".join(str(first).split())[:120]
-        problem = f"no CUDA graphs: {said}"
-    if problem and fused.available(model.device):
-        problem += " (with Triton's kernels; IA_MECH_TRITON=0 does without)"
-    why = "; ".join(filter(None, [engine.why, problem])) if problem else ""
-    return replace(engine, graphs=not problem, why=why)
+        problem = "out of memory" if is_out_of_memory(error) else " ".join(str(first).split())[:120]
+    if not problem:
+        return ""
+    kernel = " (with Triton's kernel; IA_MECH_TRITON=0 does without)"
+    return f"no static buffers: {problem}{kernel if fused.available(model.device) else ''}"
 
 
 @torch.inference_mode()
-def _problem(model: PreTrainedModel, ids: list[int]) -> str:
-    """Decode rows of two contexts greedily; what is recorded against full passes.
-
-    So many rows, and so much room, that kernels work on tiles of the size that they have in a run.
-    """
-    prompts, contexts = [ids[:7], ids[7:11]], [0] + [1] * SEATS
+def _difference(model: PreTrainedModel, ids: list[int], graphs: bool) -> str:
+    """Decode rows of two contexts greedily, and compare what is recorded with full passes."""
+    prompts, contexts = [ids[:7], ids[7:11]], [0] + [1] * ROWS
     group = prefill(model, [Prefix(prompt) for prompt in prompts])
-    sizes = Sizes.of_rows(contexts, len(contexts), ROOM, 2 * STEPS + 1)
-    stepper, seating = Stepper(model, sizes, group), Seating(sizes.slots)
-    stepper.put_contexts([seating.hold(context) for context in (0, 1)], group, (0, 1))
-    rows = len(contexts)
-    greedy = torch.zeros(rows), torch.zeros(rows, 2).long()
-    first = stepper.begin(range(rows), contexts, group, torch.tensor(contexts), *greedy)
-    stepper.seat(*seating.tables(contexts, sizes))
-    copies = [first, stepper.run(rows, STEPS), stepper.run(rows, STEPS)]
-    drawn = torch.cat([copy.wait() for copy in copies])
-    tokens, logprobs = (drawn[:, FIELDS.index(name)] for name in ("token", "logprob"))
+    buffers = StaticBuffers(model, 2, ROWS, 7, TOKENS, graphs)
+    rows = [Row(context, 0.0, (0, 0)) for context in contexts]
+    decoded = decode(model, group, rows, [], TOKENS, static=buffers)
     worst, largest = 0.0, 1.0
-    for row, context in ((0, 0), (1, 1), (SEATS, 1)):
-        wrote = tokens[:, row].long().tolist()
-        whole = torch.tensor([[*prompts[context], *wrote]], device=model.device)
-        logits = model(whole, use_cache=False).logits[0, -len(wrote) - 1 : -1].double().cpu()
-        theirs = logits.log_softmax(-1).gather(-1, torch.tensor(wrote)[:, None])[:, 0]
-        apart = (logprobs[:, row] - theirs).abs().nan_to_num(torch.inf)
+    for row in (0, 1, ROWS):
+        wrote = torch.from_numpy(decoded[row].token_ids)
+        prompt = prompts[contexts[row]]
+        whole = torch.tensor([[*prompt, *wrote.tolist()]], device=model.device)
+        logits = model(whole, use_cache=False).logits[0, len(prompt) - 1 : -1].double().cpu()
+        theirs = logits.log_softmax(-1).gather(-1, wrote[:, None])[:, 0]
+        apart = (torch.from_numpy(decoded[row].logprobs_raw) - theirs).abs().nan_to_num(torch.inf)
         worst, largest = max(worst, float(apart.max())), max(largest, float(logits.abs().max()))
     # A log-probability is off by twice what its logits are off by. Rows that read each other's
     # contexts are found in every dtype (the embedded model: 6.9 nats, where bfloat16 allows 0.96
     # and takes 0.13); rows displaced by a token (0.17 nats) only in float32, as in the tests.
     allowed = 2 * max(TOLERANCE, 2 * torch.finfo(model.dtype).eps) * largest
-    if worst <= allowed:
-        return ""
-    return f"no CUDA graphs: log-probabilities differ from a full pass by {worst:.2g}"
+    return "" if worst <= allowed else f"log-probabilities differ from a full pass by {worst:.2g}"
