@@ -118,7 +118,7 @@ def test_graph_and_eager_steps_are_bit_for_bit_the_same(architecture, dtype):
     model = model_of(architecture, dtype)
     replayed, stepped = (stepper_of(model, graphs=g) for g in (True, False))
     for _ in range(12):
-        ours, theirs = (stepper.step(3).wait() for stepper in (replayed, stepped))
+        ours, theirs = (stepper.step(stepper.sizes).wait() for stepper in (replayed, stepped))
         torch.testing.assert_close(ours, theirs, atol=0, rtol=0, equal_nan=True)
         assert ours[FIELDS.index("logprob")].isfinite().all()
 
@@ -143,14 +143,13 @@ def test_rows_equal_between_static_buffers_the_loop_and_widths(
 def test_a_step_never_makes_the_host_wait(architecture):
     replayed = stepper_of(model_of(architecture))
     stepped = stepper_of(model_of(architecture), graphs=False)
-    stepped.step(3).wait()  # makes what libraries make on first use
+    stepped.step(stepped.sizes).wait()  # makes what libraries make on first use
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
         with torch.inference_mode():
-            for graph in replayed._graphs.values():
-                graph.replay()
-            stepped._step(stepped.sizes.bucket(3))
+            replayed._graph.replay()
+            stepped._step(stepped.sizes)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 

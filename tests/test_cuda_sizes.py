@@ -3,15 +3,12 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ia_mech.engine.cuda.layers import FACTOR, SMALLEST, Sizes, capacity
+from ia_mech.engine.cuda.layers import Sizes
 
 
 def test_the_grid_of_the_benchmark():
     sizes = Sizes.of(32, 33, 512, 64, 1056)
     assert sizes == Sizes(1056, prefixes=32, rows=33, prefix_capacity=512, own_capacity=64)
-    assert sizes.buckets == [16, 64, 256, 1024, 1056]
-    assert sizes.bucket(1050) == sizes and sizes.bucket(33) == Sizes(64, 32, 33, 512, 64)
-    assert sizes.bucket(3) == Sizes(16, 32, 16, 512, 64)
     half = Sizes.of(32, 33, 513, 64, 528)
     assert half == Sizes(528, prefixes=32, rows=33, prefix_capacity=520, own_capacity=64)
 
@@ -22,13 +19,8 @@ def test_sizes_hold_what_they_promise(contexts, rows, width):
     width = min(width, contexts * rows)
     assert sizes.slots == width and sizes.rows == min(width, rows)
     assert 1 <= sizes.prefixes <= min(contexts, width) and sizes.prefixes * sizes.rows >= width
-    assert sizes.buckets == sorted(set(sizes.buckets)) and sizes.buckets[-1] == width
-    for slots in range(1, width + 1):
-        bucket = sizes.bucket(slots)
-        assert slots <= bucket.slots < max(FACTOR * slots, SMALLEST + 1) or bucket.slots == width
-        assert bucket.rows == min(sizes.rows, bucket.slots)
 
 
 def test_windows_hold_no_more_than_is_seen():
     sizes = Sizes(8, 2, 4, 256, 6)
-    assert [capacity(sizes, window) for window in (None, 8, 128, 4096)] == [256, 8, 128, 256]
+    assert [sizes.capacity(window) for window in (None, 8, 128, 4096)] == [256, 8, 128, 256]

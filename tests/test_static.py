@@ -31,7 +31,6 @@ from ia_mech.engine.sampling import stream_key
 from ia_mech.engine.shared_prefix import Engine
 from ia_mech.errors import UserError
 
-pytestmark = pytest.mark.usefixtures("many_buckets")
 FAMILIES = pytest.mark.parametrize("architecture", tiny.FAMILIES)
 steady = settings(derandomize=True, deadline=None, max_examples=60)
 
@@ -56,6 +55,26 @@ def test_rows_equal_the_loops(architecture, width, parts):
     assert {1, 13} < {len(row.token_ids) for row in loops}, "rows end at all times"
     groups = (prefilled_by(model, LENGTHS[a:b]) for a, b in parts)
     ours = statically(model, groups, ROWS, STOPS, 13, width)
+    assert near_ties(model, LENGTHS, ROWS, ours, loops) <= 1
+
+
+@FAMILIES
+def test_a_graph_always_makes_the_step_of_the_whole_batch(architecture, monkeypatch):
+    """By a stand-in that makes the step which a graph would replay."""
+    sizes = []
+
+    def captured(stepper):
+        return SimpleNamespace(
+            replay=lambda: sizes.append(stepper.sizes) or stepper._step(stepper.sizes)
+        )
+
+    monkeypatch.setattr(Stepper, "_capture", captured)
+    model = tiny.model(architecture)
+    static = replace(buffers_for(model, ROWS, 13), graphs=True)
+    groups = [prefilled_by(model, LENGTHS)]
+    ours = decode_stream(model, groups, ROWS, STOPS, 13, width=17, static=static)
+    assert {size.slots for size in sizes} == {17}
+    loops = decode(model, prefilled_by(model, LENGTHS), ROWS, STOPS, 13)
     assert near_ties(model, LENGTHS, ROWS, ours, loops) <= 1
 
 
@@ -105,13 +124,13 @@ def tensors_of(stepper) -> list[torch.Tensor]:
 @pytest.mark.parametrize(
     ("architecture", "buffers"), [("qwen3", 16), ("gemma3", 16), ("qwen3_5", 10)]
 )
-def test_every_tensor_stays_where_it_is_over_refills_buckets_and_streams(architecture, buffers):
+def test_every_tensor_stays_where_it_is_over_refills_and_streams(architecture, buffers):
     model = tiny.model(architecture)
     seen, honest = [], Stepper.step
 
-    def watched(stepper, slots):
-        seen.append((slots, [t.data_ptr() for t in tensors_of(stepper)]))
-        drawn = honest(stepper, slots)
+    def watched(stepper, part):
+        seen.append((part.slots, [t.data_ptr() for t in tensors_of(stepper)]))
+        drawn = honest(stepper, part)
         assert seen[-1][1] == [t.data_ptr() for t in tensors_of(stepper)]
         assert {t.data_ptr() for t in states(stepper)} <= set(seen[-1][1])
         return drawn
@@ -133,7 +152,7 @@ def test_every_tensor_stays_where_it_is_over_refills_buckets_and_streams(archite
     assert len({tuple(pointers) for _, pointers in seen}) == 1
     slots = [n for n, _ in seen[: len(seen) // 2]]
     assert len(seen[0][1]) == 9 + buffers and max(slots) == 17
-    assert slots == sorted(slots, reverse=True) and len(set(slots)) > 2, "buckets only shrink"
+    assert slots == sorted(slots, reverse=True) and len(set(slots)) > 2, "the batch is compacted"
     assert all(np.array_equal(a.margins, b.margins) for a, b in zip(first, again, strict=True))
 
 
@@ -226,9 +245,9 @@ def test_buffers_are_released_by_what_fails():
 
 
 @steady
-@given(st.lists(st.lists(st.integers(0, 9), max_size=8), min_size=1, max_size=8))
+@given(st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=8), min_size=1, max_size=8))
 def test_each_batch_slot_is_gathered_once_with_its_context(batches):
-    """Rows of any contexts come and go, in buckets of any size."""
+    """Rows of any contexts come and go, in batches of any size."""
     held, sizes = PrefixSlots(8), Sizes(8, 8, 8, 128, 4)
     content: list[int | None] = [None] * 8  # of each prefix slot
     for batch in batches:
@@ -238,14 +257,14 @@ def test_each_batch_slot_is_gathered_once_with_its_context(batches):
             if context is not None and context not in held.slot:
                 assert held.free
                 content[held.hold(context)] = context
-        bucket = sizes.bucket(max(1, len(contexts)))
-        gather, scatter = held.tables(contexts, bucket)
-        assert gather.shape == (8 * bucket.rows,) and len(scatter) == bucket.slots
+        part = replace(sizes, slots=len(contexts), rows=len(contexts))
+        gather, scatter = held.tables(contexts, part)
+        assert gather.shape == (8 * part.rows,) and len(scatter) == part.slots
         busy = [slot for slot, context in enumerate(contexts) if context is not None]
         assert len({int(scatter[slot]) for slot in busy}) == len(busy)
         for slot in busy:
             assert gather[scatter[slot]] == slot
-            assert content[scatter[slot] // bucket.rows] == contexts[slot]
+            assert content[scatter[slot] // part.rows] == contexts[slot]
 
 
 @FAMILIES

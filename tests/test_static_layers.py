@@ -1,6 +1,7 @@
 """The layers of static buffers one by one, and that a step launches without looking at data."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import tiny
@@ -17,7 +18,6 @@ from ia_mech.engine.cuda.stepper import Stepper, why_not
 from ia_mech.engine.cuda.stream import PrefixSlots
 from ia_mech.engine.prefill import Prefilled, State
 
-pytestmark = pytest.mark.usefixtures("many_buckets")
 CPU = torch.device("cpu")
 ADVANCED = ("_token", "_age", "_start", "_temperature", "_key", "_length")
 FAMILIES = pytest.mark.parametrize("architecture", tiny.FAMILIES)
@@ -106,7 +106,7 @@ def test_recurrent_states_begin_advance_and_move_in_place():
     assert torch.equal(layer.recurrent_states[0][:2], source.recurrent_states[0][[1, 1]])
     before = [t.clone() for t in layer.tensors()]
     numbers = torch.zeros(2, dtype=torch.long)
-    layer.look(View(sizes.bucket(2), numbers, numbers, numbers, numbers))
+    layer.look(View(replace(sizes, slots=2), numbers, numbers, numbers, numbers))
     new = torch.randn(2, 2, 3, 5, generator=generator), torch.randn(2, 6, 1, generator=generator)
     assert layer.update_recurrent_state(new[0]).shape[0] == 2
     seen = layer.update_conv_state(new[1], 0)
@@ -138,8 +138,8 @@ def test_steps_before_a_capture_leave_no_trace(architecture):
         stepper.put_prefixes([held.hold(0), held.hold(1)], group, [0, 1])
         contexts, hot = [0, 1, 1], (torch.ones(3), torch.arange(6).view(3, 2))
         stepper.begin(range(3), contexts, group, torch.tensor(contexts), *hot)
-        stepper.put_tables(*held.tables(contexts, sizes.bucket(3)))
-        drawn.append([stepper.step(3).wait()[:, :3] for _ in range(4)])
+        stepper.put_tables(*held.tables(contexts, sizes))
+        drawn.append([stepper.step(sizes).wait()[:, :3] for _ in range(4)])
     for ours, theirs in zip(*left, strict=True):
         assert torch.equal(ours, theirs)
     for ours, theirs in zip(*drawn, strict=True):
@@ -185,7 +185,7 @@ def step_without_data(architecture: str, experts: str | None = None) -> Stepper:
     sizes = Sizes.of(3, 2, 12, 12, 5)
     stepper = Stepper(model.to("meta"), sizes, without_data(group))
     with torch.inference_mode(), NoData():
-        stepper._step(sizes.bucket(3))
+        stepper._step(stepper.part(3))
     return stepper
 
 

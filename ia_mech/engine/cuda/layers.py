@@ -10,8 +10,9 @@ Attention over the prefixes is one batched product for all contexts, in PyTorch'
 test here could run them; FlexAttention, uncompiled, computes the same as ``attend`` under ``vmap``.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -26,7 +27,6 @@ from ia_mech.engine.shared_prefix import PrefixLayer, attend, held, merge
 
 ROUND = 8  # capacities are multiples of this, as tensor cores need it in half precision
 SPARE = 2  # prefixes held at a time, as a multiple of the contexts that fill the batch
-SMALLEST, FACTOR = 16, 4  # below so many rows a step takes as long as reading the weights
 
 
 @dataclass(frozen=True)
@@ -49,36 +49,20 @@ class Sizes:
 
     @classmethod
     def of(cls, contexts: int, rows: int, longest: int, own: int, width: int) -> "Sizes":
-        """For so many contexts with at most so many rows each, decoded ``width`` at a time.
+        """For ``contexts`` of at most ``rows`` rows each, decoded ``width`` at a time.
 
-        Rows that end early leave room for rows of other contexts only if these have a prefix slot,
-        so there are :data:`SPARE` times as many as fill the batch.
-
-        Args:
-            contexts: how many there are in all.
-            rows: of each of them, at most.
-            longest: tokens of the longest context.
-            own: tokens of a row, at most.
-            width: most rows of a batch.
+        ``longest`` is the tokens of the longest context, ``own`` those of a row. Where rows end
+        early, others need a prefix slot to take their place: there are :data:`SPARE` times as many
+        as fill the batch.
         """
         slots = max(1, min(width, contexts * rows))
         each = min(slots, rows)
         prefixes = min(contexts, slots, max(2, -(-SPARE * slots // each)))
         return cls(slots, prefixes, each, -(-longest // ROUND) * ROUND, own)
 
-    @property
-    def buckets(self) -> list[int]:
-        """The numbers of batch slots that steps are made for: a few, since each is a capture."""
-        found, n = [], SMALLEST
-        while n < self.slots:
-            found.append(n)
-            n *= FACTOR
-        return [*found, self.slots]
-
-    def bucket(self, slots: int) -> "Sizes":
-        """What a step of the smallest bucket for so many batch slots uses."""
-        n = next(n for n in self.buckets if n >= slots)
-        return Sizes(n, self.prefixes, min(self.rows, n), self.prefix_capacity, self.own_capacity)
+    def capacity(self, window: int | None) -> int:
+        """Tokens of a context that a layer with this sliding window, or none, has memory for."""
+        return self.prefix_capacity if window is None else min(self.prefix_capacity, window)
 
 
 @dataclass(frozen=True)
@@ -86,13 +70,13 @@ class View:
     """What all layers read during one step.
 
     Attributes:
-        sizes: of the bucket.
+        sizes: of the part of the buffers that it uses.
         place: ``[slots]`` int64, where each row writes its newest own token.
         length: ``[prefixes]`` int64, tokens of each prefix.
         gather: ``[prefixes * rows]`` int64, the batch slots by prefix; see
             :meth:`ia_mech.engine.cuda.stream.PrefixSlots.tables`.
         scatter: ``[slots]`` int64, where in ``gather`` each batch slot is.
-        biases: those that were made, since layers of the same window share them.
+        made: by window, what :meth:`bias` gave.
     """
 
     sizes: Sizes
@@ -100,57 +84,34 @@ class View:
     length: Tensor
     gather: Tensor
     scatter: Tensor
-    biases: dict[tuple, Tensor] = field(default_factory=dict)
+    made: dict[int | None, list[Tensor]] = field(default_factory=dict)
 
-    def own_bias(self, window: int | None, dtype: torch.dtype) -> Tensor:
-        """``[slots, 1, 1, own]``, minus infinity where a row doesn't see its own token, else 0."""
-
-        def hidden() -> Tensor:
-            tokens = torch.arange(self.sizes.own_capacity, device=self.place.device)
-            place = self.place[:, None]
-            later = tokens > place
-            return later if window is None else later | (tokens <= place - window)
-
-        return self._bias(("own", window), hidden, dtype)[:, None, None]
-
-    def prefix_bias(self, window: int | None, group: int, dtype: torch.dtype) -> Tensor:
-        """Minus infinity where a query doesn't see a token of its prefix, else 0.
-
-        Args:
-            window: of the layer.
-            group: heads that share a key.
-            dtype: of the queries.
+    def bias(self, window: int | None, dtype: torch.dtype) -> list[Tensor]:
+        """Minus infinity where a row doesn't see a token, else 0, for layers of this window.
 
         Returns:
-            ``[prefixes, 1, rows * group, capacity]``, or ``[prefixes, 1, 1, capacity]`` without a
-            window.
+            Of own tokens ``[slots, 1, 1, own]``; of the prefix ``[prefixes, 1, rows, capacity]``,
+            or ``[prefixes, 1, 1, capacity]`` without a window.
         """
-
-        def hidden() -> Tensor:
-            # Of a window the layer holds the last tokens: those that a row's first token sees.
-            length = self.length if window is None else self.length.clamp(max=window - 1)
-            length = length[:, None, None]
-            tokens = torch.arange(capacity(self.sizes, window), device=self.place.device)
-            beyond = tokens >= length
+        if window not in self.made:
+            sizes, device = self.sizes, self.place.device
+            place, length = self.place[:, None], self.length[:, None, None]
+            own = torch.arange(sizes.own_capacity, device=device)
+            tokens = torch.arange(sizes.capacity(window), device=device)
+            later = own > place
             if window is None:
-                return beyond
-            place = self.place[self.gather].view(self.sizes.prefixes, self.sizes.rows, 1)
-            passed = beyond | (tokens <= length + place - window)
-            return passed.repeat_interleave(group, 1)
-
-        return self._bias(("prefix", window, group), hidden, dtype)[:, None]
-
-    def _bias(self, name: tuple, hidden: Callable[[], Tensor], dtype: torch.dtype) -> Tensor:
-        if name not in self.biases:
-            mask = hidden()
-            zeros = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
-            self.biases[name] = zeros.masked_fill_(mask, -torch.inf)
-        return self.biases[name]
-
-
-def capacity(sizes: Sizes, window: int | None) -> int:
-    """Tokens of a context that a layer with this sliding window, or none, has memory for."""
-    return sizes.prefix_capacity if window is None else min(sizes.prefix_capacity, window)
+                absent = tokens >= length
+            else:
+                later |= own <= place - window
+                # The layer holds the last tokens, which a row's first token sees.
+                length = length.clamp(max=window - 1)
+                place = self.place[self.gather].view(sizes.prefixes, sizes.rows, 1)
+                absent = (tokens >= length) | (tokens <= length + place - window)
+            self.made[window] = [
+                torch.zeros_like(hidden, dtype=dtype).masked_fill_(hidden, -torch.inf)
+                for hidden in (later[:, None, None], absent[:, None])
+            ]
+        return self.made[window]
 
 
 class StaticLayer(PrefixLayer):
@@ -172,7 +133,7 @@ class StaticLayer(PrefixLayer):
     def __init__(self, layer: DynamicLayer, sizes: Sizes, device: torch.device) -> None:
         super().__init__()
         self.window = layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else None
-        tensors, tokens = held(layer), capacity(sizes, self.window)
+        tensors, tokens = held(layer), sizes.capacity(self.window)
 
         def buffers(count: int, room: int) -> tuple[Tensor, ...]:
             # Zeros: what was never written is multiplied with a weight of zero.
@@ -192,15 +153,10 @@ class StaticLayer(PrefixLayer):
     def put_prefixes(
         self, slots: Tensor, layer: DynamicLayer, contexts: Tensor, padding: Tensor
     ) -> None:
-        """Copy contexts' keys and values from a prefill, without their left padding.
+        """Copy ``contexts`` ``[n]`` of a prefilled layer, without their left ``padding`` ``[n]``,
+        to prefix slots ``[n]``; all int64.
 
         All at once: after a short context its last token is repeated, which no row attends to.
-
-        Args:
-            slots: ``[contexts]`` int64, prefix slots.
-            layer: of the prefill.
-            contexts: ``[contexts]`` int64, which of its rows.
-            padding: ``[contexts]`` int64, of each of them.
         """
         tensors = held(layer)
         tokens = tensors[0].shape[2]
@@ -250,24 +206,17 @@ class StaticLayer(PrefixLayer):
         arguments and result as for :meth:`ia_mech.engine.shared_prefix.SharedLayer.attend`."""
         self.waiting = False
         assert self.view is not None  # as in update
-        view, sizes, (keys, values) = self.view, self.view.sizes, self.prefix
-        bias = view.own_bias(self.window, query.dtype)
-        own = attend(query, key, value, scaling=scaling, softcap=softcap, bias=bias)
-
-        (prefixes, rows), kv_heads = (sizes.prefixes, sizes.rows), keys.shape[1]
-        _, heads, _, dim = query.shape
-        # Rows and the heads of a group become the rows of one matrix per prefix and key-value head.
-        gathered = query[view.gather].view(prefixes, rows, kv_heads, -1, dim).transpose(1, 2)
-        gathered = gathered.reshape(prefixes, kv_heads, -1, dim)
-        bias = view.prefix_bias(self.window, heads // kv_heads, query.dtype)
-        average, total = attend(gathered, keys, values, scaling=scaling, softcap=softcap, bias=bias)
-        average = average.view(prefixes, kv_heads, rows, -1, values.shape[-1]).transpose(1, 2)
-        total = total.view(prefixes, kv_heads, rows, -1).transpose(1, 2)
-        before = (
-            average.reshape(prefixes * rows, heads, 1, -1)[view.scatter],
-            total.reshape(prefixes * rows, heads, 1)[view.scatter],
+        view, shape = self.view, (self.view.sizes.prefixes, self.view.sizes.rows)
+        later, absent = view.bias(self.window, query.dtype)
+        attended = partial(attend, scaling=scaling, softcap=softcap)
+        own = attended(query, key, value, bias=later)
+        # [prefixes, heads, rows, dim]: all rows of a context in one product per key-value head
+        gathered = query[view.gather, :, 0].unflatten(0, shape).transpose(1, 2)
+        before = attended(gathered, *self.prefix, bias=absent)
+        average, total = (
+            tensor.transpose(1, 2).flatten(0, 1)[view.scatter][:, :, None] for tensor in before
         )
-        return merge([before, own], sinks)
+        return merge([(average, total), own], sinks)
 
 
 class StaticRecurrentLayer(LinearAttentionLayer):
@@ -286,15 +235,8 @@ class StaticRecurrentLayer(LinearAttentionLayer):
 
     def __init__(self, layer: LinearAttentionLayer, sizes: Sizes, device: torch.device) -> None:
         super().__init__(layer.number_of_states)
-        self.dtype, self.device = layer.dtype, device
-        # What else a prefill sets.
-        for name in (
-            "is_conv_states_initialized",
-            "is_recurrent_states_initialized",
-            "has_previous_state",
-            "conv_kernel_size",
-        ):
-            setattr(self, name, dict(getattr(layer, name)))
+        for name, value in vars(layer).items():  # all that a prefill sets
+            setattr(self, name, dict(value) if isinstance(value, dict) else value)
         self.states = {
             name: torch.zeros(sizes.slots, *state.shape[1:], dtype=state.dtype, device=device)
             for name, state in states_of(layer).items()
@@ -331,13 +273,8 @@ def states_of(layer: LinearAttentionLayer) -> dict[tuple[str, int], Tensor]:
 
 
 # By a cache layer's type, what takes its place.
-STATIC: dict[type, type[StaticLayer] | type[StaticRecurrentLayer]] = {
+STATIC: dict[type, Callable[..., StaticLayer | StaticRecurrentLayer]] = {
     DynamicLayer: StaticLayer,
     DynamicSlidingWindowLayer: StaticLayer,
     LinearAttentionLayer: StaticRecurrentLayer,
 }
-
-
-def static_layers(layers: Sequence, sizes: Sizes, device: torch.device) -> list:
-    """Static layers for the prefilled layers of a cache."""
-    return [STATIC[type(layer)](layer, sizes, device) for layer in layers]

@@ -2,14 +2,13 @@
 
 A step embeds the newest token of every row, runs the model, draws the next tokens and sends what is
 recorded about them to the host, without waiting for anything. On a GPU it may be captured as a CUDA
-graph, one for each bucket of batch slots. The loop around it is in ``stream.py``.
+graph. The loop around it is in ``stream.py``.
 """
 
-import contextlib
 import math
-import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,7 +22,6 @@ from ia_mech.engine.cuda.layers import (
     StaticLayer,
     StaticRecurrentLayer,
     View,
-    static_layers,
 )
 from ia_mech.engine.prefill import Prefilled
 from ia_mech.engine.sampling import Draw, draw, gumbel
@@ -47,12 +45,13 @@ def why_not(model: PreTrainedModel) -> str:
     return ""
 
 
+@dataclass
 class StaticBuffers:
     """Buffers for all batches of a phase of a run, so that each is decoded at the same addresses.
 
     They are made when the first row begins, and anew after :meth:`release` or for another width.
 
-    Args:
+    Attributes:
         model: the subject model; :func:`why_not` is empty for it.
         contexts: how many there are in all.
         rows: of each of them, at most.
@@ -61,22 +60,17 @@ class StaticBuffers:
         graphs: steps are captured as CUDA graphs; needs a GPU.
     """
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        contexts: int,
-        rows: int,
-        longest: int,
-        own: int,
-        graphs: bool = False,
-    ) -> None:
-        self._model, self._graphs = model, graphs
-        self._limits = contexts, rows, longest, own
-        self._stepper: Stepper | None = None
+    model: PreTrainedModel
+    contexts: int
+    rows: int
+    longest: int
+    own: int
+    graphs: bool = False
+    _stepper: "Stepper | None" = None
 
     def sizes(self, width: int) -> Sizes:
         """Of the buffers for batches of ``width`` rows."""
-        return Sizes.of(*self._limits, width)
+        return Sizes.of(self.contexts, self.rows, self.longest, self.own, width)
 
     def stepper(self, sizes: Sizes, group: Prefilled) -> "Stepper":
         """An empty batch; arguments and errors as for :class:`Stepper`."""
@@ -84,7 +78,7 @@ class StaticBuffers:
             self._stepper.reset()
         else:
             self.release()  # before the next one is made
-            self._stepper = Stepper(self._model, sizes, group, self._graphs)
+            self._stepper = Stepper(self.model, sizes, group, self.graphs)
         return self._stepper
 
     def release(self) -> None:
@@ -110,14 +104,14 @@ class Stepper:
         self, model: PreTrainedModel, sizes: Sizes, group: Prefilled, graphs: bool = False
     ) -> None:
         self._model, self.sizes, self._device = model, sizes, group.logits.device
-        layers = group.state.cache.layers
-        shapes = static_layers(layers, sizes, torch.device("meta"))
+        layers: list[Any] = group.state.cache.layers
+        shapes = [STATIC[type(layer)](layer, sizes, torch.device("meta")) for layer in layers]
         needed = sum(tensor.nbytes for layer in shapes for tensor in layer.tensors())
         free = free_bytes(self._device)
         if needed > free:  # some drivers would take the host's memory instead of failing
             gib = f"{needed / 2**30:.2f} GiB of {free / 2**30:.2f} free"
             raise MemoryError(f"out of memory: the batch's buffers need {gib}")
-        self._layers = static_layers(layers, sizes, self._device)
+        self._layers = [STATIC[type(layer)](layer, sizes, self._device) for layer in layers]
         self._cache = DynamicCache(config=model.config)
         self._cache.layers = [*self._layers]
 
@@ -133,14 +127,13 @@ class Stepper:
         self._length = numbers(sizes.prefixes)
         self._gather, self._scatter = numbers(sizes.prefixes * sizes.rows), numbers(sizes.slots)
         self._drawn = numbers(len(FIELDS), sizes.slots, dtype=torch.float64)
-        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self.reset()
-        if graphs:
-            self._capture()
+        self._graph = self._capture() if graphs else None
 
     @torch.inference_mode()
     def reset(self) -> None:
-        """Empty the batch. No row reads what idle slots hold, but a mixture of experts counts it."""
+        """Empty the batch. No row reads what idle slots hold, but a mixture of experts counts them
+        in."""
         for tensor in (self._token, self._start, self._temperature, self._key):
             tensor.zero_()
         self._age.fill_(1)
@@ -157,7 +150,7 @@ class Stepper:
         """Copy contexts of a prefilled group to prefix slots."""
         slot, context = self._sent(torch.tensor(slots), torch.tensor(contexts))
         padding = (group.state.mask[context].cumsum(-1) == 0).sum(-1)
-        for ours, theirs in zip(self._layers, group.state.cache.layers, strict=True):
+        for ours, theirs in self._pairs(group):
             if isinstance(ours, StaticLayer):
                 ours.put_prefixes(slot, theirs, context, padding)
         self._length[slot] = group.state.mask.shape[1] - padding
@@ -180,14 +173,14 @@ class Stepper:
             group: contexts that were prefilled.
             index: ``[rows]`` int64, which of these each row goes on from.
             temperature: ``[rows]`` float32, 0 for greedy.
-            key: ``[rows, 2]`` int64.
+            key: ``[rows, 2]`` int64, for the noise.
 
         Returns:
             What was drawn, ``[fields, rows]``, as :meth:`step` returns it.
         """
         tables = torch.tensor(slots), torch.tensor(prefixes)
         at, prefix, index, temperature, key = self._sent(*tables, index, temperature, key)
-        for ours, theirs in zip(self._layers, group.state.cache.layers, strict=True):
+        for ours, theirs in self._pairs(group):
             if isinstance(ours, StaticRecurrentLayer):
                 ours.begin(at, theirs, index)
         drawn = self._draw(group.logits[index], temperature, key, torch.zeros_like(at))
@@ -213,6 +206,10 @@ class Stepper:
         for ours, table in ((self._gather, gather), (self._scatter, scatter)):
             ours[: len(table)] = self._sent(torch.from_numpy(table))[0]
 
+    def _pairs(self, group: Prefilled) -> Iterator[tuple[StaticLayer | StaticRecurrentLayer, Any]]:
+        """Each layer with that of a prefill that it stands for."""
+        return zip(self._layers, group.state.cache.layers, strict=True)
+
     def _sent(self, *tensors: Tensor) -> list[Tensor]:
         """Tensors of the host on the device, which copies them without the host waiting."""
         if self._device.type == "cuda":
@@ -221,27 +218,32 @@ class Stepper:
 
     # -- steps ----------------------------------------------------------------------------------
 
+    def part(self, slots: int) -> Sizes:
+        """What a step of the first ``slots`` batch slots uses; a graph always uses all."""
+        if self._graph is not None:
+            return self.sizes
+        return replace(self.sizes, slots=slots, rows=min(self.sizes.rows, slots))
+
     @torch.inference_mode()
-    def step(self, slots: int) -> "HostCopy":
-        """Draw one token in each of the first batch slots, at least ``slots`` of them.
+    def step(self, part: Sizes) -> "HostCopy":
+        """Draw one token in each batch slot of a :meth:`part`.
 
         Returns:
-            What is drawn, ``[fields, slots or more]`` float64, fields as :data:`FIELDS`.
+            What is drawn, ``[fields, slots]`` float64, fields as :data:`FIELDS`.
         """
-        sizes = self.sizes.bucket(slots)
-        if self._graphs:
-            self._graphs[sizes.slots].replay()
+        if self._graph is not None:
+            self._graph.replay()
         else:
-            self._step(sizes)
-        return start_copy(self._drawn[:, : sizes.slots].clone())
+            self._step(part)
+        return start_copy(self._drawn[:, : part.slots].clone())
 
-    def _step(self, sizes: Sizes) -> None:
-        n = sizes.slots
+    def _step(self, part: Sizes) -> None:
+        n = part.slots
         token, age = self._token[:n], self._age[:n]
         # A row that ended goes on until the host sees it; what it writes then is never read.
-        place = (age - 1).clamp(max=sizes.own_capacity - 1)
-        gather = self._gather[: sizes.prefixes * sizes.rows]
-        view = View(sizes, place, self._length, gather, self._scatter[:n])
+        place = (age - 1).clamp(max=part.own_capacity - 1)
+        gather = self._gather[: part.prefixes * part.rows]
+        view = View(part, place, self._length, gather, self._scatter[:n])
         for layer in self._layers:
             layer.look(view)
         with sharing(self._model, self._cache):
@@ -263,51 +265,25 @@ class Stepper:
         noise = gumbel(key, age[:, None], logits.shape[-1])
         return draw(logits.float(), temperature, noise, torch.arange(len(age), device=self._device))
 
-    def _capture(self) -> None:
-        """Capture the step of every bucket, the largest first, whose memory the others reuse."""
+    def _capture(self) -> torch.cuda.CUDAGraph:
+        """The step of the whole batch as a graph."""
         current, side = torch.cuda.current_stream(self._device), torch.cuda.Stream(self._device)
-        pool = torch.cuda.graph_pool_handle()
         side.wait_stream(current)
         with torch.cuda.stream(side):
             self._warm_up()
         current.wait_stream(side)
-        for slots in reversed(self.sizes.buckets):
-            graph = self._graphs[slots] = torch.cuda.CUDAGraph()
-            # cuBLAS keeps one workspace for a stream, which others may clear. Made anew during the
-            # capture it is in the graphs' own memory.
-            torch._C._cuda_clearCublasWorkspaces()
-            # Another thread may be writing earlier results, which is no part of the graph. PyTorch
-            # doesn't leave the stream when a capture fails, so that is done around it.
-            capture = torch.cuda.graph(graph, pool, side, capture_error_mode="thread_local")
-            with torch.cuda.stream(current), capture:
-                self._step(self.sizes.bucket(slots))
-            torch._C._cuda_clearCublasWorkspaces()
+        graph = torch.cuda.CUDAGraph()
+        # Another thread may be writing earlier results, which is no part of the graph. PyTorch
+        # doesn't leave the stream when a capture fails, so that is done around it.
+        capture = torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local")
+        with torch.cuda.stream(current), capture:
+            self._step(self.sizes)
+        return graph
 
     def _warm_up(self) -> None:
-        """Make every bucket's step twice, and empty the batch again."""
-        for slots in self.sizes.buckets:
-            # In the first one libraries make what they make on first use, and may wait.
-            for guard in (contextlib.nullcontext(), _no_waiting(self._device)):
-                with guard:
-                    self._step(self.sizes.bucket(slots))
+        """Make a step, in which libraries make what they make on first use, and empty the batch."""
+        self._step(self.sizes)
         self.reset()
-
-
-@contextlib.contextmanager
-def _no_waiting(device: torch.device) -> Iterator[None]:
-    """Raises RuntimeError where the host waits for a GPU, which no capture survives: PyTorch before
-    2.13 is left in disorder by one that fails."""
-    if device.type != "cuda":
-        yield
-        return
-    before = torch.cuda.get_sync_debug_mode()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that the mode is a prototype
-        torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
 
 
 def _stacked(drawn: Draw) -> Tensor:
@@ -316,17 +292,18 @@ def _stacked(drawn: Draw) -> Tensor:
     return torch.stack([getattr(drawn, name).double() for name in FIELDS])
 
 
+@dataclass(frozen=True)
 class HostCopy:
     """A tensor on its way to the host; see :func:`start_copy`."""
 
-    def __init__(self, tensor: Tensor, arrived: "torch.cuda.Event | None" = None) -> None:
-        self._tensor, self._arrived = tensor, arrived
+    tensor: Tensor
+    arrived: "torch.cuda.Event | None" = None
 
     def wait(self) -> Tensor:
         """The tensor on the CPU; waits until it is there."""
-        if self._arrived is not None:
-            self._arrived.synchronize()
-        return self._tensor
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        return self.tensor
 
 
 def start_copy(tensor: Tensor) -> HostCopy:

@@ -2,8 +2,7 @@
 
 While the device makes a step, the host looks at what the one before drew: which rows ended, and
 what is recorded of them. What their batch slots draw after the end is dropped, and other rows begin
-in their place. When no row waits any more, the batch moves to the smallest bucket that holds it.
-What is decoded together depends on what was drawn, never on when it arrived.
+in their place. What is decoded together depends on what was drawn, never on when it arrived.
 """
 
 from collections import Counter
@@ -54,12 +53,12 @@ class PrefixSlots:
 
         Args:
             contexts: of each batch slot, None if it is idle.
-            sizes: of the bucket.
+            sizes: of the part of the buffers that a step uses.
 
         Returns:
-            ``gather`` ``[prefixes * rows]`` int64: the batch slots of each prefix, and 0, whose
-            result is not used, where it has fewer. ``scatter`` ``[slots]`` int64: where in
-            ``gather`` each batch slot is, and 0 for an idle one.
+            ``gather`` ``[prefixes * rows]`` int64: the batch slots of each prefix, then zeros,
+            whose results are not used. ``scatter`` ``[slots]`` int64: where in ``gather`` each
+            batch slot is, 0 for an idle one.
         """
         gather = np.zeros(sizes.prefixes * sizes.rows, dtype=np.int64)
         scatter = np.zeros(sizes.slots, dtype=np.int64)
@@ -111,7 +110,7 @@ class StaticStream(Stream):
         self._prefixes = PrefixSlots(sizes.prefixes)
         self._stepper: Stepper | None = None
         self._ended = np.zeros(len(self._rows), dtype=bool)
-        self._moved = False  # rows changed batch slots since the tables were made
+        self._begun = False  # rows began since the tables were made
 
     def run(self) -> list[Decoded]:
         """Decode all rows."""
@@ -163,7 +162,7 @@ class StaticStream(Stream):
         self._hold(list(new), group)
         contexts = [self._rows[row].context for row in rows]
         slots = schedule.place(rows)
-        self._moved = True
+        self._begun = True
         drawn = self._stepper.begin(
             slots,
             [held.slot[context] for context in contexts],
@@ -191,18 +190,15 @@ class StaticStream(Stream):
         """The next token of all rows."""
         schedule, stepper, most = self._schedule, self._stepper, self._most
         assert stepper is not None  # a slot is busy, so rows have begun
-        sizes = self._sizes.bucket(len(schedule.slots))
-        smaller = self._sizes.bucket(len(schedule.busy))
-        if not schedule.waiting and smaller != sizes:
-            busy, sizes = schedule.busy, smaller
-            schedule.keep(busy)
-            stepper.keep(busy)
-            self._moved = True
-        if self._moved:
-            stepper.put_tables(*self._prefixes.tables(self._held(), sizes))
-            self._moved = False
+        kept = schedule.compact()
+        if kept is not None:
+            stepper.keep(kept)
+        part = stepper.part(len(schedule.slots))
+        if kept is not None or self._begun:
+            stepper.put_tables(*self._prefixes.tables(self._held(), part))
+            self._begun = False
         rows, ages = np.array(schedule.slots), np.array(schedule.age)
-        drawn = stepper.step(sizes.slots)
+        drawn = stepper.step(part)
         schedule.drawn([slot for slot in schedule.busy if ages[slot] + 1 == most])
         self._free_prefixes()
         return Pending(rows, ages, drawn)
