@@ -21,8 +21,9 @@ import ia_mech.engine.cuda.stepper as stepper_module
 from ia_mech.collect.config import SampleConfig
 from ia_mech.collect.job import collect
 from ia_mech.engine.cuda import check
+from ia_mech.engine.cuda.check import why_not
 from ia_mech.engine.cuda.layers import Sizes, StaticRecurrentLayer, states_of
-from ia_mech.engine.cuda.stepper import StaticBuffers, Stepper, why_not
+from ia_mech.engine.cuda.stepper import StaticBuffers, Stepper
 from ia_mech.engine.cuda.stream import PrefixSlots
 from ia_mech.engine.decode import decode, decode_stream
 from ia_mech.engine.loop import Row

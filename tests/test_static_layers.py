@@ -13,8 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
 
+from ia_mech.engine.cuda.check import why_not
 from ia_mech.engine.cuda.layers import Sizes, StaticLayer, StaticRecurrentLayer, View
-from ia_mech.engine.cuda.stepper import Stepper, why_not
+from ia_mech.engine.cuda.stepper import Stepper
 from ia_mech.engine.cuda.stream import PrefixSlots
 from ia_mech.engine.prefill import Prefilled, State
 

@@ -7,7 +7,7 @@
 
 On a CPU: the embedded model and built-in contexts. On a GPU: random weights of three shapes,
 nothing is downloaded. Every context gets greedy + 4 temperatures x 8 samples = 33 rows, and nothing
-stops early. Peers that can't mix temperatures get the easier job of all rows at T = 1.
+stops early. Peers but llama.cpp get the easier job of all rows at T = 1.
 
 Contenders, by default those for the device:
 

@@ -1,23 +1,24 @@
-"""The start-up check of static buffers: can this model be decoded in them, with the right numbers?
+"""The start-up check of static buffers, which runs on a GPU after that of the engine.
 
-It runs on a GPU, after :func:`ia_mech.engine.check.check_engine`. Where something speaks against
-static buffers, the ordinary loop is used, and the reason is printed and recorded.
+Where it finds something against them, the ordinary loop is used; the reason is recorded.
 """
 
 from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from ia_mech.engine.check import TOLERANCE
 from ia_mech.engine.cuda import fused
-from ia_mech.engine.cuda.stepper import StaticBuffers, why_not
+from ia_mech.engine.cuda.layers import STATIC
+from ia_mech.engine.cuda.stepper import StaticBuffers
 from ia_mech.engine.decode import decode
 from ia_mech.engine.loop import Row
 from ia_mech.engine.prefill import Prefix, prefill
 from ia_mech.engine.shared_prefix import Engine
 from ia_mech.errors import UserError, is_out_of_memory
+from ia_mech.models.load import accepts, text_config
 
 ROWS, TOKENS = 33, 5  # rows of one context, and what each of them writes
 
@@ -31,8 +32,8 @@ def with_static_buffers(
         model: the subject model.
         ids: at least 12 token ids of real text.
         engine: that was checked.
-        wanted: ``graphs`` for steps that are captured as CUDA graphs; ``portable`` for none of
-            this, since static buffers share the prefix; else steps that are not captured.
+        wanted: with ``graphs`` steps are captured; ``portable`` refuses static buffers, which share
+            the prefix.
 
     Raises:
         UserError: ``graphs`` is wanted, and can't be.
@@ -55,6 +56,20 @@ def with_static_buffers(
     return replace(engine, static=True, graphs=graphs, why="")
 
 
+def why_not(model: PreTrainedModel) -> str:
+    """What keeps this model from being decoded in static buffers; empty where nothing does."""
+    kinds = (type(layer) for layer in DynamicCache(config=model.config).layers)
+    other = next((kind.__name__ for kind in kinds if kind not in STATIC), None)
+    if other is not None:
+        return f"no static buffers: there are none for a {other}"
+    # Their caches are those of sliding windows, their masks are not.
+    if getattr(text_config(model.config), "attention_chunk_size", None) is not None:
+        return "no static buffers: some layers attend in chunks"
+    if not accepts(model, "position_ids"):
+        return "no static buffers: the model finds positions by itself"
+    return ""
+
+
 def _failure(model: PreTrainedModel, ids: list[int], graphs: bool) -> str:
     """Why static buffers fail for this model; empty where they don't."""
     try:
@@ -63,10 +78,8 @@ def _failure(model: PreTrainedModel, ids: list[int], graphs: bool) -> str:
         # Leaving a capture that failed raises once more.
         first = error.__context__ if isinstance(error.__context__, RuntimeError) else error
         problem = "out of memory" if is_out_of_memory(error) else " ".join(str(first).split())[:120]
-    if not problem:
-        return ""
-    kernel = " (with Triton's kernel; IA_MECH_TRITON=0 does without)"
-    return f"no static buffers: {problem}{kernel if fused.available(model.device) else ''}"
+    kernel = " (with Triton; IA_MECH_TRITON=0 is without)" if fused.available(model.device) else ""
+    return f"no static buffers: {problem}{kernel}" if problem else ""
 
 
 @torch.inference_mode()

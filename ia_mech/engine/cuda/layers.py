@@ -13,14 +13,11 @@ test here could run them; FlexAttention, uncompiled, computes the same as ``atte
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import (
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    LinearAttentionLayer,
-)
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
 
 from ia_mech.engine.prefill import RECURRENT
 from ia_mech.engine.shared_prefix import PrefixLayer, attend, held, merge
@@ -115,12 +112,7 @@ class View:
 
 
 class StaticLayer(PrefixLayer):
-    """An attention layer, with a sliding window or without.
-
-    Args:
-        layer: a prefilled layer, whose keys and values give heads, dimensions and dtype.
-        sizes: of the batch.
-        device: where the buffers are made.
+    """An attention layer, made from a prefilled one, with a sliding window or without.
 
     Attributes:
         window: tokens of its sliding window, the newest one included; None = it sees all.
@@ -150,9 +142,7 @@ class StaticLayer(PrefixLayer):
         """All buffers."""
         return [*self.own, *self.prefix]
 
-    def put_prefixes(
-        self, slots: Tensor, layer: DynamicLayer, contexts: Tensor, padding: Tensor
-    ) -> None:
+    def put_prefixes(self, slots: Tensor, layer: Any, contexts: Tensor, padding: Tensor) -> None:
         """Copy ``contexts`` ``[n]`` of a prefilled layer, without their left ``padding`` ``[n]``,
         to prefix slots ``[n]``; all int64.
 
@@ -167,6 +157,12 @@ class StaticLayer(PrefixLayer):
         for buffer, tensor in zip(self.prefix, tensors, strict=True):
             chosen = tensor[contexts[:, None], :, at]  # [contexts, tokens, kv_heads, dim]
             buffer[slots, :, :tokens] = chosen.transpose(1, 2)
+
+    def begin(self, slots: Tensor, layer: Any, contexts: Tensor) -> None:
+        """Nothing: a row has no own tokens at first."""
+
+    def reset(self) -> None:
+        """Nothing: rows write their tokens before they read them."""
 
     def keep(self, index: Tensor) -> None:
         """The batch slots ``index`` ``[kept]`` int64 become the first ones, in place."""
@@ -222,15 +218,8 @@ class StaticLayer(PrefixLayer):
 class StaticRecurrentLayer(LinearAttentionLayer):
     """A recurrent layer: each row's own state, which every step overwrites in place.
 
-    ``conv_states`` and ``recurrent_states`` are views of the slots that a step uses.
-
-    Args:
-        layer: a prefilled layer, whose states give shapes and dtype.
-        sizes: of the batch.
-        device: where the buffers are made.
-
-    Attributes:
-        states: ``[slots, …]`` by kind and number, as :func:`states_of` names them.
+    ``conv_states`` and ``recurrent_states`` are views of the slots that a step uses; ``states`` has
+    the buffers ``[slots, …]`` by kind and number, as :func:`states_of` names them.
     """
 
     def __init__(self, layer: LinearAttentionLayer, sizes: Sizes, device: torch.device) -> None:
@@ -251,7 +240,15 @@ class StaticRecurrentLayer(LinearAttentionLayer):
         """All buffers."""
         return list(self.states.values())
 
-    def begin(self, slots: Tensor, layer: LinearAttentionLayer, contexts: Tensor) -> None:
+    def put_prefixes(self, *_) -> None:
+        """Nothing: rows begin with copies of their context's state."""
+
+    def reset(self) -> None:
+        """All states are zero, as at first."""
+        for buffer in self.states.values():
+            buffer.zero_()
+
+    def begin(self, slots: Tensor, layer: Any, contexts: Tensor) -> None:
         """Rows of a prefill's contexts ``[rows]`` int64 begin in batch slots ``[rows]`` int64."""
         for name, state in states_of(layer).items():
             self.states[name][slots] = state[contexts]

@@ -6,8 +6,9 @@ graph. The loop around it is in ``stream.py``.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,33 +17,12 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from ia_mech.engine.cuda import fused
-from ia_mech.engine.cuda.layers import (
-    STATIC,
-    Sizes,
-    StaticLayer,
-    StaticRecurrentLayer,
-    View,
-)
+from ia_mech.engine.cuda.layers import STATIC, Sizes, View
 from ia_mech.engine.prefill import Prefilled
 from ia_mech.engine.sampling import Draw, draw, gumbel
 from ia_mech.engine.shared_prefix import sharing
-from ia_mech.models.load import accepts, text_config
 
 FIELDS = tuple(field.name for field in fields(Draw))
-
-
-def why_not(model: PreTrainedModel) -> str:
-    """What keeps this model from being decoded in static buffers; empty where nothing does."""
-    kinds = (type(layer) for layer in DynamicCache(config=model.config).layers)
-    other = next((kind.__name__ for kind in kinds if kind not in STATIC), None)
-    if other is not None:
-        return f"no static buffers: there are none for a {other}"
-    # Their caches are those of sliding windows, their masks are not.
-    if getattr(text_config(model.config), "attention_chunk_size", None) is not None:
-        return "no static buffers: some layers attend in chunks"
-    if not accepts(model, "position_ids"):
-        return "no static buffers: the model finds positions by itself"
-    return ""
 
 
 @dataclass
@@ -52,11 +32,9 @@ class StaticBuffers:
     They are made when the first row begins, and anew after :meth:`release` or for another width.
 
     Attributes:
-        model: the subject model; :func:`why_not` is empty for it.
-        contexts: how many there are in all.
-        rows: of each of them, at most.
-        longest: tokens of the longest context.
-        own: tokens of a row, at most.
+        model: the subject model.
+        contexts, rows: how many contexts there are in all, and rows of each, at most.
+        longest, own: tokens of the longest context, and of a row, at most.
         graphs: steps are captured as CUDA graphs; needs a GPU.
     """
 
@@ -89,14 +67,8 @@ class StaticBuffers:
 class Stepper:
     """A batch of rows, all of whose tensors stay where they are.
 
-    Args:
-        model: the subject model.
-        sizes: of the batch.
-        group: contexts that were prefilled, whose cache gives shapes.
-        graphs: steps are captured as CUDA graphs, now.
-
-    Raises:
-        MemoryError: the device hasn't the memory.
+    A prefilled ``group`` gives the shapes of the cache. With ``graphs`` the step is captured at
+    once. Raises MemoryError where the device hasn't the memory.
     """
 
     @torch.inference_mode()
@@ -115,9 +87,7 @@ class Stepper:
         self._cache = DynamicCache(config=model.config)
         self._cache.layers = [*self._layers]
 
-        def numbers(*shape: int, dtype: torch.dtype = torch.long) -> Tensor:
-            return torch.zeros(shape, dtype=dtype, device=self._device)
-
+        numbers = partial(torch.zeros, dtype=torch.long, device=self._device)
         # Of each batch slot: its row's newest token, how many the row drew, the position of the
         # first one, temperature and Philox key.
         self._token, self._age, self._start = (numbers(sizes.slots) for _ in range(3))
@@ -139,9 +109,7 @@ class Stepper:
         self._age.fill_(1)
         self._length.fill_(1)  # of a free prefix slot: no softmax over nothing
         for layer in self._layers:
-            if isinstance(layer, StaticRecurrentLayer):
-                for tensor in layer.tensors():
-                    tensor.zero_()
+            layer.reset()
 
     # -- between steps --------------------------------------------------------------------------
 
@@ -150,9 +118,8 @@ class Stepper:
         """Copy contexts of a prefilled group to prefix slots."""
         slot, context = self._sent(torch.tensor(slots), torch.tensor(contexts))
         padding = (group.state.mask[context].cumsum(-1) == 0).sum(-1)
-        for ours, theirs in self._pairs(group):
-            if isinstance(ours, StaticLayer):
-                ours.put_prefixes(slot, theirs, context, padding)
+        for ours, theirs in zip(self._layers, group.state.cache.layers, strict=True):
+            ours.put_prefixes(slot, theirs, context, padding)
         self._length[slot] = group.state.mask.shape[1] - padding
 
     @torch.inference_mode()
@@ -165,24 +132,16 @@ class Stepper:
         temperature: Tensor,
         key: Tensor,
     ) -> "HostCopy":
-        """Rows draw their first token and begin in these batch slots.
+        """Rows draw their first token and begin in batch slots ``[rows]``.
 
-        Args:
-            slots: ``[rows]``.
-            prefixes: ``[rows]``, the prefix slot of each one's context.
-            group: contexts that were prefilled.
-            index: ``[rows]`` int64, which of these each row goes on from.
-            temperature: ``[rows]`` float32, 0 for greedy.
-            key: ``[rows, 2]`` int64, for the noise.
-
-        Returns:
-            What was drawn, ``[fields, rows]``, as :meth:`step` returns it.
+        ``prefixes`` ``[rows]`` are the prefix slots of their contexts, ``index`` ``[rows]`` int64
+        which of the group's contexts these are; ``temperature`` ``[rows]`` float32 is 0 for greedy
+        rows, ``key`` ``[rows, 2]`` int64 that of their noise. Returns what :meth:`step` does.
         """
         tables = torch.tensor(slots), torch.tensor(prefixes)
         at, prefix, index, temperature, key = self._sent(*tables, index, temperature, key)
-        for ours, theirs in self._pairs(group):
-            if isinstance(ours, StaticRecurrentLayer):
-                ours.begin(at, theirs, index)
+        for ours, theirs in zip(self._layers, group.state.cache.layers, strict=True):
+            ours.begin(at, theirs, index)
         drawn = self._draw(group.logits[index], temperature, key, torch.zeros_like(at))
         self._token[at] = drawn.token
         self._age[at] = 1
@@ -206,10 +165,6 @@ class Stepper:
         for ours, table in ((self._gather, gather), (self._scatter, scatter)):
             ours[: len(table)] = self._sent(torch.from_numpy(table))[0]
 
-    def _pairs(self, group: Prefilled) -> Iterator[tuple[StaticLayer | StaticRecurrentLayer, Any]]:
-        """Each layer with that of a prefill that it stands for."""
-        return zip(self._layers, group.state.cache.layers, strict=True)
-
     def _sent(self, *tensors: Tensor) -> list[Tensor]:
         """Tensors of the host on the device, which copies them without the host waiting."""
         if self._device.type == "cuda":
@@ -226,11 +181,8 @@ class Stepper:
 
     @torch.inference_mode()
     def step(self, part: Sizes) -> "HostCopy":
-        """Draw one token in each batch slot of a :meth:`part`.
-
-        Returns:
-            What is drawn, ``[fields, slots]`` float64, fields as :data:`FIELDS`.
-        """
+        """Draw one token in each batch slot of a :meth:`part`: ``[fields, slots]`` float64, which
+        holds ids, ranks and float32 alike; fields as :data:`FIELDS`."""
         if self._graph is not None:
             self._graph.replay()
         else:
@@ -287,8 +239,6 @@ class Stepper:
 
 
 def _stacked(drawn: Draw) -> Tensor:
-    """``[fields, rows]`` float64, which holds ids, ranks and float32 alike, so that one copy has
-    all."""
     return torch.stack([getattr(drawn, name).double() for name in FIELDS])
 
 
@@ -307,8 +257,7 @@ class HostCopy:
 
 
 def start_copy(tensor: Tensor) -> HostCopy:
-    """Begin to copy a tensor to pinned memory, while the host goes on. A tensor on the CPU is taken
-    as it is."""
+    """Begin to copy a tensor while the host goes on; one on the CPU is taken as it is."""
     if tensor.device.type != "cuda":
         return HostCopy(tensor)
     with torch.cuda.device_of(tensor):
@@ -320,8 +269,7 @@ def start_copy(tensor: Tensor) -> HostCopy:
 
 
 def free_bytes(device: torch.device) -> float:
-    """Memory of a GPU that new tensors can have, PyTorch's own reserve included; no limit on a CPU,
-    where it is the system that refuses."""
+    """Memory of a GPU for new tensors, PyTorch's own reserve included; a CPU's isn't limited."""
     if device.type != "cuda":
         return math.inf
     free, _ = torch.cuda.mem_get_info(device)

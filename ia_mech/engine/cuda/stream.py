@@ -20,10 +20,7 @@ from ia_mech.engine.sampling import Draw
 
 
 class PrefixSlots:
-    """Which context's prefix is in which prefix slot.
-
-    Args:
-        count: how many prefix slots there are.
+    """Which context's prefix is in which of ``count`` prefix slots.
 
     Attributes:
         slot: by context, the prefix slot of each that is held.
@@ -73,31 +70,18 @@ class PrefixSlots:
 
 @dataclass(frozen=True)
 class Pending:
-    """Tokens that the host hasn't seen yet.
+    """Tokens that the host hasn't seen yet."""
 
-    Attributes:
-        rows: ``[slots]``, the row of each, -1 for none.
-        ages: ``[slots]``, how many tokens that row had drawn before.
-        drawn: ``[fields, slots or more]``.
-    """
-
-    rows: np.ndarray
-    ages: np.ndarray
-    drawn: HostCopy
+    rows: np.ndarray  # [slots], the row of each, -1 for none
+    ages: np.ndarray  # [slots], how many tokens that row had drawn before
+    drawn: HostCopy  # [fields, slots or more]
 
 
 class StaticStream(Stream):
     """The work of one :func:`ia_mech.engine.decode.decode_stream` in static buffers.
 
-    The schedule counts tokens when their step is launched, not when they are seen.
-
-    Args:
-        buffers: to decode in.
-        sizes: of these.
-        arguments: as for :class:`ia_mech.engine.loop.Stream`.
-
-    Raises:
-        ValueError: the rows or a context don't fit into the buffers.
+    The schedule counts tokens when their step is launched, not when they are seen. Arguments are as
+    for :class:`ia_mech.engine.loop.Stream`; raises ValueError where rows or a context don't fit.
     """
 
     def __init__(self, buffers: StaticBuffers, sizes: Sizes, *arguments) -> None:
@@ -149,17 +133,21 @@ class StaticStream(Stream):
         new: dict[int, None] = {}  # contexts that need a prefix slot, in order
         for row in schedule.waiting[: schedule.free]:
             context = self._rows[row].context
-            if context not in held.slot and context not in new and len(new) == held.free:
+            lacking = context not in held.slot and context not in new
+            if context >= self._end or (lacking and len(new) == held.free):
                 break
-            if context >= self._end:
-                break
-            if context not in held.slot:
+            if lacking:
                 new[context] = None
             rows.append(row)
         schedule.take(len(rows))
         if self._stepper is None:
             self._stepper = self._buffers.stepper(self._sizes, group)
-        self._hold(list(new), group)
+        tokens, most = group.state.mask.shape[1], self._sizes.prefix_capacity
+        if tokens > most:
+            raise ValueError(f"a context of {tokens} tokens doesn't fit into buffers for {most}")
+        if new:
+            prefixes = [held.hold(context) for context in new]
+            self._stepper.put_prefixes(prefixes, group, [c - self._first for c in new])
         contexts = [self._rows[row].context for row in rows]
         slots = schedule.place(rows)
         self._begun = True
@@ -175,16 +163,6 @@ class StaticStream(Stream):
             schedule.drawn(slots, 0)
             self._free_prefixes()
         return Pending(np.array(rows), np.zeros(len(rows), dtype=np.int64), drawn)
-
-    def _hold(self, contexts: list[int], group: Prefilled) -> None:
-        """Put these contexts of the group into prefix slots."""
-        tokens, most = group.state.mask.shape[1], self._sizes.prefix_capacity
-        if tokens > most:
-            raise ValueError(f"a context of {tokens} tokens doesn't fit into buffers for {most}")
-        if contexts:
-            assert self._stepper is not None  # made before the first rows begin
-            slots = [self._prefixes.hold(context) for context in contexts]
-            self._stepper.put_prefixes(slots, group, [c - self._first for c in contexts])
 
     def _step(self) -> Pending:
         """The next token of all rows."""
