@@ -16,7 +16,6 @@ from ia_mech.collect.config import SampleConfig
 from ia_mech.collect.job import collect
 from ia_mech.engine.capture import find_blocks
 from ia_mech.engine.cuda import check, fused
-from ia_mech.engine.cuda.layers import Sizes
 from ia_mech.engine.cuda.stepper import FIELDS, StaticBuffers, Stepper, free_bytes, start_copy
 from ia_mech.engine.cuda.stream import PrefixSlots
 from ia_mech.engine.decode import decode, decode_stream
@@ -60,7 +59,7 @@ def greedy(model, prompt: list[int], tokens: int) -> list[int]:
 
 def stepper_of(model, rows: int = 3, graphs: bool = True) -> Stepper:
     """Greedy rows of one context, that drew their first token."""
-    group, sizes = prefilled_by(model, (9,)), Sizes.of(1, rows, 9, 40, rows)
+    group, sizes = prefilled_by(model, (9,)), StaticBuffers(None, 1, rows, 9, 40).sizes(rows)
     stepper, held = Stepper(model, sizes, group, graphs), PrefixSlots(sizes.prefixes)
     stepper.put_prefixes([held.hold(0)], group, [0])
     greedy = torch.zeros(rows), torch.zeros(rows, 2).long()
@@ -118,7 +117,7 @@ def test_graph_and_eager_steps_are_bit_for_bit_the_same(architecture, dtype):
     model = model_of(architecture, dtype)
     replayed, stepped = (stepper_of(model, graphs=g) for g in (True, False))
     for _ in range(12):
-        ours, theirs = (stepper.step(stepper.sizes).wait() for stepper in (replayed, stepped))
+        ours, theirs = (stepper.step(stepper.sizes)() for stepper in (replayed, stepped))
         torch.testing.assert_close(ours, theirs, atol=0, rtol=0, equal_nan=True)
         assert ours[FIELDS.index("logprob")].isfinite().all()
 
@@ -143,7 +142,7 @@ def test_rows_equal_between_static_buffers_the_loop_and_widths(
 def test_a_step_never_makes_the_host_wait(architecture):
     replayed = stepper_of(model_of(architecture))
     stepped = stepper_of(model_of(architecture), graphs=False)
-    stepped.step(stepped.sizes).wait()  # makes what libraries make on first use
+    stepped.step(stepped.sizes)()  # makes what libraries make on first use
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -223,7 +222,7 @@ def test_a_copy_has_what_the_tensor_held_when_it_was_begun():
     tensor.zero_()
     del tensor
     others = [torch.full((512, 512), 7.0, device="cuda") for _ in range(8)]
-    assert copy.wait().is_pinned() and torch.equal(copy.wait(), expected)
+    assert copy().is_pinned() and torch.equal(copy(), expected)
     assert all(bool((other == 7).all()) for other in others)
 
 

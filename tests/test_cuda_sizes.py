@@ -4,18 +4,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ia_mech.engine.cuda.layers import Sizes
+from ia_mech.engine.cuda.stepper import StaticBuffers
 
 
 def test_the_grid_of_the_benchmark():
-    sizes = Sizes.of(32, 33, 512, 64, 1056)
+    sizes = StaticBuffers(None, 32, 33, 512, 64).sizes(1056)
     assert sizes == Sizes(1056, prefixes=32, rows=33, prefix_capacity=512, own_capacity=64)
-    half = Sizes.of(32, 33, 513, 64, 528)
+    half = StaticBuffers(None, 32, 33, 513, 64).sizes(528)
     assert half == Sizes(528, prefixes=32, rows=33, prefix_capacity=520, own_capacity=64)
 
 
 @given(st.integers(1, 10), st.integers(1, 30), st.integers(1, 70))
 def test_sizes_hold_what_they_promise(contexts, rows, width):
-    sizes = Sizes.of(contexts, rows, 100, 8, width)
+    sizes = StaticBuffers(None, contexts, rows, 100, 8).sizes(width)
     width = min(width, contexts * rows)
     assert sizes.slots == width and sizes.rows == min(width, rows)
     assert 1 <= sizes.prefixes <= min(contexts, width) and sizes.prefixes * sizes.rows >= width

@@ -15,7 +15,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, Li
 
 from ia_mech.engine.cuda.check import why_not
 from ia_mech.engine.cuda.layers import Sizes, StaticLayer, StaticRecurrentLayer, View
-from ia_mech.engine.cuda.stepper import Stepper
+from ia_mech.engine.cuda.stepper import StaticBuffers, Stepper
 from ia_mech.engine.cuda.stream import PrefixSlots
 from ia_mech.engine.prefill import Prefilled, State
 
@@ -127,7 +127,7 @@ def test_steps_before_a_capture_leave_no_trace(architecture):
     model = tiny.model(architecture)
     group, drawn, left = prefilled_by(model, (9, 5)), [], []
     for warmed in (False, True):
-        sizes = Sizes.of(2, 2, 9, 12, 5)
+        sizes = StaticBuffers(None, 2, 2, 9, 12).sizes(5)
         stepper, held = Stepper(model, sizes, group), PrefixSlots(sizes.prefixes)
         if warmed:
             with torch.inference_mode():
@@ -140,7 +140,7 @@ def test_steps_before_a_capture_leave_no_trace(architecture):
         contexts, hot = [0, 1, 1], (torch.ones(3), torch.arange(6).view(3, 2))
         stepper.begin(range(3), contexts, group, torch.tensor(contexts), *hot)
         stepper.put_tables(*held.tables(contexts, sizes))
-        drawn.append([stepper.step(sizes).wait()[:, :3] for _ in range(4)])
+        drawn.append([stepper.step(sizes)()[:, :3] for _ in range(4)])
     for ours, theirs in zip(*left, strict=True):
         assert torch.equal(ours, theirs)
     for ours, theirs in zip(*drawn, strict=True):
@@ -183,7 +183,7 @@ def step_without_data(architecture: str, experts: str | None = None) -> Stepper:
     group = prefilled_by(model, (9, 5, 12))
     if experts is not None:
         model.set_experts_implementation(experts)
-    sizes = Sizes.of(3, 2, 12, 12, 5)
+    sizes = StaticBuffers(None, 3, 2, 12, 12).sizes(5)
     stepper = Stepper(model.to("meta"), sizes, without_data(group))
     with torch.inference_mode(), NoData():
         stepper._step(stepper.part(3))

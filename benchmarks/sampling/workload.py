@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import transformers
+from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.qwen3_5 import Qwen3_5TextConfig
 
@@ -22,7 +23,7 @@ from ia_mech.data.formats import ColumnMap
 from ia_mech.engine.capture import find_blocks
 from ia_mech.engine.check import check_engine
 from ia_mech.engine.cuda.check import with_static_buffers
-from ia_mech.engine.cuda.stepper import HostCopy, StaticBuffers, start_copy
+from ia_mech.engine.cuda.stepper import StaticBuffers, start_copy
 from ia_mech.engine.decode import decode_stream
 from ia_mech.engine.loop import Decoded, Row
 from ia_mech.engine.plan import batch_defaults, plan_units
@@ -160,7 +161,10 @@ class Workload:
         return [row for at in range(contexts) for row in rows_of(at, self.size.rows)]
 
     def prefilled(
-        self, ids: Sequence[Sequence[int]], capture: bool, sent: list[HostCopy] | None = None
+        self,
+        ids: Sequence[Sequence[int]],
+        capture: bool,
+        sent: list[Callable[[], Tensor]] | None = None,
     ) -> Iterator[Prefilled]:
         """Contexts ``[contexts][tokens]``, prefilled group by group.
 
@@ -209,12 +213,12 @@ class Workload:
         self, contexts: int, new_tokens: int, share: bool = True, graphs: bool = False
     ) -> list[Decoded]:
         """Prefill with capture, decode and sample; tokens and captures end up on the host."""
-        sent: list[HostCopy] = []
+        sent: list[Callable[[], Tensor]] = []
         groups = self.prefilled(self.ids[:contexts], True, sent)
         tokens = self.size.context_tokens
         decoded = self.decode(groups, self.rows(contexts), new_tokens, tokens, share, graphs)
-        for copy in sent:
-            copy.wait()
+        for wait in sent:
+            wait()
         return decoded
 
 

@@ -6,7 +6,7 @@ comes first, with batches of its own; then every context is prefilled once, and 
 the captured residual stream, the header logits, all sampled rows and the scores of reference turns.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -44,7 +44,7 @@ from ia_mech.engine.capture import find_blocks
 from ia_mech.engine.check import check_engine
 from ia_mech.engine.cuda import fused
 from ia_mech.engine.cuda.check import with_static_buffers
-from ia_mech.engine.cuda.stepper import HostCopy, StaticBuffers, start_copy
+from ia_mech.engine.cuda.stepper import StaticBuffers, start_copy
 from ia_mech.engine.decode import decode_stream
 from ia_mech.engine.loop import Decoded, Row
 from ia_mech.engine.plan import (
@@ -385,7 +385,7 @@ class _Job:
         width: int,
     ) -> list[ContextResult]:
         """Prefill contexts group by group; sample and score from that."""
-        sent: list[tuple[list[ContextScores], HostCopy, HostCopy]] = []
+        sent: list[tuple[list[ContextScores], Callable[[], Tensor], Callable[[], Tensor]]] = []
 
         def groups() -> Iterator[Prefilled]:
             together = contexts_per_batch(len(self.grid_rows), width)
@@ -406,7 +406,7 @@ class _Job:
         results = [
             ContextResult([], *one)
             for scores, *copies in sent
-            for one in zip(scores, *(copy.wait() for copy in copies), strict=True)
+            for one in zip(scores, *(wait() for wait in copies), strict=True)
         ]
         rows = len(self.grid_rows)
         for at, (context, result) in enumerate(zip(contexts, results, strict=True)):

@@ -22,9 +22,6 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, Li
 from ia_mech.engine.prefill import RECURRENT
 from ia_mech.engine.shared_prefix import PrefixLayer, attend, held, merge
 
-ROUND = 8  # capacities are multiples of this, as tensor cores need it in half precision
-SPARE = 2  # prefixes held at a time, as a multiple of the contexts that fill the batch
-
 
 @dataclass(frozen=True)
 class Sizes:
@@ -43,19 +40,6 @@ class Sizes:
     rows: int
     prefix_capacity: int
     own_capacity: int
-
-    @classmethod
-    def of(cls, contexts: int, rows: int, longest: int, own: int, width: int) -> "Sizes":
-        """For ``contexts`` of at most ``rows`` rows each, decoded ``width`` at a time.
-
-        ``longest`` is the tokens of the longest context, ``own`` those of a row. Where rows end
-        early, others need a prefix slot to take their place: there are :data:`SPARE` times as many
-        as fill the batch.
-        """
-        slots = max(1, min(width, contexts * rows))
-        each = min(slots, rows)
-        prefixes = min(contexts, slots, max(2, -(-SPARE * slots // each)))
-        return cls(slots, prefixes, each, -(-longest // ROUND) * ROUND, own)
 
     def capacity(self, window: int | None) -> int:
         """Tokens of a context that a layer with this sliding window, or none, has memory for."""
@@ -127,13 +111,11 @@ class StaticLayer(PrefixLayer):
         self.window = layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else None
         tensors, tokens = held(layer), sizes.capacity(self.window)
 
-        def buffers(count: int, room: int) -> tuple[Tensor, ...]:
-            # Zeros: what was never written is multiplied with a weight of zero.
-            shapes = [(count, t.shape[1], room, t.shape[-1]) for t in tensors]
-            return tuple(torch.zeros(s, dtype=tensors[0].dtype, device=device) for s in shapes)
-
-        self.own = buffers(sizes.slots, sizes.own_capacity)
-        self.prefix = buffers(sizes.prefixes, tokens)
+        # Zeros: what was never written is multiplied with a weight of zero.
+        self.own, self.prefix = (
+            [t.new_zeros(n, t.shape[1], room, t.shape[-1], device=device) for t in tensors]
+            for n, room in ((sizes.slots, sizes.own_capacity), (sizes.prefixes, tokens))
+        )
         self.keys, self.values = self.own
         self.dtype, self.device, self.is_initialized = tensors[0].dtype, device, True
         self.view: View | None = None

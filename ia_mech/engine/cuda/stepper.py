@@ -6,7 +6,7 @@ graph. The loop around it is in ``stream.py``.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
@@ -23,6 +23,8 @@ from ia_mech.engine.sampling import Draw, draw, gumbel
 from ia_mech.engine.shared_prefix import sharing
 
 FIELDS = tuple(field.name for field in fields(Draw))
+ROUND = 8  # capacities are multiples of this, as tensor cores need it in half precision
+SPARE = 2  # prefixes held at a time, as a multiple of the contexts that fill the batch
 
 
 @dataclass
@@ -47,8 +49,12 @@ class StaticBuffers:
     _stepper: "Stepper | None" = None
 
     def sizes(self, width: int) -> Sizes:
-        """Of the buffers for batches of ``width`` rows."""
-        return Sizes.of(self.contexts, self.rows, self.longest, self.own, width)
+        """For batches of ``width`` rows. A row that begins where one ended early needs a prefix
+        slot for its context: there are :data:`SPARE` times as many as fill the batch."""
+        slots = max(1, min(width, self.contexts * self.rows))
+        rows = min(slots, self.rows)
+        prefixes = min(self.contexts, slots, max(2, -(-SPARE * slots // rows)))
+        return Sizes(slots, prefixes, rows, -(-self.longest // ROUND) * ROUND, self.own)
 
     def stepper(self, sizes: Sizes, group: Prefilled) -> "Stepper":
         """An empty batch; arguments and errors as for :class:`Stepper`."""
@@ -131,7 +137,7 @@ class Stepper:
         index: Tensor,
         temperature: Tensor,
         key: Tensor,
-    ) -> "HostCopy":
+    ) -> Callable[[], Tensor]:
         """Rows draw their first token and begin in batch slots ``[rows]``.
 
         ``prefixes`` ``[rows]`` are the prefix slots of their contexts, ``index`` ``[rows]`` int64
@@ -180,7 +186,7 @@ class Stepper:
         return replace(self.sizes, slots=slots, rows=min(self.sizes.rows, slots))
 
     @torch.inference_mode()
-    def step(self, part: Sizes) -> "HostCopy":
+    def step(self, part: Sizes) -> Callable[[], Tensor]:
         """Draw one token in each batch slot of a :meth:`part`: ``[fields, slots]`` float64, which
         holds ids, ranks and float32 alike; fields as :data:`FIELDS`."""
         if self._graph is not None:
@@ -242,30 +248,25 @@ def _stacked(drawn: Draw) -> Tensor:
     return torch.stack([getattr(drawn, name).double() for name in FIELDS])
 
 
-@dataclass(frozen=True)
-class HostCopy:
-    """A tensor on its way to the host; see :func:`start_copy`."""
+def start_copy(tensor: Tensor) -> Callable[[], Tensor]:
+    """Begin to copy a tensor to the host, which goes on.
 
-    tensor: Tensor
-    arrived: "torch.cuda.Event | None" = None
-
-    def wait(self) -> Tensor:
-        """The tensor on the CPU; waits until it is there."""
-        if self.arrived is not None:
-            self.arrived.synchronize()
-        return self.tensor
-
-
-def start_copy(tensor: Tensor) -> HostCopy:
-    """Begin to copy a tensor while the host goes on; one on the CPU is taken as it is."""
+    Returns:
+        A function that waits for the copy and returns it; of a tensor on the CPU, the tensor.
+    """
     if tensor.device.type != "cuda":
-        return HostCopy(tensor)
+        return lambda: tensor
     with torch.cuda.device_of(tensor):
         pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         pinned.copy_(tensor, non_blocking=True)
         arrived = torch.cuda.Event()
         arrived.record()
-    return HostCopy(pinned, arrived)
+
+    def wait() -> Tensor:
+        arrived.synchronize()
+        return pinned
+
+    return wait
 
 
 def free_bytes(device: torch.device) -> float:

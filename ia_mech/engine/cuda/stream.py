@@ -6,14 +6,15 @@ in their place. What is decoded together depends on what was drawn, never on whe
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from ia_mech.engine.cuda.layers import Sizes
-from ia_mech.engine.cuda.stepper import FIELDS, HostCopy, StaticBuffers, Stepper
+from ia_mech.engine.cuda.stepper import FIELDS, StaticBuffers, Stepper
 from ia_mech.engine.loop import Decoded, Stream
 from ia_mech.engine.prefill import Prefilled
 from ia_mech.engine.sampling import Draw
@@ -74,7 +75,7 @@ class Pending:
 
     rows: np.ndarray  # [slots], the row of each, -1 for none
     ages: np.ndarray  # [slots], how many tokens that row had drawn before
-    drawn: HostCopy  # [fields, slots or more]
+    drawn: Callable[[], Tensor]  # [fields, slots or more]
 
 
 class StaticStream(Stream):
@@ -192,7 +193,7 @@ class StaticStream(Stream):
     def _note(self, pending: Pending) -> None:
         """Record what was drawn; rows that ended leave their batch slots."""
         rows = np.where(self._ended[pending.rows], -1, pending.rows)  # and -1 stays what it is
-        drawn = pending.drawn.wait()[:, : len(rows)]
+        drawn = pending.drawn()[:, : len(rows)]
         self._record.add(rows, pending.ages, Draw(**dict(zip(FIELDS, drawn, strict=True))))
         tokens = drawn[FIELDS.index("token")].long().numpy()
         last = np.isin(tokens, sorted(self._stops)) | (pending.ages + 1 == self._most)
