@@ -16,11 +16,6 @@ from typing import NoReturn, TextIO
 
 from ia_mech.errors import UserError, exhaustion
 
-try:
-    import resource
-except ImportError:  # Windows has no such limits
-    resource = None  # type: ignore[assignment]
-
 # Bytes of address space, most of which is never used: PyTorch, SciPy and Arrow map 1.5 GB when they
 # are loaded, and each thread 0.1 GB.
 ADDRESS_SPACE = 4 * 2**30
@@ -145,7 +140,11 @@ def _check_limits() -> None:
     Raises:
         UserError: there is too little address space, or too few threads can be started.
     """
-    limit = -1 if resource is None else resource.getrlimit(resource.RLIMIT_AS)[0]
+    limit = -1
+    if sys.platform != "win32":
+        import resource
+
+        limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if 0 <= limit < ADDRESS_SPACE:  # negative: none
         raise UserError(
             f"ulimit -v allows {limit / 2**30:.1f} GB of address space, too little for PyTorch and "

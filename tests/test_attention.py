@@ -48,7 +48,7 @@ def test_two_parts_equal_all_keys_in_float64(new, own, scaling, softcap, with_si
     parts = [attend(query, *prefix, **numbers), attend(query, *suffix, bias=bias, **numbers)]
     key, value = (torch.cat(pair, 2) for pair in zip(prefix, suffix, strict=True))
     expected = exact(query, key, value, unseen, sinks=sinks, **numbers)
-    ours = merge(parts, sinks)
+    ours = merge(*parts, sinks)
     assert ours.dtype == torch.float32 and ours.shape == expected.shape
     # Scores of 1e5 are themselves rounded by 4e-3, which is what the merge may then be off by.
     largest = abs(scaling) * float((query.double() @ key.repeat_interleave(3, 1).mT.double()).max())
@@ -70,18 +70,20 @@ def test_the_merge_of_given_scores_in_float64(score):
     totals = [torch.full((ROWS, KV_HEADS, 2), score), torch.full((ROWS, KV_HEADS, 2), score + 1.5)]
     weights = torch.tensor([0.0, 1.5], dtype=torch.float64).softmax(0)
     expected = weights[0] * averages[0].double() + weights[1] * averages[1].double()
-    merged = merge(list(zip(averages, totals, strict=True)))
+    merged = merge(*zip(averages, totals, strict=True))
     assert (merged.double() - expected).abs().max() < 1e-6
 
 
 def test_parts_that_see_nothing_count_for_nothing():
     average, total = drawn(2, seed=1), torch.zeros(ROWS, KV_HEADS, 2)
     nothing = torch.full_like(total, -torch.inf)
-    merged = merge([(average, total), (drawn(2, seed=2), nothing)])
-    assert torch.equal(merged, average)
-    assert torch.equal(merge([(average, nothing)] * 2), torch.zeros_like(average))
-    far = merge([(average, total - 1e4), (drawn(2, seed=2), total + 1e4)])
-    assert torch.equal(far, drawn(2, seed=2))
+    zero = torch.zeros_like(average)
+    for sinks in (None, torch.full((KV_HEADS,), -1e4)):
+        assert torch.equal(merge((average, total), (zero, nothing), sinks), average)
+        assert torch.equal(merge((zero, nothing), (average, total), sinks), average)
+        assert torch.equal(merge((zero, nothing), (zero, nothing), sinks), zero)
+        far = merge((average, total - 1e3), (drawn(2, seed=2), total + 1e3), sinks)
+        assert torch.equal(far, drawn(2, seed=2))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -102,7 +104,8 @@ def test_a_query_that_sees_nothing_has_a_log_sum_exp_of_minus_infinity(dtype, so
 
 def test_sinks_only_take_weight_away():
     average, total = drawn(2, seed=1), torch.zeros(ROWS, KV_HEADS, 2)
-    merged = merge([(average, total)], torch.tensor([0.0, -1e4]))
+    nothing = torch.zeros_like(average), torch.full_like(total, -torch.inf)
+    merged = merge((average, total), nothing, torch.tensor([0.0, -1e4]))
     torch.testing.assert_close(merged[:, 0], average[:, 0] / 2)
     assert torch.equal(merged[:, 1], average[:, 1])
 
@@ -110,7 +113,7 @@ def test_sinks_only_take_weight_away():
 def test_half_precision_is_merged_in_float32():
     query, prefix, own = (drawn(n, seed=n).bfloat16() for n in (1, 50, 3))
     parts = [attend(query, keys, keys, scaling=0.25) for keys in (prefix, own)]
-    merged = merge(parts)
+    merged = merge(*parts)
     keys = torch.cat([prefix, own], 2)
     expected = exact(query, keys, keys, torch.zeros(1, 53, dtype=torch.bool), scaling=0.25)
     assert merged.dtype == torch.bfloat16

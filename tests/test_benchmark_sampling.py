@@ -64,6 +64,7 @@ def results() -> Results:
             *(record("portable", 4, seconds=s) for s in (8.0, 8.0)),
             *(record("generate", 1, seconds=s) for s in (6.0, 20.0)),
             *(record("products", products=products(number)) for number in range(2)),
+            *(record("steps", 4, step=s, products=p) for s, p in ((0.3, 0.1), (0.2, 0.15))),
             *(record("capture", plain=[0.5], captured=[s]) for s in (0.505, 0.51)),
             *(record("growth", points=points) for points in growth),
             record("memory", 1, expected=10**7, caches=10**7, peak=11_500_000),
@@ -116,6 +117,7 @@ def test_every_measurement_is_in_the_full_text(results):
     assert "EPYC, 2026-11-21 and 2026-11-22" in text and "llama.cpp: pip install it" in text
     assert "adds +1.5% (+1.0% … +2.0%) to a plain prefill (500 ms)" in text
     assert "1.50 s of steps for 5 rows" in text
+    assert "the products' share is 0.50 at 20 rows (100 of 200 ms)." in text
     assert (
         "| 10 | 17 | 7 | 1.00 | 24.00 | 1500 | 4.00 (4.00 … 4.00) | 4.00 | 3.53 (3.40 … 3.67) |"
     ) in text

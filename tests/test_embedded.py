@@ -86,8 +86,8 @@ def assert_whole(folder: Path, models: Path) -> None:
     assert left_over(models) == [folder.name]
     assert sorted(p.name for p in folder.iterdir()) == [
         "config.json",
-        "crc32.json",
         "model.safetensors",
+        "written.json",
     ]
     assert (folder / "model.safetensors").read_bytes() == GGUF
 

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from ia_mech.engine import packed_weights
-from ia_mech.engine.packed_weights import packed_linears
+from ia_mech.engine.packed_weights import describe, packed_linears
 
 
 @pytest.mark.parametrize("rows", [1, 13, 33, 64, 200])
@@ -45,3 +45,26 @@ def test_other_dtypes_big_models_and_replaced_forwards_are_left_alone(monkeypatc
     big = nn.Linear(8, 8)
     with packed_linears(big):
         assert "forward" not in vars(big)
+
+
+@pytest.mark.parametrize("edit", ["in place", "another tensor", "cast and back"])
+def test_weights_that_changed_are_reordered_again(edit):
+    layer = nn.Linear(64, 32, bias=False).requires_grad_(False)
+    x = torch.randn(3, 64)
+    with packed_linears(layer), torch.inference_mode():
+        before = layer(x)
+    with torch.no_grad():
+        if edit == "in place":
+            layer.weight.mul_(2)
+        elif edit == "another tensor":
+            layer.weight = nn.Parameter(layer.weight * 2, requires_grad=False)
+        else:
+            layer.double().weight.mul_(2)
+            layer.float()
+    with packed_linears(layer), torch.inference_mode():
+        assert torch.equal(layer(x), 2 * before)  # a power of two rounds nothing
+
+
+def test_what_a_run_records_of_weights():
+    assert describe(nn.Linear(8, 8)) == "reordered"
+    assert describe(nn.Linear(8, 8).bfloat16()) == "plain"

@@ -222,3 +222,12 @@ def test_a_table_of_something_else_is_refused_by_name(labels):
     unsealed = Labels(labels.path, "0123456789abcdef", sealed=False)
     with pytest.raises(UserError, match=r"mine\.parquet can't be read \(no column temperature, sa"):
         unsealed.annotations("mine")
+
+
+def test_a_record_that_is_no_object_is_refused_by_name(labels):
+    path = labels.write_judgements("rules", ROWS, WHO)
+    table = pq.read_table(path)
+    pq.write_table(table.replace_schema_metadata({"ia_mech": "3"}), path)
+    unsealed = Labels(labels.path, "0123456789abcdef", sealed=False)
+    with pytest.raises(UserError, match=r"rules\.parquet can't be read \(it holds a int"):
+        unsealed.judgements("rules")

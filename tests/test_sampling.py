@@ -11,7 +11,16 @@ from transformers import LlamaConfig
 from ia_mech.engine.decode import decode
 from ia_mech.engine.loop import Row
 from ia_mech.engine.prefill import Prefix, prefill
-from ia_mech.engine.sampling import draw, gumbel, philox, stream_key, uniforms
+from ia_mech.engine.sampling import (
+    draw,
+    gumbel,
+    largest,
+    log_sum_exp,
+    philox,
+    ranks,
+    stream_key,
+    uniforms,
+)
 
 VOCAB = 8
 DRAWS = 20_000
@@ -120,6 +129,40 @@ def test_greedy_rows_take_the_first_largest_logit():
     assert drawn.rank.item() == 1
     assert drawn.logprob_tempered.isnan().all()
     assert drawn.logprob.item() == pytest.approx(float(logits.log_softmax(-1)[0, 1]))
+
+
+@pytest.mark.parametrize("vocab", [64, 6400, 6401])
+def test_the_largest_is_the_first_of_equal_ones_wherever_it_is(vocab):
+    scores = torch.zeros(5, vocab)
+    scores[1, vocab - 1] = scores[1, 63] = 2.0
+    scores[2, 17] = scores[2, 5] = 2.0
+    scores[3] = -torch.inf
+    scores[4] = torch.arange(vocab)
+    best, token = largest(scores)
+    assert token[:, 0].tolist() == [0, 63, 5, 0, vocab - 1]
+    assert torch.equal(best, scores.gather(-1, token))
+
+
+@pytest.mark.parametrize("spread", [1e-3, 3.0, 50.0])
+@pytest.mark.parametrize("temperature", [1e-3, 0.1, 0.7, 1.0, 1e3])
+def test_log_sums_of_exponentials_keep_their_bound(spread, temperature):
+    """(ln(vocab) + 4) * 2**-23 nats, as the docstring derives it, for logits that are given."""
+    vocab = 50_257
+    logits = torch.randn(6, vocab, generator=torch.Generator().manual_seed(1)) * spread
+    logits[0, 100:] = -torch.inf  # as of a padded vocabulary
+    below = logits - logits.amax(-1, keepdim=True)
+    each = torch.full((6, 1), temperature)
+    for t in (temperature, each):
+        ours = log_sum_exp(below, t, out=torch.empty_like(below))
+        divisor = t.double() if t is each else t  # each as float32 holds it
+        exact = (below.double() / divisor).logsumexp(-1, keepdim=True)
+        assert (ours.double() - exact).abs().max() < (np.log(vocab) + 4) * 2**-23
+
+
+def test_ranks_count_the_larger_ones():
+    logits = torch.tensor([[3.0, 1.0, 3.0, 2.0, -torch.inf]]).repeat(5, 1)
+    chosen = logits.gather(-1, torch.arange(5)[:, None])
+    assert ranks(logits, chosen, out=torch.empty_like(logits)).tolist() == [1, 4, 1, 3, 5]
 
 
 def test_noise_depends_on_key_and_step_alone():

@@ -188,8 +188,8 @@ def test_keys_that_the_attention_function_never_sees_are_an_error():
         layer.update(new, new)
 
 
-def wrong(parts, sinks=None):
-    return parts[1][0]
+def wrong(first, second, sinks=None):
+    return second[0]
 
 
 def test_where_sharing_goes_wrong_the_portable_engine_is_used_and_says_why(monkeypatch):
@@ -253,7 +253,7 @@ def test_both_engines_write_the_same_run(tiny_subject, tmp_path, progress):
 
 def test_a_fall_back_is_said_and_recorded(tiny_subject, tmp_path, progress, monkeypatch):
     monkeypatch.setattr(
-        ia_mech.engine.shared_prefix, "merge", lambda parts, sinks=None: parts[1][0]
+        ia_mech.engine.shared_prefix, "merge", lambda first, second, sinks=None: second[0]
     )
     run = collect(CONFIG, tiny_subject, tmp_path / "run", progress)
     said = next(line for line in progress.lines if line.startswith("engine: "))

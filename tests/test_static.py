@@ -275,7 +275,7 @@ def test_the_check_passes_on_these_and_finds_wrong_numbers(architecture, monkeyp
     assert check._failure(model, tiny.prompt(12, seed=0), graphs=False) == ""
     if architecture == "llama":
         wrong = "ia_mech.engine.cuda.layers.merge"
-        monkeypatch.setattr(wrong, lambda parts, sinks=None: parts[1][0])
+        monkeypatch.setattr(wrong, lambda first, second, sinks=None: second[0])
         said = check._failure(model, tiny.prompt(12, seed=0), graphs=False)
         assert said.startswith("no static buffers: log-probabilities differ from a full pass by")
 

@@ -21,6 +21,7 @@ Contenders, by default those for the device:
   CPU   transformer-lens   its generate; the embedded model only
   CPU   llama.cpp          on the embedded model's 4-bit file
   CPU   products           the model's matrix products alone
+  CPU   steps              decoding steps, which take turns with their products
   GPU   ceilings, decode   copies and products; decoding alone, which is compared with them
   both  capture            what capture adds to a prefill
   both  growth             fewer and more rows, new tokens, tokens of context

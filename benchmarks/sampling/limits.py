@@ -7,6 +7,7 @@ that number of rows beforehand. On a GPU the ceilings are measured copies and pr
 is compared with the bytes and operations that it can't avoid.
 """
 
+import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -20,6 +21,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import DynamicCache, PreTrainedModel
 
 from benchmarks.sampling.workload import Contender, Size, Workload, timed
+from ia_mech.engine.decode import decode_stream
 from ia_mech.errors import UserError
 from ia_mech.models.load import text_config
 
@@ -93,6 +95,47 @@ def reordered(module: nn.Linear, rows: int) -> Callable[[Tensor], Tensor]:
     """oneDNN's product with a copy of the weight in the order that it prefers for so many rows."""
     weight = torch.ops.mkldnn._reorder_linear_weight(module.weight, rows)
     return lambda x: torch.ops.mkldnn._linear_pointwise(x, weight, module.bias, "none", [], "")
+
+
+class Steps(Contender):
+    """Decoding steps and their matrix products, which take turns; each counts at its fastest.
+
+    ``step`` is the time of the fastest whole step, sampling included; ``products`` that of the
+    products with every weight, each the faster way, at its fastest.
+    """
+
+    def run(self, new_tokens: int) -> None: ...
+
+    def measure(self) -> dict[str, Any]:
+        work, size = self.work, self.work.size
+        if work.on_gpu:
+            raise UserError("single products are timed on a CPU only", "use `decode`")
+        modules = [module for module in work.model.modules() if isinstance(module, nn.Linear)]
+        rows = self.contexts * size.rows
+        ways = (plain, reordered) if can_reorder(modules) else (plain,)
+        computed = [[way(module, rows) for module in modules] for way in ways]
+        inputs = [torch.randn(rows, module.in_features) for module in modules]
+        products = np.full((len(ways), len(modules)), np.inf)
+        steps: list[float] = []
+        begun = 0.0
+
+        def after_a_step(*_) -> None:
+            nonlocal begun
+            steps.append(time.perf_counter() - begun)
+            for way, functions in enumerate(computed):
+                pairs = zip(functions, inputs, strict=True)
+                taken = [timed(partial(one, x), work.device) for one, x in pairs]
+                products[way] = np.minimum(products[way], taken)
+            begun = time.perf_counter()
+
+        groups = list(work.prefilled(work.ids[: self.contexts], capture=False))
+        with torch.inference_mode():
+            decode_stream(
+                work.model, groups, work.rows(self.contexts), [], size.new_tokens, width=rows,
+                on_step=after_a_step, share=work.engine.shared > 0,
+            )  # fmt: skip
+        # The first tokens come from the prefill, group by group, and take no step.
+        return {"step": min(steps[len(groups) :]), "products": products.min(0).sum()}
 
 
 def can_reorder(modules: Sequence[nn.Linear]) -> bool:

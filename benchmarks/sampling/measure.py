@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.sampling.limits import Ceilings, Products, Profile
+from benchmarks.sampling.limits import Ceilings, Products, Profile, Steps
 from benchmarks.sampling.ours import Capture, Decoding, Growth, Memory, Ours, differing
 from benchmarks.sampling.peers import Continuous, Generate, LlamaCpp, TransformerLens
 from benchmarks.sampling.workload import Contender, Size, Task, Workload, one_line, release_memory
@@ -71,6 +71,7 @@ CONTENDERS = {
     "transformer-lens": Kind(TransformerLens, CPU, "first"),
     "llama.cpp": Kind(LlamaCpp, CPU),
     "products": Kind(Products, CPU, "first"),
+    "steps": Kind(Steps, CPU),
     "capture": Kind(Capture, counts="first"),
     "growth": Kind(Growth, counts="first"),
     "profile": Kind(Profile, GPU, "last", once=True),

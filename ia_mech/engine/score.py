@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from ia_mech.engine.loop import cpu_slices
 from ia_mech.engine.plan import plan_units
 from ia_mech.engine.prefill import Prefilled, State, can_join, expand, forward, join
+from ia_mech.engine.sampling import log_sum_exp, ranks
 
 LOGITS = 2**25  # most logits that are held at once, or those of one token
 PADDING = 0.25  # most padding of turns that share a pass, as a share of their tokens
@@ -132,60 +133,69 @@ def _score_pass(
 ) -> list[Scored]:
     """Scores of turns that share a pass; turns longer than ``most`` tokens are fed in pieces."""
     device = groups[0].logits.device
-    context = torch.tensor([turn.context for turn in turns], device=device)
-    longest = max(1, max(len(turn.ids) for turn in turns))
-    ids = torch.zeros(len(turns), longest, dtype=torch.long)
-    mask = torch.zeros_like(ids)
+    lengths = [len(turn.ids) for turn in turns]
+    longest = max(1, *lengths)
+    host_ids, host_mask = torch.zeros(2, len(turns), longest, dtype=torch.long)
     for row, turn in enumerate(turns):
-        ids[row, : len(turn.ids)] = torch.tensor(turn.ids, dtype=torch.long)
-        mask[row, : max(len(turn.ids) - 1, 0)] = 1  # the last token is only predicted
-    ids, mask = ids.to(device), mask.to(device)
+        host_ids[row, : lengths[row]] = torch.tensor(turn.ids, dtype=torch.long)
+        host_mask[row, : max(lengths[row] - 1, 0)] = 1  # the last token is only predicted
+    ids, mask = host_ids.to(device), host_mask.to(device)
+    context = torch.tensor([turn.context for turn in turns], device=device)
     # Without sharing, in one pass, concatenating copies less than preallocated buffers do.
     capacity = longest - 1 if share else 0
     state = _rows(groups, context, capacity, share) if longest > 1 else None
-    pieces: list[list[Scored]] = [[] for _ in turns]
+    scores = torch.zeros(3 + len(temperatures), len(turns), longest, device=device)
     # [turns, 1, vocab], they predict the first token
     logits = torch.cat([group.logits for group in groups])[context][:, None]
     done = 0
     while True:
-        for row, turn in enumerate(turns):
-            count = min(len(turn.ids) - done, logits.shape[1])
-            if count > 0 or done == 0:
-                piece = logits[row, : max(count, 0)], ids[row, done : done + max(count, 0)]
-                pieces[row].append(_score_tokens(*piece, temperatures))
-        done += logits.shape[1]
+        ahead = torch.arange(done, done + logits.shape[1])
+        real = (ahead < torch.tensor(lengths)[:, None]).nonzero().to(device)
+        which, at = real.unbind(-1)
+        chosen = ids[which, done + at]
+        scores[:, which, done + at] = _score_tokens(logits, real, chosen, temperatures)
+        done += len(ahead)
         if done >= longest:
-            return [_joined(parts) for parts in pieces]
+            break
         assert state is not None
         fed = slice(done - 1, min(done - 1 + most, longest - 1))
         logits = forward(model, state, ids[:, fed], mask[:, fed], keep=0)
+    found = scores.cpu().numpy()
+    return [
+        Scored(
+            logprobs_raw=own[0],
+            logprobs_tempered=own[1:-2],
+            ranks=own[-2].astype(np.int64),
+            greedy=own[-1].astype(bool),
+        )
+        for row, length in enumerate(lengths)
+        for own in [found[:, row, :length]]
+    ]
 
 
-def _joined(parts: list[Scored]) -> Scored:
-    return Scored(
-        **{
-            name: np.concatenate([getattr(part, name) for part in parts], axis=-1)
-            for name in vars(parts[0])
-        }
-    )
+def _score_tokens(
+    logits: Tensor, where: Tensor, ids: Tensor, temperatures: Sequence[float]
+) -> Tensor:
+    """Scores of tokens, in slices whose temporary tensors stay in a CPU's cache.
 
+    Args:
+        logits: ``[turns, positions, vocab]`` float32.
+        where: ``[tokens, 2]`` int64, the turn and the position that predict each token.
+        ids: ``[tokens]`` int64.
+        temperatures: at which besides T = 1.
 
-def _score_tokens(logits: Tensor, ids: Tensor, temperatures: Sequence[float]) -> Scored:
-    # In slices, because on a CPU a temperature takes a fifth of the time if it finds the logits in
-    # the cache. Not by log_softmax, which takes half of that, but is off by up to 1e-5, one way.
-    logprobs = torch.empty(1 + len(temperatures), len(ids), device=logits.device)
-    ranks, greedy = torch.empty_like(ids), torch.empty_like(ids, dtype=torch.bool)
+    Returns:
+        ``[3 + temperatures, tokens]`` float32, so that one transfer to the host has all:
+        log-probabilities in nats at T = 1 and at each temperature, ranks, and 1 for the argmax.
+    """
+    found = torch.empty(3 + len(temperatures), len(ids), device=logits.device)
     for part in cpu_slices(len(ids), logits.shape[-1], logits.device):
-        one, chosen = logits[part], ids[part, None]
-        for at, temperature in enumerate((1.0, *temperatures)):
-            scaled = one / temperature
-            logprobs[at, part] = scaled.gather(-1, chosen)[:, 0] - scaled.logsumexp(-1)
-        ranks[part] = (one > one.gather(-1, chosen)).sum(-1) + 1
-        greedy[part] = one.argmax(-1) == ids[part]
-    found = logprobs.cpu().numpy()
-    return Scored(
-        logprobs_raw=found[0],
-        logprobs_tempered=found[1:],
-        ranks=ranks.cpu().numpy(),
-        greedy=greedy.cpu().numpy(),
-    )
+        (turn, at), token = where[part].unbind(-1), ids[part, None]
+        one = logits[turn, at]
+        found[-1, part] = (one.argmax(-1, keepdim=True) == token)[:, 0].float()
+        below = one.sub_(one.amax(-1, keepdim=True))
+        chosen, scratch = below.gather(-1, token), torch.empty_like(below)
+        for number, t in enumerate((1.0, *temperatures)):
+            found[number, part] = (chosen / t - log_sum_exp(below, t, out=scratch))[:, 0]
+        found[-2, part] = ranks(below, chosen, out=scratch).float()
+    return found

@@ -15,10 +15,9 @@ In this order: attention over parts (:func:`attend`, :func:`merge`), which row s
 """
 
 import contextlib
-import functools
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -28,6 +27,7 @@ from transformers import AttentionInterface, DynamicCache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 from transformers.masking_utils import AttentionMaskInterface
 
+from ia_mech.engine.sampling import LOG2_E
 from ia_mech.models.load import text_config
 
 FUSED = (torch.float32, torch.bfloat16, torch.float16)  # what PyTorch's kernel for CPUs takes
@@ -60,7 +60,8 @@ def attend(
         average of zero and a log-sum-exp of minus infinity.
     """
     fused = query.device.type == "cpu" and query.dtype in FUSED and softcap is None
-    if fused and query.shape[-1] == value.shape[-1]:
+    # One query to each set of keys are many small products, which the kernel does one by one.
+    if fused and query.shape[2] > 1 and query.shape[-1] == value.shape[-1]:
         # What scaled_dot_product_attention calls on a CPU; it keeps the log-sum-exp to itself.
         each = None if bias is None else bias.expand(-1, -1, query.shape[2], -1)
         average, total = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
@@ -70,21 +71,20 @@ def attend(
             total = total.masked_fill(bias.amax(-1) == -torch.inf, -torch.inf)
         return average, total
     batch, heads, new, dim = query.shape
-    kv_heads = key.shape[1]
-    folded = query.reshape(
-        batch, kv_heads, -1, dim
-    )  # [batch, kv_heads, heads per kv_head * new, …]
-    scores = _scores(folded, key, scaling)
+    # [batch, kv_heads, heads per kv_head * new, …]
+    scores = _scores(query.reshape(batch, key.shape[1], -1, dim), key, scaling)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     if bias is not None:
         per_head = scores.view(batch, heads, new, -1)
         per_head += bias
-    total = scores.logsumexp(-1)
+    top = scores.amax(-1, keepdim=True)
     # Minus infinity less itself would be no number.
-    least = total.clamp(min=torch.finfo(total.dtype).min)
-    average = (scores - least[..., None]).exp().to(value.dtype) @ value
-    return average.view(batch, heads, new, -1), total.view(batch, heads, new)
+    scores -= top.clamp(min=torch.finfo(scores.dtype).min)
+    weights = scores.mul_(LOG2_E).exp2_()  # as in sampling.log_sum_exp
+    total = weights.sum(-1, keepdim=True)
+    average = weights.div_(total.clamp(min=1.0)).to(value.dtype) @ value
+    return average.view(batch, heads, new, -1), (top + total.log()).view(batch, heads, new)
 
 
 def _scores(query: Tensor, key: Tensor, scaling: float) -> Tensor:
@@ -101,29 +101,28 @@ def _scores(query: Tensor, key: Tensor, scaling: float) -> Tensor:
     return (query @ key.mT).float() * (scaling / first)
 
 
-def merge(parts: Sequence[tuple[Tensor, Tensor]], sinks: Tensor | None = None) -> Tensor:
-    """What attention over all keys at once would give, from attention over parts of them.
+def merge(
+    first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor], sinks: Tensor | None = None
+) -> Tensor:
+    """What attention over all keys at once would give, from attention over two parts of them.
 
     Args:
-        parts: pairs as :func:`attend` returns them. A part that a query sees nothing of has a
-            log-sum-exp of minus infinity and any finite average.
+        first: as :func:`attend` returns it.
+        second: of the other keys.
         sinks: ``[heads]`` scores of keys without a value (gpt-oss); they only take weight away.
 
     Returns:
         ``[batch, heads, new, value_dim]`` in the first part's dtype, computed in float32; zero
-        where no part has anything to see.
+        where neither part has anything to see.
     """
-    totals = [total.float() for _, total in parts]
+    (average, total), (other, other_total) = first, second
+    # Not a number only where neither part has anything to see.
+    weight = torch.sigmoid(other_total - total).nan_to_num_(0.0)
+    merged = torch.lerp(average.float(), other.float(), weight[..., None])
     if sinks is not None:
-        totals.append(sinks.float()[:, None].expand_as(totals[0]))
-    # [batch, heads, new, parts]; not a number only where every part has nothing to see
-    weights = torch.stack(totals, -1).softmax(-1).nan_to_num(0.0)
-    weighted = (
-        average.float() * weight[..., None]
-        for (average, _), weight in zip(parts, weights.unbind(-1), strict=False)
-    )
-    merged = functools.reduce(torch.add, weighted)
-    return merged.to(parts[0][0].dtype)
+        seen = torch.logaddexp(total, other_total) - sinks.float()[:, None]
+        merged = merged * torch.sigmoid(seen)[..., None]
+    return merged.to(average.dtype)
 
 
 @dataclass(frozen=True)
@@ -142,15 +141,15 @@ class Step:
     Attributes:
         start: where all slots write, or None if their ages differ.
         end: the number of own keys that the oldest slots hold afterwards.
-        places: ``[slots or 1, new]`` int64, where each slot writes; None for one token of all slots
-            of the same age.
+        places: the slots ``[slots, 1]`` and where each writes ``[slots or 1, new]``, int64; None
+            where all write at ``start``.
         bias: ``[slots or 1, 1, new, end]``, 0 for keys that a token may attend to, else minus
             infinity; None where each may attend to all.
     """
 
     start: int | None
     end: int
-    places: Tensor | None
+    places: tuple[Tensor, Tensor] | None
     bias: Tensor | None
 
 
@@ -234,9 +233,11 @@ class BatchSlots:
         places = bias = None
         if start is None or new > 1 or any(self.padding):
             ages = self.ages if start is None else [oldest]
-            places = torch.tensor(ages, device=self.device)[:, None]
-            places = places + torch.arange(new, device=self.device)
-            unseen = self._unseen(places, oldest + new)
+            at = torch.tensor(ages, device=self.device)[:, None]
+            at = at + torch.arange(new, device=self.device)
+            if start is None:
+                places = torch.arange(len(self), device=self.device)[:, None], at
+            unseen = self._unseen(at, oldest + new)
             bias = torch.zeros(unseen.shape, dtype=self.dtype, device=self.device)
             bias.masked_fill_(unseen, -torch.inf)
         self.step = Step(start, oldest + new, places, bias)
@@ -263,11 +264,11 @@ class BatchSlots:
             A view of what the slots hold, ``[slots, heads, end, dim]``.
         """
         used = buffer[: len(self), :, : self.step.end]
-        if self.step.start is not None:
+        if self.step.places is None:
             used[:, :, self.step.start :] = states
         else:
-            slot = torch.arange(len(self), device=self.device)[:, None]
-            used[slot, :, self.step.places] = states.transpose(1, 2)
+            slot, at = self.step.places
+            used[slot, :, at] = states.transpose(1, 2)
         return used
 
 
@@ -482,11 +483,11 @@ class SharedLayer(PrefixLayer):
         spans = self.slots.spans
         parts = [self._attend_prefix(sorted_query, span, scaling, softcap) for span in spans]
         if len(parts) == 1:
-            return merge([parts[0], own], sinks)
+            return merge(parts[0], own, sinks)
         average, total = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
         if back is not None:
             average, total = average[back], total[back]
-        return merge([(average, total), own], sinks)
+        return merge((average, total), own, sinks)
 
     def _attend_prefix(
         self, query: Tensor, span: Span, scaling: float, softcap: float | None

@@ -21,7 +21,7 @@ from filelock import FileLock, Timeout
 from ia_mech.errors import UserError
 from ia_mech.judge.verdict import Item, Verdict, identity_hash
 from ia_mech.models.embedded import cache_dir
-from ia_mech.run.integrity import SEAL, UNSEALED, check_seal, sealed
+from ia_mech.run.integrity import SEAL, UNSEALED, sealed, unsealed
 
 
 class VerdictCache:
@@ -111,7 +111,7 @@ class VerdictCache:
             os.truncate(self.path, len(content) - len(rest))
         for number, line in enumerate(whole.splitlines(), 1):
             try:
-                value = _checked(line)
+                value = unsealed(line)
                 if value.keys() == {"key", "verdict"}:
                     self._verdicts[value["key"]] = Verdict.from_json(value["verdict"])
                 elif value.keys() != {"identity"}:
@@ -144,7 +144,7 @@ def cached_identity(
     for path in sorted(_folder(folder).glob("*.jsonl")):
         identity = None
         with contextlib.suppress(ValueError, OSError), path.open("rb") as file:
-            identity = _checked(file.readline().rstrip(b"\n")).get("identity")
+            identity = unsealed(file.readline().rstrip(b"\n")).get("identity")
         if isinstance(identity, dict) and like.items() <= identity.items():
             with VerdictCache(identity, folder, read_only=True) as cache:
                 found.append((sum(cache.get(item, 0) is not None for item in wanted), identity))
@@ -162,23 +162,6 @@ def cached_identity(
             "leave --replay out: the model is loaded then, and what it has judged is free",
         )
     return whole[0] if whole else max(found, key=lambda pair: pair[0])[1]
-
-
-def _checked(line: bytes) -> dict:
-    """What a line says.
-
-    Raises:
-        ValueError: it isn't as it was written.
-    """
-    try:
-        value = json.loads(line)
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
-    if not isinstance(value, dict):
-        raise ValueError("it holds no verdict")
-    check_seal(line, required=SEAL in value)
-    value.pop(SEAL, None)
-    return value
 
 
 def _folder(folder: Path | None) -> Path:

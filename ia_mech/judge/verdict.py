@@ -14,11 +14,13 @@ import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from types import NoneType
 from typing import Any, Protocol
+
+from pydantic import TypeAdapter
 
 from ia_mech.errors import UserError
 from ia_mech.judge.rubric import CANNOT_ASSESS, GENUINE, NAMES
+from ia_mech.run.integrity import check_shape
 
 JUDGED = "judged"  # the status of a verdict that names a category; any other names a failure
 
@@ -96,33 +98,20 @@ class Verdict:
         if not isinstance(value, dict):
             raise ValueError("a verdict that is no JSON object")
         known = {field.name: value[field.name] for field in fields(cls) if field.name in value}
-        for name, kinds in _KINDS.items():
-            if name in known and not isinstance(known[name], kinds):
-                raise ValueError(f"a verdict whose {name} is {known[name]!r:.60}")
+        known = {"category": None} | known
+        check_shape(_SHAPE, known)
         numbers = [known.get(name) or 0 for name in ("prompt_tokens", "completion_tokens", "cost")]
         numbers += (known.get("scores") or {}).values()
-        if not all(isinstance(n, (int, float)) and abs(n) < _LARGEST for n in numbers):
+        if not all(abs(number) < _LARGEST for number in numbers):
             raise ValueError("a verdict with numbers that can't be")
-        verdict = cls(**{"category": None} | known)
+        verdict = cls(**known)
         if (verdict.status == JUDGED) != (verdict.category in NAMES):
             raise ValueError(f"a verdict {verdict.status!r:.60} of {verdict.category!r:.60}")
         return verdict
 
 
 _LARGEST = 2.0**53  # of a number; infinity and NaN aren't below it
-
-_KINDS: dict[str, tuple[type, ...]] = {  # of a verdict's fields in JSON
-    "category": (str, NoneType),
-    "status": (str,),
-    "rationale": (str,),
-    "scores": (dict, NoneType),
-    "mode": (str,),
-    "error": (str,),
-    "origin": (str,),
-    "prompt_tokens": (int,),
-    "completion_tokens": (int,),
-    "cost": (int, float, NoneType),
-}
+_SHAPE = TypeAdapter(Verdict)
 
 
 class Judge(Protocol):

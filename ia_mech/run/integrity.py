@@ -139,11 +139,9 @@ def read_record_and_manifest(path: Path, *, verify: bool = True) -> tuple[dict, 
                 raise _changed(path / name, str(error)) from None
         found[name].pop(SEAL, None)
         try:
-            _SHAPES[name].validate_python(found[name], strict=True)
-        except ValidationError as error:
-            first = error.errors(include_url=False, include_input=False)[0]
-            place = ".".join(map(str, first["loc"])) or "the whole"
-            raise _damaged(path / name, f"{place}: {first['msg']}") from None
+            check_shape(_SHAPES[name], found[name])
+        except ValueError as error:
+            raise _damaged(path / name, str(error)) from None
     record, manifest = found[RUN], found[MANIFEST]
     for part in manifest["parts"]:
         if verify and RUN in part["files"]:
@@ -151,6 +149,20 @@ def read_record_and_manifest(path: Path, *, verify: bool = True) -> tuple[dict, 
             if problem is not None:
                 raise _changed(path / RUN, problem)
     return record, manifest
+
+
+def check_shape(shape: TypeAdapter, value: dict) -> None:
+    """Compare the names and types in a JSON object with those of a type.
+
+    Raises:
+        ValueError: they differ; it names the first place.
+    """
+    try:
+        shape.validate_json(json.dumps(value), strict=True)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        place = ".".join(map(str, first["loc"])) or "the whole"
+        raise ValueError(f"{place}: {first['msg']}") from None
 
 
 def _check_format(file: Path, value: dict) -> None:
@@ -255,21 +267,25 @@ def _last_seal(content: bytes) -> re.Match[bytes] | None:
 _CLOCK_ERROR = 2.0  # seconds; the time of a start is reckoned from that of the boot, in whole ones
 
 
-def read_json(path: Path, *, verify: bool = True, sealed: bool = False) -> dict:
-    """A JSON object that :func:`write_json` wrote, without its seal.
+def read_json(path: Path, *, verify: bool = True, required: bool = False) -> dict:
+    """A JSON object that :func:`write_json` wrote; see :func:`unsealed`."""
+    return unsealed(path.read_bytes(), verify=verify, required=required)
+
+
+def unsealed(content: bytes, *, verify: bool = True, required: bool = False) -> dict:
+    """A JSON object without its seal.
 
     Args:
-        path: the file.
+        content: the object as JSON.
         verify: check the seal.
-        sealed: refuse a file without one.
+        required: refuse an object without one.
 
     Raises:
         ValueError: no JSON object, or (with ``verify``) not the one that was written.
     """
-    content = path.read_bytes()
     value = _object(content)
     if verify:
-        check_seal(content, required=sealed or SEAL in value)
+        check_seal(content, required=required or SEAL in value)
     value.pop(SEAL, None)
     return value
 

@@ -150,7 +150,7 @@ class Labels:
             )
         path = self.path / "annotations" / "sheets" / f"{name}.json"
         try:
-            key = integrity.read_json(path, verify=self._verify, sealed=self._sealed)
+            key = integrity.read_json(path, verify=self._verify, required=self._sealed)
             if key.pop("of", [self._run, name]) != [self._run, name]:
                 raise ValueError("it is of another sheet")
             return key
@@ -178,7 +178,8 @@ class Labels:
                 integrity.check_seal(file.read_bytes(), required=self._sealed)
             # Not from the bytes: Arrow's threads free them, which aborts a process that is ending.
             table = pq.read_table(file)
-            record = json.loads((table.schema.metadata or {}).get(_RECORD, b"{}"))
+            metadata = table.schema.metadata or {}
+            record = integrity.unsealed(metadata.get(_RECORD, b"{}"), verify=False)
         except (pa.ArrowException, OSError, ValueError) as error:
             raise self._unreadable(kind, name, error) from None
         if record.pop("run", self._run) != self._run and self._verify:

@@ -194,7 +194,7 @@ class StaticLayer(PrefixLayer):
         average, total = (
             tensor.transpose(1, 2).flatten(0, 1)[view.scatter][:, :, None] for tensor in before
         )
-        return merge([(average, total), own], sinks)
+        return merge((average, total), own, sinks)
 
 
 class StaticRecurrentLayer(LinearAttentionLayer):
