@@ -59,22 +59,23 @@ def test_rows_equal_the_loops(architecture, width, parts):
     assert near_ties(model, LENGTHS, ROWS, ours, loops) <= 1
 
 
+def not_captured(stepper) -> SimpleNamespace:
+    """Stands in for a graph: makes the step that it would replay."""
+    return SimpleNamespace(replay=lambda: stepper._step(stepper.sizes))
+
+
 @FAMILIES
 def test_a_graph_always_makes_the_step_of_the_whole_batch(architecture, monkeypatch):
-    """By a stand-in that makes the step which a graph would replay."""
-    sizes = []
-
-    def captured(stepper):
-        return SimpleNamespace(
-            replay=lambda: sizes.append(stepper.sizes) or stepper._step(stepper.sizes)
-        )
-
-    monkeypatch.setattr(Stepper, "_capture", captured)
+    monkeypatch.setattr(Stepper, "_capture", not_captured)
+    sizes, honest = [], Stepper._step
+    monkeypatch.setattr(
+        Stepper, "_step", lambda stepper, part: sizes.append(part) or honest(stepper, part)
+    )
     model = tiny.model(architecture)
     static = replace(buffers_for(model, ROWS, 13), graphs=True)
     groups = [prefilled_by(model, LENGTHS)]
     ours = decode_stream(model, groups, ROWS, STOPS, 13, width=17, static=static)
-    assert {size.slots for size in sizes} == {17}
+    assert set(sizes) == {static.sizes(17)}
     loops = decode(model, prefilled_by(model, LENGTHS), ROWS, STOPS, 13)
     assert near_ties(model, LENGTHS, ROWS, ours, loops) <= 1
 
@@ -200,12 +201,14 @@ def test_buffers_that_dont_fit_into_memory_are_refused_before_they_are_made(monk
 
 
 @pytest.mark.parametrize("architecture", ["gpt_oss", "qwen3_5"])
-def test_buffers_used_again_give_the_same_bits(architecture):
+@pytest.mark.parametrize("graphs", [False, True])
+def test_buffers_used_again_give_the_same_bits(architecture, graphs, monkeypatch):
     """A small unit in fresh buffers, and after a large one: batch slots that it doesn't fill would
     send to the experts what they were left with."""
+    monkeypatch.setattr(Stepper, "_capture", not_captured)
     model, runs = tiny.model(architecture), []
     for rows_before in ([], ROWS):
-        static = StaticBuffers(model, 8, 7, 31, 12)
+        static = StaticBuffers(model, 8, 7, 31, 12, graphs)
         for rows in (rows_before, ROWS[8:17]):
             group = prefilled_by(model, LENGTHS)
             wrote = decode_stream(model, [group], rows, STOPS, 12, width=23, static=static)

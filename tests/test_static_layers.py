@@ -131,6 +131,7 @@ def test_steps_before_a_capture_leave_no_trace(architecture):
         stepper, held = Stepper(model, sizes, group), PrefixSlots(sizes.prefixes)
         if warmed:
             with torch.inference_mode():
+                stepper._token.fill_(7)  # the embedding of 0, padding, is zero
                 stepper._warm_up()
         recurrent = [one for one in stepper._layers if isinstance(one, StaticRecurrentLayer)]
         kept = [value for name, value in vars(stepper).items() if name in ADVANCED]
