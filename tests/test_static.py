@@ -351,6 +351,8 @@ def test_a_run_decodes_from_static_buffers_where_the_engine_says_so(
     ours = collect(config, tiny_subject, tmp_path / "static", progress)
     assert ours.record["identity"]["engine"] == "shared-prefix 4 of 4 layers, static buffers"
     assert [sizes.own_capacity for sizes in made] == [6, 8], "made once for each phase"
+    longest = ours.contexts["token_ids"].map(len).max()
+    assert longest <= made[1].prefix_capacity < longest + 8, "by the responses as they were written"
     for a, b in zip(ours.generations.iloc, loops.generations.iloc, strict=True):
         if a["token_ids"].tolist() != b["token_ids"].tolist():
             n = min(len(a["token_ids"]), len(b["token_ids"]))

@@ -46,14 +46,12 @@ def with_static_buffers(
         problem = engine.why
     else:
         problem = why_not(model) or _failure(model, list(ids), graphs)
-    if problem and graphs:
+    if not problem:
+        return replace(engine, static=True, graphs=graphs, why="")
+    if graphs:
         raise UserError(f"--engine graphs: {problem}", "use --engine auto")
-    if problem:
-        why = (
-            engine.why if engine.why == problem else "; ".join(filter(None, [engine.why, problem]))
-        )
-        return replace(engine, why=why)
-    return replace(engine, static=True, graphs=graphs, why="")
+    whys = dict.fromkeys([engine.why, problem])  # once where they are the same
+    return replace(engine, why="; ".join(filter(None, whys)))
 
 
 def why_not(model: PreTrainedModel) -> str:
