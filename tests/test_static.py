@@ -48,7 +48,7 @@ def statically(model, groups, rows, stops, most, width, on_step=None):
     )
 
 
-@FAMILIES
+@pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
 @pytest.mark.parametrize(("width", "parts"), [(5, ((0, 3), (3, 4), (4, 8))), (17, ((0, 8),))])
 def test_rows_equal_the_loops(architecture, width, parts):
     model = tiny.model(architecture)

@@ -220,7 +220,7 @@ def build_parser(kind: type[Parser] = Parser) -> Parser:
         choices=engines,
         default="auto",
         metavar="NAME",
-        help=f"{_among(engines)}; graphs is for GPUs, and untested there (see docs/engine.md)",
+        help=f"{_among(engines)}; graphs needs a GPU (see docs/engine.md)",
     )
 
     add(
