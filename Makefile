@@ -1,6 +1,7 @@
 # Two commands matter: `make sample` runs the main job, `make test` runs the tests.
 # `make demo` runs the main job, judges what it wrote, and counts.
 # `make test-all` runs the slow tests, too; `make lint` checks style and types.
+# `make gpu-check` runs the tests that need a GPU and the benchmark; see docs/engine.md.
 # All create .venv and install on first use; later calls reuse it.
 PYTHON ?= python3
 VENV := .venv
@@ -9,7 +10,7 @@ INSTALLED := $(VENV)/.installed
 
 DEMO := $(or $(IA_MECH_CACHE),cache)/demo
 
-.PHONY: sample demo test test-all lint clean
+.PHONY: sample demo test test-all gpu-check lint clean
 
 sample: $(INSTALLED)
 	$(BIN)/python -m ia_mech.sample $(ARGS)
@@ -24,6 +25,9 @@ test: $(INSTALLED)
 
 test-all: $(INSTALLED)
 	$(BIN)/python -m pytest -m '' $(ARGS)
+
+gpu-check: $(INSTALLED)
+	$(BIN)/python -m benchmarks.gpu_check $(ARGS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

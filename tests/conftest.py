@@ -48,15 +48,6 @@ def progress() -> Silent:
     return Silent()
 
 
-@pytest.fixture(scope="module")
-def many_buckets():
-    """Static buffers of a few lines have several buckets, too."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ia_mech.engine.cuda.sizes.SMALLEST", 1)
-        patch.setattr("ia_mech.engine.cuda.sizes.FACTOR", 2)
-        yield
-
-
 @pytest.fixture(scope="session")
 def tokenizer() -> PreTrainedTokenizerFast:
     """A small ChatML tokenizer with SmolLM2's template."""

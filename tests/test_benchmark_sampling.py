@@ -335,5 +335,5 @@ def test_everything_runs_in_small_and_a_dead_process_is_a_result(tmp_path):
         found = Results.read([tmp_path / "all.json"])
         lacking = {n for n in CONTENDERS if not found.of(model, n)}
         hybrid = {"continuous"} if model == "tiny-hybrid" else set()
-        assert lacking == {"ours-no-graphs", "transformer-lens", "llama.cpp", "profile"} | hybrid
+        assert lacking == {"ours-graphs", "transformer-lens", "llama.cpp", "profile"} | hybrid
     assert done.stdout.strip() == full(found).strip()

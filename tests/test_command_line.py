@@ -148,6 +148,10 @@ def test_a_dataset_that_cannot_be_opened(refused, monkeypatch):
         ("--date 20260101", "argument --date: '20260101' is not a date such as 2026-01-31; see"),
         ("--date ''", "argument --date: '' is not a date such as 2026-01-31; see"),
         ("--device gpu", "--device 'gpu' is not a device; use auto, cpu, cuda or cuda:N"),
+        (
+            "--engine graphs --device cpu",
+            "--engine graphs: CUDA graphs need a GPU; use --engine auto",
+        ),
         ("--dtype int8", "argument --dtype: invalid choice: 'int8' (choose from"),
         ("--swaps 2", "--swaps 2 is about scores after other responses; add --contrasts"),
         ("--score-generations", "--score-generations is about scores after other responses; add"),

@@ -1,12 +1,10 @@
 """What only a GPU can show; skipped without one. Run with: pytest -m gpu -n 0"""
 
 import copy
-from dataclasses import replace
 
 import numpy as np
 import pytest
 import test_fused
-import test_kernels
 import tiny
 import torch
 from contract import near_ties
@@ -18,18 +16,17 @@ from ia_mech.collect.config import SampleConfig
 from ia_mech.collect.job import collect
 from ia_mech.engine.capture import find_blocks
 from ia_mech.engine.cuda import check, fused
-from ia_mech.engine.cuda.copies import CopyStream
-from ia_mech.engine.cuda.seating import Seating
-from ia_mech.engine.cuda.sizes import Shape, Sizes, free_bytes, needed_bytes
-from ia_mech.engine.cuda.stepper import FIELDS, STEPS, Stepper
+from ia_mech.engine.cuda.stepper import FIELDS, StaticBuffers, Stepper, free_bytes, start_copy
+from ia_mech.engine.cuda.stream import PrefixSlots
 from ia_mech.engine.decode import decode, decode_stream
 from ia_mech.engine.loop import Row, sample
 from ia_mech.engine.plan import Grid
 from ia_mech.engine.prefill import Prefix, prefill
 from ia_mech.engine.sampling import stream_key
 from ia_mech.engine.shared_prefix import Engine
+from ia_mech.errors import UserError
 from ia_mech.models import embedded
-from ia_mech.models.load import ModelSpec, load, text_config
+from ia_mech.models.load import ModelSpec, load
 
 DENSE = ("llama", "mistral", "qwen3", "qwen3_5", "glm4", "gemma3")  # without experts
 
@@ -62,14 +59,24 @@ def greedy(model, prompt: list[int], tokens: int) -> list[int]:
 
 def stepper_of(model, rows: int = 3, graphs: bool = True) -> Stepper:
     """Greedy rows of one context, that drew their first token."""
-    group = prefilled_by(model, (9,))
-    sizes = Sizes.of_rows([0] * rows, rows, 9, 40)
-    stepper, seating = Stepper(model, sizes, group, graphs=graphs), Seating(sizes.slots)
-    stepper.put_contexts([seating.hold(0)], group, [0])
+    group, sizes = prefilled_by(model, (9,)), StaticBuffers(None, 1, rows, 9, 40).sizes(rows)
+    stepper, held = Stepper(model, sizes, group, graphs), PrefixSlots(sizes.prefixes)
+    stepper.put_prefixes([held.hold(0)], group, [0])
     greedy = torch.zeros(rows), torch.zeros(rows, 2).long()
     stepper.begin(range(rows), [0] * rows, group, torch.zeros(rows).long(), *greedy)
-    stepper.seat(*seating.tables([0] * rows, sizes))
+    stepper.put_tables(*held.tables([0] * rows, sizes))
     return stepper
+
+
+def buffers_for(model, engine: Engine, contexts: int, rows: int, longest: int, own: int):
+    """Static buffers, where the engine has any."""
+    if not engine.static:
+        return None
+    return StaticBuffers(model, contexts, rows, longest, own, engine.graphs)
+
+
+def engine_of(model, wanted: str) -> Engine:
+    return check.with_static_buffers(model, tiny.prompt(24, seed=0), Engine.possible(model), wanted)
 
 
 @pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
@@ -77,10 +84,10 @@ def test_greedy_equals_generate_in_float32(architecture):
     model = model_of(architecture)
     prompts = [tiny.prompt(n, seed=n) for n in LENGTHS]
     group = prefill(model, [Prefix(prompt) for prompt in prompts])
-    engine = check.with_graphs(model, tiny.prompt(12, seed=0), Engine.possible(model))
+    engine = engine_of(model, "auto")
     rows = [Row(c, 0.0, (0, 0)) for c in range(len(prompts))]
-    share = engine.shared > 0
-    ours = decode(model, group, rows, [tiny.EOS], 24, share=share, graphs=engine.graphs)
+    static = buffers_for(model, engine, len(prompts), 1, max(LENGTHS), 24)
+    ours = decode(model, group, rows, [tiny.EOS], 24, share=engine.shared > 0, static=static)
     for prompt, row in zip(prompts, ours, strict=True):
         theirs = greedy(model, prompt, 24)
         if row.token_ids.tolist() != theirs:
@@ -90,12 +97,18 @@ def test_greedy_equals_generate_in_float32(architecture):
 
 
 @pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
-def test_the_engine_uses_graphs_or_says_why(architecture):
-    model = model_of(architecture)
-    engine = check.with_graphs(model, tiny.prompt(12, seed=0), Engine.possible(model))
-    assert engine.graphs or "no CUDA graphs: " in engine.why
-    if architecture in DENSE:  # nothing speaks against it
-        assert engine.graphs, engine.why
+def test_every_architecture_has_static_buffers_and_no_graphs_by_default(architecture):
+    engine = engine_of(model_of(architecture), "auto")
+    assert engine.static and not engine.graphs, engine.why
+
+
+@pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
+def test_graphs_can_be_had_or_are_refused_with_the_reason(architecture):
+    try:
+        assert engine_of(model_of(architecture), "graphs").graphs
+    except UserError as error:
+        assert architecture not in DENSE, "nothing speaks against it"
+        assert error.problem.startswith("--engine graphs: no static buffers: ")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -103,39 +116,39 @@ def test_the_engine_uses_graphs_or_says_why(architecture):
 def test_graph_and_eager_steps_are_bit_for_bit_the_same(architecture, dtype):
     model = model_of(architecture, dtype)
     replayed, stepped = (stepper_of(model, graphs=g) for g in (True, False))
-    for _ in range(6):
-        ours, theirs = (stepper.run(3, STEPS).wait() for stepper in (replayed, stepped))
+    for _ in range(12):
+        ours, theirs = (stepper.step(stepper.sizes)() for stepper in (replayed, stepped))
         torch.testing.assert_close(ours, theirs, atol=0, rtol=0, equal_nan=True)
-        assert ours[:, FIELDS.index("logprob")].isfinite().all()
+        assert ours[FIELDS.index("logprob")].isfinite().all()
 
 
 @pytest.mark.parametrize("triton", ["1", "0"])
+@pytest.mark.parametrize("graphs", [False, True])
 @pytest.mark.parametrize("architecture", DENSE)
-def test_rows_equal_between_graphs_the_loop_and_widths(architecture, triton, monkeypatch):
+def test_rows_equal_between_static_buffers_the_loop_and_widths(
+    architecture, graphs, triton, monkeypatch
+):
     monkeypatch.setenv("IA_MECH_TRITON", triton)
     model = model_of(architecture)
     group = prefilled_by(model, LENGTHS)
     loops = decode(model, group, ROWS, STOPS, 12)
+    static = StaticBuffers(model, len(LENGTHS), 5, max(LENGTHS), 12, graphs)
     for width in (1, 5, 17, len(ROWS)):
-        sizes = Sizes.of_rows([row.context for row in ROWS], width, max(LENGTHS), 12)
-        ours = decode_stream(model, [group], ROWS, STOPS, 12, width=width, static=sizes)
+        ours = decode_stream(model, [group], ROWS, STOPS, 12, width=width, static=static)
         assert near_ties(model, LENGTHS, ROWS, ours, loops) <= 1
 
 
 @pytest.mark.parametrize("architecture", DENSE)
-def test_a_step_never_waits_for_the_host_to_be_told(architecture):
-    stepper = stepper_of(model_of(architecture))
-    stepper.run(3, 1)  # captures
+def test_a_step_never_makes_the_host_wait(architecture):
+    replayed = stepper_of(model_of(architecture))
     stepped = stepper_of(model_of(architecture), graphs=False)
-    stepped.run(3, 1)  # makes what libraries make on first use
+    stepped.step(stepped.sizes)()  # makes what libraries make on first use
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
         with torch.inference_mode():
-            for graph in stepper._graphs.values():
-                graph.replay()
-            stepped._at.zero_()
-            stepped._step(stepped.sizes.bucket(3))
+            replayed._graph.replay()
+            stepped._step(stepped.sizes)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
@@ -154,35 +167,6 @@ def test_the_kernel_draws_what_pytorch_operations_draw():
     test_fused.check("cuda", (97, 5001, 151_936))
 
 
-@pytest.mark.skipif(not fused.available(GPU), reason="no Triton that works")
-def test_the_kernels_of_attention_in_float64():
-    test_kernels.check("cuda")
-
-
-@pytest.mark.skipif(not fused.available(GPU), reason="no Triton that works")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("dim", [64, 80, 128, 256])
-@pytest.mark.parametrize("window", [None, 700])
-def test_the_kernels_of_attention_at_real_sizes(dtype, dim, window):
-    """33 rows of each of four contexts, of 1 to 2000 tokens."""
-    lengths = (2000, 1, 511, 900)
-    case = test_kernels.Case(
-        dtype,
-        group=4,
-        dim=dim,
-        value_dim=dim,
-        contexts=(*range(4),) * 33,
-        lengths=lengths,
-        room=2048,
-        own=128,
-        scaling=dim**-0.5,
-        window=window,
-    )
-    test_kernels.check("cuda", [case])
-    alone = replace(case, contexts=(0,), lengths=lengths[:1])  # in splits
-    test_kernels.check("cuda", [alone])
-
-
 def test_the_embedded_model_end_to_end(tmp_path, progress):
     """Real text, in float32 on both devices: the same rows but for near-ties, and residuals."""
     if not embedded.models_dir().is_dir():
@@ -192,7 +176,7 @@ def test_the_embedded_model_end_to_end(tmp_path, progress):
         spec = ModelSpec(dtype="float32", device=device)
         config = SampleConfig(model=spec, limit=4, grid=Grid((0.7, 1.0), 4, 24, 0), batch_rows=20)
         runs.append(collect(config, load(spec), tmp_path / device, progress))
-    assert runs[1].record["identity"]["engine"].endswith("CUDA graphs")
+    assert runs[1].record["identity"]["engine"].endswith(", static buffers")
     rows = list(zip(*(run.generations.iloc for run in runs), strict=True))
     assert len(rows) == 4 * 9
     for cpu, gpu in rows:
@@ -230,35 +214,22 @@ def test_draws_follow_the_distribution(triton, temperature, monkeypatch):
     assert stats.chisquare(counts[keep], expected[keep]).pvalue > 1e-3
 
 
-def test_tensors_leave_while_the_device_works():
-    """The copy is kept waiting until the memory would have been given to others."""
-    copies, tensor = CopyStream(GPU), torch.randn(512, 512, device="cuda")
+def test_a_copy_has_what_the_tensor_held_when_it_was_begun():
+    tensor = torch.randn(512, 512, device="cuda")
     expected = tensor.cpu()
-    with torch.cuda.stream(copies._stream):
-        torch.cuda._sleep(200_000_000)
-    copy = copies.start(tensor)
+    torch.cuda._sleep(200_000_000)
+    copy = start_copy(tensor)
+    tensor.zero_()
     del tensor
     others = [torch.full((512, 512), 7.0, device="cuda") for _ in range(8)]
-    assert copy.wait().is_pinned() and torch.equal(copy.wait(), expected)
+    assert copy().is_pinned() and torch.equal(copy(), expected)
     assert all(bool((other == 7).all()) for other in others)
 
 
-@pytest.mark.parametrize("graphs", [True, False])
-@pytest.mark.parametrize("triton", ["1", "0"])
-@pytest.mark.parametrize("architecture", ["llama", "qwen3_5", "gemma3"])
-def test_a_batch_takes_what_was_planned(architecture, triton, graphs, monkeypatch):
-    """At its peak, of 512 rows and 150k logits: gigabytes, besides which nothing else counts."""
-    monkeypatch.setenv("IA_MECH_TRITON", triton)
-    model = copy.deepcopy(tiny.model(architecture, 151_936)).to("cuda")
-    group = prefilled_by(model, (9,))
-    layers, config = group.state.cache.layers, text_config(model.config)
-    shape = Shape.of(config, layers, group.logits, model.dtype)
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    stepper = stepper_of(model, rows=512, graphs=graphs)
-    stepper.run(512, 1).wait()
-    taken = torch.cuda.max_memory_allocated() - before
-    planned = needed_bytes(shape, stepper.sizes, fused.available(GPU))
-    assert planned / 4 < taken < planned + 2**26, (planned, taken)  # libraries' workspaces
+def test_free_memory_counts_what_pytorch_reserves():
+    before = free_bytes(GPU)
+    tensor = torch.empty(2**28, dtype=torch.uint8, device="cuda")
+    during = free_bytes(GPU)
+    del tensor
+    assert during <= before - 2**28 and free_bytes(GPU) >= during + 2**28
     assert free_bytes(GPU) <= torch.cuda.mem_get_info()[1]

@@ -44,7 +44,8 @@ def check(device: str, vocabularies=(97, 4096, 5001)) -> None:
             assert max(found.values()) < 1e-5, (vocab, dtype, found)
 
 
-@pytest.mark.skipif(not TRITON, reason="Triton isn't installed, which comes with PyTorch for CUDA")
+@pytest.mark.slow
+@pytest.mark.skipif(not TRITON, reason="Triton isn't installed: pip install triton")
 def test_the_kernel_in_the_interpreter():
     """In a process of its own: Triton decides on import whether it interprets."""
     paths = os.pathsep.join([os.path.dirname(__file__), *filter(None, sys.path)])

@@ -1,36 +1,41 @@
 """The layers of static buffers one by one, and that a step launches without looking at data."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import tiny
 import torch
 from test_attention import exact
+from test_static import tensors_of
 from test_stream import prefilled_by
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
 
-from ia_mech.engine.cuda.layer import StaticLayer, View
-from ia_mech.engine.cuda.recurrent import StaticRecurrentLayer
-from ia_mech.engine.cuda.seating import Seating
-from ia_mech.engine.cuda.sizes import Sizes
-from ia_mech.engine.cuda.stepper import STEPS, Stepper, why_not
+from ia_mech.engine.cuda.check import why_not
+from ia_mech.engine.cuda.layers import Sizes, StaticLayer, StaticRecurrentLayer, View
+from ia_mech.engine.cuda.stepper import StaticBuffers, Stepper
+from ia_mech.engine.cuda.stream import PrefixSlots
 from ia_mech.engine.prefill import Prefilled, State
 
-pytestmark = pytest.mark.usefixtures("many_buckets")
+CPU = torch.device("cpu")
+ADVANCED = ("_token", "_age", "_start", "_temperature", "_key", "_length")
 FAMILIES = pytest.mark.parametrize("architecture", tiny.FAMILIES)
 
 
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("softcap", [None, 5.0])
 @pytest.mark.parametrize("window", [None, 2, 8, 10, 300])
-def test_attention_over_slots_and_own_tokens_in_float64(window, softcap, fused, monkeypatch):
-    """Lines of two contexts in turns, of any age, a line that is idle and a slot that is free. Of
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_attention_over_prefixes_and_own_tokens_in_float64(
+    window, softcap, fused, with_sinks, monkeypatch
+):
+    """Rows of two contexts in turns, of any age, an idle batch slot and a free prefix slot. Of
     windows some are full before the row begins, some reach the prefix no more, some see all."""
     if not fused:
         monkeypatch.setattr("ia_mech.engine.shared_prefix.FUSED", ())
-    sizes = Sizes(lines=5, slots=3, seats=2, prefix=128, own=6)
+    sizes = Sizes(slots=5, prefixes=3, rows=2, prefix_capacity=128, own_capacity=6)
     generator = torch.Generator().manual_seed(0)
 
     def drawn(*shape):
@@ -39,42 +44,44 @@ def test_attention_over_slots_and_own_tokens_in_float64(window, softcap, fused, 
     given = drawn(2, 2, 9, 8), drawn(2, 2, 9, 8)
     source = DynamicLayer() if window is None else DynamicSlidingWindowLayer(window)
     source.update(*given)
-    layer = StaticLayer(source, sizes)
+    layer = StaticLayer(source, sizes, CPU)
     assert layer.prefix[0].shape[2] == (128 if window is None else min(128, window))
-    lengths = torch.tensor([9, 5, 1])  # of the slots; context 1 has 4 tokens of padding
+    lengths = torch.tensor([9, 5, 1])  # of the prefixes; context 1 has 4 tokens of padding
     padded = torch.tensor([0, 4])
     layer.put_prefixes(torch.arange(2), source, torch.arange(2), padded)
-    seating, contexts = Seating(3), [1, 0, None, 1, 0]
-    assert [seating.hold(0), seating.hold(1)] == [0, 1]
-    line_at, seat_of = map(torch.from_numpy, seating.tables(contexts, sizes))
+    held, contexts = PrefixSlots(3), [1, 0, None, 1, 0]
+    assert [held.hold(0), held.hold(1)] == [0, 1]
+    gather, scatter = map(torch.from_numpy, held.tables(contexts, sizes))
     place = torch.tensor([0, 3, 5, 5, 1])
     layer.own[0].copy_(drawn(5, 2, 6, 8))
     layer.own[1].copy_(drawn(5, 2, 6, 8))
-    layer.look(View(sizes, place, lengths, line_at.flatten(), seat_of))
+    layer.look(View(sizes, place, lengths, gather, scatter))
     query, new = drawn(5, 4, 1, 8), (drawn(5, 2, 1, 8), drawn(5, 2, 1, 8))
     keys, values = layer.update(*new)
     assert keys.shared_layer is layer
-    ours = layer.attend(query, keys, values, 0.3, softcap, None)
+    sinks = torch.linspace(-2, 2, 4) if with_sinks else None
+    ours = layer.attend(query, keys, values, 0.3, softcap, sinks)
     assert torch.isfinite(ours).all()
-    for line, context in enumerate(contexts):
+    for slot, context in enumerate(contexts):
         if context is not None:
             parts = [
                 torch.cat(
-                    [tensor[context, :, (0, 4)[context] :], own[line, :, : place[line] + 1]], 1
+                    [tensor[context, :, (0, 4)[context] :], own[slot, :, : place[slot] + 1]], 1
                 )
                 for tensor, own in zip(given, layer.own, strict=True)
             ]
-            assert torch.equal(parts[0][:, -1:], new[0][line])
+            assert torch.equal(parts[0][:, -1:], new[0][slot])
             tokens = parts[0].shape[1]
             unseen = torch.arange(tokens) < tokens - (window or tokens)
             theirs = exact(
-                query[line : line + 1],
+                query[slot : slot + 1],
                 *(part[None] for part in parts),
                 unseen,
                 scaling=0.3,
                 softcap=softcap,
+                sinks=sinks,
             )
-            assert (ours[line].double() - theirs[0]).abs().max() < 2e-6
+            assert (ours[slot].double() - theirs[0]).abs().max() < 2e-6
 
 
 def recurrent_layer(generator: torch.Generator, contexts: int = 3) -> LinearAttentionLayer:
@@ -89,7 +96,7 @@ def recurrent_layer(generator: torch.Generator, contexts: int = 3) -> LinearAtte
 def test_recurrent_states_begin_advance_and_move_in_place():
     generator = torch.Generator().manual_seed(0)
     source, sizes = recurrent_layer(generator), Sizes(5, 3, 2, 128, 6)
-    layer = StaticRecurrentLayer(source, sizes)
+    layer = StaticRecurrentLayer(source, sizes, CPU)
     pointers = [t.data_ptr() for t in layer.tensors()]
     assert len(pointers) == 3 and all(t.shape[0] == 5 for t in layer.tensors())
     layer.begin(torch.tensor([4, 0, 2]), source, torch.tensor([1, 2, 1]))
@@ -100,7 +107,7 @@ def test_recurrent_states_begin_advance_and_move_in_place():
     assert torch.equal(layer.recurrent_states[0][:2], source.recurrent_states[0][[1, 1]])
     before = [t.clone() for t in layer.tensors()]
     numbers = torch.zeros(2, dtype=torch.long)
-    layer.look(View(sizes.bucket(2), numbers, numbers, numbers, numbers))
+    layer.look(View(replace(sizes, slots=2), numbers, numbers, numbers, numbers))
     new = torch.randn(2, 2, 3, 5, generator=generator), torch.randn(2, 6, 1, generator=generator)
     assert layer.update_recurrent_state(new[0]).shape[0] == 2
     seen = layer.update_conv_state(new[1], 0)
@@ -109,29 +116,34 @@ def test_recurrent_states_begin_advance_and_move_in_place():
     assert torch.equal(layer.states["conv_states", 0][:2], seen[..., -4:])
     assert torch.equal(layer.states["conv_states", 1], before[1])
     for now, then in zip(layer.tensors(), before, strict=True):
-        assert torch.equal(now[2:], then[2:]), "lines of no row are left alone"
+        assert torch.equal(now[2:], then[2:]), "slots of no row are left alone"
     assert pointers == [t.data_ptr() for t in layer.tensors()]
 
 
 @FAMILIES
-def test_steps_before_a_capture_advance_nothing(architecture):
-    """What two steppers draw, one of which was warmed up in between."""
+def test_steps_before_a_capture_leave_no_trace(architecture):
+    """What two batches draw, one of which was warmed up; their own tokens aside, which a row writes
+    before it reads them."""
     model = tiny.model(architecture)
-    group, drawn = prefilled_by(model, (9, 5)), []
+    group, drawn, left = prefilled_by(model, (9, 5)), [], []
     for warmed in (False, True):
-        sizes = Sizes.of_rows([0, 1, 1], 3, 9, 12)
-        stepper, seating = Stepper(model, sizes, group), Seating(sizes.slots)
-        stepper.put_contexts([seating.hold(0), seating.hold(1)], group, [0, 1])
+        sizes = StaticBuffers(None, 2, 2, 9, 12).sizes(5)
+        stepper, held = Stepper(model, sizes, group), PrefixSlots(sizes.prefixes)
+        if warmed:
+            with torch.inference_mode():
+                stepper._token.fill_(7)  # the embedding of 0, padding, is zero
+                stepper._warm_up()
+        recurrent = [one for one in stepper._layers if isinstance(one, StaticRecurrentLayer)]
+        kept = [value for name, value in vars(stepper).items() if name in ADVANCED]
+        left.append([*kept, *(t for layer in recurrent for t in layer.tensors())])
+        left[-1] = [tensor.clone() for tensor in left[-1]]
+        stepper.put_prefixes([held.hold(0), held.hold(1)], group, [0, 1])
         contexts, hot = [0, 1, 1], (torch.ones(3), torch.arange(6).view(3, 2))
         stepper.begin(range(3), contexts, group, torch.tensor(contexts), *hot)
-        stepper.seat(*seating.tables(contexts, sizes))
-        drawn.append([])
-        for _ in range(2):
-            if warmed:
-                with torch.inference_mode():
-                    stepper._at.zero_()  # as before every step that is captured
-                    stepper._warm_up(sizes)
-            drawn[-1].append(stepper.run(3, STEPS).wait())
+        stepper.put_tables(*held.tables(contexts, sizes))
+        drawn.append([stepper.step(sizes)()[:, :3] for _ in range(4)])
+    for ours, theirs in zip(*left, strict=True):
+        assert torch.equal(ours, theirs)
     for ours, theirs in zip(*drawn, strict=True):
         assert torch.equal(ours, theirs)
 
@@ -172,22 +184,22 @@ def step_without_data(architecture: str, experts: str | None = None) -> Stepper:
     group = prefilled_by(model, (9, 5, 12))
     if experts is not None:
         model.set_experts_implementation(experts)
-    sizes = Sizes.of_rows([0, 1, 1, 2, 2], 5, 12, 12)
-    stepper = Stepper(model.to("meta"), sizes, without_data(group), graphs=False)
+    sizes = StaticBuffers(None, 3, 2, 12, 12).sizes(5)
+    stepper = Stepper(model.to("meta"), sizes, without_data(group))
     with torch.inference_mode(), NoData():
-        stepper._step(sizes.bucket(3))
+        stepper._step(stepper.part(3))
     return stepper
 
 
 @FAMILIES
 def test_no_step_depends_on_data(architecture):
     stepper = step_without_data(architecture)
-    assert {tensor.device.type for tensor in stepper.tensors()} == {"meta"}
+    assert {tensor.device.type for tensor in tensors_of(stepper)} == {"meta"}
 
 
 @pytest.mark.parametrize("architecture", ["gpt_oss"])
 def test_loops_over_experts_depend_on_data(architecture):
-    """With that implementation of them a model falls back to steps that aren't replayed."""
+    """With that implementation of them steps can't be captured."""
     with pytest.raises(NotImplementedError, match="nonzero"):
         step_without_data(architecture, experts="eager")
 
@@ -204,8 +216,8 @@ def test_models_of_other_layers_say_so():
     model = copy.deepcopy(tiny.model("llama"))
     model.config.layer_types = ["hybrid"] * 4
     assert why_not(model) == (
-        "no CUDA graphs: a LinearAttentionAndFullAttentionLayer isn't kept at fixed addresses"
+        "no static buffers: there are none for a LinearAttentionAndFullAttentionLayer"
     )
     model.config.layer_types = ["chunked_attention"] * 4
     model.config.attention_chunk_size = 8
-    assert why_not(model) == "no CUDA graphs: some layers attend in chunks"
+    assert why_not(model) == "no static buffers: some layers attend in chunks"

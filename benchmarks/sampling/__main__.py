@@ -7,13 +7,13 @@
 
 On a CPU: the embedded model and built-in contexts. On a GPU: random weights of three shapes,
 nothing is downloaded. Every context gets greedy + 4 temperatures x 8 samples = 33 rows, and nothing
-stops early. Peers that can't mix temperatures get the easier job of all rows at T = 1.
+stops early. Peers but llama.cpp get the easier job of all rows at T = 1.
 
 Contenders, by default those for the device:
 
   both  ours               prefill, capture of all layers, decoding and sampling
   CPU   portable           the same, a copy of the prefix per row
-  GPU   ours-no-graphs     the same without CUDA graphs
+  GPU   ours-graphs        the same from CUDA graphs (--engine graphs)
   both  generate           of transformers, with a dynamic cache
   both  generate-captures  with hidden states and scores
   GPU   static             with a static cache, compiled

@@ -61,7 +61,7 @@ CONTENDERS = {
     "ceilings": Kind(Ceilings, GPU, "first", once=True),
     "ours": Kind(Ours),
     "portable": Kind(partial(Ours, share=False), CPU),
-    "ours-no-graphs": Kind(partial(Ours, graphs=False), GPU, alone=GPU),
+    "ours-graphs": Kind(partial(Ours, graphs=True), GPU, alone=GPU),
     "decode": Kind(Decoding, GPU, "last"),
     # Where a call is made per context, one context tells how long several take.
     "generate": Kind(Generate, counts="first", alone=GPU),

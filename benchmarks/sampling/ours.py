@@ -23,16 +23,14 @@ class Ours(Contender):
     """The whole job; without ``share`` every row copies its context's keys and values."""
 
     def __init__(
-        self, work: Workload, contexts: int, share: bool = True, graphs: bool = True
+        self, work: Workload, contexts: int, share: bool = True, graphs: bool = False
     ) -> None:
         super().__init__(work, contexts)
-        engine = work.engine
-        if not graphs and not engine.graphs:
-            raise UserError("our engine uses no graphs here", "compare with `ours`")
-        self.share, self.graphs = share, share and graphs and engine.graphs
-        layers = engine.name.removesuffix(", CUDA graphs") if share else "portable"
-        why = f" ({engine.why})" if engine.why else ""
-        self.notes = f"{layers}, {'CUDA graphs' if self.graphs else 'plain loop'}{why}"
+        if graphs and not work.on_gpu:
+            raise UserError("CUDA graphs need a GPU", "use --device cuda")
+        engine = work.checked("graphs") if graphs else work.engine
+        self.share, self.graphs = share, graphs
+        self.notes = str(engine) if share else "portable"
 
     def run(self, new_tokens: int) -> None:
         decoded = self.work.whole_job(self.contexts, new_tokens, self.share, self.graphs)
@@ -87,7 +85,7 @@ class Growth(Contender):
         return self.measure()
 
     def warm_up(self) -> None:
-        if self.work.engine.graphs:  # which are made for each size
+        if self.work.engine.static:  # whose buffers are made for each size
             self.measure()
 
     def measure(self) -> dict[str, Any]:
@@ -106,7 +104,7 @@ class Memory(Contender):
     """Bytes of keys and values. It has a process of its own, whose memory nothing else touched.
 
     ``expected``: every context once and every row's own tokens. ``caches``: the tensors in the
-    caches; unknown of buffers for graphs. ``peak``: by how much the process (on a GPU: what
+    caches; unknown of static buffers. ``peak``: by how much the process (on a GPU: what
     PyTorch allocates there) grows in a prefill and the decoding after it; unknown outside Linux.
     """
 
@@ -129,11 +127,11 @@ class Memory(Contender):
             torch.cuda.reset_peak_memory_stats()
         self.run(size.new_tokens)
         after = torch.cuda.max_memory_allocated() if on_gpu else resident("VmHWM")
-        by_graphs = self.share and work.engine.graphs
+        static = self.share and work.engine.static
         tokens = self.contexts * (size.context_tokens + size.rows * size.new_tokens)
         return {
             "expected": bytes_per_token(work.model) * tokens,
-            "caches": None if by_graphs else self._in_caches(),
+            "caches": None if static else self._in_caches(),
             "peak": None if before is None or after is None else after - before,
         }
 

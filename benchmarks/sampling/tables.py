@@ -11,7 +11,7 @@ from ia_mech.errors import UserError
 PEERS = {
     OURS: ("ia_mech, all layers at 5 positions", "", ""),
     "portable": ("the same, a copy of the prefix per row", "", ""),
-    "ours-no-graphs": ("the same without CUDA graphs", "", ""),
+    "ours-graphs": ("the same from CUDA graphs", "", ""),
     "generate": ("`generate`", "8", ""),
     "generate-captures": ("`generate` with hidden states and scores", "10", "8"),
     "static": ("`generate`, static cache, compiled", "", "4"),

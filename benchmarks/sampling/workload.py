@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import transformers
+from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.qwen3_5 import Qwen3_5TextConfig
 
@@ -21,9 +22,8 @@ from ia_mech.data.conversations import open_conversations
 from ia_mech.data.formats import ColumnMap
 from ia_mech.engine.capture import find_blocks
 from ia_mech.engine.check import TOKENS, check_engine
-from ia_mech.engine.cuda.check import with_graphs
-from ia_mech.engine.cuda.copies import CopyStream, HostCopy
-from ia_mech.engine.cuda.sizes import Sizes
+from ia_mech.engine.cuda.check import with_static_buffers
+from ia_mech.engine.cuda.stepper import StaticBuffers, start_copy
 from ia_mech.engine.decode import decode_stream
 from ia_mech.engine.loop import Decoded, Row
 from ia_mech.engine.plan import batch_defaults, plan_units
@@ -126,7 +126,7 @@ class Workload:
         self.blocks = find_blocks(self.model)
         self.ids = self.contexts(self.size.counts[-1], self.size.context_tokens)
         self.written: dict[tuple[str, int], list[Decoded]] = {}
-        self._copies = CopyStream(self.device)
+        self._static: tuple[tuple, StaticBuffers] | None = None
 
     def contexts(self, count: int, tokens: int) -> list[list[int]]:
         """The last ``tokens`` of built-in chat contexts; random ids for random weights."""
@@ -148,15 +148,23 @@ class Workload:
     @cached_property
     def engine(self) -> Engine:
         """Chosen and checked as for any run."""
+        return self.checked("auto")
+
+    def checked(self, wanted: str) -> Engine:
+        """The engine for this ``--engine``."""
         probe = self.contexts(1, TOKENS)[0]
-        return with_graphs(self.model, probe, check_engine(self.model, probe))
+        engine = check_engine(self.model, probe, wanted)
+        return with_static_buffers(self.model, probe, engine, wanted)
 
     def rows(self, contexts: int) -> list[Row]:
         """All rows of the first contexts."""
         return [row for at in range(contexts) for row in rows_of(at, self.size.rows)]
 
     def prefilled(
-        self, ids: Sequence[Sequence[int]], capture: bool, sent: list[HostCopy] | None = None
+        self,
+        ids: Sequence[Sequence[int]],
+        capture: bool,
+        sent: list[Callable[[], Tensor]] | None = None,
     ) -> Iterator[Prefilled]:
         """Contexts ``[contexts][tokens]``, prefilled group by group.
 
@@ -169,12 +177,12 @@ class Workload:
             group = prefill(self.model, prefixes, self.blocks if capture else None)
             if sent is not None:
                 tensors = (group.logits, group.residuals)
-                sent += [self._copies.start(tensor) for tensor in tensors if tensor is not None]
+                sent += [start_copy(tensor) for tensor in tensors if tensor is not None]
             yield group
 
     def decode(
         self, groups: Iterable[Prefilled], rows: Sequence[Row], new_tokens: int,
-        context_tokens: int, share: bool = True, graphs: bool | None = None,
+        context_tokens: int, share: bool = True, graphs: bool = False,
     ) -> list[Decoded]:  # fmt: skip
         """Decode rows of prefilled contexts, all together.
 
@@ -184,29 +192,33 @@ class Workload:
             new_tokens: of each row.
             context_tokens: of each context.
             share: rows read their context's keys and values in one place, where the engine can.
-            graphs: decode from CUDA graphs; by default where the engine can.
+            graphs: of static buffers, where the engine has any: capture the steps.
         """
-        contexts = rows[-1].context + 1
-        sizes = Sizes.of(contexts, len(rows) // contexts, len(rows), context_tokens, new_tokens)
-        graphs = self.engine.graphs and share if graphs is None else graphs
+        contexts, static = rows[-1].context + 1, None
+        if share and self.engine.static:
+            limits = contexts, len(rows) // contexts, context_tokens, new_tokens, graphs
+            if self._static is None or self._static[0] != limits:
+                self._static = None  # before the next ones are made
+                self._static = limits, StaticBuffers(self.model, *limits)
+            static = self._static[1]
         decoded = decode_stream(
             self.model, groups, rows, [], new_tokens, width=len(rows),
-            share=share and self.engine.shared > 0, static=sizes if graphs else None,
+            share=share and self.engine.shared > 0, static=static,
         )  # fmt: skip
         if any(len(row.token_ids) != new_tokens for row in decoded):
             raise RuntimeError(f"a row has fewer than {new_tokens} tokens")
         return decoded
 
     def whole_job(
-        self, contexts: int, new_tokens: int, share: bool = True, graphs: bool | None = None
+        self, contexts: int, new_tokens: int, share: bool = True, graphs: bool = False
     ) -> list[Decoded]:
         """Prefill with capture, decode and sample; tokens and captures end up on the host."""
-        sent: list[HostCopy] = []
+        sent: list[Callable[[], Tensor]] = []
         groups = self.prefilled(self.ids[:contexts], True, sent)
         tokens = self.size.context_tokens
         decoded = self.decode(groups, self.rows(contexts), new_tokens, tokens, share, graphs)
-        for copy in sent:
-            copy.wait()
+        for wait in sent:
+            wait()
         return decoded
 
 

@@ -214,8 +214,14 @@ def build_parser(kind: type[Parser] = Parser) -> Parser:
         metavar="N",
         help="rows decoded together (default: 128 on a CPU, 1024 on a GPU)",
     )
-    engines = ["auto", "shared", "portable"]
-    add("--engine", choices=engines, default="auto", metavar="NAME", help=_among(engines))
+    engines = ["auto", "shared", "portable", "graphs"]
+    add(
+        "--engine",
+        choices=engines,
+        default="auto",
+        metavar="NAME",
+        help=f"{_among(engines)}; graphs needs a GPU (see docs/engine.md)",
+    )
 
     add(
         "--contrasts",

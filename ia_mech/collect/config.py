@@ -31,6 +31,7 @@ class SampleConfig:
         candidates: a JSONL file of the user's own rivals of references.
         engine: ``shared`` has rows attend to their context's keys and values where the prefill left
             them, ``portable`` gives each row a copy, ``auto`` shares in every layer that allows it.
+            ``graphs`` is ``auto`` with CUDA graphs on a GPU.
     """
 
     model: ModelSpec = field(default_factory=ModelSpec)

@@ -6,7 +6,7 @@ comes first, with batches of its own; then every context is prefilled once, and 
 the captured residual stream, the header logits, all sampled rows and the scores of reference turns.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -43,10 +43,8 @@ from ia_mech.display import Progress
 from ia_mech.engine.capture import find_blocks
 from ia_mech.engine.check import TOKENS, check_engine
 from ia_mech.engine.cuda import fused
-from ia_mech.engine.cuda.check import with_graphs
-from ia_mech.engine.cuda.copies import CopyStream, HostCopy
-from ia_mech.engine.cuda.sizes import Sizes
-from ia_mech.engine.cuda.stepper import forget
+from ia_mech.engine.cuda.check import with_static_buffers
+from ia_mech.engine.cuda.stepper import StaticBuffers, start_copy
 from ia_mech.engine.decode import decode_stream
 from ia_mech.engine.loop import Decoded, Row
 from ia_mech.engine.plan import (
@@ -116,7 +114,7 @@ def collect(
     probe = [{"role": "user", "content": "What is it?"}, {"role": "assistant", "content": "Blue."}]
     ids = (chat.context(probe).ids * TOKENS)[:TOKENS]
     engine = check_engine(model, ids, config.engine)
-    engine = with_graphs(model, ids, engine, config.engine)
+    engine = with_static_buffers(model, ids, engine, config.engine)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         with scratch_folder(out.parent) as scratch:
@@ -173,7 +171,7 @@ class _Job:
         self.batch_rows = config.batch_rows
         self.defaults = batch_defaults(subject.device)
         self.blocks = find_blocks(subject.model)
-        self.copies = CopyStream(subject.device)
+        self.static: StaticBuffers | None = None
         self.background = Background(subject.device.type == "cuda")
         self.positions = kept_positions(config, chat)
         self.grid_rows = config.grid.rows()
@@ -185,7 +183,8 @@ class _Job:
         self.refused: dict[str, str] = {}
 
     def _batch_shrank(self, size: int) -> None:
-        forget(self.subject.model)
+        if self.static is not None:
+            self.static.release()
         if not self.shrunk:
             self.progress.say(f"out of memory: going on with batches of {size} or fewer")
         self.shrunk = True
@@ -213,12 +212,11 @@ class _Job:
         if self.engine.why:
             self.writer.note("engine", str(self.engine))
         if problem := fused.missed(self.subject.device):
-            self.progress.say(f"note: without Triton's kernels, which is slower: {problem}")
+            self.progress.say(f"note: without the sampling kernel, which is slower: {problem}")
             self.writer.note("without_kernels", problem)
         try:
             with self.background:
                 self._write_responses()
-                forget(self.subject.model)
                 self._write_contexts(survey)
         finally:
             self.progress.stop()
@@ -228,10 +226,13 @@ class _Job:
     def _snapshot(self) -> Path:
         return self.writer.path / layout.CONVERSATIONS
 
-    def _static(self, contexts: int, rows: int, most: int, longest: int, own: int) -> Sizes | None:
-        """Sizes of the buffers of fixed addresses, if the engine has any; all units of a chunk
-        share them."""
-        return Sizes.of(contexts, rows, most, longest, own) if self.engine.graphs else None
+    def _make_static(self, contexts: int, rows: int, longest: int, own: int) -> None:
+        """Static buffers for all contexts of a phase, if the engine has any."""
+        self.static = None  # before the next ones are made
+        if self.engine.static:
+            graphs = self.engine.graphs
+            model = self.subject.model
+            self.static = StaticBuffers(model, contexts, rows, longest, own, graphs)
 
     # -- responses ------------------------------------------------------------------------------
 
@@ -240,20 +241,21 @@ class _Job:
         config, writer = self.config, self.writer
         most, unit_cost = config.max_response_tokens, self.defaults.unit_cost
         costs: dict[str, float] = {}
-        total = 0
+        total = longest = 0
         for number, chunk in read_chunks(self._snapshot):
             lengths = [
                 len(self.chat.prompt(without_response(c)))
                 for _, c in chunk
                 if needs_response(config, c)
             ]
-            total += len(lengths)
+            total, longest = total + len(lengths), max([longest, *lengths])
             parts = response_units(config, self.batch_rows, unit_cost, lengths)
             for index, unit in enumerate(parts):
                 costs[f"{number}.{index}"] = sum(most + PREFILL_COST * lengths[i] for i in unit)
         done, finished = writer.count("responses"), writer.done("responses")
         if done == total:
             return
+        self._make_static(total, 1, longest, most)
         work = Work(self.progress, "responses", costs, finished, total, done, most, "response")
         for number, chunk in read_chunks(self._snapshot):
             todo = [
@@ -263,9 +265,7 @@ class _Job:
             ]
             lengths = [len(prompt) for _, prompt in todo]
             parts = response_units(config, self.batch_rows, unit_cost, lengths)
-            size = max(map(len, parts), default=1)
-            static = self._static(total, 1, size, max(lengths, default=0), most)
-            respond = partial(self._respond, work, static)
+            respond = partial(self._respond, work)
             for index, unit in enumerate(parts):
                 name = f"{number}.{index}"
                 if name not in finished:
@@ -276,9 +276,7 @@ class _Job:
                     work.end()
         self.progress.stop()
 
-    def _respond(
-        self, work: Work, static: Sizes | None, group: list[tuple[int, list[int]]]
-    ) -> list[dict]:
+    def _respond(self, work: Work, group: list[tuple[int, list[int]]]) -> list[dict]:
         """Greedy responses to (order, prompt ids), as ``generate(do_sample=False)`` writes them."""
         model = self.subject.model
         prompts = [Prefix(prompt) for _, prompt in group]
@@ -299,10 +297,10 @@ class _Job:
             [Row(i, 0.0, (0, 0)) for i in range(len(group))],
             self.chat.response_stop_ids,
             self.config.max_response_tokens,
-            width=len(group),
+            width=self.responses_limit.limit,  # of all groups, which share static buffers
             on_step=work.decoded,
             share=self.engine.shared > 0,
-            static=static and static.narrowed(self.responses_limit.limit),
+            static=self.static,
         )
         return [
             {
@@ -322,8 +320,12 @@ class _Job:
         lengths = list(survey.lengths)
         total, rows, most = len(lengths), len(self.grid_rows), self.config.grid.max_new_tokens
         for _, chunk in read_chunks(self._snapshot):  # responses turned out shorter than allowed
-            for order, written in self.writer.read_responses([i for i, _ in chunk]).items():
-                lengths[order] -= self.config.max_response_tokens - written["tokens"]
+            responses = self.writer.read_responses([order for order, _ in chunk])
+            for order, conversation in chunk:
+                if order in responses:
+                    context = self._prepared(order, conversation, responses[order])
+                    lengths[order] = len(context.chat.ids) if context else 0
+        self._make_static(total, rows, max(lengths, default=0), most)
         costs = survey.costs(self.config, lengths)
         units = run_units(self.config, self.batch_rows, unit_cost, lengths, costs)
         planned = {name: sum(costs[i] for i in unit) for name, unit in units.items()}
@@ -339,15 +341,13 @@ class _Job:
             ]
             lengths = [len(context.chat.ids) for context in contexts]
             costs = [survey.cost(self.config, c.order, len(c.chat.ids)) for c in contexts]
-            longest = max(lengths, default=0)
-            static = self._static(total, rows, self.batch_rows, longest, most)
             parts = context_units(self.config, self.batch_rows, unit_cost, lengths, costs)
             for index, unit in enumerate(parts):
                 name = f"{number}.{index}"
                 if name not in finished:
                     members = [contexts[i] for i in unit]
                     work.begin(sum(costs[i] for i in unit))
-                    run = partial(self._run_contexts, scorer, work, static, members)
+                    run = partial(self._run_contexts, scorer, work, members)
                     results = self.width.retry(run)
                     low = self._backed_off(rows=self.width, turns=self.turns_limit)
                     self.background.do(partial(self._store, name, members, results, low))
@@ -380,9 +380,10 @@ class _Job:
         except UserError as error:
             if written is None:
                 raise
-            self.progress.say(f"conversation {conversation.id} is left out: {error.problem}")
-            self.left_out.append(conversation.id)
-            self.writer.note("left_out", self.left_out)
+            if conversation.id not in self.left_out:
+                self.progress.say(f"conversation {conversation.id} is left out: {error.problem}")
+                self.left_out.append(conversation.id)
+                self.writer.note("left_out", self.left_out)
             return None
         return PreparedContext(order, conversation, written, context, turn)
 
@@ -390,12 +391,11 @@ class _Job:
         self,
         scorer: Scorer,
         work: Work,
-        static: Sizes | None,
         contexts: list[PreparedContext],
         width: int,
     ) -> list[ContextResult]:
         """Prefill contexts group by group; sample and score from that."""
-        sent: list[tuple[list[ContextScores], HostCopy, HostCopy]] = []
+        sent: list[tuple[list[ContextScores], Callable[[], Tensor], Callable[[], Tensor]]] = []
 
         def groups() -> Iterator[Prefilled]:
             together = contexts_per_batch(len(self.grid_rows), width)
@@ -408,15 +408,15 @@ class _Job:
                 scores = scorer.score_candidates(prefilled, [one.scorable for one in members])
                 logits, residuals = prefilled.logits, prefilled.residuals
                 assert residuals is not None
-                sent.append((scores, self.copies.start(logits), self.copies.start(residuals)))
+                sent.append((scores, start_copy(logits), start_copy(residuals)))
                 yield prefilled
                 del prefilled  # before the next one is made
 
-        decoded = self._sample(work, groups(), contexts, width, static)
+        decoded = self._sample(work, groups(), contexts, width)
         results = [
             ContextResult([], *one)
             for scores, *copies in sent
-            for one in zip(scores, *(copy.wait() for copy in copies), strict=True)
+            for one in zip(scores, *(wait() for wait in copies), strict=True)
         ]
         rows = len(self.grid_rows)
         for at, (context, result) in enumerate(zip(contexts, results, strict=True)):
@@ -451,7 +451,6 @@ class _Job:
         groups: Iterator[Prefilled],
         contexts: list[PreparedContext],
         width: int,
-        static: Sizes | None,
     ) -> list[Decoded]:
         """Every row of the grid for every context, contexts first."""
         grid = self.config.grid
@@ -469,7 +468,7 @@ class _Job:
             width=width,
             on_step=work.decoded,
             share=self.engine.shared > 0,
-            static=static and static.narrowed(width),
+            static=self.static,
         )
 
     def _scorer(self, work: Work) -> Scorer:

@@ -61,7 +61,8 @@ def open_inputs(config: SampleConfig, out: Path, *, repair: bool = False) -> Inp
     Raises:
         UserError: a device, a folder, candidates or a dataset that can't be used.
     """
-    resolve_device(config.model.device)
+    if resolve_device(config.model.device).type == "cpu" and config.engine == "graphs":
+        raise UserError("--engine graphs: CUDA graphs need a GPU", "use --engine auto")
     check_folder(out)
     if repair and not (out / layout.RUN).is_file():
         raise UserError(f"there is no run in {out} to repair", "leave --repair out to begin one")

@@ -18,8 +18,9 @@ values repeated; rows that share it are compared with a row that has a copy.
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -60,14 +61,17 @@ STEPS = 3
 TOKENS = 24  # two prompts of 12 and 5, and a turn of 7
 
 
+Decode = Callable[[Prefilled, list[Row], int], list[Decoded]]
+
+
 def check_engine(model: PreTrainedModel, ids: Sequence[int], wanted: str = "auto") -> Engine:
     """Choose the engine, and compare what it computes with full forward passes.
 
     Args:
         model: the subject model.
         ids: at least :data:`TOKENS` token ids of real text.
-        wanted: ``auto``, ``shared`` or ``portable``; ``auto`` shares the prefix where the
-            architecture has layers for it and the numbers are right.
+        wanted: ``shared``, ``portable`` or another (``auto``), with which the prefix is shared
+            where the architecture has layers for it and the numbers are right.
 
     Raises:
         UserError: the model's numbers differ, or it can't be run this way; names the architecture.
@@ -91,30 +95,39 @@ def check_engine(model: PreTrainedModel, ids: Sequence[int], wanted: str = "auto
     return engine
 
 
+def check_rows(model: PreTrainedModel, ids: Sequence[int], decode: Decode) -> None:
+    """Compare rows that a function decodes with full forward passes.
+
+    Args:
+        model: the subject model.
+        ids: at least :data:`TOKENS` token ids of real text.
+        decode: takes two prefilled contexts of up to 12 tokens, six rows, and how many tokens each
+            writes.
+
+    Raises:
+        UserError: the rows' numbers differ.
+    """
+    differences = _Differences(model, list(ids))
+    differences.of_rows(decode)
+    differences.refuse_large_ones()
+
+
 def _check(model: PreTrainedModel, ids: list[int], share: bool) -> None:
-    name = type(model).__name__
     try:
         with torch.inference_mode(), _narrow_windows(model, ids[:TOKENS]):
-            found = _Differences(model, ids, share).found
+            differences = _Differences(model, ids)
+            differences.of_engine(share)
     except UserError:
         raise
     except Exception as error:  # whatever an architecture raises that isn't made for this
         if is_out_of_memory(error):
             raise
         raise UserError(
-            f"{name} can't be run by this engine ({' '.join(str(error).split())[:120]})",
+            f"{type(model).__name__} can't be run by this engine "
+            f"({' '.join(str(error).split())[:120]})",
             "use a decoder-only model whose blocks pass on one hidden state per token",
         ) from error
-    half = torch.finfo(model.dtype).bits < 32
-    allowed = max(TOLERANCE, ROUNDINGS * torch.finfo(model.dtype).eps)
-    for what, off in found.items():
-        typical, worst = sorted(off)[(len(off) - 1) // 2], max(off)
-        if not (typical <= allowed and worst <= (OUTLIER if half else allowed)):
-            raise UserError(
-                f"{name} gives other logits in {what} than in a full forward pass "
-                f"(off by {worst:.2g} of the difference that one token makes)",
-                "use another architecture, or another --attention; sampling would be wrong",
-            )
+    differences.refuse_large_ones()
 
 
 class _Differences:
@@ -122,10 +135,13 @@ class _Differences:
 
     Attributes:
         found: what the engine did -> by how many displacements each row is off.
+
+    Raises:
+        UserError: logits that aren't finite.
     """
 
-    def __init__(self, model: PreTrainedModel, ids: list[int], share: bool) -> None:
-        self.model, self.share, self.device = model, share, model.device
+    def __init__(self, model: PreTrainedModel, ids: list[int]) -> None:
+        self.model, self.device = model, model.device
         self.prompts, self.turn = [ids[:12], ids[12:17]], ids[17:TOKENS]
         # [turn + 2, vocab] each: row s + 1 follows on s tokens of the turn.
         self.full = [
@@ -141,17 +157,33 @@ class _Differences:
                 "use --dtype bfloat16 or float32",
             )
         prefixes = [Prefix(prompt, [len(prompt) - 1]) for prompt in self.prompts]
-        prefilled = prefill(model, prefixes, find_blocks(model))
-        for context, logits in enumerate(prefilled.logits):
+        self.prefilled = prefill(model, prefixes, find_blocks(model))
+
+    def of_engine(self, share: bool) -> None:
+        """Find those of everything that the engine does, with or without shared prefixes."""
+        for context, logits in enumerate(self.prefilled.logits):
             self._note("a left-padded batch", logits, context, 0)
-        self._decode(prefilled)
-        if share and Engine.possible(model).whole:
-            self._continue(prefilled)
-        self._score(prefilled)
-        self._sample(prefilled)
-        limit = context_limit(model.config)
+        self._decode(share)
+        if share and Engine.possible(self.model).whole:
+            self._continue()
+        self._score(share)
+        self.of_rows(partial(_decode_rows, self.model, share))
+        limit = context_limit(self.model.config)
         if share and (limit is None or limit > LONG + TOKENS):
-            self._lengthen(prefilled.state)
+            self._lengthen(self.prefilled.state)
+
+    def refuse_large_ones(self) -> None:
+        """Raise UserError if rows are off by more than rounding explains."""
+        half = torch.finfo(self.model.dtype).bits < 32
+        allowed = max(TOLERANCE, ROUNDINGS * torch.finfo(self.model.dtype).eps)
+        for what, off in self.found.items():
+            typical, worst = sorted(off)[(len(off) - 1) // 2], max(off)
+            if not (typical <= allowed and worst <= (OUTLIER if half else allowed)):
+                raise UserError(
+                    f"{type(self.model).__name__} gives other logits in {what} than in a full "
+                    f"forward pass (off by {worst:.2g} of the difference that one token makes)",
+                    "use another architecture, or another --attention; sampling would be wrong",
+                )
 
     def _note(self, what: str, ours: Tensor, context: int, step: int) -> None:
         """Compare logits ``[vocab]`` that follow on ``step`` tokens of the turn."""
@@ -183,11 +215,11 @@ class _Differences:
         )
         self.found.setdefault(what, []).append(off / max(min(displaced), 1e-30))
 
-    def _decode(self, prefilled: Prefilled) -> None:
+    def _decode(self, share: bool) -> None:
         """The turn, token by token, by rows of both contexts; then a row joins them."""
         contexts, steps = [0, 1, 1], [0, 0, 0]  # of each row
         index = torch.tensor(contexts, device=self.device)
-        state = expand(prefilled.state, index, capacity=2 * STEPS, share=self.share)
+        state = expand(self.prefilled.state, index, capacity=2 * STEPS, share=share)
 
         def decoded(what: str) -> None:
             for _ in range(STEPS):
@@ -199,32 +231,34 @@ class _Differences:
 
         decoded("cached decoding")
         if can_join(state):  # a row of context 1 begins in slot 0
-            join(state, [0], prefilled.state, index[1:2], [1])
+            join(state, [0], self.prefilled.state, index[1:2], [1])
             contexts[0], steps[0] = 1, 0
             decoded("a batch that is joined")
 
-    def _continue(self, prefilled: Prefilled) -> None:
+    def _continue(self) -> None:
         """Both prompts, with one token more and two more."""
-        longer = continue_prefill(self.model, prefilled, [1, 0], [self.turn[:2], self.turn[:1]])
+        turns = [self.turn[:2], self.turn[:1]]
+        longer = continue_prefill(self.model, self.prefilled, [1, 0], turns)
         for row, (context, step) in enumerate([(1, 2), (0, 1)]):
             self._note("a prefill that goes on", longer.logits[row], context, step)
 
-    def _score(self, prefilled: Prefilled) -> None:
+    def _score(self, share: bool) -> None:
         both = (self.turn, self.turn[:-1])  # of unequal length
         turns = [Turn(context, turn) for turn in both for context in (0, 1)]
-        scores = score(self.model, prefilled, turns, [], self.share)
+        scores = score(self.model, self.prefilled, turns, [], share)
         for turn, scored in zip(turns, scores, strict=True):
             logits = self.full[turn.context][: len(turn.ids) + 2]
             self._compare_logprobs("scoring a turn", scored.logprobs_raw, logits, turn.ids)
 
-    def _sample(self, prefilled: Prefilled) -> None:
-        """Rows as a run decodes them, against the sampling rule on the logits of full passes."""
+    def of_rows(self, decode: Decode) -> None:
+        """Find those of greedy and sampled rows, against the sampling rule on the logits of full
+        passes."""
         rows = [
             Row(context, temperature, stream_key(0, "check", context))
             for context in (0, 1)
             for temperature in (0.0, 0.7, 2.0)
         ]
-        decoded = decode(self.model, prefilled, rows, [], STEPS, share=self.share)
+        decoded = decode(self.prefilled, rows, STEPS)
         for context, prompt in enumerate(self.prompts):
             mine = slice(3 * context, 3 * context + 3)
             written = [[*prompt, *one.token_ids.tolist()] for one in decoded[mine]]
@@ -262,6 +296,12 @@ class _Differences:
         ours = [decode_step(self.model, shared, one) for one in token[:2]]
         for logits in ours[1]:
             self._compare("rows of a long context", logits, torch.stack(right))
+
+
+def _decode_rows(
+    model: PreTrainedModel, share: bool, prefilled: Prefilled, rows: list[Row], tokens: int
+) -> list[Decoded]:
+    return decode(model, prefilled, rows, [], tokens, share=share)
 
 
 def _full(model: PreTrainedModel, ids: list[list[int]]) -> Tensor:

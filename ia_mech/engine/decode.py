@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from transformers import PreTrainedModel
 
-from ia_mech.engine.cuda.sizes import Sizes
+from ia_mech.engine.cuda.stepper import StaticBuffers
 from ia_mech.engine.cuda.stream import StaticStream
 from ia_mech.engine.loop import Decoded, Row, Stream
 from ia_mech.engine.prefill import Prefilled
@@ -32,16 +32,9 @@ def decode(
     max_new_tokens: int,
     on_step: Callable[[int, list[int]], None] | None = None,
     share: bool = True,
-    graphs: bool = False,
+    static: StaticBuffers | None = None,
 ) -> list[Decoded]:
-    """Decode rows of one group of contexts, all together; see :func:`decode_stream`.
-
-    ``graphs``: from CUDA graphs, in buffers that are made for these rows.
-    """
-    static = None
-    if graphs and rows:
-        contexts, longest = [row.context for row in rows], prefilled.state.mask.shape[1]
-        static = Sizes.of_rows(contexts, len(rows), longest, max_new_tokens)
+    """Decode rows of one group of contexts, all together; see :func:`decode_stream`."""
     return decode_stream(
         model,
         [prefilled],
@@ -65,7 +58,7 @@ def decode_stream(
     width: int,
     on_step: Callable[[int, list[int]], None] | None = None,
     share: bool = True,
-    static: Sizes | None = None,
+    static: StaticBuffers | None = None,
 ) -> list[Decoded]:
     """Decode rows to their turn-end or to ``max_new_tokens``, in a batch that is kept full.
 
@@ -85,9 +78,8 @@ def decode_stream(
             finished with one of them.
         share: rows read their context's keys and values where the prefill left them, in layers of
             full attention; else every row gets a copy. In ``static`` buffers they always do.
-        static: decode in buffers of these sizes and of fixed addresses, on a GPU as CUDA graphs;
-            where :attr:`~ia_mech.engine.shared_prefix.Engine.graphs` is true. Streams of the same
-            sizes share buffers and graphs.
+        static: decode in these buffers, which serve streams of the same ``width`` one after the
+            other; where :attr:`~ia_mech.engine.shared_prefix.Engine.static` is true.
 
     Returns:
         What each row wrote, in the order of ``rows``.
@@ -100,6 +92,10 @@ def decode_stream(
     order = sorted(range(len(rows)), key=lambda i: rows[i].context)
     sorted_rows = [rows[i] for i in order]
     arguments = model, groups, sorted_rows, stop_ids, max_new_tokens, width, on_step, share
-    stream = Stream(*arguments) if static is None else StaticStream(static, *arguments)
+    stream = (
+        Stream(*arguments)
+        if static is None
+        else StaticStream(static, static.sizes(width), *arguments)
+    )
     decoded = dict(zip(order, stream.run(), strict=True))
     return [decoded[i] for i in range(len(rows))]

@@ -287,14 +287,16 @@ class Engine:
     Attributes:
         shared: number of layers that read it where the prefill left it; 0 = the portable engine.
         layers: of the model.
-        why: why no layer is shared, or no graphs are used on a GPU; empty otherwise.
-        graphs: a GPU replays decoding steps as CUDA graphs; see :mod:`ia_mech.engine.cuda`. Layers
-            with a sliding window then share the prefix of the rows that are decoded, too.
+        why: why no layer is shared, or no static buffers are used on a GPU; empty otherwise.
+        static: rows are decoded in static buffers; see :mod:`ia_mech.engine.cuda`. Layers with a
+            sliding window then share the prefix of the rows that are decoded, too.
+        graphs: the steps in these are captured as CUDA graphs.
     """
 
     shared: int
     layers: int
     why: str = ""
+    static: bool = False
     graphs: bool = False
 
     @classmethod
@@ -312,10 +314,9 @@ class Engine:
     @property
     def name(self) -> str:
         """What a run records."""
-        if not self.shared:
-            return "CUDA graphs" if self.graphs else "portable"
-        graphs = ", CUDA graphs" if self.graphs else ""
-        return f"shared-prefix {self.shared} of {self.layers} layers{graphs}"
+        shared = f"shared-prefix {self.shared} of {self.layers} layers" if self.shared else ""
+        buffers = "CUDA graphs" if self.graphs else "static buffers" if self.static else ""
+        return ", ".join(filter(None, [shared, buffers])) or "portable"
 
     def __str__(self) -> str:
         return f"{self.name} ({self.why})" if self.why else self.name

@@ -1,9 +1,7 @@
-"""Decoding in buffers of fixed addresses, which a GPU can replay as CUDA graphs.
+"""Decoding in buffers of fixed size and address, as a GPU wants it; steps may be CUDA graphs.
 
-``sizes`` says how large the buffers are and what they take, ``seating`` who sits where in them,
-``layer`` is a cache layer made of them, ``recurrent`` one of a recurrent state, ``stepper`` the
-step, ``stream`` the loop around it; ``kernels`` and ``fused`` are a step's attention and its
-sampling in Triton, ``copies`` asynchronous copies to the host, ``check`` says whether a model
-can be decoded so. Everything but the capture of a graph runs on a CPU as well, Triton's part in its
-interpreter: so it is tested.
+``layers`` has the cache layers and their sizes, ``stepper`` the step and its capture, ``stream``
+the loop, which is one step behind the device, ``check`` whether a model can be decoded so, and
+``fused`` the sampling rule as one Triton kernel. Everything but the capture runs on a CPU as well,
+the kernel in Triton's interpreter, and is tested there.
 """

@@ -26,14 +26,14 @@ BLOCK = 4096  # logits at a time
 
 
 def available(device: torch.device) -> bool:
-    """Whether kernels are used on this device: a GPU, with a Triton that works, and nobody asked to
-    do without."""
+    """Whether the kernel is used on this device: a GPU, with a Triton that works, unless
+    ``IA_MECH_TRITON=0``."""
     wanted = triton is not None and os.environ.get("IA_MECH_TRITON") != "0"
     return wanted and device.type == "cuda" and not problem(device)
 
 
 def missed(device: torch.device) -> str:
-    """Why a GPU goes without kernels though nobody asked for that; empty where it doesn't."""
+    """Why a GPU lacks the kernel where it is wanted; empty where it has it."""
     if device.type != "cuda" or os.environ.get("IA_MECH_TRITON") == "0":
         return ""
     return "Triton isn't installed" if triton is None else problem(device)

@@ -1,172 +1,128 @@
-"""One decoding step in buffers of fixed addresses: on a CPU it is run, on a GPU replayed.
+"""A batch in buffers of fixed size and address, and its decoding step.
 
-A step embeds the newest token of every line, runs the model, draws the next tokens and notes what
-is recorded about them, all without the host: it launches and doesn't wait. What several steps drew
-is sent to the host, which says afterwards which lines go on, and which begin anew.
+A step embeds the newest token of every row, runs the model, draws the next tokens and sends what is
+recorded about them to the host, without waiting for anything. On a GPU it may be captured as a CUDA
+graph. The loop around it is in ``stream.py``.
 """
 
-import contextlib
-import warnings
-import weakref
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields
-from weakref import WeakKeyDictionary
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
-from transformers.cache_utils import (
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    LinearAttentionLayer,
-)
 
-from ia_mech.engine.cuda import fused, kernels
-from ia_mech.engine.cuda.copies import HostCopy, start_copy, to_device
-from ia_mech.engine.cuda.layer import StaticLayer, View
-from ia_mech.engine.cuda.recurrent import StaticRecurrentLayer
-from ia_mech.engine.cuda.sizes import Shape, Sizes, demand, free_bytes, needed_bytes
+from ia_mech.engine.cuda import fused
+from ia_mech.engine.cuda.layers import STATIC, Sizes, View
 from ia_mech.engine.prefill import Prefilled
 from ia_mech.engine.sampling import Draw, draw, gumbel
 from ia_mech.engine.shared_prefix import sharing
-from ia_mech.models.load import accepts, text_config
 
-STEPS = 2  # launched together, while the host looks at those before: a row's end is seen 2.5 late
 FIELDS = tuple(field.name for field in fields(Draw))
-
-# What stands in for which layer of a cache; made from such a layer, prefilled, and sizes.
-STATIC: dict[type, Callable[..., StaticLayer | StaticRecurrentLayer]] = {
-    DynamicLayer: StaticLayer,
-    DynamicSlidingWindowLayer: StaticLayer,
-    LinearAttentionLayer: StaticRecurrentLayer,
-}
-
-_kept: WeakKeyDictionary[PreTrainedModel, "Stepper"] = WeakKeyDictionary()
+ROUND = 8  # capacities are multiples of this, as tensor cores need it in half precision
+SPARE = 2  # prefixes held at a time, as a multiple of the contexts that fill the batch
 
 
-def why_not(model: PreTrainedModel) -> str:
-    """What keeps this model from being decoded in static buffers; empty where nothing does."""
-    kinds = (type(layer) for layer in DynamicCache(config=model.config).layers)
-    other = next((kind.__name__ for kind in kinds if kind not in STATIC), None)
-    if other is not None:
-        return f"no CUDA graphs: a {other} isn't kept at fixed addresses"
-    # Their caches are those of sliding windows, their masks are not.
-    if getattr(text_config(model.config), "attention_chunk_size", None) is not None:
-        return "no CUDA graphs: some layers attend in chunks"
-    if not accepts(model, "position_ids"):
-        return "no CUDA graphs: the model finds positions by itself"
-    return ""
+@dataclass
+class StaticBuffers:
+    """Buffers for all batches of a phase of a run, so that each is decoded at the same addresses.
 
+    They are made when the first row begins, and anew after :meth:`release` or for another width.
 
-def stepper_for(model: PreTrainedModel, sizes: Sizes, group: Prefilled) -> "Stepper":
-    """The model's stepper of these sizes: the last one if it is, else a new one in its place.
-
-    Args:
+    Attributes:
         model: the subject model.
-        sizes: of the batch.
-        group: contexts that were prefilled, for shapes.
-
-    Raises:
-        MemoryError: the device hasn't the memory.
+        contexts, rows: how many contexts there are in all, and rows of each, at most.
+        longest, own: tokens of the longest context, and of a row, at most.
+        graphs: steps are captured as CUDA graphs; needs a GPU.
     """
-    kept = _kept.get(model)
-    if kept is not None and kept.sizes == sizes and kept.weights == _weights(model):
-        kept.reset()
-        return kept
-    del kept
-    forget(model)  # before the next one is made
-    _kept[model] = Stepper(model, sizes, group)
-    return _kept[model]
 
+    model: PreTrainedModel
+    contexts: int
+    rows: int
+    longest: int
+    own: int
+    graphs: bool = False
+    _stepper: "Stepper | None" = None
 
-def forget(model: PreTrainedModel) -> None:
-    """Give back the memory of the model's last stepper, if there is one."""
-    _kept.pop(model, None)
+    def sizes(self, width: int) -> Sizes:
+        """For batches of ``width`` rows. A row that begins where one ended early needs a prefix
+        slot for its context: there are :data:`SPARE` times as many as fill the batch."""
+        slots = max(1, min(width, self.contexts * self.rows))
+        rows = min(slots, self.rows)
+        prefixes = min(self.contexts, slots, max(2, -(-SPARE * slots // rows)))
+        return Sizes(slots, prefixes, rows, -(-self.longest // ROUND) * ROUND, self.own)
 
+    def stepper(self, sizes: Sizes, group: Prefilled) -> "Stepper":
+        """An empty batch; arguments and errors as for :class:`Stepper`."""
+        if self._stepper is not None and self._stepper.sizes == sizes:
+            self._stepper.reset()
+        else:
+            self.release()  # before the next one is made
+            self._stepper = Stepper(self.model, sizes, group, self.graphs)
+        return self._stepper
 
-def _weights(model: PreTrainedModel) -> tuple[int, torch.dtype]:
-    """Tells a model from itself after it was moved or cast: graphs hold addresses."""
-    one = next(model.parameters())
-    return one.data_ptr(), one.dtype
+    def release(self) -> None:
+        """Give the memory back."""
+        self._stepper = None
 
 
 class Stepper:
-    """A batch of lines, all of whose tensors stay where they are.
+    """A batch of rows, all of whose tensors stay where they are.
 
-    Args:
-        model: the subject model; kept weakly, so that a stepper may be kept for it.
-        sizes: of the batch.
-        group: contexts that were prefilled, for shapes.
-        graphs: steps are replayed as CUDA graphs; None = if the model is on a GPU.
-
-    Attributes:
-        sizes: as given.
-        weights: tells whether the model is where it was.
-
-    Raises:
-        MemoryError: the device hasn't the memory.
+    A prefilled ``group`` gives the shapes of the cache. With ``graphs`` the step is captured at
+    once. Raises MemoryError where the device hasn't the memory.
     """
 
     @torch.inference_mode()
     def __init__(
-        self, model: PreTrainedModel, sizes: Sizes, group: Prefilled, graphs: bool | None = None
+        self, model: PreTrainedModel, sizes: Sizes, group: Prefilled, graphs: bool = False
     ) -> None:
-        layers, device = group.state.cache.layers, group.logits.device
-        on_gpu = device.type == "cuda"
-        self._fused = fused.available(device)
-        self._by_kernels = kernels.usable(device, model.dtype)
-        if on_gpu:
-            shape = Shape.of(text_config(model.config), layers, group.logits, model.dtype)
-            demand(needed_bytes(shape, sizes, self._by_kernels), free_bytes(device))
-        self._model, self.sizes, self.weights = weakref.ref(model), sizes, _weights(model)
+        self._model, self.sizes, self._device = model, sizes, group.logits.device
+        layers: list[Any] = group.state.cache.layers
+        shapes = [STATIC[type(layer)](layer, sizes, torch.device("meta")) for layer in layers]
+        needed = sum(tensor.nbytes for layer in shapes for tensor in layer.tensors())
+        free = free_bytes(self._device)
+        if needed > free:  # some drivers would take the host's memory instead of failing
+            gib = f"{needed / 2**30:.2f} GiB of {free / 2**30:.2f} free"
+            raise MemoryError(f"out of memory: the batch's buffers need {gib}")
+        self._layers = [STATIC[type(layer)](layer, sizes, self._device) for layer in layers]
         self._cache = DynamicCache(config=model.config)
-        self._layers = [STATIC[type(layer)](layer, sizes) for layer in layers]
         self._cache.layers = [*self._layers]
-        self._device = device
 
-        def numbers(*shape: int, fill: int = 0, dtype: torch.dtype = torch.long) -> Tensor:
-            return torch.full(shape, fill, dtype=dtype, device=device)
-
-        # Of each line: its newest token, how many it drew, the position of its first one,
-        # temperature and Philox key.
-        self._token, self._age = numbers(sizes.lines), numbers(sizes.lines, fill=1)
-        self._start = numbers(sizes.lines)
-        self._temperature = numbers(sizes.lines, dtype=torch.float32)
-        self._key = numbers(sizes.lines, 2)
-        # Of each slot, the tokens of its context. One of a free slot: no softmax over nothing.
-        self._length = numbers(sizes.slots, fill=1)
-        self._line_at = numbers(sizes.slots * sizes.seats)
-        self._seat_of = numbers(sizes.lines)
-        self._drawn = numbers(STEPS, len(FIELDS), sizes.lines, dtype=torch.float64)
-        self._at = numbers(1)  # the step of _drawn that is written next
-        self._graphs: dict[int, torch.cuda.CUDAGraph] | None = None
-        if on_gpu if graphs is None else graphs:
-            # One stream and one pool for all captures: only so do graphs share their memory.
-            self._graphs, self._pool = {}, torch.cuda.graph_pool_handle()
-            self._side = torch.cuda.Stream(device)
-
-    def tensors(self) -> list[Tensor]:
-        """Every tensor that a step reads or writes and that is still there after it."""
-        own = [value for value in vars(self).values() if isinstance(value, Tensor)]
-        return own + [t for layer in self._layers for t in layer.tensors()]
+        numbers = partial(torch.zeros, dtype=torch.long, device=self._device)
+        # Of each batch slot: its row's newest token, how many the row drew, the position of the
+        # first one, temperature and Philox key.
+        self._token, self._age, self._start = (numbers(sizes.slots) for _ in range(3))
+        self._temperature = numbers(sizes.slots, dtype=torch.float32)
+        self._key = numbers(sizes.slots, 2)
+        # Of each prefix slot, the tokens of its context; and the tables of View.
+        self._length = numbers(sizes.prefixes)
+        self._gather, self._scatter = numbers(sizes.prefixes * sizes.rows), numbers(sizes.slots)
+        self._drawn = numbers(len(FIELDS), sizes.slots, dtype=torch.float64)
+        self.reset()
+        self._graph = self._capture() if graphs else None
 
     @torch.inference_mode()
     def reset(self) -> None:
-        """Lines are as in a new stepper. Nobody looks at idle ones, but experts count them in."""
+        """Empty the batch. No row reads what idle slots hold, but a mixture of experts counts them
+        in."""
         for tensor in (self._token, self._start, self._temperature, self._key):
             tensor.zero_()
         self._age.fill_(1)
-        self._length.fill_(1)
+        self._length.fill_(1)  # of a free prefix slot: no softmax over nothing
         for layer in self._layers:
-            layer.forget_rows()
+            layer.reset()
 
     # -- between steps --------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def put_contexts(self, slots: Sequence[int], group: Prefilled, contexts: Sequence[int]) -> None:
-        """The prefixes of contexts of a group are copied to slots."""
-        told = torch.tensor(slots), torch.tensor(contexts)
-        slot, context = (to_device(tensor, self._device) for tensor in told)
+    def put_prefixes(self, slots: Sequence[int], group: Prefilled, contexts: Sequence[int]) -> None:
+        """Copy contexts of a prefilled group to prefix slots."""
+        slot, context = self._sent(torch.tensor(slots), torch.tensor(contexts))
         padding = (group.state.mask[context].cumsum(-1) == 0).sum(-1)
         for ours, theirs in zip(self._layers, group.state.cache.layers, strict=True):
             ours.put_prefixes(slot, theirs, context, padding)
@@ -175,179 +131,147 @@ class Stepper:
     @torch.inference_mode()
     def begin(
         self,
-        lines: Sequence[int],
         slots: Sequence[int],
+        prefixes: Sequence[int],
         group: Prefilled,
         index: Tensor,
         temperature: Tensor,
         key: Tensor,
-    ) -> HostCopy:
-        """Rows draw their first token and begin in these lines.
+    ) -> Callable[[], Tensor]:
+        """Rows draw their first token and begin in batch slots ``[rows]``.
 
-        Args:
-            lines: one for each row.
-            slots: ``[rows]``, where the prefix of each one's context is.
-            group: contexts that were prefilled.
-            index: ``[rows]`` int64, which of these each row goes on from.
-            temperature: ``[rows]`` float32, 0 for greedy.
-            key: ``[rows, 2]`` int64.
-
-        Returns:
-            What was drawn, ``[1, 5, rows]``, as :meth:`run` returns it.
+        ``prefixes`` ``[rows]`` are the prefix slots of their contexts, ``index`` ``[rows]`` int64
+        which of the group's contexts these are; ``temperature`` ``[rows]`` float32 is 0 for greedy
+        rows, ``key`` ``[rows, 2]`` int64 that of their noise. Returns what :meth:`step` does.
         """
-        told = torch.tensor(lines), torch.tensor(slots), index, temperature, key
-        at, slot, index, temperature, key = (to_device(tensor, self._device) for tensor in told)
+        tables = torch.tensor(slots), torch.tensor(prefixes)
+        at, prefix, index, temperature, key = self._sent(*tables, index, temperature, key)
         for ours, theirs in zip(self._layers, group.state.cache.layers, strict=True):
             ours.begin(at, theirs, index)
         drawn = self._draw(group.logits[index], temperature, key, torch.zeros_like(at))
         self._token[at] = drawn.token
         self._age[at] = 1
-        self._start[at] = self._length[slot]
+        self._start[at] = self._length[prefix]
         self._temperature[at] = temperature
         self._key[at] = key
-        return start_copy(_noted(drawn)[None])
+        return start_copy(_stacked(drawn))
 
     @torch.inference_mode()
-    def keep(self, lines: Sequence[int], moves: Sequence[tuple[int, int]]) -> None:
-        """These lines become the first ones, and prefixes move from slot to slot."""
-        index = to_device(torch.tensor(lines), self._device)
+    def keep(self, slots: Sequence[int]) -> None:
+        """These batch slots become the first ones."""
+        (index,) = self._sent(torch.tensor(slots))
         for tensor in (self._token, self._age, self._start, self._temperature, self._key):
-            tensor[: len(lines)] = tensor[index]
+            tensor[: len(slots)] = tensor[index]
         for layer in self._layers:
             layer.keep(index)
-            for start, to in moves:
-                layer.move_prefix(start, to)
-        for start, to in moves:
-            self._length[to] = self._length[start]
 
     @torch.inference_mode()
-    def seat(self, line_at, seat_of) -> None:
-        """Who sits where, as :meth:`ia_mech.engine.cuda.seating.Seating.tables` says."""
-        for ours, table in ((self._line_at, line_at.ravel()), (self._seat_of, seat_of)):
-            ours[: table.size] = to_device(torch.from_numpy(table), self._device)
+    def put_tables(self, gather: np.ndarray, scatter: np.ndarray) -> None:
+        """Which batch slots continue which prefix; see :class:`View`."""
+        for ours, table in ((self._gather, gather), (self._scatter, scatter)):
+            ours[: len(table)] = self._sent(torch.from_numpy(table))[0]
+
+    def _sent(self, *tensors: Tensor) -> list[Tensor]:
+        """Tensors of the host on the device, which copies them without the host waiting."""
+        if self._device.type == "cuda":
+            tensors = tuple(tensor.pin_memory() for tensor in tensors)
+        return [tensor.to(self._device, non_blocking=True) for tensor in tensors]
 
     # -- steps ----------------------------------------------------------------------------------
 
+    def part(self, slots: int) -> Sizes:
+        """What a step of the first ``slots`` batch slots uses; a graph always uses all."""
+        if self._graph is not None:
+            return self.sizes
+        return replace(self.sizes, slots=slots, rows=min(self.sizes.rows, slots))
+
     @torch.inference_mode()
-    def run(self, lines: int, steps: int) -> HostCopy:
-        """Make so many steps, at most :data:`STEPS`, of the bucket of so many lines.
-
-        Returns:
-            What is drawn, ``[steps, 5, bucket]`` float64, fields as :data:`FIELDS`.
-        """
-        sizes = self.sizes.bucket(lines)
-        self._at.zero_()
-        if self._graphs is None:
-            for _ in range(steps):
-                self._step(sizes)
+    def step(self, part: Sizes) -> Callable[[], Tensor]:
+        """Draw one token in each batch slot of a :meth:`part`: ``[fields, slots]`` float64, which
+        holds ids, ranks and float32 alike; fields as :data:`FIELDS`."""
+        if self._graph is not None:
+            self._graph.replay()
         else:
-            if sizes.lines not in self._graphs:
-                self._graphs[sizes.lines] = self._capture(sizes)
-            for _ in range(steps):
-                self._graphs[sizes.lines].replay()
-        return start_copy(self._drawn[:steps, :, : sizes.lines])
+            self._step(part)
+        return start_copy(self._drawn[:, : part.slots].clone())
 
-    def _step(self, sizes: Sizes) -> None:
-        n, model = sizes.lines, self._model()
-        assert model is not None  # whoever asks for a step holds it
+    def _step(self, part: Sizes) -> None:
+        n = part.slots
         token, age = self._token[:n], self._age[:n]
-        # A row that ended goes on until the host sees it; what it writes then is in nobody's way.
-        place = (age - 1).clamp(max=sizes.own - 1)
-        self._look(sizes, place)
-        with sharing(model, self._cache):
-            output = model(
+        # A row that ended goes on until the host sees it; what it writes then is never read.
+        place = (age - 1).clamp(max=part.own_capacity - 1)
+        gather = self._gather[: part.prefixes * part.rows]
+        view = View(part, place, self._length, gather, self._scatter[:n])
+        for layer in self._layers:
+            layer.look(view)
+        with sharing(self._model, self._cache):
+            output = self._model(
                 input_ids=token[:, None],
                 position_ids=(self._start[:n] + place)[:, None],
                 past_key_values=self._cache,
                 use_cache=True,
             )
         drawn = self._draw(output.logits[:, -1], self._temperature[:n], self._key[:n], age)
-        self._drawn[:, :, :n].index_copy_(0, self._at, _noted(drawn)[None])
+        self._drawn[:, :n].copy_(_stacked(drawn))
         token.copy_(drawn.token)
         age.add_(1)
-        self._at.add_(1)
-
-    def _look(self, sizes: Sizes, place: Tensor) -> None:
-        """Tell the layers where each line writes, and what it looks at."""
-        view = View(
-            sizes,
-            place=place,
-            length=self._length[: sizes.slots],
-            line_at=self._line_at[: sizes.slots * sizes.seats],
-            seat_of=self._seat_of[: sizes.lines],
-            by_kernels=self._by_kernels,
-        )
-        for layer in self._layers:
-            layer.look(view)
 
     def _draw(self, logits: Tensor, temperature: Tensor, key: Tensor, age: Tensor) -> Draw:
-        if self._fused:
+        if fused.available(self._device):
             return fused.draw(logits, temperature, key, age)  # converts on the way
-        # Without telling rows of one stream apart: to find them the host would have to wait.
+        # Noise once per row, not per stream: to find equal streams the host would have to wait.
         noise = gumbel(key, age[:, None], logits.shape[-1])
-        each = torch.arange(len(age), device=self._device)
-        return draw(logits.float(), temperature, noise, each)
+        return draw(logits.float(), temperature, noise, torch.arange(len(age), device=self._device))
 
-    def _capture(self, sizes: Sizes) -> torch.cuda.CUDAGraph:
-        """The step of a bucket as a graph; what it advances is left as it was."""
-        current = torch.cuda.current_stream(self._device)
-        self._side.wait_stream(current)
-        with torch.cuda.stream(self._side):
-            self._warm_up(sizes)
-        current.wait_stream(self._side)
+    def _capture(self) -> torch.cuda.CUDAGraph:
+        """The step of the whole batch as a graph."""
+        current, side = torch.cuda.current_stream(self._device), torch.cuda.Stream(self._device)
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
+            self._warm_up()
+        current.wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        # cuBLAS keeps one workspace for a stream, which others may clear. Made anew during the
-        # capture it is in the graphs' own memory.
-        torch._C._cuda_clearCublasWorkspaces()
-        # Graphs may share memory: one at a time is replayed, and nothing that a graph makes is
-        # looked at after it but what it writes into our own tensors.
-        # PyTorch doesn't leave the stream when a capture fails, so that is done around it.
-        with torch.cuda.stream(current), self._capturing(graph):
-            self._step(sizes)
-        torch._C._cuda_clearCublasWorkspaces()
+        # Another thread may be writing earlier results, which is no part of the graph. PyTorch
+        # doesn't leave the stream when a capture fails, so that is done around it.
+        capture = torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local")
+        with torch.cuda.stream(current), capture:
+            self._step(self.sizes)
         return graph
 
-    def _capturing(self, graph: torch.cuda.CUDAGraph) -> torch.cuda.graph:
-        # Another thread may be writing what was drawn before, which is no part of the graph.
-        return torch.cuda.graph(graph, self._pool, self._side, capture_error_mode="thread_local")
-
-    def _warm_up(self, sizes: Sizes) -> None:
-        """Steps that advance nothing. Keys and values they do write, where the next step writes."""
-        advanced = self._token, self._age, self._at
-        before = [tensor.clone() for tensor in advanced]
-        recurrent = [layer for layer in self._layers if isinstance(layer, StaticRecurrentLayer)]
-        scratch: dict[tuple, Tensor] = {}
-        try:
-            for layer in recurrent:
-                layer.step_aside(scratch)
-            # In the first one libraries make what they make on first use, and may wait.
-            for guard in (contextlib.nullcontext(), _no_waiting(self._device)):
-                with guard:
-                    self._step(sizes)
-                for tensor, value in zip(advanced, before, strict=True):
-                    tensor.copy_(value)
-        finally:
-            for layer in recurrent:
-                layer.step_aside(None)
+    def _warm_up(self) -> None:
+        """Make a step, in which libraries make what they make on first use, and empty the batch."""
+        self._step(self.sizes)
+        self.reset()
 
 
-@contextlib.contextmanager
-def _no_waiting(device: torch.device) -> Iterator[None]:
-    """Raises RuntimeError where the host waits for a GPU, which no capture survives: PyTorch before
-    2.13 is left in disorder by one that fails."""
-    if device.type != "cuda":
-        yield
-        return
-    before = torch.cuda.get_sync_debug_mode()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that the mode is a prototype
-        torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
-
-
-def _noted(drawn: Draw) -> Tensor:
-    """``[5, rows]`` float64, which holds ids, ranks and float32 alike, so that one copy has all."""
+def _stacked(drawn: Draw) -> Tensor:
     return torch.stack([getattr(drawn, name).double() for name in FIELDS])
+
+
+def start_copy(tensor: Tensor) -> Callable[[], Tensor]:
+    """Begin to copy a tensor to the host, which goes on.
+
+    Returns:
+        A function that waits for the copy and returns it; of a tensor on the CPU, the tensor.
+    """
+    if tensor.device.type != "cuda":
+        return lambda: tensor
+    with torch.cuda.device_of(tensor):
+        pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        pinned.copy_(tensor, non_blocking=True)
+        arrived = torch.cuda.Event()
+        arrived.record()
+
+    def wait() -> Tensor:
+        arrived.synchronize()
+        return pinned
+
+    return wait
+
+
+def free_bytes(device: torch.device) -> float:
+    """Memory of a GPU for new tensors, PyTorch's own reserve included; a CPU's isn't limited."""
+    if device.type != "cuda":
+        return math.inf
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

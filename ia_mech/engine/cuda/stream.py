@@ -1,205 +1,206 @@
-"""The sampling loop over static buffers: as ``engine/loop.py``, but the host is a few steps behind.
+"""The sampling loop over static buffers: as ``engine/loop.py``, with the host one step behind.
 
-While the device makes some steps, the host looks at what those before drew: which rows ended, and
-what is recorded of them. What their lines drew after the end is thrown away. Then others begin in
-their place. When nobody waits any more the batch moves to the smallest bucket that holds it. What
-the device is told depends on what was drawn, never on when it arrived.
+While the device makes a step, the host looks at what the one before drew: which rows ended, and
+what is recorded of them. What their batch slots draw after the end is dropped, and other rows begin
+in their place. What is decoded together depends on what was drawn, never on when it arrived.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from ia_mech.engine.cuda.copies import HostCopy
-from ia_mech.engine.cuda.seating import Seating
-from ia_mech.engine.cuda.sizes import Sizes
-from ia_mech.engine.cuda.stepper import FIELDS, STEPS, Stepper, forget, stepper_for
+from ia_mech.engine.cuda.layers import Sizes
+from ia_mech.engine.cuda.stepper import FIELDS, StaticBuffers, Stepper
 from ia_mech.engine.loop import Decoded, Stream
 from ia_mech.engine.prefill import Prefilled
 from ia_mech.engine.sampling import Draw
 
 
-@dataclass(frozen=True)
-class Flight:
-    """Tokens that rows draw and nobody looked at yet.
+class PrefixSlots:
+    """Which context's prefix is in which of ``count`` prefix slots.
 
     Attributes:
-        rows: ``[lines]``, which row each line held, -1 for none.
-        ages: ``[lines]``, how many tokens that row had drawn before.
-        drawn: ``[steps, 5, lines or more]``.
+        slot: by context, the prefix slot of each that is held.
     """
 
-    rows: np.ndarray
-    ages: np.ndarray
-    drawn: HostCopy
+    def __init__(self, count: int) -> None:
+        self.slot: dict[int, int] = {}
+        self._count = count
+
+    @property
+    def free(self) -> int:
+        """How many contexts more could be held."""
+        return self._count - len(self.slot)
+
+    def keep(self, contexts: set[int]) -> None:
+        """Free the slots of all other contexts."""
+        self.slot = {context: slot for context, slot in self.slot.items() if context in contexts}
+
+    def hold(self, context: int) -> int:
+        """Give a context the lowest free slot."""
+        taken = set(self.slot.values())
+        self.slot[context] = next(n for n in range(self._count) if n not in taken)
+        return self.slot[context]
+
+    def tables(self, contexts: Sequence[int | None], sizes: Sizes) -> tuple[np.ndarray, np.ndarray]:
+        """How queries are brought together by prefix, and their results brought back.
+
+        Args:
+            contexts: of each batch slot, None if it is idle.
+            sizes: of the part of the buffers that a step uses.
+
+        Returns:
+            ``gather`` ``[prefixes * rows]`` int64: the batch slots of each prefix, then zeros,
+            whose results are not used. ``scatter`` ``[slots]`` int64: where in ``gather`` each
+            batch slot is, 0 for an idle one.
+        """
+        gather = np.zeros(sizes.prefixes * sizes.rows, dtype=np.int64)
+        scatter = np.zeros(sizes.slots, dtype=np.int64)
+        taken: Counter[int] = Counter()
+        for slot, context in enumerate(contexts):
+            if context is not None:
+                scatter[slot] = self.slot[context] * sizes.rows + taken[context]
+                gather[scatter[slot]] = slot
+                taken[context] += 1
+        return gather, scatter
+
+
+@dataclass(frozen=True)
+class Pending:
+    """Tokens that the host hasn't seen yet."""
+
+    rows: np.ndarray  # [slots], the row of each, -1 for none
+    ages: np.ndarray  # [slots], how many tokens that row had drawn before
+    drawn: Callable[[], Tensor]  # [fields, slots or more]
 
 
 class StaticStream(Stream):
-    """The work of one :func:`ia_mech.engine.decode.decode_stream` on static buffers.
+    """The work of one :func:`ia_mech.engine.decode.decode_stream` in static buffers.
 
-    The schedule counts tokens when they are launched, not when they were seen.
-
-    Args:
-        sizes: of the buffers.
-        arguments: as for :class:`ia_mech.engine.loop.Stream`.
-
-    Raises:
-        ValueError: the rows don't fit into buffers of these sizes.
+    The schedule counts tokens when their step is launched, not when they are seen. Arguments are as
+    for :class:`ia_mech.engine.loop.Stream`; raises ValueError where rows or a context don't fit.
     """
 
-    def __init__(self, sizes: Sizes, *arguments) -> None:
+    def __init__(self, buffers: StaticBuffers, sizes: Sizes, *arguments) -> None:
         super().__init__(*arguments)
-        seats = min(self._width, max(Counter(row.context for row in self._rows).values()))
-        if self._width > sizes.lines or seats > sizes.seats or self._most > sizes.own:
-            wanted = f"{self._width} rows of {self._most} tokens, {seats} of a context"
+        self._buffers, self._sizes = buffers, sizes
+        each = min(self._width, max(Counter(row.context for row in self._rows).values()))
+        if self._width > sizes.slots or each > sizes.rows or self._most > sizes.own_capacity:
+            wanted = f"{self._width} rows of {self._most} tokens, {each} of a context"
             raise ValueError(f"{wanted}, don't fit into {sizes}")
-        self._sizes = sizes
-        self._seating = Seating(self._sizes.slots)
+        self._prefixes = PrefixSlots(sizes.prefixes)
         self._stepper: Stepper | None = None
         self._ended = np.zeros(len(self._rows), dtype=bool)
+        self._begun = False  # rows began since the tables were made
 
     def run(self) -> list[Decoded]:
         """Decode all rows."""
         try:
             return self._run()
         except BaseException:
-            forget(self._model)  # a smaller batch may need its memory, and it is left in mid-step
+            self._buffers.release()  # a smaller batch may need the memory
             raise
 
     def _run(self) -> list[Decoded]:
-        behind: list[Flight] = []
+        behind: list[Pending] = []
         while True:
-            ahead = self._fill()
+            ahead = self._begin()
             if self._schedule.busy:
-                self._move()
-                ahead.append(self._launch())
-            for flight in behind:
-                self._note(flight)
+                ahead.append(self._step())
+            for pending in behind:
+                self._note(pending)
             if not ahead:
                 return self._record.rows(self._stops)
             behind = ahead
 
-    def _launch(self) -> Flight:
-        """The next steps of all lines."""
-        schedule = self._schedule
-        rows, ages = np.array(schedule.slots), np.array(schedule.age)
-        sizes = self._sizes.bucket(len(rows))
-        assert self._stepper is not None  # some line is busy, so rows have begun
-        self._stepper.seat(*self._seating.tables(self._held(), sizes))
-        steps = min(STEPS, self._most - min(schedule.age[line] for line in schedule.busy))
-        drawn = self._stepper.run(sizes.lines, steps)
-        schedule.drawn([line for line in schedule.busy if ages[line] + steps >= self._most], steps)
-        self._forget()
-        return Flight(rows, ages, drawn)
-
-    def _held(self) -> list[int | None]:
-        """Of each line the context, None if it is idle."""
-        return [None if row < 0 else self._rows[row].context for row in self._schedule.slots]
-
-    def _forget(self) -> None:
-        """Contexts that no line continues leave their slots."""
-        self._seating.keep({context for context in self._held() if context is not None})
-
-    def _fill(self) -> list[Flight]:
-        """Rows begin until no line or no slot is free, or nobody waits."""
+    def _begin(self) -> list[Pending]:
+        """Rows begin until no batch slot or no prefix slot is free, or none waits."""
         schedule, begun = self._schedule, []
         while schedule.waiting and schedule.free:
             first = self._rows[schedule.waiting[0]].context
-            if first not in self._seating.slot and not self._seating.free:
+            if first not in self._prefixes.slot and not self._prefixes.free:
                 break
             begun.append(self._begin_rows(self._group_of(first)))
         return begun
 
-    def _begin_rows(self, group: Prefilled) -> Flight:
-        """As many of the group's rows as there are lines and slots for draw their first token."""
-        schedule, reach = self._schedule, self._reach()
-        here = [row for row in schedule.waiting if self._rows[row].context < reach]
-        rows = schedule.take(min(schedule.free, len(here)))
+    def _begin_rows(self, group: Prefilled) -> Pending:
+        """The next rows of this group draw their first token, as many as there are slots for."""
+        schedule, held = self._schedule, self._prefixes
+        rows: list[int] = []
+        new: dict[int, None] = {}  # contexts that need a prefix slot, in order
+        for row in schedule.waiting[: schedule.free]:
+            context = self._rows[row].context
+            lacking = context not in held.slot and context not in new
+            if context >= self._end or (lacking and len(new) == held.free):
+                break
+            if lacking:
+                new[context] = None
+            rows.append(row)
+        schedule.take(len(rows))
         if self._stepper is None:
-            self._stepper = stepper_for(self._model, self._sizes, group)
+            self._stepper = self._buffers.stepper(self._sizes, group)
+        tokens, most = group.state.mask.shape[1], self._sizes.prefix_capacity
+        if tokens > most:
+            raise ValueError(f"a context of {tokens} tokens doesn't fit into buffers for {most}")
+        if new:
+            prefixes = [held.hold(context) for context in new]
+            self._stepper.put_prefixes(prefixes, group, [c - self._first for c in new])
         contexts = [self._rows[row].context for row in rows]
-        self._hold([c for c in dict.fromkeys(contexts) if c not in self._seating.slot], group)
-        slots = [self._seating.slot[context] for context in contexts]
-        index = torch.tensor(contexts) - self._first
-        lines = schedule.place(rows)
+        slots = schedule.place(rows)
+        self._begun = True
         drawn = self._stepper.begin(
-            lines, slots, group, index, self._temperature[rows], self._keys[rows]
+            slots,
+            [held.slot[context] for context in contexts],
+            group,
+            torch.tensor(contexts) - self._first,
+            self._temperature[rows],
+            self._keys[rows],
         )
         if self._most == 1:
-            schedule.drawn(lines, 0)
-            self._forget()
-        return Flight(np.array(rows), np.zeros(len(rows), dtype=np.int64), drawn)
+            schedule.drawn(slots, 0)
+            self._free_prefixes()
+        return Pending(np.array(rows), np.zeros(len(rows), dtype=np.int64), drawn)
 
-    def _reach(self) -> int:
-        """Rows of contexts before this one may begin: of those there is a group and a slot."""
-        new: set[int] = set()
-        for row in self._schedule.waiting:
-            context = self._rows[row].context
-            if context >= self._end:
-                break
-            if context not in self._seating.slot:
-                new.add(context)
-            if len(new) > self._seating.free:
-                return context
-        return self._end
+    def _step(self) -> Pending:
+        """The next token of all rows."""
+        schedule, stepper, most = self._schedule, self._stepper, self._most
+        assert stepper is not None  # a slot is busy, so rows have begun
+        kept = schedule.compact()
+        if kept is not None:
+            stepper.keep(kept)
+        part = stepper.part(len(schedule.slots))
+        if kept is not None or self._begun:
+            stepper.put_tables(*self._prefixes.tables(self._held(), part))
+            self._begun = False
+        rows, ages = np.array(schedule.slots), np.array(schedule.age)
+        drawn = stepper.step(part)
+        schedule.drawn([slot for slot in schedule.busy if ages[slot] + 1 == most])
+        self._free_prefixes()
+        return Pending(rows, ages, drawn)
 
-    def _hold(self, contexts: list[int], group: Prefilled) -> None:
-        """These contexts of the group get slots."""
-        tokens, room = group.state.mask.shape[1], self._sizes.prefix
-        if tokens > room:
-            raise ValueError(f"a context of {tokens} tokens, where room was made for {room}")
-        if contexts:
-            assert self._stepper is not None  # made before the first rows begin
-            slots = [self._seating.hold(context) for context in contexts]
-            self._stepper.put_contexts(slots, group, [c - self._first for c in contexts])
+    def _held(self) -> list[int | None]:
+        """Of each batch slot the context, None if it is idle."""
+        return [None if row < 0 else self._rows[row].context for row in self._schedule.slots]
 
-    def _move(self) -> None:
-        """When nobody waits any more, lines that are busy move to a smaller bucket if they fit."""
-        busy = self._schedule.busy
-        smaller = self._sizes.bucket(len(busy))
-        if self._schedule.waiting or smaller == self._sizes.bucket(len(self._schedule.slots)):
-            return
-        self._schedule.keep(busy)
-        assert self._stepper is not None  # some line is busy
-        self._stepper.keep(busy, self._seating.squeeze(smaller.slots))
+    def _free_prefixes(self) -> None:
+        """Contexts that no row continues leave their prefix slots."""
+        self._prefixes.keep({context for context in self._held() if context is not None})
 
-    def _note(self, flight: Flight) -> None:
-        """Record what was drawn; rows that ended leave their lines."""
-        rows = np.where(self._ended[flight.rows], -1, flight.rows)  # and -1 stays what it is
-        drawn = flight.drawn.wait().numpy()[:, :, : len(rows)]
-        tokens = drawn[:, FIELDS.index("token")].astype(np.int64)
-        kept, ended = resolve(tokens, flight.ages, sorted(self._stops), self._most)
-        kept[rows < 0], ended[rows < 0] = 0, False
-        for step in range(len(drawn)):
-            fields = {name: torch.from_numpy(drawn[step, at]) for at, name in enumerate(FIELDS)}
-            self._record.add(np.where(step < kept, rows, -1), flight.ages + step, Draw(**fields))
-        over = rows[ended]
+    def _note(self, pending: Pending) -> None:
+        """Record what was drawn; rows that ended leave their batch slots."""
+        rows = np.where(self._ended[pending.rows], -1, pending.rows)  # and -1 stays what it is
+        drawn = pending.drawn()[:, : len(rows)]
+        self._record.add(rows, pending.ages, Draw(**dict(zip(FIELDS, drawn, strict=True))))
+        tokens = drawn[FIELDS.index("token")].long().numpy()
+        last = np.isin(tokens, sorted(self._stops)) | (pending.ages + 1 == self._most)
+        last &= rows >= 0
+        over = rows[last]
         self._ended[over] = True
-        line_of = {row: line for line, row in enumerate(self._schedule.slots)}
-        self._schedule.drawn([line_of[row] for row in over.tolist() if row in line_of], 0)
-        self._forget()
-        self._report(int(kept.sum()), (flight.ages + kept)[ended].tolist())
-
-
-def resolve(
-    tokens: np.ndarray, ages: np.ndarray, stop_ids: Sequence[int], most: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Where rows ended among tokens that were drawn without looking.
-
-    Args:
-        tokens: ``[steps, lines]``.
-        ages: ``[lines]``, how many tokens each row had drawn before.
-        stop_ids: tokens that end a row.
-        most: tokens that end it as well.
-
-    Returns:
-        How many of the tokens belong to each row, ``[lines]`` int64, and which rows ended,
-        ``[lines]`` bool.
-    """
-    number = ages + 1 + np.arange(len(tokens))[:, None]
-    last = np.isin(tokens, stop_ids) | (number == most)
-    ended = last.any(0)
-    return np.where(ended, last.argmax(0) + 1, len(tokens)), ended
+        slot_of = {row: slot for slot, row in enumerate(self._schedule.slots)}
+        self._schedule.drawn([slot_of[row] for row in over.tolist() if row in slot_of], 0)
+        self._free_prefixes()
+        self._report(int((rows >= 0).sum()), (pending.ages[last] + 1).tolist())
