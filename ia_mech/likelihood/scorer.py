@@ -37,7 +37,7 @@ SCORED = (
     *(1.75, 2.0, 2.25, 2.5, 3.0),
 )
 HELD_TOKENS = 4096  # of counterfactual contexts whose turns are scored together
-NO_SWAP_SOURCE = "no other source of its dataset has another response: use more conversations"
+NO_SWAP_SOURCE = "no other source of its dataset has another response: use more conversations of it"
 KINDS = {"empty": "empty response", "swapped": "swapped response", "header": "bare header"}
 
 

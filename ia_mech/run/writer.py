@@ -359,8 +359,9 @@ class RunWriter:
             for path in (self.path / folder).rglob("*"):
                 if path.is_file() and path.relative_to(self.path).as_posix() not in named:
                     path.unlink()
-        for path in self.path.glob("*.tmp"):
-            path.unlink()
+        for name in (layout.RUN, layout.MANIFEST):  # which only the holder of the lock writes
+            for path in self.path.glob(f"{name}.*.tmp"):
+                path.unlink()
 
 
 def _moved(scratch: Path, path: Path) -> dict:
