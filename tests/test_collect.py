@@ -275,7 +275,7 @@ def test_the_work_on_a_context_counts_what_is_asked_for():
 
     def cost(config, perturbed=False, turn=10, sources="cde"):
         sizes = [Size("d", source, 100, turn, 0, perturbed) for source in sources]
-        return Survey({}, sizes, []).costs(config)[0]
+        return Survey({}, sizes, [], len(sizes)).costs(config)[0]
 
     rows, prefill = 5 * 8, PREFILL_COST * 100
     assert cost(CONFIG) == cost(contrasts, True) == rows + prefill + SCORE_COST * 10

@@ -157,6 +157,19 @@ def build_parser(kind: type[Parser] = Parser) -> Parser:
         help="given, generate, or auto: generate the missing ones (default: auto)",
     )
     add(
+        "--responses",
+        type=int,
+        default=1,
+        metavar="K",
+        help="how many the model writes to each query, a context each (default: 1)",
+    )
+    add(
+        "--response-temperature",
+        type=float,
+        metavar="T",
+        help="0 is greedy (default: 0 for one response, 1 for several)",
+    )
+    add(
         "--max-response-tokens",
         type=whole_from(1),
         default=512,
@@ -320,6 +333,9 @@ def parse_config(args: argparse.Namespace) -> "SampleConfig":
     if not args.contrasts and (args.swaps is not None or args.score_generations):
         flag = "--score-generations" if args.score_generations else f"--swaps {args.swaps}"
         raise UserError(f"{flag} is about scores after other responses", "add --contrasts")
+    warmth = args.response_temperature
+    if warmth is None:
+        warmth = 1.0 if args.responses > 1 else 0.0
     return SampleConfig(
         model=ModelSpec(
             name=args.model,
@@ -345,6 +361,8 @@ def parse_config(args: argparse.Namespace) -> "SampleConfig":
             cut=args.cut,
         ),
         response=args.response,
+        responses=args.responses,
+        response_temperature=warmth,
         max_response_tokens=args.max_response_tokens,
         grid=Grid(sum(args.temperatures, ()), args.samples, args.max_new_tokens, args.seed),
         system=args.system,

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from ia_mech.chat.template import PINNED_DATE
 from ia_mech.data.formats import ColumnMap
-from ia_mech.engine.plan import Grid
+from ia_mech.engine.plan import Grid, check_temperature
+from ia_mech.errors import UserError
 from ia_mech.models.embedded import cache_dir
 from ia_mech.models.load import ModelSpec
 
@@ -19,7 +20,9 @@ class SampleConfig:
 
     Attributes:
         response: ``given`` uses the data's assistant response, ``generate`` has the subject model
-            write it greedily, ``auto`` generates only where the data has none.
+            write it, ``auto`` generates only where the data has none.
+        responses: how many the model writes to each query, a context each.
+        response_temperature: at which it writes them; 0 = greedily.
         positions: names of positions to keep, or ``all``, or ``header`` (the header's tokens).
         header_logits: ``full``, ``none``, or the number of largest logits to keep.
         batch_rows: most rows decoded together, None for what suits the device; part of a run's
@@ -41,6 +44,8 @@ class SampleConfig:
     limit: int | None = 24
     columns: ColumnMap = field(default_factory=ColumnMap)
     response: str = "auto"
+    responses: int = 1
+    response_temperature: float = 0.0
     max_response_tokens: int = 512
     grid: Grid = field(default_factory=Grid)
     system: str | None = None
@@ -54,6 +59,22 @@ class SampleConfig:
     score_generations: bool = False
     candidates: str | None = None
     engine: str = "auto"
+
+    def __post_init__(self) -> None:
+        if self.responses < 1:
+            raise UserError(f"--responses {self.responses}", "give at least 1")
+        asked = self.responses > 1 or self.response_temperature != 0
+        if asked and self.response == "given":
+            raise UserError(
+                "--response given: the model writes no responses",
+                "leave out --responses and --response-temperature, or use --response generate",
+            )
+        if self.responses > 1 and self.response_temperature == 0:
+            raise UserError(
+                f"greedy decoding writes the same response {self.responses} times",
+                "give a --response-temperature above 0",
+            )
+        check_temperature(self.response_temperature, "response temperature")
 
     @property
     def rivals(self) -> bool:

@@ -55,7 +55,7 @@ from ia_mech.engine.plan import (
     plan_units,
 )
 from ia_mech.engine.prefill import Prefilled, Prefix, prefill
-from ia_mech.engine.sampling import stream_key
+from ia_mech.engine.sampling import response_stream_key, stream_key
 from ia_mech.engine.shared_prefix import Engine
 from ia_mech.errors import UserError, exhaustion
 from ia_mech.lens import save_lens
@@ -133,7 +133,7 @@ def collect(
                 writer = RunWriter.resume(out, record, file, repair=repair, name_of=flag_of)
             else:
                 writer = RunWriter.create(out, record, file)
-        if problem := too_few(config, facts["count"]):
+        if problem := too_few(config, survey.read):
             progress.say(f"note: {problem}")
         with writer:
             if writer.manifest["complete"]:
@@ -237,7 +237,7 @@ class _Job:
     # -- responses ------------------------------------------------------------------------------
 
     def _write_responses(self) -> None:
-        """Greedy responses of the model, where they are wanted and not written yet."""
+        """Responses of the model, where they are wanted and not written yet."""
         config, writer = self.config, self.writer
         most, unit_cost = config.max_response_tokens, self.defaults.unit_cost
         costs: dict[str, float] = {}
@@ -255,15 +255,11 @@ class _Job:
         done, finished = writer.count("responses"), writer.done("responses")
         if done == total:
             return
-        self._make_static(total, 1, longest, most)
+        self._make_static(total, config.responses, longest, most)
         work = Work(self.progress, "responses", costs, finished, total, done, most, "response")
         for number, chunk in read_chunks(self._snapshot):
-            todo = [
-                (order, self.chat.prompt(without_response(c)))
-                for order, c in chunk
-                if needs_response(config, c)
-            ]
-            lengths = [len(prompt) for _, prompt in todo]
+            todo = [(order, c) for order, c in chunk if needs_response(config, c)]
+            lengths = [len(self.chat.prompt(without_response(c))) for _, c in todo]
             parts = response_units(config, self.batch_rows, unit_cost, lengths)
             respond = partial(self._respond, work)
             for index, unit in enumerate(parts):
@@ -276,27 +272,35 @@ class _Job:
                     work.end()
         self.progress.stop()
 
-    def _respond(self, work: Work, group: list[tuple[int, list[int]]]) -> list[dict]:
-        """Greedy responses to (order, prompt ids), as ``generate(do_sample=False)`` writes them."""
-        model = self.subject.model
-        prompts = [Prefix(prompt) for _, prompt in group]
-        parts = plan_units(
-            [len(prompt.ids) for prompt in prompts], len(prompts), self.defaults.prefill_tokens
-        )
+    def _respond(self, work: Work, group: list[tuple[int, Conversation]]) -> list[dict]:
+        """Responses to (order, conversation): greedy ones, as ``generate(do_sample=False)`` writes
+        them, or samples. Several to one query share its prefill."""
+        model, config = self.subject.model, self.config
+        prompts: dict[tuple[int, ...], int] = {}  # and their numbers
+        rows = []
+        for _, conversation in group:
+            prompt = tuple(self.chat.prompt(without_response(conversation)))
+            index = conversation.response_index or 0
+            key = response_stream_key(config.grid.seed, conversation.source_id, index)
+            at = prompts.setdefault(prompt, len(prompts))
+            rows.append(Row(at, config.response_temperature, key))
+        prefixes = [Prefix(prompt) for prompt in prompts]
+        lengths = [len(prompt) for prompt in prompts]  # sorted, so that parts are slices
+        parts = plan_units(lengths, len(prompts), self.defaults.prefill_tokens)
 
         def groups() -> Iterator[Prefilled]:
             for part in parts:
-                prefilled = prefill(model, [prompts[i] for i in part])
-                work.prefilled(sum(len(prompts[i].ids) for i in part))
+                prefilled = prefill(model, [prefixes[i] for i in part])
+                work.prefilled(sum(len(prefixes[i].ids) for i in part))
                 yield prefilled
                 del prefilled  # before the next one is made
 
         decoded = decode_stream(
             model,
             groups(),
-            [Row(i, 0.0, (0, 0)) for i in range(len(group))],
+            rows,
             self.chat.response_stop_ids,
-            self.config.max_response_tokens,
+            config.max_response_tokens,
             width=self.responses_limit.limit,  # of all groups, which share static buffers
             on_step=work.decoded,
             share=self.engine.shared > 0,

@@ -10,7 +10,7 @@ import json
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -164,12 +164,14 @@ class Survey:
     Attributes:
         facts: part of the run's identity.
         sizes: of the contexts, in order.
-        prompts: tokens of each prompt whose response is still to be written.
+        prompts: tokens of the prompt of each response that is still to be written.
+        read: how many conversations the dataset gave, each of which may become several contexts.
     """
 
     facts: dict
     sizes: list[Size]
     prompts: list[int]
+    read: int
 
     @cached_property
     def lengths(self) -> list[int]:
@@ -221,7 +223,8 @@ def survey(
     sizes: list[Size] = []
     prompts: list[int] = []
     ids: set[str] = set()
-    for conversation in inputs.source:
+    read: set[str] = set()
+    for conversation in _alternatives(inputs.source, config):
         try:
             length, turn, prompt = _lengths(conversation, config, chat)
         except UserError as error:
@@ -243,6 +246,7 @@ def survey(
         if prompt is not None:
             prompts.append(prompt)
         ids.add(conversation.id)
+        read.add(conversation.id.removesuffix(f"/r{conversation.response_index}"))
         text = json.dumps(conversation.to_dict(), sort_keys=True, ensure_ascii=False)
         total.update(text.encode() + b"\n")
         keep(text)
@@ -250,7 +254,26 @@ def survey(
         inputs.own.check(ids, sum(size.turn is not None for size in sizes))
     tokens = sum(size.length for size in sizes)
     facts = {"count": len(sizes), "tokens": tokens, "sha256": total.hexdigest()}
-    return Survey(facts, sizes, prompts)
+    return Survey(facts, sizes, prompts, len(read))
+
+
+def _alternatives(source: Iterable[Conversation], config: SampleConfig) -> Iterator[Conversation]:
+    """The conversations, each as often as the model writes responses to its query.
+
+    Raises:
+        UserError: the data has several responses, and the model is to write others.
+    """
+    for conversation in source:
+        several = config.responses > 1 and needs_response(config, conversation)
+        if several and conversation.response_index is not None:
+            raise UserError(
+                f"conversation {conversation.id} is one of several responses already",
+                "use --response given, or give each query once",
+            )
+        if several:
+            yield from map(conversation.alternative, range(config.responses))
+        else:
+            yield conversation
 
 
 def _lengths(
@@ -441,9 +464,11 @@ class Plan:
 
     ``conversations`` is their part of the run's identity. ``cost`` is the work of all of it in
     decoded tokens, at most; ``unit_cost``, of ``unit_rows`` rows, is the most that a kill costs.
+    ``read`` conversations make so many ``contexts``.
     """
 
     conversations: dict
+    read: int
     contexts: int
     responses_to_generate: int
     rows: int
@@ -488,6 +513,7 @@ def make_plan(
     counts, text = (len(lengths), sum(lengths)), text_config(model_config)
     return Plan(
         conversations=found.facts,
+        read=found.read,
         contexts=len(lengths),
         responses_to_generate=len(prompts),
         rows=rows * len(lengths),

@@ -152,6 +152,7 @@ def _names(context: PreparedContext) -> dict:
         "dataset": context.conversation.dataset,
         "perturbation": context.conversation.perturbation,
         "order": context.order,
+        "response_index": context.conversation.response_index,
     }
 
 

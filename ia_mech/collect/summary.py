@@ -72,6 +72,21 @@ def reference_table(run: Run) -> Table | None:
     return table
 
 
+def several_responses(run: Run) -> str:
+    """How much the responses to a query differ, where there are several; else nothing."""
+    contexts = run.contexts
+    if "response_index" not in contexts or contexts["response_index"].isna().all():
+        return ""  # older runs have no such column
+    several = contexts[contexts["response_index"].notna()]
+    texts = several["messages"].map(lambda messages: messages[-1]["content"])
+    of_query = texts.groupby([several["dataset"], several["source_id"]])
+    each, distinct = of_query.size(), of_query.nunique()
+    return (
+        f"responses: {each.mean():.3g} to each of {len(each)} queries, {distinct.mean():.3g} "
+        f"of them distinct; {int((distinct == 1).sum())} queries have one text only."
+    )
+
+
 def _table(title: str) -> Table:
     return Table(title=title, title_justify="left")
 
@@ -118,7 +133,8 @@ def print_plan(config: SampleConfig, plan: Plan, out: Path, there: Run | None) -
         found = ", ".join(f"{count} {kind}" for kind, count in there.kept.items())
     for name, value in (
         ("model", config.model.name),
-        ("conversations", f"{config.dataset}: {plan.contexts}"),
+        ("conversations", f"{config.dataset}: {plan.read}"),
+        ("contexts", str(plan.contexts)),
         ("responses to generate", str(plan.responses_to_generate)),
         ("user header", repr(plan.header_text)),
         ("positions kept", ", ".join(plan.positions)),
@@ -134,7 +150,7 @@ def print_plan(config: SampleConfig, plan: Plan, out: Path, there: Run | None) -
         ),
     ):
         screen.print(f"{name:<23}{escape(one_line(value))}", soft_wrap=True)
-    if problem := too_few(config, plan.contexts):
+    if problem := too_few(config, plan.read):
         screen.print(escape(one_line(f"note: {problem}")), soft_wrap=True)
 
 
@@ -156,6 +172,8 @@ def print_run(run: Run) -> None:
         screen.print(table)
     columns = {column.header for table in shown for column in table.columns}
     screen.print(" ".join(text for name, text in LEGEND.items() if name in columns), soft_wrap=True)
+    if line := several_responses(run):
+        screen.print(line, soft_wrap=True)
     cut = int(run.contexts["response_cut_off"].sum())
     if cut:
         screen.print(

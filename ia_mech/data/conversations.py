@@ -48,6 +48,7 @@ class Conversation:
         perturbation: what was changed of the source's conversation; :data:`UNPERTURBED` if nothing.
         header: which header is opened after the response, one of :data:`HEADERS`; see
             :func:`ia_mech.chat.headers.context_of`.
+        response_index: which of several responses to the query this one is; None if there is one.
     """
 
     id: str
@@ -59,6 +60,7 @@ class Conversation:
     metadata: dict = field(default_factory=dict)
     perturbation: str = UNPERTURBED
     header: str = USER_HEADER
+    response_index: int | None = None
 
     @property
     def query(self) -> str:
@@ -76,11 +78,16 @@ class Conversation:
         kept = self.messages if self.response is None else self.messages[:-1]
         return replace(self, messages=(*kept, {"role": "assistant", "content": text}))
 
+    def alternative(self, index: int) -> "Conversation":
+        """The same query with another response, yet to be given: number ``index`` of several."""
+        return replace(self, id=f"{self.id}/r{index}", response_index=index)
+
     def to_dict(self) -> dict:
         """A JSON object that ``from_dict``, and any reader of our JSONL, takes back unchanged."""
         row = asdict(self) | {"messages": [dict(m) for m in self.messages]}
-        for name, usual in (("perturbation", UNPERTURBED), ("header", USER_HEADER)):
-            if row[name] == usual:  # most conversations, and all of older runs, say nothing of it
+        usual = {"perturbation": UNPERTURBED, "header": USER_HEADER, "response_index": None}
+        for name, value in usual.items():
+            if row[name] == value:  # most conversations, and all of older runs, say nothing of it
                 del row[name]
         return row
 
@@ -170,20 +177,23 @@ class ConversationSource:
         seen: dict[str, int] = {}
         for number, (place, row) in enumerate(islice(self._rows(), self._limit), start=1):
             try:
-                conversation = self._conversation(self._read(row, place), number)
+                parts = self._read(row, place)
             except RecursionError:
                 raise UserError(
                     f"{place}: its values are nested deeper than {DEPTH} levels",
                     "leave out the column, or write it as text",
                 ) from None
-            validate(conversation, place)
-            first = seen.setdefault(conversation.id, number)
-            if first != number:
-                raise UserError(
-                    f"{place}: id {conversation.id!r} is that of row {first} and of row {number}",
-                    "make the ids unique, or name another column with --id-column",
-                )
-            yield conversation
+            whole = self._conversation(parts, number)
+            for conversation in _with_each(whole, parts.responses, place):
+                validate(conversation, place)
+                first = seen.setdefault(conversation.id, number)
+                if first != number:
+                    raise UserError(
+                        f"{place}: id {conversation.id!r} is that of row {first} and of row "
+                        f"{number}",
+                        "make the ids unique, or name another column with --id-column",
+                    )
+                yield conversation
         if not seen:
             raise UserError(f"dataset {self.name} has no rows", "give one that has")
 
@@ -202,7 +212,25 @@ class ConversationSource:
             metadata=parts.metadata,
             perturbation=UNPERTURBED if parts.perturbation is None else parts.perturbation,
             header=USER_HEADER if parts.header is None else parts.header,
+            response_index=parts.response_index,
         )
+
+
+def _with_each(
+    conversation: Conversation, responses: list[str] | None, place: str
+) -> list[Conversation]:
+    """The conversation after each of its responses, if its row has several.
+
+    Raises:
+        UserError: there is a response besides.
+    """
+    if responses is None:
+        return [conversation]
+    if conversation.response is not None:
+        raise UserError(f"{place}: a response and a list of responses", "leave out one of them")
+    return [
+        conversation.alternative(index).with_response(text) for index, text in enumerate(responses)
+    ]
 
 
 def open_conversations(

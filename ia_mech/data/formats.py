@@ -8,6 +8,8 @@ Shapes:
     sharegpt   a list of ``{"from", "value"}``
     qa         one column with the query, perhaps one with the response
     turns      a list of user turns as strings (MT-bench): the query, then what the user said next
+
+In any of them ``responses`` may hold a list of texts in place of the response: a conversation each.
 """
 
 import json
@@ -95,6 +97,8 @@ class Parts:
     metadata: dict = field(default_factory=dict)
     perturbation: str | None = None
     header: str | None = None
+    responses: list[str] | None = None  # several, each of which answers the query
+    response_index: int | None = None
 
 
 def parse(row: dict, columns: ColumnMap, place: str) -> Parts:
@@ -114,6 +118,10 @@ def parse(row: dict, columns: ColumnMap, place: str) -> Parts:
     if isinstance(row.get("perturbation"), str):  # as experiments.perturbations writes them
         parts.perturbation = cells.take("perturbation")
         parts.header = cells.take("header" if "header" in row else None)
+    if _list_of(row.get("responses"), str):
+        parts.responses = cells.take("responses")
+    if isinstance(row.get("response_index"), int):  # as our own JSONL has it
+        parts.response_index = cells.take("response_index")
     parts.metadata = cells.rest()
     return parts
 

@@ -137,12 +137,8 @@ class Grid:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        bad = [t for t in self.temperatures if not (t == 0 or COLDEST <= t <= HOTTEST)]
-        if bad:
-            raise UserError(
-                f"temperature {bad[0]} is not possible",
-                f"give finite temperatures above 0 ({COLDEST:g} to {HOTTEST:g})",
-            )
+        for temperature in self.temperatures:
+            check_temperature(temperature)
         if 0 in self.temperatures:
             raise UserError(
                 "temperature 0 is greedy decoding, which every run has", "leave 0 out of the list"
@@ -162,6 +158,15 @@ class Grid:
         """(temperature, sample) of every row of a context: greedy first, as (0.0, 0)."""
         sampled = [(t, s) for t in self.temperatures for s in range(self.samples)]
         return [(0.0, 0), *sampled]
+
+
+def check_temperature(value: float, name: str = "temperature") -> None:
+    """Raise UserError for a temperature that can't be sampled at; 0 is greedy decoding."""
+    if not (value == 0 or COLDEST <= value <= HOTTEST):
+        raise UserError(
+            f"{name} {value} is not possible",
+            f"give finite temperatures above 0 ({COLDEST:g} to {HOTTEST:g})",
+        )
 
 
 def plan_units(

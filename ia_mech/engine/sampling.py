@@ -30,7 +30,17 @@ LOG2_E = 1 / math.log(2)
 
 def stream_key(seed: int, source_id: str, sample: int) -> tuple[int, int]:
     """The 64-bit Philox key of one sample of one source, as two 32-bit words."""
-    text = f"{seed}\x1f{source_id}\x1f{sample}".encode()
+    return _key(seed, source_id, str(sample))
+
+
+def response_stream_key(seed: int, source_id: str, index: int) -> tuple[int, int]:
+    """The key of one response to one source's query. No turn has it: turns after a response that
+    shared its noise would be no independent draws."""
+    return _key(seed, source_id, "response", str(index))
+
+
+def _key(seed: int, *words: str) -> tuple[int, int]:
+    text = "\x1f".join([str(seed), *words]).encode()
     digest = hashlib.blake2b(text, digest_size=8).digest()
     return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")
 
