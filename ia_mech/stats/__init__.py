@@ -19,7 +19,13 @@ from ia_mech.stats.differences import (
 )
 from ia_mech.stats.fold_scores import FoldScores, Replicated
 from ia_mech.stats.intervals import Estimate, wilson, zero_events_bound
-from ia_mech.stats.significance import holm, kendall, kendall_p, permutation_p
+from ia_mech.stats.significance import (
+    holm,
+    kendall,
+    kendall_p,
+    matched_permutation,
+    permutation_p,
+)
 
 __all__ = [
     "IMPOSSIBLE",
@@ -43,6 +49,7 @@ __all__ = [
     "kappa_of",
     "kendall",
     "kendall_p",
+    "matched_permutation",
     "paired_difference",
     "permutation_p",
     "prediction_powered",

@@ -141,6 +141,50 @@ def sign_flip_p(differences: np.ndarray, permutations: int, seed: int) -> float:
     return (1 + reached) / (1 + permutations)
 
 
+def matched_permutation(
+    tables: ArrayLike, *, permutations: int = 10_000, seed: int = 0
+) -> tuple[float, float]:
+    """Whether rows go with their own columns, when columns change places within each source.
+
+    Under no association all orders of a source's columns are equally likely (Fisher 1935,
+    section 21), whatever the rows and the columns have of their own: a constant added to a row or
+    to a column changes neither result.
+
+    Args:
+        tables: ``[sources, K, K]`` finite values; row i belongs to column i.
+        permutations: random ones; all sources' columns are permuted, each source's by itself.
+        seed: of the permutations.
+
+    Returns:
+        The mean of the diagonals less the mean of all values (0 is expected under no association),
+        and the one-sided p value of its being large, never 0 (:func:`permutation_p`).
+
+    Raises:
+        ValueError: the tables aren't square, hold no value or one that isn't finite, or there are
+            no permutations.
+    """
+    table = np.asarray(tables, dtype=float)
+    if table.ndim != 3 or table.shape[1] != table.shape[2] or not table.size:
+        raise ValueError(f"tables must be [sources, K, K], not of shape {table.shape}")
+    if not np.isfinite(table).all():
+        raise ValueError("tables must hold finite values")
+    if permutations < 1:
+        raise ValueError(f"permutations must be at least 1, not {permutations}")
+    count, k = table.shape[:2]
+    table = table - table.mean(1, keepdims=True)  # now the mean of all values is 0
+    observed = float(table.trace(axis1=1, axis2=2).sum()) / (count * k)
+    rng, null = np.random.default_rng(seed), np.empty(permutations)
+    chunk = max(1, CHUNK // (count * k))
+    source, row = np.arange(count)[:, None], np.arange(k)
+    for start in range(0, permutations, chunk):
+        size = min(chunk, permutations - start)
+        order = rng.random((size, count, k)).argsort(-1)
+        null[start : start + size] = table[source, row, order].sum((1, 2)) / (count * k)
+    # The slack of permutation_p is absolute below 1; values may be of any unit.
+    unit = float(np.abs(table).max()) or 1.0
+    return observed, float(permutation_p(observed / unit, null / unit))
+
+
 def kendall(x: ArrayLike, y: ArrayLike) -> float:
     """Kendall's (1945, Biometrika 33:239) rank correlation τ-b; NaN where either is constant.
 

@@ -1,0 +1,501 @@
+"""Reaction bits of planted language models, against closed forms and plain enumeration."""
+
+from itertools import combinations, product
+
+import numpy as np
+import pytest
+from scipy.optimize import minimize_scalar
+from scipy.stats import kstest
+
+from ia_mech.likelihood.reaction import (
+    bits_by_token,
+    by_query,
+    choice_bits,
+    copy_curve,
+    distinctness,
+    evidence,
+    fit_beta,
+    identified,
+    information,
+    mean_over_queries,
+    permutation_test,
+    posterior,
+    reaction_bits,
+    readable_bits,
+    subset_bits,
+)
+from ia_mech.stats import matched_permutation
+
+
+def entropy(p) -> float:
+    p = np.asarray(p, dtype=float)
+    return float(-sum(x * np.log2(x) for x in p.ravel() if x > 0))
+
+
+def log(p) -> np.ndarray:
+    with np.errstate(divide="ignore"):
+        return np.log(np.asarray(p, dtype=float))
+
+
+class PlantedModel:
+    """A language model over all turns of a few tokens, by ``[K, tokens, words]`` probabilities.
+
+    Tokens are independent given the response, so that every quantity can be summed over all turns.
+    """
+
+    def __init__(self, p) -> None:
+        self.p = np.asarray(p, dtype=float)
+        self.count, self.tokens, self.words = self.p.shape
+        self.turns = np.array(list(product(range(self.words), repeat=self.tokens)))
+        # [turns, K, tokens]
+        self.token_logprobs = log(self.p)[:, np.arange(self.tokens), self.turns].swapaxes(0, 1)
+        self.logprobs = self.token_logprobs.sum(2)
+
+    def mean(self, values) -> np.ndarray:
+        """Expectation of ``[turns, …]`` over turns after each response equally often."""
+        return np.tensordot(np.exp(self.logprobs).mean(1), values, axes=(0, 0))
+
+    def information(self, tokens: int) -> float:
+        """I(first tokens; response) = H(mean p) − mean H(p), by enumeration."""
+        turns = np.array(list(product(range(self.words), repeat=tokens)))
+        joint = self.p[:, np.arange(tokens), turns].prod(2)
+        return entropy(joint.mean(0)) - np.mean([entropy(p) for p in joint])
+
+    def sample(self, rng, per_response: int) -> tuple[np.ndarray, np.ndarray]:
+        """``[turns, K]`` likelihoods and the response followed; samples share their noise."""
+        noise = rng.gumbel(size=(per_response, self.tokens, self.words))
+        drawn = (log(self.p)[:, None] + noise).argmax(-1)  # [K, per_response, tokens]
+        scores = log(self.p)[:, np.arange(self.tokens), drawn.reshape(-1, self.tokens)].sum(2)
+        return scores.T, np.repeat(np.arange(self.count), per_response)
+
+
+def random_model(seed: int, count: int = 4, tokens: int = 3, words: int = 4, sharp: float = 1.0):
+    logits = sharp * np.random.default_rng(seed).normal(size=(count, tokens, words))
+    return PlantedModel(np.exp(logits) / np.exp(logits).sum(-1, keepdims=True))
+
+
+def noisy_copy(count: int, error: float) -> np.ndarray:
+    """``[K, words = K]`` a turn names the response's index, wrongly with probability error."""
+    return np.where(np.eye(count) == 1, 1 - error, error / (count - 1))
+
+
+# -- closed forms -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [2, 4, 8])
+@pytest.mark.parametrize("error", [0.0, 0.25, 0.6])
+def test_a_noisy_copy_of_the_index_has_the_bits_of_its_channel(count, error):
+    """All turns in their exact frequencies: 20 (K − 1) after each response."""
+    p, each = noisy_copy(count, error), 20 * (count - 1)
+    repeats = np.rint(p * each).astype(int)
+    assert (repeats.sum(1) == each).all()
+    turns = np.concatenate([np.repeat(np.arange(count), row) for row in repeats])
+    followed = np.repeat(np.arange(count), each)
+    logprobs = log(p)[:, turns].T
+    closed = np.log2(count) - entropy(p[0])
+    found = information(logprobs, followed, np.zeros(len(turns)))
+    assert found.value == pytest.approx(closed, abs=1e-12)
+    assert evidence(logprobs, followed).mean() == pytest.approx(closed, abs=1e-12)
+    if error < 1 - 1 / count:
+        right = 1 - error
+        assert identified(logprobs, followed).mean() == pytest.approx(right, abs=1e-12)
+    for size in range(2, count + 1):
+        # The turn names one of the subset, and then is a channel of its own, or none of it.
+        named = np.r_[1 - error, np.full(size - 1, error / (count - 1))]
+        closed = named.sum() * (np.log2(size) - entropy(named / named.sum()))
+        found = information(logprobs, followed, np.zeros(len(turns)), size=size)
+        assert found.value == pytest.approx(closed, abs=1e-12)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_expected_bits_equal_the_mutual_information(seed):
+    model = random_model(seed)
+    assert model.mean(reaction_bits(model.logprobs)) == pytest.approx(
+        model.information(model.tokens), abs=1e-12
+    )
+    by_token = bits_by_token(model.token_logprobs)
+    closed = np.diff([model.information(t) if t else 0.0 for t in range(model.tokens + 1)])
+    assert model.mean(by_token) == pytest.approx(closed, abs=1e-12)
+    assert by_token.sum(1) == pytest.approx(reaction_bits(model.logprobs), abs=1e-12)
+
+
+def test_bits_stand_at_the_token_that_copies():
+    """A token that doesn't depend on the response, a copy, and one more that doesn't."""
+    free, copy = np.full((4, 4), [0.1, 0.2, 0.3, 0.4]), noisy_copy(4, 0.3)
+    model = PlantedModel(np.stack([free, copy, free], axis=1))
+    expected = np.log2(4) - entropy(copy[0])
+    assert model.mean(bits_by_token(model.token_logprobs)) == pytest.approx(
+        [0, expected, 0], abs=1e-12
+    )
+
+
+def test_subsets_are_those_that_hold_the_response():
+    """I_K′ is the mean information over all subsets, each a planted model of its own."""
+    model = random_model(5, count=5)
+    for size in (2, 3, 4, 5):
+        closed = np.mean(
+            [
+                PlantedModel(model.p[list(some)]).information(model.tokens)
+                for some in combinations(range(5), size)
+            ]
+        )
+        found = sum(
+            np.exp(model.logprobs[:, k])
+            @ subset_bits(model.logprobs, np.full(len(model.turns), k), size)
+            for k in range(5)
+        )
+        assert found / 5 == pytest.approx(closed, abs=1e-12)
+    whole = subset_bits(model.logprobs, np.zeros(len(model.turns), dtype=int), 5)
+    assert whole == pytest.approx(reaction_bits(model.logprobs), abs=1e-12)
+
+
+# -- who reacts, and who doesn't ----------------------------------------------------------------
+
+
+def test_turns_that_do_not_depend_on_the_response_have_no_bits():
+    """A restater of the query and a topic-changer: one is certain, the other is not."""
+    restater = np.zeros((6, 3, 4))
+    restater[..., 2] = 1
+    p = np.random.default_rng(1).dirichlet(np.ones(4), size=3)
+    for model in (PlantedModel(restater), PlantedModel(np.stack([p] * 6))):
+        scores, followed = model.sample(np.random.default_rng(2), 5)
+        assert np.abs(reaction_bits(scores)).max() <= 1e-9
+        assert np.abs(bits_by_token(scores[:, :, None])).max() <= 1e-9
+        assert (evidence(scores, followed) == 0).all()
+        assert (identified(scores, followed) == 1 / 6).all()
+        assert information(scores, followed, [0] * len(scores)).value <= 1e-9
+
+
+def test_a_restater_of_the_response_has_all_bits_that_responses_that_differ_allow():
+    for responses, expected in (((0, 1, 2, 3), 2.0), ((0, 0, 1, 2), 1.5), ((0, 0, 0, 0), 0.0)):
+        p = np.eye(4)[list(responses)][:, None]
+        scores, followed = PlantedModel(p).sample(np.random.default_rng(0), 3)
+        found = information(scores, followed, [0] * len(scores)).value
+        assert found == pytest.approx(expected, abs=1e-12)
+        alike = np.array([responses.count(r) for r in responses])
+        assert identified(scores, followed).mean() == pytest.approx((1 / alike).mean())
+
+
+@pytest.mark.parametrize("count", range(2, 9))
+def test_identical_contexts_give_exactly_nothing_and_chance(count):
+    column = np.random.default_rng(0).normal(-60, 20, size=(200, 1))
+    followed = np.arange(200) % count
+    same = np.repeat(column, count, axis=1)
+    assert (reaction_bits(same) == 0).all() and (evidence(same, followed) == 0).all()
+    assert (identified(same, followed) == 1 / count).all()
+    rounded = same + np.random.default_rng(1).uniform(-3e-4, 3e-4, size=same.shape)
+    assert (identified(rounded, followed) == 1 / count).all()
+    assert reaction_bits(rounded).max() < 1e-6
+
+
+def test_sampled_turns_that_share_noise_have_the_right_mean():
+    """300 queries of known information, whose turns of one index share their noise."""
+    models = [random_model(seed, sharp=seed % 3) for seed in range(300)]
+    rng = np.random.default_rng(0)
+    drawn = [model.sample(rng, 4) for model in models]
+    scores, followed = (np.concatenate(parts) for parts in zip(*drawn, strict=True))
+    sources = np.repeat(np.arange(300), 16)
+    truth = np.mean([model.information(3) for model in models])
+    for values in (reaction_bits(scores), evidence(scores, followed)):
+        names, each = by_query(values, followed, sources, 4)
+        assert names == list(range(300))
+        gap = each - [model.information(3) for model in models]
+        assert abs(gap.mean()) < 4 * gap.std() / np.sqrt(300)
+    found = information(scores, followed, sources)
+    assert found.low < truth < found.high and found.sources == 300
+
+
+# -- averages -----------------------------------------------------------------------------------
+
+
+def test_a_response_and_a_query_weigh_the_same_whatever_their_numbers_of_turns():
+    values = [1.0, 1.0, 1.0, 5.0, 0.0, 0.0]
+    followed = [0, 0, 0, 1, 0, 1]
+    names, means = by_query(values, followed, ["b", "b", "b", "b", "a", "a"], 2)
+    assert names == ["a", "b"] and means.tolist() == [0.0, 3.0]
+    assert mean_over_queries(values, followed, ["b"] * 4 + ["a"] * 2, 2).value == 1.5
+
+
+def test_an_interval_stays_where_information_can_be():
+    scores = log([[0.98, 0.02], [0.02, 0.98]] * 3 + [[0.5, 0.5]] * 2)
+    found = information(scores, [0, 1] * 4, [0, 0, 1, 1, 2, 2, 3, 3])
+    assert found.high == 1.0 and 0 <= found.low < found.value < 1
+
+
+def test_distinctness_is_the_chance_that_a_pair_differs():
+    turns = ["a", "b", "a", "c", "a"]
+    pairs = [x != y for x, y in combinations(turns, 2)]
+    assert distinctness(turns) == pytest.approx(np.mean(pairs))
+    assert distinctness("aa") == 0 and distinctness("ab") == 1
+    with pytest.raises(ValueError, match="at least two"):
+        distinctness(["a"])
+
+
+# -- readable bits ------------------------------------------------------------------------------
+
+
+def planted_scores(seed: int = 0, queries: int = 60, sharp: float = 1.0):
+    rng, models = np.random.default_rng(seed), range(1000 * seed, 1000 * seed + queries)
+    drawn = [random_model(number, sharp=sharp).sample(rng, 4) for number in models]
+    scores, followed = (np.concatenate(parts) for parts in zip(*drawn, strict=True))
+    return scores, followed, np.repeat(np.arange(queries), 16)
+
+
+def test_beta_is_where_the_likelihood_is_largest():
+    scores, followed, sources = planted_scores()
+
+    def loss(beta: float) -> float:
+        q = posterior(beta * scores)
+        one_turn_more = np.log(q).mean() / len(scores)
+        return -(np.log(q[np.arange(len(q)), followed]).mean() + one_turn_more)
+
+    brute = minimize_scalar(loss, bounds=(0, 5), method="bounded", options={"xatol": 1e-9}).x
+    assert fit_beta(scores, followed, sources) == pytest.approx(brute, abs=1e-5)
+    assert fit_beta(100 * scores, followed, sources) == pytest.approx(brute / 100, rel=1e-5)
+    assert brute == pytest.approx(1, abs=0.15)  # these are the likelihoods of the turns
+
+
+def test_beta_is_0_where_scores_tell_nothing_and_finite_where_they_tell_all():
+    scores, followed, sources = planted_scores()
+    assert fit_beta(-scores, followed, sources) == 0
+    assert fit_beta(np.full_like(scores, 3.0), followed, sources) == 0
+    perfect = 50.0 * np.eye(4)[followed]
+    beta = fit_beta(perfect, followed, sources)
+    assert 0 < beta < 1
+    found = readable_bits(perfect, followed, sources)
+    assert found.bits == pytest.approx(2, abs=0.01)
+    against = readable_bits(-scores, followed, sources)
+    assert (against.fitted == 0).all() and (against.bits == 0).all()
+
+
+def test_readable_bits_are_held_out_by_query():
+    scores, followed, sources = planted_scores()
+    found = readable_bits(scores, followed, sources, folds=5, seed=3)
+    for fold in range(5):
+        out = found.fold == fold
+        assert set(sources[out]).isdisjoint(sources[~out]) and len(set(sources[out])) == 12
+        beta = fit_beta(scores[~out], followed[~out], sources[~out])
+        assert found.fitted[fold] == pytest.approx(beta, rel=1e-8)
+        expected = evidence(beta * scores[out], followed[out])
+        assert found.bits[out] == pytest.approx(expected, abs=1e-7)
+    rows = np.random.default_rng(0).permutation(len(scores))
+    moved = readable_bits(scores[rows], followed[rows], sources[rows], folds=5, seed=3)
+    assert moved.bits == pytest.approx(found.bits[rows], abs=1e-7)
+
+
+def test_readable_bits_lie_below_the_information():
+    """Of a reader with noise, and of one that reads the turns at another temperature."""
+    scores, followed, sources = planted_scores(seed=1, queries=200)
+    whole = information(scores, followed, sources)
+    same = mean_over_queries(readable_bits(scores, followed, sources).bits, followed, sources, 4)
+    assert same.low < whole.value < same.high
+    hot = readable_bits(scores / 3, followed, sources)
+    assert hot.fitted == pytest.approx(3, abs=0.4)  # undone by β
+    noise = np.random.default_rng(0).normal(size=scores.shape)
+    noisy = readable_bits(scores + 2 * noise, followed, sources).bits
+    assert 0.02 < noisy.mean() < same.value - 0.1
+    assert abs(readable_bits(noise, followed, sources).bits.mean()) < 0.01
+
+
+# -- permutations -------------------------------------------------------------------------------
+
+
+def test_the_statistic_is_the_own_response_against_all():
+    rng = np.random.default_rng(0)
+    scores, sources = rng.normal(size=(24, 3)), np.repeat(["x", "y"], 12)
+    followed = np.array([0, 0, 0, 0, 0, 0, 1, 1, 1, 2, 2, 2] * 2)
+    gaps = []
+    for source in ("x", "y"):
+        blocks = np.array([scores[(sources == source) & (followed == k)].mean(0) for k in range(3)])
+        gaps.append(np.diag(blocks).mean() - blocks.mean())
+    found = permutation_test(scores, followed, sources, permutations=50)
+    assert found.statistic == pytest.approx(np.mean(gaps))
+    rows = rng.permutation(24)
+    moved = permutation_test(scores[rows], followed[rows], sources[rows], permutations=50)
+    assert (moved.statistic, moved.p) == pytest.approx((found.statistic, found.p))
+
+
+def test_p_equals_that_of_all_permutations():
+    tables = np.random.default_rng(3).normal(0.15, 1, size=(3, 3, 3)) + 0.4 * np.eye(3)
+    orders = [[2, 1, 0], [2, 0, 1], [1, 2, 0], [1, 0, 2], [0, 2, 1], [0, 1, 2]]
+    sums = [
+        sum(table[range(3), order].sum() for table, order in zip(tables, chosen, strict=True))
+        for chosen in product(orders, repeat=3)
+    ]
+    exact = np.mean(np.array(sums) >= np.trace(tables, axis1=1, axis2=2).sum() - 1e-12)
+    statistic, p = matched_permutation(tables, permutations=40_000)
+    assert p == pytest.approx(exact, abs=0.01)
+    shifted = tables + np.arange(3)[:, None] * 1e3 - np.arange(3) * 1e4
+    assert matched_permutation(shifted, permutations=40_000) == pytest.approx((statistic, p))
+    tiny = matched_permutation(1e-15 * tables, permutations=40_000)
+    assert tiny == pytest.approx((1e-15 * statistic, p), rel=1e-9, abs=0)
+
+
+def test_a_reader_that_sees_the_response_is_found_and_a_constant_one_is_not():
+    scores, followed, sources = planted_scores(queries=20)
+    noisy = scores + np.random.default_rng(0).normal(size=scores.shape)
+    assert permutation_test(noisy, followed, sources, permutations=999).p == 1 / 1000
+    assert permutation_test(np.ones_like(scores), followed, sources, permutations=99).p == 1.0
+
+
+def test_p_is_uniform_where_turns_do_not_depend_on_responses():
+    """A biased reader of turns that share their noise, so that blocks are alike; 400 null runs.
+
+    Scores depend on the response and on the turn, not only on noise, and blocks differ in size.
+    """
+    found = []
+    for run in range(400):
+        rng = np.random.default_rng([7, run])
+        queries, count = 12, 4
+        sizes = rng.integers(1, 4, size=(queries, count))
+        sources = np.repeat(np.arange(queries), sizes.sum(1))
+        followed = np.concatenate([np.repeat(np.arange(count), row) for row in sizes])
+        sample = np.concatenate([np.arange(n) for n in sizes.ravel()])
+        turn = rng.normal(size=(queries, 3))[sources, sample]  # shared between responses
+        turn = turn + 0.5 * rng.normal(size=len(sources))
+        response = 2 * rng.normal(size=(queries, count))[sources]
+        scores = response * turn[:, None] + 3 * response + turn[:, None]
+        found.append(permutation_test(scores, followed, sources, permutations=199).p)
+    p = np.array(found)
+    assert kstest(p, "uniform").pvalue > 0.01
+    assert (p <= 0.05).mean() <= 0.05 + 3 * np.sqrt(0.05 * 0.95 / 400)
+
+
+# -- the conditional logit ----------------------------------------------------------------------
+
+
+def planted_choices(queries: int = 150, noise: int = 3, strength: float = 1.5):
+    """Turns whose response was chosen by a conditional logit on the first feature."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(queries * 8, 4, 1 + noise))
+    x += 5 * rng.normal(size=(len(x), 1, 1 + noise))  # what a turn has alone has no effect
+    w = posterior(strength * x[:, :, 0])
+    truth = np.log2(4 * w)
+    # Every response of a query twice, by moving the chosen response to its place.
+    followed, sources = np.tile(np.repeat(np.arange(4), 2), queries), np.repeat(range(queries), 8)
+    chosen = (w.cumsum(1) < rng.random((len(w), 1))).sum(1)
+    for row, (k, own) in enumerate(zip(chosen, followed, strict=True)):
+        x[row, [k, own]], truth[row, [k, own]] = x[row, [own, k]], truth[row, [own, k]]
+    return x, followed, sources, truth[np.arange(len(truth)), followed]
+
+
+def test_a_conditional_logit_finds_its_coefficients_and_its_bits():
+    x, followed, sources, truth = planted_choices()
+    found = choice_bits(x, followed, sources)
+    assert found.fitted[:, 0] == pytest.approx(1.5, abs=0.2)
+    assert np.abs(found.fitted[:, 1:]).max() < 0.25
+    gap = found.bits - truth
+    assert abs(gap.mean()) < 0.02 and truth.mean() > 0.4
+    # Units of a feature don't matter, which the ridge would otherwise make them do.
+    scaled = choice_bits(x * [1e3, 1, 1, 1e-3], followed, sources)
+    assert scaled.bits == pytest.approx(found.bits, abs=1e-3)
+
+
+def test_a_conditional_logit_is_fitted_on_other_queries():
+    x, followed, sources, _ = planted_choices(queries=20)
+    found = choice_bits(x, followed, sources, folds=4)
+    for fold in range(4):
+        other = np.where((found.fold == fold)[:, None, None], -x, x)
+        moved = choice_bits(other, followed, sources, folds=4)
+        same = np.isclose(moved.fitted, found.fitted).all(1)
+        assert same.tolist() == [number == fold for number in range(4)]
+        out = found.fold == fold
+        w = posterior(x[out] @ found.fitted[fold])
+        assert found.bits[out] == pytest.approx(np.log2(4 * w[np.arange(len(w)), followed[out]]))
+
+
+def test_features_that_tell_nothing_give_no_bits():
+    x, followed, sources, _ = planted_choices()
+    nothing = choice_bits(x[:, :, 1:], followed, sources).bits
+    assert -0.02 < nothing.mean() < 0.01
+    assert (choice_bits(0 * x, followed, sources).bits == 0).all()
+
+
+def test_beyond_copy_shrinks_as_features_are_added():
+    x, followed, sources, truth = planted_choices()
+    groups = {"noise": [1], "signal": [0], "more noise": [2, 3]}
+    reaction = truth + 0.3
+    noise, signal, more = copy_curve(x, groups, reaction, followed, sources)
+    assert [step.group for step in (noise, signal, more)] == list(groups)
+    assert abs(noise.copied.value) < 0.02
+    assert noise.beyond.value == pytest.approx(reaction.mean(), abs=0.02)
+    assert signal.beyond.value == pytest.approx(0.3, abs=0.02)
+    assert more.beyond.value == pytest.approx(0.3, abs=0.03)
+    for step in (noise, signal, more):
+        total = step.copied.value + step.beyond.value
+        assert total == pytest.approx(reaction.mean(), abs=1e-9)
+    alone = choice_bits(x[:, :, [1, 0]], followed, sources).bits
+    assert (signal.bits == alone).all()
+
+
+# -- input that can't be used -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("logprobs", "message"),
+    [
+        ([[0.0, np.nan]], "NaN"),
+        ([[0.0, np.inf]], "inf"),
+        ([[0.0, -1.0], [-np.inf, -np.inf]], "turn 1 is impossible"),
+        ([[0.0]], "K ≥ 2"),
+        ([0.0, -1.0], "turns, K"),
+    ],
+)
+def test_log_likelihoods_without_a_posterior_are_refused(logprobs, message):
+    for function in (posterior, reaction_bits):
+        with pytest.raises(ValueError, match=message):
+            function(logprobs)
+
+
+def test_impossible_turns_are_allowed_under_some_responses():
+    scores = np.array([[-np.inf, -3.0, -3.0], [-1.0, -np.inf, -np.inf]])
+    assert posterior(scores) == pytest.approx(np.array([[0, 0.5, 0.5], [1, 0, 0]]))
+    assert reaction_bits(scores) == pytest.approx([np.log2(3) - 1, np.log2(3)])
+    assert evidence(scores, [0, 0]) == pytest.approx([-np.inf, np.log2(3)])
+    with pytest.raises(ValueError, match="turn 0 is impossible after the response"):
+        subset_bits(scores, [0, 0], 2)
+
+
+def test_padding_follows_a_turns_last_token():
+    short = np.array([[[-1.0, -2.0, np.nan], [-2.0, -1.0, np.nan]]])
+    bits = bits_by_token(short)
+    assert np.isnan(bits[0]).tolist() == [False, False, True]
+    assert np.nansum(bits) == pytest.approx(0, abs=1e-12) and bits[0, 0] > 0
+    with pytest.raises(ValueError, match="some responses only"):
+        bits_by_token([[[-1.0, np.nan], [-1.0, -1.0]]])
+    with pytest.raises(ValueError, match="stands before a token"):
+        bits_by_token([[[np.nan, -1.0], [np.nan, -1.0]]])
+    with pytest.raises(ValueError, match="turns, K, tokens"):
+        bits_by_token([[0.0, 1.0]])
+
+
+def test_designs_that_do_not_fit_are_refused():
+    scores = np.zeros((4, 2))
+    with pytest.raises(ValueError, match="query 'b' has no turn after response 1 of 2"):
+        information(scores, [0, 1, 0, 0], ["a", "a", "b", "b"])
+    with pytest.raises(ValueError, match="between 0 and 1"):
+        information(scores, [0, 1, 0, 2], ["a", "a", "b", "b"])
+    with pytest.raises(ValueError, match="integers"):
+        evidence(scores, [0.0, 1.0, 0.0, 1.0])
+    with pytest.raises(ValueError, match="4 turns but 3"):
+        evidence(scores, [0, 1, 0])
+    with pytest.raises(ValueError, match="4 turns but 3 sources"):
+        information(scores, [0, 1, 0, 1], ["a", "a", "b"])
+    with pytest.raises(ValueError, match="NaN"):
+        by_query([0.0, np.nan], [0, 1], ["a", "a"], 2)
+    with pytest.raises(ValueError, match="no turns"):
+        by_query([], [], [], 2)
+    with pytest.raises(ValueError, match="size"):
+        subset_bits(scores, [0, 1, 0, 1], 3)
+    with pytest.raises(ValueError, match="finite"):
+        readable_bits([[0.0, -np.inf], [0.0, 1.0]], [0, 1], ["a", "a"])
+    with pytest.raises(ValueError, match="5 folds of 1 queries"):
+        readable_bits(scores[:2], [0, 1], ["a", "a"])
+    with pytest.raises(ValueError, match="three queries"):
+        choice_bits(np.zeros((4, 2, 1)), [0, 1, 0, 1], ["a", "a", "b", "b"])
+    with pytest.raises(ValueError, match="finite"):
+        choice_bits(np.full((4, 2, 1), np.nan), [0, 1, 0, 1], ["a", "a", "b", "b"])
+    with pytest.raises(ValueError, match=r"\[sources, K, K\]"):
+        matched_permutation(np.zeros((2, 3, 2)))
+    with pytest.raises(ValueError, match="at least 1"):
+        matched_permutation(np.zeros((2, 3, 3)), permutations=0)
