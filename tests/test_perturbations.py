@@ -352,7 +352,7 @@ def test_the_second_time_nothing_is_sampled_and_no_model_is_loaded(
     def fail(*args, **options):
         raise AssertionError("the model was loaded")
 
-    monkeypatch.setattr("experiments.perturbations.sample.load", fail)
+    monkeypatch.setattr("experiments.resample.load", fail)
     monkeypatch.setattr("ia_mech.display.save_figure", lambda *_: None)  # drawn once already
     figures = {f"{name}.{kind}" for name in ("rates", "profile", "displacement", "references")
                for kind in ("png", "svg")}  # fmt: skip

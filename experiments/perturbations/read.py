@@ -8,15 +8,13 @@ import numpy as np
 import pandas as pd
 
 from experiments.perturbations.conditions import HEADER_ONLY
+from experiments.resample import SHARED
 from ia_mech.data.conversations import UNPERTURBED
 from ia_mech.engine.plan import Grid
 from ia_mech.errors import UserError
 from ia_mech.judge.label import UNSEEN
 from ia_mech.rates.load import NO_ANNOTATOR, read_runs
 from ia_mech.run import Run
-
-# Settings of the runs that the perturbed contexts share, so that all runs have to agree in them.
-SHARED = ("system", "thinking", "date")
 
 
 @dataclass(frozen=True)

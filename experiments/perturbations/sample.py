@@ -1,22 +1,16 @@
 """Sample the perturbed contexts, or find them sampled, and have them judged."""
 
-import json
-import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
-
-import pandas as pd
 
 from experiments.perturbations.conditions import SWAP, perturbed
-from experiments.perturbations.read import SHARED, Base
+from experiments.perturbations.read import Base
+from experiments.resample import config_of, conversations_of, resampled
 from ia_mech.chat.format import ChatFormat
 from ia_mech.chat.headers import rendered
 from ia_mech.cli import quoted
-from ia_mech.collect.config import SampleConfig
 from ia_mech.collect.identity import build_chat, eos_ids
-from ia_mech.collect.job import collect
 from ia_mech.data.conversations import Conversation
 from ia_mech.display import Bar
 from ia_mech.errors import UserError
@@ -24,31 +18,8 @@ from ia_mech.judge.label import UNSEEN, label_run
 from ia_mech.judge.rules import RulesJudge
 from ia_mech.judge.verdict import identity_hash
 from ia_mech.likelihood.swaps import SwapSources
-from ia_mech.models.load import ModelSpec, context_limit, load, load_tokenizer_and_config
-from ia_mech.run import Run, integrity, layout
-
-CONVERSATIONS, RUN = "conversations.jsonl", "run"
-
-
-def conversations_of(contexts: pd.DataFrame) -> list[Conversation]:
-    """The conversations of contexts, with the response that each was given."""
-
-    def text_of(value: Any) -> str | None:
-        return value if isinstance(value, str) else None  # pandas has NaN for none
-
-    return [
-        Conversation(
-            id=row["context_id"],
-            source_id=row["source_id"],
-            dataset=row["dataset"],
-            messages=tuple(dict(message) for message in row["messages"]),
-            reference=text_of(row["reference"]),
-            answer=text_of(row["answer"]),
-            metadata=json.loads(row["metadata"])
-            | {"response_cut_off": bool(row["response_cut_off"])},
-        )
-        for row in contexts.to_dict("records")
-    ]
+from ia_mech.models.load import context_limit, load_tokenizer_and_config
+from ia_mech.run import Run
 
 
 def under_conditions(
@@ -137,28 +108,10 @@ def _made(
     return changed
 
 
-def config_of(base: Base, file: Path, positions: tuple[str, ...]) -> SampleConfig:
-    """The configuration of the run over the perturbed conversations in a file."""
-    first = base.runs[0].config
-    return SampleConfig(
-        model=ModelSpec(**first["model"]),
-        dataset=str(file),
-        limit=None,
-        response="given",
-        grid=base.grid,
-        positions=positions,
-        header_logits="none",
-        batch_rows=first["batch_rows"],
-        engine=first.get("engine", "portable"),  # older runs had no choice
-        swaps=0,
-        **{name: first[name] for name in SHARED},
-    )
-
-
 def prepare(base: Base, names: list[str]) -> tuple[list[Conversation], list[str], list[str]]:
     """The perturbed conversations; see :func:`under_conditions`. Loads no weights."""
     first = base.runs[0].config
-    config = config_of(base, Path("-"), ())
+    config = config_of(base.runs[0], Path("-"), base.grid, ())
     tokenizer, model_config = load_tokenizer_and_config(config.model)
     chat = build_chat(config, tokenizer, eos_ids(None, model_config))
     recorded = base.runs[0].record["identity"]["chat"]["template_hash"]
@@ -175,53 +128,10 @@ def prepare(base: Base, names: list[str]) -> tuple[list[Conversation], list[str]
 
 
 def sampled(base: Base, conversations: list[Conversation], folder: Path) -> Run:
-    """The run over these conversations in ``folder``: sampled, continued, or as it is.
-
-    Raises:
-        UserError: the folder holds other conversations, or a run without them; the model has other
-            weights than the runs'.
-    """
-    # Absolute, for the path is part of the run's configuration, wherever the command is given.
-    file, out = folder.resolve() / CONVERSATIONS, folder / RUN
-    text = "".join(json.dumps(c.to_dict(), ensure_ascii=False) + "\n" for c in conversations)
-    content = text.encode()
-    same = file.is_file() and file.read_bytes() == content
-    if (out / layout.RUN).is_file() and not same:
-        differs = "holds other conversations, or other conditions, than these"
-        raise UserError(
-            f"{file} {differs if file.is_file() else 'is missing'}",
-            "give another --out, or what it was made with",
-        )
-
-    def write(scratch: Path) -> None:
-        scratch.write_bytes(content)
-
-    folder.mkdir(parents=True, exist_ok=True)
-    if not same:
-        integrity.replace_file(file, write)
+    """The run over these conversations; see :func:`experiments.resample.resampled`."""
     positions = [p for p in base.runs[0].positions if all(p in r.positions for r in base.runs)]
-    config = config_of(base, file, tuple(p for p in positions if p.startswith("header_")))
-    if (out / layout.RUN).is_file():
-        there = Run.open(out)
-        wanted = json.loads(json.dumps(asdict(config)))
-        if there.complete and there.config | {"dataset": str(file)} == wanted:
-            return there
-    return _sample(base, config, out, len(conversations))
-
-
-def _sample(base: Base, config: SampleConfig, out: Path, contexts: int) -> Run:
-    subject = load(config.model)
-    of = base.runs[0].model
-    if subject.weights_hash != of["weights_hash"]:
-        raise UserError(
-            f"{config.model.name} has the weights {subject.weights_hash} now, "
-            f"{base.runs[0].path} those of {of['weights_hash']}",
-            "give --model of the same weights, or sample the run again",
-        )
-    rows = contexts * len(config.grid.rows())
-    where = f"{config.model.name} on {subject.device}"
-    print(f"{contexts} perturbed contexts, {rows} user turns, {where}, to {out}", file=sys.stderr)
-    return collect(config, subject, out, Bar())
+    header = tuple(p for p in positions if p.startswith("header_"))
+    return resampled(base.runs[0], conversations, folder, base.grid, header)
 
 
 def judged(run: Run, judge: str, base: Base) -> None:

@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NotRequired
 
 import psutil
+import pyarrow as pa
+import pyarrow.parquet as pq
 import xxhash
 from pydantic import Field, StringConstraints, TypeAdapter, ValidationError
 from typing_extensions import TypedDict  # pydantic takes no other before Python 3.12
@@ -337,6 +339,18 @@ def replace_file(path: Path, write: Callable[[Path], None]) -> None:
     finally:
         scratch.unlink(missing_ok=True)
     fsync_folder(path.parent)
+
+
+def write_table(path: Path, table: pa.Table) -> None:
+    """Replace a Parquet file atomically, with a seal in its metadata."""
+
+    def write(scratch: Path) -> None:
+        with pq.ParquetWriter(scratch, table.schema) as file:
+            file.write_table(table)
+            file.add_key_value_metadata({SEAL: UNSEALED})
+        scratch.write_bytes(sealed(scratch.read_bytes()))
+
+    replace_file(path, write)
 
 
 HOST = re.sub(r"[^A-Za-z0-9]", "_", socket.gethostname())

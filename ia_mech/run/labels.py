@@ -220,14 +220,7 @@ class Labels:
         path.parent.mkdir(parents=True, exist_ok=True)
         text = json.dumps(record | {"run": self._run, "name": name}, sort_keys=True)
         table = pa.Table.from_pylist(rows, schema=schema.with_metadata({_RECORD: text}))
-
-        def write(scratch: Path) -> None:
-            with pq.ParquetWriter(scratch, table.schema) as file:
-                file.write_table(table)
-                file.add_key_value_metadata({integrity.SEAL: integrity.UNSEALED})
-            scratch.write_bytes(integrity.sealed(scratch.read_bytes()))
-
-        integrity.replace_file(path, write)
+        integrity.write_table(path, table)
         return path
 
 

@@ -1,0 +1,153 @@
+"""Sample changed conversations with the model and the settings of a run.
+
+The changed conversations are written to ``conversations.jsonl`` in the experiment's folder, and
+sampled to ``run/`` there, which is a run like any other and goes on where it was interrupted.
+"""
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from ia_mech.collect.config import SampleConfig
+from ia_mech.collect.job import collect
+from ia_mech.data.conversations import Conversation
+from ia_mech.display import Bar
+from ia_mech.engine.plan import Grid
+from ia_mech.errors import UserError
+from ia_mech.models.load import ModelSpec, Subject, load
+from ia_mech.run import Run, integrity, layout
+
+CONVERSATIONS, RUN = "conversations.jsonl", "run"
+# Settings of a run that changed conversations share with it.
+SHARED = ("system", "thinking", "date")
+
+
+def conversations_of(contexts: pd.DataFrame) -> list[Conversation]:
+    """The conversations of contexts, with the response that each was given."""
+
+    def text_of(value: Any) -> str | None:
+        return value if isinstance(value, str) else None  # pandas has NaN for none
+
+    return [
+        Conversation(
+            id=row["context_id"],
+            source_id=row["source_id"],
+            dataset=row["dataset"],
+            messages=tuple(dict(message) for message in row["messages"]),
+            reference=text_of(row["reference"]),
+            answer=text_of(row["answer"]),
+            metadata=json.loads(row["metadata"])
+            | {"response_cut_off": bool(row["response_cut_off"])},
+        )
+        for row in contexts.to_dict("records")
+    ]
+
+
+def config_of(first: Run, file: Path, grid: Grid, positions: tuple[str, ...]) -> SampleConfig:
+    """The configuration of the run over the changed conversations in a file."""
+    given = first.config
+    return SampleConfig(
+        model=ModelSpec(**given["model"]),
+        dataset=str(file),
+        limit=None,
+        response="given",
+        grid=grid,
+        positions=positions,
+        header_logits="none",
+        batch_rows=given["batch_rows"],
+        engine=given.get("engine", "portable"),  # older runs had no choice
+        swaps=0,
+        **{name: given[name] for name in SHARED},
+    )
+
+
+def resampled(
+    first: Run,
+    conversations: Sequence[Conversation],
+    folder: Path,
+    grid: Grid,
+    positions: tuple[str, ...],
+) -> Run:
+    """The run over changed conversations in a folder: sampled, continued, or as it is.
+
+    Args:
+        first: the run whose model and settings are used.
+        conversations: with their responses.
+        folder: of the experiment; made if it isn't there.
+        grid: what is decoded.
+        positions: where the residual stream is kept.
+
+    Raises:
+        UserError: the folder holds other conversations, or a run without them; the model has other
+            weights than the run's.
+    """
+    # Absolute, for the path is part of the run's configuration, wherever the command is given.
+    file, out = folder.resolve() / CONVERSATIONS, folder / RUN
+    text = "".join(json.dumps(c.to_dict(), ensure_ascii=False) + "\n" for c in conversations)
+    content = text.encode()
+    same = file.is_file() and file.read_bytes() == content
+    if (out / layout.RUN).is_file() and not same:
+        differs = "holds other conversations, or other conditions, than these"
+        raise UserError(
+            f"{file} {differs if file.is_file() else 'is missing'}",
+            "give another --out, or what it was made with",
+        )
+
+    def write(scratch: Path) -> None:
+        scratch.write_bytes(content)
+
+    folder.mkdir(parents=True, exist_ok=True)
+    if not same:
+        integrity.replace_file(file, write)
+    config = config_of(first, file, grid, positions)
+    if (out / layout.RUN).is_file():
+        there = Run.open(out)
+        wanted = json.loads(json.dumps(asdict(config)))
+        if there.complete and there.config | {"dataset": str(file)} == wanted:
+            return there
+    subject = subject_of(first)
+    rows = len(conversations) * len(grid.rows())
+    where = f"{config.model.name} on {subject.device}"
+    print(
+        f"{len(conversations)} changed contexts, {rows} user turns, {where}, to {out}",
+        file=sys.stderr,
+    )
+    return collect(config, subject, out, Bar())
+
+
+def grid_of(runs: Sequence[Run]) -> Grid:
+    """The decoding settings that runs share.
+
+    Raises:
+        UserError: they differ in them, or in the chat settings.
+    """
+    for run in runs[1:]:
+        for name in ("grid", *SHARED):
+            if run.config[name] != runs[0].config[name]:
+                raise UserError(
+                    f"{runs[0].path} and {run.path} differ in {name}", "give them one by one"
+                )
+    given = runs[0].config["grid"]
+    return Grid(**given | {"temperatures": tuple(given["temperatures"])})
+
+
+def subject_of(run: Run) -> Subject:
+    """The model that a run was sampled from.
+
+    Raises:
+        UserError: it can't be loaded, or has other weights now.
+    """
+    spec = ModelSpec(**run.config["model"])
+    subject = load(spec)
+    if subject.weights_hash != run.model["weights_hash"]:
+        raise UserError(
+            f"{spec.name} has the weights {subject.weights_hash} now, {run.path} those of "
+            f"{run.model['weights_hash']}",
+            "give --model of the same weights, or sample the run again",
+        )
+    return subject
