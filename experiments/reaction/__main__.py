@@ -1,0 +1,139 @@
+"""How much do user turns tell about which response they followed?
+
+Usage::
+
+    python -m ia_mech.sample --response generate --responses 4 --out cache/several
+    python -m experiments.reaction cache/several
+    python -m experiments.reaction cache/several --dry-run
+"""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from experiments.runner import Experiment, Results, intervals
+from ia_mech.cli import path_of, whole_from
+
+if TYPE_CHECKING:
+    from ia_mech.run import Run
+
+
+def run(args: argparse.Namespace, runs: "list[Run]", folder: Path) -> Results | None:
+    """Sample the controls, score all turns, estimate and draw."""
+    from experiments.reaction import score, show
+    from experiments.reaction.analyse import Scored, estimates, per_turn, readable
+    from experiments.reaction.controls import read_paraphrases, same_content, under_assistant
+    from experiments.reaction.read import ALTERNATIVES, ASSISTANT, SAME_CONTENT, read
+    from experiments.resample import grid_of, resampled, subject_of
+    from ia_mech.display import Bar
+
+    arm, notes = read(runs)
+    arms, grid = {ALTERNATIVES: arm}, grid_of(runs)
+    size = min(args.control_responses, arm.responses)
+    conversations = {}
+    if args.control_queries:
+        texts = None if args.paraphrases is None else read_paraphrases(args.paraphrases, arm)
+        made, _, more = same_content(arm, size, args.control_queries, args.seed, texts)
+        notes += more
+        conversations[SAME_CONTENT] = made
+        conversations[ASSISTANT] = under_assistant(arm, size, args.control_queries, args.seed)
+    if args.dry_run:
+        show.plan(arms, {name: len(those) for name, those in conversations.items()})
+        return None
+    used = list(runs)
+    for name, those in conversations.items():
+        place = folder / name.replace(" ", "_")
+        control = resampled(runs[0], those, place, grid, ("header_last",))
+        arms[name], more = read([control], name)
+        used.append(control)
+    subject = subject_of(runs[0])
+    reader = score.reader_of(subject, runs[0])
+    scored = {
+        name: Scored(one, score.likelihoods(one, reader, folder / "likelihoods", Bar()))
+        for name, one in arms.items()
+    }
+    scores = None
+    if args.scorer is not None:
+        scores = score.scored_by(args.scorer, arm, runs[0], folder / "likelihoods", Bar())
+    main = scored[ALTERNATIVES]
+    held = readable(main, main.found.reader if scores is None else scores, args.seed)
+    turns = per_turn(main, held)
+    found = estimates(scored, scores, **intervals(args))
+    return Results(
+        runs=used,
+        judge=None,
+        estimates=found,
+        show=lambda console: show.tables(console, found, turns, args.level),
+        figures=show.figures(found, runs[0].model["name"]),
+        tables={"turns": turns},
+        notes=notes,
+    )
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """The controls, and who reads."""
+    parser.add_argument(
+        "--control-queries",
+        type=whole_from(0),
+        default=40,
+        metavar="N",
+        help="queries that the controls are made of; 0 leaves the controls out (default: 40)",
+    )
+    parser.add_argument(
+        "--control-responses",
+        type=whole_from(2),
+        default=4,
+        metavar="K",
+        help="contexts of each in a control (default: 4)",
+    )
+    parser.add_argument(
+        "--paraphrases",
+        type=path_of,
+        metavar="FILE",
+        help='JSONL with {"id": …, "versions": […]}, in place of shuffled sentences',
+    )
+    parser.add_argument(
+        "--scorer",
+        metavar="MODEL",
+        help="another model as the one reader of all turns (default: the subject at T = 1)",
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="show what would be sampled and scored, and stop"
+    )
+
+
+def default_out(first_run: Path) -> Path:
+    """``cache/<first run>-reaction``: it holds runs, which can't lie in a run."""
+    from ia_mech.models.embedded import cache_dir
+
+    return cache_dir() / f"{first_run.resolve().name}-reaction"
+
+
+EXPERIMENT = Experiment(
+    name="reaction",
+    description="""\
+Given the query, how much does a generated user turn tell about which response it followed? In bits,
+without a judge, from the likelihood of every turn after each of the K responses to its query. The
+runs need several responses per query (sample with --response generate --responses K).
+
+I_K        information of turn and response, at most log2 K; readable: what one reader finds of it
+identified how often the response that a turn followed is the one that makes it likeliest
+presence   bits by which a turn is likelier after its response than after none
+controls   versions of one response that say the same; the assistant's header in the user's place
+copied     bits that shared words, numbers and names tell already
+
+Interrupted, the same command continues.""",
+    written="turns (bits of every turn), information, responses and tokens (PNG, SVG), "
+    "likelihoods/, same_content/ and assistant_header/ (runs like any other)",
+    run=run,
+    add_flags=add_flags,
+    default_out=default_out,
+    out_help="cache/<first run>-reaction",
+    drawn="controls, folds and tests",
+    kept="what was sampled and scored is kept; the same command goes on from there",
+)
+build_parser, main = EXPERIMENT.build_parser, EXPERIMENT.main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,216 @@
+"""How likely each turn is after each of the responses to its query."""
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+from transformers import PreTrainedModel
+
+from experiments.reaction.read import Arm, Query
+from experiments.resample import SHARED
+from ia_mech.chat.format import ChatFormat
+from ia_mech.collect.config import SampleConfig
+from ia_mech.collect.identity import build_chat, eos_ids
+from ia_mech.display import Progress
+from ia_mech.engine.check import TOKENS, check_engine
+from ia_mech.engine.plan import OomBackoff
+from ia_mech.engine.score import Scored, Turn, score_groups
+from ia_mech.errors import UserError
+from ia_mech.likelihood.counterfactual_prefill import prefill_counterfactuals, shared_prefix
+from ia_mech.models.load import ModelSpec, Subject, load
+from ia_mech.run import Run, integrity
+
+QUERIES = 8  # whose likelihoods are kept in one file, so that an interrupted command goes on
+
+
+@dataclass(frozen=True)
+class Likelihoods:
+    """Log-likelihoods of an arm's turns, in nats, in the order of its turns.
+
+    Attributes:
+        own: ``[turns, K, tokens]`` of each token, turn-end included, after each response, at the
+            turn's own temperature; NaN after the turn's last token, and all NaN for greedy turns.
+        reader: ``[turns, K]`` of the whole turn at T = 1.
+        absent: ``[turns]`` of the whole turn without a response, at its own temperature; NaN for
+            greedy turns, and where the template refuses an empty response.
+    """
+
+    own: np.ndarray
+    reader: np.ndarray
+    absent: np.ndarray
+
+
+@dataclass(frozen=True)
+class Reader:
+    """What scores turns: a model and its chat format.
+
+    Attributes:
+        model: a causal language model.
+        chat: its format, for contexts without a response.
+        share: contexts of one query share the prefill of what they have in common.
+        whole: every layer can be shared.
+    """
+
+    model: PreTrainedModel
+    chat: ChatFormat
+    share: bool
+    whole: bool
+
+
+def reader_of(subject: Subject, run: Run) -> Reader:
+    """A model as a reader, with the chat settings of a run, checked as before sampling."""
+    config = subject.model.generation_config, subject.model.config
+    given = {name: run.config[name] for name in SHARED}
+    chat = build_chat(SampleConfig(**given), subject.tokenizer, eos_ids(*config))
+    probe = [{"role": "user", "content": "What is it?"}, {"role": "assistant", "content": "Blue."}]
+    engine = check_engine(subject.model, (chat.context(probe).ids * TOKENS)[:TOKENS])
+    return Reader(subject.model, chat, engine.shared > 0, engine.shared > 0 and engine.whole)
+
+
+def scored_by(name: str, arm: Arm, run: Run, folder: Path, progress: Progress) -> np.ndarray:
+    """``[turns, K]`` log-likelihoods at T = 1 by another model, which reads the texts under its own
+    chat template.
+
+    Raises:
+        UserError: it can't be loaded, or has no chat template that can express user turns.
+    """
+    first = run.config["model"]
+    subject = load(ModelSpec(name=name, dtype=first["dtype"], device=first["device"]))
+    reader = reader_of(subject, run)
+    chat = reader.chat
+    queries, ids = [], {}
+    for query in arm.queries:
+        messages = [
+            [*query.messages, {"role": "assistant", "content": text}] for text in query.responses
+        ]
+        contexts = [chat.context(one) for one in messages]
+        token_ids = tuple(tuple(context.ids) for context in contexts)
+        queries.append(replace(query, token_ids=token_ids))
+        mine = arm.turns[arm.turns["source"] == query.source]
+        end = [] if chat.closing_id is None else [chat.closing_id]
+        for row, text, reason in zip(mine.index, mine["text"], mine["finish_reason"], strict=True):
+            turn = chat.reference_ids(messages[0], contexts[0], text) if text else []
+            ids[row] = np.array(turn + end * (reason == "turn_end"))
+    turns = arm.turns.assign(token_ids=pd.Series(ids), temperature=1.0)
+    return likelihoods(replace(arm, queries=queries, turns=turns), reader, folder, progress).reader
+
+
+def likelihoods(arm: Arm, reader: Reader, folder: Path, progress: Progress) -> Likelihoods:
+    """Score every turn after every response to its query.
+
+    Args:
+        arm: the turns.
+        reader: the subject model.
+        folder: where finished parts are kept; those that are there are not computed again.
+        progress: counts tokens.
+    """
+    total = sum(tokens_of(arm, [query]) for query in arm.queries)
+    progress.start(f"scoring, {arm.name}", total, unit="token")
+    parts = []
+    try:
+        for start in range(0, len(arm.queries), QUERIES):
+            chunk = arm.queries[start : start + QUERIES]
+            turns = arm.turns[arm.turns["source"].isin({q.source for q in chunk})]
+            file = folder / f"{_name(chunk, turns)}.parquet"
+            found = _kept(file)
+            if found is None:
+                found = pd.concat(
+                    [_score(query, turns, reader, progress.advance) for query in chunk]
+                )
+                _keep(file, found)
+            else:
+                progress.advance(tokens_of(arm, chunk))
+            parts.append(found)
+    finally:
+        progress.stop()
+    frame = pd.concat(parts).loc[arm.turns.index]
+    return _arrays(frame, arm.responses)
+
+
+def tokens_of(arm: Arm, queries: Sequence[Query]) -> int:
+    """How many tokens are scored for these queries: every turn after each response and none."""
+    turns = arm.turns[arm.turns["source"].isin({query.source for query in queries})]
+    return int(turns["token_ids"].map(len).sum()) * (arm.responses + 1)
+
+
+def _score(
+    query: Query, turns: pd.DataFrame, reader: Reader, on_tokens: Callable[[int], None]
+) -> pd.DataFrame:
+    """A row per turn of the query, indexed as the turns: ``own``, ``reader`` and ``absent``."""
+    mine = turns[turns["source"] == query.source]
+    contexts = [*query.token_ids]
+    try:
+        empty = reader.chat.context([*query.messages, {"role": "assistant", "content": ""}])
+        contexts.append(tuple(empty.ids))
+    except UserError:  # the template refuses an empty response
+        on_tokens(int(mine["token_ids"].map(len).sum()))
+    common = shared_prefix(contexts) if reader.whole else ()
+    prefixes = [common] * len(contexts)
+    groups, order = prefill_counterfactuals(reader.model, contexts, prefixes)
+    place = {context: at for at, context in enumerate(order)}
+    temperatures = sorted({t for t in mine["temperature"] if t not in (0.0, 1.0)})
+    wanted = [
+        Turn(place[context], ids.tolist())
+        for ids in mine["token_ids"]
+        for context in range(len(contexts))
+    ]
+
+    def scored(some: Sequence[Turn]) -> list[Scored]:
+        return score_groups(reader.model, groups, some, temperatures, reader.share, on_tokens)
+
+    found = OomBackoff(len(wanted)).map(scored, wanted)
+    rows = []
+    for at, temperature in enumerate(mine["temperature"]):
+        each = found[at * len(contexts) : (at + 1) * len(contexts)]
+        raw = np.stack([one.logprobs_raw for one in each]).astype(np.float64)
+        own = raw
+        if temperature in temperatures:
+            which = temperatures.index(temperature)
+            own = np.stack([one.logprobs_tempered[which] for one in each]).astype(np.float64)
+        if temperature == 0.0:
+            own = np.full_like(raw, np.nan)
+        k = len(query.contexts)
+        rows.append(
+            {
+                "own": own[:k].ravel(),
+                "reader": raw[:k].sum(1),
+                "absent": float(own[k].sum()) if len(own) > k else np.nan,
+            }
+        )
+    return pd.DataFrame(rows, index=mine.index)
+
+
+def _arrays(frame: pd.DataFrame, responses: int) -> Likelihoods:
+    lengths = [len(own) // responses for own in frame["own"]]
+    own = np.full((len(frame), responses, max(lengths)), np.nan)
+    for row, (values, length) in enumerate(zip(frame["own"], lengths, strict=True)):
+        own[row, :, :length] = np.reshape(values, (responses, length))
+    return Likelihoods(own, np.stack(frame["reader"].tolist()), frame["absent"].to_numpy(float))
+
+
+def _name(queries: Sequence[Query], turns: pd.DataFrame) -> str:
+    """Names the part of these queries by all that it is computed from."""
+    contexts = [query.token_ids for query in queries]
+    mine = [[*map(int, ids)] for ids in turns["token_ids"]]
+    text = json.dumps([contexts, mine, turns["temperature"].tolist()])
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def _kept(file: Path) -> pd.DataFrame | None:
+    """What an earlier command computed, if it is there and whole."""
+    try:
+        integrity.check_seal(file.read_bytes(), required=True)
+        return pq.read_table(file).to_pandas()
+    except (pa.ArrowException, OSError, ValueError):
+        return None
+
+
+def _keep(file: Path, frame: pd.DataFrame) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    integrity.write_table(file, pa.Table.from_pandas(frame))

@@ -1,0 +1,199 @@
+"""Reaction information in the terminal and as figures."""
+
+import numpy as np
+import pandas as pd
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.markup import escape
+
+from experiments.reaction.read import ALTERNATIVES, ASSISTANT, SAME_CONTENT, Arm
+from experiments.reaction.score import tokens_of
+from experiments.tables import print_table
+from ia_mech.cli import one_line
+from ia_mech.display import COLOURS, coloured, console, title_axes
+from ia_mech.engine.plan import PREFILL_COST, RESCORE_COST, SLOW
+from ia_mech.estimates import ALL
+
+MOST = 5  # turns shown at either end
+LESS = {name: f"I_K, {ALTERNATIVES} less {name}, bits" for name in (SAME_CONTENT, ASSISTANT)}
+
+
+def plan(arms: dict[str, Arm], contexts: dict[str, int]) -> None:
+    """What ``--dry-run`` prints: passes, tokens and time.
+
+    Args:
+        arms: the runs' own turns, under their name.
+        contexts: how many contexts each control would have.
+    """
+    screen = console()
+    arm = arms[ALTERNATIVES]
+    prefilled = sum(len(ids) for query in arm.queries for ids in query.token_ids)
+    tokens = tokens_of(arm, arm.queries)
+    share = len(arm.turns) / sum(len(query.contexts) for query in arm.queries)
+    per_turn = arm.turns["token_ids"].map(len).mean()
+    cost = PREFILL_COST * prefilled + RESCORE_COST * tokens
+    lines = [
+        ("queries", f"{len(arm.queries)}, {arm.responses} responses to each"),
+        ("turns", f"{len(arm.turns)}, scored after {arm.responses + 1} contexts each"),
+        ("tokens to prefill", str(prefilled)),
+        ("tokens to score", str(tokens)),
+    ]
+    for name, count in contexts.items():
+        rows = count * share
+        each = count / max(1, len(arm.queries))
+        cost += rows * per_turn * (1 + RESCORE_COST * each)
+        lines.append((name, f"{count} contexts to sample {rows:.0f} turns after, then to score"))
+    lines.append(("work", f"like {cost:.0f} decoded tokens ({cost / SLOW:.0f} s at {SLOW}/s)"))
+    for name, value in lines:
+        screen.print(f"{name:<20}{escape(one_line(value))}", soft_wrap=True)
+
+
+def tables(to: Console, estimates: pd.DataFrame, turns: pd.DataFrame, level: float) -> None:
+    """The headline table, what was copied, and the turns with most and least bits."""
+    main = estimates[estimates["of"] == ALTERNATIVES]
+    most = main["responses"].max()
+    shown = ALL if (main["dataset"] == ALL).any() else main["dataset"].iloc[0]
+    whole = main[(main["responses"] == most) & main["token"].isna()]
+    title = (
+        f"bits that a turn tells about which of {most} responses it followed "
+        f"(at most {np.log2(most):.2f}; {100 * level:g}% intervals over queries)"
+    )
+    columns = {
+        "I_K, bits": ("I_K", 2),
+        "readable bits": ("readable", 2),
+        "identified": (f"identified (chance {1 / most:.2g})", 2),
+        "presence, bits": ("presence", 1),
+        "greedy turns that differ": ("differ", 2),
+    }
+    print_table(to, title, whole, columns, index=("dataset", "temperature"))
+    controls = estimates[estimates["of"].isin([SAME_CONTENT, ASSISTANT])]
+    for name in (SAME_CONTENT, ASSISTANT):
+        mine = controls[controls["of"] == name]
+        if mine.empty:
+            continue
+        columns = {
+            "I_K on the same queries, bits": (f"{ALTERNATIVES}", 2),
+            "I_K, bits": (name, 2),
+            LESS[name]: ("difference", 2),
+        }
+        title = f"control: {name}, {mine['responses'].max()} contexts a query"
+        print_table(to, title, mine, columns, index=("dataset", "temperature"))
+    copied = estimates[estimates["quantity"].isin(["copy bits", "beyond copy, bits"])]
+    last = copied[copied["of"] == copied["of"].iloc[-1]] if len(copied) else copied
+    columns = {"copy bits": ("copied", 2), "beyond copy, bits": ("beyond (at most)", 2)}
+    print_table(
+        to, "of these, told by copied words", last, columns, index=("dataset", "temperature")
+    )
+    sampled = turns[turns["reaction_bits"].notna()].sort_values("reaction_bits", kind="stable")
+    for title, rows in (
+        ("most bits", sampled.iloc[::-1].head(MOST)),
+        ("fewest bits", sampled.head(MOST)),
+    ):
+        to.print(f"[bold]{title}[/]")
+        for row in rows.to_dict("records"):
+            where = f"{row['context_id']}, T = {row['temperature']:g}"
+            to.print(
+                f"  {row['reaction_bits']:.2f}  {escape(one_line(where, 40))}: "
+                f"{escape(one_line(row['text'], 140))}",
+                soft_wrap=True,
+            )
+    to.print(
+        f"{shown}: bits show that turns depend on the response, not that they are apt or that the "
+        "model is aware of it; responses that are alike (a maths answer) leave few bits to tell.",
+        soft_wrap=True,
+    )
+
+
+def figures(estimates: pd.DataFrame, model: str) -> dict[str, Figure]:
+    """The figures by the stem of their files."""
+    made = {
+        "information": by_temperature(estimates, f"{model} · reaction bits"),
+        "responses": by_responses(estimates, f"{model} · fewer responses"),
+    }
+    if (estimates["quantity"] == "bits by token").any():
+        made["tokens"] = by_token(estimates, f"{model} · bits by token")
+    return made
+
+
+def _shown(estimates: pd.DataFrame) -> pd.DataFrame:
+    """Of all datasets together, or of the only one."""
+    whole = estimates["dataset"] == ALL
+    return estimates[whole] if whole.any() else estimates
+
+
+def by_temperature(estimates: pd.DataFrame, title: str) -> Figure:
+    """I_K against temperature, with its ceiling, placebo and the assistant's header."""
+    figure = Figure(figsize=(6.5, 4), layout="constrained")
+    axes = figure.add_subplot()
+    found = _shown(estimates)
+    most = found["responses"].max()
+    whole = found[(found["quantity"] == "I_K, bits") & found["token"].isna()]
+    main = whole[(whole["of"] == ALTERNATIVES) & (whole["responses"] == most)]
+    lines = [(f"{most} responses", main, COLOURS[0])]
+    for name, colour in ((SAME_CONTENT, COLOURS[1]), (ASSISTANT, COLOURS[2])):
+        mine = whole[whole["of"] == name]
+        if len(mine):
+            lines.append((f"{name}, {mine['responses'].max()} contexts", mine, colour))
+    held = found[found["quantity"] == "readable bits"]
+    lines.append(("readable by one reader", held, COLOURS[6]))
+    for label, rows, colour in lines:
+        value = rows["value"].to_numpy()
+        reach = np.nan_to_num(np.abs(rows[["low", "high"]].to_numpy().T - value))
+        axes.errorbar(
+            rows["temperature"],
+            value,
+            yerr=reach,
+            fmt="o-",
+            ms=4,
+            lw=1.2,
+            color=colour,
+            label=label,
+        )
+    axes.axhline(np.log2(most), color="0.3", lw=0.8, ls=":", label="ceiling")
+    axes.axhline(0, color="0.3", lw=0.8)
+    axes.set_xlabel("temperature (0: greedy)")
+    axes.set_ylabel("bits")
+    axes.legend(frameon=False)
+    title_axes(axes, title)
+    return figure
+
+
+def by_responses(estimates: pd.DataFrame, title: str) -> Figure:
+    """I_K′ against K′, a line per temperature; dotted: log₂ K′."""
+    figure = Figure(figsize=(5, 4), layout="constrained")
+    axes = figure.add_subplot()
+    found = _shown(estimates)
+    rows = found[(found["quantity"] == "I_K, bits") & (found["of"] == ALTERNATIVES)]
+    for colour, (temperature, mine) in coloured(rows, "temperature"):
+        mine = mine.sort_values("responses")
+        axes.plot(
+            mine["responses"], mine["value"], "o-", ms=4, color=colour, label=f"T = {temperature:g}"
+        )
+        axes.fill_between(
+            mine["responses"], mine["low"], mine["high"], color=colour, alpha=0.15, lw=0
+        )
+    counts = sorted(rows["responses"].unique())
+    axes.plot(counts, np.log2(counts), color="0.3", lw=0.8, ls=":", label="ceiling")
+    axes.set_xlabel("responses")
+    axes.set_ylabel("bits")
+    axes.legend(frameon=False)
+    title_axes(axes, title)
+    return figure
+
+
+def by_token(estimates: pd.DataFrame, title: str) -> Figure:
+    """Bits that each token of the turn adds, a line per temperature."""
+    figure = Figure(figsize=(6.5, 4), layout="constrained")
+    axes = figure.add_subplot()
+    rows = _shown(estimates)
+    rows = rows[rows["quantity"] == "bits by token"]
+    for colour, (temperature, mine) in coloured(rows, "temperature"):
+        at = mine["token"].to_numpy(dtype=float)
+        axes.plot(at, mine["value"], "o-", ms=3, color=colour, label=f"T = {temperature:g}")
+        axes.fill_between(at, mine["low"], mine["high"], color=colour, alpha=0.15, lw=0)
+    axes.axhline(0, color="0.3", lw=0.8)
+    axes.set_xlabel("token of the turn")
+    axes.set_ylabel("bits that it adds")
+    axes.legend(frameon=False)
+    title_axes(axes, title)
+    return figure

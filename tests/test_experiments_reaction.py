@@ -1,0 +1,300 @@
+"""``experiments.reaction``: likelihoods against full passes, controls, and the command."""
+
+import json
+import shutil
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pandas as pd
+import pytest
+import tiny
+import torch
+
+import experiments.reaction.score
+from experiments.reaction.__main__ import main
+from experiments.reaction.controls import same_content, shuffled
+from experiments.reaction.read import SAME_CONTENT, Arm, Query, read
+from experiments.reaction.score import Reader, likelihoods
+from ia_mech.collect.command import main as sample
+from ia_mech.display import Quiet
+from ia_mech.engine.check import check_engine
+from ia_mech.errors import UserError
+from ia_mech.likelihood.reaction import reaction_bits
+from ia_mech.run import Run
+
+RESPONSES = 3
+
+
+class NoChat:
+    """A template that refuses empty responses."""
+
+    def context(self, messages):
+        raise UserError("an empty response is refused", "")
+
+
+class PlainChat:
+    """A format whose context without a response is a few ids."""
+
+    def context(self, messages):
+        return SimpleNamespace(ids=[*tiny.prompt(20, seed=1), 9, 8])
+
+
+def an_arm() -> Arm:
+    """Two queries of random ids whose contexts begin alike, and two turns after each response."""
+    queries, rows = [], []
+    for number in range(2):
+        begun = tiny.prompt(20, seed=1)
+        ids = [
+            (*begun, *tiny.prompt(5 + 2 * k + number, seed=10 * number + k))
+            for k in range(RESPONSES)
+        ]
+        names = tuple(f"q{number}/r{k}" for k in range(RESPONSES))
+        query = ({"role": "user", "content": "Why?"},)
+        texts = tuple("abc"[:RESPONSES])
+        queries.append(Query(f"d\x1fq{number}", "d", names, query, texts, tuple(ids), True))
+        for k in range(RESPONSES):
+            for sample_, temperature in ((0, 0.0), (0, 0.7), (0, 1.0)):
+                seed = 100 * number + 10 * k + int(10 * temperature)
+                turn = tiny.prompt(3 + k + number, seed=seed)
+                rows.append((names[k], k, temperature, sample_, np.array(turn), f"d\x1fq{number}"))
+    columns = ["context_id", "followed", "temperature", "sample", "token_ids", "source"]
+    turns = pd.DataFrame(rows, columns=columns).assign(
+        dataset="d", text="t", finish_reason="length", complete=True
+    )
+    return Arm("alternatives", queries, turns)
+
+
+def from_full_passes(model, arm: Arm) -> tuple[np.ndarray, np.ndarray]:
+    """``[turns, K]`` log-likelihoods at the turn's own temperature (1 for greedy) and at T = 1."""
+    of = {query.source: query for query in arm.queries}
+    found = np.zeros((2, len(arm.turns), RESPONSES))
+    for row, turn in enumerate(arm.turns.to_dict("records")):
+        for k, context in enumerate(of[turn["source"]].token_ids):
+            ids = [*context, *turn["token_ids"]]
+            logits = model(torch.tensor([ids]), use_cache=False).logits[0, len(context) - 1 : -1]
+            chosen = torch.tensor(turn["token_ids"])[:, None]
+            for which, t in enumerate((turn["temperature"] or 1.0, 1.0)):
+                each = (logits.double() / t).log_softmax(-1).gather(-1, chosen)
+                found[which, row, k] = float(each.sum())
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
+@torch.inference_mode()
+def test_bits_from_shared_states_equal_those_of_full_passes(architecture, tmp_path):
+    model = tiny.model(architecture)
+    engine = check_engine(model, tiny.prompt(24, seed=0))
+    shared = engine.shared > 0
+    reader = Reader(model, PlainChat(), shared, shared and engine.whole)
+    arm = an_arm()
+    found = likelihoods(arm, reader, tmp_path, Quiet())
+    own, at_one = from_full_passes(model, arm)
+    sampled = (arm.turns["temperature"] > 0).to_numpy()
+    ours = np.nansum(found.own[sampled], axis=2)
+    assert np.abs(reaction_bits(ours) - reaction_bits(own[sampled])).max() < 1e-4
+    assert np.abs(reaction_bits(found.reader) - reaction_bits(at_one)).max() < 1e-4
+    assert np.isnan(found.own[~sampled]).all() and not np.isnan(found.reader).any()
+    lengths = arm.turns["token_ids"].map(len).to_numpy()
+    assert ((~np.isnan(found.own)).sum(2)[sampled] == lengths[sampled, None]).all()
+
+
+def test_a_template_without_empty_responses_leaves_presence_open(tmp_path):
+    found = likelihoods(
+        an_arm(), Reader(tiny.model("llama"), NoChat(), True, True), tmp_path, Quiet()
+    )
+    assert np.isnan(found.absent).all() and not np.isnan(found.reader).any()
+
+
+def test_finished_parts_are_kept_and_damaged_ones_computed_again(tmp_path, monkeypatch):
+    reader, arm = Reader(tiny.model("llama"), PlainChat(), True, True), an_arm()
+    monkeypatch.setattr(experiments.reaction.score, "QUERIES", 1)
+    first = likelihoods(arm, reader, tmp_path, Quiet())
+    files = sorted(tmp_path.glob("*.parquet"))
+    assert len(files) == 2
+    calls: list[int] = []
+    honest = experiments.reaction.score._score
+
+    def counted(*arguments):
+        calls.append(1)
+        return honest(*arguments)
+
+    monkeypatch.setattr(experiments.reaction.score, "_score", counted)
+    again = likelihoods(arm, reader, tmp_path, Quiet())
+    assert not calls
+    np.testing.assert_array_equal(again.own, first.own)
+    content = bytearray(files[0].read_bytes())
+    content[len(content) // 3] ^= 1
+    files[0].write_bytes(content)
+    mended = likelihoods(arm, reader, tmp_path, Quiet())
+    assert len(calls) == 1
+    np.testing.assert_array_equal(mended.reader, first.reader)
+
+
+def test_shuffled_versions_hold_the_same_sentences():
+    text = "One is first. Two follows it.\nThree ends a line.\n\nFour is last."
+    versions = shuffled(text, 5, np.random.default_rng(0))
+    assert len(set(versions)) == 5
+    for version in versions:
+        assert sorted(version.replace("\n", " ").split()) == sorted(text.split())
+    assert shuffled("Only one sentence.", 3, np.random.default_rng(0)) == ["Only one sentence."]
+
+
+@pytest.fixture(scope="module")
+def folder(tiny_model_dir, tmp_path_factory):
+    """A run of three responses to each of five queries."""
+    place = tmp_path_factory.mktemp("reaction")
+    rows = [
+        {
+            "id": f"q{i}",
+            "question": f"What is {i} plus {i}?",
+            "responses": [
+                f"Add {i} to {i}. The sum is {2 * i}. That is all. Ask me more.",
+                f"It is {2 * i + k}. I am sure. Nothing else is. Numbers {k} are fun."
+                if k
+                else f"No idea about {i}. Try a friend. Or a book. Or a {i}.",
+                f"Twice {i} makes {2 * i}. Double it. Then stop. Good luck {i}.",
+            ][:RESPONSES],
+        }
+        for i in range(5)
+        for k in [i % 2]
+    ]
+    file = place / "several.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    out = place / "run"
+    words = ["--model", tiny_model_dir, "--dataset", str(file), "--out", str(out)]
+    words += ["--temperatures", "0.7", "1", "--samples", "2", "--max-new-tokens", "6"]
+    assert sample(words) == 0
+    return out
+
+
+def test_the_command_estimates_shows_and_goes_on(folder, capsys):
+    out = folder.parent / "reaction"
+    words = [
+        str(folder),
+        "--control-queries",
+        "3",
+        "--control-responses",
+        "3",
+        "--resamples",
+        "100",
+    ]
+    words += ["--out", str(out)]
+    assert main([*words, "--dry-run"]) == 0
+    planned = capsys.readouterr().out
+    assert "5, 3 responses to each" in planned and "same content" in planned
+    assert main(words) == 0
+    shown = capsys.readouterr().out
+    assert "which of 3 responses it followed" in shown and "most bits" in shown
+    found = pd.read_parquet(out / "estimates.parquet")
+    turns = pd.read_parquet(out / "turns.parquet")
+    assert len(turns) == 5 * RESPONSES * 5
+    main_rows = found[(found["quantity"] == "I_K, bits") & (found["of"] == "alternatives")]
+    whole = main_rows[(main_rows["responses"] == 3) & (main_rows["temperature"] == 1.0)]
+    mine = turns[turns["temperature"] == 1.0]
+    by_query = mine.groupby(["source", "followed"])["reaction_bits"].mean().groupby("source").mean()
+    assert whole["value"].iloc[0] == pytest.approx(by_query.mean(), abs=1e-9)
+    controls = set(found["of"])
+    assert {"same content", "assistant header"} <= controls
+    tokens = found[(found["quantity"] == "bits by token") & (found["temperature"] == 1.0)]
+    assert tokens["value"].sum() == pytest.approx(whole["value"].iloc[0], abs=1e-9)
+    kept = {file: file.stat().st_mtime_ns for file in (out / "likelihoods").iterdir()}
+    assert main(words) == 0
+    capsys.readouterr()
+    assert {file: file.stat().st_mtime_ns for file in (out / "likelihoods").iterdir()} == kept
+
+
+def test_another_model_reads_the_texts_under_its_own_template(folder, tiny_model_dir, tmp_path):
+    """Given as the scorer, the subject reads what it reads itself, if texts tokenise alike."""
+    run = Run.open(folder)
+    arm, _ = read([run])
+    subject = experiments.resample.subject_of(run)
+    reader = experiments.reaction.score.reader_of(subject, run)
+    texts = [f"What about {i % 7}?" for i in range(len(arm.turns))]
+    of = {query.source: query for query in arm.queries}
+    ids = []
+    for text, source in zip(texts, arm.turns["source"], strict=True):
+        query = of[source]
+        messages = [*query.messages, {"role": "assistant", "content": query.responses[0]}]
+        ids.append(
+            np.array(reader.chat.reference_ids(messages, reader.chat.context(messages), text))
+        )
+    turns = arm.turns.assign(text=texts, token_ids=ids, finish_reason="length")
+    arm = replace(arm, turns=turns)
+    own = likelihoods(arm, reader, tmp_path / "own", Quiet()).reader
+    name = experiments.reaction.score.scored_by
+    other = name(tiny_model_dir, arm, run, tmp_path / "other", Quiet())
+    assert np.abs(own - other).max() < 1e-4
+    closed = replace(arm, turns=turns.assign(finish_reason="turn_end"))
+    longer = name(tiny_model_dir, closed, run, tmp_path / "closed", Quiet())
+    assert (longer < other - 1e-3).all()
+
+
+def test_paraphrases_stand_in_for_shuffled_sentences(folder, tmp_path):
+    arm, _ = read([Run.open(folder)])
+    texts = {"q0/r1": ["a", "b", "c"], "q1/r0": ["a", "a", "b"]}
+    made, kept, notes = same_content(arm, 3, 10, 0, texts)
+    assert [one.response for one in made] == ["a", "b", "c"] and len(kept) == 1
+    assert notes == [
+        "4 queries have no response with 3 versions that say the same; they are left out of that "
+        "comparison."
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--paraphrases", "none.jsonl"], "no file none.jsonl"),
+        (["--paraphrases", "{other}"], "the runs have no context 'elsewhere'"),
+        (["--paraphrases", "{shape}"], "line 1 has no list of texts called versions"),
+        (["--paraphrases", "{few}"], "no response has 3 different paraphrases"),
+        (["--scorer", "{plain}"], "chat template"),
+    ],
+)
+def test_bad_input_is_one_line(folder, tmp_path, capsys, words, said, tiny_model_dir):
+    plain = tmp_path / "plain"
+    shutil.copytree(tiny_model_dir, plain)
+    (plain / "chat_template.jinja").unlink()
+    files = {
+        "other": {"id": "elsewhere", "versions": ["a", "b", "c"]},
+        "shape": {"id": "q0/r0", "versions": "a"},
+        "few": {"id": "q0/r0", "versions": ["a"]},
+    }
+    for name, row in files.items():
+        (tmp_path / name).write_text(json.dumps(row) + "\n")
+    given = [w.format(plain=plain, **{n: tmp_path / n for n in files}) for w in words]
+    if "--scorer" in words:
+        given += ["--control-queries", "0"]
+    given += ["--control-responses", "3", "--out", str(tmp_path / "out")]
+    assert main([str(folder), *given]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("error: ") and said in error and "; " in error
+
+
+def test_runs_that_cannot_tell_responses_apart_are_refused(tiny_model_dir, tmp_path, capsys):
+    words = ["--model", tiny_model_dir, "--temperatures", "1", "--max-new-tokens", "2"]
+    one = tmp_path / "one"
+    assert sample([*words, "--limit", "2", "--out", str(one)]) == 0
+    assert main([str(one)]) == 2
+    assert "one has one response per query; sample" in capsys.readouterr().err
+    file = tmp_path / "alike.jsonl"
+    file.write_text(json.dumps({"question": "Why?", "responses": ["So.", "So."]}) + "\n")
+    alike = tmp_path / "alike"
+    assert sample([*words, "--dataset", str(file), "--out", str(alike)]) == 0
+    assert main([str(alike)]) == 2
+    assert "are all alike: no turn can tell them apart" in capsys.readouterr().err
+
+
+def test_identical_contexts_give_no_bits(tiny_model_dir, tmp_path):
+    """As a control may have them, K identical responses tell nothing."""
+    file = tmp_path / "alike.jsonl"
+    file.write_text(json.dumps({"question": "Why?", "responses": ["So.", "So.", "So."]}) + "\n")
+    words = ["--model", tiny_model_dir, "--dataset", str(file), "--out", str(tmp_path / "run")]
+    assert sample([*words, "--temperatures", "1", "--samples", "3"]) == 0
+    arm, _ = read([Run.open(tmp_path / "run")], SAME_CONTENT)
+    reader = experiments.reaction.score.reader_of(
+        experiments.resample.subject_of(Run.open(tmp_path / "run")), Run.open(tmp_path / "run")
+    )
+    found = likelihoods(arm, reader, tmp_path / "likelihoods", Quiet())
+    sampled = (arm.turns["temperature"] > 0).to_numpy()
+    assert reaction_bits(np.nansum(found.own[sampled], axis=2)).max() < 1e-9
