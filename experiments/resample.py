@@ -127,11 +127,15 @@ def grid_of(runs: Sequence[Run]) -> Grid:
         UserError: they differ in them, or in the chat settings.
     """
     for run in runs[1:]:
-        for name in ("grid", *SHARED):
-            if run.config[name] != runs[0].config[name]:
-                raise UserError(
-                    f"{runs[0].path} and {run.path} differ in {name}", "give them one by one"
-                )
+        ours, theirs = (
+            {name: one.config[name] for name in SHARED} | one.config["grid"]
+            for one in (runs[0], run)
+        )
+        if differ := [name for name, value in ours.items() if theirs[name] != value]:
+            raise UserError(
+                f"{runs[0].path} and {run.path} differ in {', '.join(differ)}",
+                "give runs of the same settings",
+            )
     given = runs[0].config["grid"]
     return Grid(**given | {"temperatures": tuple(given["temperatures"])})
 

@@ -83,6 +83,7 @@ class Experiment:
         add_flags: adds the experiment's own flags.
         several_models: runs of several models may be given together.
         perturbed: runs that hold perturbed contexts may be given.
+        judged: verdicts are used, so a judge can be chosen.
         drawn: what ``--seed`` is the seed of.
         default_out: first run's folder → output folder, if it isn't ``experiments/NAME`` in there.
         out_help: that default in words.
@@ -96,6 +97,7 @@ class Experiment:
     add_flags: Callable[[argparse.ArgumentParser], None] = lambda parser: None
     several_models: bool = False
     perturbed: bool = False
+    judged: bool = True
     drawn: str = "resampling"
     default_out: Callable[[Path], Path] | None = None
     out_help: str = ""
@@ -111,8 +113,9 @@ class Experiment:
             + fill(f"Written: {ESTIMATES} (every number, one per row), {self.written}.", 100),
         )
         parser.add_argument("runs", nargs="+", type=path_of, metavar="RUN", help="a run's folder")
-        judge = "whose verdicts (default: the only judge)"
-        parser.add_argument("--judge", metavar="NAME", help=judge)
+        if self.judged:
+            judge = "whose verdicts (default: the only judge)"
+            parser.add_argument("--judge", metavar="NAME", help=judge)
         add_no_verify(parser)
         self.add_flags(parser)
         parser.add_argument(

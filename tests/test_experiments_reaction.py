@@ -192,10 +192,22 @@ def test_the_command_estimates_shows_and_goes_on(folder, capsys):
     main_rows = found[(found["quantity"] == "I_K, bits") & (found["of"] == "alternatives")]
     whole = main_rows[(main_rows["responses"] == 3) & (main_rows["temperature"] == 1.0)]
     mine = turns[turns["temperature"] == 1.0]
-    by_query = mine.groupby(["source", "followed"])["reaction_bits"].mean().groupby("source").mean()
+    by_query = mine.groupby(["source_id", "followed"])["reaction_bits"].mean()
+    by_query = by_query.groupby("source_id").mean()
     assert whole["value"].iloc[0] == pytest.approx(by_query.mean(), abs=1e-9)
     controls = set(found["of"])
     assert {"same content", "assistant header"} <= controls
+    tested = found[found["p"].notna()]
+    assert len(tested) == 4 and (tested["p_holm"] >= tested["p"]).all()
+    bounded = found[found["quantity"].isin(["I_K, bits", "identified"])]
+    assert (bounded["low"] >= 0).all() and (bounded["high"] <= np.log2(3)).all()
+    role = Run.open(out / "assistant_header" / "run").contexts
+    own = Run.open(folder).contexts.set_index(["source_id", "response_index"])["text"]
+    for row in role.to_dict("records"):
+        user = own[row["source_id"], row["response_index"]]
+        assert row["text"] == user.removesuffix("user\n") + "assistant\n"
+    same = Run.open(out / "same_content" / "run").contexts
+    assert set(same["perturbation"]) == {"same_content"} and len(same) == len(role) == 9
     tokens = found[(found["quantity"] == "bits by token") & (found["temperature"] == 1.0)]
     assert tokens["value"].sum() == pytest.approx(whole["value"].iloc[0], abs=1e-9)
     kept = {file: file.stat().st_mtime_ns for file in (out / "likelihoods").iterdir()}
@@ -228,6 +240,58 @@ def test_another_model_reads_the_texts_under_its_own_template(folder, tiny_model
     closed = replace(arm, turns=turns.assign(finish_reason="turn_end"))
     longer = name(tiny_model_dir, closed, run, tmp_path / "closed", Quiet())
     assert (longer < other - 1e-3).all()
+
+
+def test_queries_of_two_datasets_may_have_one_id(tiny_model_dir, tmp_path):
+    runs = []
+    for name, responses in (("one", ["A.", "A."]), ("two", ["B.", "C."])):
+        file = tmp_path / f"{name}.jsonl"
+        file.write_text(json.dumps({"id": "a", "question": "Why?", "responses": responses}) + "\n")
+        words = ["--model", tiny_model_dir, "--dataset", str(file), "--temperatures", "1"]
+        assert sample([*words, "--out", str(tmp_path / name), "--samples", "2"]) == 0
+        runs.append(Run.open(tmp_path / name))
+    arm, _ = read(runs)
+    assert arm.turns.groupby("source")["dataset"].agg(set).tolist() == [{"one"}, {"two"}]
+    own = runs[0].generations["token_ids"].map(tuple).tolist()
+    assert arm.turns[arm.turns["dataset"] == "one"]["token_ids"].map(tuple).tolist() == own
+
+
+def test_a_query_with_one_response_is_left_out_and_counted(tiny_model_dir, tmp_path):
+    file = tmp_path / "ragged.jsonl"
+    rows = [{"question": f"{n}?", "responses": [f"{k}." for k in range(n)]} for n in (3, 2, 1)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ["--model", tiny_model_dir, "--dataset", str(file), "--out", str(tmp_path / "run")]
+    assert sample([*words, "--temperatures", "1", "--samples", "1"]) == 0
+    arm, notes = read([Run.open(tmp_path / "run")])
+    assert arm.responses == 3 and len(arm.queries) == 1
+    assert "2 of 3 queries have fewer than 3 responses and are left out." in notes
+
+
+def test_scores_of_a_judge_take_the_readers_place(folder, tmp_path, capsys):
+    """Scores that know the response tell all of it, but for the one turn that counts for none."""
+    arm, _ = read([Run.open(folder)])
+    lines = [
+        {"context_id": turn["context_id"], "temperature": turn["temperature"]}
+        | {"sample": turn["sample"], "scores": [float(k == turn["followed"]) for k in range(3)]}
+        for turn in arm.turns.to_dict("records")
+    ]
+    file = tmp_path / "scores.jsonl"
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    words = [str(folder), "--control-queries", "0", "--scores", str(file)]
+    assert main([*words, "--out", str(tmp_path / "out"), "--resamples", "100"]) == 0
+    capsys.readouterr()
+    found = pd.read_parquet(tmp_path / "out" / "estimates.parquet")
+    told = found[found["quantity"] == "readable bits"]
+    assert (told["value"] > 0.9 * np.log2(3)).all() and (told["p"] < 0.01).all()
+    for change, said in (
+        (lines[:-1], "lacks 1 of 75 turns"),
+        ([*lines, lines[0]], "is scored twice"),
+        ([lines[0] | {"scores": [1, 2]}], "line 1 has no list of 3 scores"),
+        ([lines[0] | {"sample": 9}], "the runs have no turn ("),
+    ):
+        file.write_text("".join(json.dumps(line) + "\n" for line in change))
+        assert main([*words, "--out", str(tmp_path / "bad")]) == 2
+        assert said in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_paraphrases_stand_in_for_shuffled_sentences(folder, tmp_path):

@@ -49,7 +49,8 @@ def test_each_response_is_a_context_of_its_source(run):
     texts = [messages[-1]["content"] for messages in contexts["messages"]]
     assert len(set(texts)) == 9
     assert several_responses(run) == (
-        "responses: 3 to each of 3 queries, 3 of them distinct; 0 queries have one text only."
+        "responses per query: 3, of which 3 differ (means over 3 queries); queries with one text "
+        "only: 0."
     )
 
 
@@ -109,6 +110,20 @@ def test_data_may_hold_several_responses(tiny_subject, tmp_path, progress):
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     with pytest.raises(UserError, match="line 2: a response and a list of responses"):
         list(open_conversations(str(file)))
+
+
+@pytest.mark.parametrize("responses", [["x", 3], "text", []])
+def test_other_lists_of_responses_are_refused(responses, tmp_path):
+    file = tmp_path / "odd.jsonl"
+    file.write_text(json.dumps({"question": "Why?", "responses": responses}) + "\n")
+    with pytest.raises(UserError, match="line 1: the responses are not a list of texts"):
+        open_conversations(str(file))
+
+
+def test_flags_about_responses_without_one_to_write_are_refused(tiny_subject, tmp_path, progress):
+    config = replace(CONFIG, response="auto")
+    with pytest.raises(UserError, match="every conversation has a response: --responses"):
+        collect(config, tiny_subject, tmp_path / "run", progress)
 
 
 def test_a_conversation_with_a_response_index_is_read_back(tmp_path):

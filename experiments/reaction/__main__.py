@@ -29,6 +29,9 @@ def run(args: argparse.Namespace, runs: "list[Run]", folder: Path) -> Results | 
     from ia_mech.display import Bar
 
     arm, notes = read(runs)
+    scores = None if args.scores is None else score.given_scores(args.scores, arm)
+    if args.scorer is not None:
+        score.check_scorer(args.scorer, runs[0])
     arms, grid = {ALTERNATIVES: arm}, grid_of(runs)
     size = min(args.control_responses, arm.responses)
     conversations = {}
@@ -53,7 +56,6 @@ def run(args: argparse.Namespace, runs: "list[Run]", folder: Path) -> Results | 
         name: Scored(one, score.likelihoods(one, reader, folder / "likelihoods", Bar()))
         for name, one in arms.items()
     }
-    scores = None
     if args.scorer is not None:
         scores = score.scored_by(args.scorer, arm, runs[0], folder / "likelihoods", Bar())
     main = scored[ALTERNATIVES]
@@ -66,7 +68,7 @@ def run(args: argparse.Namespace, runs: "list[Run]", folder: Path) -> Results | 
         estimates=found,
         show=lambda console: show.tables(console, found, turns, args.level),
         figures=show.figures(found, runs[0].model["name"]),
-        tables={"turns": turns},
+        tables={"turns": show.written(turns)},
         notes=notes,
     )
 
@@ -91,12 +93,20 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--paraphrases",
         type=path_of,
         metavar="FILE",
-        help='JSONL with {"id": …, "versions": […]}, in place of shuffled sentences',
+        help='JSONL with {"id": "open-03/r0", "versions": […]}: texts that say what that response '
+        "says, in place of its sentences shuffled",
     )
-    parser.add_argument(
+    reader = parser.add_mutually_exclusive_group()
+    reader.add_argument(
         "--scorer",
         metavar="MODEL",
         help="another model as the one reader of all turns (default: the subject at T = 1)",
+    )
+    reader.add_argument(
+        "--scores",
+        type=path_of,
+        metavar="FILE",
+        help="scores of any judge or embedding in the reader's place (JSONL; see docs/reaction.md)",
     )
     parser.add_argument(
         "--dry-run", action="store_true", help="show what would be sampled and scored, and stop"
@@ -130,6 +140,7 @@ Interrupted, the same command continues.""",
     add_flags=add_flags,
     default_out=default_out,
     out_help="cache/<first run>-reaction",
+    judged=False,
     drawn="controls, folds and tests",
     kept="what was sampled and scored is kept; the same command goes on from there",
 )

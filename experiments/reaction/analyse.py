@@ -9,7 +9,7 @@ import pandas as pd
 
 from experiments.reaction.read import ALTERNATIVES, ASSISTANT, SAME_CONTENT, Arm
 from experiments.reaction.score import Likelihoods
-from ia_mech.estimates import TidyEstimate, by_dataset, frame_of
+from ia_mech.estimates import TidyEstimate, by_dataset, corrected, frame_of
 from ia_mech.likelihood.copying import FEATURES, GROUPS, copy_features
 from ia_mech.likelihood.reaction import (
     bits_by_token,
@@ -92,7 +92,13 @@ def estimates(
             for name in (SAME_CONTENT, ASSISTANT):
                 if temperature and name in scored:
                     rows += maker.against(scored[name], dataset)
-    return frame_of(rows, COLUMNS)
+    return frame_of(corrected(rows, lambda row: row.quantity), COLUMNS)
+
+
+def within(estimate: Estimate, most: float) -> Estimate:
+    """The estimate of a number that lies between 0 and ``most``, with its interval cut there."""
+    low, high = np.clip([estimate.low, estimate.high], 0, most)
+    return replace(estimate, low=float(low), high=float(high))
 
 
 def readable(scored: Scored, scores: np.ndarray, seed: int) -> np.ndarray:
@@ -151,7 +157,9 @@ class _Maker:
         usual = {"of": ALTERNATIVES, "responses": self.count, "token": None}
         return TidyEstimate(quantity, self.names | usual | names, rows, estimate)
 
-    def _mean(self, quantity: str, column: str, **names: Any) -> TidyEstimate:
+    def _mean(
+        self, quantity: str, column: str, most: float | None = None, **names: Any
+    ) -> TidyEstimate:
         values, turns = self.turns[column], self.turns
         if values.isna().any():
             missing = Estimate(np.nan, np.nan, np.nan, 0, "no values")
@@ -159,6 +167,7 @@ class _Maker:
         found = mean_over_queries(
             values, turns["followed"], turns["source"], self.count, level=self.options["level"]
         )
+        found = found if most is None else within(found, most)
         return self._row(quantity, found, len(turns), **names)
 
     def readable(self) -> Iterator[TidyEstimate]:
@@ -174,18 +183,20 @@ class _Maker:
         turns = self.turns
         first = turns[turns["sample"] == turns["sample"].min()]
         each = first.groupby("source")["text"].apply(lambda texts: distinctness(list(texts)))
-        found = cluster_mean(each.to_numpy(), each.index, level=self.options["level"])
+        level = self.options["level"]
+        found = within(cluster_mean(each.to_numpy(), each.index, level=level), 1.0)
         yield self._row("greedy turns that differ", found, len(first))
 
     def sampled(self) -> Iterator[TidyEstimate]:
         turns = self.turns
-        yield self._mean("I_K, bits", "reaction_bits")
+        yield self._mean("I_K, bits", "reaction_bits", most=np.log2(self.count))
         complete = turns[turns["complete"]]
         if 0 < len(complete) < len(turns):
             some = replace(self, turns=complete)
-            yield some._mean("I_K of complete responses, bits", "reaction_bits")
+            most = np.log2(self.count)
+            yield some._mean("I_K of complete responses, bits", "reaction_bits", most=most)
         yield self._mean("evidence, bits", "evidence")
-        yield self._mean("identified", "identified")
+        yield self._mean("identified", "identified", most=1.0)
         yield self._mean("presence, bits", "presence_bits")
         own, followed = self.scored.own, turns["followed"].to_numpy()
         for size in range(2, self.count):
@@ -193,6 +204,7 @@ class _Maker:
             found = mean_over_queries(
                 values, followed, turns["source"], self.count, level=self.options["level"]
             )
+            found = within(found, np.log2(size))
             yield self._row("I_K, bits", found, len(turns), responses=size)
         yield from self._by_token()
         yield from self._copying()
@@ -260,7 +272,7 @@ class _Maker:
         base, baseline = by_query(ours, followed[here], sources, count)
         level = self.options["level"]
         for quantity, each in (("I_K, bits", values), ("I_K on the same queries, bits", baseline)):
-            found = cluster_mean(each, range(len(each)), level=level)
+            found = within(cluster_mean(each, range(len(each)), level=level), np.log2(size))
             yield self._row(quantity, found, int(mine.sum()), of=arm.name, responses=size)
         if len(names) > 1:
             seed = self.options["seed"]

@@ -84,7 +84,7 @@ def same_content(
     of = {query.source: query for query in arm.queries if query.source in kept}
     return (
         [
-            conversation_of(query, k, text, "same")
+            conversation_of(query, k, text, "same_content")
             for source, query in of.items()
             for k, text in enumerate(versions[source])
         ],
@@ -97,7 +97,9 @@ def under_assistant(arm: Arm, count: int, queries: int, seed: int) -> list[Conve
     """The first ``count`` responses to some queries, with the assistant's header after them."""
     kept = drawn([query.source for query in arm.queries], queries, seed)
     return [
-        replace(conversation_of(query, k, query.responses[k], "assistant"), header="assistant")
+        replace(
+            conversation_of(query, k, query.responses[k], "header_assistant"), header="assistant"
+        )
         for query in arm.queries
         if query.source in kept
         for k in range(count)
@@ -111,7 +113,8 @@ def drawn(names: Sequence[str], most: int, seed: int) -> list[str]:
 
 
 def conversation_of(query: Query, index: int, response: str, kind: str) -> Conversation:
-    """The query with a response, as a conversation of its source."""
+    """The query with a response, as a conversation of its source that is perturbed in a kind of
+    way, so that no estimate pools it with the others."""
     _, _, source = query.source.partition("\x1f")
     messages = (*query.messages, {"role": "assistant", "content": response})
     return Conversation(
@@ -119,6 +122,7 @@ def conversation_of(query: Query, index: int, response: str, kind: str) -> Conve
         source_id=source,
         dataset=query.dataset,
         messages=messages,
+        perturbation=kind,
         response_index=index,
     )
 

@@ -91,10 +91,11 @@ def read(runs: Sequence[Run], name: str = ALTERNATIVES) -> tuple[Arm, list[str]]
     most = max(len(query.contexts) for query in queries)
     kept = [query for query in queries if len(query.contexts) == most]
     notes = []
-    if len(kept) < len(queries):
+    every = {(run.path, *pair) for run in runs for pair in _sources(run)}
+    if len(kept) < len(every):
         notes.append(
-            f"{len(queries) - len(kept)} of {len(queries)} queries have fewer than {most} "
-            "responses and are left out."
+            f"{len(every) - len(kept)} of {len(every)} queries have fewer than {most} responses "
+            "and are left out."
         )
     if all(query.distinct == 1 for query in kept) and name == ALTERNATIVES:
         raise UserError(
@@ -107,10 +108,14 @@ def read(runs: Sequence[Run], name: str = ALTERNATIVES) -> tuple[Arm, list[str]]
             f"{cut} of {len(kept)} queries have a response that was cut off, which is another "
             "stimulus; estimates of complete ones alone stand beside the others."
         )
-    of = {id_: (query, k) for query in kept for k, id_ in enumerate(query.contexts)}
+    of = {
+        (query.dataset, id_): (query, k) for query in kept for k, id_ in enumerate(query.contexts)
+    }
     turns = pd.concat([run.generations for run in runs], ignore_index=True)
-    turns = turns[turns["context_id"].isin(of)].reset_index(drop=True)
-    found = [of[id_] for id_ in turns["context_id"]]
+    keys = list(zip(turns["dataset"], turns["context_id"], strict=True))
+    here = [key in of for key in keys]
+    turns = turns[here].reset_index(drop=True)
+    found = [of[key] for key in keys if key in of]
     columns = ["context_id", "dataset", "temperature", "sample", "text", "token_ids"]
     return Arm(
         name,
@@ -121,6 +126,11 @@ def read(runs: Sequence[Run], name: str = ALTERNATIVES) -> tuple[Arm, list[str]]
             complete=[query.complete for query, _ in found],
         ),
     ), notes
+
+
+def _sources(run: Run) -> set[tuple[str, str]]:
+    """Dataset and source of every context."""
+    return set(zip(run.contexts["dataset"], run.contexts["source_id"], strict=True))
 
 
 def _contexts_of(run: Run) -> pd.DataFrame:

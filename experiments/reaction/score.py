@@ -23,8 +23,14 @@ from ia_mech.engine.plan import OomBackoff
 from ia_mech.engine.score import Scored, Turn, score_groups
 from ia_mech.errors import UserError
 from ia_mech.likelihood.counterfactual_prefill import prefill_counterfactuals, shared_prefix
-from ia_mech.models.load import ModelSpec, Subject, load
+from ia_mech.models.load import (
+    ModelSpec,
+    Subject,
+    load,
+    load_tokenizer_and_config,
+)
 from ia_mech.run import Run, integrity
+from ia_mech.untrusted import parse_json
 
 QUERIES = 8  # whose likelihoods are kept in one file, so that an interrupted command goes on
 
@@ -73,6 +79,17 @@ def reader_of(subject: Subject, run: Run) -> Reader:
     return Reader(subject.model, chat, engine.shared > 0, engine.shared > 0 and engine.whole)
 
 
+def check_scorer(name: str, run: Run) -> None:
+    """Refuse a model that can't be had or has no chat template, before anything is computed.
+
+    Raises:
+        UserError: says what is wrong with it.
+    """
+    tokenizer, model_config = load_tokenizer_and_config(ModelSpec(name=name))
+    given = {name: run.config[name] for name in SHARED}
+    build_chat(SampleConfig(**given), tokenizer, eos_ids(None, model_config))
+
+
 def scored_by(name: str, arm: Arm, run: Run, folder: Path, progress: Progress) -> np.ndarray:
     """``[turns, K]`` log-likelihoods at T = 1 by another model, which reads the texts under its own
     chat template.
@@ -99,6 +116,44 @@ def scored_by(name: str, arm: Arm, run: Run, folder: Path, progress: Progress) -
             ids[row] = np.array(turn + end * (reason == "turn_end"))
     turns = arm.turns.assign(token_ids=pd.Series(ids), temperature=1.0)
     return likelihoods(replace(arm, queries=queries, turns=turns), reader, folder, progress).reader
+
+
+def given_scores(file: Path, arm: Arm) -> np.ndarray:
+    """``[turns, K]`` scores of a judge or an embedding, from a file of the user's.
+
+    JSONL, a line per turn with ``context_id``, ``temperature``, ``sample`` and ``scores``: K in the
+    order of the responses; larger means likelier.
+
+    Raises:
+        UserError: no such file, not such JSON, or turns that are missing, unknown or scored twice.
+    """
+    remedy = 'write lines such as {"context_id": …, "temperature": …, "sample": …, "scores": […]}'
+    if not file.is_file():
+        raise UserError(f"no file {file}", "give --scores an existing file")
+    keys = ["context_id", "temperature", "sample"]
+    rows = {key: at for at, key in enumerate(arm.turns[keys].itertuples(index=False, name=None))}
+    found = np.full((len(arm.turns), arm.responses), np.nan)
+    for number, line in enumerate(file.read_bytes().splitlines(), start=1):
+        place = f"{file.name} line {number}"
+        if not line.strip():
+            continue
+        row = parse_json(line, place, remedy)
+        scores = row.get("scores") if isinstance(row, dict) else None
+        finite = isinstance(scores, list) and all(
+            isinstance(score, int | float) and np.isfinite(score) for score in scores
+        )
+        if scores is None or not finite or len(scores) != arm.responses:
+            raise UserError(f"{place} has no list of {arm.responses} scores", remedy)
+        key = tuple(row.get(name) for name in keys)
+        if key not in rows:
+            raise UserError(f"{place}: the runs have no turn {key}", remedy)
+        if not np.isnan(found[rows[key]]).all():
+            raise UserError(f"{place}: turn {key} is scored twice", "leave out one of the lines")
+        found[rows[key]] = scores
+    missing = int(np.isnan(found).any(1).sum())
+    if missing:
+        raise UserError(f"{file} lacks {missing} of {len(found)} turns", "score all of them")
+    return found
 
 
 def likelihoods(arm: Arm, reader: Reader, folder: Path, progress: Progress) -> Likelihoods:

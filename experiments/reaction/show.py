@@ -43,9 +43,17 @@ def plan(arms: dict[str, Arm], contexts: dict[str, int]) -> None:
         each = count / max(1, len(arm.queries))
         cost += rows * per_turn * (1 + RESCORE_COST * each)
         lines.append((name, f"{count} contexts to sample {rows:.0f} turns after, then to score"))
-    lines.append(("work", f"like {cost:.0f} decoded tokens ({cost / SLOW:.0f} s at {SLOW}/s)"))
+    seconds = f"{cost / SLOW:.0f} s at an assumed {SLOW} tokens/s"
+    lines.append(("work", f"like {cost:.0f} decoded tokens ({seconds})"))
     for name, value in lines:
         screen.print(f"{name:<20}{escape(one_line(value))}", soft_wrap=True)
+
+
+def written(turns: pd.DataFrame) -> pd.DataFrame:
+    """The turns as they are written: with ``source_id`` in place of the key that holds across
+    datasets."""
+    named = turns["source"].str.partition("\x1f")[2]
+    return turns.drop(columns=["source"]).assign(source_id=named)
 
 
 def tables(to: Console, estimates: pd.DataFrame, turns: pd.DataFrame, level: float) -> None:

@@ -59,7 +59,7 @@ explains them.
 COMMON = {
     *("help", "help_all", "model", "dtype", "device", "threads", "dataset", "limit", "response"),
     *("temperatures", "samples", "max_new_tokens", "seed", "positions"),
-    *("contrasts", "out", "dry_run", "repair"),
+    *("responses", "contrasts", "out", "dry_run"),
 }
 
 

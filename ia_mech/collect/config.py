@@ -63,8 +63,7 @@ class SampleConfig:
     def __post_init__(self) -> None:
         if self.responses < 1:
             raise UserError(f"--responses {self.responses}", "give at least 1")
-        asked = self.responses > 1 or self.response_temperature != 0
-        if asked and self.response == "given":
+        if self.writes_responses and self.response == "given":
             raise UserError(
                 "--response given: the model writes no responses",
                 "leave out --responses and --response-temperature, or use --response generate",
@@ -75,6 +74,11 @@ class SampleConfig:
                 "give a --response-temperature above 0",
             )
         check_temperature(self.response_temperature, "response temperature")
+
+    @property
+    def writes_responses(self) -> bool:
+        """Whether flags say how the model is to write responses."""
+        return self.responses > 1 or self.response_temperature != 0
 
     @property
     def rivals(self) -> bool:

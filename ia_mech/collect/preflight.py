@@ -250,6 +250,11 @@ def survey(
         text = json.dumps(conversation.to_dict(), sort_keys=True, ensure_ascii=False)
         total.update(text.encode() + b"\n")
         keep(text)
+    if config.writes_responses and not prompts:
+        raise UserError(
+            "every conversation has a response: --responses and --response-temperature do nothing",
+            "use --response generate, which replaces them, or leave the two flags out",
+        )
     if inputs.own is not None:
         inputs.own.check(ids, sum(size.turn is not None for size in sizes))
     tokens = sum(size.length for size in sizes)

@@ -82,8 +82,8 @@ def several_responses(run: Run) -> str:
     of_query = texts.groupby([several["dataset"], several["source_id"]])
     each, distinct = of_query.size(), of_query.nunique()
     return (
-        f"responses: {each.mean():.3g} to each of {len(each)} queries, {distinct.mean():.3g} "
-        f"of them distinct; {int((distinct == 1).sum())} queries have one text only."
+        f"responses per query: {each.mean():.3g}, of which {distinct.mean():.3g} differ (means "
+        f"over {len(each)} queries); queries with one text only: {int((distinct == 1).sum())}."
     )
 
 
@@ -204,4 +204,6 @@ def print_run(run: Run) -> None:
     )
     word = quoted(code) if set('"$`\\!') & set(code) else f'"{code}"'
     screen.print(f"read it: python -c {escape(word)}", soft_wrap=True)
-    screen.print(f"next: python -m ia_mech.judge run {escape(quoted(run.path))}", soft_wrap=True)
+    several = several_responses(run)
+    command = "experiments.reaction" if several else "ia_mech.judge run"
+    screen.print(f"next: python -m {command} {escape(quoted(run.path))}", soft_wrap=True)

@@ -115,11 +115,10 @@ def parse(row: dict, columns: ColumnMap, place: str) -> Parts:
     parts.source_id = cells.identifier("source", ("source_id",))
     if isinstance(row.get("dataset"), str):
         parts.dataset = cells.take("dataset")
-    if isinstance(row.get("perturbation"), str):  # as experiments.perturbations writes them
+    if isinstance(row.get("perturbation"), str):  # as experiments write them
         parts.perturbation = cells.take("perturbation")
         parts.header = cells.take("header" if "header" in row else None)
-    if _list_of(row.get("responses"), str):
-        parts.responses = cells.take("responses")
+    parts.responses = cells.responses()
     if isinstance(row.get("response_index"), int):  # as our own JSONL has it
         parts.response_index = cells.take("response_index")
     parts.metadata = cells.rest()
@@ -219,6 +218,18 @@ class _Cells:
                 f"name another column with --{role}-column",
             )
         return None if blank else str(value)
+
+    def responses(self) -> list[str] | None:
+        """The texts of the column ``responses``; a list of other things is of no such column."""
+        value = self.row.get("responses")
+        if value is None or _list_of(value, dict):
+            return None
+        if not _list_of(value, str):
+            raise UserError(
+                f"{self.place}: the responses are not a list of texts ({_kind(value)})",
+                'write "responses": ["…", "…"], or name the column otherwise',
+            )
+        return self.take("responses")
 
     def gold(self, name: str | None) -> str | None:
         value = jsonable(self.take(name))
