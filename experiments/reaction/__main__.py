@@ -37,7 +37,7 @@ def run(args: argparse.Namespace, runs: "list[Run]", folder: Path) -> Results | 
     conversations = {}
     if args.control_queries:
         texts = None if args.paraphrases is None else read_paraphrases(args.paraphrases, arm)
-        made, _, more = same_content(arm, size, args.control_queries, args.seed, texts)
+        made, more = same_content(arm, size, args.control_queries, args.seed, texts)
         notes += more
         conversations[SAME_CONTENT] = made
         conversations[ASSISTANT] = under_assistant(arm, size, args.control_queries, args.seed)
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace, runs: "list[Run]", folder: Path) -> Results | 
     for name, those in conversations.items():
         place = folder / name.replace(" ", "_")
         control = resampled(runs[0], those, place, grid, ("header_last",))
-        arms[name], more = read([control], name)
+        arms[name], _ = read([control], name)
         used.append(control)
     subject = subject_of(runs[0])
     reader = score.reader_of(subject, runs[0])
@@ -61,7 +61,7 @@ def run(args: argparse.Namespace, runs: "list[Run]", folder: Path) -> Results | 
     main = scored[ALTERNATIVES]
     held = readable(main, main.found.reader if scores is None else scores, args.seed)
     turns = per_turn(main, held)
-    found = estimates(scored, scores, **intervals(args))
+    found = estimates(scored, turns, scores, **intervals(args))
     return Results(
         runs=used,
         judge=None,

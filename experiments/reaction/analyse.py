@@ -59,7 +59,8 @@ class Scored:
 
 def estimates(
     scored: dict[str, Scored],
-    scores: np.ndarray | None,
+    turns: pd.DataFrame,
+    scores: np.ndarray | None = None,
     *,
     level: float = 0.95,
     resamples: int = 2000,
@@ -69,6 +70,7 @@ def estimates(
 
     Args:
         scored: the arms by their names; :data:`~experiments.reaction.read.ALTERNATIVES` is there.
+        turns: its table (:func:`per_turn`).
         scores: ``[turns, K]`` of the reader in place of the subject's likelihoods at T = 1, or
             None.
         level: coverage of the intervals.
@@ -77,8 +79,6 @@ def estimates(
     """
     main = scored[ALTERNATIVES]
     options = {"level": level, "resamples": resamples, "seed": seed}
-    held = readable(main, main.found.reader if scores is None else scores, seed)
-    turns = per_turn(main, held)
     rows: list[TidyEstimate] = []
     for dataset, here in by_dataset(main.arm.turns):
         here = np.asarray(here)

@@ -40,7 +40,7 @@ def same_content(
     queries: int,
     seed: int,
     paraphrases: Mapping[str, Sequence[str]] | None = None,
-) -> tuple[list[Conversation], list[str], list[str]]:
+) -> tuple[list[Conversation], list[str]]:
     """``count`` versions of one response to each of some queries.
 
     Args:
@@ -51,7 +51,7 @@ def same_content(
         paraphrases: texts by context id, in place of shuffled sentences.
 
     Returns:
-        The conversations, the sources that have them, and what a reader has to know.
+        The conversations, and what a reader has to know.
 
     Raises:
         UserError: no response has so many versions.
@@ -82,15 +82,12 @@ def same_content(
             "say the same; they are left out of that comparison."
         )
     of = {query.source: query for query in arm.queries if query.source in kept}
-    return (
-        [
-            conversation_of(query, k, text, "same_content")
-            for source, query in of.items()
-            for k, text in enumerate(versions[source])
-        ],
-        kept,
-        notes,
-    )
+    conversations = [
+        conversation_of(query, k, text, "same_content")
+        for source, query in of.items()
+        for k, text in enumerate(versions[source])
+    ]
+    return conversations, notes
 
 
 def under_assistant(arm: Arm, count: int, queries: int, seed: int) -> list[Conversation]:

@@ -60,7 +60,6 @@ def tables(to: Console, estimates: pd.DataFrame, turns: pd.DataFrame, level: flo
     """The headline table, what was copied, and the turns with most and least bits."""
     main = estimates[estimates["of"] == ALTERNATIVES]
     most = main["responses"].max()
-    shown = ALL if (main["dataset"] == ALL).any() else main["dataset"].iloc[0]
     whole = main[(main["responses"] == most) & main["token"].isna()]
     title = (
         f"bits that a turn tells about which of {most} responses it followed "
@@ -106,8 +105,9 @@ def tables(to: Console, estimates: pd.DataFrame, turns: pd.DataFrame, level: flo
                 soft_wrap=True,
             )
     to.print(
-        f"{shown}: bits show that turns depend on the response, not that they are apt or that the "
-        "model is aware of it; responses that are alike (a maths answer) leave few bits to tell.",
+        "readable: by one reader of all turns; presence: bits gained over no response; differ: "
+        "share of pairs of greedy turns. Bits show that turns depend on the response, not that they are "
+        "apt or that the model is aware of it; alike responses (a maths answer) leave few to tell.",
         soft_wrap=True,
     )
 
