@@ -106,8 +106,9 @@ def tables(to: Console, estimates: pd.DataFrame, turns: pd.DataFrame, level: flo
             )
     to.print(
         "readable: by one reader of all turns; presence: bits gained over no response; differ: "
-        "share of pairs of greedy turns. Bits show that turns depend on the response, not that they are "
-        "apt or that the model is aware of it; alike responses (a maths answer) leave few to tell.",
+        "share of pairs of greedy turns. Bits show that turns depend on the response, not that "
+        "they are apt or that the model is aware of it; alike responses (a maths answer) leave few "
+        "to tell.",
         soft_wrap=True,
     )
 
