@@ -360,7 +360,7 @@ class RunWriter:
                 if path.is_file() and path.relative_to(self.path).as_posix() not in named:
                     path.unlink()
         for name in (layout.RUN, layout.MANIFEST):  # which only the holder of the lock writes
-            for path in self.path.glob(f"{name}.*.tmp"):
+            for path in self.path.glob(f"{name}*.tmp"):
                 path.unlink()
 
 
