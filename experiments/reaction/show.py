@@ -143,6 +143,11 @@ def by_temperature(estimates: pd.DataFrame, title: str) -> Figure:
         mine = whole[whole["of"] == name]
         if len(mine):
             lines.append((f"{name}, {mine['responses'].max()} contexts", mine, colour))
+    fewer = found[found["quantity"] == "I_K on the same queries, bits"]
+    fewer = fewer[fewer["of"] == SAME_CONTENT]
+    if len(fewer):
+        label = f"{fewer['responses'].max()} responses, the control's queries"
+        lines.insert(1, (label, fewer, COLOURS[5]))
     held = found[found["quantity"] == "readable bits"]
     lines.append(("readable by one reader", held, COLOURS[6]))
     for label, rows, colour in lines:
