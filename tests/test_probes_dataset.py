@@ -324,6 +324,25 @@ def test_two_models_of_one_size_are_noted(copy, other):
     assert any("2 models" in note and "another/model" in note for note in notes)
 
 
+def test_grounded_turns_need_the_judge_s_p_values(copy, monkeypatch):
+    run = copy()
+    with pytest.raises(UserError, match="verdicts of 'rules' in .* have no grounding p values"):
+        read([run], target="grounded")
+    labels = type(run.labels)
+    judgements = labels.judgements
+
+    def with_p(self, name):  # the sample's number decides
+        said = judgements(self, name)
+        return said.assign(grounded_p=said["sample"] * 0.06)
+
+    monkeypatch.setattr(labels, "judgements", with_p)
+    found, rate = (read([run], target=target).contexts for target in ("grounded@1", "rate@1"))
+    assert found["trials"].tolist() == rate["trials"].tolist()
+    genuine = rate["positives"] > 0
+    assert genuine.any() and (rate["positives"][genuine] > 1).all()
+    assert (found["positives"] == genuine).all()  # the first sample alone
+
+
 def test_a_target_that_no_context_has_is_refused(copy):
     run = copy(say=lambda context, t, sample: NEW if t else CANNOT_ASSESS)
     with pytest.raises(UserError, match=r"none of the 12 contexts has an outcome .* greedy"):
