@@ -1,7 +1,6 @@
 """The whole analysis on small arrays: what it reports, what may influence it, what doesn't leak."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest

@@ -326,7 +326,7 @@ def test_two_models_of_one_size_are_noted(copy, other):
 
 def test_grounded_turns_need_the_judge_s_p_values(copy, monkeypatch):
     run = copy()
-    with pytest.raises(UserError, match="verdicts of 'rules' in .* have no grounding p values"):
+    with pytest.raises(UserError, match=r"verdicts of 'rules' in .* have no grounding p values"):
         read([run], target="grounded")
     labels = type(run.labels)
     judgements = labels.judgements

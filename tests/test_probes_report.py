@@ -402,8 +402,8 @@ def test_the_plain_sentence_comes_first_and_says_no_more_than_was_shown(conclude
 def test_the_sentence_in_full(concluded):
     numbers = (
         "Probes whose layer and position are chosen inside the training folds have AUROC 0.71 "
-        "[0.65, 0.77], p = 0.010 (selection replayed); 1 of 2 layers × positions can't be told from "
-        "the best (95% confidence set)."
+        "[0.65, 0.77], p = 0.010 (selection replayed); 1 of 2 layers × positions can't be told "
+        "from the best (95% confidence set)."
     )
     assert concluded(MORE, labelled_by="judge rules").sentence == (
         f"The rate can be read from the hidden states, beyond {READOUT}. {numbers} Added to that "
