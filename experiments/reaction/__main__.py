@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from experiments.runner import Experiment, Results, intervals
+from experiments.runner import Experiment, Results
 from ia_mech.cli import path_of, whole_from
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def run(args: argparse.Namespace, runs: "list[Run]", folder: Path) -> Results | None:
     """Sample the controls, score all turns, estimate and draw."""
     from experiments.reaction import score, show
-    from experiments.reaction.analyse import Scored, estimates, per_turn, readable
+    from experiments.reaction.analyse import ScoredArm, estimates, per_turn, readable
     from experiments.reaction.controls import read_paraphrases, same_content, under_assistant
     from experiments.reaction.read import ALTERNATIVES, ASSISTANT, SAME_CONTENT, read
     from experiments.resample import grid_of, resampled, subject_of
@@ -30,8 +30,7 @@ def run(args: argparse.Namespace, runs: "list[Run]", folder: Path) -> Results | 
 
     arm, notes = read(runs)
     scores = None if args.scores is None else score.given_scores(args.scores, arm)
-    if args.scorer is not None:
-        score.check_scorer(args.scorer, runs[0])
+    told = None if args.scorer is None else score.retold(arm, args.scorer, runs[0])
     arms, grid = {ALTERNATIVES: arm}, grid_of(runs)
     size = min(args.control_responses, arm.responses)
     conversations = {}
@@ -40,9 +39,11 @@ def run(args: argparse.Namespace, runs: "list[Run]", folder: Path) -> Results | 
         made, more = same_content(arm, size, args.control_queries, args.seed, texts)
         notes += more
         conversations[SAME_CONTENT] = made
-        conversations[ASSISTANT] = under_assistant(arm, size, args.control_queries, args.seed)
+        made, more = under_assistant(arm, size, args.control_queries, args.seed, runs[0])
+        notes += more
+        conversations[ASSISTANT] = made
     if args.dry_run:
-        show.plan(arms, {name: len(those) for name, those in conversations.items()})
+        show.plan(arm, {name: len(those) for name, those in conversations.items()})
         return None
     used = list(runs)
     for name, those in conversations.items():
@@ -53,15 +54,16 @@ def run(args: argparse.Namespace, runs: "list[Run]", folder: Path) -> Results | 
     subject = subject_of(runs[0])
     reader = score.reader_of(subject, runs[0])
     scored = {
-        name: Scored(one, score.likelihoods(one, reader, folder / "likelihoods", Bar()))
+        name: ScoredArm(one, score.likelihoods(one, reader, folder / "likelihoods", Bar()))
         for name, one in arms.items()
     }
-    if args.scorer is not None:
-        scores = score.scored_by(args.scorer, arm, runs[0], folder / "likelihoods", Bar())
+    if told is not None:
+        scores = score.scored_by(args.scorer, told, runs[0], folder / "likelihoods", Bar())
     main = scored[ALTERNATIVES]
     held = readable(main, main.found.reader if scores is None else scores, args.seed)
     turns = per_turn(main, held)
-    found = estimates(scored, turns, scores, **intervals(args))
+    complete = arm.complete_responses(size)
+    found = estimates(scored, turns, scores, complete, level=args.level, seed=args.seed)
     return Results(
         runs=used,
         judge=None,
