@@ -13,11 +13,13 @@ import pandas as pd
 import pytest
 import tiny
 import torch
+from stub_server import StubServer, completion, error, item_of
 
 import experiments.reaction.score
 from experiments.reaction.__main__ import main
 from experiments.reaction.analyse import ScoredArm, estimates, per_turn
 from experiments.reaction.controls import same_content, shuffled, under_assistant
+from experiments.reaction.paraphrase import Paraphraser, paraphrases
 from experiments.reaction.read import SAME_CONTENT, Arm, Query, read
 from experiments.reaction.score import (
     Likelihoods,
@@ -31,6 +33,7 @@ from ia_mech.collect.command import main as sample
 from ia_mech.display import Quiet
 from ia_mech.engine.check import check_engine
 from ia_mech.errors import UserError
+from ia_mech.judge.verdict import Item
 from ia_mech.likelihood.reaction import reaction_bits
 from ia_mech.models.load import weights_hash
 from ia_mech.run import Run
@@ -337,10 +340,66 @@ def test_paraphrases_stand_in_for_shuffled_sentences(folder, tmp_path):
     ]
 
 
+def test_paraphrases_are_bought_once(folder, tmp_path, capsys, monkeypatch):
+    out = tmp_path / "out"
+    made: list[list[str]] = []
+
+    def resampled(first, conversations, *_):
+        made.append([one.response for one in conversations])
+        raise UserError("as far as this test goes", "stop")
+
+    monkeypatch.setattr(experiments.resample, "resampled", resampled)
+    words = [str(folder), "--control-queries", "2", "--control-responses", "2", "--out", str(out)]
+    words += ["--paraphrase-model", "m", "--base-url"]
+
+    def answer(body, n):
+        return completion(f" Version {n}: {item_of(body)['response']}\n")
+
+    with StubServer(answer) as server:
+        assert main([*words, server.url, "--dry-run"]) == 0
+        assert "4 requests to m, about " in capsys.readouterr().out and not server.bodies
+        for _ in range(2):
+            assert main([*words, server.url]) == 2
+            assert "as far as this test goes" in capsys.readouterr().err
+            assert len(server.bodies) == 4
+    assert made[0] == made[1] and sorted(made[0]) == sorted(
+        f"Version {n}: {item_of(body)['response']}" for n, body in enumerate(server.bodies)
+    )
+
+
+def test_an_answer_that_repeats_is_no_version(tmp_path):
+    """Of four answers two are alike, and one is the response itself."""
+    said = ["Rain falls.", "It rains.", "<think>so?</think>Rain falls.", "There is rain."]
+    with StubServer(lambda body, n: completion(said[n])) as server:
+        model = Paraphraser("m", server.url, None)
+        items = {"a/r0": Item("How is it?", "It rains.", "")}
+        found = paraphrases(model, items, 4, tmp_path, Quiet())
+    assert sorted(found["a/r0"]) == ["Rain falls.", "There is rain."]
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (lambda body, n: error(401, "no"), "refuses access (HTTP 401"),
+        (lambda body, n: error(404, "no such model"), "knows no model 'm'"),
+        (lambda body, n: completion("cut", finish="length"), "no response has 2 different"),
+    ],
+)
+def test_a_server_that_writes_none_ends_in_one_line(folder, tmp_path, capsys, answer, said):
+    words = [str(folder), "--control-queries", "1", "--control-responses", "2"]
+    with StubServer(answer) as server:
+        words += ["--out", str(tmp_path / "out"), "--paraphrase-model", "m"]
+        assert main([*words, "--base-url", server.url]) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.startswith("error: ") and said in line and "; " in line
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         (["--paraphrases", "none.jsonl"], "no file none.jsonl"),
+        (["--base-url", "http://localhost:1"], "need --paraphrase-model"),
+        (["--paraphrase-model", "m", "--base-url", "localhost"], "not the address of a server"),
         (["--paraphrases", "{other}"], "the runs have no context 'elsewhere'"),
         (["--paraphrases", "{shape}"], "line 1 has no list of texts called versions"),
         (["--paraphrases", "{few}"], "no response has 3 different paraphrases"),

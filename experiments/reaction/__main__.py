@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from experiments.runner import Experiment, Results
 from ia_mech.cli import path_of, whole_from
+from ia_mech.errors import UserError
 
 if TYPE_CHECKING:
     from ia_mech.run import Run
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 def run(args: argparse.Namespace, runs: "list[Run]", folder: Path) -> Results | None:
     """Sample the controls, score all turns, estimate and draw."""
-    from experiments.reaction import score, show
+    from experiments.reaction import paraphrase, score, show
     from experiments.reaction.analyse import ScoredArm, estimates, per_turn, readable
     from experiments.reaction.controls import read_paraphrases, same_content, under_assistant
     from experiments.reaction.read import ALTERNATIVES, ASSISTANT, SAME_CONTENT, read
@@ -33,17 +34,32 @@ def run(args: argparse.Namespace, runs: "list[Run]", folder: Path) -> Results | 
     told = None if args.scorer is None else score.retold(arm, args.scorer, runs[0])
     arms, grid = {ALTERNATIVES: arm}, grid_of(runs)
     size = min(args.control_responses, arm.responses)
-    conversations = {}
+    writer, requests, conversations = None, "", {}
+    if args.paraphrase_model is not None:
+        server = args.base_url, args.api_key_env
+        writer = paraphrase.Paraphraser(args.paraphrase_model, *server)
+    elif args.base_url or args.api_key_env:
+        raise UserError("--base-url and --api-key-env need --paraphrase-model", "give it as well")
     if args.control_queries:
         texts = None if args.paraphrases is None else read_paraphrases(args.paraphrases, arm)
-        made, more = same_content(arm, size, args.control_queries, args.seed, texts)
+        among = arm
+        if writer is not None:
+            chosen = paraphrase.to_rewrite(arm, args.control_queries, args.seed)
+            among = arm.of([source for source, _ in chosen.values()])
+            items = {id_: item for id_, (_, item) in chosen.items()}
+            if args.dry_run:  # as if every answer were a version
+                requests = writer.estimate([*items.values()] * size)
+                texts = {id_: [str(k) for k in range(size)] for id_ in items}
+            else:
+                texts = paraphrase.paraphrases(writer, items, size, folder / "paraphrases", Bar())
+        made, more = same_content(among, size, args.control_queries, args.seed, texts)
         notes += more
         conversations[SAME_CONTENT] = made
         made, more = under_assistant(arm, size, args.control_queries, args.seed, runs[0])
         notes += more
         conversations[ASSISTANT] = made
     if args.dry_run:
-        show.plan(arm, {name: len(those) for name, those in conversations.items()})
+        show.plan(arm, {name: len(those) for name, those in conversations.items()}, requests)
         return None
     used = list(runs)
     for name, those in conversations.items():
@@ -91,12 +107,26 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="K",
         help="contexts of each in a control (default: 4)",
     )
-    parser.add_argument(
+    texts = parser.add_mutually_exclusive_group()
+    texts.add_argument(
         "--paraphrases",
         type=path_of,
         metavar="FILE",
         help='JSONL with {"id": "open-03/r0", "versions": […]}: texts that say what that response '
         "says, in place of its sentences shuffled",
+    )
+    texts.add_argument(
+        "--paraphrase-model",
+        metavar="NAME",
+        help="a model at a server that paraphrases one response to each of these queries instead",
+    )
+    parser.add_argument(
+        "--base-url", help="an OpenAI-compatible server (default: $OPENAI_BASE_URL, or OpenAI's)"
+    )
+    parser.add_argument(
+        "--api-key-env",
+        metavar="NAME",
+        help="variable that holds the key (default: OPENAI_API_KEY; none with --base-url)",
     )
     reader = parser.add_mutually_exclusive_group()
     reader.add_argument(

@@ -18,12 +18,13 @@ from ia_mech.estimates import ALL
 MOST = 5  # turns shown at either end
 
 
-def plan(arm: Arm, contexts: dict[str, int]) -> None:
+def plan(arm: Arm, contexts: dict[str, int], requests: str) -> None:
     """What ``--dry-run`` prints: passes, tokens and time.
 
     Args:
         arm: the runs' own turns.
         contexts: how many contexts each control would have.
+        requests: what paraphrases would take; empty without any.
     """
     screen = console()
     prefilled = sum(len(ids) for query in arm.queries for ids in query.token_ids)
@@ -42,6 +43,8 @@ def plan(arm: Arm, contexts: dict[str, int]) -> None:
         each = count / max(1, len(arm.queries))
         cost += rows * per_turn * (1 + RESCORE_COST * each)
         lines.append((name, f"{count} contexts to sample {rows:.0f} turns after, then to score"))
+    if requests:
+        lines.append(("paraphrases", f"{requests}, before what is kept"))
     seconds = f"{cost / SLOW:.0f} s at an assumed {SLOW} tokens/s"
     lines.append(("work", f"like {cost:.0f} decoded tokens ({seconds})"))
     for name, value in lines:
