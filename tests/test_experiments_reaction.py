@@ -13,7 +13,7 @@ import pandas as pd
 import pytest
 import tiny
 import torch
-from stub_server import StubServer, completion, error, item_of
+from stub_server import Reply, StubServer, completion, error, item_of
 
 import experiments.reaction.score
 from experiments.reaction.__main__ import main
@@ -381,12 +381,13 @@ def test_an_answer_that_repeats_is_no_version(tmp_path):
     ("answer", "said"),
     [
         (lambda body, n: error(401, "no"), "refuses access (HTTP 401"),
-        (lambda body, n: error(404, "no such model"), "knows no model 'm'"),
-        (lambda body, n: completion("cut", finish="length"), "no response has 2 different"),
+        (lambda body, n: error(404, "no such model"), "; check --paraphrase-model, and --base-url"),
+        (lambda body, n: Reply(200, "none"), "; check the server, then give the same command"),
+        (lambda body, n: completion("cut", finish="length"), "no response has 3 different"),
     ],
 )
 def test_a_server_that_writes_none_ends_in_one_line(folder, tmp_path, capsys, answer, said):
-    words = [str(folder), "--control-queries", "1", "--control-responses", "2"]
+    words = [str(folder), "--control-queries", "5", "--control-responses", "3"]
     with StubServer(answer) as server:
         words += ["--out", str(tmp_path / "out"), "--paraphrase-model", "m"]
         assert main([*words, "--base-url", server.url]) == 2

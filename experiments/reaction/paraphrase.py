@@ -5,6 +5,7 @@ that arrived is kept in the experiment's folder and never bought again.
 """
 
 import hashlib
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from ia_mech.judge.llm import CHARACTERS_PER_TOKEN, LlmJudge
 from ia_mech.judge.prompt import json_line, read_completion, text_of
 from ia_mech.judge.verdict import Item, Verdict
 
+FLAGS = {"--paraphrase-model", "--base-url", "--api-key-env"}
 WRITTEN = "written"  # the status of an answer that is a paraphrase
 INSTRUCTION = """\
 You rewrite texts for a study. An item is one JSON object with the strings "query" and "response". \
@@ -120,11 +122,10 @@ def paraphrases(
             unit="request",
         )
     except UserError as error:
-        raise UserError(
-            error.problem,
-            "check --paraphrase-model, --base-url and --api-key-env; the same command goes on, and "
-            "buys no answer again",
-        ) from error
+        remedy = error.remedy.replace("--model", "--paraphrase-model")
+        if not set(re.findall("--[a-z-]+", remedy)) <= FLAGS:  # it names flags of the judge's
+            remedy = "check the server, then give the same command again; answers so far are kept"
+        raise UserError(error.problem, remedy) from error
     found = {}
     for id_, item in items.items():
         each = [answers[item, repeat] for repeat in range(count)]
