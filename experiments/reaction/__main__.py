@@ -17,12 +17,13 @@ from ia_mech.cli import path_of, whole_from
 from ia_mech.errors import UserError
 
 if TYPE_CHECKING:
+    from experiments.reaction.read import Arm
     from ia_mech.run import Run
 
 
 def run(args: argparse.Namespace, runs: "list[Run]", folder: Path) -> Results | None:
     """Sample the controls, score all turns, estimate and draw."""
-    from experiments.reaction import paraphrase, score, show
+    from experiments.reaction import score, show
     from experiments.reaction.analyse import ScoredArm, estimates, per_turn, readable
     from experiments.reaction.controls import read_paraphrases, same_content, under_assistant
     from experiments.reaction.read import ALTERNATIVES, ASSISTANT, SAME_CONTENT, read
@@ -34,24 +35,14 @@ def run(args: argparse.Namespace, runs: "list[Run]", folder: Path) -> Results | 
     told = None if args.scorer is None else score.retold(arm, args.scorer, runs[0])
     arms, grid = {ALTERNATIVES: arm}, grid_of(runs)
     size = min(args.control_responses, arm.responses)
-    writer, requests, conversations = None, "", {}
-    if args.paraphrase_model is not None:
-        server = args.base_url, args.api_key_env
-        writer = paraphrase.Paraphraser(args.paraphrase_model, *server)
-    elif args.base_url or args.api_key_env:
+    requests, conversations = "", {}
+    if args.paraphrase_model is None and (args.base_url or args.api_key_env):
         raise UserError("--base-url and --api-key-env need --paraphrase-model", "give it as well")
     if args.control_queries:
         texts = None if args.paraphrases is None else read_paraphrases(args.paraphrases, arm)
         among = arm
-        if writer is not None:
-            chosen = paraphrase.to_rewrite(arm, args.control_queries, args.seed)
-            among = arm.of([source for source, _ in chosen.values()])
-            items = {id_: item for id_, (_, item) in chosen.items()}
-            if args.dry_run:  # as if every answer were a version
-                requests = writer.estimate([*items.values()] * size)
-                texts = {id_: [str(k) for k in range(size)] for id_ in items}
-            else:
-                texts = paraphrase.paraphrases(writer, items, size, folder / "paraphrases", Bar())
+        if args.paraphrase_model is not None:
+            among, texts, requests = _paraphrased(args, arm, size, folder / "paraphrases")
         made, more = same_content(among, size, args.control_queries, args.seed, texts)
         notes += more
         conversations[SAME_CONTENT] = made
@@ -89,6 +80,27 @@ def run(args: argparse.Namespace, runs: "list[Run]", folder: Path) -> Results | 
         tables={"turns": show.written(turns)},
         notes=notes,
     )
+
+
+def _paraphrased(
+    args: argparse.Namespace, arm: "Arm", size: int, folder: Path
+) -> "tuple[Arm, dict[str, list[str]], str]":
+    """The queries of which a response is paraphrased, the texts by context id, and what they take.
+
+    With ``--dry-run`` no request is sent, and every answer is taken for a version.
+    """
+    from experiments.reaction.paraphrase import Paraphraser, paraphrases, to_rewrite
+    from ia_mech.display import Bar
+
+    model = Paraphraser(args.paraphrase_model, args.base_url, args.api_key_env)
+    chosen = to_rewrite(arm, args.control_queries, args.seed)
+    items = {id_: item for id_, (_, item) in chosen.items()}
+    if args.dry_run:
+        texts = {id_: [str(k) for k in range(size)] for id_ in items}
+    else:
+        texts = paraphrases(model, items, size, folder, Bar())
+    among = arm.of([source for source, _ in chosen.values()])
+    return among, texts, model.estimate([*items.values()] * size)
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
