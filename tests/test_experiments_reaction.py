@@ -16,6 +16,7 @@ import torch
 from stub_server import Reply, StubServer, completion, error, item_of
 
 import experiments.reaction.score
+from experiments.reaction import show
 from experiments.reaction.__main__ import main
 from experiments.reaction.analyse import ScoredArm, estimates, per_turn
 from experiments.reaction.controls import same_content, shuffled, under_assistant
@@ -28,6 +29,7 @@ from experiments.reaction.score import (
     retold,
     scored_by,
 )
+from experiments.tables import screen
 from ia_mech.chat.format import ChatFormat
 from ia_mech.collect.command import main as sample
 from ia_mech.display import Quiet
@@ -461,7 +463,7 @@ def test_identical_contexts_give_no_bits(tiny_model_dir, tmp_path):
     assert reaction_bits(np.nansum(found.own[sampled], axis=2)).max() < 1e-9
 
 
-def test_complete_responses_alone_are_compared_on_the_queries_that_have_them():
+def test_complete_responses_alone_are_compared_on_the_queries_that_have_them(capsys):
     """Against all subsets, one by one: 4 responses to each of 3 queries, 3, 2 and 1 complete."""
     rng = np.random.default_rng(0)
     flags = {"a": (True, False, True, True), "b": (False, True, False, True)}
@@ -493,6 +495,9 @@ def test_complete_responses_alone_are_compared_on_the_queries_that_have_them():
     scored_arm = ScoredArm(arm, Likelihoods(own, own[:, :, 0], own[:, 0, 0]))
     table = per_turn(scored_arm, np.zeros(len(turns)))
     found = estimates({"alternatives": scored_arm}, table, complete=2)
+    show.tables(screen(), found, table.assign(context_id="c"), 0.95)
+    shown = " ".join(capsys.readouterr().out.split())  # a title wraps to its table's width
+    assert "complete responses alone, 2 contexts a query, 2 queries" in shown
     found = found[found["of"] == "complete responses"].set_index("quantity")
     for quantity, among_all in (("I_K, bits", False), ("I_K on the same queries, bits", True)):
         each = []

@@ -76,7 +76,7 @@ def tables(to: Console, estimates: pd.DataFrame, turns: pd.DataFrame, level: flo
     }
     print_table(to, title, whole, columns, index=("dataset", "temperature"))
     for name, title, base in (
-        (COMPLETE, "without responses that were cut off", "all responses"),
+        (COMPLETE, "complete responses alone", "all responses"),
         (SAME_CONTENT, f"control: {SAME_CONTENT}", ALTERNATIVES),
         (ASSISTANT, f"control: {ASSISTANT}", ALTERNATIVES),
     ):
@@ -84,7 +84,7 @@ def tables(to: Console, estimates: pd.DataFrame, turns: pd.DataFrame, level: flo
         columns = {SAME_QUERIES: (base, 2), INFORMATION: (name, 2), LESS: ("difference", 2)}
         title += f", {mine['responses'].max()} contexts a query"
         if name == COMPLETE:
-            title += f", {mine['sources'].max()} queries that have so many"
+            title += f", {mine['sources'].max()} queries"
         print_table(to, title, mine, columns, index=("dataset", "temperature"))
     copied = estimates[estimates["quantity"].isin(["copy bits", "beyond copy, bits"])]
     last = copied[copied["of"] == copied["of"].iloc[-1]] if len(copied) else copied
