@@ -55,6 +55,8 @@ class Verdict:
         prompt_tokens, completion_tokens: as billed, failed attempts at the item included; 0 for
             judges that don't count.
         cost: in US dollars; None if no price is known.
+        grounded_p: p value of the turn's having nothing to do with the response, from judges that
+            test that; None from others.
     """
 
     category: str | None
@@ -67,6 +69,7 @@ class Verdict:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cost: float | None = None
+    grounded_p: float | None = None
 
     @property
     def genuine(self) -> bool | None:
@@ -100,7 +103,7 @@ class Verdict:
         known = {field.name: value[field.name] for field in fields(cls) if field.name in value}
         known = {"category": None} | known
         check_shape(_SHAPE, known)
-        numbers = [known.get(name) or 0 for name in ("prompt_tokens", "completion_tokens", "cost")]
+        numbers = [known.get(name) or 0 for name in _NUMBERS]
         numbers += (known.get("scores") or {}).values()
         if not all(abs(number) < _LARGEST for number in numbers):
             raise ValueError("a verdict with numbers that can't be")
@@ -110,6 +113,7 @@ class Verdict:
         return verdict
 
 
+_NUMBERS = ("prompt_tokens", "completion_tokens", "cost", "grounded_p")
 _LARGEST = 2.0**53  # of a number; infinity and NaN aren't below it
 _SHAPE = TypeAdapter(Verdict)
 
