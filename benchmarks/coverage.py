@@ -23,6 +23,7 @@ import scipy
 from benchmarks.coverage_data import (
     annotate,
     conditions,
+    decoyed,
     percent,
     rows_per_source,
     share_and_interval,
@@ -36,6 +37,7 @@ from ia_mech.stats import (
     cluster_counts,
     cluster_mean,
     detectable_difference,
+    dyadic_mean,
     kappa_of,
     paired_difference,
     prediction_powered,
@@ -185,6 +187,34 @@ def paired(trials: int) -> None:
     table(header, power(), len(designs), "power")
 
 
+def decoys(trials: int) -> None:
+    """Coverage of the excess over decoys, and of the gate's rate less twice the floor."""
+    trials *= 2
+    print(f"### Excess over decoys, 4 turns of each source: {trials} data sets a row\n")
+    pairs = ((0.02, 0.02), (0.2, 0.02), (0.6, 0.02), (0.2, 0.2), (0.6, 0.2), (0.6, 0.6))
+    cells = list(product(("conversation", "response"), (20, 60, 100), pairs))
+
+    def rows() -> Iterator[list[object]]:
+        for number, (kind, sources, (rate, floor)) in enumerate(cells):
+            found = []
+            for blind in (0.3, 0.9):
+                rng, covered, width = np.random.default_rng([11, number]), np.zeros(2), 0.0
+                for _ in range(trials):
+                    own, decoy, *pair = decoyed(rng, kind, sources, rate, floor, blind=blind)
+                    for at, times in enumerate((1, 2)):
+                        e = dyadic_mean(own - times * decoy, *pair, ends=(-times, 1))
+                        covered[at] += e.low <= rate - times * floor <= e.high
+                        width += (e.high - e.low) * (times == 1)
+                found += [percent(share) for share in covered / trials]
+                found += [f"{width / trials:.3f}"]
+            yield [kind, sources, rate, floor, *found]
+
+    header = ["decoy", "sources", "rate", "floor"]
+    for judge in ("of a judge", "of one nearly blind to contexts"):
+        header += [f"excess {judge}", "rate − 2 · floor", "width of the excess"]
+    table(header, rows(), len(cells), "decoys")
+
+
 def corrected(trials: int) -> None:
     """Bias and coverage of rates corrected for a judge with sensitivity 0.8, specificity 0.95."""
     print(
@@ -297,7 +327,7 @@ def speed(_: int) -> None:
 
 PARTS = {
     part.__name__: part
-    for part in (rates, zero_events, means, alarms, paired, corrected, agreement, speed)
+    for part in (rates, zero_events, means, alarms, paired, decoys, corrected, agreement, speed)
 }
 
 

@@ -60,7 +60,7 @@ def test_every_source_lends_one_turn_and_is_shown_another_sources(count):
 
 
 def test_the_context_shown_is_that_of_the_turn_its_source_lends():
-    run, decoys = drawn_from({"a": 6}, responses=3)
+    _, decoys = drawn_from({"a": 6}, responses=3)
     for _, at in decoys[decoys["decoy"] == CONVERSATION].groupby("temperature"):
         assert set(at["shown"]) == set(at["context_id"])
 
