@@ -22,6 +22,10 @@ from ia_mech.errors import UserError
 from ia_mech.judge.rubric import CANNOT_ASSESS, GENUINE, NAMES
 from ia_mech.run.integrity import check_shape
 
+# What a judge's verdict on a turn may be counted for, and in words. A turn is ``grounded`` if it is
+# genuine and its ``grounded_p`` is at most GROUNDED_P.
+OUTCOMES = {"genuine": "genuine", "grounded": "genuine and grounded"}
+GROUNDED_P = 0.05
 JUDGED = "judged"  # the status of a verdict that names a category; any other names a failure
 
 
