@@ -38,6 +38,7 @@ def judged(turns: list[tuple], **columns) -> Judged:
         "run": "cache/A",
         "annotated": True,
         "unlabelled": "",
+        "grounded": np.nan,
     }
     for name, value in (defaults | columns).items():
         frame[name] = value

@@ -99,6 +99,7 @@ def _rates(args: argparse.Namespace) -> None:
     about = {
         "runs": [str(run.path) for run in judged.runs],
         "judge": {"name": judged.judge, "record": judged.record},
+        "gates": {name: gate.word for name, gate in judged.gates.items()},
         "annotator": judged.annotator,
         "responses": judged.responses,
         "comparisons": own,
@@ -116,7 +117,8 @@ def _rates(args: argparse.Namespace) -> None:
             examples = examples_by_category(
                 run, judged.judge, args.examples, args.seed, responses=args.responses
             )
-            print_examples(screen, examples, of=str(run.path) if len(judged.runs) > 1 else "")
+            of = str(run.path) if len(judged.runs) > 1 else ""
+            print_examples(screen, examples, str(judged.gate), of)
 
 
 if __name__ == "__main__":
