@@ -208,9 +208,9 @@ def test_one_of_several_judges_is_chosen_and_must_be_there(copied, sampled):
             read([one], "nobody")
 
 
-def test_a_judge_that_accepts_every_turn_is_called_not_grounded(sampled, tmp_path, capfd):
-    run = sampled(scored.CONVERSATIONS * 3, score_generations=True)
-    run = Run.open(shutil.copytree(run.path, tmp_path / "many"))
+def test_a_judge_that_accepts_every_turn_is_called_not_grounded(sampled, capfd):
+    chats = [{"query": f"Why {i}?", "response": f"So {i}.", "reference": "Yes?"} for i in range(12)]
+    run = sampled(chats, score_generations=True, grid=Grid((1.0,), 1, 3))
     label_run(run, FakeJudge(lambda *_: Verdict(GENUINE), paid=False), "agreeable", Quiet())
     outcome = call(main, [str(run.path)], capfd)
     assert outcome.status == 0, outcome.err
