@@ -208,6 +208,7 @@ def test_one_of_several_judges_is_chosen_and_must_be_there(copied, sampled):
             read([one], "nobody")
 
 
+@pytest.mark.slow
 def test_a_judge_that_accepts_every_turn_is_called_not_grounded(sampled, capfd):
     chats = [{"query": f"Why {i}?", "response": f"So {i}.", "reference": "Yes?"} for i in range(12)]
     run = sampled(chats, score_generations=True, grid=Grid((1.0,), 1, 3))

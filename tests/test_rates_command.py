@@ -174,7 +174,7 @@ def sheet_by(run: Run, file: Path, *, leave: tuple[str, ...] = (), say=None) -> 
     filled = [
         row | {"category": say or items[row["item"]]["stratum"]}
         for row in sheet.rows
-        if items[row["item"]]["stratum"] not in leave
+        if items[row["item"]]["stratum"] not in (*leave, "decoy")
     ]
     path = file.with_suffix(".jsonl")
     path.write_text("".join(json.dumps(row) + "\n" for row in filled))
