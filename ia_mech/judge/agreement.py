@@ -317,7 +317,7 @@ def agreement(run: Run, between: Sequence[str] | None = None) -> Agreement:
     sources = run.generations["source_id"].to_numpy(dtype=object)
     pairs = {}
     for first, second in combinations(labellers, 2):
-        # People are the truth of judges; between equals it is the one that was named first.
+        # Annotators are the truth of judges; between equals it is the one that was named first.
         if second.kind == ANNOTATOR and first.kind == JUDGE:
             first, second = second, first
         rows, weights = joint_rows([first, second])
@@ -384,9 +384,9 @@ def joint_rows(labellers: Sequence[Labeller]) -> tuple[np.ndarray, np.ndarray]:
 def disagreements(run: Run, labellers: Sequence[Labeller], seed: int = 0) -> pd.DataFrame:
     """All turns that at least two labellers put into different categories, the most telling first.
 
-    Where a person is contradicted comes before judges among themselves; where it matters for the
-    rate (genuine or not) before other categories; then by how sure a contradicted or contradicting
-    judge was (the score of its category, if it has scores); then at random.
+    Where an annotator is contradicted comes before judges among themselves; where it matters for
+    the rate (genuine or not) before other categories; then by how sure a contradicted or
+    contradicting judge was (the score of its category, if it has scores); then at random.
 
     Returns:
         Columns: the row's key, source and dataset; the texts; per labeller its category (``failed``
@@ -399,10 +399,10 @@ def disagreements(run: Run, labellers: Sequence[Labeller], seed: int = 0) -> pd.
     table[list(TEXTS)] = [[item.query, item.response, item.turn] for item in items]
     labels = pd.DataFrame({x.name: x.categories for x in labellers}, dtype=object)
     assessed = labels.where(labels.isin(ASSESSED))
-    people = [x.name for x in labellers if x.kind == ANNOTATOR]
+    annotators = [x.name for x in labellers if x.kind == ANNOTATOR]
     order = pd.DataFrame(
         {
-            "judges_alone": assessed[people].isna().all(axis=1),
+            "judges_alone": assessed[annotators].isna().all(axis=1),
             "not_genuine": ~assessed.eq(GENUINE).any(axis=1),
             "unsure": -np.max([_scores(x) for x in labellers], axis=0),
             "tie": np.random.default_rng(seed).random(len(table)),
@@ -617,7 +617,7 @@ def print_disagreements(screen: Console, found: Agreement, count: int) -> None:
     alike = list(table.groupby([*TEXTS, *names], sort=False, dropna=False))[:count]
     screen.print(
         f"[bold]{len(table)} disagreements[/], {sum(len(rows) for _, rows in alike)} of them shown "
-        "(people first, then genuine or not, then the judge's certainty)",
+        "(annotators first, then genuine or not, then the judge's certainty)",
         soft_wrap=True,
     )
 

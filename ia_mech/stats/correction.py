@@ -1,4 +1,4 @@
-"""Rates corrected for a judge's errors, from the rows that people annotated too.
+"""Rates corrected for a judge's errors, from the rows that were annotated, too.
 
 A judge that errs moves a rate, most of all one near zero: with a specificity of 0.98, 2% of
 follow-ups come out of nothing. Both corrections take the judge's verdict on every row and the truth
