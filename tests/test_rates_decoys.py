@@ -241,7 +241,7 @@ def test_the_command_prints_floor_and_word_within_100_columns(merged, tmp_path, 
     outcome = call(main, [str(run.path), *flags, "--examples", "1"], capfd)
     assert outcome.status == 0, outcome.err
     lines = outcome.out.splitlines()
-    at = next(i for i, line in enumerate(lines) if "turns that judge planted: not grounded" in line)
+    at = next(i for i, line in enumerate(lines) if line.startswith("genuine after their own"))
     table = lines[at + 1 : at + 20]
     assert all(len(line.rstrip()) <= 100 for line in table)
     head = next(line for line in table if line.startswith("┃"))

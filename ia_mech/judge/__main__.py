@@ -189,8 +189,8 @@ def _add_export(commands) -> None:
         description="Write a sample of a run's user turns as a sheet (CSV and JSON lines) to "
         "fill in:\nquery, response and turn in random order, without model, temperature, judge or "
         "reference.\nStratified by a judge's verdict, so that rare categories are seen; the "
-        "inclusion probabilities\nstay in the run, for weighting. Decoys are mixed in. Nothing that is "
-        "there is overwritten.",
+        "inclusion probabilities\nstay in the run, for weighting. Decoys are mixed in. Nothing is "
+        "overwritten.",
     )
     parser.set_defaults(function="ia_mech.judge.sheets:export_command")
     parser.add_argument("run", type=path_of, help="a run's folder")
@@ -239,8 +239,8 @@ def _add_agreement(commands) -> None:
         description="Compare any judges and annotators of a run: confusion matrices, precision and "
         "recall per\ncategory, Cohen's kappa and Krippendorff's alpha, weighted for the sampling,\n"
         "with cluster-bootstrap intervals over sources; abstentions apart; then the disagreements."
-        "\nAnnotators are the truth of judges; between equals it is the one named first.\nDecoys stand "
-        "apart: the share of them that each calls genuine.",
+        "\nAnnotators are the truth of judges; between equals it is the one named first.\nDecoys "
+        "stand apart: the share of them that each calls genuine.",
     )
     parser.set_defaults(function="ia_mech.judge.agreement:command")
     parser.add_argument("run", type=path_of, help="a run's folder")

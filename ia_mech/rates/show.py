@@ -135,8 +135,10 @@ def print_rates(screen: Console, judged: Judged, estimates: pd.DataFrame) -> Non
             of_outcome = every[every["outcome"] == outcome]
             for kind, what in _FLOORS.items():
                 if (of_outcome["decoy"] == kind).any():
-                    title = escape(f"turns that judge {gate} calls {OUTCOMES[outcome]}")
-                    _show(screen, _floor_table(of_outcome, kind, f"[bold]{title}[/], {what}"))
+                    title = (
+                        f"[bold]{escape(f'{name} · judge {gate}')}[/]\n{OUTCOMES[outcome]} {what}"
+                    )
+                    _show(screen, _floor_table(of_outcome, kind, title))
     for gate in judged.gates.values():
         screen.print(escape(f"{gate.sentence}."), style="bold", soft_wrap=True)
     for note in notes_of(judged, estimates):
