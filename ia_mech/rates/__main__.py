@@ -24,10 +24,9 @@ from ia_mech.cli import (
 DESCRIPTION = """\
 Say how often the generated user turns of a run are genuine follow-ups, per model, dataset and
 temperature, from the verdicts of python -m ia_mech.judge. Runs of one model and dataset are pooled.
-The tables: follow-up rate, difference from greedy, failure profile, latent reach (any of n); with
-annotations, the rate corrected for the judge's errors; and the floor, what the judge accepts of
-turns after another conversation. Intervals are over sources (prompts).
-Methods: docs/statistics.md
+The tables: follow-up rate, difference from greedy, failure profile, latent reach (any of n), rates
+corrected by annotations, and the floor: what the judge accepts of turns after another conversation.
+Intervals are over sources (prompts). Methods: docs/statistics.md
 """
 
 EPILOG = """\
