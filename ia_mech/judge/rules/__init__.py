@@ -87,6 +87,11 @@ def _shipped() -> tuple[Classifier, dict[str, Any], dict[str, Any]]:
     return Classifier.from_json(model), identity, model
 
 
+def fitted_items() -> frozenset[str]:
+    """The items that the classifier was fitted on, as in the column ``item`` of verdicts."""
+    return frozenset(_shipped()[2]["fitted_on"])
+
+
 class RulesJudge:
     """Clear cases by rule, others by the fitted classifier, with the evidence; see the package."""
 
@@ -94,9 +99,8 @@ class RulesJudge:
 
     def __init__(self) -> None:
         self._classifier, decisive, about = _shipped()
-        accuracy, fitted_on = about["accuracy"], about["fitted_on"]
+        accuracy = about["accuracy"]
         self.identity = {"kind": "rules", "rubric": VERSION, **decisive}
-        self._fitted_on = frozenset(fitted_on)
         lead, others = accuracy["lead"], accuracy["others"]
         self.caveat = (
             "the rules judge is a heuristic: balanced accuracy against a language model's labels "
@@ -107,7 +111,7 @@ class RulesJudge:
 
     def fitted_on(self, items: Sequence[Item]) -> int:
         """How many of these the classifier was fitted on; it looks better on them than it is."""
-        return sum(item.key("", 0)[:16] in self._fitted_on for item in items)
+        return sum(item.key("", 0)[:16] in fitted_items() for item in items)
 
     def estimate(self, items: Sequence[Item]) -> str:
         return ""
