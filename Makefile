@@ -1,6 +1,7 @@
 # Two commands matter: `make sample` runs the main job, `make test` runs the tests.
 # `make demo` runs the main job, judges what it wrote, and counts.
 # `make test-all` runs the slow tests, too; `make lint` checks style and types.
+# `make study` makes the run that docs/ reports of, and its analyses, in about an hour and a half.
 # `make gpu-check` runs the tests that need a GPU and the benchmark; see docs/engine.md.
 # All create .venv and install on first use; later calls reuse it.
 PYTHON ?= python3
@@ -9,8 +10,9 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
 DEMO := $(or $(IA_MECH_CACHE),cache)/demo
+STUDY := $(or $(IA_MECH_CACHE),cache)/study
 
-.PHONY: sample demo test test-all gpu-check lint clean
+.PHONY: sample demo study test test-all gpu-check lint clean
 
 sample: $(INSTALLED)
 	$(BIN)/python -m ia_mech.sample $(ARGS)
@@ -19,6 +21,11 @@ demo: $(INSTALLED)
 	$(BIN)/python -m ia_mech.sample --out $(DEMO)
 	$(BIN)/python -m ia_mech.judge run $(DEMO) --replace
 	$(BIN)/python -m ia_mech.rates $(DEMO) --examples 3
+
+study: $(INSTALLED)
+	$(BIN)/python -m ia_mech.sample --dataset benchmarks/study.jsonl --limit all --response generate --responses 8 \
+	  --response-temperature 1 --temperatures 0.7 1 --header-logits 1000 --out $(STUDY) $(ARGS)
+	$(BIN)/python -m experiments.reaction $(STUDY)
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest $(ARGS)

@@ -18,6 +18,7 @@ from experiments.perturbations import sample, show
 from experiments.perturbations.__main__ import main
 from experiments.perturbations.analyse import (
     DISTANCE,
+    HALVED,
     HELD,
     LESS,
     RATE,
@@ -291,52 +292,50 @@ def test_tests_of_one_quantity_are_corrected_together(found):
     assert found.loc[found["quantity"].isin([RATE, DISTANCE, RELATIVE]), "p"].isna().all()
 
 
-def planted(before: float, p: float = 0.001, temperature: float = 1.0, **after) -> pd.DataFrame:
-    """The held rates of conditions, and their differences from the unperturbed one."""
+def planted(before: float, wide: float = 0.05, temperature: float = 1.0, **after) -> pd.DataFrame:
+    """The held rates of conditions, and what tells whether they halve the unperturbed one."""
     rows = []
     for condition, rate in {"none": before, **after}.items():
         names = {"dataset": "d", "condition": condition, "temperature": temperature}
         rows.append(names | {"quantity": HELD, "value": rate, "high": 0.9, "rows": 50})
         if condition != "none":
-            less = {"value": rate - before, "low": rate - before - 0.1, "high": rate - before + 0.1}
-            rows.append(names | {"quantity": HELD + LESS, "p_holm": p, **less})
-            rows.append(names | {"quantity": "detectable difference", "value": 0.123})
+            left = before - 2 * rate
+            ends = {"value": left, "low": left - wide, "high": left + wide}
+            rows.append(names | {"quantity": HALVED} | ends)
     return pd.DataFrame(rows).astype({"rows": "Int64"})
 
 
-REACTS = "The rate falls without the response: what was measured reacts to it."
+DEPENDS = "The rate falls by more than half without the response: what was measured depends on it."
+NOT_SHOWN = "shown to halve the rate: what was measured is not shown to depend on the response."
 FALL = {"remove": 0.1, "swap": 0.2}
 
 
 @pytest.mark.parametrize(
     ("planting", "end"),
     [
-        (FALL, REACTS),
-        (FALL | {"header_only": 0.05}, REACTS),
-        (FALL | {"p": 0.04}, REACTS),
-        (FALL | {"p": 0.06}, "remove and swap aren't shown to lower the rate: what was measured is"
-                             " not shown to react to the response."),
-        ({"remove": 0.1, "swap": 0.6}, "swap isn't shown to lower the rate: what was measured is "
-                                       "not shown to react to the response."),
-        ({"remove": 0.6, "swap": 0.6, "header_only": 0.6},
-         "remove and swap aren't shown to lower the rate: what was measured is not shown to react "
-         "to the response."),
+        (FALL, DEPENDS),
+        (FALL | {"header_only": 0.05}, DEPENDS),
+        (FALL | {"wide": 0.11}, f"swap isn't {NOT_SHOWN}"),
+        (FALL | {"wide": 0.31}, f"remove and swap aren't {NOT_SHOWN}"),
+        ({"remove": 0.1, "swap": 0.4}, f"swap isn't {NOT_SHOWN}"),  # lower, but by a fifth
+        ({"remove": 0.6, "swap": 0.6, "header_only": 0.6}, f"remove and swap aren't {NOT_SHOWN}"),
         (FALL | {"header_only": 0.5}, "by this judge, the rate is no evidence of a reaction."),
         ({"ask": 0.1, "header_only": 0.1},
          "falsifier, T = 1: neither remove nor swap was made, so it can't be told."),
     ],
 )  # fmt: skip
-def test_the_falsifier_speaks_of_a_reaction_only_where_all_rates_fall(planting, end):
-    (line,) = verdicts(planted(0.5, **planting), 0.95)
+def test_the_falsifier_passes_where_an_effect_is_large_not_where_it_is_significant(planting, end):
+    (line,) = verdicts(planted(0.5, **planting))
     assert line.endswith(end)
-    assert ("(detectable: 0.123)" in line) == (end != REACTS and "neither" not in end)
     if planting == FALL:
-        start = "falsifier, T = 1: remove -0.400 [-0.500, -0.300], p=0.001; swap -0.300"
-        assert line.startswith(start)
+        assert line.startswith(
+            "falsifier, T = 1: of a rate of 0.500 remain (in brackets: the rate less twice that) "
+            "remove 0.100 (+0.300 [+0.250, +0.350]); swap 0.200 (+0.100 [+0.050, +0.150]). "
+        )
 
 
 def test_the_falsifier_has_nothing_to_say_where_no_turn_is_genuine():
-    (line,) = verdicts(planted(0.0, temperature=0.0, remove=0.0, swap=0.0), 0.95)
+    (line,) = verdicts(planted(0.0, temperature=0.0, remove=0.0, swap=0.0))
     assert line == (
         "falsifier, greedy: no unperturbed turn is judged genuine (of 50, at most 0.900), so "
         "nothing could be lower."
@@ -418,13 +417,13 @@ def test_runs_that_differ_or_lack_the_decoding_are_refused(sampled, plain):
     assert line.startswith("context c0 is in two runs; give one of them, or perturb them apart")
 
 
-def test_one_conversation_has_no_displacement_and_detects_nothing(sampled, tmp_path):
+def test_one_conversation_has_no_displacement_and_no_interval(sampled, tmp_path):
     base = read_base([sampled(CHATS[:1])])
     conversations, left_out, _ = sample.prepare(base, ["remove"])
     run = sample.sampled(base, conversations, tmp_path / "out")
     judged(run, "rules", base)
     found = estimates(compare(base, run, "rules", left_out), resamples=100)
-    assert found.loc[found["quantity"] == "detectable difference", "value"].isna().all()
+    assert not (found.loc[found["quantity"] == HALVED, "low"] > 0).any()
     assert set(show.figures(found, "model", "rules")) == {"rates", "profile", "references"}
 
 

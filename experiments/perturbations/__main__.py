@@ -47,7 +47,7 @@ def run(args: argparse.Namespace, runs: "list[Run]", folder: Path) -> Results | 
         estimates=found,
         show=lambda console: show.tables(console, found, args.level),
         figures=figures,
-        notes=[*verdicts(found, args.level), *notes, *compared.notes],
+        notes=[*verdicts(found), *notes, *compared.notes],
     )
 
 

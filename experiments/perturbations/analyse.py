@@ -11,7 +11,7 @@ from scipy.spatial.distance import cdist
 
 from experiments.perturbations.conditions import HEADER_ONLY, REMOVE, SWAP
 from experiments.perturbations.read import Compared
-from experiments.tables import label, p_value
+from experiments.tables import label
 from ia_mech.data.conversations import UNPERTURBED
 from ia_mech.estimates import (
     ALL,
@@ -25,15 +25,14 @@ from ia_mech.estimates import (
 )
 from ia_mech.judge.rubric import ASSESSED
 from ia_mech.run import Run
-from ia_mech.stats import detectable_difference
-from ia_mech.stats.intervals import Estimate
+from ia_mech.stats import paired_difference
 
 RATE = "follow-up rate"
 HELD = "follow-up rate, held against the unperturbed response"
 SHARE = "category share"
 REFERENCE = "reference log p, bits"
 LESS = ", less unperturbed"
-DETECTABLE = "detectable difference"
+HALVED = "held follow-up rate, unperturbed less twice the condition's"
 DISTANCE, RELATIVE = "header displacement", "header displacement, relative to its norm"
 COLUMNS = {
     "dataset": "str",
@@ -76,13 +75,9 @@ def _turns(turns: pd.DataFrame, names: dict[str, Any], options: dict) -> Iterato
             if condition != UNPERTURBED:
                 yield _less(group, quantity, own, plain, own[column], plain[column])
         if condition != UNPERTURBED:
-            columns = own["held"], own["source"], plain["held"], plain["source"]
-            size = detectable_difference(*columns, level=options["level"])
-            sources = own["source"].nunique()
-            if 2.0 ** (1 - sources) > 1 - options["level"]:
-                size = np.nan  # with so few sources no pattern of signs is significant
-            found = Estimate(size, np.nan, np.nan, sources, "80% power, one test")
-            yield group.row(DETECTABLE, found, len(own))
+            sides = plain["held"], plain["source"], 2 * own["held"], own["source"]
+            found = paired_difference(*sides, level=options["level"]).difference
+            yield group.row(HALVED, found, int(own["held"].notna().sum()))
         for category in ASSESSED:
             events, before = (_events(frame, category) for frame in (own, plain))
             yield group.mean(SHARE, events, proportion=True, category=category)
@@ -197,16 +192,18 @@ def typical_distance(states: np.ndarray, datasets: np.ndarray, sources: np.ndarr
 # -- the falsifier ---------------------------------------------------------------------------------
 
 
-def verdicts(estimates: pd.DataFrame, level: float) -> Iterator[str]:
-    """Does the rate fall without a response to react to? A line per temperature, all datasets.
+def verdicts(estimates: pd.DataFrame) -> Iterator[str]:
+    """Does the rate fall by half without a response to react to? A line per temperature, all
+    datasets.
 
     All turns are judged against the unperturbed response: against an empty one hardly any turn is
     grounded, and the rate would fall by definition. What the judge calls genuine after the bare
-    header, it calls so by its form.
+    header, it calls so by its form. The bound is on the size of the effect, since any difference is
+    significant in a large enough sample: the unperturbed rate less twice the condition's has an
+    interval above 0.
 
     Args:
         estimates: of :func:`estimates`.
-        level: of confidence; a difference counts if its Holm-corrected p is at most 1 - level.
     """
     pooled = together(estimates)
     for temperature, rows in pooled[pooled["quantity"] == HELD].groupby("temperature"):
@@ -219,36 +216,38 @@ def verdicts(estimates: pd.DataFrame, level: float) -> Iterator[str]:
                 f"(of {plain['rows']}, at most {plain['high']:.3f}), so nothing could be lower."
             )
             continue
-        yield f"falsifier, {where}: {_verdict(at, level)}"
+        yield f"falsifier, {where}: {_verdict(at, plain['value'])}"
 
 
-def _verdict(at: pd.DataFrame, level: float) -> str:
-    texts, failed = {}, []
+def _verdict(at: pd.DataFrame, plain: float) -> str:
+    texts, failed = [], []
     for condition in (REMOVE, SWAP, HEADER_ONLY):
         rows = at[at["condition"] == condition].set_index("quantity")
-        if HELD + LESS not in rows.index:
+        if HALVED not in rows.index:
             continue
-        row, size = rows.loc[HELD + LESS], rows.loc[DETECTABLE, "value"]
+        row = rows.loc[HALVED]
         ends = "–" if np.isnan(row["low"]) else f"{row['low']:+.3f}, {row['high']:+.3f}"
-        text = f"{condition} {row['value']:+.3f} [{ends}], {p_value(row['p_holm'])}"
-        if not (row["value"] < 0 and row["p_holm"] <= 1 - level):
+        texts.append(f"{condition} {rows.loc[HELD, 'value']:.3f} ({row['value']:+.3f} [{ends}])")
+        if not row["low"] > 0:
             failed.append(condition)
-            text += "" if np.isnan(size) else f" (detectable: {size:.3f})"
-        texts[condition] = text
-    if not {REMOVE, SWAP} & set(texts):
+    if not any(text.startswith((f"{REMOVE} ", f"{SWAP} ")) for text in texts):
         return f"neither {REMOVE} nor {SWAP} was made, so it can't be told."
-    text = "; ".join(texts.values())
+    less = "in brackets: the rate less twice that"
+    text = f"of a rate of {plain:.3f} remain ({less}) {'; '.join(texts)}"
     kept = [condition for condition in failed if condition != HEADER_ONLY]
     if kept:
         verb = "isn't" if len(kept) == 1 else "aren't"
         return (
-            f"{text}. {' and '.join(kept)} {verb} shown to lower the rate: what was measured is "
-            "not shown to react to the response."
+            f"{text}. {' and '.join(kept)} {verb} shown to halve the rate: what was measured is "
+            "not shown to depend on the response."
         )
     if HEADER_ONLY in failed:
         return (
-            f"{text}. The rate falls without the response, but turns that were written with no "
-            "conversation at all are called genuine about as often: by this judge, the rate is no "
-            "evidence of a reaction."
+            f"{text}. The rate falls by half without the response, but turns that were written "
+            "with no conversation at all aren't shown to be called genuine half as often: by this "
+            "judge, the rate is no evidence of a reaction."
         )
-    return f"{text}. The rate falls without the response: what was measured reacts to it."
+    return (
+        f"{text}. The rate falls by more than half without the response: what was measured depends "
+        "on it."
+    )

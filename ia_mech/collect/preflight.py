@@ -31,6 +31,7 @@ from ia_mech.data.conversations import (
 from ia_mech.engine.plan import (
     PREFILL_COST,
     RESCORE_COST,
+    RESPONSE_ROWS,
     SCORE_COST,
     UNIT_BATCHES,
     WINDOW,
@@ -414,7 +415,7 @@ def response_units(
 ) -> list[list[int]]:
     """Which responses of a chunk are decoded and written together, as indices of their prompts."""
     each = config.max_response_tokens + PREFILL_COST * max(lengths, default=0)
-    most = min(batch_rows, max(1, int(most_cost / each)))
+    most = min(batch_rows, max(RESPONSE_ROWS, int(most_cost / each)))
     return plan_units(lengths, evenly(len(lengths), most))
 
 

@@ -96,6 +96,9 @@ COLDEST, HOTTEST = 1e-3, 1e3  # logits divided by less or by more leave what flo
 MOST = 1_000_000  # samples of a temperature, and tokens of a turn
 WINDOW = 256  # contexts sorted by length together; bounds memory, whatever the size of the run
 UNIT_BATCHES = 3  # most batches that are written together
+# Responses are long, so that few of them are as much work as a unit may be; but a step costs the
+# same for few rows as for many, and fewer rows than these would mostly wait for it.
+RESPONSE_ROWS = 32
 SLOW = 150  # decoded tokens per second of a small model on two busy cores
 # Costs in decoded tokens (SmolLM2-135M, float32, one AVX-512 core: 3.0 ms per decoded token in a
 # batch of 65 to 104 rows).

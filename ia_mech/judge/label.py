@@ -93,6 +93,8 @@ def judge_items(
     cache_folder: Path | None = None,
     replay: bool = False,
     retry_failed: bool = False,
+    phase: str = "judging",
+    unit: str = "turn",
 ) -> tuple[dict[Pair, Verdict], set[Pair]]:
     """Verdicts of all distinct items, and which of them came from the cache.
 
@@ -104,6 +106,7 @@ def judge_items(
         cache_folder: of the verdicts that were paid for.
         replay: answer from the cache alone, which is only read.
         retry_failed: judge anew what the cache has as a failure.
+        phase, unit: what the progress calls the work, and one item of it.
 
     Raises:
         UserError: with ``replay``, an item that the cache lacks; or what makes a judge useless.
@@ -139,7 +142,7 @@ def judge_items(
                 verdicts[pair] = verdict
 
         try:
-            _judge_missing(judge, missing, len(cached), keep, progress)
+            _judge_missing(judge, missing, len(cached), keep, progress, phase, unit)
         except CostLimit as limit:
             total = sum(verdict.cost or 0.0 for verdict in verdicts.values())
             raise UserError(
@@ -155,6 +158,8 @@ def _judge_missing(
     cached: int,
     keep: Callable[[int, Verdict], None],
     progress: Progress,
+    phase: str,
+    unit: str,
 ) -> None:
     """Have ``pairs`` judged and every verdict that is received kept, whatever happens.
 
@@ -171,12 +176,12 @@ def _judge_missing(
         if pairs:
             if estimate := judge.estimate([item for item, _ in pairs]):
                 progress.say(estimate)
-            progress.start("judging", len(pairs), unit="turn")
+            progress.start(phase, len(pairs), unit=unit)
         for index, verdict in received:
             keep(index, verdict)
             tokens += verdict.prompt_tokens + verdict.completion_tokens
             cost += verdict.cost or 0.0
-            failures += verdict.status != JUDGED
+            failures += verdict.error != ""
             facts = [f"{tokens} tokens"] if tokens else []
             facts += [f"${cost:.4f}"] if cost else []
             facts += [f"{failures} failed"] if failures else []
