@@ -17,9 +17,9 @@ import pandas as pd
 from safetensors import SafetensorError
 
 from ia_mech.errors import UserError
+from ia_mech.rates.gate import Gate
 from ia_mech.rates.load import NO_ANNOTATOR, open_runs, read_runs
 from ia_mech.run import Run
-from ia_mech.run.labels import KEY
 from probes.fit.folds import movable
 from probes.reaction import check_reliable, read_bits
 from probes.targets import (
@@ -57,6 +57,7 @@ class ProbeSet:
         width: d_model.
         within: ``run`` or ``dataset``: what contexts must share to be compared, besides their
             perturbation. Each gets an intercept, and labels are permuted within it.
+        gate: whether the judge can tell a turn's own conversation from another; None without one.
         embeddings: ``[contexts, width]`` of the texts, in place of latent semantic analysis; or
             None.
     """
@@ -71,6 +72,7 @@ class ProbeSet:
     layers: Sequence[int]
     width: int
     within: str = RUN
+    gate: Gate | None = None
     embeddings: np.ndarray | None = None
 
     def __len__(self) -> int:
@@ -87,7 +89,7 @@ class ProbeSet:
     @property
     def labelled_by(self) -> str:
         """Where the outcomes come from, for conclusions, captions and names of figures."""
-        return f"judge {self.judge}" if self.judge else "reaction bits"
+        return f"judge {self.gate}" if self.gate else "reaction bits"
 
     def comparable(self, features: np.ndarray) -> np.ndarray:
         """``[contexts, …]`` features as probes get them: less their query's mean for the target
@@ -186,13 +188,18 @@ def read(
     if wanted.kind == REACTION:
         runs, judge, record = open_runs(runs, verify=verify), "", {}
         turns = read_bits(runs, reaction)
-        notes = [check_reliable(turns)]
+        notes, gate = [check_reliable(turns)], None
     else:
         judged = read_runs(runs, judge, NO_ANNOTATOR, verify=verify)
         runs, judge, record, turns = judged.runs, judged.judge, judged.record, judged.turns
-        notes = list(judged.notes)
-    if wanted.kind == GROUNDED:
-        turns = _with_grounding(turns, runs, judge)
+        outcome = GROUNDED if wanted.kind == GROUNDED else "genuine"
+        if outcome not in judged.gates:
+            raise UserError(
+                f"judge {judge!r} doesn't test whether turns are grounded",
+                "choose another --target, or another judge",
+            )
+        gate = judged.gates[outcome]
+        notes = [*judged.notes, f"{gate.sentence}."]
     _check_same_size(runs)
     models = {run.model["weights_hash"]: run.model["name"] for run in runs}
     if len(models) > 1:
@@ -230,23 +237,9 @@ def read(
         layers=_chosen_layers(runs[0].layers, layers),
         width=runs[0].model["d_model"],
         within=within,
+        gate=gate,
         embeddings=None if embeddings is None else _embeddings(embeddings, kept["context_id"]),
     )
-
-
-def _with_grounding(turns: pd.DataFrame, runs: list[Run], judge: str) -> pd.DataFrame:
-    """The turns with the judge's ``grounded_p``."""
-    found = []
-    for run in runs:
-        verdicts = run.labels.judgements(judge)
-        if "grounded_p" not in verdicts or verdicts["grounded_p"].isna().all():
-            raise UserError(
-                f"the verdicts of {judge!r} in {run.path} have no grounding p values",
-                "choose another --target, or judge again with a judge that gives them",
-            )
-        first = verdicts[verdicts["repeat"] == 0]
-        found.append(first[[*KEY, "grounded_p"]].assign(run=str(run.path)))
-    return turns.merge(pd.concat(found), on=["run", *KEY], how="left")
 
 
 def _embeddings(file: Path, contexts: pd.Series) -> np.ndarray:

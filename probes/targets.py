@@ -91,7 +91,6 @@ CHOICES = (
     f"give rate, rate@T, greedy, latent or, as rates, {GROUNDED}, {REACTION} or one of "
     f"{', '.join(FAILURES)}"
 )
-GROUNDED_P = 0.05  # a genuine turn with a grounding p value of at most this is grounded
 
 
 @dataclass(frozen=True)
@@ -156,7 +155,7 @@ class Target:
                 "contexts whose greedy turn is one are left out."
             )
         what = {
-            GROUNDED: f"are genuine and have a grounding p value of at most {GROUNDED_P:g}",
+            GROUNDED: "are genuine and grounded",
             REACTION: "have more bits, from the second token on, than the median turn of their "
             "query at their temperature",
         }.get(self.kind, "are genuine follow-ups")
@@ -191,8 +190,8 @@ def counts_of(target: Target, turns: pd.DataFrame) -> pd.DataFrame:
         target: what to predict.
         turns: one row per turn with ``run``, ``context_id``, ``temperature``, ``category`` and
             ``genuine`` (NaN where not assessed), as ``Judged.turns``; for ``grounded`` also
-            ``grounded_p`` (a genuine turn without one counts as not assessed). For ``reaction``
-            ``positive``, as :func:`probes.reaction.read_bits` gives it, in place of both.
+            ``grounded`` (likewise). For ``reaction`` ``positive``, as
+            :func:`probes.reaction.read_bits` gives it, in place of these.
 
     Returns:
         ``k`` and ``n`` per (``run``, ``context_id``). Contexts with no assessed turn that counts
@@ -205,7 +204,7 @@ def counts_of(target: Target, turns: pd.DataFrame) -> pd.DataFrame:
     if target.kind == REACTION:
         return _shares(target, turns, turns["positive"])
     if target.kind == GROUNDED:
-        turns = turns[turns["genuine"].ne(1) | turns["grounded_p"].notna()]
+        turns = turns[turns["grounded"].notna()]
     assessed = turns[turns["genuine"].notna()]
     greedy, sampled = (assessed[assessed["temperature"].eq(0) == is_it] for is_it in (True, False))
     if target.kind == LATENT:
@@ -216,7 +215,7 @@ def counts_of(target: Target, turns: pd.DataFrame) -> pd.DataFrame:
     chosen = greedy if target.kind == GREEDY else sampled
     positive = chosen["category"].eq(target.category or GENUINE)
     if target.kind == GROUNDED:
-        positive &= chosen["grounded_p"].le(GROUNDED_P)
+        positive = chosen["grounded"].eq(1)
     return _shares(target, chosen, positive)
 
 

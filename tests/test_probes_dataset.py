@@ -324,23 +324,15 @@ def test_two_models_of_one_size_are_noted(copy, other):
     assert any("2 models" in note and "another/model" in note for note in notes)
 
 
-def test_grounded_turns_need_the_judge_s_p_values(copy, monkeypatch):
-    run = copy()
-    with pytest.raises(UserError, match=r"verdicts of 'rules' in .* have no grounding p values"):
-        read([run], target="grounded")
-    labels = type(run.labels)
-    judgements = labels.judgements
+def test_the_target_grounded_needs_a_judge_that_tests_it(copy):
+    with pytest.raises(UserError, match="judge 'rules' doesn't test whether turns are grounded"):
+        read([copy()], target="grounded")
 
-    def with_p(self, name):  # the sample's number decides
-        said = judgements(self, name)
-        return said.assign(grounded_p=said["sample"] * 0.06)
 
-    monkeypatch.setattr(labels, "judgements", with_p)
-    found, rate = (read([run], target=target).contexts for target in ("grounded@1", "rate@1"))
-    assert found["trials"].tolist() == rate["trials"].tolist()
-    genuine = rate["positives"] > 0
-    assert genuine.any() and (rate["positives"][genuine] > 1).all()
-    assert (found["positives"] == genuine).all()  # the first sample alone
+def test_the_gate_of_the_judge_goes_with_the_labels(copy):
+    found = read([copy()])
+    assert found.labelled_by == "judge rules: no decoys"
+    assert any("has no decoys, so its floor is unknown" in note for note in found.notes)
 
 
 def test_a_target_that_no_context_has_is_refused(copy):

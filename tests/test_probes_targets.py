@@ -55,11 +55,11 @@ def test_k_and_n_are_the_counted_ones(target, expected):
     assert " ".join(got.get(context, "–") for context in TURNS["context_id"].unique()) == expected
 
 
-def test_grounded_turns_are_genuine_and_have_a_small_p():
+def test_grounded_turns_are_those_that_the_judge_calls_so():
     said = turns_of({"a": {1: [GENUINE, GENUINE, GENUINE, NEW, FAILED]}, "b": {1: [NEW, GENUINE]}})
-    turns = said.assign(grounded_p=[0.05, 0.0501, None, 0.01, 0.01, None, None])
+    turns = said.assign(grounded=[1, 0, None, 0, None, 0, None])
     found = counts_of(parse_target("grounded"), turns)
-    # A genuine turn that wasn't assessed for grounding doesn't count; another category is negative.
+    # A genuine turn that wasn't assessed for grounding doesn't count.
     assert found.to_numpy().tolist() == [[1, 3], [0, 1]]
     with pytest.raises(UserError, match="grounded@1"):
         counts_of(parse_target("grounded@0.7"), turns)
