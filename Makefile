@@ -26,6 +26,9 @@ study: $(INSTALLED)
 	$(BIN)/python -m ia_mech.sample --dataset benchmarks/study.jsonl --limit all --response generate --responses 8 \
 	  --response-temperature 1 --temperatures 0.7 1 --header-logits 1000 --out $(STUDY) $(ARGS)
 	$(BIN)/python -m experiments.reaction $(STUDY)
+	$(BIN)/python -m ia_mech.judge run $(STUDY) --replace
+	$(BIN)/python -m ia_mech.rates $(STUDY)
+	for target in rate grounded reaction; do $(BIN)/python -m probes.train $(STUDY) --target $$target --replace || exit; done
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest $(ARGS)
