@@ -12,7 +12,7 @@ import json
 import os
 import re
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, NotRequired
 
@@ -192,6 +192,27 @@ def _changed(file: Path, problem: str) -> UserError:
         f"{file} is damaged ({problem})",
         "undo the change or restore a copy; analyses read it as it is with --no-verify",
     )
+
+
+def differences(there: dict, wanted: dict) -> dict[str, str]:
+    """Where two identities differ: both values, by a dotted name."""
+    return dict(_differences(there, wanted))
+
+
+def _differences(there: dict, wanted: dict, prefix: str = "") -> Iterator[tuple[str, str]]:
+    for key in sorted({*there, *wanted}):
+        a, b = there.get(key), wanted.get(key)
+        if isinstance(a, dict) and isinstance(b, dict):
+            yield from _differences(a, b, f"{prefix}{key}.")
+        elif a != b:
+            values = f"is {_short(a)} there, {_short(b)} here"
+            yield f"{prefix}{key}", "differs" if "sha256" in key or "hash" in key else values
+
+
+def _short(value) -> str:
+    text = " ".join(map(str, value)) if isinstance(value, list) else str(value)
+    text = {"None": "not set", "True": "set", "False": "not set"}.get(text, text)
+    return text if len(text) <= 40 else text[:37] + "…"
 
 
 # -- content -------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import json
 import os
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
@@ -130,6 +130,7 @@ class RunWriter:
         try:
             refuse_another(path, writer.record["identity"], record["identity"], name_of)
             writer._drop_damaged(repair, conversations)
+            refuse_other_plan(path, writer.record, writer.manifest, record)
             writer._remove_orphans()
         except BaseException:
             writer.close()
@@ -156,17 +157,17 @@ class RunWriter:
         """How many conversations the finished units of a kind cover."""
         return sum(part["contexts"] for part in self._parts(kind))
 
-    def read_responses(self, orders: list[int]) -> dict[int, dict]:
-        """The responses written for these conversations, by their order."""
-        if not orders:
-            return {}
-        wanted = [("order", ">=", min(orders)), ("order", "<=", max(orders))]
+    def read_responses(self, bucket: int | None = None) -> dict[int, dict]:
+        """The responses written so far, by the order of their conversations.
+
+        Args:
+            bucket: those of this bucket, and perhaps others beside them; all if None.
+        """
         return {
             row["order"]: row
             for part in self._parts("responses")
-            for row in pq.read_table(
-                self.path / layout.responses_file(part["name"]), filters=wanted
-            ).to_pylist()
+            if bucket is None or any(unit.startswith(f"{bucket}.") for unit in part["units"])
+            for row in pq.read_table(self.path / layout.responses_file(part["name"])).to_pylist()
         }
 
     def start_session(self, about: dict) -> None:
@@ -181,9 +182,15 @@ class RunWriter:
             self.manifest["sessions"][-1][key] = copy.deepcopy(value)
             self._write_manifest()
 
+    def finish_responses(self) -> None:
+        """Merge what is small and mark the responses complete; other shards may read them then."""
+        if not self.manifest.get("responses_complete"):
+            self._merge("responses", rest=True)
+            self.manifest["responses_complete"] = True
+            self._write_manifest()
+
     def finish(self) -> None:
         """Merge what is small and mark the run complete."""
-        self._merge("responses", rest=True)
         self._merge("contexts", rest=True)
         self.manifest["complete"] = True
         self._write_manifest()
@@ -350,7 +357,7 @@ class RunWriter:
                 self._write_manifest()
         if len(whole) < len(self.manifest["parts"]):
             self.manifest["parts"] = whole
-            self.manifest["complete"] = False
+            self.manifest["complete"] = self.manifest["responses_complete"] = False
             self._write_manifest()
 
     def _remove_orphans(self) -> None:
@@ -418,7 +425,7 @@ def refuse_another(
     Raises:
         UserError: they differ; it names all differences.
     """
-    differing = dict(_differences(there, wanted))
+    differing = integrity.differences(there, wanted)
     # What follows from the configuration is left out where that explains it.
     asked = {name: v for name, v in differing.items() if name.startswith("config.")}
     if differing:
@@ -429,18 +436,14 @@ def refuse_another(
         )
 
 
-def _differences(there: dict, wanted: dict, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Where two identities differ: a dotted name, and both values."""
-    for key in sorted({*there, *wanted}):
-        a, b = there.get(key), wanted.get(key)
-        if isinstance(a, dict) and isinstance(b, dict):
-            yield from _differences(a, b, f"{prefix}{key}.")
-        elif a != b:
-            values = f"is {_short(a)} there, {_short(b)} here"
-            yield f"{prefix}{key}", "differs" if "sha256" in key or "hash" in key else values
+def refuse_other_plan(path: Path, there: dict, manifest: dict, wanted: dict) -> None:
+    """Refuse to go on with an unfinished run whose units are not these.
 
-
-def _short(value) -> str:
-    text = " ".join(map(str, value)) if isinstance(value, list) else str(value)
-    text = {"None": "not set", "True": "set", "False": "not set"}.get(text, text)
-    return text if len(text) <= 40 else text[:37] + "…"
+    Raises:
+        UserError: an older version of this package dealt the contexts into other buckets.
+    """
+    if not manifest["complete"] and there.get("buckets") != wanted.get("buckets"):
+        raise UserError(
+            f"{path} was begun by an older version, which batched its contexts otherwise",
+            "give another --out, or go on with that version",
+        )
