@@ -25,13 +25,12 @@ from shell import files
 from stub_server import StubServer, item_of
 
 from benchmarks.probe_validation.planted import Plan, plant, write
-from ia_mech.collect.preflight import scratch_folder
 from ia_mech.judge.cache import VerdictCache
 from ia_mech.judge.label import items_of
 from ia_mech.judge.verdict import Item
 from ia_mech.models import embedded
 from ia_mech.run import Run, integrity
-from ia_mech.run.integrity import replace_file
+from ia_mech.run.integrity import replace_file, scratch_folder
 
 GENERATED = [
     *("--response", "generate", "--max-response-tokens", 6, "--batch-rows", 2),

@@ -6,6 +6,7 @@ import resource
 import shutil
 import weakref
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -32,7 +33,7 @@ from runs import (
 import ia_mech.collect.job
 import ia_mech.engine.plan
 from ia_mech.collect.config import SampleConfig
-from ia_mech.engine.plan import Grid
+from ia_mech.engine.plan import Grid, bucket_of
 from ia_mech.errors import UserError
 from ia_mech.run import Run, RunWriter, integrity, layout, writer
 
@@ -365,8 +366,7 @@ class Census:
 
 
 def test_what_is_in_memory_does_not_grow_with_the_run(tiny_subject, tmp_path, monkeypatch):
-    """Two chunks of contexts and two units of results live at once, however many come."""
-    chunks = 4
+    """Two buckets of contexts and two units of results live at once, however many come."""
     monkeypatch.setattr(ia_mech.engine.plan, "BUCKET", 3)
     items, results = (
         Census(ia_mech.collect.job.PreparedContext),
@@ -374,7 +374,10 @@ def test_what_is_in_memory_does_not_grow_with_the_run(tiny_subject, tmp_path, mo
     )
     monkeypatch.setattr(ia_mech.collect.job, "PreparedContext", items)
     monkeypatch.setattr(ia_mech.collect.job, "ContextResult", results)
-    config = SampleConfig(limit=3 * chunks, grid=Grid((), 1, 2), batch_rows=1)
-    sampled(config, tiny_subject, tmp_path / "run")
-    assert len(items.made) == len(results.made) == 3 * chunks
-    assert (items.most, results.most) == (6, 6)
+    config = SampleConfig(limit=12, grid=Grid((), 1, 2), batch_rows=1)
+    run = sampled(config, tiny_subject, tmp_path / "run")
+    assert len(items.made) == len(results.made) == 12
+    names = [bucket_of(*row) for row in run.contexts[["dataset", "source_id"]].assign(n=4).values]
+    sizes = [names.count(bucket) for bucket in range(4)]
+    assert items.most == max(map(sum, pairwise(sizes))) < 12
+    assert results.most <= 2 * 3  # a unit is three batches of one row

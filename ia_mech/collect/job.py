@@ -34,7 +34,6 @@ from ia_mech.collect.preflight import (
     read_snapshot,
     response_units,
     run_bytes,
-    scratch_folder,
     survey,
     too_few,
     without_response,
@@ -69,6 +68,7 @@ from ia_mech.likelihood.swaps import SwapSources
 from ia_mech.models.load import Subject, context_limit, load, load_tokenizer_and_config
 from ia_mech.run import Run, RunWriter, layout
 from ia_mech.run.background import Background
+from ia_mech.run.integrity import scratch_folder
 
 
 def make_run(

@@ -4,7 +4,6 @@ Everything that can be wrong is found here, before anything is written, and nowh
 needs nothing but the configuration, then what needs the data, then what needs the model.
 """
 
-import contextlib
 import hashlib
 import json
 import shutil
@@ -48,7 +47,6 @@ from ia_mech.errors import UserError
 from ia_mech.likelihood.candidates import OwnCandidates
 from ia_mech.models.load import context_limit, resolve_device, text_config
 from ia_mech.run import layout
-from ia_mech.run.integrity import abandoned, process_name
 
 
 @dataclass(frozen=True)
@@ -396,18 +394,6 @@ def too_few(config: SampleConfig, count: int) -> str | None:
     if config.limit is None or count >= config.limit:
         return None
     return f"{config.dataset} has fewer conversations than --limit {config.limit}: {count}"
-
-
-@contextlib.contextmanager
-def scratch_folder(parent: Path) -> Iterator[Path]:
-    """A folder of its own for files in the making; those of killed processes are removed."""
-    for left in abandoned(parent, ".ia_mech-", "-.*"):
-        shutil.rmtree(left, ignore_errors=True)
-    folder = Path(tempfile.mkdtemp(prefix=f".ia_mech-{process_name()}-", dir=parent))
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 # -- what it takes --------------------------------------------------------------------------------

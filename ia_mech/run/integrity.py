@@ -6,12 +6,15 @@ and mix-ups (it is no protection from people who can write to the folder). Files
 zeros where its digits are. Runs of format 1 have SHA-256 in their manifest and no seals.
 """
 
+import contextlib
 import glob
 import hashlib
 import json
 import os
 import re
+import shutil
 import socket
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, NotRequired
@@ -417,3 +420,15 @@ def fsync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+@contextlib.contextmanager
+def scratch_folder(parent: Path) -> Iterator[Path]:
+    """A folder of its own for files in the making; those of killed processes are removed."""
+    for left in abandoned(parent, ".ia_mech-", "-.*"):
+        shutil.rmtree(left, ignore_errors=True)
+    folder = Path(tempfile.mkdtemp(prefix=f".ia_mech-{process_name()}-", dir=parent))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)

@@ -41,7 +41,7 @@ class Run:
         self.path = Path(path)
         self.record, self._manifest = read_record_and_manifest(self.path, verify=verify)
         self.complete: bool = self._manifest["complete"]
-        self._parts = [part for part in self._manifest["parts"] if part["kind"] == "contexts"]
+        self._parts = self.parts("contexts")
         self._verify = verify
         self._verified: set[str] = set()  # files whose content was compared
 
@@ -63,6 +63,15 @@ class Run:
         for part in run._manifest["parts"]:
             run._check(part, part["files"], content=False)
         return run
+
+    def parts(self, kind: str) -> list[dict]:
+        """The parts of a kind, as the manifest has them; those of shards name their ``folder``."""
+        return [part for part in self._manifest["parts"] if part["kind"] == kind]
+
+    @property
+    def sessions(self) -> list[dict]:
+        """When, on what machine and with what notes processes worked on the run."""
+        return self._manifest["sessions"]
 
     @property
     def config(self) -> dict:
@@ -93,9 +102,8 @@ class Run:
     @property
     def kept(self) -> dict[str, int]:
         """How many ``responses`` were written and how many ``contexts`` are whole so far."""
-        parts = self._manifest["parts"]
         return {
-            kind: sum(part["contexts"] for part in parts if part["kind"] == kind)
+            kind: sum(part["contexts"] for part in self.parts(kind))
             for kind in ("responses", "contexts")
         }
 
@@ -117,8 +125,10 @@ class Run:
     @property
     def responses(self) -> pd.DataFrame:
         """The responses that the model wrote so far, with the order of their contexts."""
-        parts = [part for part in self._manifest["parts"] if part["kind"] == "responses"]
-        tables = [pq.read_table(self._file(p, layout.responses_file(p["name"]))) for p in parts]
+        tables = [
+            pq.read_table(self._file(part, layout.responses_file(part["name"])))
+            for part in self.parts("responses")
+        ]
         return pa.concat_tables([layout.RESPONSES.empty_table(), *tables]).to_pandas()
 
     @property

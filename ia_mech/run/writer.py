@@ -291,15 +291,30 @@ class RunWriter:
             self._merge_group(kind, group)
 
     def _merge_group(self, kind: str, group: list[dict]) -> None:
+        merged = self._joined(kind, self.path, group)
+        kept = [part for part in self.manifest["parts"] if part not in group]
+        self.manifest["parts"] = [*kept, merged]
+        self._write_manifest()
+        for part in group:
+            for file in part["files"]:
+                (self.path / file).unlink()
+
+    def _joined(self, kind: str, root: Path, group: list[dict]) -> dict:
+        """Parts of one kind written as one, which is yet to be entered in the manifest.
+
+        ``root`` is where their files are.
+        """
         name = self._new_name(kind)
         written = {}
         for file in group[0]["files"]:
-            # The files of all parts are the same but for the part's number.
-            names = [file.replace(group[0]["name"], part["name"]) for part in group]
-            target = file.replace(group[0]["name"], name)
-            written[target] = self._write_file(target, _concatenated(self.path, names))
+            # The files of all parts are the same but for their folder and the part's number.
+            place = file.removeprefix(group[0].get("folder", ""))
+            pattern = place.replace(group[0]["name"], "{}")
+            files = [part.get("folder", "") + pattern.format(part["name"]) for part in group]
+            target = pattern.format(name)
+            written[target] = self._write_file(target, _concatenated(root, files))
         self._flush_folders(written)
-        merged = {
+        joined = {
             "kind": kind,
             "name": name,
             "units": [unit for part in group for unit in part["units"]],
@@ -307,14 +322,23 @@ class RunWriter:
             "files": written,
         }
         backed_off = {k: v for part in group for k, v in part.get("backed_off", {}).items()}
-        if backed_off:
-            merged["backed_off"] = backed_off
-        kept = [part for part in self.manifest["parts"] if part not in group]
-        self.manifest["parts"] = [*kept, merged]
-        self._write_manifest()
-        for part in group:
-            for file in part["files"]:
-                (self.path / file).unlink()
+        return joined | ({"backed_off": backed_off} if backed_off else {})
+
+    def add_parts(self, kind: str, root: Path, parts: list[dict]) -> None:
+        """Copy parts of another run, or of several, as full ones.
+
+        Args:
+            kind: ``responses`` or ``contexts``.
+            root: the folder from which their files are named.
+            parts: as the manifest has them; ``folder`` is what their names begin with, if anything.
+        """
+        group: list[dict] = []
+        for at, part in enumerate(parts, start=1):
+            group.append(part)
+            if sum(p["contexts"] for p in group) >= layout.PART_CONTEXTS or at == len(parts):
+                self.manifest["parts"].append(self._joined(kind, root, group))
+                self._write_manifest()
+                group = []
 
     def _write_file(self, file: str, data: pa.Table | Tensors) -> dict:
         path = self.path / file
