@@ -85,7 +85,7 @@ class Sampling:
         run = self.opened(name)
         assert run.complete and run.digest() == self.digest
         assert sorted(units_of(run)) == sorted(self.units)
-        written = {"run.json", "manifest.json", ".lock"}
+        written = {"run.json", "manifest.json", ".lock", "README.md"}
         assert {*files_under(run.path)} == {*files_named(run.path)} | written
         assert {path.name for path in run.path.parent.iterdir()} == {"run", "cache"}
 

@@ -231,7 +231,7 @@ def test_a_merge_that_is_killed_leaves_the_shards(copied, whole, monkeypatch):
             moves.append(Path(target).name)
         honest(source, target)
 
-    for until in range(7):  # noqa: B007 (of replace_until)
+    for until in range(8):  # noqa: B007 (of replace_until)
         moves.clear()
         with monkeypatch.context() as patch:
             patch.setattr(os, "replace", replace_until)

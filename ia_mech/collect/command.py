@@ -558,6 +558,7 @@ def _dry_run(config: "SampleConfig", out: Path, repair: bool, shard: "Shard") ->
         stored_dtype,
     )
     from ia_mech.run import Run, layout
+    from ia_mech.run.integrity import without_folders
     from ia_mech.run.writer import refuse_another
 
     inputs = open_inputs(config, out, shard, repair=repair)
@@ -573,7 +574,8 @@ def _dry_run(config: "SampleConfig", out: Path, repair: bool, shard: "Shard") ->
     if (out / layout.RUN).is_file():
         there = Run(out) if repair else Run.open(out)
         wanted = identity_asked_for(config, chat, plan.conversations, inputs.own)
-        found = {name: there.record["identity"].get(name) for name in wanted}
+        kept = without_folders(there.record["identity"])
+        found = {name: kept.get(name) for name in wanted}
         refuse_another(out, found, wanted, flag_of)
     print_plan(config, plan, out, there)
 

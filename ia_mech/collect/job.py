@@ -65,7 +65,13 @@ from ia_mech.errors import UserError, exhaustion
 from ia_mech.lens import save_lens
 from ia_mech.likelihood.scorer import ContextScores, Scorer, scored_temperatures
 from ia_mech.likelihood.swaps import SwapSources
-from ia_mech.models.load import Subject, context_limit, load, load_tokenizer_and_config
+from ia_mech.models.load import (
+    Subject,
+    context_limit,
+    load,
+    load_tokenizer_and_config,
+    remember,
+)
 from ia_mech.run import Run, RunWriter, layout
 from ia_mech.run.background import Background
 from ia_mech.run.integrity import scratch_folder
@@ -156,11 +162,12 @@ def collect(
         texts = Texts(folder.parent)
         found = survey(inputs, config, chat, model.config, texts.append)
         buckets, positions = found.buckets(config, shard), kept_positions(config, chat)
+        remember(subject)
         who = identity(config, subject, chat, found.facts, engine, inputs.own)
         refuse_differing(out, shard, who)
         record = {
             "format": layout.FORMAT,
-            "source": inputs.source.description,
+            "source": inputs.source.description | {"dataset": who["config"]["dataset"]},
             "identity": who,
             "buckets": found.bucket_count(config),
             "shard": [shard.number, shard.of],

@@ -7,6 +7,7 @@ zeros where its digits are. Runs of format 1 have SHA-256 in their manifest and 
 """
 
 import contextlib
+import copy
 import glob
 import hashlib
 import json
@@ -195,6 +196,21 @@ def _changed(file: Path, problem: str) -> UserError:
         f"{file} is damaged ({problem})",
         "undo the change or restore a copy; analyses read it as it is with --no-verify",
     )
+
+
+def without_folders(identity: dict) -> dict:
+    """An identity with the last part of each path of this machine: runs are shared."""
+    identity = copy.deepcopy(identity)
+    config = identity["config"]
+    for place, key in (
+        (config["model"], "name"),
+        (identity.get("model", {}), "name"),
+        (config, "dataset"),
+        (config, "candidates"),
+    ):
+        if isinstance(name := place.get(key), str) and name.startswith(("/", "~", ".", "\\")):
+            place[key] = Path(os.path.abspath(os.path.expanduser(name))).name
+    return identity
 
 
 def differences(there: dict, wanted: dict) -> dict[str, str]:

@@ -4,6 +4,7 @@
 
     run.json                              what was asked and of which model; written once
     manifest.json                         the parts that are whole; replaced atomically, last
+    README.md                             the dataset card, once the run is complete
     conversations.parquet                 the conversations as read, before any response was written
     responses/part-00000.parquet          responses the subject model wrote, if any
     contexts/part-00000.parquet           one row per context
@@ -31,7 +32,7 @@ RUN, MANIFEST, CONVERSATIONS, LOCK = (
     "conversations.parquet",
     ".lock",
 )
-SHARDS = "shards"
+SHARDS, CARD = "shards", "README.md"
 PART_CONTEXTS = 1024  # a full part has at least so many; smaller ones are merged as the run goes on
 
 _MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from ia_mech.errors import UserError
 from ia_mech.run import integrity, layout
+from ia_mech.run.card import card
 
 
 class Tensors(NamedTuple):
@@ -128,7 +129,8 @@ class RunWriter:
         """
         writer = cls(path)
         try:
-            refuse_another(path, writer.record["identity"], record["identity"], name_of)
+            there = integrity.without_folders(writer.record["identity"])  # older ones have them
+            refuse_another(path, there, record["identity"], name_of)
             writer._drop_damaged(repair, conversations)
             refuse_other_plan(path, writer.record, writer.manifest, record)
             writer._remove_orphans()
@@ -190,8 +192,12 @@ class RunWriter:
             self._write_manifest()
 
     def finish(self) -> None:
-        """Merge what is small and mark the run complete."""
+        """Merge what is small, write the dataset card unless there is one, and mark the run
+        complete."""
         self._merge("contexts", rest=True)
+        if not (self.path / layout.CARD).exists():  # whose text may have been edited
+            text = card(self.record, self.count("contexts"))
+            integrity.replace_file(self.path / layout.CARD, lambda file: _write_text(file, text))
         self.manifest["complete"] = True
         self._write_manifest()
 
@@ -393,6 +399,10 @@ class RunWriter:
         for name in (layout.RUN, layout.MANIFEST):  # which only the holder of the lock writes
             for path in self.path.glob(f"{name}*.tmp"):
                 path.unlink()
+
+
+def _write_text(file: Path, text: str) -> None:
+    file.write_text(text, encoding="utf-8")
 
 
 def _moved(scratch: Path, path: Path) -> dict:
