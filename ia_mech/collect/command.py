@@ -274,6 +274,13 @@ def build_parser(kind: type[Parser] = Parser) -> Parser:
         help="make shard I of N (default: what Slurm's array or torchrun says; see docs/scale.md)",
     )
     add(
+        "--ray",
+        nargs="?",
+        const="",
+        metavar="ADDRESS",
+        help="make many shards on the devices of a Ray cluster, or of this machine",
+    )
+    add(
         "--phase",
         choices=["responses", "turns"],
         metavar="NAME",
@@ -401,13 +408,23 @@ def main(argv: list[str] | None = None) -> int:
 
     def body() -> None:
         nonlocal out, shard
-        from ia_mech.collect.shards import Rank, Shard
+        from ia_mech.collect.shards import WHOLE, Rank, Shard
 
         config = parse_config(args)
         out = out or config.folder()
-        shard = Shard.parse(args.shard) if args.shard else Shard.of_environment(os.environ)
+        if args.ray is not None and (args.shard or args.phase):
+            raise UserError("--ray makes all shards and phases", "leave out --shard and --phase")
+        shard = WHOLE if args.ray is not None else Shard.of_environment(os.environ)
+        if args.shard:
+            shard = Shard.parse(args.shard)
         if args.dry_run:
             _dry_run(config, out, args.repair, shard)
+        elif args.ray is not None:
+            from ia_mech.collect.ray import sample_on_ray
+            from ia_mech.collect.summary import print_run
+            from ia_mech.display import Bar
+
+            print_run(sample_on_ray(config, out, args.ray, Bar(), args.threads, args.repair))
         else:
             _sample(config, out, shard, Rank.of_environment(os.environ), args)
 
@@ -477,7 +494,7 @@ def sample(
         )
     parser = build_parser(_Raising)
     flags = {action.dest: action for action in parser._actions}
-    taken = sorted(flags.keys() - {"help", "help_all", "dry_run", "out"})
+    taken = sorted(flags.keys() - {"help", "help_all", "dry_run", "out", "ray"})
     words = _words(flags["out"], out)
     for name, value in settings.items():
         if name not in taken:

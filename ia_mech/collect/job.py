@@ -10,7 +10,7 @@ another shard wrote: the responses of the subject model, all of which have to be
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -107,15 +107,47 @@ def make_run(
         phase=phase,
         wait=wait,
     )
-    if not run.kept["contexts"]:
-        return run
-    try:
-        problem = save_lens(subject, run.contexts["token_ids"].iloc[0].tolist()[:64])
-    except (OSError, SafetensorError, RuntimeError) as error:  # the run is whole without it
-        problem = str(error)
-    if problem:
+    if problem := keep_lens(run, subject):
         progress.say(f"note: no offline lens for this model: {problem}")
     return run
+
+
+def keep_lens(run: Run, subject: Subject) -> str | None:
+    """Keep the model's lens if it isn't kept yet; returns why it can't be, or None."""
+    if not run.kept["contexts"]:
+        return None
+    try:
+        return save_lens(subject, run.contexts["token_ids"].iloc[0].tolist()[:64])
+    except (OSError, SafetensorError, RuntimeError) as error:  # the run is whole without it
+        return str(error)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What all shards of a run share: its conversations, surveyed, and how they are computed."""
+
+    inputs: Inputs
+    chat: ChatFormat
+    engine: Engine
+    survey: Survey
+    texts: Texts
+
+
+def prepare(config: SampleConfig, subject: Subject, inputs: Inputs, folder: Path) -> Prepared:
+    """Check the engine and all conversations, whose texts are kept on the disk of a folder.
+
+    Raises:
+        UserError: anything wrong with data or template.
+    """
+    model = subject.model
+    chat = build_chat(config, subject.tokenizer, eos_ids(model.generation_config, model.config))
+    probe = [{"role": "user", "content": "What is it?"}, {"role": "assistant", "content": "Blue."}]
+    ids = (chat.context(probe).ids * TOKENS)[:TOKENS]
+    engine = check_engine(model, ids, config.engine)
+    engine = with_static_buffers(model, ids, engine, config.engine)
+    texts = Texts(folder)
+    found = survey(inputs, config, chat, model.config, texts.append)
+    return Prepared(inputs, chat, engine, found, texts)
 
 
 def collect(
@@ -125,6 +157,7 @@ def collect(
     progress: Progress,
     *,
     inputs: Inputs | None = None,
+    prepared: Prepared | None = None,
     repair: bool = False,
     shard: Shard = WHOLE,
     phase: str | None = None,
@@ -135,6 +168,7 @@ def collect(
     Args:
         out: the run's folder.
         inputs: what :func:`ia_mech.collect.preflight.open_inputs` found, if it was called.
+        prepared: what :func:`prepare` returned, if it was called; ``inputs`` isn't looked at then.
         repair: compute damaged parts again.
         shard: which shard of the run to make, in a folder of its own within ``out``.
         phase: ``responses`` or ``turns``, to do no more than that; both if None.
@@ -150,20 +184,18 @@ def collect(
     """
     if config.batch_rows is None:
         config = replace(config, batch_rows=batch_defaults(subject.device).batch_rows)
-    inputs = inputs or open_inputs(config, out, shard, repair=repair)
+    if prepared is None:
+        inputs = inputs or open_inputs(config, out, shard, repair=repair)
     folder, model = shard.folder(out), subject.model
-    chat = build_chat(config, subject.tokenizer, eos_ids(model.generation_config, model.config))
-    probe = [{"role": "user", "content": "What is it?"}, {"role": "assistant", "content": "Blue."}]
-    ids = (chat.context(probe).ids * TOKENS)[:TOKENS]
-    engine = check_engine(model, ids, config.engine)
-    engine = with_static_buffers(model, ids, engine, config.engine)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        texts = Texts(folder.parent)
-        found = survey(inputs, config, chat, model.config, texts.append)
+        if prepared is None:
+            assert inputs is not None
+            prepared = prepare(config, subject, inputs, folder.parent)
+        inputs, chat, found = prepared.inputs, prepared.chat, prepared.survey
         buckets, positions = found.buckets(config, shard), kept_positions(config, chat)
         remember(subject)
-        who = identity(config, subject, chat, found.facts, engine, inputs.own)
+        who = identity(config, subject, chat, found.facts, prepared.engine, inputs.own)
         refuse_differing(out, shard, who)
         record = {
             "format": layout.FORMAT,
@@ -174,7 +206,7 @@ def collect(
         }
         with scratch_folder(folder.parent) as scratch:
             file = scratch / layout.CONVERSATIONS
-            write_snapshot(texts, buckets, file)
+            write_snapshot(prepared.texts, buckets, file)
             lengths = [found.lengths[i] for orders in buckets.values() for i in orders]
             counts = len(lengths), sum(lengths)
             size = model.dtype.itemsize
@@ -190,8 +222,8 @@ def collect(
                 progress.say(f"{folder} was finished before; nothing was computed again")
             else:
                 others = partial(responses_of_others, out, shard, wait)
-                job = _Job(config, inputs, subject, chat, writer, progress, engine)
-                job.work(found, buckets, texts, others, phase)
+                job = _Job(config, inputs, subject, chat, writer, progress, prepared.engine)
+                job.work(found, buckets, prepared.texts, others, phase)
     except BrokenPipeError:  # of the progress, not of the run
         raise
     except OSError as error:

@@ -75,6 +75,15 @@ def open_inputs(
     folder = shard.folder(out)
     if repair and not (folder / layout.RUN).is_file():
         raise UserError(f"there is no run in {folder} to repair", "leave --repair out to begin one")
+    return read_inputs(config)
+
+
+def read_inputs(config: SampleConfig) -> Inputs:
+    """Open the conversations, and read the user's candidates.
+
+    Raises:
+        UserError: candidates or a dataset that can't be used.
+    """
     own = None if config.candidates is None else OwnCandidates.read(config.candidates)
     source = open_conversations(
         config.dataset,
