@@ -41,7 +41,7 @@ def main(argv: list[str] | None = None) -> int:
     def body() -> None:
         run = merge(args.run, remove=args.remove_shards)
         print(one_line(f"{run.kept['contexts']} contexts in one run: {run.path}"))
-        if not args.remove_shards:
+        if (run.path / "shards").is_dir():
             command = f"python -m ia_mech.merge {quoted(run.path)} --remove-shards"
             print(one_line(f"its shards are still there; to remove them: {command}"))
 
@@ -55,6 +55,8 @@ def merge(path: Path, *, remove: bool = False) -> "Run":
         path: the run's folder.
         remove: remove the shards afterwards, also those of an earlier call.
 
+    Nothing is done to a run that is one already.
+
     Raises:
         UserError: no shards; some are missing, damaged or don't belong together; another process
             is merging them.
@@ -63,7 +65,7 @@ def merge(path: Path, *, remove: bool = False) -> "Run":
 
     from ia_mech.run import Run, layout
 
-    if not layout.shards_in(path):
+    if not layout.shards_in(path) and not (path / layout.MANIFEST).is_file():
         raise UserError(
             f"{path} holds no shards", "give the --out of python -m ia_mech.sample --shard i/n"
         )
@@ -76,7 +78,7 @@ def merge(path: Path, *, remove: bool = False) -> "Run":
         with FileLock(path / layout.LOCK, timeout=0):
             if not (path / layout.MANIFEST).is_file():
                 _put_together(run)
-            if remove:
+            if remove and (path / layout.SHARDS).is_dir():
                 shutil.rmtree(path / layout.SHARDS)
     except Timeout:
         raise UserError(f"{path} is being merged by another process", "wait for it") from None

@@ -160,6 +160,33 @@ def test_sampling_and_merging_killed_at_every_step(forks, tiny_model_dir, tmp_pa
         shutil.rmtree(tmp_path / name)
 
 
+@pytest.mark.slow
+def test_shards_and_their_merge_killed_at_random_moments(forks, tiny_model_dir, tmp_path):
+    words = ["ia_mech.sample", "--model", tiny_model_dir, "--limit", 96, "--temperatures", 1]
+    words += ["--samples", 1, "--max-new-tokens", 3, "--out"]
+    seconds = forks.run(*words, tmp_path / "whole").seconds
+    digest = Run.open(tmp_path / "whole").digest()
+    moments, kills, merges, runs = random.Random("shards"), 0, 0, 0
+    while kills < 20 or merges < 4:
+        out, stopped = tmp_path / f"run-{runs}", True
+        shards = [[*words, out, "--shard", f"{k}/2"] for k in (2, 1)]
+        merge = ["ia_mech.merge", out, "--remove-shards"]
+        for command in (*shards, merge):
+            stopped = True
+            while stopped:
+                longest = seconds / 4 if command is merge else seconds / 2
+                ended = forks.run(*command, after=moments.uniform(0, longest))
+                stopped = was_stopped(ended, signal.SIGKILL)
+                kills += stopped
+                merges += stopped and command is merge
+                if command is merge:
+                    assert Run.open(out).digest() == digest
+        run = Run.open(out)
+        assert run.verify() == [] and len(units_of(run)) == len(set(units_of(run)))
+        assert not (out / "shards").exists()
+        runs += 1
+
+
 # -- judging --------------------------------------------------------------------------------------
 
 CONCURRENCY = 4

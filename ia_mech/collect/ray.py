@@ -7,6 +7,8 @@ its data is named at the end, when all others are done.
 
 import contextlib
 import os
+import re
+import socket
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import replace
@@ -27,6 +29,7 @@ from ia_mech.run import Run, layout
 
 SHARDS_PER_DEVICE = 8
 TRIES = 3  # of a shard whose worker dies
+PATIENCE = 10.0  # seconds until a cluster has to answer
 
 
 class Lost(Exception):
@@ -153,8 +156,10 @@ class _Ray:
         self._ray, self._job = ray, job
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is sent out unasked
         try:
+            if place := re.search(r"([^/:]+):([0-9]+)$", address):  # Ray would try for minutes
+                socket.create_connection((place[1], int(place[2])), timeout=PATIENCE).close()
             ray.init(address=address or None, log_to_driver=False, logging_level="error")
-        except (ConnectionError, ValueError, RuntimeError) as error:
+        except (OSError, OverflowError, ValueError, RuntimeError) as error:
             reason = " ".join(str(error).split())[:200]
             raise UserError(
                 f"no Ray answers at {address!r} ({reason})",
