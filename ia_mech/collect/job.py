@@ -113,7 +113,9 @@ def make_run(
 
 
 def keep_lens(run: Run, subject: Subject) -> str | None:
-    """Keep the model's lens if it isn't kept yet; returns why it can't be, or None."""
+    """Keep the model's lens if it isn't kept yet, and where the model is; returns why there can be
+    no lens, or None."""
+    remember(subject)
     if not run.kept["contexts"]:
         return None
     try:
@@ -194,7 +196,6 @@ def collect(
             prepared = prepare(config, subject, inputs, folder.parent)
         inputs, chat, found = prepared.inputs, prepared.chat, prepared.survey
         buckets, positions = found.buckets(config, shard), kept_positions(config, chat)
-        remember(subject)
         who = identity(config, subject, chat, found.facts, prepared.engine, inputs.own)
         refuse_differing(out, shard, who)
         record = {

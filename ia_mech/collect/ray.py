@@ -215,10 +215,18 @@ class _Worker:
 
     def make(self, shard: Shard, phase: str | None) -> str | None:
         """Make a shard, or go on with it."""
-        options = {"shard": shard, "phase": phase, "prepared": self.prepared}
         repair = self.repair and (shard.folder(self.out) / layout.RUN).is_file()
         try:
-            run = collect(self.config, self.subject, self.out, Quiet(), repair=repair, **options)
+            run = collect(
+                self.config,
+                self.subject,
+                self.out,
+                Quiet(),
+                prepared=self.prepared,
+                repair=repair,
+                shard=shard,
+                phase=phase,
+            )
             keep_lens(run, self.subject)
         except Exception as error:
             return _said(error)

@@ -196,9 +196,13 @@ def remember(subject: Subject) -> None:
     if subject.spec.name == embedded.NAME or not path.exists():
         return
     file = _place_file(subject.weights_hash)
+
+    def write(scratch: Path) -> None:
+        scratch.write_text(str(path.resolve()))
+
     with contextlib.suppress(OSError):  # a cache that can't be written to
         file.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(file, lambda scratch: scratch.write_text(str(path.resolve())) and None)
+        replace_file(file, write)
 
 
 def recalled(name: str, weights_hash: str) -> str:
