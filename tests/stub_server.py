@@ -193,4 +193,4 @@ def item_of(body: dict) -> dict[str, str]:
 
 
 def turn_of(body: dict) -> str:
-    return item_of(body)["user_turn"]
+    return item_of(body).get("user_turn", "")  # an item to be paraphrased has none

@@ -1,26 +1,43 @@
 """``experiments.reaction``: likelihoods against full passes, controls, and the command."""
 
+import copy
 import json
 import shutil
 from dataclasses import replace
+from itertools import combinations
 from types import SimpleNamespace
 
+import families
 import numpy as np
 import pandas as pd
 import pytest
 import tiny
 import torch
+from stub_server import Reply, StubServer, completion, error, item_of
 
 import experiments.reaction.score
+from experiments.reaction import show
 from experiments.reaction.__main__ import main
-from experiments.reaction.controls import same_content, shuffled
+from experiments.reaction.analyse import ScoredArm, estimates, per_turn
+from experiments.reaction.controls import same_content, shuffled, under_assistant
+from experiments.reaction.paraphrase import Paraphraser, paraphrases
 from experiments.reaction.read import SAME_CONTENT, Arm, Query, read
-from experiments.reaction.score import Reader, likelihoods
+from experiments.reaction.score import (
+    Likelihoods,
+    Reader,
+    likelihoods,
+    retold,
+    scored_by,
+)
+from experiments.tables import screen
+from ia_mech.chat.format import ChatFormat
 from ia_mech.collect.command import main as sample
 from ia_mech.display import Quiet
 from ia_mech.engine.check import check_engine
 from ia_mech.errors import UserError
+from ia_mech.judge.verdict import Item
 from ia_mech.likelihood.reaction import reaction_bits
+from ia_mech.models.load import weights_hash
 from ia_mech.run import Run
 
 RESPONSES = 3
@@ -40,8 +57,15 @@ class PlainChat:
         return SimpleNamespace(ids=[*tiny.prompt(20, seed=1), 9, 8])
 
 
+def a_reader(model, chat) -> Reader:
+    """A model as a reader, its engine checked."""
+    engine = check_engine(model, tiny.prompt(24, seed=0))
+    return Reader(model, weights_hash(model), engine, chat)
+
+
 def an_arm() -> Arm:
     """Two queries of random ids whose contexts begin alike, and two turns after each response."""
+    complete = (True,) * RESPONSES
     queries, rows = [], []
     for number in range(2):
         begun = tiny.prompt(20, seed=1)
@@ -52,7 +76,7 @@ def an_arm() -> Arm:
         names = tuple(f"q{number}/r{k}" for k in range(RESPONSES))
         query = ({"role": "user", "content": "Why?"},)
         texts = tuple("abc"[:RESPONSES])
-        queries.append(Query(f"d\x1fq{number}", "d", names, query, texts, tuple(ids), True))
+        queries.append(Query(f"d\x1fq{number}", "d", names, query, texts, tuple(ids), complete))
         for k in range(RESPONSES):
             for sample_, temperature in ((0, 0.0), (0, 0.7), (0, 1.0)):
                 seed = 100 * number + 10 * k + int(10 * temperature)
@@ -84,11 +108,8 @@ def from_full_passes(model, arm: Arm) -> tuple[np.ndarray, np.ndarray]:
 @torch.inference_mode()
 def test_bits_from_shared_states_equal_those_of_full_passes(architecture, tmp_path):
     model = tiny.model(architecture)
-    engine = check_engine(model, tiny.prompt(24, seed=0))
-    shared = engine.shared > 0
-    reader = Reader(model, PlainChat(), shared, shared and engine.whole)
     arm = an_arm()
-    found = likelihoods(arm, reader, tmp_path, Quiet())
+    found = likelihoods(arm, a_reader(model, PlainChat()), tmp_path, Quiet())
     own, at_one = from_full_passes(model, arm)
     sampled = (arm.turns["temperature"] > 0).to_numpy()
     ours = np.nansum(found.own[sampled], axis=2)
@@ -99,15 +120,14 @@ def test_bits_from_shared_states_equal_those_of_full_passes(architecture, tmp_pa
     assert ((~np.isnan(found.own)).sum(2)[sampled] == lengths[sampled, None]).all()
 
 
-def test_a_template_without_empty_responses_leaves_presence_open(tmp_path):
-    found = likelihoods(
-        an_arm(), Reader(tiny.model("llama"), NoChat(), True, True), tmp_path, Quiet()
-    )
+@pytest.mark.parametrize("chat", [NoChat(), None])
+def test_without_a_context_for_no_response_presence_is_left_open(chat, tmp_path):
+    found = likelihoods(an_arm(), a_reader(tiny.model("llama"), chat), tmp_path, Quiet())
     assert np.isnan(found.absent).all() and not np.isnan(found.reader).any()
 
 
 def test_finished_parts_are_kept_and_damaged_ones_computed_again(tmp_path, monkeypatch):
-    reader, arm = Reader(tiny.model("llama"), PlainChat(), True, True), an_arm()
+    reader, arm = a_reader(tiny.model("llama"), PlainChat()), an_arm()
     monkeypatch.setattr(experiments.reaction.score, "QUERIES", 1)
     first = likelihoods(arm, reader, tmp_path, Quiet())
     files = sorted(tmp_path.glob("*.parquet"))
@@ -170,16 +190,7 @@ def folder(tiny_model_dir, tmp_path_factory):
 
 def test_the_command_estimates_shows_and_goes_on(folder, capsys):
     out = folder.parent / "reaction"
-    words = [
-        str(folder),
-        "--control-queries",
-        "3",
-        "--control-responses",
-        "3",
-        "--resamples",
-        "100",
-    ]
-    words += ["--out", str(out)]
+    words = [str(folder), "--control-queries", "3", "--control-responses", "3", "--out", str(out)]
     assert main([*words, "--dry-run"]) == 0
     planned = capsys.readouterr().out
     assert "5, 3 responses to each" in planned and "same content" in planned
@@ -197,7 +208,7 @@ def test_the_command_estimates_shows_and_goes_on(folder, capsys):
     assert whole["value"].iloc[0] == pytest.approx(by_query.mean(), abs=1e-9)
     controls = set(found["of"])
     assert {"same content", "assistant header"} <= controls
-    tested = found[found["p"].notna()]
+    tested = found[found["quantity"] == "I_K less the control's, bits"]
     assert len(tested) == 4 and (tested["p_holm"] >= tested["p"]).all()
     bounded = found[found["quantity"].isin(["I_K, bits", "identified"])]
     assert (bounded["low"] >= 0).all() and (bounded["high"] <= np.log2(3)).all()
@@ -216,7 +227,14 @@ def test_the_command_estimates_shows_and_goes_on(folder, capsys):
     assert {file: file.stat().st_mtime_ns for file in (out / "likelihoods").iterdir()} == kept
 
 
-def test_another_model_reads_the_texts_under_its_own_template(folder, tiny_model_dir, tmp_path):
+def scored(arm: Arm, name: str, run: Run, folder, progress) -> np.ndarray:
+    """What ``--scorer`` gives."""
+    return scored_by(name, retold(arm, name, run), run, folder, progress)
+
+
+def test_another_model_reads_the_texts_under_its_own_template(
+    folder, tiny_model_dir, tmp_path, progress
+):
     """Given as the scorer, the subject reads what it reads itself, if texts tokenise alike."""
     run = Run.open(folder)
     arm, _ = read([run])
@@ -234,12 +252,31 @@ def test_another_model_reads_the_texts_under_its_own_template(folder, tiny_model
     turns = arm.turns.assign(text=texts, token_ids=ids, finish_reason="length")
     arm = replace(arm, turns=turns)
     own = likelihoods(arm, reader, tmp_path / "own", Quiet()).reader
-    name = experiments.reaction.score.scored_by
-    other = name(tiny_model_dir, arm, run, tmp_path / "other", Quiet())
+    scorer = tiny_model_dir, run, tmp_path / "other"
+    other = scored(arm, *scorer, progress)
     assert np.abs(own - other).max() < 1e-4
+    assert progress.steps == RESPONSES * sum(map(len, ids))  # none after an empty response
     closed = replace(arm, turns=turns.assign(finish_reason="turn_end"))
-    longer = name(tiny_model_dir, closed, run, tmp_path / "closed", Quiet())
+    longer = scored(closed, *scorer, Quiet())
     assert (longer < other - 1e-3).all()
+
+
+def test_scorers_of_one_tokenizer_do_not_share_what_is_kept(
+    folder, tiny_model_dir, tiny_subject, tmp_path
+):
+    run = Run.open(folder)
+    arm, _ = read([run])
+    model = copy.deepcopy(tiny_subject.model)
+    for weights in model.parameters():
+        weights.mul_(1.5)
+    changed = tmp_path / "changed"
+    shutil.copytree(tiny_model_dir, changed)
+    model.save_pretrained(changed)
+    kept = tmp_path / "kept"
+    first = scored(arm, tiny_model_dir, run, kept, Quiet())
+    second = scored(arm, str(changed), run, kept, Quiet())
+    assert (np.abs(first - second) > 1e-3).all()
+    np.testing.assert_array_equal(scored(arm, tiny_model_dir, run, kept, Quiet()), first)
 
 
 def test_queries_of_two_datasets_may_have_one_id(tiny_model_dir, tmp_path):
@@ -278,7 +315,7 @@ def test_scores_of_a_judge_take_the_readers_place(folder, tmp_path, capsys):
     file = tmp_path / "scores.jsonl"
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     words = [str(folder), "--control-queries", "0", "--scores", str(file)]
-    assert main([*words, "--out", str(tmp_path / "out"), "--resamples", "100"]) == 0
+    assert main([*words, "--out", str(tmp_path / "out")]) == 0
     capsys.readouterr()
     found = pd.read_parquet(tmp_path / "out" / "estimates.parquet")
     told = found[found["quantity"] == "readable bits"]
@@ -305,20 +342,82 @@ def test_paraphrases_stand_in_for_shuffled_sentences(folder, tmp_path):
     ]
 
 
+def test_paraphrases_are_bought_once(folder, tmp_path, capsys, monkeypatch):
+    out = tmp_path / "out"
+    made: list[list[str]] = []
+
+    def resampled(first, conversations, *_):
+        made.append([one.response for one in conversations])
+        raise UserError("as far as this test goes", "stop")
+
+    monkeypatch.setattr(experiments.resample, "resampled", resampled)
+    words = [str(folder), "--control-queries", "2", "--control-responses", "2", "--out", str(out)]
+    words += ["--paraphrase-model", "m", "--base-url"]
+
+    def answer(body, n):
+        return completion(f" Version {n}: {item_of(body)['response']}\n")
+
+    with StubServer(answer) as server:
+        assert main([*words, server.url, "--dry-run"]) == 0
+        assert "4 requests to m, about " in capsys.readouterr().out and not server.bodies
+        for _ in range(2):
+            assert main([*words, server.url]) == 2
+            assert "as far as this test goes" in capsys.readouterr().err
+            assert len(server.bodies) == 4
+    assert made[0] == made[1] and sorted(made[0]) == sorted(
+        f"Version {n}: {item_of(body)['response']}" for n, body in enumerate(server.bodies)
+    )
+
+
+def test_an_answer_that_repeats_is_no_version(tmp_path):
+    """Of four answers two are alike, and one is the response itself."""
+    said = ["Rain falls.", "It rains.", "<think>so?</think>Rain falls.", "There is rain."]
+    with StubServer(lambda body, n: completion(said[n])) as server:
+        model = Paraphraser("m", server.url, None)
+        items = {"a/r0": Item("How is it?", "It rains.", "")}
+        found = paraphrases(model, items, 4, tmp_path, Quiet())
+    assert sorted(found["a/r0"]) == ["Rain falls.", "There is rain."]
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (lambda body, n: error(401, "no"), "refuses access (HTTP 401"),
+        (lambda body, n: error(404, "no such model"), "; check --paraphrase-model, and --base-url"),
+        (lambda body, n: Reply(200, "none"), "; check the server, then give the same command"),
+        (lambda body, n: completion("cut", finish="length"), "no response has 3 different"),
+    ],
+)
+def test_a_server_that_writes_none_ends_in_one_line(folder, tmp_path, capsys, answer, said):
+    words = [str(folder), "--control-queries", "5", "--control-responses", "3"]
+    with StubServer(answer) as server:
+        words += ["--out", str(tmp_path / "out"), "--paraphrase-model", "m"]
+        assert main([*words, "--base-url", server.url]) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.startswith("error: ") and said in line and "; " in line
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         (["--paraphrases", "none.jsonl"], "no file none.jsonl"),
+        (["--base-url", "http://localhost:1"], "need --paraphrase-model"),
+        (["--paraphrase-model", "m", "--base-url", "localhost"], "not the address of a server"),
         (["--paraphrases", "{other}"], "the runs have no context 'elsewhere'"),
         (["--paraphrases", "{shape}"], "line 1 has no list of texts called versions"),
         (["--paraphrases", "{few}"], "no response has 3 different paraphrases"),
         (["--scorer", "{plain}"], "chat template"),
+        (["--scorer", "{short}"], "takes 40 tokens, a context of q0/r0 and its turn have "),
     ],
 )
 def test_bad_input_is_one_line(folder, tmp_path, capsys, words, said, tiny_model_dir):
     plain = tmp_path / "plain"
     shutil.copytree(tiny_model_dir, plain)
     (plain / "chat_template.jinja").unlink()
+    short = tmp_path / "short"
+    shutil.copytree(tiny_model_dir, short)
+    config = json.loads((short / "config.json").read_text())
+    (short / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 40}))
     files = {
         "other": {"id": "elsewhere", "versions": ["a", "b", "c"]},
         "shape": {"id": "q0/r0", "versions": "a"},
@@ -326,7 +425,7 @@ def test_bad_input_is_one_line(folder, tmp_path, capsys, words, said, tiny_model
     }
     for name, row in files.items():
         (tmp_path / name).write_text(json.dumps(row) + "\n")
-    given = [w.format(plain=plain, **{n: tmp_path / n for n in files}) for w in words]
+    given = [w.format(plain=plain, short=short, **{n: tmp_path / n for n in files}) for w in words]
     if "--scorer" in words:
         given += ["--control-queries", "0"]
     given += ["--control-responses", "3", "--out", str(tmp_path / "out")]
@@ -362,3 +461,81 @@ def test_identical_contexts_give_no_bits(tiny_model_dir, tmp_path):
     found = likelihoods(arm, reader, tmp_path / "likelihoods", Quiet())
     sampled = (arm.turns["temperature"] > 0).to_numpy()
     assert reaction_bits(np.nansum(found.own[sampled], axis=2)).max() < 1e-9
+
+
+def test_complete_responses_alone_are_compared_on_the_queries_that_have_them(capsys):
+    """Against all subsets, one by one: 4 responses to each of 3 queries, 3, 2 and 1 complete."""
+    rng = np.random.default_rng(0)
+    flags = {"a": (True, False, True, True), "b": (False, True, False, True)}
+    flags["c"] = (False, False, True, False)
+    queries = [
+        Query(
+            f"d\x1f{name}",
+            "d",
+            tuple("0123"),
+            ({"role": "user", "content": "?"},),
+            tuple("wxyz"),
+            ((1,),) * 4,
+            complete,
+        )
+        for name, complete in flags.items()
+    ]
+    rows = [
+        (query.source, k, query.complete[k])
+        for query in queries
+        for k in range(4)
+        for _ in range(2)
+    ]
+    turns = pd.DataFrame(rows, columns=["source", "followed", "complete"]).assign(
+        dataset="d", temperature=1.0, sample=0, text="t", token_ids=[np.array([1])] * len(rows)
+    )
+    arm = Arm("alternatives", queries, turns)
+    assert [arm.complete_responses(most) for most in (2, 3, 4)] == [2, 2, 2]
+    own = rng.normal(size=(len(turns), 4, 1))
+    scored_arm = ScoredArm(arm, Likelihoods(own, own[:, :, 0], own[:, 0, 0]))
+    table = per_turn(scored_arm, np.zeros(len(turns)))
+    found = estimates({"alternatives": scored_arm}, table, complete=2)
+    show.tables(screen(), found, table.assign(context_id="c"), 0.95)
+    shown = " ".join(capsys.readouterr().out.split())  # a title wraps to its table's width
+    assert "complete responses alone, 2 contexts a query, 2 queries" in shown
+    found = found[found["of"] == "complete responses"].set_index("quantity")
+    for quantity, among_all in (("I_K, bits", False), ("I_K on the same queries, bits", True)):
+        each = []
+        for query in queries[:2]:
+            columns = [k for k in range(4) if among_all or query.complete[k]]
+            pairs = []
+            for pair in combinations(columns, 2):
+                here = (turns["source"] == query.source) & turns["followed"].isin(pair)
+                pairs.append(reaction_bits(own[here][:, list(pair), 0]).mean())
+            each.append(np.mean(pairs))
+        assert found.loc[quantity, "value"] == pytest.approx(np.mean(each), abs=1e-12)
+    assert (found["responses"] == 2).all() and (found["sources"] == 2).all()
+    assert found["rows"].tolist() == [10, 16]
+
+
+def test_complete_responses_are_told_apart_within_a_query(folder):
+    run = Run.open(folder)
+    cut = run.contexts["context_id"].isin(["q0/r1", "q0/r2", "q3/r0"])
+    contexts = run.contexts.assign(response_cut_off=cut)
+    flagged = SimpleNamespace(path=folder, contexts=contexts, generations=run.generations)
+    arm, notes = read([flagged])
+    assert notes == [
+        "3 of 15 responses were cut off, which is another stimulus; where enough are complete, "
+        "estimates of these alone stand beside the others."
+    ]
+    flags = [query.complete for query in arm.queries]
+    whole = (True,) * RESPONSES
+    assert flags == [(True, False, False), whole, whole, (False, True, True), whole]
+    followed = arm.turns["context_id"].isin(["q0/r1", "q0/r2", "q3/r0"])
+    assert (arm.turns["complete"] == ~followed).all()
+    assert [arm.complete_responses(most) for most in (2, 3)] == [2, 3]
+
+
+@pytest.mark.parametrize("family", ["smollm2", "qwen3", "gemma3", "glm4", "mistral"])
+def test_an_opener_of_user_turns_that_ends_responses_is_noted(family):
+    tokenizer = families.build(family)
+    stops = tokenizer.convert_tokens_to_ids(list(families.GENERATION_EOS.get(family, ())))
+    chat = ChatFormat(tokenizer, eos_ids=stops).describe()
+    run = SimpleNamespace(record={"identity": {"chat": json.loads(json.dumps(chat))}})
+    made, notes = under_assistant(an_arm(), 2, 1, 0, run)
+    assert len(made) == 2 and len(notes) == (family == "glm4")

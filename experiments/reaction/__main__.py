@@ -12,17 +12,19 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from experiments.runner import Experiment, Results, intervals
+from experiments.runner import Experiment, Results
 from ia_mech.cli import path_of, whole_from
+from ia_mech.errors import UserError
 
 if TYPE_CHECKING:
+    from experiments.reaction.read import Arm
     from ia_mech.run import Run
 
 
 def run(args: argparse.Namespace, runs: "list[Run]", folder: Path) -> Results | None:
     """Sample the controls, score all turns, estimate and draw."""
     from experiments.reaction import score, show
-    from experiments.reaction.analyse import Scored, estimates, per_turn, readable
+    from experiments.reaction.analyse import ScoredArm, estimates, per_turn, readable
     from experiments.reaction.controls import read_paraphrases, same_content, under_assistant
     from experiments.reaction.read import ALTERNATIVES, ASSISTANT, SAME_CONTENT, read
     from experiments.resample import grid_of, resampled, subject_of
@@ -30,19 +32,25 @@ def run(args: argparse.Namespace, runs: "list[Run]", folder: Path) -> Results | 
 
     arm, notes = read(runs)
     scores = None if args.scores is None else score.given_scores(args.scores, arm)
-    if args.scorer is not None:
-        score.check_scorer(args.scorer, runs[0])
+    told = None if args.scorer is None else score.retold(arm, args.scorer, runs[0])
     arms, grid = {ALTERNATIVES: arm}, grid_of(runs)
     size = min(args.control_responses, arm.responses)
-    conversations = {}
+    requests, conversations = "", {}
+    if args.paraphrase_model is None and (args.base_url or args.api_key_env):
+        raise UserError("--base-url and --api-key-env need --paraphrase-model", "give it as well")
     if args.control_queries:
         texts = None if args.paraphrases is None else read_paraphrases(args.paraphrases, arm)
-        made, more = same_content(arm, size, args.control_queries, args.seed, texts)
+        among = arm
+        if args.paraphrase_model is not None:
+            among, texts, requests = _paraphrased(args, arm, size, folder / "paraphrases")
+        made, more = same_content(among, size, args.control_queries, args.seed, texts)
         notes += more
         conversations[SAME_CONTENT] = made
-        conversations[ASSISTANT] = under_assistant(arm, size, args.control_queries, args.seed)
+        made, more = under_assistant(arm, size, args.control_queries, args.seed, runs[0])
+        notes += more
+        conversations[ASSISTANT] = made
     if args.dry_run:
-        show.plan(arms, {name: len(those) for name, those in conversations.items()})
+        show.plan(arm, {name: len(those) for name, those in conversations.items()}, requests)
         return None
     used = list(runs)
     for name, those in conversations.items():
@@ -53,15 +61,16 @@ def run(args: argparse.Namespace, runs: "list[Run]", folder: Path) -> Results | 
     subject = subject_of(runs[0])
     reader = score.reader_of(subject, runs[0])
     scored = {
-        name: Scored(one, score.likelihoods(one, reader, folder / "likelihoods", Bar()))
+        name: ScoredArm(one, score.likelihoods(one, reader, folder / "likelihoods", Bar()))
         for name, one in arms.items()
     }
-    if args.scorer is not None:
-        scores = score.scored_by(args.scorer, arm, runs[0], folder / "likelihoods", Bar())
+    if told is not None:
+        scores = score.scored_by(args.scorer, told, runs[0], folder / "likelihoods", Bar())
     main = scored[ALTERNATIVES]
     held = readable(main, main.found.reader if scores is None else scores, args.seed)
     turns = per_turn(main, held)
-    found = estimates(scored, turns, scores, **intervals(args))
+    complete = arm.complete_responses(size)
+    found = estimates(scored, turns, scores, complete, level=args.level, seed=args.seed)
     return Results(
         runs=used,
         judge=None,
@@ -71,6 +80,27 @@ def run(args: argparse.Namespace, runs: "list[Run]", folder: Path) -> Results | 
         tables={"turns": show.written(turns)},
         notes=notes,
     )
+
+
+def _paraphrased(
+    args: argparse.Namespace, arm: "Arm", size: int, folder: Path
+) -> "tuple[Arm, dict[str, list[str]], str]":
+    """The queries of which a response is paraphrased, the texts by context id, and what they take.
+
+    With ``--dry-run`` no request is sent, and every answer is taken for a version.
+    """
+    from experiments.reaction.paraphrase import Paraphraser, paraphrases, to_rewrite
+    from ia_mech.display import Bar
+
+    model = Paraphraser(args.paraphrase_model, args.base_url, args.api_key_env)
+    chosen = to_rewrite(arm, args.control_queries, args.seed)
+    items = {id_: item for id_, (_, item) in chosen.items()}
+    if args.dry_run:
+        texts = {id_: [str(k) for k in range(size)] for id_ in items}
+    else:
+        texts = paraphrases(model, items, size, folder, Bar())
+    among = arm.of([source for source, _ in chosen.values()])
+    return among, texts, model.estimate([*items.values()] * size)
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -89,12 +119,26 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="K",
         help="contexts of each in a control (default: 4)",
     )
-    parser.add_argument(
+    texts = parser.add_mutually_exclusive_group()
+    texts.add_argument(
         "--paraphrases",
         type=path_of,
         metavar="FILE",
         help='JSONL with {"id": "open-03/r0", "versions": […]}: texts that say what that response '
         "says, in place of its sentences shuffled",
+    )
+    texts.add_argument(
+        "--paraphrase-model",
+        metavar="NAME",
+        help="a model at a server that paraphrases one response to each of these queries instead",
+    )
+    parser.add_argument(
+        "--base-url", help="an OpenAI-compatible server (default: $OPENAI_BASE_URL, or OpenAI's)"
+    )
+    parser.add_argument(
+        "--api-key-env",
+        metavar="NAME",
+        help="variable that holds the key (default: OPENAI_API_KEY; none with --base-url)",
     )
     reader = parser.add_mutually_exclusive_group()
     reader.add_argument(

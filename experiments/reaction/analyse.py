@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from experiments.reaction.read import ALTERNATIVES, ASSISTANT, SAME_CONTENT, Arm
+from experiments.reaction.read import ALTERNATIVES, ASSISTANT, COMPLETE, SAME_CONTENT, Arm
 from experiments.reaction.score import Likelihoods
-from ia_mech.estimates import TidyEstimate, by_dataset, corrected, frame_of
+from ia_mech.estimates import ALL, TidyEstimate, by_dataset, corrected, frame_of
 from ia_mech.likelihood.copying import FEATURES, GROUPS, copy_features
 from ia_mech.likelihood.reaction import (
     bits_by_token,
@@ -26,15 +26,18 @@ from ia_mech.likelihood.reaction import (
 )
 from ia_mech.stats import Estimate, cluster_mean, paired_difference
 
-# ``of``: the arm, or the group of copy features; ``responses``: K; ``token``: from 1.
+# ``of``: the arm, complete responses, or the group of copy features; ``responses``: K, or K′;
+# ``token``: from 1.
 COLUMNS = {"dataset": "str", "temperature": "float64", "of": "str"}
 COLUMNS |= {"responses": "int64", "token": "Int64"}
+INFORMATION, SAME_QUERIES = "I_K, bits", "I_K on the same queries, bits"
+LESS = "I_K less the control's, bits"
 MOST_TOKENS = 24  # of the curve of bits by token
 COPYING = 3  # queries that a conditional logit needs at least
 
 
 @dataclass(frozen=True)
-class Scored:
+class ScoredArm:
     """An arm with its likelihoods.
 
     Attributes:
@@ -51,34 +54,37 @@ class Scored:
         summed = np.nansum(self.found.own, axis=2)
         return np.where(np.isnan(self.found.own[:, :, 0]), np.nan, summed)
 
-    def __getitem__(self, rows: np.ndarray) -> "Scored":
+    def __getitem__(self, rows: np.ndarray) -> "ScoredArm":
         turns = self.arm.turns[rows].reset_index(drop=True)
         found = Likelihoods(self.found.own[rows], self.found.reader[rows], self.found.absent[rows])
-        return Scored(replace(self.arm, turns=turns), found)
+        return ScoredArm(replace(self.arm, turns=turns), found)
 
 
 def estimates(
-    scored: dict[str, Scored],
+    scored: dict[str, ScoredArm],
     turns: pd.DataFrame,
     scores: np.ndarray | None = None,
+    complete: int = 0,
     *,
     level: float = 0.95,
-    resamples: int = 2000,
     seed: int = 0,
 ) -> pd.DataFrame:
     """Every estimate, one row each.
+
+    p is Holm-corrected over all tests of a quantity; those over all datasets together are a family
+    of their own.
 
     Args:
         scored: the arms by their names; :data:`~experiments.reaction.read.ALTERNATIVES` is there.
         turns: its table (:func:`per_turn`).
         scores: ``[turns, K]`` of the reader in place of the subject's likelihoods at T = 1, or
             None.
+        complete: K′ of the estimates from complete responses alone; below 2 there are none.
         level: coverage of the intervals.
-        resamples: of tests.
-        seed: of folds, resamples and tests.
+        seed: of folds and tests.
     """
     main = scored[ALTERNATIVES]
-    options = {"level": level, "resamples": resamples, "seed": seed}
+    options = {"level": level, "seed": seed}
     rows: list[TidyEstimate] = []
     for dataset, here in by_dataset(main.arm.turns):
         here = np.asarray(here)
@@ -88,11 +94,18 @@ def estimates(
             told = None if scores is None else scores[at]
             maker = _Maker(main[at], turns[at].reset_index(drop=True), told, names, options)
             rows += maker.readable()
-            rows += maker.greedy() if temperature == 0 else maker.sampled()
+            if temperature == 0:
+                rows += maker.greedy()
+                continue
+            rows += maker.sampled()
+            if complete >= 2:
+                rows += maker.complete(complete)
             for name in (SAME_CONTENT, ASSISTANT):
-                if temperature and name in scored:
-                    rows += maker.against(scored[name], dataset)
-    return frame_of(corrected(rows, lambda row: row.quantity), COLUMNS)
+                if name in scored:
+                    rows += maker.against(scored[name])
+    return frame_of(
+        corrected(rows, lambda row: (row.quantity, row.names["dataset"] == ALL)), COLUMNS
+    )
 
 
 def within(estimate: Estimate, most: float) -> Estimate:
@@ -101,7 +114,7 @@ def within(estimate: Estimate, most: float) -> Estimate:
     return replace(estimate, low=float(low), high=float(high))
 
 
-def readable(scored: Scored, scores: np.ndarray, seed: int) -> np.ndarray:
+def readable(scored: ScoredArm, scores: np.ndarray, seed: int) -> np.ndarray:
     """``[turns]`` held-out bits of one reader of all turns, at whatever temperature.
 
     NaN where there is one query only.
@@ -112,7 +125,7 @@ def readable(scored: Scored, scores: np.ndarray, seed: int) -> np.ndarray:
     return readable_bits(scores, turns["followed"], turns["source"], seed=seed).bits
 
 
-def per_turn(scored: Scored, held: np.ndarray) -> pd.DataFrame:
+def per_turn(scored: ScoredArm, held: np.ndarray) -> pd.DataFrame:
     """The table of turns: their bits, what they gave for their own response, and by token."""
     turns, own = scored.arm.turns, scored.own
     sampled = (turns["temperature"] > 0).to_numpy()
@@ -143,7 +156,7 @@ class _Maker:
     """Estimates over turns of one dataset and temperature; ``scores`` of a reader that isn't the
     subject, or None."""
 
-    scored: Scored
+    scored: ScoredArm
     turns: pd.DataFrame
     scores: np.ndarray | None
     names: dict[str, Any]
@@ -180,21 +193,15 @@ class _Maker:
 
     def greedy(self) -> Iterator[TidyEstimate]:
         """How often greedy turns after different responses differ."""
-        turns = self.turns
-        first = turns[turns["sample"] == turns["sample"].min()]
-        each = first.groupby("source")["text"].apply(lambda texts: distinctness(list(texts)))
+        texts = self.turns.groupby("source")["text"]
+        each = texts.apply(lambda of: distinctness(list(of)))
         level = self.options["level"]
         found = within(cluster_mean(each.to_numpy(), each.index, level=level), 1.0)
-        yield self._row("greedy turns that differ", found, len(first))
+        yield self._row("greedy turns that differ", found, len(self.turns))
 
     def sampled(self) -> Iterator[TidyEstimate]:
         turns = self.turns
-        yield self._mean("I_K, bits", "reaction_bits", most=np.log2(self.count))
-        complete = turns[turns["complete"]]
-        if 0 < len(complete) < len(turns):
-            some = replace(self, turns=complete)
-            most = np.log2(self.count)
-            yield some._mean("I_K of complete responses, bits", "reaction_bits", most=most)
+        yield self._mean(INFORMATION, "reaction_bits", most=np.log2(self.count))
         yield self._mean("evidence, bits", "evidence")
         yield self._mean("identified", "identified", most=1.0)
         yield self._mean("presence, bits", "presence_bits")
@@ -205,9 +212,35 @@ class _Maker:
                 values, followed, turns["source"], self.count, level=self.options["level"]
             )
             found = within(found, np.log2(size))
-            yield self._row("I_K, bits", found, len(turns), responses=size)
+            yield self._row(INFORMATION, found, len(turns), responses=size)
         yield from self._by_token()
         yield from self._copying()
+
+    def complete(self, size: int) -> Iterator[TidyEstimate]:
+        """I_K′ of the complete responses of queries that have K′ = ``size`` of them, and that of
+        all responses to the same queries; nothing where no response was cut off."""
+        if self.turns["complete"].all():
+            return
+        own, followed = self.scored.own, self.turns["followed"].to_numpy()
+        of = {query.source: query.complete for query in self.scored.arm.queries}
+        means: dict[str, list[float]] = {INFORMATION: [], SAME_QUERIES: []}
+        counts = dict.fromkeys(means, 0)
+        for source, rows in self.turns.groupby("source").indices.items():
+            whole = np.flatnonzero(of[str(source)])
+            if len(whole) < size:
+                continue
+            for quantity, among in ((INFORMATION, whole), (SAME_QUERIES, np.arange(self.count))):
+                here = rows[np.isin(followed[rows], among)]
+                index = np.searchsorted(among, followed[here])
+                bits = subset_bits(own[np.ix_(here, among)], index, size)
+                _, (mean,) = by_query(bits, index, [source] * len(here), len(among))
+                means[quantity].append(mean)
+                counts[quantity] += len(here)
+        for quantity, each in means.items():
+            if each:
+                found = cluster_mean(each, range(len(each)), level=self.options["level"])
+                found = within(found, np.log2(size))
+                yield self._row(quantity, found, counts[quantity], of=COMPLETE, responses=size)
 
     def _by_token(self) -> Iterator[TidyEstimate]:
         turns = self.turns
@@ -249,7 +282,7 @@ class _Maker:
             yield self._row("copy bits", step.copied, len(turns), of=step.group)
             yield self._row("beyond copy, bits", step.beyond, len(turns), of=step.group)
 
-    def against(self, control: Scored, dataset: str) -> Iterator[TidyEstimate]:
+    def against(self, control: ScoredArm) -> Iterator[TidyEstimate]:
         """A control's I_K′, ours on the same queries, and the difference."""
         arm = control.arm
         shared = arm.turns["source"].isin(set(self.turns["source"]))
@@ -271,12 +304,10 @@ class _Maker:
         sources = self.turns["source"][here]
         base, baseline = by_query(ours, followed[here], sources, count)
         level = self.options["level"]
-        for quantity, each in (("I_K, bits", values), ("I_K on the same queries, bits", baseline)):
+        for quantity, each in ((INFORMATION, values), (SAME_QUERIES, baseline)):
             found = within(cluster_mean(each, range(len(each)), level=level), np.log2(size))
             yield self._row(quantity, found, int(mine.sum()), of=arm.name, responses=size)
         if len(names) > 1:
-            seed = self.options["seed"]
-            pair = paired_difference(baseline, base, values, names, level=level, seed=seed)
-            quantity = f"I_K, {ALTERNATIVES} less {arm.name}, bits"
-            row = self._row(quantity, pair.difference, int(mine.sum()), of=arm.name, responses=size)
+            pair = paired_difference(baseline, base, values, names, **self.options)
+            row = self._row(LESS, pair.difference, int(mine.sum()), of=arm.name, responses=size)
             yield replace(row, p=pair.p, test=pair.test)

@@ -11,6 +11,7 @@ from experiments.reaction.read import Arm, Query
 from ia_mech.data.conversations import Conversation
 from ia_mech.engine.sampling import stream_key
 from ia_mech.errors import UserError
+from ia_mech.run import Run
 from ia_mech.untrusted import parse_json
 
 TRIES = 50  # permutations drawn per version that is wanted
@@ -90,10 +91,22 @@ def same_content(
     return conversations, notes
 
 
-def under_assistant(arm: Arm, count: int, queries: int, seed: int) -> list[Conversation]:
-    """The first ``count`` responses to some queries, with the assistant's header after them."""
+def under_assistant(
+    arm: Arm, count: int, queries: int, seed: int, run: Run
+) -> tuple[list[Conversation], list[str]]:
+    """The first ``count`` responses to some queries, with the assistant's header after them.
+
+    Returns:
+        The conversations, and what a reader has to know of the chat format of the ``run``.
+    """
     kept = drawn([query.source for query in arm.queries], queries, seed)
-    return [
+    chat, notes = run.record["identity"]["chat"], []
+    if str(chat["header_ids"][0]) in chat["response_stop_ids"]:
+        notes.append(
+            "the token that opens a user turn is also one that ends this model's responses: the "
+            "user's and the assistant's header differ in more than the role."
+        )
+    conversations = [
         replace(
             conversation_of(query, k, query.responses[k], "header_assistant"), header="assistant"
         )
@@ -101,6 +114,7 @@ def under_assistant(arm: Arm, count: int, queries: int, seed: int) -> list[Conve
         if query.source in kept
         for k in range(count)
     ]
+    return conversations, notes
 
 
 def drawn(names: Sequence[str], most: int, seed: int) -> list[str]:

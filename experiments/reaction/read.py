@@ -11,6 +11,7 @@ from ia_mech.errors import UserError
 from ia_mech.run import Run
 
 ALTERNATIVES, SAME_CONTENT, ASSISTANT = "alternatives", "same content", "assistant header"
+COMPLETE = "complete responses"  # those of the alternatives that weren't cut off
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class Query:
         messages: up to and including the query.
         responses: the K texts.
         token_ids: of each context, with its open header.
-        complete: no response was cut off.
+        complete: of each response, whether it was not cut off.
     """
 
     source: str
@@ -33,7 +34,7 @@ class Query:
     messages: tuple[dict, ...]
     responses: tuple[str, ...]
     token_ids: tuple[tuple[int, ...], ...]
-    complete: bool
+    complete: tuple[bool, ...]
 
     @property
     def distinct(self) -> int:
@@ -51,7 +52,7 @@ class Arm:
         queries: all with the same number of responses, K.
         turns: one row per turn: ``source``, ``dataset``, ``followed`` (the response's index),
             ``temperature`` (0 = greedy), ``sample``, ``text``, ``token_ids``, ``finish_reason``,
-            ``complete`` (of the query) and ``context_id``.
+            ``complete`` (of the response that it followed) and ``context_id``.
     """
 
     name: str
@@ -62,6 +63,12 @@ class Arm:
     def responses(self) -> int:
         """K."""
         return len(self.queries[0].contexts)
+
+    def complete_responses(self, most: int) -> int:
+        """The largest number, up to ``most``, of complete responses that half of the queries have;
+        below 2 there is nothing to compare."""
+        counts = sorted((sum(query.complete) for query in self.queries), reverse=True)
+        return min(most, counts[(len(counts) - 1) // 2])
 
     def of(self, sources: Sequence[str]) -> "Arm":
         """Only these queries."""
@@ -102,11 +109,11 @@ def read(runs: Sequence[Run], name: str = ALTERNATIVES) -> tuple[Arm, list[str]]
             f"the {most} responses to each query are all alike: no turn can tell them apart",
             "sample with a higher --response-temperature",
         )
-    cut = sum(not query.complete for query in kept)
+    cut = sum(query.complete.count(False) for query in kept)
     if cut:
         notes.append(
-            f"{cut} of {len(kept)} queries have a response that was cut off, which is another "
-            "stimulus; estimates of complete ones alone stand beside the others."
+            f"{cut} of {most * len(kept)} responses were cut off, which is another stimulus; where "
+            "enough are complete, estimates of these alone stand beside the others."
         )
     of = {
         (query.dataset, id_): (query, k) for query in kept for k, id_ in enumerate(query.contexts)
@@ -123,7 +130,7 @@ def read(runs: Sequence[Run], name: str = ALTERNATIVES) -> tuple[Arm, list[str]]
         turns[[*columns, "finish_reason"]].assign(
             source=[query.source for query, _ in found],
             followed=np.array([k for _, k in found]),
-            complete=[query.complete for query, _ in found],
+            complete=[query.complete[k] for query, k in found],
         ),
     ), notes
 
@@ -164,5 +171,5 @@ def _query(source: str, rows: pd.DataFrame) -> Query:
         messages[0][:-1],
         tuple(one[-1]["content"] for one in messages),
         tuple(tuple(ids.tolist()) for ids in rows["token_ids"]),
-        not rows["response_cut_off"].any(),
+        tuple((~rows["response_cut_off"].astype(bool)).tolist()),
     )

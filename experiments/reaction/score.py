@@ -1,5 +1,6 @@
 """How likely each turn is after each of the responses to its query."""
 
+import contextlib
 import hashlib
 import json
 from collections.abc import Callable, Sequence
@@ -16,16 +17,18 @@ from experiments.reaction.read import Arm, Query
 from experiments.resample import SHARED
 from ia_mech.chat.format import ChatFormat
 from ia_mech.collect.config import SampleConfig
-from ia_mech.collect.identity import build_chat, eos_ids
+from ia_mech.collect.identity import build_chat, eos_ids, probe_ids
 from ia_mech.display import Progress
-from ia_mech.engine.check import TOKENS, check_engine
+from ia_mech.engine.check import check_engine
 from ia_mech.engine.plan import OomBackoff
 from ia_mech.engine.score import Scored, Turn, score_groups
+from ia_mech.engine.shared_prefix import Engine
 from ia_mech.errors import UserError
 from ia_mech.likelihood.counterfactual_prefill import prefill_counterfactuals, shared_prefix
 from ia_mech.models.load import (
     ModelSpec,
     Subject,
+    context_limit,
     load,
     load_tokenizer_and_config,
 )
@@ -44,7 +47,7 @@ class Likelihoods:
             turn's own temperature; NaN after the turn's last token, and all NaN for greedy turns.
         reader: ``[turns, K]`` of the whole turn at T = 1.
         absent: ``[turns]`` of the whole turn without a response, at its own temperature; NaN for
-            greedy turns, and where the template refuses an empty response.
+            greedy turns, and where no context without a response was scored.
     """
 
     own: np.ndarray
@@ -58,49 +61,52 @@ class Reader:
 
     Attributes:
         model: a causal language model.
-        chat: its format, for contexts without a response.
-        share: contexts of one query share the prefill of what they have in common.
-        whole: every layer can be shared.
+        weights: their hash, which tells models and dtypes apart
+            (:func:`ia_mech.models.load.weights_hash`).
+        engine: which of its layers contexts of one query can share.
+        chat: its format, for contexts without a response; None leaves these out.
     """
 
     model: PreTrainedModel
-    chat: ChatFormat
-    share: bool
-    whole: bool
+    weights: str
+    engine: Engine
+    chat: ChatFormat | None
 
 
 def reader_of(subject: Subject, run: Run) -> Reader:
     """A model as a reader, with the chat settings of a run, checked as before sampling."""
-    config = subject.model.generation_config, subject.model.config
+    model = subject.model
+    chat = _chat_of(run, subject.tokenizer, eos_ids(model.generation_config, model.config))
+    engine = check_engine(model, probe_ids(chat))
+    return Reader(model, subject.weights_hash, engine, chat)
+
+
+def _chat_of(run: Run, tokenizer, stops: Sequence[int]) -> ChatFormat:
+    """A tokenizer's chat format with the chat settings of a run."""
     given = {name: run.config[name] for name in SHARED}
-    chat = build_chat(SampleConfig(**given), subject.tokenizer, eos_ids(*config))
-    probe = [{"role": "user", "content": "What is it?"}, {"role": "assistant", "content": "Blue."}]
-    engine = check_engine(subject.model, (chat.context(probe).ids * TOKENS)[:TOKENS])
-    return Reader(subject.model, chat, engine.shared > 0, engine.shared > 0 and engine.whole)
+    return build_chat(SampleConfig(**given), tokenizer, stops)
 
 
-def check_scorer(name: str, run: Run) -> None:
-    """Refuse a model that can't be had or has no chat template, before anything is computed.
+def retold(arm: Arm, name: str, run: Run) -> Arm:
+    """The same texts as token ids of another model, under its own chat template.
+
+    No weights are loaded, so that what can't be scored is refused before anything is computed.
+
+    Args:
+        arm: the turns.
+        name: of the model.
+        run: whose chat settings are used.
+
+    Returns:
+        The arm with the other model's ``token_ids``, all turns at T = 1.
 
     Raises:
-        UserError: says what is wrong with it.
+        UserError: the model can't be had, has no chat template that can express the texts, or is
+            made for shorter ones.
     """
     tokenizer, model_config = load_tokenizer_and_config(ModelSpec(name=name))
-    given = {name: run.config[name] for name in SHARED}
-    build_chat(SampleConfig(**given), tokenizer, eos_ids(None, model_config))
-
-
-def scored_by(name: str, arm: Arm, run: Run, folder: Path, progress: Progress) -> np.ndarray:
-    """``[turns, K]`` log-likelihoods at T = 1 by another model, which reads the texts under its own
-    chat template.
-
-    Raises:
-        UserError: it can't be loaded, or has no chat template that can express user turns.
-    """
-    first = run.config["model"]
-    subject = load(ModelSpec(name=name, dtype=first["dtype"], device=first["device"]))
-    reader = reader_of(subject, run)
-    chat = reader.chat
+    chat = _chat_of(run, tokenizer, eos_ids(None, model_config))
+    limit = context_limit(model_config)
     queries, ids = [], {}
     for query in arm.queries:
         messages = [
@@ -114,8 +120,34 @@ def scored_by(name: str, arm: Arm, run: Run, folder: Path, progress: Progress) -
         for row, text, reason in zip(mine.index, mine["text"], mine["finish_reason"], strict=True):
             turn = chat.reference_ids(messages[0], contexts[0], text) if text else []
             ids[row] = np.array(turn + end * (reason == "turn_end"))
+        needed = max(map(len, token_ids)) + max(len(ids[row]) for row in mine.index)
+        if limit is not None and needed > limit:
+            raise UserError(
+                f"--scorer {name} takes {limit} tokens, a context of {query.contexts[0]} and its "
+                f"turn have {needed}",
+                "give a model with a longer context, or leave --scorer out",
+            )
     turns = arm.turns.assign(token_ids=pd.Series(ids), temperature=1.0)
-    return likelihoods(replace(arm, queries=queries, turns=turns), reader, folder, progress).reader
+    return replace(arm, queries=queries, turns=turns)
+
+
+def scored_by(name: str, told: Arm, run: Run, folder: Path, progress: Progress) -> np.ndarray:
+    """``[turns, K]`` log-likelihoods at T = 1 by another model.
+
+    Args:
+        name: of the model.
+        told: the turns in its token ids (:func:`retold`).
+        run: whose dtype, device and chat settings are used.
+        folder: as of :func:`likelihoods`.
+        progress: counts tokens.
+
+    Raises:
+        UserError: it can't be loaded.
+    """
+    first = run.config["model"]
+    subject = load(ModelSpec(name=name, dtype=first["dtype"], device=first["device"]))
+    reader = replace(reader_of(subject, run), chat=None)
+    return likelihoods(told, reader, folder, progress).reader
 
 
 def given_scores(file: Path, arm: Arm) -> np.ndarray:
@@ -161,26 +193,37 @@ def likelihoods(arm: Arm, reader: Reader, folder: Path, progress: Progress) -> L
 
     Args:
         arm: the turns.
-        reader: the subject model.
+        reader: the subject model, or another.
         folder: where finished parts are kept; those that are there are not computed again.
         progress: counts tokens.
     """
-    total = sum(tokens_of(arm, [query]) for query in arm.queries)
-    progress.start(f"scoring, {arm.name}", total, unit="token")
+    contexts = {query.source: _contexts(query, reader.chat) for query in arm.queries}
+    after = arm.turns["source"].map(lambda source: len(contexts[source]))
+    tokens = arm.turns["token_ids"].map(len) * after
+    progress.start(f"scoring, {arm.name}", int(tokens.sum()), unit="token")
     parts = []
     try:
         for start in range(0, len(arm.queries), QUERIES):
-            chunk = arm.queries[start : start + QUERIES]
-            turns = arm.turns[arm.turns["source"].isin({q.source for q in chunk})]
-            file = folder / f"{_name(chunk, turns)}.parquet"
+            chunk = {q.source: contexts[q.source] for q in arm.queries[start : start + QUERIES]}
+            turns = arm.turns[arm.turns["source"].isin(list(chunk))]
+            file = folder / f"{_name(reader, list(chunk.values()), turns)}.parquet"
             found = _kept(file)
             if found is None:
                 found = pd.concat(
-                    [_score(query, turns, reader, progress.advance) for query in chunk]
+                    [
+                        _score(
+                            turns[turns["source"] == source],
+                            those,
+                            arm.responses,
+                            reader,
+                            progress.advance,
+                        )
+                        for source, those in chunk.items()
+                    ]
                 )
                 _keep(file, found)
             else:
-                progress.advance(tokens_of(arm, chunk))
+                progress.advance(int(tokens[turns.index].sum()))
             parts.append(found)
     finally:
         progress.stop()
@@ -188,24 +231,26 @@ def likelihoods(arm: Arm, reader: Reader, folder: Path, progress: Progress) -> L
     return _arrays(frame, arm.responses)
 
 
-def tokens_of(arm: Arm, queries: Sequence[Query]) -> int:
-    """How many tokens are scored for these queries: every turn after each response and none."""
-    turns = arm.turns[arm.turns["source"].isin({query.source for query in queries})]
-    return int(turns["token_ids"].map(len).sum()) * (arm.responses + 1)
+def _contexts(query: Query, chat: ChatFormat | None) -> list[tuple[int, ...]]:
+    """Token ids of the contexts after which a query's turns are scored: after each response, and
+    after none unless there is no chat format, or its template refuses an empty response."""
+    contexts = [*query.token_ids]
+    if chat is not None:
+        with contextlib.suppress(UserError):
+            empty = chat.context([*query.messages, {"role": "assistant", "content": ""}])
+            contexts.append(tuple(empty.ids))
+    return contexts
 
 
 def _score(
-    query: Query, turns: pd.DataFrame, reader: Reader, on_tokens: Callable[[int], None]
+    mine: pd.DataFrame,
+    contexts: Sequence[tuple[int, ...]],
+    responses: int,
+    reader: Reader,
+    on_tokens: Callable[[int], None],
 ) -> pd.DataFrame:
-    """A row per turn of the query, indexed as the turns: ``own``, ``reader`` and ``absent``."""
-    mine = turns[turns["source"] == query.source]
-    contexts = [*query.token_ids]
-    try:
-        empty = reader.chat.context([*query.messages, {"role": "assistant", "content": ""}])
-        contexts.append(tuple(empty.ids))
-    except UserError:  # the template refuses an empty response
-        on_tokens(int(mine["token_ids"].map(len).sum()))
-    common = shared_prefix(contexts) if reader.whole else ()
+    """A row per turn of one query, indexed as the turns: ``own``, ``reader`` and ``absent``."""
+    common = shared_prefix(contexts) if reader.engine.whole else ()
     prefixes = [common] * len(contexts)
     groups, order = prefill_counterfactuals(reader.model, contexts, prefixes)
     place = {context: at for at, context in enumerate(order)}
@@ -217,7 +262,8 @@ def _score(
     ]
 
     def scored(some: Sequence[Turn]) -> list[Scored]:
-        return score_groups(reader.model, groups, some, temperatures, reader.share, on_tokens)
+        share = reader.engine.shared > 0
+        return score_groups(reader.model, groups, some, temperatures, share, on_tokens)
 
     found = OomBackoff(len(wanted)).map(scored, wanted)
     rows = []
@@ -230,12 +276,11 @@ def _score(
             own = np.stack([one.logprobs_tempered[which] for one in each]).astype(np.float64)
         if temperature == 0.0:
             own = np.full_like(raw, np.nan)
-        k = len(query.contexts)
         rows.append(
             {
-                "own": own[:k].ravel(),
-                "reader": raw[:k].sum(1),
-                "absent": float(own[k].sum()) if len(own) > k else np.nan,
+                "own": own[:responses].ravel(),
+                "reader": raw[:responses].sum(1),
+                "absent": float(own[responses].sum()) if len(own) > responses else np.nan,
             }
         )
     return pd.DataFrame(rows, index=mine.index)
@@ -249,11 +294,10 @@ def _arrays(frame: pd.DataFrame, responses: int) -> Likelihoods:
     return Likelihoods(own, np.stack(frame["reader"].tolist()), frame["absent"].to_numpy(float))
 
 
-def _name(queries: Sequence[Query], turns: pd.DataFrame) -> str:
-    """Names the part of these queries by all that it is computed from."""
-    contexts = [query.token_ids for query in queries]
+def _name(reader: Reader, contexts: Sequence, turns: pd.DataFrame) -> str:
+    """Names the part of these turns by all that it is computed from."""
     mine = [[*map(int, ids)] for ids in turns["token_ids"]]
-    text = json.dumps([contexts, mine, turns["temperature"].tolist()])
+    text = json.dumps([reader.weights, contexts, mine, turns["temperature"].tolist()])
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 

@@ -2,12 +2,13 @@
 
 import numpy as np
 import pandas as pd
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from rich.console import Console
 from rich.markup import escape
 
-from experiments.reaction.read import ALTERNATIVES, ASSISTANT, SAME_CONTENT, Arm
-from experiments.reaction.score import tokens_of
+from experiments.reaction.analyse import INFORMATION, LESS, SAME_QUERIES
+from experiments.reaction.read import ALTERNATIVES, ASSISTANT, COMPLETE, SAME_CONTENT, Arm
 from experiments.tables import print_table
 from ia_mech.cli import one_line
 from ia_mech.display import COLOURS, coloured, console, title_axes
@@ -15,20 +16,19 @@ from ia_mech.engine.plan import PREFILL_COST, RESCORE_COST, SLOW
 from ia_mech.estimates import ALL
 
 MOST = 5  # turns shown at either end
-LESS = {name: f"I_K, {ALTERNATIVES} less {name}, bits" for name in (SAME_CONTENT, ASSISTANT)}
 
 
-def plan(arms: dict[str, Arm], contexts: dict[str, int]) -> None:
+def plan(arm: Arm, contexts: dict[str, int], requests: str) -> None:
     """What ``--dry-run`` prints: passes, tokens and time.
 
     Args:
-        arms: the runs' own turns, under their name.
+        arm: the runs' own turns.
         contexts: how many contexts each control would have.
+        requests: what paraphrases would take; empty without any.
     """
     screen = console()
-    arm = arms[ALTERNATIVES]
     prefilled = sum(len(ids) for query in arm.queries for ids in query.token_ids)
-    tokens = tokens_of(arm, arm.queries)
+    tokens = int(arm.turns["token_ids"].map(len).sum()) * (arm.responses + 1)
     share = len(arm.turns) / sum(len(query.contexts) for query in arm.queries)
     per_turn = arm.turns["token_ids"].map(len).mean()
     cost = PREFILL_COST * prefilled + RESCORE_COST * tokens
@@ -43,6 +43,8 @@ def plan(arms: dict[str, Arm], contexts: dict[str, int]) -> None:
         each = count / max(1, len(arm.queries))
         cost += rows * per_turn * (1 + RESCORE_COST * each)
         lines.append((name, f"{count} contexts to sample {rows:.0f} turns after, then to score"))
+    if requests:
+        lines.append(("paraphrases", f"{requests}, before what is kept"))
     seconds = f"{cost / SLOW:.0f} s at an assumed {SLOW} tokens/s"
     lines.append(("work", f"like {cost:.0f} decoded tokens ({seconds})"))
     for name, value in lines:
@@ -66,24 +68,23 @@ def tables(to: Console, estimates: pd.DataFrame, turns: pd.DataFrame, level: flo
         f"(at most {np.log2(most):.2f}; {100 * level:g}% intervals over queries)"
     )
     columns = {
-        "I_K, bits": ("I_K", 2),
+        INFORMATION: ("I_K", 2),
         "readable bits": ("readable", 2),
         "identified": (f"identified (chance {1 / most:.2g})", 2),
         "presence, bits": ("presence", 1),
         "greedy turns that differ": ("differ", 2),
     }
     print_table(to, title, whole, columns, index=("dataset", "temperature"))
-    controls = estimates[estimates["of"].isin([SAME_CONTENT, ASSISTANT])]
-    for name in (SAME_CONTENT, ASSISTANT):
-        mine = controls[controls["of"] == name]
-        if mine.empty:
-            continue
-        columns = {
-            "I_K on the same queries, bits": (f"{ALTERNATIVES}", 2),
-            "I_K, bits": (name, 2),
-            LESS[name]: ("difference", 2),
-        }
-        title = f"control: {name}, {mine['responses'].max()} contexts a query"
+    for name, title, base in (
+        (COMPLETE, "complete responses alone", "all responses"),
+        (SAME_CONTENT, f"control: {SAME_CONTENT}", ALTERNATIVES),
+        (ASSISTANT, f"control: {ASSISTANT}", ALTERNATIVES),
+    ):
+        mine = estimates[estimates["of"] == name]
+        columns = {SAME_QUERIES: (base, 2), INFORMATION: (name, 2), LESS: ("difference", 2)}
+        title += f", {mine['responses'].max()} contexts a query"
+        if name == COMPLETE:
+            title += f", {mine['sources'].max()} queries"
         print_table(to, title, mine, columns, index=("dataset", "temperature"))
     copied = estimates[estimates["quantity"].isin(["copy bits", "beyond copy, bits"])]
     last = copied[copied["of"] == copied["of"].iloc[-1]] if len(copied) else copied
@@ -136,14 +137,14 @@ def by_temperature(estimates: pd.DataFrame, title: str) -> Figure:
     axes = figure.add_subplot()
     found = _shown(estimates)
     most = found["responses"].max()
-    whole = found[(found["quantity"] == "I_K, bits") & found["token"].isna()]
+    whole = found[found["quantity"] == INFORMATION]
     main = whole[(whole["of"] == ALTERNATIVES) & (whole["responses"] == most)]
     lines = [(f"{most} responses", main, COLOURS[0])]
     for name, colour in ((SAME_CONTENT, COLOURS[1]), (ASSISTANT, COLOURS[2])):
         mine = whole[whole["of"] == name]
         if len(mine):
             lines.append((f"{name}, {mine['responses'].max()} contexts", mine, colour))
-    fewer = found[found["quantity"] == "I_K on the same queries, bits"]
+    fewer = found[found["quantity"] == SAME_QUERIES]
     fewer = fewer[fewer["of"] == SAME_CONTENT]
     if len(fewer):
         label = f"{fewer['responses'].max()} responses, the control's queries"
@@ -177,15 +178,8 @@ def by_responses(estimates: pd.DataFrame, title: str) -> Figure:
     figure = Figure(figsize=(5, 4), layout="constrained")
     axes = figure.add_subplot()
     found = _shown(estimates)
-    rows = found[(found["quantity"] == "I_K, bits") & (found["of"] == ALTERNATIVES)]
-    for colour, (temperature, mine) in coloured(rows, "temperature"):
-        mine = mine.sort_values("responses")
-        axes.plot(
-            mine["responses"], mine["value"], "o-", ms=4, color=colour, label=f"T = {temperature:g}"
-        )
-        axes.fill_between(
-            mine["responses"], mine["low"], mine["high"], color=colour, alpha=0.15, lw=0
-        )
+    rows = found[(found["quantity"] == INFORMATION) & (found["of"] == ALTERNATIVES)]
+    _lines(axes, rows, "responses")
     counts = sorted(rows["responses"].unique())
     axes.plot(counts, np.log2(counts), color="0.3", lw=0.8, ls=":", label="ceiling")
     axes.set_xlabel("responses")
@@ -200,14 +194,20 @@ def by_token(estimates: pd.DataFrame, title: str) -> Figure:
     figure = Figure(figsize=(6.5, 4), layout="constrained")
     axes = figure.add_subplot()
     rows = _shown(estimates)
-    rows = rows[rows["quantity"] == "bits by token"]
-    for colour, (temperature, mine) in coloured(rows, "temperature"):
-        at = mine["token"].to_numpy(dtype=float)
-        axes.plot(at, mine["value"], "o-", ms=3, color=colour, label=f"T = {temperature:g}")
-        axes.fill_between(at, mine["low"], mine["high"], color=colour, alpha=0.15, lw=0)
+    _lines(axes, rows[rows["quantity"] == "bits by token"], "token")
     axes.axhline(0, color="0.3", lw=0.8)
     axes.set_xlabel("token of the turn")
     axes.set_ylabel("bits that it adds")
     axes.legend(frameon=False)
     title_axes(axes, title)
     return figure
+
+
+def _lines(axes: Axes, rows: pd.DataFrame, against: str) -> None:
+    """A line per temperature with its interval as a band, against a column of numbers."""
+    for colour, (temperature, mine) in coloured(
+        rows.sort_values(against, kind="stable"), "temperature"
+    ):
+        at = mine[against].to_numpy(dtype=float)
+        axes.plot(at, mine["value"], "o-", ms=3, color=colour, label=f"T = {temperature:g}")
+        axes.fill_between(at, mine["low"], mine["high"], color=colour, alpha=0.15, lw=0)

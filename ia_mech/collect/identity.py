@@ -13,6 +13,7 @@ from ia_mech.chat.format import ChatFormat
 from ia_mech.collect.config import SampleConfig
 from ia_mech.collect.preflight import kept_positions
 from ia_mech.engine import packed_weights
+from ia_mech.engine.check import TOKENS
 from ia_mech.engine.cuda import fused
 from ia_mech.engine.shared_prefix import Engine
 from ia_mech.likelihood.candidates import OwnCandidates
@@ -24,6 +25,15 @@ from ia_mech.run.integrity import without_folders
 def build_chat(config: SampleConfig, tokenizer, eos_ids=()) -> ChatFormat:
     """The chat format that a configuration asks for."""
     return ChatFormat(tokenizer, config.system, config.thinking, config.date, eos_ids)
+
+
+def probe_ids(chat: ChatFormat) -> list[int]:
+    """``TOKENS`` ids of a short conversation, with which the engine is checked at start-up."""
+    messages = [
+        {"role": "user", "content": "What is it?"},
+        {"role": "assistant", "content": "Blue."},
+    ]
+    return (chat.context(messages).ids * TOKENS)[:TOKENS]
 
 
 def eos_ids(generation_config, model_config) -> list[int]:

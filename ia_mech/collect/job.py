@@ -20,7 +20,14 @@ from torch import Tensor
 from ia_mech.chat.format import ChatFormat
 from ia_mech.chat.headers import rendered
 from ia_mech.collect.config import SampleConfig, flag_of
-from ia_mech.collect.identity import build_chat, differences, eos_ids, identity, machine
+from ia_mech.collect.identity import (
+    build_chat,
+    differences,
+    eos_ids,
+    identity,
+    machine,
+    probe_ids,
+)
 from ia_mech.collect.preflight import (
     Buckets,
     Inputs,
@@ -45,7 +52,7 @@ from ia_mech.collect.shards import WHOLE, Shard, refuse_differing, responses_of_
 from ia_mech.data.conversations import UNPERTURBED, Conversation
 from ia_mech.display import Progress
 from ia_mech.engine.capture import find_blocks
-from ia_mech.engine.check import TOKENS, check_engine
+from ia_mech.engine.check import check_engine
 from ia_mech.engine.cuda import fused
 from ia_mech.engine.cuda.check import with_static_buffers
 from ia_mech.engine.cuda.stepper import StaticBuffers, start_copy
@@ -143,8 +150,7 @@ def prepare(config: SampleConfig, subject: Subject, inputs: Inputs, folder: Path
     """
     model = subject.model
     chat = build_chat(config, subject.tokenizer, eos_ids(model.generation_config, model.config))
-    probe = [{"role": "user", "content": "What is it?"}, {"role": "assistant", "content": "Blue."}]
-    ids = (chat.context(probe).ids * TOKENS)[:TOKENS]
+    ids = probe_ids(chat)
     engine = check_engine(model, ids, config.engine)
     engine = with_static_buffers(model, ids, engine, config.engine)
     texts = Texts(folder)

@@ -958,6 +958,14 @@ class LlmJudge:
 
     # -- one item ------------------------------------------------------------------------------
 
+    def messages(self, item: Item) -> list[dict[str, str]]:
+        """The dialogue that is sent for an item."""
+        return messages(item)
+
+    def read(self, completion: dict[str, Any]) -> Verdict:
+        """What a chat completion says of its item; tokens and cost are added to it."""
+        return read_completion(completion)
+
     async def verdict(self, server: Server, item: Item) -> Verdict:
         """One item's verdict; an answer that can't be used is requested once more.
 
@@ -978,11 +986,11 @@ class LlmJudge:
         while True:
             mode = self._modes[0]
             try:
-                completion = await server.complete(messages(item), response_format(mode))
+                completion = await server.complete(self.messages(item), response_format(mode))
                 break
             except FormatRefused as refusal:
                 self._fall_back(mode, str(refusal))
-        verdict = read_completion(completion)
+        verdict = self.read(completion)
         tokens = tokens_of(completion) or (0, 0)
         return replace(
             verdict,

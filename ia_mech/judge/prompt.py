@@ -11,6 +11,7 @@ Answers are read strictly: what isn't a verdict becomes a failure and is never g
 import hashlib
 import json
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from ia_mech.cli import one_line
@@ -90,7 +91,11 @@ def system_message(*, names_only: bool = False) -> str:
 
 def encode(item: Item) -> str:
     """An item as JSON on one line; ``json.loads`` gives its texts back."""
-    texts = {"query": item.query, "response": item.response, "user_turn": item.turn}
+    return json_line({"query": item.query, "response": item.response, "user_turn": item.turn})
+
+
+def json_line(texts: Mapping[str, str]) -> str:
+    """Named texts as a JSON object on one line, the brackets of control tokens escaped."""
     line = json.dumps({name: clean(text) for name, text in texts.items()}, ensure_ascii=False)
     return _CONTROL.sub(lambda match: f"\\u{ord(match[0]):04x}", line)
 
@@ -144,13 +149,13 @@ def read_completion(completion: dict[str, Any]) -> Verdict:
     message, ended = _object(choice.get("message")), choice.get("finish_reason")
     if not message:
         return Verdict(None, "empty", error="the completion holds no message")
-    if refusal := _text(message.get("refusal")):
+    if refusal := text_of(message.get("refusal")):
         return Verdict(None, "refused", error=_quote(refusal))
     if ended == "content_filter":
         return Verdict(None, "filtered", error="the server's content filter ended the answer")
-    content = _text(message.get("content"))
+    content = text_of(message.get("content"))
     # vLLM calls the field reasoning, or reasoning_content before 0.12; others took up either.
-    reasoning = _text(message.get("reasoning_content")) or _text(message.get("reasoning"))
+    reasoning = text_of(message.get("reasoning_content")) or text_of(message.get("reasoning"))
     text, place = (content, "") if content.strip() else (reasoning, "reasoning")
     try:
         found, whole = find_verdict(text)
@@ -220,7 +225,7 @@ def _object(value: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _text(value: Any) -> str:
+def text_of(value: Any) -> str:
     """Content as text; some servers send a list of parts."""
     if isinstance(value, list):
         parts = [part.get("text") if isinstance(part, dict) else part for part in value]
