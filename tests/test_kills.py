@@ -169,19 +169,19 @@ def test_shards_and_their_merge_killed_at_random_moments(forks, tiny_model_dir, 
     digest = Run.open(tmp_path / "whole").digest()
     moments, kills, merges, runs = random.Random("shards"), 0, 0, 0
     while kills < 20 or merges < 4:
-        out, stopped = tmp_path / f"run-{runs}", True
+        out = tmp_path / f"run-{runs}"
         shards = [[*words, out, "--shard", f"{k}/2"] for k in (2, 1)]
         merge = ["ia_mech.merge", out, "--remove-shards"]
         for command in (*shards, merge):
-            stopped = True
-            while stopped:
-                longest = seconds / 4 if command is merge else seconds / 2
-                ended = forks.run(*command, after=moments.uniform(0, longest))
-                stopped = was_stopped(ended, signal.SIGKILL)
+            longest = [seconds / 4 if command is merge else seconds] * 5
+            for after in [*(moments.uniform(0, each) for each in longest), None]:
+                stopped = was_stopped(forks.run(*command, after=after), signal.SIGKILL)
                 kills += stopped
                 merges += stopped and command is merge
                 if command is merge:
                     assert Run.open(out).digest() == digest
+                if not stopped:
+                    break
         run = Run.open(out)
         assert run.verify() == [] and len(units_of(run)) == len(set(units_of(run)))
         assert not (out / "shards").exists()
