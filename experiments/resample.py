@@ -7,7 +7,7 @@ sampled to ``run/`` there, which is a run like any other and goes on where it wa
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from ia_mech.data.conversations import Conversation
 from ia_mech.display import Bar
 from ia_mech.engine.plan import Grid
 from ia_mech.errors import UserError
-from ia_mech.models.load import ModelSpec, Subject, load
+from ia_mech.models.load import ModelSpec, Subject, load, recalled
 from ia_mech.run import Run, integrity, layout
 
 CONVERSATIONS, RUN = "conversations.jsonl", "run"
@@ -147,6 +147,7 @@ def subject_of(run: Run) -> Subject:
         UserError: it can't be loaded, or has other weights now.
     """
     spec = ModelSpec(**run.config["model"])
+    spec = replace(spec, name=recalled(spec.name, run.model["weights_hash"]))
     subject = load(spec)
     if subject.weights_hash != run.model["weights_hash"]:
         raise UserError(
