@@ -120,13 +120,12 @@ def edges_between(queries: Sequence[int], keys: Sequence[int]) -> Tensor:
     return pairs[pairs[:, 1] < pairs[:, 0]]
 
 
-def check_layers(model: PreTrainedModel, layers: Sequence[int], lowest: int = 0) -> None:
-    """Refuse layers that a model lacks.
+def check_layers(layers: Sequence[int], depth: int, lowest: int = 0) -> None:
+    """Refuse layers that a model of so many blocks lacks.
 
     Raises:
         UserError: names the layer.
     """
-    depth = text_config(model.config).num_hidden_layers
     for layer in layers:
         if not lowest <= layer <= depth:
             raise UserError(
@@ -165,7 +164,7 @@ def intervene(
     blocked: dict[int, list[tuple[int, Block]]] = defaultdict(list)
     for row, interventions in enumerate(rows):
         for one in interventions:
-            check_layers(model, [one.layer], 1 if isinstance(one, Block) else 0)
+            check_layers([one.layer], len(blocks), 1 if isinstance(one, Block) else 0)
             if isinstance(one, Block):
                 blocked[one.layer].append((row, one))
             elif not (isinstance(one, Add) and one.dose == 0):
