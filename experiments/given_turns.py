@@ -62,11 +62,7 @@ def given_turns(runs: Sequence[Run], queries: int, temperature: float | None, se
             its template doesn't make.
     """
     arm, notes = read(runs)
-    sampled = [t for t in grid_of(runs).temperatures if t > 0]
-    if not sampled:
-        raise UserError(
-            "the runs have greedy turns only", "sample them again with --temperatures 0.7 1"
-        )
+    sampled = grid_of(runs).temperatures
     if temperature is None:
         temperature = 1.0 if 1.0 in sampled else max(sampled)
     if temperature not in sampled:

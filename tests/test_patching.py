@@ -1,5 +1,6 @@
 """``experiments.patching``: planted routes, full passes, controls, and the command."""
 
+import functools
 import json
 
 import numpy as np
@@ -8,6 +9,7 @@ import planted_reaction as planted
 import pytest
 import torch
 
+from experiments import given_turns
 from experiments.patching import patch
 from experiments.patching.__main__ import main
 from experiments.patching.analyse import estimates, largest_error, strongest
@@ -15,12 +17,13 @@ from experiments.patching.read import Pair
 from experiments.patching.show import verdict
 from ia_mech.collect.command import main as sample
 from ia_mech.engine.capture import find_blocks
+from ia_mech.errors import UserError
 from ia_mech.run import Run
 
 QUERIES = 6
-CELLS = tuple((l, name) for l in range(planted.DEPTH + 1) for name in planted.POSITIONS)
+CELLS = tuple((layer, name) for layer in range(planted.DEPTH + 1) for name in planted.POSITIONS)
 DESIGN = patch.Design(CELLS, CELLS[:: patch.EVERY], True, 1.0, 0)
-BETWEEN = [(l, planted.WRITTEN) for l in range(planted.WRITE, planted.READ)]
+BETWEEN = [(layer, planted.WRITTEN) for layer in range(planted.WRITE, planted.READ)]
 
 
 def a_pair(number: int) -> Pair:
@@ -38,6 +41,7 @@ def a_pair(number: int) -> Pair:
     )
 
 
+@functools.cache
 def patched(through_header: bool) -> pd.DataFrame:
     model = planted.model(through_header)
     parts = []
@@ -72,8 +76,10 @@ def test_a_route_through_the_header_is_found_where_it_is():
     assert other.abs().max() <= 0.5, "a third response's name doesn't lead to B's"
     change = found[(found["quantity"] == "change of identification")].set_index("of")["value"]
     assert change["header"] == -0.5, "B's turns can't be told any more"
-    assert verdict(found).startswith("More of the reaction passes through")
-    p = found[found["test"].notna()].set_index(["layer", "position"])["p"]
+    assert verdict(found).startswith("More of the reaction passes through the header")
+    p = found[(found["of"] == "interchange") & (found["quantity"] == "τ")].set_index(
+        ["layer", "position"]
+    )["p"]
     # Of 2 ** 6 sign patterns two are as extreme, and the drawn ones hold each about as often.
     assert all(p[cell] < 0.05 for cell in BETWEEN) and (p.drop(BETWEEN) == 1).all()
 
@@ -87,7 +93,7 @@ def test_a_direct_route_shows_nowhere_in_the_header():
     arms = {of: tau[of, -1, ""] for of in patch.ARMS}
     assert min(arms["response alone"], arms["response and turn end"]) >= 0.9
     assert max(abs(arms[of]) for of in ("header", "turn end to header")) <= 0.05
-    assert verdict(found).startswith("More of the reaction passes by")
+    assert verdict(found).startswith("More of the reaction passes past the header")
 
 
 @pytest.mark.parametrize("through_header", [True, False])
@@ -127,3 +133,82 @@ def test_a_patched_pass_equals_a_full_one_with_a_plain_hook():
         before = logits[len(pair.a.ids) - 1 : -1].double().log_softmax(-1)
         wanted = before.gather(-1, torch.tensor(turn)[:, None])[:, 0].numpy()
         np.testing.assert_allclose(row["after"], wanted, rtol=0, atol=1e-5)
+
+
+def written(name: str, rows: list[dict]) -> str:
+    with open(name, "w") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+    return name
+
+
+@pytest.fixture(scope="module")
+def folder(tiny_model_dir, tmp_path_factory):
+    """A run of three responses to each of four queries."""
+    place = tmp_path_factory.mktemp("patching")
+    said = ("Add {0} to it. That is all.", "No idea. Ask me about {0}.", "Twice {0}. Then stop.")
+    rows = [
+        {"id": f"q{i}", "question": f"What is {i}?", "responses": [one.format(i) for one in said]}
+        for i in range(4)
+    ]
+    data = written(str(place / "several.jsonl"), rows)
+    out = place / "run"
+    words = ["--model", tiny_model_dir, "--dataset", data, "--out", str(out), "--samples", "2"]
+    assert sample([*words, "--temperatures", "0.7", "1", "--max-new-tokens", "6"]) == 0
+    return out
+
+
+def test_the_command_plans_patches_shows_and_goes_on(folder, capsys):
+    out = folder.parent / "patching"
+    words = [str(folder), "--queries", "3", "--resamples", "100", "--out", str(out)]
+    assert main([*words, "--dry-run"]) == 0
+    planned = capsys.readouterr().out
+    assert "3, a pair of responses each" in planned and "25 cells, 10 with controls" in planned
+    assert not out.exists()
+    assert main(words) == 0
+    shown = capsys.readouterr().out
+    assert "passes" in shown and "the turn still attends to the response" in shown
+    found = pd.read_parquet(out / "estimates.parquet")
+    cells = found[(found["of"] == "interchange") & (found["quantity"] == "τ")]
+    assert (
+        len(cells) == 25 and set(cells["layer"]) == set(range(5)) and (cells["sources"] == 3).all()
+    )
+    assert set(found["of"]) >= {*patch.ARMS, *patch.CONTROLS}
+    turns = pd.read_parquet(out / "turns.parquet")
+    assert turns["source"].nunique() == 3 and set(turns["turn"]) == {0, 1}
+    kept = {file: file.stat().st_mtime_ns for file in (out / "parts").iterdir()}
+    assert main(words) == 0
+    capsys.readouterr()
+    assert {file: file.stat().st_mtime_ns for file in (out / "parts").iterdir()} == kept
+    damaged = min(kept)
+    damaged.write_bytes(damaged.read_bytes()[:-20])
+    assert main(words) == 0
+    again = pd.read_parquet(out / "estimates.parquet")
+    pd.testing.assert_frame_equal(again, found)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--layers", "2", "9"], "there is no layer 9 to change; give layers from 0 to 4"),
+        (["--positions", "header_7"], "no position header_7 between response and turn; give"),
+        (["--temperature", "0.5"], "no turns at T = 0.5; give --temperature 0.7 or 1"),
+    ],
+)
+def test_what_isnt_there_is_one_line(folder, tmp_path, capsys, words, said):
+    assert main([str(folder), *words, "--out", str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("error: ") and said in error
+
+
+def test_a_run_without_alternatives_is_refused(tiny_model_dir, tmp_path, capsys):
+    words = ["--model", tiny_model_dir, "--limit", "2", "--max-new-tokens", "2", "--out"]
+    assert sample([*words, str(tmp_path / "one"), "--temperatures", "1"]) == 0
+    assert main([str(tmp_path / "one")]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("error: ") and "one has one response per query; sample" in error
+
+
+def test_a_run_can_be_read_only_by_its_template(folder, monkeypatch):
+    monkeypatch.setattr(given_turns, "context_with", lambda *_: planted.context(0, 5, 1))
+    with pytest.raises(UserError, match="has other ids than its template makes now; sample"):
+        given_turns.given_turns([Run.open(folder)], 2, None, 0)

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from experiments.patching.patch import ARMS, BOTH, INTERCHANGE
-from ia_mech.estimates import Group, TidyEstimate, by_dataset, frame_of
+from experiments.patching.patch import ARMS, BEFORE_TAIL, BOTH, INTERCHANGE, TAIL
+from ia_mech.estimates import Group, TidyEstimate, by_dataset, frame_of, paired_row
 from ia_mech.likelihood.reaction import identified
 from ia_mech.stats import cluster_ratios, sign_flip_map
 
@@ -15,6 +15,7 @@ from ia_mech.stats import cluster_ratios, sign_flip_map
 COLUMNS = {"dataset": "str", "of": "str", "layer": "Int64", "position": "str", "token": "Int64"}
 TAU, CHANGE, DISTANCE = "τ", "change of identification", "relative distance"
 BY_TOKEN = "τ of the first tokens"
+LESS = f"{TAIL} less {BEFORE_TAIL}, nats"
 MAX_T = "sign flips, max-T over the map"
 CELL = ["of", "layer", "position"]
 
@@ -41,6 +42,12 @@ def estimates(
     for dataset, here in by_dataset(rows):
         for of, mine in rows[here].groupby("of", sort=False):
             found += _of_kind(mine, {"dataset": dataset, "of": of}, options)
+        columns = ["moved", "source"]
+        through, past = (rows.loc[here & (rows["of"] == of), columns] for of in (TAIL, BEFORE_TAIL))
+        if len(through):
+            group = Group(np.array([]), options, {"dataset": dataset})
+            values = *through.to_numpy().T, *past.to_numpy().T
+            found.append(paired_row(group, LESS, *values, of=TAIL))
     return frame_of(found, COLUMNS)
 
 

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from experiments.given_turns import places_of
-from experiments.patching.analyse import BY_TOKEN, CHANGE, DISTANCE, TAU
+from experiments.patching.analyse import BY_TOKEN, CHANGE, DISTANCE, LESS, TAU
 from experiments.patching.patch import (
     ALL_LAYERS,
     ARMS,
@@ -119,16 +119,11 @@ def verdict(estimates: pd.DataFrame) -> str:
     best = cells.loc[cells["value"].idxmax()]
     clear = int((cells["p"] <= SIGNIFICANT).sum())
     header, tail, before = (tau[tau["of"] == of].iloc[0] for of in (HEADER, TAIL, BEFORE_TAIL))
-    if tail["low"] > before["high"]:
-        said = (
-            "More of the reaction passes through what stands between response and turn than past it"
-        )
-    elif before["low"] > tail["high"]:
-        said = (
-            "More of the reaction passes by what stands between response and turn than through it"
-        )
-    else:
-        said = "Which way carries more of the reaction isn't told apart"
+    less = found[found["quantity"] == LESS].iloc[0]
+    said = "Whether more of the reaction passes through the header or past it isn't told apart"
+    if less["p"] <= SIGNIFICANT:
+        through, past = ("through", "past") if less["value"] > 0 else ("past", "through")
+        said = f"More of the reaction passes {through} the header than {past} it"
     return (
         f"{said}: τ is {_cell(header)} with all header states, {_cell(tail)} with turn end and "
         f"separator, {_cell(before)} with the response alone, and at most {_cell(best)} with one "

@@ -21,7 +21,6 @@ from transformers import PreTrainedModel
 
 from ia_mech.engine.capture import find_blocks
 from ia_mech.errors import UserError
-from ia_mech.models.load import text_config
 
 MASKED = ("eager", "sdpa")  # back ends that take a mask of single edges
 
@@ -179,7 +178,7 @@ def intervene(
                 else blocks[0].register_forward_pre_hook(hook.enter, with_kwargs=True)
             )
         for layer, of_edges in blocked.items():
-            module = _attention_of(model, blocks[layer - 1], layer)
+            module = attention_of(blocks[layer - 1], layer)
             edge_hook = _EdgeHook(of_edges, begin, touched)
             handles.append(module.register_forward_pre_hook(edge_hook.enter, with_kwargs=True))
         yield touched
@@ -262,19 +261,19 @@ def _check_inside(columns: list[int], width: int, first: int) -> None:
             )
 
 
-def _attention_of(model: PreTrainedModel, block: nn.Module, layer: int) -> nn.Module:
-    """The attention module of a block.
+def attention_of(block: nn.Module, layer: int) -> nn.Module:
+    """The attention module of a layer's block, whose edges can be blocked.
 
     Raises:
-        UserError: it has none, as recurrent layers have, or the back end takes no such mask.
+        UserError: a recurrent layer has none, or the back end takes no such mask.
     """
     found = [child for child in block.children() if type(child).__name__.endswith("Attention")]
     if len(found) != 1:
         raise UserError(
-            f"layer {layer} of {type(model).__name__} has no attention edges",
+            f"layer {layer}, a {type(block).__name__}, has no attention edges",
             "change layers with attention; recurrent ones carry the past in a state",
         )
-    implementation = text_config(model.config)._attn_implementation
+    implementation = found[0].config._attn_implementation
     if implementation not in MASKED:
         raise UserError(
             f"attention edges can't be blocked with --attention {implementation}",
