@@ -232,9 +232,38 @@ def test_what_selects_nothing_or_isnt_there_is_refused():
     for model, kind, said in (
         (llama, Replace(5, (0,), state), "no layer 5 to change; give layers from 0 to 4"),
         (llama, Block(0, edges), "no layer 0 to change; give layers from 1 to 4"),
-        (hybrid, Block(1, edges), "layer 1 of .* has no attention edges"),
+        (hybrid, Block(1, edges), "layer 1, a Qwen3_5DecoderLayer, has no attention edges; change"),
     ):
         before = hooks_of(model)
         with pytest.raises(UserError, match=said), intervene(model, [[kind]]):
             pass
         assert hooks_of(model) == before
+
+
+@pytest.mark.slow  # TransformerLens takes long to import
+@torch.inference_mode()
+def test_a_patched_and_a_steered_pass_equal_transformer_lens(tmp_path, tokenizer):
+    from transformer_lens.model_bridge import TransformerBridge
+
+    from ia_mech.models.bridge import hook_name
+
+    model = tiny.model("qwen3", len(tokenizer))
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    bridge = TransformerBridge.boot_transformers(str(tmp_path), device="cpu", dtype=torch.float32)
+    ids, state = torch.tensor([context()]), vectors(1, seed=4)
+    plain = model(ids, use_cache=False).logits[0]
+    for layer in (0, 2):
+        for kind in (Replace(layer, (7,), state), Add(layer, (7,), state[0], 0.8)):
+
+            def change(hidden, hook, kind=kind):
+                own = hidden[0, 7].clone()
+                length = 0.8 * own.norm() / state[0].norm()
+                hidden[0, 7] = state[0] if isinstance(kind, Replace) else own + length * state[0]
+                return hidden
+
+            theirs = bridge.run_with_hooks(ids, fwd_hooks=[(hook_name(layer), change)])[0]
+            with intervene(model, [[kind]]):
+                ours = model(ids, use_cache=False).logits[0]
+            assert ((ours - theirs).norm(dim=-1) <= 1e-5 * ours.norm(dim=-1)).all()
+            assert (ours - plain)[7:].norm() > 1e-2

@@ -13,7 +13,7 @@ import contextlib
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -273,13 +273,14 @@ def attention_of(block: nn.Module, layer: int) -> nn.Module:
             f"layer {layer}, a {type(block).__name__}, has no attention edges",
             "change layers with attention; recurrent ones carry the past in a state",
         )
-    implementation = found[0].config._attn_implementation
+    module: Any = found[0]
+    implementation = module.config._attn_implementation
     if implementation not in MASKED:
         raise UserError(
             f"attention edges can't be blocked with --attention {implementation}",
             f"use one of {', '.join(MASKED)}",
         )
-    return found[0]
+    return module
 
 
 @contextlib.contextmanager
