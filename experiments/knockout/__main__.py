@@ -138,6 +138,7 @@ Interrupted, the same command continues.""",
     run=run,
     add_flags=add_flags,
     judged=False,
+    page="causal.md",
     drawn="queries, random edges, folds and tests",
     kept="what was computed is kept; the same command goes on from there",
 )

@@ -153,6 +153,7 @@ Interrupted, the same command continues.""",
     run=run,
     add_flags=add_flags,
     judged=False,
+    page="causal.md",
     drawn="pairs, directions and resampling",
     kept="what was patched is kept; the same command goes on from there",
 )
