@@ -14,7 +14,7 @@ from experiments.patching import patch
 from experiments.patching.__main__ import main
 from experiments.patching.analyse import estimates, largest_error, strongest
 from experiments.patching.read import Pair
-from experiments.patching.show import verdict
+from experiments.patching.show import figures, verdict
 from ia_mech.collect.command import main as sample
 from ia_mech.engine.capture import find_blocks
 from ia_mech.errors import UserError
@@ -108,6 +108,14 @@ def test_checks_hold_and_tokens_add_up(through_header):
     for of, mine in by_token.groupby("of"):
         assert mine["value"].iloc[-1] == pytest.approx(tau[of, -1, ""], abs=1e-9)
         assert np.isnan(mine["value"].iloc[0]), "the opener tells nothing, so there is no share"
+
+
+def test_turns_that_tell_nothing_have_no_shares():
+    rows = patched(through_header=True)
+    found = estimates(rows.assign(goal=rows["before"]), resamples=100)
+    assert found[found["quantity"] == "τ"]["value"].isna().all()
+    assert "there is nothing to share out" in verdict(found)
+    assert set(figures(found, "planted")) == {"map", "tokens"}
 
 
 @torch.inference_mode()

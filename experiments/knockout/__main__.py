@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from experiments.runner import Experiment, Results, intervals
+from experiments.runner import Experiment, Results
 from ia_mech.cli import whole_from
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def run(args: argparse.Namespace, runs: "list[Run]", folder: Path) -> Results | 
     finally:
         bar.stop()
     rows = with_bits(pd.concat(parts, ignore_index=True), args.seed)
-    found = estimates(rows, args.responses, **intervals(args))
+    found = estimates(rows, args.responses, level=args.level, seed=args.seed)
     return Results(
         runs=runs,
         judge=None,

@@ -32,7 +32,7 @@ def with_bits(rows: pd.DataFrame, seed: int) -> pd.DataFrame:
 
 
 def estimates(
-    rows: pd.DataFrame, responses: int, *, level: float = 0.95, seed: int = 0, **_
+    rows: pd.DataFrame, responses: int, *, level: float = 0.95, seed: int = 0
 ) -> pd.DataFrame:
     """Every estimate, one row each; p is Holm-corrected over the arms.
 

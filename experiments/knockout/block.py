@@ -1,6 +1,6 @@
 """Likelihoods of turns while some tokens can't attend to others."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -70,13 +70,7 @@ def arms_of(depth: int, window: int) -> list[Arm]:
     return arms
 
 
-def blocked(
-    model: PreTrainedModel,
-    asked: Asked,
-    arms: Sequence[Arm],
-    seed: int,
-    on_tokens: Callable[[int], None] | None = None,
-) -> pd.DataFrame:
+def blocked(model: PreTrainedModel, asked: Asked, arms: Sequence[Arm], seed: int) -> pd.DataFrame:
     """Log-likelihoods at T = 1 of a query's turns after each response, with edges blocked.
 
     Returns:
@@ -94,7 +88,7 @@ def blocked(
                 edges = edges_of(arm.of, context, run.start, turn, np.random.default_rng(key))
                 layers = range(arm.first, arm.last + 1) if len(edges) else ()
                 rows.append((number, [Block(layer, edges) for layer in layers]))
-        found = run.score(rows, on_tokens=on_tokens)
+        found = run.score(rows)
         scores[:, :, k] = np.reshape([one.sum() for one in found], scores.shape[:2])
     return pd.DataFrame(_records(asked, arms, scores))
 

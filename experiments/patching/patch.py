@@ -1,6 +1,6 @@
 """Likelihoods of turns while states of one context stand in another one's run."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -67,12 +67,7 @@ class _Row:
     distance: float = np.nan
 
 
-def patched(
-    model: PreTrainedModel,
-    pair: Pair,
-    design: Design,
-    on_tokens: Callable[[int], None] | None = None,
-) -> pd.DataFrame:
+def patched(model: PreTrainedModel, pair: Pair, design: Design) -> pd.DataFrame:
     """Likelihoods of a pair's turns under every intervention of a design.
 
     Returns:
@@ -92,7 +87,7 @@ def patched(
 
     def table(run: Continued, before: list[np.ndarray], rows: list[_Row]) -> pd.DataFrame:
         wanted = [(turn, row.interventions) for row in rows for turn in range(len(turns))]
-        found = run.score(wanted, design.temperature, on_tokens)
+        found = run.score(wanted, design.temperature)
         names = [(row, turn) for row in rows for turn in range(len(turns))]
         return pd.DataFrame(
             {

@@ -116,6 +116,11 @@ def verdict(estimates: pd.DataFrame) -> str:
     found = together(estimates)
     tau = found[found["quantity"] == TAU]
     cells = tau[tau["of"] == INTERCHANGE]
+    if cells["value"].isna().all():
+        return (
+            "The turns aren't likelier after the response that they followed than after another: "
+            "there is nothing to share out."
+        )
     best = cells.loc[cells["value"].idxmax()]
     clear = int((cells["p"] <= SIGNIFICANT).sum())
     header, tail, before = (tau[tau["of"] == of].iloc[0] for of in (HEADER, TAIL, BEFORE_TAIL))
@@ -156,7 +161,7 @@ def tau_map(estimates: pd.DataFrame, title: str) -> Figure:
         values[at], clear[at] = row.value, row.p <= SIGNIFICANT
     figure = Figure(figsize=(1.6 + 0.9 * len(positions), 5), layout="constrained")
     axes = figure.add_subplot()
-    reach = max(float(np.nanmax(np.abs(values))), 1e-3)
+    reach = max(float(np.nan_to_num(np.abs(values)).max()), 1e-3)
     image = axes.imshow(
         values, origin="lower", aspect="auto", cmap="RdBu_r", vmin=-reach, vmax=reach
     )

@@ -4,7 +4,7 @@ What precedes the first token that an intervention may touch is computed once. O
 there on are computed again: of every row, and from the first layer on that its interventions touch.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -64,14 +64,12 @@ class Continued:
         self,
         rows: Sequence[tuple[int, Sequence[Intervention]]],
         temperature: float = 1.0,
-        on_tokens: Callable[[int], None] | None = None,
     ) -> list[np.ndarray]:
         """Log-likelihoods of turns under interventions.
 
         Args:
             rows: the number of a turn and the interventions in its row, which may differ.
             temperature: of the distribution that tokens are scored under.
-            on_tokens: called after each pass with how many tokens were computed.
 
         Returns:
             For each row ``[tokens]`` of its turn, in nats.
@@ -88,8 +86,6 @@ class Continued:
                 from_layer(self.model, layer, self.states[turns, layer]),
             ):
                 logits = self._pass(turns)
-            if on_tokens is not None:
-                on_tokens(int(self._mask[turns].sum()))
             return self._logprobs(logits, turns, temperature)
 
         found = OomBackoff(ROWS).map(scored, order)
