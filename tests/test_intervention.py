@@ -151,16 +151,16 @@ def test_rows_of_a_padded_batch_are_changed_each_in_its_own_way(architecture):
     state = vectors(1, seed=1)
     kinds = [
         [Replace(2, (3,), state), Add(2, (3,), state[0], 0.3)],
-        [Block(4, edges_between((9, 10), (1, 8)))],
+        [Block(2, edges_between((9, 10), (1, 8)))],
         [],
     ]
     first = [n - max(lengths) for n in lengths]
     with intervene(model, kinds, first) as touched:
         together = prefill(model, [Prefix(ids) for ids in prompts]).logits
-    assert [(one.row, one.layer, one.positions) for one in touched] == [
+    assert sorted(touched) == [
         (0, 2, (3,)),
         (0, 2, (3,)),
-        (1, 4, (9, 10)),
+        (1, 2, (9, 10)),
     ]
     for row, ids in enumerate(prompts):
         with intervene(model, [kinds[row]]):

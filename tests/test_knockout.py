@@ -61,7 +61,7 @@ def test_only_the_planted_edges_carry_the_bits(through_header, needed):
 
 
 def test_the_verdict_names_the_route():
-    told = {}
+    told: dict[bool, str] = {}
     for through_header in (True, False):
         found = estimates(rows(through_header), planted.NAMES)
         found["p_holm"] = found["p"] / 2  # five queries allow no p below 2 / 2 ** 5

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import numpy as np
 import pandas as pd
 
-from experiments.knockout.block import INTACT
+from experiments.knockout.block import INTACT, RANDOM
 from ia_mech.estimates import Group, TidyEstimate, by_dataset, corrected, frame_of, paired_row
 from ia_mech.likelihood.reaction import by_query, mean_over_queries, readable_bits
 
@@ -34,7 +34,9 @@ def with_bits(rows: pd.DataFrame, seed: int) -> pd.DataFrame:
 def estimates(
     rows: pd.DataFrame, responses: int, *, level: float = 0.95, seed: int = 0
 ) -> pd.DataFrame:
-    """Every estimate, one row each; p is Holm-corrected over the arms.
+    """Every estimate, one row each.
+
+    p is Holm-corrected over the edges blocked in all layers, random ones apart, and over windows.
 
     Args:
         rows: with ``bits``.
@@ -44,7 +46,13 @@ def estimates(
     """
     options = {"level": level, "seed": seed}
     found = list(_estimates(rows, responses, options))
-    return frame_of(corrected(found, lambda row: row.names["dataset"]), COLUMNS)
+    depth = int(rows["last"].max())
+    return frame_of(corrected(found, lambda row: _family(row.names, depth)), COLUMNS)
+
+
+def _family(names: dict, depth: int) -> tuple:
+    whole = (names["first"], names["last"]) == (1, depth)
+    return names["dataset"], whole, names["of"].startswith(RANDOM)
 
 
 def _estimates(rows: pd.DataFrame, responses: int, options: dict) -> Iterable[TidyEstimate]:
