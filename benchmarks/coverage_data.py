@@ -5,7 +5,7 @@ import time
 from collections.abc import Iterable
 
 import numpy as np
-from scipy.special import betaincinv, ndtr
+from scipy.special import betaincinv, ndtr, ndtri
 from scipy.stats import binomtest
 
 UNEQUAL = (1, 2, 4, 8, 16, 17)
@@ -75,6 +75,57 @@ def skewed(rng: np.random.Generator, rows: tuple[int, int], sources: int) -> lis
         index = np.repeat(np.arange(sources), n)
         out += [np.exp(rng.normal(level[index], 0.5)), index]
     return out
+
+
+def decoyed(
+    rng: np.random.Generator,
+    kind: str,
+    sources: int,
+    rate: float,
+    floor: float,
+    temperatures: int = 4,
+    blind: float = 0.3,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Verdicts on turns after their own context and on decoys, of so many temperatures.
+
+    A verdict is whether a normal latent value lies below the quantile of its rate. A share
+    ``blind`` of the latent variance belongs to the turn and a share of 0.1 to the context's source;
+    0.4 of what belongs to a turn, its source has in common. At ``blind`` = 0.9 a judge hardly looks
+    at the context.
+
+    Args:
+        rng: the generator.
+        kind: ``conversation``, where the turn is the next source's in a random cycle, or
+            ``response``, where it is another turn of the same source.
+        sources: how many.
+        rate: of turns after their own context.
+        floor: of decoys.
+        temperatures: turns of each source.
+        blind: see above.
+
+    Returns:
+        ``[sources * temperatures]`` verdicts on the own turn, verdicts on the decoy, and the
+        sources of context and decoy.
+    """
+    cycles = [rng.permutation(sources) for _ in range(temperatures)]
+    context = np.concatenate(cycles)
+    lender = np.concatenate([np.roll(cycle, -1) for cycle in cycles])
+    at, n = np.repeat(np.arange(temperatures), sources), sources * temperatures
+    common, likes = rng.normal(size=(2, sources))
+    turns = np.sqrt(0.4) * common[:, None] + np.sqrt(0.6) * rng.normal(
+        size=(2, sources, temperatures)
+    )
+    if kind == "response":
+        lender, shown = context, turns[1][context, at]
+    else:
+        shown = turns[0][lender, at]
+    own, decoy = (
+        np.sqrt(blind) * turn
+        + np.sqrt(0.1) * likes[context]
+        + np.sqrt(0.9 - blind) * rng.normal(size=n)
+        for turn in (turns[0][context, at], shown)
+    )
+    return (own < ndtri(rate)) * 1.0, (decoy < ndtri(floor)) * 1.0, context, lender
 
 
 def annotate(

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from rich.console import Console
 
+    from ia_mech.rates.gate import Gate
     from ia_mech.run import Run
 
 ESTIMATES = "estimates.parquet"
@@ -53,7 +54,7 @@ class Results:
 
     Attributes:
         runs: what it was made from.
-        judge: whose verdicts were used, if any.
+        judge: whose verdicts were used, if any, and whether they pass their control.
         estimates: written as ``estimates.parquet``.
         show: prints the tables of the terminal.
         figures: stem of the file → figure, written as PNG and SVG.
@@ -62,7 +63,7 @@ class Results:
     """
 
     runs: "list[Run]"
-    judge: str | None
+    judge: "Gate | None"
     estimates: "pd.DataFrame"
     show: "Callable[[Console], None]"
     figures: "Mapping[str, Figure]"
@@ -155,6 +156,8 @@ class Experiment:
 
         console = screen()
         results.show(console)  # after writing: a closed pipe must not cost the files
+        if results.judge is not None:
+            console.print(f"{results.judge.sentence}.", style="bold", soft_wrap=True, markup=False)
         for note in results.notes + few_sources(results.estimates):
             console.print(one_line(note), soft_wrap=True, markup=False)
         print(f"wrote {folder}", file=sys.stderr)
@@ -202,7 +205,7 @@ def write(results: Results, folder: Path, name: str, level: float) -> None:
     scratch.mkdir(parents=True)
     about = {"experiment": name, "runs": [str(run.path) for run in results.runs], "level": level}
     if results.judge is not None:
-        about["judge"] = results.judge
+        about |= {"judge": results.judge.judge, "gate": results.judge.word}
     try:
         for stem, table in results.tables.items():
             write_parquet(table, scratch / f"{stem}.parquet", about)

@@ -1,13 +1,16 @@
 """Likelihood of real follow-ups: what is read off runs, and the estimates by hand."""
 
+import json
 import shutil
 from dataclasses import replace
 
 import numpy as np
 import pandas as pd
+import pyarrow.parquet as pq
 import pytest
 import scored
 from conftest import Silent
+from judging import FakeJudge
 from runs import rewritten
 from shell import call
 
@@ -16,10 +19,12 @@ from experiments.likelihood.analyse import estimates
 from experiments.likelihood.read import References, Scored, read
 from ia_mech.collect.config import SampleConfig
 from ia_mech.collect.job import collect
+from ia_mech.display import Quiet
 from ia_mech.engine.plan import Grid
 from ia_mech.errors import UserError
-from ia_mech.judge.label import items_of
+from ia_mech.judge.label import items_of, label_run
 from ia_mech.judge.rubric import GENUINE
+from ia_mech.judge.verdict import Verdict
 from ia_mech.run import Run
 from ia_mech.run.labels import KEY
 
@@ -144,7 +149,7 @@ def test_what_a_reader_of_contrasts_has_to_know_is_noted(sampled, plain):
 def test_verdicts_are_joined_by_run_context_temperature_and_sample(copied):
     run = judged(copied())
     found = read([run])
-    assert found.judge == "rules" and len(found.generations) == len(run.generations)
+    assert found.gate.judge == "rules" and len(found.generations) == len(run.generations)
     expected = (found.generations["temperature"] > 0) & (found.generations["sample"] % 2 == 0)
     assert found.generations["genuine"].tolist() == expected.astype(float).tolist()
     rows = estimates(found, resamples=100)
@@ -167,7 +172,7 @@ def test_generations_that_say_nothing_are_noted(sampled, plain):
         f"{plain.path} is not judged, so generations aren't distinguished: python -m "
         f"ia_mech.judge run {plain.path}"
     )
-    assert read([plain]).judge is None and read([plain]).generations["genuine"].isna().all()
+    assert read([plain]).gate is None and read([plain]).generations["genuine"].isna().all()
     unscored = read([sampled(scored.CONVERSATIONS[:3])])
     assert unscored.generations.empty
     assert unscored.notes[-1] == (
@@ -197,10 +202,23 @@ def test_one_of_several_judges_is_chosen_and_must_be_there(copied, sampled):
     run = judged(judged(copied()), "other")
     with pytest.raises(UserError, match="verdicts of other, rules; choose one with --judge"):
         read([run])
-    assert read([run], "other").judge == "other"
+    assert read([run], "other").gate.judge == "other"
     for one in (run, sampled(scored.CONVERSATIONS[:3])):  # with nothing to label, too
         with pytest.raises(UserError, match=r"no (judgements|verdicts) of 'nobody'"):
             read([one], "nobody")
+
+
+@pytest.mark.slow
+def test_a_judge_that_accepts_every_turn_is_called_not_grounded(sampled, capfd):
+    chats = [{"query": f"Why {i}?", "response": f"So {i}.", "reference": "Yes?"} for i in range(12)]
+    run = sampled(chats, score_generations=True, grid=Grid((1.0,), 1, 3))
+    label_run(run, FakeJudge(lambda *_: Verdict(GENUINE), paid=False), "agreeable", Quiet())
+    outcome = call(main, [str(run.path)], capfd)
+    assert outcome.status == 0, outcome.err
+    assert "judge agreeable is not grounded: it calls 1.00 of turns genuine after" in outcome.out
+    written = pq.read_schema(run.path / "experiments" / "likelihood" / "estimates.parquet")
+    about = json.loads(written.metadata[b"ia_mech"])
+    assert (about["judge"], about["gate"]) == ("agreeable", "not grounded")
 
 
 def test_a_run_of_one_follow_up_has_estimates_without_intervals(sampled):

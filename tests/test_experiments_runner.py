@@ -20,9 +20,14 @@ from experiments.likelihood.__main__ import EXPERIMENT as likelihood
 from experiments.perturbations.__main__ import EXPERIMENT as perturbations
 from experiments.runner import Experiment, Results
 from experiments.temperature_sweep.__main__ import EXPERIMENT as temperature_sweep
+from ia_mech.rates.gate import Gate
 from ia_mech.run import Run
+from ia_mech.stats import Estimate
 
 ALL_OF_THEM = {one.name: one for one in (decoupling, likelihood, perturbations, temperature_sweep)}
+
+
+NONE = Estimate(float("nan"), float("nan"), float("nan"), 0)
 
 
 def counted(args, runs: list[Run], folder) -> Results:
@@ -31,7 +36,7 @@ def counted(args, runs: list[Run], folder) -> Results:
     found = pd.DataFrame({"quantity": ["contexts"], "value": len(runs[0].contexts)} | few)
     return Results(
         runs=runs,
-        judge="me",
+        judge=Gate("me", "genuine", 0, NONE.value, NONE.value, NONE, NONE),
         estimates=found,
         show=lambda console: console.print("a table"),
         figures={"drawn": Figure()},
@@ -75,14 +80,21 @@ def test_everything_is_written_into_the_first_run_and_printed(copied, count):
     outcome = count(run.path)
     folder = run.path / "experiments" / "count"
     assert (outcome.status, outcome.err) == (0, f"wrote {folder}\n")
-    assert outcome.out.startswith("a table\na [note]⏎in a line\nfewer than 24 sources")
+    assert outcome.out.startswith("a table\njudge me has no decoys, so its floor is unknown")
+    assert "\na [note]⏎in a line\nfewer than 24 sources" in outcome.out
     after = files(run.path)
     assert sorted(path.name for path in folder.iterdir()) == WRITTEN
     assert {name: after[name] for name in before} == before and Run.open(run.path).verify() == []
     for name in ("estimates", "more"):
         about = json.loads(pq.read_schema(folder / f"{name}.parquet").metadata[b"ia_mech"])
         runs = [str(run.path)]
-        assert about == {"experiment": "count", "runs": runs, "level": 0.95, "judge": "me"}
+        assert about == {
+            "experiment": "count",
+            "runs": runs,
+            "level": 0.95,
+            "judge": "me",
+            "gate": "no decoys",
+        }
     assert count(run.path).status == 0 and files(run.path) == after  # again, over them
 
 

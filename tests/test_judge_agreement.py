@@ -7,16 +7,27 @@ import re
 
 import numpy as np
 import pytest
-from judging import ROWS, keys_of, plant
+from judging import DECOYS, ROWS, FakeJudge, keys_of, plant
 from rich.console import Console
 from runs import files_under
 from shell import files
 
+from ia_mech.display import Quiet, console
 from ia_mech.errors import UserError
 from ia_mech.judge.__main__ import main
-from ia_mech.judge.agreement import agreement, compare, group_alpha, joint_rows, print_comparison
+from ia_mech.judge.agreement import (
+    agreement,
+    compare,
+    group_alpha,
+    joint_rows,
+    print_comparison,
+    print_floors,
+    report,
+)
+from ia_mech.judge.label import items_of, label_run
 from ia_mech.judge.rubric import ASSESSED, CANNOT_ASSESS, GENUINE, NAMES
-from ia_mech.judge.sheets import export_sheet
+from ia_mech.judge.sheets import export_sheet, import_sheet, write_sheet
+from ia_mech.judge.verdict import Verdict
 from ia_mech.run import Run
 from ia_mech.run.labels import KEY
 from ia_mech.stats import alpha_of
@@ -357,3 +368,54 @@ def test_no_output_is_written_into_a_run(run, flag, capsys):
     assert main(["agreement", str(run.path), flag, str(target)]) == 2
     assert "lies inside the run" in capsys.readouterr().err
     assert files(run.path) == before
+
+
+# -- decoys ---------------------------------------------------------------------------------------
+
+
+def test_decoys_stand_beside_the_turns_and_count_in_no_comparison(run, tmp_path, capsys):
+    """A judge that accepts everything, one that accepts own turns alone, and an annotator."""
+    run.generations["text"] = [f"turn {i}" for i in range(ROWS)]
+    own = set(items_of(run))
+    judges = {
+        "agreeable": lambda item, _: Verdict(GENUINE),
+        "careful": lambda item, _: Verdict(GENUINE if item in own else "new_topic"),
+    }
+    for name, say in judges.items():
+        label_run(run, FakeJudge(say, paid=False, name=name), name, Quiet())
+    sheet = export_sheet(run, 20, by="careful", name="sheet")
+    write_sheet(run, sheet, tmp_path / "sheet")
+    decoys = [place for place in sheet.key["items"].values() if "decoy" in place]
+    rows = [
+        row | {"category": GENUINE if "decoy" in sheet.key["items"][row["item"]] else "generic"}
+        for row in sheet.rows
+    ]
+    file = tmp_path / "filled.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    import_sheet(run, file, "anna")
+
+    found = agreement(run)
+    floors = found.floors
+    for name, shares in (("agreeable", (1, 1)), ("careful", (1, 0)), ("anna", (0, 1))):
+        count, share = floors[name].decoys["conversation"]
+        assert (floors[name].genuine.value, share.value) == shares
+        assert count == (len(decoys) if name == "anna" else DECOYS)
+        assert share.low < 1 and share.high > 0
+    assert floors["anna"].turns == 20 and len(decoys) == 5
+    assert found.pairs["agreeable", "careful"].accuracy.value == 1  # on the turns themselves
+    assert found.pairs["anna", "careful"].accuracy_genuine.value == 0
+    assert found.pairs["anna", "careful"].matched == 20
+    print_floors(console(200), floors)
+    table = capsys.readouterr().out
+    assert "after another conversation" in table and "after another response" not in table
+    assert re.search(rf"careful +│ +60 │ +1\.00 \[[^]]*\] │ +{DECOYS} │ +0\.00 \[", table)
+    written = json.loads(report(run, found))
+    genuine = {one["name"]: one["genuine"] for one in written["labellers"]}
+    assert genuine["careful"]["decoys"]["conversation"][1]["value"] == 0
+
+
+def test_without_decoys_nothing_is_said_of_them(run, capsys):
+    plant(run, "one", [random_labels(0)])
+    plant(run, "two", [random_labels(1)])
+    print_floors(console(), agreement(run).floors)
+    assert capsys.readouterr().out == ""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import tiny
-from judging import ROWS
+from judging import DECOYS, ROWS
 from runs import sampled
 from shell import call, files, refusal
 from stub_server import StubServer, completion
@@ -33,6 +33,7 @@ from ia_mech.judge.rubric import (
 from ia_mech.judge.rules import RulesJudge
 from ia_mech.judge.verdict import Item
 from ia_mech.models.load import ModelSpec, load
+from ia_mech.run import Run
 
 COMMANDS = ("run", "check", "export", "import", "agreement", "rubric")
 SECRET = "sk-a-key-that-is-nowhere"
@@ -109,6 +110,11 @@ def turns(tmp_path) -> Path:
     return jsonl(tmp_path / "turns.jsonl", *map(row, TURNS))
 
 
+def all_items(run: Run, judge: str) -> set[str]:
+    """Of the turns and the decoys."""
+    return {*run.labels.judgements(judge)["item"], *run.labels.decoys(judge)["item"]}
+
+
 # -- run ----------------------------------------------------------------------------------------
 
 
@@ -120,8 +126,11 @@ def test_the_rules_judge_labels_every_turn(judge, run):
     assert (rows["rationale"].str.len() > 0).all()
     assert rows["cost"].isna().all() and rows["prompt_tokens"].sum() == 0
     assert run.labels.record("judgements", "rules")["identity"]["kind"] == "rules"
-    lines, distinct = outcome.out.splitlines(), rows["item"].nunique()
-    assert re.fullmatch(rf"{ROWS} rows, {distinct} distinct turns in \d+ s", lines[-4])
+    lines, distinct = outcome.out.splitlines(), len(all_items(run, "rules"))
+    assert re.fullmatch(
+        rf"{ROWS + DECOYS} rows \({DECOYS} of them of decoys\), {distinct} distinct turns in \d+ s",
+        lines[-4],
+    )
     assert lines[-3] == RulesJudge().caveat and "is a heuristic" in lines[-3]
     assert lines[-2] == f"verdicts: {run.path}/judgements/rules.parquet"
     assert lines[-1] == f"next: python -m ia_mech.rates {run.path}"
@@ -139,7 +148,9 @@ def test_a_dry_run_tells_what_a_server_would_be_asked_without_a_key(judge, run, 
     before = files(tmp_path)
     outcome = judge("run", run.path, *LLM, "--repeats", "3", "--dry-run", "--price", "1", "2")
     head, plan = outcome.out.splitlines()
-    distinct = int(re.fullmatch(rf"{ROWS} user turns, (\d+) distinct, x 3", head)[1])
+    distinct = int(
+        re.fullmatch(rf"{ROWS} user turns and {DECOYS} decoys, (\d+) distinct, x 3", head)[1]
+    )
     expected = rf"{3 * distinct} requests to some-model, about .* about \$\d\.\d\d \(before what "
     assert re.match(expected, plan) and outcome.status == 0 and outcome.err == ""
     assert files(tmp_path) == before
@@ -162,7 +173,7 @@ def test_a_servers_verdicts_are_paid_for_once(judge, run, monkeypatch, tmp_path)
         assert len(stub.bodies) == asked
     assert first.status == again.status == 0, first.err
     rows = run.labels.judgements("some-model")
-    assert asked == rows["item"].nunique() and rows["cached"].all()
+    assert asked == len(all_items(run, "some-model")) and rows["cached"].all()
     paid = f"{120 * asked} tokens, ${asked * 0.2:.4f}"
     assert f"{paid}\n" in first.out
     assert f"{paid} (${asked * 0.2:.4f} of it paid before)\n" in again.out
@@ -189,6 +200,7 @@ def test_failures_are_counted_and_told(judge, run):
     failed = (run.labels.judgements("some-model")["status"] == "refused").sum()
     assert outcome.status == 0 and failed > 0
     assert sum(int(line[-1]) for line in cells(outcome.out)) == failed
+    failed += (run.labels.decoys("some-model")["status"] == "refused").sum()
     assert f"\n{failed} refused: I can't [bold]help[/bold]�[2J ({failed})\n" in outcome.out
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from judging import ROWS, FakeJudge, Recorded, genuine
+from judging import DECOYS, ROWS, FakeJudge, Recorded, genuine
 from runs import CONTEXTS, sampled
 
 from ia_mech.collect.config import SampleConfig
@@ -18,6 +18,8 @@ from ia_mech.judge.rubric import CANNOT_ASSESS, GENUINE, VERSION, rubric_hash
 from ia_mech.judge.verdict import Item, Verdict, identity_hash
 from ia_mech.run import Run, integrity
 from ia_mech.run.labels import KEY
+
+ALL = ROWS + DECOYS
 
 
 @pytest.fixture(autouse=True)
@@ -156,15 +158,15 @@ def test_repeats_are_rows_of_their_own(run, label):
 def test_a_second_time_nothing_is_asked(label, cache):
     first, progress = FakeJudge(), Recorded()
     before = label(first, progress=progress)
-    assert progress.began == ("judging", ROWS) and len(progress.notes) == ROWS
-    assert progress.lines == ["60 to ask"] and progress.stopped == 1
+    assert progress.began == ("judging", ALL) and len(progress.notes) == ALL
+    assert progress.lines == [f"{ALL} to ask"] and progress.stopped == 1
     assert progress.notes[1] == "214 tokens, $0.5000"
-    assert not before["cached"].any() and kept(first, cache) == ROWS
+    assert not before["cached"].any() and kept(first, cache) == ALL
     second, progress = FakeJudge(), Recorded()
     after = label(second, progress=progress)
     assert second.asked == [] and progress.notes == [] and progress.began is None
-    assert progress.lines == ["60 verdicts from the cache"] and progress.stopped == 1
-    assert after["cached"].all() and kept(second, cache) == ROWS
+    assert progress.lines == [f"{ALL} verdicts from the cache"] and progress.stopped == 1
+    assert after["cached"].all() and kept(second, cache) == ALL
     same = [column for column in after.columns if column != "cached"]
     pd.testing.assert_frame_equal(after[same], before[same])
     assert after["cost"].sum() == 0.25 * ROWS
@@ -174,7 +176,7 @@ def test_a_free_judge_is_not_cached(label, cache):
     for _ in range(2):
         judge = FakeJudge(paid=False)
         assert not label(judge)["cached"].any()
-        assert len(judge.asked) == ROWS
+        assert len(judge.asked) == ALL
     assert not cache.exists()
 
 
@@ -206,14 +208,15 @@ def test_what_a_failed_attempt_cost_stays_paid(label):
     assert rows[list(bill)].sum().tolist() == [20 * ROWS, 4 * ROWS, 1.0 * ROWS]
 
 
-def test_what_the_server_could_not_do_is_never_kept(label, cache):
+def test_what_the_server_could_not_do_is_never_kept(run, label, cache):
     judge = FakeJudge(failing("unavailable"))
     rows = label(judge)
     assert rows["status"].value_counts().to_dict() == {"judged": ROWS - 6, "unavailable": 6}
-    assert kept(judge, cache) == ROWS - 6
+    unavailable = int((run.labels.decoys("fake")["status"] == "unavailable").sum())
+    assert kept(judge, cache) == ALL - 6 - unavailable
     judge = FakeJudge()
     rows = label(judge)
-    assert len(judge.asked) == 6 and rows["genuine"].all()
+    assert len(judge.asked) == 6 + unavailable and rows["genuine"].all()
 
 
 # -- replay -------------------------------------------------------------------------------------
@@ -256,7 +259,7 @@ def test_another_judge_under_the_same_name_is_refused_naming_what_differs(label,
         label(judge)
     assert judge.asked == [] and (run.path / "judgements" / "fake.parquet").read_bytes() == before
     rows = label(judge, replace=True)
-    assert len(rows) == ROWS == len(judge.asked) and run.labels.judges == ["fake"]
+    assert len(rows) == ROWS and len(judge.asked) == ALL and run.labels.judges == ["fake"]
     assert run.labels.record("judgements", "fake")["identity"] == judge.identity
 
 
@@ -272,10 +275,11 @@ def test_a_judge_that_gives_up_leaves_what_was_paid_for_and_no_file(label, run, 
     assert run.labels.judges == [] and not (run.path / "judgements").exists()
     again, progress = FakeJudge(), Recorded()
     rows = label(again, progress=progress)
-    assert progress.began == ("judging", ROWS - 7)
-    assert progress.lines == ["7 verdicts from the cache", "53 to ask"]
-    assert not set(again.asked) & set(judge.asked) and len(again.asked) == ROWS - 7
-    assert rows["cached"].sum() == 7 and rows["cost"].sum() == 0.25 * ROWS
+    assert progress.began == ("judging", ALL - 7)
+    assert progress.lines == ["7 verdicts from the cache", f"{ALL - 7} to ask"]
+    assert not set(again.asked) & set(judge.asked) and len(again.asked) == ALL - 7
+    rows = pd.concat([rows, run.labels.decoys("fake")])
+    assert rows["cached"].sum() == 7 and rows["cost"].sum() == 0.25 * ALL
 
 
 def test_an_interrupt_ends_the_judge_and_keeps_what_was_paid_for(label, run, cache):
@@ -288,4 +292,4 @@ def test_an_interrupt_ends_the_judge_and_keeps_what_was_paid_for(label, run, cac
     assert kept(judge, cache) == 7 and run.labels.judges == []
     again = FakeJudge()
     label(again)
-    assert len(again.asked) == ROWS - 7
+    assert len(again.asked) == ALL - 7

@@ -14,6 +14,7 @@ from runs import files_under
 
 from ia_mech.errors import UserError
 from ia_mech.judge.__main__ import main
+from ia_mech.judge.decoys import decoy_items, draw_decoys
 from ia_mech.judge.label import items_of
 from ia_mech.judge.rubric import CANNOT_ASSESS, GENUINE, NAMES
 from ia_mech.judge.sheets import (
@@ -50,6 +51,11 @@ def exported(run: Run, n: int = 30, **options):
     return sheet, write_sheet(run, sheet, run.path.parent / sheet.key["sheet"])
 
 
+def own(sheet) -> list[dict]:
+    """Where the sheet's rows are in the run, but for decoys."""
+    return [place for place in sheet.key["items"].values() if "decoy" not in place]
+
+
 def filled_in(sheet, blank: int = 0) -> list[dict]:
     """The sheet with a category in all rows but the last few, spelt as people do."""
     spelt = ["genuine_follow_up", "Generic", " new topic ", "CANNOT-ASSESS", "degenerate"]
@@ -76,11 +82,11 @@ def test_weights_of_every_stratum_add_up_to_its_rows(judged, n):
     sheet = export_sheet(judged, n)
     sizes = Counter(category or "failed" for category in SAID)
     totals, drawn = Counter(), Counter()
-    for place in sheet.key["items"].values():
+    for place in own(sheet):
         totals[place["stratum"]] += 1 / place["inclusion_probability"]
         drawn[place["stratum"]] += 1
     assert totals == pytest.approx(sizes)
-    assert drawn.total() == n == len(sheet.rows)
+    assert drawn.total() == n == len(sheet.rows) - round(n / 4)
     for stratum, counts in sheet.key["strata"].items():
         assert counts == {"rows": sizes[stratum], "drawn": drawn[stratum]}
         assert drawn[stratum] >= min(sizes[stratum], 5, n // 6)
@@ -96,7 +102,7 @@ def test_allocation_lies_between_proportional_and_equal():
 def test_every_row_of_a_stratum_is_as_likely(judged):
     seen = Counter()
     for seed in range(200):
-        for place in export_sheet(judged, 20, seed=seed).key["items"].values():
+        for place in own(export_sheet(judged, 20, seed=seed)):
             seen[place["stratum"], tuple(place[column] for column in KEY)] += 1
     common = [count for (stratum, _), count in seen.items() if stratum == "prompt_restatement"]
     probability = export_sheet(judged, 20).key["strata"]["prompt_restatement"]["drawn"] / 34
@@ -117,7 +123,7 @@ def test_without_a_judge_there_is_one_stratum(run):
     sheet = export_sheet(run, 15)
     assert sheet.key["judge"] is None
     assert sheet.key["strata"] == {"all": {"rows": 60, "drawn": 15}}
-    assert {p["inclusion_probability"] for p in sheet.key["items"].values()} == {0.25}
+    assert {p["inclusion_probability"] for p in own(sheet)} == {0.25}
 
 
 def test_which_judge_stratifies(run):
@@ -153,7 +159,8 @@ def test_a_sheet_that_cannot_be_drawn(judged, n, said):
 
 def test_the_sheet_is_blind(judged):
     sheet, files = exported(judged)
-    items = {(i.query, i.response, i.turn) for i in items_of(judged)}
+    items = [*items_of(judged), *decoy_items(judged, draw_decoys(judged), items_of(judged))]
+    items = {(i.query, i.response, i.turn) for i in items}
     assert judged.labels.sheet(sheet.key["sheet"]) == sheet.key
     assert [json.loads(line) for line in files[1].read_text().splitlines()] == sheet.rows
     assert files[0].read_bytes().startswith(b"\xef\xbb\xbf")  # for Excel
@@ -178,7 +185,8 @@ def test_a_cut_off_response_is_shown_as_one(judged):
     judged.contexts.loc[judged.contexts["context_id"] == "maths-01", "response_cut_off"] = True
     sheet = export_sheet(judged, 60)
     for row in sheet.rows:
-        cut = sheet.key["items"][row["item"]]["context_id"] == "maths-01"
+        place = sheet.key["items"][row["item"]]
+        cut = place.get("shown", place["context_id"]) == "maths-01"
         assert row["response_complete"] is not cut
 
 
@@ -239,17 +247,25 @@ def test_there_and_back(judged, way):
     file = WAYS[way](files[0].with_name("filled.csv"), rows)
     import_sheet(judged, file, "anna")
     labels = judged.labels.annotations("anna").set_index(list(KEY))
-    assert len(labels) == 30
+    decoys = judged.labels.decoys("anna", "annotations").set_index(list(KEY))
+    assert len(labels) == 30 and len(decoys) == 8
     for row in rows:
         place = sheet.key["items"][row["item"]]
-        label = labels.loc[tuple(place[column] for column in KEY)]
+        of = decoys if "decoy" in place else labels
+        label = of.loc[tuple(place[column] for column in KEY)]
+        assert [label[c] for c in ("decoy", "shown") if c in place] == [
+            place[c] for c in ("decoy", "shown") if c in place
+        ]
         category = row["category"].strip().lower().replace(" ", "_").replace("-", "_")
         assert label["category"] == category
         assert (label["genuine"] is pd.NA) == (category == CANNOT_ASSESS)
         assert category == CANNOT_ASSESS or label["genuine"] == (category == GENUINE)
         assert label["note"] == ("" if way.startswith("headings") else row["note"])
         assert label["stratum"] == place["stratum"] and label["sheet"] == sheet.key["sheet"]
-        assert label["inclusion_probability"] == place["inclusion_probability"]
+        if "decoy" in place:
+            assert pd.isna(label["inclusion_probability"])
+        else:
+            assert label["inclusion_probability"] == place["inclusion_probability"]
     record = judged.labels.record("annotations", "anna")
     assert record["sheet"] == sheet.key["sheet"] and record["judge"]["name"] == "rules"
 
@@ -265,10 +281,12 @@ def test_what_is_filled_in_counts_as_the_sample(judged, capsys):
     assert main(["import", str(judged.path), str(file), "--annotator", "anna"]) == 0
     # Which rows come last, and so stay blank, depends on the texts, and these on the CPU.
     labelled = {strata[row["item"]] for row in rows if row["category"].strip()}
-    missing = sorted(set(strata.values()) - labelled)
+    missing = sorted(set(strata.values()) - labelled - {"decoy"})
     assert f"nothing is labelled of {', '.join(missing)}" in capsys.readouterr().out
     labels = judged.labels.annotations("anna")
-    assert len(labels) == sum(bool(row["category"].strip()) for row in rows)
+    assert len(labels) == sum(
+        bool(row["category"].strip()) and strata[row["item"]] != "decoy" for row in rows
+    )
     sizes = Counter(category or "failed" for category in SAID)
     totals = (1 / labels["inclusion_probability"]).groupby(labels["stratum"]).sum()
     assert totals.to_dict() == pytest.approx({s: sizes[s] for s in totals.index})
@@ -281,7 +299,7 @@ def test_an_item_that_stands_there_twice(judged):
     import_sheet(judged, file, "anna")
     assert len(judged.labels.annotations("anna")) == 30
     save(file, [*rows, rows[0] | {"category": "degenerate"}])
-    said = rf"row 32 of .*calls {rows[0]['item']} degenerate, and row 2 of .* genuine_follow_up; "
+    said = rf"row 40 of .*calls {rows[0]['item']} degenerate, and row 2 of .* genuine_follow_up; "
     with pytest.raises(UserError, match=said):
         import_sheet(judged, file, "anna", replace=True)
 
@@ -296,7 +314,8 @@ def test_labels_are_replaced_only_when_asked(judged):
         import_sheet(judged, file, "anna")
     save(file, filled_in(sheet, 20))
     import_sheet(judged, file, "anna", replace=True)
-    assert len(judged.labels.annotations("anna")) == 10
+    kinds = ("decoy" in sheet.key["items"][row["item"]] for row in sheet.rows[:18])
+    assert len(judged.labels.annotations("anna")) == 18 - sum(kinds)
     assert (judged.path / "annotations/bert.parquet").read_bytes() == kept
 
 
@@ -330,7 +349,7 @@ BAD = {
     "no item": (_bad_cells("item", ""), "row 5 of .* has no item"),
     "another run's": (
         lambda p, rows: save(p, [r | {"item": f"t{i:012x}"} for i, r in enumerate(rows)]),
-        "holds annotations of another run: none of its 30 items",
+        "holds annotations of another run: none of its 38 items",
     ),
     "nothing filled in": (
         lambda p, rows: save(p, [r | {"category": ""} for r in rows]),
@@ -450,6 +469,7 @@ def test_export_and_import_say_what_they_did(judged, tmp_path, capsys):
     assert main(command) == 0
     said = capsys.readouterr().out
     assert "30 of 60 turns, by categories of rules:" in said
+    assert "  and 8 turns after contexts that they did not follow, as a control\n" in said
     assert re.search(r"genuine_follow_up +5 of +7\n", said)
     assert f"sheet: {out}\n" in said and "python -m ia_mech.judge rubric" in said
     assert f"next: python -m ia_mech.judge import {judged.path} '{out}' --annotator NAME\n" in said
@@ -461,6 +481,9 @@ def test_export_and_import_say_what_they_did(judged, tmp_path, capsys):
     save(out, rows[:20], columns=("item", "category"))
     assert main(["import", str(judged.path), str(out), "--annotator", "anna"]) == 0
     said = capsys.readouterr().out
-    assert "20 of 30 rows labelled by anna: generic 20\n" in said
-    assert "10 of the sheet's 30 rows have no category" in said
+    decoys = len(judged.labels.decoys("anna", "annotations"))
+    assert 0 < decoys < 8  # of the first 20 rows, as the order is random
+    count = 20 - decoys
+    assert f"{count} of 30 rows labelled by anna: generic {count}\nand {decoys} decoys; " in said
+    assert f"{30 - count} of the sheet's 30 rows have no category" in said
     assert f"next: python -m ia_mech.judge agreement {judged.path}" in said

@@ -27,6 +27,7 @@ from stub_server import StubServer, item_of
 from benchmarks.probe_validation.planted import Plan, plant, write
 from ia_mech.collect.preflight import scratch_folder
 from ia_mech.judge.cache import VerdictCache
+from ia_mech.judge.decoys import decoy_items, draw_decoys
 from ia_mech.judge.label import items_of
 from ia_mech.judge.verdict import Item
 from ia_mech.models import embedded
@@ -194,7 +195,9 @@ class Judging:
         if not found or not (first := found[0].read_bytes().partition(b"\n"))[1]:
             return set()
         identity = json.loads(first[0])["identity"]
-        items = items_of(Run.open(self.folder / name / "run"))
+        run = Run.open(self.folder / name / "run")
+        items = items_of(run)
+        items += decoy_items(run, draw_decoys(run), items)
         with VerdictCache(identity, found[0].parent, read_only=True) as cache:
             return {item for item in items if cache.get(item, 0)}
 

@@ -429,7 +429,7 @@ def test_one_conversation_has_no_displacement_and_no_interval(sampled, tmp_path)
 
 def test_another_judge_has_to_be_run_by_its_user(plain, run, tmp_path):
     base = Run.open(shutil.copytree(plain.path, tmp_path / "base"))
-    labels = base.labels.judgements("rules").to_dict("records")
+    labels = base.labels.judgements("rules").drop(columns=["decoy", "shown"]).to_dict("records")
     record = base.labels.record("judgements", "rules") | {"identity": {"kind": "llm"}}
     base.labels.write_judgements("gpt", labels, record)
     with pytest.raises(UserError) as refused:

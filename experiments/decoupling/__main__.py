@@ -28,10 +28,10 @@ def run(args: argparse.Namespace, runs: "list[Run]", folder: Path) -> Results:
     names = " · ".join(measured.models) if len(measured.models) < 4 else "several models"
     return Results(
         runs=runs,
-        judge=measured.judge,
+        judge=measured.gate,
         estimates=found,
         show=lambda console: show.tables(console, found, args.level),
-        figures=show.figures(found, f"{names} · judge {measured.judge}"),
+        figures=show.figures(found, f"{names} · judge {measured.gate}"),
         tables={"responses": measured.responses},
         notes=measured.notes + remarks(found),
     )

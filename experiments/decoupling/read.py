@@ -14,6 +14,7 @@ import pandas as pd
 from experiments.decoupling.verify import INSTRUCTIONS, MATHS, verifier_of, verify
 from ia_mech.data.conversations import UNPERTURBED
 from ia_mech.errors import UserError
+from ia_mech.rates.gate import Gate
 from ia_mech.rates.load import NO_ANNOTATOR, read_runs
 from ia_mech.run import Run
 
@@ -34,14 +35,14 @@ class Measured:
         turns: one row per user turn: ``response`` (row of ``responses``), its ``model``,
             ``dataset``, ``source``, ``correct`` and ``response_cut_off``, ``temperature``, and
             ``genuine`` (1, 0, or NaN where the judge couldn't say).
-        judge: whose verdicts.
+        gate: whose verdicts, and whether they pass their control.
         notes: what a reader has to know.
     """
 
     runs: list[Run]
     responses: pd.DataFrame
     turns: pd.DataFrame
-    judge: str
+    gate: Gate
     notes: list[str]
 
     @property
@@ -87,7 +88,7 @@ def read(runs: list[Run], judge: str | None = None) -> Measured:
             "judge again with --retry-failed, or choose another with --judge",
         )
     notes += _notes(responses, turns)
-    return Measured(runs, responses, turns, judged.judge, notes)
+    return Measured(runs, responses, turns, judged.gate, notes)
 
 
 def _contexts(run: Run, notes: list[str]) -> pd.DataFrame:

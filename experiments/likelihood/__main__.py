@@ -27,7 +27,7 @@ def run(args: argparse.Namespace, runs: "list[Run]", folder: Path) -> Results:
     found = estimates(scored, **intervals(args))
     return Results(
         runs=runs,
-        judge=scored.judge,
+        judge=scored.gate,
         estimates=found,
         show=lambda console: show.tables(console, found, args.level),
         figures=show.figures(found, runs[0].model["name"]),

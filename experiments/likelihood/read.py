@@ -8,6 +8,7 @@ import pandas as pd
 from ia_mech.cli import quoted
 from ia_mech.errors import UserError
 from ia_mech.likelihood.candidates import OTHER
+from ia_mech.rates.gate import Gate
 from ia_mech.rates.load import NO_ANNOTATOR, differing, read_runs
 from ia_mech.run import Run
 
@@ -48,7 +49,7 @@ class Scored:
             and where it was scored after swapped responses the columns of :func:`_against_swapped`.
         generations: one row per generation that was scored after other responses, with ``genuine``
             (1, 0, or NaN without a verdict); empty if none was.
-        judge: whose verdicts, or None.
+        gate: whose verdicts, and whether they pass their control; None without any.
         notes: what a reader has to know.
     """
 
@@ -56,7 +57,7 @@ class Scored:
     references: References
     candidates: pd.DataFrame
     generations: pd.DataFrame
-    judge: str | None
+    gate: Gate | None
     notes: list[str]
 
 
@@ -86,8 +87,8 @@ def read(runs: list[Run], judge: str | None = None) -> Scored:
     _refuse_repeated(scored.frame)
     candidates = _candidates(scored)
     notes = _notes(runs, scored.frame, candidates)
-    generations, judge = _generations(runs, judge, notes)
-    return Scored(runs, scored, candidates, generations, judge, notes)
+    generations, gate = _generations(runs, judge, notes)
+    return Scored(runs, scored, candidates, generations, gate, notes)
 
 
 def _refuse_repeated(frame: pd.DataFrame) -> None:
@@ -210,7 +211,7 @@ def _against_swapped(logprob: float, swapped: np.ndarray | None) -> dict[str, fl
 
 def _generations(
     runs: list[Run], judge: str | None, notes: list[str]
-) -> tuple[pd.DataFrame, str | None]:
+) -> tuple[pd.DataFrame, Gate | None]:
     """Generations with a contrast, with their labels if all runs are judged."""
     pooled = pd.concat([keyed(run, run.generations) for run in runs], ignore_index=True)
     if judge is not None:
@@ -235,4 +236,4 @@ def _generations(
     keys = ["run", "context_id", "temperature", "sample"]
     labels = judged.turns[[*keys, "genuine"]].assign(run=judged.turns["run"].astype(str))
     notes += [note for note in judged.notes if not note.startswith("runs that were pooled")]
-    return scored.merge(labels, on=keys, how="inner"), judged.judge
+    return scored.merge(labels, on=keys, how="inner"), judged.gate

@@ -29,21 +29,21 @@ def run(args: argparse.Namespace, runs: "list[Run]", folder: Path) -> Results | 
     names = known_conditions(args.conditions or list(CONDITIONS))
     grid = {"limit": args.limit, "temperatures": args.temperatures, "samples": args.samples}
     base = read_base(runs, **grid)
-    judge = read_runs(runs, args.judge, NO_ANNOTATOR).judge  # before hours of sampling
+    gate = read_runs(runs, args.judge, NO_ANNOTATOR).gate  # before hours of sampling
     conversations, left_out, notes = sample.prepare(base, names)
     if args.dry_run:
         show.plan(conversations, base, notes, folder)
         return None
     perturbed = sample.sampled(base, conversations, folder)
-    sample.judged(perturbed, judge, base)
-    compared = compare(base, perturbed, judge, left_out)
+    sample.judged(perturbed, gate.judge, base)
+    compared = compare(base, perturbed, gate.judge, left_out)
     found = estimates(compared, **intervals(args))
-    figures = show.figures(found, perturbed.model["name"], judge)
+    figures = show.figures(found, perturbed.model["name"], str(gate))
     if "displacement" not in figures:
         notes.append("no displacement: a dataset needs two sources to say how far apart they lie.")
     return Results(
         runs=[*runs, perturbed],
-        judge=judge,
+        judge=gate,
         estimates=found,
         show=lambda console: show.tables(console, found, args.level),
         figures=figures,

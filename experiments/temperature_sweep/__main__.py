@@ -37,10 +37,10 @@ def run(args: argparse.Namespace, runs: "list[Run]", folder: Path) -> Results:
     turns = measured.hidden.drop(columns=["source", "context"])
     return Results(
         runs=runs,
-        judge=sweep.judge,
+        judge=sweep.gate,
         estimates=found,
         show=lambda console: show.tables(console, found, args.level),
-        figures=show.figures(found, f"{runs[0].model['name']} · judge {sweep.judge}"),
+        figures=show.figures(found, f"{runs[0].model['name']} · judge {sweep.gate}"),
         tables={"turns": turns},
         notes=notes,
     )

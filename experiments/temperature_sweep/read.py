@@ -9,6 +9,7 @@ import pandas as pd
 from ia_mech.data.conversations import UNPERTURBED
 from ia_mech.errors import UserError
 from ia_mech.judge.rubric import GENUINE
+from ia_mech.rates.gate import Gate
 from ia_mech.rates.load import NO_ANNOTATOR, read_runs
 from ia_mech.run import Run
 from ia_mech.run.labels import KEY
@@ -29,14 +30,14 @@ class Sweep:
         contexts: one row per context, whichever runs hold it: ``context`` (its key), ``dataset``,
             ``source``, ``run`` (number of a run that has it), ``at`` (its row there) and
             ``greedy`` (the token that opens the greedy turn).
-        judge: whose verdicts.
+        gate: whose verdicts, and whether they pass their control.
         notes: what a reader has to know.
     """
 
     runs: list[Run]
     turns: pd.DataFrame
     contexts: pd.DataFrame
-    judge: str
+    gate: Gate
     notes: list[str]
 
     @property
@@ -79,7 +80,7 @@ def read(runs: list[Run], judge: str | None = None) -> Sweep:
             f"{cut} of {len(turns)} turns come after a response that was cut off, which is another "
             "stimulus: python -m ia_mech.rates --responses complete leaves them out."
         )
-    return Sweep(runs, turns, _contexts(turns, runs), judged.judge, notes)
+    return Sweep(runs, turns, _contexts(turns, runs), judged.gate, notes)
 
 
 def _unperturbed(turns: pd.DataFrame, notes: list[str]) -> pd.DataFrame:

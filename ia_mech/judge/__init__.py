@@ -1,6 +1,7 @@
-"""Judges of generated user turns, by one rubric, and people's labels to hold them against.
+"""Judges of generated user turns, by one rubric, and annotators' labels to hold them against.
 
 The package knows texts (query, response, user turn) and labels; it never sees activations or
 log-probabilities, and never loads the subject model: labels made from those would make every later
-probe of them circular. ``verdict`` is the contract of a judge and explains how to add one.
+probe of them circular. ``verdict`` is the contract of a judge and explains how to add one;
+``decoys`` is the control of all of them.
 """

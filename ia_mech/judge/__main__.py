@@ -13,7 +13,8 @@ from ia_mech.judge.rubric import CATEGORIES, ORDER, VERSION
 DESCRIPTION = """\
 Label generated user turns: which are genuine follow-ups? Judges see text only: the query, the
 response and the turn. Every judge uses one rubric (python -m ia_mech.judge rubric), and any number
-of judges and people can label the same run, to be compared.
+of judges and annotators can label the same run, to be compared. Every judge also sees decoys, which
+are turns after a conversation that they did not follow: what it accepts of them is its floor.
 """
 
 EPILOG = """\
@@ -24,9 +25,9 @@ examples:
       a language model at OpenAI (key from $OPENAI_API_KEY), or at --base-url, any compatible server
   python -m ia_mech.judge export cache/RUN --n 200 --out sheet
   python -m ia_mech.judge import cache/RUN sheet.csv --annotator anna
-      a blind sheet for a person to fill in, and its way back
+      a blind sheet for an annotator to fill in, and its way back
   python -m ia_mech.judge agreement cache/RUN
-      how far judges and people agree
+      how far judges and annotators agree, and what they accept of decoys
 Then: python -m ia_mech.rates cache/RUN
 """
 
@@ -81,8 +82,9 @@ def _add_run(commands) -> None:
         "run",
         help="judge all user turns of a run",
         usage="%(prog)s RUN [--judge rules|llm|hf] [--model NAME] [options]",
-        description="Judge all user turns of a run and write judgements/<name>.parquet into it. "
-        "Verdicts of\nlanguage models are kept in cache/judgements/: none is paid for twice.",
+        description="Judge all user turns of a run, and decoys (turns after a conversation that "
+        "they\ndid not follow); write judgements/<name>.parquet into it. Verdicts of language "
+        "models are\nkept in cache/judgements/: none is paid for twice.",
     )
     parser.set_defaults(function="ia_mech.judge.label:run")
     parser.add_argument("run", type=path_of, help="a run's folder")
@@ -183,16 +185,21 @@ def _add_judge(parser: argparse.ArgumentParser) -> None:
 def _add_export(commands) -> None:
     parser = commands.add_parser(
         "export",
-        help="write a blind sheet for people to annotate",
-        description="Write a sample of a run's user turns as a sheet (CSV and JSON lines) for a "
-        "person to\nfill in: query, response and turn in random order, without model, "
-        "temperature, judge or\nreference. Stratified by a judge's verdict, so that rare "
-        "categories are seen; the inclusion\nprobabilities stay in the run, for weighting. "
-        "Nothing that is there is overwritten.",
+        help="write a blind sheet to annotate",
+        description="Write a sample of a run's user turns as a sheet (CSV and JSON lines) to "
+        "fill in:\nquery, response and turn in random order, without model, temperature, judge or "
+        "reference.\nStratified by a judge's verdict, so that rare categories are seen; the "
+        "inclusion probabilities\nstay in the run, for weighting. Decoys are mixed in. Nothing is "
+        "overwritten.",
     )
     parser.set_defaults(function="ia_mech.judge.sheets:export_command")
     parser.add_argument("run", type=path_of, help="a run's folder")
-    parser.add_argument("--n", type=int, default=200, help="how many turns (default: 200)")
+    parser.add_argument(
+        "--n",
+        type=int,
+        default=200,
+        help="how many turns (default: 200); a quarter as many decoys are added",
+    )
     parser.add_argument(
         "--by", metavar="JUDGE", help="the judge to stratify by (default: the only one, or rules)"
     )
@@ -228,11 +235,12 @@ def _add_import(commands) -> None:
 def _add_agreement(commands) -> None:
     parser = commands.add_parser(
         "agreement",
-        help="how far judges and people agree",
+        help="how far judges and annotators agree",
         description="Compare any judges and annotators of a run: confusion matrices, precision and "
         "recall per\ncategory, Cohen's kappa and Krippendorff's alpha, weighted for the sampling,\n"
         "with cluster-bootstrap intervals over sources; abstentions apart; then the disagreements."
-        "\nPeople are the truth of judges; between equals it is the one named first.",
+        "\nAnnotators are the truth of judges; between equals it is the one named first.\nDecoys "
+        "stand apart: the share of them that each calls genuine.",
     )
     parser.set_defaults(function="ia_mech.judge.agreement:command")
     parser.add_argument("run", type=path_of, help="a run's folder")

@@ -1,16 +1,17 @@
-"""How far judges and people agree: ``agreement`` over a run, ``check`` over a file of annotations.
+"""How far judges and annotators agree: ``agreement`` over a run, ``check`` over annotated turns.
 
 Statistics and intervals are ``ia_mech.stats``'; here labels become what those take. Labels are
 matched by the run's rows; of a judge its first repeat counts. A row that one side abstained on
 (``cannot_assess``) or failed on (no category) is counted and then left out. Rows that annotators
 labelled are a sample of the run's and are weighted by the inverse of their inclusion probability,
-so that every figure is about the run and not about the sheet.
+so that every figure is about the run and not about the sheet. Labels of decoys (``decoys``) count
+in no comparison: what a labeller calls genuine of them stands beside its share of the run's turns.
 """
 
 import argparse
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from rich.table import Table
 from ia_mech.cli import NOTHING, one_line, quoted
 from ia_mech.display import Bar, console
 from ia_mech.errors import UserError
+from ia_mech.judge.decoys import KINDS
 from ia_mech.judge.label import check_finished, items_of, judge_items, make_judge, print_plan
 from ia_mech.judge.rubric import ASSESSED, CANNOT_ASSESS, GENUINE, NAMES
 from ia_mech.judge.rules import RulesJudge
@@ -39,6 +41,7 @@ from ia_mech.stats import (
     cluster_counts,
     cluster_mean,
     confusion,
+    dyadic_mean,
     kappa_of,
 )
 from ia_mech.untrusted import escaped
@@ -254,6 +257,7 @@ class Labeller:
         categories: ``[rows]`` its categories; None where it failed and where it has no label.
         frame: ``[rows]`` the columns of its file (of a judge, of its first repeat), NaN elsewhere.
         repeats: ``[repeat][rows]`` categories of a judge; of an annotator empty.
+        decoys: its labels of decoys: the columns of its file (of a judge, of its first repeat).
     """
 
     name: str
@@ -262,6 +266,22 @@ class Labeller:
     categories: np.ndarray
     frame: pd.DataFrame
     repeats: tuple[np.ndarray, ...] = ()
+    decoys: pd.DataFrame = field(default_factory=pd.DataFrame)
+
+
+@dataclass(frozen=True)
+class Floor:
+    """What a labeller calls genuine, of the turns that it put into a category.
+
+    Attributes:
+        turns: how many of the run's turns; ``genuine`` is the share, weighted by inverse inclusion
+            probabilities.
+        decoys: by kind of decoy, how many, and the share of these.
+    """
+
+    turns: int
+    genuine: Estimate
+    decoys: dict[str, tuple[int, Estimate]]
 
 
 @dataclass(frozen=True)
@@ -275,6 +295,7 @@ class Agreement:
             label for and at least two put into a category.
         repeats: by judge, how many there are and their α.
         disagreements: as :func:`disagreements` returns them.
+        floors: by labeller, what it calls genuine of turns and of decoys.
     """
 
     labellers: list[Labeller]
@@ -282,6 +303,7 @@ class Agreement:
     group: GroupAlpha | None
     repeats: dict[str, tuple[int, GroupAlpha]]
     disagreements: pd.DataFrame
+    floors: dict[str, Floor]
 
 
 def agreement(run: Run, between: Sequence[str] | None = None) -> Agreement:
@@ -295,7 +317,7 @@ def agreement(run: Run, between: Sequence[str] | None = None) -> Agreement:
     sources = run.generations["source_id"].to_numpy(dtype=object)
     pairs = {}
     for first, second in combinations(labellers, 2):
-        # People are the truth of judges; between equals it is the one that was named first.
+        # Annotators are the truth of judges; between equals it is the one that was named first.
         if second.kind == ANNOTATOR and first.kind == JUDGE:
             first, second = second, first
         rows, weights = joint_rows([first, second])
@@ -312,7 +334,25 @@ def agreement(run: Run, between: Sequence[str] | None = None) -> Agreement:
         for labeller in labellers
         if len(labeller.repeats) > 1
     }
-    return Agreement(labellers, pairs, group, repeats, disagreements(run, labellers))
+    floors = {labeller.name: _floor(run, labeller) for labeller in labellers}
+    return Agreement(labellers, pairs, group, repeats, disagreements(run, labellers), floors)
+
+
+def _floor(run: Run, labeller: Labeller) -> Floor:
+    sources = run.generations["source_id"].to_numpy(dtype=object)
+    rows, weights = joint_rows([labeller])
+    categories = labeller.categories[rows]
+    assessed = np.isin(categories, ASSESSED)
+    rows, weights, genuine = rows[assessed], weights[assessed], categories[assessed] == GENUINE
+    share = cluster_mean(genuine, sources[rows], proportion=True, weights=weights)
+    source_of = run.contexts.set_index("context_id")["source_id"]
+    decoys = {}
+    labelled = labeller.decoys[labeller.decoys["category"].isin(ASSESSED)]
+    for kind, of in labelled.groupby("decoy"):
+        places = (of["shown"].map(source_of), of["context_id"].map(source_of))
+        called = (of["category"] == GENUINE).astype(float)
+        decoys[kind] = len(of), dyadic_mean(called, *places, ends=(0, 1))
+    return Floor(len(rows), share, decoys)
 
 
 def joint_rows(labellers: Sequence[Labeller]) -> tuple[np.ndarray, np.ndarray]:
@@ -344,9 +384,9 @@ def joint_rows(labellers: Sequence[Labeller]) -> tuple[np.ndarray, np.ndarray]:
 def disagreements(run: Run, labellers: Sequence[Labeller], seed: int = 0) -> pd.DataFrame:
     """All turns that at least two labellers put into different categories, the most telling first.
 
-    Where a person is contradicted comes before judges among themselves; where it matters for the
-    rate (genuine or not) before other categories; then by how sure a contradicted or contradicting
-    judge was (the score of its category, if it has scores); then at random.
+    Where an annotator is contradicted comes before judges among themselves; where it matters for
+    the rate (genuine or not) before other categories; then by how sure a contradicted or
+    contradicting judge was (the score of its category, if it has scores); then at random.
 
     Returns:
         Columns: the row's key, source and dataset; the texts; per labeller its category (``failed``
@@ -359,10 +399,10 @@ def disagreements(run: Run, labellers: Sequence[Labeller], seed: int = 0) -> pd.
     table[list(TEXTS)] = [[item.query, item.response, item.turn] for item in items]
     labels = pd.DataFrame({x.name: x.categories for x in labellers}, dtype=object)
     assessed = labels.where(labels.isin(ASSESSED))
-    people = [x.name for x in labellers if x.kind == ANNOTATOR]
+    annotators = [x.name for x in labellers if x.kind == ANNOTATOR]
     order = pd.DataFrame(
         {
-            "judges_alone": assessed[people].isna().all(axis=1),
+            "judges_alone": assessed[annotators].isna().all(axis=1),
             "not_genuine": ~assessed.eq(GENUINE).any(axis=1),
             "unsure": -np.max([_scores(x) for x in labellers], axis=0),
             "tie": np.random.default_rng(seed).random(len(table)),
@@ -428,12 +468,14 @@ def _chosen(run: Run, between: Sequence[str] | None) -> list[tuple[str, str, str
 
 def _labeller(run: Run, kind: str, name: str, shown: str) -> Labeller:
     rows = pd.MultiIndex.from_frame(run.generations[list(KEY)])
-    frame = run.labels.judgements(name) if kind == JUDGE else run.labels.annotations(name)
     if kind == JUDGE:
-        frame.loc[frame["status"] != JUDGED, "category"] = None
+        frame, decoys = run.labels.judgements(name), run.labels.decoys(name)
+        for rows_of in (frame, decoys):
+            rows_of.loc[rows_of["status"] != JUDGED, "category"] = None
     else:
-        frame["repeat"] = 0
-    for category in set(frame["category"].dropna()) - set(NAMES):
+        frame = run.labels.annotations(name).assign(repeat=0)
+        decoys = run.labels.decoys(name, "annotations").assign(repeat=0)
+    for category in {*frame["category"].dropna(), *decoys["category"].dropna()} - set(NAMES):
         raise UserError(
             f"{kind} {name!r} of {run.path} uses the category {category!r}, which this rubric "
             "doesn't have",
@@ -448,13 +490,20 @@ def _labeller(run: Run, kind: str, name: str, shown: str) -> Labeller:
                 "judge the run again, or import the sheet again",
             )
         parts.append(part.set_axis(at).reindex(range(len(rows))))
+    contexts = set(run.contexts["context_id"])
+    if not contexts.issuperset([*decoys["context_id"], *decoys["shown"]]):
+        raise UserError(
+            f"the decoys of {kind} {name!r} are of other contexts than those in {run.path}",
+            "judge the run again, or import the sheet again",
+        )
     if not parts:
         raise UserError(f"{kind} {name!r} of {run.path} has no labels", "remove the empty file")
     columns = [part["category"].astype(object) for part in parts]
     categories = tuple(column.where(column.notna(), None).to_numpy() for column in columns)
     labelled = parts[0]["context_id"].notna().to_numpy()
     repeats = categories if kind == JUDGE else ()
-    return Labeller(shown, kind, labelled, categories[0], parts[0], repeats)
+    decoys = decoys[decoys["repeat"] == 0]
+    return Labeller(shown, kind, labelled, categories[0], parts[0], repeats, decoys)
 
 
 # -- what is shown -----------------------------------------------------------------------------
@@ -487,6 +536,23 @@ def print_pairs(screen: Console, pairs: dict[tuple[str, str], Comparison]) -> No
         )
     screen.print(table)
     screen.print(_NOTE, soft_wrap=True)
+
+
+def print_floors(screen: Console, floors: dict[str, Floor]) -> None:
+    """What each labeller calls genuine, of turns and of decoys; nothing if none has decoys."""
+    kinds = [kind for kind in KINDS if any(kind in floor.decoys for floor in floors.values())]
+    if not kinds:
+        return
+    columns = [column for kind in kinds for column in ("decoys", f"after another {kind}")]
+    title = "share called genuine"
+    table = _table("labeller", "turns", "after their context", *columns, title=title)
+    for name, floor in floors.items():
+        cells = [str(floor.turns), floor.genuine.text()]
+        for kind in kinds:
+            count, share = floor.decoys.get(kind, (0, _UNKNOWN))
+            cells += [str(count), share.text()]
+        table.add_row(escape(one_line(name, 60)), *cells)
+    screen.print(table)
 
 
 def print_alpha(screen: Console, title: str, alpha: GroupAlpha) -> None:
@@ -551,7 +617,7 @@ def print_disagreements(screen: Console, found: Agreement, count: int) -> None:
     alike = list(table.groupby([*TEXTS, *names], sort=False, dropna=False))[:count]
     screen.print(
         f"[bold]{len(table)} disagreements[/], {sum(len(rows) for _, rows in alike)} of them shown "
-        "(people first, then genuine or not, then the judge's certainty)",
+        "(annotators first, then genuine or not, then the judge's certainty)",
         soft_wrap=True,
     )
 
@@ -593,6 +659,7 @@ def command(args: argparse.Namespace) -> None:
     write_files(contents, replace=True)
     screen = console(110)  # the confusion matrix belongs on one line
     print_pairs(screen, found.pairs)
+    print_floors(screen, found.floors)
     if found.group is not None:
         print_alpha(screen, f"all {len(found.labellers)}", found.group)
     for name, (count, alpha) in found.repeats.items():
@@ -612,7 +679,9 @@ def report(run: Run, found: Agreement) -> str:
     content = {
         "run": str(run.path),
         "labellers": [
-            {"name": x.name, "kind": x.kind, "rows": int(x.labelled.sum())} for x in found.labellers
+            {"name": x.name, "kind": x.kind, "rows": int(x.labelled.sum())}
+            | {"genuine": asdict(found.floors[x.name])}
+            for x in found.labellers
         ],
         "pairs": [
             {"truth": truth, "prediction": prediction, "comparison": asdict(comparison)}

@@ -1,5 +1,8 @@
 """Judge the user turns of a run: each distinct (query, response, turn) once, and never twice.
 
+Decoys (``decoys``) are judged among them: a judge sees all items in one order that tells nothing
+about which are which.
+
 Rows of the same text in the same context share one verdict per repeat; verdicts of paid judges come
 from the cache where it has them. ``run`` is the subcommand of ``python -m ia_mech.judge``.
 """
@@ -22,6 +25,7 @@ from ia_mech.data.conversations import UNPERTURBED, UNPERTURBED_RESPONSE
 from ia_mech.display import Bar, Progress, console
 from ia_mech.errors import UserError
 from ia_mech.judge.cache import VerdictCache, cached_identity
+from ia_mech.judge.decoys import decoy_items, draw_decoys
 from ia_mech.judge.rubric import ASSESSED, NAMES, SHORT, VERSION, rubric_hash
 from ia_mech.judge.verdict import JUDGED, CostLimit, Item, Judge, Verdict, identity_hash
 from ia_mech.run import Run, layout
@@ -208,7 +212,7 @@ def label_run(
     unperturbed: bool = False,
     **options,
 ) -> Path:
-    """Judge every user turn of a run and write ``judgements/<name>.parquet``.
+    """Judge every user turn of a run and its decoys; write ``judgements/<name>.parquet``.
 
     ``unperturbed`` is that of :func:`items_of`, ``options`` are those of :func:`judge_items`.
 
@@ -220,7 +224,7 @@ def label_run(
     check_name(name)
     # Before anything is paid for.
     layout.refuse_unwritable(run.path / "judgements", "judge a copy of the run")
-    items = items_of(run, unperturbed=unperturbed)
+    turns, items = _to_judge(run, unperturbed)
     if name in run.labels.judges and not replace:
         record = run.labels.record("judgements", name)
         if record.get("unperturbed", False) != unperturbed:
@@ -237,8 +241,8 @@ def label_run(
                 f"{', '.join(changed)})",
                 "give another --name, or --replace",
             )
-    verdicts, cached = judge_items(items, judge, progress, **options)
-    rows = _rows(run, items, verdicts, cached)
+    verdicts, cached = judge_items(_shuffled(items), judge, progress, **options)
+    rows = _rows(turns, items, verdicts, cached)
     record = {
         "identity": judge.identity,
         "identity_hash": identity_hash(judge.identity),
@@ -252,21 +256,33 @@ def label_run(
     return run.labels.write_judgements(name, rows, record)
 
 
+def _to_judge(run: Run, unperturbed: bool) -> tuple[pd.DataFrame, list[Item]]:
+    """All turns (KEY, ``decoy`` and ``shown``), the decoys last, and what a judge sees of each."""
+    items, decoys = items_of(run, unperturbed=unperturbed), draw_decoys(run)
+    own = run.generations[list(KEY)].assign(decoy=None, shown=None)
+    return pd.concat([own, decoys], ignore_index=True), items + decoy_items(run, decoys, items)
+
+
+def _shuffled(items: Sequence[Item]) -> list[Item]:
+    """The items in the order of their hashes, which tells nothing about which are decoys."""
+    return sorted(items, key=lambda item: item.key("", 0))
+
+
 def _rows(
-    run: Run, items: list[Item], verdicts: dict[Pair, Verdict], cached: set[Pair]
+    turns: pd.DataFrame, items: list[Item], verdicts: dict[Pair, Verdict], cached: set[Pair]
 ) -> list[dict[str, Any]]:
-    """One row per user turn and repeat. Tokens and cost stand on the first row of an item only, so
-    that a column's sum is what the labels cost."""
+    """One row per turn and repeat. Tokens and cost stand on the first row of an item only, so that
+    a column's sum is what the labels cost."""
     repeats = sorted({repeat for _, repeat in verdicts})
     seen: set[Pair] = set()
     rows = []
-    for key, item in zip(run.generations[list(KEY)].itertuples(index=False), items, strict=True):
+    for turn, item in zip(turns.to_dict("records"), items, strict=True):
         for repeat in repeats:
             pair = item, repeat
             verdict, first = verdicts[pair], pair not in seen
             seen.add(pair)
             row = verdict.to_json() | {
-                **dict(zip(KEY, key, strict=True)),
+                **turn,
                 "repeat": repeat,
                 "genuine": verdict.genuine,
                 "scores": json.dumps(verdict.scores) if verdict.scores else None,
@@ -291,10 +307,10 @@ def run(args: argparse.Namespace) -> int:
     """``python -m ia_mech.judge run``; returns its exit status."""
     there = Run.open(args.run, verify=args.verify)
     name = check_name(args.name or _default_name(args) + UNSEEN * args.unperturbed)
-    items = items_of(there, unperturbed=args.unperturbed)
+    turns, items = _to_judge(there, args.unperturbed)
     judge = make_judge(args, items, there)
     if args.dry_run:
-        print_plan(judge, items, args)
+        print_plan(judge, items, args, decoys=int(turns["decoy"].notna().sum()))
         return 0
     begun = time.monotonic()
     path = label_run(
@@ -308,8 +324,8 @@ def run(args: argparse.Namespace) -> int:
         replay=args.replay,
         retry_failed=args.retry_failed,
     )
-    rows = there.labels.judgements(name)
-    _print_verdicts(rows, name, time.monotonic() - begun)
+    rows, decoys = there.labels.judgements(name), there.labels.decoys(name)
+    _print_verdicts(rows, decoys, name, time.monotonic() - begun)
     if judge.caveat:
         console().print(escape(judge.caveat), soft_wrap=True)
     print(f"verdicts: {path}")
@@ -346,10 +362,13 @@ def make_judge(args: argparse.Namespace, items: Sequence[Item], run: Run | None 
     )
 
 
-def print_plan(judge: Judge, items: Sequence[Item], args: argparse.Namespace) -> None:
-    """What ``--dry-run`` shows."""
+def print_plan(
+    judge: Judge, items: Sequence[Item], args: argparse.Namespace, *, decoys: int = 0
+) -> None:
+    """What ``--dry-run`` shows; ``decoys`` of the items are decoys."""
     distinct = list(dict.fromkeys(items))
-    print(f"{len(items)} user turns, {len(distinct)} distinct, x {args.repeats}")
+    turns = f"{len(items) - decoys} user turns" + (f" and {decoys} decoys" if decoys else "")
+    print(f"{turns}, {len(distinct)} distinct, x {args.repeats}")
     if estimate := judge.estimate(distinct * args.repeats):
         print(f"{estimate} (before what the cache has)")
 
@@ -427,7 +446,7 @@ def _default_name(args: argparse.Namespace) -> str:
     return words.strip("-._")[:100] or args.judge
 
 
-def _print_verdicts(rows: pd.DataFrame, name: str, seconds: float) -> None:
+def _print_verdicts(rows: pd.DataFrame, decoys: pd.DataFrame, name: str, seconds: float) -> None:
     """Counts of each category by temperature; the rates with intervals are another command's."""
     screen = console()
     failed = rows["status"] != JUDGED
@@ -440,12 +459,14 @@ def _print_verdicts(rows: pd.DataFrame, name: str, seconds: float) -> None:
     for temperature, line in counts.reindex(columns=shown, fill_value=0).iterrows():
         table.add_row(f"{temperature:g}" if temperature else "greedy", *map(str, line))
     screen.print(table)
-    for status, part in rows[failed].groupby("status"):
+    rows = pd.concat([rows, decoys]) if len(decoys) else rows
+    for status, part in rows[rows["status"] != JUDGED].groupby("status"):
         errors = part["error"].value_counts()
         listed = "; ".join(f"{one_line(error, 100)} ({n})" for error, n in errors.iloc[:3].items())
         more = f"; {len(errors) - 3} other messages" if len(errors) > 3 else ""
         screen.print(f"{len(part)} {status}: {escape(listed)}{more}", soft_wrap=True)
-    paid = [f"{len(rows)} rows, {rows['item'].nunique()} distinct turns in {seconds:.0f} s"]
+    apart = f" ({len(decoys)} of them of decoys)" if len(decoys) else ""
+    paid = [f"{len(rows)} rows{apart}, {rows['item'].nunique()} distinct turns in {seconds:.0f} s"]
     if tokens := rows["prompt_tokens"].sum() + rows["completion_tokens"].sum():
         paid.append(f"{tokens} tokens")
     if rows["cost"].notna().any():

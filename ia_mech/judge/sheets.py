@@ -1,9 +1,11 @@
-"""Blind sheets: user turns for people to annotate, and the way back of their labels.
+"""Blind sheets: user turns for annotators to label, and the way back of their labels.
 
 A sheet is a stratified random sample of the run's rows (a row is one generated turn; turns that
 happen to be worded alike are rows of their own). Strata are a judge's categories, so that rare ones
 are seen; the key, which stays in the run, has each row's inclusion probability, by whose inverse
-every figure is weighted. The sheet itself shows text alone.
+every figure is weighted. A fifth of the rows of a sheet are decoys (``decoys``) on top of that
+sample, so that annotators have a floor like any judge; their labels count for nothing else. The
+sheet itself shows text alone.
 
 A sheet goes through programs that we don't control. So its CSV has a byte order mark (Excel reads
 UTF-8 only with one) and quotes everything; on the way back commas, semicolons and tabs, any quoting
@@ -25,7 +27,8 @@ import math
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,6 +37,7 @@ import pandas as pd
 
 from ia_mech.cli import one_line, quoted
 from ia_mech.errors import UserError
+from ia_mech.judge.decoys import decoy_items, draw_decoys
 from ia_mech.judge.label import items_of
 from ia_mech.judge.rubric import NAMES, VERSION, rubric_hash
 from ia_mech.judge.verdict import JUDGED, Item, Verdict
@@ -43,6 +47,8 @@ from ia_mech.untrusted import escaped, inert, parse_json
 
 COLUMNS = ("item", "query", "response", "response_complete", "user_turn", "category", "note")
 ALL, FAILED = "all", "failed"  # strata that are no category: without a judge; no verdict
+DECOY = "decoy"  # the stratum of decoys, which are no sample of the run's turns
+DECOYS = 0.25  # of the number of turns: a fifth of the sheet
 LEAST = 5  # rows of a stratum, where it has so many
 
 _NEEDED = ("item", "category")
@@ -52,10 +58,11 @@ _CELL = 32_767  # characters; a spreadsheet breaks longer cells
 
 
 class Sheet(NamedTuple):
-    """A drawn sheet: ``rows`` for people, in random order, and ``key`` to stay in the run.
+    """A drawn sheet: ``rows`` for annotators, in random order, and ``key`` to stay in the run.
 
     The key names the run and the judge, ``strata`` (rows there are, rows drawn) and, per item, the
-    row of the run, its stratum and its inclusion probability.
+    row of the run, its stratum and its inclusion probability; of a decoy, the row of the run, its
+    kind and the context that is shown.
     """
 
     rows: list[dict[str, Any]]
@@ -72,7 +79,8 @@ def export_sheet(
 
     Args:
         run: a finished run.
-        n: how many rows.
+        n: how many of the run's turns. A quarter as many decoys are added, as far as the run has
+            them: of each kind there is, alike.
         by: the judge whose categories (of its first repeat) are the strata. By default the only
             judge there is, or ``rules``; with no judge in the run there is one stratum, ``all``.
         seed: of the draws and of the order.
@@ -107,16 +115,24 @@ def export_sheet(
     ]
     cut_off = run.contexts.set_index("context_id")["response_cut_off"]
     keys = list(rows[list(KEY)].itertuples(index=False, name=None))
+    lines: list[tuple[Item, str, dict[str, Any]]] = []  # texts, context shown, place in the run
+    for row in np.concatenate(chosen).tolist():
+        stratum = str(strata[row])
+        chance = drawn[stratum] / sizes[stratum]
+        place = dict(zip(KEY, keys[row], strict=True)) | {"stratum": stratum}
+        lines.append((items[row], keys[row][0], place | {"inclusion_probability": chance}))
+    decoys = _drawn_decoys(run, round(DECOYS * n), rng)
+    texts = decoy_items(run, decoys, items)
+    for text, place in zip(texts, decoys.to_dict("records"), strict=True):
+        unweighted = {"stratum": DECOY, "inclusion_probability": None}
+        lines.append((text, place["shown"], place | unweighted))
     sheet, known = [], {}
-    for row in rng.permutation(np.concatenate(chosen)).tolist():
-        item, stratum = item_id(identity, name, keys[row], items[row]), str(strata[row])
-        known[item] = dict(zip(KEY, keys[row], strict=True)) | {
-            "stratum": stratum,
-            "inclusion_probability": drawn[stratum] / sizes[stratum],
-        }
-        complete = not cut_off[keys[row][0]]
-        texts = items[row].query, items[row].response, complete, items[row].turn
-        sheet.append(dict(zip(COLUMNS, (item, *texts, "", ""), strict=True)))
+    for line in rng.permutation(len(lines)).tolist():
+        text, shown, place = lines[line]
+        item = item_id(identity, name, place, text)
+        known[item] = place
+        row = item, text.query, text.response, not cut_off[shown], text.turn, "", ""
+        sheet.append(dict(zip(COLUMNS, row, strict=True)))
     judge = None
     if by is not None:
         record = run.labels.record("judgements", by)
@@ -132,6 +148,14 @@ def export_sheet(
         "items": known,
     }
     return Sheet(sheet, key)
+
+
+def _drawn_decoys(run: Run, count: int, rng: np.random.Generator) -> pd.DataFrame:
+    """About so many of a run's decoys, of each kind there is alike."""
+    every = draw_decoys(run)
+    kinds = [at for _, at in sorted(every.groupby("decoy").indices.items())]
+    chosen = [rng.permutation(at)[: count // len(kinds)] for at in kinds]
+    return every.iloc[np.concatenate(chosen)] if chosen else every
 
 
 def allocate(sizes: dict[str, int], n: int) -> dict[str, int]:
@@ -187,13 +211,14 @@ def run_identity(run: Run) -> str:
     return _hash(run.record["identity"])[:16]
 
 
-def item_id(run: str, sheet: str, key: Sequence[Any], item: Item) -> str:
-    """Names a row of one sheet of one run with these very texts.
+def item_id(run: str, sheet: str, place: dict[str, Any], item: Item) -> str:
+    """Names a row of one sheet of one run with these very texts; ``place`` is that of the key.
 
     The letter in front keeps spreadsheets from reading 12 digits, or 1234567e8901, as a number.
     """
-    context, temperature, sample = key
+    context, temperature, sample = (place[column] for column in KEY)
     texts = [item.query, item.response, item.turn]
+    texts += [place["decoy"]] if place.get("decoy") else []
     return "t" + _hash(run, sheet, str(context), float(temperature), int(sample), *texts)[:12]
 
 
@@ -290,7 +315,8 @@ def import_sheet(run: Run, file: Path, annotator: str, *, replace: bool = False)
     the sheet is in random order, its first rows are a random part of each stratum, and inclusion
     probabilities become rows filled in / rows of the stratum. (A turn that can't be assessed is a
     ``cannot_assess``, not a gap.) An item that stands there twice with one category counts once.
-    The record of the labels counts, per stratum, rows there are, drawn and filled in.
+    The record of the labels counts, per stratum, rows there are, drawn and filled in. Labels of
+    decoys are stored as such (:meth:`ia_mech.run.labels.Labels.decoys`).
 
     Raises:
         UserError: whatever is wrong, naming the first bad row and how many more there are; labels
@@ -314,6 +340,7 @@ def import_sheet(run: Run, file: Path, annotator: str, *, replace: bool = False)
 
     places, strata = key["items"], key["strata"]
     filled = Counter(places[item]["stratum"] for item in labelled)
+    chances = {name: filled[name] / of["rows"] for name, of in strata.items()}
     stored = [
         places[item]
         | {
@@ -321,10 +348,9 @@ def import_sheet(run: Run, file: Path, annotator: str, *, replace: bool = False)
             "genuine": Verdict(row.category).genuine,
             "note": row.note,
             "sheet": sheet,
-            "inclusion_probability": filled[stratum] / strata[stratum]["rows"],
+            "inclusion_probability": chances.get(places[item]["stratum"]),
         }
         for item, row in labelled.items()
-        for stratum in [places[item]["stratum"]]
     ]
     record = {
         "annotator": annotator,
@@ -487,9 +513,16 @@ def _check_texts(run: Run, sheet: str, key: dict[str, Any], labelled: Iterable[s
     """Raise UserError unless the run still holds the very turns that were labelled."""
     keys = run.generations[list(KEY)].itertuples(index=False, name=None)
     items, identity = dict(zip(keys, items_of(run), strict=True)), run_identity(run)
+    contexts = {key[0]: item for key, item in items.items()}
     for item in labelled:
-        place = tuple(key["items"][item][column] for column in KEY)
-        if place not in items or item_id(identity, sheet, place, items[place]) != item:
+        place = key["items"][item]
+        turn = items.get(tuple(place[column] for column in KEY))
+        shown = contexts.get(place.get("shown") or place["context_id"])
+        if (
+            turn is None
+            or shown is None
+            or item_id(identity, sheet, place, replace(shown, turn=turn.turn)) != item
+        ):
             raise UserError(
                 f"{run.path} was changed after sheet {sheet!r} was exported: it has another turn "
                 f"in the place of {item}",
@@ -522,6 +555,9 @@ def export_command(args: argparse.Namespace) -> None:
         )
     for stratum, count in key["strata"].items():
         print(f"  {stratum:<24}{count['drawn']:>5} of {count['rows']:>6}")
+    decoys = len(key["items"]) - key["n"]
+    if decoys:
+        print(f"  and {decoys} turns after contexts that they did not follow, as a control")
     if any(len(text) > _CELL for row in sheet.rows for text in (row["query"], row["response"])):
         print(f"some texts are longer than a spreadsheet's cell ({_CELL}): fill in the JSON lines")
     print(f"the key stays in the run, as sheet {key['sheet']!r}")
@@ -538,11 +574,14 @@ def import_command(args: argparse.Namespace) -> None:
     run = Run.open(args.run, verify=args.verify)
     path = import_sheet(run, args.file, args.annotator, replace=args.replace)
     labels = Counter(run.labels.annotations(args.annotator)["category"])
+    decoys = len(run.labels.decoys(args.annotator, "annotations"))
     strata = run.labels.record("annotations", args.annotator)["strata"]
     count = labels.total()
     drawn = sum(stratum["drawn"] for stratum in strata.values())
     listed = ", ".join(f"{name} {labels[name]}" for name in NAMES if labels[name])
     print(f"{count} of {drawn} rows labelled by {one_line(args.annotator)}: {listed}")
+    if decoys:
+        print(f"and {decoys} decoys; judge agreement shows how many of them are called genuine")
     if count < drawn:
         print(
             f"{drawn - count} of the sheet's {drawn} rows have no category and are left out; the "

@@ -22,6 +22,10 @@ from ia_mech.errors import UserError
 from ia_mech.judge.rubric import CANNOT_ASSESS, GENUINE, NAMES
 from ia_mech.run.integrity import check_shape
 
+# What a judge's verdict on a turn may be counted for, and in words. A turn is ``grounded`` if it is
+# genuine and its ``grounded_p`` is at most GROUNDED_P.
+OUTCOMES = {"genuine": "genuine", "grounded": "genuine and grounded"}
+GROUNDED_P = 0.05
 JUDGED = "judged"  # the status of a verdict that names a category; any other names a failure
 
 
@@ -55,6 +59,8 @@ class Verdict:
         prompt_tokens, completion_tokens: as billed, failed attempts at the item included; 0 for
             judges that don't count.
         cost: in US dollars; None if no price is known.
+        grounded_p: p value of the turn's having nothing to do with the conversation, from judges
+            that test that; None from others.
     """
 
     category: str | None
@@ -67,6 +73,7 @@ class Verdict:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cost: float | None = None
+    grounded_p: float | None = None
 
     @property
     def genuine(self) -> bool | None:
@@ -100,7 +107,7 @@ class Verdict:
         known = {field.name: value[field.name] for field in fields(cls) if field.name in value}
         known = {"category": None} | known
         check_shape(_SHAPE, known)
-        numbers = [known.get(name) or 0 for name in ("prompt_tokens", "completion_tokens", "cost")]
+        numbers = [known.get(name) or 0 for name in _NUMBERS]
         numbers += (known.get("scores") or {}).values()
         if not all(abs(number) < _LARGEST for number in numbers):
             raise ValueError("a verdict with numbers that can't be")
@@ -110,6 +117,7 @@ class Verdict:
         return verdict
 
 
+_NUMBERS = ("prompt_tokens", "completion_tokens", "cost", "grounded_p")
 _LARGEST = 2.0**53  # of a number; infinity and NaN aren't below it
 _SHAPE = TypeAdapter(Verdict)
 

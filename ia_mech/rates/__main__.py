@@ -24,9 +24,9 @@ from ia_mech.cli import (
 DESCRIPTION = """\
 Say how often the generated user turns of a run are genuine follow-ups, per model, dataset and
 temperature, from the verdicts of python -m ia_mech.judge. Runs of one model and dataset are pooled.
-The tables: follow-up rate, difference from greedy, failure profile, latent reach (any of n), and,
-with annotations, the rate corrected for the judge's errors. Intervals are over sources (prompts).
-Methods: docs/statistics.md
+The tables: follow-up rate, difference from greedy, failure profile, latent reach (any of n), rates
+corrected by annotations, and the floor: what the judge accepts of turns after another conversation.
+Intervals are over sources (prompts). Methods: docs/statistics.md
 """
 
 EPILOG = """\
@@ -99,6 +99,7 @@ def _rates(args: argparse.Namespace) -> None:
     about = {
         "runs": [str(run.path) for run in judged.runs],
         "judge": {"name": judged.judge, "record": judged.record},
+        "gates": {name: gate.word for name, gate in judged.gates.items()},
         "annotator": judged.annotator,
         "responses": judged.responses,
         "comparisons": own,
@@ -116,7 +117,8 @@ def _rates(args: argparse.Namespace) -> None:
             examples = examples_by_category(
                 run, judged.judge, args.examples, args.seed, responses=args.responses
             )
-            print_examples(screen, examples, of=str(run.path) if len(judged.runs) > 1 else "")
+            of = str(run.path) if len(judged.runs) > 1 else ""
+            print_examples(screen, examples, str(judged.gate), of)
 
 
 if __name__ == "__main__":

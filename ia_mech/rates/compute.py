@@ -15,6 +15,7 @@ from ia_mech.stats import (
     Estimate,
     cluster_mean,
     detectable_difference,
+    dyadic_mean,
     paired_difference,
     prediction_powered,
     rogan_gladen,
@@ -27,9 +28,9 @@ MIN_ANNOTATED, MIN_ANNOTATED_SOURCES = 30, 10
 
 COLUMNS = {  # of the table and of its files, in order: dtypes
     **dict.fromkeys(("model", "weights_hash", "dataset", "perturbation"), "object"),
-    **dict.fromkeys(("judge", "responses"), "object"),
+    **dict.fromkeys(("judge", "gate", "outcome", "responses"), "object"),
     "temperature": "float64",
-    **dict.fromkeys(("quantity", "category"), "object"),
+    **dict.fromkeys(("quantity", "category", "decoy"), "object"),
     "n_samples": "Int64",
     **dict.fromkeys(("value", "low", "high", "p", "p_holm"), "float64"),
     "test": "object",
@@ -56,6 +57,9 @@ def estimates(
 
         - ``model``, ``weights_hash``, ``dataset``, ``perturbation``, ``judge``: what it is of;
           ``dataset`` may be ``(all)``.
+        - ``outcome``: what is counted of the turns, ``genuine`` or ``grounded``
+          (``judge.verdict.OUTCOMES``); ``gate``: what the decoys say of the judge's verdicts on it,
+          over the whole report (:class:`ia_mech.rates.gate.Gate`).
         - ``responses``: after which responses the turns come: ``all``, ``complete`` or ``cut-off``
           ones.
         - ``temperature``: 0 is greedy; missing over all temperatures (of ``reach``: all but
@@ -65,14 +69,19 @@ def estimates(
           assessed were genuine; ``cannot_assess``, ``failed`` and ``cut_off``, shares of all turns;
           ``category_share``; ``reach``; ``difference_from_greedy``; ``detectable_difference``;
           ``judge_sensitivity``, ``judge_specificity``; ``rate_annotated``, ``rate_rogan_gladen``,
-          ``rate_prediction_powered``.
-        - ``category``: of ``category_share``. ``n_samples``: of ``reach``.
+          ``rate_prediction_powered``. Of ``grounded`` there is ``follow_up_rate`` alone. Of decoys,
+          for each outcome: ``decoyed_rate``, of their turns after their own contexts; ``floor``, of
+          the same turns after contexts that they didn't follow; ``excess``, the former less the
+          latter.
+        - ``category``: of ``category_share``. ``n_samples``: of ``reach``. ``decoy``: of the last
+          three, which kind (``judge.decoys``): ``conversation`` or ``response``.
         - ``value``, ``low``, ``high``: the estimate and its interval; missing where there is none.
         - ``p``, ``p_holm``: of ``difference_from_greedy``; corrected over all comparisons of the
           report, those of ``(all)`` in a family of their own.
         - ``test``: which gave p, as :class:`ia_mech.stats.Paired` names it.
         - ``events``, ``rows``: how many turns count, of how many; of a corrected rate, ``events``
-          of the turns were annotated for the correction.
+          of the turns were annotated for the correction; of ``excess``, ``events`` of the decoys
+          have both verdicts.
         - ``sources``, ``contexts``: behind the estimate.
         - ``level``: of the interval. ``method``: of the interval, or why there is none.
     """
@@ -81,10 +90,18 @@ def estimates(
     for subject, turns in judged.turns.groupby(SUBJECT):
         names = dict(zip(SUBJECT, subject, strict=True))
         names |= {"judge": judged.judge, "responses": judged.responses, "level": level}
-        truth = turns[turns["truth"].notna() & turns["genuine"].notna()]
+        names |= {"outcome": "genuine", "gate": judged.gate.word}
+        decoys = judged.decoys[(judged.decoys[SUBJECT] == list(subject)).all(axis=1)]
+        truth = turns[turns["truth"].notna() & turns["genuine"].notna() & ~turns["fitted"]]
         rows += _judge_errors(truth, names | {"dataset": ALL}, level)
         for dataset, here in by_dataset(turns):
             own, of = turns[here], names | {"dataset": dataset}
+            for outcome in judged.outcomes:
+                about = of | {"outcome": outcome, "gate": judged.gates[outcome].word}
+                if outcome != "genuine":
+                    rows += _outcome_rates(own, outcome, about, options)
+                among = decoys if dataset == ALL else decoys[decoys["dataset"] == dataset]
+                rows += _above_floor(among, about, level)
             greedy = own[own["temperature"] == 0]
             for temperature, at in own.groupby("temperature"):
                 of_both = of | {"temperature": float(temperature)}
@@ -182,6 +199,41 @@ def _rates(turns: pd.DataFrame, names: dict[str, Any], options: dict) -> Iterato
         yield share("category_share", assessed, assessed["category"] == category, category=category)
 
 
+def _outcome_rates(
+    turns: pd.DataFrame, outcome: str, names: dict[str, Any], options: dict
+) -> Iterator[TidyEstimate]:
+    """The rate of another outcome than ``genuine`` at every temperature."""
+    assessed = turns[turns[outcome].notna()]
+    for temperature, at in assessed.groupby("temperature"):
+        counts = {"events": int(at[outcome].sum()), "contexts": at["context"].nunique()}
+        group = Group(at["source"].to_numpy(), options, names | {"temperature": temperature})
+        yield group.mean("follow_up_rate", at[outcome], proportion=True, **counts)
+
+
+def _above_floor(
+    decoys: pd.DataFrame, names: dict[str, Any], level: float
+) -> Iterator[TidyEstimate]:
+    """Rate, floor and excess of an outcome per kind of decoy: at every temperature, and over all.
+
+    All three are of the decoys on which both verdicts say something.
+    """
+    outcome = names["outcome"]
+    for kind, of_kind in decoys.groupby("decoy"):
+        for temperature, drawn in [*of_kind.groupby("temperature"), (np.nan, of_kind)]:
+            both = drawn.dropna(subset=[outcome, f"own_{outcome}"])
+            own, other = both[f"own_{outcome}"].astype(float), both[outcome].astype(float)
+            for quantity, values, ends, rows, events in (
+                ("decoyed_rate", own, (0, 1), len(both), own.sum()),
+                ("floor", other, (0, 1), len(both), other.sum()),
+                ("excess", own - other, (-1, 1), len(drawn), len(both)),
+            ):
+                lender = both["source" if quantity == "decoyed_rate" else "lender"]
+                found = dyadic_mean(values, both["source"], lender, ends=ends, level=level)
+                of = names | {"temperature": temperature, "decoy": kind, "events": int(events)}
+                of |= {"contexts": both["context"].nunique()}
+                yield TidyEstimate(quantity, of, rows, found)
+
+
 def _reach(turns: pd.DataFrame, names: dict[str, Any], level: float) -> Iterator[TidyEstimate]:
     """Latent reach for n = 1 … the most samples that a context has."""
     assessed = turns[turns["genuine"].notna()]
@@ -244,8 +296,10 @@ def _corrected_rates(
 ) -> Iterator[TidyEstimate]:
     """The follow-up rate corrected for the judge's errors, and by the annotator's labels alone.
 
-    ``rate_annotated`` is the mean of the group's labels, weighted by inverse inclusion
-    probabilities that are normalised (Hájek 1971): it needs no judge, and no more than that sample.
+    Turns that the judge was fitted on are left out, among the labels and among all turns: its
+    errors there say nothing of its errors elsewhere. ``rate_annotated`` is the mean of the group's
+    labels, weighted by inverse inclusion probabilities that are normalised (Hájek 1971): it needs
+    no judge, and no more than that sample.
 
     Of corrected rates, ``rows`` are the turns judged and ``events`` those of them that are
     annotated and count for the correction: of the whole model for Rogan & Gladen, of the group for
@@ -255,7 +309,7 @@ def _corrected_rates(
     """
     if not len(truth):
         return
-    assessed = turns[turns["genuine"].notna()]
+    assessed = turns[turns["genuine"].notna() & ~turns["fitted"]]
     own = assessed[assessed["truth"].notna()]
 
     def row(quantity: str, found: Estimate, of: pd.DataFrame, labelled: int) -> TidyEstimate:
@@ -288,7 +342,7 @@ def _corrected_rates(
             truth_prediction=own["genuine"],
             truth_sources=own["source"],
             inclusion=weights.min() / weights,  # up to a factor: they are normalised
-            **options,
+            level=options["level"],
         )
         yield row("rate_prediction_powered", estimate, assessed, len(own))
 

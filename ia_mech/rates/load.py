@@ -1,4 +1,4 @@
-"""The user turns of one or more runs, joined with a judge's verdicts and a person's labels.
+"""The user turns of one or more runs, joined with a judge's verdicts and an annotator's labels.
 
 Runs are pooled where they are of the same model (name and weights), dataset, perturbation and
 judge. A source is named by its dataset and its ``source_id``: pooled runs keep the samples of one
@@ -6,7 +6,8 @@ prompt together, and prompts of two datasets that happen to have the same id sta
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +16,23 @@ import pandas as pd
 
 from ia_mech.cli import quoted
 from ia_mech.errors import UserError
+from ia_mech.judge.decoys import CONVERSATION, KINDS, decoy_items
 from ia_mech.judge.label import check_finished, items_of
 from ia_mech.judge.rubric import CANNOT_ASSESS, GENUINE, NAMES
-from ia_mech.judge.verdict import JUDGED, identity_hash
+from ia_mech.judge.rules import fitted_items
+from ia_mech.judge.verdict import GROUNDED_P, JUDGED, OUTCOMES, Item, identity_hash
+from ia_mech.rates.gate import Gate, gate_of
 from ia_mech.run import Run
 from ia_mech.run.labels import KEY
 
 FAILED = "failed"  # the judge gave no category
+_DECOYS = [
+    *("run", "model", "weights_hash", "dataset", "perturbation", "temperature"),
+    *("decoy", "source", "lender", "context", "cut_off", "alike"),
+    *(f"{whose}{name}" for name in OUTCOMES for whose in ("", "own_")),
+]  # columns of Judged.decoys
 EVERY, COMPLETE, CUT_OFF = RESPONSES = ("all", "complete", "cut-off")  # what turns come after
-NO_ANNOTATOR = ""  # no annotator: labels of people are not read
+NO_ANNOTATOR = ""  # no annotator: annotations are not read
 SUBJECT = ["model", "weights_hash", "perturbation"]  # one table each
 
 
@@ -35,18 +44,26 @@ class Judged:
         turns: one row per user turn: ``model``, ``weights_hash``, ``dataset``, ``perturbation``,
             ``source`` and ``context`` (keys that hold across runs), ``temperature``, ``sample``,
             ``cut_off`` (it follows a cut-off response), ``category`` (a name of the rubric, or
-            ``failed``), ``genuine`` (1, 0, or NaN where not assessed), and of the annotator
+            ``failed``), the outcomes ``genuine`` and ``grounded`` (1, 0, or NaN where not
+            assessed; grounded is NaN throughout if the judge doesn't test it), and of the annotator
             ``truth`` (likewise; NaN where not annotated) and ``inclusion`` (the probability of
             being chosen for annotation). Of the run: ``run`` (its folder), ``context_id`` (its
-            own name of the context), ``annotated`` (the annotator has labelled turns of it) and
-            ``unlabelled`` (the strata of its sheet that have turns but no label; empty if there
-            are none).
+            own name of the context), ``annotated`` (the annotator has labelled turns of it),
+            ``fitted`` (the rules judge was fitted on the turn) and ``unlabelled`` (the strata of
+            its sheet that have turns but no label; empty if there are none).
         judge: the judge's name.
         record: who the judge is.
         annotator: whose labels are in ``truth``; None without any.
         runs: the runs, in the given order.
         notes: what a reader has to know of how they were put together.
         responses: after which responses the turns come: ``all``, ``complete`` or ``cut-off`` ones.
+        decoys: one row per decoy (:mod:`ia_mech.judge.decoys`): ``run``, ``model``,
+            ``weights_hash``, ``dataset``, ``perturbation`` and ``temperature`` as in ``turns``;
+            ``decoy``, its kind; ``source``, ``context`` and ``cut_off`` of the context shown, and
+            ``lender``, the source of the turn; ``alike``, the own turn is worded like the decoy,
+            or follows the same query and response; and of every outcome the verdict on the decoy
+            (``genuine``, ``grounded``) and on the context's own turn (``own_genuine``,
+            ``own_grounded``).
     """
 
     turns: pd.DataFrame
@@ -56,6 +73,22 @@ class Judged:
     runs: list[Run]
     notes: list[str]
     responses: str = EVERY
+    decoys: pd.DataFrame = field(default_factory=lambda: pd.DataFrame(columns=_DECOYS))
+
+    @property
+    def outcomes(self) -> list[str]:
+        """The outcomes that this judge's verdicts have, ``genuine`` first."""
+        return [name for name in OUTCOMES if name == "genuine" or self.turns[name].notna().any()]
+
+    @cached_property
+    def gates(self) -> dict[str, Gate]:
+        """By outcome, whether the judge can tell a turn's own conversation from another."""
+        return {name: gate_of(self.decoys, self.judge, name) for name in self.outcomes}
+
+    @property
+    def gate(self) -> Gate:
+        """That of ``genuine``."""
+        return self.gates["genuine"]
 
 
 def open_runs(runs: Sequence[str | Path | Run], *, verify: bool = True) -> list[Run]:
@@ -112,9 +145,12 @@ def read_runs(
     record = _same_judge(runs, judge)
     annotator = _choose_annotator(runs, annotator)
     turns: list[pd.DataFrame] = []
+    decoys: list[pd.DataFrame] = []
     earlier: dict[tuple, Path] = {}
     for run, said in zip(runs, verdicts, strict=True):
-        frame = _turns(run, judge, said)
+        items = _items_judged(run, judge)
+        frame = _turns(run, judge, said, items)
+        decoys.append(_decoys(run, judge, frame, items))
         _label(frame, run, annotator, judge)
         turns.append(_without_repeated(frame, run, earlier))
     pooled = pd.concat(turns, ignore_index=True)
@@ -123,8 +159,13 @@ def read_runs(
             f"{judge!r} assessed none of the {len(pooled)} user turns",
             "see why in the column status of its verdicts, and judge again with --retry-failed",
         )
-    notes = _notes(runs, record, pooled, annotator)
-    return restricted(Judged(pooled, judge, record, annotator, runs, notes), responses)
+    notes = _notes(runs, record, pooled, annotator) + _decoy_notes(runs, decoys)
+    found = [frame for frame in decoys if len(frame)] or decoys[:1]
+    judged = Judged(
+        *(pooled, judge, record, annotator, runs, notes),
+        decoys=pd.concat(found, ignore_index=True),
+    )
+    return restricted(judged, responses)
 
 
 def restricted(judged: Judged, responses: str) -> Judged:
@@ -138,7 +179,10 @@ def restricted(judged: Judged, responses: str) -> Judged:
         raise ValueError(f"unknown responses {responses!r}; choose from {', '.join(RESPONSES)}")
     if responses == EVERY:
         return judged
-    kept = judged.turns[judged.turns["cut_off"] == (responses == CUT_OFF)].reset_index(drop=True)
+    kept, decoys = (
+        frame[frame["cut_off"] == (responses == CUT_OFF)].reset_index(drop=True)
+        for frame in (judged.turns, judged.decoys)
+    )
     if kept.empty:
         raise UserError(
             f"no user turn comes after a {responses} response",
@@ -148,7 +192,8 @@ def restricted(judged: Judged, responses: str) -> Judged:
         f"{len(kept)} of {len(judged.turns)} user turns: those after {responses} responses. A "
         "response that was cut off is a different stimulus."
     )
-    return replace(judged, turns=kept, notes=[*judged.notes, note], responses=responses)
+    notes = [*judged.notes, note]
+    return replace(judged, turns=kept, decoys=decoys, notes=notes, responses=responses)
 
 
 # -- whose labels -------------------------------------------------------------------------------
@@ -211,7 +256,13 @@ def _choose_annotator(runs: list[Run], annotator: str | None) -> str | None:
 # -- one run ------------------------------------------------------------------------------------
 
 
-def _turns(run: Run, judge: str, verdicts: pd.DataFrame) -> pd.DataFrame:
+def _items_judged(run: Run, judge: str) -> list[Item]:
+    """What the judge saw of every row of ``run.generations``."""
+    record = run.labels.record("judgements", judge)
+    return items_of(run, unperturbed=record.get("unperturbed", False))
+
+
+def _turns(run: Run, judge: str, verdicts: pd.DataFrame, items: list[Item]) -> pd.DataFrame:
     """``Judged.turns`` of one run, without labels."""
     generations = run.generations
     again = f"judge it again: {run.labels.command('judgements', judge)}"
@@ -233,19 +284,13 @@ def _turns(run: Run, judge: str, verdicts: pd.DataFrame) -> pd.DataFrame:
             again,
         )
     at = at.loc[keys]
-    other = run.labels.record("judgements", judge).get("unperturbed", False)
-    texts = pd.Series(
-        [item.key("", 0)[:16] for item in items_of(run, unperturbed=other)], index=at.index
-    )
-    changed = int((at["item"].notna() & (at["item"] != texts)).sum())
+    changed = _changed(at, items)
     if changed:
         raise UserError(
             f"the verdicts of {judge!r} in {run.path} are of other texts ({changed} turns have "
             "changed since)",
             again,
         )
-    category = at["category"].where(at["status"] == JUDGED).fillna(FAILED).to_numpy()
-    assessed = ~np.isin(category, [FAILED, CANNOT_ASSESS])
     texts = run.contexts.set_index("context_id")["text"]
     sources = generations["dataset"] + "\0" + generations["source_id"]
     context = generations["context_id"] + "\0" + generations["context_id"].map(texts)
@@ -261,18 +306,73 @@ def _turns(run: Run, judge: str, verdicts: pd.DataFrame) -> pd.DataFrame:
             "temperature": generations["temperature"],
             "sample": generations["sample"],
             "cut_off": generations["response_cut_off"].fillna(False).astype(bool),
-            "category": category,
-            "genuine": np.where(assessed, category == GENUINE, np.nan).astype(float),
+            **_said(at),
             "context_id": generations["context_id"],
         }
     )
+
+
+def _said(verdicts: pd.DataFrame) -> dict[str, np.ndarray]:
+    """``[rows]`` category and outcomes, as in ``Judged.turns``."""
+    category = verdicts["category"].where(verdicts["status"] == JUDGED).fillna(FAILED).to_numpy()
+    assessed = ~np.isin(category, [FAILED, CANNOT_ASSESS])
+    genuine = np.where(assessed, category == GENUINE, np.nan).astype(float)
+    p = verdicts["grounded_p"].astype(float).to_numpy()
+    tested = p.size and not np.isnan(p).all()
+    grounded = np.where(genuine == 1, np.where(np.isnan(p), np.nan, p <= GROUNDED_P), genuine)
+    return {
+        "category": category,
+        "genuine": genuine,
+        "grounded": grounded if tested else np.full(len(p), np.nan),
+    }
+
+
+def _changed(verdicts: pd.DataFrame, items: list[Item]) -> int:
+    """How many verdicts are of other texts than the items."""
+    texts = [item.key("", 0)[:16] for item in items]
+    return int((verdicts["item"].notna() & (verdicts["item"] != texts)).sum())
+
+
+def _decoys(run: Run, judge: str, turns: pd.DataFrame, items: list[Item]) -> pd.DataFrame:
+    """``Judged.decoys`` of one run; ``turns`` are those of :func:`_turns`."""
+    said = run.labels.decoys(judge)
+    said = said[said["repeat"] == 0].reset_index(drop=True)
+    keys, names = pd.MultiIndex.from_frame(turns[list(KEY)]), ["shown", "temperature"]
+    # The own turn of a context is the one that was taken out of it.
+    lent = said.loc[said["decoy"] == CONVERSATION, list(KEY)].set_index(
+        ["context_id", "temperature"]
+    )
+    shown = pd.MultiIndex.from_frame(said[names])
+    decoy = pd.MultiIndex.from_frame(said[list(KEY)])
+    sound = lent.index.is_unique and shown.isin(lent.index).all() and decoy.isin(keys).all()
+    sound = (
+        sound and said["decoy"].isin(KINDS).all() and said["category"].dropna().isin(NAMES).all()
+    )
+    if not sound or _changed(said, decoy_items(run, said, items)):
+        raise UserError(
+            f"the decoys of {judge!r} in {run.path} are not of its turns",
+            f"judge it again: {run.labels.command('judgements', judge)}",
+        )
+    own_keys = said[names].assign(sample=lent["sample"].reindex(shown).to_numpy())
+    own = turns.iloc[keys.get_indexer(pd.MultiIndex.from_frame(own_keys))].reset_index(drop=True)
+    other = turns.iloc[keys.get_indexer(decoy)].reset_index(drop=True)
+    texts = pd.Series(items, index=keys)
+    pairs = zip(texts[pd.MultiIndex.from_frame(own_keys)], texts[decoy], strict=True)
+    alike = [a.turn == b.turn or (a.query, a.response) == (b.query, b.response) for a, b in pairs]
+    frame = own[["run", *SUBJECT, "dataset", "temperature", "source", "context", "cut_off"]].assign(
+        decoy=said["decoy"], lender=other["source"], alike=np.array(alike, dtype=bool)
+    )
+    of_decoys = _said(said)
+    for name in OUTCOMES:
+        frame[name], frame[f"own_{name}"] = of_decoys[name], own[name]
+    return frame[_DECOYS]
 
 
 def _label(frame: pd.DataFrame, run: Run, annotator: str | None, judge: str) -> None:
     """Add what the annotator says."""
     keys = pd.MultiIndex.from_frame(frame[list(KEY)])
     frame["truth"] = frame["inclusion"] = np.nan
-    frame["annotated"], frame["unlabelled"] = False, ""
+    frame["annotated"], frame["unlabelled"], frame["fitted"] = False, "", False
     if annotator is None or annotator not in run.labels.annotators:
         return
     labels = run.labels.annotations(annotator).set_index(list(KEY))
@@ -286,6 +386,10 @@ def _label(frame: pd.DataFrame, run: Run, annotator: str | None, judge: str) -> 
     chances = labels["inclusion_probability"].dropna()
     if not ((chances > 0) & (chances <= 1)).all():
         raise UserError(f"{where} have inclusion probabilities outside (0, 1]", remedy)
+    if run.labels.record("judgements", judge).get("identity", {}).get("kind") == "rules":
+        said = run.labels.judgements(judge)
+        items = said[said["repeat"] == 0].set_index(list(KEY))["item"].reindex(keys)
+        frame["fitted"] = items.isin(fitted_items()).to_numpy()
     truth = (labels["category"] == GENUINE).astype(float)
     truth[labels["category"] == CANNOT_ASSESS] = np.nan
     frame["truth"] = truth.reindex(keys).to_numpy()
@@ -350,6 +454,30 @@ def _notes(runs: list[Run], record: dict, turns: pd.DataFrame, annotator: str | 
     if annotator and turns.loc[turns["truth"].notna(), "inclusion"].isna().any():
         notes.append(
             f"some labels of {annotator} have no inclusion probability: all are weighed alike."
+        )
+    fitted = turns[turns["fitted"]]
+    if len(fitted):
+        notes.append(
+            f"{len(fitted)} of {len(turns)} turns, {fitted['truth'].notna().sum()} of them "
+            "labelled, were in the rules judge's fit: its errors and corrected rates leave them "
+            "out."
+        )
+    return notes
+
+
+def _decoy_notes(runs: list[Run], decoys: list[pd.DataFrame]) -> list[str]:
+    notes = []
+    without = [str(run.path) for run, frame in zip(runs, decoys, strict=True) if frame.empty]
+    if 0 < len(without) < len(runs):
+        notes.append(
+            f"no decoys in {', '.join(without)}: these verdicts have no floor. Judging the run "
+            "again adds them; verdicts in the cache are not paid for again."
+        )
+    alike, count = sum(int(frame["alike"].sum()) for frame in decoys), sum(map(len, decoys))
+    if alike:
+        notes.append(
+            f"{alike} of {count} decoys are no contrast: the same turn, or the same query and "
+            "response, as the context's own."
         )
     return notes
 

@@ -13,8 +13,9 @@ from rich.table import Table
 from ia_mech.cli import one_line, quoted
 from ia_mech.errors import UserError
 from ia_mech.estimates import ALL, few_sources
+from ia_mech.judge.decoys import CONVERSATION, RESPONSE
 from ia_mech.judge.rubric import ASSESSED, CANNOT_ASSESS, NAMES, SHORT
-from ia_mech.judge.verdict import JUDGED
+from ia_mech.judge.verdict import JUDGED, OUTCOMES
 from ia_mech.rates.compute import MIN_ANNOTATED, MIN_ANNOTATED_SOURCES, POWER, comparisons
 from ia_mech.rates.load import CUT_OFF, EVERY, FAILED, SUBJECT, Judged
 from ia_mech.run import Run
@@ -92,6 +93,10 @@ def _tests(estimates: pd.DataFrame) -> str:
     return text + (f" and, as a family of its own, over the {pooled} of (all)" if pooled else "")
 
 
+_FLOORS = {  # kinds of decoys: what the numbers beside them are
+    CONVERSATION: "after their own conversation (rate) and another one (floor)",
+    RESPONSE: "after their own response (rate) and another one to the same query (floor)",
+}
 CURVE = 5  # points of a reach curve that fit on a line
 
 
@@ -105,7 +110,8 @@ def print_rates(screen: Console, judged: Judged, estimates: pd.DataFrame) -> Non
     """
     level = f"{estimates['level'].iloc[0] * 100:g}%"
     hashes = estimates.groupby("model")["weights_hash"].nunique()
-    for (model, weights, perturbation), own in estimates.groupby(SUBJECT):
+    for (model, weights, perturbation), every in estimates.groupby(SUBJECT):
+        own = every[(every["outcome"] == "genuine") & every["decoy"].isna()]
         figures = Lookup(own)
         name = one_line(model, 60)
         if hashes[model] > 1:
@@ -114,7 +120,7 @@ def print_rates(screen: Console, judged: Judged, estimates: pd.DataFrame) -> Non
             name += f" · perturbation {one_line(perturbation, 60)}"
         if judged.responses != EVERY:
             name += f" · after {judged.responses} responses"
-        title = escape(f"{name} · judge {judged.judge}")
+        title = escape(f"{name} · judge {judged.gate}")
         _show(screen, _main_table(figures, f"[bold]{title}[/] ({level} intervals over sources)"))
         if figures.has("follow_up_rate_bounds"):
             _show(screen, _unassessed_table(figures, "turns that were not assessed: left out"))
@@ -125,6 +131,16 @@ def print_rates(screen: Console, judged: Judged, estimates: pd.DataFrame) -> Non
         if figures.annotated:
             _show(screen, _corrected_table(figures, "follow-up rate, corrected for judge errors"))
             _say_errors(screen, figures, judged.annotator)
+        for outcome, gate in judged.gates.items():
+            of_outcome = every[every["outcome"] == outcome]
+            for kind, what in _FLOORS.items():
+                if (of_outcome["decoy"] == kind).any():
+                    title = (
+                        f"[bold]{escape(f'{name} · judge {gate}')}[/]\n{OUTCOMES[outcome]} {what}"
+                    )
+                    _show(screen, _floor_table(of_outcome, kind, title))
+    for gate in judged.gates.values():
+        screen.print(escape(f"{gate.sentence}."), style="bold", soft_wrap=True)
     for note in notes_of(judged, estimates):
         screen.print(escape(note), soft_wrap=True)
 
@@ -219,6 +235,24 @@ def _main_table(figures: Lookup, title: str) -> Table:
             f"{size.value:.2f}" if size and not np.isnan(size.value) else "–",
             _reach(figures, reach) + (f" of {reach.n_samples}" if reach and len(most) > 1 else ""),
         ]
+        _add(table, dataset, temperature, first, cells)
+    return table
+
+
+def _floor_table(estimates: pd.DataFrame, kind: str, title: str) -> Table:
+    """The rate of all turns; and of turns with decoys of one kind their rate, floor and excess."""
+    table = _table(title, ["all turns", "decoys", "rate", "floor", "excess"])
+    quantities = ("follow_up_rate", "decoyed_rate", "floor", "excess")
+    found = {
+        (row.dataset, row.temperature, row.quantity): row
+        for row in estimates.itertuples(index=False)
+        if row.quantity in quantities and (pd.isna(row.decoy) or row.decoy == kind)
+    }
+    places = [(dataset, temperature) for dataset, temperature, name in found if name == "excess"]
+    for dataset, temperature, first in _lines([at for at in places if not np.isnan(at[1])]):
+        rate, own, floor, excess = (found[dataset, temperature, name] for name in quantities)
+        cells = [_estimate(rate), str(excess.events)]
+        cells += [f"{own.value:.2f}", f"{floor.value:.2f}", _signed(excess)]
         _add(table, dataset, temperature, first, cells)
     return table
 
@@ -438,10 +472,19 @@ def _varied(turns: pd.DataFrame, count: int) -> pd.DataFrame:
     return turns.iloc[chosen]
 
 
-def print_examples(screen: Console, examples: pd.DataFrame, of: str = "") -> None:
-    """Show examples, each on five lines; ``of`` names the run where several are shown."""
+def print_examples(screen: Console, examples: pd.DataFrame, judge: str, of: str = "") -> None:
+    """Show examples, each on five lines.
+
+    Args:
+        screen: where to.
+        examples: of :func:`examples_by_category`.
+        judge: who labelled them, with its gate.
+        of: the run, where several are shown.
+    """
     heading = f"examples of {escape(one_line(of))}" if of else "examples"
-    screen.print(f"\n[bold]{heading}[/] (drawn by seed, not chosen)", soft_wrap=True)
+    screen.print(
+        f"\n[bold]{heading}[/] · judge {escape(judge)} (drawn by seed, not chosen)", soft_wrap=True
+    )
     for category, turns in examples.groupby("category", sort=False):
         screen.print(f"[bold]{category}[/]")
         for turn in turns.itertuples():

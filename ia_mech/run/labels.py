@@ -1,10 +1,13 @@
-"""What judges and people say of a run's user turns: ``judgements/`` and ``annotations/``.
+"""What judges and annotators say of a run's user turns: ``judgements/`` and ``annotations/``.
 
 ::
 
-    judgements/<judge>.parquet       one row per user turn and repeat
-    annotations/<annotator>.parquet  one row per annotated user turn
+    judgements/<judge>.parquet       one row per user turn and repeat, and per decoy and repeat
+    annotations/<annotator>.parquet  one row per annotated user turn or decoy
     annotations/sheets/<sheet>.json  which row of a blind sheet is which user turn
+
+A row with a ``decoy`` is a label of the turn after the context ``shown``, which it did not follow
+(:mod:`ia_mech.judge.decoys`); such rows are read apart.
 
 Each Parquet file carries a record of who made it (the judge's identity, the annotator's sheet) and
 of which run in its metadata under ``ia_mech``, and a seal. Files are replaced whole: the old one or
@@ -44,6 +47,9 @@ JUDGEMENTS = pa.schema(
         ("cost", pa.float64()),
         ("cached", pa.bool_()),
         ("item", pa.string()),
+        ("grounded_p", pa.float64()),
+        ("decoy", pa.string()),
+        ("shown", pa.string()),
     ]
 )
 
@@ -58,8 +64,11 @@ ANNOTATIONS = pa.schema(
         ("sheet", pa.string()),
         ("stratum", pa.string()),
         ("inclusion_probability", pa.float64()),
+        ("decoy", pa.string()),
+        ("shown", pa.string()),
     ]
 )
+_LATER = ("grounded_p", "decoy", "shown")  # columns that files of earlier versions lack
 
 _RECORD = b"ia_mech"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -88,7 +97,7 @@ class Labels:
 
     @property
     def annotators(self) -> list[str]:
-        """Names of the people whose labels are there."""
+        """Names of the annotators whose labels are there."""
         return _stems(self.path / "annotations", ".parquet")
 
     @property
@@ -99,12 +108,14 @@ class Labels:
     def judgements(self, judge: str) -> pd.DataFrame:
         """Verdicts of one judge, a row per user turn and repeat; columns as :data:`JUDGEMENTS`.
 
+        All are of turns after their own contexts; :meth:`decoys` has the others.
+
         ``genuine`` is nullable: None for ``cannot_assess`` and where ``status`` isn't ``judged``.
 
         Raises:
             UserError: no such judge has judged this run, or its file can't be read.
         """
-        return self._read("judgements", judge, JUDGEMENTS)
+        return self._read("judgements", judge, JUDGEMENTS, decoys=False)
 
     def annotations(self, annotator: str) -> pd.DataFrame:
         """Labels of one annotator; columns as :data:`ANNOTATIONS`.
@@ -112,7 +123,20 @@ class Labels:
         Raises:
             UserError: no such annotator, or a file that can't be read.
         """
-        return self._read("annotations", annotator, ANNOTATIONS)
+        return self._read("annotations", annotator, ANNOTATIONS, decoys=False)
+
+    def decoys(self, name: str, kind: str = "judgements") -> pd.DataFrame:
+        """Labels of turns after contexts that they didn't follow; none in older files.
+
+        Args:
+            name: whose.
+            kind: ``judgements`` or ``annotations``.
+
+        Raises:
+            UserError: as :meth:`judgements` and :meth:`annotations`.
+        """
+        schema = JUDGEMENTS if kind == "judgements" else ANNOTATIONS
+        return self._read(kind, name, schema, decoys=True)
 
     def record(self, kind: str, name: str) -> dict[str, Any]:
         """Who made a file of ``judgements`` or ``annotations``, and how.
@@ -162,8 +186,11 @@ class Labels:
     def _file(self, kind: str, name: str) -> Path:
         return self.path / kind / f"{check_name(name)}.parquet"
 
-    def _read(self, kind: str, name: str, schema: pa.Schema) -> pd.DataFrame:
+    def _read(self, kind: str, name: str, schema: pa.Schema, *, decoys: bool) -> pd.DataFrame:
         frame = self._content(kind, name)[0].to_pandas()
+        for column in set(_LATER) & set(schema.names) - set(frame):
+            frame[column] = None
+        frame = frame[frame["decoy"].notna() == decoys].reset_index(drop=True)
         missing = [column for column in schema.names if column not in frame]
         if missing:
             raise self._unreadable(kind, name, f"no column {', '.join(missing)}")

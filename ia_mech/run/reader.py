@@ -112,7 +112,7 @@ class Run:
 
     @property
     def labels(self) -> Labels:
-        """What judges and people say of the generations."""
+        """What judges and annotators say of the generations."""
         sealed = self._manifest["format"] != 1
         return Labels(self.path, self.identity_digest, sealed=sealed, verify=self._verify)
 

@@ -22,6 +22,7 @@ from ia_mech.stats.differences import (
     group_difference,
     paired_difference,
 )
+from ia_mech.stats.dyads import dyadic_mean
 from ia_mech.stats.fold_scores import FoldScores, Replicated
 from ia_mech.stats.intervals import Estimate, wilson, zero_events_bound
 from ia_mech.stats.significance import (
@@ -51,6 +52,7 @@ __all__ = [
     "cluster_statistic",
     "confusion",
     "detectable_difference",
+    "dyadic_mean",
     "group_difference",
     "holm",
     "kappa_of",

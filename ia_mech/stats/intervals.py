@@ -133,9 +133,17 @@ def spread_between(table: np.ndarray) -> Spread:
     variance = sources / (sources - 1) * float(squares.sum())
     if variance <= 1e-28 * mean**2:  # all sources alike, up to rounding
         return Spread(mean, 0.0, sources - 1, sources)
-    uneven = float((squares**2).sum() / squares.sum() ** 2) - 1 / sources
-    freedom = 1 + 1 / max(uneven, 1 / sources**2)
-    return Spread(mean, variance, min(freedom, sources - 1), sources)
+    return Spread(mean, variance, carried_freedom(squares), sources)
+
+
+def carried_freedom(squares: np.ndarray) -> float:
+    """Degrees of freedom of a variance, ``[sources]`` squares of what each source adds to it; see
+    :func:`spread_between`."""
+    sources, total = len(squares), squares.sum()
+    if not total:
+        return sources - 1
+    uneven = float((squares**2).sum() / total**2) - 1 / sources
+    return min(1 + 1 / max(uneven, 1 / sources**2), sources - 1)
 
 
 def student(table: np.ndarray, level: float) -> tuple[float, float]:

@@ -1,0 +1,113 @@
+"""Means of values that involve two sources each, with intervals over sources."""
+
+from collections.abc import Hashable, Iterable
+
+import numpy as np
+from numpy.typing import ArrayLike
+from scipy.special import stdtrit
+
+from ia_mech.stats.intervals import Estimate, carried_freedom, check_level, zero_events_bound
+from ia_mech.stats.resampling import as_column, source_index
+
+
+def dyadic_mean(
+    values: ArrayLike,
+    first: Iterable[Hashable],
+    second: Iterable[Hashable],
+    *,
+    ends: tuple[float, float] = (-1.0, 1.0),
+    level: float = 0.95,
+) -> Estimate:
+    """Mean of values each of which involves two sources, with an interval over sources.
+
+    Values that share a source may depend on each other; others don't. The interval is Student's
+    with the dyadic-robust variance (Aronow, Samii & Assenova 2015, Political Analysis 23:564): the
+    sum of products of residuals over all pairs of values that share a source, over n squared.
+
+    - Residuals are smaller than errors. If ``m`` of the n^2 pairs share a source (each value with
+      itself included), independent values of equal variance make that sum too small by the factor
+      ``1 - m / n^2`` on average, and it is divided by it. Where each value involves one source, and
+      all sources have as many values, this is the usual ``sources / (sources - 1)``.
+    - Where values that share a source depend on each other negatively, the variance is small, and
+      its estimate may be far too small or below 0. It is therefore no less than the variance would
+      be if only values that share both sources depended on each other; the interval is then
+      conservative.
+    - The degrees of freedom are those of ``intervals.spread_between``, of residuals per source.
+
+    If all values are alike, each end is exact and one-sided: that of as many values with other
+    sources each, of which a share of ``intervals.zero_events_bound`` were as different as ``ends``
+    allow.
+
+    Args:
+        values: ``[n]`` numbers; NaN entries are left out.
+        first: ``[n]`` a source of each value, any hashable labels.
+        second: ``[n]`` its other source, or the same one again.
+        ends: the least and the largest that a value can be; the interval stays between them.
+        level: coverage.
+
+    Returns:
+        The estimate; without an interval if nearly all pairs of values share a source.
+
+    Raises:
+        ValueError: lengths differ, a source is missing, the level is out of range, or a value isn't
+            between the ends.
+    """
+    check_level(level)
+    one, other = list(first), list(second)
+    index, _ = source_index(one + other)
+    column = as_column(values, len(one), "values")
+    if len(other) != len(one):
+        raise ValueError(f"{len(one)} first sources but {len(other)} second ones")
+    kept = ~np.isnan(column)
+    column = column[kept]
+    if not len(column):
+        return Estimate(np.nan, np.nan, np.nan, 0, "no values")
+    if ((column < ends[0]) | (column > ends[1])).any():
+        raise ValueError(f"values must lie between {ends[0]:g} and {ends[1]:g}")
+    pairs = np.sort(np.stack([index[: len(one)][kept], index[len(one) :][kept]], axis=1), axis=1)
+    pairs = np.unique(pairs, return_inverse=True)[1].reshape(-1, 2)
+    sources, value = int(pairs.max()) + 1, float(column.mean())
+    if np.ptp(column) == 0:
+        bound = zero_events_bound(_disjoint(pairs), level)
+        low, high = value - bound * (value - ends[0]), value + bound * (ends[1] - value)
+        return Estimate(value, low, high, sources, "exact, one-sided")
+    squares, shared, same = _products(column - value, pairs)
+    _, *counts = _products(np.ones(len(column)), pairs)
+    pairs_shared, pairs_same = (count / len(column) ** 2 for count in counts)
+    if pairs_shared > 1 - 1e-9:
+        return Estimate(value, np.nan, np.nan, sources, "too few sources")
+    variance = max(shared / (1 - pairs_shared), same / (1 - pairs_same)) / len(column) ** 2
+    reach = float(stdtrit(carried_freedom(squares), (1 + level) / 2) * np.sqrt(variance))
+    low, high = max(value - reach, ends[0]), min(value + reach, ends[1])
+    return Estimate(value, low, high, sources, "dyadic-robust student")
+
+
+def _products(values: np.ndarray, pairs: np.ndarray) -> tuple[np.ndarray, float, float]:
+    """Squared sums of values per source; sums of products over pairs of values that share a source,
+    and over those that share both.
+
+    Args:
+        values: ``[n]``.
+        pairs: ``[n, 2]`` numbers of their sources, sorted in each row.
+    """
+    sources = int(pairs.max()) + 1
+    two = pairs[:, 0] != pairs[:, 1]
+    sums = np.bincount(pairs[:, 0], values, sources)
+    sums += np.bincount(pairs[two, 1], values[two], sources)
+    which, at = np.unique(pairs, axis=0, return_inverse=True)
+    alike = np.bincount(at.reshape(-1), values) ** 2
+    # Values that share two different sources are together in the sums of both.
+    twice = alike[which[:, 0] != which[:, 1]].sum()
+    return sums**2, float((sums**2).sum() - twice), float(alike.sum())
+
+
+def _disjoint(pairs: np.ndarray) -> int:
+    """How many of ``[n, 2]`` pairs remain if each that shares a source with an earlier one is left
+    out: at least half the largest number of disjoint pairs."""
+    taken: set[int] = set()
+    found = 0
+    for pair in pairs.tolist():
+        if taken.isdisjoint(pair):
+            taken.update(pair)
+            found += 1
+    return found

@@ -1,0 +1,179 @@
+"""Decoys: which turn is shown after which context, and that their labels stay apart."""
+
+from types import SimpleNamespace
+
+import pandas as pd
+import pyarrow.parquet as pq
+import pytest
+from judging import DECOYS, ROWS, FakeJudge, Recorded, genuine
+
+from ia_mech.judge.decoys import CONVERSATION, RESPONSE, decoy_items, draw_decoys
+from ia_mech.judge.label import items_of, label_run
+from ia_mech.judge.verdict import Item, Verdict
+from ia_mech.run import Run
+from ia_mech.run.labels import KEY, Labels
+
+
+def drawn_from(
+    sources: dict[str, int], responses: int = 1, digest: str = "0123456789abcdef", samples: int = 3
+) -> tuple[SimpleNamespace, pd.DataFrame]:
+    """A run of so many sources per dataset, greedy and at T = 1; and its decoys."""
+    rows = [
+        {"dataset": dataset, "source_id": f"{dataset}-{n}", "perturbation": None}
+        | {"context_id": f"{dataset}-{n}/r{k}", "response_index": k if responses > 1 else None}
+        | {"temperature": temperature, "sample": sample, "text": f"{dataset}{n}{k}{sample}"}
+        for dataset, count in sources.items()
+        for n in range(count)
+        for k in range(responses)
+        for temperature in (0.0, 1.0)
+        for sample in range(samples if temperature else 1)
+    ]
+    run = SimpleNamespace(generations=pd.DataFrame(rows), identity_digest=digest)
+    return run, draw_decoys(run)
+
+
+def with_context(run, decoys: pd.DataFrame) -> pd.DataFrame:
+    """The decoys with the facts of their turn, and of the context shown (``…_shown``)."""
+    facts = run.generations.drop_duplicates("context_id").set_index("context_id")
+    facts = facts[["dataset", "source_id", "response_index"]]
+    return decoys.join(facts, on="context_id").join(facts, on="shown", rsuffix="_shown")
+
+
+@pytest.mark.parametrize("count", [2, 3, 7])
+def test_every_source_lends_one_turn_and_is_shown_another_sources(count):
+    run, decoys = drawn_from({"a": count, "b": 4})
+    found = with_context(run, decoys)
+    assert set(decoys["decoy"]) == {CONVERSATION}
+    assert list(decoys.columns) == [*KEY, "decoy", "shown"]
+    assert (found["dataset"] == found["dataset_shown"]).all()
+    assert (found["source_id"] != found["source_id_shown"]).all()
+    for (dataset, _), at in found.groupby(["dataset", "temperature"]):
+        sources = {f"{dataset}-{n}" for n in range(count if dataset == "a" else 4)}
+        assert set(at["source_id"]) == set(at["source_id_shown"]) == sources
+        assert len(at) == len(sources)
+        following = dict(zip(at["source_id_shown"], at["source_id"], strict=True))
+        source, seen = min(sources), set()
+        while source not in seen:  # one cycle, not several
+            seen.add(source)
+            source = following[source]
+        assert seen == sources
+
+
+def test_the_context_shown_is_that_of_the_turn_its_source_lends():
+    _, decoys = drawn_from({"a": 6}, responses=3)
+    for _, at in decoys[decoys["decoy"] == CONVERSATION].groupby("temperature"):
+        assert set(at["shown"]) == set(at["context_id"])
+
+
+def test_another_response_to_the_same_query_is_shown_where_there_is_one():
+    run, decoys = drawn_from({"a": 6}, responses=3)
+    other = with_context(run, decoys[decoys["decoy"] == RESPONSE])
+    assert len(other) == 6 * 2
+    assert (other["source_id"] == other["source_id_shown"]).all()
+    assert (other["response_index"] != other["response_index_shown"]).all()
+    own = decoys[decoys["decoy"] == CONVERSATION]
+    assert set(zip(other["shown"], other["temperature"], strict=True)) == set(
+        zip(own["shown"], own["temperature"], strict=True)
+    )
+
+
+def test_one_source_has_no_decoys():
+    assert drawn_from({"a": 1}, responses=2)[1].empty
+
+
+def test_the_draw_depends_on_the_run_alone():
+    sources = {"a": 20, "b": 5}
+    _, decoys = drawn_from(sources)
+    pd.testing.assert_frame_equal(decoys, drawn_from(sources)[1])
+    assert not decoys.equals(drawn_from(sources, digest="fedcba9876543210")[1])
+
+
+def test_every_turn_of_a_source_may_be_drawn():
+    samples = set()
+    for number in range(40):
+        _, decoys = drawn_from({"a": 5}, digest=f"{number:016x}")
+        samples |= set(decoys.loc[decoys["temperature"] == 1, "sample"])
+    assert samples == {0, 1, 2}
+
+
+# -- judged ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def labelled(run, tmp_path):
+    """Judge the run, whose turns all differ; returns the judge."""
+    run.generations["text"] = [f"turn {i}" for i in range(ROWS)]
+
+    def call(say=genuine, name: str = "fake", **options) -> FakeJudge:
+        judge = FakeJudge(say, name=name)
+        label_run(run, judge, name, Recorded(), cache_folder=tmp_path / "cache", **options)
+        return judge
+
+    return call
+
+
+def test_decoys_are_judged_among_the_turns_and_stored_apart(run, labelled):
+    judge = labelled()
+    rows, decoys = run.labels.judgements("fake"), run.labels.decoys("fake")
+    assert rows[list(KEY)].values.tolist() == run.generations[list(KEY)].values.tolist()
+    assert rows["decoy"].isna().all() and rows["shown"].isna().all()
+    plan = draw_decoys(run)
+    columns = [*KEY, "decoy", "shown"]
+    assert len(decoys) == DECOYS and decoys[columns].values.tolist() == plan.values.tolist()
+    items = items_of(run)
+    expected = decoy_items(run, plan, items)
+    assert {item for item, _ in judge.asked} == {*items, *expected}
+    by_context = dict(zip(run.generations["context_id"], items, strict=True))
+    texts = run.generations.set_index(list(KEY))["text"]
+    for item, row in zip(expected, plan.itertuples(index=False), strict=True):
+        assert item.query == by_context[row.shown].query
+        assert item.turn == texts[row.context_id, row.temperature, row.sample]
+        assert item.response == by_context[row.shown].response
+    # Nothing but its text decides when an item is judged.
+    keys = [item.key("", 0) for item, _ in judge.asked]
+    assert keys == sorted(keys, reverse=True)  # the judge begins with the last
+    where = [at for at, (item, _) in enumerate(judge.asked) if item in set(expected)]
+    assert min(where) < 10 and max(where) > len(keys) - 10
+
+
+def test_two_judges_see_the_same_decoys(run, labelled):
+    labelled(name="one")
+    labelled(lambda item, repeat: Verdict("new_topic"), name="two", repeats=2)
+    one, two = run.labels.decoys("one"), run.labels.decoys("two")
+    columns = [*KEY, "decoy", "shown", "item"]
+    pd.testing.assert_frame_equal(
+        one[columns], two.loc[two["repeat"] == 0, columns].reset_index(drop=True)
+    )
+    assert len(two) == 2 * DECOYS and not two["genuine"].any()
+
+
+def test_files_of_earlier_versions_have_no_decoys(run, labelled):
+    labelled()
+    path = run.path / "judgements" / "fake.parquet"
+    table = pq.read_table(path)
+    pq.write_table(table.slice(0, ROWS).drop(["grounded_p", "decoy", "shown"]), path)
+    labels = Labels(run.path, run.identity_digest, verify=False)
+    rows = labels.judgements("fake")
+    assert len(rows) == ROWS and rows["genuine"].all()
+    assert rows["grounded_p"].isna().all() and labels.decoys("fake").empty
+
+
+def test_a_verdicts_p_value_is_stored(run, labelled):
+    def say(item: Item, repeat: int) -> Verdict:
+        return Verdict("generic", grounded_p=int(item.turn[5:]) / ROWS)
+
+    labelled(say)
+    assert run.labels.judgements("fake")["grounded_p"].tolist() == [i / ROWS for i in range(ROWS)]
+    assert Verdict.from_json(Verdict("generic", grounded_p=0.25).to_json()).grounded_p == 0.25
+    with pytest.raises(ValueError, match="numbers that can't be"):
+        Verdict.from_json({"category": "generic", "grounded_p": float("nan")})
+
+
+def test_perturbations_and_datasets_do_not_mix(run: Run):
+    run.generations["dataset"] = [f"d{i % 2}" for i in run.generations["order"]]
+    run.generations["perturbation"] = [f"p{i // 2 % 2}" for i in run.generations["order"]]
+    facts = run.generations.drop_duplicates("context_id").set_index("context_id")
+    facts = facts["dataset"] + facts["perturbation"]
+    decoys = draw_decoys(run)
+    assert (decoys["context_id"].map(facts) == decoys["shown"].map(facts)).all()
+    assert len(decoys) == DECOYS and facts.nunique() == 4

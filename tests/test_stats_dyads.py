@@ -1,0 +1,117 @@
+"""Means over pairs of sources: the variance against sums over all pairs, exact ends, coverage."""
+
+from itertools import product
+
+import numpy as np
+import pytest
+from scipy.stats import t
+
+from benchmarks.coverage_data import decoyed
+from ia_mech.stats import cluster_mean, dyadic_mean, zero_events_bound
+
+
+def brute(values, first, second) -> tuple[float, float]:
+    """Both variances of the mean by looking at every pair of values."""
+    n, e = len(values), np.asarray(values) - np.mean(values)
+    sums, counts = np.zeros(2), np.zeros(2)
+    for i, j in product(range(n), repeat=2):
+        one, other = {first[i], second[i]}, {first[j], second[j]}
+        for at, so in enumerate((one & other, one == other)):
+            if so:
+                sums[at] += e[i] * e[j]
+                counts[at] += 1
+    shared, same = sums / (1 - counts / n**2) / n**2
+    return shared, same
+
+
+def half_width(estimate) -> float:
+    return (estimate.high - estimate.low) / 2
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_variance_is_that_of_all_pairs_of_values(seed):
+    rng = np.random.default_rng(seed)
+    first = rng.integers(12, size=30)
+    second = np.where(rng.random(30) < 0.2, first, rng.integers(12, size=30))
+    strength = rng.normal(size=12)  # dependence of either sign
+    values = strength[first] + (-1) ** seed * strength[second] + rng.normal(size=30)
+    found = dyadic_mean(values, first, second, ends=(-99, 99))
+    variance = max(brute(values, first.tolist(), second.tolist()))
+    assert found.value == pytest.approx(values.mean()) and found.sources == 12
+    e = values - values.mean()
+    sums = [e[(first == s) | (second == s)].sum() for s in range(12)]
+    uneven = sum(x**4 for x in sums) / sum(x**2 for x in sums) ** 2 - 1 / 12
+    quantile = t.ppf(0.975, min(1 + 1 / uneven, 11))
+    assert half_width(found) == pytest.approx(quantile * np.sqrt(variance))
+
+
+def test_one_source_each_is_the_cluster_robust_interval_of_means():
+    rng = np.random.default_rng(0)
+    sources = np.repeat(np.arange(30), 4)
+    values = rng.normal(size=30)[sources] / 9 + rng.normal(size=120) / 9
+    own, usual = dyadic_mean(values, sources, sources), cluster_mean(values, sources)
+    assert (own.value, own.low, own.high) == pytest.approx((usual.value, usual.low, usual.high))
+
+
+def test_all_alike_gives_exact_ends_from_disjoint_pairs():
+    ring = np.arange(10), np.roll(np.arange(10), -1)
+    none = dyadic_mean(np.zeros(10), *ring)
+    bound = zero_events_bound(5)  # pairs 0-1, 2-3, 4-5, 6-7, 8-9
+    assert (none.value, none.low, none.high) == (0, -bound, bound)
+    assert none.method == "exact, one-sided"
+    apart = dyadic_mean(np.zeros(10), np.arange(10), np.arange(10), ends=(0, 1))
+    assert (apart.low, apart.high) == (0, zero_events_bound(10))
+    most = dyadic_mean(np.ones(10), *ring, ends=(-2, 1))
+    assert (most.low, most.high) == pytest.approx((1 - 3 * bound, 1))
+
+
+def test_sources_are_labels_and_rows_have_no_order():
+    rng = np.random.default_rng(1)
+    first = rng.permutation(20)
+    second, values = np.roll(first, 1), rng.integers(-1, 2, size=20)
+    found = dyadic_mean(values, [f"s{i}" for i in first], [f"s{i}" for i in second])
+    order = rng.permutation(20)
+    again = dyadic_mean(values[order], second[order], first[order])
+    assert (found.low, found.high) == pytest.approx((again.low, again.high))
+
+
+def test_what_is_missing_is_left_out():
+    values = [1.0, 0.0, np.nan, 1.0, 0.0, -1.0]
+    first, second = [0, 1, 2, 3, 4, 5], [1, 2, 3, 4, 5, 0]
+    kept = [0, 1, 3, 4, 5]
+    found = dyadic_mean(values, first, second)
+    alone = dyadic_mean(*([column[i] for i in kept] for column in (values, first, second)))
+    assert found == alone and found.value == 0.2
+    assert np.isnan(dyadic_mean([np.nan], [0], [1]).value)
+
+
+@pytest.mark.parametrize("sources", [2, 3])
+def test_too_few_sources_have_no_interval(sources):
+    first = np.arange(sources)
+    found = dyadic_mean(first / 9, first, np.roll(first, 1))
+    assert np.isnan(found.low) and found.method == "too few sources"
+
+
+def test_what_cannot_be_is_refused():
+    with pytest.raises(ValueError, match="between -1 and 1"):
+        dyadic_mean([2.0], [0], [1])
+    with pytest.raises(ValueError, match="2 first sources but 1 second"):
+        dyadic_mean([0.0, 1.0], [0, 1], [1])
+    with pytest.raises(ValueError, match="level"):
+        dyadic_mean([0.0], [0], [1], level=1.0)
+
+
+def covered(kind: str, sources: int, rate: float, floor: float, studies: int) -> float:
+    rng, inside = np.random.default_rng([sources, int(100 * rate), int(100 * floor)]), 0
+    for _ in range(studies):
+        own, decoy, first, second = decoyed(rng, kind, sources, rate, floor)
+        found = dyadic_mean(own - decoy, first, second)
+        inside += found.low <= rate - floor <= found.high
+    return inside / studies
+
+
+def test_coverage_of_a_small_study():
+    """Of 300 studies at 95%, fewer than 276 cover with probability 0.002 (binomial)."""
+    for kind in ("conversation", "response"):
+        assert covered(kind, 60, 0.2, 0.02, 300) >= 0.92
+        assert covered(kind, 60, 0.6, 0.2, 300) >= 0.92
