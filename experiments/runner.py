@@ -89,6 +89,7 @@ class Experiment:
         default_out: first run's folder → output folder, if it isn't ``experiments/NAME`` in there.
         out_help: that default in words.
         kept: what an interrupted command leaves.
+        page: in ``docs/``, of the method, if it isn't ``NAME.md``.
     """
 
     name: str
@@ -103,6 +104,7 @@ class Experiment:
     default_out: Callable[[Path], Path] | None = None
     out_help: str = ""
     kept: str = "files that were written are whole"
+    page: str = ""
 
     def build_parser(self) -> argparse.ArgumentParser:
         """The command line."""
@@ -110,7 +112,8 @@ class Experiment:
             prog=f"python -m experiments.{self.name}",
             usage="%(prog)s RUN [RUN …] [options]",
             description=self.description,
-            epilog=f"Method: docs/{self.name.replace('_', '-')}.md. Intervals are over sources.\n"
+            epilog=f"Method: docs/{self.page or f'{self.name}.md'.replace('_', '-')}. "
+            "Intervals are over sources.\n"
             + fill(f"Written: {ESTIMATES} (every number, one per row), {self.written}.", 100),
         )
         parser.add_argument("runs", nargs="+", type=path_of, metavar="RUN", help="a run's folder")
