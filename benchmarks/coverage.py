@@ -32,6 +32,7 @@ from benchmarks.coverage_data import (
     table,
 )
 from ia_mech.stats import (
+    Estimate,
     alpha_of,
     balanced_accuracy_of,
     cluster_counts,
@@ -216,48 +217,56 @@ def decoys(trials: int) -> None:
 
 
 def corrected(trials: int) -> None:
-    """Bias and coverage of rates corrected for a judge with sensitivity 0.8, specificity 0.95."""
-    print(
-        f"### Corrected rates, judge with sensitivity 0.8 and specificity 0.95 on average, 200 "
-        f"annotations: {trials} data sets a row\n"
-    )
-    cells = list(product((50, 100), ("any rows", "half of each verdict"), (0.02, 0.2, 0.5)))
+    """Bias, coverage and width of rates corrected for two judges' errors."""
+    print(f"### Corrected rates, 200 annotations: {trials} data sets a row\n")
+    judges = ((0.8, 0.95), (0.6, 0.6))
+    choices = ("any rows", "half of each verdict")
+    cells = list(product(judges, (50, 100), choices, (0.02, 0.2, 0.5)))
 
     def rows() -> Iterator[list[object]]:
-        for number, (sources, choice, rate) in enumerate(cells):
+        for number, ((sensitivity, specificity), sources, choice, rate) in enumerate(cells):
             rng, index = np.random.default_rng([8, number]), np.repeat(np.arange(sources), 8)
-            found: dict[str, list[tuple[float, float, float]]] = {"rg": [], "pp": []}
+            found: dict[str, list[Estimate]] = {"rg": [], "pp": [], "alone": []}
             raw = []
             for _ in range(trials):
                 truth = rng.random(len(index)) < source_rates(rng, rate, 0.3, sources)[index]
-                hits = rng.random(len(index)) < source_rates(rng, 0.8, 0.1, sources)[index]
-                alarms = rng.random(len(index)) < source_rates(rng, 0.05, 0.1, sources)[index]
+                hits = rng.random(len(index)) < source_rates(rng, sensitivity, 0.1, sources)[index]
+                alarms = (
+                    rng.random(len(index)) < source_rates(rng, 1 - specificity, 0.1, sources)[index]
+                )
                 verdict = np.where(truth, hits, alarms).astype(float)
                 at, inclusion = annotate(rng, verdict, choice)
                 notes = {
                     "truth": truth[at].astype(float),
                     "truth_prediction": verdict[at],
                     "truth_sources": index[at],
-                    "resamples": 500,
-                    "clip": False,
                 }
-                rg = rogan_gladen(verdict, index, truth_weights=1 / inclusion, **notes)
-                pp = prediction_powered(verdict, index, inclusion=inclusion, **notes)
-                found["rg"].append((rg.value, rg.low, rg.high))
-                found["pp"].append((pp.value, pp.low, pp.high))
+                weights, unclipped = 1 / inclusion, {"resamples": 500, "clip": False}
+                found["rg"].append(
+                    rogan_gladen(verdict, index, truth_weights=weights, **notes, **unclipped)
+                )
+                found["pp"].append(prediction_powered(verdict, index, inclusion=inclusion, **notes))
+                found["alone"].append(
+                    cluster_mean(notes["truth"], index[at], weights=weights, proportion=True)
+                )
                 raw.append(verdict.mean())
-            cells_of = []
-            for results in found.values():
-                value, low, high = np.array(results).T
+            shown = []
+            for name, results in found.items():
+                value, low, high = np.array([(e.value, e.low, e.high) for e in results]).T
                 there = ~np.isnan(value)
                 error = value[there].std() / np.sqrt(there.sum())
                 held = ((low <= rate) & (rate <= high))[there].mean()
-                cells_of += [f"{value[there].mean():.3f} ± {error:.4f}", percent(held)]
-            undefined = percent(np.isnan(np.array(found["rg"])[:, 0]).mean())
-            yield [sources, choice, rate, f"{np.mean(raw):.3f}", *cells_of, undefined]
+                if name != "alone":
+                    shown += [f"{value[there].mean():.3f} ± {error:.4f}", percent(held)]
+                if name != "rg":
+                    shown.append(f"{(high - low)[there].mean():.3f}")
+            undefined = percent(np.isnan([e.value for e in found["rg"]]).mean())
+            judge = f"{sensitivity}, {specificity}"
+            yield [judge, sources, choice, rate, f"{np.mean(raw):.3f}", *shown, undefined]
 
-    header = ["sources", "annotated", "rate", "judge's rate", "Rogan–Gladen", "coverage"]
-    header += ["prediction-powered", "coverage", "R–G undefined, %"]
+    header = ["sensitivity, specificity", "sources", "annotated", "rate", "judge's rate"]
+    header += ["Rogan–Gladen", "coverage", "prediction-powered", "coverage", "width"]
+    header += ["width by annotations alone", "R–G undefined, %"]
     table(header, rows(), len(cells), "corrected")
 
 

@@ -33,6 +33,7 @@ def judged(turns: list[tuple], **columns) -> Judged:
         "dataset": "d",
         "perturbation": "none",
         "cut_off": False,
+        "fitted": False,
         "truth": np.nan,
         "inclusion": np.nan,
         "run": "cache/A",
@@ -297,12 +298,29 @@ def test_inclusion_probabilities_reach_the_corrections():
         truth_prediction=own["genuine"],
         truth_sources=own["source"],
         inclusion=own["inclusion"],
-        resamples=100,
     )
     row = one(estimates(sample, resamples=100), "rate_prediction_powered")
     assert [row.value, row.low, row.high] == pytest.approx(
         [expected.value, expected.low, expected.high]
     )
+
+
+def test_turns_that_the_judge_was_fitted_on_leave_the_corrections():
+    sample, _ = erring(1)
+    known = sample.turns["source"] < "s020"
+    sample.turns["fitted"] = known
+    sample.turns.loc[known, "category"] = GENUINE  # what the judge says of them has no bearing
+    sample.turns.loc[known, ["genuine", "truth", "inclusion"]] = 1.0
+    rows = estimates(sample, resamples=100)
+    without, _ = erring(1)
+    expected = estimates(
+        replace(without, turns=without.turns[~known].reset_index(drop=True)), resamples=100
+    )
+    for quantity in ("rate_annotated", "rate_rogan_gladen", "rate_prediction_powered"):
+        found, wanted = one(rows, quantity), one(expected, quantity)
+        for name in ("value", "low", "high", "events", "rows", "sources"):
+            assert getattr(found, name) == getattr(wanted, name), (quantity, name)
+    assert one(rows, "follow_up_rate").value > one(expected, "follow_up_rate").value
 
 
 def test_prediction_powered_needs_annotations_in_the_group():

@@ -19,6 +19,7 @@ from shell import Outcome, call, files, refusal
 from ia_mech.judge.label import items_of
 from ia_mech.judge.rubric import GENUINE
 from ia_mech.judge.sheets import export_sheet, import_sheet, write_sheet
+from ia_mech.rates import load
 from ia_mech.rates.__main__ import build_parser, main
 from ia_mech.rates.compute import COLUMNS, estimates
 from ia_mech.rates.load import read_runs
@@ -164,6 +165,18 @@ def test_corrected_rates_name_who_annotated_and_how_many(run, rates):
     assert set(turns.loc[turns["annotated"], "dataset"]) == {run.generations["dataset"].iloc[0]}
     annotate(run, rows=slice(0, 2), category="cannot_assess", genuine=None)
     assert "none of anna's labels is of a turn" in rates(run.path).out
+
+
+def test_turns_of_the_judges_fit_are_counted_in_a_note(run, rates, monkeypatch):
+    items = [item.key("", 0)[:16] for item in items_of(run)]
+    monkeypatch.setattr(load, "fitted_items", lambda: frozenset(items[:3]))
+    assert "judge's fit" not in rates(run.path).out  # nothing is corrected without labels
+    annotate(run)
+    found = read_runs([run.path])
+    known = sum(item in items[:3] for item in items)
+    assert found.turns["fitted"].sum() == known >= 3
+    said = " ".join(rates(run.path).out.split())
+    assert f"{known} of {len(items)} turns, {known} of them labelled, were in" in said
 
 
 def sheet_by(run: Run, file: Path, *, leave: tuple[str, ...] = (), say=None) -> None:

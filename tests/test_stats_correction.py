@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from ia_mech.stats import IMPOSSIBLE, prediction_powered, rogan_gladen
+from ia_mech.stats import IMPOSSIBLE, cluster_mean, prediction_powered, rogan_gladen
 from ia_mech.stats.resampling import widened
 
 
@@ -50,29 +50,73 @@ def test_rogan_gladen_by_hand():
     assert estimate.sources == 5
 
 
-def test_prediction_powered_by_hand():
-    """Mean prediction 0.4; errors +1 (weight 4) and -1 (weight 1) among weights 4, 1, 1."""
-    estimate = prediction_powered(
-        [1, 1, 0, 0, 0],
-        list("abcde"),
-        truth=[1, 0, 1],
-        truth_prediction=[0, 1, 1],
-        truth_sources=list("abc"),
-        inclusion=[0.25, 1.0, 1.0],
-        clip=False,
+def powered_slowly(verdict, index, truth, said, where, weights):
+    """Estimate and linearised variance, source by source, each λ without the source's own rows."""
+    sources = sorted({*index, *where})
+    mean, told = np.average(truth, weights=weights), np.average(said, weights=weights)
+    everywhere = verdict.mean()
+    first, second = {}, {}
+    for s in sources:
+        w, rows = weights * (where == s) / weights.sum(), (index == s) / len(index)
+        first[s] = (w * (truth - mean)).sum()
+        second[s] = (w * (said - told)).sum() - (rows * (verdict - everywhere)).sum()
+    tuned = {}
+    for s in sources:
+        rest = [other for other in sources if other != s]
+        ratio = sum(first[o] * second[o] for o in rest) / sum(second[o] ** 2 for o in rest)
+        tuned[s] = min(max(ratio, 0), 1)
+    of_notes = truth - np.array([tuned[s] for s in where]) * said
+    of_rows = np.array([tuned[s] for s in index]) * verdict
+    left, added = np.average(of_notes, weights=weights), of_rows.mean()
+    squares = 0.0
+    for s in sources:
+        w, rows = weights * (where == s) / weights.sum(), (index == s) / len(index)
+        squares += ((w * (of_notes - left)).sum() + (rows * (of_rows - added)).sum()) ** 2
+    return left + added, len(sources) / (len(sources) - 1) * squares
+
+
+def test_prediction_powered_equals_a_slow_reference():
+    rng = np.random.default_rng(2)
+    verdict, index, annotations, inclusion = judged_run(rng, 0.3, sources=20, annotated=60)
+    fast = prediction_powered(verdict, index, **annotations, inclusion=inclusion)
+    value, variance = powered_slowly(verdict, index, *annotations.values(), 1 / inclusion)
+    assert fast.value == pytest.approx(value, rel=1e-12)
+    # Wilson's interval of the effective number of rows: its ends solve a quadratic equation.
+    by_ends = fast.low * fast.high, fast.low + fast.high
+    sizes = [value**2 / by_ends[0] - 1, (2 * value - by_ends[1]) / (by_ends[1] - 1)]  # z² / n
+    assert sizes[0] == pytest.approx(sizes[1], rel=1e-9)
+    z2 = 1.959963984540054**2
+    assert 0.5 < (z2 / sizes[0]) / (value * (1 - value) / variance) < 1  # less for the variance's
+
+
+@pytest.mark.parametrize(("sensitivity", "specificity"), [(0.5, 0.5), (0.98, 0.99)])
+def test_prediction_powered_is_as_good_as_the_judge(sensitivity, specificity):
+    """With a useless judge the rate of the annotations, else an interval well within theirs."""
+    rng, widths = np.random.default_rng(5), []
+    for _ in range(20):
+        verdict, index, annotations, inclusion = judged_run(
+            rng, 0.4, sensitivity, specificity, annotated=80
+        )
+        powered = prediction_powered(verdict, index, **annotations, inclusion=inclusion)
+        alone = cluster_mean(
+            annotations["truth"],
+            annotations["truth_sources"],
+            weights=1 / inclusion,
+            proportion=True,
+        )
+        widths.append((powered.high - powered.low) / (alone.high - alone.low))
+    assert (
+        np.mean(widths) == pytest.approx(1, abs=0.03)
+        if sensitivity == 0.5
+        else (np.mean(widths) < 0.85)
     )
-    assert estimate.value == pytest.approx(0.4 + (4 - 1) / 6)
 
 
-@pytest.mark.parametrize("powered", [False, True])
-def test_the_bootstrap_equals_drawing_rows_and_annotations_source_by_source(powered):
+def test_the_bootstrap_equals_drawing_rows_and_annotations_source_by_source():
     rng = np.random.default_rng(2)
     verdict, index, annotations, inclusion = judged_run(rng, 0.3, sources=20, annotated=60)
     options = {"resamples": 50, "seed": 7, "clip": False}
-    if powered:
-        fast = prediction_powered(verdict, index, **annotations, inclusion=inclusion, **options)
-    else:
-        fast = rogan_gladen(verdict, index, **annotations, truth_weights=1 / inclusion, **options)
+    fast = rogan_gladen(verdict, index, **annotations, truth_weights=1 / inclusion, **options)
     truth, said = annotations["truth"], annotations["truth_prediction"]
     where, replicates = annotations["truth_sources"], []
     for drawn in np.random.default_rng(7).integers(20, size=(50, 20)):
@@ -80,12 +124,9 @@ def test_the_bootstrap_equals_drawing_rows_and_annotations_source_by_source(powe
         notes = np.concatenate([np.flatnonzero(where == s) for s in drawn])
         y, j, w = truth[notes], said[notes], 1 / inclusion[notes]
         rate = verdict[rows].mean()
-        if powered:
-            replicates.append(rate + np.average(y - j, weights=w))
-        else:
-            sensitivity = np.average(j[y == 1], weights=w[y == 1])
-            specificity = np.average(1 - j[y == 0], weights=w[y == 0])
-            replicates.append((rate + specificity - 1) / (sensitivity + specificity - 1))
+        sensitivity = np.average(j[y == 1], weights=w[y == 1])
+        specificity = np.average(1 - j[y == 0], weights=w[y == 0])
+        replicates.append((rate + specificity - 1) / (sensitivity + specificity - 1))
     tail = (1 - widened(0.95, 20)) / 2
     expected = np.quantile(replicates, [tail, 1 - tail])
     assert (fast.low, fast.high) == pytest.approx(tuple(expected))
@@ -99,7 +140,7 @@ def test_corrected_rates_are_unbiased_and_covered(rate):
         verdict, index, annotations, inclusion = judged_run(rng, rate)
         options = {**annotations, "resamples": 300, "clip": False}
         rg = rogan_gladen(verdict, index, truth_weights=1 / inclusion, **options)
-        pp = prediction_powered(verdict, index, inclusion=inclusion, **options)
+        pp = prediction_powered(verdict, index, **annotations, inclusion=inclusion)
         for name, e in (("rg", rg), ("pp", pp)):
             found[name].append((e.value, e.low <= rate <= e.high))
         raw.append(verdict.mean())
@@ -143,9 +184,8 @@ def test_estimates_stay_within_the_unit_interval_unless_asked_not_to():
     clipped = rogan_gladen(verdict, sources, **annotations)
     assert clipped.value == 0 and clipped.low == 0 and clipped.high <= 1
     assert rogan_gladen(verdict, sources, **annotations, clip=False).value < 0
-    powered = {**annotations, "inclusion": np.ones(6)}
-    assert prediction_powered(verdict, sources, **powered).value == 0
-    assert prediction_powered(verdict, sources, **powered, clip=False).value < 0
+    powered = prediction_powered(verdict, sources, **annotations, inclusion=np.ones(6))
+    assert 0 < powered.low < powered.value < powered.high < 1
 
 
 def test_a_judge_no_better_than_chance_cannot_be_corrected():

@@ -92,7 +92,7 @@ def estimates(
         names |= {"judge": judged.judge, "responses": judged.responses, "level": level}
         names |= {"outcome": "genuine", "gate": judged.gate.word}
         decoys = judged.decoys[(judged.decoys[SUBJECT] == list(subject)).all(axis=1)]
-        truth = turns[turns["truth"].notna() & turns["genuine"].notna()]
+        truth = turns[turns["truth"].notna() & turns["genuine"].notna() & ~turns["fitted"]]
         rows += _judge_errors(truth, names | {"dataset": ALL}, level)
         for dataset, here in by_dataset(turns):
             own, of = turns[here], names | {"dataset": dataset}
@@ -296,8 +296,10 @@ def _corrected_rates(
 ) -> Iterator[TidyEstimate]:
     """The follow-up rate corrected for the judge's errors, and by the annotator's labels alone.
 
-    ``rate_annotated`` is the mean of the group's labels, weighted by inverse inclusion
-    probabilities that are normalised (Hájek 1971): it needs no judge, and no more than that sample.
+    Turns that the judge was fitted on are left out, among the labels and among all turns: its
+    errors there say nothing of its errors elsewhere. ``rate_annotated`` is the mean of the group's
+    labels, weighted by inverse inclusion probabilities that are normalised (Hájek 1971): it needs
+    no judge, and no more than that sample.
 
     Of corrected rates, ``rows`` are the turns judged and ``events`` those of them that are
     annotated and count for the correction: of the whole model for Rogan & Gladen, of the group for
@@ -307,7 +309,7 @@ def _corrected_rates(
     """
     if not len(truth):
         return
-    assessed = turns[turns["genuine"].notna()]
+    assessed = turns[turns["genuine"].notna() & ~turns["fitted"]]
     own = assessed[assessed["truth"].notna()]
 
     def row(quantity: str, found: Estimate, of: pd.DataFrame, labelled: int) -> TidyEstimate:
@@ -340,7 +342,7 @@ def _corrected_rates(
             truth_prediction=own["genuine"],
             truth_sources=own["source"],
             inclusion=weights.min() / weights,  # up to a factor: they are normalised
-            **options,
+            level=options["level"],
         )
         yield row("rate_prediction_powered", estimate, assessed, len(own))
 

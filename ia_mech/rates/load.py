@@ -19,6 +19,7 @@ from ia_mech.errors import UserError
 from ia_mech.judge.decoys import CONVERSATION, KINDS, decoy_items
 from ia_mech.judge.label import check_finished, items_of
 from ia_mech.judge.rubric import CANNOT_ASSESS, GENUINE, NAMES
+from ia_mech.judge.rules import fitted_items
 from ia_mech.judge.verdict import GROUNDED_P, JUDGED, OUTCOMES, Item, identity_hash
 from ia_mech.rates.gate import Gate, gate_of
 from ia_mech.run import Run
@@ -47,9 +48,9 @@ class Judged:
             assessed; grounded is NaN throughout if the judge doesn't test it), and of the annotator
             ``truth`` (likewise; NaN where not annotated) and ``inclusion`` (the probability of
             being chosen for annotation). Of the run: ``run`` (its folder), ``context_id`` (its
-            own name of the context), ``annotated`` (the annotator has labelled turns of it) and
-            ``unlabelled`` (the strata of its sheet that have turns but no label; empty if there
-            are none).
+            own name of the context), ``annotated`` (the annotator has labelled turns of it),
+            ``fitted`` (the rules judge was fitted on the turn) and ``unlabelled`` (the strata of
+            its sheet that have turns but no label; empty if there are none).
         judge: the judge's name.
         record: who the judge is.
         annotator: whose labels are in ``truth``; None without any.
@@ -371,7 +372,7 @@ def _label(frame: pd.DataFrame, run: Run, annotator: str | None, judge: str) -> 
     """Add what the annotator says."""
     keys = pd.MultiIndex.from_frame(frame[list(KEY)])
     frame["truth"] = frame["inclusion"] = np.nan
-    frame["annotated"], frame["unlabelled"] = False, ""
+    frame["annotated"], frame["unlabelled"], frame["fitted"] = False, "", False
     if annotator is None or annotator not in run.labels.annotators:
         return
     labels = run.labels.annotations(annotator).set_index(list(KEY))
@@ -385,6 +386,10 @@ def _label(frame: pd.DataFrame, run: Run, annotator: str | None, judge: str) -> 
     chances = labels["inclusion_probability"].dropna()
     if not ((chances > 0) & (chances <= 1)).all():
         raise UserError(f"{where} have inclusion probabilities outside (0, 1]", remedy)
+    if run.labels.record("judgements", judge).get("identity", {}).get("kind") == "rules":
+        said = run.labels.judgements(judge)
+        items = said[said["repeat"] == 0].set_index(list(KEY))["item"].reindex(keys)
+        frame["fitted"] = items.isin(fitted_items()).to_numpy()
     truth = (labels["category"] == GENUINE).astype(float)
     truth[labels["category"] == CANNOT_ASSESS] = np.nan
     frame["truth"] = truth.reindex(keys).to_numpy()
@@ -449,6 +454,13 @@ def _notes(runs: list[Run], record: dict, turns: pd.DataFrame, annotator: str | 
     if annotator and turns.loc[turns["truth"].notna(), "inclusion"].isna().any():
         notes.append(
             f"some labels of {annotator} have no inclusion probability: all are weighed alike."
+        )
+    fitted = turns[turns["fitted"]]
+    if len(fitted):
+        notes.append(
+            f"{len(fitted)} of {len(turns)} turns, {fitted['truth'].notna().sum()} of them "
+            "labelled, were in the rules judge's fit: its errors and corrected rates leave them "
+            "out."
         )
     return notes
 

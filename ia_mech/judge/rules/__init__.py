@@ -2,14 +2,15 @@
 
 Plain rules settle clear cases (empty and looping turns, thinking markers, closings, copies); the
 rest goes to a small multinomial logistic regression on features of the three texts
-(``features.py``), fitted on annotated turns and shipped as numbers in ``model.json``. ``CARD.md``
-has what it was fitted on and how good it is.
+(``features.py``), fitted on annotated turns and shipped as numbers in ``model.json``. Beside the
+category stands a p value of the turn's being in this conversation by chance (``grounding.py``).
+``CARD.md`` has what both were fitted on and how good they are.
 """
 
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.metadata import version
 from importlib.resources import files
@@ -17,7 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from ia_mech.judge.rubric import VERSION
+from ia_mech.judge.rubric import CANNOT_ASSESS, VERSION
+from ia_mech.judge.rules import grounding
 from ia_mech.judge.rules.features import (
     FUNCTION_WORDS,
     clear_case,
@@ -29,7 +31,7 @@ from ia_mech.judge.rules.features import (
 from ia_mech.judge.verdict import Item, Verdict
 
 MODEL = "model.json"
-CODE = ("features.py", "__init__.py")
+CODE = ("features.py", "grounding.py", "__init__.py")
 
 
 @dataclass(frozen=True)
@@ -78,10 +80,16 @@ def _shipped() -> tuple[Classifier, dict[str, Any], dict[str, Any]]:
         code.update((folder / name).read_bytes())
     identity = {
         "model": hashlib.sha256((folder / MODEL).read_bytes()).hexdigest()[:16],
+        "grounding": hashlib.sha256((folder / grounding.TABLE).read_bytes()).hexdigest()[:16],
         "code": code.hexdigest()[:16],
         "libraries": {name: version(name) for name in ("rapidfuzz", "snowballstemmer")},
     }
     return Classifier.from_json(model), identity, model
+
+
+def fitted_items() -> frozenset[str]:
+    """The items that the classifier was fitted on, as in the column ``item`` of verdicts."""
+    return frozenset(_shipped()[2]["fitted_on"])
 
 
 class RulesJudge:
@@ -91,19 +99,19 @@ class RulesJudge:
 
     def __init__(self) -> None:
         self._classifier, decisive, about = _shipped()
-        accuracy, fitted_on = about["accuracy"], about["fitted_on"]
+        accuracy = about["accuracy"]
         self.identity = {"kind": "rules", "rubric": VERSION, **decisive}
-        self._fitted_on = frozenset(fitted_on)
         lead, others = accuracy["lead"], accuracy["others"]
         self.caveat = (
-            f"the rules judge is a heuristic: balanced accuracy {lead['balanced_accuracy']} on "
-            f"{lead['turns']} turns of SmolLM2 without close calls, {others['balanced_accuracy']} "
-            f"on {others['turns']} with them (ia_mech/judge/rules/CARD.md)"
+            "the rules judge is a heuristic: balanced accuracy against a language model's labels "
+            f"(no person's) {lead['balanced_accuracy']} on {lead['turns']} turns of SmolLM2 "
+            f"without close calls, {others['balanced_accuracy']} on {others['turns']} with them "
+            "(ia_mech/judge/rules/CARD.md)"
         )
 
     def fitted_on(self, items: Sequence[Item]) -> int:
         """How many of these the classifier was fitted on; it looks better on them than it is."""
-        return sum(item.key("", 0)[:16] in self._fitted_on for item in items)
+        return sum(item.key("", 0)[:16] in fitted_items() for item in items)
 
     def estimate(self, items: Sequence[Item]) -> str:
         return ""
@@ -113,7 +121,19 @@ class RulesJudge:
             yield index, self.verdict(item)
 
     def verdict(self, item: Item) -> Verdict:
-        """The verdict on one item."""
+        """The verdict on one item; without a p value for one that it can't assess."""
+        verdict = self._category(item)
+        if verdict.category == CANNOT_ASSESS:
+            return verdict
+        ranks, decoys = grounding.table()
+        score, word = grounding.rarest_shared(item, ranks)
+        p = grounding.p_value(score, decoys)
+        shared = f"rarest shared word {word!r}" if word else "no rare word shared"
+        rationale = f"{verdict.rationale}; {shared}, p {p:.2f}"
+        return replace(verdict, rationale=rationale, grounded_p=p)
+
+    def _category(self, item: Item) -> Verdict:
+        """The rubric's category, and why."""
         clear = clear_case(item)
         if clear is not None:
             category, evidence = clear

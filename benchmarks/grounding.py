@@ -1,0 +1,283 @@
+"""How the rules judge's ``grounded_p`` was calibrated, and how good it is.
+
+Usage::
+
+    python -m benchmarks.grounding measure --calibration NAME=RUN... --test NAME=RUN... --bare RUN
+    python -m benchmarks.grounding evaluate
+
+``measure`` writes ``grounding.json`` of the judge (words and decoys' scores) and, beside this file,
+``grounding_scores.parquet``: the scores of all turns, and no text of anyone. ``evaluate`` makes all
+tables of ``grounding.md`` from them. A RUN is a run's folder; NAME is the data set that it is of.
+Runs for the test hold several responses per query; their sources are left out of the calibration.
+Runs with turns after the bare user header come from ``experiments.perturbations``.
+"""
+
+import argparse
+import json
+from collections.abc import Iterable, Iterator
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+from sklearn.feature_extraction.text import TfidfVectorizer
+
+from benchmarks.coverage_data import table
+from ia_mech.judge import rules
+from ia_mech.judge.label import items_of
+from ia_mech.judge.rubric import GENUINE
+from ia_mech.judge.rules import grounding
+from ia_mech.judge.rules.features import FUNCTION_WORDS, stem
+from ia_mech.judge.verdict import GROUNDED_P, Item
+from ia_mech.models import embedded
+from ia_mech.run import Run
+from ia_mech.stats import cluster_mean, paired_difference
+
+SCORES = Path(__file__).with_name("grounding_scores.parquet")
+TABLE = Path(rules.__file__).with_name(grounding.TABLE)
+COMMON = 3000  # stems that have a rank
+DRAWS = 2  # random decoys per turn
+# Of a row: whose turn, and held against which conversation.
+OWN, OTHER, SIMILAR, SIBLING = "own", "other conversation", "similar query", "other response"
+PARTS = CALIBRATION, TEST, BARE, PERSON = "calibration", "test", "bare header", "person"
+
+
+# -- words and scores ------------------------------------------------------------------------------
+
+
+def common_stems() -> list[str]:
+    """Stems in the order in which the embedded model's tokenizer learnt a word that has them.
+
+    Byte-pair encoding merges what is frequent first (Sennrich, Haddow & Birch 2016), so that the
+    order of the vocabulary is about that of frequency in a large corpus that none of the data sets
+    here is part of.
+    """
+    tokenizer = json.loads((embedded.directory() / "tokenizer.json").read_text("utf-8"))
+    vocabulary = tokenizer["model"]["vocab"]
+    found = (t[1:].lower() for t in sorted(vocabulary, key=vocabulary.get) if t.startswith("Ġ"))
+    kept = (w for w in found if w.isascii() and w.isalpha() and len(w) > 1)
+    return list(dict.fromkeys(stem(w) for w in kept if w not in FUNCTION_WORDS))[:COMMON]
+
+
+def turns_of(name: str, folder: str, part: str) -> pd.DataFrame:
+    """Different turns of a run: set, part, source, context, temperature, and the three texts."""
+    run = Run.open(folder)
+    rows, items = run.generations, items_of(run)
+    frame = pd.DataFrame(
+        {
+            "set": name,
+            "part": part,
+            "source": rows["source_id"].astype(str),
+            "context": rows["context_id"],
+            "temperature": rows["temperature"],
+            "perturbation": rows["perturbation"],
+            "query": [item.query for item in items],
+            "response": [item.response for item in items],
+            "turn": [item.turn for item in items],
+        }
+    )
+    return frame.drop_duplicates(["context", "temperature", "turn"], ignore_index=True)
+
+
+def people_of(name: str, folder: str) -> pd.DataFrame:
+    """What people really said next, one row per conversation that records it."""
+    frame = turns_of(name, folder, PERSON).drop_duplicates("context")
+    real = Run.open(folder).contexts.set_index("context_id")["reference"]
+    frame = frame.assign(turn=frame["context"].map(real), temperature=np.nan)
+    return frame[frame["turn"].notna()]
+
+
+Pairs = tuple[str, pd.DataFrame, pd.DataFrame]  # kind, turns, and the contexts to hold them against
+
+
+def pairs_of(turns: pd.DataFrame) -> Iterator[Pairs]:
+    """Turns with their own and other contexts, row by row.
+
+    The other conversation is of the same data set: sources are put in a random circle, anew for
+    every temperature, and each lends a context to the turns of the next, so that each lends once.
+    The conversation with a similar query has the query whose TF-IDF cosine with the turn's is
+    largest. The other response is the next one to the same query.
+    """
+    yield OWN, turns, turns
+    rng = np.random.default_rng(0)
+    for _, group in turns.groupby(["set", "temperature"], dropna=False):
+        lent = dict(list(group.groupby("source")))
+        for _ in range(DRAWS):
+            circle = rng.permutation(sorted(lent))
+            lender = dict(zip(circle, np.roll(circle, 1), strict=True))
+            one = {source: rows.iloc[rng.integers(len(rows))] for source, rows in lent.items()}
+            yield OTHER, group, pd.DataFrame([one[lender[source]] for source in group["source"]])
+    contexts = turns.drop_duplicates("context").set_index("context")
+    for _, group in turns.groupby("set"):
+        one = group.drop_duplicates("source").set_index("source")
+        weights = TfidfVectorizer(stop_words="english", sublinear_tf=True).fit_transform(
+            one["query"]
+        )
+        alike = (weights @ weights.T).toarray() - 2 * np.eye(len(one))
+        nearest = dict(zip(one.index, one.index[alike.argmax(1)], strict=True))
+        yield SIMILAR, group, one.loc[group["source"].map(nearest)]
+    for _, same in contexts.groupby(["set", "source"]):
+        if len(same) > 1:
+            following = dict(zip(same.index, np.roll(same.index, 1), strict=True))
+            there = turns[turns["context"].isin(same.index)]
+            yield SIBLING, there, contexts.loc[there["context"].map(following)]
+
+
+def bare_pairs(bare: pd.DataFrame, tests: pd.DataFrame) -> Iterator[Pairs]:
+    """Every turn after the bare header with a random conversation of each data set."""
+    rng = np.random.default_rng(0)
+    for name, contexts in tests.drop_duplicates("context").groupby("set"):
+        drawn = rng.integers(len(contexts), size=len(bare))
+        yield OTHER, bare.assign(set=name), contexts.iloc[drawn]
+
+
+def scored(pairs: Iterable[Pairs], ranks: dict[str, int]) -> pd.DataFrame:
+    """Facts of every pair, its score, and whether the rubric calls it genuine."""
+    judge, frames = rules.RulesJudge(), []
+    for kind, turns, contexts in pairs:
+        texts = zip(contexts["query"], contexts["response"], turns["turn"], strict=True)
+        items = [Item(*each) for each in texts]
+        frames.append(
+            turns[["set", "part", "source", "temperature"]].assign(
+                kind=kind,
+                score=np.array([grounding.rarest_shared(i, ranks)[0] for i in items], np.int16),
+                genuine=[judge.verdict(item).category == GENUINE for item in items],
+            )
+        )
+    return pd.concat(frames, ignore_index=True)
+
+
+def measure(args: argparse.Namespace) -> None:
+    """Write the judge's table and the scores."""
+    stems = common_stems()
+    ranks = {word: rank for rank, word in enumerate(stems, start=1)}
+    named = {
+        part: [one.split("=", 1) for one in getattr(args, part)] for part in (CALIBRATION, TEST)
+    }
+    tests = pd.concat([turns_of(name, folder, TEST) for name, folder in named[TEST]])
+    known = set(zip(tests["set"], tests["source"], strict=True))
+    rest, people = [], []
+    for name, folder in named[CALIBRATION]:
+        frame = turns_of(name, folder, CALIBRATION)
+        rest.append(frame[[(name, source) not in known for source in frame["source"]]])
+        people.append(people_of(name, folder))
+    bare = pd.concat([turns_of("", folder, BARE) for folder in args.bare])
+    bare = bare[bare["perturbation"] == "header_only"]
+    pairs = chain(
+        *(pairs_of(frame.reset_index(drop=True)) for frame in (*rest, tests, *people)),
+        bare_pairs(bare.drop_duplicates(["source", "temperature", "turn"]), tests),
+    )
+    scores = scored(pairs, ranks).astype(dict.fromkeys(("set", "part", "kind"), "category"))
+    scores.to_parquet(SCORES)
+    content = {"common": " ".join(stems), "decoys": one_per_source(scores).tolist()}
+    TABLE.write_text(json.dumps(content) + "\n", encoding="utf-8")
+    print(f"{len(scores)} scores: {SCORES}\n{len(content['decoys'])} decoys: {TABLE}")
+
+
+def one_per_source(scores: pd.DataFrame, without: str = "") -> np.ndarray:
+    """``[sources]`` ascending scores: of every source one random turn with the similar query."""
+    decoys = scores[(scores["part"] == CALIBRATION) & (scores["kind"] == SIMILAR)]
+    decoys = decoys[decoys["set"] != without].sort_values(["set", "source", "temperature", "score"])
+    return np.sort(decoys.groupby(["set", "source"])["score"].sample(1, random_state=0).to_numpy())
+
+
+# -- what is reported ------------------------------------------------------------------------------
+
+COUNTED = ["sources", "decoys, p ≤ 0.05", "own turns, p ≤ 0.05", "genuine own turns, p ≤ 0.05"]
+
+
+def judged_with(scores: pd.DataFrame, decoys: np.ndarray) -> pd.DataFrame:
+    """The scores with ``small``, whether the p value is small, and ``grounded``, genuine too."""
+    small = np.array([grounding.p_value(score, decoys) for score in scores["score"]])
+    small = small <= GROUNDED_P
+    return scores.assign(small=small, grounded=small & scores["genuine"].to_numpy())
+
+
+def share(rows: pd.DataFrame, what: str) -> str:
+    """Share of rows with an interval over sources."""
+    return cluster_mean(rows[what].astype(float), rows["source"], proportion=True).text(3)
+
+
+def counted(rows: pd.DataFrame) -> list[object]:
+    """Floor and power of some turns: cells of :data:`COUNTED`."""
+    own, other = rows[rows["kind"] == OWN], rows[rows["kind"] == OTHER]
+    genuine = own[own["genuine"]]
+    return [
+        own["source"].nunique(),
+        share(other, "small"),
+        share(own, "small"),
+        share(genuine, "small"),
+    ]
+
+
+def left_out(scores: pd.DataFrame) -> Iterator[list[object]]:
+    """Floor and power in each data set, with decoys of the three others alone."""
+    for name in sorted(scores.loc[scores["part"] == CALIBRATION, "set"].unique()):
+        judged = judged_with(scores[scores["set"] == name], one_per_source(scores, name))
+        for part in (CALIBRATION, TEST):
+            yield [name, part, *counted(judged[judged["part"] == part])]
+
+
+def by_temperature(judged: pd.DataFrame) -> Iterator[list[object]]:
+    """The same of all data sets together, with the shipped decoys."""
+    turns = judged[judged["part"].isin([CALIBRATION, TEST])]
+    for (part, temperature), rows in turns.groupby(["part", "temperature"]):
+        yield [part, f"{temperature:g}", *counted(rows)]
+
+
+def others(judged: pd.DataFrame, part: str) -> Iterator[list[object]]:
+    """Turns that the model didn't write after a conversation of its own."""
+    for (name, kind), rows in judged[judged["part"] == part].groupby(["set", "kind"]):
+        shares = (share(rows, what) for what in ("small", "genuine", "grounded"))
+        yield [name, kind, len(rows), *shares]
+
+
+def excess(judged: pd.DataFrame) -> Iterator[list[object]]:
+    """Rate, floor and excess on the test queries, of genuine and of grounded turns."""
+    tests = judged[judged["part"] == TEST]
+    for what in ("genuine", "grounded"):
+        for shown in ("all", *sorted(tests["temperature"].unique())):
+            rows = tests if shown == "all" else tests[tests["temperature"] == shown]
+            kinds = dict(list(rows.groupby("kind")))
+            cells = [share(kinds[OWN], what), share(kinds[OTHER], what)]
+            for kind in (OTHER, SIBLING):
+                columns = [of[at] for of in (kinds[OWN], kinds[kind]) for at in (what, "source")]
+                cells.append(paired_difference(*columns).difference.text(3))
+            yield [what, shown, *cells]
+
+
+def evaluate() -> None:
+    """Print all tables, from the scores alone."""
+    scores = pd.read_parquet(SCORES)
+    decoys = one_per_source(scores)
+    judged = judged_with(scores, decoys)
+    smallest = min(score for score in set(decoys) if grounding.p_value(score, decoys) <= GROUNDED_P)
+    print(f"{len(decoys)} decoys; p ≤ 0.05 from a score of {smallest} on.\n")
+    print("### Data sets absent from the calibration\n")
+    table(["left out", "turns of", *COUNTED], left_out(scores), 8, "left out")
+    print("### By temperature\n")
+    table(["turns of", "T", *COUNTED], by_temperature(judged), 7, "temperature")
+    header = ["held against", "turns", "p ≤ 0.05", "genuine", "grounded"]
+    print("### Turns after the bare user header\n")
+    table(["set", *header], others(judged, BARE), 4, "bare header")
+    print("### What people wrote next\n")
+    table(["set", *header], others(judged, PERSON), 4, "people")
+    print("### Rate, floor and excess on the test queries\n")
+    header = ["verdict", "T", "rate", "floor", "excess", "excess over another response"]
+    table(header, excess(judged), 8, "excess")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("command", choices=["measure", "evaluate"])
+    parser.add_argument(f"--{CALIBRATION}", nargs="+", default=[], metavar="NAME=RUN")
+    parser.add_argument(f"--{TEST}", nargs="+", default=[], metavar="NAME=RUN")
+    parser.add_argument("--bare", nargs="+", default=[], metavar="RUN")
+    args = parser.parse_args()
+    if args.command == "measure":
+        measure(args)
+    evaluate()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""The p value of grounding: by hand, against its definition, and what ships against the study."""
+
+import json
+import random
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from benchmarks import grounding as study
+from ia_mech.judge.rules import RulesJudge, grounding
+from ia_mech.judge.rules.grounding import p_value, rarest_shared
+from ia_mech.judge.verdict import GROUNDED_P, Item
+
+QUERY = "How do I keep basil alive indoors? I have $1250."
+RESPONSE = "Water it when the soil is dry to the first knuckle, and pinch off Osei's 12 buds."
+RANKS = {"water": 1, "soil": 2, "basil": 3}
+
+
+@pytest.mark.parametrize(
+    ("turn", "found"),
+    [
+        ("And the water?", (1, "water")),
+        ("Watering the soil, or the basil?", (3, "basil")),  # from the query; stems, not words
+        ("Why the knuckles, not the soil?", (4, "knuckles")),  # no common word: one rank more
+        ("Is Osei's soil dry?", (4, "osei's")),
+        ("So 12 is enough when it is off?", (0, "")),  # small numbers and function words
+        ("Is 1250 enough?", (4, "1250")),
+        ("Is 1,250 enough? Tulips?", (0, "")),
+        ("", (0, "")),
+    ],
+)
+def test_the_score_is_of_the_rarest_word_that_both_have(turn, found):
+    assert rarest_shared(Item(QUERY, RESPONSE, turn), RANKS) == found
+
+
+def test_the_p_value_is_the_share_of_decoys_that_score_as_high():
+    rng = random.Random(0)
+    for _ in range(100):
+        decoys = sorted(rng.randrange(6) for _ in range(rng.randrange(1, 30)))
+        score = rng.randrange(7)
+        expected = (1 + sum(decoy >= score for decoy in decoys)) / (1 + len(decoys))
+        assert p_value(score, np.array(decoys)) == pytest.approx(expected, rel=1e-15)
+
+
+def test_a_verdict_has_the_p_value_and_its_evidence():
+    judge = RulesJudge()
+    quoted = judge.verdict(Item(QUERY, RESPONSE, "Why to the first knuckle?"))
+    assert quoted.grounded_p <= GROUNDED_P and "'knuckle'" in quoted.rationale
+    assert judge.verdict(Item("", "Dogs bark.", "Why to the first knuckle?")).grounded_p == 1
+    for turn in ("Thanks!", "", "Can you give me some tips?"):
+        assert judge.verdict(Item(QUERY, RESPONSE, turn)).grounded_p > GROUNDED_P
+    assert judge.verdict(Item(QUERY, RESPONSE, "Как сохранить базилик?")).grounded_p is None
+
+
+def test_what_ships_is_what_the_study_gives():
+    scores = pd.read_parquet(study.SCORES)
+    ranks, decoys = grounding.table()
+    np.testing.assert_array_equal(decoys, study.one_per_source(scores))
+    calibration = scores[scores["part"] == study.CALIBRATION]
+    tests = scores[scores["part"] == study.TEST]
+    assert len(decoys) == len(calibration.drop_duplicates(["set", "source"]))
+    shared = [set(zip(part["set"], part["source"], strict=True)) for part in (calibration, tests)]
+    assert not set.intersection(*shared)
+    assert len(ranks) == study.COMMON and scores["score"].max() == study.COMMON + 1
+    assert study.TABLE.stat().st_size < 60_000
+    assert set(json.loads(study.TABLE.read_text("utf-8"))) == {"common", "decoys"}
+
+
+@pytest.mark.parametrize("name", ["builtin", "gsm8k", "ifbench", "mtbench"])
+def test_the_floor_holds_in_a_data_set_absent_from_the_calibration(name):
+    scores = pd.read_parquet(study.SCORES)
+    judged = study.judged_with(scores[scores["set"] == name], study.one_per_source(scores, name))
+    for part in (study.CALIBRATION, study.TEST):
+        turns = judged[judged["part"] == part]
+        assert turns.loc[turns["kind"] == study.OTHER, "small"].mean() <= GROUNDED_P
+        assert turns.loc[turns["kind"] == study.OWN, "small"].mean() > 0.3
+    bare = judged[judged["part"] == study.BARE]
+    assert len(bare) == 480 and bare["small"].mean() <= GROUNDED_P
