@@ -141,20 +141,17 @@ unpacked().then((data) => {
   });
 
   // -- one context ------------------------------------------------------------------------------
-  function text(content) {
-    return el("div", { class: "text", dir: "auto", tabindex: "0", role: "region", "aria-label": "text" },
-      content || "(empty)");
+  function text(content, words) {
+    return el("div",
+      { class: "text", dir: "auto", tabindex: "0", role: "group", "aria-label": words }, content);
   }
 
   // A turn with its tokens shaded. `most` is the value of the darkest.
   function shaded(i, values, colour, most, words) {
     const pieces = turns.pieces && turns.pieces[i];
     const whole = turns.text[i];
-    const shown = el("div", { class: "text", dir: "auto", tabindex: "0", role: "region", "aria-label": words });
-    if (!pieces || !values) {
-      shown.append(whole || "(empty)");
-      return shown;
-    }
+    if (!pieces || !values) return text(whole || "(empty)", words);
+    const shown = text("", words);
     let from = 0;
     pieces.forEach((length, k) => {
       const value = values[k] === undefined || values[k] === null ? 0 : values[k];
@@ -204,8 +201,8 @@ unpacked().then((data) => {
     const select = el("select", { onchange: () => { shading = select.value; show(c); } },
       ...Object.keys(shadings).map((name) => el("option", { value: name, selected: name === shading }, name)));
     const parts = [el("h3", {}, heading), el("p", { class: "meta" }, notes.join(" · ")),
-      el("h4", {}, "Query"), text(contexts.query[c]),
-      el("h4", {}, "Response"), text(contexts.response[c]),
+      el("h4", {}, "Query"), text(contexts.query[c], "query"),
+      el("h4", {}, "Response"), text(contexts.response[c], "response"),
       el("h4", {}, "User turns")];
     if (Object.keys(shadings).length > 1) parts.push(el("label", {}, "shade", select));
     parts.push(el("div", { class: "cards" }, ...mine.map(card)));
@@ -241,6 +238,9 @@ unpacked().then((data) => {
   }
 
   window.addEventListener("hashchange", follow);
+  window.addEventListener("beforeprint", () => {
+    for (const part of document.querySelectorAll("details")) part.open = true;
+  });
   filter();
   if (count) show(turns.context[0]);
   follow();

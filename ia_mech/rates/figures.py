@@ -31,13 +31,14 @@ def rates(estimates: pd.DataFrame, title: str) -> Figure:
     whole = whole[whole["temperature"].notna()]
     figure = Figure(figsize=(9.5, 4.0), layout="constrained")
     left, right = figure.subplots(1, 2)
-    for quantity, (label, colour) in LINES.items():
+    apart = 0.015 * whole["temperature"].max()  # intervals beside each other, not on each other
+    for number, (quantity, (label, colour)) in enumerate(LINES.items()):
         own = whole[whole["quantity"] == quantity]
         own = own[own["decoy"].isna() | (own["decoy"] == CONVERSATION)].sort_values("temperature")
         if own["value"].notna().any():
             ends = np.abs(own[["low", "high"]].to_numpy().T - own["value"].to_numpy())
             left.errorbar(
-                own["temperature"],
+                own["temperature"] + apart * number,
                 own["value"],
                 yerr=np.nan_to_num(ends),
                 color=colour,
@@ -69,8 +70,7 @@ def _profile(axes: Axes, shares: pd.DataFrame) -> None:
                 range(len(temperatures)),
                 heights,
                 bottom=under,
-                color=COLOURS[number % len(COLOURS)],
-                hatch="///" if number >= len(COLOURS) else None,
+                color=[*COLOURS, "0.75"][number],
                 edgecolor="white",
                 label=heading(category),
             )

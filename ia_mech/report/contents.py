@@ -138,7 +138,7 @@ def _rates(judged: Judged, name: str) -> Part:
     print_rates(recorder, judged, found)
     own = found[(found["quantity"] == "follow_up_rate") & (found["outcome"] == "genuine")]
     said = [
-        f"{f'T = {row.temperature:g}' if row.temperature else 'greedy'} "
+        f"{f'T = {row.temperature:g}:' if row.temperature else 'greedy'} "
         f"{Estimate(row.value, row.low, row.high, row.sources).text()}"
         for row in together(own).itertuples()
     ]
@@ -156,7 +156,7 @@ def _rates(judged: Judged, name: str) -> Part:
         run=name,
         sentence=f"Judge {judged.judge} calls these shares of {len(judged.turns)} turns genuine "
         f"(95% intervals over {sources} sources): {', '.join(said)}.",
-        control=f"{judged.gate.sentence}.",
+        control=_sentence(judged.gate.sentence),
         pictures=pictures,
         tables=[shown(table) for table in recorder.tables],
         notes=[line for line in recorder.lines if line not in sentences],
@@ -178,7 +178,7 @@ def _agreement(run: Run, name: str) -> Part:
         title="How far do judges and annotators agree?",
         run=name,
         sentence=f"Cohen's κ of the categories: {', '.join(kappas)}." if kappas else "",
-        control="what each calls genuine of turns after another conversation (floor), below.",
+        control="What each calls genuine of turns after another conversation (floor), below.",
         tables=[shown(table) for table in recorder.tables],
         notes=recorder.lines,
     )
@@ -254,8 +254,8 @@ def _experiment(results: Results, run: str) -> Part:
         name=name,
         title=about.get("title") or name.replace("_", " "),
         run=run,
-        sentence=about.get("sentence", ""),
-        control=about.get("control", ""),
+        sentence=_sentence(about.get("sentence", "")),
+        control=_sentence(about.get("control", "")),
         pictures=_pictures(folder, stems),
         notes=list(about.get("notes", [])),
         estimates=listed(_table(folder / ESTIMATES)),
@@ -281,13 +281,18 @@ def _probe(folder: Path, run: str) -> Part:
         name="probes",
         title=title,
         run=run,
-        sentence=sentence.rstrip(".") + ".",
+        sentence=_sentence(sentence),
         control=f"AUROC gained over each control: {', '.join(gains)}." if gains else "",
         pictures=_pictures(folder, [path.stem for path in sorted(folder.glob("*.svg"))]),
         notes=[str(note) for note in card.get("notes", [])],
         estimates=listed(_table(folder / ESTIMATES)),
         folder=str(folder),
     )
+
+
+def _sentence(text: str) -> str:
+    """With a capital in front and a full stop."""
+    return text[:1].upper() + text[1:] + "." * (bool(text) and text[-1] != ".")
 
 
 def _estimate(numbers: dict[str, Any]) -> str:
