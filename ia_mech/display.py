@@ -71,7 +71,8 @@ class Recorder(_Console):
         self.tables: list[Table] = []
         self.lines: list[str] = []
 
-    def print(self, *objects: Any, markup: bool = True, **options: Any) -> None:
+    def print(self, *objects: Any, **options: Any) -> None:
+        markup = options.get("markup", True)
         for shown in objects:
             if isinstance(shown, Table):
                 self.tables.append(shown)

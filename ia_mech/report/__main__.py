@@ -8,9 +8,14 @@ Usage::
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ia_mech.cli import Parser, add_no_verify, guarded, path_of, tolerant_streams
+
+if TYPE_CHECKING:
+    from ia_mech.run import Run
 
 DESCRIPTION = """\
 Write runs as one HTML file that opens from disk without a network: what was found by judges, probes
@@ -61,11 +66,15 @@ def _report(args: argparse.Namespace) -> None:
     runs = open_runs(args.runs, verify=args.verify)
     refuse_unwritable(out.parent)
     page = render_report(runs, args.results)
-    replace_file(out, lambda scratch: scratch.write_text(page, encoding="utf-8") and None)
+
+    def write(scratch: Path) -> None:
+        scratch.write_text(page, encoding="utf-8")
+
+    replace_file(out, write)
     print(f"report: {quoted(out)}")
 
 
-def render_report(runs, more=()) -> str:
+def render_report(runs: "Sequence[Run]", more: "Sequence[Path]" = ()) -> str:
     """The page of open, finished runs; ``more`` are results of experiments on the first one.
 
     Raises:
@@ -87,7 +96,8 @@ def render_report(runs, more=()) -> str:
     ]
     data, held = browser(runs, names, results)
     models = ", ".join(dict.fromkeys(run.model["name"] for run in runs))
-    turns, contexts = (sum(map(len, f)) for f in zip(*((r.generations, r.contexts) for r in runs)))
+    turns = sum(len(run.generations) for run in runs)
+    contexts = sum(len(run.contexts) for run in runs)
     return rendered(
         "report",
         data,

@@ -74,8 +74,8 @@ def _frames(run: Run, results: Sequence[Results]) -> tuple[pd.DataFrame, pd.Data
         query=[_query(list(all_)[:-1]) for all_ in messages],
         response=[all_[-1]["content"] for all_ in messages],
     )
-    columns = set(run.contexts)
-    contexts["response_index"] = run.contexts["response_index"] if "response_index" in columns else None
+    # Runs of earlier versions have no such column.
+    contexts["response_index"] = run.contexts.get("response_index", default=None)
     for file in sorted(run.path.glob("probes/*/predictions.parquet")):
         found = pq.read_table(file).to_pandas().drop_duplicates("context_id")
         found = found.set_index("context_id")["probability"]
@@ -134,7 +134,8 @@ def _pieces(run: Run) -> pd.Series:
         return known[token]
 
     def of(text: str, ids: np.ndarray) -> list[int] | None:
-        lengths, at = [], 0
+        lengths: list[int] = []
+        at = 0
         for token in ids.tolist():
             part = piece(token)
             if not text.startswith(part, at):
@@ -147,9 +148,7 @@ def _pieces(run: Run) -> pd.Series:
     return pd.Series([of(text, ids) for text, ids in cells], dtype=object)
 
 
-def _columns(
-    contexts: pd.DataFrame, turns: pd.DataFrame, names: Sequence[str]
-) -> dict[str, Any]:
+def _columns(contexts: pd.DataFrame, turns: pd.DataFrame, names: Sequence[str]) -> dict[str, Any]:
     """What the page's script reads: a list per column. Texts are made visible."""
     places = pd.MultiIndex.from_frame(contexts[["run", "context_id"]])
     datasets = sorted(contexts["dataset"].unique())
