@@ -31,6 +31,7 @@ from ia_mech.report.__main__ import main, render_report
 from ia_mech.report.contents import listed, results_of, shown
 from ia_mech.run import Run
 from ia_mech.run.labels import KEY
+from ia_mech.untrusted import visible
 
 CATEGORIES = [[GENUINE, "generic", "degenerate", "new_topic"][i * 7 % 4] for i in range(60)]
 
@@ -106,7 +107,7 @@ def test_a_run_without_labels_is_shown_for_its_turns(run, report):
     page = (run.path / "report.html").read_text()
     assert "Nothing was analysed yet" in page
     data = unpacked(page)
-    assert data["turns"]["text"] == [t if t else "" for t in run.generations["text"]]
+    assert data["turns"]["text"] == [visible(text) for text in run.generations["text"]]
     assert data["turns"]["labels"] == {}
 
 

@@ -193,10 +193,10 @@ def add_export(commands) -> None:
         "export",
         help="write a blind sheet to annotate",
         description="Write a sample of a run's user turns as a sheet (CSV, JSON lines) to fill in, "
-        "and as a\npage to annotate in (HTML): query, response and turn in random order, without model, temperature, judge or "
-        "reference.\nStratified by a judge's verdict, so that rare categories are seen; the "
-        "inclusion probabilities\nstay in the run, for weighting. Decoys are mixed in. Nothing is "
-        "overwritten.",
+        "and as a\npage to annotate in (HTML): query, response and turn in random order, without "
+        "model,\ntemperature, judge or reference. Stratified by a judge's verdict, so that rare "
+        "categories are seen;\nthe inclusion probabilities stay in the run, for weighting. Decoys "
+        "are mixed in. Nothing is\noverwritten.",
     )
     parser.set_defaults(function="ia_mech.judge.sheets:export_command")
     parser.add_argument("run", type=path_of, help="a run's folder")
@@ -224,10 +224,10 @@ def add_import(commands) -> None:
     parser = commands.add_parser(
         "import",
         help="read a filled-in sheet",
-        description="Check a filled-in sheet (CSV, JSON lines or the page's JSON) row by row and "
-        "write\nannotations/<annotator>.parquet.\nRows without a category are left out; one bad row and "
-        "nothing is written. Commas, semicolons or\ntabs, any quoting and line ends will do, but "
-        "it must be UTF-8. Only item, category and note are read.",
+        description="Check a filled-in sheet (CSV, JSON lines, or the page's JSON) row by row and "
+        "write\nannotations/<annotator>.parquet. Rows without a category are left out; one bad "
+        "row and nothing is\nwritten. Commas, semicolons or tabs, any quoting and line ends will "
+        "do, but it must be UTF-8. Only\nitem, category and note are read.",
     )
     parser.set_defaults(function="ia_mech.judge.sheets:import_command")
     parser.add_argument("run", type=path_of, help="the run that the sheet was exported from")
