@@ -191,7 +191,7 @@ def page_data(page: str) -> tuple[str, dict]:
 
 def test_the_page_holds_the_sheet_and_nothing_else(judged):
     sheet, (*_, page) = exported(judged)
-    other, (*_, another) = exported(judged, 12, name="other")
+    _, (*_, another) = exported(judged, 12, name="other")
     frame, data = page_data(page.read_text())
     assert page_data(another.read_text())[0] == frame  # it is alike whatever the sheet holds
     assert data.keys() == {"sheet", "rows", "categories"} and data["sheet"] == sheet.key["sheet"]
