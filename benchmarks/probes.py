@@ -80,9 +80,9 @@ class Drawn:
         return Outcome.of(positives, np.full(self.contexts, TURNS), np.arange(self.contexts))
 
     def controls(self) -> Controls:
-        """As wide as real ones, and as many; text has 300 features."""
+        """As wide as real ones, and as many."""
         rng = np.random.default_rng(3)
-        text = {"text": 300, "lengths": 7, "dataset": 4, "random": self.width}
+        text = {"text": 100, "lengths": 7, "dataset": 4}
         own, output = (
             [Baseline(name, rng.normal(size=(self.contexts, d)), "") for name, d in widths.items()]
             for widths in (text, {"output": self.width, "summaries": 8})

@@ -58,7 +58,7 @@ class Results:
         judge: whose verdicts were used, if any, and whether they pass their control.
         estimates: written as ``estimates.parquet``.
         show: prints the tables of the terminal.
-        figures: stem of the file → figure, written as PNG and SVG.
+        figures: stem of the file → figure, written as PNG, SVG and PDF.
         tables: stem of the file → further table, written as Parquet.
         notes: what a reader has to know, a line each.
         sentence: what was found, in words, with its interval. Empty: no such estimate was made.

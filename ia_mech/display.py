@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 # Okabe & Ito's colours, which colour-blind readers can tell apart, and a grey.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "0.4")
 
+KINDS = ("png", "svg", "pdf")  # of files that a figure is written to
+
 STYLE: dict[Any, Any] = {
     "axes.labelsize": 9,
     "axes.linewidth": 0.7,
@@ -188,7 +190,7 @@ def svg_of(figure: Figure, stem: str) -> bytes:
 
 
 def save_figure(figure: Figure, folder: str | Path, stem: str) -> list[Path]:
-    """Write a figure as PNG and as SVG, each replaced whole; the same bytes for the same figure.
+    """Write a figure as PNG, SVG and PDF, each replaced whole; the same bytes for the same figure.
 
     Args:
         figure: the figure.
@@ -196,7 +198,7 @@ def save_figure(figure: Figure, folder: str | Path, stem: str) -> list[Path]:
         stem: of the files' names.
 
     Returns:
-        Both paths.
+        The paths, in the order of :data:`KINDS`.
 
     Raises:
         OSError: a file can't be written.
@@ -206,13 +208,18 @@ def save_figure(figure: Figure, folder: str | Path, stem: str) -> list[Path]:
     from ia_mech.run.integrity import replace_file
 
     paths = []
-    for kind, metadata in (("png", {"Software": None}), ("svg", {"Date": None})):
+    undated: dict[str, dict[str, None]] = {
+        "png": {"Software": None},
+        "svg": {"Date": None},
+        "pdf": {"CreationDate": None},
+    }
+    for kind in KINDS:
         path = Path(folder) / f"{stem}.{kind}"
 
-        def write(scratch: Path, kind: str = kind, metadata: dict[str, None] = metadata) -> None:
+        def write(scratch: Path, kind: str = kind) -> None:
             # Ticks are only made now. Ids in an SVG are random without a salt.
             with rc_context({**STYLE, "svg.hashsalt": stem}):
-                figure.savefig(scratch, format=kind, dpi=150, metadata=metadata)
+                figure.savefig(scratch, format=kind, dpi=150, metadata=undated[kind])
 
         replace_file(path, write)
         paths.append(path)

@@ -17,10 +17,18 @@ from threadpoolctl import threadpool_limits
 
 from ia_mech.display import Progress, Quiet
 from ia_mech.errors import UserError
-from ia_mech.stats import Estimate, FoldScores, Replicated
-from probes.controls import Controls, control_outcomes
-from probes.fit.folds import Tested, against_permutations, make_folds, movable, permutations
-from probes.fit.nested_cv import CrossValidated, Design, cross_validate, fit
+from ia_mech.stats import Estimate, FoldScores, Replicated, model_confidence_set
+from probes.controls import Baseline, Controls, control_outcomes
+from probes.fit.beyond import Gained, gained, scaled
+from probes.fit.folds import (
+    Tested,
+    against_permutations,
+    make_folds,
+    movable,
+    permutations,
+    seeds_of,
+)
+from probes.fit.nested_cv import CrossValidated, Design, cross_validate, fit, log_loss
 from probes.fit.solvers import Features, project
 from probes.targets import Outcome
 
@@ -95,7 +103,7 @@ class Settings:
         control_draws: random functions of the control task.
         level: coverage of intervals.
         resamples: bootstrap samples.
-        seed: of folds, permutations, resampling and control task.
+        seed: of folds and permutations (a stream each), resampling and control task.
         workers: threads; the processors this process may use, if not given.
     """
 
@@ -121,7 +129,6 @@ class Compared:
         what: one line on what it is.
         kind: ``text``, ``output`` or ``control task``.
         auroc: its own.
-        gain: the headline's AUROC less its own, on the same resamples.
         scores: ``[contexts]`` log-odds; None for the control task, which has other labels.
     """
 
@@ -129,16 +136,35 @@ class Compared:
     what: str
     kind: str
     auroc: Estimate
-    gain: Estimate
     scores: np.ndarray | None
 
 
 @dataclass(frozen=True)
-class Headline:
-    """The probe whose layer, position and penalty the inner loops chose.
+class Beyond:
+    """What hidden states add to a linear readout of the first-token state and the text.
 
     Attributes:
-        layer, position: chosen on all contexts.
+        found: out-of-fold scores of both, see :mod:`probes.fit.beyond`.
+        saved: share of the deviance of the readout without hidden states that the one with them
+            saves on held-out sources.
+        gain: AUROC of the one with hidden states less that of the one without.
+        base, full: both AUROCs.
+    """
+
+    found: Gained
+    saved: Estimate
+    gain: Estimate
+    base: Estimate
+    full: Estimate
+
+
+@dataclass(frozen=True)
+class Headline:
+    """The selection procedure: each outer fold is scored by the probe whose layer, position and
+    penalty its inner loop chose.
+
+    Attributes:
+        layer, position: what the same rule chooses on all contexts, for the probe that is kept.
         picked: (layer, position) that each outer fold chose.
         scores: ``[contexts]`` log-odds, each from the probe that its outer fold chose.
         weights: ``[folds, d_model]`` of those probes, on hidden states as they are.
@@ -169,8 +195,11 @@ class Analysis:
         tested: selection and permutation tests.
         auroc: ``[layers][positions]`` of the reported estimator, each layer and position by itself.
         cell_scores: ``[layers, positions, contexts]`` float32 log-odds.
-        headline: the probe with the inner loops' choices.
+        p_best: ``[layers, positions]`` p values of the model confidence set: by held-out log loss,
+            which layers and positions can't be told from the best.
+        headline: the selection procedure's scores.
         compared: controls.
+        beyond: what hidden states add to output and text; None without either.
         notes: what a reader has to know.
     """
 
@@ -182,9 +211,16 @@ class Analysis:
     tested: Tested
     auroc: list[list[Estimate]]
     cell_scores: np.ndarray
+    p_best: np.ndarray
     headline: Headline
     compared: list[Compared]
+    beyond: Beyond | None
     notes: list[str]
+
+    @property
+    def among_best(self) -> np.ndarray:
+        """``[layers, positions]`` whether each is in the model confidence set."""
+        return self.p_best > 1 - self.settings.level
 
 
 # -- the analysis ---------------------------------------------------------------------------------
@@ -230,8 +266,9 @@ def analyse(
             f"{moving} of {sources} sources can change places in permutations; the others, alone "
             "in their number of contexts per run or perturbation, stay and make the tests weaker."
         )
-    folds = make_folds(outcome, settings.folds, settings.seed)
-    permuted = permutations(outcome, folds, settings.permutations, settings.seed)
+    of_folds, of_permutations = seeds_of(settings.seed)
+    folds = make_folds(outcome, settings.folds, of_folds)
+    permuted = permutations(outcome, folds, settings.permutations, of_permutations)
     design = Design.of(outcome, folds, permuted, settings.estimator)
     workers = settings.workers or processors()
     with threadpool_limits(1), ThreadPoolExecutor(workers) as pool:
@@ -304,7 +341,8 @@ class _Analyser:
         width = len(self.positions)
         rows = [found[at : at + width] for at in range(0, len(found), width)]
         headline = self._headline(tested, rows)
-        compared = self._compared(controls, headline, self._embeddings(rows))
+        cell_scores = np.array([[one.scores for one in row] for row in rows], dtype=np.float32)
+        compared = self._compared(controls, headline)
         return Analysis(
             self.settings,
             self.outcome,
@@ -313,11 +351,29 @@ class _Analyser:
             self.positions,
             tested,
             [auroc[at : at + width] for at in range(0, len(auroc), width)],
-            np.array([[one.scores for one in row] for row in rows], dtype=np.float32),
+            cell_scores,
+            self._p_best(cell_scores, headline.chance),
             headline,
             compared,
+            self._beyond(controls, headline),
             notes,
         )
+
+    def _p_best(self, cell_scores: np.ndarray, chance: float) -> np.ndarray:
+        """p values of the model confidence set, chance in training taken into account as in the
+        headline's interval."""
+        outcome, shape = self.outcome, cell_scores.shape[:2]
+        flat = cell_scores.reshape(-1, len(outcome)).astype(float)
+        losses = log_loss(flat, outcome.positives, outcome.trials)
+        by_source = np.zeros((len(flat), outcome.source_count))
+        np.add.at(by_source.T, outcome.sources, losses.T)
+        p = model_confidence_set(
+            by_source,
+            resamples=self.settings.resamples,
+            seed=self.settings.seed,
+            stretch=float(np.sqrt(1 + chance)),
+        )
+        return p.reshape(shape)
 
     # -- the headline -----------------------------------------------------------------------------
 
@@ -388,59 +444,23 @@ class _Analyser:
 
     # -- controls ---------------------------------------------------------------------------------
 
-    def _embeddings(self, found: list[list[CrossValidated]]) -> tuple[np.ndarray, float] | None:
-        """Scores and chance of layer 0, probed or not, at the position each inner loop chose."""
-        if self.layers == [0]:
-            return None
-        if 0 in self.layers:
-            here = found[self.layers.index(0)]
-        else:
-            states, observed = self.hidden.layer(0), self.design.observed()
-            each = (Features.of(states[:, at]) for at in range(len(self.positions)))
-            here = [cross_validate(features, observed) for features in each]
-        best = np.array([one.inner[:, 0] for one in here]).argmax(0)
-        scores = np.array([one.scores for one in here])
-        chosen = scores[best[self.design.folds], np.arange(len(self.outcome))]
-        return chosen, float(np.mean([here[at].chance for at in best]))
-
-    def _compared(
-        self, controls: Controls, headline: Headline, embeddings: tuple[np.ndarray, float] | None
-    ) -> list[Compared]:
+    def _compared(self, controls: Controls, headline: Headline) -> list[Compared]:
         named = [("text", b) for b in controls.text] + [("output", b) for b in controls.output]
         draws = self.settings.control_draws if controls.types is not None else 0
         self.progress.start("controls", len(named) + draws)
-        reached = self.scores.auroc(headline.scores)
-
-        def beside(
-            kind: str,
-            name: str,
-            what: str,
-            own: Replicated,
-            chance: float,
-            scores: np.ndarray | None,
-        ) -> Compared:
-            # The two may share chance in training, or not: the larger part is assumed.
-            gain = (reached - own).with_training(max(headline.chance, chance)).estimate()
-            return Compared(name, what, kind, own.with_training(chance).estimate(), gain, scores)
-
         found, observed = [], self.design.observed()
         each = (Features.of(baseline.features) for _, baseline in named)
         probed = self._map(lambda features: cross_validate(features, observed), each)
-        for (kind, baseline), one in zip(named, probed, strict=True):
-            own = self.scores.auroc(one.scores)
-            found.append(beside(kind, baseline.name, baseline.what, own, one.chance, one.scores))
-        if embeddings is not None:
-            scores, chance = embeddings
-            what = "layer 0, at the position its inner loop chose"
-            own = self.scores.auroc(scores)
-            found.append(beside("text", "embeddings", what, own, chance, scores))
+        for (kind, control), one in zip(named, probed, strict=True):
+            own = self.scores.auroc(one.scores).with_training(one.chance).estimate()
+            found.append(Compared(control.name, control.what, kind, own, one.scores))
         if controls.types is not None and draws:
-            own, chance = self._control_task(controls.types, headline)
+            own = self._control_task(controls.types, headline)
             what = f"{draws} random functions of response length × opening token, same cells"
-            found.append(beside("control task", "control task", what, own, chance, None))
+            found.append(Compared("control task", what, "control task", own, None))
         return found
 
-    def _control_task(self, types: np.ndarray, headline: Headline) -> tuple[Replicated, float]:
+    def _control_task(self, types: np.ndarray, headline: Headline) -> Estimate:
         """AUROC on random functions of the type, where each fold's headline probe reads."""
         places = {
             place: Features.of(self.hidden.layer(place[0])[:, self.positions.index(place[1])])
@@ -462,7 +482,33 @@ class _Analyser:
         draws, seed = self.settings.control_draws, self.settings.seed
         outcomes = control_outcomes(self.outcome, types, draws, seed)
         aurocs, chances = zip(*self._map(probe, outcomes), strict=True)
-        return Replicated.mean(aurocs), float(np.mean(chances))
+        return Replicated.mean(aurocs).with_training(float(np.mean(chances))).estimate()
+
+    # -- beyond output and text -------------------------------------------------------------------
+
+    def _beyond(self, controls: Controls, headline: Headline) -> Beyond | None:
+        if not (controls.output and controls.text):
+            return None
+        design = Design.of(self.outcome, self.design.folds, estimator="logistic")
+        states = {
+            place: self.hidden.layer(place[0])[:, self.positions.index(place[1])]
+            for place in dict.fromkeys(headline.picked)
+        }
+        hidden = [states[place] for place in headline.picked]
+        self.progress.start("beyond output and text", design.fold_count)
+        blocks = [_side_by_side(controls.output), _side_by_side(controls.text)]
+        found = gained(blocks, hidden, design, self._map)
+        base, full = self.scores.auroc(found.base), self.scores.auroc(found.full)
+        saved = self.scores.deviance_explained(expit(found.full), expit(found.base))
+        # Each AUROC as if all of its variance over contexts were chance in training: only the
+        # difference's share is known.
+        return Beyond(
+            found,
+            saved.with_training(found.chance).estimate(),
+            (full - base).with_training(found.chance).estimate(),
+            base.with_training(1.0).estimate(),
+            full.with_training(1.0).estimate(),
+        )
 
     # -- reading and computing --------------------------------------------------------------------
 
@@ -488,3 +534,8 @@ class _Analyser:
         while waiting:
             yield waiting.popleft().result()
             self.progress.advance()
+
+
+def _side_by_side(baselines: Sequence[Baseline]) -> np.ndarray:
+    """``[contexts, features]`` of several baselines, each as large as the others."""
+    return np.hstack([scaled(baseline.features) for baseline in baselines])

@@ -1,9 +1,9 @@
 """What a probe on hidden states is compared with: baselines, and a control task.
 
-A probe on hidden states shows something only beyond what the same probe reads from the context's
-text, its length, its dataset, an untrained encoder, or the model's own next-token distribution.
-Baselines are feature matrices and are made without any label, so all contexts may take part in
-document frequencies and standardisation: that can only help a baseline.
+A probe on hidden states shows something only beyond what can be read from the context's text, its
+length, its dataset, or the model's own next-token distribution. Baselines are feature matrices and
+are made without any label, so all contexts may take part in document frequencies and
+standardisation: that can only help a baseline.
 
 The control task (Hewitt & Liang, "Designing and interpreting probes with control tasks", EMNLP
 2019, arXiv 1909.03368) is an outcome that is a random function of the input's type. A probe that
@@ -13,7 +13,8 @@ folds: here it is the length of the response and its first token.
 
 To add a control, make a :class:`Baseline` of the :class:`probes.dataset.ProbeSet` and enter it in
 :func:`controls_of`: under ``text`` if it reads the conversation, under ``output`` if it reads the
-model's next-token distribution. Latent is only claimed beyond all controls of both kinds.
+model's next-token distribution. The controls of either kind, side by side, are a block of the
+readout that hidden states have to add to (:mod:`probes.fit.beyond`).
 """
 
 import re
@@ -25,7 +26,6 @@ import pandas as pd
 import torch
 from numpy.typing import ArrayLike
 from scipy.linalg import block_diag
-from scipy.sparse import csr_array
 from sklearn.feature_extraction.text import TfidfVectorizer
 from torch import Tensor
 
@@ -36,6 +36,7 @@ from probes.targets import Outcome
 
 _CONSTANT = 1e-6  # a column that varies less, relative to its size, varies by round-off only
 _RANK = 1e-12  # eigenvalues below this share of the largest are round-off
+_TOPICS = 100  # dimensions of latent semantic analysis
 _VALUES = 2**23  # most logits held at a time: 32 MiB, three times over with what is made from them
 _MOST_LIKELY = 10
 _OPENINGS = 8  # openings that are told apart; the rarer ones are one
@@ -78,25 +79,26 @@ class Controls:
 # -- text ------------------------------------------------------------------------------------------
 
 
-def tfidf(texts: Sequence[str]) -> Baseline:
-    """TF-IDF of words and word pairs, sublinear, over all contexts.
+def lsa(texts: Sequence[str]) -> Baseline:
+    """Latent semantic analysis (Deerwester et al. 1990): the largest principal coordinates of
+    TF-IDF of words and word pairs, sublinear, every context's of length 1.
 
-    Linear methods need inner products only. The features are therefore coordinates
-    ``[contexts, rank]`` with the same Gram matrix as the sparse matrix of terms, exactly: U√s of
-    its eigendecomposition U s Uᵀ. Terms of a single context are left out unless there are no
-    others; single digits and letters count as words.
+    They are U√s of the eigendecomposition U s Uᵀ of the terms' Gram matrix, as a truncated singular
+    value decomposition of the sparse matrix of terms would give. Terms of a single context are left
+    out unless there are no others; single digits and letters count as words.
     """
-    what = "TF-IDF of the context's words and word pairs"
+    what = "latent semantic analysis of the context's words and word pairs"
     if not any(re.search(r"\w", text) for text in texts):
-        return Baseline("tfidf", np.zeros((len(texts), 1)), what)
+        return Baseline("text", np.zeros((len(texts), 1)), what)
     try:
         terms = _vectorizer(min_df=2).fit_transform(texts)
     except ValueError:  # no term occurs in two contexts
         terms = _vectorizer(min_df=1).fit_transform(texts)
     values, vectors = np.linalg.eigh((terms @ terms.T).toarray())
-    kept = values > _RANK * values[-1]
-    # The largest come first, as in principal components.
-    return Baseline("tfidf", (vectors[:, kept] * np.sqrt(values[kept]))[:, ::-1].copy(), what)
+    kept = np.flatnonzero(values > _RANK * values[-1])[::-1][:_TOPICS]
+    topics = vectors[:, kept] * np.sqrt(values[kept])
+    length = np.linalg.norm(topics, axis=1, keepdims=True)
+    return Baseline("text", np.divide(topics, length, out=topics, where=length > 0), what)
 
 
 def lengths(
@@ -136,38 +138,6 @@ def dataset_id(datasets: ArrayLike, runs: ArrayLike) -> Baseline:
     index, unique = pd.factorize(pairs, sort=True)
     features = np.eye(len(unique))[index] if len(unique) > 1 else np.zeros((len(index), 1))
     return Baseline("dataset", features, "which run and dataset the context is from")
-
-
-def random_projection(
-    token_ids: Sequence[Sequence[int] | np.ndarray], width: int, seed: int
-) -> Baseline:
-    """An untrained encoder: the mean over a context's tokens of random vectors of unit size.
-
-    The vector of a token, Gaussian with variance 1 / width, is a function of seed and token id
-    alone. Random encoders: Wieting & Kiela, "No training required", ICLR 2019 (arXiv 1901.10444).
-
-    Args:
-        token_ids: per context, its ``[tokens]`` ids.
-        width: d_model of the model that is probed.
-        seed: 0 or more.
-
-    Raises:
-        ValueError: a context has no tokens.
-    """
-    sizes = np.array([len(ids) for ids in token_ids])
-    if not sizes.all():
-        raise ValueError("a context has no tokens")
-    unique, column = np.unique(np.concatenate(list(token_ids)), return_inverse=True)
-    row = np.repeat(np.arange(len(sizes)), sizes)
-    # Duplicate entries add up: each is a token's share of its context.
-    share = csr_array((1 / sizes[row], (row, column)), shape=(len(sizes), len(unique))).tocsc()
-    features = np.zeros((len(sizes), width))
-    step = max(1, _VALUES // width)  # vectors of a whole vocabulary would take gigabytes
-    for start in range(0, len(unique), step):
-        ids = unique[start : start + step]
-        vectors = [np.random.default_rng((seed, int(i))).standard_normal(width) for i in ids]
-        features += share[:, start : start + step] @ (np.stack(vectors) / np.sqrt(width))
-    return Baseline("random", features, f"mean of random token vectors, {width} wide (untrained)")
 
 
 # -- the model's output ----------------------------------------------------------------------------
@@ -345,14 +315,17 @@ def controls_of(data: ProbeSet, seed: int = 0) -> Controls:
 
     Args:
         data: contexts and hidden states.
-        seed: of the random projection.
+        seed: of the control task.
 
     Raises:
         UserError: hidden states can't be read.
     """
     frame = data.contexts
+    given = data.embeddings
     text = [
-        tfidf(frame["text"].tolist()),
+        lsa(frame["text"].tolist())
+        if given is None
+        else Baseline("text", _standardised(given), "the given embeddings of the context"),
         lengths(
             frame["prompt_tokens"],
             frame["response_tokens"],
@@ -360,12 +333,15 @@ def controls_of(data: ProbeSet, seed: int = 0) -> Controls:
             frame["cut_off"],
         ),
         dataset_id(frame["dataset"], frame["run"]),
-        random_projection(frame["token_ids"].tolist(), data.width, seed),
     ]
     missing = []
     output, why = _output(data)
     if why is not None:
-        missing.append(f"no output control, so nothing can be called latent: {why}")
+        missing.append(f"no output control, so nothing can be said to go beyond it: {why}")
+    text, output = (
+        [replace(one, features=data.comparable(one.features)) for one in those]
+        for those in (text, output)
+    )
     kinds = types(frame["response_tokens"], frame["opening"])
     try:
         control_outcomes(data.outcome, kinds, 1, seed)

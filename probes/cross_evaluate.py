@@ -25,7 +25,7 @@ from ia_mech.errors import UserError
 from ia_mech.stats import Estimate, holm, permutation_p
 from probes.analysis import Hidden, Settings, fold_scores
 from probes.dataset import MIN_SOURCES
-from probes.fit.folds import choose, make_folds, permutations
+from probes.fit.folds import choose, make_folds, permutations, seeds_of
 from probes.fit.nested_cv import Design, InnerLoop, correlation, fit, fold_auroc, ridge_predictions
 from probes.fit.solvers import Features, project
 from probes.targets import Outcome
@@ -233,7 +233,7 @@ def _evaluations(
             apart.setdefault(key, (train, []))[1].append(unit)
     for (name, _), (train, units) in apart.items():
         dealt = np.full(len(outcome), settings.folds)
-        dealt[train] = make_folds(outcome.take(train), settings.folds, settings.seed)
+        dealt[train] = make_folds(outcome.take(train), settings.folds, seeds_of(settings.seed)[0])
         design = _design(outcome, dealt, train, settings)
         tested = np.concatenate([unit.rows for unit in units])
         found.append(_Evaluation(name, train, units, [_Fold(design, settings.folds, tested)]))
@@ -246,7 +246,7 @@ def _cross_fitted(
     """One per fold of the sources of both, whose labels are permuted together."""
     both = np.union1d(train, test)
     dealt = np.full(len(outcome), -1)
-    dealt[both] = make_folds(outcome.take(both), settings.folds, settings.seed)
+    dealt[both] = make_folds(outcome.take(both), settings.folds, seeds_of(settings.seed)[0])
     design = _design(outcome, dealt, both, settings)
     found = []
     for held in range(settings.folds):
@@ -259,7 +259,8 @@ def _cross_fitted(
 def _design(outcome: Outcome, folds: np.ndarray, moved: np.ndarray, settings: Settings) -> Design:
     """With permutations among the sources of these rows; other rows keep their labels."""
     permuted = []
-    within = permutations(outcome.take(moved), folds[moved], settings.permutations, settings.seed)
+    seed = seeds_of(settings.seed)[1]
+    within = permutations(outcome.take(moved), folds[moved], settings.permutations, seed)
     for rows in within:
         taken = np.arange(len(outcome))
         taken[moved] = moved[rows]

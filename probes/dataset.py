@@ -17,10 +17,20 @@ import pandas as pd
 from safetensors import SafetensorError
 
 from ia_mech.errors import UserError
-from ia_mech.rates.load import NO_ANNOTATOR, read_runs
+from ia_mech.rates.gate import Gate
+from ia_mech.rates.load import NO_ANNOTATOR, open_runs, read_runs
 from ia_mech.run import Run
 from probes.fit.folds import movable
-from probes.targets import KEYS, LATENT, Outcome, Target, counts_of, parse_target
+from probes.reaction import check_reliable, read_bits
+from probes.targets import (
+    GROUNDED,
+    LATENT,
+    REACTION,
+    Outcome,
+    Target,
+    counts_of,
+    parse_target,
+)
 
 MIN_SOURCES = 20  # with a positive turn, and with a negative one
 RUN, DATASET = "run", "dataset"
@@ -32,7 +42,7 @@ class ProbeSet:
 
     Attributes:
         runs: the runs, in the given order.
-        judge: whose verdicts the outcomes are made from.
+        judge: whose verdicts the outcomes are made from; empty for the target ``reaction``.
         record: who the judge is.
         target: what is predicted.
         contexts: one row per context: ``run`` (index into ``runs``), ``row`` (in
@@ -47,6 +57,9 @@ class ProbeSet:
         width: d_model.
         within: ``run`` or ``dataset``: what contexts must share to be compared, besides their
             perturbation. Each gets an intercept, and labels are permuted within it.
+        gate: whether the judge can tell a turn's own conversation from another; None without one.
+        embeddings: ``[contexts, width]`` of the texts, in place of latent semantic analysis; or
+            None.
     """
 
     runs: list[Run]
@@ -59,6 +72,8 @@ class ProbeSet:
     layers: Sequence[int]
     width: int
     within: str = RUN
+    gate: Gate | None = None
+    embeddings: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.contexts)
@@ -71,8 +86,23 @@ class ProbeSet:
         strata = frame.groupby(shared, sort=False).ngroup()
         return Outcome.of(frame["positives"], frame["trials"], frame["source"], strata)
 
+    @property
+    def labelled_by(self) -> str:
+        """Where the outcomes come from, for conclusions, captions and names of figures."""
+        return f"judge {self.gate}" if self.gate else "reaction bits"
+
+    def comparable(self, features: np.ndarray) -> np.ndarray:
+        """``[contexts, …]`` features as probes get them: less their query's mean for the target
+        ``reaction``, which compares the responses of a query."""
+        if self.target.kind != REACTION:
+            return features
+        query = pd.factorize(self.contexts["source"])[0]
+        mean = np.stack([features[query == number].mean(0) for number in range(query.max() + 1)])
+        return features - mean[query]
+
     def layer(self, layer: int) -> np.ndarray:
-        """Hidden states at one layer, ``[contexts, positions, d_model]`` float32.
+        """Hidden states at one layer, ``[contexts, positions, d_model]`` float32, made
+        :meth:`comparable`.
 
         Raises:
             UserError: no such layer, a value that isn't finite, or a file that can't be read.
@@ -82,7 +112,7 @@ class ProbeSet:
             mine = np.flatnonzero(self.contexts["run"] == number)
             for at, position in enumerate(self.positions):
                 states[mine, at] = self.states(number, layer, position)
-        return states
+        return self.comparable(states)
 
     def states(self, number: int, layer: int, position: str) -> np.ndarray:
         """Hidden states of one run's contexts, ``[contexts of the run, d_model]`` float32.
@@ -117,7 +147,9 @@ class ProbeSet:
 
     def restricted(self, rows: np.ndarray) -> "ProbeSet":
         """The same of some contexts: indices, or a mask."""
-        return replace(self, contexts=self.contexts.iloc[rows].reset_index(drop=True))
+        given = None if self.embeddings is None else self.embeddings[rows]
+        contexts = self.contexts.iloc[rows].reset_index(drop=True)
+        return replace(self, contexts=contexts, embeddings=given)
 
 
 def read(
@@ -129,8 +161,10 @@ def read(
     within: str = RUN,
     *,
     verify: bool = True,
+    reaction: Path | None = None,
+    embeddings: Path | None = None,
 ) -> ProbeSet:
-    """Read judged runs.
+    """Read judged runs; for the target ``reaction``, runs with a table of reaction bits.
 
     Args:
         runs: folders, or runs that are open.
@@ -140,6 +174,10 @@ def read(
         layers: only these; all if not given.
         within: ``run`` or ``dataset``, see :class:`ProbeSet`.
         verify: as for ``Run.open``.
+        reaction: folder that ``python -m experiments.reaction`` wrote, see
+            :func:`probes.reaction.read_bits`.
+        embeddings: of the texts, see :attr:`ProbeSet.embeddings`: Parquet with the columns
+            ``context_id`` and ``embedding`` (a list of numbers).
 
     Raises:
         UserError: what :func:`ia_mech.rates.read_runs` refuses (unfinished, not judged, …); models
@@ -147,8 +185,21 @@ def read(
             or no position that all of them have.
     """
     wanted = parse_target(target)
-    judged = read_runs(runs, judge, NO_ANNOTATOR, verify=verify)
-    runs, notes = judged.runs, list(judged.notes)
+    if wanted.kind == REACTION:
+        runs, judge, record = open_runs(runs, verify=verify), "", {}
+        turns = read_bits(runs, reaction)
+        notes, gate = [check_reliable(turns)], None
+    else:
+        judged = read_runs(runs, judge, NO_ANNOTATOR, verify=verify)
+        runs, judge, record, turns = judged.runs, judged.judge, judged.record, judged.turns
+        outcome = GROUNDED if wanted.kind == GROUNDED else "genuine"
+        if outcome not in judged.gates:
+            raise UserError(
+                f"judge {judge!r} doesn't test whether turns are grounded",
+                "choose another --target, or another judge",
+            )
+        gate = judged.gates[outcome]
+        notes = [*judged.notes, f"{gate.sentence}."]
     _check_same_size(runs)
     models = {run.model["weights_hash"]: run.model["name"] for run in runs}
     if len(models) > 1:
@@ -160,9 +211,7 @@ def read(
     keys = pd.MultiIndex.from_arrays(
         [contexts["run"].map(lambda number: str(runs[number].path)), contexts["context_id"]]
     )
-    counts = counts_of(wanted, judged.turns).reindex(keys)
-    sources = judged.turns.drop_duplicates(KEYS).set_index(KEYS)["source"]
-    contexts.insert(4, "source", sources.reindex(keys).to_numpy())
+    counts = counts_of(wanted, turns).reindex(keys)
     there = counts["n"].notna().to_numpy()
     if not there.any():
         raise UserError(
@@ -179,8 +228,8 @@ def read(
     kept["trials"] = counts["n"].to_numpy()[there].astype(int)
     return ProbeSet(
         runs=runs,
-        judge=judged.judge,
-        record=judged.record,
+        judge=judge,
+        record=record,
         target=wanted,
         positions=_common_positions(runs, kept.pop("positions"), positions, notes),
         contexts=kept,
@@ -188,7 +237,32 @@ def read(
         layers=_chosen_layers(runs[0].layers, layers),
         width=runs[0].model["d_model"],
         within=within,
+        gate=gate,
+        embeddings=None if embeddings is None else _embeddings(embeddings, kept["context_id"]),
     )
+
+
+def _embeddings(file: Path, contexts: pd.Series) -> np.ndarray:
+    """``[contexts, width]`` from a user's file."""
+    remedy = "give Parquet with columns context_id and embedding (a list of numbers)"
+    try:
+        table = pd.read_parquet(file, columns=["context_id", "embedding"])
+    except (OSError, ValueError, KeyError):
+        raise UserError(f"{file} can't be read as embeddings", remedy) from None
+    given = table.drop_duplicates("context_id").set_index("context_id")["embedding"]
+    lacking = contexts[~contexts.isin(given.index)]
+    if len(lacking):
+        raise UserError(
+            f"{file} lacks {len(lacking)} of {len(contexts)} contexts, such as {lacking.iloc[0]}",
+            "embed every context",
+        )
+    try:
+        found = np.array(given.loc[contexts].tolist(), dtype=float)
+    except (ValueError, TypeError):
+        found = np.empty(0)
+    if found.ndim != 2 or not found.size or not np.isfinite(found).all():
+        raise UserError(f"{file} holds embeddings that are not finite or differ in length", remedy)
+    return found
 
 
 # -- is there enough? -----------------------------------------------------------------------------
@@ -387,7 +461,7 @@ def _common_positions(
 
 
 def _contexts(run: Run, number: int) -> pd.DataFrame:
-    """``ProbeSet.contexts`` of one run, without outcome and source, but with ``positions``."""
+    """``ProbeSet.contexts`` of one run, without outcome, but with ``positions``."""
     own, first = run.contexts, response_starts(run)
     end = [index_of(at, "response_end") for at in own["positions"]]
     token_ids = own["token_ids"].tolist()
@@ -399,6 +473,7 @@ def _contexts(run: Run, number: int) -> pd.DataFrame:
             "context_id": own["context_id"],
             "dataset": own["dataset"],
             "perturbation": own["perturbation"].fillna("none"),
+            "source": own["dataset"] + "\0" + own["source_id"],
             "text": ["\n".join(m["content"] for m in messages) for messages in own["messages"]],
             "prompt_tokens": first,
             "response_tokens": [0 if e is None else e - f + 1 for _, f, e in spans],

@@ -86,8 +86,10 @@ class Outcome:
 FAILURES: tuple[str, ...] = tuple(name for name in ASSESSED if name != GENUINE)
 KEYS = ["run", "context_id"]  # a context of one run
 RATE, GREEDY, LATENT, CATEGORY = "rate", "greedy", "latent", "category"
+GROUNDED, REACTION = "grounded", "reaction"
 CHOICES = (
-    f"give rate, rate@T, greedy, latent or, as a rate like these, one of {', '.join(FAILURES)}"
+    f"give rate, rate@T, greedy, latent or, as rates, {GROUNDED}, {REACTION} or one of "
+    f"{', '.join(FAILURES)}"
 )
 
 
@@ -96,7 +98,7 @@ class Target:
     """A target, as :func:`parse_target` makes it.
 
     Attributes:
-        kind: ``rate``, ``greedy``, ``latent`` or ``category``.
+        kind: ``rate``, ``grounded``, ``greedy``, ``latent``, ``reaction`` or ``category``.
         temperature: the one whose turns count; None for all above 0.
         category: of the rubric, for the kind ``category``.
     """
@@ -116,6 +118,10 @@ class Target:
         """What a positive turn or context is called, with its article."""
         if self.kind == LATENT:
             return "a genuine follow-up among the samples only"
+        if self.kind == GROUNDED:
+            return "a genuine and grounded turn"
+        if self.kind == REACTION:
+            return "a turn of more reaction bits than its query's median"
         return f"a turn of {self.category}" if self.category else "a genuine follow-up"
 
     @property
@@ -132,7 +138,11 @@ class Target:
             return "whether the greedy turn is a genuine follow-up"
         if self.kind == LATENT:
             return "whether any sample is a genuine follow-up where the greedy turn is not"
-        what = f"the rate of {self.category}" if self.category else "the follow-up rate"
+        what = {
+            GROUNDED: "the rate of genuine and grounded turns",
+            REACTION: "how much turns show of a response, against its query's other responses",
+        }.get(self.kind, "the follow-up rate")
+        what = f"the rate of {self.category}" if self.category else what
         return what if self.temperature is None else f"{what} at T = {self.temperature:g}"
 
     def describe(self) -> str:
@@ -144,9 +154,15 @@ class Target:
                 "k is 1 if a sampled turn is a genuine follow-up and 0 if none is, of n = 1; "
                 "contexts whose greedy turn is one are left out."
             )
-        what = f"are {self.category}" if self.category else "are genuine follow-ups"
+        what = {
+            GROUNDED: "are genuine and grounded",
+            REACTION: "have more bits, from the second token on, than the median turn of their "
+            "query at their temperature",
+        }.get(self.kind, "are genuine follow-ups")
+        what = f"are {self.category}" if self.category else what
         at = "above temperature 0" if self.temperature is None else f"at T = {self.temperature:g}"
-        return f"k of the n assessed turns that were sampled {at} {what}."
+        turns = "turns" if self.kind == REACTION else "assessed turns"
+        return f"k of the n {turns} that were sampled {at} {what}."
 
 
 def parse_target(text: str) -> Target:
@@ -156,18 +172,15 @@ def parse_target(text: str) -> Target:
         UserError: there is no such target, or its temperature isn't a number above 0.
     """
     name, at, temperature = text.strip().partition("@")
-    if name not in (RATE, GREEDY, LATENT, *FAILURES):
+    rates = (RATE, GROUNDED, REACTION)
+    if name not in (*rates, GREEDY, LATENT, *FAILURES):
         raise UserError(f"unknown target {text!r}", CHOICES)
     if name in (GREEDY, LATENT):
         if at:
             raise UserError(f"target {text!r}: {name} has no temperature", f"give {name} alone")
         return Target(name)
-    category = None if name == RATE else name
-    return Target(
-        CATEGORY if category else RATE,
-        _temperature(text, name, temperature) if at else None,
-        category,
-    )
+    warmth = _temperature(text, name, temperature) if at else None
+    return Target(name, warmth) if name in rates else Target(CATEGORY, warmth, name)
 
 
 def counts_of(target: Target, turns: pd.DataFrame) -> pd.DataFrame:
@@ -176,7 +189,9 @@ def counts_of(target: Target, turns: pd.DataFrame) -> pd.DataFrame:
     Args:
         target: what to predict.
         turns: one row per turn with ``run``, ``context_id``, ``temperature``, ``category`` and
-            ``genuine`` (NaN where not assessed), as ``Judged.turns``.
+            ``genuine`` (NaN where not assessed), as ``Judged.turns``; for ``grounded`` also
+            ``grounded`` (likewise). For ``reaction`` ``positive``, as
+            :func:`probes.reaction.read_bits` gives it, in place of these.
 
     Returns:
         ``k`` and ``n`` per (``run``, ``context_id``). Contexts with no assessed turn that counts
@@ -186,6 +201,10 @@ def counts_of(target: Target, turns: pd.DataFrame) -> pd.DataFrame:
         UserError: no turn was sampled at the target's temperature.
     """
     _check_sampled(target, turns)
+    if target.kind == REACTION:
+        return _shares(target, turns, turns["positive"])
+    if target.kind == GROUNDED:
+        turns = turns[turns["grounded"].notna()]
     assessed = turns[turns["genuine"].notna()]
     greedy, sampled = (assessed[assessed["temperature"].eq(0) == is_it] for is_it in (True, False))
     if target.kind == LATENT:
@@ -194,11 +213,18 @@ def counts_of(target: Target, turns: pd.DataFrame) -> pd.DataFrame:
         kept = any_genuine[any_genuine.index.isin(failed_greedy.index[failed_greedy])]
         return pd.DataFrame({"k": kept.astype(int), "n": 1}, index=kept.index)
     chosen = greedy if target.kind == GREEDY else sampled
+    positive = chosen["category"].eq(target.category or GENUINE)
+    if target.kind == GROUNDED:
+        positive = chosen["grounded"].eq(1)
+    return _shares(target, chosen, positive)
+
+
+def _shares(target: Target, turns: pd.DataFrame, positive: pd.Series) -> pd.DataFrame:
+    """k and n of turns at the target's temperature."""
     if target.temperature is not None:
-        chosen = chosen[chosen["temperature"] == target.temperature]
-    by_context = (
-        chosen["category"].eq(target.category or GENUINE).groupby([chosen[key] for key in KEYS])
-    )
+        at = turns["temperature"] == target.temperature
+        turns, positive = turns[at], positive[at]
+    by_context = positive.groupby([turns[key] for key in KEYS])
     return pd.DataFrame({"k": by_context.sum().astype(int), "n": by_context.size()})
 
 

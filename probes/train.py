@@ -61,6 +61,13 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--replace", action="store_true", help="replace an analysis of other settings there"
     )
+    parser.add_argument(
+        "--embeddings",
+        type=path_of,
+        metavar="FILE",
+        help="of the contexts' texts, as the text control (Parquet: context_id, embedding; "
+        "default: latent semantic analysis)",
+    )
     return parser
 
 
@@ -75,7 +82,13 @@ def add_subject(parser: argparse.ArgumentParser) -> None:
         "--target",
         default="rate",
         metavar="T",
-        help="rate, rate@T, greedy, latent, or a failure category (default: rate)",
+        help="rate, rate@T, grounded, reaction, greedy, latent, or a failure category",
+    )
+    parser.add_argument(
+        "--reaction",
+        type=path_of,
+        metavar="FOLDER",
+        help="of experiments.reaction (default: cache/RUN-reaction)",
     )
     parser.add_argument(
         "--positions",
@@ -174,7 +187,15 @@ def _train(args: argparse.Namespace) -> None:
     # In an order of their own: it doesn't matter in which order runs are given.
     runs = open_runs(args.runs, verify=args.verify)
     runs.sort(key=lambda run: (run.identity_digest, str(run.path)))
-    data = read(runs, args.judge, args.target, *chosen(args), args.within)
+    data = read(
+        runs,
+        args.judge,
+        args.target,
+        *chosen(args),
+        args.within,
+        reaction=args.reaction,
+        embeddings=args.embeddings,
+    )
     kept = Kept.place(data, settings, args.out, args.replace, home=args.runs[0])
     target = data.target
     check_enough(data.outcome, target, settings.folds)
@@ -182,7 +203,8 @@ def _train(args: argparse.Namespace) -> None:
     analysis = analyse(data, data.outcome, controls, settings, Bar())
     analysis.notes[:0] = data.notes
     datasets = data.within == DATASET
-    conclusion = conclude(analysis, target.words + (" within datasets" if datasets else ""))
+    what = target.words + (" within datasets" if datasets else "")
+    conclusion = conclude(analysis, what, data.labelled_by)
     kept.write(analysis, conclusion)
     within = "run, and within a dataset" if datasets else "run"
     what = f"{target.name}: {target.describe()}"

@@ -78,7 +78,13 @@ def _transfer(args: argparse.Namespace) -> None:
 
     settings = settings_of(args)
     data = dataset.read(
-        args.runs, args.judge, args.target, *chosen(args), args.within, verify=args.verify
+        args.runs,
+        args.judge,
+        args.target,
+        *chosen(args),
+        args.within,
+        verify=args.verify,
+        reaction=args.reaction,
     )
     by = args.by or ("run" if len(data.runs) > 1 else "dataset")
     units = units_of(data, by)
@@ -86,7 +92,7 @@ def _transfer(args: argparse.Namespace) -> None:
     about = {
         "runs": [str(run.path) for run in data.runs],
         "by": by,
-        "judge": data.judge,
+        "labels": data.labelled_by,
         "target": data.target.name,
         "estimator": settings.estimator,
         "permutations": settings.permutations,
@@ -139,7 +145,7 @@ def _table(entries: list["Entry"], units: list["Unit"], about: dict[str, Any]) -
     from rich.markup import escape
     from rich.table import Table
 
-    what = f"AUROC · target {about['target']} · {about['estimator']} · judge {about['judge']}"
+    what = f"AUROC · target {about['target']} · {about['estimator']} · {about['labels']}"
     title = f"[bold]{escape(what)}[/] ({about['level'] * 100:g}% intervals over sources tested)"
     table = Table(title=title, title_justify="left", title_style="")
     tested = [unit.name for unit in units if any(e.tested == unit.name for e in entries)]

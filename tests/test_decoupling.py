@@ -353,8 +353,9 @@ def test_the_command_writes_what_is_estimated(planted, capfd):
     assert outcome.status == 0, outcome.err
     folder = run.path / "experiments" / "decoupling"
     assert sorted(files(folder)) == [
-        *("association.png", "association.svg", "estimates.parquet", "responses.parquet"),
-        *("scatter.png", "scatter.svg"),
+        *("association.pdf", "association.png", "association.svg"),
+        *("estimates.parquet", "responses.parquet"),
+        *("scatter.pdf", "scatter.png", "scatter.svg"),
     ]
     for text in ("0.40 [", "right less wrong", "greedy", "no rank correlation", "math-verify"):
         assert text in outcome.out

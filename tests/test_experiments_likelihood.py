@@ -242,8 +242,8 @@ def test_the_command_writes_what_is_estimated(copied, capfd):
     assert outcome.status == 0, outcome.err
     folder = run.path / "experiments" / "likelihood"
     assert sorted(p.name for p in folder.iterdir()) == [
-        *("contrasts.png", "contrasts.svg", "estimates.parquet"),
-        *("temperature_curve.png", "temperature_curve.svg"),
+        *("contrasts.pdf", "contrasts.png", "contrasts.svg", "estimates.parquet"),
+        *(f"temperature_curve.{kind}" for kind in ("pdf", "png", "svg")),
     ]
     found = pd.read_parquet(folder / "estimates.parquet")
     again = estimates(read([run]), resamples=100)

@@ -71,7 +71,7 @@ def copied(merged, tmp_path):
     return make
 
 
-WRITTEN = ["drawn.png", "drawn.svg", "estimates.parquet", "more.parquet"]
+WRITTEN = ["drawn.pdf", "drawn.png", "drawn.svg", "estimates.parquet", "more.parquet"]
 
 
 def test_everything_is_written_into_the_first_run_and_printed(copied, count):

@@ -354,7 +354,7 @@ def test_the_second_time_nothing_is_sampled_and_no_model_is_loaded(
     monkeypatch.setattr("experiments.resample.load", fail)
     monkeypatch.setattr("ia_mech.display.save_figure", lambda *_: None)  # drawn once already
     figures = {f"{name}.{kind}" for name in ("rates", "profile", "displacement", "references")
-               for kind in ("png", "svg")}  # fmt: skip
+               for kind in ("png", "svg", "pdf")}  # fmt: skip
     assert {path.name for path in folder.iterdir()} == {
         *("conversations.jsonl", "run", "estimates.parquet"), *figures
     }  # fmt: skip

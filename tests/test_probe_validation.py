@@ -246,7 +246,9 @@ def found(tmp_path_factory) -> list[Found]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("IA_MECH_CACHE", str(tmp_path_factory.mktemp("cache")))
         return [
-            try_one(kind, 500 + seed) for kind in RUNS for seed in range(8 if kind == "none" else 2)
+            try_one(kind, 500 + seed)
+            for kind in RUNS
+            for seed in range({"none": 8, "complement": 8, "set": 8}.get(kind, 2))
         ]
 
 
@@ -257,14 +259,20 @@ def test_the_headline_lands_where_the_signal_is(found):
 
 
 @pytest.mark.slow
-def test_latent_is_said_of_what_the_output_lacks_and_of_nothing_else(found):
-    assert all(f.latent == (f.kind == "elsewhere") for f in found)
+def test_beyond_is_said_of_what_output_and_text_lack_and_of_nothing_else(found):
+    own = ("elsewhere", "complement")
+    assert not any(f.beyond for f in found if f.kind not in own)
+    assert all(f.beyond for f in found if f.kind == "elsewhere")
+    assert sum(f.beyond for f in found if f.kind == "complement") >= 7
+    assert all(f.readable for f in found if f.kind == "topic")
+    assert all(f.apart > 0 for f in found if f.kind == "loud-copy")
 
 
 @pytest.mark.slow
-def test_text_exposes_a_topic(found):
-    topics = [f for f in found if f.kind == "topic"]
-    assert all(f.readable and not f.beyond_text for f in topics)
+def test_the_confidence_set_holds_the_first_layer_and_is_small(found):
+    planted = [f for f in found if f.kind == "set"]
+    assert sum(f.holds for f in planted) >= 7  # of 8 at 95%, fewer have a chance of 1 in 17
+    assert np.median([f.size for f in planted]) <= 0.25
 
 
 @pytest.mark.slow
@@ -287,11 +295,11 @@ def test_intervals_hold_what_they_estimate(found):
 @pytest.mark.slow
 def test_the_table_counts_runs(found):
     rows = {(kind, question): rate for kind, question, _, rate in shares(found)}
-    assert rows["topic", "beyond the text"].value == 0
+    assert rows["topic", "beyond output and text"].value == 0
     assert rows["none", "headline p ≤ 0.05"].sources == 8
     text = table(found, 60, 2)
-    assert "| elsewhere | 2 | latent | near 1 | 1.000" in text
-    assert text.endswith("18 runs in 1 min with 2 processes.")
+    assert "| elsewhere | 2 | beyond output and text | near 1 | 1.000" in text
+    assert text.endswith("38 runs in 1 min with 2 processes.")
 
 
 def test_bad_input_is_one_line(tmp_path, capfd):

@@ -50,29 +50,31 @@ def standardised(columns):
 # -- text -------------------------------------------------------------------------------------
 
 
-def gram_of_terms(texts, min_df):
+def terms_of(texts, min_df):
     vectorizer = TfidfVectorizer(
         token_pattern=r"\b\w+\b", ngram_range=(1, 2), sublinear_tf=True, min_df=min_df
     )
-    terms = vectorizer.fit_transform(texts).toarray()
-    return terms @ terms.T
+    return vectorizer.fit_transform(texts).toarray()
 
 
-def test_text_features_have_the_gram_matrix_of_the_terms():
+def test_text_features_are_a_truncated_svd_of_the_terms_at_length_one(monkeypatch):
     rng = np.random.default_rng(0)
     many = [" ".join(f"w{i}" for i in rng.zipf(1.4, 40) % 500) for _ in range(200)]
     alone = ["alpha beta", "gamma", "delta"]  # terms of single texts count if there are no others
-    for texts, min_df in ((TEXTS, 2), (many, 2), (alone, 1)):
-        features = baselines.tfidf(texts).features
-        gram = gram_of_terms(texts, min_df)
-        np.testing.assert_allclose(features @ features.T, gram, atol=1e-9)
-        assert (np.diff((features**2).sum(axis=0)) <= 1e-9).all()  # the largest first
-    assert baselines.tfidf(TEXTS).features.shape == (6, 4)  # one is empty and one is there twice
+    for texts, min_df, topics in ((TEXTS, 2, 2), (many, 2, 20), (many, 2, 100), (alone, 1, 100)):
+        monkeypatch.setattr(baselines, "_TOPICS", topics)
+        features = baselines.lsa(texts).features
+        left, sizes, _ = np.linalg.svd(terms_of(texts, min_df), full_matrices=False)
+        kept = (sizes > 1e-6)[:topics]
+        expected = (left * sizes)[:, :topics][:, kept]
+        expected = expected / np.maximum(np.linalg.norm(expected, axis=1, keepdims=True), 1e-9)
+        np.testing.assert_allclose(features @ features.T, expected @ expected.T, atol=1e-6)
+    assert not baselines.lsa(TEXTS).features[[not text for text in TEXTS]].any()
 
 
 def test_texts_without_words_give_a_constant():
-    assert not baselines.tfidf(["", "…", "?!"]).features.any()
-    assert baselines.tfidf(["", "…", "?!"]).features.shape == (3, 1)
+    assert not baselines.lsa(["", "…", "?!"]).features.any()
+    assert baselines.lsa(["", "…", "?!"]).features.shape == (3, 1)
 
 
 # -- lengths and datasets ---------------------------------------------------------------------
@@ -114,29 +116,6 @@ def test_the_same_dataset_in_two_runs_is_two():
     np.testing.assert_array_equal(features, [[1, 0, 0], [0, 1, 0], [0, 0, 1], [1, 0, 0]])
     features = baselines.dataset_id(["a", "a"], ["r", "r"]).features
     assert features.shape == (2, 1) and not features.any()
-
-
-# -- untrained encoder ------------------------------------------------------------------------
-
-
-def test_random_vectors_depend_on_seed_and_token_only(monkeypatch):
-    contexts = [np.array([5, 9, 9]), np.array([9]), np.array([700, 5])]
-    features = baselines.random_projection(contexts, 16, seed=3).features
-    assert features.shape == (3, 16)
-    alone = baselines.random_projection([[5], [9], [700]], 16, seed=3).features
-    np.testing.assert_allclose(features[0], (alone[0] + 2 * alone[1]) / 3)
-    np.testing.assert_allclose(features[1], alone[1])
-    np.testing.assert_allclose(features[2], (alone[0] + alone[2]) / 2)
-    other = baselines.random_projection(contexts, 16, seed=4).features
-    assert np.abs(features - other).max() > 0.1
-    monkeypatch.setattr(baselines, "_VALUES", 16)  # one token at a time
-    again = baselines.random_projection(contexts, 16, seed=3).features
-    np.testing.assert_allclose(again, features)
-
-
-def test_a_context_without_tokens_is_refused():
-    with pytest.raises(ValueError, match="no tokens"):
-        baselines.random_projection([[1], []], 4, seed=0)
 
 
 # -- the model's own output -------------------------------------------------------------------
@@ -417,7 +396,7 @@ def test_without_a_lens_or_the_header_there_is_no_output_control(pair, monkeypat
     found = controls_of(data)
     assert found.output == [] and found.types is not None
     (note,) = found.missing
-    assert note.startswith("no output control, so nothing can be called latent: no lens for")
+    assert note.startswith("no output control, so nothing can be said to go beyond it: no lens for")
 
 
 def test_the_lens_of_a_run_or_why_there_is_none(pair, monkeypatch, tmp_path):

@@ -324,6 +324,17 @@ def test_two_models_of_one_size_are_noted(copy, other):
     assert any("2 models" in note and "another/model" in note for note in notes)
 
 
+def test_the_target_grounded_needs_a_judge_that_tests_it(copy):
+    with pytest.raises(UserError, match="judge 'rules' doesn't test whether turns are grounded"):
+        read([copy()], target="grounded")
+
+
+def test_the_gate_of_the_judge_goes_with_the_labels(copy):
+    found = read([copy()])
+    assert found.labelled_by == "judge rules: no decoys"
+    assert any("has no decoys, so its floor is unknown" in note for note in found.notes)
+
+
 def test_a_target_that_no_context_has_is_refused(copy):
     run = copy(say=lambda context, t, sample: NEW if t else CANNOT_ASSESS)
     with pytest.raises(UserError, match=r"none of the 12 contexts has an outcome .* greedy"):

@@ -9,6 +9,7 @@ import pytest
 from shell import files
 
 from benchmarks.probe_validation.planted import Plan, plant, write
+from ia_mech.display import KINDS
 from ia_mech.errors import UserError
 from probes.analysis import Analysis, Settings, analyse
 from probes.card import Probe
@@ -46,7 +47,7 @@ def kept(data, analysis, monkeypatch) -> Kept:
 
 
 def blank(figure, folder, stem):
-    for kind in ("png", "svg"):
+    for kind in KINDS:
         (folder / f"{stem}.{kind}").write_text("a picture")
 
 

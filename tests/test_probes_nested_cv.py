@@ -10,7 +10,7 @@ from sklearn.linear_model import LogisticRegression, Ridge
 from sklearn.metrics import roc_auc_score
 
 from probes.fit.folds import make_folds, permutations
-from probes.fit.nested_cv import Design, chance_in_training, cross_validate
+from probes.fit.nested_cv import Design, chance_in_training, cross_validate, scores_in
 from probes.fit.solvers import ESTIMATORS, PENALTIES, Features
 from probes.targets import Outcome
 
@@ -301,7 +301,11 @@ def chance(strength, estimator, seed, contexts=200, width=40):
     design = Design.of(outcome, make_folds(outcome, FOLDS, seed), estimator=estimator)
     states = Features.of(features)
     found = cross_validate(states, design)
-    again = chance_in_training(states, design, found.penalties)
+
+    def by_half(fold, train):
+        return scores_in(states, design, fold, train, found.penalties[fold])
+
+    again = chance_in_training(design, by_half)
     assert found.chance == again and 0 <= again <= 1
     return again
 

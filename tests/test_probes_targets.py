@@ -55,6 +55,16 @@ def test_k_and_n_are_the_counted_ones(target, expected):
     assert " ".join(got.get(context, "–") for context in TURNS["context_id"].unique()) == expected
 
 
+def test_grounded_turns_are_those_that_the_judge_calls_so():
+    said = turns_of({"a": {1: [GENUINE, GENUINE, GENUINE, NEW, FAILED]}, "b": {1: [NEW, GENUINE]}})
+    turns = said.assign(grounded=[1, 0, None, 0, None, 0, None])
+    found = counts_of(parse_target("grounded"), turns)
+    # A genuine turn that wasn't assessed for grounding doesn't count.
+    assert found.to_numpy().tolist() == [[1, 3], [0, 1]]
+    with pytest.raises(UserError, match="grounded@1"):
+        counts_of(parse_target("grounded@0.7"), turns)
+
+
 def test_contexts_of_the_same_name_in_two_runs_stand_apart():
     both = pd.concat([TURNS, TURNS.assign(run="B", category=GENUINE, genuine=1.0)])
     found = counts_of(parse_target("rate"), both)
@@ -67,7 +77,7 @@ def test_targets_have_a_name_and_say_what_they_are():
         parse_target("rate@0.70").name == "rate@0.7"
         and parse_target("new_topic@1").name == "new_topic@1"
     )
-    names = ["rate", "greedy", "latent", "rate@0.7", *FAILURES]
+    names = ["rate", "greedy", "latent", "rate@0.7", "grounded", "reaction@1", *FAILURES]
     assert [parse_target(name).name for name in names] == names
     assert len({parse_target(name).describe() for name in names}) == len(names)
     assert len({parse_target(name).positive for name in names}) == len(names) - 2
@@ -77,7 +87,10 @@ def test_targets_have_a_name_and_say_what_they_are():
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("rates", "unknown target 'rates'; give rate, rate@T, greedy, latent"),
+        (
+            "rates",
+            "unknown target 'rates'; give rate, rate@T, greedy, latent or, as rates, grounded",
+        ),
         ("", "unknown target ''"),
         (GENUINE, "unknown target"),
         (CANNOT_ASSESS, "unknown target"),

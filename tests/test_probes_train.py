@@ -26,10 +26,8 @@ PLAN = Plan("signal", contexts=80, layers=5, informative_layer=3, d_model=24)
 FILES = [
     "card.json",
     "estimates.parquet",
-    "heat_map.png",
-    "heat_map.svg",
-    "layer_curve.png",
-    "layer_curve.svg",
+    *("heat_map.pdf", "heat_map.png", "heat_map.svg"),
+    *("layer_curve.pdf", "layer_curve.png", "layer_curve.svg"),
     "predictions.parquet",
     "probe.safetensors",
 ]
@@ -81,11 +79,11 @@ def test_it_finds_what_was_planted_and_keeps_it(run, planted, capfd, monkeypatch
     card = json.loads((folder / "card.json").read_text())
     assert card["position"] == "header_last" and abs(card["layer"] - 3) <= 1
     assert card["p"] == 1 / 40 and card["verdict"]["sentence"] in " ".join(said.out.split())
-    assert not card["verdict"]["latent"]  # the direction reaches the output
+    assert not card["verdict"]["beyond"]  # the direction reaches the output
     assert len(card["training_sources"]) == 80
     auroc = card["scores"]["auroc"]
     assert auroc["low"] < auroc["value"] < auroc["high"]
-    assert {c["name"] for c in card["controls"]} >= {"tfidf", "lengths", "output", "control task"}
+    assert {c["name"] for c in card["controls"]} >= {"text", "lengths", "output", "control task"}
 
     estimates = pd.read_parquet(folder / "estimates.parquet")
     assert (estimates["target"] == "rate").all()
@@ -129,7 +127,7 @@ def test_compared_within_datasets_it_says_so(run, undrawn, capfd):
         ).out.split()
     )
     assert "pairs of contexts within a fold and run, and within a dataset." in said
-    assert "the follow-up rate within datasets is readable" in said
+    assert "The follow-up rate within datasets can be read from the hidden states" in said
     kept = pd.read_parquet(run / "probes" / "rate-logistic-planted" / "estimates.parquet")
     assert set(kept["within"]) == {"dataset"}
 
@@ -149,12 +147,12 @@ def test_the_same_again_is_the_same_and_other_settings_need_a_word(run, undrawn,
     assert files(run) != before
 
 
-def test_without_a_lens_nothing_is_called_latent(run, undrawn, tmp_path, capfd):
+def test_without_a_lens_nothing_is_said_to_go_beyond_the_output(run, undrawn, tmp_path, capfd):
     shutil.rmtree(tmp_path / "cache")
     said = probe([run, "--layers", "3", "--positions", "header_last"], capfd)
     assert said.status == 0
-    assert "no output control, so nothing can be called latent" in " ".join(said.out.split())
-    assert "can't be said without the output control" in " ".join(said.out.split())
+    assert "no output control, so nothing can be said to go beyond it" in " ".join(said.out.split())
+    assert "can't be told without these controls" in " ".join(said.out.split())
 
 
 # -- what is refused ------------------------------------------------------------------------------

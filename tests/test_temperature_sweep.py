@@ -493,7 +493,7 @@ def test_without_the_model_only_its_lens_is_needed(bare, cache, capfd, monkeypat
     assert outcome.status == 0, outcome.err
     folder = bare.path / "experiments" / "temperature_sweep"
     figures = {f"{name}.{kind}" for name in ("first_token", "hidden", "lens", "rates")
-               for kind in ("png", "svg")}  # fmt: skip
+               for kind in ("png", "svg", "pdf")}  # fmt: skip
     assert {p.name for p in folder.iterdir()} == {"estimates.parquet", "turns.parquet", *figures}
     turns = pd.read_parquet(folder / "turns.parquet").set_index(list(KEY))
     stored = bare.generations.query("temperature > 0").set_index(list(KEY))

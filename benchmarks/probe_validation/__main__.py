@@ -2,25 +2,28 @@
 
 Usage::
 
-    python -m benchmarks.probe_validation                       20 minutes on two cores
+    python -m benchmarks.probe_validation                       30 minutes on two cores
+    python -m benchmarks.probe_validation --kinds copy set      some kinds only
     python -m benchmarks.probe_validation --of-each 10          a first look
     python -m benchmarks.probe_validation --write table.md      and keep the table
 
-Every run is drawn by ``planted.py``, written in the run format, read back and analysed
-as ``python -m probes.train`` would; no model is behind any of them.
+Runs drawn by ``planted.py`` are written in the run format, read back and analysed as
+``python -m probes.train`` would; those of ``blocks.py`` are analysed as arrays. No model is behind
+any of them.
 """
 
 import argparse
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
 
+from benchmarks.probe_validation.blocks import BLOCKS
 from benchmarks.probe_validation.one_run import Found, try_one, work_alone
 from ia_mech.cli import Parser, guarded, tolerant_streams, whole_from
 from ia_mech.errors import UserError
@@ -34,6 +37,7 @@ RUNS = {
     "output-common": 30,
     "output-rare": 30,
     "topic": 30,
+    **dict.fromkeys(BLOCKS, 200),
 }
 
 DESCRIPTION = """\
@@ -41,11 +45,15 @@ Analyse synthetic runs whose truth is known, and print what the analysis made of
 
   signal         one direction at header_last, from layer 4 on and so in the output too: is that
                  where the headline lands?
-  elsewhere      the same at turn_end, which the output doesn't show: is it called latent?
+  elsewhere      the same at turn_end, which the output doesn't show: is it found beyond that?
   none           rates that nothing shows: how often is something found?
   output-common  the direction moves the logit of a token that is often sampled, in the last layer
-  output-rare    the same with a token that never is: latent must not be said of either
-  topic          rates and states depend on what the text is about: text alone must read as well
+  output-rare    the same with a token that never is: neither goes beyond the output
+  topic          rates and states depend on what the text is about: nothing goes beyond the text
+  copy           hidden states are a noisy copy of the output state: not beyond it
+  loud-copy      the same of what is quiet in the output and loud in the copy
+  complement     they add as much as the output tells, and alone read as well
+  set            a strong signal from layer 4 on: does the confidence set hold it, and how large?
 
 Coverage is of the headline's 95% interval, for what it says it estimates: the mean over the five
 outer folds of the AUROC that the fold's probe has on new sources, known here in closed form.
@@ -56,8 +64,8 @@ def shares(found: list[Found]) -> list[tuple[str, str, str, Estimate]]:
     """(planted, question, what should be, share of runs with its exact interval) for a table."""
     rows = []
 
-    def ask(kind: str, question: str, wanted: str, answers: Iterable[bool]) -> None:
-        answers = list(answers)
+    def ask(kind: str, question: str, wanted: str, given: Iterable[bool | None]) -> None:
+        answers = [answer for answer in given if answer is not None]
         if answers:
             rate = cluster_mean(
                 np.array(answers, dtype=float), np.arange(len(answers)), proportion=True
@@ -71,15 +79,15 @@ def shares(found: list[Found]) -> list[tuple[str, str, str, Estimate]]:
             ask(kind, place, "0.90 or more", (f.landed for f in here))
         if kind == "none":
             wanted = "0.05"
-            ask(kind, "family-wise p ≤ 0.05", wanted, (f.family_p <= 0.05 for f in here))
-            ask(kind, "headline p ≤ 0.05", wanted, (f.headline_p <= 0.05 for f in here))
+            smallest = [f.family_p for f in here if f.family_p is not None]
+            ask(kind, "family-wise p ≤ 0.05", wanted, (p <= 0.05 for p in smallest))
+            ask(kind, "headline p ≤ 0.05", wanted, (f.readable for f in here))
         else:
             ask(kind, "readable", "near 1", (f.readable for f in here))
-        if kind == "topic":
-            ask(kind, "beyond the text", "near 0", (f.beyond_text for f in here))
-        ask(kind, "latent", "near 1" if kind == "elsewhere" else "near 0", (f.latent for f in here))
-        covered = [f.covered for f in here if f.covered is not None]
-        ask(kind, "interval holds the true AUROC", "0.92 to 0.98", covered)
+        wanted = {"elsewhere": "near 1", "complement": "0.90 or more"}.get(kind, "0.05 or less")
+        ask(kind, "beyond output and text", wanted, (f.beyond for f in here))
+        ask(kind, "interval holds the true AUROC", "0.92 to 0.98", (f.covered for f in here))
+        ask(kind, "confidence set holds the first layer", "0.93 or more", (f.holds for f in here))
     return rows
 
 
@@ -94,11 +102,22 @@ def table(found: list[Found], seconds: float, workers: int) -> str:
     lines.append("")
     for kind in RUNS:
         here = [f for f in found if f.kind == kind]
-        if here and here[0].truth is not None:
-            mean = np.mean([f.auroc for f in here]), np.mean([f.truth for f in here])
-            lines.append(f"Mean AUROC of {kind}: estimated {mean[0]:.3f}, true {mean[1]:.3f}.")
+        said = {
+            "mean AUROC estimated": _of(np.mean, (f.auroc for f in here)),
+            "true": _of(np.mean, (f.truth for f in here)),
+            "AUROC less the output's own": _of(np.mean, (f.apart for f in here)),
+            "median share of cells in the confidence set": _of(np.median, (f.size for f in here)),
+        }
+        if here:
+            told = (f"{what} {value:.3f}" for what, value in said.items() if value is not None)
+            lines.append(f"- {kind}: {', '.join(told)}")
     lines.append(f"\n{len(found)} runs in {seconds / 60:.0f} min with {workers} processes.")
     return "\n".join(lines)
+
+
+def _of(summary: Callable, values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return float(summary(known)) if known else None
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -117,6 +136,7 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="N",
         help="runs of each kind (default: " + ", ".join(f"{n} {k}" for k, n in RUNS.items()) + ")",
     )
+    parser.add_argument("--kinds", nargs="+", choices=RUNS, metavar="KIND", help="default: all")
     parser.add_argument(
         "--seed", type=whole_from(0), default=0, help="of the first run (default: 0)"
     )
@@ -131,7 +151,8 @@ def _validate(args: argparse.Namespace) -> None:
     if args.write is not None and not args.write.parent.is_dir():
         raise UserError(f"there is no folder {args.write.parent}", "make it first")
     workers = args.workers or processors()
-    kinds = [kind for kind, runs in RUNS.items() for _ in range(args.of_each or runs)]
+    wanted = {kind: runs for kind, runs in RUNS.items() if kind in (args.kinds or RUNS)}
+    kinds = [kind for kind, runs in wanted.items() for _ in range(args.of_each or runs)]
     bar, begun = Bar(), time.monotonic()
     bar.start("runs", len(kinds))
     found = []

@@ -11,6 +11,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from benchmarks.probe_validation import blocks
+from benchmarks.probe_validation.blocks import BLOCKS
 from benchmarks.probe_validation.planted import GAUSSIAN, Plan, plant, true_auroc, write
 from probes import dataset
 from probes.analysis import Settings, analyse
@@ -20,31 +22,48 @@ from probes.report.conclusion import conclude
 
 @dataclass(frozen=True)
 class Found:
-    """What the analysis of one planted run said.
+    """What the analysis of one planted run said; None where a kind doesn't have it.
 
     Attributes:
+        beyond: hidden states tell more than a linear readout of first-token state and text.
+        holds: the confidence set holds the first informative layer at its position.
+        size: layers × positions in the confidence set, as a share of all.
         landed: the headline is at the planted position and within one layer of the first
             informative one.
-        readable, beyond_text, latent: the conclusion.
+        readable: the headline's p is at most 0.05.
         headline_p, family_p: of the headline, and the smallest of the heat map.
-        covered: the headline's interval holds the true AUROC of its probes; None without a truth.
+        covered: the headline's interval holds the true AUROC of its probes.
         auroc, truth: estimate, and mean true AUROC of the probes it is of.
+        apart: AUROC of the headline less that of the output's own probe.
     """
 
     kind: str
-    landed: bool
-    readable: bool
-    beyond_text: bool
-    latent: bool
-    headline_p: float
-    family_p: float
-    covered: bool | None
-    auroc: float
-    truth: float | None
+    beyond: bool | None = None
+    holds: bool | None = None
+    size: float | None = None
+    landed: bool | None = None
+    readable: bool | None = None
+    headline_p: float | None = None
+    family_p: float | None = None
+    covered: bool | None = None
+    auroc: float | None = None
+    truth: float | None = None
+    apart: float | None = None
 
 
 def try_one(kind: str, seed: int) -> Found:
-    """Plant, write, read and analyse one run."""
+    """Plant and analyse one run; those of :mod:`blocks` as arrays, the others through files."""
+    if kind in BLOCKS:
+        found, at = blocks.analysed(kind, seed)
+        own = [one.auroc.value for one in found.compared if one.kind == "output"]
+        headline = found.headline.measures["auroc"].value
+        return Found(
+            kind,
+            beyond=found.beyond and bool(found.beyond.saved.low > 0),
+            holds=bool(found.among_best[at]),
+            size=float(found.among_best.mean()),
+            apart=headline - own[0] if own else None,
+        )
     position = "turn_end" if kind == "elsewhere" else "header_last"
     drawn = "signal" if kind == "elsewhere" else kind
     plan = Plan(drawn, informative_position=position, seed=seed)
@@ -62,13 +81,15 @@ def try_one(kind: str, seed: int) -> Found:
     if drawn in GAUSSIAN:
         probes = zip(headline.picked, headline.weights, strict=True)
         truth = float(np.mean([true_auroc(planted, *cell, weights) for cell, weights in probes]))
+    at = plan.informative_layer, plan.positions.index(plan.informative_position)
     return Found(
-        kind=kind,
+        kind,
+        beyond=said.beyond,
+        holds=bool(analysis.among_best[at]) if drawn == "signal" else None,
+        size=float(analysis.among_best.mean()),
         landed=headline.position == plan.informative_position
         and abs(headline.layer - plan.informative_layer) <= 1,
         readable=said.readable,
-        beyond_text=said.beyond_text,
-        latent=said.latent,
         headline_p=analysis.tested.p,
         family_p=float(analysis.tested.p_family.min()),
         covered=None if truth is None else bool(estimate.low <= truth <= estimate.high),

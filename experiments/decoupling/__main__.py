@@ -54,7 +54,7 @@ follow-up    share of user turns that are genuine follow-ups, per temperature
 association  within a model: the rate after right responses less that after wrong ones, and AUROC
 over models  rank correlation of accuracy and rate, with four models or more""",
     written="responses.parquet (every response and whether it is right: read some), scatter and "
-    "association (PNG, SVG)",
+    "association (PNG, SVG, PDF)",
     run=run,
     several_models=True,
     perturbed=True,  # they are left out

@@ -57,7 +57,7 @@ contrasts    bits in favour of the context's own response over swapped ones, an 
              beside a control (another conversation's follow-up) and a placebo
 rivals       how often the follow-up is likelier than a repetition, a closing or your candidates
 generations  with --score-generations and a judge: do genuine turns owe more to the response?""",
-    written="temperature_curve and contrasts (PNG, SVG)",
+    written="temperature_curve and contrasts (PNG, SVG, PDF)",
     run=run,
 )
 build_parser, main = EXPERIMENT.build_parser, EXPERIMENT.main

@@ -98,8 +98,8 @@ header_only header_assistant header_no_turn_end header_no_separator   the header
 
 Interrupted, the same command continues. The rules judge judges at once; for another judge the
 message says which command to run.""",
-    written="conversations.jsonl (the changed conversations), run/ (a run like any other), rates, "
-    "profile, references and displacement (PNG, SVG)",
+    written="conversations.jsonl (as changed), run/ (a run like any other), rates, "
+    "profile, references and displacement (PNG, SVG, PDF)",
     run=run,
     add_flags=add_flags,
     default_out=default_out,

@@ -197,7 +197,7 @@ controls   versions of one response that say the same; the assistant's header in
 copied     bits that shared words, numbers and names tell already
 
 Interrupted, the same command continues.""",
-    written="turns (bits of every turn), information, responses and tokens (PNG, SVG), "
+    written="turns (bits of every turn), information, responses and tokens (PNG, SVG, PDF), "
     "likelihoods/, same_content/ and assistant_header/ (runs like any other)",
     run=run,
     add_flags=add_flags,

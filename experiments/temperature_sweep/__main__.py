@@ -91,7 +91,7 @@ hidden       where greedy leaves sampled turns: token, rank, probability, gap in
 references   at which temperature users' real follow-ups are likeliest
 logit lens   from which layer on greedy's opening is ahead of follow-ups' openings""",
     written="turns.parquet (where greedy leaves each sampled turn), rates, first_token, hidden and "
-    "lens (PNG, SVG)",
+    "lens (PNG, SVG, PDF)",
     run=run,
     add_flags=add_flags,
     perturbed=True,  # they are left out

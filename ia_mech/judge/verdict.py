@@ -59,8 +59,8 @@ class Verdict:
         prompt_tokens, completion_tokens: as billed, failed attempts at the item included; 0 for
             judges that don't count.
         cost: in US dollars; None if no price is known.
-        grounded_p: p value of the turn's having nothing to do with the conversation, from judges that
-            test that; None from others.
+        grounded_p: p value of the turn's having nothing to do with the conversation, from judges
+            that test that; None from others.
     """
 
     category: str | None

@@ -9,6 +9,7 @@ keep their level.
 from ia_mech.stats.agreement import alpha_of, balanced_accuracy_of, confusion, kappa_of
 from ia_mech.stats.auroc import auroc_between, auroc_columns, auroc_within
 from ia_mech.stats.clusters import cluster_counts, cluster_mean, cluster_statistic
+from ia_mech.stats.confidence_set import model_confidence_set
 from ia_mech.stats.correction import IMPOSSIBLE, prediction_powered, rogan_gladen
 from ia_mech.stats.differences import (
     Grouped,
@@ -52,6 +53,7 @@ __all__ = [
     "kendall",
     "kendall_p",
     "matched_permutation",
+    "model_confidence_set",
     "paired_difference",
     "permutation_p",
     "prediction_powered",

@@ -129,7 +129,16 @@ def _quantile(null: np.ndarray) -> np.ndarray:
     return np.quantile(null, 0.95, axis=-1)
 
 
-def make_folds(outcome: Outcome, folds: int = 5, seed: int = 0) -> np.ndarray:
+Seed = int | np.random.SeedSequence
+
+
+def seeds_of(seed: int) -> list[np.random.SeedSequence]:
+    """Of folds and of permutations: with one stream, permutations would repeat the draws that
+    dealt the folds."""
+    return np.random.SeedSequence(seed).spawn(2)
+
+
+def make_folds(outcome: Outcome, folds: int = 5, seed: Seed = 0) -> np.ndarray:
     """Deal sources into folds, stratified by their rates.
 
     Sources that can change places (the same number of contexts in the same runs) are sorted by
@@ -168,7 +177,7 @@ def make_folds(outcome: Outcome, folds: int = 5, seed: int = 0) -> np.ndarray:
 
 
 def permutations(
-    outcome: Outcome, folds: np.ndarray, count: int, seed: int = 0
+    outcome: Outcome, folds: np.ndarray, count: int, seed: Seed = 0
 ) -> Iterator[np.ndarray]:
     """Random permutations of whole sources that could have led to these folds.
 

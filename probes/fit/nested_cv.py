@@ -8,7 +8,7 @@ Selection and permutation tests use the closed form (ridge on the rates), which 
 product for all permutations; the reported scores are the chosen estimator's.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import combinations
@@ -168,26 +168,30 @@ def cross_validate(features: Features, design: Design) -> CrossValidated:
         slope, levels = loop.calibration(fold)
         raw = fit(projection, design, chosen[fold]).scores(projection.test, runs[test])
         scores[test] = np.round(slope * raw + levels[runs[test]], DIGITS)
-    chance = chance_in_training(features, design, chosen)
+
+    def by_half(fold: int, train: np.ndarray) -> np.ndarray:
+        return scores_in(features, design, fold, train, chosen[fold])
+
+    chance = chance_in_training(design, by_half)
     by_run = (features.centred[runs == run] for run in np.unique(runs))
     differs = any((states != states[0]).any() for states in by_run)
     return CrossValidated(inner.max(1), outer, float(whole.max()), scores, chosen, chance, differs)
 
 
-def chance_in_training(features: Features, design: Design, penalties: np.ndarray) -> float:
+def chance_in_training(design: Design, predict: Callable[[int, np.ndarray], np.ndarray]) -> float:
     """How much of the scores of new contexts depends on which contexts happened to train.
 
     For each outer fold two probes are trained on one half each of the other folds, which share no
     source, and their scores in that fold are correlated within runs. Stepped up to the whole
-    training set (Spearman–Brown) that is the reliability of the scores; the rest is chance.
+    training set (Spearman–Brown) that is the reliability of the scores; the rest is chance. Folds
+    that both halves score alike throughout say nothing of it.
 
     Args:
-        features: hidden states.
-        design: outcome, folds and estimator.
-        penalties: ``[folds]`` of the estimator.
+        design: outcome and folds.
+        predict: ``(fold, train rows) -> [contexts of the fold]`` scores, trained on those rows.
 
     Returns:
-        0 (two such probes agree) to 1 (they have nothing in common).
+        0 (two such probes agree, or all scores are constant) to 1 (they have nothing in common).
     """
     runs, agreement = design.outcome.runs, []
     for fold in range(design.fold_count):
@@ -195,12 +199,12 @@ def chance_in_training(features: Features, design: Design, penalties: np.ndarray
         others = [other for other in range(design.fold_count) if other != fold]
         halves = []
         for half in (others[::2], others[1::2]):
-            projection = project(features, design.rows_of(*half), test, runs)
-            scores = fit(projection, design, penalties[fold]).scores(projection.test, runs[test])
+            scores = predict(fold, design.rows_of(*half))
             halves.append(_unit(_within(scores[:, None], runs[test])))
-        if not (halves[0].any() or halves[1].any()):
-            return 0.0  # constant scores don't depend on who trained
-        agreement.append(float((halves[0] * halves[1]).sum()))
+        if halves[0].any() or halves[1].any():
+            agreement.append(float((halves[0] * halves[1]).sum()))
+    if len(agreement) < 2:
+        return float(len(agreement))
     # One standard error less: overstated agreement would make intervals too short.
     lower = np.mean(agreement) - np.std(agreement, ddof=1) / np.sqrt(len(agreement))
     lower = max(float(lower), 0.0)
@@ -215,11 +219,25 @@ def fit(projection: Projection, design: Design, penalty: float) -> Fit:
     return fit_path(projection, design, [penalty])[0]
 
 
+def scores_in(
+    features: Features, design: Design, fold: int, train: np.ndarray, penalty: float
+) -> np.ndarray:
+    """``[contexts of the fold]`` scores of the reported estimator, fitted on the training rows."""
+    test, runs = design.rows_of(fold), design.outcome.runs
+    projection = project(features, train, test, runs)
+    return fit(projection, design, penalty).scores(projection.test, runs[test])
+
+
 def fit_path(projection: Projection, design: Design, penalties: Sequence[float]) -> list[Fit]:
     """The reported estimator for several penalties; a single fit if it has none."""
     rows, outcome = projection.rows, design.outcome
     labels = outcome.positives[rows], outcome.trials[rows], outcome.runs[rows]
     return design.solver.solve(Training(projection, *labels, design.run_count), penalties)
+
+
+def log_loss(log_odds: np.ndarray, positives: np.ndarray, trials: np.ndarray) -> np.ndarray:
+    """``[…, contexts]`` summed over the turns of each context, in nats."""
+    return trials * np.logaddexp(0, log_odds) - positives * log_odds
 
 
 class InnerLoop:
@@ -253,7 +271,7 @@ class InnerLoop:
         k, n = design.outcome.positives[rows], design.outcome.trials[rows]
         scores = self.scores[fold][:, rows]
         if design.solver.log_odds:
-            return int(np.argmin((n * np.logaddexp(0, scores) - k * scores).sum(1)))
+            return int(np.argmin(log_loss(scores, k, n).sum(1)))
         worth = [
             sum(
                 correlation(tried[design.folds[rows] == other][:, None], design, other)[0]

@@ -1,14 +1,15 @@
-"""The conclusion of an analysis: one sentence, and the rule for calling a target latent."""
+"""The conclusion of an analysis: one plain sentence, the numbers behind it, and the rule."""
 
 from dataclasses import dataclass
 
 import numpy as np
 
 from ia_mech.stats import Estimate
-from probes.analysis import Analysis, Compared, Headline
+from probes.analysis import Analysis, Headline
 
 LEVEL = 0.05  # of permutation tests
-COVERAGE = 0.95  # that an interval of a gain must have at least
+COVERAGE = 0.95  # that the interval of a gain must have at least
+READOUT = "a linear readout of the first-token state and the text"
 
 
 @dataclass(frozen=True)
@@ -17,93 +18,109 @@ class Conclusion:
 
     Attributes:
         readable: the headline's p value is at most 0.05.
-        beyond_text: readable, and the gain over every text baseline has an interval above zero.
-        latent: beyond text, and the gain over every form of the model's own output distribution has
-            an interval above zero. Never without that control, nor from intervals below 95%.
-        sentence: in words.
+        beyond: readable, and hidden states save deviance that a linear readout of the first-token
+            state and the text leaves, with an interval above zero. Never without these controls,
+            nor from intervals below 95%.
+        sentence: in words; the first sentence is the plain one.
     """
 
     readable: bool
-    beyond_text: bool
-    latent: bool
+    beyond: bool
     sentence: str
 
 
-def conclude(analysis: Analysis, what: str = "the follow-up rate") -> Conclusion:
-    """What the headline, its p value and its controls show.
+def conclude(
+    analysis: Analysis, what: str = "the follow-up rate", labelled_by: str = ""
+) -> Conclusion:
+    """What the headline, its p value and the gain over the readout show.
 
     Args:
         analysis: of one target.
         what: the target, in words.
+        labelled_by: where the outcomes come from, such as ``judge rules``.
     """
-    headline, tested = analysis.headline, analysis.tested
-    auroc = headline.measures["auroc"]
+    tested, gain = analysis.tested, analysis.beyond
     readable = bool(tested.p <= LEVEL)
-    if not readable:
-        return Conclusion(False, False, False, _nothing(analysis, what, auroc))
-    text, output = _of_kind(analysis, "text"), _of_kind(analysis, "output")
     sure = analysis.settings.level >= COVERAGE
-    beyond_text = sure and bool(text) and all(_above(c.gain) for c in text)
-    beyond_output = sure and bool(output) and all(_above(c.gain) for c in output)
-    said = [
-        f"{what} is readable from {_place(headline)}: AUROC {auroc.text()}, p {_p(tested.p)} "
-        "(selection replayed)"
-    ]
-    said.append(_against(output, "the model's own output distribution"))
-    said.append(_against(text, "what can be read from the text"))
-    said.append(_against(_of_kind(analysis, "control task"), "a task without meaning"))
-    latent = beyond_text and beyond_output
-    if latent:
-        closing = "So it is latent: more than the next-token distribution and the text tell"
-    elif not sure:
-        closing = f"Latent is never said of intervals below {COVERAGE:.0%}"
-    elif not output:
-        closing = "Whether it is latent can't be said without the output control"
-    elif beyond_output:
-        closing = "Not shown to be latent: it may be topic, wording or length"
-    elif beyond_text:
-        closing = "Not shown to be latent: the output distribution may tell as much"
-    else:
-        closing = "Not shown to be latent: text and output distribution may tell as much"
-    return Conclusion(True, beyond_text, latent, "; ".join(filter(None, said)) + f". {closing}.")
-
-
-def _nothing(analysis: Analysis, what: str, auroc: Estimate) -> str:
-    tested, headline = analysis.tested, analysis.headline
+    beyond = readable and sure and gain is not None and bool(gain.saved.low > 0)
+    subject = what[:1].upper() + what[1:]
     if not tested.permutations:
-        return f"{what} was not tested: nothing is claimed without permutations."
-    sources = analysis.outcome.source_count
-    chance = f"{np.quantile(tested.null, 0.95):.2f}"
+        said = [f"{subject} was not tested: nothing is claimed without permutations."]
+    elif not readable:
+        said = [f"No evidence was found that {what} can be read from the hidden states."]
+    elif beyond:
+        said = [f"{subject} can be read from the hidden states, beyond {READOUT}."]
+    elif gain is None:
+        said = [
+            f"{subject} can be read from the hidden states; whether beyond {READOUT} can't be told "
+            "without these controls."
+        ]
+    else:
+        said = [
+            f"{subject} can be read from the hidden states; that they tell more than {READOUT} is "
+            "not shown."
+        ]
+    said.append(_numbers(analysis))
+    if tested.permutations and not readable:
+        said.append(_smallest(analysis))
+    if gain is not None:
+        added = (
+            f"Added to that readout (AUROC {gain.base.value:.2f}), the hidden states save "
+            f"{percent(gain.saved)} of its held-out deviance"
+        )
+        said.append(f"{added}, AUROC {signed(gain.gain)}.")
+        if not sure:
+            said.append(f"Beyond is never said of intervals below {COVERAGE:.0%}.")
+    if labelled_by:
+        said.append(f"Labels: {labelled_by}.")
+    return Conclusion(readable, beyond, " ".join(said))
+
+
+def _numbers(analysis: Analysis) -> str:
+    tested, auroc = analysis.tested, analysis.headline.measures["auroc"]
+    p = f", p {p_text(tested.p)} (selection replayed)" if tested.permutations else ""
+    count, level = int(analysis.among_best.sum()), f"{100 * analysis.settings.level:g}%"
     return (
-        f"no evidence that {what} is readable from the hidden states of {len(analysis.outcome)} "
-        f"contexts of {sources} sources: AUROC {auroc.text()} where the inner loop chose to look "
-        f"({_place(headline)}), p {_p(tested.p)}. The closed form that is tested has "
-        f"{tested.value:.2f}, and one in twenty permutations of the labels reaches {chance}: what "
-        "is readable no better than that can't be told from nothing here."
+        f"Probes whose layer and position are chosen inside the training folds have AUROC "
+        f"{auroc.text()}{p}; {count} of {analysis.among_best.size} layers × positions can't be "
+        f"told from the best ({level} confidence set)."
     )
 
 
-def _against(compared: list[Compared], name: str) -> str:
-    """The least certain gain over the controls of a kind: it decides."""
-    if not compared:
-        return ""
-    strongest = min(compared, key=lambda c: (_above(c.gain), np.nan_to_num(c.gain.low, nan=-1.0)))
-    gain = strongest.gain
-    ends = "" if np.isnan(gain.low) else f" [{gain.low:+.2f}, {gain.high:+.2f}]"
-    return f"{gain.value:+.2f}{ends} over {name} ({strongest.name})"
+def _smallest(analysis: Analysis) -> str:
+    tested = analysis.tested
+    return (
+        f"The closed form that is tested has {tested.value:.2f}, and one in twenty permutations of "
+        f"the labels of these {analysis.outcome.source_count} sources reaches "
+        f"{np.quantile(tested.null, 0.95):.2f}."
+    )
 
 
-def _of_kind(analysis: Analysis, kind: str) -> list[Compared]:
-    return [c for c in analysis.compared if c.kind == kind]
+# -- numbers in words -----------------------------------------------------------------------------
 
 
-def _above(gain: Estimate) -> bool:
-    return bool(gain.low > 0)
+def place(headline: Headline) -> str:
+    """What the rule chooses on all contexts, for the probe that is kept."""
+    return f"layer {headline.layer}, {headline.position}"
 
 
-def _place(headline: Headline) -> str:
-    return f"layer {headline.layer} at {headline.position}"
+def p_text(p: float) -> str:
+    """``= 0.012``, or ``< 0.001``."""
+    return "–" if np.isnan(p) else "< 0.001" if p < 0.001 else f"= {p:.3f}"
 
 
-def _p(p: float) -> str:
-    return "< 0.001" if p < 0.001 else f"= {p:.3f}"
+def signed(estimate: Estimate, digits: int = 2) -> str:
+    """``+0.12 [-0.02, +0.25]``."""
+    if np.isnan(estimate.value):
+        return "–"
+    # The sign of an end decides the conclusion, so -0.00 keeps its sign.
+    value, low, high = (f"{x:+.{digits}f}" for x in (estimate.value, estimate.low, estimate.high))
+    return f"{value} [–]" if np.isnan(estimate.low) else f"{value} [{low}, {high}]"
+
+
+def percent(estimate: Estimate) -> str:
+    """``+1.2% [-0.3, +2.5]``."""
+    ends = (
+        "–" if np.isnan(estimate.low) else f"{100 * estimate.low:+.1f}, {100 * estimate.high:+.1f}"
+    )
+    return f"{100 * estimate.value:+.1f}% [{ends}]"

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
-from matplotlib.container import ErrorbarContainer
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
@@ -20,17 +19,18 @@ from matplotlib.transforms import offset_copy
 from ia_mech.cli import one_line
 from ia_mech.display import COLOURS, styled
 from ia_mech.stats import Estimate
-from probes.analysis import Analysis, Compared
-from probes.report.conclusion import LEVEL
+from probes.analysis import Analysis
+from probes.report.conclusion import LEVEL, place
 
 NUMBERED = 12  # layers up to which cells hold their numbers
-LEAST_REACH = 0.2  # of the colour map on either side of 0.5: chance must not look like much
+REACH = 0.3  # of the colour map on either side of 0.5, in every figure: they can be compared
 LETTERS = 16  # of 8 points in an inch, about
 
-BLUE, VERMILION, GREEN, PURPLE, ORANGE, *_ = COLOURS
-_OUTPUT = (VERMILION, ORANGE, GREEN)
-_GREYS = ("0.15", "0.35", "0.5", "0.62", "0.72")
-_DASHES = ((0, (6, 2)), (0, (3, 1.5)), (0, (8, 2, 2, 2)), (0, (5, 4)), (0, (2, 3)))
+BLUE, VERMILION, *_ = COLOURS
+_CONTROLS: dict[str, dict[str, Any]] = {
+    "output": {"color": VERMILION},
+    "text": {"color": "0.35", "linestyle": "--"},
+}
 
 
 # -- heat map -------------------------------------------------------------------------------------
@@ -40,7 +40,8 @@ _DASHES = ((0, (6, 2)), (0, (3, 1.5)), (0, (8, 2, 2, 2)), (0, (5, 4)), (0, (2, 3
 def heat_map(analysis: Analysis, title: str) -> Figure:
     """AUROC of the reported estimator by layer (upwards) and position.
 
-    A dot marks a family-wise p value below 0.05, a frame the headline's layer and position.
+    Cells whose family-wise p value is above 0.05 are grey; a dot marks the confidence set of the
+    best, a frame what the rule chooses on all contexts.
 
     Args:
         analysis: of one target.
@@ -52,14 +53,16 @@ def heat_map(analysis: Analysis, title: str) -> Figure:
     height = 2.3 + (0.33 * layers if numbered else min(0.19 * layers, 9))
     figure = Figure(figsize=(max(5.4, 2.6 + 0.85 * positions), height), layout="constrained")
     axes = figure.add_subplot()
-    reach = max(LEAST_REACH, np.nanmax(np.abs(values - 0.5), initial=0))
+    tested = analysis.tested.permutations > 0
+    shown = np.where(analysis.tested.p_family <= LEVEL, values, np.nan) if tested else values
     image = axes.imshow(
-        values, origin="lower", aspect="auto", cmap="RdBu_r", vmin=0.5 - reach, vmax=0.5 + reach
+        shown, origin="lower", aspect="auto", cmap="RdBu_r", vmin=0.5 - REACH, vmax=0.5 + REACH
     )
-    axes.set_facecolor("0.85")  # cells without a value
-    _mark_cells(figure, axes, analysis, values, reach, numbered)
+    axes.set_facecolor("0.85")  # cells without a value, or without significance
+    _mark_cells(figure, axes, analysis, values, shown, numbered)
     _name_axes(axes, analysis)
-    bar = figure.colorbar(image, ax=axes, pad=0.03, fraction=0.06, aspect=5 * height)
+    look: dict[str, Any] = {"pad": 0.03, "fraction": 0.06, "aspect": 5 * height}
+    bar = figure.colorbar(image, ax=axes, extend="both", **look)
     bar.set_label("AUROC (0.5 = chance)")
     bar.outline.set_linewidth(0.7)
     _head(figure, axes, analysis, title)
@@ -68,16 +71,21 @@ def heat_map(analysis: Analysis, title: str) -> Figure:
 
 
 def _mark_cells(
-    figure: Figure, axes: Axes, analysis: Analysis, values: np.ndarray, reach: float, numbered: bool
+    figure: Figure,
+    axes: Axes,
+    analysis: Analysis,
+    values: np.ndarray,
+    shown: np.ndarray,
+    numbered: bool,
 ) -> None:
     """Numbers, dots (to the right of a number, if there are numbers) and the frame."""
     beside = offset_copy(axes.transData, figure, x=15 if numbered else 0, units="points")
     for (i, j), value in np.ndenumerate(values):
-        ink = "white" if abs(value - 0.5) > 0.62 * reach else "black"
+        ink = "white" if abs(shown[i, j] - 0.5) > 0.62 * REACH else "black"
         if numbered:
             number = "–" if np.isnan(value) else f"{value:.2f}"
             axes.text(j, i, number, ha="center", va="center", color=ink, fontsize=8)
-        if analysis.tested.p_family[i, j] <= LEVEL:
+        if analysis.among_best[i, j]:
             axes.plot(j, i, "o", color=ink, markersize=3, transform=beside)
     row = analysis.layers.index(analysis.headline.layer)
     column = analysis.positions.index(analysis.headline.position)
@@ -100,12 +108,14 @@ def _name_axes(axes: Axes, analysis: Analysis) -> None:
 def _explain_marks(figure: Figure, analysis: Analysis) -> None:
     dot = Line2D([], [], marker="o", color="black", markersize=3, linestyle="none")
     frame = Patch(fill=False, edgecolor="black", linewidth=2)
-    headline = analysis.headline
-    place = f"headline: layer {headline.layer}, {one_line(headline.position, 24)}"
-    marks: dict[str, Artist] = {place: frame}
+    level = f"{100 * analysis.settings.level:g}%"
+    marks: dict[str, Artist] = {
+        f"chosen on all contexts: {one_line(place(analysis.headline), 40)}": frame,
+        f"{level} confidence set of the best": dot,
+    }
     if analysis.tested.permutations:
-        marks["family-wise p ≤ 0.05"] = dot
-    look: dict[str, Any] = {"ncols": 2, "frameon": False, "handlelength": 1.2}
+        marks["family-wise p > 0.05"] = Patch(facecolor="0.85")
+    look: dict[str, Any] = {"ncols": 1, "frameon": False, "handlelength": 1.2}
     figure.legend(marks.values(), marks.keys(), loc="outside lower center", **look)
 
 
@@ -127,7 +137,8 @@ def _head(figure: Figure, axes: Axes, analysis: Analysis, title: str) -> None:
 
 @styled
 def layer_curve(analysis: Analysis, title: str) -> Figure:
-    """AUROC by layer at the headline's position, its null and its controls.
+    """AUROC by layer at the position chosen on all contexts, its null, and the controls on output
+    and text.
 
     The null's bands are of the closed-form probes of the permutation tests, the curve is of the
     reported estimator.
@@ -142,11 +153,11 @@ def layer_curve(analysis: Analysis, title: str) -> Figure:
     curve = [row[at] for row in analysis.auroc]
     level = f"{100 * analysis.settings.level:g}%"
     own = [
-        _headline_point(axes, analysis),
+        _headline_line(axes, analysis),
         _with_band(axes, analysis.layers, curve, f"each layer by itself, {level} interval"),
         *_null(axes, analysis, at),
     ]
-    controls = _control_lines(axes, analysis.compared)
+    controls = _control_lines(axes, analysis)
     axes.axhline(0.5, color="black", linewidth=0.7, zorder=1)
     axes.set_ylabel(f"AUROC at {one_line(analysis.headline.position, 24)}")
     axes.set_xlabel("layer (0 = embeddings)")
@@ -156,7 +167,7 @@ def layer_curve(analysis: Analysis, title: str) -> Figure:
     _head(figure, axes, analysis, title)
     look: dict[str, Any] = {"fontsize": 7.5, "handlelength": 2.6, "columnspacing": 1.5}
     handles = [*own, *controls]
-    figure.legend(handles=handles, loc="outside lower center", ncols=3, frameon=False, **look)
+    figure.legend(handles=handles, loc="outside lower center", ncols=2, frameon=False, **look)
     return figure
 
 
@@ -194,39 +205,23 @@ def _null(axes: Axes, analysis: Analysis, at: int) -> list[Artist]:
     return [band, family]
 
 
-def _control_lines(axes: Axes, compared: Sequence[Compared]) -> list[Line2D]:
-    """Controls as horizontal lines: text in dashed greys, outputs solid, the control task dotted.
-
-    Several lie near 0.5, one upon the other: names and intervals are in the legend.
-    """
-    drawn = {"text": 0, "output": 0, "control task": 0}
-    lines = []
-    for control in compared:
-        number = drawn[control.kind]
-        drawn[control.kind] += 1
-        look: dict[str, Any] = {"linestyle": ":", "color": PURPLE, "linewidth": 1.8}
-        if control.kind == "text":
-            dashes, grey = _DASHES[number % len(_DASHES)], _GREYS[number % len(_GREYS)]
-            look = {"linestyle": dashes, "color": grey, "linewidth": 1.1}
-        elif control.kind == "output":
-            look = {"linestyle": "-", "color": _OUTPUT[number % len(_OUTPUT)], "linewidth": 1.3}
-        label = f"{one_line(control.name, 18)}: {control.auroc.text()}"
-        lines.append(axes.axhline(control.auroc.value, label=label, zorder=1.5, **look))
-    return lines
+def _control_lines(axes: Axes, analysis: Analysis) -> list[Line2D]:
+    """The output's and the text's own probe; the other controls are in the estimates."""
+    return [
+        axes.axhline(
+            control.auroc.value,
+            label=f"{control.name}: {control.auroc.text()}",
+            linewidth=1.3,
+            zorder=1.5,
+            **_CONTROLS[control.name],
+        )
+        for control in analysis.compared
+        if control.name in _CONTROLS
+    ]
 
 
-def _headline_point(axes: Axes, analysis: Analysis) -> ErrorbarContainer:
+def _headline_line(axes: Axes, analysis: Analysis) -> Line2D:
+    """The selection procedure's score, which is of no single layer."""
     auroc = analysis.headline.measures["auroc"]
-    ends = np.maximum([[auroc.value - auroc.low], [auroc.high - auroc.value]], 0)
-    return axes.errorbar(
-        [analysis.headline.layer],
-        [auroc.value],
-        yerr=None if np.isnan(ends).any() else ends,
-        fmt="D",
-        color="black",
-        markersize=5,
-        capsize=3,
-        linewidth=1.3,
-        zorder=4,
-        label=f"headline (nested): {auroc.text()}",
-    )
+    label = f"headline (layer and position chosen in each fold): {auroc.text()}"
+    return axes.axhline(auroc.value, color="black", linewidth=1.3, zorder=1.9, label=label)

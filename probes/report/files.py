@@ -7,7 +7,7 @@
       card.json             where they come from, scores, conclusion; written last
       estimates.parquet     every number with its interval, one row each
       predictions.parquet   per context, from probes that weren't trained on its source
-      heat_map.png .svg     layer_curve.png .svg
+      heat_map.png .svg .pdf     layer_curve.png .svg .pdf
 
 The folder is written under another name and takes its place when it is whole.
 """
@@ -17,6 +17,7 @@ import shutil
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ import numpy as np
 import pandas as pd
 from scipy.special import expit
 
-from ia_mech.display import save_figure
+from ia_mech.display import KINDS, save_figure
 from ia_mech.errors import UserError
 from ia_mech.estimates import TidyEstimate, frame_of, write_parquet
 from ia_mech.run.integrity import read_json
@@ -46,7 +47,7 @@ _DTYPES = {
 }
 FILES = {
     *(WEIGHTS, CARD, "estimates.parquet", "predictions.parquet"),
-    *(f"{name}.{kind}" for name in ("heat_map", "layer_curve") for kind in ("png", "svg")),
+    *(f"{name}.{kind}" for name in ("heat_map", "layer_curve") for kind in KINDS),
 }
 LAYERS = "0 = embeddings, l = output of block l, before the final norm"
 
@@ -61,12 +62,14 @@ def estimates(analysis: Analysis) -> pd.DataFrame:
 
     - a layer and position: ``auroc_cell`` (the reported estimator's), ``statistic`` (the
       closed-form probes' AUROC, which is tested), ``null_band_95`` (95% quantile of the permuted
-      statistics there), ``p_family`` (family-wise), ``selected_in_folds`` (share of the outer folds
-      that chose it).
-    - the headline, with the layer and position chosen on all contexts: the names in
+      statistics there), ``p_family`` (family-wise), ``p_best`` (of the model confidence set),
+      ``selected_in_folds`` (share of the outer folds that chose it).
+    - the headline, which is the selection procedure and so has no layer or position: the names in
       :data:`probes.analysis.MEASURES`, ``statistic_headline``, ``null_band_95_headline`` and
       ``p_headline`` (the selection replayed).
-    - a control: ``auroc_control`` and ``gain_over_control`` (for the control task: selectivity).
+    - a control: ``auroc_control``.
+    - the readout of output and text: ``auroc_base``, ``auroc_full`` (with hidden states),
+      ``auroc_gain`` and ``deviance_saved`` (what hidden states add).
     - the heat map: ``null_band_95_family`` (95% quantile of the largest permuted statistic).
 
     Returns:
@@ -95,27 +98,31 @@ def _rows(analysis: Analysis) -> Iterator[TidyEstimate]:
         estimate = Estimate(float(value), np.nan, np.nan, outcome.source_count, method)
         return row(quantity, estimate, p, **names)
 
-    at: dict[str, Any] = {"layer": headline.layer, "position": headline.position}
     for name, estimate in headline.measures.items():
-        yield interval(name, estimate, **at)
+        yield interval(name, estimate)
     band = np.quantile(tested.null, 0.95) if tested.permutations else np.nan
-    yield plain("statistic_headline", tested.value, "closed form", tested.p, **at)
-    yield plain("null_band_95_headline", band, permuted, **at)
+    yield plain("statistic_headline", tested.value, "closed form", tested.p)
+    yield plain("null_band_95_headline", band, permuted)
     replayed = f"{permuted}, selection replayed"
-    yield plain("p_headline", tested.p, replayed, tested.p, **at)
+    yield plain("p_headline", tested.p, replayed, tested.p)
     for control in analysis.compared:
         yield interval("auroc_control", control.auroc, control=control.name)
-        yield interval("gain_over_control", control.gain, control=control.name)
+    if analysis.beyond is not None:
+        yield interval("auroc_base", analysis.beyond.base)
+        yield interval("auroc_full", analysis.beyond.full)
+        yield interval("auroc_gain", analysis.beyond.gain)
+        yield interval("deviance_saved", analysis.beyond.saved)
     picked = Counter(headline.picked)
     for i, layer in enumerate(analysis.layers):
         for j, position in enumerate(analysis.positions):
-            at = {"layer": layer, "position": position}
+            at: dict[str, Any] = {"layer": layer, "position": position}
             p = tested.p_family[i, j]
             share = picked[layer, position] / len(headline.picked)
             yield interval("auroc_cell", analysis.auroc[i][j], **at)
             yield plain("statistic", tested.statistic[i, j], "closed form", p, **at)
             yield plain("null_band_95", tested.band[i, j], permuted, **at)
             yield plain("p_family", p, permuted, p, **at)
+            yield plain("p_best", analysis.p_best[i, j], "model confidence set", **at)
             yield plain("selected_in_folds", share, "inner folds", **at)
     yield plain("null_band_95_family", tested.family_band, permuted)
 
@@ -126,7 +133,8 @@ def predictions(analysis: Analysis) -> pd.DataFrame:
     Returns:
         One row per context, in order: ``fold`` (outer), ``positives``, ``trials``, ``log_odds`` and
         ``probability`` of the headline, and for every control that predicts the same outcome
-        ``control:<name>`` with its log-odds.
+        ``control:<name>`` with its log-odds; ``base`` and ``full``, the log-odds of the readout of
+        output and text without and with hidden states.
     """
     scores = analysis.headline.scores
     columns = {
@@ -139,6 +147,8 @@ def predictions(analysis: Analysis) -> pd.DataFrame:
     for control in analysis.compared:
         if control.scores is not None:
             columns[f"control:{control.name}"] = control.scores
+    if analysis.beyond is not None:
+        columns |= {"base": analysis.beyond.found.base, "full": analysis.beyond.found.full}
     return pd.DataFrame(columns)
 
 
@@ -185,7 +195,8 @@ class Kept:
                 written to, or a folder with files that no analysis wrote.
         """
         if name is None:
-            parts = [data.target.name.replace("@", "-at-"), settings.estimator, data.judge]
+            parts = [data.target.name.replace("@", "-at-"), settings.estimator]
+            parts += [data.judge] if data.judge else []
             name = "-".join([*parts, f"{len(data.runs)}-runs"] if len(data.runs) > 1 else parts)
         folder = (home or data.runs[0].path) / "probes" / check_name(name)
         refuse_unwritable(folder, "give a copy of the run")
@@ -226,7 +237,7 @@ class Kept:
         )
         predicted = pd.concat([names, predictions(analysis)], axis=1)
         write_parquet(predicted, folder / "predictions.parquet")
-        title = f"{about['model']} · {data.target.name} · judge {data.judge}"
+        title = f"{about['model']} · {data.target.name} · {data.labelled_by}"
         save_figure(figures.heat_map(analysis, title), folder, "heat_map")
         save_figure(figures.layer_curve(analysis, title), folder, "layer_curve")
         position = analysis.positions.index(headline.position)
@@ -241,10 +252,16 @@ class Kept:
             for name, estimate in headline.measures.items()
         }
         compared = [
-            {"name": c.name, "kind": c.kind, "what": c.what}
-            | {"auroc": _numbers(c.auroc), "gain": _numbers(c.gain)}
+            {"name": c.name, "kind": c.kind, "what": c.what} | {"auroc": _numbers(c.auroc)}
             for c in analysis.compared
         ]
+        gain = analysis.beyond
+        added = gain and {
+            "base": _numbers(gain.base),
+            "full": _numbers(gain.full),
+            "auroc_gain": _numbers(gain.gain),
+            "deviance_saved": _numbers(gain.saved),
+        }
         return {
             "asked": self.asked,
             "layer": headline.layer,
@@ -252,12 +269,13 @@ class Kept:
             "layer_convention": LAYERS,
             "penalty": headline.penalty,
             "target": self.data.target.describe(),
-            "verdict": {"sentence": conclusion.sentence, "latent": conclusion.latent},
+            "verdict": {"sentence": conclusion.sentence, "beyond": conclusion.beyond},
             "p": tested.p,
             "permutations": tested.permutations,
             "chosen_by_outer_folds": [list(cell) for cell in headline.picked],
             "scores": measures,
             "controls": compared,
+            "beyond_output_and_text": added,
             "contexts": len(analysis.outcome),
             "training_sources": sorted(set(self.data.contexts["source"].str.replace("\0", "/"))),
             "notes": analysis.notes,
@@ -325,9 +343,10 @@ def _asked(data: ProbeSet, settings: Settings) -> dict:
     ]
     return {
         "runs": runs,
-        "judge": {"name": data.judge, "identity": data.record.get("identity")},
+        "judge": data.judge and {"name": data.judge, "identity": data.record.get("identity")},
         "rubric": data.record.get("rubric"),
         "target": data.target.name,
+        "embeddings": _digest(data.embeddings),
         "within": data.within,
         "positions": data.positions,
         "layers": list(data.layers),
@@ -340,6 +359,10 @@ def _labels_digest(data: ProbeSet, number: int) -> str:
     own = data.contexts.loc[data.contexts["run"] == number]
     hashes = pd.util.hash_pandas_object(own[["context_id", "positives", "trials"]], index=False)
     return f"{int(hashes.sum()):016x}"[-16:]
+
+
+def _digest(embeddings: np.ndarray | None) -> str | None:
+    return None if embeddings is None else sha256(embeddings.tobytes()).hexdigest()[:16]
 
 
 def _asked_before(folder: Path) -> dict | None:

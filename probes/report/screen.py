@@ -5,16 +5,15 @@ from collections import Counter
 import numpy as np
 from rich.console import Console
 from rich.markup import escape
-from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
 from ia_mech.cli import one_line
-from ia_mech.stats import Estimate
 from probes.analysis import Analysis
-from probes.report.conclusion import LEVEL, Conclusion
+from probes.report.conclusion import LEVEL, Conclusion, p_text, place, signed
 
 ROWS = 17  # layers that the heat map shows
+LETTERS = 6  # of a word in a position's name: 13 positions fit into 100 columns
 
 
 def print_analysis(
@@ -23,16 +22,13 @@ def print_analysis(
     """Headline, controls, heat map, notes and, last, the conclusion.
 
     Args:
-        screen: made as wide as the heat map if it is narrower.
+        screen: at least 100 columns wide.
         analysis: of one target.
         target: what was probed, in words.
         conclusion: of the analysis.
         within: what compared contexts share, in words.
     """
     layers = shown_layers(analysis)
-    heat_map = _heat_map(analysis, layers)
-    wide = screen.options.update(width=1000)
-    screen.width = max(screen.width, Measurement.get(screen, wide, heat_map).maximum)
     outcome, headline, folds = analysis.outcome, analysis.headline, analysis.settings.folds
     share = outcome.positives.sum() / outcome.trials.sum()
     screen.print(f"[bold]{escape(one_line(target))}[/]")
@@ -43,19 +39,19 @@ def print_analysis(
         f"{within}."
     )
     chosen = Counter(headline.picked).most_common()
-    by_fold = ", ".join(f"{_place(*place)} ×{times}" for place, times in chosen)
+    by_fold = ", ".join(f"{_place(*at)} ×{times}" for at, times in chosen)
     screen.print(
-        f"[bold]headline: {_place(headline.layer, headline.position)}[/] (chosen by the outer "
-        f"folds: {by_fold}); {_tests(analysis)}"
+        f"[bold]headline: layer and position chosen inside each outer fold[/] ({by_fold}; of all "
+        f"contexts, for the kept probe: {escape(one_line(place(headline)))}); {_tests(analysis)}"
     )
     screen.print(_measures(analysis))
     if analysis.compared:
         screen.print(_controls(analysis))
     screen.print(
         f"[bold]AUROC by layer (0 = embeddings) and position[/], {analysis.settings.estimator} "
-        f"probes, {100 * analysis.settings.level:g}% intervals over sources"
+        f"probes, n = {len(outcome)} contexts in every column"
     )
-    screen.print(heat_map)
+    screen.print(_heat_map(analysis, layers))
     screen.print(escape("; ".join(_explained(analysis, layers))))
     for note in analysis.notes:
         screen.print(escape(one_line(note)))
@@ -72,7 +68,7 @@ def _tests(analysis: Analysis) -> str:
     i, j = np.unravel_index(order[0], tested.p_family.shape)
     smallest, where = float(tested.p_family[i, j]), (analysis.layers[i], analysis.positions[j])
     return (
-        f"p {_p(tested.p)} (selection replayed); smallest family-wise p {_p(smallest)} "
+        f"p {p_text(tested.p)} (selection replayed); smallest family-wise p {p_text(smallest)} "
         f"({_place(*where)}); {tested.permutations} permutations"
     )
 
@@ -92,7 +88,7 @@ def _measures(analysis: Analysis) -> Table:
         ("deviance explained", found["deviance_explained"].text()),
         ("Brier score", found["brier"].text(3)),
         ("  of a run's rate", found["brier_of_rate"].text(3)),
-        ("calibration: p less rate", _signed(found["calibration_in_the_large"], 3)),
+        ("calibration: p less rate", signed(found["calibration_in_the_large"], 3)),
         ("calibration: slope", found["calibration_slope"].text()),
         ("", ""),
     ]
@@ -107,11 +103,14 @@ def _controls(analysis: Analysis) -> Table:
     table.add_column("control", no_wrap=True)
     table.add_column("what a probe reads there", no_wrap=True, overflow="ellipsis", ratio=1)
     table.add_column(escape(f"AUROC [{level}]"), no_wrap=True)
-    table.add_column(escape(f"headline's gain [{level}]"), no_wrap=True)
-    for control in analysis.compared:
-        task = "(gain: selectivity) " if control.kind == "control task" else ""
-        names = escape(one_line(control.name, 16)), escape(task + one_line(control.what))
-        table.add_row(*names, control.auroc.text(), _signed(control.gain))
+    table.add_column("n", justify="right", no_wrap=True)
+    rows = [(control.name, control.what, control.auroc) for control in analysis.compared]
+    if analysis.beyond is not None:
+        rows.append(("output + text", "all of these side by side", analysis.beyond.base))
+        rows.append(("  + hidden", "and the hidden states of the headline", analysis.beyond.full))
+    for name, what, auroc in rows:
+        n = str(len(analysis.outcome))
+        table.add_row(escape(one_line(name, 16)), escape(one_line(what)), auroc.text(), n)
     return table
 
 
@@ -122,9 +121,8 @@ def _heat_map(analysis: Analysis, layers: list[int]) -> Table:
     table = _table()
     table.add_column("layer", justify="right", no_wrap=True)
     for position in analysis.positions:
-        # Names such as turn_separator are wider than the numbers below them.
-        name = "_\n".join(one_line(position, 24).rsplit("_", 1))
-        table.add_column(Text(name), no_wrap=True)
+        words = [word[:LETTERS] for word in one_line(position, 24).split("_")]
+        table.add_column(Text("\n".join(words)), no_wrap=True)
     for layer in layers:
         i = analysis.layers.index(layer)
         row = [_cell(analysis, i, j) for j in range(len(analysis.positions))]
@@ -134,12 +132,10 @@ def _heat_map(analysis: Analysis, layers: list[int]) -> Table:
 
 
 def _cell(analysis: Analysis, i: int, j: int) -> str:
-    """With its interval at the headline's position only: more wouldn't fit."""
-    estimate = analysis.auroc[i][j]
+    value = analysis.auroc[i][j].value
     star = "*" if analysis.tested.p_family[i, j] <= LEVEL else ""
-    if analysis.positions[j] == analysis.headline.position:
-        return estimate.text() + star
-    return ("–" if np.isnan(estimate.value) else f"{estimate.value:.2f}") + star
+    best = "°" if analysis.among_best[i, j] else ""
+    return ("–" if np.isnan(value) else f"{value:.2f}") + star + best
 
 
 def _explained(analysis: Analysis, layers: list[int]) -> list[str]:
@@ -149,11 +145,13 @@ def _explained(analysis: Analysis, layers: list[int]) -> list[str]:
         lines.append("* family-wise p ≤ 0.05 (closed form)")
     elif analysis.tested.permutations:
         lines.append("no family-wise p ≤ 0.05 (closed form)")
+    level = f"{100 * analysis.settings.level:g}%"
+    lines.append(f"° in the {level} confidence set of the best (held-out log loss)")
     if len(layers) < len(analysis.layers):
         step = _step(analysis)
         every = {2: "every second layer", 3: "every third layer"}.get(step, f"one layer in {step}")
         lines.append(f"{every} and those chosen")
-    return [*lines, "rest: estimates.parquet"]
+    return [*lines, "intervals and the rest: estimates.parquet"]
 
 
 def shown_layers(analysis: Analysis, step: int | None = None) -> list[int]:
@@ -172,23 +170,10 @@ def _step(analysis: Analysis) -> int:
 
 
 def _table(show_header: bool = True, expand: bool = False) -> Table:
-    made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="underline")
+    made = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="underline")
     made.show_header, made.expand = show_header, expand
     return made
 
 
 def _place(layer: int, position: str) -> str:
     return f"layer {layer} {escape(one_line(position, 24))}"
-
-
-def _signed(estimate: Estimate, digits: int = 2) -> str:
-    """``+0.12 [-0.02, +0.25]``."""
-    if np.isnan(estimate.value):
-        return "–"
-    # The sign of an end decides the conclusion, so -0.00 keeps its sign.
-    value, low, high = (f"{x:+.{digits}f}" for x in (estimate.value, estimate.low, estimate.high))
-    return f"{value} [–]" if np.isnan(estimate.low) else f"{value} [{low}, {high}]"
-
-
-def _p(p: float) -> str:
-    return "–" if np.isnan(p) else "< 0.001" if p < 0.001 else f"= {p:.3f}"

@@ -1,0 +1,140 @@
+"""Does a block of features predict anything beyond other blocks? The cross-fitted gain.
+
+A state that only carries a noisier copy of the output can be easier to read than the output itself,
+so that a difference of two stand-alone scores shows nothing about what the state adds. Here two
+predictors are compared on held-out sources: one reads the base blocks, the other reads the hidden
+states too. Both are L2-penalised logistic regressions whose blocks have penalties of their own:
+features are the blocks side by side, each scaled by a number, which the inner loop chooses together
+with the common penalty. The larger predictor may leave the hidden states out, and then gains
+nothing.
+
+Where the base carries something in a direction of little variance, a penalised readout of few
+contexts finds it better in a louder, noisier copy. So hidden states enter less what a ridge
+regression on the base predicts of them (the residual of Frisch & Waugh 1933): what they share
+linearly with the base is gone, and what they add is not. No label takes part in this, and so all
+contexts do.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+import numpy as np
+
+from probes.fit.nested_cv import Design, InnerLoop, chance_in_training, log_loss, scores_in
+from probes.fit.solvers import Features, project
+
+RATIOS = (0.0, 0.1, 1.0, 10.0)  # of a further block's inner products to the first block's
+RIDGES = np.geomspace(1e-6, 1e3, 28)  # of the residual, per context
+
+Tuned = tuple[Features, float]  # the blocks side by side, and their common penalty
+
+
+@dataclass(frozen=True)
+class Gained:
+    """Out-of-fold scores with and without the hidden states.
+
+    Attributes:
+        base: ``[contexts]`` log-odds from the base blocks.
+        full: ``[contexts]`` log-odds from these and the hidden states.
+        ratios: what each outer fold's inner loop chose for the hidden states; 0 leaves them out.
+        chance: share of the variance of ``full - base`` that is chance in training, see
+            :func:`probes.fit.nested_cv.chance_in_training`.
+    """
+
+    base: np.ndarray
+    full: np.ndarray
+    ratios: list[float]
+    chance: float
+
+
+def gained(
+    blocks: Sequence[np.ndarray],
+    hidden: Sequence[np.ndarray],
+    design: Design,
+    apply: Callable[..., Iterable] = map,
+) -> Gained:
+    """Cross-fit both predictors.
+
+    Args:
+        blocks: ``[contexts, features]`` each, in any unit: what the base reads. At least one.
+        hidden: ``[contexts, d_model]`` for each outer fold, read where its inner loop chose.
+        design: outcome and folds, with the estimator ``logistic``.
+        apply: ``map``, or what does the same for the folds in parallel.
+    """
+    parts = [scaled(block) for block in blocks]
+    mixes = [(1.0, *rest) for rest in product(RATIOS, repeat=len(parts) - 1)]
+    bases = [_mixed(parts, mix) for mix in mixes]
+    candidates = [Features.of(mixed) for mixed in bases]
+
+    def tune(fold: int) -> tuple[float, list[Tuned]]:
+        at, base = _tuned(candidates, design, fold)
+        more = scaled(residual(hidden[fold], np.hstack(parts)))
+        wider = [Features.of(_mixed([bases[at], more], (1.0, ratio))) for ratio in RATIOS]
+        which, full = _tuned(wider, design, fold)
+        return RATIOS[which], [base, full]
+
+    ratios, tuned = zip(*apply(tune, range(design.fold_count)), strict=True)
+
+    def both(fold: int, train: np.ndarray) -> list[np.ndarray]:
+        return [scores_in(mixed, design, fold, train, penalty) for mixed, penalty in tuned[fold]]
+
+    def difference(fold: int, train: np.ndarray) -> np.ndarray:
+        base, full = both(fold, train)
+        return full - base if ratios[fold] else np.zeros_like(base)  # not even rounding
+
+    base, full = np.empty((2, len(design.outcome)))
+    for fold in range(design.fold_count):
+        rows = design.rows_of(fold)
+        base[rows], full[rows] = both(fold, design.rows_outside(fold))
+    return Gained(base, full, list(ratios), chance_in_training(design, difference))
+
+
+def scaled(block: np.ndarray) -> np.ndarray:
+    """Centred, with a mean squared norm of 1; zeros if contexts don't differ."""
+    centred = np.asarray(block, dtype=float) - np.mean(block, axis=0)
+    size = np.sqrt((centred**2).sum(1).mean())
+    return centred / size if size > 0 else centred
+
+
+def residual(states: np.ndarray, base: np.ndarray) -> np.ndarray:
+    """States less what ridge regression on the base predicts of them.
+
+    The penalty is that of generalised cross-validation (Golub, Heath & Wahba 1979, Technometrics
+    21:215), among those that leave at least half of the degrees of freedom: with more features than
+    contexts, a smaller one would leave nothing of any states.
+
+    Args:
+        states: ``[contexts, d_model]``.
+        base: ``[contexts, features]``, centred, with a mean squared norm of about 1.
+    """
+    values, vectors = np.linalg.eigh(base @ base.T)
+    rotated = vectors.T @ (states - np.mean(states, axis=0, dtype=float))
+    power = (rotated**2).sum(1)
+    left = np.array([p / (np.maximum(values, 0) + p) for p in len(base) * RIDGES])
+    freedom = left.sum(1)
+    score = np.where(freedom >= len(base) / 2, left**2 @ power / freedom**2, np.inf)
+    return vectors @ (left[score.argmin()][:, None] * rotated)
+
+
+def _mixed(parts: Sequence[np.ndarray], ratios: Sequence[float]) -> np.ndarray:
+    """Side by side, their inner products in these ratios."""
+    return np.hstack([np.sqrt(r) * part for part, r in zip(parts, ratios, strict=True) if r])
+
+
+def _tuned(candidates: Sequence[Features], design: Design, fold: int) -> tuple[int, Tuned]:
+    """The candidate and penalty of the smallest held-out loss in an outer fold's inner loop."""
+    rows = design.rows_outside(fold)
+    k, n = design.outcome.positives[rows], design.outcome.trials[rows]
+    losses = []
+    for features in candidates:
+        loop = InnerLoop(design)
+        for other in range(design.fold_count):
+            if other != fold:
+                test = design.rows_of(other)
+                train = design.rows_outside(fold, other)
+                projection = project(features, train, test, design.outcome.runs)
+                loop.add(projection, test, (other, fold))
+        losses.append(log_loss(loop.scores[fold][:, rows], k, n).sum(1))
+    which, at = divmod(int(np.argmin(losses)), len(design.tried))
+    return which, (candidates[which], design.tried[at])

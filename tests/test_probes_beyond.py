@@ -1,0 +1,102 @@
+"""What hidden states add to output and text: copies add nothing, a signal of their own does."""
+
+import numpy as np
+import pytest
+from scipy.special import expit
+
+from benchmarks.probe_validation.blocks import analysed
+from probes.fit.beyond import RATIOS, gained, residual, scaled
+from probes.fit.folds import make_folds
+from probes.fit.nested_cv import Design
+from probes.targets import Outcome
+
+CONTEXTS, FOLDS = 90, 4
+
+
+def made(seed=0, runs=1):
+    """Output and text carry a latent each, hidden states another one."""
+    rng = np.random.default_rng(seed)
+    latents = rng.standard_normal((3, CONTEXTS))
+    blocks = [z[:, None] + rng.standard_normal((CONTEXTS, 6)) for z in latents]
+    blocks[0] *= 100
+    run = np.arange(CONTEXTS) % runs
+    k = rng.binomial(8, expit(latents.sum(0) - run))
+    outcome = Outcome.of(k, np.full(CONTEXTS, 8), np.arange(CONTEXTS), run)
+    return blocks, Design.of(outcome, make_folds(outcome, FOLDS))
+
+
+def test_what_hidden_states_add_is_found_out_of_fold():
+    (output, text, hidden), design = made(runs=2)
+    found = gained([output, text], [hidden] * FOLDS, design)
+    rate = design.outcome.rate
+    assert np.corrcoef(found.full, rate)[0, 1] > np.corrcoef(found.base, rate)[0, 1] + 0.05
+    assert all(ratio in RATIOS and ratio for ratio in found.ratios)
+    assert 0 < found.chance < 0.5
+
+
+def test_labels_and_choices_of_a_fold_do_not_influence_its_scores():
+    blocks, design = made()
+    before = gained(blocks[:2], [blocks[2]] * FOLDS, design)
+    here = design.rows_of(1)
+    k = design.outcome.positives.copy()
+    k[here] = 8 - k[here]
+    changed = Outcome.of(k, design.outcome.trials, design.outcome.sources)
+    after = gained(blocks[:2], [blocks[2]] * FOLDS, Design.of(changed, design.folds))
+    for name in ("base", "full"):
+        np.testing.assert_array_equal(getattr(before, name)[here], getattr(after, name)[here])
+    assert (before.full != after.full).any()
+    # Each fold reads the states that were chosen for it.
+    other = [blocks[2], blocks[0], blocks[2], blocks[2]]
+    elsewhere = gained(blocks[:2], other, design)
+    same = elsewhere.full == before.full
+    assert same[design.folds != 1].all() and not same[here].any()
+
+
+def test_units_and_order_of_features_do_not_matter():
+    blocks, design = made()
+    before = gained(blocks[:2], [blocks[2]] * FOLDS, design)
+    after = gained([1e3 * blocks[0][:, ::-1] + 7, blocks[1]], [blocks[2] / 50] * FOLDS, design)
+    np.testing.assert_allclose(after.full, before.full, atol=1e-5)
+
+
+def test_states_without_a_difference_gain_nothing():
+    blocks, design = made()
+    found = gained(blocks[:2], [np.ones((CONTEXTS, 5))] * FOLDS, design)
+    np.testing.assert_allclose(found.full, found.base, atol=1e-9)
+    assert not any(found.ratios) and found.chance == 0
+
+
+@pytest.mark.parametrize("width", [8, 300])
+def test_the_residual_is_that_of_ridge_regression(width):
+    rng = np.random.default_rng(1)
+    base = scaled(rng.standard_normal((60, width)))
+    own = rng.standard_normal((60, 4))
+    copy = base[:, :4] * 30
+    left = residual(copy + own, base)
+    assert np.abs(left.mean(0)).max() < 1e-9
+    # What is shared goes, as far as there are contexts enough to tell; what isn't stays.
+    shared = np.corrcoef(left[:, 0], copy[:, 0])[0, 1] ** 2
+    assert shared < (1e-3 if width == 8 else 0.9)
+    assert np.corrcoef(residual(own, base)[:, 0], own[:, 0])[0, 1] > 0.9
+    # One of the penalties, by hand.
+    states = (copy + own) - (copy + own).mean(0)
+    penalties = 60 * np.geomspace(1e-6, 1e3, 28)
+    gram = base @ base.T
+    solved = [p * np.linalg.solve(gram + p * np.eye(60), states) for p in penalties]
+    assert min(np.abs(left - one).max() for one in solved) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("loud-copy", False),
+        ("complement", True),
+        pytest.param("copy", False, marks=pytest.mark.slow),
+    ],
+)
+def test_a_copy_of_the_output_is_never_beyond_it_and_a_signal_of_its_own_is(kind, expected):
+    found, _ = analysed(kind, 3)
+    assert (found.beyond.saved.low > 0) == expected
+    own = next(one.auroc.value for one in found.compared if one.kind == "output")
+    if kind == "loud-copy":  # though alone it is read better
+        assert found.headline.measures["auroc"].value > own + 0.02
