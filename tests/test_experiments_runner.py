@@ -88,13 +88,13 @@ def test_everything_is_written_into_the_first_run_and_printed(copied, count):
     for name in ("estimates", "more"):
         about = json.loads(pq.read_schema(folder / f"{name}.parquet").metadata[b"ia_mech"])
         runs = [str(run.path)]
-        assert about == {
-            "experiment": "count",
-            "runs": runs,
-            "level": 0.95,
-            "judge": "me",
-            "gate": "no decoys",
-        }
+        made = {"experiment": "count", "runs": runs, "level": 0.95}
+        made |= {"judge": "me", "gate": "no decoys"}
+        if name == "estimates":  # what a report needs
+            control = Gate("me", "genuine", 0, NONE.value, NONE.value, NONE, NONE).sentence
+            made |= {"title": "Counts contexts.", "sentence": "", "control": control}
+            made |= {"notes": ["a [note]\nin a line"], "figures": ["drawn"]}
+        assert about == made
     assert count(run.path).status == 0 and files(run.path) == after  # again, over them
 
 

@@ -474,7 +474,7 @@ def test_nothing_is_overwritten(judged, tmp_path):
     assert files_under(tmp_path) == before
 
 
-@pytest.mark.parametrize("missing", [["csv", "jsonl"], ["jsonl"]])
+@pytest.mark.parametrize("missing", [["csv", "jsonl", "html"], ["html"]])
 def test_an_export_that_was_killed_is_finished_by_the_same_command(judged, tmp_path, missing):
     """The key is in the run, and not all files are there."""
     _, written = exported(judged)
@@ -491,7 +491,7 @@ def test_an_export_that_was_killed_is_finished_by_the_same_command(judged, tmp_p
     assert written[0].read_text() == "filled in"
 
 
-@pytest.mark.parametrize("call", [1, 2, 3])
+@pytest.mark.parametrize("call", [1, 2, 3, 4])
 def test_a_failure_at_any_rename_leaves_nothing(judged, tmp_path, monkeypatch, call):
     before, replace, calls = files_under(tmp_path), os.replace, []
 

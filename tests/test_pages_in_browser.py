@@ -78,7 +78,7 @@ def judged(run):
 
 
 def option(page, label: str, text: str) -> None:
-    page.get_by_label(label, exact=True).select_option(text)
+    page.get_by_role("combobox", name=label, exact=True).select_option(text)
 
 
 def counted(page) -> int:
@@ -229,27 +229,10 @@ def many(contexts: int, turns: int) -> tuple[pd.DataFrame, pd.DataFrame]:
     about["response_cut_off"] = False
     count = contexts * turns
     rng = np.random.default_rng(0)
-    words = np.array(
-        [
-            "a",
-            "lens",
-            "gathers",
-            "the",
-            "lamp",
-            "light",
-            "into",
-            "one",
-            "beam",
-            "so",
-            "that",
-            "ships",
-            "can",
-            "see",
-        ]
-    )
+    words = np.array(["a", "lens", "gathers", "the", "lamp", "light", "into", "one", "beam"])
     said = pd.DataFrame({"context_id": np.repeat(ids, turns), "run": 0, "temperature": 1.0})
     said["text"] = [" ".join(row) for row in words[rng.integers(0, len(words), (count, 30))]]
-    said["logprobs_raw"] = [row for row in -rng.random((count, 30)).astype(np.float32)]
+    said["logprobs_raw"] = list(-rng.random((count, 30)).astype(np.float32))
     said["logprob_raw"] = -15.0
     said["pieces"] = None
     said["category rules"] = np.array(NAMES)[rng.integers(0, len(NAMES), count)]
