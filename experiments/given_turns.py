@@ -18,7 +18,7 @@ from ia_mech.chat.format import ChatContext, ChatFormat
 from ia_mech.collect.config import SampleConfig
 from ia_mech.collect.identity import build_chat, eos_ids
 from ia_mech.errors import UserError
-from ia_mech.models.load import ModelSpec, load_tokenizer_and_config
+from ia_mech.models.load import load_tokenizer_and_config, recalled
 from ia_mech.run import Run, integrity
 
 TOKENS = 24  # of a turn: nearly all of the bits come before (docs/reaction.md)
@@ -73,7 +73,9 @@ def given_turns(runs: Sequence[Run], queries: int, temperature: float | None, se
     order = np.random.default_rng(seed).permutation(len(arm.queries))[:queries]
     drawn = [arm.queries[i] for i in sorted(order)]
     config = runs[0].config
-    tokenizer, model_config = load_tokenizer_and_config(ModelSpec(**config["model"]))
+    tokenizer, model_config = load_tokenizer_and_config(
+        recalled(config["model"], runs[0].model["weights_hash"])
+    )
     settings = SampleConfig(**{name: config[name] for name in SHARED})
     chat = build_chat(settings, tokenizer, eos_ids(None, model_config))
     contexts = {

@@ -235,6 +235,7 @@ def test_pieces_count_what_javascript_counts(tokenizer, monkeypatch):
     ids = np.array(tokenizer.encode("a b", add_special_tokens=False))
     run = SimpleNamespace(
         config={"model": {"name": "m"}},
+        model={"weights_hash": "0"},
         generations=pd.DataFrame({"text": [text, "a b"], "token_ids": [np.array([0]), ids]}),
     )
     fake = SimpleNamespace(decode=lambda ids, **_: text if ids == [0] else tokenizer.decode(ids))

@@ -6,10 +6,10 @@ import inspect
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -205,11 +205,18 @@ def remember(subject: Subject) -> None:
         replace_file(file, write)
 
 
-def recalled(name: str, weights_hash: str) -> str:
-    """The path of a model with these weights, if a local one was sampled from; else its name."""
+def recalled(model: Mapping[str, Any], weights_hash: str) -> ModelSpec:
+    """The model of a run, where it is on this machine.
+
+    Args:
+        model: as the run's configuration has it, without the folder of a local model.
+        weights_hash: of its weights; the folder of a local model is noted under it
+            (:func:`remember`).
+    """
+    spec = ModelSpec(**model)
     file = _place_file(weights_hash)
-    place = file.read_text() if file.is_file() else name
-    return place if Path(place).exists() else name
+    place = file.read_text() if file.is_file() else spec.name
+    return replace(spec, name=place) if Path(place).exists() else spec
 
 
 def _place_file(weights_hash: str) -> Path:

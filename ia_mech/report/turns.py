@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 from ia_mech.errors import UserError
 from ia_mech.judge.rubric import NAMES
 from ia_mech.judge.verdict import JUDGED
-from ia_mech.models.load import ModelSpec, load_tokenizer_and_config
+from ia_mech.models.load import load_tokenizer_and_config, recalled
 from ia_mech.page import packed
 from ia_mech.rates.load import FAILED
 from ia_mech.report.contents import TURNS, Results
@@ -116,14 +116,11 @@ def _pieces(run: Run) -> pd.Series:
 
     Without the model's tokenizer there is none: a page can be made where the model isn't.
     """
-    config = run.config["model"]
     rows = run.generations
     nothing = pd.Series([None] * len(rows), dtype=object)
     try:
-        names = ("name", "revision", "trust_remote_code")
-        tokenizer, _ = load_tokenizer_and_config(
-            ModelSpec(**{name: config[name] for name in names if name in config})
-        )
+        spec = recalled(run.config["model"], run.model["weights_hash"])
+        tokenizer, _ = load_tokenizer_and_config(spec)
     except UserError:
         return nothing
     known: dict[int, str] = {}
