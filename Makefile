@@ -1,5 +1,5 @@
 # Two commands matter: `make sample` runs the main job, `make test` runs the tests.
-# `make demo` runs the main job, judges what it wrote, and counts.
+# `make demo` runs the main job, judges what it wrote, counts, and writes a report to open.
 # `make test-all` runs the slow tests, too; `make lint` checks style and types.
 # `make study` makes the run that docs/ reports of, and its analyses, in about an hour and a half.
 # `make gpu-check` runs the tests that need a GPU and the benchmark; see docs/engine.md.
@@ -21,6 +21,7 @@ demo: $(INSTALLED)
 	$(BIN)/python -m ia_mech.sample --out $(DEMO)
 	$(BIN)/python -m ia_mech.judge run $(DEMO) --replace
 	$(BIN)/python -m ia_mech.rates $(DEMO) --examples 3
+	$(BIN)/python -m ia_mech.report $(DEMO)
 
 study: $(INSTALLED)
 	$(BIN)/python -m ia_mech.sample --dataset benchmarks/study.jsonl --limit all --response generate --responses 8 \

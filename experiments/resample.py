@@ -19,8 +19,9 @@ from ia_mech.data.conversations import Conversation
 from ia_mech.display import Bar
 from ia_mech.engine.plan import Grid
 from ia_mech.errors import UserError
-from ia_mech.models.load import ModelSpec, Subject, load
+from ia_mech.models.load import Subject, load, recalled
 from ia_mech.run import Run, integrity, layout
+from ia_mech.run.integrity import without_folders
 
 CONVERSATIONS, RUN = "conversations.jsonl", "run"
 # Settings of a run that changed conversations share with it.
@@ -52,7 +53,7 @@ def config_of(first: Run, file: Path, grid: Grid, positions: tuple[str, ...]) ->
     """The configuration of the run over the changed conversations in a file."""
     given = first.config
     return SampleConfig(
-        model=ModelSpec(**given["model"]),
+        model=recalled(given["model"], first.model["weights_hash"]),
         dataset=str(file),
         limit=None,
         response="given",
@@ -107,8 +108,9 @@ def resampled(
     config = config_of(first, file, grid, positions)
     if (out / layout.RUN).is_file():
         there = Run.open(out)
-        wanted = json.loads(json.dumps(asdict(config)))
-        if there.complete and there.config | {"dataset": str(file)} == wanted:
+        wanted = {"config": json.loads(json.dumps(asdict(config)))}
+        kept = {"config": there.config | {"dataset": str(file)}}
+        if there.complete and without_folders(kept) == without_folders(wanted):
             return there
     subject = subject_of(first)
     rows = len(conversations) * len(grid.rows())
@@ -146,7 +148,7 @@ def subject_of(run: Run) -> Subject:
     Raises:
         UserError: it can't be loaded, or has other weights now.
     """
-    spec = ModelSpec(**run.config["model"])
+    spec = recalled(run.config["model"], run.model["weights_hash"])
     subject = load(spec)
     if subject.weights_hash != run.model["weights_hash"]:
         raise UserError(

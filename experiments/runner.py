@@ -18,6 +18,7 @@ prints it.
 import argparse
 import json
 import os
+import re
 import shutil
 import sys
 from collections.abc import Callable, Mapping
@@ -60,6 +61,8 @@ class Results:
         figures: stem of the file → figure, written as PNG, SVG and PDF.
         tables: stem of the file → further table, written as Parquet.
         notes: what a reader has to know, a line each.
+        sentence: what was found, in words, with its interval. Empty: no such estimate was made.
+        control: what that is held against, and how it came out; the judge's floor if not given.
     """
 
     runs: "list[Run]"
@@ -69,6 +72,8 @@ class Results:
     figures: "Mapping[str, Figure]"
     tables: "Mapping[str, pd.DataFrame]" = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    sentence: str = ""
+    control: str = ""
 
 
 @dataclass(frozen=True)
@@ -77,7 +82,8 @@ class Experiment:
 
     Attributes:
         name: of its folder.
-        description: what it answers, for ``--help``.
+        description: what it answers, for ``--help``. Its first sentence is the question, which is
+            the title of the results.
         written: the files it writes, for ``--help``.
         run: takes the arguments, the open runs and the output folder (not made yet); returns the
             results, or None if there is nothing to write.
@@ -89,6 +95,7 @@ class Experiment:
         default_out: first run's folder → output folder, if it isn't ``experiments/NAME`` in there.
         out_help: that default in words.
         kept: what an interrupted command leaves.
+        page: in ``docs/``, of the method, if it isn't ``NAME.md``.
     """
 
     name: str
@@ -103,6 +110,7 @@ class Experiment:
     default_out: Callable[[Path], Path] | None = None
     out_help: str = ""
     kept: str = "files that were written are whole"
+    page: str = ""
 
     def build_parser(self) -> argparse.ArgumentParser:
         """The command line."""
@@ -110,7 +118,8 @@ class Experiment:
             prog=f"python -m experiments.{self.name}",
             usage="%(prog)s RUN [RUN …] [options]",
             description=self.description,
-            epilog=f"Method: docs/{self.name.replace('_', '-')}.md. Intervals are over sources.\n"
+            epilog=f"Method: docs/{self.page or f'{self.name}.md'.replace('_', '-')}. "
+            "Intervals are over sources.\n"
             + fill(f"Written: {ESTIMATES} (every number, one per row), {self.written}.", 100),
         )
         parser.add_argument("runs", nargs="+", type=path_of, metavar="RUN", help="a run's folder")
@@ -147,7 +156,7 @@ class Experiment:
         results = self.run(args, runs, folder)
         if results is None:
             return
-        write(results, folder, self.name, args.level)
+        write(results, folder, self.name, self.question, args.level)
         from experiments.tables import screen
         from ia_mech.estimates import few_sources
 
@@ -158,6 +167,12 @@ class Experiment:
         for note in results.notes + few_sources(results.estimates):
             console.print(one_line(note), soft_wrap=True, markup=False)
         print(f"wrote {folder}", file=sys.stderr)
+
+    @property
+    def question(self) -> str:
+        """The first sentence of the description."""
+        first = re.split(r"(?<=[?.])\s", self.description, maxsplit=1)[0]
+        return " ".join(first.split())
 
     def output_folder(self, out: Path | None, first_run: Path) -> Path:
         """Where results go; the folder isn't made.
@@ -185,10 +200,12 @@ def intervals(args: argparse.Namespace) -> dict[str, Any]:
     return {"level": args.level, "resamples": args.resamples, "seed": args.seed}
 
 
-def write(results: Results, folder: Path, name: str, level: float) -> None:
+def write(results: Results, folder: Path, name: str, title: str, level: float) -> None:
     """Make the folder and put estimates, tables and figures in it, in place of earlier ones.
 
     They are put in place together, the estimates last: where those are, all is of one analysis.
+    With the estimates goes what a report needs to show them (:mod:`ia_mech.report`): title,
+    sentence, control, notes and the names of the figures.
 
     Raises:
         UserError: there is a folder where a file is to be; nothing is replaced then.
@@ -209,6 +226,9 @@ def write(results: Results, folder: Path, name: str, level: float) -> None:
         for stem, figure in results.figures.items():
             save_figure(figure, scratch, stem)
         written = [*sorted(scratch.iterdir()), scratch / ESTIMATES]
+        control = results.control or (results.judge.sentence if results.judge else "")
+        about |= {"title": title, "sentence": results.sentence, "control": control}
+        about |= {"notes": results.notes, "figures": list(results.figures)}
         write_parquet(results.estimates, scratch / ESTIMATES, about)
         for file in written:
             if (folder / file.name).is_dir():

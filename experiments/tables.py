@@ -11,6 +11,7 @@ from rich.table import Table
 
 from ia_mech.cli import one_line
 from ia_mech.display import console
+from ia_mech.estimates import together
 
 HEADS = {"temperature": "T"}  # columns that are called otherwise on the screen
 
@@ -59,6 +60,28 @@ def print_table(
         labels = [escape(label(name, of)) for name, of in zip(names, index, strict=True)]
         table.add_row(*labels, str(own["rows"].max()), *cells)
     to.print(table)
+
+
+def stated(words: str, rows: pd.DataFrame, digits: int = 2) -> str:
+    """Estimates as a sentence: ``words: greedy 0.22 [0.17, 0.27], T = 1: 0.28 [0.25, 0.30].``
+
+    Args:
+        words: what the estimates are.
+        rows: all of one quantity; of several datasets, those of all together are taken.
+        digits: decimals.
+
+    Returns:
+        The sentence; an empty text if there is no estimate.
+    """
+    whole = together(rows[rows["value"].notna()]).sort_values("temperature")
+    names = [name for name in ("dataset", "model") if name in whole and whole[name].nunique() > 1]
+    found = []
+    for _, row in whole.iterrows():
+        where = [one_line(row[name], 40) for name in names]
+        if not np.isnan(t := row["temperature"]):
+            where.append("greedy" if t == 0 else f"T = {t:g}:")
+        found.append(" ".join([*where, cell(row, digits)]))
+    return f"{words}: {', '.join(found)}." if found else ""
 
 
 def label(value: Any, column: str = "") -> str:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -14,6 +15,8 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from rich.console import Console
 from rich.segment import Segment
+from rich.table import Table
+from rich.text import Text
 from tqdm import tqdm
 
 from ia_mech.untrusted import visible
@@ -55,6 +58,28 @@ def console(width: int = 100) -> Console:
     made = _Console(highlight=False, emoji=False)  # ":cat:" in a text is not an emoji
     made.width = max(made.width, width)  # a cut-off interval is worse than a long line
     return made
+
+
+class Recorder(_Console):
+    """A console that keeps what it is given: tables, and texts without their markup.
+
+    Attributes:
+        tables: in the order of printing.
+        lines: the texts.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(width=1000, highlight=False, emoji=False)
+        self.tables: list[Table] = []
+        self.lines: list[str] = []
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        markup = options.get("markup", True)
+        for shown in objects:
+            if isinstance(shown, Table):
+                self.tables.append(shown)
+            else:
+                self.lines.append(Text.from_markup(shown).plain if markup else str(shown))
 
 
 @runtime_checkable
@@ -152,6 +177,16 @@ def coloured(frame: pd.DataFrame, by: str) -> Iterator[tuple[str, tuple[str, pd.
     """``(colour, (name, rows))`` of every value of a column, in the order of appearance."""
     for number, group in enumerate(frame.groupby(by, sort=False)):
         yield COLOURS[number % len(COLOURS)], group
+
+
+def svg_of(figure: Figure, stem: str) -> bytes:
+    """A figure as SVG: the same bytes for the same figure and stem."""
+    from matplotlib import rc_context
+
+    content = io.BytesIO()
+    with rc_context({**STYLE, "svg.hashsalt": stem}):  # ids in an SVG are random without a salt
+        figure.savefig(content, format="svg", metadata={"Date": None})
+    return content.getvalue()
 
 
 def save_figure(figure: Figure, folder: str | Path, stem: str) -> list[Path]:

@@ -140,7 +140,7 @@ class Target:
             return "whether any sample is a genuine follow-up where the greedy turn is not"
         what = {
             GROUNDED: "the rate of genuine and grounded turns",
-            REACTION: "which of a query's responses turns tell most about",
+            REACTION: "which of a query's responses leave the clearest trace in the turns",
         }.get(self.kind, "the follow-up rate")
         what = f"the rate of {self.category}" if self.category else what
         return what if self.temperature is None else f"{what} at T = {self.temperature:g}"

@@ -202,6 +202,8 @@ def test_positions_point_to_their_tokens(family):
     )
     assert tokens(c.tokenizer, [context.ids[where["response_end"]]]) == "."
     assert where["response_end"] == end - 1
+    for span, text in ((context.query, QUERY), (context.response, RESPONSE)):
+        assert c.tokenizer.decode(context.ids[span.start : span.stop]).strip() == text
     assert where["turn_end"] == (None if found.turn_end is None else end)
     assert where["turn_separator"] == (None if found.separator is None else end + 1)
     for i in range(len(header) - 1):

@@ -83,7 +83,7 @@ def test_each_unit_is_recorded_with_the_batches_that_it_was_computed_in(
 
 
 def test_resuming_elsewhere_says_what_differs(tiny_subject, tmp_path, monkeypatch):
-    def stopped(self, survey):
+    def stopped(self, *_):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
@@ -111,7 +111,7 @@ def test_resuming_elsewhere_says_what_differs(tiny_subject, tmp_path, monkeypatc
 def test_what_an_older_version_did_not_record_is_not_called_different(
     tiny_subject, tmp_path, progress, monkeypatch
 ):
-    def stopped(self, survey):
+    def stopped(self, *_):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
@@ -275,7 +275,7 @@ def test_the_work_on_a_context_counts_what_is_asked_for():
 
     def cost(config, perturbed=False, turn=10, sources="cde"):
         sizes = [Size("d", source, 100, turn, 0, perturbed) for source in sources]
-        return Survey({}, sizes, [], len(sizes)).costs(config)[0]
+        return Survey({}, sizes, len(sizes)).costs(config)[0]
 
     rows, prefill = 5 * 8, PREFILL_COST * 100
     assert cost(CONFIG) == cost(contrasts, True) == rows + prefill + SCORE_COST * 10

@@ -519,10 +519,7 @@ def test_complete_responses_are_told_apart_within_a_query(folder):
     contexts = run.contexts.assign(response_cut_off=cut)
     flagged = SimpleNamespace(path=folder, contexts=contexts, generations=run.generations)
     arm, notes = read([flagged])
-    assert notes == [
-        "3 of 15 responses were cut off, which is another stimulus; where enough are complete, "
-        "estimates of these alone stand beside the others."
-    ]
+    assert notes == ["3 of 15 responses were cut off, which is another stimulus."]
     flags = [query.complete for query in arm.queries]
     whole = (True,) * RESPONSES
     assert flags == [(True, False, False), whole, whole, (False, True, True), whole]

@@ -80,7 +80,9 @@ def test_everything_is_written_into_the_first_run_and_printed(copied, count):
     outcome = count(run.path)
     folder = run.path / "experiments" / "count"
     assert (outcome.status, outcome.err) == (0, f"wrote {folder}\n")
-    assert outcome.out.startswith("a table\njudge me has no decoys, so its floor is unknown")
+    assert outcome.out.startswith(
+        "a table\nthe floor of judge me is unknown: the run has no decoys"
+    )
     assert "\na [note]⏎in a line\nfewer than 24 sources" in outcome.out
     after = files(run.path)
     assert sorted(path.name for path in folder.iterdir()) == WRITTEN
@@ -88,13 +90,13 @@ def test_everything_is_written_into_the_first_run_and_printed(copied, count):
     for name in ("estimates", "more"):
         about = json.loads(pq.read_schema(folder / f"{name}.parquet").metadata[b"ia_mech"])
         runs = [str(run.path)]
-        assert about == {
-            "experiment": "count",
-            "runs": runs,
-            "level": 0.95,
-            "judge": "me",
-            "gate": "no decoys",
-        }
+        made = {"experiment": "count", "runs": runs, "level": 0.95}
+        made |= {"judge": "me", "gate": "no decoys"}
+        if name == "estimates":  # what a report needs
+            control = Gate("me", "genuine", 0, NONE.value, NONE.value, NONE, NONE).sentence
+            made |= {"title": "Counts contexts.", "sentence": "", "control": control}
+            made |= {"notes": ["a [note]\nin a line"], "figures": ["drawn"]}
+        assert about == made
     assert count(run.path).status == 0 and files(run.path) == after  # again, over them
 
 

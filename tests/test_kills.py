@@ -25,14 +25,13 @@ from shell import files
 from stub_server import StubServer, item_of
 
 from benchmarks.probe_validation.planted import Plan, plant, write
-from ia_mech.collect.preflight import scratch_folder
 from ia_mech.judge.cache import VerdictCache
 from ia_mech.judge.decoys import decoy_items, draw_decoys
 from ia_mech.judge.label import items_of
 from ia_mech.judge.verdict import Item
 from ia_mech.models import embedded
 from ia_mech.run import Run, integrity
-from ia_mech.run.integrity import replace_file
+from ia_mech.run.integrity import replace_file, scratch_folder
 
 GENERATED = [
     *("--response", "generate", "--max-response-tokens", 6, "--batch-rows", 2),
@@ -87,7 +86,7 @@ class Sampling:
         run = self.opened(name)
         assert run.complete and run.digest() == self.digest
         assert sorted(units_of(run)) == sorted(self.units)
-        written = {"run.json", "manifest.json", ".lock"}
+        written = {"run.json", "manifest.json", ".lock", "README.md"}
         assert {*files_under(run.path)} == {*files_named(run.path)} | written
         assert {path.name for path in run.path.parent.iterdir()} == {"run", "cache"}
 
@@ -160,6 +159,33 @@ def test_sampling_and_merging_killed_at_every_step(forks, tiny_model_dir, tmp_pa
         assert ended.status == 0, (steps[at], ended.err)
         sampling.check_finished(name)
         shutil.rmtree(tmp_path / name)
+
+
+@pytest.mark.slow
+def test_shards_and_their_merge_killed_at_random_moments(forks, tiny_model_dir, tmp_path):
+    words = ["ia_mech.sample", "--model", tiny_model_dir, "--limit", 96, "--temperatures", 1]
+    words += ["--samples", 1, "--max-new-tokens", 3, "--out"]
+    seconds = forks.run(*words, tmp_path / "whole").seconds
+    digest = Run.open(tmp_path / "whole").digest()
+    moments, kills, merges, runs = random.Random("shards"), 0, 0, 0
+    while kills < 20 or merges < 4:
+        out = tmp_path / f"run-{runs}"
+        shards = [[*words, out, "--shard", f"{k}/2"] for k in (2, 1)]
+        merge = ["ia_mech.merge", out, "--remove-shards"]
+        for command in (*shards, merge):
+            longest = [seconds / 4 if command is merge else seconds] * 5
+            for after in [*(moments.uniform(0, each) for each in longest), None]:
+                stopped = was_stopped(forks.run(*command, after=after), signal.SIGKILL)
+                kills += stopped
+                merges += stopped and command is merge
+                if command is merge:
+                    assert Run.open(out).digest() == digest
+                if not stopped:
+                    break
+        run = Run.open(out)
+        assert run.verify() == [] and len(units_of(run)) == len(set(units_of(run)))
+        assert not (out / "shards").exists()
+        runs += 1
 
 
 # -- judging --------------------------------------------------------------------------------------

@@ -332,7 +332,7 @@ def test_the_target_grounded_needs_a_judge_that_tests_it(copy):
 def test_the_gate_of_the_judge_goes_with_the_labels(copy):
     found = read([copy()])
     assert found.labelled_by == "judge rules: no decoys"
-    assert any("has no decoys, so its floor is unknown" in note for note in found.notes)
+    assert any("is unknown: the run has no decoys" in note for note in found.notes)
 
 
 def test_a_target_that_no_context_has_is_refused(copy):

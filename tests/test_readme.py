@@ -5,13 +5,17 @@ from pathlib import Path
 
 from benchmarks.probe_validation import __main__ as validate
 from experiments.decoupling import __main__ as decoupling
+from experiments.knockout import __main__ as knockout
 from experiments.likelihood import __main__ as likelihood
+from experiments.patching import __main__ as patching
 from experiments.perturbations import __main__ as perturbations
 from experiments.temperature_sweep import __main__ as temperature_sweep
+from ia_mech import annotate
 from ia_mech.collect import command as options
 from ia_mech.judge import __main__ as judge_options
 from ia_mech.models import embedded
 from ia_mech.rates import __main__ as rates_options
+from ia_mech.report import __main__ as report
 from ia_mech.run import labels, layout
 from probes import train, transfer
 
@@ -60,10 +64,11 @@ def test_every_flag_in_the_readme_exists():
     commands = judge._subparsers._group_actions[0].choices.values()
     probes = [train.build_parser(), transfer.build_parser(), validate.build_parser()]
     experiments = [
-        one.build_parser() for one in (decoupling, likelihood, perturbations, temperature_sweep)
+        one.build_parser()
+        for one in (decoupling, knockout, likelihood, patching, perturbations, temperature_sweep)
     ]
     parsers = [options.build_parser(), rates_options.build_parser(), judge, *commands]
-    parsers += [*probes, *experiments]
+    parsers += [*probes, *experiments, report.build_parser(), annotate.build_parser()]
     help_text = "".join(parser.format_help() for parser in parsers)
     for flag in set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", README)):
         assert flag in help_text, flag

@@ -34,7 +34,7 @@ from ia_mech.run import Run, RunWriter
 
 def test_the_folder_holds_what_is_documented_and_nothing_else(merged):
     part = merged._manifest["parts"][-1]["name"]
-    expected = ["run.json", "manifest.json", "conversations.parquet", ".lock"]
+    expected = ["run.json", "manifest.json", "conversations.parquet", ".lock", "README.md"]
     expected += [f"contexts/part-{part}.parquet", f"generations/part-{part}.parquet"]
     expected += [f"header_logits/{part}.safetensors"]
     expected += [f"residuals/layer_{layer:02d}/{part}.safetensors" for layer in range(LAYERS)]
@@ -91,11 +91,11 @@ def test_safetensors_open_by_themselves(merged):
 
 
 def test_nothing_in_a_run_is_a_pickle(parted):
-    magic = {".parquet": b"PAR1", ".json": b"{"}
+    magic = {".parquet": b"PAR1", ".json": b"{", ".md": b"---\n"}
     for name in files_under(parted.path):
         path = parted.path / name
         content = path.read_bytes()
-        assert path.suffix in (".parquet", ".json", ".safetensors", "")
+        assert path.suffix in (".parquet", ".json", ".safetensors", ".md", "")
         assert content.startswith(magic.get(path.suffix, b""))
         assert not zipfile.is_zipfile(path)  # what torch.save writes
         with pytest.raises((ValueError, IndexError)):

@@ -6,6 +6,7 @@ import resource
 import shutil
 import weakref
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -30,9 +31,9 @@ from runs import (
 )
 
 import ia_mech.collect.job
-import ia_mech.collect.preflight
+import ia_mech.engine.plan
 from ia_mech.collect.config import SampleConfig
-from ia_mech.engine.plan import Grid
+from ia_mech.engine.plan import Grid, bucket_of
 from ia_mech.errors import UserError
 from ia_mech.run import Run, RunWriter, integrity, layout, writer
 
@@ -82,12 +83,14 @@ def test_no_context_is_written_more_than_twice_before_the_end(tmp_path, monkeypa
         for unit in range(30):
             orders = range(unit * 3, unit * 3 + 3)
             rows = [{"order": o, "response": str(o), "finish_reason": "length"} for o in orders]
-            run.add_responses(str(unit), rows)
+            run.add_responses(f"{unit}.0", rows)
         assert sum(written) <= 2 * 90
         assert len(run._parts("responses")) == 4 + 2  # four of 21, and two units so far
-        found = run.read_responses([80, 4, 45])
+        found = run.read_responses()
         assert {o: found[o]["response"] for o in (4, 45, 80)} == {4: "4", 45: "45", 80: "80"}
-        assert run.read_responses([]) == {}
+        of_a_part = run.read_responses(1)
+        assert set(of_a_part) == set(range(21)) and of_a_part[5]["response"] == "5"
+        assert run.read_responses(30) == {}
 
 
 # -- going on, orphans and damage ---------------------------------------------------------------
@@ -363,16 +366,18 @@ class Census:
 
 
 def test_what_is_in_memory_does_not_grow_with_the_run(tiny_subject, tmp_path, monkeypatch):
-    """Two chunks of contexts and two units of results live at once, however many come."""
-    chunks = 4
-    monkeypatch.setattr(ia_mech.collect.preflight, "WINDOW", 3)
+    """Two buckets of contexts and two units of results live at once, however many come."""
+    monkeypatch.setattr(ia_mech.engine.plan, "BUCKET", 3)
     items, results = (
         Census(ia_mech.collect.job.PreparedContext),
         Census(ia_mech.collect.job.ContextResult),
     )
     monkeypatch.setattr(ia_mech.collect.job, "PreparedContext", items)
     monkeypatch.setattr(ia_mech.collect.job, "ContextResult", results)
-    config = SampleConfig(limit=3 * chunks, grid=Grid((), 1, 2), batch_rows=1)
-    sampled(config, tiny_subject, tmp_path / "run")
-    assert len(items.made) == len(results.made) == 3 * chunks
-    assert (items.most, results.most) == (6, 6)
+    config = SampleConfig(limit=12, grid=Grid((), 1, 2), batch_rows=1)
+    run = sampled(config, tiny_subject, tmp_path / "run")
+    assert len(items.made) == len(results.made) == 12
+    names = [bucket_of(*row) for row in run.contexts[["dataset", "source_id"]].assign(n=4).values]
+    sizes = [names.count(bucket) for bucket in range(4)]
+    assert items.most == max(map(sum, pairwise(sizes))) < 12
+    assert results.most <= 2 * 3  # a unit is three batches of one row

@@ -6,7 +6,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from ia_mech.stats import alpha_of, cluster_counts, cluster_statistic, kappa_of
+from ia_mech.stats import alpha_of, cluster_counts, cluster_ratios, cluster_statistic, kappa_of
 from ia_mech.stats.resampling import resample_sums, widened
 
 LABELS = 4
@@ -157,3 +157,30 @@ def test_where_there_is_no_interval():
 def test_bad_input_is_named(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_ratios_at_once_equal_one_at_a_time():
+    rng = np.random.default_rng(1)
+    sources = np.repeat(np.arange(9), rng.integers(1, 4, 9))
+    below = rng.normal(2, 1, len(sources))
+    above = below[:, None] * [0.0, 0.5, 1.0] + rng.normal(0, [0.0, 0.2, 0.0], (len(sources), 3))
+    found = cluster_ratios(above, below, sources, resamples=200, seed=3)
+    for column, estimate in zip(above.T, found, strict=True):
+        alone = cluster_statistic(
+            lambda c, w: (c["a"] @ w) / (c["b"] @ w),
+            {"a": column, "b": below},
+            sources,
+            resamples=200,
+            seed=3,
+        )
+        assert estimate.value == pytest.approx(alone.value)
+        assert estimate.method == alone.method
+        if alone.method == "percentile":
+            assert (estimate.low, estimate.high) == pytest.approx((alone.low, alone.high))
+    assert found[1].method == "percentile"
+    (negative,) = cluster_ratios(above[:, :1], -np.abs(below), sources, resamples=50)
+    assert np.isnan(negative.value) and negative.method == "undefined"
+    (single,) = cluster_ratios(np.ones((2, 1)), np.full(2, 4.0), ["a", "a"])
+    assert (single.value, single.method) == (0.25, "one source")
+    with pytest.raises(ValueError, match="2 rows"):
+        cluster_ratios(np.ones((3, 1)), np.ones(3), ["a", "b"])

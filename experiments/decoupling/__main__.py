@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 def run(args: argparse.Namespace, runs: "list[Run]", folder: Path) -> Results:
     """Read, verify, estimate and draw."""
     from experiments.decoupling import show
-    from experiments.decoupling.analyse import estimates, remarks
+    from experiments.decoupling.analyse import DIFFERENCE, EVERY, estimates, remarks
     from experiments.decoupling.read import read
+    from experiments.tables import stated
 
     measured = read(runs, args.judge)
     found = estimates(measured, **intervals(args))
@@ -34,6 +35,10 @@ def run(args: argparse.Namespace, runs: "list[Run]", folder: Path) -> Results:
         figures=show.figures(found, f"{names} · judge {measured.gate}"),
         tables={"responses": measured.responses},
         notes=measured.notes + remarks(found),
+        sentence=stated(
+            "follow-up rate after right responses less that after wrong ones",
+            found[(found["quantity"] == DIFFERENCE) & (found["of"] == EVERY)],
+        ),
     )
 
 

@@ -22,9 +22,11 @@ def run(args: argparse.Namespace, runs: "list[Run]", folder: Path) -> Results:
     from experiments.likelihood import show
     from experiments.likelihood.analyse import estimates
     from experiments.likelihood.read import read
+    from experiments.tables import stated
 
     scored = read(runs, args.judge)
     found = estimates(scored, **intervals(args))
+    of_response = found[found["of"] == "response"]
     return Results(
         runs=runs,
         judge=scored.gate,
@@ -32,6 +34,15 @@ def run(args: argparse.Namespace, runs: "list[Run]", folder: Path) -> Results:
         show=lambda console: show.tables(console, found, args.level),
         figures=show.figures(found, runs[0].model["name"]),
         notes=scored.notes,
+        sentence=stated(
+            "bits by which users' real follow-ups are likelier after their response than after "
+            "swapped ones",
+            of_response[of_response["quantity"] == "contrast, bits"],
+        ),
+        control=stated(
+            "the same of another conversation's follow-up",
+            of_response[of_response["quantity"] == "control's contrast, bits"],
+        ),
     )
 
 

@@ -41,13 +41,15 @@ def run(args: argparse.Namespace, runs: "list[Run]", folder: Path) -> Results | 
     figures = show.figures(found, perturbed.model["name"], str(gate))
     if "displacement" not in figures:
         notes.append("no displacement: a dataset needs two sources to say how far apart they lie.")
+    said = list(verdicts(found))
     return Results(
         runs=[*runs, perturbed],
         judge=gate,
         estimates=found,
         show=lambda console: show.tables(console, found, args.level),
         figures=figures,
-        notes=[*verdicts(found), *notes, *compared.notes],
+        notes=[*said, *notes, *compared.notes],
+        sentence=" ".join(said),
     )
 
 

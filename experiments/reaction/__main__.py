@@ -8,6 +8,7 @@ Usage::
 """
 
 import argparse
+import math
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,10 +25,18 @@ if TYPE_CHECKING:
 def run(args: argparse.Namespace, runs: "list[Run]", folder: Path) -> Results | None:
     """Sample the controls, score all turns, estimate and draw."""
     from experiments.reaction import score, show
-    from experiments.reaction.analyse import ScoredArm, estimates, per_turn, readable
+    from experiments.reaction.analyse import (
+        INFORMATION,
+        LESS,
+        ScoredArm,
+        estimates,
+        per_turn,
+        readable,
+    )
     from experiments.reaction.controls import read_paraphrases, same_content, under_assistant
     from experiments.reaction.read import ALTERNATIVES, ASSISTANT, SAME_CONTENT, read
     from experiments.resample import grid_of, resampled, subject_of
+    from experiments.tables import stated
     from ia_mech.display import Bar
 
     arm, notes = read(runs)
@@ -71,6 +80,7 @@ def run(args: argparse.Namespace, runs: "list[Run]", folder: Path) -> Results | 
     turns = per_turn(main, held)
     complete = arm.complete_responses(size)
     found = estimates(scored, turns, scores, complete, level=args.level, seed=args.seed)
+    whole = found[found["of"] == ALTERNATIVES]
     return Results(
         runs=used,
         judge=None,
@@ -79,6 +89,15 @@ def run(args: argparse.Namespace, runs: "list[Run]", folder: Path) -> Results | 
         figures=show.figures(found, runs[0].model["name"]),
         tables={"turns": show.written(turns)},
         notes=notes,
+        sentence=stated(
+            f"bits that a turn tells about which of {arm.responses} responses it followed, at most "
+            f"{math.log2(arm.responses):.2f}",
+            whole[(whole["quantity"] == INFORMATION) & (whole["responses"] == arm.responses)],
+        ),
+        control=stated(
+            f"with {size} responses, bits more than with versions of one that say the same",
+            found[(found["quantity"] == LESS) & (found["of"] == SAME_CONTENT)],
+        ),
     )
 
 

@@ -112,8 +112,7 @@ def read(runs: Sequence[Run], name: str = ALTERNATIVES) -> tuple[Arm, list[str]]
     cut = sum(query.complete.count(False) for query in kept)
     if cut:
         notes.append(
-            f"{cut} of {most * len(kept)} responses were cut off, which is another stimulus; where "
-            "enough are complete, estimates of these alone stand beside the others."
+            f"{cut} of {most * len(kept)} responses were cut off, which is another stimulus."
         )
     of = {
         (query.dataset, id_): (query, k) for query in kept for k, id_ in enumerate(query.contexts)

@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 
 def run(args: argparse.Namespace, runs: "list[Run]", folder: Path) -> Results:
     """Read, measure, estimate and draw."""
+    from experiments.tables import stated
     from experiments.temperature_sweep import show
-    from experiments.temperature_sweep.analyse import estimates
+    from experiments.temperature_sweep.analyse import RATE, estimates
     from experiments.temperature_sweep.measure import measure
     from experiments.temperature_sweep.read import read
     from ia_mech.display import Bar
@@ -43,6 +44,10 @@ def run(args: argparse.Namespace, runs: "list[Run]", folder: Path) -> Results:
         figures=show.figures(found, f"{runs[0].model['name']} · judge {sweep.gate}"),
         tables={"turns": turns},
         notes=notes,
+        sentence=stated(
+            "share of turns that the judge calls genuine follow-ups",
+            found[found["quantity"] == RATE],
+        ),
     )
 
 

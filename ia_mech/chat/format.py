@@ -31,12 +31,15 @@ class ChatContext:
     """Query and response rendered by the model's template, ending with the open user header.
 
     ``positions`` maps every name of ``ChatFormat.position_names`` to an index into ``ids``, or to
-    None where this context lacks the token.
+    None where this context lacks the token. ``query`` and ``response`` are the indices of their
+    tokens, empty where there are none.
     """
 
     text: str
     ids: list[int]
     positions: dict[str, int | None]
+    query: range = range(0)
+    response: range = range(0)
 
 
 class ChatFormat:
@@ -236,8 +239,9 @@ class ChatFormat:
                 "remove the conversation, or what its response ends with",
             )
         positions = dict.fromkeys(self.position_names)
-        positions["query_end"] = _last_token(offsets, *query)
-        positions["response_end"] = _last_token(offsets, *response)
+        asked, said = _tokens(offsets, *query), _tokens(offsets, *response)
+        positions["query_end"] = asked[-1] if asked else None
+        positions["response_end"] = said[-1] if said else None
         tail = len(ids) - len(self.tail_ids)
         if ids[tail:] == self.tail_ids:
             if self._turn_end is not None:
@@ -247,7 +251,7 @@ class ChatFormat:
         header = len(ids) - len(self.header_ids)
         for index, name in enumerate(self.position_names[4:]):
             positions[name] = header + index
-        return ChatContext(text, ids, positions)
+        return ChatContext(text, ids, positions, asked, said)
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
         """Token ids of a conversation that ends with a query, with the assistant's turn opened.
@@ -377,10 +381,10 @@ def _without_end(ids: Sequence[int], stop_ids: Sequence[int]) -> list[int]:
     return ids[:-1] if ids and ids[-1] in stop_ids else ids
 
 
-def _last_token(offsets: Sequence[tuple[int, int]], start: int, end: int) -> int | None:
-    """Index of the last token that ends within the characters ``start … end``; None if none.
+def _tokens(offsets: Sequence[tuple[int, int]], start: int, end: int) -> range:
+    """Indices of the tokens that end within the characters ``start … end``.
 
     A token of spaces may be of no width: some tokenizers trim spaces off their offsets.
     """
     inside = [i for i, (_, b) in enumerate(offsets) if start < b <= end]
-    return inside[-1] if inside else None
+    return range(inside[0], inside[-1] + 1) if inside else range(0)

@@ -5,6 +5,7 @@ are, which rendering and tokenizing another text wouldn't promise.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from ia_mech.chat.format import ChatContext, ChatFormat
 from ia_mech.chat.template import Message, message
@@ -75,7 +76,7 @@ def _without(chat: ChatFormat, regular: ChatContext, name: str) -> ChatContext:
         at: None if i is None or start <= i < stop else i - (stop - start) * (i >= stop)
         for at, i in regular.positions.items()
     }
-    return ChatContext(chat.template.decode(ids), ids, positions)
+    return replace(regular, text=chat.template.decode(ids), ids=ids, positions=positions)
 
 
 def _assistant(chat: ChatFormat, regular: ChatContext) -> ChatContext:
@@ -105,7 +106,7 @@ def _assistant(chat: ChatFormat, regular: ChatContext) -> ChatContext:
         positions[names[0]] = len(kept)
     positions["header_last"] = len(kept) + len(header) - 1
     ids = [*kept, *header]
-    return ChatContext(chat.template.decode(ids), ids, positions)
+    return replace(regular, text=chat.template.decode(ids), ids=ids, positions=positions)
 
 
 def _header_names(chat: ChatFormat) -> list[str]:

@@ -36,6 +36,7 @@ from ia_mech.models import embedded
 
 if TYPE_CHECKING:
     from ia_mech.collect.config import SampleConfig
+    from ia_mech.collect.shards import Rank, Shard
     from ia_mech.display import Progress
     from ia_mech.run import Run
 
@@ -266,6 +267,25 @@ def build_parser(kind: type[Parser] = Parser) -> Parser:
         metavar="FOLDER",
         help="default: cache/<model>-<dataset>-<hash>, or under $IA_MECH_CACHE",
     )
+    add(
+        "--shard",
+        type=named,
+        metavar="I/N",
+        help="make shard I of N (default: what Slurm's array or torchrun says; see docs/scale.md)",
+    )
+    add(
+        "--ray",
+        nargs="?",
+        const="",
+        metavar="ADDRESS",
+        help="make many shards on the devices of a Ray cluster, or of this machine",
+    )
+    add(
+        "--phase",
+        choices=["responses", "turns"],
+        metavar="NAME",
+        help="of shards, when contrasts need the model's responses: responses, then turns",
+    )
     add("--dry-run", action="store_true", help="print what would be done and written, and stop")
     add("--repair", action="store_true", help="compute damaged parts of the run again")
     add("-h", "--help", nargs=0, action=_Help, help="the common flags")
@@ -384,20 +404,57 @@ def main(argv: list[str] | None = None) -> int:
     tolerant_streams()
     args = build_parser().parse_args(argv)
     out: Path | None = args.out
+    shard: Shard | None = None
 
     def body() -> None:
-        nonlocal out
-        from ia_mech.collect.summary import print_run
-        from ia_mech.display import Bar
+        nonlocal out, shard
+        from ia_mech.collect.shards import WHOLE, Rank, Shard
 
         config = parse_config(args)
         out = out or config.folder()
+        if args.ray is not None and (args.shard or args.phase):
+            raise UserError("--ray makes all shards and phases", "leave out --shard and --phase")
+        shard = WHOLE if args.ray is not None else Shard.of_environment(os.environ)
+        if args.shard:
+            shard = Shard.parse(args.shard)
         if args.dry_run:
-            _dry_run(config, out, args.repair)
-        else:
-            print_run(_run(config, out, Bar(), args))
+            _dry_run(config, out, args.repair, shard)
+        elif args.ray is not None:
+            from ia_mech.collect.ray import sample_on_ray
+            from ia_mech.collect.summary import print_run
+            from ia_mech.display import Bar
 
-    return guarded(body, lambda: _kept(out))
+            print_run(sample_on_ray(config, out, args.ray, Bar(), args.threads, args.repair))
+        else:
+            _sample(config, out, shard, Rank.of_environment(os.environ), args)
+
+    return guarded(body, lambda: _kept(shard.folder(out) if out and shard else out))
+
+
+def _sample(
+    config: "SampleConfig", out: Path, shard: "Shard", rank: "Rank", args: argparse.Namespace
+) -> None:
+    """Make a run, or a shard, and print what came out; of several ranks the first one does."""
+    from ia_mech.collect.shards import named, wait_for
+    from ia_mech.collect.summary import print_run, print_shard
+    from ia_mech.display import Bar, Quiet
+    from ia_mech.run import Run
+
+    progress = Quiet() if rank.number else Bar()
+    try:
+        run = _run(config, out, progress, args, shard, rank)
+    except UserError as error:
+        where = f"shard {shard}: " if rank.several else ""
+        raise UserError(f"{where}{error.problem}", error.remedy) from error
+    if rank.number:
+        return
+    lacking = []
+    if args.phase != "responses":
+        lacking = wait_for(out, shard.others, lambda other: other.complete, rank.several)
+        if not lacking:
+            print_run(Run.open(out))
+            return
+    print_shard(run, shard, named(lacking), out)
 
 
 class _Raising(Parser):
@@ -426,6 +483,7 @@ def sample(
         TypeError: no flag is called so.
         UserError: a value, data, a model or a folder that can't be used.
     """
+    from ia_mech.collect.shards import WHOLE, Rank, Shard
     from ia_mech.display import Progress, Quiet
 
     if progress is None:
@@ -436,7 +494,7 @@ def sample(
         )
     parser = build_parser(_Raising)
     flags = {action.dest: action for action in parser._actions}
-    taken = sorted(flags.keys() - {"help", "help_all", "dry_run", "out"})
+    taken = sorted(flags.keys() - {"help", "help_all", "dry_run", "out", "ray"})
     words = _words(flags["out"], out)
     for name, value in settings.items():
         if name not in taken:
@@ -445,7 +503,8 @@ def sample(
 
     args = parser.parse_args(words)
     config = parse_config(args)
-    return _run(config, args.out or config.folder(), progress, args)
+    shard = Shard.parse(args.shard) if args.shard else WHOLE
+    return _run(config, args.out or config.folder(), progress, args, shard, Rank())
 
 
 def _words(action: argparse.Action, value: Any) -> list[str]:
@@ -475,21 +534,35 @@ def _shown(value: Any) -> str:
 
 
 def _run(
-    config: "SampleConfig", out: Path, progress: "Progress", args: argparse.Namespace
+    config: "SampleConfig",
+    out: Path,
+    progress: "Progress",
+    args: argparse.Namespace,
+    shard: "Shard",
+    rank: "Rank",
 ) -> "Run":
     import torch
 
     from ia_mech.collect.job import make_run
 
     before = torch.get_num_threads()
-    torch.set_num_threads(args.threads or before)
+    torch.set_num_threads(args.threads or rank.threads(before))
+    rank.take_device(config.model.device)
     try:
-        return make_run(config, out, progress, repair=args.repair)
+        return make_run(
+            config,
+            out,
+            progress,
+            repair=args.repair,
+            shard=shard,
+            phase=args.phase,
+            wait=rank.several,
+        )
     finally:
         torch.set_num_threads(before)
 
 
-def _dry_run(config: "SampleConfig", out: Path, repair: bool) -> None:
+def _dry_run(config: "SampleConfig", out: Path, repair: bool, shard: "Shard") -> None:
     from ia_mech.collect.config import flag_of
     from ia_mech.collect.identity import build_chat, identity_asked_for
     from ia_mech.collect.preflight import make_plan, open_inputs
@@ -502,21 +575,24 @@ def _dry_run(config: "SampleConfig", out: Path, repair: bool) -> None:
         stored_dtype,
     )
     from ia_mech.run import Run, layout
+    from ia_mech.run.integrity import without_folders
     from ia_mech.run.writer import refuse_another
 
-    inputs = open_inputs(config, out, repair=repair)
+    inputs = open_inputs(config, out, shard, repair=repair)
+    out = shard.folder(out)
     device = resolve_device(config.model.device)
     dtype = resolve_dtype(config.model.dtype, device)
     tokenizer, model_config = load_tokenizer_and_config(config.model)
     size = (stored_dtype(model_config) if isinstance(dtype, str) else dtype).itemsize
     chat, defaults = build_chat(config, tokenizer), batch_defaults(device)
     config = replace(config, batch_rows=config.batch_rows or defaults.batch_rows)
-    plan = make_plan(config, inputs, chat, model_config, size, defaults)
+    plan = make_plan(config, inputs, chat, model_config, size, defaults, shard)
     there = None
     if (out / layout.RUN).is_file():
         there = Run(out) if repair else Run.open(out)
         wanted = identity_asked_for(config, chat, plan.conversations, inputs.own)
-        found = {name: there.record["identity"].get(name) for name in wanted}
+        kept = without_folders(there.record["identity"])
+        found = {name: kept.get(name) for name in wanted}
         refuse_another(out, found, wanted, flag_of)
     print_plan(config, plan, out, there)
 

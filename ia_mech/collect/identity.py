@@ -19,6 +19,7 @@ from ia_mech.engine.shared_prefix import Engine
 from ia_mech.likelihood.candidates import OwnCandidates
 from ia_mech.likelihood.scorer import scored_temperatures
 from ia_mech.models.load import Subject
+from ia_mech.run.integrity import without_folders
 
 
 def build_chat(config: SampleConfig, tokenizer, eos_ids=()) -> ChatFormat:
@@ -52,14 +53,15 @@ def identity(
 ) -> dict:
     """What two runs must share to be one run."""
     model = {"model": subject.describe(), "engine": engine.name, "chat": chat.describe()}
-    return json.loads(json.dumps(model)) | identity_asked_for(config, chat, snapshot, own)
+    known = json.loads(json.dumps(model)) | identity_asked_for(config, chat, snapshot, own)
+    return without_folders(known)
 
 
 def identity_asked_for(
     config: SampleConfig, chat: ChatFormat, snapshot: dict, own: OwnCandidates | None
 ) -> dict:
     """That part of the identity which is known before the model's weights are."""
-    return json.loads(
+    known = json.loads(
         json.dumps(
             {
                 "config": asdict(config),
@@ -75,6 +77,7 @@ def identity_asked_for(
             }
         )
     )
+    return without_folders(known)
 
 
 def machine(subject: Subject) -> dict:

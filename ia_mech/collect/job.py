@@ -4,10 +4,13 @@
 two meet. A run has two phases. Where the subject model has to write the responses itself, that
 comes first, with batches of its own; then every context is prefilled once, and that one pass feeds
 the captured residual stream, the header logits, all sampled rows and the scores of reference turns.
+
+A run may be made in shards, by processes that know nothing of each other. Only contrasts need what
+another shard wrote: the responses of the subject model, all of which have to be there first.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -26,25 +29,26 @@ from ia_mech.collect.identity import (
     probe_ids,
 )
 from ia_mech.collect.preflight import (
+    Buckets,
     Inputs,
     Survey,
+    Texts,
     check_disk,
     check_header_logits,
     context_units,
     kept_positions,
-    needs_response,
     open_inputs,
-    read_chunks,
+    read_snapshot,
     response_units,
     run_bytes,
-    run_units,
-    scratch_folder,
+    survey,
     too_few,
     without_response,
     write_snapshot,
 )
 from ia_mech.collect.progress import Work
 from ia_mech.collect.rows import ContextResult, PreparedContext, tables
+from ia_mech.collect.shards import WHOLE, Shard, refuse_differing, responses_of_others
 from ia_mech.data.conversations import UNPERTURBED, Conversation
 from ia_mech.display import Progress
 from ia_mech.engine.capture import find_blocks
@@ -68,30 +72,90 @@ from ia_mech.errors import UserError, exhaustion
 from ia_mech.lens import save_lens
 from ia_mech.likelihood.scorer import ContextScores, Scorer, scored_temperatures
 from ia_mech.likelihood.swaps import SwapSources
-from ia_mech.models.load import Subject, context_limit, load, load_tokenizer_and_config
+from ia_mech.models.load import (
+    Subject,
+    context_limit,
+    load,
+    load_tokenizer_and_config,
+    remember,
+)
 from ia_mech.run import Run, RunWriter, layout
 from ia_mech.run.background import Background
+from ia_mech.run.integrity import scratch_folder
 
 
-def make_run(config: SampleConfig, out: Path, progress: Progress, *, repair: bool = False) -> Run:
+def make_run(
+    config: SampleConfig,
+    out: Path,
+    progress: Progress,
+    *,
+    repair: bool = False,
+    shard: Shard = WHOLE,
+    phase: str | None = None,
+    wait: bool = False,
+) -> Run:
     """Load the model and make a run, or go on with it; keep the model's lens as well.
 
-    Raises:
-        UserError: see :func:`collect`. What needs no weights is refused before they are fetched.
+    Args and Raises: see :func:`collect`. What needs no weights is refused before they are fetched.
     """
-    inputs = open_inputs(config, out, repair=repair)
+    inputs = open_inputs(config, out, shard, repair=repair)
     tokenizer, model_config = load_tokenizer_and_config(config.model)
     kept_positions(config, build_chat(config, tokenizer))
     check_header_logits(config, model_config)
     subject = load(config.model)
-    run = collect(config, subject, out, progress, inputs=inputs, repair=repair)
-    try:
-        problem = save_lens(subject, run.contexts["token_ids"].iloc[0].tolist()[:64])
-    except (OSError, SafetensorError, RuntimeError) as error:  # the run is whole without it
-        problem = str(error)
-    if problem:
+    run = collect(
+        config,
+        subject,
+        out,
+        progress,
+        inputs=inputs,
+        repair=repair,
+        shard=shard,
+        phase=phase,
+        wait=wait,
+    )
+    if problem := keep_lens(run, subject):
         progress.say(f"note: no offline lens for this model: {problem}")
     return run
+
+
+def keep_lens(run: Run, subject: Subject) -> str | None:
+    """Keep the model's lens if it isn't kept yet, and where the model is; returns why there can be
+    no lens, or None."""
+    remember(subject)
+    if not run.kept["contexts"]:
+        return None
+    try:
+        return save_lens(subject, run.contexts["token_ids"].iloc[0].tolist()[:64])
+    except (OSError, SafetensorError, RuntimeError) as error:  # the run is whole without it
+        return str(error)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What all shards of a run share: its conversations, surveyed, and how they are computed."""
+
+    inputs: Inputs
+    chat: ChatFormat
+    engine: Engine
+    survey: Survey
+    texts: Texts
+
+
+def prepare(config: SampleConfig, subject: Subject, inputs: Inputs, folder: Path) -> Prepared:
+    """Check the engine and all conversations, whose texts are kept on the disk of a folder.
+
+    Raises:
+        UserError: anything wrong with data or template.
+    """
+    model = subject.model
+    chat = build_chat(config, subject.tokenizer, eos_ids(model.generation_config, model.config))
+    ids = probe_ids(chat)
+    engine = check_engine(model, ids, config.engine)
+    engine = with_static_buffers(model, ids, engine, config.engine)
+    texts = Texts(folder)
+    found = survey(inputs, config, chat, model.config, texts.append)
+    return Prepared(inputs, chat, engine, found, texts)
 
 
 def collect(
@@ -101,61 +165,82 @@ def collect(
     progress: Progress,
     *,
     inputs: Inputs | None = None,
+    prepared: Prepared | None = None,
     repair: bool = False,
+    shard: Shard = WHOLE,
+    phase: str | None = None,
+    wait: bool = False,
 ) -> Run:
     """Make a run, or go on with it if the folder holds one of the same configuration.
 
     Args:
+        out: the run's folder.
         inputs: what :func:`ia_mech.collect.preflight.open_inputs` found, if it was called.
+        prepared: what :func:`prepare` returned, if it was called; ``inputs`` isn't looked at then.
         repair: compute damaged parts again.
+        shard: which shard of the run to make, in a folder of its own within ``out``.
+        phase: ``responses`` or ``turns``, to do no more than that; both if None.
+        wait: for responses that other shards have yet to write, rather than raise.
+
+    Returns:
+        The run, or the shard.
 
     Raises:
         UserError: anything wrong with data, template, folder or disk; nothing is written then that
-            a later call wouldn't remove.
+            a later call wouldn't remove. Responses of this shard, with ``phase`` ``turns``, or of
+            others that contrasts need, aren't written yet.
     """
     if config.batch_rows is None:
         config = replace(config, batch_rows=batch_defaults(subject.device).batch_rows)
-    inputs = inputs or open_inputs(config, out, repair=repair)
-    model = subject.model
-    chat = build_chat(config, subject.tokenizer, eos_ids(model.generation_config, model.config))
-    ids = probe_ids(chat)
-    engine = check_engine(model, ids, config.engine)
-    engine = with_static_buffers(model, ids, engine, config.engine)
+    if prepared is None:
+        inputs = inputs or open_inputs(config, out, shard, repair=repair)
+    folder, model = shard.folder(out), subject.model
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with scratch_folder(out.parent) as scratch:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        if prepared is None:
+            assert inputs is not None
+            prepared = prepare(config, subject, inputs, folder.parent)
+        inputs, chat, found = prepared.inputs, prepared.chat, prepared.survey
+        buckets, positions = found.buckets(config, shard), kept_positions(config, chat)
+        who = identity(config, subject, chat, found.facts, prepared.engine, inputs.own)
+        refuse_differing(out, shard, who)
+        record = {
+            "format": layout.FORMAT,
+            "source": inputs.source.description | {"dataset": who["config"]["dataset"]},
+            "identity": who,
+            "buckets": found.bucket_count(config),
+            "shard": [shard.number, shard.of],
+        }
+        with scratch_folder(folder.parent) as scratch:
             file = scratch / layout.CONVERSATIONS
-            survey = write_snapshot(inputs, config, chat, model.config, file)
-            facts, positions = survey.facts, kept_positions(config, chat)
-            record = {
-                "format": layout.FORMAT,
-                "source": inputs.source.description,
-                "identity": identity(config, subject, chat, facts, engine, inputs.own),
-            }
-            counts = facts["count"], facts["tokens"]
+            write_snapshot(prepared.texts, buckets, file)
+            lengths = [found.lengths[i] for orders in buckets.values() for i in orders]
+            counts = len(lengths), sum(lengths)
             size = model.dtype.itemsize
-            check_disk(run_bytes(config, positions, model.config, size, *counts), out)
-            if (out / layout.RUN).is_file():
-                writer = RunWriter.resume(out, record, file, repair=repair, name_of=flag_of)
+            check_disk(run_bytes(config, positions, model.config, size, *counts), folder)
+            if (folder / layout.RUN).is_file():
+                writer = RunWriter.resume(folder, record, file, repair=repair, name_of=flag_of)
             else:
-                writer = RunWriter.create(out, record, file)
-        if problem := too_few(config, survey.read):
+                writer = RunWriter.create(folder, record, file)
+        if problem := too_few(config, found.read):
             progress.say(f"note: {problem}")
         with writer:
             if writer.manifest["complete"]:
-                progress.say(f"{out} was finished before; nothing was computed again")
+                progress.say(f"{folder} was finished before; nothing was computed again")
             else:
-                _Job(config, inputs, subject, chat, writer, progress, engine).work(survey)
+                others = partial(responses_of_others, out, shard, wait)
+                job = _Job(config, inputs, subject, chat, writer, progress, prepared.engine)
+                job.work(found, buckets, prepared.texts, others, phase)
     except BrokenPipeError:  # of the progress, not of the run
         raise
     except OSError as error:
         lacking = exhaustion(error)
         remedy = lacking.remedy if lacking else "check its disk, or give another --out"
         raise UserError(
-            f"{error.filename2 or out} could not be written ({error.strerror or error})",
+            f"{error.filename2 or folder} could not be written ({error.strerror or error})",
             f"{remedy}; the same command then goes on from what is kept",
         ) from error
-    return Run.open(out)
+    return Run.open(folder)
 
 
 class _Job:
@@ -199,8 +284,23 @@ class _Job:
         """The limits that are lower than asked for; rounding depends on them."""
         return {name: one.limit for name, one in limits.items() if one.limit < self.batch_rows}
 
-    def work(self, survey: Survey) -> None:
-        """Compute and write what isn't there yet."""
+    def work(
+        self,
+        survey: Survey,
+        buckets: Buckets,
+        texts: Texts,
+        others: Callable[[], list[dict]],
+        phase: str | None,
+    ) -> None:
+        """Compute and write what isn't there yet.
+
+        Args:
+            survey: of all conversations.
+            buckets: the contexts of this shard.
+            texts: all conversations.
+            others: gives the responses that the model wrote in other shards.
+            phase: as for :func:`collect`.
+        """
         here = machine(self.subject)
         before = self.writer.manifest["sessions"]
         if before and (changed := differences(before[-1], here)):
@@ -222,11 +322,13 @@ class _Job:
             self.writer.note("without_kernels", problem)
         try:
             with self.background:
-                self._write_responses()
-                self._write_contexts(survey)
+                self._write_responses(survey, buckets, compute=phase != "turns")
+                if phase != "responses":
+                    self._write_contexts(survey, buckets, texts, others)
         finally:
             self.progress.stop()
-        self.writer.finish()
+        if phase != "responses":
+            self.writer.finish()
 
     @property
     def _snapshot(self) -> Path:
@@ -242,41 +344,46 @@ class _Job:
 
     # -- responses ------------------------------------------------------------------------------
 
-    def _write_responses(self) -> None:
-        """Responses of the model, where they are wanted and not written yet."""
-        config, writer = self.config, self.writer
-        most, unit_cost = config.max_response_tokens, self.defaults.unit_cost
-        costs: dict[str, float] = {}
-        total = longest = 0
-        for number, chunk in read_chunks(self._snapshot):
-            lengths = [
-                len(self.chat.prompt(without_response(c)))
-                for _, c in chunk
-                if needs_response(config, c)
-            ]
-            total, longest = total + len(lengths), max([longest, *lengths])
-            parts = response_units(config, self.batch_rows, unit_cost, lengths)
-            for index, unit in enumerate(parts):
-                costs[f"{number}.{index}"] = sum(most + PREFILL_COST * lengths[i] for i in unit)
+    def _write_responses(self, survey: Survey, buckets: Buckets, *, compute: bool) -> None:
+        """Responses of the model, where they are wanted and not written yet.
+
+        Raises:
+            UserError: some aren't, and ``compute`` says that they should be.
+        """
+        config, writer, most = self.config, self.writer, self.config.max_response_tokens
+        prompts = survey.prompts(i for orders in buckets.values() for i in orders)
+        units = response_units(config, self.defaults.unit_cost, buckets, prompts)
+        costs = {
+            name: sum(most + PREFILL_COST * prompts[i] for i in unit)
+            for part in units.values()
+            for name, unit in part.items()
+        }
         done, finished = writer.count("responses"), writer.done("responses")
-        if done == total:
-            return
-        self._make_static(total, config.responses, longest, most)
-        work = Work(self.progress, "responses", costs, finished, total, done, most, "response")
-        for number, chunk in read_chunks(self._snapshot):
-            todo = [(order, c) for order, c in chunk if needs_response(config, c)]
-            lengths = [len(self.chat.prompt(without_response(c))) for _, c in todo]
-            parts = response_units(config, self.batch_rows, unit_cost, lengths)
+        if done < len(prompts):
+            if not compute:
+                missing = len(prompts) - done
+                raise UserError(
+                    f"{missing} responses of {writer.path} are not written yet",
+                    "run it with --phase responses first",
+                )
+            total = len(prompts)
+            work = Work(self.progress, "responses", costs, finished, total, done, most, "response")
             respond = partial(self._respond, work)
-            for index, unit in enumerate(parts):
-                name = f"{number}.{index}"
-                if name not in finished:
-                    work.begin(costs[name])
-                    rows = self.responses_limit.map(respond, [todo[i] for i in unit])
-                    low = self._backed_off(rows=self.responses_limit)
-                    writer.add_responses(name, rows, low)
-                    work.end()
-        self.progress.stop()
+            for bucket, conversations in read_snapshot(self._snapshot):
+                orders = [i for i in conversations if i in prompts]
+                longest = max((prompts[i] for i in orders), default=0)
+                self._make_static(len(orders), config.responses, longest, most)
+                for name, unit in units[bucket].items():
+                    if name not in finished:
+                        work.begin(costs[name])
+                        group = [(i, conversations[i]) for i in unit]
+                        rows = self.responses_limit.map(respond, group)
+                        low = self._backed_off(rows=self.responses_limit)
+                        writer.add_responses(name, rows, low)
+                        work.end()
+            self.progress.stop()
+        if any(size.prompt is not None for size in survey.sizes):
+            writer.finish_responses()
 
     def _respond(self, work: Work, group: list[tuple[int, Conversation]]) -> list[dict]:
         """Responses to (order, conversation): greedy ones, as ``generate(do_sample=False)`` writes
@@ -325,43 +432,47 @@ class _Job:
 
     # -- contexts -------------------------------------------------------------------------------
 
-    def _write_contexts(self, survey: Survey) -> None:
+    def _write_contexts(
+        self, survey: Survey, buckets: Buckets, texts: Texts, others: Callable[[], list[dict]]
+    ) -> None:
         finished, unit_cost = self.writer.done("contexts"), self.defaults.unit_cost
-        lengths = list(survey.lengths)
-        total, rows, most = len(lengths), len(self.grid_rows), self.config.grid.max_new_tokens
-        for _, chunk in read_chunks(self._snapshot):  # responses turned out shorter than allowed
-            responses = self.writer.read_responses([order for order, _ in chunk])
-            for order, conversation in chunk:
-                if order in responses:
-                    context = self._prepared(order, conversation, responses[order])
+        lengths, rows = list(survey.lengths), len(self.grid_rows)
+        if survey.prompts(i for orders in buckets.values() for i in orders):
+            for _, contexts in self._buckets():  # responses turned out shorter than allowed
+                for order, context in contexts.items():
                     lengths[order] = len(context.chat.ids) if context else 0
-        self._make_static(total, rows, max(lengths, default=0), most)
         costs = survey.costs(self.config, lengths)
-        units = run_units(self.config, self.batch_rows, unit_cost, lengths, costs)
-        planned = {name: sum(costs[i] for i in unit) for name, unit in units.items()}
+        units = context_units(self.config, unit_cost, buckets, lengths, costs)
+        planned = {
+            name: sum(costs[i] for i in unit)
+            for part in units.values()
+            for name, unit in part.items()
+        }
+        total, most = sum(map(len, buckets.values())), self.config.grid.max_new_tokens
         done = rows * self.writer.count("contexts")
         work = Work(self.progress, "user turns", planned, finished, total * rows, done, most)
-        scorer = self._scorer(work)
-        for number, chunk in read_chunks(self._snapshot):
-            responses = self.writer.read_responses([order for order, _ in chunk])
-            contexts = [
-                context
-                for order, conversation in chunk
-                if (context := self._prepared(order, conversation, responses.get(order)))
-            ]
-            lengths = [len(context.chat.ids) for context in contexts]
-            costs = [survey.cost(self.config, c.order, len(c.chat.ids)) for c in contexts]
-            parts = context_units(self.config, self.batch_rows, unit_cost, lengths, costs)
-            for index, unit in enumerate(parts):
-                name = f"{number}.{index}"
+        scorer = self._scorer(work, survey, texts, others)
+        for bucket, contexts in self._buckets():
+            here = buckets[bucket]
+            self._make_static(len(here), rows, max(lengths[i] for i in here), most)
+            for name, unit in units[bucket].items():
                 if name not in finished:
-                    members = [contexts[i] for i in unit]
-                    work.begin(sum(costs[i] for i in unit))
+                    members = [one for i in unit if (one := contexts[i])]
+                    work.begin(planned[name])
                     run = partial(self._run_contexts, scorer, work, members)
                     results = self.width.retry(run)
                     low = self._backed_off(rows=self.width, turns=self.turns_limit)
                     self.background.do(partial(self._store, name, members, results, low))
                     work.end()
+
+    def _buckets(self) -> Iterator[tuple[int, dict[int, PreparedContext | None]]]:
+        """The contexts of each bucket by their order; None for one that is left out."""
+        for bucket, conversations in read_snapshot(self._snapshot):
+            responses = self.writer.read_responses(bucket)
+            yield (
+                bucket,
+                {i: self._prepared(i, one, responses.get(i)) for i, one in conversations.items()},
+            )
 
     def _store(
         self,
@@ -481,20 +592,26 @@ class _Job:
             static=self.static,
         )
 
-    def _scorer(self, work: Work) -> Scorer:
-        """What scores given turns; swaps come from every unperturbed conversation."""
-        rows = (
-            (order, conversation, responses.get(order))
-            for _, chunk in read_chunks(self._snapshot)
-            for responses in [self.writer.read_responses([order for order, _ in chunk])]
-            for order, conversation in chunk
-            if conversation.perturbation == UNPERTURBED
-        )
+    def _scorer(
+        self, work: Work, survey: Survey, texts: Texts, others: Callable[[], list[dict]]
+    ) -> Scorer:
+        """What scores given turns; swaps come from every unperturbed conversation of all shards."""
+        sources = SwapSources([], self.config.grid.seed)
+        if self.config.rivals:
+            own = self.writer.read_responses()
+            given = all(size.prompt is None for size in survey.sizes)
+            written = own | {row["order"]: row for row in ([] if given else others())}
+            rows = (
+                (order, conversation, written.get(order))
+                for order, conversation in texts.conversations()
+                if conversation.perturbation == UNPERTURBED
+            )
+            sources = SwapSources.of(rows, self.subject.tokenizer, self.config.grid.seed)
         config, grid = self.config, self.config.grid
         return Scorer(
             self.subject.model,
             self.chat,
-            SwapSources.of(rows, self.subject.tokenizer, grid.seed),
+            sources,
             scored_temperatures(grid.temperatures),
             contrasts=config.contrasts,
             swaps=config.swaps,

@@ -4,11 +4,11 @@ Everything that can be wrong is found here, before anything is written, and nowh
 needs nothing but the configuration, then what needs the data, then what needs the model.
 """
 
-import contextlib
 import hashlib
 import json
 import shutil
 import tempfile
+from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -22,6 +22,7 @@ from transformers import PretrainedConfig
 from ia_mech.chat.format import ChatFormat
 from ia_mech.chat.headers import rendered
 from ia_mech.collect.config import SampleConfig
+from ia_mech.collect.shards import WHOLE, Shard
 from ia_mech.data.conversations import (
     UNPERTURBED,
     Conversation,
@@ -34,8 +35,9 @@ from ia_mech.engine.plan import (
     RESPONSE_ROWS,
     SCORE_COST,
     UNIT_BATCHES,
-    WINDOW,
     BatchDefaults,
+    bucket_count,
+    bucket_of,
     contexts_per_batch,
     evenly,
     plan_units,
@@ -45,7 +47,6 @@ from ia_mech.errors import UserError
 from ia_mech.likelihood.candidates import OwnCandidates
 from ia_mech.models.load import context_limit, resolve_device, text_config
 from ia_mech.run import layout
-from ia_mech.run.integrity import abandoned, process_name
 
 
 @dataclass(frozen=True)
@@ -56,17 +57,33 @@ class Inputs:
     own: OwnCandidates | None
 
 
-def open_inputs(config: SampleConfig, out: Path, *, repair: bool = False) -> Inputs:
+def open_inputs(
+    config: SampleConfig, out: Path, shard: Shard = WHOLE, *, repair: bool = False
+) -> Inputs:
     """Check everything that needs no model, before one is fetched.
+
+    Args:
+        out: the run's folder, of all shards.
+        shard: which is to be made.
 
     Raises:
         UserError: a device, a folder, candidates or a dataset that can't be used.
     """
     if resolve_device(config.model.device).type == "cpu" and config.engine == "graphs":
         raise UserError("--engine graphs: CUDA graphs need a GPU", "use --engine auto")
-    check_folder(out)
-    if repair and not (out / layout.RUN).is_file():
-        raise UserError(f"there is no run in {out} to repair", "leave --repair out to begin one")
+    check_folder(out, shard)
+    folder = shard.folder(out)
+    if repair and not (folder / layout.RUN).is_file():
+        raise UserError(f"there is no run in {folder} to repair", "leave --repair out to begin one")
+    return read_inputs(config)
+
+
+def read_inputs(config: SampleConfig) -> Inputs:
+    """Open the conversations, and read the user's candidates.
+
+    Raises:
+        UserError: candidates or a dataset that can't be used.
+    """
     own = None if config.candidates is None else OwnCandidates.read(config.candidates)
     source = open_conversations(
         config.dataset,
@@ -78,16 +95,27 @@ def open_inputs(config: SampleConfig, out: Path, *, repair: bool = False) -> Inp
     return Inputs(source, own)
 
 
-def check_folder(out: Path) -> None:
-    """Refuse an output folder that can't become, or isn't, a run.
+def check_folder(out: Path, shard: Shard = WHOLE) -> None:
+    """Refuse an output folder that can't become, or isn't, a run, or one in shards.
 
     Raises:
-        UserError: a file, or a folder of other things, within a run or not writable.
+        UserError: a file, or a folder of other things, within a run or not writable; a run in
+            another number of shards.
     """
-    layout.refuse_inside_run(out)
-    layout.refuse_unwritable(out, "give another --out or set IA_MECH_CACHE")
-    if out.is_dir() and not (out / layout.RUN).is_file() and any(out.iterdir()):
-        raise UserError(f"{out} holds files but no run", "give an empty or new folder as --out")
+    folder = shard.folder(out)
+    layout.refuse_inside_run(folder)
+    layout.refuse_unwritable(folder, "give another --out or set IA_MECH_CACHE")
+    other = sorted({of for _, of in layout.shards_in(out)} - {shard.of})
+    if other and not (out / layout.RUN).is_file():
+        asked = f"shard {shard} was" if shard.of > 1 else "all in one was"
+        raise UserError(
+            f"{out} is a run in {other[0]} shards, and {asked} asked for",
+            f"give --shard i/{other[0]}, another --out, or merge them: python -m ia_mech.merge",
+        )
+    for one in {folder, out}:
+        kept = {layout.RUN, layout.SHARDS} if one == out and shard.of > 1 else {layout.RUN}
+        if one.is_dir() and any(one.iterdir()) and not any((one / name).exists() for name in kept):
+            raise UserError(f"{one} holds files but no run", "give an empty or new folder as --out")
 
 
 def kept_positions(config: SampleConfig, chat: ChatFormat) -> tuple[str, ...]:
@@ -138,6 +166,10 @@ def without_response(conversation: Conversation) -> list[dict]:
 # -- conversations --------------------------------------------------------------------------------
 
 
+Buckets = dict[int, list[int]]  # by number, the orders of their contexts; none is empty
+Units = dict[int, dict[str, list[int]]]  # by bucket and name, the orders of their contexts
+
+
 @dataclass(frozen=True, slots=True)
 class Size:
     """What the work on a context depends on, besides the configuration.
@@ -148,6 +180,7 @@ class Size:
         turn: tokens of the reference turn, or None.
         own: about how many tokens the user's candidates for it have.
         perturbed: a perturbed context is a contrast itself; only its reference is scored.
+        prompt: tokens of the prompt of the response if that is still to be written, or None.
     """
 
     dataset: str
@@ -156,23 +189,41 @@ class Size:
     turn: int | None
     own: int
     perturbed: bool
+    prompt: int | None = None
 
 
 @dataclass(frozen=True)
 class Survey:
-    """The conversations of a run, checked and measured.
+    """The conversations of a run, of all its shards, checked and measured.
 
     Attributes:
         facts: part of the run's identity.
         sizes: of the contexts, in order.
-        prompts: tokens of the prompt of each response that is still to be written.
         read: how many conversations the dataset gave, each of which may become several contexts.
     """
 
     facts: dict
     sizes: list[Size]
-    prompts: list[int]
     read: int
+
+    def prompts(self, orders: Iterable[int]) -> dict[int, int]:
+        """Tokens of the prompts of the responses that are still to be written, of these."""
+        sizes = ((order, self.sizes[order].prompt) for order in orders)
+        return {order: prompt for order, prompt in sizes if prompt is not None}
+
+    def bucket_count(self, config: SampleConfig) -> int:
+        """Into how many buckets the contexts are dealt, whatever the number of shards."""
+        assert config.batch_rows is not None
+        return bucket_count(len(self.sizes), len(config.grid.rows()), config.batch_rows)
+
+    def buckets(self, config: SampleConfig, shard: Shard) -> "Buckets":
+        """The contexts of a shard."""
+        count, found = self.bucket_count(config), Buckets()
+        for order, size in enumerate(self.sizes):
+            bucket = bucket_of(size.dataset, size.source_id, count)
+            if shard.holds(bucket):
+                found.setdefault(bucket, []).append(order)
+        return dict(sorted(found.items()))
 
     @cached_property
     def lengths(self) -> list[int]:
@@ -222,7 +273,6 @@ def survey(
     limit = context_limit(model_config)
     total = hashlib.sha256()
     sizes: list[Size] = []
-    prompts: list[int] = []
     ids: set[str] = set()
     read: set[str] = set()
     for conversation in _alternatives(inputs.source, config):
@@ -243,15 +293,13 @@ def survey(
         own = sum(len(one.text) for one in texts) // 3
         names = conversation.dataset, conversation.source_id
         perturbed = conversation.perturbation != UNPERTURBED
-        sizes.append(Size(*names, length, turn, own, perturbed))
-        if prompt is not None:
-            prompts.append(prompt)
+        sizes.append(Size(*names, length, turn, own, perturbed, prompt))
         ids.add(conversation.id)
         read.add(conversation.id.removesuffix(f"/r{conversation.response_index}"))
         text = json.dumps(conversation.to_dict(), sort_keys=True, ensure_ascii=False)
         total.update(text.encode() + b"\n")
         keep(text)
-    if config.writes_responses and not prompts:
+    if config.writes_responses and all(size.prompt is None for size in sizes):
         raise UserError(
             "every conversation has a response: --responses and --response-temperature do nothing",
             "use --response generate, which replaces them, or leave the two flags out",
@@ -260,7 +308,7 @@ def survey(
         inputs.own.check(ids, sum(size.turn is not None for size in sizes))
     tokens = sum(size.length for size in sizes)
     facts = {"count": len(sizes), "tokens": tokens, "sha256": total.hexdigest()}
-    return Survey(facts, sizes, prompts, len(read))
+    return Survey(facts, sizes, len(read))
 
 
 def _alternatives(source: Iterable[Conversation], config: SampleConfig) -> Iterator[Conversation]:
@@ -302,46 +350,52 @@ def _lengths(
     return len(context.ids) + extra, None if turn is None else len(turn), prompt
 
 
-def write_snapshot(
-    inputs: Inputs,
-    config: SampleConfig,
-    chat: ChatFormat,
-    model_config: PretrainedConfig,
-    path: Path,
-) -> Survey:
-    """Check the conversations and write them to a file, one row group per chunk.
+class Texts:
+    """The conversations of a run as JSON, in a file without a name: it is gone with the process.
 
-    Raises:
-        UserError: see :func:`survey`.
+    Args:
+        folder: on whose disk it is.
     """
-    schema = pa.schema([("conversation", pa.string())])
-    rows: list[str] = []
+
+    def __init__(self, folder: Path) -> None:
+        self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115
+        self._starts = array("q", [0])
+
+    def append(self, text: str) -> None:
+        """Add the next one."""
+        self._file.write(text.encode())
+        self._starts.append(self._file.tell())
+
+    def __getitem__(self, order: int) -> str:
+        start, end = self._starts[order : order + 2]
+        self._file.seek(start)
+        return self._file.read(end - start).decode()
+
+    def conversations(self) -> Iterator[tuple[int, Conversation]]:
+        """All of them, with their orders."""
+        for order in range(len(self._starts) - 1):
+            yield order, Conversation.from_dict(json.loads(self[order]))
+
+
+def write_snapshot(texts: Texts, buckets: Buckets, path: Path) -> None:
+    """Write the conversations of a shard to a file, one row group per bucket."""
+    fields = [("bucket", pa.int32()), ("order", pa.int64()), ("conversation", pa.string())]
+    schema = pa.schema(fields)
     with pq.ParquetWriter(path, schema, compression="zstd") as writer:
-
-        def flush() -> None:
-            if rows:
-                writer.write_table(pa.table({"conversation": rows}, schema=schema))
-                rows.clear()
-
-        def keep(text: str) -> None:
-            rows.append(text)
-            if len(rows) == WINDOW:
-                flush()
-
-        found = survey(inputs, config, chat, model_config, keep)
-        flush()
-    return found
+        for bucket, orders in buckets.items():
+            columns = [[bucket] * len(orders), orders, [texts[order] for order in orders]]
+            writer.write_table(pa.table(columns, schema=schema))
 
 
-def read_chunks(path: Path) -> Iterator[tuple[int, list[tuple[int, Conversation]]]]:
-    """Chunks of (order, conversation) from the snapshot, with their numbers."""
+def read_snapshot(path: Path) -> Iterator[tuple[int, dict[int, Conversation]]]:
+    """The buckets of a snapshot: their numbers, and their conversations by order."""
     file = pq.ParquetFile(path)
-    order = 0
     for number in range(file.num_row_groups):
-        texts = file.read_row_group(number)["conversation"].to_pylist()
-        conversations = [Conversation.from_dict(json.loads(text)) for text in texts]
-        yield number, list(enumerate(conversations, start=order))
-        order += len(texts)
+        rows = file.read_row_group(number).to_pylist()
+        yield (
+            rows[0]["bucket"],
+            {row["order"]: Conversation.from_dict(json.loads(row["conversation"])) for row in rows},
+        )
 
 
 def too_few(config: SampleConfig, count: int) -> str | None:
@@ -349,18 +403,6 @@ def too_few(config: SampleConfig, count: int) -> str | None:
     if config.limit is None or count >= config.limit:
         return None
     return f"{config.dataset} has fewer conversations than --limit {config.limit}: {count}"
-
-
-@contextlib.contextmanager
-def scratch_folder(parent: Path) -> Iterator[Path]:
-    """A folder of its own for files in the making; those of killed processes are removed."""
-    for left in abandoned(parent, ".ia_mech-", "-.*"):
-        shutil.rmtree(left, ignore_errors=True)
-    folder = Path(tempfile.mkdtemp(prefix=f".ia_mech-{process_name()}-", dir=parent))
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 # -- what it takes --------------------------------------------------------------------------------
@@ -390,33 +432,56 @@ def context_cost(config: SampleConfig, size: Size, length: int, swaps: int) -> f
 
 
 def context_units(
-    config: SampleConfig, batch_rows: int, most_cost: float, lengths: list[int], costs: list[float]
-) -> list[list[int]]:
-    """Which contexts of a chunk are computed and written together, as indices."""
-    most = contexts_per_batch(len(config.grid.rows()), batch_rows * UNIT_BATCHES)
-    return write_units(lengths, costs, most, most_cost)
+    config: SampleConfig,
+    most_cost: float,
+    buckets: Buckets,
+    lengths: Sequence[int],
+    costs: Sequence[float],
+) -> Units:
+    """Which contexts are computed and written together.
 
+    Args:
+        config: with ``batch_rows``.
+        most_cost: most work of a unit, in decoded tokens.
+        buckets: of the shard.
+        lengths, costs: of all contexts of the run; one of length 0 is left out.
+    """
+    assert config.batch_rows is not None
+    most = contexts_per_batch(len(config.grid.rows()), config.batch_rows * UNIT_BATCHES)
 
-def run_units(
-    config: SampleConfig, batch_rows: int, most_cost: float, lengths: list[int], costs: list[float]
-) -> dict[str, list[int]]:
-    """The units of all chunks of a run by their names, as indices of its contexts."""
-    units = {}
-    for start in range(0, len(lengths), WINDOW):
-        chunk = slice(start, start + WINDOW)
-        parts = context_units(config, batch_rows, most_cost, lengths[chunk], costs[chunk])
-        for index, part in enumerate(parts):
-            units[f"{start // WINDOW}.{index}"] = [start + i for i in part]
-    return units
+    def split(orders: list[int]) -> list[list[int]]:
+        return write_units(
+            [lengths[i] for i in orders], [costs[i] for i in orders], most, most_cost
+        )
+
+    return _units({b: [i for i in orders if lengths[i]] for b, orders in buckets.items()}, split)
 
 
 def response_units(
-    config: SampleConfig, batch_rows: int, most_cost: float, lengths: list[int]
-) -> list[list[int]]:
-    """Which responses of a chunk are decoded and written together, as indices of their prompts."""
-    each = config.max_response_tokens + PREFILL_COST * max(lengths, default=0)
-    most = min(batch_rows, max(RESPONSE_ROWS, int(most_cost / each)))
-    return plan_units(lengths, evenly(len(lengths), most))
+    config: SampleConfig, most_cost: float, buckets: Buckets, prompts: dict[int, int]
+) -> Units:
+    """Which responses are decoded and written together; ``prompts`` has their tokens by order."""
+    assert config.batch_rows is not None
+    batch_rows = config.batch_rows
+
+    def split(orders: list[int]) -> list[list[int]]:
+        lengths = [prompts[i] for i in orders]
+        each = config.max_response_tokens + PREFILL_COST * max(lengths, default=0)
+        most = min(batch_rows, max(RESPONSE_ROWS, int(most_cost / each)))
+        return plan_units(lengths, evenly(len(lengths), most))
+
+    return _units({b: [i for i in orders if i in prompts] for b, orders in buckets.items()}, split)
+
+
+def _units(buckets: Buckets, split: Callable[[list[int]], list[list[int]]]) -> Units:
+    """The units into which each bucket is split."""
+    return {
+        bucket: {
+            f"{bucket}.{number}": [orders[i] for i in unit]
+            for number, unit in enumerate(split(orders))
+        }
+        for bucket, orders in buckets.items()
+    }
 
 
 def run_bytes(
@@ -496,27 +561,34 @@ def make_plan(
     model_config: PretrainedConfig,
     dtype_bytes: int,
     defaults: BatchDefaults,
+    shard: Shard = WHOLE,
 ) -> Plan:
-    """What a run would do and write, without the model's weights.
+    """What a run, or a shard of one, would do and write, without the model's weights.
 
     Raises:
         UserError: conversations or candidates that can't be used.
     """
     positions = kept_positions(config, chat)
     found = survey(inputs, config, chat, model_config)
-    lengths, costs, prompts = found.lengths, found.costs(config), found.prompts
-    limits = config.batch_rows or defaults.batch_rows, defaults.unit_cost
-    rows, longest = len(config.grid.rows()), max(prompts, default=0)
+    buckets = found.buckets(config, shard)
+    orders = [order for bucket in buckets.values() for order in bucket]
+    costs, prompts = found.costs(config), found.prompts(orders)
+    rows, longest = len(config.grid.rows()), max(prompts.values(), default=0)
+    contexts = context_units(config, defaults.unit_cost, buckets, found.lengths, costs)
+    responses = response_units(config, defaults.unit_cost, buckets, prompts)
     units = [  # rows and work of each
         (rows * len(unit), sum(costs[i] for i in unit))
-        for unit in run_units(config, *limits, lengths, costs).values()
+        for part in contexts.values()
+        for unit in part.values()
     ]
     units += [
         (len(unit), len(unit) * (config.max_response_tokens + PREFILL_COST * longest))
-        for unit in response_units(config, *limits, prompts)
+        for part in responses.values()
+        for unit in part.values()
     ]
-    unit_rows, unit_cost = max(units, key=lambda unit: unit[1])
-    counts, text = (len(lengths), sum(lengths)), text_config(model_config)
+    unit_rows, unit_cost = max(units, key=lambda unit: unit[1], default=(0, 0.0))
+    lengths, text = [found.lengths[order] for order in orders], text_config(model_config)
+    counts = len(lengths), sum(lengths)
     return Plan(
         conversations=found.facts,
         read=found.read,
@@ -524,7 +596,7 @@ def make_plan(
         responses_to_generate=len(prompts),
         rows=rows * len(lengths),
         context_tokens=sum(lengths),
-        longest_context=max(lengths),
+        longest_context=max(lengths, default=0),
         cost=sum(cost for _, cost in units),
         unit_rows=unit_rows,
         unit_cost=unit_cost,

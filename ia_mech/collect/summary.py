@@ -11,6 +11,7 @@ from rich.table import Table
 from ia_mech.cli import one_line, quoted
 from ia_mech.collect.config import SampleConfig
 from ia_mech.collect.preflight import Plan, size_text, too_few
+from ia_mech.collect.shards import Shard
 from ia_mech.display import console
 from ia_mech.engine.plan import SLOW
 from ia_mech.run import Run
@@ -162,6 +163,18 @@ LEGEND = {
     "after others'.",
     "greedy writes": "greedy writes: share of follow-ups that greedy decoding writes whole.",
 }
+
+
+def print_shard(run: Run, shard: Shard, lacking: str, out: Path) -> None:
+    """A shard that is done, as far as it was asked for; ``lacking`` names those that aren't."""
+    screen, kept = console(), run.kept
+    found = ", ".join(f"{count} {kind}" for kind, count in kept.items() if count) or "no contexts"
+    screen.print(escape(one_line(f"shard {shard}: {found}, in {run.path}")), soft_wrap=True)
+    if not run.complete:
+        line = "next, when every shard has its responses: the same command with --phase turns"
+    else:
+        line = f"next: {lacking} of {out}"
+    screen.print(escape(one_line(line)), soft_wrap=True)
 
 
 def print_run(run: Run) -> None:

@@ -5,6 +5,8 @@ row sits in, so a run gives the same bits again only if it forms the same batche
 here looks at the clock, at free memory or at what was already done.
 """
 
+import hashlib
+import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -94,7 +96,9 @@ class OomBackoff:
 
 COLDEST, HOTTEST = 1e-3, 1e3  # logits divided by less or by more leave what float32 can tell apart
 MOST = 1_000_000  # samples of a temperature, and tokens of a turn
-WINDOW = 256  # contexts sorted by length together; bounds memory, whatever the size of the run
+# Contexts of a bucket, on average, where more don't fill a batch; bounds memory, and lost balance
+# between shards, whatever the size of the run.
+BUCKET = 64
 UNIT_BATCHES = 3  # most batches that are written together
 # Responses are long, so that few of them are as much work as a unit may be; but a step costs the
 # same for few rows as for many, and fewer rows than these would mostly wait for it.
@@ -230,6 +234,20 @@ def batch_defaults(device: torch.device) -> BatchDefaults:
 def contexts_per_batch(rows_per_context: int, batch_rows: int) -> int:
     """How many contexts fill a batch of ``batch_rows`` rows; at least one."""
     return max(1, batch_rows // rows_per_context)
+
+
+def bucket_count(contexts: int, rows_per_context: int, batch_rows: int) -> int:
+    """Into how many buckets the contexts of a run are dealt; no batch holds contexts of two.
+
+    A bucket fills a batch on average, so that few are left half empty.
+    """
+    return -(-contexts // max(BUCKET, contexts_per_batch(rows_per_context, batch_rows)))
+
+
+def bucket_of(dataset: str, source_id: str, buckets: int) -> int:
+    """The bucket of a source: it depends on nothing but its name and the number of buckets."""
+    name = json.dumps([dataset, source_id]).encode()
+    return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest()) % buckets
 
 
 def write_units(

@@ -34,8 +34,13 @@ Then: python -m ia_mech.rates cache/RUN
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
+    return run_command(build_parser(), argv)
+
+
+def run_command(parser: argparse.ArgumentParser, argv: list[str] | None) -> int:
+    """Run the subcommand that ``argv`` names; returns the exit status."""
     tolerant_streams()
-    args = build_parser().parse_args(argv)
+    args = parser.parse_args(argv)
 
     def body() -> int | None:
         # Imported late, so that --help and a mistyped flag are answered at once.
@@ -55,8 +60,8 @@ def build_parser() -> argparse.ArgumentParser:
     )
     _add_run(commands)
     _add_check(commands)
-    _add_export(commands)
-    _add_import(commands)
+    add_export(commands)
+    add_import(commands)
     _add_agreement(commands)
     rubric = commands.add_parser("rubric", help="print the rubric")
     rubric.set_defaults(function=f"{__name__}:print_rubric")
@@ -182,15 +187,16 @@ def _add_judge(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_export(commands) -> None:
+def add_export(commands) -> None:
+    """``export``, also a subcommand of ``ia_mech.annotate``."""
     parser = commands.add_parser(
         "export",
         help="write a blind sheet to annotate",
-        description="Write a sample of a run's user turns as a sheet (CSV and JSON lines) to "
-        "fill in:\nquery, response and turn in random order, without model, temperature, judge or "
-        "reference.\nStratified by a judge's verdict, so that rare categories are seen; the "
-        "inclusion probabilities\nstay in the run, for weighting. Decoys are mixed in. Nothing is "
-        "overwritten.",
+        description="Write a sample of a run's user turns as a sheet (CSV, JSON lines) to fill in, "
+        "and as a\npage to annotate in (HTML): query, response and turn in random order, without "
+        "model,\ntemperature, judge or reference. Stratified by a judge's verdict, so that rare "
+        "categories are seen;\nthe inclusion probabilities stay in the run, for weighting. Decoys "
+        "are mixed in. Nothing is\noverwritten.",
     )
     parser.set_defaults(function="ia_mech.judge.sheets:export_command")
     parser.add_argument("run", type=path_of, help="a run's folder")
@@ -207,24 +213,25 @@ def _add_export(commands) -> None:
     parser.add_argument(
         "--out",
         type=path_of,
-        help="the sheet without its suffix: .csv and .jsonl (default: a blind name beside the run)",
+        help="the sheet without .csv, .jsonl or .html (default: a blind name beside the run)",
     )
     parser.add_argument("--name", help="the sheet's name in the run (default: like the file's)")
     add_no_verify(parser)
 
 
-def _add_import(commands) -> None:
+def add_import(commands) -> None:
+    """``import``, also a subcommand of ``ia_mech.annotate``."""
     parser = commands.add_parser(
         "import",
         help="read a filled-in sheet",
-        description="Check a filled-in sheet (CSV or JSON lines) row by row and write "
-        "annotations/<annotator>.parquet.\nRows without a category are left out; one bad row and "
-        "nothing is written. Commas, semicolons or\ntabs, any quoting and line ends will do, but "
-        "it must be UTF-8. Only item, category and note are read.",
+        description="Check a filled-in sheet (CSV, JSON lines, or the page's JSON) row by row and "
+        "write\nannotations/<annotator>.parquet. Rows without a category are left out; one bad "
+        "row and nothing is\nwritten. Commas, semicolons or tabs, any quoting and line ends will "
+        "do, but it must be UTF-8. Only\nitem, category and note are read.",
     )
     parser.set_defaults(function="ia_mech.judge.sheets:import_command")
     parser.add_argument("run", type=path_of, help="the run that the sheet was exported from")
-    parser.add_argument("file", type=path_of, help="the sheet, .csv, .tsv or .jsonl")
+    parser.add_argument("file", type=path_of, help="the sheet, .csv, .tsv, .jsonl or .json")
     parser.add_argument("--annotator", required=True, help="who filled it in; a name for the file")
     parser.add_argument(
         "--replace", action="store_true", help="replace labels of this annotator that are there"

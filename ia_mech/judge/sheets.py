@@ -5,7 +5,8 @@ happen to be worded alike are rows of their own). Strata are a judge's categorie
 are seen; the key, which stays in the run, has each row's inclusion probability, by whose inverse
 every figure is weighted. A fifth of the rows of a sheet are decoys (``decoys``) on top of that
 sample, so that annotators have a floor like any judge; their labels count for nothing else. The
-sheet itself shows text alone.
+sheet itself shows text alone. It is written as CSV, as JSON lines and as a page to annotate in
+(:mod:`ia_mech.page`), which exports JSON; all three are read back alike.
 
 A sheet goes through programs that we don't control. So its CSV has a byte order mark (Excel reads
 UTF-8 only with one) and quotes everything; on the way back commas, semicolons and tabs, any quoting
@@ -39,12 +40,14 @@ from ia_mech.cli import one_line, quoted
 from ia_mech.errors import UserError
 from ia_mech.judge.decoys import decoy_items, draw_decoys
 from ia_mech.judge.label import items_of
-from ia_mech.judge.rubric import NAMES, VERSION, rubric_hash
+from ia_mech.judge.rubric import CATEGORIES, NAMES, ORDER, VERSION, rubric_hash
 from ia_mech.judge.verdict import JUDGED, Item, Verdict
+from ia_mech.page import packed, rendered
 from ia_mech.run import Run, integrity, layout
 from ia_mech.run.labels import KEY, check_name
-from ia_mech.untrusted import escaped, inert, parse_json
+from ia_mech.untrusted import escaped, inert, parse_json, visible
 
+KEYS = "123456780"  # of the rubric's categories on the page
 COLUMNS = ("item", "query", "response", "response_complete", "user_turn", "category", "note")
 ALL, FAILED = "all", "failed"  # strata that are no category: without a judge; no verdict
 DECOY = "decoy"  # the stratum of decoys, which are no sample of the run's turns
@@ -172,8 +175,8 @@ def allocate(sizes: dict[str, int], n: int) -> dict[str, int]:
     return drawn
 
 
-def write_sheet(run: Run, sheet: Sheet, out: Path) -> tuple[Path, Path]:
-    """Write a drawn sheet as ``<out>.csv`` and ``<out>.jsonl``, and its key into the run.
+def write_sheet(run: Run, sheet: Sheet, out: Path) -> tuple[Path, ...]:
+    """Write a drawn sheet as ``<out>.csv``, ``.jsonl`` and ``.html``, and its key into the run.
 
     Goes on where it was killed before.
 
@@ -184,8 +187,12 @@ def write_sheet(run: Run, sheet: Sheet, out: Path) -> tuple[Path, Path]:
     known = name in run.labels.sheets
     lines = [escaped(json.dumps(row, ensure_ascii=False)) + "\n" for row in sheet.rows]
     table = pd.DataFrame(sheet.rows, columns=COLUMNS)
-    files = (out.with_name(f"{out.name}.csv"), out.with_name(f"{out.name}.jsonl"))
-    contents = dict(zip(files, (csv_bytes(table), "".join(lines).encode()), strict=True))
+    forms = {
+        "csv": csv_bytes(table),
+        "jsonl": "".join(lines).encode(),
+        "html": _page(sheet).encode(),
+    }
+    contents = {out.with_name(f"{out.name}.{form}"): made for form, made in forms.items()}
     missing = {
         path: content
         for path, content in contents.items()
@@ -203,7 +210,22 @@ def write_sheet(run: Run, sheet: Sheet, out: Path) -> tuple[Path, Path]:
         if not known:
             kept.unlink(missing_ok=True)
         raise
-    return files
+    return tuple(contents)
+
+
+def _page(sheet: Sheet) -> str:
+    """The page to annotate in: the same texts, and nothing else of the run or the sheet's key."""
+    shown = ("item", "query", "response", "response_complete", "user_turn")
+    rows = [
+        {name: visible(row[name]) if isinstance(row[name], str) else row[name] for name in shown}
+        for row in sheet.rows
+    ]
+    choices = [
+        {"name": category.name, "key": key, "short": category.definition.partition(".")[0] + "."}
+        for category, key in zip(CATEGORIES, KEYS, strict=True)
+    ]
+    data = packed({"sheet": sheet.key["sheet"], "rows": rows, "categories": choices})
+    return rendered("annotate", data, title="Annotate user turns", rubric=CATEGORIES, order=ORDER)
 
 
 def run_identity(run: Run) -> str:
@@ -363,19 +385,21 @@ def import_sheet(run: Run, file: Path, annotator: str, *, replace: bool = False)
 
 
 def read_sheet(path: Path) -> list[SheetRow]:
-    """The rows of a filled-in sheet, CSV or JSON lines by its suffix; empty lines are left out.
+    """The rows of a filled-in sheet, by its suffix: CSV, JSON lines or the page's JSON.
+
+    Empty lines are left out.
 
     Raises:
-        UserError: neither of the two, not UTF-8, not what the suffix claims, or a column is
+        UserError: none of these, not UTF-8, not what the suffix claims, or a column is
             missing.
     """
     suffix = path.suffix.lower()
     if suffix in (".csv", ".tsv"):
         return list(_csv_rows(path))
-    if suffix != ".jsonl" and path.is_file():
-        raise UserError(f"{path} is neither .csv nor .jsonl", "save the sheet as CSV UTF-8")
+    if suffix not in (".jsonl", ".json") and path.is_file():
+        raise UserError(f"{path} is no .csv, .jsonl or .json", "save the sheet as CSV UTF-8")
     rows = []
-    for where, row in json_lines(path):
+    for where, row in json_lines(path) if suffix != ".json" else _json_list(path):
         _check_columns(where, row)
         for column in (*_NEEDED, "note"):
             if not isinstance(row.get(column, ""), str | None):
@@ -410,6 +434,19 @@ def json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         value = parse_json(line, where, "correct that line")
         if not isinstance(value, dict):
             raise UserError(f"{where} isn't a JSON object", "correct that line")
+        yield where, value
+
+
+def _json_list(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(where it stands, object) of every object of a JSON list; UserError for anything else."""
+    remedy = "give the file as the page exported it"
+    values = parse_json(_text_of(path), str(path), remedy)
+    if not isinstance(values, list):
+        raise UserError(f"{path} isn't a JSON list", remedy)
+    for number, value in enumerate(values, 1):
+        where = f"object {number} of {path}"
+        if not isinstance(value, dict):
+            raise UserError(f"{where} isn't a JSON object", remedy)
         yield where, value
 
 
@@ -538,7 +575,7 @@ def export_command(args: argparse.Namespace) -> None:
     run = Run.open(args.run, verify=args.verify)
     out = args.out
     if out is not None:
-        out = out.with_name(re.sub(r"\.(csv|jsonl)$", "", out.name))
+        out = out.with_name(re.sub(r"\.(csv|jsonl|html)$", "", out.name))
     name = args.name
     if name is None and out is not None:
         name = re.sub(r"[^A-Za-z0-9._-]+", "-", out.name).lstrip("._-") or None
@@ -565,6 +602,7 @@ def export_command(args: argparse.Namespace) -> None:
     for file in files:
         print(f"sheet: {file}")
     print("fill in: category (and note, if you like); explained by: python -m ia_mech.judge rubric")
+    print("or open the .html, which needs no network, and import the .json that it exports")
     words = f"{quoted(args.run)} {quoted(files[0])}"
     print(f"next: python -m ia_mech.judge import {words} --annotator NAME")
 

@@ -1,14 +1,15 @@
 """Load a subject model and say exactly which weights it is."""
 
+import contextlib
 import hashlib
 import inspect
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from transformers import logging as transformers_logging
 
 from ia_mech.errors import UserError, exhaustion, is_out_of_memory
 from ia_mech.models import embedded
+from ia_mech.run.integrity import replace_file
 
 PROBE_SECONDS = 5
 # Files of a checkpoint that transformers would ignore, or guess around, if they were damaged.
@@ -186,6 +188,39 @@ def load(spec: ModelSpec) -> Subject:
             file=sys.stderr,
         )
     return Subject(spec, model, tokenizer, weights_hash(model))
+
+
+def remember(subject: Subject) -> None:
+    """Note where a local model is: a run records its weights, and no folders of this machine."""
+    path = Path(subject.spec.name).expanduser()
+    if subject.spec.name == embedded.NAME or not path.exists():
+        return
+    file = _place_file(subject.weights_hash)
+
+    def write(scratch: Path) -> None:
+        scratch.write_text(str(path.resolve()))
+
+    with contextlib.suppress(OSError):  # a cache that can't be written to
+        file.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(file, write)
+
+
+def recalled(model: Mapping[str, Any], weights_hash: str) -> ModelSpec:
+    """The model of a run, where it is on this machine.
+
+    Args:
+        model: as the run's configuration has it, without the folder of a local model.
+        weights_hash: of its weights; the folder of a local model is noted under it
+            (:func:`remember`).
+    """
+    spec = ModelSpec(**model)
+    file = _place_file(weights_hash)
+    place = file.read_text() if file.is_file() else spec.name
+    return replace(spec, name=place) if Path(place).exists() else spec
+
+
+def _place_file(weights_hash: str) -> Path:
+    return embedded.models_dir() / weights_hash / "path"
 
 
 def same_model(name: str, revision: str | None, other: str, other_revision: str | None) -> bool:

@@ -63,18 +63,14 @@ class Gate:
         """What the word rests on, in one sentence."""
         if not self.decoys:
             return (
-                f"judge {self.judge} has no decoys, so its floor is unknown, the share of "
-                "turns that it accepts after another conversation: judge the run again"
+                f"the floor of judge {self.judge} is unknown: the run has no decoys (they need two "
+                "sources of a dataset; judge the run again if an earlier version judged it)"
             )
-        word = {
-            GROUNDED: f"judge {self.judge} is grounded",
-            NOT_GROUNDED: f"judge {self.judge} is not grounded",
-            UNDECIDED: f"whether judge {self.judge} is grounded is undecided",
-        }[self.verdict]
         return (
-            f"{word}: it calls {self.rate:.2f} of turns {OUTCOMES[self.outcome]} after their own "
-            f"conversation and {self.floor:.2f} of the same turns after another one "
-            f"({self.decoys} decoys), an excess of {self.excess.text()}"
+            f"judge {self.judge} on {OUTCOMES[self.outcome]} turns: {self.verdict}. It accepts "
+            f"{self.rate:.2f} of turns after their own conversation and {self.floor:.2f} of the "
+            f"same turns after another one ({self.decoys} decoys), an excess of "
+            f"{self.excess.text()}"
         )
 
 

@@ -139,8 +139,8 @@ def print_rates(screen: Console, judged: Judged, estimates: pd.DataFrame) -> Non
                         f"[bold]{escape(f'{name} · judge {gate}')}[/]\n{OUTCOMES[outcome]} {what}"
                     )
                     _show(screen, _floor_table(of_outcome, kind, title))
-    for gate in judged.gates.values():
-        screen.print(escape(f"{gate.sentence}."), style="bold", soft_wrap=True)
+    for sentence in dict.fromkeys(gate.sentence for gate in judged.gates.values()):
+        screen.print(escape(f"{sentence}."), style="bold", soft_wrap=True)
     for note in notes_of(judged, estimates):
         screen.print(escape(note), soft_wrap=True)
 

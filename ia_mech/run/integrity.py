@@ -6,13 +6,17 @@ and mix-ups (it is no protection from people who can write to the folder). Files
 zeros where its digits are. Runs of format 1 have SHA-256 in their manifest and no seals.
 """
 
+import contextlib
+import copy
 import glob
 import hashlib
 import json
 import os
 import re
+import shutil
 import socket
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, NotRequired
 
@@ -192,6 +196,42 @@ def _changed(file: Path, problem: str) -> UserError:
         f"{file} is damaged ({problem})",
         "undo the change or restore a copy; analyses read it as it is with --no-verify",
     )
+
+
+def without_folders(identity: dict) -> dict:
+    """An identity with the last part of each path of this machine: runs are shared."""
+    identity = copy.deepcopy(identity)
+    config = identity["config"]
+    for place, key in (
+        (config["model"], "name"),
+        (identity.get("model", {}), "name"),
+        (config, "dataset"),
+        (config, "candidates"),
+    ):
+        if isinstance(name := place.get(key), str) and name.startswith(("/", "~", ".", "\\")):
+            place[key] = Path(os.path.abspath(os.path.expanduser(name))).name
+    return identity
+
+
+def differences(there: dict, wanted: dict) -> dict[str, str]:
+    """Where two identities differ: both values, by a dotted name."""
+    return dict(_differences(there, wanted))
+
+
+def _differences(there: dict, wanted: dict, prefix: str = "") -> Iterator[tuple[str, str]]:
+    for key in sorted({*there, *wanted}):
+        a, b = there.get(key), wanted.get(key)
+        if isinstance(a, dict) and isinstance(b, dict):
+            yield from _differences(a, b, f"{prefix}{key}.")
+        elif a != b:
+            values = f"is {_short(a)} there, {_short(b)} here"
+            yield f"{prefix}{key}", "differs" if "sha256" in key or "hash" in key else values
+
+
+def _short(value) -> str:
+    text = " ".join(map(str, value)) if isinstance(value, list) else str(value)
+    text = {"None": "not set", "True": "set", "False": "not set"}.get(text, text)
+    return text if len(text) <= 40 else text[:37] + "…"
 
 
 # -- content -------------------------------------------------------------------------------------
@@ -396,3 +436,15 @@ def fsync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+@contextlib.contextmanager
+def scratch_folder(parent: Path) -> Iterator[Path]:
+    """A folder of its own for files in the making; those of killed processes are removed."""
+    for left in abandoned(parent, ".ia_mech-", "-.*"):
+        shutil.rmtree(left, ignore_errors=True)
+    folder = Path(tempfile.mkdtemp(prefix=f".ia_mech-{process_name()}-", dir=parent))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)

@@ -4,14 +4,18 @@
 
     run.json                              what was asked and of which model; written once
     manifest.json                         the parts that are whole; replaced atomically, last
+    README.md                             the dataset card, once the run is complete
     conversations.parquet                 the conversations as read, before any response was written
     responses/part-00000.parquet          responses the subject model wrote, if any
     contexts/part-00000.parquet           one row per context
     generations/part-00000.parquet        one row per generation
     header_logits/00000.safetensors
     residuals/layer_00/00000.safetensors  one file per layer and part
+
+A run that is made in shards has these in ``shards/1-of-4/`` and so on until it is merged.
 """
 
+import re
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
@@ -28,6 +32,7 @@ RUN, MANIFEST, CONVERSATIONS, LOCK = (
     "conversations.parquet",
     ".lock",
 )
+SHARDS, CARD = "shards", "README.md"
 PART_CONTEXTS = 1024  # a full part has at least so many; smaller ones are merged as the run goes on
 
 _MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
@@ -145,6 +150,17 @@ def contexts_schema(position_names: Iterable[str]) -> pa.Schema:
             ("candidate_log_odds_tempered", pa.list_(pa.float64())),
         ]
     )
+
+
+def shard_folder(path: Path, number: int, of: int) -> Path:
+    """Where a shard of a run is, counted from 1; the run's own folder if it is the only one."""
+    return path if of == 1 else path / SHARDS / f"{number}-of-{of}"
+
+
+def shards_in(path: Path) -> list[tuple[int, int]]:
+    """Number and count of the shards in a run's folder, sorted."""
+    names = (re.fullmatch(r"([0-9]+)-of-([0-9]+)", p.name) for p in (path / SHARDS).glob("*-of-*"))
+    return sorted((int(name[1]), int(name[2])) for name in names if name)
 
 
 def contexts_file(part: str) -> str:

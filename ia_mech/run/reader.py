@@ -20,6 +20,7 @@ from torch import Tensor
 from ia_mech.errors import UserError
 from ia_mech.run import integrity, layout
 from ia_mech.run.labels import Labels
+from ia_mech.run.shards import read_record_and_manifest
 
 EXACT_FROM = 0.3  # temperature from which float16 logits give first-token distributions
 _DIGEST_ROWS = 1024  # rows that are Python objects at a time
@@ -27,6 +28,8 @@ _DIGEST_ROWS = 1024  # rows that are Python objects at a time
 
 class Run:
     """A run's folder, read-only. Contexts are in the order of their conversations everywhere.
+
+    A folder of complete shards is read as the run that they are together.
 
     Attributes:
         path: the folder.
@@ -36,9 +39,9 @@ class Run:
 
     def __init__(self, path: str | Path, *, verify: bool = True) -> None:
         self.path = Path(path)
-        self.record, self._manifest = integrity.read_record_and_manifest(self.path, verify=verify)
+        self.record, self._manifest = read_record_and_manifest(self.path, verify=verify)
         self.complete: bool = self._manifest["complete"]
-        self._parts = [part for part in self._manifest["parts"] if part["kind"] == "contexts"]
+        self._parts = self.parts("contexts")
         self._verify = verify
         self._verified: set[str] = set()  # files whose content was compared
 
@@ -53,12 +56,22 @@ class Run:
             verify: compare contents; without, only sizes are compared.
 
         Raises:
-            UserError: not a run, a run of another format, or a damaged part.
+            UserError: not a run, a run of another format, or a damaged part; shards that are
+                missing or don't belong together.
         """
         run = cls(path, verify=verify)
         for part in run._manifest["parts"]:
             run._check(part, part["files"], content=False)
         return run
+
+    def parts(self, kind: str) -> list[dict]:
+        """The parts of a kind, as the manifest has them; those of shards name their ``folder``."""
+        return [part for part in self._manifest["parts"] if part["kind"] == kind]
+
+    @property
+    def sessions(self) -> list[dict]:
+        """When, on what machine and with what notes processes worked on the run."""
+        return self._manifest["sessions"]
 
     @property
     def config(self) -> dict:
@@ -89,9 +102,8 @@ class Run:
     @property
     def kept(self) -> dict[str, int]:
         """How many ``responses`` were written and how many ``contexts`` are whole so far."""
-        parts = self._manifest["parts"]
         return {
-            kind: sum(part["contexts"] for part in parts if part["kind"] == kind)
+            kind: sum(part["contexts"] for part in self.parts(kind))
             for kind in ("responses", "contexts")
         }
 
@@ -109,6 +121,20 @@ class Run:
     def generations(self) -> pd.DataFrame:
         """One row per generation: greedy (temperature 0) first, then by temperature and sample."""
         return self._frame(layout.generations_file, ["order", "temperature", "sample"])
+
+    @property
+    def responses(self) -> pd.DataFrame:
+        """The responses that the model wrote so far, with the order of their contexts."""
+        tables = [
+            pq.read_table(self._file(part, layout.responses_file(part["name"])))
+            for part in self.parts("responses")
+        ]
+        return pa.concat_tables([layout.RESPONSES.empty_table(), *tables]).to_pandas()
+
+    @property
+    def responses_complete(self) -> bool:
+        """Whether the model has written every response that it was asked for."""
+        return self.complete or self._manifest.get("responses_complete", False)
 
     @property
     def labels(self) -> Labels:
@@ -191,11 +217,14 @@ class Run:
 
     def _finished_parts(self) -> list[dict]:
         if not self._parts:
-            raise UserError(f"{self.path} holds no finished part yet", "let the run go on first")
+            lacking = "contexts" if self.complete else "finished part yet"
+            remedy = "give the whole run" if self.complete else "let the run go on first"
+            raise UserError(f"{self.path} holds no {lacking}", remedy)
         return self._parts
 
     def _file(self, part: dict, name: str) -> Path:
         """The path of one of a part's files; its content is compared the first time."""
+        name = part.get("folder", "") + name
         if self._verify and name not in self._verified:
             self._check(part, {name: part["files"][name]}, content=True)
             self._verified.add(name)

@@ -14,7 +14,7 @@ import json
 import os
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
@@ -29,6 +29,7 @@ from torch import Tensor
 
 from ia_mech.errors import UserError
 from ia_mech.run import integrity, layout
+from ia_mech.run.card import card
 
 
 class Tensors(NamedTuple):
@@ -128,8 +129,10 @@ class RunWriter:
         """
         writer = cls(path)
         try:
-            refuse_another(path, writer.record["identity"], record["identity"], name_of)
+            there = integrity.without_folders(writer.record["identity"])  # older ones have them
+            refuse_another(path, there, record["identity"], name_of)
             writer._drop_damaged(repair, conversations)
+            refuse_other_plan(path, writer.record, writer.manifest, record)
             writer._remove_orphans()
         except BaseException:
             writer.close()
@@ -156,17 +159,17 @@ class RunWriter:
         """How many conversations the finished units of a kind cover."""
         return sum(part["contexts"] for part in self._parts(kind))
 
-    def read_responses(self, orders: list[int]) -> dict[int, dict]:
-        """The responses written for these conversations, by their order."""
-        if not orders:
-            return {}
-        wanted = [("order", ">=", min(orders)), ("order", "<=", max(orders))]
+    def read_responses(self, bucket: int | None = None) -> dict[int, dict]:
+        """The responses written so far, by the order of their conversations.
+
+        Args:
+            bucket: those of this bucket, and perhaps others beside them; all if None.
+        """
         return {
             row["order"]: row
             for part in self._parts("responses")
-            for row in pq.read_table(
-                self.path / layout.responses_file(part["name"]), filters=wanted
-            ).to_pylist()
+            if bucket is None or any(unit.startswith(f"{bucket}.") for unit in part["units"])
+            for row in pq.read_table(self.path / layout.responses_file(part["name"])).to_pylist()
         }
 
     def start_session(self, about: dict) -> None:
@@ -181,10 +184,20 @@ class RunWriter:
             self.manifest["sessions"][-1][key] = copy.deepcopy(value)
             self._write_manifest()
 
+    def finish_responses(self) -> None:
+        """Merge what is small and mark the responses complete; other shards may read them then."""
+        if not self.manifest.get("responses_complete"):
+            self._merge("responses", rest=True)
+            self.manifest["responses_complete"] = True
+            self._write_manifest()
+
     def finish(self) -> None:
-        """Merge what is small and mark the run complete."""
-        self._merge("responses", rest=True)
+        """Merge what is small, write the dataset card unless there is one, and mark the run
+        complete."""
         self._merge("contexts", rest=True)
+        if not (self.path / layout.CARD).exists():  # whose text may have been edited
+            text = card(self.record, self.count("contexts"))
+            integrity.replace_file(self.path / layout.CARD, lambda file: _write_text(file, text))
         self.manifest["complete"] = True
         self._write_manifest()
 
@@ -284,15 +297,30 @@ class RunWriter:
             self._merge_group(kind, group)
 
     def _merge_group(self, kind: str, group: list[dict]) -> None:
+        merged = self._joined(kind, self.path, group)
+        kept = [part for part in self.manifest["parts"] if part not in group]
+        self.manifest["parts"] = [*kept, merged]
+        self._write_manifest()
+        for part in group:
+            for file in part["files"]:
+                (self.path / file).unlink()
+
+    def _joined(self, kind: str, root: Path, group: list[dict]) -> dict:
+        """Parts of one kind written as one, which is yet to be entered in the manifest.
+
+        ``root`` is where their files are.
+        """
         name = self._new_name(kind)
         written = {}
         for file in group[0]["files"]:
-            # The files of all parts are the same but for the part's number.
-            names = [file.replace(group[0]["name"], part["name"]) for part in group]
-            target = file.replace(group[0]["name"], name)
-            written[target] = self._write_file(target, _concatenated(self.path, names))
+            # The files of all parts are the same but for their folder and the part's number.
+            place = file.removeprefix(group[0].get("folder", ""))
+            pattern = place.replace(group[0]["name"], "{}")
+            files = [part.get("folder", "") + pattern.format(part["name"]) for part in group]
+            target = pattern.format(name)
+            written[target] = self._write_file(target, _concatenated(root, files))
         self._flush_folders(written)
-        merged = {
+        joined = {
             "kind": kind,
             "name": name,
             "units": [unit for part in group for unit in part["units"]],
@@ -300,14 +328,23 @@ class RunWriter:
             "files": written,
         }
         backed_off = {k: v for part in group for k, v in part.get("backed_off", {}).items()}
-        if backed_off:
-            merged["backed_off"] = backed_off
-        kept = [part for part in self.manifest["parts"] if part not in group]
-        self.manifest["parts"] = [*kept, merged]
-        self._write_manifest()
-        for part in group:
-            for file in part["files"]:
-                (self.path / file).unlink()
+        return joined | ({"backed_off": backed_off} if backed_off else {})
+
+    def add_parts(self, kind: str, root: Path, parts: list[dict]) -> None:
+        """Copy parts of another run, or of several, as full ones.
+
+        Args:
+            kind: ``responses`` or ``contexts``.
+            root: the folder from which their files are named.
+            parts: as the manifest has them; ``folder`` is what their names begin with, if anything.
+        """
+        group: list[dict] = []
+        for at, part in enumerate(parts, start=1):
+            group.append(part)
+            if sum(p["contexts"] for p in group) >= layout.PART_CONTEXTS or at == len(parts):
+                self.manifest["parts"].append(self._joined(kind, root, group))
+                self._write_manifest()
+                group = []
 
     def _write_file(self, file: str, data: pa.Table | Tensors) -> dict:
         path = self.path / file
@@ -350,7 +387,7 @@ class RunWriter:
                 self._write_manifest()
         if len(whole) < len(self.manifest["parts"]):
             self.manifest["parts"] = whole
-            self.manifest["complete"] = False
+            self.manifest["complete"] = self.manifest["responses_complete"] = False
             self._write_manifest()
 
     def _remove_orphans(self) -> None:
@@ -362,6 +399,10 @@ class RunWriter:
         for name in (layout.RUN, layout.MANIFEST):  # which only the holder of the lock writes
             for path in self.path.glob(f"{name}*.tmp"):
                 path.unlink()
+
+
+def _write_text(file: Path, text: str) -> None:
+    file.write_text(text, encoding="utf-8")
 
 
 def _moved(scratch: Path, path: Path) -> dict:
@@ -418,7 +459,7 @@ def refuse_another(
     Raises:
         UserError: they differ; it names all differences.
     """
-    differing = dict(_differences(there, wanted))
+    differing = integrity.differences(there, wanted)
     # What follows from the configuration is left out where that explains it.
     asked = {name: v for name, v in differing.items() if name.startswith("config.")}
     if differing:
@@ -429,18 +470,14 @@ def refuse_another(
         )
 
 
-def _differences(there: dict, wanted: dict, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Where two identities differ: a dotted name, and both values."""
-    for key in sorted({*there, *wanted}):
-        a, b = there.get(key), wanted.get(key)
-        if isinstance(a, dict) and isinstance(b, dict):
-            yield from _differences(a, b, f"{prefix}{key}.")
-        elif a != b:
-            values = f"is {_short(a)} there, {_short(b)} here"
-            yield f"{prefix}{key}", "differs" if "sha256" in key or "hash" in key else values
+def refuse_other_plan(path: Path, there: dict, manifest: dict, wanted: dict) -> None:
+    """Refuse to go on with an unfinished run whose units are not these.
 
-
-def _short(value) -> str:
-    text = " ".join(map(str, value)) if isinstance(value, list) else str(value)
-    text = {"None": "not set", "True": "set", "False": "not set"}.get(text, text)
-    return text if len(text) <= 40 else text[:37] + "…"
+    Raises:
+        UserError: an older version of this package dealt the contexts into other buckets.
+    """
+    if not manifest["complete"] and there.get("buckets") != wanted.get("buckets"):
+        raise UserError(
+            f"{path} was begun by an older version, which batched its contexts otherwise",
+            "give another --out, or go on with that version",
+        )

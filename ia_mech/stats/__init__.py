@@ -8,7 +8,12 @@ keep their level.
 
 from ia_mech.stats.agreement import alpha_of, balanced_accuracy_of, confusion, kappa_of
 from ia_mech.stats.auroc import auroc_between, auroc_columns, auroc_within
-from ia_mech.stats.clusters import cluster_counts, cluster_mean, cluster_statistic
+from ia_mech.stats.clusters import (
+    cluster_counts,
+    cluster_mean,
+    cluster_ratios,
+    cluster_statistic,
+)
 from ia_mech.stats.confidence_set import model_confidence_set
 from ia_mech.stats.correction import IMPOSSIBLE, prediction_powered, rogan_gladen
 from ia_mech.stats.differences import (
@@ -27,6 +32,7 @@ from ia_mech.stats.significance import (
     kendall_p,
     matched_permutation,
     permutation_p,
+    sign_flip_map,
 )
 
 __all__ = [
@@ -43,6 +49,7 @@ __all__ = [
     "balanced_accuracy_of",
     "cluster_counts",
     "cluster_mean",
+    "cluster_ratios",
     "cluster_statistic",
     "confusion",
     "detectable_difference",
@@ -58,6 +65,7 @@ __all__ = [
     "permutation_p",
     "prediction_powered",
     "rogan_gladen",
+    "sign_flip_map",
     "wilson",
     "zero_events_bound",
 ]

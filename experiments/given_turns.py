@@ -1,0 +1,134 @@
+"""Sampled turns and the contexts they followed, to be scored again under interventions."""
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from experiments.reaction.read import Query, read
+from experiments.resample import SHARED, grid_of
+from ia_mech.chat.format import ChatContext, ChatFormat
+from ia_mech.collect.config import SampleConfig
+from ia_mech.collect.identity import build_chat, eos_ids
+from ia_mech.errors import UserError
+from ia_mech.models.load import load_tokenizer_and_config, recalled
+from ia_mech.run import Run, integrity
+
+TOKENS = 24  # of a turn: nearly all of the bits come before (docs/reaction.md)
+
+Ids = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Given:
+    """Queries with several responses, and turns of one temperature after each.
+
+    Attributes:
+        queries: drawn from the runs', in their order.
+        contexts: source → the context with each of its responses.
+        turns: source → for each response the ids of the turns after it, in the order of samples;
+            their first :data:`TOKENS` tokens, turn end included.
+        temperature: that they were sampled at.
+        chat: the format of the contexts.
+        notes: what a reader has to know.
+    """
+
+    queries: list[Query]
+    contexts: dict[str, list[ChatContext]]
+    turns: dict[str, list[list[Ids]]]
+    temperature: float
+    chat: ChatFormat
+    notes: list[str]
+
+
+def given_turns(runs: Sequence[Run], queries: int, temperature: float | None, seed: int) -> Given:
+    """What runs hold of turns after several responses.
+
+    Args:
+        runs: of one model and the same settings.
+        queries: most of them.
+        temperature: whose turns are used; 1 if not given, or the largest one if there is no 1.
+        seed: of which queries are used.
+
+    Raises:
+        UserError: a run has one response per query, no turns at this temperature, or contexts that
+            its template doesn't make.
+    """
+    arm, notes = read(runs)
+    sampled = grid_of(runs).temperatures
+    if temperature is None:
+        temperature = 1.0 if 1.0 in sampled else max(sampled)
+    if temperature not in sampled:
+        raise UserError(
+            f"the runs have no turns at T = {temperature:g}",
+            f"give --temperature {' or '.join(f'{t:g}' for t in sampled)}",
+        )
+    order = np.random.default_rng(seed).permutation(len(arm.queries))[:queries]
+    drawn = [arm.queries[i] for i in sorted(order)]
+    config = runs[0].config
+    tokenizer, model_config = load_tokenizer_and_config(
+        recalled(config["model"], runs[0].model["weights_hash"])
+    )
+    settings = SampleConfig(**{name: config[name] for name in SHARED})
+    chat = build_chat(settings, tokenizer, eos_ids(None, model_config))
+    contexts = {
+        query.source: [_context(chat, query, k) for k in range(arm.responses)] for query in drawn
+    }
+    turns: dict[str, list[list[Ids]]] = {
+        query.source: [[] for _ in query.contexts] for query in drawn
+    }
+    rows = arm.turns[arm.turns["temperature"] == temperature].sort_values("sample", kind="stable")
+    for source, k, ids in zip(rows["source"], rows["followed"], rows["token_ids"], strict=True):
+        if source in turns:
+            turns[source][k].append(tuple(ids.tolist()[:TOKENS]))
+    return Given(drawn, contexts, turns, temperature, chat, notes)
+
+
+def _context(chat: ChatFormat, query: Query, k: int) -> ChatContext:
+    """A query's context with its response ``k``."""
+    found = context_with(chat, query, query.responses[k])
+    if tuple(found.ids) != query.token_ids[k]:
+        raise UserError(
+            f"context {query.contexts[k]} has other ids than its template makes now",
+            "sample the run again with this version",
+        )
+    return found
+
+
+def context_with(chat: ChatFormat, query: Query, response: str) -> ChatContext:
+    """A query's context with any response."""
+    return chat.context([*query.messages, {"role": "assistant", "content": response}])
+
+
+def places_of(context: ChatContext) -> dict[str, int]:
+    """Position → index of what stands between the response and the turn, in order."""
+    names = [name for name in context.positions if name not in ("query_end", "response_end")]
+    return {name: at for name in names if (at := context.positions[name]) is not None}
+
+
+def computed_once(folder: Path, key: Any, compute: Callable[[], pd.DataFrame]) -> pd.DataFrame:
+    """A table that an interrupted command needn't compute again.
+
+    Args:
+        folder: where tables are kept.
+        key: all that the table depends on, as JSON can hold it.
+        compute: makes it.
+    """
+    name = hashlib.blake2b(json.dumps(key).encode(), digest_size=8).hexdigest()
+    file = folder / f"{name}.parquet"
+    try:
+        integrity.check_seal(file.read_bytes(), required=True)
+        return pq.read_table(file).to_pandas()
+    except (pa.ArrowException, OSError, ValueError):
+        pass
+    made = compute()
+    folder.mkdir(parents=True, exist_ok=True)
+    integrity.write_table(file, pa.Table.from_pandas(made))
+    return made

@@ -1,0 +1,148 @@
+"""What does the turn lose when tokens can't attend to the response?
+
+Usage::
+
+    python -m ia_mech.sample --response generate --responses 4 --out cache/several
+    python -m experiments.knockout cache/several --dry-run
+    python -m experiments.knockout cache/several --queries 20
+"""
+
+import argparse
+import sys
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from experiments.runner import Experiment, Results
+from ia_mech.cli import whole_from
+
+if TYPE_CHECKING:
+    from ia_mech.run import Run
+
+
+def run(args: argparse.Namespace, runs: "list[Run]", folder: Path) -> Results | None:
+    """Block edges, read the turns, estimate and draw."""
+    import pandas as pd
+
+    from experiments.given_turns import computed_once, given_turns
+    from experiments.knockout import show
+    from experiments.knockout.analyse import estimates, with_bits
+    from experiments.knockout.block import arms_of, blocked
+    from experiments.knockout.read import asked_of
+    from experiments.resample import subject_of
+    from ia_mech.display import Bar
+    from ia_mech.engine.capture import find_blocks
+    from ia_mech.engine.intervention import attention_of
+    from ia_mech.errors import UserError
+
+    given = given_turns(runs, args.queries, args.temperature, args.seed)
+    queries, notes = asked_of(given, args.responses, args.turns)
+    depth = runs[0].model["layers"]
+    if args.window > depth:
+        raise UserError(
+            f"--window {args.window}: the model has {depth} layers", f"give at most {depth}"
+        )
+    arms = arms_of(depth, args.window)
+    show.plan(queries, arms, depth)
+    if args.dry_run:
+        return None
+    subject = subject_of(runs[0])
+    for layer, block in enumerate(find_blocks(subject.model), start=1):
+        attention_of(block, layer)
+    bar = Bar()
+    bar.start("blocking", len(queries), unit="query")
+    parts = []
+    try:
+        for query in queries:
+            contexts = [
+                [c.ids, c.positions, *map(list, (c.query, c.response))] for c in query.contexts
+            ]
+            key = [subject.weights_hash, query.source, contexts, query.turns, args.seed]
+            compute = partial(blocked, subject.model, query, arms, args.seed)
+            made = computed_once(folder / "parts", [*key, [*map(asdict, arms)]], compute)
+            parts.append(made.assign(source=query.source, dataset=query.dataset))
+            bar.advance()
+    finally:
+        bar.stop()
+    rows = with_bits(pd.concat(parts, ignore_index=True), args.seed)
+    found = estimates(rows, args.responses, level=args.level, seed=args.seed)
+    return Results(
+        runs=runs,
+        judge=None,
+        estimates=found,
+        show=lambda console: show.tables(console, found, args.level),
+        figures=show.figures(found, runs[0].model["name"]),
+        tables={"turns": rows},
+        notes=given.notes + notes,
+    )
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """How much is blocked."""
+    parser.add_argument(
+        "--queries",
+        type=whole_from(2),
+        default=40,
+        metavar="N",
+        help="most queries, drawn by --seed (default: 40)",
+    )
+    parser.add_argument(
+        "--responses",
+        type=whole_from(2),
+        default=4,
+        metavar="K",
+        help="the first K responses to each (default: 4)",
+    )
+    parser.add_argument(
+        "--turns",
+        type=whole_from(1),
+        default=1,
+        metavar="N",
+        help="turns after each response (default: 1)",
+    )
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        metavar="T",
+        help="of the turns (default: 1, or the highest); they are scored at T = 1",
+    )
+    parser.add_argument(
+        "--window",
+        type=whole_from(1),
+        default=6,
+        metavar="LAYERS",
+        help="layers of a sliding window, which moves by half of them (default: 6)",
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="show what would be computed, and stop"
+    )
+
+
+EXPERIMENT = Experiment(
+    name="knockout",
+    description="""\
+By which attention edges does the turn learn of the response? Edges are blocked in all layers and in
+a sliding window of layers, and the model so changed reads turns that were sampled from the intact
+one: how many bits does it still find in them about which of K responses they followed? The runs
+need several responses per query (sample with --response generate --responses K).
+
+header → response   what stands between response and turn can't attend to the response
+turn → response     the turn's tokens can't; header and turn → response: neither can
+turn → header       the turn's tokens can't attend to what stands between
+turn → query        they can't attend to the query
+random edges        as many as of each kind, among all that the same tokens have
+
+Interrupted, the same command continues.""",
+    written="turns (bits of every turn and knockout), knockouts and windows (PNG, SVG), parts/",
+    run=run,
+    add_flags=add_flags,
+    judged=False,
+    page="causal.md",
+    drawn="queries, random edges, folds and tests",
+    kept="what was computed is kept; the same command goes on from there",
+)
+build_parser, main = EXPERIMENT.build_parser, EXPERIMENT.main
+
+if __name__ == "__main__":
+    sys.exit(main())

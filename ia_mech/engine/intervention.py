@@ -1,0 +1,308 @@
+"""Change what a model computes in a forward pass: its residual stream, or what attends to what.
+
+An intervention names a layer, tokens of its row, and what happens there. Layers are numbered as
+everywhere (:mod:`ia_mech.engine.capture`): 0 = embeddings, l = output of block l; attention of
+layer l is that inside block l, so there is none in layer 0. Positions are indices into the row's
+own tokens, from the first token of its context on, whatever part of them a pass computes; a
+:class:`ia_mech.chat.format.ChatContext` has those of named tokens, query and response.
+
+To add a kind, write a dataclass with a ``layer`` and say in :func:`intervene` where its hook goes.
+"""
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ia_mech.engine.capture import find_blocks
+from ia_mech.errors import UserError
+
+MASKED = ("eager", "sdpa")  # back ends that take a mask of single edges
+
+
+@dataclass(frozen=True, eq=False)
+class Replace:
+    """Put given states in place of the residual stream's.
+
+    Attributes:
+        layer: whose states.
+        positions: of the row's tokens.
+        states: ``[positions, d_model]``; they carry no rotation, so they may come from a context of
+            another length.
+    """
+
+    layer: int
+    positions: tuple[int, ...]
+    states: Tensor
+
+    def __post_init__(self) -> None:
+        _check_some(self.positions, "position")
+        if self.states.ndim != 2 or len(self.states) != len(self.positions):
+            raise ValueError(f"{len(self.positions)} positions, but {self.states.shape} states")
+
+    def edited(self, own: Tensor) -> Tensor:
+        """What takes the place of ``[positions, d_model]``."""
+        return self.states.to(own)
+
+
+@dataclass(frozen=True, eq=False)
+class Add:
+    """Add a direction to the residual stream.
+
+    Attributes:
+        layer: whose states.
+        positions: of the row's tokens.
+        direction: ``[d_model]``, of any length but 0.
+        dose: length of what is added, in units of the norm of the state it is added to. With 0
+            nothing is touched.
+    """
+
+    layer: int
+    positions: tuple[int, ...]
+    direction: Tensor
+    dose: float
+
+    def __post_init__(self) -> None:
+        _check_some(self.positions, "position")
+        if not self.direction.norm() > 0:
+            raise UserError("the direction to add has no length", "give one that isn't zero")
+
+    def edited(self, own: Tensor) -> Tensor:
+        """What takes the place of ``[positions, d_model]``."""
+        unit = (self.direction / self.direction.norm()).to(own)
+        return own + self.dose * own.norm(dim=-1, keepdim=True) * unit
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """Keep tokens from attending to others, in all heads of a layer.
+
+    Attributes:
+        layer: from 1.
+        edges: ``[edges, 2]`` int64, positions of a token and of an earlier one that it can't attend
+            to any more.
+    """
+
+    layer: int
+    edges: Tensor
+
+    def __post_init__(self) -> None:
+        _check_some(self.edges, "attention edge")
+        if not (self.edges[:, 1] < self.edges[:, 0]).all():
+            raise ValueError("an edge must lead from a token to an earlier one")
+
+
+Intervention = Replace | Add | Block
+
+
+class Touched(NamedTuple):
+    """What an intervention changed: a row's states, or attention from its tokens, at positions."""
+
+    row: int
+    layer: int
+    positions: tuple[int, ...]
+
+
+def _check_some(selected: Sequence | Tensor, what: str) -> None:
+    if not len(selected):
+        raise UserError(f"an intervention selects no {what}", f"select at least one {what}")
+
+
+def edges_between(queries: Sequence[int], keys: Sequence[int]) -> Tensor:
+    """``[edges, 2]`` from each of the queries to each key that stands before it."""
+    pairs = torch.cartesian_prod(torch.tensor(queries), torch.tensor(keys))
+    return pairs[pairs[:, 1] < pairs[:, 0]]
+
+
+def check_layers(layers: Sequence[int], depth: int, lowest: int = 0) -> None:
+    """Refuse layers that a model of so many blocks lacks.
+
+    Raises:
+        UserError: names the layer.
+    """
+    for layer in layers:
+        if not lowest <= layer <= depth:
+            raise UserError(
+                f"there is no layer {layer} to change",
+                f"give layers from {lowest} to {depth} (0: embeddings, l: block l)",
+            )
+
+
+@contextlib.contextmanager
+def intervene(
+    model: PreTrainedModel,
+    rows: Sequence[Sequence[Intervention]],
+    first: Sequence[int] | None = None,
+) -> Iterator[list[Touched]]:
+    """Intervene in the one forward pass that is made while this lasts.
+
+    Args:
+        model: the subject model.
+        rows: the interventions in each row of the batch; those of a row at one layer happen in
+            their order.
+        first: ``[rows]`` the position of the token in the pass's first column: 0 where a pass
+            computes whole contexts (the default), less than 0 where the row is padded on its left,
+            more where the pass goes on from a cache.
+
+    Yields:
+        What was touched, as far as the pass has come.
+
+    Raises:
+        UserError: a layer isn't there or has no attention edges; a token isn't in the pass.
+        RuntimeError: on leaving, if a layer didn't run.
+    """
+    begin = [0] * len(rows) if first is None else list(first)
+    blocks = find_blocks(model)
+    touched: list[Touched] = []
+    edits: dict[int, list[tuple[int, Replace | Add]]] = defaultdict(list)
+    blocked: dict[int, list[tuple[int, Block]]] = defaultdict(list)
+    for row, interventions in enumerate(rows):
+        for one in interventions:
+            check_layers([one.layer], len(blocks), 1 if isinstance(one, Block) else 0)
+            if isinstance(one, Block):
+                blocked[one.layer].append((row, one))
+            elif not (isinstance(one, Add) and one.dose == 0):
+                edits[one.layer].append((row, one))
+    handles = []
+    try:
+        for layer, of_states in edits.items():
+            hook = _StateHook(of_states, begin, touched)
+            handles.append(
+                blocks[layer - 1].register_forward_hook(hook.leave)
+                if layer
+                else blocks[0].register_forward_pre_hook(hook.enter, with_kwargs=True)
+            )
+        for layer, of_edges in blocked.items():
+            module = attention_of(blocks[layer - 1], layer)
+            edge_hook = _EdgeHook(of_edges, begin, touched)
+            handles.append(module.register_forward_pre_hook(edge_hook.enter, with_kwargs=True))
+        yield touched
+        wanted = sum(map(len, edits.values())) + sum(map(len, blocked.values()))
+        if len(touched) != wanted:
+            raise RuntimeError(f"{len(touched)} of {wanted} interventions took place")
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class _StateHook:
+    """Edits the residual stream of one layer."""
+
+    def __init__(
+        self, edits: list[tuple[int, Replace | Add]], first: list[int], touched: list[Touched]
+    ) -> None:
+        self.edits, self.first, self.touched = edits, first, touched
+
+    def enter(self, _module, args, kwargs) -> tuple[tuple, dict]:
+        """Before the first block: layer 0."""
+        if args:
+            return (self._edited(args[0]), *args[1:]), kwargs
+        return args, kwargs | {"hidden_states": self._edited(kwargs["hidden_states"])}
+
+    def leave(self, _module, _args, output):
+        """After a block."""
+        if isinstance(output, tuple):
+            return (self._edited(output[0]), *output[1:])
+        return self._edited(output)
+
+    def _edited(self, hidden: Tensor) -> Tensor:
+        new = hidden.clone()
+        for row, one in self.edits:
+            at = [position - self.first[row] for position in one.positions]
+            _check_inside(at, hidden.shape[1], self.first[row])
+            new[row, at] = one.edited(new[row, at])
+            self.touched.append(Touched(row, one.layer, one.positions))
+        return new
+
+
+class _EdgeHook:
+    """Masks attention edges of one layer."""
+
+    def __init__(
+        self, edits: list[tuple[int, Block]], first: list[int], touched: list[Touched]
+    ) -> None:
+        self.edits, self.first, self.touched = edits, first, touched
+
+    def enter(self, module, args, kwargs) -> tuple[tuple, dict]:
+        hidden = args[0] if args else kwargs["hidden_states"]
+        rows, new = hidden.shape[:2]
+        mask = kwargs.get("attention_mask")
+        if mask is None:  # transformers leaves a plain causal mask to the kernel
+            cache = kwargs.get("past_key_values")
+            before = cache.get_seq_length(module.layer_idx) if cache is not None else 0
+            seen = torch.ones(new, before + new, dtype=torch.bool, device=hidden.device)
+            mask = seen.tril(before)[None, None]
+        mask = mask.expand(rows, -1, -1, -1).clone()
+        hidden_value = False if mask.dtype == torch.bool else torch.finfo(mask.dtype).min
+        # All keys end with the newest token; what a sliding window has left behind isn't there.
+        shift = mask.shape[-1] - new
+        for row, one in self.edits:
+            at, onto = (one.edges.to(mask.device) - self.first[row]).unbind(1)
+            _check_inside([int(at.min()), int(at.max())], new, self.first[row])
+            there = onto + shift >= 0
+            mask[row, :, at[there], onto[there] + shift] = hidden_value
+            positions = tuple(one.edges[:, 0].unique().tolist())
+            self.touched.append(Touched(row, one.layer, positions))
+        return args, kwargs | {"attention_mask": mask}
+
+
+def _check_inside(columns: list[int], width: int, first: int) -> None:
+    for column in columns:
+        if not 0 <= column < width:
+            raise UserError(
+                f"position {column + first} isn't among the tokens {max(first, 0)} to "
+                f"{first + width - 1} that are computed",
+                "change one that is",
+            )
+
+
+def attention_of(block: nn.Module, layer: int) -> nn.Module:
+    """The attention module of a layer's block, whose edges can be blocked.
+
+    Raises:
+        UserError: a recurrent layer has none, or the back end takes no such mask.
+    """
+    found = [child for child in block.children() if type(child).__name__.endswith("Attention")]
+    if len(found) != 1:
+        raise UserError(
+            f"layer {layer}, a {type(block).__name__}, has no attention edges",
+            "change layers with attention; recurrent ones carry the past in a state",
+        )
+    module: Any = found[0]
+    implementation = module.config._attn_implementation
+    if implementation not in MASKED:
+        raise UserError(
+            f"attention edges can't be blocked with --attention {implementation}",
+            f"use one of {', '.join(MASKED)}",
+        )
+    return module
+
+
+@contextlib.contextmanager
+def from_layer(model: PreTrainedModel, layer: int, states: Tensor) -> Iterator[None]:
+    """Leave out the blocks up to a layer: a forward pass begins with that layer's states.
+
+    What a pass computes below the first intervention is what it computes without one.
+
+    Args:
+        model: the subject model.
+        layer: 0 leaves nothing out.
+        states: ``[rows, tokens, d_model]`` of that layer.
+    """
+    skipped = list(find_blocks(model))[:layer]
+
+    def stand_in(hidden_states: Tensor, *_, **__) -> Tensor:
+        return states
+
+    for block in skipped:
+        block.forward = stand_in
+    try:
+        yield
+    finally:
+        for block in skipped:
+            del block.forward

@@ -1,0 +1,86 @@
+"""Pages that are one file: no network, no build step, nothing a text in them could run.
+
+A page is the template ``page.html`` around a body, with its styles, its script and its data inside.
+A content security policy allows that one script and that one style sheet, by their hashes, and no
+request. Texts that data or models wrote reach the page escaped by Jinja, or as compressed JSON that
+the script only ever shows as text.
+"""
+
+import base64
+import gzip
+import hashlib
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from ia_mech.untrusted import visible
+
+FOLDER = Path(__file__).parent
+
+
+def packed(data: Any) -> str:
+    """JSON-able data as the page's script reads it: gzip in base64; the same text for the same
+    data. A NaN is refused (``ValueError``): JSON has none."""
+    text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return base64.b64encode(gzip.compress(text.encode(), 6, mtime=0)).decode()
+
+
+def image(content: bytes) -> str:
+    """An SVG picture as an address. As an image it can neither run scripts nor load anything, and
+    its ids can't clash with another picture's."""
+    return f"data:image/svg+xml;base64,{base64.b64encode(content).decode()}"
+
+
+def rendered(body: str, data: str, **content: Any) -> str:
+    """A page.
+
+    Args:
+        body: ``report`` or ``annotate``, the names of a template and its script.
+        data: of :func:`packed`.
+        content: what the template shows; texts are made :func:`~ia_mech.untrusted.visible` and
+            escaped.
+    """
+    style = (FOLDER / "page.css").read_text(encoding="utf-8")
+    script = "".join(
+        (FOLDER / f"{name}.js").read_text(encoding="utf-8") for name in ("common", body)
+    )
+    policy = (
+        f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; "
+        "img-src data:; base-uri 'none'; form-action 'none'"
+    )
+    return (
+        _environment()
+        .get_template("page.html")
+        .render(
+            body=f"{body}.html",
+            data=Markup(data),
+            policy=Markup(policy),
+            style=Markup(style),
+            script=Markup(script),
+            **content,
+        )
+    )
+
+
+@cache
+def _environment() -> Environment:
+    return Environment(
+        loader=FileSystemLoader(FOLDER),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        finalize=_seen,
+    )
+
+
+def _seen(value: Any) -> Any:
+    return visible(value) if isinstance(value, str) and not isinstance(value, Markup) else value
+
+
+def _hash(text: str) -> str:
+    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"

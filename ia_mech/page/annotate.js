@@ -1,0 +1,125 @@
+
+unpacked().then((data) => {
+  const { sheet, rows, categories } = data;
+  const key = `annotations ${sheet}`;
+  const empty = () => ({ labels: {}, notes: {}, later: [], steps: [] });
+  let state = empty();
+  try {
+    state = JSON.parse(localStorage.getItem(key)) || state;
+  } catch {
+    warn();
+  }
+
+  function warn() {
+    at("problem").textContent =
+      "This browser keeps nothing for this page: export your work before you close it.";
+  }
+
+  function keep() {
+    try {
+      localStorage.setItem(key, JSON.stringify(state));
+    } catch {
+      warn();
+    }
+  }
+
+  // The first turn without a label; deferred ones come last, in the order they were deferred.
+  function current() {
+    const later = new Set(state.later);
+    const open = (row) => !(row.item in state.labels);
+    return rows.find((row) => open(row) && !later.has(row.item))
+      || rows.find((row) => row.item === state.later.find((item) => !(item in state.labels)));
+  }
+
+  let shown = null;
+
+  function text(title, content) {
+    return [el("h2", {}, title),
+      el("div", { class: "text", dir: "auto", tabindex: "0", role: "group", "aria-label": title },
+        content || "(empty)")];
+  }
+
+  function show() {
+    const done = Object.keys(state.labels).length;
+    at("done").max = rows.length;
+    at("done").value = done;
+    const waiting = state.later.filter((item) => !(item in state.labels)).length;
+    at("state").textContent = `${done} of ${rows.length} done` + (waiting ? `, ${waiting} deferred` : "");
+    at("undo").disabled = state.steps.length === 0;
+    shown = current();
+    at("defer").disabled = at("note").disabled = !shown;
+    for (const button of at("choices").children) button.disabled = !shown;
+    at("note").value = shown ? state.notes[shown.item] || "" : "";
+    at("turn").replaceChildren(...(shown ? [
+      ...text("Query", shown.query),
+      ...text(shown.response_complete ? "Response" : "Response (it was cut off)", shown.response),
+      ...text("User turn", shown.user_turn),
+    ] : [el("p", {}, "All turns are annotated. Export them, and hand the file over.")]));
+  }
+
+  function step(change) {
+    if (!shown) return;
+    state.steps.push({ item: shown.item, later: [...state.later] });
+    change(shown.item);
+    keep();
+    show();
+  }
+
+  function label(name) {
+    step((item) => { state.labels[item] = name; });
+  }
+
+  function defer() {
+    step((item) => { state.later = [...state.later.filter((other) => other !== item), item]; });
+  }
+
+  function undo() {
+    const last = state.steps.pop();
+    if (!last) return;
+    delete state.labels[last.item];
+    state.later = last.later;
+    keep();
+    show();
+  }
+
+  function save() {
+    const made = rows.filter((row) => row.item in state.labels || state.notes[row.item])
+      .map(({ item }) => ({
+        item, category: state.labels[item] || "", note: state.notes[item] || "",
+      }));
+    const file = new Blob([JSON.stringify(made, null, 1)], { type: "application/json" });
+    const link = el("a", { href: URL.createObjectURL(file), download: `${sheet}.json` });
+    link.click();
+    setTimeout(() => URL.revokeObjectURL(link.href), 10000);
+  }
+
+  function restart() {
+    if (!confirm("Forget all annotations of this page in this browser?")) return;
+    state = empty();
+    keep();
+    show();
+  }
+
+  const keys = { u: undo, d: defer, e: save, n: () => at("note").focus() };
+  categories.forEach(({ name, key: pressed, short }) => {
+    keys[pressed] = () => label(name);
+    at("choices").append(el("button", { type: "button", onclick: keys[pressed] },
+      el("kbd", {}, pressed), ` ${name.replaceAll("_", " ")}`, el("span", { class: "small" }, ` ${short}`)));
+  });
+  for (const [id, action] of Object.entries({ undo, defer, export: save, restart })) {
+    at(id).addEventListener("click", action);
+  }
+  at("note").addEventListener("input", () => {
+    if (!shown) return;
+    state.notes[shown.item] = at("note").value;
+    keep();
+  });
+  document.addEventListener("keydown", (event) => {
+    if (event.key === "Escape") at("note").blur();
+    if (event.target === at("note") || event.ctrlKey || event.metaKey || event.altKey) return;
+    if (event.repeat || !(event.key in keys)) return;
+    event.preventDefault();
+    keys[event.key]();
+  });
+  show();
+});

@@ -1,0 +1,81 @@
+"""Figures of rates: rate, floor and excess against temperature, and what the turns are."""
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from ia_mech.display import COLOURS, styled, title_axes
+from ia_mech.estimates import together
+from ia_mech.judge.decoys import CONVERSATION
+from ia_mech.judge.rubric import ASSESSED, heading
+
+LINES = {  # quantities of the left panel: label, colour
+    "follow_up_rate": ("rate, all turns", COLOURS[0]),
+    "decoyed_rate": ("rate, the decoys' turns", COLOURS[5]),
+    "floor": ("floor: after another conversation", COLOURS[1]),
+    "excess": ("excess: rate less floor", COLOURS[2]),
+}
+
+
+@styled
+def rates(estimates: pd.DataFrame, title: str) -> Figure:
+    """Left, rate, floor and excess by temperature; right, the failure profile.
+
+    Args:
+        estimates: of :func:`ia_mech.rates.compute.estimates`, of one model and perturbation. The
+            pooled datasets are drawn where there are several.
+        title: of the left panel.
+    """
+    whole = together(estimates[estimates["outcome"] == "genuine"])
+    whole = whole[whole["temperature"].notna()]
+    figure = Figure(figsize=(9.5, 4.0), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    apart = 0.015 * whole["temperature"].max()  # intervals beside each other, not on each other
+    for number, (quantity, (label, colour)) in enumerate(LINES.items()):
+        own = whole[whole["quantity"] == quantity]
+        own = own[own["decoy"].isna() | (own["decoy"] == CONVERSATION)].sort_values("temperature")
+        if own["value"].notna().any():
+            ends = np.abs(own[["low", "high"]].to_numpy().T - own["value"].to_numpy())
+            left.errorbar(
+                own["temperature"] + apart * number,
+                own["value"],
+                yerr=np.nan_to_num(ends),
+                color=colour,
+                label=label,
+                marker="o",
+                ms=4,
+                lw=1.4,
+                capsize=2,
+            )
+    left.axhline(0, color="0.7", lw=0.7)
+    left.set_ylabel("share of turns")
+    left.legend(frameon=False)
+    title_axes(left, title)
+    _profile(right, whole[whole["quantity"] == "category_share"])
+    for axes in (left, right):
+        axes.set_xlabel("temperature (0 = greedy)")
+    return figure
+
+
+def _profile(axes: Axes, shares: pd.DataFrame) -> None:
+    """Stacked bars, a bar per temperature."""
+    temperatures = sorted(shares["temperature"].unique())
+    under = np.zeros(len(temperatures))
+    for number, category in enumerate(ASSESSED):
+        own = shares[shares["category"] == category].set_index("temperature")["value"]
+        heights = own.reindex(temperatures).fillna(0).to_numpy()
+        if heights.any():
+            axes.bar(
+                range(len(temperatures)),
+                heights,
+                bottom=under,
+                color=[*COLOURS, "0.75"][number],
+                edgecolor="white",
+                label=heading(category),
+            )
+            under = under + heights
+    axes.set_xticks(range(len(temperatures)), [f"{t:g}" for t in temperatures])
+    axes.set_ylim(0, 1)
+    axes.legend(frameon=False, fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
+    title_axes(axes, "what the turns are")

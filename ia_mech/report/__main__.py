@@ -1,0 +1,119 @@
+"""Runs as one page.
+
+Usage::
+
+    python -m ia_mech.report cache/RUN
+    python -m ia_mech.report cache/RUN-A cache/RUN-B --out both.html
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ia_mech.cli import Parser, add_no_verify, guarded, path_of, tolerant_streams
+
+if TYPE_CHECKING:
+    from ia_mech.run import Run
+
+DESCRIPTION = """\
+Write runs as one HTML file that opens from disk without a network: what was found by judges, probes
+and experiments, each with its control, its figures and its estimates, and all turns to read and
+filter. Several runs stand side by side. Results of experiments are found in the run, and beside it
+or in the cache if they say that they are of it.
+"""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = Parser(prog="python -m ia_mech.report", description=DESCRIPTION)
+    parser.add_argument("runs", nargs="+", type=path_of, metavar="RUN", help="a run's folder")
+    parser.add_argument(
+        "--results",
+        nargs="+",
+        type=path_of,
+        default=[],
+        metavar="FOLDER",
+        help="further results of experiments on the first run",
+    )
+    parser.add_argument(
+        "--out", type=path_of, metavar="FILE", help="the page (default: report.html in the run)"
+    )
+    add_no_verify(parser)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line; returns the exit status."""
+    tolerant_streams()
+    args = build_parser().parse_args(argv)
+    return guarded(lambda: _report(args), lambda: "no file was left half-written")
+
+
+def _report(args: argparse.Namespace) -> None:
+    from ia_mech.cli import quoted
+    from ia_mech.run.layout import check_output, refuse_unwritable
+
+    usual = args.runs[0] / "report.html"
+    out: Path = args.out or usual
+    if out.resolve() != usual.resolve():
+        check_output(out)
+
+    from ia_mech.rates.load import open_runs
+    from ia_mech.run.integrity import replace_file
+
+    runs = open_runs(args.runs, verify=args.verify)
+    refuse_unwritable(out.parent)
+    page = render_report(runs, args.results)
+
+    def write(scratch: Path) -> None:
+        scratch.write_text(page, encoding="utf-8")
+
+    replace_file(out, write)
+    print(f"report: {quoted(out)}")
+
+
+def render_report(runs: "Sequence[Run]", more: "Sequence[Path]" = ()) -> str:
+    """The page of open, finished runs; ``more`` are results of experiments on the first one.
+
+    Raises:
+        UserError: labels or results that can't be read.
+    """
+    from ia_mech import __version__
+    from ia_mech.page import rendered
+    from ia_mech.report.contents import grouped, parts_of, provenance, results_of
+    from ia_mech.report.turns import browser
+
+    names = [run.path.resolve().name for run in runs]
+    if len(set(names)) < len(names):
+        names = [str(run.path) for run in runs]
+    results = [results_of(run, () if n else more) for n, run in enumerate(runs)]
+    parts = [
+        part
+        for run, name, of in zip(runs, names, results, strict=True)
+        for part in parts_of(run, name, of)
+    ]
+    data, held = browser(runs, names, results)
+    models = ", ".join(dict.fromkeys(run.model["name"] for run in runs))
+    turns = sum(len(run.generations) for run in runs)
+    contexts = sum(len(run.contexts) for run in runs)
+    return rendered(
+        "report",
+        data,
+        title=f"{models}: {', '.join(names)}",
+        asked=f"What was asked: given a query and an assistant's response, what does the model "
+        f"({models}) write as the next user turn? {turns} turns after {contexts} contexts were "
+        "sampled. Each section below asks one question of them.",
+        groups=grouped(parts),
+        several=len(runs) > 1,
+        held=held,
+        provenance=[
+            table for run, name in zip(runs, names, strict=True) for table in provenance(run, name)
+        ],
+        written=f"Written by ia_mech {__version__}.",
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

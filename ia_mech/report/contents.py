@@ -1,0 +1,368 @@
+"""What a report says: parts, each of one analysis of one run.
+
+A part comes from verdicts (:mod:`ia_mech.rates`, whose tables and sentences it shows), from a probe
+analysis' card, or from the results of an experiment. An experiment's results are any folder with an
+``estimates.parquet`` that says, as JSON in its metadata under ``ia_mech``, the ``experiment``, the
+``runs`` it is of, a ``title`` (the question), a ``sentence`` (what was found), a ``control`` and
+``notes``, and names its ``figures``, SVG files beside it. ``experiments.runner.write`` writes them;
+nothing else is known of an experiment here.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+from rich.table import Table
+from rich.text import Text
+
+from ia_mech.display import Recorder, svg_of
+from ia_mech.errors import UserError
+from ia_mech.estimates import together
+from ia_mech.judge import agreement as agreements
+from ia_mech.models.embedded import cache_dir
+from ia_mech.page import image
+from ia_mech.rates.compute import estimates
+from ia_mech.rates.figures import rates as rates_figure
+from ia_mech.rates.load import NO_ANNOTATOR, Judged, read_runs
+from ia_mech.rates.show import print_rates
+from ia_mech.run import Run
+from ia_mech.run.integrity import read_json
+from ia_mech.stats import Estimate
+
+# Sections in the order of reading; experiments that aren't named come after them, by name.
+ORDER = (
+    *("rates", "reaction", "probes", "patching", "knockout", "steering"),
+    *("perturbations", "likelihood", "decoupling", "temperature_sweep"),
+)
+LAST = "agreement"
+ROWS = 400  # of estimates that a page lists; the file has all
+ESTIMATES, TURNS = "estimates.parquet", "turns.parquet"
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A table as texts."""
+
+    heads: list[str]
+    rows: list[list[str]]
+    title: str = ""
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one analysis says of one run.
+
+    Attributes:
+        name: of the section; parts of one name stand side by side.
+        title: the question.
+        run: of which run.
+        sentence: what was found; empty if the results don't say.
+        control: what it is held against; empty for none.
+        pictures: (name, address) of each figure.
+        tables: as at the terminal.
+        notes: what has to be known to read them.
+        estimates: every number, for experiments and probes.
+        folder: where the files are; empty for what was computed for the page.
+    """
+
+    name: str
+    title: str
+    run: str
+    sentence: str
+    control: str
+    pictures: list[tuple[str, str]] = field(default_factory=list)
+    tables: list[Shown] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    estimates: Shown | None = None
+    folder: str = ""
+
+
+@dataclass(frozen=True)
+class Results:
+    """The results of an experiment: the folder and what its estimates say of themselves."""
+
+    folder: Path
+    about: dict[str, Any]
+
+
+def parts_of(run: Run, name: str, results: Sequence[Results]) -> list[Part]:
+    """Every part of a run; ``name`` is what the page calls the run.
+
+    Raises:
+        UserError: labels or results that can't be read.
+    """
+    parts: list[Part] = []
+    for judge in run.labels.judges:
+        parts.append(_rates(read_runs([run], judge, _annotator(run)), name))
+    parts += [_probe(card.parent, name) for card in sorted(run.path.glob("probes/*/card.json"))]
+    parts += [_experiment(one, name) for one in results]
+    if len(run.labels.judges) + len(run.labels.annotators) > 1:
+        parts.append(_agreement(run, name))
+    return parts
+
+
+def grouped(parts: Sequence[Part]) -> list[dict[str, Any]]:
+    """Parts of one name and question together, in :data:`ORDER`."""
+
+    def place(name: str) -> tuple[int, str]:
+        rank = len(ORDER) + (name == LAST)
+        return (ORDER.index(name) if name in ORDER else rank, name)
+
+    found: dict[tuple[str, str], list[Part]] = {}
+    for part in sorted(parts, key=lambda part: place(part.name)):
+        found.setdefault((part.name, part.title), []).append(part)
+    return [
+        {"name": name.replace("_", " "), "title": title, "parts": those}
+        for (name, title), those in found.items()
+    ]
+
+
+# -- verdicts -------------------------------------------------------------------------------------
+
+
+def _annotator(run: Run) -> str:
+    """Whose labels correct the rates: the only annotator's, or none's."""
+    names = run.labels.annotators
+    return names[0] if len(names) == 1 else NO_ANNOTATOR
+
+
+def _rates(judged: Judged, name: str) -> Part:
+    found = estimates(judged)
+    recorder = Recorder()
+    print_rates(recorder, judged, found)
+    own = found[(found["quantity"] == "follow_up_rate") & (found["outcome"] == "genuine")]
+    said = [
+        f"{f'T = {row.temperature:g}:' if row.temperature else 'greedy'} "
+        f"{Estimate(row.value, row.low, row.high, row.sources).text()}"
+        for row in together(own).itertuples()
+    ]
+    sources = judged.turns["source"].nunique()
+    pictures = []
+    for perturbation, of in found.groupby("perturbation"):
+        more = "" if perturbation == "none" else f", {perturbation}"
+        figure = rates_figure(of, f"judge {judged.gate}{more}")
+        words = f"rate, floor and excess by temperature, and the failure profile{more}"
+        pictures.append((words, image(svg_of(figure, "rates"))))
+    sentences = {f"{gate.sentence}." for gate in judged.gates.values()}
+    return Part(
+        name="rates",
+        title="How often are the user turns genuine follow-ups?",
+        run=name,
+        sentence=f"Judge {judged.judge} calls these shares of {len(judged.turns)} turns genuine "
+        f"(95% intervals over {sources} sources): {', '.join(said)}.",
+        control=_sentence(judged.gate.sentence),
+        pictures=pictures,
+        tables=[shown(table) for table in recorder.tables],
+        notes=[line for line in recorder.lines if line not in sentences],
+    )
+
+
+def _agreement(run: Run, name: str) -> Part:
+    found, recorder = agreements.agreement(run), Recorder()
+    agreements.print_pairs(recorder, found.pairs)
+    agreements.print_floors(recorder, found.floors)
+    for (truth, prediction), comparison in found.pairs.items():
+        agreements.print_comparison(recorder, f"{prediction} against {truth}", comparison)
+    kappas = [
+        f"{prediction} against {truth} {comparison.kappa.text()}"
+        for (truth, prediction), comparison in found.pairs.items()
+    ]
+    return Part(
+        name=LAST,
+        title="How far do judges and annotators agree?",
+        run=name,
+        sentence=f"Cohen's κ of the categories: {', '.join(kappas)}." if kappas else "",
+        control="What each calls genuine of turns after another conversation (floor), below.",
+        tables=[shown(table) for table in recorder.tables],
+        notes=recorder.lines,
+    )
+
+
+def shown(table: Table) -> Shown:
+    """A table of the terminal as texts, without markup."""
+
+    def plain(cell: Any) -> str:
+        return cell.plain if isinstance(cell, Text) else Text.from_markup(str(cell)).plain
+
+    cells = [[plain(cell) for cell in column.cells] for column in table.columns]
+    heads = [plain(column.header) for column in table.columns]
+    return Shown(heads, [list(row) for row in zip(*cells, strict=True)], plain(table.title or ""))
+
+
+# -- what lies in folders -------------------------------------------------------------------------
+
+
+def results_of(run: Run, more: Sequence[Path] = ()) -> list[Results]:
+    """Results of experiments on a run.
+
+    Looked for in the run (``experiments/``), and beside it and in the cache (where experiments that
+    sample keep theirs, ``cache/<run>-reaction``) if they say that they are of this run.
+
+    Args:
+        run: the run.
+        more: further folders, which are taken as they are.
+
+    Raises:
+        UserError: estimates that no experiment wrote, in the run or in ``more``.
+    """
+    own = [path.parent for path in sorted(run.path.glob(f"experiments/*/{ESTIMATES}"))]
+    found = [Results(folder, _about(folder)) for folder in dict.fromkeys([*own, *more])]
+    name, there = run.path.resolve().name, {one.folder.resolve() for one in found}
+    for place in {run.path.resolve().parent, cache_dir().resolve()}:
+        for folder in sorted(path for path in place.glob("*") if path.name.startswith(f"{name}-")):
+            if folder in there or not (folder / ESTIMATES).is_file():
+                continue
+            there.add(folder)
+            about = _about(folder)
+            if run.path.resolve() in {Path(path).resolve() for path in about["runs"]}:
+                found.append(Results(folder, about))
+    return found
+
+
+def _about(folder: Path) -> dict[str, Any]:
+    """What a folder's estimates say of themselves."""
+    file = folder / ESTIMATES
+    if not file.is_file():
+        raise UserError(f"{folder} has no {ESTIMATES}", "name a folder that an experiment wrote")
+    try:
+        about = json.loads(pq.read_schema(file).metadata[b"ia_mech"])
+        texts = [about["experiment"], *about["runs"], *about.get("notes", [])]
+        texts += [about.get(name, "") for name in ("title", "sentence", "control")]
+        texts += about.get("figures", [])
+        if not all(isinstance(text, str) for text in texts):
+            raise ValueError("a text is none")
+        return about
+    except (pa.ArrowException, OSError, ValueError, KeyError, TypeError):
+        raise UserError(
+            f"no experiment wrote {file}, or it is damaged", "remove it, or analyse again"
+        ) from None
+
+
+def _experiment(results: Results, run: str) -> Part:
+    folder, about = results.folder, results.about
+    name = about["experiment"]
+    stems = about.get("figures")
+    if stems is None:  # results of earlier versions don't name them
+        stems = [path.stem for path in sorted(folder.glob("*.svg"))]
+    return Part(
+        name=name,
+        title=about.get("title") or name.replace("_", " "),
+        run=run,
+        sentence=_sentence(about.get("sentence", "")),
+        control=_sentence(about.get("control", "")),
+        pictures=_pictures(folder, stems),
+        notes=list(about.get("notes", [])),
+        estimates=listed(_table(folder / ESTIMATES)),
+        folder=str(folder),
+    )
+
+
+def _probe(folder: Path, run: str) -> Part:
+    try:
+        card = read_json(folder / "card.json")
+        sentence, controls = str(card["verdict"]["sentence"]), card["controls"]
+        gains = [
+            f"{one['name']} {_estimate(one['gain'])}"
+            for one in controls
+            if one["gain"]["value"] is not None
+        ]
+        title = f"Where can the target be read? (probe {folder.name})"
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"{folder / 'card.json'} is damaged ({error})", "run probes.train again, --replace"
+        ) from None
+    return Part(
+        name="probes",
+        title=title,
+        run=run,
+        sentence=_sentence(sentence),
+        control=f"AUROC gained over each control: {', '.join(gains)}." if gains else "",
+        pictures=_pictures(folder, [path.stem for path in sorted(folder.glob("*.svg"))]),
+        notes=[str(note) for note in card.get("notes", [])],
+        estimates=listed(_table(folder / ESTIMATES)),
+        folder=str(folder),
+    )
+
+
+def _sentence(text: str) -> str:
+    """With a capital in front and a full stop."""
+    return text[:1].upper() + text[1:] + "." * (bool(text) and text[-1] != ".")
+
+
+def _estimate(numbers: dict[str, Any]) -> str:
+    value, low, high = (
+        np.nan if numbers[name] is None else float(numbers[name])
+        for name in ("value", "low", "high")
+    )
+    return Estimate(value, low, high, int(numbers["sources"])).text()
+
+
+def _pictures(folder: Path, stems: Sequence[str]) -> list[tuple[str, str]]:
+    files = [(stem, folder / f"{Path(stem).name}.svg") for stem in stems]
+    return [
+        (stem.replace("_", " "), image(file.read_bytes())) for stem, file in files if file.is_file()
+    ]
+
+
+def _table(file: Path) -> pd.DataFrame:
+    try:
+        return pq.read_table(file).to_pandas()
+    except (pa.ArrowException, OSError) as error:
+        raise UserError(f"{file} can't be read ({error})", "analyse again") from None
+
+
+def listed(frame: pd.DataFrame) -> Shown:
+    """Estimates as a table of texts; what is alike in all rows goes into the title."""
+    kept = [name for name in frame if frame[name].astype(str).nunique() > 1]
+    same = [name for name in frame if name not in kept and frame[name].notna().any()]
+    words = [f"{name}: {_text(frame[name].iloc[0])}" for name in same] if len(frame) else []
+    if len(frame) > ROWS:
+        words.append(f"the first {ROWS} of {len(frame)} rows; the file has all")
+    rows = frame[kept].head(ROWS).itertuples(index=False, name=None)
+    return Shown(kept, [[_text(cell) for cell in row] for row in rows], " · ".join(words))
+
+
+def _text(cell: Any) -> str:
+    if isinstance(cell, float):
+        return "–" if np.isnan(cell) else f"{cell:.4g}"
+    return "–" if cell is None or cell is pd.NA else str(cell)
+
+
+# -- where it comes from --------------------------------------------------------------------------
+
+
+def provenance(run: Run, name: str) -> Iterator[Shown]:
+    """What was sampled and with what, who judged, and which files the run has."""
+    config, grid, model = run.config, run.config["grid"], run.model
+    facts = {
+        "folder": str(run.path),
+        "identity": run.identity_digest,
+        "model": f"{model['name']} ({model['weights_hash']}, {model['dtype']})",
+        "dataset": config["dataset"],
+        "conversations": f"{len(run.contexts)} contexts of "
+        f"{run.contexts['source_id'].nunique()} sources",
+        "turns": f"{len(run.generations)}, at most {grid['max_new_tokens']} tokens each",
+        "temperatures": ", ".join(["greedy", *(f"{t:g}" for t in grid["temperatures"])])
+        + f"; {grid['samples']} samples each, seed {grid['seed']}",
+        "software": ", ".join(f"{k} {v}" for k, v in run.record["identity"]["software"].items()),
+    }
+    for judge in run.labels.judges:
+        identity = run.labels.record("judgements", judge).get("identity", {})
+        facts[f"judge {judge}"] = ", ".join(
+            f"{key} {value}" for key, value in identity.items() if isinstance(value, str | int)
+        )
+    for annotator in run.labels.annotators:
+        facts[f"annotator {annotator}"] = f"{len(run.labels.annotations(annotator))} turns"
+    yield Shown(["what", "is"], [[key, str(value)] for key, value in facts.items()], name)
+    folders: dict[str, list[int]] = {}
+    for file in sorted(path for path in run.path.rglob("*") if path.is_file()):
+        top = file.relative_to(run.path).parts
+        folders.setdefault(top[0] + ("/" if len(top) > 1 else ""), []).append(file.stat().st_size)
+    rows = [[key, str(len(sizes)), f"{sum(sizes):,}"] for key, sizes in folders.items()]
+    yield Shown(["files", "number", "bytes"], rows, f"files of {name} (docs/run-format.md)")

@@ -1,0 +1,209 @@
+"""The turns of runs as columns, for a page's browser."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow.parquet as pq
+
+from ia_mech.errors import UserError
+from ia_mech.judge.rubric import NAMES
+from ia_mech.judge.verdict import JUDGED
+from ia_mech.models.load import load_tokenizer_and_config, recalled
+from ia_mech.page import packed
+from ia_mech.rates.load import FAILED
+from ia_mech.report.contents import TURNS, Results
+from ia_mech.run import Run
+from ia_mech.run.labels import KEY
+from ia_mech.untrusted import visible
+
+CATEGORIES = [*NAMES, FAILED, "not judged"]
+BITS, TOKEN_BITS = "reaction_bits", "bits_by_token"  # columns of an experiment's turns.parquet
+MOST = 100_000_000  # bytes of a page's data
+
+
+def browser(
+    runs: Sequence[Run], names: Sequence[str], results: Sequence[list[Results]], most: int = MOST
+) -> tuple[str, str]:
+    """The packed data of the turn browser, and a sentence on how much it holds.
+
+    Where all turns take more than ``most`` bytes, whole contexts are drawn at random, of every run
+    and dataset the same share.
+
+    Args:
+        runs: the runs.
+        names: what the page calls them.
+        results: of experiments, by run. Bits of turns come from those with a ``turns.parquet`` that
+            has the columns ``context_id``, ``temperature``, ``sample`` and ``reaction_bits``.
+        most: bytes.
+    """
+    frames = [_frames(*of) for of in zip(runs, results, strict=True)]
+    for number, (contexts, turns) in enumerate(frames):
+        contexts["run"] = turns["run"] = number
+    contexts = pd.concat([frame for frame, _ in frames], ignore_index=True)
+    turns = pd.concat([frame for _, frame in frames], ignore_index=True)
+    data = packed(_columns(contexts, turns, names))
+    words = f"{len(turns)} turns after {len(contexts)} contexts."
+    share = 0.95
+    while len(data) > most:
+        share *= most / len(data)
+        drawn = contexts.groupby(["run", "dataset"], group_keys=False).sample(
+            frac=share, random_state=0
+        )
+        if drawn.empty:
+            raise UserError(f"not even one context fits a page of {most} bytes", "show fewer runs")
+        kept = turns.set_index(["run", "context_id"]).index.isin(
+            drawn.set_index(["run", "context_id"]).index
+        )
+        data = packed(_columns(drawn.sort_index().reset_index(drop=True), turns[kept], names))
+        words = (
+            f"This page holds {kept.sum()} of {len(turns)} turns, those after {len(drawn)} of "
+            f"{len(contexts)} contexts, drawn at random with the same share of every run and "
+            f"dataset: all of them would take more than {most / 1e6:g} MB. The numbers above are "
+            "of all turns."
+        )
+    return data, words
+
+
+def _frames(run: Run, results: Sequence[Results]) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Contexts and turns of a run with all that is known of each."""
+    messages = run.contexts["messages"]
+    contexts = run.contexts[["context_id", "dataset", "response_cut_off"]].assign(
+        query=[_query(list(all_)[:-1]) for all_ in messages],
+        response=[all_[-1]["content"] for all_ in messages],
+    )
+    # Runs of earlier versions have no such column.
+    contexts["response_index"] = run.contexts.get("response_index", default=None)
+    for file in sorted(run.path.glob("probes/*/predictions.parquet")):
+        found = pq.read_table(file).to_pandas().drop_duplicates("context_id")
+        found = found.set_index("context_id")["probability"]
+        contexts[f"probe {file.parent.name}"] = contexts["context_id"].map(found)
+    turns = run.generations[[*KEY, "text", "logprob_raw", "logprobs_raw"]].copy()
+    for judge in run.labels.judges:
+        said = run.labels.judgements(judge)
+        said = said[said["repeat"] == 0].set_index(list(KEY))
+        category = said["category"].where(said["status"] == JUDGED, FAILED).rename("category")
+        turns = turns.join(category.rename(f"category {judge}"), on=list(KEY))
+        turns = turns.join(said["rationale"].rename(f"reason {judge}"), on=list(KEY))
+    for one in results:
+        turns = _with_bits(turns, one.folder / TURNS)
+    turns["pieces"] = _pieces(run)
+    return contexts, turns
+
+
+def _query(messages: list[dict[str, str]]) -> str:
+    """The query; of a longer conversation, all that came before the response."""
+    if len(messages) == 1:
+        return messages[0]["content"]
+    return "\n\n".join(f"{message['role']}: {message['content']}" for message in messages)
+
+
+def _with_bits(turns: pd.DataFrame, file: Path) -> pd.DataFrame:
+    wanted = {*KEY, BITS}
+    if not file.is_file() or not wanted <= set(pq.read_schema(file).names):
+        return turns
+    found = pq.read_table(file).to_pandas().drop_duplicates(list(KEY))
+    kept = [name for name in (BITS, TOKEN_BITS) if name in found]
+    return turns.drop(columns=kept, errors="ignore").merge(
+        found[[*KEY, *kept]], "left", on=list(KEY)
+    )
+
+
+def _pieces(run: Run) -> pd.Series:
+    """How many UTF-16 units of its text each token of a turn is; None where that can't be told.
+
+    Without the model's tokenizer there is none: a page can be made where the model isn't.
+    """
+    rows = run.generations
+    nothing = pd.Series([None] * len(rows), dtype=object)
+    try:
+        spec = recalled(run.config["model"], run.model["weights_hash"])
+        tokenizer, _ = load_tokenizer_and_config(spec)
+    except UserError:
+        return nothing
+    known: dict[int, str] = {}
+
+    def piece(token: int) -> str:
+        if token not in known:
+            known[token] = tokenizer.decode([token], clean_up_tokenization_spaces=False)
+        return known[token]
+
+    def of(text: str, ids: np.ndarray) -> list[int] | None:
+        lengths: list[int] = []
+        at = 0
+        for token in ids.tolist():
+            part = piece(token)
+            if not text.startswith(part, at):
+                return lengths if at == len(text) else None  # the turn's end isn't in its text
+            lengths.append(len(part.encode("utf-16-le")) // 2)
+            at += len(part)
+        return lengths
+
+    cells = zip(rows["text"], rows["token_ids"], strict=True)
+    return pd.Series([of(text, ids) for text, ids in cells], dtype=object)
+
+
+def _columns(contexts: pd.DataFrame, turns: pd.DataFrame, names: Sequence[str]) -> dict[str, Any]:
+    """What the page's script reads: a list per column. Texts are made visible."""
+    places = pd.MultiIndex.from_frame(contexts[["run", "context_id"]])
+    datasets = sorted(contexts["dataset"].unique())
+    judges = [name.removeprefix("category ") for name in turns if name.startswith("category ")]
+    codes = {name: code for code, name in enumerate(CATEGORIES)}
+    columns: dict[str, Any] = {
+        "context": places.get_indexer(
+            pd.MultiIndex.from_frame(turns[["run", "context_id"]])
+        ).tolist(),
+        "temperature": turns["temperature"].tolist(),
+        "text": _texts(turns["text"]),
+        "labels": {
+            visible(judge): {
+                "category": [
+                    codes.get(name, len(CATEGORIES) - 1) for name in turns[f"category {judge}"]
+                ],
+                "reason": _texts(turns[f"reason {judge}"]),
+            }
+            for judge in judges
+        },
+        "logprob": _numbers(turns["logprob_raw"], 2),
+        "logprobs": [_rounded(row) for row in turns["logprobs_raw"]],
+        "pieces": turns["pieces"].where(turns["pieces"].notna(), None).tolist(),
+        "bits": _numbers(turns[BITS], 3) if BITS in turns else None,
+        "token_bits": [_rounded(row) for row in turns[TOKEN_BITS]] if TOKEN_BITS in turns else None,
+    }
+    return {
+        "runs": [visible(name) for name in names],
+        "datasets": [visible(name) for name in datasets],
+        "categories": CATEGORIES,
+        "contexts": {
+            "id": _texts(contexts["context_id"]),
+            "run": contexts["run"].tolist(),
+            "dataset": [datasets.index(name) for name in contexts["dataset"]],
+            "response_index": _numbers(contexts["response_index"], 0),
+            "cut_off": contexts["response_cut_off"].fillna(False).astype(bool).tolist(),
+            "query": _texts(contexts["query"]),
+            "response": _texts(contexts["response"]),
+            "probes": {
+                visible(name.removeprefix("probe ")): _numbers(contexts[name], 3)
+                for name in contexts
+                if name.startswith("probe ")
+            },
+        },
+        "turns": columns,
+    }
+
+
+def _texts(values: pd.Series) -> list[str]:
+    return [visible(value) if isinstance(value, str) else "" for value in values]
+
+
+def _numbers(values: pd.Series, digits: int) -> list[float | None]:
+    numbers = values.astype(float).round(digits)
+    return [None if np.isnan(value) else value for value in numbers.tolist()]
+
+
+def _rounded(row: Any) -> list[float | None] | None:
+    if row is None or np.ndim(row) == 0:
+        return None
+    return [None if np.isnan(x) else round(x, 2) for x in np.asarray(row, dtype=float).tolist()]

@@ -1,0 +1,93 @@
+"""The dataset card of a run: a folder that is uploaded as it is can be browsed on the hub."""
+
+from ia_mech.run import layout
+
+_TYPES = {"int32": "int", "int64": "int", "double": "float", "bool": "yes or no", "string": "text"}
+
+
+def card(record: dict, contexts: int) -> str:
+    """``README.md`` of a finished run, with the hub's configuration of its two tables.
+
+    Args:
+        record: ``run.json``.
+        contexts: how many there are.
+    """
+    identity = record["identity"]
+    config, model, grid = identity["config"], identity["model"], identity["config"]["grid"]
+    temperatures = ", ".join(f"{t:g}" for t in grid["temperatures"])
+    sampled = f"{grid['samples']} at each of T = {temperatures}" if temperatures else "no other"
+    software = ", ".join(f"{name} {version}" for name, version in identity["software"].items())
+    shard = record.get("shard", [1, 1])
+    part = "" if shard[1] == 1 else f" This is shard {shard[0]} of {shard[1]}."
+    lines = [
+        "---",
+        *(_configs() if contexts else []),
+        "tags:",
+        "- user-turn-generation",
+        "---",
+        "",
+        f"# User turns written by {model['name']}",
+        "",
+        "A chat model was given a query and a response, and wrote the next *user* turn under the "
+        f"user header of its own chat template, in {contexts} contexts: one turn greedily, and "
+        f"{sampled}, of at most {grid['max_new_tokens']} tokens.{part}",
+        "",
+        "**The user turns were written by a model, not by people.** The conversations before them "
+        f"are from `{config['dataset']}`. Their licence is not recorded here: state it before "
+        "you share this folder.",
+        "",
+        "| folder | what |",
+        "|---|---|",
+        "| `contexts/` | a row per context: the conversation, its tokens, scores of the user's "
+        "real next turn |",
+        "| `generations/` | a row per user turn that the model wrote |",
+        "| `residuals/layer_NN/` | the residual stream, `[context, position, d_model]`; layer 0 is "
+        "the embeddings, layer l the output of block l |",
+        *(
+            ["| `header_logits/` | the logits from which the first token of the turn is drawn |"]
+            if config["header_logits"] != "none"
+            else []
+        ),
+        "",
+        "One layer can be downloaded alone: "
+        '`hf download REPO --repo-type dataset --include "residuals/layer_15/*"`.',
+        "",
+        "## Provenance",
+        "",
+        f"- model: `{model['name']}`, revision {model.get('revision') or 'not given'}, weights "
+        f"`{model['weights_hash']}`, {model['dtype']}, {model['layers']} layers, d_model "
+        f"{model['d_model']}",
+        f"- chat template: `{identity['chat']['template_hash']}`",
+        f"- positions kept: {', '.join(identity['positions'])}",
+        f"- seed: {grid['seed']}",
+        f"- software: {software}",
+        "",
+        "`run.json` has the whole configuration, `manifest.json` a hash of every file.",
+        "",
+        "## Columns",
+        "",
+        *_columns("contexts", layout.contexts_schema(identity["positions"])),
+        "",
+        *_columns("generations", layout.GENERATIONS),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _configs() -> list[str]:
+    """The hub's configurations: which files make a table."""
+    return [
+        "configs:",
+        "- config_name: generations",
+        "  default: true",
+        "  data_files: generations/*.parquet",
+        "- config_name: contexts",
+        "  data_files: contexts/*.parquet",
+    ]
+
+
+def _columns(table: str, schema) -> list[str]:
+    kinds: dict[str, list[str]] = {}
+    for field in schema:
+        kinds.setdefault(_TYPES.get(str(field.type), "nested"), []).append(f"`{field.name}`")
+    listed = (f"{kind}: {', '.join(names)}" for kind, names in kinds.items())
+    return [f"`{table}`: {'; '.join(listed)}"]

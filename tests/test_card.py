@@ -1,0 +1,85 @@
+"""A run can be shared as it is: a dataset card, and no folders of the machine that made it."""
+
+import json
+import shutil
+from pathlib import Path
+
+import datasets
+import pytest
+from runs import CONFIG, files_under, rewritten, sampled
+from shell import call
+
+from experiments.resample import subject_of
+from ia_mech.collect.command import main
+from ia_mech.models.load import recalled
+from ia_mech.run import Run
+
+SMALL = ["--temperatures", "1", "--samples", "1", "--max-new-tokens", "3"]
+
+
+@pytest.mark.parametrize("table", ["generations", "contexts"])
+def test_the_hub_s_loader_reads_a_run_s_tables(merged, tmp_path, table):
+    found = datasets.load_dataset(str(merged.path), table, cache_dir=str(tmp_path))["train"]
+    frame = getattr(merged, table)
+    assert len(found) == len(frame) and set(found.column_names) == set(frame.columns)
+    assert sorted(found["context_id"]) == sorted(frame["context_id"])
+
+
+def test_the_card_names_model_data_and_columns(merged):
+    text = (merged.path / "README.md").read_text()
+    for said in (
+        *(merged.model["name"], merged.model["weights_hash"], merged.config["dataset"]),
+        *("written by a model, not by people", "licence is not recorded", "in 12 contexts"),
+        *("`logprob_tempered`", "`first_token_entropy`", "2 at each of T = 0.7, 1"),
+    ):
+        assert said in text
+
+
+def test_a_card_that_was_edited_is_kept(run, tiny_subject):
+    (run.path / "README.md").write_text("mine")
+    next((run.path / "contexts").glob("*")).unlink()
+    sampled(CONFIG, tiny_subject, run.path, repair=True)
+    assert (run.path / "README.md").read_text() == "mine"
+
+
+@pytest.fixture
+def local(tmp_path, tiny_model_dir, monkeypatch) -> tuple[list[str], Path]:
+    """The words of a command with a local model, data and candidates; and its folder."""
+    monkeypatch.setenv("IA_MECH_CACHE", str(tmp_path / "cache"))
+    model, data = tmp_path / "secret" / "my-model", tmp_path / "secret" / "chats.jsonl"
+    shutil.copytree(tiny_model_dir, model)
+    chat = {"prompt": "Why?", "response": "Because.", "followup": "Sure?", "id": "a"}
+    data.write_text(json.dumps(chat) + "\n")
+    out = tmp_path / "run"
+    return [*SMALL, "--model", str(model), "--dataset", str(data), "--out", str(out)], out
+
+
+def test_no_file_of_a_run_names_a_folder_of_this_machine(local, tmp_path, capfd):
+    words, out = local
+    assert call(main, words, capfd).status == 0
+    for name in files_under(out):
+        assert b"secret" not in (out / name).read_bytes(), name
+    run = Run.open(out)
+    assert (run.config["dataset"], run.config["model"]["name"]) == ("chats.jsonl", "my-model")
+    again = call(main, words, capfd)
+    assert again.status == 0 and "was finished before" in again.err
+    # Experiments find the model again, as long as it is there; and another of its name isn't it.
+    assert subject_of(run).weights_hash == run.model["weights_hash"]
+    assert recalled("my-model", "00") == "my-model"
+    shutil.rmtree(tmp_path / "secret" / "my-model")
+    assert recalled("my-model", run.model["weights_hash"]) == "my-model"
+
+
+def test_a_run_of_an_older_version_is_gone_on_with(local, capfd):
+    """It names whole paths."""
+    words, out = local
+    assert call(main, words, capfd).status == 0
+
+    def older(record: dict) -> None:
+        config = record["identity"]["config"]
+        config["dataset"] = words[words.index("--dataset") + 1]
+        config["model"]["name"] = words[words.index("--model") + 1]
+
+    rewritten(out, "run.json", older)
+    for extra in ([], ["--dry-run"]):
+        assert call(main, [*words, *extra], capfd).status == 0

@@ -1,0 +1,269 @@
+"""Interventions against plain hooks in full passes of one row, for every tested architecture."""
+
+import numpy as np
+import pytest
+import tiny
+import torch
+
+from ia_mech.engine.capture import find_blocks
+from ia_mech.engine.intervention import Add, Block, Replace, edges_between, from_layer, intervene
+from ia_mech.engine.prefill import Prefix, prefill
+from ia_mech.errors import UserError
+from ia_mech.likelihood.intervened import Continued
+
+EACH = pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
+CONTEXT, START, DEPTH = 23, 18, 4  # sliding windows are 8 tokens
+TURNS = (5, 9, 1)
+WIDTH = 32
+
+
+def context() -> list[int]:
+    return tiny.prompt(CONTEXT, seed=3)
+
+
+def turns() -> list[list[int]]:
+    return [tiny.prompt(n, seed=n) for n in TURNS]
+
+
+def vectors(count: int, seed: int) -> torch.Tensor:
+    return torch.randn(count, WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+def attends(model, layer: int) -> bool:
+    return hasattr(find_blocks(model)[layer - 1], "self_attn")
+
+
+@torch.inference_mode()
+def by_plain_hooks(model, ids: list[int], edit=None, masked=None) -> torch.Tensor:
+    """``[tokens, vocab]`` logits of one pass without a cache.
+
+    Args:
+        edit: layer and a function of ``[tokens, d_model]`` that changes them in place.
+        masked: layer and ``[edges, 2]``; the attention weights of these edges are set to 0 and the
+            others of their token divided by what is left, as if they had never been there.
+    """
+    blocks, handles = find_blocks(model), []
+    implementation = model.config._attn_implementation
+    if edit is not None:
+        layer, change = edit
+
+        def leave(_module, _args, output):
+            change(output[0])
+
+        def enter(_module, args, kwargs):
+            change((args[0] if args else kwargs["hidden_states"])[0])
+
+        handles.append(
+            blocks[layer - 1].register_forward_hook(leave)
+            if layer
+            else blocks[0].register_forward_pre_hook(enter, with_kwargs=True)
+        )
+    softmax = torch.nn.functional.softmax
+    try:
+        if masked is not None:
+            model.config._attn_implementation = "eager"
+            layer, edges = masked
+            inside: list[int] = []
+            attention = blocks[layer - 1].self_attn
+            handles.append(attention.register_forward_pre_hook(lambda *_: inside.append(1)))
+            handles.append(attention.register_forward_hook(lambda *_: inside.clear()))
+
+            def hidden(scores, *args, **kwargs):
+                if inside:
+                    scores = scores.clone()
+                    scores[..., edges[:, 0], edges[:, 1]] = -torch.inf
+                return softmax(scores, *args, **kwargs)
+
+            torch.nn.functional.softmax = hidden
+        return model(torch.tensor([ids]), use_cache=False).logits[0]
+    finally:
+        torch.nn.functional.softmax = softmax
+        model.config._attn_implementation = implementation
+        for handle in handles:
+            handle.remove()
+
+
+def logprobs(logits: torch.Tensor, turn: list[int], temperature: float) -> np.ndarray:
+    before = logits[CONTEXT - 1 : CONTEXT - 1 + len(turn)].double() / temperature
+    return before.log_softmax(-1).gather(-1, torch.tensor(turn)[:, None])[:, 0].numpy()
+
+
+@EACH
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_scores_under_residual_edits_equal_plain_hooks(architecture, temperature):
+    """One batch holds rows of every turn, layer and kind; each is compared with a pass alone."""
+    model = tiny.model(architecture)
+    rows, plain = [], []
+    for number in range(len(TURNS)):
+        for layer in range(DEPTH + 1):
+            states, direction = vectors(2, seed=layer), vectors(1, seed=9)[0]
+
+            def put(hidden, states=states):
+                hidden[[START, CONTEXT - 1]] = states
+
+            def add(hidden, direction=direction):
+                own = hidden[START + 2].clone()
+                hidden[START + 2] += 0.5 * own.norm() * direction / direction.norm()
+
+            rows.append((number, [Replace(layer, (START, CONTEXT - 1), states)]))
+            plain.append((layer, put))
+            rows.append((number, [Add(layer, (START + 2,), direction, 0.5)]))
+            plain.append((layer, add))
+        rows.append((number, []))
+        plain.append(None)
+    found = Continued(model, context(), START, turns()).score(rows, temperature)
+    moved = []
+    for (number, _), edit, own in zip(rows, plain, found, strict=True):
+        turn = turns()[number]
+        wanted = logprobs(by_plain_hooks(model, [*context(), *turn], edit), turn, temperature)
+        np.testing.assert_allclose(own, wanted, rtol=0, atol=1e-5)
+        moved.append(wanted.sum())
+    assert len({round(float(one), 3) for one in moved}) > len(moved) / 2, (
+        "edits that move something"
+    )
+
+
+@EACH
+def test_scores_with_blocked_edges_equal_attention_without_them(architecture):
+    model = tiny.model(architecture)
+    edges = edges_between(range(START, CONTEXT), range(4, START))
+    layers = [layer for layer in range(1, DEPTH + 1) if attends(model, layer)]
+    rows = [(n, [Block(layer, edges)]) for layer in layers for n in range(len(TURNS))]
+    rows += [(n, []) for n in range(len(TURNS))]
+    found = Continued(model, context(), START, turns()).score(rows)
+    moved = 0.0
+    for (number, some), own in zip(rows, found, strict=True):
+        turn = turns()[number]
+        masked = (some[0].layer, edges) if some else None
+        wanted = logprobs(by_plain_hooks(model, [*context(), *turn], None, masked), turn, 1.0)
+        np.testing.assert_allclose(own, wanted, rtol=0, atol=1e-5)
+        moved = max(moved, float(np.abs(wanted - found[len(layers) * len(TURNS) + number]).max()))
+    assert moved > 1e-2, "blocking edges changes something"
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3", "gpt_oss"])
+@torch.inference_mode()
+def test_rows_of_a_padded_batch_are_changed_each_in_its_own_way(architecture):
+    """Whole contexts of different lengths, padded on their left."""
+    model = tiny.model(architecture)
+    lengths = (17, 11, 14)
+    prompts = [tiny.prompt(n, seed=n) for n in lengths]
+    state = vectors(1, seed=1)
+    kinds = [
+        [Replace(2, (3,), state), Add(2, (3,), state[0], 0.3)],
+        [Block(2, edges_between((9, 10), (1, 8)))],
+        [],
+    ]
+    first = [n - max(lengths) for n in lengths]
+    with intervene(model, kinds, first) as touched:
+        together = prefill(model, [Prefix(ids) for ids in prompts]).logits
+    assert sorted(touched) == [
+        (0, 2, (3,)),
+        (0, 2, (3,)),
+        (1, 2, (9, 10)),
+    ]
+    for row, ids in enumerate(prompts):
+        with intervene(model, [kinds[row]]):
+            alone = model(torch.tensor([ids]), use_cache=False).logits[0, -1]
+        assert (together[row] - alone).norm() <= 1e-5 * alone.norm()
+
+
+@torch.inference_mode()
+def test_no_dose_and_own_states_change_no_bit():
+    model = tiny.model("llama")
+    ids = torch.tensor([context()])
+    plain = model(ids, use_cache=False, output_hidden_states=True)
+    own = plain.hidden_states[2][0, [3, 5]]
+    for kind in (Add(2, (3, 5), vectors(1, seed=2)[0], 0.0), Replace(2, (3, 5), own)):
+        with intervene(model, [[kind]]):
+            assert torch.equal(model(ids, use_cache=False).logits, plain.logits)
+    with intervene(model, [[Add(2, (3, 5), vectors(1, seed=2)[0], 0.1)]]):
+        assert not torch.equal(model(ids, use_cache=False).logits, plain.logits)
+
+
+def hooks_of(model) -> list[tuple]:
+    """Every hook and replaced forward; transformers leaves some of its own."""
+    return [
+        (*module._forward_hooks, *module._forward_pre_hooks, vars(module).get("forward"))
+        for module in model.modules()
+    ]
+
+
+@torch.inference_mode()
+def test_no_hook_is_left_whatever_happens():
+    model = tiny.model("llama")
+    ids, before = torch.tensor([context()]), hooks_of(model)
+    kinds = [Replace(0, (1,), vectors(1, seed=0)), Block(2, edges_between((5,), (1,)))]
+    with pytest.raises(ZeroDivisionError), intervene(model, [kinds]):
+        raise ZeroDivisionError
+    assert hooks_of(model) == before
+    with pytest.raises(ZeroDivisionError), from_layer(model, 3, torch.zeros(1, CONTEXT, WIDTH)):
+        raise ZeroDivisionError
+    assert hooks_of(model) == before
+    with pytest.raises(RuntimeError, match="0 of 2 interventions"), intervene(model, [kinds]):
+        pass
+    late = Replace(1, (CONTEXT,), vectors(1, seed=0))
+    said = "position 23 isn't among the tokens 0 to 22"
+    with pytest.raises(UserError, match=said), intervene(model, [[late]]):
+        model(ids, use_cache=False)
+    assert hooks_of(model) == before
+    early = Block(1, edges_between((START - 1,), (2,)))
+    with pytest.raises(UserError, match="position 17 isn't among the tokens 18 to"):
+        Continued(model, context(), START, turns()).score([(0, [early])])
+    assert hooks_of(model) == before
+
+
+def test_what_selects_nothing_or_isnt_there_is_refused():
+    state = vectors(1, seed=0)
+    for made, said in (
+        (lambda: Replace(1, (), state[:0]), "selects no position"),
+        (lambda: Add(1, (), state[0], 1.0), "selects no position"),
+        (lambda: Block(1, edges_between((3,), (5,))), "selects no attention edge"),
+        (lambda: Add(1, (0,), 0 * state[0], 1.0), "has no length"),
+    ):
+        with pytest.raises(UserError, match=said):
+            made()
+    with pytest.raises(ValueError, match="2 positions"):
+        Replace(1, (0, 1), state)
+    with pytest.raises(ValueError, match="an earlier one"):
+        Block(1, torch.tensor([[1, 1]]))
+    llama, hybrid = tiny.model("llama"), tiny.model("qwen3_5")
+    edges = edges_between((3,), (1,))
+    for model, kind, said in (
+        (llama, Replace(5, (0,), state), "no layer 5 to change; give layers from 0 to 4"),
+        (llama, Block(0, edges), "no layer 0 to change; give layers from 1 to 4"),
+        (hybrid, Block(1, edges), "layer 1, a Qwen3_5DecoderLayer, has no attention edges; change"),
+    ):
+        before = hooks_of(model)
+        with pytest.raises(UserError, match=said), intervene(model, [[kind]]):
+            pass
+        assert hooks_of(model) == before
+
+
+@pytest.mark.slow  # TransformerLens takes long to import
+@torch.inference_mode()
+def test_a_patched_and_a_steered_pass_equal_transformer_lens(tmp_path, tokenizer):
+    from transformer_lens.model_bridge import TransformerBridge
+
+    from ia_mech.models.bridge import hook_name
+
+    model = tiny.model("qwen3", len(tokenizer))
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    bridge = TransformerBridge.boot_transformers(str(tmp_path), device="cpu", dtype=torch.float32)
+    ids, state = torch.tensor([context()]), vectors(1, seed=4)
+    plain = model(ids, use_cache=False).logits[0]
+    for layer in (0, 2):
+        for kind in (Replace(layer, (7,), state), Add(layer, (7,), state[0], 0.8)):
+
+            def change(hidden, hook, kind=kind):
+                own = hidden[0, 7].clone()
+                length = 0.8 * own.norm() / state[0].norm()
+                hidden[0, 7] = state[0] if isinstance(kind, Replace) else own + length * state[0]
+                return hidden
+
+            theirs = bridge.run_with_hooks(ids, fwd_hooks=[(hook_name(layer), change)])[0]
+            with intervene(model, [[kind]]):
+                ours = model(ids, use_cache=False).logits[0]
+            assert ((ours - theirs).norm(dim=-1) <= 1e-5 * ours.norm(dim=-1)).all()
+            assert (ours - plain)[7:].norm() > 1e-2

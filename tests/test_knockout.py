@@ -1,0 +1,144 @@
+"""``experiments.knockout``: planted routes, and the command."""
+
+import functools
+import json
+
+import numpy as np
+import pandas as pd
+import planted_reaction as planted
+import pytest
+
+from experiments.knockout.__main__ import main
+from experiments.knockout.analyse import estimates, with_bits
+from experiments.knockout.block import EDGES, INTACT, RANDOM, Asked, arms_of, blocked, edges_of
+from experiments.knockout.show import verdict
+from ia_mech.collect.command import main as sample
+
+QUERIES, WINDOW = 5, 2
+HEADER, TURN, BOTH, ONTO_HEADER, ONTO_QUERY = EDGES
+
+
+def asked(number: int) -> Asked:
+    lengths = planted.lengths(number)
+    contexts = [
+        planted.context(name, lengths[name], 1 + name % 3, query=2 + number)
+        for name in range(planted.NAMES)
+    ]
+    turns = [(planted.turn(name, 3 + name), name) for name in range(planted.NAMES)]
+    return Asked(f"q{number}", "d", tuple(contexts), tuple(turns))
+
+
+@functools.cache
+def rows(through_header: bool) -> pd.DataFrame:
+    model = planted.model(through_header)
+    parts = []
+    for number in range(QUERIES):
+        one = asked(number)
+        made = blocked(model, one, arms_of(planted.DEPTH, WINDOW), 0)
+        parts.append(made.assign(source=one.source, dataset=one.dataset))
+    return with_bits(pd.concat(parts, ignore_index=True), 0)
+
+
+@pytest.mark.parametrize(
+    ("through_header", "needed"),
+    [
+        (True, {HEADER: planted.WRITE, ONTO_HEADER: planted.READ, BOTH: planted.WRITE}),
+        (False, {TURN: planted.READ, BOTH: planted.READ}),
+    ],
+)
+def test_only_the_planted_edges_carry_the_bits(through_header, needed):
+    found = estimates(rows(through_header), planted.NAMES)
+    bits = found[found["quantity"] == "readable bits"].set_index(["of", "first", "last"])["value"]
+    assert bits[INTACT, 0, 0] > 1.5, "of 2"
+    for (of, first, last), value in bits.items():
+        if of in needed and first <= needed[of] <= last:
+            assert abs(value) < 0.05, (of, first, last)
+        elif not of.startswith(RANDOM):
+            assert value == pytest.approx(bits[INTACT, 0, 0], abs=0.05), (of, first, last)
+    lost = found[found["quantity"] != "readable bits"].set_index(["of", "first", "last"])
+    for of in needed:
+        assert lost["p"][of, 1, planted.DEPTH] == pytest.approx(2 / 2**QUERIES), "the smallest"
+
+
+def test_the_verdict_names_the_route():
+    told: dict[bool, str] = {}
+    for through_header in (True, False):
+        found = estimates(rows(through_header), planted.NAMES)
+        found["p_holm"] = found["p"] / 2  # five queries allow no p below 2 / 2 ** 5
+        told[through_header] = verdict(found)
+    assert told[True].startswith("The turn reads the response through the header: ")
+    assert told[False].startswith("The turn reads the response directly: ")
+
+
+def test_random_edges_are_as_many_of_the_same_tokens():
+    one = asked(1)
+    context, (turn, _) = one.contexts[2], one.turns[2]
+    start = context.positions["turn_end"]
+    for of in EDGES:
+        real = edges_of(of, context, start, turn, np.random.default_rng(0))
+        drawn = [
+            edges_of(RANDOM + of, context, start, turn, np.random.default_rng(seed))
+            for seed in (1, 2)
+        ]
+        for edges in drawn:
+            pairs = [tuple(edge) for edge in edges.tolist()]
+            assert len(set(pairs)) == len(pairs) == len(real)
+            assert all(a >= start and b < a for a, b in pairs)
+        assert drawn[0].tolist() != drawn[1].tolist()
+
+
+def test_windows_cover_every_layer():
+    windows = {(arm.first, arm.last) for arm in arms_of(31, 6)}
+    assert {(1, 6), (4, 9), (25, 30), (26, 31), (1, 31), (0, 0)} <= windows
+    assert all(last <= 31 for _, last in windows)
+
+
+@pytest.fixture(scope="module")
+def folder(tiny_model_dir, tmp_path_factory):
+    """A run of three responses to each of four queries."""
+    place = tmp_path_factory.mktemp("knockout")
+    said = ("Add {0} to it. That is all.", "No idea. Ask me about {0}.", "Twice {0}. Then stop.")
+    file = place / "several.jsonl"
+    with file.open("w") as lines:
+        for i in range(4):
+            responses = [one.format(i) for one in said]
+            row = {"id": f"q{i}", "question": f"What is {i}?", "responses": responses}
+            lines.write(json.dumps(row) + "\n")
+    out = place / "run"
+    words = ["--model", tiny_model_dir, "--dataset", str(file), "--out", str(out)]
+    assert sample([*words, "--samples", "1", "--temperatures", "1", "--max-new-tokens", "6"]) == 0
+    return out
+
+
+def test_the_command_plans_blocks_shows_and_goes_on(folder, capsys):
+    out = folder.parent / "knockout"
+    words = [str(folder), "--queries", "3", "--responses", "3", "--window", "2", "--out", str(out)]
+    assert main([*words, "--dry-run"]) == 0
+    planned = capsys.readouterr().out
+    assert "3, 3 responses to each" in planned and "under 26 knockouts" in planned
+    assert not out.exists()
+    assert main(words) == 0
+    shown = capsys.readouterr().out
+    assert "readable bits intact" in shown and "random edges show the latter" in shown
+    found = pd.read_parquet(out / "estimates.parquet")
+    bits = found[found["quantity"] == "readable bits"]
+    assert len(bits) == 26 and (bits["value"] <= np.log2(3)).all() and (bits["sources"] == 3).all()
+    assert found["p_holm"].notna().sum() == 25
+    kept = {file: file.stat().st_mtime_ns for file in (out / "parts").iterdir()}
+    assert main(words) == 0
+    assert {file: file.stat().st_mtime_ns for file in (out / "parts").iterdir()} == kept
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--window", "6"], "--window 6: the model has 4 layers; give at most 4"),
+        (["--responses", "4"], "--responses 4: there are 3 to each query; give fewer"),
+        (["--temperature", "0.7"], "no turns at T = 0.7; give --temperature 1"),
+    ],
+)
+def test_what_isnt_there_is_one_line(folder, tmp_path, capsys, words, said):
+    usual = ["--responses", "3", "--window", "2"]
+    assert main([str(folder), *usual, *words, "--out", str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("error: ") and said in error

@@ -1,0 +1,327 @@
+"""The report: what the page holds, which results it finds, and that texts in it stay texts."""
+
+import base64
+import gzip
+import hashlib
+import json
+import re
+import shutil
+from types import SimpleNamespace
+
+import numpy as np
+import pandas as pd
+import pyarrow.parquet as pq
+import pytest
+from judging import plant
+from matplotlib.figure import Figure
+from runs import resealed, rewritten
+from shell import call, refusal
+
+from experiments.runner import Experiment, Results
+from ia_mech.display import Recorder
+from ia_mech.errors import UserError
+from ia_mech.estimates import write_parquet
+from ia_mech.judge.rubric import GENUINE
+from ia_mech.page import packed, rendered
+from ia_mech.rates.compute import estimates
+from ia_mech.rates.load import read_runs
+from ia_mech.rates.show import print_rates
+from ia_mech.report import turns as browsers
+from ia_mech.report.__main__ import main, render_report
+from ia_mech.report.contents import listed, results_of, shown
+from ia_mech.run import Run
+from ia_mech.run.labels import KEY
+from ia_mech.untrusted import visible
+
+CATEGORIES = [[GENUINE, "generic", "degenerate", "new_topic"][i * 7 % 4] for i in range(60)]
+
+
+@pytest.fixture
+def judged(run) -> Run:
+    plant(run, "rules", [CATEGORIES])
+    return run
+
+
+@pytest.fixture(autouse=True)
+def no_tokenizer(monkeypatch):
+    def absent(spec):
+        raise UserError("no such model", "none")
+
+    monkeypatch.setattr(browsers, "load_tokenizer_and_config", absent)
+
+
+@pytest.fixture
+def report(capfd):
+    return lambda *words: call(main, [str(word) for word in words], capfd)
+
+
+def unpacked(page: str) -> dict:
+    """The data that a page's script reads."""
+    data = re.search(r'<script type="text/plain" id="data">(.*?)</script>', page, re.S)[1]
+    return json.loads(gzip.decompress(base64.b64decode(data)))
+
+
+def unseen(args, runs, folder) -> Results:
+    """An experiment that the report has never heard of."""
+    frame = pd.DataFrame({"quantity": ["moons", "suns"], "value": [0.123456, 2.0], "of": "sky"})
+    return Results(
+        runs=runs,
+        judge=None,
+        estimates=frame.assign(low=np.nan, p=np.nan, sources=3, dataset="d"),
+        show=lambda console: None,
+        figures={"orbit": Figure()},
+        notes=["a note <b>on</b> it"],
+        sentence="there are 0.12 moons",
+        control="no moons by day",
+    )
+
+
+MOONS = Experiment("moons", "How many moons? It counts them.", "orbit", unseen, judged=False)
+
+
+# -- what it says -----------------------------------------------------------------------------
+
+
+def test_numbers_are_those_of_the_terminal(judged, report):
+    outcome = report(judged.path)
+    assert (outcome.status, outcome.err) == (0, "")
+    assert outcome.out == f"report: {judged.path / 'report.html'}\n"
+    page = (judged.path / "report.html").read_text()
+    rates = read_runs([judged])
+    found = estimates(rates)
+    recorder = Recorder()
+    print_rates(recorder, rates, found)
+    cells = {cell for table in recorder.tables for row in shown(table).rows for cell in row}
+    assert len(cells) > 20
+    for cell in cells:
+        assert f"<td>{cell}</td>" in page
+    own = found[(found["quantity"] == "follow_up_rate") & (found["dataset"] == "(all)")]
+    for row in own.itertuples():
+        assert f"{row.value:.2f} [{row.low:.2f}, {row.high:.2f}]" in page
+    assert rates.gate.sentence[1:] in page
+    assert Run.open(judged.path).verify() == []
+
+
+def test_a_run_without_labels_is_shown_for_its_turns(run, report):
+    assert report(run.path).status == 0
+    page = (run.path / "report.html").read_text()
+    assert "Nothing was analysed yet" in page
+    data = unpacked(page)
+    assert data["turns"]["text"] == [visible(text) for text in run.generations["text"]]
+    assert data["turns"]["labels"] == {}
+
+
+def test_turns_keep_their_labels_and_contexts(judged):
+    data = unpacked(render_report([judged]))
+    turns, contexts = data["turns"], data["contexts"]
+    own = [contexts["id"][c] for c in turns["context"]]
+    assert own == judged.generations["context_id"].tolist()
+    said = [data["categories"][code] for code in turns["labels"]["rules"]["category"]]
+    labels = judged.labels.judgements("rules").set_index(list(KEY))["category"]
+    keys = judged.generations[list(KEY)].itertuples(index=False, name=None)
+    assert said == [labels[key] for key in keys]
+    messages = dict(zip(judged.contexts["context_id"], judged.contexts["messages"], strict=True))
+    for at, id_ in enumerate(contexts["id"]):
+        assert contexts["response"][at] == messages[id_][-1]["content"]
+
+
+# -- experiments --------------------------------------------------------------------------------
+
+
+def test_an_experiment_that_it_has_never_seen(judged, report):
+    assert MOONS.main([str(judged.path)]) == 0
+    assert report(judged.path).status == 0
+    page = (judged.path / "report.html").read_text()
+    for words in ("How many moons?", "There are 0.12 moons.", "No moons by day.", "0.1235"):
+        assert words in page
+    assert "a note &lt;b&gt;on&lt;/b&gt; it" in page
+    assert "quantity" in page and "of: sky" in page  # alike in all rows: said once
+    picture = (judged.path / "experiments" / "moons" / "orbit.svg").read_bytes()
+    assert base64.b64encode(picture).decode() in page
+    assert "It counts them" not in page
+
+
+def test_results_beside_the_run_count_if_they_are_of_it(judged, report, tmp_path):
+    beside = tmp_path / f"{judged.path.name}-moons"
+    assert MOONS.main([str(judged.path), "--out", str(beside)]) == 0
+    assert [one.folder for one in results_of(judged)] == [beside]
+    other = shutil.copytree(beside, tmp_path / f"{judged.path.name}-others")
+    frame = pq.read_table(other / "estimates.parquet").to_pandas()
+    about = json.loads(pq.read_schema(other / "estimates.parquet").metadata[b"ia_mech"])
+    write_parquet(frame, other / "estimates.parquet", about | {"runs": ["/another"]})
+    assert [one.folder for one in results_of(judged)] == [beside]
+    assert {one.folder for one in results_of(judged, [other])} == {beside, other}
+    assert report(judged.path, "--results", other).status == 0
+    assert str(other) in (judged.path / "report.html").read_text()
+
+
+def test_bits_of_turns_come_from_any_experiment_that_has_them(judged):
+    assert MOONS.main([str(judged.path)]) == 0
+    turns = judged.generations[list(KEY)].iloc[::2]
+    each = [[0.5, -0.25]] * len(turns)
+    bits = turns.assign(reaction_bits=np.arange(len(turns)) / 8, bits_by_token=each)
+    write_parquet(bits, judged.path / "experiments" / "moons" / "turns.parquet")
+    found = unpacked(render_report([judged]))["turns"]
+    assert found["bits"][::2] == pytest.approx(bits["reaction_bits"], abs=5e-4)
+    assert set(found["bits"][1::2]) == {None} and found["token_bits"][:2] == [[0.5, -0.25], None]
+
+
+def test_a_probe_says_what_its_card_says(judged):
+    folder = judged.path / "probes" / "mine"
+    folder.mkdir(parents=True)
+    gain = {"value": 0.05, "low": 0.01, "high": 0.09, "sources": 9, "method": "m"}
+    card = {"verdict": {"sentence": "it is readable"}, "controls": [{"name": "text", "gain": gain}]}
+    (folder / "card.json").write_text(json.dumps(card))
+    write_parquet(
+        pd.DataFrame({"quantity": ["auroc"], "value": [0.65]}), folder / "estimates.parquet"
+    )
+    ids = judged.contexts["context_id"]
+    write_parquet(
+        pd.DataFrame({"context_id": ids, "probability": np.arange(len(ids)) / 100}),
+        folder / "predictions.parquet",
+    )
+    page = render_report([judged])
+    assert "It is readable." in page and "text 0.05 [0.01, 0.09]" in page
+    values = unpacked(page)["contexts"]["probes"]["mine"]
+    assert values == pytest.approx(np.arange(len(ids)) / 100)
+
+
+def test_two_runs_stand_side_by_side(judged, tmp_path):
+    other = shutil.copytree(judged.path, tmp_path / "other")
+    again = rewritten(other, "run.json", lambda r: r["identity"]["config"]["grid"].update(seed=7))
+    plant(again, "rules", [CATEGORIES[::-1]])
+    page = render_report([judged, again])
+    assert page.count('<h2 id="s1">') == 1 and page.count("<h3>other</h3>") == 1
+    data = unpacked(page)
+    assert data["runs"] == ["run", "other"] and len(data["turns"]["text"]) == 120
+    assert data["contexts"]["run"] == [0] * 12 + [1] * 12
+
+
+def test_long_estimates_are_cut_and_say_so():
+    table = listed(pd.DataFrame({"value": np.arange(500.0), "of": "a"}))
+    assert len(table.rows) == 400 and table.title.endswith(
+        "the first 400 of 500 rows; the file has all"
+    )
+
+
+# -- size ---------------------------------------------------------------------------------------
+
+
+def test_a_page_that_would_be_too_large_holds_a_sample_of_whole_contexts(judged):
+    whole, words = browsers.browser([judged], ["run"], [[]])
+    assert words == "60 turns after 12 contexts."
+    small, words = browsers.browser([judged], ["run"], [[]], most=len(whole) * 2 // 3)
+    assert len(small) <= len(whole) * 2 // 3
+    kept = json.loads(gzip.decompress(base64.b64decode(small)))
+    count = len(kept["contexts"]["id"])
+    assert 3 <= count < 12 and len(kept["turns"]["text"]) == 5 * count
+    assert words.startswith(f"This page holds {5 * count} of 60 turns")
+    assert len(set(kept["contexts"]["dataset"])) == judged.contexts["dataset"].nunique()
+    with pytest.raises(UserError, match="not even one context"):
+        browsers.browser([judged], ["run"], [[]], most=100)
+
+
+def test_tokens_add_up_to_the_text(judged, tokenizer, monkeypatch):
+    monkeypatch.setattr(browsers, "load_tokenizer_and_config", lambda spec: (tokenizer, None))
+    found = browsers._pieces(judged)
+    told = [lengths is not None for lengths in found]
+    assert np.mean(told) > 0.5
+    for lengths, text in zip(found[told], judged.generations["text"][told], strict=True):
+        assert sum(lengths) == len(text.encode("utf-16-le")) // 2
+
+
+def test_pieces_count_what_javascript_counts(tokenizer, monkeypatch):
+    text = "a 😀 b"
+    ids = np.array(tokenizer.encode("a b", add_special_tokens=False))
+    run = SimpleNamespace(
+        config={"model": {"name": "m"}},
+        model={"weights_hash": "0"},
+        generations=pd.DataFrame({"text": [text, "a b"], "token_ids": [np.array([0]), ids]}),
+    )
+    fake = SimpleNamespace(decode=lambda ids, **_: text if ids == [0] else tokenizer.decode(ids))
+    monkeypatch.setattr(browsers, "load_tokenizer_and_config", lambda spec: (fake, None))
+    assert browsers._pieces(run)[0] == [6] and sum(browsers._pieces(run)[1]) == 3
+
+
+# -- texts stay texts ---------------------------------------------------------------------------
+
+HOSTILE = [
+    "<script>window.hacked = 1</script>",
+    '"><img src=x onerror="window.hacked = 1">',
+    "</textarea></script></style><svg onload=window.hacked=1>",
+    "[x](javascript:window.hacked=1) javascript:window.hacked=1",
+    "left \u202e right \u2066 nothing \x00 here \x1b[2J",
+    "=cmd|' /C calc'!A0 " + "x" * 100_000,
+    "{{ 7 * 7 }} ${7 * 7} <!-- --> ]]> &amp;",
+]
+
+
+def hostile(run: Run) -> Run:
+    """The run with such texts as turns, queries, responses, ids and datasets."""
+    for kind in ("contexts", "generations"):
+        for file in (run.path / kind).glob("*.parquet"):
+            table = pq.read_table(file)
+            rows = table.to_pylist()
+            for row in rows:
+                worst = HOSTILE[row["order"] % len(HOSTILE)]
+                row["context_id"] += worst[:40]
+                row["dataset"] = worst[:60]
+                if kind == "generations":
+                    row["text"] = worst
+                else:
+                    for message in row["messages"]:
+                        message["content"] = worst
+            pq.write_table(type(table).from_pylist(rows, schema=table.schema), file)
+    return resealed(run.path)
+
+
+def test_hostile_texts_are_inert(run):
+    bad = hostile(run)
+    plant(bad, "rules", [CATEGORIES])
+    page = render_report([bad])
+    outside = re.sub(r'id="data">.*?</script>', "", page, flags=re.S)
+    assert outside.count("<script") == 2  # the data's and the script's own
+    assert "<img src=x" not in outside and "<svg" not in outside and "\u202e" not in page
+    assert not re.search(r"[\x00-\x08\x0b-\x1f\u2066]", page)
+    data = unpacked(page)
+    seen = "".join(data["turns"]["text"] + data["contexts"]["id"] + data["contexts"]["query"])
+    assert "\u202e" not in seen and "\x00" not in seen and "\x1b" not in seen
+    assert HOSTILE[0] in data["turns"]["text"]  # as it is: the script sets text only
+
+
+def test_the_policy_allows_this_script_and_style_alone():
+    page = rendered("annotate", packed({}), title="t</title><script>", rubric=(), order="o")
+    assert "<title>t&lt;/title&gt;&lt;script&gt;</title>" in page
+    policy = re.search(r'http-equiv="Content-Security-Policy" content="(.*?)"', page)[1]
+    parts = dict(part.strip().split(" ", 1) for part in policy.split(";"))
+    assert parts["default-src"] == "'none'"
+    for tag in ("script", "style"):
+        content = re.findall(rf"<{tag}>(.*?)</{tag}>", page, re.S)
+        assert len(content) == 1
+        digest = base64.b64encode(hashlib.sha256(content[0].encode()).digest()).decode()
+        assert parts[f"{tag}-src"] == f"'sha256-{digest}'"
+    assert not re.search(r"innerHTML|insertAdjacent|document\.write|eval\(|https?://", page)
+
+
+# -- refusals -----------------------------------------------------------------------------------
+
+
+def test_bad_input_ends_in_one_line(judged, report, tmp_path):
+    assert str(tmp_path) in refusal(report(tmp_path))
+    assert "has no estimates.parquet" in refusal(report(judged.path, "--results", tmp_path))
+    assert "is a folder" in refusal(report(judged.path, "--out", tmp_path))
+    inside = judged.path / "contexts" / "page.html"
+    assert "lies inside the run" in refusal(report(judged.path, "--out", inside))
+    folder = judged.path / "experiments" / "broken"
+    folder.mkdir(parents=True)
+    (folder / "estimates.parquet").write_bytes(b"PAR1")
+    assert "no experiment wrote" in refusal(report(judged.path))
+    write_parquet(
+        pd.DataFrame({"a": [1]}), folder / "estimates.parquet", {"experiment": 3, "runs": []}
+    )
+    assert "no experiment wrote" in refusal(report(judged.path))
+    shutil.rmtree(folder)
+    (judged.path / "probes" / "p").mkdir(parents=True)
+    (judged.path / "probes" / "p" / "card.json").write_text("{}")
+    assert "card.json is damaged" in refusal(report(judged.path))
+    assert not (judged.path / "report.html").exists()
