@@ -65,9 +65,9 @@ def test_no_file_of_a_run_names_a_folder_of_this_machine(local, tmp_path, capfd)
     assert again.status == 0 and "was finished before" in again.err
     # Experiments find the model again, as long as it is there; and another of its name isn't it.
     assert subject_of(run).weights_hash == run.model["weights_hash"]
-    assert recalled("my-model", "00") == "my-model"
+    assert recalled({"name": "my-model"}, "00").name == "my-model"
     shutil.rmtree(tmp_path / "secret" / "my-model")
-    assert recalled("my-model", run.model["weights_hash"]) == "my-model"
+    assert recalled({"name": "my-model"}, run.model["weights_hash"]).name == "my-model"
 
 
 def test_a_run_of_an_older_version_is_gone_on_with(local, capfd):

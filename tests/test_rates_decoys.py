@@ -94,7 +94,7 @@ def test_between_the_two_nothing_is_decided(run):
     )
     assert judged.gate.margin.low < 0 < judged.gate.margin.high
     assert judged.gate.verdict == "undecided" and judged.gate.word == f"undecided ({DECOYS} decoys)"
-    assert "undecided: it calls" in judged.gate.sentence
+    assert "undecided. It accepts" in judged.gate.sentence
 
 
 def test_one_rare_success_does_not_make_a_judge_grounded(run):
@@ -247,7 +247,7 @@ def test_the_command_prints_floor_and_word_within_100_columns(merged, tmp_path, 
     head = next(line for line in table if line.startswith("┃"))
     assert all(word in head for word in ("all turns", "decoys", "rate", "floor", "excess"))
     assert (
-        "judge planted is not grounded: it calls 1.00 of turns genuine after their own "
+        "judge planted on genuine turns: not grounded. It accepts 1.00 of turns after their own "
         f"conversation and 1.00 of the same turns after another one ({DECOYS} decoys), an excess"
     ) in outcome.out
     assert "examples · judge planted: not grounded (drawn by seed" in outcome.out
