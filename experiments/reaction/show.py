@@ -132,8 +132,8 @@ def _shown(estimates: pd.DataFrame) -> pd.DataFrame:
 
 
 def by_temperature(estimates: pd.DataFrame, title: str) -> Figure:
-    """I_K against temperature, with its ceiling, placebo and the assistant's header."""
-    figure = Figure(figsize=(6.5, 4), layout="constrained")
+    """I_K against temperature, with placebo, the assistant's header, and the ceiling of each."""
+    figure = Figure(figsize=(8, 4), layout="constrained")
     axes = figure.add_subplot()
     found = _shown(estimates)
     most = found["responses"].max()
@@ -164,11 +164,13 @@ def by_temperature(estimates: pd.DataFrame, title: str) -> Figure:
             color=colour,
             label=label,
         )
-    axes.axhline(np.log2(most), color="0.3", lw=0.8, ls=":", label="ceiling")
+    controls = whole.loc[whole["of"].isin([SAME_CONTENT, ASSISTANT]), "responses"]
+    for count, style in zip(sorted({most, *controls}, reverse=True), (":", "--"), strict=False):
+        axes.axhline(np.log2(count), color="0.3", lw=0.8, ls=style, label=f"ceiling of {count}")
     axes.axhline(0, color="0.3", lw=0.8)
     axes.set_xlabel("temperature (0: greedy)")
     axes.set_ylabel("bits")
-    axes.legend(frameon=False)
+    axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
     title_axes(axes, title)
     return figure
 
