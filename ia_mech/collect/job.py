@@ -120,9 +120,7 @@ def make_run(
 
 
 def keep_lens(run: Run, subject: Subject) -> str | None:
-    """Keep the model's lens if it isn't kept yet, and where the model is; returns why there can be
-    no lens, or None."""
-    remember(subject)
+    """Keep the model's lens if it isn't kept yet; returns why there can be none, or None."""
     if not run.kept["contexts"]:
         return None
     try:
@@ -204,6 +202,7 @@ def collect(
         buckets, positions = found.buckets(config, shard), kept_positions(config, chat)
         who = identity(config, subject, chat, found.facts, prepared.engine, inputs.own)
         refuse_differing(out, shard, who)
+        remember(config.model.name, subject.weights_hash)
         record = {
             "format": layout.FORMAT,
             "source": inputs.source.description | {"dataset": who["config"]["dataset"]},

@@ -190,12 +190,12 @@ def load(spec: ModelSpec) -> Subject:
     return Subject(spec, model, tokenizer, weights_hash(model))
 
 
-def remember(subject: Subject) -> None:
+def remember(name: str, weights_hash: str) -> None:
     """Note where a local model is: a run records its weights, and no folders of this machine."""
-    path = Path(subject.spec.name).expanduser()
-    if subject.spec.name == embedded.NAME or not path.exists():
+    path = Path(name).expanduser()
+    if name == embedded.NAME or not path.exists():
         return
-    file = _place_file(subject.weights_hash)
+    file = _place_file(weights_hash)
 
     def write(scratch: Path) -> None:
         scratch.write_text(str(path.resolve()))
