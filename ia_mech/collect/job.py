@@ -202,7 +202,6 @@ def collect(
         buckets, positions = found.buckets(config, shard), kept_positions(config, chat)
         who = identity(config, subject, chat, found.facts, prepared.engine, inputs.own)
         refuse_differing(out, shard, who)
-        remember(config.model.name, subject.weights_hash)
         record = {
             "format": layout.FORMAT,
             "source": inputs.source.description | {"dataset": who["config"]["dataset"]},
@@ -223,6 +222,7 @@ def collect(
                 writer = RunWriter.create(folder, record, file)
         if problem := too_few(config, found.read):
             progress.say(f"note: {problem}")
+        remember(config.model.name, subject.weights_hash)
         with writer:
             if writer.manifest["complete"]:
                 progress.say(f"{folder} was finished before; nothing was computed again")
