@@ -70,8 +70,8 @@ def given_turns(runs: Sequence[Run], queries: int, temperature: float | None, se
             f"the runs have no turns at T = {temperature:g}",
             f"give --temperature {' or '.join(f'{t:g}' for t in sampled)}",
         )
-    order = np.random.default_rng(seed).permutation(len(arm.queries))[:queries]
-    drawn = [arm.queries[i] for i in sorted(order)]
+    kept = set(drawn([query.source for query in arm.queries], queries, seed))
+    used = [query for query in arm.queries if query.source in kept]
     config = runs[0].config
     tokenizer, model_config = load_tokenizer_and_config(
         recalled(config["model"], runs[0].model["weights_hash"])
@@ -79,16 +79,22 @@ def given_turns(runs: Sequence[Run], queries: int, temperature: float | None, se
     settings = SampleConfig(**{name: config[name] for name in SHARED})
     chat = build_chat(settings, tokenizer, eos_ids(None, model_config))
     contexts = {
-        query.source: [_context(chat, query, k) for k in range(arm.responses)] for query in drawn
+        query.source: [_context(chat, query, k) for k in range(arm.responses)] for query in used
     }
     turns: dict[str, list[list[Ids]]] = {
-        query.source: [[] for _ in query.contexts] for query in drawn
+        query.source: [[] for _ in query.contexts] for query in used
     }
     rows = arm.turns[arm.turns["temperature"] == temperature].sort_values("sample", kind="stable")
     for source, k, ids in zip(rows["source"], rows["followed"], rows["token_ids"], strict=True):
         if source in turns:
             turns[source][k].append(tuple(ids.tolist()[:TOKENS]))
-    return Given(drawn, contexts, turns, temperature, chat, notes)
+    return Given(used, contexts, turns, temperature, chat, notes)
+
+
+def drawn(names: Sequence[str], most: int, seed: int) -> list[str]:
+    """At most so many of the names, drawn by seed; in their order."""
+    rng = np.random.default_rng([seed, len(names)])
+    return [names[i] for i in sorted(rng.permutation(len(names))[:most])]
 
 
 def _context(chat: ChatFormat, query: Query, k: int) -> ChatContext:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
+from experiments.given_turns import drawn
 from experiments.perturbations.conditions import sentences
 from experiments.reaction.read import Arm, Query
 from ia_mech.data.conversations import Conversation
@@ -115,12 +116,6 @@ def under_assistant(
         for k in range(count)
     ]
     return conversations, notes
-
-
-def drawn(names: Sequence[str], most: int, seed: int) -> list[str]:
-    """At most so many of the names, drawn by seed; in their order."""
-    rng = np.random.default_rng([seed, len(names)])
-    return [names[i] for i in sorted(rng.permutation(len(names))[:most])]
 
 
 def conversation_of(query: Query, index: int, response: str, kind: str) -> Conversation:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.reaction.controls import drawn
+from experiments.given_turns import drawn
 from experiments.reaction.read import Arm
 from ia_mech.display import Progress
 from ia_mech.engine.sampling import stream_key
