@@ -213,7 +213,8 @@ def collect(
         }
         lengths = [found.lengths[i] for orders in buckets.values() for i in orders]
         counts = len(lengths), sum(lengths)
-        needed = run_bytes(config, positions, model.config, model.dtype.itemsize, *counts)
+        size = model.dtype.itemsize
+        needed = sum(run_bytes(config, positions, model.config, size, *counts).values())
         opened: list[RunWriter] = []
 
         def open_writer(texts: Texts = prepared.texts) -> None:
