@@ -217,7 +217,8 @@ def write(results: Results, folder: Path, name: str, title: str, level: float) -
     scratch = folder / ".new"
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir(parents=True)
-    about = {"experiment": name, "runs": [str(run.path) for run in results.runs], "level": level}
+    about = {"experiment": name, "runs": [run.name for run in results.runs], "level": level}
+    about["identities"] = [run.identity_digest for run in results.runs]
     if results.judge is not None:
         about |= {"judge": results.judge.judge, "gate": results.judge.word}
     try:

@@ -677,7 +677,7 @@ def command(args: argparse.Namespace) -> None:
 def report(run: Run, found: Agreement) -> str:
     """All figures as JSON; NaN is null."""
     content = {
-        "run": str(run.path),
+        "run": run.name,
         "labellers": [
             {"name": x.name, "kind": x.kind, "rows": int(x.labelled.sum())}
             | {"genuine": asdict(found.floors[x.name])}

@@ -467,7 +467,7 @@ def _notes(runs: list[Run], record: dict, turns: pd.DataFrame, annotator: str | 
 
 def _decoy_notes(runs: list[Run], decoys: list[pd.DataFrame]) -> list[str]:
     notes = []
-    without = [str(run.path) for run, frame in zip(runs, decoys, strict=True) if frame.empty]
+    without = [run.name for run, frame in zip(runs, decoys, strict=True) if frame.empty]
     if 0 < len(without) < len(runs):
         notes.append(
             f"no decoys in {', '.join(without)}: these verdicts have no floor. Judging the run "

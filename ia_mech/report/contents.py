@@ -3,7 +3,7 @@
 A part comes from verdicts (:mod:`ia_mech.rates`, whose tables and sentences it shows), from a probe
 analysis' card, or from the results of an experiment. An experiment's results are any folder with an
 ``estimates.parquet`` that says, as JSON in its metadata under ``ia_mech``, the ``experiment``, the
-``runs`` it is of, a ``title`` (the question), a ``sentence`` (what was found), a ``control`` and
+``runs`` it is of (and their ``identities``), a ``title`` (the question), a ``sentence`` (what was found), a ``control`` and
 ``notes``, and names its ``figures``, SVG files beside it. ``experiments.runner.write`` writes them;
 nothing else is known of an experiment here.
 """
@@ -220,7 +220,7 @@ def results_of(run: Run, more: Sequence[Path] = ()) -> list[Results]:
                 continue
             there.add(folder)
             about = _about(folder)
-            if run.path.resolve() in {Path(path).resolve() for path in about["runs"]}:
+            if run.identity_digest in about.get("identities", []):
                 found.append(Results(folder, about))
     return found
 
@@ -259,7 +259,7 @@ def _experiment(results: Results, run: str) -> Part:
         pictures=_pictures(folder, stems),
         notes=list(about.get("notes", [])),
         estimates=listed(_table(folder / ESTIMATES)),
-        folder=str(folder),
+        folder=_place(folder),
     )
 
 
@@ -286,8 +286,14 @@ def _probe(folder: Path, run: str) -> Part:
         pictures=_pictures(folder, [path.stem for path in sorted(folder.glob("*.svg"))]),
         notes=[str(note) for note in card.get("notes", [])],
         estimates=listed(_table(folder / ESTIMATES)),
-        folder=str(folder),
+        folder=_place(folder),
     )
+
+
+def _place(folder: Path) -> str:
+    """Where files are, as seen from the run's folder: a report holds no places of this machine."""
+    inside = folder.parent.name in ("experiments", "probes")
+    return "/".join(folder.parts[-2:]) if inside else folder.name
 
 
 def _sentence(text: str) -> str:
@@ -341,7 +347,7 @@ def provenance(run: Run, name: str) -> Iterator[Shown]:
     """What was sampled and with what, who judged, and which files the run has."""
     config, grid, model = run.config, run.config["grid"], run.model
     facts = {
-        "folder": str(run.path),
+        "folder": run.name,
         "identity": run.identity_digest,
         "model": f"{model['name']} ({model['weights_hash']}, {model['dtype']})",
         "dataset": config["dataset"],

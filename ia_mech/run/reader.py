@@ -64,6 +64,11 @@ class Run:
             run._check(part, part["files"], content=False)
         return run
 
+    @property
+    def name(self) -> str:
+        """Its folder's name: what files say of a run, which may be shared and moved."""
+        return self.path.resolve().name
+
     def parts(self, kind: str) -> list[dict]:
         """The parts of a kind, as the manifest has them; those of shards name their ``folder``."""
         return [part for part in self._manifest["parts"] if part["kind"] == kind]
