@@ -16,7 +16,7 @@ import pandas as pd
 
 from ia_mech.cli import quoted
 from ia_mech.errors import UserError
-from ia_mech.judge.decoys import CONVERSATION, KINDS, decoy_items
+from ia_mech.judge.decoys import CONVERSATION, KINDS, decoy_items, own_turns
 from ia_mech.judge.label import check_finished, items_of
 from ia_mech.judge.rubric import CANNOT_ASSESS, GENUINE, NAMES
 from ia_mech.judge.rules import fitted_items
@@ -337,14 +337,9 @@ def _decoys(run: Run, judge: str, turns: pd.DataFrame, items: list[Item]) -> pd.
     """``Judged.decoys`` of one run; ``turns`` are those of :func:`_turns`."""
     said = run.labels.decoys(judge)
     said = said[said["repeat"] == 0].reset_index(drop=True)
-    keys, names = pd.MultiIndex.from_frame(turns[list(KEY)]), ["shown", "temperature"]
-    # The own turn of a context is the one that was taken out of it.
-    lent = said.loc[said["decoy"] == CONVERSATION, list(KEY)].set_index(
-        ["context_id", "temperature"]
-    )
-    shown = pd.MultiIndex.from_frame(said[names])
-    decoy = pd.MultiIndex.from_frame(said[list(KEY)])
-    sound = lent.index.is_unique and shown.isin(lent.index).all() and decoy.isin(keys).all()
+    keys, decoy = (pd.MultiIndex.from_frame(frame[list(KEY)]) for frame in (turns, said))
+    own_keys, lent = own_turns(said), decoy[said["decoy"] == CONVERSATION].droplevel("sample")
+    sound = lent.is_unique and own_keys.isin(keys).all() and decoy.isin(keys).all()
     sound = (
         sound and said["decoy"].isin(KINDS).all() and said["category"].dropna().isin(NAMES).all()
     )
@@ -353,11 +348,10 @@ def _decoys(run: Run, judge: str, turns: pd.DataFrame, items: list[Item]) -> pd.
             f"the decoys of {judge!r} in {run.path} are not of its turns",
             f"judge it again: {run.labels.command('judgements', judge)}",
         )
-    own_keys = said[names].assign(sample=lent["sample"].reindex(shown).to_numpy())
-    own = turns.iloc[keys.get_indexer(pd.MultiIndex.from_frame(own_keys))].reset_index(drop=True)
+    own = turns.iloc[keys.get_indexer(own_keys)].reset_index(drop=True)
     other = turns.iloc[keys.get_indexer(decoy)].reset_index(drop=True)
     texts = pd.Series(items, index=keys)
-    pairs = zip(texts[pd.MultiIndex.from_frame(own_keys)], texts[decoy], strict=True)
+    pairs = zip(texts[own_keys], texts[decoy], strict=True)
     alike = [a.turn == b.turn or (a.query, a.response) == (b.query, b.response) for a, b in pairs]
     frame = own[["run", *SUBJECT, "dataset", "temperature", "source", "context", "cut_off"]].assign(
         decoy=said["decoy"], lender=other["source"], alike=np.array(alike, dtype=bool)
