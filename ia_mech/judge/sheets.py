@@ -461,7 +461,9 @@ def _csv_rows(path: Path) -> Iterator[SheetRow]:
     limit = csv.field_size_limit(2**31 - 1)  # a process-wide setting; responses may be long
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
     try:
-        header = [cell.strip().lower() for cell in next(reader, [])]
+        # Programs that take the mark for text (perhaps as Latin-1) write it, and the quotes behind
+        # it, into the first name.
+        header = [cell.strip('\ufeffï»¿" \t').lower() for cell in next(reader, [])]
         _check_columns(path, header)
         for number, cells in enumerate(reader, 2):
             if not any(cell.strip() for cell in cells):
