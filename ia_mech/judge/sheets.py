@@ -298,12 +298,16 @@ def write_files(contents: dict[Path, bytes], *, replace: bool = False) -> None:
     placed: list[Path] = []
     try:
         for path, content in contents.items():
-            integrity.replace_file(path, partial(Path.write_bytes, data=content))
+            integrity.replace_file(path, partial(_write_bytes, content))
             placed.append(path)
     except BaseException:
         for path in placed if not replace else ():
             path.unlink(missing_ok=True)
         raise
+
+
+def _write_bytes(content: bytes, path: Path) -> None:
+    path.write_bytes(content)
 
 
 # -- reading a filled-in sheet -----------------------------------------------------------------

@@ -255,7 +255,8 @@ def _floor_table(estimates: pd.DataFrame, kind: str, title: str) -> Table:
     # Over all temperatures says the same as the only one.
     shown = [(dataset, at) for dataset, at in places if at is not None or counts[dataset] > 2]
     for dataset, temperature, first in _lines(shown):
-        rate, own, floor, excess = (found.get((dataset, temperature, name)) for name in quantities)
+        rate = found.get((dataset, temperature, "follow_up_rate"))  # none over all temperatures
+        own, floor, excess = (found[dataset, temperature, name] for name in quantities[1:])
         cells = [_estimate(rate) if rate else "–", str(excess.rows)]
         cells += [f"{own.value:.2f}", f"{floor.value:.2f}", _signed(excess)]
         _add(table, dataset, temperature, first, cells)
