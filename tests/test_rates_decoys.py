@@ -164,8 +164,8 @@ def test_a_pair_with_an_unassessed_verdict_leaves_and_is_counted(run):
     assert (counted.to_numpy() == [11, 12, 10, 33]).all()
     assert len(drawn) == 36 and judged.gate.decoys == 33
     assert (
-        "3 of 36 decoys are left out: the judge put 2 of them, and of another 1 the context's own "
-        "turn, into no category."
+        "3 of 36 decoys are left out: the judge gave no category to the decoy (2) or else to the "
+        "context's own turn (1)."
     ) in judged.notes
 
 

@@ -472,9 +472,8 @@ def _decoy_notes(decoys: pd.DataFrame) -> list[str]:
     own = ~unassessed & decoys["own_genuine"].isna()
     if (unassessed | own).any():
         notes.append(
-            f"{(unassessed | own).sum()} of {count} decoys are left out: the judge put "
-            f"{unassessed.sum()} of them, and of another {own.sum()} the context's own turn, into "
-            "no category."
+            f"{(unassessed | own).sum()} of {count} decoys are left out: the judge gave no category to "
+            f"the decoy ({unassessed.sum()}) or else to the context's own turn ({own.sum()})."
         )
     if decoys["alike"].any():
         notes.append(
