@@ -472,8 +472,9 @@ def _decoy_notes(decoys: pd.DataFrame) -> list[str]:
     own = ~unassessed & decoys["own_genuine"].isna()
     if (unassessed | own).any():
         notes.append(
-            f"{(unassessed | own).sum()} of {count} decoys are left out: the judge gave no category to "
-            f"the decoy ({unassessed.sum()}) or else to the context's own turn ({own.sum()})."
+            f"{(unassessed | own).sum()} of {count} decoys are left out: the judge gave no "
+            f"category to the decoy ({unassessed.sum()}) or else to the context's own turn "
+            f"({own.sum()})."
         )
     if decoys["alike"].any():
         notes.append(
