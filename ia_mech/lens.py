@@ -99,8 +99,9 @@ class Lens:
         file = lens_file(weights_hash)
         if not file.is_file():
             raise NoLens(
-                f"no lens for the model with weights {weights_hash} ({file})",
-                "sample from the model once on this machine, or copy the file",
+                f"no lens for the model with weights {weights_hash}",
+                "sample from the model once on this machine, or copy its folder in models/ of the "
+                "cache",
             )
         try:
             with safe_open(file, framework="pt") as content:

@@ -160,7 +160,7 @@ def read_runs(
             "see why in the column status of its verdicts, and judge again with --retry-failed",
         )
     notes = _notes(runs, record, pooled, annotator)
-    without = [str(run.path) for run, frame in zip(runs, decoys, strict=True) if frame.empty]
+    without = [run.name for run, frame in zip(runs, decoys, strict=True) if frame.empty]
     if 0 < len(without) < len(runs):
         notes.append(
             f"no decoys in {', '.join(without)}: these verdicts have no floor. Judging the run "
