@@ -3,9 +3,9 @@
 A part comes from verdicts (:mod:`ia_mech.rates`, whose tables and sentences it shows), from a probe
 analysis' card, or from the results of an experiment. An experiment's results are any folder with an
 ``estimates.parquet`` that says, as JSON in its metadata under ``ia_mech``, the ``experiment``, the
-``runs`` it is of (and their ``identities``), a ``title`` (the question), a ``sentence`` (what was found), a ``control`` and
-``notes``, and names its ``figures``, SVG files beside it. ``experiments.runner.write`` writes them;
-nothing else is known of an experiment here.
+``runs`` it is of and their ``identities``, a ``title`` (the question), a ``sentence`` (what was
+found), a ``control`` and ``notes``, and names its ``figures``, SVG files beside it.
+``experiments.runner.write`` writes them; nothing else is known of an experiment here.
 """
 
 import json
