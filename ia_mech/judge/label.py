@@ -66,7 +66,7 @@ def same_judges(run: Run) -> list[str]:
 
 
 def items_of(run: Run, *, unperturbed: bool = False) -> list[Item]:
-    """What a judge sees of every row of ``run.generations``, in its order.
+    """What a judge sees of every row of ``run.turns``, in its order.
 
     ``unperturbed`` shows the response that the source's conversation had before it was perturbed,
     not the one that the model was given. A turn that was written without having seen the response
@@ -97,7 +97,7 @@ def items_of(run: Run, *, unperturbed: bool = False) -> list[Item]:
                     "judge it as it was shown to the model",
                 )
             shown[context] = (shown[context][0], before)
-    generations = run.generations
+    generations = run.turns
     return [
         Item(*shown[context], turn)
         for context, turn in zip(generations["context_id"], generations["text"], strict=True)
@@ -275,7 +275,7 @@ def label_run(
 def _to_judge(run: Run, unperturbed: bool) -> tuple[pd.DataFrame, list[Item]]:
     """All turns (KEY, ``decoy`` and ``shown``), the decoys last, and what a judge sees of each."""
     items, decoys = items_of(run, unperturbed=unperturbed), draw_decoys(run)
-    own = run.generations[list(KEY)].assign(decoy=None, shown=None)
+    own = run.turns[list(KEY)].assign(decoy=None, shown=None)
     return pd.concat([own, decoys], ignore_index=True), items + decoy_items(run, decoys, items)
 
 

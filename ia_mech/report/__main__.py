@@ -96,7 +96,7 @@ def render_report(runs: "Sequence[Run]", more: "Sequence[Path]" = ()) -> str:
     ]
     data, held = browser(runs, names, results)
     models = ", ".join(dict.fromkeys(run.model["name"] for run in runs))
-    turns = sum(len(run.generations) for run in runs)
+    turns = sum(len(run.turns) for run in runs)
     contexts = sum(len(run.contexts) for run in runs)
     return rendered(
         "report",

@@ -353,7 +353,7 @@ def provenance(run: Run, name: str) -> Iterator[Shown]:
         "dataset": config["dataset"],
         "conversations": f"{len(run.contexts)} contexts of "
         f"{run.contexts['source_id'].nunique()} sources",
-        "turns": f"{len(run.generations)}, at most {grid['max_new_tokens']} tokens each",
+        "turns": f"{len(run.turns)}, at most {grid['max_new_tokens']} tokens each",
         "temperatures": ", ".join(["greedy", *(f"{t:g}" for t in grid["temperatures"])])
         + f"; {grid['samples']} samples each, seed {grid['seed']}",
         "software": ", ".join(f"{k} {v}" for k, v in run.record["identity"]["software"].items()),
