@@ -27,7 +27,7 @@ from ia_mech.collect.config import SampleConfig
 from ia_mech.collect.rows import stored_logits
 from ia_mech.engine.plan import Grid
 from ia_mech.errors import UserError
-from ia_mech.run import Run, RunWriter
+from ia_mech.run import Run, RunWriter, layout
 
 # -- the folder ---------------------------------------------------------------------------------
 
@@ -354,7 +354,7 @@ def test_a_temperature_without_a_distribution_is_refused(merged, temperature):
 
 
 def test_turns_are_the_generations_without_their_values_per_token(by_hand):
-    path = by_hand().path
+    path = by_hand.path
     turns, generations = Run(path).turns, Run(path).generations
     assert {*generations.columns} - {*turns.columns} == {*layout.PER_TOKEN}
     pd.testing.assert_frame_equal(turns, generations[turns.columns])

@@ -131,7 +131,7 @@ class Run:
     def turns(self) -> pd.DataFrame:
         """:attr:`generations` without their values per token, which take most of the memory."""
         if "generations" in vars(self):  # read already
-            return self.generations.drop(columns=layout.PER_TOKEN, errors="ignore")
+            return self.generations.drop(columns=list(layout.PER_TOKEN))
         return self._frame(
             layout.generations_file, ["order", "temperature", "sample"], layout.PER_TOKEN
         )
