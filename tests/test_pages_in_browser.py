@@ -111,11 +111,11 @@ def test_filters_list_and_permalinks(judged, opened):
     assert counted(page) == len(expected) > 0
     assert page.locator(".row").first.get_attribute("id") == f"turn-{expected[0]}"
     page.get_by_role("button", name="clear").click()
-    page.wait_for_function("document.getElementById('count').textContent.startsWith('60 ')")
+    playwright.expect(page.locator("#count")).to_have_text("60 of 60 turns")
     page.get_by_label("text (turn, query, response)").fill("no turn says this")
     assert counted(page) == 0
     page.get_by_role("button", name="clear").click()
-    page.wait_for_function("document.getElementById('count').textContent.startsWith('60 ')")
+    playwright.expect(page.locator("#count")).to_have_text("60 of 60 turns")
     page.locator("#list").focus()
     page.keyboard.press("ArrowDown")
     page.keyboard.press("End")
@@ -194,9 +194,8 @@ def test_annotations_make_the_round_trip(judged, opened, tmp_path):
     assert saved.name == f"{sheet.key['sheet']}.json"
     download.value.save_as(saved)
     import_sheet(judged, saved, "anna")
-    both = pd.concat(
-        [judged.labels.annotations("anna"), judged.labels.decoys("anna", "annotations")]
-    )
+    own, decoys = judged.labels.annotations("anna"), judged.labels.decoys("anna", "annotations")
+    both = pd.concat([own.assign(decoy=None, shown=None), decoys])
     said = {
         (*row[:3], row.decoy, row.shown): (row.category, row.note)
         for row in both[[*KEY, "decoy", "shown", "category", "note"]].itertuples(index=False)
