@@ -25,7 +25,10 @@ from ia_mech.run.labels import KEY
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 CHROMIUM = shutil.which("chromium")
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed"),
+]
 CATEGORIES = [[GENUINE, "generic", "degenerate", "new_topic"][i * 7 % 4] for i in range(60)]
 __all__ = ["no_tokenizer"]  # a fixture that acts here, too
 
@@ -110,6 +113,8 @@ def test_filters_list_and_permalinks(judged, opened):
     ]
     assert counted(page) == len(expected) > 0
     assert page.locator(".row").first.get_attribute("id") == f"turn-{expected[0]}"
+    shown = page.locator(".card.chosen .text")  # the first that passes
+    assert shown.text_content() == (turns["text"][expected[0]] or "(empty)")
     page.get_by_role("button", name="clear").click()
     playwright.expect(page.locator("#count")).to_have_text("60 of 60 turns")
     page.get_by_label("text (turn, query, response)").fill("no turn says this")
@@ -241,11 +246,11 @@ def many(contexts: int, turns: int) -> tuple[pd.DataFrame, pd.DataFrame]:
 
 def rendered_turns(contexts: pd.DataFrame, turns: pd.DataFrame) -> str:
     content = {"title": "t", "asked": "a", "groups": [], "several": False, "held": "h"}
+    content["rubric"] = ()
     data = packed(_columns(contexts, turns, ["run"]))
     return rendered("report", data, **content, provenance=[], written="w")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("contexts", "paint", "filtering"), [(1250, 2.0, 0.2), (12_500, 20.0, 2.0)]
 )

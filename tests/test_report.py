@@ -6,6 +6,7 @@ import hashlib
 import json
 import re
 import shutil
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -16,6 +17,7 @@ from judging import plant
 from matplotlib.figure import Figure
 from runs import resealed, rewritten
 from shell import call, refusal
+from test_probes_files import analysis, data, kept, original
 
 from experiments.runner import Experiment, Results
 from ia_mech.display import Recorder
@@ -28,11 +30,15 @@ from ia_mech.rates.load import read_runs
 from ia_mech.rates.show import print_rates
 from ia_mech.report import turns as browsers
 from ia_mech.report.__main__ import main, render_report
-from ia_mech.report.contents import listed, results_of, shown
+from ia_mech.report.contents import listed, parts_of, results_of, shown
 from ia_mech.run import Run
 from ia_mech.run.labels import KEY
+from ia_mech.stats import Estimate
 from ia_mech.untrusted import visible
+from probes.analysis import Compared
+from probes.report.conclusion import conclude
 
+__all__ = ["analysis", "data", "kept", "original"]  # fixtures of a probe analysis
 CATEGORIES = [[GENUINE, "generic", "degenerate", "new_topic"][i * 7 % 4] for i in range(60)]
 
 
@@ -166,23 +172,29 @@ def test_bits_of_turns_come_from_any_experiment_that_has_them(judged):
     assert set(found["bits"][1::2]) == {None} and found["token_bits"][:2] == [[0.5, -0.25], None]
 
 
-def test_a_probe_says_what_its_card_says(judged):
+def test_a_probe_says_what_its_card_says(kept, analysis):
+    """``kept``: the files of a real analysis, of a planted run."""
+    auroc = Estimate(0.625, 0.5, 0.75, 40)
+    control = Compared("text", "words of the context", "text", auroc, analysis.headline.scores)
+    conclusion = conclude(analysis)
+    kept.write(replace(analysis, compared=[control]), conclusion)
+    *_, part = parts_of(Run.open(kept.folder.parents[1]), "run", [])
+    assert part.sentence == conclusion.sentence
+    assert part.control.endswith(": text 0.62 [0.50, 0.75].")
+    assert "text: words of the context." in part.notes
+    assert [name for name, _ in part.pictures] == ["heat map", "layer curve"]
+    assert part.estimates.rows
+
+
+def test_a_context_has_its_probe_score(judged):
     folder = judged.path / "probes" / "mine"
     folder.mkdir(parents=True)
-    gain = {"value": 0.05, "low": 0.01, "high": 0.09, "sources": 9, "method": "m"}
-    card = {"verdict": {"sentence": "it is readable"}, "controls": [{"name": "text", "gain": gain}]}
-    (folder / "card.json").write_text(json.dumps(card))
-    write_parquet(
-        pd.DataFrame({"quantity": ["auroc"], "value": [0.65]}), folder / "estimates.parquet"
-    )
     ids = judged.contexts["context_id"]
     write_parquet(
         pd.DataFrame({"context_id": ids, "probability": np.arange(len(ids)) / 100}),
         folder / "predictions.parquet",
     )
-    page = render_report([judged])
-    assert "It is readable." in page and "text 0.05 [0.01, 0.09]" in page
-    values = unpacked(page)["contexts"]["probes"]["mine"]
+    values = unpacked(render_report([judged]))["contexts"]["probes"]["mine"]
     assert values == pytest.approx(np.arange(len(ids)) / 100)
 
 
@@ -198,7 +210,9 @@ def test_two_runs_stand_side_by_side(judged, tmp_path):
 
 
 def test_long_estimates_are_cut_and_say_so():
-    table = listed(pd.DataFrame({"value": np.arange(500.0), "of": "a"}))
+    names = np.where(np.arange(500) < 450, "a", "(all)")
+    table = listed(pd.DataFrame({"value": np.arange(500.0), "of": "a", "dataset": names}))
+    assert [row[1] for row in table.rows] == ["(all)"] * 50 + ["a"] * 350
     assert len(table.rows) == 400 and table.title.endswith(
         "the first 400 of 500 rows; the file has all"
     )
@@ -257,7 +271,7 @@ HOSTILE = [
 
 
 def hostile(run: Run) -> Run:
-    """The run with such texts as turns, queries, responses, ids and datasets."""
+    """The run with such texts as turns, queries, responses, ids, datasets and its name."""
     for kind in ("contexts", "generations"):
         for file in (run.path / kind).glob("*.parquet"):
             table = pq.read_table(file)
@@ -272,7 +286,7 @@ def hostile(run: Run) -> Run:
                     for message in row["messages"]:
                         message["content"] = worst
             pq.write_table(type(table).from_pylist(rows, schema=table.schema), file)
-    return resealed(run.path)
+    return resealed(run.path.rename(run.path.with_name("<img src=x onerror=hacked=1>\u202e")))
 
 
 def test_hostile_texts_are_inert(run):

@@ -117,6 +117,10 @@ unpacked().then((data) => {
     at("count").textContent = `${found.length} of ${count} turns`;
     rows.style.height = `${found.length * ROW}px`;
     list.scrollTop = 0;
+    if (found.length && !found.includes(chosen)) {
+      chosen = found[0];
+      show(turns.context[chosen]);
+    }
     draw();
   }
 
@@ -242,6 +246,5 @@ unpacked().then((data) => {
     for (const part of document.querySelectorAll("details")) part.open = true;
   });
   filter();
-  if (count) show(turns.context[0]);
   follow();
 });
