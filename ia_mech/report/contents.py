@@ -33,6 +33,7 @@ from ia_mech.rates.load import NO_ANNOTATOR, Judged, read_runs
 from ia_mech.rates.show import print_rates
 from ia_mech.run import Run
 from ia_mech.run.integrity import read_json
+from ia_mech.run.notebook import facts
 from ia_mech.stats import Estimate
 
 # Sections in the order of reading; experiments that aren't named come after them, by name.
@@ -154,8 +155,8 @@ def _rates(judged: Judged, name: str) -> Part:
         name="rates",
         title="How often are the user turns genuine follow-ups?",
         run=name,
-        sentence=f"The {judged.judge} judge calls these shares of {len(judged.turns)} turns genuine "
-        f"(95% intervals over {sources} sources): {', '.join(said)}.",
+        sentence=f"The {judged.judge} judge calls these shares of {len(judged.turns)} turns "
+        f"genuine (95% intervals over {sources} sources): {', '.join(said)}.",
         control=_sentence(judged.gate.sentence),
         pictures=pictures,
         tables=[shown(table) for table in recorder.tables],
@@ -342,27 +343,7 @@ def _text(cell: Any) -> str:
 
 def provenance(run: Run, name: str) -> Iterator[Shown]:
     """What was sampled and with what, who judged, and which files the run has."""
-    config, grid, model = run.config, run.config["grid"], run.model
-    facts = {
-        "folder": str(run.path),
-        "identity": run.identity_digest,
-        "model": f"{model['name']} ({model['weights_hash']}, {model['dtype']})",
-        "dataset": config["dataset"],
-        "conversations": f"{len(run.contexts)} contexts of "
-        f"{run.contexts['source_id'].nunique()} sources",
-        "turns": f"{len(run.generations)}, at most {grid['max_new_tokens']} tokens each",
-        "temperatures": ", ".join(["greedy", *(f"{t:g}" for t in grid["temperatures"])])
-        + f"; {grid['samples']} samples each, seed {grid['seed']}",
-        "software": ", ".join(f"{k} {v}" for k, v in run.record["identity"]["software"].items()),
-    }
-    for judge in run.labels.judges:
-        identity = run.labels.record("judgements", judge).get("identity", {})
-        facts[f"judge {judge}"] = ", ".join(
-            f"{key} {value}" for key, value in identity.items() if isinstance(value, str | int)
-        )
-    for annotator in run.labels.annotators:
-        facts[f"annotator {annotator}"] = f"{len(run.labels.annotations(annotator))} turns"
-    yield Shown(["what", "is"], [[key, str(value)] for key, value in facts.items()], name)
+    yield Shown(["what", "is"], [list(fact) for fact in facts(run).items()], name)
     folders: dict[str, list[int]] = {}
     for file in sorted(path for path in run.path.rglob("*") if path.is_file()):
         top = file.relative_to(run.path).parts
