@@ -277,7 +277,7 @@ def _probe(folder: Path, run: str) -> Part:
         ) from None
     return Part(
         name="probes",
-        title=f"Where in the model can it be read? (probe {folder.name})",
+        title=f"What can be read from the hidden states? (probe {folder.name})",
         run=run,
         sentence=_sentence(sentence),
         control=f"AUROC from the text or the output alone, and of a control task: "
