@@ -152,7 +152,7 @@ def test_tokens_are_shaded_and_add_up(opened):
 
 def test_hostile_texts_do_nothing(run, opened):
     bad = hostile(run)
-    plant(bad, "rules", [CATEGORIES])
+    plant(bad, "rules", [CATEGORIES], rationale=[HOSTILE[i % len(HOSTILE)] for i in range(60)])
     page = opened(render_report([bad]))
     for at in range(len(HOSTILE)):
         page.locator(".row").nth(min(at, page.locator(".row").count() - 1)).click()
