@@ -1,9 +1,9 @@
-"""How time and memory grow with the number of contexts: writer, merge, reader, judge, rates, report.
+"""How time and memory grow with the number of contexts, from the writer to the report.
 
 Usage::
 
-    python -m benchmarks.growth                                # 1,250 to 10,000 contexts, 64 rows each
-    python -m benchmarks.growth --contexts 250 500 --write     # and write benchmarks/growth.md
+    python -m benchmarks.growth                            # 1,250 to 10,000 contexts of 64 rows
+    python -m benchmarks.growth --contexts 250 500 --write    # and write benchmarks/growth.md
 
 No model takes part: contexts, turns and tensors are made up, in the shapes of a run of a tiny model
 (4 layers, d_model 64, 4 positions, 100 header logits). Each step is a process of its own, which
@@ -47,7 +47,7 @@ SHARDS, BUCKET, UNIT = 4, 64, 16
 GRID = Grid((0.7, 1.0, 1.3), 21, TOKENS)  # 64 rows with the greedy one
 CONFIG = SampleConfig(ModelSpec("made-up"), limit=None, grid=GRID, header_logits="100")
 STEPS = ("write", "merge", "read", "layer", "judge", "rates", "report")
-WORDS = np.array("why how does it rise when you warm the dough and leave out salt then".split())
+WORDS = np.array(["why", "how", "does", "it", "rise", "when", "the", "dough", "is", "warm", "then"])
 TABLE = Path(__file__).with_suffix(".md")
 
 
@@ -207,8 +207,8 @@ def measured(contexts: list[int], steps: list[str], folder: Path) -> dict:
         out = folder / f"{count}" / "run"
         out.parent.mkdir(parents=True)
         for name in steps:
-            command = [sys.executable, "-m", "benchmarks.growth", "--step", name, str(out), f"{count}"]
-            done = subprocess.run(command, capture_output=True, text=True)
+            words = ["-m", "benchmarks.growth", "--step", name, str(out), f"{count}"]
+            done = subprocess.run([sys.executable, *words], capture_output=True, text=True)
             if done.returncode:
                 raise UserError(f"{name} of {count} failed", done.stderr[-2000:])
             found[name, count] = json.loads(done.stdout.splitlines()[-1])

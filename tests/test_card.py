@@ -117,6 +117,7 @@ def test_no_file_of_an_analysed_run_names_a_folder_of_this_machine(
     planted.lens.save(planted.weights_hash)
     for command, words in [
         (train, [probed, "--permutations", "39", "--resamples", "100", "--threads", "1"]),
+        (report, [probed]),
         (judge, ["run", run.path]),
         (rates, [run.path, "--parquet", tmp_path / "rates.parquet"]),
         (sweep, [run.path, "--resamples", "100"]),
