@@ -10,7 +10,7 @@ found), a ``control`` and ``notes``, and names its ``figures``, SVG files beside
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +105,11 @@ def parts_of(run: Run, name: str, results: Sequence[Results]) -> list[Part]:
     parts += [_experiment(one, name) for one in results]
     if len(run.labels.judges) + len(run.labels.annotators) > 1:
         parts.append(_agreement(run, name))
-    return parts
+    place = str(run.path)  # commands in notes name it; a page holds no folders of this machine
+    return [
+        replace(part, notes=[note.replace(place, run.name) for note in part.notes])
+        for part in parts
+    ]
 
 
 def grouped(parts: Sequence[Part]) -> list[dict[str, Any]]:
