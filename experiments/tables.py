@@ -21,6 +21,21 @@ def screen() -> Console:
     return console(1000)
 
 
+def print_plan(lines: dict[str, str], cost: float) -> None:
+    """Print what will be computed.
+
+    Args:
+        lines: name → what.
+        cost: of all of it, in decoded tokens (:mod:`ia_mech.engine.plan`).
+    """
+    from ia_mech.engine.plan import SLOW  # imports torch
+
+    work = f"like {cost:.0f} decoded tokens ({cost / SLOW:.0f} s at an assumed {SLOW} tokens/s)"
+    to = console()
+    for name, value in (lines | {"work": work}).items():
+        to.print(f"{name:<20}{escape(one_line(value))}", soft_wrap=True)
+
+
 def print_table(
     to: Console,
     title: str,
@@ -95,7 +110,7 @@ def label(value: Any, column: str = "") -> str:
     return f"{value:g}"
 
 
-def cell(row: pd.Series, digits: int | str) -> str:
+def cell(row: pd.Series, digits: int | str = 2) -> str:
     """An estimate as text: value, interval, and the corrected p of a test."""
     if np.isnan(row["value"]):
         return "–"

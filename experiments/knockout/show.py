@@ -7,15 +7,13 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 from rich.console import Console
-from rich.markup import escape
 
 from experiments.given_turns import places_of
 from experiments.knockout.analyse import BITS, LOST
 from experiments.knockout.block import EDGES, INTACT, RANDOM, Arm, Asked
-from experiments.tables import print_table
-from ia_mech.cli import one_line
-from ia_mech.display import COLOURS, console, title_axes
-from ia_mech.engine.plan import PREFILL_COST, RESCORE_COST, SLOW
+from experiments.tables import cell, print_plan, print_table
+from ia_mech.display import COLOURS, title_axes
+from ia_mech.engine.plan import PREFILL_COST, RESCORE_COST
 from ia_mech.estimates import together
 
 SIGNIFICANT = 0.05
@@ -38,16 +36,13 @@ def plan(queries: Sequence[Asked], arms: Sequence[Arm], depth: int) -> None:
     share = sum(1 - (arm.first - 1) / depth for arm in arms if arm.of != INTACT)
     cost = PREFILL_COST * prefilled + RESCORE_COST * tokens * (1 + share)
     turns = sum(len(one.turns) for one in queries)
-    lines = [
-        ("queries", f"{len(queries)}, {len(queries[0].contexts)} responses to each"),
-        ("turns", f"{turns}, scored after each response under {len(arms)} knockouts"),
-        ("tokens to prefill", str(prefilled)),
-        ("tokens to compute", f"{tokens * len(arms)}, from the first blocked layer on"),
-        ("work", f"like {cost:.0f} decoded tokens ({cost / SLOW:.0f} s at {SLOW} tokens/s)"),
-    ]
-    screen = console()
-    for name, value in lines:
-        screen.print(f"{name:<20}{escape(one_line(value))}", soft_wrap=True)
+    lines = {
+        "queries": f"{len(queries)}, {len(queries[0].contexts)} responses to each",
+        "turns": f"{turns}, scored after each response under {len(arms)} knockouts",
+        "tokens to prefill": str(prefilled),
+        "tokens to compute": f"{tokens * len(arms)}, from the first blocked layer on",
+    }
+    print_plan(lines, cost)
 
 
 def tables(to: Console, estimates: pd.DataFrame, level: float) -> None:
@@ -94,15 +89,10 @@ def verdict(estimates: pd.DataFrame) -> str:
     elif clear(BOTH):
         said = "Either route from the response to the turn makes up for the other"
     return (
-        f"{said}: {_cell(intact)} readable bits intact, {_cell(whole.loc[(HEADER, BITS)])} without "
-        f"{HEADER}, {_cell(whole.loc[(TURN, BITS)])} without {TURN}, "
-        f"{_cell(whole.loc[(BOTH, BITS)])} without both."
+        f"{said}: {cell(intact)} readable bits intact, {cell(whole.loc[(HEADER, BITS)])} without "
+        f"{HEADER}, {cell(whole.loc[(TURN, BITS)])} without {TURN}, "
+        f"{cell(whole.loc[(BOTH, BITS)])} without both."
     )
-
-
-def _cell(row: pd.Series) -> str:
-    ends = "" if np.isnan(row["low"]) else f" [{row['low']:.2f}, {row['high']:.2f}]"
-    return f"{row['value']:.2f}{ends}"
 
 
 def figures(estimates: pd.DataFrame, model: str) -> dict[str, Figure]:

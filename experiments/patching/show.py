@@ -22,10 +22,9 @@ from experiments.patching.patch import (
     Design,
 )
 from experiments.patching.read import Pair
-from experiments.tables import print_table
-from ia_mech.cli import one_line
-from ia_mech.display import COLOURS, console, title_axes
-from ia_mech.engine.plan import PREFILL_COST, RESCORE_COST, SLOW
+from experiments.tables import cell, print_plan, print_table
+from ia_mech.display import COLOURS, title_axes
+from ia_mech.engine.plan import PREFILL_COST, RESCORE_COST
 from ia_mech.estimates import together
 
 MOST = 5  # cells shown
@@ -60,16 +59,13 @@ def plan(pairs: Sequence[Pair], design: Design, depth: int) -> None:
         share = sum(1 - layer / max(depth, 1) for layer in singles) + whole
         cost += RESCORE_COST * tokens * share
     cost += PREFILL_COST * prefilled
-    screen = console()
-    lines = [
-        ("queries", f"{len(pairs)}, a pair of responses each"),
-        ("interchanges", f"{len(design.cells)} cells, {len(design.controls)} with controls"),
-        ("tokens to prefill", str(prefilled)),
-        ("tokens to compute", f"{computed}, from the patched layer on"),
-        ("work", f"like {cost:.0f} decoded tokens ({cost / SLOW:.0f} s at {SLOW} tokens/s)"),
-    ]
-    for name, value in lines:
-        screen.print(f"{name:<20}{escape(one_line(value))}", soft_wrap=True)
+    lines = {
+        "queries": f"{len(pairs)}, a pair of responses each",
+        "interchanges": f"{len(design.cells)} cells, {len(design.controls)} with controls",
+        "tokens to prefill": str(prefilled),
+        "tokens to compute": f"{computed}, from the patched layer on",
+    }
+    print_plan(lines, cost)
 
 
 def tables(to: Console, estimates: pd.DataFrame, level: float, same: float, own: float) -> None:
@@ -130,15 +126,10 @@ def verdict(estimates: pd.DataFrame) -> str:
         through, past = ("through", "past") if less["value"] > 0 else ("past", "through")
         said = f"More of the reaction passes {through} the header than {past} it"
     return (
-        f"{said}: τ is {_cell(header)} with all header states, {_cell(tail)} with turn end and "
-        f"separator, {_cell(before)} with the response alone, and at most {_cell(best)} with one "
+        f"{said}: τ is {cell(header)} with all header states, {cell(tail)} with turn end and "
+        f"separator, {cell(before)} with the response alone, and at most {cell(best)} with one "
         f"state (layer {best['layer']}, {best['position']}); {clear} of {len(cells)} differ from 0."
     )
-
-
-def _cell(row: pd.Series) -> str:
-    ends = "" if np.isnan(row["low"]) else f" [{row['low']:.2f}, {row['high']:.2f}]"
-    return f"{row['value']:.2f}{ends}"
 
 
 def figures(estimates: pd.DataFrame, model: str) -> dict[str, Figure]:

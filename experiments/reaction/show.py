@@ -9,10 +9,10 @@ from rich.markup import escape
 
 from experiments.reaction.analyse import INFORMATION, LESS, SAME_QUERIES
 from experiments.reaction.read import ALTERNATIVES, ASSISTANT, COMPLETE, SAME_CONTENT, Arm
-from experiments.tables import print_table
+from experiments.tables import print_plan, print_table
 from ia_mech.cli import one_line
-from ia_mech.display import COLOURS, coloured, console, title_axes
-from ia_mech.engine.plan import PREFILL_COST, RESCORE_COST, SLOW
+from ia_mech.display import COLOURS, coloured, title_axes
+from ia_mech.engine.plan import PREFILL_COST, RESCORE_COST
 from ia_mech.estimates import ALL
 
 MOST = 5  # turns shown at either end
@@ -26,29 +26,25 @@ def plan(arm: Arm, contexts: dict[str, int], requests: str) -> None:
         contexts: how many contexts each control would have.
         requests: what paraphrases would take; empty without any.
     """
-    screen = console()
     prefilled = sum(len(ids) for query in arm.queries for ids in query.token_ids)
     tokens = int(arm.turns["token_ids"].map(len).sum()) * (arm.responses + 1)
     share = len(arm.turns) / sum(len(query.contexts) for query in arm.queries)
     per_turn = arm.turns["token_ids"].map(len).mean()
     cost = PREFILL_COST * prefilled + RESCORE_COST * tokens
-    lines = [
-        ("queries", f"{len(arm.queries)}, {arm.responses} responses to each"),
-        ("turns", f"{len(arm.turns)}, scored after {arm.responses + 1} contexts each"),
-        ("tokens to prefill", str(prefilled)),
-        ("tokens to score", str(tokens)),
-    ]
+    lines = {
+        "queries": f"{len(arm.queries)}, {arm.responses} responses to each",
+        "turns": f"{len(arm.turns)}, scored after {arm.responses + 1} contexts each",
+        "tokens to prefill": str(prefilled),
+        "tokens to score": str(tokens),
+    }
     for name, count in contexts.items():
         rows = count * share
         each = count / max(1, len(arm.queries))
         cost += rows * per_turn * (1 + RESCORE_COST * each)
-        lines.append((name, f"{count} contexts to sample {rows:.0f} turns after, then to score"))
+        lines[name] = f"{count} contexts to sample {rows:.0f} turns after, then to score"
     if requests:
-        lines.append(("paraphrases", f"{requests}, before what is kept"))
-    seconds = f"{cost / SLOW:.0f} s at an assumed {SLOW} tokens/s"
-    lines.append(("work", f"like {cost:.0f} decoded tokens ({seconds})"))
-    for name, value in lines:
-        screen.print(f"{name:<20}{escape(one_line(value))}", soft_wrap=True)
+        lines["paraphrases"] = f"{requests}, before what is kept"
+    print_plan(lines, cost)
 
 
 def written(turns: pd.DataFrame) -> pd.DataFrame:
