@@ -11,6 +11,7 @@ from rich.console import Console
 from experiments.given_turns import places_of
 from experiments.knockout.analyse import BITS, LOST
 from experiments.knockout.block import EDGES, INTACT, RANDOM, Arm, Asked
+from experiments.knockout.matched import MATCHED
 from experiments.tables import cell, print_plan, print_table
 from ia_mech.display import COLOURS, title_axes
 from ia_mech.engine.plan import PREFILL_COST, RESCORE_COST
@@ -107,6 +108,7 @@ def figures(estimates: pd.DataFrame, model: str) -> dict[str, Figure]:
 def by_edges(estimates: pd.DataFrame, title: str) -> Figure:
     """Readable bits with edges blocked in all layers; hollow: as many random ones."""
     rows = estimates[~_windows(estimates) & (estimates["quantity"] == BITS)]
+    rows = rows[~rows["of"].str.startswith(MATCHED)]
     kinds = [INTACT, *EDGES]
     figure = Figure(figsize=(7, 3.2), layout="constrained")
     axes = figure.add_subplot()

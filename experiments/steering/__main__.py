@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ia_mech.steering import SteeringVector
     from probes.card import Probe
 
-DOSES = (-0.5, -0.2, -0.1, 0.1, 0.2, 0.5, 1.0)
+DOSES = (-2.0, -0.5, 0.1, 0.5, 1.0, 2.0, 4.0)
 SHUFFLES = 5
 PARTS = "parts"
 

@@ -128,8 +128,8 @@ def verdict(estimates: pd.DataFrame, dose: float, outcome: str) -> str:
     count = int(reached["rows"])
     return (
         f"{said} {outcome} turns likelier than random directions of the same KL do: their log-odds "
-        f"change by {head}, {cell(more)} beyond the mean of {count} random ones "
-        f"({p_value(more['p'])}), of which {round(reached['value'] * count)} reach it "
+        f"change by {head}, {cell(more)} beyond the mean of {count} random ones, of which "
+        f"{round(reached['value'] * count)} reach it "
         f"({p_value(reached['p'])})."
     )
 
