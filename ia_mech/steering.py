@@ -35,7 +35,7 @@ class SteeringVector:
     Attributes:
         kind: :data:`ADD` or :data:`PROJECT_OUT`.
         layer: whose states are changed; 0 = embeddings, l = output of block l.
-        positions: names; a context that lacks one of them isn't steered.
+        positions: names; a context that lacks one of them is refused.
         direction: ``[d_model]`` float32, of any length but 0.
         dose: of :data:`ADD` the length of what is added, in units of the norm of the state that it
             is added to (negative: the other way); of :data:`PROJECT_OUT` the share of the component

@@ -271,9 +271,16 @@ def folder(tiny_model_dir, tmp_path_factory):
             lines.write(json.dumps(row) + "\n")
     out = place / "run"
     words = ["--model", tiny_model_dir, "--dataset", str(file), "--out", str(out)]
-    assert sample([*words, "--samples", "2", "--temperatures", "1", "--max-new-tokens", "5"]) == 0
+    assert sample([*words, "--samples", "3", "--temperatures", "1", "--max-new-tokens", "5"]) == 0
     other = next(name for name in NAMES if name != GENUINE)
-    run = judged(Run.open(out), kinds=(GENUINE, other))
+    run = Run.open(out)
+    judged(run, kinds=(GENUINE, other, other))
+    frame = run.labels.judgements("planted").astype(object)
+    verdicts = frame.where(frame.notna(), None).to_dict("records")
+    for row in verdicts:  # two of three turns after every other response
+        if row["sample"] == 1 and row["context_id"].endswith("1"):
+            row |= {"category": GENUINE, "genuine": True}
+    run.labels.write_judgements("planted", verdicts, run.labels.record("judgements", "planted"))
     weights = np.random.default_rng(0).standard_normal(32)
     unit = (weights / np.linalg.norm(weights)).astype(np.float32)
     along = {"logistic": Direction("logistic", unit, 0.0, 1.0, 0.0)}
@@ -326,6 +333,8 @@ def test_the_command_steers_samples_shows_and_goes_on(folder, capsys):
         (["--layer", "5"], "there is no layer 5 to change; give layers from 0 to 4"),
         (["--positions", "header_9"], "no position header_9 to steer at; use names among"),
         (["--positions", "turn"], "steering the turn's tokens alone leaves the next token"),
+        (["--doses", "-1"], "there is no dose above 0 to choose; give --doses some"),
+        (["--doses", "nan"], "there is no dose above 0 to choose"),
         (["--direction", "mean"], "has no direction 'mean'; give --direction logistic"),
         (["--judge", "nobody"], "nobody"),
     ],

@@ -10,7 +10,9 @@ Usage::
 
 import argparse
 import sys
+from dataclasses import replace
 from functools import partial
+from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,8 +36,6 @@ PARTS = "parts"
 
 def run(args: argparse.Namespace, runs: "list[Run]", folder: Path) -> Results | None:
     """Read, steer, choose a dose, compare, sample, estimate and draw."""
-    from dataclasses import replace
-
     import pandas as pd
 
     from experiments.resample import chat_of, subject_of
@@ -63,8 +63,10 @@ def run(args: argparse.Namespace, runs: "list[Run]", folder: Path) -> Results | 
             "steering the turn's tokens alone leaves the next token at the header as it is",
             "give --positions a token of the header, too",
         )
-    given = read(runs, args.judge, outcome, args.queries, args.responses, args.seed)
     doses = sorted(set(args.doses or DOSES) - {0.0})
+    if not all(map(isfinite, doses)) or max(doses, default=0) <= 0:
+        raise UserError("there is no dose above 0 to choose", "give --doses some, such as 0.5 1 2")
+    given = read(runs, args.judge, outcome, args.queries, args.responses, args.seed)
     arms = [Arm(UNSTEERED)]
     arms += [Arm(ADDED, 0, replace(vector, dose=dose)) for dose in doses]
     arms.append(Arm(REMOVED, 0, replace(vector, kind=PROJECT_OUT, dose=1.0)))
@@ -147,8 +149,6 @@ def _vector(
     args: argparse.Namespace, runs: "list[Run]"
 ) -> "tuple[SteeringVector, Probe | None, str]":
     """The direction, the probe that it is of, and what its judge accepts."""
-    from dataclasses import replace
-
     from experiments.steering.read import vector_of_probe
     from ia_mech.steering import SteeringVector
     from probes.card import Probe
@@ -212,8 +212,6 @@ def _key(subject: "Subject", query: "Query", token: "FirstToken") -> list:
 
 def _with_expected(given: "Read", rows: "pd.DataFrame") -> "Read":
     """The contexts with the ``expected`` rate of the unsteered model, where it was computed."""
-    from dataclasses import replace
-
     from experiments.steering.steer import UNSTEERED
 
     plain = rows[rows["of"] == UNSTEERED].drop_duplicates(["source", "followed"])

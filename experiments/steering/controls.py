@@ -89,10 +89,13 @@ def without_known(x: np.ndarray, read: Read, like: Arm) -> Arm:
 def shuffled_arms(
     x: np.ndarray, read: Read, like: Arm, probe: Probe, name: str, count: int, seed: int
 ) -> list[Arm]:
-    """Probes that are fitted as this one was, to the outcomes of other contexts."""
+    """Probes that are fitted as this one was, to the outcomes of other contexts; none where all
+    outcomes are alike."""
     frame = read.contexts.reset_index(drop=True)
     there = (frame["trials"] > 0).to_numpy()
     rows = frame[there]
+    if (rows["positives"] / rows["trials"]).nunique() < 2:
+        return []
     rng = np.random.default_rng([seed, 25])
     found = []
     for number in range(count):

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ia_mech.engine.cuda import fused
-from ia_mech.engine.intervention import Intervention, Steered, at_tokens, intervene
+from ia_mech.engine.intervention import Steered, intervene
 from ia_mech.engine.prefill import Prefilled, State, can_join, expand, forward, join, put_rows
 from ia_mech.engine.sampling import Draw, draw, gumbel
 
@@ -29,7 +29,7 @@ COMPACT_BELOW = 0.875  # a batch that no row joins is compacted at this share of
 class Row:
     """One generation to decode: which context of the group, at which temperature, which noise.
 
-    ``steered`` takes place at each token of the turn; its own positions aren't looked at.
+    ``steered`` takes place at each token of the turn, for which position 0 stands.
     """
 
     context: int
@@ -94,7 +94,8 @@ class Stream:
             if keep is not None:
                 token = token[keep]
                 self._state.keep(torch.tensor(keep, device=token.device))
-            with intervene(self._model, self._interventions()):
+            each = [self._rows[row].steered if row >= 0 else () for row in schedule.slots]
+            with intervene(self._model, each):
                 logits = decode_step(self._model, self._state, token)
             busy = len(schedule.busy)
             token, finished = self._sample(logits, schedule.slots, schedule.age)
@@ -105,11 +106,6 @@ class Stream:
                 self._state.retire(finished)
             else:
                 self._state = None
-
-    def _interventions(self) -> list[list[Intervention]]:
-        """Of each slot, at the one token of a step."""
-        of = [self._rows[row].steered if row >= 0 else () for row in self._schedule.slots]
-        return [at_tokens(steered, [0]) for steered in of]
 
     def _refill(self, token: Tensor) -> Tensor:
         """Start rows until no slot is free or none waits; returns the newest token per slot."""
