@@ -1,6 +1,7 @@
 """``experiments.steering``: a planted direction, controls of equal KL, the choice, the command."""
 
 import json
+import shutil
 from dataclasses import replace
 
 import numpy as np
@@ -325,6 +326,27 @@ def test_the_command_steers_samples_shows_and_goes_on(folder, capsys):
     assert main(words) == 0
     assert {file: file.stat().st_mtime_ns for file in (out / "parts").iterdir()} == kept
     assert {file: file.stat().st_mtime_ns for file in runs} == runs and len(runs) > 5
+
+
+def test_a_vector_of_a_run_without_verdicts_is_steered_along(folder, tmp_path, capsys):
+    """The dose is chosen by its KL, and nothing is said of accepted turns."""
+    shutil.copytree(folder, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "judgements")
+    weights_hash = Run.open(folder).model["weights_hash"]
+    vector = replace(planted_vector(), layer=2, positions=("header_last", TURN))
+    vector = replace(vector, weights_hash=weights_hash)
+    vector.save(tmp_path / "v.safetensors")
+    out = tmp_path / "out"
+    words = [str(tmp_path / "run"), "--vector", str(tmp_path / "v.safetensors"), "--out", str(out)]
+    words += ["--doses", "0.1", "0.2", "9", "--samples", "0", "--controls", "0", "--queries", "4"]
+    assert main([*words, "--most-kl", "0.05"]) == 0
+    assert "without verdicts, what that does to the turns isn't told" in capsys.readouterr().out
+    found = pd.read_parquet(out / "estimates.parquet")
+    kl = found[(found["quantity"] == "KL at the header") & (found["half"] == CHOOSING)]
+    kl = kl[kl["of"] == ADDED].set_index("dose")["value"]
+    assert (kl > 0.05).any() and (kl <= 0.05).any()
+    assert SteeringVector.load(out / sampling.FILE).dose == kl.index[kl <= 0.05].max()
+    assert not found["quantity"].str.contains("accepted").any()
 
 
 @pytest.mark.parametrize(

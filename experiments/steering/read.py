@@ -164,23 +164,23 @@ def read(
             "change of the next token alone."
         )
     contexts, turns = _frames(runs, labels)
-    counts = turns.groupby(["run", "context_id"])["label"].agg(["sum", "count"])
+    counts = turns.groupby(["run", "context_id"])["label"].agg(["sum", "count", "size"])
     keys = pd.MultiIndex.from_frame(contexts[["run", "context_id"]])
     counts = counts.reindex(keys).fillna(0)
     contexts = contexts.assign(
         positives=counts["sum"].to_numpy(), trials=counts["count"].to_numpy()
     )
     both = (contexts["positives"] > 0) & (contexts["positives"] < contexts["trials"])
-    usable = contexts[both] if gate is not None else contexts
+    usable = contexts[both if gate is not None else counts["size"].to_numpy() > 0]
     names = list(dict.fromkeys(usable["source"]))
     used = drawn(names, most, seed)
     if len(used) < 4:
         raise UserError(
             f"{len(used)} sources have turns to compare",
-            "give runs of four sources or more"
-            + (", with turns that the judge accepts and others" if gate else ""),
+            "give runs of four sources or more, with sampled turns"
+            + (" that the judge accepts, and others" if gate else ""),
         )
-    if len(names) < contexts["source"].nunique():
+    if gate is not None and len(names) < contexts["source"].nunique():
         left = contexts["source"].nunique() - len(names)
         notes.append(
             f"{left} sources have no response after which the judge accepts some turns and not "
