@@ -136,7 +136,7 @@ def computed_for_each(
         compute: the same of one of them.
     """
     bar, parts = Bar(), []
-    bar.start(phase, len(those), unit="query")
+    bar.start(phase, len(those), unit="source")
     try:
         for one in those:
             made = computed_once(folder, key(one), partial(compute, one))

@@ -143,6 +143,7 @@ class Experiment:
         return guarded(lambda: self._run(args), lambda: self.kept)
 
     def _run(self, args: argparse.Namespace) -> None:
+        from ia_mech.display import styled
         from ia_mech.rates.load import open_runs
 
         runs = open_runs(args.runs, verify=args.verify)
@@ -151,7 +152,7 @@ class Experiment:
             check_one_model(runs)
         if not self.perturbed:
             check_unperturbed(runs)
-        results = self.run(args, runs, folder)
+        results = styled(self.run)(args, runs, folder)
         if results is None:
             return
         write(results, folder, self.name, self.question, args.level)
@@ -162,7 +163,8 @@ class Experiment:
         results.show(console)  # after writing: a closed pipe must not cost the files
         if results.judge is not None:
             console.print(f"{results.judge.sentence}.", style="bold", soft_wrap=True, markup=False)
-        for note in results.notes + few_sources(results.estimates):
+        said = filter(None, [results.sentence, results.control])
+        for note in [*said, *results.notes, *few_sources(results.estimates)]:
             console.print(one_line(note), soft_wrap=True, markup=False)
         print(f"wrote {folder}", file=sys.stderr)
 

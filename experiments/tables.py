@@ -78,7 +78,7 @@ def print_table(
 
 
 def stated(words: str, rows: pd.DataFrame, digits: int = 2) -> str:
-    """Estimates as a sentence: ``words: greedy 0.22 [0.17, 0.27], T = 1: 0.28 [0.25, 0.30].``
+    """Estimates as a sentence: ``Words: greedy 0.22 [0.17, 0.27], T = 1: 0.28 [0.25, 0.30].``
 
     Args:
         words: what the estimates are.
@@ -96,7 +96,7 @@ def stated(words: str, rows: pd.DataFrame, digits: int = 2) -> str:
         if not np.isnan(t := row["temperature"]):
             where.append("greedy" if t == 0 else f"T = {t:g}:")
         found.append(" ".join([*where, cell(row, digits)]))
-    return f"{words}: {', '.join(found)}." if found else ""
+    return f"{words[:1].upper()}{words[1:]}: {', '.join(found)}." if found else ""
 
 
 def label(value: Any, column: str = "") -> str:

@@ -1,7 +1,6 @@
 """Knockouts in the terminal and as figures."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -13,7 +12,7 @@ from experiments.knockout.analyse import BITS, LOST
 from experiments.knockout.block import EDGES, INTACT, RANDOM, Arm, Asked
 from experiments.knockout.matched import MATCHED
 from experiments.tables import cell, print_plan, print_table
-from ia_mech.display import COLOURS, title_axes
+from ia_mech.display import COLOURS, coloured, draw_line, draw_points, list_names, new_axes
 from ia_mech.engine.plan import PREFILL_COST, RESCORE_COST
 from ia_mech.estimates import together
 
@@ -62,7 +61,6 @@ def tables(to: Console, estimates: pd.DataFrame, level: float) -> None:
         layers = some["first"].astype(str) + "–" + some["last"].astype(str)
         title = "edges blocked in some layers only"
         print_table(to, title, some.assign(layers=layers), columns, index=("of", "layers"))
-    to.print(verdict(estimates), soft_wrap=True, markup=False)
     to.print(LIMITS, soft_wrap=True)
 
 
@@ -96,6 +94,20 @@ def verdict(estimates: pd.DataFrame) -> str:
     )
 
 
+def control(estimates: pd.DataFrame) -> str:
+    """What blocked edges are held against, in one sentence: as many random ones."""
+    found = together(estimates)
+    whole = found[~_windows(found) & (found["quantity"] == LOST)]
+    whole = whole.assign(p_holm=np.nan).set_index("of")  # p is of 0, not of random edges
+    said = []
+    for of in (HEADER, TURN, BOTH):
+        if of in whole.index and RANDOM + of in whole.index:
+            own, drawn = whole.loc[of], whole.loc[RANDOM + of]
+            more = "more" if own["low"] > drawn["high"] else "not shown to be more"
+            said.append(f"{of} {cell(own)}, {more} than {cell(drawn)}")
+    return f"Bits lost, against as many random edges: {'; '.join(said)}." if said else ""
+
+
 def figures(estimates: pd.DataFrame, model: str) -> dict[str, Figure]:
     """The figures by the stem of their files."""
     found = together(estimates)
@@ -110,20 +122,14 @@ def by_edges(estimates: pd.DataFrame, title: str) -> Figure:
     rows = estimates[~_windows(estimates) & (estimates["quantity"] == BITS)]
     rows = rows[~rows["of"].str.startswith(MATCHED)]
     kinds = [INTACT, *EDGES]
-    figure = Figure(figsize=(7, 3.2), layout="constrained")
-    axes = figure.add_subplot()
-    for row in rows.itertuples():
-        control = row.of.startswith(RANDOM)
-        at = kinds.index(row.of.removeprefix(RANDOM)) + (0.25 if control else 0)
-        reach = np.nan_to_num(np.abs([[row.value - row.low], [row.high - row.value]]))
-        colour = COLOURS[0] if not control else "0.4"
-        look: dict[str, Any] = {"color": colour, "mfc": "white" if control else colour}
-        axes.errorbar(row.value, at, xerr=reach, fmt="o", ms=5, lw=1.2, **look)
+    across = "readable bits of a turn (hollow: as many random edges blocked)"
+    figure, axes = new_axes(title, across, size=(7, 3.2))
+    for control, look in ((False, {"color": COLOURS[0]}), (True, {"color": "0.4", "mfc": "white"})):
+        mine = rows[rows["of"].str.startswith(RANDOM) == control]
+        at = [kinds.index(of.removeprefix(RANDOM)) + 0.25 * control for of in mine["of"]]
+        draw_points(axes, at, mine, lying=True, ms=5, **look)
     axes.axvline(0, color="0.3", lw=0.8)
-    axes.set_yticks(range(len(kinds)), kinds)
-    axes.invert_yaxis()
-    axes.set_xlabel("readable bits (hollow: as many random edges blocked)")
-    title_axes(axes, title)
+    list_names(axes, kinds)
     return figure
 
 
@@ -131,17 +137,10 @@ def by_window(estimates: pd.DataFrame, title: str) -> Figure:
     """Readable bits by the middle of the window, a line per kind of edge."""
     bits = estimates[estimates["quantity"] == BITS]
     rows = bits[_windows(bits)]
-    figure = Figure(figsize=(6.5, 4), layout="constrained")
-    axes = figure.add_subplot()
-    for number, of in enumerate(EDGES):
-        mine = rows[rows["of"] == of]
-        at, colour = (mine["first"] + mine["last"]) / 2, COLOURS[number]
-        axes.plot(at, mine["value"], "o-", ms=3, color=colour, label=of)
-        axes.fill_between(at, mine["low"], mine["high"], color=colour, alpha=0.12, lw=0)
+    figure, axes = new_axes(title, "middle of the window of layers", "readable bits of a turn")
+    for colour, (of, mine) in coloured(rows, "of"):
+        draw_line(axes, (mine["first"] + mine["last"]) / 2, mine, colour, of)
     intact = bits[bits["of"] == INTACT].iloc[0]
     axes.axhline(intact["value"], color="0.3", lw=0.8, ls=":", label=INTACT)
-    axes.set_xlabel("middle of the window of layers")
-    axes.set_ylabel("readable bits")
-    axes.legend(frameon=False)
-    title_axes(axes, title)
+    axes.legend()
     return figure

@@ -73,6 +73,8 @@ def run(args: argparse.Namespace, runs: "list[Run]", folder: Path) -> Results | 
         figures=show.figures(found, runs[0].model["name"]),
         tables={"turns": rows.assign(**sums)},
         notes=given.notes + notes,
+        sentence=show.verdict(found),
+        control=show.control(found),
     )
 
 

@@ -38,18 +38,17 @@ def run(args: argparse.Namespace, runs: "list[Run]", folder: Path) -> Results | 
     sample.judged(perturbed, gate.judge, base)
     compared = compare(base, perturbed, gate.judge, left_out)
     found = estimates(compared, **intervals(args))
-    figures = show.figures(found, perturbed.model["name"], str(gate))
+    figures = show.figures(found, perturbed.model["name"], gate)
     if "displacement" not in figures:
         notes.append("no displacement: a dataset needs two sources to say how far apart they lie.")
-    said = list(verdicts(found))
     return Results(
         runs=[*runs, perturbed],
         judge=gate,
         estimates=found,
         show=lambda console: show.tables(console, found, args.level),
         figures=figures,
-        notes=[*said, *notes, *compared.notes],
-        sentence=" ".join(said),
+        notes=notes + compared.notes,
+        sentence=" ".join(verdicts(found)),
     )
 
 

@@ -136,7 +136,7 @@ def run(args: argparse.Namespace, runs: "list[Run]", folder: Path) -> Results | 
         runs=runs,
         judge=given.gate,
         estimates=found,
-        show=lambda console: show.tables(console, found, dose, args.level, said),
+        show=lambda console: show.tables(console, found, dose, args.level),
         figures=show.figures(found, dose, model["name"]),
         tables=tables,
         notes=notes,

@@ -27,7 +27,7 @@ from experiments.steering.analyse import (
 from experiments.steering.controls import ALIKE, RANDOM
 from experiments.steering.read import REPORTING, Read
 from experiments.tables import cell, p_value, print_plan, print_table
-from ia_mech.display import COLOURS, title_axes
+from ia_mech.display import COLOURS, draw_line, draw_points, list_names, new_axes
 from ia_mech.engine.plan import PREFILL_COST, RESCORE_COST
 from ia_mech.estimates import together
 from ia_mech.steering import SteeringVector
@@ -90,8 +90,8 @@ def plan(
     print_plan(lines, cost)
 
 
-def tables(to: Console, estimates: pd.DataFrame, dose: float, level: float, said: str) -> None:
-    """Doses, controls, sampled turns, and the verdict."""
+def tables(to: Console, estimates: pd.DataFrame, dose: float, level: float) -> None:
+    """Doses, controls, sampled turns, and what they can't show."""
     found = together(estimates)
     found = found[found["half"] == REPORTING]
     intervals = f"{100 * level:g}% intervals over sources, on the half that didn't choose the dose"
@@ -104,7 +104,6 @@ def tables(to: Console, estimates: pd.DataFrame, dose: float, level: float, said
     print_table(to, title, first, SCORED, index=("of", "draw", "dose"))
     sampled = found[found["quantity"].isin(SAMPLED)]
     print_table(to, "sampled turns, by the rules judge", sampled, SAMPLED, index=("of", "dose"))
-    to.print(said, soft_wrap=True, markup=False)
     to.print(LIMITS, soft_wrap=True)
 
 
@@ -158,20 +157,15 @@ def figures(estimates: pd.DataFrame, dose: float, model: str) -> dict[str, Figur
 
 def by_dose(estimates: pd.DataFrame, quantity: str, dose: float, title: str) -> Figure:
     """A quantity by dose, with random directions at the chosen one."""
-    figure = Figure(figsize=(6.5, 4), layout="constrained")
-    axes = figure.add_subplot()
+    figure, axes = new_axes(title, "dose, in norms of the state", f"{quantity}, nats")
     rows = of_arm(estimates, quantity, ADDED).sort_values("dose")
-    axes.plot(rows["dose"], rows["value"], "o-", ms=3, color=COLOURS[0], label="direction")
-    axes.fill_between(rows["dose"], rows["low"], rows["high"], color=COLOURS[0], alpha=0.12, lw=0)
+    draw_line(axes, rows["dose"], rows, COLOURS[0], "direction")
     drawn = of_arm(estimates, quantity, RANDOM)
     if len(drawn):
         at = np.full(len(drawn), dose)
         axes.plot(at, drawn["value"], "_", color="0.4", ms=8, label="random, same KL")
     axes.axhline(0, color="0.3", lw=0.8)
-    axes.set_xlabel("dose, in norms of the state")
-    axes.set_ylabel(f"{quantity}, nats")
-    axes.legend(frameon=False)
-    title_axes(axes, title)
+    axes.legend()
     return figure
 
 
@@ -179,18 +173,12 @@ def by_control(estimates: pd.DataFrame, dose: float, title: str) -> Figure:
     """The change of the log-odds under the chosen dose and every control."""
     rows = [("direction", of_arm(estimates, ODDS, ADDED, dose))]
     rows += [(of, found) for of in ALIKE if len(found := of_arm(estimates, ODDS, of))]
-    figure = Figure(figsize=(7, 3), layout="constrained")
-    axes = figure.add_subplot()
+    figure, axes = new_axes(title, f"{ODDS}, nats", size=(7, 3))
     for at, (_, found) in enumerate(rows):
-        value = found["value"].to_numpy()
         if len(found) > 1:  # draws of one kind: their intervals would hide each other
-            axes.plot(value, np.full(len(value), at), "|", color="0.4", ms=9)
-            continue
-        reach = np.nan_to_num(np.abs([value - found["low"], found["high"] - value]))
-        axes.errorbar(value, [at], xerr=reach, fmt="o", ms=5, color=COLOURS[0] if not at else "0.4")
+            axes.plot(found["value"], [at] * len(found), "|", color="0.4", ms=9)
+        else:
+            draw_points(axes, [at], found, lying=True, color=COLOURS[0] if not at else "0.4")
     axes.axvline(0, color="0.3", lw=0.8)
-    axes.set_yticks(range(len(rows)), [of for of, _ in rows])
-    axes.invert_yaxis()
-    axes.set_xlabel(f"{ODDS}, nats")
-    title_axes(axes, title)
+    list_names(axes, [of for of, _ in rows])
     return figure
