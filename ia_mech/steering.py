@@ -59,6 +59,13 @@ class SteeringVector:
             raise UserError("a steering vector without a position", f"name one, such as {TURN}")
         self._edit()  # refuses a direction without length
 
+    def __str__(self) -> str:
+        when = [*["prefill"] * (set(self.positions) != {TURN}), *["decoding"] * bool(self.at_turn)]
+        return (
+            f"{self.kind}, dose {self.dose:g}, layer {self.layer} at {', '.join(self.positions)} "
+            f"({' and '.join(when)})"
+        )
+
     def _edit(self) -> Steered:
         made = Add if self.kind == ADD else ProjectOut
         return made(self.layer, (0,), self.direction, self.dose)

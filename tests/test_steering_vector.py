@@ -20,6 +20,7 @@ from ia_mech.engine.prefill import Prefix, prefill
 from ia_mech.engine.sampling import stream_key
 from ia_mech.engine.score import Turn, score
 from ia_mech.errors import UserError
+from ia_mech.rates.load import open_runs
 from ia_mech.steering import ADD, KINDS, SteeringVector
 
 EACH = pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
@@ -200,6 +201,9 @@ def test_positions_say_when(vector):
     only = replace(vector, positions=("turn",))
     assert only.at_context({}) == () and len(only.at_turn) == 1
     assert replace(vector, positions=("turn_end",)).at_turn == ()
+    assert str(vector) == ("add, dose 0.5, layer 2 at header_last, turn (prefill and decoding)")
+    assert str(only).endswith("at turn (decoding)")
+    assert str(replace(vector, positions=("turn_end",))).endswith("at turn_end (prefill)")
 
 
 # -- a run ----------------------------------------------------------------------------------------
@@ -231,6 +235,9 @@ def test_a_run_is_sampled_scored_and_captured_under_a_vector(configs, tiny_subje
         runs["steered"].record["identity"]["intervention"]
         == SteeringVector.load(made["steered"].intervention or "").sha256
     )
+    with pytest.raises(UserError, match="were not sampled under the same intervention; give each"):
+        open_runs([runs["plain"], runs["steered"]])
+    assert f"steered: {SteeringVector.load(made['steered'].intervention or '')}" in progress.lines
     vector = SteeringVector.load(made["steered"].intervention or "")
     for row in runs["steered"].generations.to_dict("records")[:4]:
         context = runs["steered"].contexts.set_index("context_id").loc[row["context_id"]]

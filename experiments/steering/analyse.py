@@ -162,8 +162,10 @@ def _bits(rows: pd.DataFrame, dataset: str, options: dict[str, Any]) -> Iterator
     """Readable bits of arms whose turns were scored after all of their query's contexts."""
     counts = rows["logprobs"].map(len)
     wide = rows[counts == counts.max()] if len(rows) and counts.max() > 1 else rows[:0]
+    # A turn after each of the responses is needed to fit a reader.
+    wide = wide[wide.groupby("source")["followed"].transform("nunique") == counts.max()]
     for (of, draw, dose), arm in wide.groupby(ARM, sort=False):
-        if arm["source"].nunique() < 2 or arm.groupby("source")["followed"].nunique().nunique() > 1:
+        if arm["source"].nunique() < 2:
             continue
         scores = np.stack(arm["logprobs"].tolist())
         turns = arm["followed"], arm["source"]

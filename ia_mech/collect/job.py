@@ -321,6 +321,8 @@ class _Job:
             f"{about['dtype']} on {about['device']}, weights {about['weights_hash']}"
         )
         self.progress.say(f"engine: {self.engine}")
+        if self.vector is not None:
+            self.progress.say(f"steered: {self.vector}")
         if self.engine.why:
             self.writer.note("engine", str(self.engine))
         if problem := fused.missed(self.subject.device):
