@@ -110,7 +110,9 @@ def run(args: argparse.Namespace, runs: "list[Run]", folder: Path) -> Results | 
             )
         rows = pd.concat([rows, scored(reporting, drawn, crossed=False)], ignore_index=True)
         try:
-            rows = pd.concat([rows, _prompted(subject, chat, reporting, token, folder)])
+            rows = pd.concat(
+                [rows, _prompted(subject, chat, reporting, token, folder)], ignore_index=True
+            )
         except UserError as error:
             notes.append(f"no control with {controls.PROMPT}: {error.problem}.")
     found_in = {}
