@@ -261,6 +261,15 @@ def test_a_run_is_sampled_scored_and_captured_under_a_vector(configs, tiny_subje
     assert (scores[0] == scores[2]).all() and (scores[0] != scores[1]).all()
 
 
+def test_a_steered_run_has_no_static_buffers(configs, tiny_subject, progress, monkeypatch):
+    """A captured graph runs no hooks."""
+    folder, made = configs
+    monkeypatch.setattr("ia_mech.collect.job.with_static_buffers", None)
+    with pytest.raises(TypeError):
+        collect(made["plain"], tiny_subject, folder / "no-buffers", progress)
+    assert collect(made["steered"], tiny_subject, folder / "hooks", progress).complete
+
+
 def test_a_vector_of_another_model_is_refused_before_anything_is_written(
     configs, vector, tiny_subject, progress
 ):
