@@ -92,13 +92,15 @@ def run(args: argparse.Namespace, runs: "list[Run]", folder: Path) -> Results | 
     notes = list(given.notes)
     drawn: list[Arm] = []
     if x is not None:
-        alike = controls.random_arms(x, chosen, args.controls, args.seed)
-        alike.append(controls.other_layer(chosen, model["layers"]))
-        alike.append(controls.without_known(x, _with_expected(given, rows), chosen))
+        known = _with_expected(given, rows)
+        alike = [
+            *controls.random_arms(x, chosen, args.controls, args.seed),
+            controls.other_layer(chosen, model["layers"]),
+            controls.without_known(x, known, chosen),
+        ]
         if probe is not None:
-            alike += controls.shuffled_arms(
-                x, given, chosen, probe, args.direction, SHUFFLES, args.seed
-            )
+            named = probe, args.direction
+            alike += controls.shuffled_arms(x, given, chosen, *named, SHUFFLES, args.seed)
         alike.append(controls.first_token_bias(subject.model, choosing, chosen))
         mine = by_context(rows)
         at = (mine["of"] == ADDED) & (mine["dose"] == dose) & (mine["half"] == CHOOSING)
