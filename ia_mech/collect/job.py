@@ -73,6 +73,7 @@ from ia_mech.errors import UserError, exhaustion
 from ia_mech.lens import save_lens
 from ia_mech.likelihood.scorer import ContextScores, Scorer, scored_temperatures
 from ia_mech.likelihood.swaps import SwapSources
+from ia_mech.models import parallel
 from ia_mech.models.load import (
     Subject,
     context_limit,
@@ -83,6 +84,7 @@ from ia_mech.models.load import (
 from ia_mech.run import Run, RunWriter, layout
 from ia_mech.run.background import Background
 from ia_mech.run.integrity import scratch_folder
+from ia_mech.run.writer import RunFollower
 
 
 def make_run(
@@ -215,17 +217,25 @@ def collect(
             "buckets": found.bucket_count(config),
             "shard": [shard.number, shard.of],
         }
-        with scratch_folder(folder.parent) as scratch:
-            file = scratch / layout.CONVERSATIONS
-            write_snapshot(prepared.texts, buckets, file)
-            lengths = [found.lengths[i] for orders in buckets.values() for i in orders]
-            counts = len(lengths), sum(lengths)
-            size = model.dtype.itemsize
-            check_disk(run_bytes(config, positions, model.config, size, *counts), folder)
-            if (folder / layout.RUN).is_file():
-                writer = RunWriter.resume(folder, record, file, repair=repair, name_of=flag_of)
-            else:
-                writer = RunWriter.create(folder, record, file)
+        lengths = [found.lengths[i] for orders in buckets.values() for i in orders]
+        counts = len(lengths), sum(lengths)
+        size = model.dtype.itemsize
+        needed = sum(run_bytes(config, positions, model.config, size, *counts).values())
+        opened: list[RunWriter] = []
+
+        def open_writer(texts: Texts = prepared.texts) -> None:
+            with scratch_folder(folder.parent) as scratch:
+                file = scratch / layout.CONVERSATIONS
+                write_snapshot(texts, buckets, file)
+                check_disk(needed, folder)
+                if (folder / layout.RUN).is_file():
+                    one = RunWriter.resume(folder, record, file, repair=repair, name_of=flag_of)
+                else:
+                    one = RunWriter.create(folder, record, file)
+                opened.append(one)
+
+        parallel.of_first(open_writer)
+        writer = opened[0] if opened else RunFollower(folder)
         if problem := too_few(config, found.read):
             progress.say(f"note: {problem}")
         remember(config.model.name, subject.weights_hash)
@@ -236,6 +246,7 @@ def collect(
                 others = partial(responses_of_others, out, shard, wait)
                 job = _Job(config, inputs, subject, chat, writer, progress, prepared.engine)
                 job.work(found, buckets, prepared.texts, others, phase)
+            parallel.barrier()  # the other ranks read what the first one wrote
     except BrokenPipeError:  # of the progress, not of the run
         raise
     except OSError as error:
@@ -392,6 +403,7 @@ class _Job:
             self.progress.stop()
         if any(size.prompt is not None for size in survey.sizes):
             writer.finish_responses()
+            parallel.barrier()  # the other ranks read what the first one wrote
 
     def _respond(self, work: Work, group: list[tuple[int, Conversation]]) -> list[dict]:
         """Responses to (order, conversation): greedy ones, as ``generate(do_sample=False)`` writes

@@ -510,7 +510,7 @@ def run_bytes(
     dtype_bytes: int,
     contexts: int,
     tokens: int,
-) -> int:
+) -> dict[str, int]:
     """About how many bytes a run of so many contexts, of so many tokens together, will take."""
     text = text_config(model_config)
     residuals = len(positions) * (text.num_hidden_layers + 1) * text.hidden_size * dtype_bytes
@@ -523,7 +523,12 @@ def run_bytes(
     rows = len(config.grid.rows()) * (config.grid.max_new_tokens * 20 + 100)
     # Candidates with their texts and a log-probability per temperature, and what columns cost.
     scores = (4_500 if config.rivals else 2_000) * contexts + 8_000
-    return contexts * (residuals + logits + rows) + 10 * tokens + scores
+    return {
+        "residuals": contexts * residuals,
+        "header logits": contexts * logits,
+        "turns": contexts * rows,
+        "contexts": 10 * tokens + scores,
+    }
 
 
 def size_text(count: int) -> str:
@@ -619,7 +624,7 @@ def make_plan(
         cost=sum(cost for _, cost in units),
         unit_rows=unit_rows,
         unit_cost=unit_cost,
-        bytes=run_bytes(config, positions, model_config, dtype_bytes, *counts),
+        bytes=sum(run_bytes(config, positions, model_config, dtype_bytes, *counts).values()),
         lens_bytes=(text.vocab_size + 2) * text.hidden_size * dtype_bytes,
         header_text=chat.header_text,
         positions=positions,

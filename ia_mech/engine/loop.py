@@ -9,7 +9,7 @@ same batches again.
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from ia_mech.engine.cuda import fused
 from ia_mech.engine.intervention import Steered, intervene
 from ia_mech.engine.prefill import Prefilled, State, can_join, expand, forward, join, put_rows
 from ia_mech.engine.sampling import Draw, draw, gumbel
+from ia_mech.models import parallel
 
 CPU_LOGITS = 400_000  # logits sampled at a time on a CPU, so that temporary tensors stay in cache
 COMPACT_BELOW = 0.875  # a batch that no row joins is compacted at this share of busy slots
@@ -181,6 +182,7 @@ class Stream:
         temperature = torch.where(row < 0, 0.0, self._temperature[row])
         device = logits.device
         drawn = sample(logits, temperature.to(device), self._keys[row].to(device), age.to(device))
+        drawn = replace(drawn, token=parallel.tokens_of_first(drawn.token))
         self._record.add(row.numpy(), age.numpy(), drawn)
         tokens = drawn.token.tolist()
         finished = [

@@ -340,7 +340,8 @@ class PreallocatedLayer(DynamicLayer):
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Keep the given rows, in the given order, in buffers of their own."""
         length = self.keys.shape[-2]
-        self._buffers = [buffer.index_select(0, beam_idx) for buffer in self._buffers]
+        index = beam_idx.to(self.device)  # of this layer: blocks may be on several
+        self._buffers = [buffer.index_select(0, index) for buffer in self._buffers]
         self._use(length)
 
 

@@ -170,7 +170,7 @@ def read_runs(
             "see why in the column status of its verdicts, and judge again with --retry-failed",
         )
     notes = _notes(runs, record, pooled, annotator)
-    without = [str(run.path) for run, frame in zip(runs, decoys, strict=True) if frame.empty]
+    without = [run.name for run, frame in zip(runs, decoys, strict=True) if frame.empty]
     if 0 < len(without) < len(runs):
         notes.append(
             f"no decoys in {', '.join(without)}: these verdicts have no floor. Judging the run "
@@ -274,14 +274,14 @@ def _choose_annotator(runs: list[Run], annotator: str | None) -> str | None:
 
 
 def _items_judged(run: Run, judge: str) -> list[Item]:
-    """What the judge saw of every row of ``run.generations``."""
+    """What the judge saw of every row of ``run.turns``."""
     record = run.labels.record("judgements", judge)
     return items_of(run, unperturbed=record.get("unperturbed", False))
 
 
 def _turns(run: Run, judge: str, verdicts: pd.DataFrame, items: list[Item]) -> pd.DataFrame:
     """``Judged.turns`` of one run, without labels."""
-    generations = run.generations
+    generations = run.turns
     again = f"judge it again: {run.labels.command('judgements', judge)}"
     unknown = sorted(set(verdicts["category"].dropna()) - set(NAMES))
     if unknown:
