@@ -274,6 +274,13 @@ def build_parser(kind: type[Parser] = Parser) -> Parser:
         help="your own rivals of the real follow-up (JSONL), besides the usual ones",
     )
 
+    add(
+        "--intervention",
+        type=named,
+        metavar="FILE",
+        help="steer the model with this vector (see docs/causal.md)",
+    )
+
     add = parser.add_argument_group("run").add_argument
     add(
         "--out",
@@ -412,6 +419,7 @@ def parse_config(args: argparse.Namespace) -> "SampleConfig":
         score_generations=args.score_generations,
         candidates=args.candidates,
         engine=args.engine,
+        intervention=args.intervention,
     )
 
 
@@ -623,7 +631,7 @@ def _dry_run(config: "SampleConfig", out: Path, repair: bool, shard: "Shard") ->
     there = None
     if (out / layout.RUN).is_file():
         there = Run(out) if repair else Run.open(out)
-        wanted = identity_asked_for(config, chat, plan.conversations, inputs.own)
+        wanted = identity_asked_for(config, chat, plan.conversations, inputs)
         kept = without_folders(there.record["identity"])
         found = {name: kept.get(name) for name in wanted}
         refuse_another(out, found, wanted, flag_of)

@@ -99,7 +99,8 @@ def open_runs(runs: Sequence[str | Path | Run], *, verify: bool = True) -> list[
         verify: as for ``Run.open``.
 
     Raises:
-        UserError: not a run, an unfinished one, one given twice, or a copy of another.
+        UserError: not a run, an unfinished one, one given twice, a copy of another, or runs under
+            different interventions.
     """
     paths = [run.path if isinstance(run, Run) else Path(run) for run in runs]
     places = [path.resolve() for path in paths]
@@ -112,7 +113,16 @@ def open_runs(runs: Sequence[str | Path | Run], *, verify: bool = True) -> list[
         same = [other for other in found[:at] if other.identity_digest == run.identity_digest]
         if same:
             raise UserError(f"{run.path} is a copy of {same[0].path}", "give each run once")
+        if _intervention(run) != _intervention(found[0]):  # a steered model is another model
+            raise UserError(
+                f"{found[0].path} and {run.path} were not sampled under the same intervention",
+                "give each in a command of its own",
+            )
     return found
+
+
+def _intervention(run: Run) -> str | None:
+    return run.record["identity"].get("intervention")
 
 
 def read_runs(

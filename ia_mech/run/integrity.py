@@ -207,6 +207,7 @@ def without_folders(identity: dict) -> dict:
         (identity.get("model", {}), "name"),
         (config, "dataset"),
         (config, "candidates"),
+        (config, "intervention"),
     ):
         if isinstance(name := place.get(key), str) and name.startswith(("/", "~", ".", "\\")):
             place[key] = Path(os.path.abspath(os.path.expanduser(name))).name
