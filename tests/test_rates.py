@@ -228,13 +228,14 @@ def test_the_test_behind_a_p_value_is_kept_and_named():
     """As many greedy turns as samples: sign flips. One against three: with MOVER."""
     even, uneven = simulated(25, {0: 0.1, 1: 0.6}, 1), simulated(25, {0: 0.1, 1: 0.6}, 3)
     for sample, test, words in (
-        (even, "sign flip", "p: sign flips"),
-        (uneven, "mover and sign flip", "MOVER"),
+        (even, "sign flip", "made no difference, by sign flips of whole sources, Holm-corrected"),
+        (uneven, "mover and sign flip", "whole sources or MOVER's interval"),
     ):
         rows = estimates(sample, resamples=100)
         assert one(rows, "difference_from_greedy").test == test
         assert rows.loc[rows["p"].isna(), "test"].isna().all()
         assert words in notes_of(sample, rows)[0]
+        assert "Intervals are not corrected" in notes_of(sample, rows)[0]
     uneven.turns["dataset"] = "y"
     both = replace(even, turns=pd.concat([even.turns, uneven.turns], ignore_index=True))
     line = notes_of(both, estimates(both, resamples=100))[0]

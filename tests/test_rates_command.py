@@ -129,7 +129,7 @@ def test_every_rate_is_printed_with_an_interval(run, rates):
     assert "0.00 [0.00" in greedy and "0.50 [" in cooler and "1.00 [" in one
     for note in (
         "over 6 comparisons and, as a family of its own, over the 2 of (all)",
-        "p: sign flips of whole sources, Holm",
+        "by sign flips of whole sources, Holm",
         "fewer than 24 sources",
         CAVEAT,
         f"ia_mech.judge export {run.path}",

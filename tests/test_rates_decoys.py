@@ -10,7 +10,7 @@ import pytest
 from judging import DECOYS, FakeJudge
 from shell import call
 
-from ia_mech.display import Quiet
+from ia_mech.display import Quiet, Recorder
 from ia_mech.errors import UserError
 from ia_mech.judge.decoys import decoy_items, draw_decoys, own_turns
 from ia_mech.judge.label import items_of, label_run
@@ -20,6 +20,8 @@ from ia_mech.rates.__main__ import main
 from ia_mech.rates.compute import estimates
 from ia_mech.rates.gate import gate_of
 from ia_mech.rates.load import Judged, read_runs
+from ia_mech.rates.show import print_rates
+from ia_mech.report.contents import shown
 from ia_mech.run import Run
 from ia_mech.run.labels import KEY
 from ia_mech.stats import dyadic_mean
@@ -239,6 +241,22 @@ def test_decoys_that_are_not_of_the_run_are_refused(run, column, value):
         UserError, match=r"the decoys of 'planted' in .* are not of its turns; judge"
     ):
         read_runs([run])
+
+
+def test_every_table_says_which_judge_and_of_how_many_decoys(run):
+    screen = Recorder()
+    judged = judged_by(run, lambda item: CANNOT_ASSESS if number(item) == 7 else GENUINE)
+    judged.decoys.loc[judged.decoys.index[0], "genuine"] = np.nan  # after the gate was found
+    print_rates(screen, judged, estimates(judged))
+    titles = [shown(table).title for table in screen.tables]
+    assert len(titles) > 4 and all("judge planted: not grounded" in title for title in titles)
+    for title, table in zip(titles, screen.tables, strict=True):
+        if "(floor)" in title:
+            pooled = shown(table).rows[-1][3]
+            assert f" · {pooled} decoys\n" in title and int(pooled) < DECOYS
+            break
+    else:
+        pytest.fail("no table has a floor")
 
 
 # -- the command ----------------------------------------------------------------------------------

@@ -24,9 +24,9 @@ from ia_mech.run.labels import KEY
 from ia_mech.stats import IMPOSSIBLE, Estimate
 
 TESTS = {  # Paired.test
-    "mover and sign flip": "the larger of that by sign flips of whole sources and of where MOVER's "
-    "interval of two rates begins to leave out 0",
-    "student and sign flip": "the larger of that by sign flips of whole sources and of Student's t",
+    "mover and sign flip": "sign flips of whole sources or MOVER's interval of two rates, "
+    "whichever p is larger",
+    "student and sign flip": "sign flips of whole sources or Student's t, whichever p is larger",
     "sign flip": "sign flips of whole sources",
 }
 
@@ -35,10 +35,10 @@ def notes_of(judged: Judged, estimates: pd.DataFrame) -> list[str]:
     """What has to be known to read the tables, each on a line."""
     quantities = set(estimates["quantity"])
     notes = [
-        f"Δ: mean over sources; {_tests(estimates)}; detectable Δ: found with {POWER:.0%} power in "
-        "one comparison, uncorrected. any of n: contexts with a genuine turn among n samples, "
-        "unbiased over subsets (pass@k); (a/b): only a of b contexts have n samples that were "
-        "assessed."
+        f"Δ: mean over sources; {_tests(estimates)}. Intervals are not corrected for the number of "
+        f"comparisons. detectable Δ: found with {POWER:.0%} power in one comparison. any of n: "
+        "contexts with a genuine turn among n samples, unbiased over subsets (pass@k); (a/b): only "
+        "a of b contexts have n samples that were assessed."
     ]
     if "cut_off" in quantities:
         notes.append(
@@ -90,7 +90,10 @@ def _tests(estimates: pd.DataFrame) -> str:
     how = [TESTS.get(test, test) for test in counts.index]
     if len(counts) > 1:
         how = [f"{text} ({count})" for text, count in zip(how, counts, strict=True)]
-    text = f"p: {', '.join(how)}, Holm-corrected over {own} comparison{'' if own == 1 else 's'}"
+    text = (
+        "p: the chance of a Δ at least as far from 0 if the temperature made no difference, by "
+        f"{', '.join(how)}, Holm-corrected over {own} comparison{'' if own == 1 else 's'}"
+    )
     return text + (f" and, as a family of its own, over the {pooled} of (all)" if pooled else "")
 
 
@@ -121,25 +124,29 @@ def print_rates(screen: Console, judged: Judged, estimates: pd.DataFrame) -> Non
             name += f" · perturbation {one_line(perturbation, 60)}"
         if judged.responses != EVERY:
             name += f" · after {judged.responses} responses"
-        title = escape(f"{name} · judge {judged.gate}")
-        _show(screen, _main_table(figures, f"[bold]{title}[/] ({level} intervals over sources)"))
+        by = escape(f" · judge {judged.gate}")
+        title = f"[bold]{escape(name)}{by}[/] ({level} intervals over sources)"
+        _show(screen, _main_table(figures, title))
         if figures.has("follow_up_rate_bounds"):
-            _show(screen, _unassessed_table(figures, "turns that were not assessed: left out"))
-        _show(screen, _profile_table(figures, "what the turns are: % of those assessed"))
+            _show(screen, _unassessed_table(figures, f"turns that were not assessed: left out{by}"))
+        _show(screen, _profile_table(figures, f"what the turns are: % of those assessed{by}"))
         _say_absent(screen, figures)
         if max(figures.curve) > 1:
-            _show(screen, _reach_table(figures, "contexts with a genuine turn among n samples"))
+            title = f"contexts with a genuine turn among n samples{by}"
+            _show(screen, _reach_table(figures, title))
         if figures.annotated:
-            _show(screen, _corrected_table(figures, "follow-up rate, corrected for judge errors"))
+            title = f"follow-up rate, corrected for judge errors{by}"
+            _show(screen, _corrected_table(figures, title))
             _say_errors(screen, figures, judged.annotator)
         for outcome, gate in judged.gates.items():
             of_outcome = every[every["outcome"] == outcome]
             for kind, what in _FLOORS.items():
                 if (of_outcome["decoy"] == kind).any():
-                    title = (
-                        f"[bold]{escape(f'{name} · judge {gate}')}[/]\n{OUTCOMES[outcome]} {what}"
+                    # The word alone: the gate may count other decoys than this table.
+                    title = escape(f"{name} · judge {gate.judge}: {gate.verdict}")
+                    _show(
+                        screen, _floor_table(of_outcome, kind, title, f"{OUTCOMES[outcome]} {what}")
                     )
-                    _show(screen, _floor_table(of_outcome, kind, title))
     for sentence in dict.fromkeys(gate.sentence for gate in judged.gates.values()):
         screen.print(escape(f"{sentence}."), style="bold", soft_wrap=True)
     for note in notes_of(judged, estimates):
@@ -240,10 +247,9 @@ def _main_table(figures: Lookup, title: str) -> Table:
     return table
 
 
-def _floor_table(estimates: pd.DataFrame, kind: str, title: str) -> Table:
+def _floor_table(estimates: pd.DataFrame, kind: str, title: str, what: str) -> Table:
     """The rate of all turns; and of turns with decoys of one kind their rate, floor and excess, at
     every temperature and over all of them."""
-    table = _table(title, ["all turns", "decoys", "rate", "floor", "excess"])
     quantities = ("follow_up_rate", "decoyed_rate", "floor", "excess")
     found = {
         (row.dataset, None if np.isnan(row.temperature) else row.temperature, row.quantity): row
@@ -254,6 +260,13 @@ def _floor_table(estimates: pd.DataFrame, kind: str, title: str) -> Table:
     counts = Counter(dataset for dataset, _ in places)
     # Over all temperatures says the same as the only one.
     shown = [(dataset, at) for dataset, at in places if at is not None or counts[dataset] > 2]
+    decoys = sum(
+        found[dataset, at, "excess"].rows
+        for dataset, at in places
+        if dataset != ALL and at is not None
+    )
+    title = f"[bold]{title} · {decoys} decoys[/]\n{what}"
+    table = _table(title, ["all turns", "decoys", "rate", "floor", "excess"])
     for dataset, temperature, first in _lines(shown):
         rate = found.get((dataset, temperature, "follow_up_rate"))  # none over all temperatures
         own, floor, excess = (found[dataset, temperature, name] for name in quantities[1:])
