@@ -432,3 +432,16 @@ def test_an_interrupt_says_what_is_kept(judge, run, monkeypatch):
     assert outcome.status == 130 and outcome.out == ""
     assert outcome.err.splitlines()[-1] == "interrupted; no file was left half-written"
     assert run.labels.judges == []
+
+
+def test_annotate_shows_its_own_commands(judge, capfd):
+    from ia_mech.annotate import main
+
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    text = capfd.readouterr().out
+    assert "usage: python -m ia_mech.annotate" in text and "sheet.json --annotator" in text
+    assert "agreement" not in text.partition("examples:")[0] and "ia_mech.judge run" not in text
+    with pytest.raises(SystemExit):
+        main(["export", "--help"])
+    assert "usage: python -m ia_mech.annotate export" in capfd.readouterr().out

@@ -32,10 +32,10 @@ Then: python -m ia_mech.rates cache/RUN
 """
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None, parser: argparse.ArgumentParser | None = None) -> int:
     """Run the command line; returns the exit status."""
     tolerant_streams()
-    args = build_parser().parse_args(argv)
+    args = (parser or build_parser()).parse_args(argv)
 
     def body() -> int | None:
         # Imported late, so that --help and a mistyped flag are answered at once.
@@ -55,8 +55,8 @@ def build_parser() -> argparse.ArgumentParser:
     )
     _add_run(commands)
     _add_check(commands)
-    _add_export(commands)
-    _add_import(commands)
+    add_export(commands)
+    add_import(commands)
     _add_agreement(commands)
     rubric = commands.add_parser("rubric", help="print the rubric")
     rubric.set_defaults(function=f"{__name__}:print_rubric")
@@ -182,7 +182,7 @@ def _add_judge(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_export(commands) -> None:
+def add_export(commands) -> None:
     parser = commands.add_parser(
         "export",
         help="write a blind sheet to annotate",
@@ -213,7 +213,7 @@ def _add_export(commands) -> None:
     add_no_verify(parser)
 
 
-def _add_import(commands) -> None:
+def add_import(commands) -> None:
     parser = commands.add_parser(
         "import",
         help="read a filled-in sheet",
