@@ -59,6 +59,8 @@ def test_the_formulas(study):
     assert cell.hours == pytest.approx((700_000 / 1000 + 760_000 / 100) * 8 / 3600)
     held = cell.bytes
     assert held["residuals"] == 2000 * 3 * 10 * 100 * 2 and held["header logits"] == 0
+    assert held["turns"] == 18_000 * (20 * 50 + 100)
+    assert held["contexts"] == 2000 * (10 * 300 + 2000) + 8000
     # 1.96² · 0.2 · 0.8 / 0.05² independent turns, times the design effect, over 4 samples
     assert grid.wanted == 93
     assert cell.shards == 2  # 16 devices, 8 to a shard
