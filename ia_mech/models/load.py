@@ -152,13 +152,17 @@ def stored_dtype(config) -> torch.dtype:
     return dtype if isinstance(dtype, torch.dtype) else DTYPES.get(str(dtype), torch.float32)
 
 
-def load_tokenizer_and_config(spec: ModelSpec):
+def load_tokenizer_and_config(spec: ModelSpec, fetch: bool = True):
     """Tokenizer and configuration without the weights; enough for a dry run.
+
+    Args:
+        spec: the model.
+        fetch: whether the model may be downloaded; else it has to be on this machine.
 
     Raises:
         UserError: the model cannot be found or read, or not be split among so many ranks.
     """
-    place, kwargs = _locate(spec)
+    place, kwargs = _locate(spec, fetch)
     with _explained(spec):
         tokenizer = AutoTokenizer.from_pretrained(place, **kwargs)
         config = AutoConfig.from_pretrained(place, **kwargs)
@@ -318,12 +322,12 @@ def accepts(model: PreTrainedModel, argument: str) -> bool:
     return argument in inspect.signature(model.forward).parameters
 
 
-def _locate(spec: ModelSpec) -> tuple[str, dict]:
+def _locate(spec: ModelSpec, fetch: bool = True) -> tuple[str, dict]:
     """The place for ``from_pretrained`` and its keyword arguments."""
     kwargs = {"trust_remote_code": spec.trust_remote_code}
     if spec.name == embedded.NAME:
         _refuse_revision(spec)
-        return str(embedded.directory()), kwargs
+        return str(embedded.directory(fetch)), kwargs
     path = Path(spec.name).expanduser()
     if path.suffix.lower() == ".gguf":
         if not path.is_file():
@@ -344,7 +348,7 @@ def _locate(spec: ModelSpec) -> tuple[str, dict]:
         raise UserError(f"no directory {spec.name}", "give an existing directory or a hub id")
     # Out of the hub's reach from_pretrained retries for most of a minute, with a line each time;
     # told so, it looks into the local cache at once.
-    kwargs["local_files_only"] = not _hub_answers(spec.name)
+    kwargs["local_files_only"] = not (fetch and _hub_answers(spec.name))
     return spec.name, kwargs | {"revision": spec.revision or "main"}
 
 

@@ -35,7 +35,7 @@ def build_parser() -> argparse.ArgumentParser:
         type=path_of,
         default=[],
         metavar="FOLDER",
-        help="further results of experiments on the first run",
+        help="folders that experiments wrote: results on the first run, besides those found",
     )
     parser.add_argument(
         "--out", type=path_of, metavar="FILE", help="the page (default: report.html in the run)"
@@ -53,12 +53,15 @@ def main(argv: list[str] | None = None) -> int:
 
 def _report(args: argparse.Namespace) -> None:
     from ia_mech.cli import quoted
+    from ia_mech.errors import UserError
     from ia_mech.run.layout import check_output, refuse_unwritable
 
     usual = args.runs[0] / "report.html"
     out: Path = args.out or usual
     if out.resolve() != usual.resolve():
         check_output(out)
+    elif out.is_dir():
+        raise UserError(f"{out} is a folder", "remove it, or give --out")
 
     from ia_mech.rates.load import open_runs
     from ia_mech.run.integrity import replace_file

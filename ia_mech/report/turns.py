@@ -40,8 +40,12 @@ def browser(
         most: bytes.
     """
     frames = [_frames(*of) for of in zip(runs, results, strict=True)]
-    for number, (contexts, turns) in enumerate(frames):
+    bare = []
+    for number, (run, (contexts, turns)) in enumerate(zip(runs, frames, strict=True)):
         contexts["run"] = turns["run"] = number
+        turns["pieces"] = pieces = _pieces(run)
+        if pieces is None:
+            bare.append(visible(run.model["name"]))
     contexts = pd.concat([frame for frame, _ in frames], ignore_index=True)
     turns = pd.concat([frame for _, frame in frames], ignore_index=True)
     data = packed(_columns(contexts, turns, names))
@@ -63,6 +67,11 @@ def browser(
             f"{len(contexts)} contexts, drawn at random with the same share of every run and "
             f"dataset: all of them would take more than {most / 1e6:g} MB. The numbers above are "
             "of all turns."
+        )
+    if bare:
+        words += (
+            f" Tokens of {', '.join(dict.fromkeys(bare))} are not shaded, since the tokenizer is "
+            "not on this machine."
         )
     return data, words
 
@@ -89,7 +98,6 @@ def _frames(run: Run, results: Sequence[Results]) -> tuple[pd.DataFrame, pd.Data
         turns = turns.join(said["rationale"].rename(f"reason {judge}"), on=list(KEY))
     for one in results:
         turns = _with_bits(turns, one.folder / TURNS)
-    turns["pieces"] = _pieces(run)
     return contexts, turns
 
 
@@ -111,18 +119,18 @@ def _with_bits(turns: pd.DataFrame, file: Path) -> pd.DataFrame:
     )
 
 
-def _pieces(run: Run) -> pd.Series:
+def _pieces(run: Run) -> pd.Series | None:
     """How many UTF-16 units of its text each token of a turn is; None where that can't be told.
 
-    Without the model's tokenizer there is none: a page can be made where the model isn't.
+    None for all of them without the model's tokenizer, which is not fetched: a page can be made
+    where the model isn't.
     """
     rows = run.generations
-    nothing = pd.Series([None] * len(rows), dtype=object)
     try:
         spec = recalled(run.config["model"], run.model["weights_hash"])
-        tokenizer, _ = load_tokenizer_and_config(spec)
+        tokenizer, _ = load_tokenizer_and_config(spec, fetch=False)
     except UserError:
-        return nothing
+        return None
     known: dict[int, str] = {}
 
     def piece(token: int) -> str:
