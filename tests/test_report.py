@@ -380,7 +380,7 @@ def test_the_policy_allows_this_script_and_style_alone():
 # -- refusals -----------------------------------------------------------------------------------
 
 
-def test_bad_input_ends_in_one_line(judged, report, tmp_path):
+def test_bad_input_ends_in_one_line(judged, report, tmp_path, capfd):
     assert str(tmp_path) in refusal(report(tmp_path))
     assert "has no estimates.parquet" in refusal(report(judged.path, "--results", tmp_path))
     assert "is a folder" in refusal(report(judged.path, "--out", tmp_path))
@@ -403,4 +403,15 @@ def test_bad_input_ends_in_one_line(judged, report, tmp_path):
     (judged.path / "probes" / "p").mkdir(parents=True)
     (judged.path / "probes" / "p" / "card.json").write_text("{}")
     assert "card.json is damaged" in refusal(report(judged.path))
+    (judged.path / "probes" / "p" / "card.json").unlink()
+    scores = judged.path / "probes" / "p" / "predictions.parquet"
+    scores.write_bytes(b"PAR1")
+    assert f"{scores} is damaged; remove it" in refusal(report(judged.path))
+    write_parquet(pd.DataFrame({"context_id": ["a"]}), scores)
+    assert f"{scores} is damaged; remove it" in refusal(report(judged.path))
+    scores.unlink()
+    assert MOONS.main([str(judged.path)]) == 0
+    (judged.path / "experiments" / "moons" / "turns.parquet").write_bytes(b"PAR1")
+    capfd.readouterr()
+    assert "turns.parquet is damaged" in refusal(report(judged.path))
     assert not (judged.path / "report.html").exists()

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ia_mech.errors import UserError
@@ -86,7 +87,7 @@ def _frames(run: Run, results: Sequence[Results]) -> tuple[pd.DataFrame, pd.Data
     # Runs of earlier versions have no such column.
     contexts["response_index"] = run.contexts.get("response_index", default=None)
     for file in sorted(run.path.glob("probes/*/predictions.parquet")):
-        found = pq.read_table(file).to_pandas().drop_duplicates("context_id")
+        found = _read(file, "context_id", "probability").drop_duplicates("context_id")
         found = found.set_index("context_id")["probability"]
         contexts[f"probe {file.parent.name}"] = contexts["context_id"].map(found)
     turns = run.generations[[*KEY, "text", "logprob_raw", "logprobs_raw"]].copy()
@@ -109,14 +110,26 @@ def _query(messages: list[dict[str, str]]) -> str:
 
 
 def _with_bits(turns: pd.DataFrame, file: Path) -> pd.DataFrame:
-    wanted = {*KEY, BITS}
-    if not file.is_file() or not wanted <= set(pq.read_schema(file).names):
+    if not file.is_file():
         return turns
-    found = pq.read_table(file).to_pandas().drop_duplicates(list(KEY))
+    found = _read(file)
+    if not {*KEY, BITS} <= set(found):
+        return turns
+    found = found.drop_duplicates(list(KEY))
     kept = [name for name in (BITS, TOKEN_BITS) if name in found]
     return turns.drop(columns=kept, errors="ignore").merge(
         found[[*KEY, *kept]], "left", on=list(KEY)
     )
+
+
+def _read(file: Path, *wanted: str) -> pd.DataFrame:
+    try:
+        found = pq.read_table(file).to_pandas()
+    except (pa.ArrowException, OSError):
+        found = None
+    if found is None or not {*wanted} <= set(found):
+        raise UserError(f"{file} is damaged", "remove it, or analyse again")
+    return found
 
 
 def _pieces(run: Run) -> pd.Series | None:
