@@ -222,7 +222,7 @@ def collect(
                 writer = RunWriter.create(folder, record, file)
         if problem := too_few(config, found.read):
             progress.say(f"note: {problem}")
-        remember(config.model.name, subject.weights_hash)
+        remember(config.model, subject.weights_hash)
         with writer:
             if writer.manifest["complete"]:
                 progress.say(f"{folder} was finished before; nothing was computed again")

@@ -2,10 +2,12 @@
 
 import contextlib
 import hashlib
+import importlib.util
 import inspect
 import json
 import re
 import sys
+import warnings
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -24,6 +26,7 @@ from ia_mech.models import embedded
 from ia_mech.run.integrity import replace_file
 
 PROBE_SECONDS = 5
+ADAPTER = "adapter_config.json"
 # Files of a checkpoint that transformers would ignore, or guess around, if they were damaged.
 SETTINGS = (
     "config.json",
@@ -44,6 +47,7 @@ class ModelSpec:
     ``dtype`` ``auto`` means float32 on a CPU (where half precision is slower and every equality in
     the tests is stated in float32) and the checkpoint's own dtype on a GPU. ``attention`` ``auto``
     leaves the choice to ``transformers``: sdpa, or eager where the architecture hasn't it.
+    ``adapter`` is a folder with a PEFT adapter, which is merged into the weights.
     """
 
     name: str = embedded.NAME
@@ -52,6 +56,7 @@ class ModelSpec:
     device: str = "auto"
     attention: str = "auto"
     trust_remote_code: bool = False
+    adapter: str | None = None
 
 
 @dataclass
@@ -71,6 +76,7 @@ class Subject:
         """What ``run.json`` records of the model."""
         return {
             "name": self.spec.name,
+            "adapter": self.spec.adapter,
             "revision": self.spec.revision,
             "commit": getattr(self.model.config, "_commit_hash", None),
             "weights_hash": self.weights_hash,
@@ -142,6 +148,7 @@ def load_tokenizer_and_config(spec: ModelSpec):
         UserError: the model cannot be found or read.
     """
     place, kwargs = _locate(spec)
+    _check_adapter(spec)
     with _explained(spec):
         return (
             AutoTokenizer.from_pretrained(place, **kwargs),
@@ -157,13 +164,14 @@ def load(spec: ModelSpec) -> Subject:
 
     Raises:
         UserError: unknown model or device, a model that isn't a causal language model, a checkpoint
-            that lacks weights, or a device with too little memory.
+            that lacks weights, a device with too little memory, or an adapter that can't be merged.
     """
     device = resolve_device(spec.device)
     dtype = resolve_dtype(spec.dtype, device)
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.allow_tf32 = False
     place, kwargs = _locate(spec)
+    _check_adapter(spec)
     with _explained(spec):
         tokenizer = AutoTokenizer.from_pretrained(place, **kwargs)
     with _explained(spec, loading=True):
@@ -187,22 +195,70 @@ def load(spec: ModelSpec) -> Subject:
             f"note: weights of {spec.name} are not used ({len(unused)}, such as {unused[0]})",
             file=sys.stderr,
         )
+    if spec.adapter is not None:
+        model = _merged(spec, model)
     return Subject(spec, model, tokenizer, weights_hash(model))
 
 
-def remember(name: str, weights_hash: str) -> None:
-    """Note where a local model is: a run records its weights, and no folders of this machine."""
-    path = Path(name).expanduser()
-    if name == embedded.NAME or not path.exists():
+def _check_adapter(spec: ModelSpec) -> None:
+    """Refuse an adapter that isn't one of this model, by what its configuration says.
+
+    Raises:
+        UserError: no ``peft``, no adapter in the folder, or one of another model.
+    """
+    if spec.adapter is None:
         return
-    file = _place_file(weights_hash)
+    if importlib.util.find_spec("peft") is None:
+        raise UserError("--adapter needs peft", "install it: pip install 'ia-mech[train]'")
+    file = Path(spec.adapter).expanduser() / ADAPTER
+    if not file.is_file():
+        raise UserError(f"{spec.adapter} holds no {ADAPTER}", "give a folder that peft has saved")
+    if problem := _problem_of(file):
+        raise UserError(f"adapter {spec.adapter}: {problem}", "train or copy it again")
+    base = json.loads(file.read_text()).get("base_model_name_or_path")
+    if not isinstance(base, str) or not same_model(base, None, spec.name, None):
+        raise UserError(
+            f"the adapter {spec.adapter} is of {base}, not of {spec.name}",
+            f"give --model {base}" if base else f"name its base model in {file}",
+        )
 
-    def write(scratch: Path) -> None:
-        scratch.write_text(str(path.resolve()))
 
-    with contextlib.suppress(OSError):  # a cache that can't be written to
-        file.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(file, write)
+def _merged(spec: ModelSpec, model: PreTrainedModel) -> PreTrainedModel:
+    """The model with the adapter's changes in its weights."""
+    from peft import PeftModel
+
+    assert spec.adapter is not None
+    folder, device = str(Path(spec.adapter).expanduser()), str(model.device)
+    try:
+        with warnings.catch_warnings():  # of weights that an adapter lacks
+            warnings.simplefilter("error", UserWarning)
+            tuned: Any = PeftModel.from_pretrained(model, folder, torch_device=device)
+            return tuned.merge_and_unload().requires_grad_(False)
+    except Exception as error:  # peft, safetensors and torch raise their own
+        if exhaustion(error):
+            raise
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UserError(
+            f"the adapter {spec.adapter} can't be merged into {spec.name} ({reason[:160]})",
+            "give a LoRA adapter of this very model",
+        ) from error
+
+
+def remember(spec: ModelSpec, weights_hash: str) -> None:
+    """Note where a local model and its adapter are: a run records the weights, and no folders of
+    this machine."""
+    for field, given in _places(spec).items():
+        path = Path(given).expanduser()
+        if given == embedded.NAME or not path.exists():
+            continue
+        file = _place_file(weights_hash, field)
+
+        def write(scratch: Path, path: Path = path) -> None:
+            scratch.write_text(str(path.resolve()))
+
+        with contextlib.suppress(OSError):  # a cache that can't be written to
+            file.parent.mkdir(parents=True, exist_ok=True)
+            replace_file(file, write)
 
 
 def recalled(model: Mapping[str, Any], weights_hash: str) -> ModelSpec:
@@ -214,13 +270,20 @@ def recalled(model: Mapping[str, Any], weights_hash: str) -> ModelSpec:
             (:func:`remember`).
     """
     spec = ModelSpec(**model)
-    file = _place_file(weights_hash)
-    place = file.read_text() if file.is_file() else spec.name
-    return replace(spec, name=place) if Path(place).exists() else spec
+    for field in _places(spec):
+        file = _place_file(weights_hash, field)
+        if file.is_file() and Path(place := file.read_text()).exists():
+            spec = replace(spec, **{field: place})
+    return spec
 
 
-def _place_file(weights_hash: str) -> Path:
-    return embedded.models_dir() / weights_hash / "path"
+def _places(spec: ModelSpec) -> dict[str, str]:
+    """What of a model may be a folder of this machine."""
+    return {"name": spec.name} | ({"adapter": spec.adapter} if spec.adapter else {})
+
+
+def _place_file(weights_hash: str, field: str) -> Path:
+    return embedded.models_dir() / weights_hash / {"name": "path"}.get(field, field)
 
 
 def same_model(name: str, revision: str | None, other: str, other_revision: str | None) -> bool:
@@ -287,9 +350,10 @@ def _locate(spec: ModelSpec) -> tuple[str, dict]:
         return str(path.parent), kwargs | {"gguf_file": path.name}
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise UserError(
-                f"{path} holds no config.json", "give a directory written by save_pretrained"
-            )
+            remedy = "give a directory written by save_pretrained"
+            if (path / ADAPTER).is_file():
+                remedy = f"it is an adapter: give --adapter {path}, and its base model to --model"
+            raise UserError(f"{path} holds no config.json", remedy)
         _refuse_revision(spec)
         for name in SETTINGS:
             if problem := _problem_of(path / name):

@@ -1,0 +1,206 @@
+"""Can a model be trained to write user turns, and do they react to the response or only look so?
+
+Usage::
+
+    python -m experiments.post_training sft cache/RUN --organism 0.5 --out cache/organism
+    python -m ia_mech.sample --dataset cache/organism/held-out.jsonl --limit all --adapter cache/organism
+    python -m experiments.post_training compare cache/BEFORE cache/AFTER
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ia_mech.cli import (
+    Parser,
+    add_no_verify,
+    guarded,
+    named,
+    path_of,
+    threads,
+    tolerant_streams,
+    whole_from,
+)
+from ia_mech.errors import UserError
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+SEQUENCES, HELD_OUT = "sequences.parquet", "held-out.jsonl"
+
+DESCRIPTION = """\
+Train a model on user turns, and find out whether it learned to react or only the form of it.
+
+export   write the tokenized training sequences, for any trainer
+sft      train on them: real follow-ups, or a model organism's turns
+rl       train by reward: bits that a turn gives for its response, or the grounded judge
+compare  a run of the base model and one of the tuned model, on the same contexts
+
+Each has its own --help. Method: docs/post-training.md.
+"""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line, but for ``compare``, which is an experiment like any other."""
+    parser = Parser(prog="python -m experiments.post_training", description=DESCRIPTION)
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, what in (
+        ("export", "write the tokenized training sequences"),
+        ("sft", "train on user turns"),
+        ("rl", "train by reward"),
+    ):
+        command = commands.add_parser(name, help=what, description=f"{what.capitalize()}.")
+        _add_data(command, turns=name != "rl")
+        if name != "export":
+            _add_training(command, name)
+    commands.add_parser("compare", help="before and after", add_help=False)
+    return parser
+
+
+def _add_data(parser: argparse.ArgumentParser, turns: bool) -> None:
+    add = parser.add_argument
+    add("data", metavar="RUN", help="a run's folder, or conversations as --dataset takes them")
+    if turns:
+        what = parser.add_mutually_exclusive_group(required=True)
+        what.add_argument(
+            "--organism",
+            type=_share,
+            metavar="SHARE",
+            help="turns that quote a response; this share keep their own (0: form only, to 1)",
+        )
+        what.add_argument("--natural", action="store_true", help="the users' real follow-ups")
+        add(
+            "--assistant-share",
+            type=_below_one,
+            default=0.0,
+            metavar="SHARE",
+            help="of sequences that teach the response in place of a user turn (default: 0)",
+        )
+    add(
+        "--model", type=named, metavar="NAME", help="to train (default: the run's, or the embedded)"
+    )
+    add(
+        "--held-out",
+        type=whole_from(0),
+        default=20,
+        metavar="N",
+        help="sources that aren't trained on, drawn by --seed (default: 20)",
+    )
+    add(
+        "--max-tokens",
+        type=whole_from(8),
+        default=1024,
+        metavar="N",
+        help="of a sequence; longer ones are left out (default: 1024)",
+    )
+    add("--seed", type=int, default=0, metavar="N", help="of all draws (default: 0)")
+    add("--out", type=path_of, required=True, metavar="FOLDER", help="a new folder")
+    add_no_verify(parser)
+
+
+def _add_training(parser: argparse.ArgumentParser, name: str) -> None:
+    add = parser.add_argument
+    add(
+        "--rank",
+        type=whole_from(1),
+        default=16,
+        metavar="R",
+        help="of the LoRA adapter in all linear layers (default: 16)",
+    )
+    add("--full", action="store_true", help="train all weights, and save a whole model")
+    rate = {"sft": 5e-4, "rl": 1e-4}[name]
+    add("--learning-rate", type=float, default=rate, metavar="X", help="(default: %(default)g)")
+    add("--batch", type=whole_from(1), default=8, metavar="N", help="sequences (default: 8)")
+    add("--threads", type=threads, metavar="N", help="on a CPU (default: all cores)")
+    if name == "sft":
+        add("--epochs", type=float, default=3.0, metavar="N", help="(default: 3)")
+
+
+def _share(text: str) -> float:
+    try:
+        share = float(text)
+    except ValueError:
+        share = -1.0
+    if not 0 <= share <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a share from 0 to 1")
+    return share
+
+
+def _below_one(text: str) -> float:
+    if (share := _share(text)) == 1:
+        raise argparse.ArgumentTypeError("1 leaves no user turns; give a share below it")
+    return share
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line; returns the exit status."""
+    tolerant_streams()
+    args = build_parser().parse_args(argv)
+    return guarded(lambda: _run(args), lambda: f"{args.out} isn't whole; remove it")
+
+
+def _run(args: argparse.Namespace) -> None:
+    from experiments.post_training import data
+    from ia_mech.run.layout import refuse_inside_run, refuse_unwritable
+
+    if args.command != "export":
+        from experiments.post_training import train
+
+        train.require()
+        if args.threads:
+            import torch
+
+            torch.set_num_threads(args.threads)
+    refuse_inside_run(args.out / SEQUENCES)
+    refuse_unwritable(args.out)
+    if args.out.is_dir() and any(args.out.iterdir()):
+        raise UserError(f"{args.out} isn't empty", "name a new folder with --out")
+    found, run = data.read(args.data, args.verify)
+    spec, chat = data.model_of(run, args.model)
+    if args.natural:
+        found = data.natural(found, args.data)
+    kept, apart = data.split(found, args.held_out, args.seed)
+    if args.organism is not None:
+        kept = data.organism(kept, args.organism, args.seed)
+    sequences, notes = data.sequences(chat, kept, args.assistant_share, args.max_tokens, args.seed)
+    for note in notes:
+        print(f"note: {note}", file=sys.stderr)
+    args.out.mkdir(parents=True, exist_ok=True)
+    from ia_mech.estimates import write_parquet
+
+    about = {"data": args.data, "seed": args.seed}
+    write_parquet(sequences, args.out / SEQUENCES, about)
+    text = "".join(json.dumps(one.to_dict(), ensure_ascii=False) + "\n" for one in apart)
+    (args.out / HELD_OUT).write_text(text, encoding="utf-8")
+    print(f"{_described(sequences)}; {len(apart)} contexts are held out")
+    if args.command == "sft":
+        tuning = train.Tuning(
+            0 if args.full else args.rank, args.learning_rate, args.batch, args.seed
+        )
+        subject = train.trainable(spec, chat, tuning)
+        with train.quiet():
+            trainer = train.sft(subject, sequences, tuning, args.epochs, args.out)
+        train.save(trainer, subject, tuning, _settings(args), args.out)
+        print(train.curve(trainer, ["loss", "mean_token_accuracy"]))
+    print(f"wrote {args.out}", file=sys.stderr)
+
+
+def _described(sequences: "pd.DataFrame") -> str:
+    from experiments.post_training.data import IGNORED
+
+    learned = sum(sum(i != IGNORED for i in labels) for labels in sequences["labels"])
+    kinds = ", ".join(f"{n} {kind}s" for kind, n in sequences["learned"].value_counts().items())
+    own = sequences["own"].dropna()
+    quoting = f" ({own.mean():.2f} of the user turns quote their own response)" if len(own) else ""
+    return f"{kinds}{quoting}, {learned} tokens are learned"
+
+
+def _settings(args: argparse.Namespace) -> dict[str, Any]:
+    return {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
