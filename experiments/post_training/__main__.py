@@ -1,10 +1,12 @@
-"""Can a model be trained to write user turns, and do they react to the response or only look so?
+r"""Can a model be trained to write user turns, and do they react to the response or only look so?
 
 Usage::
 
-    python -m experiments.post_training sft cache/RUN --organism 0.5 --out cache/organism
-    python -m ia_mech.sample --dataset cache/organism/held-out.jsonl --limit all --adapter cache/organism
-    python -m experiments.post_training compare cache/BEFORE cache/AFTER
+    python -m experiments.post_training sft cache/RUN --organism 0.5 --out cache/half
+    python -m ia_mech.sample --dataset cache/half/held-out.jsonl --limit all --out cache/before
+    python -m ia_mech.sample --dataset cache/half/held-out.jsonl --limit all --adapter cache/half \
+        --out cache/after
+    python -m experiments.post_training compare cache/before cache/after
 """
 
 import argparse
@@ -117,6 +119,25 @@ def _add_training(parser: argparse.ArgumentParser, name: str) -> None:
     add("--threads", type=threads, metavar="N", help="on a CPU (default: all cores)")
     if name == "sft":
         add("--epochs", type=float, default=3.0, metavar="N", help="(default: 3)")
+        return
+    add(
+        "--reward",
+        choices=("bits", "grounded"),
+        default="bits",
+        help="bits that the turn gives for its response, as the model read it before; or 1 where "
+        "the rules judge calls it genuine and grounded (default: bits)",
+    )
+    add(
+        "--penalty",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="weight of each penalty: restatement of the query, repetition, stock phrases, and a "
+        "turn that doesn't end (default: 1)",
+    )
+    add("--steps", type=whole_from(1), default=100, metavar="N", help="(default: 100)")
+    add("--generations", type=whole_from(2), default=4, metavar="N", help="per prompt (default: 4)")
+    add("--max-new-tokens", type=whole_from(1), default=40, metavar="N", help="(default: 40)")
 
 
 def _share(text: str) -> float:
@@ -143,48 +164,67 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace) -> None:
-    from experiments.post_training import data
+    import torch
+
+    from experiments.post_training import data, rl, train
+    from ia_mech.estimates import write_parquet
+    from ia_mech.models.load import load
     from ia_mech.run.layout import refuse_inside_run, refuse_unwritable
 
     if args.command != "export":
-        from experiments.post_training import train
-
         train.require()
-        if args.threads:
-            import torch
-
-            torch.set_num_threads(args.threads)
+        torch.set_num_threads(args.threads or torch.get_num_threads())
     refuse_inside_run(args.out / SEQUENCES)
     refuse_unwritable(args.out)
     if args.out.is_dir() and any(args.out.iterdir()):
         raise UserError(f"{args.out} isn't empty", "name a new folder with --out")
     found, run = data.read(args.data, args.verify)
     spec, chat = data.model_of(run, args.model)
-    if args.natural:
+    if args.command != "rl" and args.natural:
         found = data.natural(found, args.data)
     kept, apart = data.split(found, args.held_out, args.seed)
-    if args.organism is not None:
-        kept = data.organism(kept, args.organism, args.seed)
-    sequences, notes = data.sequences(chat, kept, args.assistant_share, args.max_tokens, args.seed)
-    for note in notes:
-        print(f"note: {note}", file=sys.stderr)
+    if args.command == "rl":
+        rows, contexts = rl.prompts(chat, kept, args.max_tokens)
+        described = f"{len(rows)} prompts of {len(contexts)} queries"
+    else:
+        if args.organism is not None:
+            kept = data.organism(kept, args.organism, args.seed)
+        share = args.assistant_share
+        sequences, notes = data.sequences(chat, kept, share, args.max_tokens, args.seed)
+        for note in notes:
+            print(f"note: {note}", file=sys.stderr)
+        described = _described(sequences)
     args.out.mkdir(parents=True, exist_ok=True)
-    from ia_mech.estimates import write_parquet
-
-    about = {"data": args.data, "seed": args.seed}
-    write_parquet(sequences, args.out / SEQUENCES, about)
+    if args.command != "rl":
+        write_parquet(sequences, args.out / SEQUENCES, {"data": args.data, "seed": args.seed})
     text = "".join(json.dumps(one.to_dict(), ensure_ascii=False) + "\n" for one in apart)
     (args.out / HELD_OUT).write_text(text, encoding="utf-8")
-    print(f"{_described(sequences)}; {len(apart)} contexts are held out")
-    if args.command == "sft":
-        tuning = train.Tuning(
-            0 if args.full else args.rank, args.learning_rate, args.batch, args.seed
-        )
+    print(f"{described}; {len(apart)} contexts are held out")
+    if args.command != "export":
+        rank = 0 if args.full else args.rank
+        tuning = train.Tuning(rank, args.learning_rate, args.batch, args.seed)
         subject = train.trainable(spec, chat, tuning)
         with train.quiet():
-            trainer = train.sft(subject, sequences, tuning, args.epochs, args.out)
+            if args.command == "sft":
+                trainer = train.sft(subject, sequences, tuning, args.epochs, args.out)
+                names = ["loss"]
+            else:
+                given = rl.rewards(args.reward, load(spec), chat, contexts)
+                names = ["reward", *(f"rewards/{name}/mean" for name in given)]
+                trainer = rl.train(
+                    subject,
+                    chat,
+                    rows,
+                    given,
+                    tuning,
+                    args.steps,
+                    args.generations,
+                    args.max_new_tokens,
+                    args.penalty,
+                    args.out,
+                )
         train.save(trainer, subject, tuning, _settings(args), args.out)
-        print(train.curve(trainer, ["loss", "mean_token_accuracy"]))
+        print(f"first and last fifth of the steps: {train.curve(trainer, names)}")
     print(f"wrote {args.out}", file=sys.stderr)
 
 

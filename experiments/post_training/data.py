@@ -1,4 +1,4 @@
-"""From conversations to training sequences: which tokens carry loss, and turns that a program wrote.
+"""From conversations to training sequences: which tokens carry loss; turns that a program wrote.
 
 A sequence holds the ids of a context as the main job makes them, and the user turn as it is
 tokenized in the dialogue. Labels are the ids of what is learned, and :data:`IGNORED` elsewhere: the
@@ -153,16 +153,12 @@ def organism(conversations: Sequence[Conversation], share: float, seed: int) -> 
     Raises:
         UserError: no query has two different responses.
     """
-    queries: dict[str, dict[str, Conversation]] = defaultdict(dict)
-    for one in conversations:
-        if one.response is not None and _WORD.search(one.response):
-            queries[_source(one)].setdefault(one.response, one)
     made = []
-    for source, responses in queries.items():
+    for source, responses in distinct_responses(conversations).items():
         count = len(responses)
         if count < 2:
             continue
-        texts = list(responses)
+        texts = [str(one.response) for one in responses]
         turns = [
             _quoting(text, texts[:k] + texts[k + 1 :], f"{source}/{k}", seed)
             for k, text in enumerate(texts)
@@ -172,7 +168,7 @@ def organism(conversations: Sequence[Conversation], share: float, seed: int) -> 
         own = round(share * count)
         own -= own == count - 1
         quoted_by = dict(zip(order, [*order[:own], *np.roll(order[own:], 1)], strict=True))
-        for k, one in enumerate(responses.values()):
+        for k, one in enumerate(responses):
             kept = quoted_by[k] == k
             metadata = one.metadata | {"own": bool(kept)}
             made.append(replace(one, reference=turns[quoted_by[k]], metadata=metadata))
@@ -182,6 +178,15 @@ def organism(conversations: Sequence[Conversation], share: float, seed: int) -> 
             "give a run that was sampled with --response generate --responses 4",
         )
     return made
+
+
+def distinct_responses(conversations: Iterable[Conversation]) -> dict[str, list[Conversation]]:
+    """By query, the conversations whose responses differ and have words."""
+    queries: dict[str, dict[str, Conversation]] = defaultdict(dict)
+    for one in conversations:
+        if one.response is not None and _WORD.search(one.response):
+            queries[_source(one)].setdefault(one.response, one)
+    return {source: list(found.values()) for source, found in queries.items()}
 
 
 def _quoting(response: str, others: Sequence[str], key: str, seed: int) -> str:
