@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from experiments.runner import Experiment, Results
 from ia_mech.cli import (
     Parser,
     add_no_verify,
@@ -30,8 +31,11 @@ from ia_mech.errors import UserError
 if TYPE_CHECKING:
     import pandas as pd
 
+    from ia_mech.run import Run
+
 
 SEQUENCES, HELD_OUT = "sequences.parquet", "held-out.jsonl"
+COMPARE = "compare"
 
 DESCRIPTION = """\
 Train a model on user turns, and find out whether it learned to react or only the form of it.
@@ -58,7 +62,7 @@ def build_parser() -> argparse.ArgumentParser:
         _add_data(command, turns=name != "rl")
         if name != "export":
             _add_training(command, name)
-    commands.add_parser("compare", help="before and after", add_help=False)
+    commands.add_parser(COMPARE, help="before and after", add_help=False)
     return parser
 
 
@@ -156,10 +160,64 @@ def _below_one(text: str) -> float:
     return share
 
 
+def _compare(args: argparse.Namespace, runs: "list[Run]", folder: Path) -> Results | None:
+    from experiments.post_training import compare
+
+    return compare.run(args, runs, folder)
+
+
+def _add_reading(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--queries",
+        type=whole_from(2),
+        default=20,
+        metavar="N",
+        help="most queries whose turns are scored, drawn by --seed (default: 20)",
+    )
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        metavar="T",
+        help="whose turns are scored (default: 1, or the highest)",
+    )
+
+
+class _Compare(Experiment):
+    def build_parser(self) -> argparse.ArgumentParser:
+        parser = super().build_parser()
+        parser.prog = f"{parser.prog} {COMPARE}"
+        return parser
+
+
+EXPERIMENT = _Compare(
+    name="post_training",
+    description="""\
+What did training on user turns change? A run of the base model and one of the tuned model, in this
+order, over the same contexts with several responses per query; judge both for rates.
+
+turns     the organism's form; whether the quote is of the turn's own response or of another one;
+          what the query has already, repetition, phrases that stand after other queries, too
+I_K       bits that turns tell about their response, and evidence for it, as both models read both
+          models' turns
+header    the same with the header's states of the other model in all layers; how far they moved
+
+Interrupted, the same command continues.""",
+    written="turns (bits of every turn under every reader), displacement (PNG, SVG, PDF), parts/",
+    run=_compare,
+    add_flags=_add_reading,
+    several_models=True,
+    drawn="queries and resampling",
+    kept="what was scored is kept; the same command goes on from there",
+)
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
+    words = sys.argv[1:] if argv is None else argv
+    if words[:1] == [COMPARE]:
+        return EXPERIMENT.main(words[1:])
     tolerant_streams()
-    args = build_parser().parse_args(argv)
+    args = build_parser().parse_args(words)
     return guarded(lambda: _run(args), lambda: f"{args.out} isn't whole; remove it")
 
 

@@ -238,7 +238,7 @@ def assistant_sequence(chat: ChatFormat, conversation: Conversation) -> tuple[li
         UserError: the template refuses the conversation.
     """
     context = chat.context(conversation.messages)
-    learned = set(context.response)
+    learned: set[int | None] = set(context.response)
     if not conversation.metadata.get("response_cut_off"):
         learned.add(context.positions["turn_end"])
     labels = [i if at in learned else IGNORED for at, i in enumerate(context.ids)]

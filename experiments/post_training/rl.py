@@ -114,7 +114,7 @@ def rewards(
         return [float(ids[-1] not in chat.stop_ids) for ids in completion_ids]
 
     reward = {BITS: bits, GROUNDED: grounded}[kind]
-    every = (reward, restatement, repetition, stock_phrases, unfinished)
+    every: tuple[Any, ...] = (reward, restatement, repetition, stock_phrases, unfinished)
     return {one.__name__: one for one in every}
 
 

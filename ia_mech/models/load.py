@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import safe_open
@@ -273,7 +273,7 @@ def recalled(model: Mapping[str, Any], weights_hash: str) -> ModelSpec:
     for field in _places(spec):
         file = _place_file(weights_hash, field)
         if file.is_file() and Path(place := file.read_text()).exists():
-            spec = replace(spec, **{field: place})
+            spec = replace(spec, **cast(dict[str, Any], {field: place}))
     return spec
 
 
