@@ -1,16 +1,32 @@
 """Post-training: labels in every template family, organisms, and what trainers leave on disk."""
 
+import json
+import shutil
 from collections import Counter
-from dataclasses import replace
+from dataclasses import asdict, replace
+from pathlib import Path
 
 import families
 import numpy as np
+import pandas as pd
+import planted_reaction as planted
 import pytest
+import torch
+from contract import LOGPROB, full_logits
+from safetensors import safe_open
+from shell import call, refusal
 
-from experiments.post_training import data
+from experiments.post_training import compare, data, rl, train
+from experiments.post_training.__main__ import main
+from experiments.post_training.reading import Reading, repeated, restated, stock, trigrams
 from ia_mech.chat.format import ChatFormat
+from ia_mech.collect.command import main as sample
 from ia_mech.data.conversations import Conversation
 from ia_mech.errors import UserError
+from ia_mech.likelihood.reaction import evidence
+from ia_mech.models import load
+from ia_mech.models.load import ModelSpec
+from ia_mech.run.integrity import without_folders
 
 TURNS = [
     {"role": "user", "content": "What is 17 times 24?"},
@@ -151,8 +167,307 @@ def test_sequences_mix_in_assistant_turns_and_leave_out_long_ones(tokenizer):
 
 
 def test_sources_are_held_out_whole():
-    kept, apart = data.split(several(), 2, 0)
+    kept, apart = data.split(several(), 2)
     assert len({one.source_id for one in apart}) == 2 and len(apart) == 16
     assert not {one.source_id for one in kept} & {one.source_id for one in apart}
     with pytest.raises(UserError, match="leaves none of 6 sources"):
-        data.split(several(), 6, 0)
+        data.split(several(), 6)
+
+
+# --- what a model reads
+
+
+def a_query(number: int):
+    lengths = planted.lengths(number)
+    contexts = [planted.context(k, lengths[k], 1, query=2 + number) for k in range(4)]
+    return contexts, [planted.turn(k, 3 + k) for k in range(4)]
+
+
+def test_a_reading_equals_full_passes():
+    model = planted.model(True)
+    contexts, turns = a_query(1)
+    found = Reading(model, contexts, turns).logprobs(0.5)
+    for row, turn in enumerate(turns):
+        for k, context in enumerate(contexts):
+            logits = full_logits(model, context.ids, turn).double() / 0.5
+            each = logits.log_softmax(-1)[range(len(turn)), list(turn)]
+            assert found[row, k] == pytest.approx(float(each.sum()), abs=len(turn) * LOGPROB / 0.5)
+
+
+@pytest.mark.parametrize("through_header", [True, False])
+def test_another_models_header_states_matter_where_the_response_passes_through_them(through_header):
+    contexts, turns = a_query(2)
+    reading = Reading(planted.model(through_header), contexts, turns)
+    own, states = reading.logprobs(1.0), reading.header
+    assert (own.argmax(1) == range(4)).all()
+    np.testing.assert_allclose(reading.logprobs(1.0, states), own, atol=1e-4)
+    moved = reading.logprobs(1.0, [states[k - 1] for k in range(4)]).argmax(1)
+    assert moved.tolist() == ([1, 2, 3, 0] if through_header else [0, 1, 2, 3])
+
+
+def test_guards_count_trigrams():
+    assert trigrams("Is it, then, so?") == [("is", "it", "then"), ("it", "then", "so")]
+    assert restated("What is the lens for?", "Tell me what is the lens") == 2 / 3
+    assert repeated("on and on and on and on") == 1 - 2 / 5
+    assert repeated("Why?") == restated("Why?", "Why?") == 0
+    turns = ["Can you explain more of that?", "Can you explain it again?", "Can you explain more?"]
+    assert stock(turns, ["a", "b", "a"]) == [1 / 4, 1 / 3, 1 / 2]
+
+
+# --- commands
+
+
+def test_prompts_are_texts_that_the_tokenizer_reads_as_the_context():
+    for family in ("smollm2", "llama3_1", "gemma3", "gpt_oss"):
+        chat = ChatFormat(families.build(family))
+        rows, contexts = rl.prompts(chat, several(2, 3), 1000)
+        assert len(rows) == 6 and set(contexts) == {row["source"] for row in rows}
+        for row in rows:
+            context = contexts[row["source"]][row["followed"]]
+            assert chat.tokenizer(row["prompt"])["input_ids"] == context.ids
+            assert (
+                context.ids
+                == chat.context([*TURNS[:1], {"role": "assistant", "content": row["response"]}]).ids
+            )
+    with pytest.raises(UserError, match="no query has two different responses in contexts of at"):
+        rl.prompts(chat, several(2, 3), 20)
+
+
+def test_rewards_are_evidence_less_what_the_guards_find(tiny_subject):
+    chat = ChatFormat(tiny_subject.tokenizer)
+    rows, contexts = rl.prompts(chat, several(2, 3), 1000)
+    given = rl.rewards(rl.BITS, tiny_subject, chat, contexts)
+    assert list(given) == ["bits", "restatement", "repetition", "stock_phrases", "unfinished"]
+    ends = chat.stop_ids[0]
+    ids = [
+        [*chat.template.encode(text)[0], ends] for text in ("What is 17 times", "on and on and on")
+    ]
+    batch = {name: [rows[0][name], rows[4][name]] for name in rows[0]} | {"completion_ids": ids}
+    bits = given["bits"](**batch)
+    for at, row in enumerate((rows[0], rows[4])):
+        own = contexts[row["source"]]
+        logprobs = [
+            sum(
+                full_logits(tiny_subject.model, one.ids, ids[at])
+                .double()
+                .log_softmax(-1)[range(len(ids[at])), ids[at]]
+                .tolist()
+            )
+            for one in own
+        ]
+        wanted = evidence([logprobs], [row["followed"]])[0]
+        assert bits[at] == pytest.approx(max(wanted, rl.WORST), abs=1e-2)
+    assert given["restatement"](**batch) == [1.0, 0.0]
+    assert given["repetition"](**batch) == [0.0, pytest.approx(1 / 3)]
+    assert given["unfinished"](**batch) == [0.0, 0.0]
+    assert given["unfinished"](completion_ids=[ids[0][:-1]]) == [1.0]
+    judged = rl.rewards(rl.GROUNDED, tiny_subject, chat, contexts)["grounded"]
+    word = rows[0]["response"].split()[3]
+    turn = chat.template.encode(f"Why did you choose {word} there, and not another word?")[0]
+    batch = {name: [rows[0][name]] * 2 for name in rows[0]} | {"completion_ids": [turn, [ends]]}
+    assert judged(**batch)[1] == 0.0
+
+
+@pytest.fixture
+def spoken(tmp_path) -> Path:
+    """Conversations with several responses, and a follow-up after the first query's."""
+    rows = [one.to_dict() for one in several(4, 4)]
+    for row in rows[:4]:
+        row["reference"] = "Why so?"
+    return written(tmp_path / "spoken.jsonl", rows)
+
+
+def written(file: Path, rows: list[dict]) -> Path:
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def test_export_writes_sequences_and_what_is_held_out(spoken, tiny_model_dir, tmp_path, capfd):
+    out = tmp_path / "out"
+    words = ["export", str(spoken), "--model", tiny_model_dir, "--held-out", "1", "--out", str(out)]
+    done = call(main, [*words, "--organism", "0.5", "--assistant-share", "0.25"], capfd)
+    assert done.status == 0, done.err
+    assert done.out.startswith(
+        "12 user turns, 4 assistant turns (0.50 of the user turns quote their own response), "
+    )
+    table = pd.read_parquet(out / "sequences.parquet")
+    apart = [json.loads(line) for line in (out / "held-out.jsonl").read_text().splitlines()]
+    assert len(apart) == 4 and len({row["source_id"] for row in apart}) == 1
+    assert apart[0]["source_id"] not in set(table["source_id"])
+    assert [row["response_index"] for row in apart] == [0, 1, 2, 3]
+    again = call(main, [*words, "--natural"], capfd)
+    assert refusal(again) == f"{out} isn't empty; name a new folder with --out"
+
+
+def test_what_cant_be_trained_on_is_refused_in_one_line(
+    spoken, tiny_model_dir, tmp_path, capfd, monkeypatch
+):
+    out = str(tmp_path / "out")
+    silent = written(tmp_path / "silent.jsonl", [one.to_dict() for one in several(3, 1)])
+    export = ["export", str(silent), "--model", tiny_model_dir, "--held-out", "1", "--out", out]
+    assert refusal(call(main, [*export, "--natural"], capfd)) == (
+        f"{silent} holds no user follow-up after a response; give conversations that go on "
+        "with a user turn, or --organism with a run of several responses per query"
+    )
+    assert refusal(call(main, [*export, "--organism", "1"], capfd)) == (
+        "no query has two different responses; "
+        "give a run that was sampled with --response generate --responses 4"
+    )
+    monkeypatch.setattr(train.importlib.util, "find_spec", lambda name: None)
+    sft = ["sft", str(spoken), "--natural", "--out", out]
+    assert refusal(call(main, sft, capfd)) == (
+        "training needs trl and peft; install them: pip install 'ia-mech[train]'"
+    )
+    with pytest.raises(SystemExit):
+        main(["export", str(spoken), "--organism", "1.5", "--out", out])
+    assert "'1.5' is not a share from 0 to 1" in capfd.readouterr().err
+
+
+def test_an_adapter_is_refused_in_one_line_unless_it_is_of_the_model(
+    tiny_model_dir, tmp_path, capfd, monkeypatch
+):
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    words = ["--model", tiny_model_dir, "--adapter", str(folder), "--dry-run"]
+    monkeypatch.setattr(load.importlib.util, "find_spec", lambda name: None)
+    assert refusal(call(sample, words, capfd)) == (
+        "--adapter needs peft; install it: pip install 'ia-mech[train]'"
+    )
+    monkeypatch.setattr(load.importlib.util, "find_spec", lambda name: name)
+    assert refusal(call(sample, words, capfd)) == (
+        f"{folder} holds no adapter_config.json; give a folder that peft has saved"
+    )
+    file = folder / "adapter_config.json"
+    for config, told in (
+        ("{", f"adapter {folder}: adapter_config.json is damaged: "),
+        (
+            '{"base_model_name_or_path": "org/other"}',
+            f"the adapter {folder} is of org/other, not of {tiny_model_dir}; "
+            "give --model org/other",
+        ),
+        ("{}", f"the adapter {folder} is of None, not of {tiny_model_dir}; name its base"),
+    ):
+        file.write_text(config)
+        assert refusal(call(sample, words, capfd)).startswith(told)
+    assert refusal(call(sample, ["--model", str(folder), "--dry-run"], capfd)) == (
+        f"{folder} holds no config.json; it is an adapter: "
+        f"give --adapter {folder}, and its base model to --model"
+    )
+
+
+def test_a_run_with_an_adapter_names_no_folders_and_finds_it_again(tmp_path, monkeypatch):
+    monkeypatch.setenv("IA_MECH_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "secret" / "tuned").mkdir(parents=True)
+    spec = ModelSpec(adapter=str(tmp_path / "secret" / "tuned"))
+    identity = {"config": {"model": asdict(spec)}, "model": {"adapter": spec.adapter}}
+    known = without_folders(identity)
+    assert known["config"]["model"]["adapter"] == known["model"]["adapter"] == "tuned"
+    load.remember(spec, "abc")
+    assert load.recalled(known["config"]["model"], "abc") == spec
+    assert load.recalled(known["config"]["model"], "abd").adapter == "tuned"
+
+
+# --- with trl and peft
+
+
+@pytest.mark.slow
+def test_a_tuned_model_is_loaded_sampled_and_compared(
+    spoken, tiny_subject, tiny_model_dir, tmp_path, capfd
+):
+    pytest.importorskip("trl", reason="needs ia-mech[train]")
+    tuned, out = tmp_path / "tuned", tmp_path / "out"
+    words = [str(spoken), "--model", tiny_model_dir, "--held-out", "1", "--threads", "1"]
+    sft = ["sft", *words, "--organism", "1", "--epochs", "1", "--batch", "12", "--out", str(tuned)]
+    done = call(main, sft, capfd)
+    assert done.status == 0, done.err
+    # Of one step over all sequences the loss is the mean over exactly the labelled tokens.
+    table = pd.read_parquet(tuned / "sequences.parquet")
+    losses = []
+    for ids, labels in zip(table["input_ids"], table["labels"], strict=True):
+        start = int((labels == data.IGNORED).sum())
+        logits = full_logits(tiny_subject.model, ids[:start].tolist(), ids[start:])
+        losses += (-logits.log_softmax(-1)[range(len(ids) - start), ids[start:]]).tolist()
+    (first, *_) = map(json.loads, (tuned / "log.jsonl").read_text().splitlines())
+    assert first["loss"] == pytest.approx(np.mean(losses), abs=1e-3)
+    # Merged: W + (alpha / rank) B A, in every linear layer but the unembedding.
+    spec = ModelSpec(name=tiny_model_dir, adapter=str(tuned))
+    merged = load.load(spec)
+    assert merged.weights_hash != tiny_subject.weights_hash
+    with safe_open(tuned / "adapter_model.safetensors", "pt") as file:
+        low = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    for name, own in tiny_subject.model.state_dict().items():
+        key = f"base_model.model.{name.removesuffix('.weight')}"
+        wanted = own
+        if f"{key}.lora_A.weight" in low:
+            wanted = own + 2 * low[f"{key}.lora_B.weight"] @ low[f"{key}.lora_A.weight"]
+        torch.testing.assert_close(merged.model.state_dict()[name], wanted, atol=1e-5, rtol=0)
+    assert sum("lora_A" in name for name in low) == 4 * 7
+    # Both models on what was held out, and compared.
+    for name, adapter in (("before", []), ("after", ["--adapter", str(tuned)])):
+        given = [
+            "--model",
+            tiny_model_dir,
+            "--dataset",
+            str(tuned / "held-out.jsonl"),
+            "--limit",
+            "all",
+        ]
+        given += [
+            "--temperatures",
+            "1",
+            "--samples",
+            "2",
+            "--max-new-tokens",
+            "6",
+            "--threads",
+            "1",
+        ]
+        assert call(sample, [*given, *adapter, "--out", str(tmp_path / name)], capfd).status == 0
+    runs = [str(tmp_path / name) for name in ("before", "after")]
+    done = call(main, ["compare", *runs, "--out", str(out)], capfd)
+    assert done.status == 0, done.err
+    found = pd.read_parquet(out / "estimates.parquet")
+    moved = found[found["quantity"] == compare.MOVED].set_index("layer")["value"]
+    assert moved[0] == 0 and (moved[1:] > 0).all()  # embeddings aren't trained
+    read = pd.read_parquet(out / "turns.parquet")
+    assert read.groupby(["turns", "reader", "header"]).size().tolist() == [8] * 8
+    one = call(main, ["compare", runs[0], "--out", str(out)], capfd)
+    assert refusal(one) == "one run can't be compared; give the base model's and the tuned one's"
+    other = tmp_path / "other"
+    shutil.copytree(tuned, other)
+    config = json.loads((other / "adapter_config.json").read_text())
+    config["r"] = 3
+    (other / "adapter_config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=f"the adapter {other} can't be merged into"):
+        load.load(replace(spec, adapter=str(other)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [[], ["--full"]])
+def test_reinforcement_learning_leaves_an_adapter_or_a_model(
+    flags, spoken, tiny_subject, tiny_model_dir, tmp_path, capfd
+):
+    pytest.importorskip("trl", reason="needs ia-mech[train]")
+    out = tmp_path / "out"
+    words = ["rl", str(spoken), "--model", tiny_model_dir, "--held-out", "1", "--threads", "1"]
+    words += ["--steps", "2", "--batch", "4", "--max-new-tokens", "5", *flags, "--out", str(out)]
+    wrong = call(main, [*words, "--generations", "3"], capfd)
+    assert refusal(wrong) == (
+        "--batch 4 isn't a multiple of --generations 3; give --batch 3 or 6"
+    )
+    done = call(main, words, capfd)
+    assert done.status == 0, done.err
+    assert "12 prompts of 3 queries; 4 contexts are held out" in done.out
+    rows = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+    assert len(rows) == 2
+    for row in rows:
+        guards = ("restatement", "repetition", "stock_phrases", "unfinished")
+        total = row["rewards/bits/mean"] - sum(row[f"rewards/{name}/mean"] for name in guards)
+        assert row["reward"] == pytest.approx(total, abs=1e-4)
+    spec = ModelSpec(name=tiny_model_dir, adapter=str(out))
+    if flags:
+        spec = ModelSpec(name=str(out))
+        assert not list(out.glob("*.bin"))  # nothing is pickled
+    loaded = load.load(spec)
+    assert loaded.weights_hash != tiny_subject.weights_hash
+    assert loaded.tokenizer.chat_template == tiny_subject.tokenizer.chat_template

@@ -11,6 +11,7 @@ Usage::
 
 import argparse
 import json
+import math
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,6 +32,7 @@ from ia_mech.errors import UserError
 if TYPE_CHECKING:
     import pandas as pd
 
+    from ia_mech.models.load import ModelSpec
     from ia_mech.run import Run
 
 
@@ -93,7 +95,7 @@ def _add_data(parser: argparse.ArgumentParser, turns: bool) -> None:
         type=whole_from(0),
         default=20,
         metavar="N",
-        help="sources that aren't trained on, drawn by --seed (default: 20)",
+        help="sources that aren't trained on, the same for every --seed (default: 20)",
     )
     add(
         "--max-tokens",
@@ -102,7 +104,13 @@ def _add_data(parser: argparse.ArgumentParser, turns: bool) -> None:
         metavar="N",
         help="of a sequence; longer ones are left out (default: 1024)",
     )
-    add("--seed", type=int, default=0, metavar="N", help="of all draws (default: 0)")
+    add(
+        "--seed",
+        type=int,
+        default=0,
+        metavar="N",
+        help="of organisms and training (default: 0)",
+    )
     add("--out", type=path_of, required=True, metavar="FOLDER", help="a new folder")
     add_no_verify(parser)
 
@@ -118,11 +126,11 @@ def _add_training(parser: argparse.ArgumentParser, name: str) -> None:
     )
     add("--full", action="store_true", help="train all weights, and save a whole model")
     rate = {"sft": 5e-4, "rl": 1e-4}[name]
-    add("--learning-rate", type=float, default=rate, metavar="X", help="(default: %(default)g)")
+    add("--learning-rate", type=_positive, default=rate, metavar="X", help="(default: %(default)g)")
     add("--batch", type=whole_from(1), default=8, metavar="N", help="sequences (default: 8)")
     add("--threads", type=threads, metavar="N", help="on a CPU (default: all cores)")
     if name == "sft":
-        add("--epochs", type=float, default=3.0, metavar="N", help="(default: 3)")
+        add("--epochs", type=_positive, default=3.0, metavar="N", help="(default: 3)")
         return
     add(
         "--reward",
@@ -133,7 +141,7 @@ def _add_training(parser: argparse.ArgumentParser, name: str) -> None:
     )
     add(
         "--penalty",
-        type=float,
+        type=_positive,
         default=1.0,
         metavar="X",
         help="weight of each penalty: restatement of the query, repetition, stock phrases, and a "
@@ -142,6 +150,16 @@ def _add_training(parser: argparse.ArgumentParser, name: str) -> None:
     add("--steps", type=whole_from(1), default=100, metavar="N", help="(default: 100)")
     add("--generations", type=whole_from(2), default=4, metavar="N", help="per prompt (default: 4)")
     add("--max-new-tokens", type=whole_from(1), default=40, metavar="N", help="(default: 40)")
+
+
+def _positive(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return value
 
 
 def _share(text: str) -> float:
@@ -238,9 +256,11 @@ def _run(args: argparse.Namespace) -> None:
         raise UserError(f"{args.out} isn't empty", "name a new folder with --out")
     found, run = data.read(args.data, args.verify)
     spec, chat = data.model_of(run, args.model)
+    if args.command != "export":
+        _check_training(args, spec)
     if args.command != "rl" and args.natural:
         found = data.natural(found, args.data)
-    kept, apart = data.split(found, args.held_out, args.seed)
+    kept, apart = data.split(found, args.held_out)
     if args.command == "rl":
         rows, contexts = rl.prompts(chat, kept, args.max_tokens)
         described = f"{len(rows)} prompts of {len(contexts)} queries"
@@ -284,6 +304,19 @@ def _run(args: argparse.Namespace) -> None:
         train.save(trainer, subject, tuning, _settings(args), args.out)
         print(f"first and last fifth of the steps: {train.curve(trainer, names)}")
     print(f"wrote {args.out}", file=sys.stderr)
+
+
+def _check_training(args: argparse.Namespace, spec: "ModelSpec") -> None:
+    if spec.adapter is not None and not args.full:
+        raise UserError(
+            f"{args.data} is of a model with an adapter, on which no second one can be trained",
+            "give the base model's run, or --full",
+        )
+    if args.command == "rl" and args.batch % args.generations:
+        raise UserError(
+            f"--batch {args.batch} isn't a multiple of --generations {args.generations}",
+            f"give --batch {args.generations} or {2 * args.generations}",
+        )
 
 
 def _described(sequences: "pd.DataFrame") -> str:

@@ -75,7 +75,8 @@ def _pair(runs: list[Run]) -> list[Run]:
         UserError: others than two, of the same weights, or over other contexts.
     """
     if len(runs) != 2:
-        raise UserError(f"{len(runs)} runs to compare", "give the base model's and the tuned one's")
+        what = "one run" if len(runs) == 1 else f"{len(runs)} runs"
+        raise UserError(f"{what} can't be compared", "give the base model's and the tuned one's")
     if len({run.model["weights_hash"] for run in runs}) < 2:
         raise UserError("both runs are of the same weights", "sample one of them with --adapter")
     ids = [run.contexts[["context_id", "token_ids"]].map(list) for run in runs]

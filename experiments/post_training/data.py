@@ -86,9 +86,9 @@ def model_of(run: Run | None, name: str | None) -> tuple[ModelSpec, ChatFormat]:
 
 
 def split(
-    conversations: Sequence[Conversation], held_out: int, seed: int
+    conversations: Sequence[Conversation], held_out: int
 ) -> tuple[list[Conversation], list[Conversation]]:
-    """Conversations to train on, and those of ``held_out`` sources drawn by seed.
+    """Conversations to train on, and those of ``held_out`` sources, drawn alike for all seeds.
 
     Raises:
         UserError: no source would be left to train on.
@@ -99,7 +99,7 @@ def split(
             f"--held-out {held_out} leaves none of {len(sources)} sources to train on",
             "hold out fewer",
         )
-    apart = set(drawn(sources, held_out, seed))
+    apart = set(drawn(sources, held_out, 0))
     kept: tuple[list[Conversation], list[Conversation]] = ([], [])
     for one in conversations:
         kept[_source(one) in apart].append(one)

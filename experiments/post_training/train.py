@@ -4,6 +4,7 @@ import contextlib
 import importlib.util
 import json
 import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -83,7 +84,7 @@ def require() -> None:
 
 
 def trainable(spec: "ModelSpec", chat: ChatFormat, tuning: Tuning) -> Subject:
-    """The model to train, whose generation ends where a user turn does."""
+    """The model to train; sequences are padded with a token that ends turns if with no other."""
     subject = load(spec)
     subject.model.requires_grad_(tuning.rank == 0)
     tokenizer: Any = subject.tokenizer
@@ -119,8 +120,9 @@ def sft(
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """What trainers print to the screen goes to stderr; results are what stdout is for."""
-    with contextlib.redirect_stdout(sys.stderr):
+    """Send what trainers print to stderr, without their notices for developers."""
+    with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
         yield
 
 
