@@ -385,7 +385,7 @@ def test_a_tuned_model_is_loaded_sampled_and_compared(
     losses = []
     for ids, labels in zip(table["input_ids"], table["labels"], strict=True):
         start = int((labels == data.IGNORED).sum())
-        logits = full_logits(tiny_subject.model, ids[:start].tolist(), ids[start:])
+        logits = full_logits(tiny_subject.model, ids[:start], ids[start:].tolist())
         losses += (-logits.log_softmax(-1)[range(len(ids) - start), ids[start:]]).tolist()
     (first, *_) = map(json.loads, (tuned / "log.jsonl").read_text().splitlines())
     assert first["loss"] == pytest.approx(np.mean(losses), abs=1e-3)
@@ -452,9 +452,7 @@ def test_reinforcement_learning_leaves_an_adapter_or_a_model(
     words = ["rl", str(spoken), "--model", tiny_model_dir, "--held-out", "1", "--threads", "1"]
     words += ["--steps", "2", "--batch", "4", "--max-new-tokens", "5", *flags, "--out", str(out)]
     wrong = call(main, [*words, "--generations", "3"], capfd)
-    assert refusal(wrong) == (
-        "--batch 4 isn't a multiple of --generations 3; give --batch 3 or 6"
-    )
+    assert refusal(wrong) == ("--batch 4 isn't a multiple of --generations 3; give --batch 3 or 6")
     done = call(main, words, capfd)
     assert done.status == 0, done.err
     assert "12 prompts of 3 queries; 4 contexts are held out" in done.out

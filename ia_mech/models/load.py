@@ -27,6 +27,7 @@ from ia_mech.run.integrity import replace_file
 
 PROBE_SECONDS = 5
 ADAPTER = "adapter_config.json"
+PLACES = {"name": "path", "adapter": "adapter"}  # field of a spec → file that notes where it is
 # Files of a checkpoint that transformers would ignore, or guess around, if they were damaged.
 SETTINGS = (
     "config.json",
@@ -247,14 +248,14 @@ def _merged(spec: ModelSpec, model: PreTrainedModel) -> PreTrainedModel:
 def remember(spec: ModelSpec, weights_hash: str) -> None:
     """Note where a local model and its adapter are: a run records the weights, and no folders of
     this machine."""
-    for field, given in _places(spec).items():
-        path = Path(given).expanduser()
-        if given == embedded.NAME or not path.exists():
+    for field, note in PLACES.items():
+        given = getattr(spec, field)
+        if given in (None, embedded.NAME) or not Path(given).expanduser().exists():
             continue
-        file = _place_file(weights_hash, field)
+        place, file = Path(given).expanduser().resolve(), _place_file(weights_hash, note)
 
-        def write(scratch: Path, path: Path = path) -> None:
-            scratch.write_text(str(path.resolve()))
+        def write(scratch: Path, place: Path = place) -> None:
+            scratch.write_text(str(place))
 
         with contextlib.suppress(OSError):  # a cache that can't be written to
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -270,20 +271,15 @@ def recalled(model: Mapping[str, Any], weights_hash: str) -> ModelSpec:
             (:func:`remember`).
     """
     spec = ModelSpec(**model)
-    for field in _places(spec):
-        file = _place_file(weights_hash, field)
-        if file.is_file() and Path(place := file.read_text()).exists():
+    for field, note in PLACES.items():
+        file = _place_file(weights_hash, note)
+        if getattr(spec, field) and file.is_file() and Path(place := file.read_text()).exists():
             spec = replace(spec, **cast(dict[str, Any], {field: place}))
     return spec
 
 
-def _places(spec: ModelSpec) -> dict[str, str]:
-    """What of a model may be a folder of this machine."""
-    return {"name": spec.name} | ({"adapter": spec.adapter} if spec.adapter else {})
-
-
-def _place_file(weights_hash: str, field: str) -> Path:
-    return embedded.models_dir() / weights_hash / {"name": "path"}.get(field, field)
+def _place_file(weights_hash: str, note: str) -> Path:
+    return embedded.models_dir() / weights_hash / note
 
 
 def same_model(name: str, revision: str | None, other: str, other_revision: str | None) -> bool:
