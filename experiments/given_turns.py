@@ -4,6 +4,7 @@ import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from experiments.reaction.read import Query, read
-from experiments.resample import SHARED, grid_of
+from experiments.resample import chat_of, grid_of
 from ia_mech.chat.format import ChatContext, ChatFormat
-from ia_mech.collect.config import SampleConfig
-from ia_mech.collect.identity import build_chat, eos_ids
+from ia_mech.collect.identity import eos_ids
+from ia_mech.display import Bar
 from ia_mech.errors import UserError
 from ia_mech.models.load import load_tokenizer_and_config, recalled
 from ia_mech.run import Run, integrity
@@ -76,8 +77,7 @@ def given_turns(runs: Sequence[Run], queries: int, temperature: float | None, se
     tokenizer, model_config = load_tokenizer_and_config(
         recalled(config["model"], runs[0].model["weights_hash"])
     )
-    settings = SampleConfig(**{name: config[name] for name in SHARED})
-    chat = build_chat(settings, tokenizer, eos_ids(None, model_config))
+    chat = chat_of(runs[0], tokenizer, eos_ids(None, model_config))
     contexts = {
         query.source: [_context(chat, query, k) for k in range(arm.responses)] for query in used
     }
@@ -119,21 +119,58 @@ def places_of(context: ChatContext) -> dict[str, int]:
     return {name: at for name in names if (at := context.positions[name]) is not None}
 
 
-def computed_once(folder: Path, key: Any, compute: Callable[[], pd.DataFrame]) -> pd.DataFrame:
+def computed_for_each(
+    those: Sequence[Any],
+    phase: str,
+    folder: Path,
+    key: Callable[[Any], Any],
+    compute: Callable[[Any], pd.DataFrame],
+) -> pd.DataFrame:
+    """Tables of queries one below the other, with ``source`` and ``dataset``.
+
+    Args:
+        those: the queries, or pairs of their responses; each has a ``source`` and a ``dataset``.
+        phase: what the progress bar is called.
+        folder: as of :func:`computed_once`.
+        key: the same of one of them.
+        compute: the same of one of them.
+    """
+    bar, parts = Bar(), []
+    bar.start(phase, len(those), unit="source")
+    try:
+        for one in those:
+            made = computed_once(folder, key(one), partial(compute, one))
+            parts.append(made.assign(source=one.source, dataset=one.dataset))
+            bar.advance()
+    finally:
+        bar.stop()
+    return pd.concat(parts, ignore_index=True)
+
+
+def computed_once(
+    folder: Path,
+    key: Any,
+    compute: Callable[[], pd.DataFrame],
+    on_kept: Callable[[], None] = lambda: None,
+) -> pd.DataFrame:
     """A table that an interrupted command needn't compute again.
 
     Args:
         folder: where tables are kept.
         key: all that the table depends on, as JSON can hold it.
         compute: makes it.
+        on_kept: called if the table is there, and whole.
     """
     name = hashlib.blake2b(json.dumps(key).encode(), digest_size=8).hexdigest()
     file = folder / f"{name}.parquet"
     try:
         integrity.check_seal(file.read_bytes(), required=True)
-        return pq.read_table(file).to_pandas()
+        kept = pq.read_table(file).to_pandas()
     except (pa.ArrowException, OSError, ValueError):
         pass
+    else:
+        on_kept()
+        return kept
     made = compute()
     folder.mkdir(parents=True, exist_ok=True)
     integrity.write_table(file, pa.Table.from_pandas(made))

@@ -13,7 +13,9 @@ from typing import Any
 
 import pandas as pd
 
+from ia_mech.chat.format import ChatFormat
 from ia_mech.collect.config import SampleConfig
+from ia_mech.collect.identity import build_chat
 from ia_mech.collect.job import collect
 from ia_mech.data.conversations import Conversation
 from ia_mech.display import Bar
@@ -140,6 +142,12 @@ def grid_of(runs: Sequence[Run]) -> Grid:
             )
     given = runs[0].config["grid"]
     return Grid(**given | {"temperatures": tuple(given["temperatures"])})
+
+
+def chat_of(run: Run, tokenizer: Any, stops: Sequence[int]) -> ChatFormat:
+    """A tokenizer's chat format with the chat settings of a run; ``stops`` end a response."""
+    settings = SampleConfig(**{name: run.config[name] for name in SHARED})
+    return build_chat(settings, tokenizer, stops)
 
 
 def subject_of(run: Run) -> Subject:

@@ -35,6 +35,7 @@ from ia_mech.cli import (
     one_line,
     path_of,
     tolerant_streams,
+    whole_from,
 )
 from ia_mech.errors import UserError
 
@@ -92,8 +93,8 @@ class Experiment:
         perturbed: runs that hold perturbed contexts may be given.
         judged: verdicts are used, so a judge can be chosen.
         drawn: what ``--seed`` is the seed of.
-        default_out: first run's folder → output folder, if it isn't ``experiments/NAME`` in there.
-        out_help: that default in words.
+        beside: results go to ``cache/<first run>-<this>``, not to ``experiments/NAME`` in the first
+            run: they hold runs, which can't lie in a run.
         kept: what an interrupted command leaves.
         page: in ``docs/``, of the method, if it isn't ``NAME.md``.
     """
@@ -107,8 +108,7 @@ class Experiment:
     perturbed: bool = False
     judged: bool = True
     drawn: str = "resampling"
-    default_out: Callable[[Path], Path] | None = None
-    out_help: str = ""
+    beside: str = ""
     kept: str = "files that were written are whole"
     page: str = ""
 
@@ -128,13 +128,11 @@ class Experiment:
             parser.add_argument("--judge", metavar="NAME", help=judge)
         add_no_verify(parser)
         self.add_flags(parser)
-        parser.add_argument(
-            "--out",
-            type=path_of,
-            metavar="FOLDER",
-            help="where results go (default: "
-            f"{self.out_help or f'experiments/{self.name} in the first run'})",
-        )
+        usual = f"experiments/{self.name} in the first run"
+        if self.beside:
+            usual = f"cache/<first run>-{self.beside}"
+        where = f"where results go (default: {usual})"
+        parser.add_argument("--out", type=path_of, metavar="FOLDER", help=where)
         add_intervals(parser.add_argument_group("intervals"), seed=self.drawn)
         return parser
 
@@ -145,6 +143,7 @@ class Experiment:
         return guarded(lambda: self._run(args), lambda: self.kept)
 
     def _run(self, args: argparse.Namespace) -> None:
+        from ia_mech.display import styled
         from ia_mech.rates.load import open_runs
 
         runs = open_runs(args.runs, verify=args.verify)
@@ -153,7 +152,7 @@ class Experiment:
             check_one_model(runs)
         if not self.perturbed:
             check_unperturbed(runs)
-        results = self.run(args, runs, folder)
+        results = styled(self.run)(args, runs, folder)
         if results is None:
             return
         write(results, folder, self.name, self.question, args.level)
@@ -164,7 +163,8 @@ class Experiment:
         results.show(console)  # after writing: a closed pipe must not cost the files
         if results.judge is not None:
             console.print(f"{results.judge.sentence}.", style="bold", soft_wrap=True, markup=False)
-        for note in results.notes + few_sources(results.estimates):
+        said = filter(None, [results.sentence, results.control])
+        for note in [*said, *results.notes, *few_sources(results.estimates)]:
             console.print(one_line(note), soft_wrap=True, markup=False)
         print(f"wrote {folder}", file=sys.stderr)
 
@@ -184,9 +184,13 @@ class Experiment:
         from ia_mech.run.layout import refuse_inside_run, refuse_unwritable
 
         inside = first_run / "experiments" / self.name
-        usual = inside if self.default_out is None else self.default_out(first_run)
+        usual = inside
+        if self.beside:
+            from ia_mech.models.embedded import cache_dir
+
+            usual = cache_dir() / f"{first_run.resolve().name}-{self.beside}"
         folder = usual if out is None else out
-        if self.default_out is not None or folder.resolve() != inside.resolve():
+        if self.beside or folder.resolve() != inside.resolve():
             refuse_inside_run(folder / ESTIMATES)
         refuse_unwritable(folder)
         owner = _experiment_of(folder / ESTIMATES)
@@ -198,6 +202,35 @@ class Experiment:
 def intervals(args: argparse.Namespace) -> dict[str, Any]:
     """The keyword arguments of estimates: ``level``, ``resamples``, ``seed``."""
     return {"level": args.level, "resamples": args.resamples, "seed": args.seed}
+
+
+def add_dry_run(parser: argparse.ArgumentParser, done: str = "computed") -> None:
+    """Add ``--dry-run``; ``done`` is what it only shows."""
+    words = f"show what would be {done}, and stop"
+    parser.add_argument("--dry-run", action="store_true", help=words)
+
+
+def add_given(parser: argparse.ArgumentParser, scored: str) -> None:
+    """Add the flags of :func:`experiments.given_turns.given_turns`, and ``--dry-run``.
+
+    Args:
+        parser: of the command.
+        scored: the temperature at which turns are scored, in words.
+    """
+    parser.add_argument(
+        "--queries",
+        type=whole_from(2),
+        default=40,
+        metavar="N",
+        help="most queries, drawn by --seed (default: 40)",
+    )
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        metavar="T",
+        help=f"of the turns (default: 1, or the highest); they are scored at {scored}",
+    )
+    add_dry_run(parser)
 
 
 def write(results: Results, folder: Path, name: str, title: str, level: float) -> None:

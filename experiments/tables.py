@@ -21,6 +21,21 @@ def screen() -> Console:
     return console(1000)
 
 
+def print_plan(lines: dict[str, str], cost: float) -> None:
+    """Print what will be computed.
+
+    Args:
+        lines: name → what.
+        cost: of all of it, in decoded tokens (:mod:`ia_mech.engine.plan`).
+    """
+    from ia_mech.engine.plan import SLOW  # imports torch
+
+    work = f"like {cost:.0f} decoded tokens ({cost / SLOW:.0f} s at an assumed {SLOW} tokens/s)"
+    to = console()
+    for name, value in (lines | {"work": work}).items():
+        to.print(f"{name:<20}{escape(one_line(value))}", soft_wrap=True)
+
+
 def print_table(
     to: Console,
     title: str,
@@ -63,7 +78,7 @@ def print_table(
 
 
 def stated(words: str, rows: pd.DataFrame, digits: int = 2) -> str:
-    """Estimates as a sentence: ``words: greedy 0.22 [0.17, 0.27], T = 1: 0.28 [0.25, 0.30].``
+    """Estimates as a sentence: ``Words: greedy 0.22 [0.17, 0.27], T = 1: 0.28 [0.25, 0.30].``
 
     Args:
         words: what the estimates are.
@@ -81,7 +96,7 @@ def stated(words: str, rows: pd.DataFrame, digits: int = 2) -> str:
         if not np.isnan(t := row["temperature"]):
             where.append("greedy" if t == 0 else f"T = {t:g}:")
         found.append(" ".join([*where, cell(row, digits)]))
-    return f"{words}: {', '.join(found)}." if found else ""
+    return f"{words[:1].upper()}{words[1:]}: {', '.join(found)}." if found else ""
 
 
 def label(value: Any, column: str = "") -> str:
@@ -95,7 +110,7 @@ def label(value: Any, column: str = "") -> str:
     return f"{value:g}"
 
 
-def cell(row: pd.Series, digits: int | str) -> str:
+def cell(row: pd.Series, digits: int | str = 2) -> str:
     """An estimate as text: value, interval, and the corrected p of a test."""
     if np.isnan(row["value"]):
         return "–"

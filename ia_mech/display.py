@@ -8,9 +8,10 @@ from __future__ import annotations
 import io
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
-from functools import wraps
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial, wraps
 from pathlib import Path
+from string import ascii_lowercase
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from rich.console import Console
@@ -36,7 +37,10 @@ STYLE: dict[Any, Any] = {
     "axes.linewidth": 0.7,
     "font.family": "DejaVu Sans",  # comes with matplotlib: the same picture everywhere
     "font.size": 9,
+    "figure.titlesize": 10,
+    "figure.titleweight": "bold",
     "legend.fontsize": 8,
+    "legend.frameon": False,
     "text.parse_math": False,  # names of runs and positions may hold a $
     "xtick.labelsize": 8,
     "ytick.labelsize": 8,
@@ -179,14 +183,89 @@ def coloured(frame: pd.DataFrame, by: str) -> Iterator[tuple[str, tuple[str, pd.
         yield COLOURS[number % len(COLOURS)], group
 
 
+def new_axes(
+    title: str, across: str, up: str = "", size: tuple[float, float] = (6.5, 4)
+) -> tuple[Figure, Axes]:
+    """A figure of one panel with its title, and what the axes show, with units."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=size, layout="constrained")
+    axes = figure.add_subplot(xlabel=across, ylabel=up)
+    title_axes(axes, title)
+    return figure, axes
+
+
+def draw_line(
+    axes: Axes, at: pd.Series, rows: pd.DataFrame, colour: str, label: str, **look: Any
+) -> None:
+    """Estimates as a line, their intervals as a band.
+
+    Args:
+        axes: where to.
+        at: ``[rows]`` their places on the x axis.
+        rows: with ``value``, ``low`` and ``high``.
+        colour: of line and band.
+        label: of the line.
+        look: of the line, as matplotlib names it.
+    """
+    places = at.to_numpy(dtype=float)
+    style: dict[str, Any] = {"lw": 1.4, "marker": "o", "ms": 3}
+    axes.plot(places, rows["value"], color=colour, label=label, **(style | look))
+    axes.fill_between(places, rows["low"], rows["high"], color=colour, alpha=0.12, lw=0)
+
+
+def draw_points(
+    axes: Axes, at: Sequence[float], rows: pd.DataFrame, *, lying: bool = False, **look: Any
+) -> None:
+    """Estimates as points, their intervals as bars; no bar where there is no interval.
+
+    Args:
+        axes: where to.
+        at: ``[rows]`` their places on the other axis.
+        rows: with ``value``, ``low`` and ``high``.
+        lying: values are on the x axis, not on the y axis.
+        look: as matplotlib names it.
+    """
+    value = rows["value"]
+    ends = [value - rows["low"], rows["high"] - value]
+    reach = [end.fillna(0).clip(lower=0) for end in ends]
+    style: dict[str, Any] = {"fmt": "o", "ms": 4, "lw": 1.2} | look
+    if lying:
+        axes.errorbar(value, at, xerr=reach, **style)
+    else:
+        axes.errorbar(at, value, yerr=reach, **style)
+
+
+def list_names(axes: Axes, names: Sequence[str]) -> None:
+    """Put names at 0, 1, … of the y axis, from top to bottom."""
+    axes.set_yticks(range(len(names)), names)
+    axes.invert_yaxis()
+
+
 def svg_of(figure: Figure, stem: str) -> bytes:
     """A figure as SVG: the same bytes for the same figure and stem."""
+    content = io.BytesIO()
+    _save(figure, content, "svg", stem)
+    return content.getvalue()
+
+
+def _save(figure: Figure, to: Any, kind: str, stem: str) -> None:
+    """Write a figure as one of :data:`KINDS`, its panels lettered if there are several."""
     from matplotlib import rc_context
 
-    content = io.BytesIO()
-    with rc_context({**STYLE, "svg.hashsalt": stem}):  # ids in an SVG are random without a salt
-        figure.savefig(content, format="svg", metadata={"Date": None})
-    return content.getvalue()
+    panels = [axes for axes in figure.axes if axes.get_label() != "<colorbar>"]
+    for letter, axes in zip(ascii_lowercase, panels, strict=False):
+        title = axes.get_title()
+        if len(panels) > 1 and not f"{title}  ".startswith(f"{letter}  "):
+            axes.title.set_text(f"{letter}  {title}".rstrip())
+    undated: dict[str, dict[str, None]] = {
+        "png": {"Software": None},
+        "svg": {"Date": None},
+        "pdf": {"CreationDate": None},
+    }
+    # Ticks are only made now. Ids in an SVG are random without a salt.
+    with rc_context({**STYLE, "svg.hashsalt": stem}):
+        figure.savefig(to, format=kind, dpi=150, metadata=undated[kind])
 
 
 def save_figure(figure: Figure, folder: str | Path, stem: str) -> list[Path]:
@@ -203,24 +282,9 @@ def save_figure(figure: Figure, folder: str | Path, stem: str) -> list[Path]:
     Raises:
         OSError: a file can't be written.
     """
-    from matplotlib import rc_context
-
     from ia_mech.run.integrity import replace_file
 
-    paths = []
-    undated: dict[str, dict[str, None]] = {
-        "png": {"Software": None},
-        "svg": {"Date": None},
-        "pdf": {"CreationDate": None},
-    }
-    for kind in KINDS:
-        path = Path(folder) / f"{stem}.{kind}"
-
-        def write(scratch: Path, kind: str = kind) -> None:
-            # Ticks are only made now. Ids in an SVG are random without a salt.
-            with rc_context({**STYLE, "svg.hashsalt": stem}):
-                figure.savefig(scratch, format=kind, dpi=150, metadata=undated[kind])
-
-        replace_file(path, write)
-        paths.append(path)
+    paths = [Path(folder) / f"{stem}.{kind}" for kind in KINDS]
+    for kind, path in zip(KINDS, paths, strict=True):
+        replace_file(path, partial(_save, figure, kind=kind, stem=stem))
     return paths

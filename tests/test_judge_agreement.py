@@ -24,10 +24,12 @@ from ia_mech.judge.agreement import (
     print_floors,
     report,
 )
+from ia_mech.judge.decoys import decoy_items, draw_decoys
 from ia_mech.judge.label import items_of, label_run
 from ia_mech.judge.rubric import ASSESSED, CANNOT_ASSESS, GENUINE, NAMES
 from ia_mech.judge.sheets import export_sheet, import_sheet, write_sheet
 from ia_mech.judge.verdict import Verdict
+from ia_mech.rates.load import read_runs
 from ia_mech.run import Run
 from ia_mech.run.labels import KEY
 from ia_mech.stats import alpha_of
@@ -407,11 +409,48 @@ def test_decoys_stand_beside_the_turns_and_count_in_no_comparison(run, tmp_path,
     assert found.pairs["anna", "careful"].matched == 20
     print_floors(console(200), floors)
     table = capsys.readouterr().out
-    assert "after another conversation" in table and "after another response" not in table
-    assert re.search(rf"careful +│ +60 │ +1\.00 \[[^]]*\] │ +{DECOYS} │ +0\.00 \[", table)
+    lines = [[cell.strip() for cell in line.split("│")[1:-1]] for line in table.splitlines()]
+    at = next(i for i, line in enumerate(lines) if line[:1] == ["careful"])
+    assert lines[at][:3] == ["careful", "their own context", "60"]
+    assert lines[at + 1][:3] == ["", "another conversation (decoys)", str(DECOYS)]
+    assert lines[at][3].startswith("1.00 [") and lines[at + 1][3].startswith("0.00 [")
+    assert "another response" not in table and "left out" not in table
+    assert max(map(len, table.splitlines())) <= 80
     written = json.loads(report(run, found))
     genuine = {one["name"]: one["genuine"] for one in written["labellers"]}
     assert genuine["careful"]["decoys"]["conversation"][1]["value"] == 0
+
+
+def test_decoys_that_do_not_count_are_those_of_the_rates_report(run, capsys):
+    """Of a judge: not assessed, or after a context whose own turn was not."""
+    run.generations["text"] = [f"turn {i}" for i in range(ROWS)]
+    drawn, items = draw_decoys(run), items_of(run)
+    lost = {decoy_items(run, drawn, items)[3], items[0]}  # the first context's greedy turn is drawn
+    names = "careful", "twin"
+    judge = FakeJudge(
+        lambda item, _: Verdict(CANNOT_ASSESS if item in lost else GENUINE), paid=False
+    )
+    for name in names:
+        label_run(run, judge, name, Quiet())
+    found = agreement(run)
+    assert read_runs([run], "careful").gate.decoys == DECOYS - 2
+    for name in names:
+        assert found.floors[name].decoys["conversation"][0] == DECOYS - 2
+        assert found.floors[name].left_out == 2
+    print_floors(console(), found.floors)
+    assert "in no category: careful 2, twin 2" in capsys.readouterr().out
+
+
+def test_one_judge_under_two_names_is_noted(run, capsys):
+    """In agreement and in rates; another setting is another judge."""
+    for name, limit in (("one", 1), ("two", 1), ("three", 2)):
+        judge = FakeJudge(lambda *_: Verdict(GENUINE), paid=False, limit=limit)
+        label_run(run, judge, name, Quiet())
+    note = f"one and two are one judge under several names in {run.path} (same kind and identity)"
+    assert [line for line in read_runs([run], "three").notes if line.startswith(note)]
+    assert main(["agreement", str(run.path)]) == 0
+    out = capsys.readouterr().out
+    assert note in out and "three are" not in out and "and three" not in out
 
 
 def test_without_decoys_nothing_is_said_of_them(run, capsys):

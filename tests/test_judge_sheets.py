@@ -271,8 +271,24 @@ def _jsonl(path, rows, encoding="utf-8", end="\n"):
     return path
 
 
+def _marked(path, rows, mark):
+    """With a mark that another program took for text."""
+    _as_it_is(path, rows)
+    path.write_bytes((mark + path.read_text("utf-8-sig")).encode("utf-8-sig"))
+    return path
+
+
+def _requoted(path, rows):
+    """The same, read as text and quoted anew."""
+    columns = ('\ufeff"item"', *COLUMNS[1:])
+    return save(path, [{columns[0]: row["item"]} | row for row in rows], columns=columns)
+
+
 WAYS = {
     "as it is": _as_it_is,
+    "mark as text": lambda p, rows: _marked(p, rows, "\ufeff"),
+    "mark as Latin-1": lambda p, rows: _marked(p, rows, "ï»¿"),
+    "mark quoted": _requoted,
     "semicolons, BOM": lambda p, rows: save(p, rows, delimiter=";", encoding="utf-8-sig"),
     # Quoted, as Python's writer would leave a lone \r of a text bare between unix ends.
     "tabs, unix ends": lambda p, rows: save(

@@ -11,7 +11,7 @@ import pytest
 from experiments.knockout.__main__ import main
 from experiments.knockout.analyse import estimates, with_bits
 from experiments.knockout.block import EDGES, INTACT, RANDOM, Asked, arms_of, blocked, edges_of
-from experiments.knockout.show import verdict
+from experiments.knockout.show import control, verdict
 from ia_mech.collect.command import main as sample
 
 QUERIES, WINDOW = 5, 2
@@ -70,6 +70,14 @@ def test_the_verdict_names_the_route():
     assert told[False].startswith("The turn reads the response directly: ")
 
 
+def test_the_control_tells_what_needed_edges_take_away_from_random_ones():
+    said = control(estimates(rows(through_header=True), planted.NAMES))
+    header, turn, _ = said.split("; ")
+    assert header.startswith(f"Bits lost, against as many random edges: {HEADER} 1.92 [")
+    assert ", more than 0." in header
+    assert turn.startswith(f"{TURN} 0.00 [") and ", not shown to be more than 0." in turn
+
+
 def test_random_edges_are_as_many_of_the_same_tokens():
     one = asked(1)
     context, (turn, _) = one.contexts[2], one.turns[2]
@@ -120,6 +128,7 @@ def test_the_command_plans_blocks_shows_and_goes_on(folder, capsys):
     assert main(words) == 0
     shown = capsys.readouterr().out
     assert "readable bits intact" in shown and "random edges show the latter" in shown
+    assert "Bits lost, against as many random edges: " in shown
     found = pd.read_parquet(out / "estimates.parquet")
     bits = found[found["quantity"] == "readable bits"]
     assert len(bits) == 26 and (bits["value"] <= np.log2(3)).all() and (bits["sources"] == 3).all()

@@ -6,6 +6,7 @@ import json
 import numpy as np
 import pandas as pd
 import planted_reaction as planted
+import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -175,6 +176,10 @@ def test_the_command_plans_patches_shows_and_goes_on(folder, capsys):
     assert main(words) == 0
     shown = capsys.readouterr().out
     assert "passes" in shown and "the turn still attends to the response" in shown
+    about = json.loads(pq.read_schema(out / "estimates.parquet").metadata[b"ia_mech"])
+    assert "told apart: τ is " in about["sentence"] and about["sentence"] in shown
+    assert about["control"].startswith("The largest τ of one state is not shown to exceed that of ")
+    assert about["control"] in shown
     found = pd.read_parquet(out / "estimates.parquet")
     cells = found[(found["of"] == "interchange") & (found["quantity"] == "τ")]
     assert (

@@ -44,6 +44,7 @@ from ia_mech.errors import UserError
 from ia_mech.judge.label import UNSEEN, items_of, label_run
 from ia_mech.judge.rules import RulesJudge
 from ia_mech.models.load import ModelSpec
+from ia_mech.rates.load import read_runs
 from ia_mech.run import Run
 from ia_mech.stats import cluster_mean, paired_difference
 
@@ -424,7 +425,8 @@ def test_one_conversation_has_no_displacement_and_no_interval(sampled, tmp_path)
     judged(run, "rules", base)
     found = estimates(compare(base, run, "rules", left_out), resamples=100)
     assert not (found.loc[found["quantity"] == HALVED, "low"] > 0).any()
-    assert set(show.figures(found, "model", "rules")) == {"rates", "profile", "references"}
+    gate = read_runs([run], "rules").gate
+    assert set(show.figures(found, "model", gate)) == {"rates", "profile", "references"}
 
 
 def test_another_judge_has_to_be_run_by_its_user(plain, run, tmp_path):

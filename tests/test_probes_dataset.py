@@ -8,12 +8,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from judging import FakeJudge
 from runs import CONTEXTS, LAYERS, files_under, resealed, rewritten
 from safetensors.torch import load_file, save_file
 
+from ia_mech.display import Quiet
 from ia_mech.errors import UserError
-from ia_mech.judge.label import items_of
+from ia_mech.judge.label import items_of, label_run
 from ia_mech.judge.rubric import CANNOT_ASSESS, GENUINE
+from ia_mech.judge.verdict import Verdict
 from ia_mech.run import Run
 from ia_mech.run.labels import KEY
 from probes.dataset import ProbeSet, check_enough, read
@@ -333,6 +336,20 @@ def test_the_gate_of_the_judge_goes_with_the_labels(copy):
     found = read([copy()])
     assert found.labelled_by == "judge rules: no decoys"
     assert any("is unknown: the run has no decoys" in note for note in found.notes)
+
+
+def test_a_judge_that_looks_at_the_turn_alone_is_called_not_grounded(merged, tmp_path):
+    """It accepts whatever is well formed, which is here most turns, after any conversation."""
+    run = Run.open(shutil.copytree(merged.path, tmp_path / "run"))
+
+    def say(item, _):
+        return Verdict(GENUINE if sum(map(ord, item.turn)) % 4 else NEW)
+
+    label_run(run, FakeJudge(say, paid=False), "agreeable", Quiet())
+    found = read([run])
+    assert 0.5 < found.outcome.positives.sum() / found.outcome.trials.sum() < 1
+    assert found.labelled_by == "judge agreeable: not grounded"
+    assert any("judge agreeable on genuine turns: not grounded." in note for note in found.notes)
 
 
 def test_a_target_that_no_context_has_is_refused(copy):

@@ -17,10 +17,17 @@ from scipy.special import expit
 
 from ia_mech.display import save_figure
 from ia_mech.stats import Estimate
-from probes.analysis import MEASURES, Arrays, Settings, analyse
+from probes.analysis import MEASURES, Arrays, Compared, Settings, analyse
 from probes.controls import Baseline, Controls
 from probes.report import figures, files
-from probes.report.conclusion import COVERAGE, LEVEL, READOUT, Conclusion, conclude
+from probes.report.conclusion import (
+    CONTROL_TASK,
+    COVERAGE,
+    LEVEL,
+    READOUT,
+    Conclusion,
+    conclude,
+)
 from probes.report.screen import ROWS, print_analysis, shown_layers
 from probes.targets import Outcome
 
@@ -349,8 +356,11 @@ def plain():
 def concluded(plain, analysis):
     """The conclusion where hidden states save this share of the deviance."""
 
-    def say(saved=None, p=0.01, level=0.95, permutations=19, labelled_by=""):
+    def say(
+        saved=None, p=0.01, level=0.95, permutations=19, labelled_by="", control=0.7, left_out=0.01
+    ):
         auroc = Estimate(0.712, 0.654, 0.771, 30, "percentile")
+        names = "control task", "10 random functions", "control task"
         beyond = saved and replace(
             analysis.beyond,
             saved=Estimate(*saved, 30, "percentile"),
@@ -367,8 +377,9 @@ def concluded(plain, analysis):
                 headline=replace(
                     plain.headline, measures={**plain.headline.measures, "auroc": auroc}
                 ),
-                p_best=np.array([[0.01], [1.0]]),
+                p_best=np.array([[left_out], [1.0]]),
                 beyond=beyond,
+                compared=[Compared(*names, Estimate(control, 0.6, 0.8, 30, "percentile"), None)],
             ),
             "the rate",
             labelled_by,
@@ -397,6 +408,28 @@ def test_the_plain_sentence_comes_first_and_says_no_more_than_was_shown(conclude
         assert (found.readable, found.beyond) == (True, beyond)
         assert found.sentence.startswith(first)
         assert "nan" not in found.sentence and "latent" not in found.sentence
+
+
+def test_a_control_task_that_is_read_as_well_is_named(concluded):
+    """0.71 is shown of the probe: a control task of 0.705 is shown as high."""
+    for saved in (SAME, None):
+        found = concluded(saved, control=0.7051)
+        assert found.readable and found.sentence.startswith(
+            f"The rate can be read from the hidden states, but no better than {CONTROL_TASK}: it "
+            "is not shown that they represent it. "
+        )
+        assert "The control task has AUROC 0.71 [0.60, 0.80]." in found.sentence
+        assert "control task" not in concluded(saved, control=0.7049).sentence
+    found = concluded(MORE, control=0.9)  # what no readout holds is no random function's doing
+    assert found.beyond and "The control task has AUROC 0.90 [0.60, 0.80]." in found.sentence
+    assert "control task" not in concluded(SAME, p=0.2, control=0.9).sentence
+
+
+def test_a_confidence_set_of_all_places_is_said_to_single_out_none(concluded):
+    assert (
+        "p = 0.010 (selection replayed); no layer or position stands out: none of 2 pairs can be "
+        "told from the best (95% confidence set)." in concluded(MORE, left_out=1.0).sentence
+    )
 
 
 def test_the_sentence_in_full(concluded):

@@ -12,7 +12,7 @@ from shell import call
 
 from ia_mech.display import Quiet
 from ia_mech.errors import UserError
-from ia_mech.judge.decoys import draw_decoys
+from ia_mech.judge.decoys import decoy_items, draw_decoys, own_turns
 from ia_mech.judge.label import items_of, label_run
 from ia_mech.judge.rubric import CANNOT_ASSESS, GENUINE
 from ia_mech.judge.verdict import Verdict
@@ -144,17 +144,29 @@ def test_the_three_numbers_are_of_the_same_turns(run):
         }
         share = np.mean([texts[tuple(key)] for key in drawn[list(KEY)].to_numpy()])
         assert values["decoyed_rate"].value == values["floor"].value == share
-        assert values["excess"].rows == values["excess"].events == len(drawn) == 12
+        assert values["excess"].rows == len(drawn) == 12 and pd.isna(values["excess"].events)
+        assert values["floor"].events == values["decoyed_rate"].events == share * 12
         assert values["excess"].sources == 12
 
 
 def test_a_pair_with_an_unassessed_verdict_leaves_and_is_counted(run):
-    drawn = draw_decoys(run)
-    lost = items_of(run)[0]  # of the first context, greedy: it is drawn
-    judged = judged_by(run, lambda item: CANNOT_ASSESS if item == lost else GENUINE)
-    rows = estimates(judged).query("quantity == 'excess' and dataset == '(all)'")
-    assert rows["rows"].tolist() == [12, 12, 12, 36] and rows["events"].tolist() == [11, 12, 12, 35]
-    assert len(drawn) == 36 and judged.gate.decoys == 35
+    drawn, items = draw_decoys(run), items_of(run)
+    # The first context's own turn, greedy, which is drawn; and two decoys at T = 1, one of them
+    # after the context whose own turn isn't assessed either.
+    late = [*np.flatnonzero(drawn["temperature"] == 1)[:2]]
+    others = [decoy_items(run, drawn, items)[at] for at in late]
+    own = items[run.generations.set_index(list(KEY)).index.get_loc(own_turns(drawn)[late[0]])]
+    lost = {items[0], own, *others}
+    judged = judged_by(run, lambda item: CANNOT_ASSESS if item in lost else GENUINE)
+    rows = estimates(judged).query("decoy.notna() and dataset == '(all)'")
+    rows = rows.assign(temperature=rows["temperature"].fillna(np.inf))  # over all of them
+    counted = rows.pivot(index="quantity", columns="temperature", values="rows")
+    assert (counted.to_numpy() == [11, 12, 10, 33]).all()
+    assert len(drawn) == 36 and judged.gate.decoys == 33
+    assert (
+        "3 of 36 decoys are left out: the judge gave no category to the decoy (2) or else to the "
+        "context's own turn (1)."
+    ) in judged.notes
 
 
 def test_the_interval_is_dyadic_over_both_sources(run):
@@ -246,6 +258,10 @@ def test_the_command_prints_floor_and_word_within_100_columns(merged, tmp_path, 
     assert all(len(line.rstrip()) <= 100 for line in table)
     head = next(line for line in table if line.startswith("┃"))
     assert all(word in head for word in ("all turns", "decoys", "rate", "floor", "excess"))
+    pooled = [line.split("│")[2:-1] for line in outcome.out.splitlines() if "│    all │" in line]
+    gate = read_runs([run]).gate
+    ends = f"+0.00 [{gate.excess.low:+.2f}, {gate.excess.high:+.2f}]"
+    assert [cell.strip() for cell in pooled[-1]] == ["all", "–", f"{DECOYS}", "1.00", "1.00", ends]
     assert (
         "judge planted on genuine turns: not grounded. It accepts 1.00 of turns after their own "
         f"conversation and 1.00 of the same turns after another one ({DECOYS} decoys), an excess"

@@ -10,7 +10,6 @@ from experiments.likelihood import __main__ as likelihood
 from experiments.patching import __main__ as patching
 from experiments.perturbations import __main__ as perturbations
 from experiments.temperature_sweep import __main__ as temperature_sweep
-from ia_mech import annotate
 from ia_mech.collect import command as options
 from ia_mech.judge import __main__ as judge_options
 from ia_mech.models import embedded
@@ -68,7 +67,7 @@ def test_every_flag_in_the_readme_exists():
         for one in (decoupling, knockout, likelihood, patching, perturbations, temperature_sweep)
     ]
     parsers = [options.build_parser(), rates_options.build_parser(), judge, *commands]
-    parsers += [*probes, *experiments, report.build_parser(), annotate.build_parser()]
+    parsers += [*probes, *experiments, report.build_parser()]
     help_text = "".join(parser.format_help() for parser in parsers)
     for flag in set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", README)):
         assert flag in help_text, flag

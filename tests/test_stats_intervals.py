@@ -154,3 +154,10 @@ def test_an_estimate_reads_as_value_and_interval():
     assert Estimate(0.5, 0.25, 0.75, 9).text() == "0.50 [0.25, 0.75]"
     assert Estimate(0.5, np.nan, np.nan, 1).text() == "0.50 [–]"
     assert Estimate(np.nan, np.nan, np.nan, 0).text() == "–"
+
+
+def test_an_interval_is_cut_to_what_a_number_can_be():
+    found = Estimate(0.5, -0.1, 1.2, 9, "student")
+    assert found.within(0, 1) == Estimate(0.5, 0, 1, 9, "student")
+    assert found.within(0) == Estimate(0.5, 0, 1.2, 9, "student")
+    assert np.isnan(Estimate(0.5, np.nan, np.nan, 1).within(0, 1).low)

@@ -32,7 +32,7 @@ def run(args: argparse.Namespace, runs: "list[Run]", folder: Path) -> Results:
         judge=measured.gate,
         estimates=found,
         show=lambda console: show.tables(console, found, args.level),
-        figures=show.figures(found, f"{names} · judge {measured.gate}"),
+        figures=show.figures(found, names, measured.gate),
         tables={"responses": measured.responses},
         notes=measured.notes + remarks(found),
         sentence=stated(

@@ -12,7 +12,9 @@ from rich.console import Console
 
 from experiments.decoupling.analyse import DIFFERENCE, EVERY, RANK
 from experiments.tables import label, print_table
-from ia_mech.display import COLOURS, title_axes
+from ia_mech.display import COLOURS, draw_points, title_axes
+from ia_mech.rates.figures import draw_floor, gate_title
+from ia_mech.rates.gate import Gate
 
 NAMES = ("model", "dataset", "of")
 MARKERS = "osD^vP*X<>"  # of models; after ten they begin again
@@ -48,12 +50,15 @@ def tables(console: Console, estimates: pd.DataFrame, level: float) -> None:
     print_table(console, f"over models ({percent})", estimates, over, index=index)
 
 
-def figures(estimates: pd.DataFrame, title: str) -> dict[str, Figure]:
+def figures(estimates: pd.DataFrame, models: str, gate: Gate) -> dict[str, Figure]:
     """The figures by the stem of their files."""
-    return {"scatter": scatter(estimates, title), "association": association(estimates, title)}
+    made = {"scatter": scatter(estimates, gate), "association": association(estimates, gate)}
+    for figure in made.values():
+        figure.suptitle(gate_title(models, gate))
+    return made
 
 
-def scatter(estimates: pd.DataFrame, title: str) -> Figure:
+def scatter(estimates: pd.DataFrame, gate: Gate) -> Figure:
     """Accuracy against follow-up rate, a panel per temperature.
 
     A colour per dataset, a marker per model; bars are the intervals of both.
@@ -67,26 +72,27 @@ def scatter(estimates: pd.DataFrame, title: str) -> Figure:
     panels = list(rates.groupby("temperature"))
     figure, places = _panels(len(panels))
     for axes, (temperature, rows) in zip(places, panels, strict=True):
-        for row in rows.itertuples():
-            across = accuracy.loc[(row.model, row.dataset)]
-            xerr = _reach(across["value"], across["low"], across["high"])
-            yerr = _reach(row.value, row.low, row.high)
-            look: dict[str, Any] = {"fmt": markers[row.model], "color": colours[row.dataset]}
-            axes.errorbar(across["value"], row.value, xerr=xerr, yerr=yerr, ms=5, lw=1, **look)
-        axes.set(xlim=_limits(accuracy), ylim=_limits(rates), xlabel="accuracy")
+        for (model, dataset), own in rows.groupby(["model", "dataset"]):
+            across = accuracy.loc[[(model, dataset)]]
+            look: dict[str, Any] = {"fmt": markers[model], "color": colours[dataset], "ms": 5}
+            draw_points(axes, across["value"], own, **look)
+            draw_points(axes, own["value"], across, lying=True, **look)
+        draw_floor(axes, gate)
+        axes.set(xlim=_limits(accuracy), ylim=_limits(rates, gate.floor))
+        axes.set_xlabel("accuracy (share of responses)")
         title_axes(axes, "greedy" if temperature == 0 else f"T = {temperature:g}")
-    places[0].set_ylabel("follow-up rate")
-    handles = [Line2D([], [], color=colours[name], lw=3, label=name) for name in datasets]
+    places[0].set_ylabel("follow-up rate (share of turns)")
+    handles = places[0].get_legend_handles_labels()[0]  # the floor
+    handles += [Line2D([], [], color=colours[name], lw=3, label=name) for name in datasets]
     if len(models) > 1:
         handles += [
             Line2D([], [], color="0.3", ls="", marker=markers[name], label=name) for name in models
         ]
-    figure.legend(handles=handles, frameon=False, fontsize=8, loc="outside right upper")
-    figure.suptitle(title, fontsize=10)
+    figure.legend(handles=handles, loc="outside right center")
     return figure
 
 
-def association(estimates: pd.DataFrame, title: str) -> Figure:
+def association(estimates: pd.DataFrame, gate: Gate) -> Figure:
     """Follow-up rate after right (filled) and after wrong (hollow) responses, by temperature."""
     every = estimates[(estimates["of"] == EVERY) & (estimates["model"] != "")]
     parts = list(dict.fromkeys(zip(every["dataset"], every["model"], strict=True)))
@@ -97,23 +103,21 @@ def association(estimates: pd.DataFrame, title: str) -> Figure:
         for kind, face, shift in (("right", COLOURS[0], -0.1), ("wrong", "white", 0.1)):
             rows = own[own["quantity"] == f"follow-up rate, {kind}"]
             at = [temperatures.index(t) + shift for t in rows["temperature"]]
-            yerr = _reach(rows["value"], rows["low"], rows["high"])
-            look: dict[str, Any] = {"fmt": "o", "color": COLOURS[0], "mfc": face, "lw": 1}
-            axes.errorbar(at, rows["value"], yerr=yerr, label=f"after {kind} responses", **look)
+            draw_points(axes, at, rows, color=COLOURS[0], mfc=face, label=f"after {kind} responses")
+        draw_floor(axes, gate)
         names = [label(t, "temperature") for t in temperatures]
         axes.set_xticks(range(len(names)), names)
         axes.set(ylim=(-0.03, 1.03), xlabel="temperature")
         title_axes(axes, f"{dataset}\n{model}")
-    panels[0].set_ylabel("follow-up rate")
+    panels[0].set_ylabel("follow-up rate (share of turns)")
     entries = panels[0].get_legend_handles_labels()
-    figure.legend(*entries, frameon=False, fontsize=8, loc="outside right upper")
-    figure.suptitle(title, fontsize=10)
+    figure.legend(*entries, loc="outside right center")
     return figure
 
 
-def _limits(rows: pd.DataFrame) -> tuple[float, float]:
-    """From just below 0 to just above the highest end of an interval."""
-    top = float(rows[["value", "high"]].max(axis=None))
+def _limits(rows: pd.DataFrame, least: float = 0.0) -> tuple[float, float]:
+    """From just below 0 to just above the highest end of an interval, and ``least``."""
+    top = float(np.fmax(rows[["value", "high"]].max(axis=None), least))
     return -0.03 * top, 1.03 * top if top > 0 else 1.0
 
 
@@ -125,9 +129,3 @@ def _panels(count: int) -> tuple[Figure, list[Axes]]:
     for spare in made[count:]:
         spare.remove()
     return figure, list(made[:count])
-
-
-def _reach(value, low, high) -> np.ndarray:
-    """``[2, n]`` lengths of error bars; 0 where there is no interval."""
-    value, low, high = (np.atleast_1d(np.asarray(part, dtype=float)) for part in (value, low, high))
-    return np.nan_to_num(np.clip([value - low, high - value], 0, None))

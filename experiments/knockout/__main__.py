@@ -10,11 +10,10 @@ Usage::
 import argparse
 import sys
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from experiments.runner import Experiment, Results
+from experiments.runner import Experiment, Results, add_given
 from ia_mech.cli import whole_from
 
 if TYPE_CHECKING:
@@ -25,13 +24,12 @@ def run(args: argparse.Namespace, runs: "list[Run]", folder: Path) -> Results | 
     """Block edges, read the turns, estimate and draw."""
     import pandas as pd
 
-    from experiments.given_turns import computed_once, given_turns
+    from experiments.given_turns import computed_for_each, given_turns
     from experiments.knockout import show
     from experiments.knockout.analyse import estimates, with_bits
-    from experiments.knockout.block import arms_of, blocked
+    from experiments.knockout.block import Asked, arms_of, blocked
     from experiments.knockout.read import asked_of
     from experiments.resample import subject_of
-    from ia_mech.display import Bar
     from ia_mech.engine.capture import find_blocks
     from ia_mech.engine.intervention import attention_of
     from ia_mech.errors import UserError
@@ -50,22 +48,17 @@ def run(args: argparse.Namespace, runs: "list[Run]", folder: Path) -> Results | 
     subject = subject_of(runs[0])
     for layer, block in enumerate(find_blocks(subject.model), start=1):
         attention_of(block, layer)
-    bar = Bar()
-    bar.start("blocking", len(queries), unit="query")
-    parts = []
-    try:
-        for query in queries:
-            contexts = [
-                [c.ids, c.positions, *map(list, (c.query, c.response))] for c in query.contexts
-            ]
-            key = [subject.weights_hash, query.source, contexts, query.turns, args.seed]
-            compute = partial(blocked, subject.model, query, arms, args.seed)
-            made = computed_once(folder / "parts", [*key, [*map(asdict, arms)]], compute)
-            parts.append(made.assign(source=query.source, dataset=query.dataset))
-            bar.advance()
-    finally:
-        bar.stop()
-    rows = with_bits(pd.concat(parts, ignore_index=True), args.seed)
+
+    def key(query: Asked) -> list:
+        contexts = [[c.ids, c.positions, *map(list, (c.query, c.response))] for c in query.contexts]
+        identity = [subject.weights_hash, query.source, contexts, query.turns, args.seed]
+        return [*identity, [*map(asdict, arms)]]
+
+    def compute(query: Asked) -> pd.DataFrame:
+        return blocked(subject.model, query, arms, args.seed)
+
+    rows = computed_for_each(queries, "blocking", folder / "parts", key, compute)
+    rows = with_bits(rows, args.seed)
     found = estimates(rows, args.responses, level=args.level, seed=args.seed)
     return Results(
         runs=runs,
@@ -75,18 +68,14 @@ def run(args: argparse.Namespace, runs: "list[Run]", folder: Path) -> Results | 
         figures=show.figures(found, runs[0].model["name"]),
         tables={"turns": rows},
         notes=given.notes + notes,
+        sentence=show.verdict(found),
+        control=show.control(found),
     )
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """How much is blocked."""
-    parser.add_argument(
-        "--queries",
-        type=whole_from(2),
-        default=40,
-        metavar="N",
-        help="most queries, drawn by --seed (default: 40)",
-    )
+    add_given(parser, "T = 1")
     parser.add_argument(
         "--responses",
         type=whole_from(2),
@@ -102,20 +91,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="turns after each response (default: 1)",
     )
     parser.add_argument(
-        "--temperature",
-        type=float,
-        metavar="T",
-        help="of the turns (default: 1, or the highest); they are scored at T = 1",
-    )
-    parser.add_argument(
         "--window",
         type=whole_from(1),
         default=6,
         metavar="LAYERS",
         help="layers of a sliding window, which moves by half of them (default: 6)",
-    )
-    parser.add_argument(
-        "--dry-run", action="store_true", help="show what would be computed, and stop"
     )
 
 

@@ -1,21 +1,18 @@
 """Knockouts in the terminal and as figures."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 from rich.console import Console
-from rich.markup import escape
 
 from experiments.given_turns import places_of
 from experiments.knockout.analyse import BITS, LOST
 from experiments.knockout.block import EDGES, INTACT, RANDOM, Arm, Asked
-from experiments.tables import print_table
-from ia_mech.cli import one_line
-from ia_mech.display import COLOURS, console, title_axes
-from ia_mech.engine.plan import PREFILL_COST, RESCORE_COST, SLOW
+from experiments.tables import cell, print_plan, print_table
+from ia_mech.display import COLOURS, coloured, draw_line, draw_points, list_names, new_axes
+from ia_mech.engine.plan import PREFILL_COST, RESCORE_COST
 from ia_mech.estimates import together
 
 SIGNIFICANT = 0.05
@@ -38,16 +35,13 @@ def plan(queries: Sequence[Asked], arms: Sequence[Arm], depth: int) -> None:
     share = sum(1 - (arm.first - 1) / depth for arm in arms if arm.of != INTACT)
     cost = PREFILL_COST * prefilled + RESCORE_COST * tokens * (1 + share)
     turns = sum(len(one.turns) for one in queries)
-    lines = [
-        ("queries", f"{len(queries)}, {len(queries[0].contexts)} responses to each"),
-        ("turns", f"{turns}, scored after each response under {len(arms)} knockouts"),
-        ("tokens to prefill", str(prefilled)),
-        ("tokens to compute", f"{tokens * len(arms)}, from the first blocked layer on"),
-        ("work", f"like {cost:.0f} decoded tokens ({cost / SLOW:.0f} s at {SLOW} tokens/s)"),
-    ]
-    screen = console()
-    for name, value in lines:
-        screen.print(f"{name:<20}{escape(one_line(value))}", soft_wrap=True)
+    lines = {
+        "queries": f"{len(queries)}, {len(queries[0].contexts)} responses to each",
+        "turns": f"{turns}, scored after each response under {len(arms)} knockouts",
+        "tokens to prefill": str(prefilled),
+        "tokens to compute": f"{tokens * len(arms)}, from the first blocked layer on",
+    }
+    print_plan(lines, cost)
 
 
 def tables(to: Console, estimates: pd.DataFrame, level: float) -> None:
@@ -66,7 +60,6 @@ def tables(to: Console, estimates: pd.DataFrame, level: float) -> None:
         layers = some["first"].astype(str) + "–" + some["last"].astype(str)
         title = "edges blocked in some layers only"
         print_table(to, title, some.assign(layers=layers), columns, index=("of", "layers"))
-    to.print(verdict(estimates), soft_wrap=True, markup=False)
     to.print(LIMITS, soft_wrap=True)
 
 
@@ -94,15 +87,24 @@ def verdict(estimates: pd.DataFrame) -> str:
     elif clear(BOTH):
         said = "Either route from the response to the turn makes up for the other"
     return (
-        f"{said}: {_cell(intact)} readable bits intact, {_cell(whole.loc[(HEADER, BITS)])} without "
-        f"{HEADER}, {_cell(whole.loc[(TURN, BITS)])} without {TURN}, "
-        f"{_cell(whole.loc[(BOTH, BITS)])} without both."
+        f"{said}: {cell(intact)} readable bits intact, {cell(whole.loc[(HEADER, BITS)])} without "
+        f"{HEADER}, {cell(whole.loc[(TURN, BITS)])} without {TURN}, "
+        f"{cell(whole.loc[(BOTH, BITS)])} without both."
     )
 
 
-def _cell(row: pd.Series) -> str:
-    ends = "" if np.isnan(row["low"]) else f" [{row['low']:.2f}, {row['high']:.2f}]"
-    return f"{row['value']:.2f}{ends}"
+def control(estimates: pd.DataFrame) -> str:
+    """What blocked edges are held against, in one sentence: as many random ones."""
+    found = together(estimates)
+    whole = found[~_windows(found) & (found["quantity"] == LOST)]
+    whole = whole.assign(p_holm=np.nan).set_index("of")  # p is of 0, not of random edges
+    said = []
+    for of in (HEADER, TURN, BOTH):
+        if of in whole.index and RANDOM + of in whole.index:
+            own, drawn = whole.loc[of], whole.loc[RANDOM + of]
+            more = "more" if own["low"] > drawn["high"] else "not shown to be more"
+            said.append(f"{of} {cell(own)}, {more} than {cell(drawn)}")
+    return f"Bits lost, against as many random edges: {'; '.join(said)}." if said else ""
 
 
 def figures(estimates: pd.DataFrame, model: str) -> dict[str, Figure]:
@@ -118,20 +120,14 @@ def by_edges(estimates: pd.DataFrame, title: str) -> Figure:
     """Readable bits with edges blocked in all layers; hollow: as many random ones."""
     rows = estimates[~_windows(estimates) & (estimates["quantity"] == BITS)]
     kinds = [INTACT, *EDGES]
-    figure = Figure(figsize=(7, 3.2), layout="constrained")
-    axes = figure.add_subplot()
-    for row in rows.itertuples():
-        control = row.of.startswith(RANDOM)
-        at = kinds.index(row.of.removeprefix(RANDOM)) + (0.25 if control else 0)
-        reach = np.nan_to_num(np.abs([[row.value - row.low], [row.high - row.value]]))
-        colour = COLOURS[0] if not control else "0.4"
-        look: dict[str, Any] = {"color": colour, "mfc": "white" if control else colour}
-        axes.errorbar(row.value, at, xerr=reach, fmt="o", ms=5, lw=1.2, **look)
+    across = "readable bits of a turn (hollow: as many random edges blocked)"
+    figure, axes = new_axes(title, across, size=(7, 3.2))
+    for control, look in ((False, {"color": COLOURS[0]}), (True, {"color": "0.4", "mfc": "white"})):
+        mine = rows[rows["of"].str.startswith(RANDOM) == control]
+        at = [kinds.index(of.removeprefix(RANDOM)) + 0.25 * control for of in mine["of"]]
+        draw_points(axes, at, mine, lying=True, ms=5, **look)
     axes.axvline(0, color="0.3", lw=0.8)
-    axes.set_yticks(range(len(kinds)), kinds)
-    axes.invert_yaxis()
-    axes.set_xlabel("readable bits (hollow: as many random edges blocked)")
-    title_axes(axes, title)
+    list_names(axes, kinds)
     return figure
 
 
@@ -139,17 +135,10 @@ def by_window(estimates: pd.DataFrame, title: str) -> Figure:
     """Readable bits by the middle of the window, a line per kind of edge."""
     bits = estimates[estimates["quantity"] == BITS]
     rows = bits[_windows(bits)]
-    figure = Figure(figsize=(6.5, 4), layout="constrained")
-    axes = figure.add_subplot()
-    for number, of in enumerate(EDGES):
-        mine = rows[rows["of"] == of]
-        at, colour = (mine["first"] + mine["last"]) / 2, COLOURS[number]
-        axes.plot(at, mine["value"], "o-", ms=3, color=colour, label=of)
-        axes.fill_between(at, mine["low"], mine["high"], color=colour, alpha=0.12, lw=0)
+    figure, axes = new_axes(title, "middle of the window of layers", "readable bits of a turn")
+    for colour, (of, mine) in coloured(rows, "of"):
+        draw_line(axes, (mine["first"] + mine["last"]) / 2, mine, colour, of)
     intact = bits[bits["of"] == INTACT].iloc[0]
     axes.axhline(intact["value"], color="0.3", lw=0.8, ls=":", label=INTACT)
-    axes.set_xlabel("middle of the window of layers")
-    axes.set_ylabel("readable bits")
-    axes.legend(frameon=False)
-    title_axes(axes, title)
+    axes.legend()
     return figure

@@ -1,14 +1,12 @@
 """Likelihood of real follow-ups in the terminal and as figures."""
 
-from typing import Any
-
 import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 from rich.console import Console
 
 from experiments.tables import print_table
-from ia_mech.display import coloured, title_axes
+from ia_mech.display import coloured, draw_line, draw_points, list_names, new_axes
 
 BY_KIND = ("dataset", "of")
 
@@ -79,14 +77,11 @@ def figures(estimates: pd.DataFrame, model: str) -> dict[str, Figure]:
 
 def temperature_curve(estimates: pd.DataFrame, title: str) -> Figure:
     """Mean log-probability of real follow-ups by temperature, a line per dataset."""
-    figure = Figure(figsize=(7, 4.2), layout="constrained")
-    axes = figure.add_subplot()
+    across = "temperature (dotted: the best of the grid)"
+    figure, axes = new_axes(title, across, "log p of the real follow-up, nats", (7, 4.2))
     curves = estimates[estimates["quantity"] == "tempered log p"]
     for colour, (dataset, rows) in coloured(curves, "dataset"):
-        axes.plot(rows["temperature"], rows["value"], color=colour, marker="o", ms=3, label=dataset)
-        axes.fill_between(
-            rows["temperature"], rows["low"], rows["high"], color=colour, alpha=0.15, lw=0
-        )
+        draw_line(axes, rows["temperature"], rows, colour, dataset)
         best = estimates[estimates["quantity"] == "best temperature"].set_index("dataset")["value"]
         axes.axvline(best[dataset], color=colour, lw=0.8, ls=":")
     # The cold end runs to minus thousands; what matters is around the maximum.
@@ -94,10 +89,7 @@ def temperature_curve(estimates: pd.DataFrame, title: str) -> Figure:
     floor = curves[curves["temperature"].between(0.5, 2.0)]["low"].min()
     if np.isfinite([top, floor]).all() and floor < top:
         axes.set_ylim(floor, top + 0.05 * (top - floor))
-    axes.set_xlabel("temperature (dotted: the best of the grid)")
-    axes.set_ylabel("log p of the real follow-up, nats")
-    axes.legend(frameon=False, fontsize=8)
-    title_axes(axes, title)
+    axes.legend()
     return figure
 
 
@@ -106,8 +98,8 @@ def contrasts(estimates: pd.DataFrame, title: str) -> Figure:
 
     Hollow: the same for another conversation's follow-up, the control.
     """
-    figure = Figure(figsize=(7, 4.2), layout="constrained")
-    axes = figure.add_subplot()
+    across = "bits in favour of the context's own response (hollow: another's follow-up)"
+    figure, axes = new_axes(title, across, size=(7, 4.2))
     own = estimates[estimates["quantity"] == "contrast, bits"]
     control = estimates[estimates["quantity"] == "control's contrast, bits"]
     kinds = list(dict.fromkeys(own["of"]))
@@ -116,15 +108,9 @@ def contrasts(estimates: pd.DataFrame, title: str) -> Figure:
         middle = (number - (len(datasets) - 1) / 2) * 0.8 / max(len(datasets), 2)
         hollow = control[control["dataset"] == dataset]
         for part, face, label in ((rows, colour, dataset), (hollow, "white", None)):
-            value = part["value"].to_numpy()
-            reach = np.nan_to_num(np.abs(part[["low", "high"]].to_numpy().T - value))
             at = [kinds.index(of) + middle for of in part["of"]]
-            look: dict[str, Any] = {"color": colour, "mfc": face, "label": label}
-            axes.errorbar(value, at, xerr=reach, fmt="o", ms=4, lw=1.2, **look)
+            draw_points(axes, at, part, lying=True, color=colour, mfc=face, label=label)
     axes.axvline(0, color="0.3", lw=0.8)
-    axes.set_yticks(range(len(kinds)), kinds)
-    axes.invert_yaxis()
-    axes.set_xlabel("bits in favour of the context's own response (hollow: another's follow-up)")
-    axes.legend(frameon=False, fontsize=8)
-    title_axes(axes, title)
+    list_names(axes, kinds)
+    axes.legend()
     return figure

@@ -10,32 +10,24 @@ Usage::
 import argparse
 import sys
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from experiments.runner import Experiment, Results, intervals
+from experiments.runner import Experiment, Results, add_given, intervals
 from ia_mech.cli import whole_from
 
 if TYPE_CHECKING:
-    import pandas as pd
-
-    from experiments.patching.patch import Design
-    from experiments.patching.read import Pair
-    from ia_mech.models.load import Subject
     from ia_mech.run import Run
-
-PARTS = "parts"
 
 
 def run(args: argparse.Namespace, runs: "list[Run]", folder: Path) -> Results | None:
     """Draw pairs, patch, estimate and draw."""
     import pandas as pd
 
-    from experiments.given_turns import given_turns
+    from experiments.given_turns import computed_for_each, given_turns
     from experiments.patching import patch, show
     from experiments.patching.analyse import estimates, largest_error, strongest
-    from experiments.patching.read import pairs_of, positions_of
+    from experiments.patching.read import Pair, pairs_of, positions_of
     from experiments.resample import subject_of
     from ia_mech.engine.intervention import check_layers
 
@@ -52,11 +44,23 @@ def run(args: argparse.Namespace, runs: "list[Run]", folder: Path) -> Results | 
     if args.dry_run:
         return None
     subject = subject_of(runs[0])
-    rows = _all_patched(subject, pairs, design, folder)
+
+    def all_patched(design: patch.Design) -> pd.DataFrame:
+        def key(pair: Pair) -> list:
+            contexts = [c and [c.ids, c.positions] for c in (pair.a, pair.b, pair.same, pair.other)]
+            identity = [pair.source, *contexts, pair.bare, pair.turns]
+            return [subject.weights_hash, asdict(design), identity]
+
+        def compute(pair: Pair) -> pd.DataFrame:
+            return patch.patched(subject.model, pair, design)
+
+        return computed_for_each(pairs, "patching", folder / "parts", key, compute)
+
+    rows = all_patched(design)
     best = strongest(rows)
     if best not in controls:
         winner = patch.Design((), (best,), False, given.temperature, args.seed)
-        rows = pd.concat([rows, _all_patched(subject, pairs, winner, folder)], ignore_index=True)
+        rows = pd.concat([rows, all_patched(winner)], ignore_index=True)
     found = estimates(rows, **intervals(args))
     same = largest_error(rows, patch.BOTH, "goal")
     own = largest_error(rows, patch.SELF, "before")
@@ -69,53 +73,14 @@ def run(args: argparse.Namespace, runs: "list[Run]", folder: Path) -> Results | 
         figures=show.figures(found, runs[0].model["name"]),
         tables={"turns": rows.assign(**sums)},
         notes=given.notes + notes,
+        sentence=show.verdict(found),
+        control=show.control(found),
     )
-
-
-def _all_patched(
-    subject: "Subject", pairs: "list[Pair]", design: "Design", folder: Path
-) -> "pd.DataFrame":
-    import pandas as pd
-
-    from experiments.given_turns import computed_once
-    from experiments.patching.patch import patched
-    from ia_mech.display import Bar
-
-    bar = Bar()
-    bar.start("patching", len(pairs), unit="pair")
-    parts = []
-    try:
-        for pair in pairs:
-            key = [subject.weights_hash, asdict(design), _identity(pair)]
-            compute = partial(patched, subject.model, pair, design)
-            made = computed_once(folder / PARTS, key, compute)
-            parts.append(made.assign(source=pair.source, dataset=pair.dataset))
-            bar.advance()
-    finally:
-        bar.stop()
-    return pd.concat(parts, ignore_index=True)
-
-
-def _identity(pair: "Pair") -> list:
-    contexts = [c and [c.ids, c.positions] for c in (pair.a, pair.b, pair.same, pair.other)]
-    return [pair.source, *contexts, pair.bare, pair.turns]
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """How much is patched."""
-    parser.add_argument(
-        "--queries",
-        type=whole_from(2),
-        default=40,
-        metavar="N",
-        help="most queries, drawn by --seed; one pair of responses each (default: 40)",
-    )
-    parser.add_argument(
-        "--temperature",
-        type=float,
-        metavar="T",
-        help="whose turns are scored, at that temperature (default: 1, or the highest)",
-    )
+    add_given(parser, "that temperature")
     parser.add_argument(
         "--layers",
         type=whole_from(0),
@@ -128,9 +93,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         metavar="NAME",
         help="positions of the map, such as header_last (default: all after the response)",
-    )
-    parser.add_argument(
-        "--dry-run", action="store_true", help="show what would be computed, and stop"
     )
 
 

@@ -22,10 +22,9 @@ from experiments.patching.patch import (
     Design,
 )
 from experiments.patching.read import Pair
-from experiments.tables import print_table
-from ia_mech.cli import one_line
-from ia_mech.display import COLOURS, console, title_axes
-from ia_mech.engine.plan import PREFILL_COST, RESCORE_COST, SLOW
+from experiments.tables import cell, print_plan, print_table
+from ia_mech.display import coloured, draw_line, new_axes
+from ia_mech.engine.plan import PREFILL_COST, RESCORE_COST
 from ia_mech.estimates import together
 
 MOST = 5  # cells shown
@@ -60,16 +59,13 @@ def plan(pairs: Sequence[Pair], design: Design, depth: int) -> None:
         share = sum(1 - layer / max(depth, 1) for layer in singles) + whole
         cost += RESCORE_COST * tokens * share
     cost += PREFILL_COST * prefilled
-    screen = console()
-    lines = [
-        ("queries", f"{len(pairs)}, a pair of responses each"),
-        ("interchanges", f"{len(design.cells)} cells, {len(design.controls)} with controls"),
-        ("tokens to prefill", str(prefilled)),
-        ("tokens to compute", f"{computed}, from the patched layer on"),
-        ("work", f"like {cost:.0f} decoded tokens ({cost / SLOW:.0f} s at {SLOW} tokens/s)"),
-    ]
-    for name, value in lines:
-        screen.print(f"{name:<20}{escape(one_line(value))}", soft_wrap=True)
+    lines = {
+        "queries": f"{len(pairs)}, a pair of responses each",
+        "interchanges": f"{len(design.cells)} cells, {len(design.controls)} with controls",
+        "tokens to prefill": str(prefilled),
+        "tokens to compute": f"{computed}, from the patched layer on",
+    }
+    print_plan(lines, cost)
 
 
 def tables(to: Console, estimates: pd.DataFrame, level: float, same: float, own: float) -> None:
@@ -107,7 +103,6 @@ def tables(to: Console, estimates: pd.DataFrame, level: float, same: float, own:
         f"states change {own:.1e}.",
         soft_wrap=True,
     )
-    to.print(verdict(estimates), soft_wrap=True, markup=False)
     to.print(LIMITS, soft_wrap=True)
 
 
@@ -130,15 +125,28 @@ def verdict(estimates: pd.DataFrame) -> str:
         through, past = ("through", "past") if less["value"] > 0 else ("past", "through")
         said = f"More of the reaction passes {through} the header than {past} it"
     return (
-        f"{said}: τ is {_cell(header)} with all header states, {_cell(tail)} with turn end and "
-        f"separator, {_cell(before)} with the response alone, and at most {_cell(best)} with one "
+        f"{said}: τ is {cell(header)} with all header states, {cell(tail)} with turn end and "
+        f"separator, {cell(before)} with the response alone, and at most {cell(best)} with one "
         f"state (layer {best['layer']}, {best['position']}); {clear} of {len(cells)} differ from 0."
     )
 
 
-def _cell(row: pd.Series) -> str:
-    ends = "" if np.isnan(row["low"]) else f" [{row['low']:.2f}, {row['high']:.2f}]"
-    return f"{row['value']:.2f}{ends}"
+def control(estimates: pd.DataFrame) -> str:
+    """What the strongest state's τ is held against, in one sentence; empty if there is no τ."""
+    found = together(estimates)
+    tau = found[found["quantity"] == TAU]
+    cells = tau[tau["of"] == INTERCHANGE]
+    if cells["value"].isna().all():
+        return ""
+    best = cells.loc[cells["value"].idxmax()]
+    there = (tau["layer"] == best["layer"]) & (tau["position"] == best["position"])
+    held = tau[tau["of"].isin(CONTROLS) & there]
+    near = [row["of"] for _, row in held.iterrows() if not best["low"] > np.fmax(row["high"], 0)]
+    said = "exceeds those of all controls at that place"
+    if near:
+        said = f"is not shown to exceed that of {', nor of '.join(near)} (intervals overlap)"
+    each = ", ".join(f"{row['of']} {cell(row)}" for _, row in held.iterrows())
+    return f"The largest τ of one state {said}: {each}."
 
 
 def figures(estimates: pd.DataFrame, model: str) -> dict[str, Figure]:
@@ -159,38 +167,28 @@ def tau_map(estimates: pd.DataFrame, title: str) -> Figure:
     for row in rows.itertuples():
         at = layers.index(row.layer), positions.index(row.position)
         values[at], clear[at] = row.value, row.p <= SIGNIFICANT
-    figure = Figure(figsize=(1.6 + 0.9 * len(positions), 5), layout="constrained")
-    axes = figure.add_subplot()
+    size = 1.6 + 0.9 * len(positions), 5
+    figure, axes = new_axes(title, "position", "layer (0 = embeddings)", size)
     reach = max(float(np.nan_to_num(np.abs(values)).max()), 1e-3)
     image = axes.imshow(
         values, origin="lower", aspect="auto", cmap="RdBu_r", vmin=-reach, vmax=reach
     )
-    figure.colorbar(image, ax=axes, label="τ (dot: differs from 0)")
+    figure.colorbar(image, ax=axes, label="τ, share of the reaction (dot: differs from 0)")
     up, across = np.nonzero(clear == 1)
     axes.plot(across, up, "k.", ms=4)
     axes.set_xticks(range(len(positions)), positions, rotation=45, ha="right")
     step = max(1, len(layers) // 8)
     axes.set_yticks(range(0, len(layers), step), layers[::step])
-    axes.set_ylabel("layer (0: embeddings)")
-    title_axes(axes, title)
     return figure
 
 
 def by_token(estimates: pd.DataFrame, title: str) -> Figure:
     """τ of turns that are cut after so many tokens, a line per arm."""
-    figure = Figure(figsize=(6.5, 4), layout="constrained")
-    axes = figure.add_subplot()
-    rows = estimates[estimates["quantity"] == BY_TOKEN]
-    for number, of in enumerate(dict.fromkeys(rows["of"])):
-        mine = rows[rows["of"] == of]
-        at, colour = mine["token"].to_numpy(float), COLOURS[number % len(COLOURS)]
-        axes.plot(at, mine["value"], "o-", ms=3, color=colour, label=of)
-        axes.fill_between(at, mine["low"], mine["high"], color=colour, alpha=0.12, lw=0)
+    figure, axes = new_axes(title, "tokens of the turn", "τ (share of the reaction)")
+    for colour, (of, mine) in coloured(estimates[estimates["quantity"] == BY_TOKEN], "of"):
+        draw_line(axes, mine["token"], mine, colour, of)
     axes.axhline(0, color="0.3", lw=0.8)
     axes.axhline(1, color="0.3", lw=0.8, ls=":")
     axes.set_ylim(-0.5, 1.5)
-    axes.set_xlabel("tokens of the turn")
-    axes.set_ylabel("τ")
-    axes.legend(frameon=False)
-    title_axes(axes, title)
+    axes.legend()
     return figure

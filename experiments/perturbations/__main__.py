@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from experiments.runner import Experiment, Results, intervals
+from experiments.runner import Experiment, Results, add_dry_run, intervals
 from ia_mech.cli import whole_from
 
 if TYPE_CHECKING:
@@ -38,18 +38,17 @@ def run(args: argparse.Namespace, runs: "list[Run]", folder: Path) -> Results | 
     sample.judged(perturbed, gate.judge, base)
     compared = compare(base, perturbed, gate.judge, left_out)
     found = estimates(compared, **intervals(args))
-    figures = show.figures(found, perturbed.model["name"], str(gate))
+    figures = show.figures(found, perturbed.model["name"], gate)
     if "displacement" not in figures:
         notes.append("no displacement: a dataset needs two sources to say how far apart they lie.")
-    said = list(verdicts(found))
     return Results(
         runs=[*runs, perturbed],
         judge=gate,
         estimates=found,
         show=lambda console: show.tables(console, found, args.level),
         figures=figures,
-        notes=[*said, *notes, *compared.notes],
-        sentence=" ".join(said),
+        notes=notes + compared.notes,
+        sentence=" ".join(verdicts(found)),
     )
 
 
@@ -74,16 +73,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="per temperature (default: 4, or the run's)",
     )
-    parser.add_argument(
-        "--dry-run", action="store_true", help="show what would be sampled, and stop"
-    )
-
-
-def default_out(first_run: Path) -> Path:
-    """``cache/<first run>-perturbed``."""
-    from ia_mech.models.embedded import cache_dir
-
-    return cache_dir() / f"{first_run.resolve().name}-perturbed"
+    add_dry_run(parser, "sampled")
 
 
 EXPERIMENT = Experiment(
@@ -102,8 +92,7 @@ message says which command to run.""",
     "profile, references and displacement (PNG, SVG, PDF)",
     run=run,
     add_flags=add_flags,
-    default_out=default_out,
-    out_help="cache/<first run>-perturbed",
+    beside="perturbed",
     kept="what was sampled is kept; the same command goes on from there",
 )
 build_parser, main = EXPERIMENT.build_parser, EXPERIMENT.main

@@ -122,8 +122,7 @@ def _displacements(compared: Compared, options: dict) -> Iterator[TidyEstimate]:
             for quantity, values in ((DISTANCE, distance), (RELATIVE, relative)):
                 if not np.isnan(values[here]).all():
                     row = group.mean(quantity, values[here])
-                    low = float(np.maximum(row.estimate.low, 0))  # of a distance; NaN stays NaN
-                    yield replace(row, estimate=replace(row.estimate, low=low))
+                    yield replace(row, estimate=row.estimate.within(0))  # a distance
 
 
 def displacements(

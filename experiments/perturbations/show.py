@@ -1,7 +1,6 @@
 """What each condition changes, in the terminal and as figures."""
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -16,9 +15,19 @@ from experiments.perturbations.read import Base
 from experiments.tables import print_table, screen
 from ia_mech.cli import one_line
 from ia_mech.data.conversations import USER_HEADER, Conversation
-from ia_mech.display import COLOURS, coloured, title_axes
+from ia_mech.display import (
+    COLOURS,
+    coloured,
+    draw_line,
+    draw_points,
+    list_names,
+    new_axes,
+    title_axes,
+)
 from ia_mech.estimates import together
 from ia_mech.judge.rubric import ASSESSED, heading
+from ia_mech.rates.figures import draw_floor, gate_title
+from ia_mech.rates.gate import Gate
 
 LAYERS = 7  # that are shown; the file has all
 SHOWN = 60  # characters of a response, at either end
@@ -95,12 +104,10 @@ def plan(conversations: list[Conversation], base: Base, notes: list[str], folder
         console.print(one_line(note), soft_wrap=True, markup=False)
 
 
-def figures(estimates: pd.DataFrame, model: str, judge: str) -> dict[str, Figure]:
+def figures(estimates: pd.DataFrame, model: str, gate: Gate) -> dict[str, Figure]:
     """The figures by the stem of their files; two of them only where there is something to show."""
-    made = {
-        "rates": rates(estimates, f"{model}, {judge}"),
-        "profile": profile(estimates, f"{model}, {judge}"),
-    }
+    title = gate_title(model, gate)
+    made = {"rates": rates(estimates, title), "profile": profile(estimates, title, gate)}
     if (estimates["quantity"] == DISTANCE).any():
         made["displacement"] = displacement(estimates, f"{model} · header_last")
     if (estimates["quantity"] == REFERENCE).any():
@@ -112,53 +119,45 @@ STYLES = ("-", "--", ":", "-.")
 FACES = ("0.3", "white")  # of held rates, and of the others
 
 
-def _at(temperature: float) -> str:
-    return f"T = {temperature:g}" if temperature else "greedy"
-
-
-def _panels(rows: pd.DataFrame, margin: float) -> tuple[Figure, list[Axes], list[float], list[str]]:
+def _panels(
+    rows: pd.DataFrame, title: str, margin: float
+) -> tuple[Figure, list[Axes], list[float], list[str]]:
     """A panel per temperature, conditions from top to bottom; ``margin`` in inches beside them."""
     temperatures = sorted(rows["temperature"].unique())
     names = list(dict.fromkeys(rows["condition"]))
     size = 4.2 * len(temperatures) + margin, 0.36 * len(names) + 1.6
     figure = Figure(figsize=size, layout="constrained")
     axes = figure.subplots(1, len(temperatures), sharey=True, squeeze=False)[0]
+    figure.suptitle(title)
+    for panel, temperature in zip(axes, temperatures, strict=True):
+        title_axes(panel, f"T = {temperature:g}" if temperature else "greedy")
     return figure, list(axes), temperatures, names
-
-
-def _error_bars(axes: Axes, rows: pd.DataFrame, at: list[float], **look: Any) -> None:
-    """Values with their intervals, lying; no bar where there is no interval."""
-    value = rows["value"].to_numpy()
-    reach = np.nan_to_num(np.abs(rows[["low", "high"]].to_numpy().T - value))
-    axes.errorbar(value, at, xerr=reach, fmt="o", **look)
 
 
 def rates(estimates: pd.DataFrame, title: str) -> Figure:
     """Change of the follow-up rate per condition; hollow: judged after what the model was given."""
     pooled = together(estimates)
     rows = pooled[pooled["quantity"].isin([RATE + LESS, HELD + LESS])]
-    figure, axes, temperatures, names = _panels(rows, 1)
+    figure, axes, temperatures, names = _panels(rows, title, 1)
     for panel, temperature, colour in zip(axes, temperatures, COLOURS, strict=False):
         for quantity, face, shift in ((HELD + LESS, colour, -0.15), (RATE + LESS, "white", 0.15)):
             own = rows[(rows["temperature"] == temperature) & (rows["quantity"] == quantity)]
             at = [names.index(name) + shift for name in own["condition"]]
-            _error_bars(panel, own, at, ms=4, color=colour, mfc=face, lw=1.1)
+            draw_points(panel, at, own, lying=True, color=colour, mfc=face)
         panel.axvline(0, color="0.3", lw=0.8)
-        panel.set_xlabel("change of the follow-up rate")
-        title_axes(panel, f"{title} · {_at(temperature)}" if panel is axes[0] else _at(temperature))
-    axes[0].set_yticks(range(len(names)), names)
-    axes[0].invert_yaxis()
+        panel.set_xlabel("change of the follow-up rate (share of turns)")
+    list_names(axes[0], names)
     marks = [Line2D([], [], color="0.3", marker="o", ms=4, mfc=face, lw=0) for face in FACES]
     texts = "judged against the unperturbed response (held)", "against what the model was given"
-    figure.legend(marks, texts, loc="outside lower center", ncols=2, frameon=False, fontsize=7)
+    figure.legend(marks, texts, loc="outside lower center", ncols=2, fontsize=7)
     return figure
 
 
-def profile(estimates: pd.DataFrame, title: str) -> Figure:
+def profile(estimates: pd.DataFrame, title: str, gate: Gate) -> Figure:
     """Shares of the categories per condition, a panel per temperature."""
     pooled = together(estimates)
     rows = pooled[pooled["quantity"] == SHARE]
-    figure, axes, temperatures, names = _panels(rows, 2.4)
+    figure, axes, temperatures, names = _panels(rows, title, 2.4)
     for panel, temperature in zip(axes, temperatures, strict=True):
         left = np.zeros(len(names))
         for number, category in enumerate(ASSESSED):
@@ -170,11 +169,11 @@ def profile(estimates: pd.DataFrame, title: str) -> Figure:
                 label=heading(category),
             )  # fmt: skip
             left += share
+        draw_floor(panel, gate, lying=True)
         panel.set_xlim(0, 1)
         panel.set_xlabel("share of assessed turns")
-        title_axes(panel, f"{title} · {_at(temperature)}" if panel is axes[0] else _at(temperature))
     axes[0].invert_yaxis()
-    axes[-1].legend(frameon=False, fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
+    axes[-1].legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
     return figure
 
 
@@ -183,34 +182,26 @@ def references(estimates: pd.DataFrame, title: str) -> Figure:
     rows = estimates[estimates["quantity"] == REFERENCE + LESS]
     names = list(dict.fromkeys(rows["condition"]))
     datasets = list(dict.fromkeys(rows["dataset"]))
-    figure = Figure(figsize=(7, 0.42 * len(names) + 1.4), layout="constrained")
-    axes = figure.add_subplot()
+    across = "change of the real follow-up's log p, bits"
+    figure, axes = new_axes(title, across, size=(7, 0.42 * len(names) + 1.4))
     for number, (colour, (dataset, own)) in enumerate(coloured(rows, "dataset")):
         shift = (number - (len(datasets) - 1) / 2) * 0.7 / max(len(datasets), 2)
         at = [names.index(name) + shift for name in own["condition"]]
-        _error_bars(axes, own, at, ms=3.5, color=colour, lw=1, label=dataset)
+        draw_points(axes, at, own, lying=True, color=colour, label=dataset)
     axes.axvline(0, color="0.3", lw=0.8)
-    axes.set_yticks(range(len(names)), names)
-    axes.invert_yaxis()
-    axes.set_xlabel("change of the real follow-up's log p, bits")
-    axes.legend(frameon=False, fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
-    title_axes(axes, title)
+    list_names(axes, names)
+    axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))
     return figure
 
 
 def displacement(estimates: pd.DataFrame, title: str) -> Figure:
     """How far header_last moves, layer by layer; 1 is as far as another conversation lies."""
     rows = _displacement(estimates)
-    figure = Figure(figsize=(7.6, 4.2), layout="constrained")
-    axes = figure.add_subplot()
+    up = "displacement of header_last\n(1 = between two conversations)"
+    figure, axes = new_axes(title, "layer (0 = embeddings)", up, (7.6, 4.2))
     for number, (colour, (condition, own)) in enumerate(coloured(rows, "condition")):
-        layers = own["layer"].astype(int)
         style = STYLES[number // len(COLOURS)]
-        axes.plot(layers, own["value"], color=colour, ls=style, lw=1.4, label=condition)
-        axes.fill_between(layers, own["low"], own["high"], color=colour, alpha=0.12, lw=0)
+        draw_line(axes, own["layer"], own, colour, condition, ls=style, marker="")
     axes.axhline(1, color="0.3", lw=0.8)
-    axes.set_xlabel("layer (0 = embeddings)")
-    axes.set_ylabel("displacement of header_last\n(1 = between two conversations)")
-    axes.legend(frameon=False, fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
-    title_axes(axes, title)
+    axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))
     return figure

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from experiments.runner import Experiment, Results
+from experiments.runner import Experiment, Results, add_dry_run
 from ia_mech.cli import path_of, whole_from
 from ia_mech.errors import UserError
 
@@ -97,7 +97,8 @@ def run(args: argparse.Namespace, runs: "list[Run]", folder: Path) -> Results | 
         control=stated(
             f"with {size} responses, bits more than with versions of one that say the same",
             found[(found["quantity"] == LESS) & (found["of"] == SAME_CONTENT)],
-        ),
+        )
+        or "No control was made of versions of one response that say the same.",
     )
 
 
@@ -171,16 +172,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="scores of any judge or embedding in the reader's place (JSONL; see docs/reaction.md)",
     )
-    parser.add_argument(
-        "--dry-run", action="store_true", help="show what would be sampled and scored, and stop"
-    )
-
-
-def default_out(first_run: Path) -> Path:
-    """``cache/<first run>-reaction``: it holds runs, which can't lie in a run."""
-    from ia_mech.models.embedded import cache_dir
-
-    return cache_dir() / f"{first_run.resolve().name}-reaction"
+    add_dry_run(parser, "sampled and scored")
 
 
 EXPERIMENT = Experiment(
@@ -201,8 +193,7 @@ Interrupted, the same command continues.""",
     "likelihoods/, same_content/ and assistant_header/ (runs like any other)",
     run=run,
     add_flags=add_flags,
-    default_out=default_out,
-    out_help="cache/<first run>-reaction",
+    beside="reaction",
     judged=False,
     drawn="controls, folds and tests",
     kept="what was sampled and scored is kept; the same command goes on from there",

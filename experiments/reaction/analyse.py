@@ -108,12 +108,6 @@ def estimates(
     )
 
 
-def within(estimate: Estimate, most: float) -> Estimate:
-    """The estimate of a number that lies between 0 and ``most``, with its interval cut there."""
-    low, high = np.clip([estimate.low, estimate.high], 0, most)
-    return replace(estimate, low=float(low), high=float(high))
-
-
 def readable(scored: ScoredArm, scores: np.ndarray, seed: int) -> np.ndarray:
     """``[turns]`` held-out bits of one reader of all turns, at whatever temperature.
 
@@ -180,7 +174,7 @@ class _Maker:
         found = mean_over_queries(
             values, turns["followed"], turns["source"], self.count, level=self.options["level"]
         )
-        found = found if most is None else within(found, most)
+        found = found if most is None else found.within(0, most)
         return self._row(quantity, found, len(turns), **names)
 
     def readable(self) -> Iterator[TidyEstimate]:
@@ -196,7 +190,7 @@ class _Maker:
         texts = self.turns.groupby("source")["text"]
         each = texts.apply(lambda of: distinctness(list(of)))
         level = self.options["level"]
-        found = within(cluster_mean(each.to_numpy(), each.index, level=level), 1.0)
+        found = cluster_mean(each.to_numpy(), each.index, level=level).within(0, 1)
         yield self._row("greedy turns that differ", found, len(self.turns))
 
     def sampled(self) -> Iterator[TidyEstimate]:
@@ -211,7 +205,7 @@ class _Maker:
             found = mean_over_queries(
                 values, followed, turns["source"], self.count, level=self.options["level"]
             )
-            found = within(found, np.log2(size))
+            found = found.within(0, np.log2(size))
             yield self._row(INFORMATION, found, len(turns), responses=size)
         yield from self._by_token()
         yield from self._copying()
@@ -239,7 +233,7 @@ class _Maker:
         for quantity, each in means.items():
             if each:
                 found = cluster_mean(each, range(len(each)), level=self.options["level"])
-                found = within(found, np.log2(size))
+                found = found.within(0, np.log2(size))
                 yield self._row(quantity, found, counts[quantity], of=COMPLETE, responses=size)
 
     def _by_token(self) -> Iterator[TidyEstimate]:
@@ -305,7 +299,7 @@ class _Maker:
         base, baseline = by_query(ours, followed[here], sources, count)
         level = self.options["level"]
         for quantity, each in ((INFORMATION, values), (SAME_QUERIES, baseline)):
-            found = within(cluster_mean(each, range(len(each)), level=level), np.log2(size))
+            found = cluster_mean(each, range(len(each)), level=level).within(0, np.log2(size))
             yield self._row(quantity, found, int(mine.sum()), of=arm.name, responses=size)
         if len(names) > 1:
             pair = paired_difference(baseline, base, values, names, **self.options)

@@ -1,23 +1,21 @@
 """How likely each turn is after each of the responses to its query."""
 
 import contextlib
-import hashlib
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
-import pyarrow as pa
-import pyarrow.parquet as pq
 from transformers import PreTrainedModel
 
+from experiments.given_turns import computed_once
 from experiments.reaction.read import Arm, Query
-from experiments.resample import SHARED
+from experiments.resample import chat_of
 from ia_mech.chat.format import ChatFormat
-from ia_mech.collect.config import SampleConfig
-from ia_mech.collect.identity import build_chat, eos_ids, probe_ids
+from ia_mech.collect.identity import eos_ids, probe_ids
 from ia_mech.display import Progress
 from ia_mech.engine.check import check_engine
 from ia_mech.engine.plan import OomBackoff
@@ -32,7 +30,7 @@ from ia_mech.models.load import (
     load,
     load_tokenizer_and_config,
 )
-from ia_mech.run import Run, integrity
+from ia_mech.run import Run
 from ia_mech.untrusted import parse_json
 
 QUERIES = 8  # whose likelihoods are kept in one file, so that an interrupted command goes on
@@ -76,15 +74,9 @@ class Reader:
 def reader_of(subject: Subject, run: Run) -> Reader:
     """A model as a reader, with the chat settings of a run, checked as before sampling."""
     model = subject.model
-    chat = _chat_of(run, subject.tokenizer, eos_ids(model.generation_config, model.config))
+    chat = chat_of(run, subject.tokenizer, eos_ids(model.generation_config, model.config))
     engine = check_engine(model, probe_ids(chat))
     return Reader(model, subject.weights_hash, engine, chat)
-
-
-def _chat_of(run: Run, tokenizer, stops: Sequence[int]) -> ChatFormat:
-    """A tokenizer's chat format with the chat settings of a run."""
-    given = {name: run.config[name] for name in SHARED}
-    return build_chat(SampleConfig(**given), tokenizer, stops)
 
 
 def retold(arm: Arm, name: str, run: Run) -> Arm:
@@ -105,7 +97,7 @@ def retold(arm: Arm, name: str, run: Run) -> Arm:
             made for shorter ones.
     """
     tokenizer, model_config = load_tokenizer_and_config(ModelSpec(name=name))
-    chat = _chat_of(run, tokenizer, eos_ids(None, model_config))
+    chat = chat_of(run, tokenizer, eos_ids(None, model_config))
     limit = context_limit(model_config)
     queries, ids = [], {}
     for query in arm.queries:
@@ -206,25 +198,11 @@ def likelihoods(arm: Arm, reader: Reader, folder: Path, progress: Progress) -> L
         for start in range(0, len(arm.queries), QUERIES):
             chunk = {q.source: contexts[q.source] for q in arm.queries[start : start + QUERIES]}
             turns = arm.turns[arm.turns["source"].isin(list(chunk))]
-            file = folder / f"{_name(reader, list(chunk.values()), turns)}.parquet"
-            found = _kept(file)
-            if found is None:
-                found = pd.concat(
-                    [
-                        _score(
-                            turns[turns["source"] == source],
-                            those,
-                            arm.responses,
-                            reader,
-                            progress.advance,
-                        )
-                        for source, those in chunk.items()
-                    ]
-                )
-                _keep(file, found)
-            else:
-                progress.advance(int(tokens[turns.index].sum()))
-            parts.append(found)
+            mine = [[*map(int, ids)] for ids in turns["token_ids"]]
+            key = [reader.weights, [*chunk.values()], mine, turns["temperature"].tolist()]
+            compute = partial(_score, turns, chunk, arm.responses, reader, progress.advance)
+            ready = partial(progress.advance, int(tokens[turns.index].sum()))
+            parts.append(computed_once(folder, key, compute, ready))
     finally:
         progress.stop()
     frame = pd.concat(parts).loc[arm.turns.index]
@@ -243,6 +221,15 @@ def _contexts(query: Query, chat: ChatFormat | None) -> list[tuple[int, ...]]:
 
 
 def _score(
+    turns: pd.DataFrame, contexts: dict[str, list[tuple[int, ...]]], *options: Any
+) -> pd.DataFrame:
+    """:func:`_of_query` of several queries; ``contexts`` by source."""
+    return pd.concat(
+        [_of_query(turns[turns["source"] == of], its, *options) for of, its in contexts.items()]
+    )
+
+
+def _of_query(
     mine: pd.DataFrame,
     contexts: Sequence[tuple[int, ...]],
     responses: int,
@@ -292,24 +279,3 @@ def _arrays(frame: pd.DataFrame, responses: int) -> Likelihoods:
     for row, (values, length) in enumerate(zip(frame["own"], lengths, strict=True)):
         own[row, :, :length] = np.reshape(values, (responses, length))
     return Likelihoods(own, np.stack(frame["reader"].tolist()), frame["absent"].to_numpy(float))
-
-
-def _name(reader: Reader, contexts: Sequence, turns: pd.DataFrame) -> str:
-    """Names the part of these turns by all that it is computed from."""
-    mine = [[*map(int, ids)] for ids in turns["token_ids"]]
-    text = json.dumps([reader.weights, contexts, mine, turns["temperature"].tolist()])
-    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
-
-
-def _kept(file: Path) -> pd.DataFrame | None:
-    """What an earlier command computed, if it is there and whole."""
-    try:
-        integrity.check_seal(file.read_bytes(), required=True)
-        return pq.read_table(file).to_pandas()
-    except (pa.ArrowException, OSError, ValueError):
-        return None
-
-
-def _keep(file: Path, frame: pd.DataFrame) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    integrity.write_table(file, pa.Table.from_pandas(frame))

@@ -9,11 +9,11 @@ from rich.markup import escape
 
 from experiments.reaction.analyse import INFORMATION, LESS, SAME_QUERIES
 from experiments.reaction.read import ALTERNATIVES, ASSISTANT, COMPLETE, SAME_CONTENT, Arm
-from experiments.tables import print_table
+from experiments.tables import print_plan, print_table
 from ia_mech.cli import one_line
-from ia_mech.display import COLOURS, coloured, console, title_axes
-from ia_mech.engine.plan import PREFILL_COST, RESCORE_COST, SLOW
-from ia_mech.estimates import ALL
+from ia_mech.display import COLOURS, coloured, draw_line, draw_points, new_axes
+from ia_mech.engine.plan import PREFILL_COST, RESCORE_COST
+from ia_mech.estimates import together
 
 MOST = 5  # turns shown at either end
 
@@ -26,29 +26,25 @@ def plan(arm: Arm, contexts: dict[str, int], requests: str) -> None:
         contexts: how many contexts each control would have.
         requests: what paraphrases would take; empty without any.
     """
-    screen = console()
     prefilled = sum(len(ids) for query in arm.queries for ids in query.token_ids)
     tokens = int(arm.turns["token_ids"].map(len).sum()) * (arm.responses + 1)
     share = len(arm.turns) / sum(len(query.contexts) for query in arm.queries)
     per_turn = arm.turns["token_ids"].map(len).mean()
     cost = PREFILL_COST * prefilled + RESCORE_COST * tokens
-    lines = [
-        ("queries", f"{len(arm.queries)}, {arm.responses} responses to each"),
-        ("turns", f"{len(arm.turns)}, scored after {arm.responses + 1} contexts each"),
-        ("tokens to prefill", str(prefilled)),
-        ("tokens to score", str(tokens)),
-    ]
+    lines = {
+        "queries": f"{len(arm.queries)}, {arm.responses} responses to each",
+        "turns": f"{len(arm.turns)}, scored after {arm.responses + 1} contexts each",
+        "tokens to prefill": str(prefilled),
+        "tokens to score": str(tokens),
+    }
     for name, count in contexts.items():
         rows = count * share
         each = count / max(1, len(arm.queries))
         cost += rows * per_turn * (1 + RESCORE_COST * each)
-        lines.append((name, f"{count} contexts to sample {rows:.0f} turns after, then to score"))
+        lines[name] = f"{count} contexts to sample {rows:.0f} turns after, then to score"
     if requests:
-        lines.append(("paraphrases", f"{requests}, before what is kept"))
-    seconds = f"{cost / SLOW:.0f} s at an assumed {SLOW} tokens/s"
-    lines.append(("work", f"like {cost:.0f} decoded tokens ({seconds})"))
-    for name, value in lines:
-        screen.print(f"{name:<20}{escape(one_line(value))}", soft_wrap=True)
+        lines["paraphrases"] = f"{requests}, before what is kept"
+    print_plan(lines, cost)
 
 
 def written(turns: pd.DataFrame) -> pd.DataFrame:
@@ -125,17 +121,10 @@ def figures(estimates: pd.DataFrame, model: str) -> dict[str, Figure]:
     return made
 
 
-def _shown(estimates: pd.DataFrame) -> pd.DataFrame:
-    """Of all datasets together, or of the only one."""
-    whole = estimates["dataset"] == ALL
-    return estimates[whole] if whole.any() else estimates
-
-
 def by_temperature(estimates: pd.DataFrame, title: str) -> Figure:
     """I_K against temperature, with placebo, the assistant's header, and the ceiling of each."""
-    figure = Figure(figsize=(8, 4), layout="constrained")
-    axes = figure.add_subplot()
-    found = _shown(estimates)
+    figure, axes = new_axes(title, "temperature (0 = greedy)", "bits of a turn", (8, 4))
+    found = together(estimates)
     most = found["responses"].max()
     whole = found[found["quantity"] == INFORMATION]
     main = whole[(whole["of"] == ALTERNATIVES) & (whole["responses"] == most)]
@@ -152,64 +141,39 @@ def by_temperature(estimates: pd.DataFrame, title: str) -> Figure:
     held = found[found["quantity"] == "readable bits"]
     lines.append(("readable by one reader", held, COLOURS[6]))
     for label, rows, colour in lines:
-        value = rows["value"].to_numpy()
-        reach = np.nan_to_num(np.abs(rows[["low", "high"]].to_numpy().T - value))
-        axes.errorbar(
-            rows["temperature"],
-            value,
-            yerr=reach,
-            fmt="o-",
-            ms=4,
-            lw=1.2,
-            color=colour,
-            label=label,
-        )
+        draw_points(axes, rows["temperature"], rows, fmt="o-", color=colour, label=label)
     controls = whole.loc[whole["of"].isin([SAME_CONTENT, ASSISTANT]), "responses"]
     for count, style in zip(sorted({most, *controls}, reverse=True), (":", "--"), strict=False):
         axes.axhline(np.log2(count), color="0.3", lw=0.8, ls=style, label=f"ceiling of {count}")
     axes.axhline(0, color="0.3", lw=0.8)
-    axes.set_xlabel("temperature (0: greedy)")
-    axes.set_ylabel("bits")
-    axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
-    title_axes(axes, title)
+    axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))
     return figure
 
 
 def by_responses(estimates: pd.DataFrame, title: str) -> Figure:
     """I_K′ against K′, a line per temperature; dotted: log₂ K′."""
-    figure = Figure(figsize=(5, 4), layout="constrained")
-    axes = figure.add_subplot()
-    found = _shown(estimates)
+    figure, axes = new_axes(title, "responses", "bits of a turn", (5, 4))
+    found = together(estimates)
     rows = found[(found["quantity"] == INFORMATION) & (found["of"] == ALTERNATIVES)]
     _lines(axes, rows, "responses")
     counts = sorted(rows["responses"].unique())
     axes.plot(counts, np.log2(counts), color="0.3", lw=0.8, ls=":", label="ceiling")
-    axes.set_xlabel("responses")
-    axes.set_ylabel("bits")
-    axes.legend(frameon=False)
-    title_axes(axes, title)
+    axes.legend()
     return figure
 
 
 def by_token(estimates: pd.DataFrame, title: str) -> Figure:
     """Bits that each token of the turn adds, a line per temperature."""
-    figure = Figure(figsize=(6.5, 4), layout="constrained")
-    axes = figure.add_subplot()
-    rows = _shown(estimates)
+    figure, axes = new_axes(title, "token of the turn", "bits that it adds")
+    rows = together(estimates)
     _lines(axes, rows[rows["quantity"] == "bits by token"], "token")
     axes.axhline(0, color="0.3", lw=0.8)
-    axes.set_xlabel("token of the turn")
-    axes.set_ylabel("bits that it adds")
-    axes.legend(frameon=False)
-    title_axes(axes, title)
+    axes.legend()
     return figure
 
 
 def _lines(axes: Axes, rows: pd.DataFrame, against: str) -> None:
     """A line per temperature with its interval as a band, against a column of numbers."""
-    for colour, (temperature, mine) in coloured(
-        rows.sort_values(against, kind="stable"), "temperature"
-    ):
-        at = mine[against].to_numpy(dtype=float)
-        axes.plot(at, mine["value"], "o-", ms=3, color=colour, label=f"T = {temperature:g}")
-        axes.fill_between(at, mine["low"], mine["high"], color=colour, alpha=0.15, lw=0)
+    rows = rows.sort_values(against, kind="stable")
+    for colour, (temperature, mine) in coloured(rows, "temperature"):
+        draw_line(axes, mine[against], mine, colour, f"T = {temperature:g}")

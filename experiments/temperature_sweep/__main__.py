@@ -41,7 +41,7 @@ def run(args: argparse.Namespace, runs: "list[Run]", folder: Path) -> Results:
         judge=sweep.gate,
         estimates=found,
         show=lambda console: show.tables(console, found, args.level),
-        figures=show.figures(found, f"{runs[0].model['name']} · judge {sweep.gate}"),
+        figures=show.figures(found, runs[0].model["name"], sweep.gate),
         tables={"turns": turns},
         notes=notes,
         sentence=stated(

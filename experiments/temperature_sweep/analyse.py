@@ -89,8 +89,7 @@ def _mass(group: Group, quantity: str, values, **names) -> TidyEstimate:
     This is the interval of a mean, clipped to [0, 1].
     """
     row = group.mean(quantity, values, **names)
-    low, high = np.clip([row.estimate.low, row.estimate.high], 0, 1)
-    return replace(row, estimate=replace(row.estimate, low=float(low), high=float(high)))
+    return replace(row, estimate=row.estimate.within(0, 1))
 
 
 # -- rates ----------------------------------------------------------------------------------------

@@ -20,9 +20,11 @@ from experiments.temperature_sweep.analyse import (
     RIVALS,
 )
 from experiments.temperature_sweep.read import HEADER_LAST
-from ia_mech.display import coloured, title_axes
+from ia_mech.display import coloured, draw_line, title_axes
 from ia_mech.estimates import ALL, together
 from ia_mech.judge.rubric import heading
+from ia_mech.rates.figures import draw_floor, gate_title
+from ia_mech.rates.gate import Gate
 
 # quantity, further names, head, decimals: a row per question, over all datasets.
 MAIN: tuple[tuple[str, dict[str, str], str, int], ...] = (
@@ -74,10 +76,11 @@ def tables(console: Console, estimates: pd.DataFrame, level: float) -> None:
     )
 
 
-def figures(estimates: pd.DataFrame, title: str) -> dict[str, Figure]:
+def figures(estimates: pd.DataFrame, model: str, gate: Gate) -> dict[str, Figure]:
     """The figures by the stem of their files; no ``lens`` where there was none to read with."""
+    title = gate_title(model, gate)
     made = {
-        "rates": rates(estimates, title),
+        "rates": rates(estimates, title, gate),
         "first_token": first_token(estimates, title),
         "hidden": hidden(estimates, title),
     }
@@ -92,35 +95,45 @@ PLAIN = FuncFormatter(lambda value, _: f"{value:g}")  # powers would be set as T
 LINES: dict[str, dict[str, Any]] = {ALL: {"lw": 2.2, "zorder": 3}}
 
 
-def rates(estimates: pd.DataFrame, title: str) -> Figure:
+def _panels(title: str, lines: int = 1) -> tuple[Figure, list[Axes]]:
+    """A figure with two panels a line."""
+    figure = Figure(figsize=(9.5, 0.7 + 3.5 * lines), layout="constrained")
+    figure.suptitle(title)
+    panels = list(figure.subplots(lines, 2).flat)
+    for axes in panels:
+        title_axes(axes, "")
+    return figure, panels
+
+
+def rates(estimates: pd.DataFrame, title: str, gate: Gate) -> Figure:
     """Left the follow-up rate by temperature, a line per dataset; right all other categories."""
-    figure = Figure(figsize=(9.5, 4.2), layout="constrained")
-    left, right = figure.subplots(1, 2)
+    figure, (left, right) = _panels(title)
     for colour, (dataset, rows) in coloured(of(estimates, RATE), "dataset"):
         line(left, rows, "temperature", colour, dataset)
     whole = together(estimates)
     for colour, (category, rows) in coloured(of(whole, FAILURE), "of"):
         line(right, rows, "temperature", colour, heading(category))
-    for axes, up in ((left, RATE), (right, "share of turns")):
+    draw_floor(left, gate)
+    for axes, up in ((left, f"{RATE} (share of turns)"), (right, "share of turns")):
         axes.set_xlabel("temperature (0 = greedy)")
         axes.set_ylabel(up)
         axes.set_ylim(bottom=0)
         legend(axes)
-    title_axes(left, title)
+    title_axes(left, "genuine follow-ups")
     title_axes(right, "failures")
     return figure
 
 
 def first_token(estimates: pd.DataFrame, title: str) -> Figure:
     """The first token's distribution by temperature: four panels, a line per dataset in three."""
-    figure = Figure(figsize=(9.5, 7), layout="constrained")
-    upper, lower = figure.subplots(2, 2)
-    panels = {
+    figure, panels = _panels(title, lines=2)
+    upper, lower = panels[:2], panels[2:]
+    curves = {
         "effective number of first tokens": (upper[0], "effective number of tokens"),
         "total variation from T = 1": (upper[1], "total variation from T = 1"),
         "mass on turn-end": (lower[0], "probability of ending at once"),
     }
-    for quantity, (axes, up) in panels.items():
+    for quantity, (axes, up) in curves.items():
         for colour, (dataset, rows) in coloured(of(estimates, quantity), "dataset"):
             line(axes, rows, "temperature", colour, dataset)
         axes.set_ylabel(up)
@@ -134,15 +147,12 @@ def first_token(estimates: pd.DataFrame, title: str) -> Figure:
     legend(lower[1])
     for axes in (*upper, *lower):
         axes.set_xlabel("temperature")
-        title_axes(axes, "")
-    title_axes(upper[0], title)
     return figure
 
 
 def hidden(estimates: pd.DataFrame, title: str) -> Figure:
     """Where greedy has left by, and at which rank: genuine turns solid, others dashed."""
-    figure = Figure(figsize=(9.5, 4.2), layout="constrained")
-    left, right = figure.subplots(1, 2)
+    figure, (left, right) = _panels(title)
     whole = together(estimates)
     panels = {
         "greedy has left by token": (left, "token", "turns that greedy has left by then"),
@@ -164,15 +174,12 @@ def hidden(estimates: pd.DataFrame, title: str) -> Figure:
         axes.set_ylabel(up)
         axes.set_ylim(0, 1)
     legend(right)
-    title_axes(left, title)
-    title_axes(right, "")
     return figure
 
 
 def lens(estimates: pd.DataFrame, title: str) -> Figure:
     """Left log p by layer at ``header_last``; right the share of contexts that are overtaken."""
-    figure = Figure(figsize=(9.5, 4.2), layout="constrained")
-    left, right = figure.subplots(1, 2)
+    figure, (left, right) = _panels(title)
     whole = together(estimates)
     log_p = of(whole, "log p by the lens")
     places = list(dict.fromkeys(log_p["position"]))
@@ -194,7 +201,6 @@ def lens(estimates: pd.DataFrame, title: str) -> Figure:
     legend(right)
     for axes in (left, right):
         axes.set_xlabel("layer (0 = embeddings)")
-    title_axes(left, title)
     title_axes(right, f"greedy's opening for good ahead of the {RIVALS['best']}")
     return figure
 
@@ -207,18 +213,9 @@ def of(estimates: pd.DataFrame, quantity: str) -> pd.DataFrame:
 def legend(axes: Axes) -> None:
     """Names of the lines, if there are any."""
     if axes.get_lines():
-        axes.legend(frameon=False, fontsize=7)
+        axes.legend()
 
 
 def line(axes: Axes, rows: pd.DataFrame, across: str, colour: str, label: str, **look: Any) -> None:
-    """A line with its intervals as a band."""
-    x, low, high = (rows[name].to_numpy(dtype=float) for name in (across, "low", "high"))
-    style: dict[str, Any] = {"lw": 1.4, "marker": "o", "ms": 2.5}
-    axes.plot(
-        x,
-        rows["value"].to_numpy(),
-        color=colour,
-        label=label,
-        **(style | LINES.get(label, {}) | look),
-    )
-    axes.fill_between(x, low, high, color=colour, alpha=0.12, lw=0)
+    """A line against a column."""
+    draw_line(axes, rows[across], rows, colour, label, **(LINES.get(label, {}) | look))

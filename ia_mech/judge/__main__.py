@@ -34,13 +34,8 @@ Then: python -m ia_mech.rates cache/RUN
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
-    return run_command(build_parser(), argv)
-
-
-def run_command(parser: argparse.ArgumentParser, argv: list[str] | None) -> int:
-    """Run the subcommand that ``argv`` names; returns the exit status."""
     tolerant_streams()
-    args = parser.parse_args(argv)
+    args = build_parser().parse_args(argv)
 
     def body() -> int | None:
         # Imported late, so that --help and a mistyped flag are answered at once.
@@ -60,8 +55,8 @@ def build_parser() -> argparse.ArgumentParser:
     )
     _add_run(commands)
     _add_check(commands)
-    add_export(commands)
-    add_import(commands)
+    _add_export(commands)
+    _add_import(commands)
     _add_agreement(commands)
     rubric = commands.add_parser("rubric", help="print the rubric")
     rubric.set_defaults(function=f"{__name__}:print_rubric")
@@ -187,8 +182,7 @@ def _add_judge(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_export(commands) -> None:
-    """``export``, also a subcommand of ``ia_mech.annotate``."""
+def _add_export(commands) -> None:
     parser = commands.add_parser(
         "export",
         help="write a blind sheet to annotate",
@@ -219,8 +213,7 @@ def add_export(commands) -> None:
     add_no_verify(parser)
 
 
-def add_import(commands) -> None:
-    """``import``, also a subcommand of ``ia_mech.annotate``."""
+def _add_import(commands) -> None:
     parser = commands.add_parser(
         "import",
         help="read a filled-in sheet",

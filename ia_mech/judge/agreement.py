@@ -26,8 +26,15 @@ from rich.table import Table
 from ia_mech.cli import NOTHING, one_line, quoted
 from ia_mech.display import Bar, console
 from ia_mech.errors import UserError
-from ia_mech.judge.decoys import KINDS
-from ia_mech.judge.label import check_finished, items_of, judge_items, make_judge, print_plan
+from ia_mech.judge.decoys import own_turns
+from ia_mech.judge.label import (
+    check_finished,
+    items_of,
+    judge_items,
+    make_judge,
+    print_plan,
+    same_judges,
+)
 from ia_mech.judge.rubric import ASSESSED, CANNOT_ASSESS, GENUINE, NAMES
 from ia_mech.judge.rules import RulesJudge
 from ia_mech.judge.sheets import csv_bytes, json_lines, refuse_existing, write_files
@@ -217,7 +224,6 @@ def group_alpha(
         return np.stack([alpha_of(counts, x, len(codes)) for x in (given, genuine)], axis=1)
 
     found = cluster_counts(statistic, pattern.reshape(-1), source, weights=weight)
-    assert isinstance(found, list)  # as the statistic gives two numbers
     return GroupAlpha(len(codes), len(set(source)), float(weight.sum()), *found)
 
 
@@ -238,9 +244,7 @@ def _kappas(
         return np.stack([kappa_of(counts.reshape(-1, size, size)), kappa_of(two), balanced], axis=1)
 
     cells = rows * size + columns
-    found = cluster_counts(statistic, cells, sources, weights=weights, patterns=size**2)
-    assert isinstance(found, list)  # as the statistic gives three numbers
-    return found
+    return cluster_counts(statistic, cells, sources, weights=weights, patterns=size**2)
 
 
 # -- the labellers of a run --------------------------------------------------------------------
@@ -276,12 +280,15 @@ class Floor:
     Attributes:
         turns: how many of the run's turns; ``genuine`` is the share, weighted by inverse inclusion
             probabilities.
-        decoys: by kind of decoy, how many, and the share of these.
+        decoys: by kind of decoy, how many, and the share of these. As in :mod:`ia_mech.rates`,
+            those of a judge count only if the own turn of their context is in a category, too.
+        left_out: how many decoys it has labelled that don't count.
     """
 
     turns: int
     genuine: Estimate
     decoys: dict[str, tuple[int, Estimate]]
+    left_out: int
 
 
 @dataclass(frozen=True)
@@ -347,12 +354,15 @@ def _floor(run: Run, labeller: Labeller) -> Floor:
     share = cluster_mean(genuine, sources[rows], proportion=True, weights=weights)
     source_of = run.contexts.set_index("context_id")["source_id"]
     decoys = {}
-    labelled = labeller.decoys[labeller.decoys["category"].isin(ASSESSED)]
-    for kind, of in labelled.groupby("decoy"):
+    counted = labeller.decoys["category"].isin(ASSESSED)
+    if labeller.kind == JUDGE:
+        own = pd.Series(labeller.categories, pd.MultiIndex.from_frame(run.generations[list(KEY)]))
+        counted &= own.reindex(own_turns(labeller.decoys)).isin(ASSESSED).to_numpy()
+    for kind, of in labeller.decoys[counted].groupby("decoy"):
         places = (of["shown"].map(source_of), of["context_id"].map(source_of))
         called = (of["category"] == GENUINE).astype(float)
         decoys[kind] = len(of), dyadic_mean(called, *places, ends=(0, 1))
-    return Floor(len(rows), share, decoys)
+    return Floor(len(rows), share, decoys, int((~counted).sum()))
 
 
 def joint_rows(labellers: Sequence[Labeller]) -> tuple[np.ndarray, np.ndarray]:
@@ -540,19 +550,26 @@ def print_pairs(screen: Console, pairs: dict[tuple[str, str], Comparison]) -> No
 
 def print_floors(screen: Console, floors: dict[str, Floor]) -> None:
     """What each labeller calls genuine, of turns and of decoys; nothing if none has decoys."""
-    kinds = [kind for kind in KINDS if any(kind in floor.decoys for floor in floors.values())]
-    if not kinds:
+    if not any(floor.decoys for floor in floors.values()):
         return
-    columns = [column for kind in kinds for column in ("decoys", f"after another {kind}")]
-    title = "share called genuine"
-    table = _table("labeller", "turns", "after their context", *columns, title=title)
+    table = _table("labeller", "turns after", "n", "genuine", title="share called genuine")
+    table.columns[1].justify = "left"
     for name, floor in floors.items():
-        cells = [str(floor.turns), floor.genuine.text()]
-        for kind in kinds:
-            count, share = floor.decoys.get(kind, (0, _UNKNOWN))
-            cells += [str(count), share.text()]
-        table.add_row(escape(one_line(name, 60)), *cells)
+        lines = [("their own context", floor.turns, floor.genuine)]
+        lines += [(f"another {kind} (decoys)", *of) for kind, of in floor.decoys.items()]
+        for at, (context, count, share) in enumerate(lines):
+            shown = "" if at else escape(one_line(name, 60))
+            table.add_row(
+                shown, context, str(count), share.text(), end_section=at + 1 == len(lines)
+            )
     screen.print(table)
+    lost = ", ".join(f"{name} {floor.left_out}" for name, floor in floors.items() if floor.left_out)
+    if lost:
+        screen.print(
+            "decoys left out, as they (of a judge: or their context's own turn) are in no "
+            f"category: {escape(one_line(lost))}",
+            soft_wrap=True,
+        )
 
 
 def print_alpha(screen: Console, title: str, alpha: GroupAlpha) -> None:
@@ -660,6 +677,8 @@ def command(args: argparse.Namespace) -> None:
     screen = console(110)  # the confusion matrix belongs on one line
     print_pairs(screen, found.pairs)
     print_floors(screen, found.floors)
+    for note in same_judges(run):
+        screen.print(escape(one_line(note)), soft_wrap=True)
     if found.group is not None:
         print_alpha(screen, f"all {len(found.labellers)}", found.group)
     for name, (count, alpha) in found.repeats.items():

@@ -72,6 +72,20 @@ def draw_decoys(run: Run) -> pd.DataFrame:
     )
 
 
+def own_turns(decoys: pd.DataFrame) -> pd.MultiIndex:
+    """``[rows]`` KEY of the own turn of the context that each decoy is shown after.
+
+    That is the turn that was taken out of the context. Its sample is -1 where ``decoys`` (rows as
+    of :func:`draw_decoys`) hold only a part of a run's.
+    """
+    lent = decoys[decoys["decoy"] == CONVERSATION]
+    places = zip(lent["context_id"], lent["temperature"], strict=True)
+    samples = dict(zip(places, lent["sample"], strict=True))
+    shown = zip(decoys["shown"], decoys["temperature"], strict=True)
+    own = [samples.get(place, -1) for place in shown]
+    return pd.MultiIndex.from_arrays([decoys["shown"], decoys["temperature"], own], names=KEY)
+
+
 def decoy_items(run: Run, decoys: pd.DataFrame, items: Sequence[Item]) -> list[Item]:
     """What a judge sees of decoys: the query and response that are shown, and the turn.
 

@@ -137,11 +137,8 @@ class HfJudge:
 
         An item that is too long for the model, or for the device's memory, is ``rejected``.
         """
-        known: dict[Item, Verdict] = {}
         for index, item in enumerate(items):
-            if item not in known:
-                known[item] = self._verdict(item)
-            yield index, known[item]
+            yield index, self._verdict(item)
 
     def log_likelihoods(self, item: Item) -> torch.Tensor:
         """Log-probability of each name after the item's prompt, in nats; ``[categories]`` float64.

@@ -49,6 +49,22 @@ def check_finished(run: Run) -> None:
         )
 
 
+def same_judges(run: Run) -> list[str]:
+    """One note per judge whose verdicts a run has under several names."""
+    names: dict[str, list[str]] = {}
+    for name in run.labels.judges:
+        record = run.labels.record("judgements", name)
+        if identity := record.get("identity"):
+            told = identity_hash(identity | {"unperturbed": record.get("unperturbed", False)})
+            names.setdefault(told, []).append(name)
+    return [
+        f"{' and '.join(same)} are one judge under several names in {run.path} (same kind and "
+        "identity): that they agree is no evidence."
+        for same in names.values()
+        if len(same) > 1
+    ]
+
+
 def items_of(run: Run, *, unperturbed: bool = False) -> list[Item]:
     """What a judge sees of every row of ``run.generations``, in its order.
 

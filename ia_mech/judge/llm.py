@@ -10,9 +10,10 @@ an interrupt never lands inside the loop, and storing a verdict delays no reques
 most ``concurrency`` turns' answers, an interrupt none that had arrived.
 
 The client's own retries are off. They repeat requests after a quota is used up, honour
-``Retry-After`` up to one minute and for the refused request alone, go on waiting when the run has
-been halted, and set no money aside per attempt. So is its reading of answers: it raises the same
-error for a body that can't be read, which was paid for, as for a connection that never came about.
+``Retry-After`` for the refused request alone and only up to a minute or two, go on waiting when the
+run has been halted, and set no money aside per attempt: a lost attempt that is charged would not
+count against ``max_cost``. So is its reading of answers: it raises the same error for a body that
+can't be read, which was paid for, as for a connection that never came about.
 """
 
 import asyncio

@@ -18,18 +18,17 @@ written.
 """
 
 import argparse
-import contextlib
 import csv
 import difflib
 import hashlib
 import io
 import json
 import math
-import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -290,32 +289,25 @@ def refuse_existing(paths: Iterable[Path], *, replace: bool = False) -> None:
 
 
 def write_files(contents: dict[Path, bytes], *, replace: bool = False) -> None:
-    """Write files that appear together or not at all.
+    """Write files, each whole; new ones all or none.
 
     Raises:
         UserError: a file is there and may not be replaced, or its folder isn't.
     """
     refuse_existing(contents, replace=replace)
-    scratch = {path: path.with_name(path.name + ".tmp") for path in contents}
     placed: list[Path] = []
     try:
         for path, content in contents.items():
-            with open(scratch[path], "wb") as handle:
-                handle.write(content)
-                handle.flush()
-                os.fsync(handle.fileno())
-        for path in contents:
-            os.replace(scratch[path], path)
+            integrity.replace_file(path, partial(_write_bytes, content))
             placed.append(path)
-            integrity.fsync_folder(path.parent)
     except BaseException:
         for path in placed if not replace else ():
             path.unlink(missing_ok=True)
         raise
-    finally:
-        for path in scratch.values():
-            with contextlib.suppress(OSError):
-                path.unlink(missing_ok=True)
+
+
+def _write_bytes(content: bytes, path: Path) -> None:
+    path.write_bytes(content)
 
 
 # -- reading a filled-in sheet -----------------------------------------------------------------
@@ -461,7 +453,9 @@ def _csv_rows(path: Path) -> Iterator[SheetRow]:
     limit = csv.field_size_limit(2**31 - 1)  # a process-wide setting; responses may be long
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
     try:
-        header = [cell.strip().lower() for cell in next(reader, [])]
+        # Programs that take the mark for text (perhaps as Latin-1) write it, and the quotes behind
+        # it, into the first name.
+        header = [cell.strip('\ufeffï»¿" \t').lower() for cell in next(reader, [])]
         _check_columns(path, header)
         for number, cells in enumerate(reader, 2):
             if not any(cell.strip() for cell in cells):

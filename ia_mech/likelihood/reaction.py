@@ -24,7 +24,7 @@ queries: a turn weighs more where fewer were drawn.
 
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import combinations
 
 import numpy as np
@@ -268,8 +268,7 @@ def information(
     scores = _logprobs(logprobs)
     bits = reaction_bits(scores) if size is None else subset_bits(scores, followed, size)
     found = mean_over_queries(bits, followed, sources, scores.shape[1], level=level)
-    low, high = np.clip([found.low, found.high], 0, np.log2(size or scores.shape[1]))
-    return replace(found, low=float(low), high=float(high))
+    return found.within(0, np.log2(size or scores.shape[1]))
 
 
 @dataclass(frozen=True)

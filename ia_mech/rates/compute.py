@@ -80,9 +80,10 @@ def estimates(
           report, those of ``(all)`` in a family of their own.
         - ``test``: which gave p, as :class:`ia_mech.stats.Paired` names it.
         - ``events``, ``rows``: how many turns count, of how many; of a corrected rate, ``events``
-          of the turns were annotated for the correction; of ``excess``, ``events`` of the decoys
-          have both verdicts.
-        - ``sources``, ``contexts``: behind the estimate.
+          of the turns were annotated for the correction. Of the three of decoys, ``rows`` are the
+          decoys with both verdicts; ``excess`` is a difference and has no ``events``.
+        - ``sources``, ``contexts``: behind the estimate; of ``floor`` and ``excess``, the sources
+          of the contexts and those of the turns.
         - ``level``: of the interval. ``method``: of the interval, or why there is none.
     """
     options = {"level": level, "resamples": resamples, "seed": seed}
@@ -222,16 +223,17 @@ def _above_floor(
         for temperature, drawn in [*of_kind.groupby("temperature"), (np.nan, of_kind)]:
             both = drawn.dropna(subset=[outcome, f"own_{outcome}"])
             own, other = both[f"own_{outcome}"].astype(float), both[outcome].astype(float)
-            for quantity, values, ends, rows, events in (
-                ("decoyed_rate", own, (0, 1), len(both), own.sum()),
-                ("floor", other, (0, 1), len(both), other.sum()),
-                ("excess", own - other, (-1, 1), len(drawn), len(both)),
+            of = names | {"temperature": temperature, "decoy": kind}
+            of |= {"contexts": both["context"].nunique()}
+            for quantity, values, low in (
+                ("decoyed_rate", own, 0),
+                ("floor", other, 0),
+                ("excess", own - other, -1),
             ):
                 lender = both["source" if quantity == "decoyed_rate" else "lender"]
-                found = dyadic_mean(values, both["source"], lender, ends=ends, level=level)
-                of = names | {"temperature": temperature, "decoy": kind, "events": int(events)}
-                of |= {"contexts": both["context"].nunique()}
-                yield TidyEstimate(quantity, of, rows, found)
+                found = dyadic_mean(values, both["source"], lender, ends=(low, 1), level=level)
+                events = pd.NA if quantity == "excess" else int(values.sum())
+                yield TidyEstimate(quantity, of | {"events": events}, len(both), found)
 
 
 def _reach(turns: pd.DataFrame, names: dict[str, Any], level: float) -> Iterator[TidyEstimate]:

@@ -5,10 +5,11 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from ia_mech.display import COLOURS, styled, title_axes
+from ia_mech.display import COLOURS, draw_points, styled, title_axes
 from ia_mech.estimates import together
 from ia_mech.judge.decoys import CONVERSATION
 from ia_mech.judge.rubric import ASSESSED, heading
+from ia_mech.rates.gate import Gate
 
 LINES = {  # quantities of the left panel: label, colour
     "follow_up_rate": ("rate, all turns", COLOURS[0]),
@@ -16,6 +17,25 @@ LINES = {  # quantities of the left panel: label, colour
     "floor": ("floor: after another conversation", COLOURS[1]),
     "excess": ("excess: rate less floor", COLOURS[2]),
 }
+
+
+def gate_title(name: str, gate: Gate) -> str:
+    """The title of a figure that shows a judge's rate: of what, the gate's word, the excess."""
+    excess = f", excess over its floor {gate.excess.text()}" if gate.decoys else ""
+    return f"{name}\njudge {gate}{excess}"
+
+
+def draw_floor(axes: Axes, gate: Gate, *, lying: bool = False) -> None:
+    """A judge's floor as a dashed line across its rates; none where there are no decoys.
+
+    Args:
+        axes: where to.
+        gate: of the judge.
+        lying: rates are on the x axis, not on the y axis.
+    """
+    if gate.decoys:
+        line = axes.axvline if lying else axes.axhline
+        line(gate.floor, color="0.3", lw=0.9, ls="--", label=f"the judge's floor, {gate.floor:.2f}")
 
 
 @styled
@@ -36,18 +56,8 @@ def rates(estimates: pd.DataFrame, title: str) -> Figure:
         own = whole[whole["quantity"] == quantity]
         own = own[own["decoy"].isna() | (own["decoy"] == CONVERSATION)].sort_values("temperature")
         if own["value"].notna().any():
-            ends = np.abs(own[["low", "high"]].to_numpy().T - own["value"].to_numpy())
-            left.errorbar(
-                own["temperature"] + apart * number,
-                own["value"],
-                yerr=np.nan_to_num(ends),
-                color=colour,
-                label=label,
-                marker="o",
-                ms=4,
-                lw=1.4,
-                capsize=2,
-            )
+            at = own["temperature"] + apart * number
+            draw_points(left, at, own, fmt="o-", capsize=2, color=colour, label=label)
     left.axhline(0, color="0.7", lw=0.7)
     left.set_ylabel("share of turns")
     left.legend(frameon=False)

@@ -16,8 +16,8 @@ import pandas as pd
 
 from ia_mech.cli import quoted
 from ia_mech.errors import UserError
-from ia_mech.judge.decoys import CONVERSATION, KINDS, decoy_items
-from ia_mech.judge.label import check_finished, items_of
+from ia_mech.judge.decoys import CONVERSATION, KINDS, decoy_items, own_turns
+from ia_mech.judge.label import check_finished, items_of, same_judges
 from ia_mech.judge.rubric import CANNOT_ASSESS, GENUINE, NAMES
 from ia_mech.judge.rules import fitted_items
 from ia_mech.judge.verdict import GROUNDED_P, JUDGED, OUTCOMES, Item, identity_hash
@@ -159,13 +159,20 @@ def read_runs(
             f"{judge!r} assessed none of the {len(pooled)} user turns",
             "see why in the column status of its verdicts, and judge again with --retry-failed",
         )
-    notes = _notes(runs, record, pooled, annotator) + _decoy_notes(runs, decoys)
+    notes = _notes(runs, record, pooled, annotator)
+    without = [str(run.path) for run, frame in zip(runs, decoys, strict=True) if frame.empty]
+    if 0 < len(without) < len(runs):
+        notes.append(
+            f"no decoys in {', '.join(without)}: these verdicts have no floor. Judging the run "
+            "again adds them; verdicts in the cache are not paid for again."
+        )
     found = [frame for frame in decoys if len(frame)] or decoys[:1]
     judged = Judged(
         *(pooled, judge, record, annotator, runs, notes),
         decoys=pd.concat(found, ignore_index=True),
     )
-    return restricted(judged, responses)
+    judged = restricted(judged, responses)
+    return replace(judged, notes=judged.notes + _decoy_notes(judged.decoys))
 
 
 def restricted(judged: Judged, responses: str) -> Judged:
@@ -337,14 +344,9 @@ def _decoys(run: Run, judge: str, turns: pd.DataFrame, items: list[Item]) -> pd.
     """``Judged.decoys`` of one run; ``turns`` are those of :func:`_turns`."""
     said = run.labels.decoys(judge)
     said = said[said["repeat"] == 0].reset_index(drop=True)
-    keys, names = pd.MultiIndex.from_frame(turns[list(KEY)]), ["shown", "temperature"]
-    # The own turn of a context is the one that was taken out of it.
-    lent = said.loc[said["decoy"] == CONVERSATION, list(KEY)].set_index(
-        ["context_id", "temperature"]
-    )
-    shown = pd.MultiIndex.from_frame(said[names])
-    decoy = pd.MultiIndex.from_frame(said[list(KEY)])
-    sound = lent.index.is_unique and shown.isin(lent.index).all() and decoy.isin(keys).all()
+    keys, decoy = (pd.MultiIndex.from_frame(frame[list(KEY)]) for frame in (turns, said))
+    own_keys, lent = own_turns(said), decoy[said["decoy"] == CONVERSATION].droplevel("sample")
+    sound = lent.is_unique and own_keys.isin(keys).all() and decoy.isin(keys).all()
     sound = (
         sound and said["decoy"].isin(KINDS).all() and said["category"].dropna().isin(NAMES).all()
     )
@@ -353,11 +355,10 @@ def _decoys(run: Run, judge: str, turns: pd.DataFrame, items: list[Item]) -> pd.
             f"the decoys of {judge!r} in {run.path} are not of its turns",
             f"judge it again: {run.labels.command('judgements', judge)}",
         )
-    own_keys = said[names].assign(sample=lent["sample"].reindex(shown).to_numpy())
-    own = turns.iloc[keys.get_indexer(pd.MultiIndex.from_frame(own_keys))].reset_index(drop=True)
+    own = turns.iloc[keys.get_indexer(own_keys)].reset_index(drop=True)
     other = turns.iloc[keys.get_indexer(decoy)].reset_index(drop=True)
     texts = pd.Series(items, index=keys)
-    pairs = zip(texts[pd.MultiIndex.from_frame(own_keys)], texts[decoy], strict=True)
+    pairs = zip(texts[own_keys], texts[decoy], strict=True)
     alike = [a.turn == b.turn or (a.query, a.response) == (b.query, b.response) for a, b in pairs]
     frame = own[["run", *SUBJECT, "dataset", "temperature", "source", "context", "cut_off"]].assign(
         decoy=said["decoy"], lender=other["source"], alike=np.array(alike, dtype=bool)
@@ -443,7 +444,7 @@ def _without_repeated(frame: pd.DataFrame, run: Run, earlier: dict) -> pd.DataFr
 
 
 def _notes(runs: list[Run], record: dict, turns: pd.DataFrame, annotator: str | None) -> list[str]:
-    notes = []
+    notes = [note for run in runs for note in same_judges(run)]
     if record["repeats"] > 1:
         notes.append(f"of the judge's {record['repeats']} verdicts per turn, the first is used.")
     if len(runs) > 1:
@@ -465,19 +466,20 @@ def _notes(runs: list[Run], record: dict, turns: pd.DataFrame, annotator: str | 
     return notes
 
 
-def _decoy_notes(runs: list[Run], decoys: list[pd.DataFrame]) -> list[str]:
-    notes = []
-    without = [str(run.path) for run, frame in zip(runs, decoys, strict=True) if frame.empty]
-    if 0 < len(without) < len(runs):
+def _decoy_notes(decoys: pd.DataFrame) -> list[str]:
+    notes, count = [], len(decoys)
+    unassessed = decoys["genuine"].isna()
+    own = ~unassessed & decoys["own_genuine"].isna()
+    if (unassessed | own).any():
         notes.append(
-            f"no decoys in {', '.join(without)}: these verdicts have no floor. Judging the run "
-            "again adds them; verdicts in the cache are not paid for again."
+            f"{(unassessed | own).sum()} of {count} decoys are left out: the judge gave no "
+            f"category to the decoy ({unassessed.sum()}) or else to the context's own turn "
+            f"({own.sum()})."
         )
-    alike, count = sum(int(frame["alike"].sum()) for frame in decoys), sum(map(len, decoys))
-    if alike:
+    if decoys["alike"].any():
         notes.append(
-            f"{alike} of {count} decoys are no contrast: the same turn, or the same query and "
-            "response, as the context's own."
+            f"{decoys['alike'].sum()} of {count} decoys are no contrast: the same turn, or the same"
+            " query and response, as the context's own. They count all the same."
         )
     return notes
 

@@ -1,5 +1,6 @@
 """What the rates report shows at a terminal: tables, what to know about them, turns to read."""
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -240,18 +241,23 @@ def _main_table(figures: Lookup, title: str) -> Table:
 
 
 def _floor_table(estimates: pd.DataFrame, kind: str, title: str) -> Table:
-    """The rate of all turns; and of turns with decoys of one kind their rate, floor and excess."""
+    """The rate of all turns; and of turns with decoys of one kind their rate, floor and excess, at
+    every temperature and over all of them."""
     table = _table(title, ["all turns", "decoys", "rate", "floor", "excess"])
     quantities = ("follow_up_rate", "decoyed_rate", "floor", "excess")
     found = {
-        (row.dataset, row.temperature, row.quantity): row
+        (row.dataset, None if np.isnan(row.temperature) else row.temperature, row.quantity): row
         for row in estimates.itertuples(index=False)
         if row.quantity in quantities and (pd.isna(row.decoy) or row.decoy == kind)
     }
     places = [(dataset, temperature) for dataset, temperature, name in found if name == "excess"]
-    for dataset, temperature, first in _lines([at for at in places if not np.isnan(at[1])]):
-        rate, own, floor, excess = (found[dataset, temperature, name] for name in quantities)
-        cells = [_estimate(rate), str(excess.events)]
+    counts = Counter(dataset for dataset, _ in places)
+    # Over all temperatures says the same as the only one.
+    shown = [(dataset, at) for dataset, at in places if at is not None or counts[dataset] > 2]
+    for dataset, temperature, first in _lines(shown):
+        rate = found.get((dataset, temperature, "follow_up_rate"))  # none over all temperatures
+        own, floor, excess = (found[dataset, temperature, name] for name in quantities[1:])
+        cells = [_estimate(rate) if rate else "–", str(excess.rows)]
         cells += [f"{own.value:.2f}", f"{floor.value:.2f}", _signed(excess)]
         _add(table, dataset, temperature, first, cells)
     return table

@@ -13,7 +13,6 @@ from ia_mech.stats.resampling import (
     as_weights,
     bootstrap_estimate,
     resample_counts,
-    resample_sums,
     source_index,
 )
 
@@ -171,14 +170,8 @@ def cluster_ratios(
             sums[:, :-1], total, out=np.full_like(sums[:, :-1], np.nan), where=total > 0
         )
 
-    values = ratios(table.sum(0, keepdims=True))[0]
-    if clusters < 2:
-        return [_no_interval(float(value), clusters) for value in values]
-    replicates = ratios(resample_sums(table, resamples, seed))
-    return [
-        bootstrap_estimate(float(value), column, clusters, level)
-        for value, column in zip(values, replicates.T, strict=True)
-    ]
+    drawn = (counts @ table for counts in resample_counts(clusters, resamples, seed))
+    return _bootstrapped(ratios, table.sum(0), drawn, clusters, level)
 
 
 def cluster_counts(
@@ -233,10 +226,31 @@ def cluster_counts(
     def evaluated(sums: np.ndarray) -> np.ndarray:
         return np.asarray(statistic(sums), dtype=float).reshape(len(sums), -1)
 
-    values = evaluated(np.asarray(table.sum(axis=0), dtype=float).reshape(1, width))[0]
+    total = np.asarray(table.sum(axis=0), dtype=float).reshape(width)
+    drawn = _resampled(table, resamples, seed)
+    return _bootstrapped(evaluated, total, drawn, clusters, level)
+
+
+def _bootstrapped(
+    statistics: Callable[[np.ndarray], np.ndarray],
+    total: np.ndarray,
+    drawn: Iterable[np.ndarray],
+    clusters: int,
+    level: float,
+) -> list[Estimate]:
+    """Estimates of functions of sums over sources.
+
+    Args:
+        statistics: ``[k, columns]`` sums to ``[k, m]`` values.
+        total: ``[columns]`` sums over all sources.
+        drawn: ``[k, columns]`` sums over the sources of resamples, in blocks.
+        clusters: how many sources there are.
+        level: coverage.
+    """
+    values = statistics(total[None])[0]
     if clusters < 2:
         return [_no_interval(float(value), clusters) for value in values]
-    replicates = np.concatenate([evaluated(s) for s in _resampled(table, resamples, seed)])
+    replicates = np.concatenate([statistics(sums) for sums in drawn])
     return [
         bootstrap_estimate(float(value), column, clusters, level)
         for value, column in zip(values, replicates.T, strict=True)

@@ -1,6 +1,6 @@
 """An estimate with its interval, and the intervals of one mean or rate that have a formula."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from scipy.special import betaincinv, ndtri, stdtrit
@@ -23,6 +23,11 @@ class Estimate:
     high: float
     sources: int
     method: str = ""
+
+    def within(self, least: float, most: float = np.inf) -> "Estimate":
+        """The same of a number that can't lie outside these bounds: the interval is cut there."""
+        low, high = np.clip([self.low, self.high], least, most)
+        return replace(self, low=float(low), high=float(high))
 
     def text(self, digits: int = 2) -> str:
         """``0.42 [0.31, 0.55]``."""

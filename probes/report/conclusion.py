@@ -10,6 +10,7 @@ from probes.analysis import Analysis, Headline
 LEVEL = 0.05  # of permutation tests
 COVERAGE = 0.95  # that the interval of a gain must have at least
 READOUT = "a linear readout of the first-token state and the text"
+CONTROL_TASK = "random functions of the response's length and opening token (the control task)"
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,9 @@ def conclude(
     readable = bool(tested.p <= LEVEL)
     sure = analysis.settings.level >= COVERAGE
     beyond = readable and sure and gain is not None and bool(gain.saved.low > 0)
+    auroc = round(analysis.headline.measures["auroc"].value, 2)  # as it is shown
+    tasks = (one.auroc for one in analysis.compared if one.kind == "control task")
+    chance = next((task for task in tasks if round(task.value, 2) >= auroc), None)
     subject = what[:1].upper() + what[1:]
     if not tested.permutations:
         said = [f"{subject} was not tested: nothing is claimed without permutations."]
@@ -50,6 +54,11 @@ def conclude(
         said = [f"No evidence was found that {what} can be read from the hidden states."]
     elif beyond:
         said = [f"{subject} can be read from the hidden states, beyond {READOUT}."]
+    elif chance is not None:
+        said = [
+            f"{subject} can be read from the hidden states, but no better than {CONTROL_TASK}: it "
+            "is not shown that they represent it."
+        ]
     elif gain is None:
         said = [
             f"{subject} can be read from the hidden states; whether beyond {READOUT} can't be told "
@@ -61,6 +70,8 @@ def conclude(
             "not shown."
         ]
     said.append(_numbers(analysis))
+    if readable and chance is not None:
+        said.append(f"The control task has AUROC {chance.text()}.")
     if tested.permutations and not readable:
         said.append(_smallest(analysis))
     if gain is not None:
@@ -80,10 +91,12 @@ def _numbers(analysis: Analysis) -> str:
     tested, auroc = analysis.tested, analysis.headline.measures["auroc"]
     p = f", p {p_text(tested.p)} (selection replayed)" if tested.permutations else ""
     count, level = int(analysis.among_best.sum()), f"{100 * analysis.settings.level:g}%"
+    told = f"{count} of {analysis.among_best.size} layers × positions can't be told from the best"
+    if count == analysis.among_best.size:
+        told = f"no layer or position stands out: none of {count} pairs can be told from the best"
     return (
         f"Probes whose layer and position are chosen inside the training folds have AUROC "
-        f"{auroc.text()}{p}; {count} of {analysis.among_best.size} layers × positions can't be "
-        f"told from the best ({level} confidence set)."
+        f"{auroc.text()}{p}; {told} ({level} confidence set)."
     )
 
 

@@ -1,0 +1,88 @@
+"""What figures share: panel letters, intervals, and a judge's floor."""
+
+import numpy as np
+import pandas as pd
+import pytest
+from matplotlib.figure import Figure
+
+from experiments.decoupling import show as decoupling
+from experiments.perturbations import show as perturbations
+from experiments.temperature_sweep import show as sweep
+from ia_mech.display import draw_line, draw_points, new_axes, save_figure, svg_of
+from ia_mech.judge.rubric import GENUINE
+from ia_mech.rates.figures import gate_title
+from ia_mech.rates.gate import Gate
+from ia_mech.stats import Estimate
+
+FLOOR = 0.31
+GATE = Gate("planted", "genuine", 40, 0.4, FLOOR, Estimate(0.09, -0.02, 0.2, 40, ""),
+            Estimate(-0.22, -0.3, 0.1, 40, ""))  # fmt: skip
+NONE = Estimate(np.nan, np.nan, np.nan, 0, "no values")
+WITHOUT = Gate("planted", "genuine", 0, np.nan, np.nan, NONE, NONE)
+
+
+def frame(*rows: dict) -> pd.DataFrame:
+    usual = {"dataset": "d", "temperature": 1.0, "of": "", "model": "m", "value": 0.4,
+             "low": 0.3, "high": 0.6, "condition": "remove", "category": GENUINE}  # fmt: skip
+    return pd.DataFrame([usual | row for row in rows])
+
+
+def test_panels_are_lettered_once_and_colour_bars_and_single_panels_are_not(tmp_path):
+    figure = Figure()
+    left, right = figure.subplots(1, 2)
+    right.set_title("failures")
+    figure.colorbar(left.imshow(np.eye(2)), ax=left)
+    assert svg_of(figure, "two") == svg_of(figure, "two")
+    save_figure(figure, tmp_path, "two")
+    assert [axes.get_title() for axes in figure.axes] == ["a", "b  failures", ""]
+    alone, axes = new_axes("title", "x", "y")
+    svg_of(alone, "one")
+    assert axes.get_title() == "title"
+
+
+def test_bars_and_bands_end_where_intervals_do():
+    rows = frame({}, {"value": 0.5, "low": np.nan, "high": np.nan})
+    for lying in (False, True):
+        _, axes = new_axes("", "")
+        draw_points(axes, [7, 9], rows, lying=lying)
+        (bars,) = axes.collections
+        ends = [segment[:, 0 if lying else 1].tolist() for segment in bars.get_segments()]
+        assert ends == [pytest.approx([0.3, 0.6]), [0.5, 0.5]], "none where there is no interval"
+    _, axes = new_axes("", "")
+    draw_line(axes, pd.Series([1, 2]), rows, "C0", "line")
+    corners = axes.collections[0].get_paths()[0].vertices
+    assert corners[:, 1].min() == 0.3 and corners[:, 1].max() == 0.6
+    assert axes.lines[0].get_ydata().tolist() == [0.4, 0.5]
+
+
+SWEEP = frame({"quantity": "follow-up rate"})
+PAIR = frame({"quantity": "follow-up rate", "of": "all responses"},
+             {"quantity": "accuracy", "of": "all responses", "temperature": np.nan},
+             {"quantity": "follow-up rate, right", "of": "all responses"})  # fmt: skip
+SHARES = frame({"quantity": "category share"})
+DRAWN = {
+    "sweep": lambda gate: sweep.rates(SWEEP, gate_title("m", gate), gate),
+    "scatter": lambda gate: decoupling.figures(PAIR, "m", gate)["scatter"],
+    "association": lambda gate: decoupling.figures(PAIR, "m", gate)["association"],
+    "profile": lambda gate: perturbations.profile(SHARES, gate_title("m", gate), gate),
+}
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_figures_of_a_judges_rate_show_its_floor_and_excess(name):
+    across = 0 if name == "profile" else 1
+
+    def dashed(figure: Figure) -> list[float]:
+        lines = [line for axes in figure.axes for line in axes.lines]
+        return [line.get_xydata()[0][across] for line in lines if line.get_linestyle() == "--"]
+
+    figure = DRAWN[name](GATE)
+    assert dashed(figure) == [FLOOR]
+    assert figure.get_suptitle() == (
+        "m\njudge planted: undecided (40 decoys), excess over its floor 0.09 [-0.02, 0.20]"
+    )
+    legends = [*figure.legends, *(axes.get_legend() for axes in figure.axes)]
+    texts = [text.get_text() for one in legends if one for text in one.get_texts()]
+    assert "the judge's floor, 0.31" in texts
+    figure = DRAWN[name](WITHOUT)
+    assert dashed(figure) == [] and figure.get_suptitle() == "m\njudge planted: no decoys"
