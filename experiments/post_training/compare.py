@@ -2,7 +2,7 @@
 
 import argparse
 from collections.abc import Iterator
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +11,14 @@ import pandas as pd
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from experiments.given_turns import Given, computed_once, given_turns
+from experiments.given_turns import Given, computed_for_each, given_turns
 from experiments.post_training.data import quote_of
 from experiments.post_training.reading import Reading, repeated, restated, stock
+from experiments.reaction.read import Query
 from experiments.resample import grid_of, subject_of
 from experiments.runner import Results, intervals
 from experiments.tables import print_table, stated
-from ia_mech.display import COLOURS, Bar, title_axes
+from ia_mech.display import COLOURS, title_axes
 from ia_mech.errors import UserError
 from ia_mech.estimates import ALL, Group, TidyEstimate, by_dataset, corrected, frame_of, paired_row
 from ia_mech.likelihood.reaction import evidence, reaction_bits
@@ -89,16 +90,20 @@ def _pair(runs: list[Run]) -> list[Run]:
     return runs
 
 
-def _both(group: Group, quantity: str, values: list[pd.Series], sources: list, **names: Any):
-    """The mean of before and of after, and their paired difference; nothing of no values."""
+def _both(
+    group: Group, quantity: str, values: list[pd.Series], sources: list, most: float = np.inf
+) -> Iterator[TidyEstimate]:
+    """The mean of before and of after, from 0 to ``most``, and their paired difference; nothing
+    where there are no values."""
     if any(one.isna().all() for one in values):
         return
     of_rate = all(set(one.dropna().unique()) <= {0, 1} for one in values)
     for of, one, where in zip((BEFORE, AFTER), values, sources, strict=True):
         own = Group(np.asarray(where), group.options, group.names)
-        yield own.mean(quantity, one, proportion=of_rate, of=of, **names)
+        row = own.mean(quantity, one, proportion=of_rate, of=of)
+        yield replace(row, estimate=row.estimate.within(0, most))
     (a, b), (where_a, where_b) = values, sources
-    yield paired_row(group, quantity, b, where_b, a, where_a, of=CHANGE, **names)
+    yield paired_row(group, quantity, b, where_b, a, where_a, of=CHANGE)
 
 
 # -- texts, verdicts, references, states ----------------------------------------------------------
@@ -114,7 +119,7 @@ def _of_texts(before: Run, after: Run, options: dict[str, Any]) -> Iterator[Tidy
             ]
             group = Group(np.array([]), options, {"dataset": dataset, "temperature": float(t)})
             for name in TEXTS:
-                yield from _both(group, name, [x[name] for x in at], [x["source"] for x in at])
+                yield from _both(group, name, [x[name] for x in at], [x["source"] for x in at], 1.0)
 
 
 def _texts(run: Run) -> pd.DataFrame:
@@ -214,21 +219,17 @@ def _readings(
     drawn = args.queries, args.temperature, args.seed
     given = [given_turns([one], *drawn) for one in (before, after)]
     subjects = [subject_of(one) for one in (before, after)]
-    bar = Bar()
-    bar.start("scoring", len(given[0].queries), unit="source")
-    parts = []
-    try:
-        for query in given[0].queries:
-            turns = [one.turns[query.source] for one in given]
-            ids = [c.ids for c in given[0].contexts[query.source]]
-            key = [[s.weights_hash for s in subjects], given[0].temperature, ids, turns]
-            compute = partial(_read_query, query.source, given, subjects)
-            made = computed_once(folder / "parts", key, compute)
-            parts.append(made.assign(source=query.source, dataset=query.dataset))
-            bar.advance()
-    finally:
-        bar.stop()
-    table = pd.concat(parts, ignore_index=True).assign(temperature=given[0].temperature)
+
+    def key(query: Query) -> list:
+        ids = [context.ids for context in given[0].contexts[query.source]]
+        turns = [one.turns[query.source] for one in given]
+        return [[one.weights_hash for one in subjects], given[0].temperature, ids, turns]
+
+    def compute(query: Query) -> pd.DataFrame:
+        return _read_query(query.source, given, subjects)
+
+    table = computed_for_each(given[0].queries, "scoring", folder / "parts", key, compute)
+    table = table.assign(temperature=given[0].temperature)
     return table, given[0].notes
 
 
@@ -261,7 +262,8 @@ def _of_readings(read: pd.DataFrame, options: dict[str, Any]) -> Iterator[TidyEs
         read[(read["turns"] == of) & (read["reader"] == of) & (read["header"] == of)]
         for of in (BEFORE, AFTER)
     ]
-    yield from _both(group, INFORMATION, [x["bits"] for x in own], [x["source"] for x in own])
+    most = float(np.log2(read["followed"].max() + 1))
+    yield from _both(group, INFORMATION, [x["bits"] for x in own], [x["source"] for x in own], most)
     for turns, some in read.groupby("turns", sort=False):
         for reader, mine in some.groupby("reader", sort=False):
             headers = dict(iter(mine.groupby("header", sort=False)))

@@ -20,7 +20,7 @@ import numpy as np
 import pandas as pd
 
 from experiments.given_turns import drawn
-from experiments.resample import SHARED, conversations_of
+from experiments.resample import chat_of, conversations_of
 from ia_mech.chat.format import ChatFormat
 from ia_mech.cli import quoted
 from ia_mech.collect.config import SampleConfig
@@ -81,8 +81,10 @@ def model_of(run: Run | None, name: str | None) -> tuple[ModelSpec, ChatFormat]:
     if run is not None and name is None:
         spec = recalled(run.config["model"], run.model["weights_hash"])
     tokenizer, model_config = load_tokenizer_and_config(spec)
-    given = {} if run is None else {name: run.config[name] for name in SHARED}
-    return spec, build_chat(SampleConfig(**given), tokenizer, eos_ids(None, model_config))
+    stops = eos_ids(None, model_config)
+    if run is None:
+        return spec, build_chat(SampleConfig(), tokenizer, stops)
+    return spec, chat_of(run, tokenizer, stops)
 
 
 def split(
