@@ -21,6 +21,7 @@ from experiments.tables import print_table, stated
 from ia_mech.display import COLOURS, title_axes
 from ia_mech.errors import UserError
 from ia_mech.estimates import ALL, Group, TidyEstimate, by_dataset, corrected, frame_of, paired_row
+from ia_mech.judge.decoys import CONVERSATION
 from ia_mech.likelihood.reaction import evidence, reaction_bits
 from ia_mech.models.load import Subject
 from ia_mech.rates.compute import estimates as rates_of
@@ -36,11 +37,10 @@ FORM, OWN, OTHERS = "organism's form", "quotes its response", "quotes another re
 RESTATED, REPEATED, STOCK = "restated trigrams", "repeated trigrams", "stock trigrams"
 ENDED = "ended by turn-end"
 TEXTS = (FORM, OWN, OTHERS, RESTATED, REPEATED, STOCK, ENDED)
-RATES = ("follow-up rate", "floor", "excess")
+RATES = {"follow_up_rate": "follow-up rate", "floor": "floor", "excess": "excess"}
 INFORMATION, EVIDENCE = "I_K, bits", "evidence, bits"
 REFERENCE, MOVED = "bits per byte of real follow-ups", "displacement of the header's state"
 POSITION = "header_last"
-NAMES = {"follow_up_rate": "follow-up rate", "floor": "floor", "excess": "excess"}
 
 
 def run(args: argparse.Namespace, runs: list[Run], folder: Path) -> Results | None:
@@ -65,6 +65,11 @@ def run(args: argparse.Namespace, runs: list[Run], folder: Path) -> Results | No
         sentence=stated(
             "bits by which a turn tells more about its response after training than before",
             frame[(frame["quantity"] == INFORMATION) & (frame["of"] == CHANGE)],
+        ),
+        control=stated(
+            "share of the turns after training that quote another response to the query in the "
+            "place of their own",
+            frame[(frame["quantity"] == OTHERS) & (frame["of"] == AFTER)],
         ),
     )
 
@@ -113,13 +118,15 @@ def _of_texts(before: Run, after: Run, options: dict[str, Any]) -> Iterator[Tidy
     tables = [_texts(one) for one in (before, after)]
     for dataset, _ in by_dataset(tables[0]):
         for t in sorted(tables[0]["temperature"].unique()):
-            at = [
-                one[((one["dataset"] == dataset) | (dataset == ALL)) & (one["temperature"] == t)]
-                for one in tables
-            ]
+            at = [_at(one, dataset, t) for one in tables]
             group = Group(np.array([]), options, {"dataset": dataset, "temperature": float(t)})
             for name in TEXTS:
                 yield from _both(group, name, [x[name] for x in at], [x["source"] for x in at], 1.0)
+
+
+def _at(turns: pd.DataFrame, dataset: str, temperature: float) -> pd.DataFrame:
+    here = (turns["dataset"] == dataset) | (dataset == ALL)
+    return turns[here & (turns["temperature"] == temperature)]
 
 
 def _texts(run: Run) -> pd.DataFrame:
@@ -165,24 +172,27 @@ def _of_judge(
     """Follow-up rate, floor and excess of both, and the paired difference of the rates."""
     if judge is None and not (before.labels.judges and after.labels.judges):
         return [], None, ["The runs have not been judged: there is no rate, floor or excess."]
-    judged = read_runs([before, after], judge)
+    judged = [read_runs([one], judge) for one in (before, after)]
+    if judged[0].record != judged[1].record:
+        raise UserError("the runs were judged by different judges", "judge both with the same one")
     rows = []
-    hashes = {before.model["weights_hash"]: BEFORE, after.model["weights_hash"]: AFTER}
-    found = rates_of(judged, **options)
-    found = found[found["quantity"].isin(list(NAMES)) & (found["outcome"] == "genuine")]
-    found = found[found["decoy"].fillna("conversation") == "conversation"]
-    for one in found.to_dict("records"):
-        names = {"dataset": one["dataset"], "of": hashes[one["weights_hash"]]}
-        names["temperature"] = one["temperature"]
-        estimate = Estimate(*(one[k] for k in ("value", "low", "high", "sources", "method")))
-        rows.append(TidyEstimate(NAMES[one["quantity"]], names, one["rows"], estimate))
-    for dataset, here in by_dataset(judged.turns):
-        for t, turns in judged.turns[here].groupby("temperature"):
-            a, b = (turns[turns["weights_hash"] == h] for h in hashes)
+    for of, one in zip((BEFORE, AFTER), judged, strict=True):
+        found = rates_of(one, **options)
+        found = found[found["quantity"].isin(list(RATES)) & (found["outcome"] == "genuine")]
+        found = found[found["decoy"].fillna(CONVERSATION) == CONVERSATION]
+        for row in found.to_dict("records"):
+            names = {"dataset": row["dataset"], "temperature": row["temperature"], "of": of}
+            estimate = Estimate(*(row[k] for k in ("value", "low", "high", "sources", "method")))
+            rows.append(TidyEstimate(RATES[row["quantity"]], names, row["rows"], estimate))
+    a, b = (one.turns for one in judged)
+    for dataset, _ in by_dataset(a):
+        for t in sorted(a["temperature"].unique()):
+            here = [_at(one, dataset, t) for one in (b, a)]
             group = Group(np.array([]), options, {"dataset": dataset, "temperature": float(t)})
-            given = b["genuine"], b["source"], a["genuine"], a["source"]
+            given = [one[name] for one in here for name in ("genuine", "source")]
             rows.append(paired_row(group, "follow-up rate", *given, of=CHANGE))
-    return rows, judged.gate, judged.notes
+    notes = [f"Before training, {judged[0].gate.sentence}."]
+    return rows, judged[1].gate, notes + judged[1].notes
 
 
 def _of_references(before: Run, after: Run, options: dict[str, Any]) -> Iterator[TidyEstimate]:
@@ -288,7 +298,7 @@ def tables(to: Console, estimates: pd.DataFrame, level: float) -> None:
     whole = estimates[estimates["dataset"].isin(_shown(estimates))]
     columns: dict[str, tuple[str, int | str]] = {name: (name, 2) for name in TEXTS}
     print_table(to, f"user turns before and after ({percent})", whole, columns, index=index)
-    judged: dict[str, tuple[str, int | str]] = {name: (name, 2) for name in RATES}
+    judged: dict[str, tuple[str, int | str]] = {name: (name, 2) for name in RATES.values()}
     print_table(to, "the judge's verdicts", whole, judged, index=index)
     bytes_ = {REFERENCE: ("bits per byte", 2)}
     print_table(to, REFERENCE, estimates, bytes_, index=("dataset", "of"))
