@@ -233,6 +233,7 @@ def _merged(spec: ModelSpec, model: PreTrainedModel) -> PreTrainedModel:
     try:
         with warnings.catch_warnings():  # of weights that an adapter lacks
             warnings.simplefilter("error", UserWarning)
+            warnings.simplefilter("ignore", FutureWarning)  # of transformers, about peft's calls
             tuned: Any = PeftModel.from_pretrained(model, folder, torch_device=device)
             return tuned.merge_and_unload().requires_grad_(False)
     except Exception as error:  # peft, safetensors and torch raise their own
