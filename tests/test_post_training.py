@@ -5,6 +5,7 @@ import shutil
 from collections import Counter
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import families
 import numpy as np
@@ -212,6 +213,33 @@ def test_guards_count_trigrams():
     assert repeated("Why?") == restated("Why?", "Why?") == 0
     turns = ["Can you explain more of that?", "Can you explain it again?", "Can you explain more?"]
     assert stock(turns, ["a", "b", "a"]) == [1 / 4, 1 / 3, 1 / 2]
+
+
+def test_quotes_are_told_from_those_of_another_response():
+    """Turns of one query's three responses, the last two of which are alike."""
+    said = ["The lamp burns low.", "The sail is wet.", "The sail is wet."]
+    turns = [
+        'You say "lamp burns". Can',
+        'You say "sail is". Can you',
+        'When you say "lamp burns",',
+    ]
+    query = {"role": "user", "content": "What does the lamp do?"}
+    messages = [[query, {"role": "assistant", "content": text}] for text in said]
+    about = {"dataset": "d", "source_id": "q", "context_id": ["r0", "r1", "r2"]}
+    end = {"temperature": 1.0, "finish_reason": ["turn_end", "length", "turn_end"]}
+    of = SimpleNamespace(
+        contexts=pd.DataFrame(about | {"messages": messages}),
+        generations=pd.DataFrame(about | end | {"text": turns}),
+    )
+    found = compare._texts(of)
+    assert found[compare.FORM].tolist() == [1, 1, 1]
+    assert found[compare.OWN].tolist() == [1, 1, 0]
+    assert found[compare.OTHERS].tolist() == [0, 0, 1]
+    assert found[compare.ENDED].tolist() == [1, 0, 1]
+    of.generations["text"] = ["Why?", "And then?", "Does the lamp do that?"]
+    found = compare._texts(of)
+    assert found[[compare.FORM, compare.OWN, compare.OTHERS]].to_numpy().sum() == 0
+    assert found[compare.RESTATED].tolist() == [0, 0, 2 / 3]
 
 
 # --- commands
