@@ -30,6 +30,7 @@ study: $(INSTALLED)
 	$(BIN)/python -m ia_mech.judge run $(STUDY) --replace
 	$(BIN)/python -m ia_mech.rates $(STUDY)
 	for target in rate grounded reaction; do $(BIN)/python -m probes.train $(STUDY) --target $$target --replace || exit; done
+	$(BIN)/python -m ia_mech.report $(STUDY)
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest $(ARGS)

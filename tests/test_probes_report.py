@@ -159,7 +159,7 @@ def test_predictions(analysis):
 
 
 def test_heat_map(analysis):
-    figure = figures.heat_map(analysis, "rate of $x_1$")
+    figure = figures.heat_map(figures.Map.of(analysis), "rate of $x_1$")
     axes, bar = figure.axes
     values = np.array([[cell.value for cell in row] for row in analysis.auroc])
     (image,) = axes.images
@@ -206,8 +206,11 @@ def test_layer_curve(analysis):
 
 
 def test_no_text_leaves_the_picture_or_is_taken_for_tex(analysis):
-    for draw in (figures.heat_map, figures.layer_curve):
-        figure = draw(analysis, "a long title of $x_1$ and $y$ " * 4)
+    long = "a long title of $x_1$ and $y$ " * 4
+    for figure in (
+        figures.heat_map(figures.Map.of(analysis), long),
+        figures.layer_curve(analysis, long),
+    ):
         figure.draw_without_rendering()
         width, height = figure.get_size_inches() * figure.dpi
         # Numbers left out: axes keep ticks beyond their ends, which aren't drawn.
@@ -229,7 +232,7 @@ def test_without_permutations_nothing_is_said_of_them(untested):
     figure = figures.layer_curve(replace(untested, compared=[]), "rate")
     texts = [text.get_text() for text in figure.legends[0].get_texts()]
     assert not any("null" in text for text in texts)
-    figures.heat_map(untested, "rate").draw_without_rendering()
+    figures.heat_map(figures.Map.of(untested), "rate").draw_without_rendering()
     text = " ".join(printed(untested).split())
     assert "no permutations, so nothing was tested" in text and "nan" not in text
 
@@ -271,7 +274,7 @@ def test_a_p_value_of_one_in_twenty_is_marked_as_the_conclusion_has_it(analysis)
     rows = heat_rows(printed(edge))
     assert [layer for layer, words in rows.items() if "*" in " ".join(words)] == [2]
     assert "*" in rows[2][0]
-    (image,) = figures.heat_map(edge, "rate").axes[0].images
+    (image,) = figures.heat_map(figures.Map.of(edge), "rate").axes[0].images
     assert np.argwhere(~np.ma.getmaskarray(image.get_array())).tolist() == [[2, 0]]
     assert conclude(edge).readable
 

@@ -1,7 +1,13 @@
 """The examples of the README and of docs/python.md, run on the embedded model."""
 
+import ast
+import json
 import re
+import subprocess
+import sys
 from pathlib import Path
+
+import pytest
 
 from benchmarks.probe_validation import __main__ as validate
 from experiments.decoupling import __main__ as decoupling
@@ -43,6 +49,33 @@ def test_the_examples_run_on_the_embedded_model(tmp_path, monkeypatch, capsys):
     assert len(names["predicted"]) == 6
     assert names["verdicts"][0].category in shown
     assert re.search(r"^\d\.\d\d \[\d\.\d\d, \d\.\d\d\]$", shown, re.MULTILINE)
+
+
+@pytest.mark.slow
+def test_the_tutorial_runs_on_the_embedded_model(tmp_path, monkeypatch):
+    model = embedded.directory().resolve()
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / model.name).symlink_to(model)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("IA_MECH_CACHE", str(tmp_path))
+    notebook = json.loads((ROOT / "docs" / "tutorial.ipynb").read_text(encoding="utf-8"))
+    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert not any(cell["outputs"] for cell in cells)
+    names: dict = {}
+    for cell in cells:
+        code = "".join(cell["source"])
+        code = re.sub(r"^!python (.*)$", r"command('\1')", code, flags=re.MULTILINE)
+        names["command"] = lambda words: subprocess.run(
+            [sys.executable, *words.split()], check=True
+        )
+        *body, last = ast.parse(code).body  # a cell shows the value of its last expression
+        exec(compile(ast.Module(body, []), "tutorial", "exec"), names)
+        source = ast.unparse(last)
+        if isinstance(last, ast.Expr):
+            assert eval(source, names) is not None, source
+        else:
+            exec(source, names)
+    assert (tmp_path / "cache" / "tutorial" / "report.html").stat().st_size > 100_000
 
 
 def test_every_column_is_documented():

@@ -6,6 +6,7 @@ import hashlib
 import json
 import re
 import shutil
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,25 +15,31 @@ import pyarrow.parquet as pq
 import pytest
 from judging import plant
 from matplotlib.figure import Figure
+from matplotlib.text import Text
 from runs import resealed, rewritten
 from shell import call, refusal
+from test_probes_files import analysis, data, kept, original
 
 from experiments.runner import Experiment, Results
-from ia_mech.display import Recorder
+from ia_mech.display import Recorder, svg_of
 from ia_mech.errors import UserError
 from ia_mech.estimates import write_parquet
 from ia_mech.judge.rubric import GENUINE
-from ia_mech.page import packed, rendered
+from ia_mech.page import image, packed, rendered
 from ia_mech.rates.compute import estimates
 from ia_mech.rates.load import read_runs
 from ia_mech.rates.show import print_rates
 from ia_mech.report import turns as browsers
 from ia_mech.report.__main__ import main, render_report
-from ia_mech.report.contents import listed, results_of, shown
+from ia_mech.report.contents import listed, parts_of, results_of, shown
 from ia_mech.run import Run
 from ia_mech.run.labels import KEY
+from ia_mech.stats import Estimate
 from ia_mech.untrusted import visible
+from probes.analysis import Compared
+from probes.report.conclusion import conclude
 
+__all__ = ["analysis", "data", "kept", "original"]  # fixtures of a probe analysis
 CATEGORIES = [[GENUINE, "generic", "degenerate", "new_topic"][i * 7 % 4] for i in range(60)]
 
 
@@ -166,23 +173,29 @@ def test_bits_of_turns_come_from_any_experiment_that_has_them(judged):
     assert set(found["bits"][1::2]) == {None} and found["token_bits"][:2] == [[0.5, -0.25], None]
 
 
-def test_a_probe_says_what_its_card_says(judged):
+def test_a_probe_says_what_its_card_says(kept, analysis):
+    """``kept``: the files of a real analysis, of a planted run."""
+    auroc = Estimate(0.625, 0.5, 0.75, 40)
+    control = Compared("text", "words of the context", "text", auroc, analysis.headline.scores)
+    conclusion = conclude(analysis)
+    kept.write(replace(analysis, compared=[control]), conclusion)
+    *_, part = parts_of(Run.open(kept.folder.parents[1]), "run", [])
+    assert part.sentence == conclusion.sentence
+    assert part.control.endswith(": text 0.62 [0.50, 0.75].")
+    assert "text: words of the context." in part.notes
+    assert [name for name, _ in part.pictures] == ["heat map", "layer curve"]
+    assert part.estimates.rows
+
+
+def test_a_context_has_its_probe_score(judged):
     folder = judged.path / "probes" / "mine"
     folder.mkdir(parents=True)
-    gain = {"value": 0.05, "low": 0.01, "high": 0.09, "sources": 9, "method": "m"}
-    card = {"verdict": {"sentence": "it is readable"}, "controls": [{"name": "text", "gain": gain}]}
-    (folder / "card.json").write_text(json.dumps(card))
-    write_parquet(
-        pd.DataFrame({"quantity": ["auroc"], "value": [0.65]}), folder / "estimates.parquet"
-    )
     ids = judged.contexts["context_id"]
     write_parquet(
         pd.DataFrame({"context_id": ids, "probability": np.arange(len(ids)) / 100}),
         folder / "predictions.parquet",
     )
-    page = render_report([judged])
-    assert "It is readable." in page and "text 0.05 [0.01, 0.09]" in page
-    values = unpacked(page)["contexts"]["probes"]["mine"]
+    values = unpacked(render_report([judged]))["contexts"]["probes"]["mine"]
     assert values == pytest.approx(np.arange(len(ids)) / 100)
 
 
@@ -198,10 +211,65 @@ def test_two_runs_stand_side_by_side(judged, tmp_path):
 
 
 def test_long_estimates_are_cut_and_say_so():
-    table = listed(pd.DataFrame({"value": np.arange(500.0), "of": "a"}))
+    names = np.where(np.arange(500) < 450, "a", "(all)")
+    table = listed(pd.DataFrame({"value": np.arange(500.0), "of": "a", "dataset": names}))
+    assert [row[1] for row in table.rows] == ["(all)"] * 50 + ["a"] * 350
     assert len(table.rows) == 400 and table.title.endswith(
         "the first 400 of 500 rows; the file has all"
     )
+
+
+# -- in a notebook ------------------------------------------------------------------------------
+
+
+def test_a_run_says_what_it_is(judged):
+    shown = judged._repr_html_()
+    for words in (
+        judged.model["weights_hash"],
+        "12 contexts of 12 sources",
+        "60, at most",
+        "judge rules",
+    ):
+        assert words in shown
+    page = render_report([judged])
+    assert all(f"<td>{cell}</td>" in page for cell in re.findall("<td>(.*?)</td>", shown))
+
+
+def test_a_run_plots_what_the_report_shows(judged):
+    def texts(figure) -> set[str]:
+        return {text.get_text() for text in figure.findobj(Text)}
+
+    figure = judged.plot.rates()
+    assert {"share of turns", "what the turns are", "rate, all turns"} <= texts(figure)
+    (picture,) = [part.pictures[0][1] for part in parts_of(judged, "run", [])]
+    assert picture == image(svg_of(figure, "rates"))
+    with pytest.raises(UserError, match="no results of reaction; run python -m experiments"):
+        judged.plot.reaction()
+    folder = judged.path / "experiments" / "reaction"
+    folder.mkdir(parents=True)
+    frame = pd.DataFrame({"quantity": "I_K, bits", "value": [1.5, 1.25], "low": 1.0, "high": 2.0})
+    frame["temperature"], frame["of"], frame["dataset"] = [0.7, 1.0], "alternatives", "d"
+    write_parquet(
+        frame.assign(responses=8, token=None),
+        folder / "estimates.parquet",
+        {"experiment": "reaction", "runs": [str(judged.path)]},
+    )
+    assert {"8 responses", "ceiling of 8"} <= texts(judged.plot.reaction())
+
+
+def test_a_run_plots_its_probes(kept):
+    run = Run.open(kept.folder.parents[1])
+    (axes, _) = run.plot.heatmap().axes
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["header_last"]
+    with pytest.raises(UserError, match="none is 'other'; give one of mine"):
+        run.plot.heatmap("other")
+    shutil.copytree(kept.folder, kept.folder.with_name("again"))
+    with pytest.raises(UserError, match="none was chosen; give one of again, mine"):
+        run.plot.heatmap()
+    assert run.plot.heatmap("again").axes
+    shutil.rmtree(kept.folder.parent)
+    with pytest.raises(UserError, match=r"has no probes; run python -m probes.train"):
+        run.plot.heatmap()
 
 
 # -- size ---------------------------------------------------------------------------------------
@@ -257,7 +325,7 @@ HOSTILE = [
 
 
 def hostile(run: Run) -> Run:
-    """The run with such texts as turns, queries, responses, ids and datasets."""
+    """The run with such texts as turns, queries, responses, ids, datasets and its name."""
     for kind in ("contexts", "generations"):
         for file in (run.path / kind).glob("*.parquet"):
             table = pq.read_table(file)
@@ -272,7 +340,7 @@ def hostile(run: Run) -> Run:
                     for message in row["messages"]:
                         message["content"] = worst
             pq.write_table(type(table).from_pylist(rows, schema=table.schema), file)
-    return resealed(run.path)
+    return resealed(run.path.rename(run.path.with_name("<img src=x onerror=hacked=1>\u202e")))
 
 
 def test_hostile_texts_are_inert(run):

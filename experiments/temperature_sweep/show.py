@@ -201,7 +201,7 @@ def lens(estimates: pd.DataFrame, title: str) -> Figure:
     legend(right)
     for axes in (left, right):
         axes.set_xlabel("layer (0 = embeddings)")
-    title_axes(right, f"greedy's opening for good ahead of the {RIVALS['best']}")
+    title_axes(right, "greedy's opening ahead for good")
     return figure
 
 

@@ -117,6 +117,10 @@ unpacked().then((data) => {
     at("count").textContent = `${found.length} of ${count} turns`;
     rows.style.height = `${found.length * ROW}px`;
     list.scrollTop = 0;
+    if (found.length && !found.includes(chosen)) {
+      chosen = found[0];
+      show(turns.context[chosen]);
+    }
     draw();
   }
 
@@ -200,13 +204,14 @@ unpacked().then((data) => {
     }
     const select = el("select", { onchange: () => { shading = select.value; show(c); } },
       ...Object.keys(shadings).map((name) => el("option", { value: name, selected: name === shading }, name)));
-    const parts = [el("h3", {}, heading), el("p", { class: "meta" }, notes.join(" · ")),
-      el("h4", {}, "Query"), text(contexts.query[c], "query"),
-      el("h4", {}, "Response"), text(contexts.response[c], "response"),
-      el("h4", {}, "User turns")];
-    if (Object.keys(shadings).length > 1) parts.push(el("label", {}, "shade", select));
-    parts.push(el("div", { class: "cards" }, ...mine.map(card)));
-    at("context").replaceChildren(...parts);
+    const written = [el("h4", {}, "User turns")];
+    if (Object.keys(shadings).length > 1) written.push(el("label", {}, "shade", select));
+    at("context").replaceChildren(
+      el("h3", {}, heading), el("p", { class: "meta" }, notes.join(" · ")),
+      el("div", { class: "sides" },
+        el("div", {}, el("h4", {}, "Query"), text(contexts.query[c], "query"),
+          el("h4", {}, "Response"), text(contexts.response[c], "response")),
+        el("div", {}, ...written, el("div", { class: "cards" }, ...mine.map(card)))));
   }
 
   function choose(i) {
@@ -242,6 +247,5 @@ unpacked().then((data) => {
     for (const part of document.querySelectorAll("details")) part.open = true;
   });
   filter();
-  if (count) show(turns.context[0]);
   follow();
 });

@@ -60,7 +60,7 @@ def rates(estimates: pd.DataFrame, title: str) -> Figure:
             draw_points(left, at, own, fmt="o-", capsize=2, color=colour, label=label)
     left.axhline(0, color="0.7", lw=0.7)
     left.set_ylabel("share of turns")
-    left.legend(frameon=False)
+    left.legend(frameon=False, ncols=2, loc="upper left", bbox_to_anchor=(0, -0.15))
     title_axes(left, title)
     _profile(right, whole[whole["quantity"] == "category_share"])
     for axes in (left, right):

@@ -80,7 +80,10 @@ def render_report(runs: "Sequence[Run]", more: "Sequence[Path]" = ()) -> str:
     Raises:
         UserError: labels or results that can't be read.
     """
+    import pandas as pd
+
     from ia_mech import __version__
+    from ia_mech.judge.rubric import CATEGORIES
     from ia_mech.page import rendered
     from ia_mech.report.contents import grouped, parts_of, provenance, results_of
     from ia_mech.report.turns import browser
@@ -97,14 +100,19 @@ def render_report(runs: "Sequence[Run]", more: "Sequence[Path]" = ()) -> str:
     data, held = browser(runs, names, results)
     models = ", ".join(dict.fromkeys(run.model["name"] for run in runs))
     turns = sum(len(run.generations) for run in runs)
-    contexts = sum(len(run.contexts) for run in runs)
+    contexts = pd.concat([run.contexts for run in runs])
+    sources = len(contexts[["dataset", "source_id"]].drop_duplicates())
+    temperatures = sorted({t for run in runs for t in run.generations["temperature"]})
+    settings = ", ".join(f"T = {t:g}" if t else "greedy" for t in temperatures)
     return rendered(
         "report",
         data,
         title=f"{models}: {', '.join(names)}",
         asked=f"What was asked: given a query and an assistant's response, what does the model "
-        f"({models}) write as the next user turn? {turns} turns after {contexts} contexts were "
-        "sampled. Each section below asks one question of them.",
+        f"({models}) write as the next user turn? It wrote {turns} of them ({settings}) after "
+        f"{len(contexts)} contexts, each a query with a response: {sources} queries from "
+        f"{', '.join(sorted(contexts['dataset'].unique()))}.",
+        rubric=CATEGORIES,
         groups=grouped(parts),
         several=len(runs) > 1,
         held=held,

@@ -23,7 +23,7 @@ from rich.text import Text
 
 from ia_mech.display import Recorder, svg_of
 from ia_mech.errors import UserError
-from ia_mech.estimates import together
+from ia_mech.estimates import ALL, together
 from ia_mech.judge import agreement as agreements
 from ia_mech.models.embedded import cache_dir
 from ia_mech.page import image
@@ -33,6 +33,7 @@ from ia_mech.rates.load import NO_ANNOTATOR, Judged, read_runs
 from ia_mech.rates.show import print_rates
 from ia_mech.run import Run
 from ia_mech.run.integrity import read_json
+from ia_mech.run.notebook import facts
 from ia_mech.stats import Estimate
 
 # Sections in the order of reading; experiments that aren't named come after them, by name.
@@ -118,8 +119,8 @@ def grouped(parts: Sequence[Part]) -> list[dict[str, Any]]:
     for part in sorted(parts, key=lambda part: place(part.name)):
         found.setdefault((part.name, part.title), []).append(part)
     return [
-        {"name": name.replace("_", " "), "title": title, "parts": those}
-        for (name, title), those in found.items()
+        {"id": f"s{at}", "name": name.replace("_", " "), "title": title, "parts": those}
+        for at, ((name, title), those) in enumerate(found.items(), 1)
     ]
 
 
@@ -154,8 +155,8 @@ def _rates(judged: Judged, name: str) -> Part:
         name="rates",
         title="How often are the user turns genuine follow-ups?",
         run=name,
-        sentence=f"Judge {judged.judge} calls these shares of {len(judged.turns)} turns genuine "
-        f"(95% intervals over {sources} sources): {', '.join(said)}.",
+        sentence=f"The {judged.judge} judge calls these shares of {len(judged.turns)} turns "
+        f"genuine (95% intervals over {sources} sources): {', '.join(said)}.",
         control=_sentence(judged.gate.sentence),
         pictures=pictures,
         tables=[shown(table) for table in recorder.tables],
@@ -266,25 +267,25 @@ def _experiment(results: Results, run: str) -> Part:
 def _probe(folder: Path, run: str) -> Part:
     try:
         card = read_json(folder / "card.json")
-        sentence, controls = str(card["verdict"]["sentence"]), card["controls"]
-        gains = [
-            f"{one['name']} {_estimate(one['gain'])}"
-            for one in controls
-            if one["gain"]["value"] is not None
-        ]
-        title = f"Where can the target be read? (probe {folder.name})"
+        sentence, notes = str(card["verdict"]["sentence"]), [str(note) for note in card["notes"]]
+        controls = [f"{one['name']} {_estimate(one['auroc'])}" for one in card["controls"]]
+        notes += [f"{one['name']}: {one['what']}." for one in card["controls"]]
+        target = str(card["target"])
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(
             f"{folder / 'card.json'} is damaged ({error})", "run probes.train again, --replace"
         ) from None
     return Part(
         name="probes",
-        title=title,
+        title=f"What can be read from the hidden states? (probe {folder.name})",
         run=run,
         sentence=_sentence(sentence),
-        control=f"AUROC gained over each control: {', '.join(gains)}." if gains else "",
+        control=f"AUROC from the text or the output alone, and of a control task: "
+        f"{', '.join(controls)}."
+        if controls
+        else "",
         pictures=_pictures(folder, [path.stem for path in sorted(folder.glob("*.svg"))]),
-        notes=[str(note) for note in card.get("notes", [])],
+        notes=[f"Target: {target}", *notes],
         estimates=listed(_table(folder / ESTIMATES)),
         folder=str(folder),
     )
@@ -318,7 +319,10 @@ def _table(file: Path) -> pd.DataFrame:
 
 
 def listed(frame: pd.DataFrame) -> Shown:
-    """Estimates as a table of texts; what is alike in all rows goes into the title."""
+    """Estimates as a table of texts, those of all datasets together first; what is alike in all
+    rows goes into the title."""
+    if "dataset" in frame:
+        frame = frame.sort_values("dataset", key=lambda names: names != ALL, kind="stable")
     kept = [name for name in frame if frame[name].astype(str).nunique() > 1]
     same = [name for name in frame if name not in kept and frame[name].notna().any()]
     words = [f"{name}: {_text(frame[name].iloc[0])}" for name in same] if len(frame) else []
@@ -339,30 +343,12 @@ def _text(cell: Any) -> str:
 
 def provenance(run: Run, name: str) -> Iterator[Shown]:
     """What was sampled and with what, who judged, and which files the run has."""
-    config, grid, model = run.config, run.config["grid"], run.model
-    facts = {
-        "folder": str(run.path),
-        "identity": run.identity_digest,
-        "model": f"{model['name']} ({model['weights_hash']}, {model['dtype']})",
-        "dataset": config["dataset"],
-        "conversations": f"{len(run.contexts)} contexts of "
-        f"{run.contexts['source_id'].nunique()} sources",
-        "turns": f"{len(run.generations)}, at most {grid['max_new_tokens']} tokens each",
-        "temperatures": ", ".join(["greedy", *(f"{t:g}" for t in grid["temperatures"])])
-        + f"; {grid['samples']} samples each, seed {grid['seed']}",
-        "software": ", ".join(f"{k} {v}" for k, v in run.record["identity"]["software"].items()),
-    }
-    for judge in run.labels.judges:
-        identity = run.labels.record("judgements", judge).get("identity", {})
-        facts[f"judge {judge}"] = ", ".join(
-            f"{key} {value}" for key, value in identity.items() if isinstance(value, str | int)
-        )
-    for annotator in run.labels.annotators:
-        facts[f"annotator {annotator}"] = f"{len(run.labels.annotations(annotator))} turns"
-    yield Shown(["what", "is"], [[key, str(value)] for key, value in facts.items()], name)
+    yield Shown(["what", "is"], [list(fact) for fact in facts(run).items()], name)
     folders: dict[str, list[int]] = {}
     for file in sorted(path for path in run.path.rglob("*") if path.is_file()):
         top = file.relative_to(run.path).parts
+        if top[0].startswith("."):
+            continue
         folders.setdefault(top[0] + ("/" if len(top) > 1 else ""), []).append(file.stat().st_size)
     rows = [[key, str(len(sizes)), f"{sum(sizes):,}"] for key, sizes in folders.items()]
     yield Shown(["files", "number", "bytes"], rows, f"files of {name} (docs/run-format.md)")

@@ -20,6 +20,7 @@ from torch import Tensor
 from ia_mech.errors import UserError
 from ia_mech.run import integrity, layout
 from ia_mech.run.labels import Labels
+from ia_mech.run.notebook import Plots, html
 from ia_mech.run.shards import read_record_and_manifest
 
 EXACT_FROM = 0.3  # temperature from which float16 logits give first-token distributions
@@ -141,6 +142,14 @@ class Run:
         """What judges and annotators say of the generations."""
         sealed = self._manifest["format"] != 1
         return Labels(self.path, self.identity_digest, sealed=sealed, verify=self._verify)
+
+    @property
+    def plot(self) -> Plots:
+        """Figures: ``rates()``, ``reaction()`` and ``heatmap()``, of what was computed so far."""
+        return Plots(self)
+
+    def _repr_html_(self) -> str:
+        return html(self)
 
     def residuals(self, layer: int, position: str) -> Tensor:
         """The residual stream at one layer and position, ``[contexts, d_model]``.

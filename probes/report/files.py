@@ -238,7 +238,7 @@ class Kept:
         predicted = pd.concat([names, predictions(analysis)], axis=1)
         write_parquet(predicted, folder / "predictions.parquet")
         title = f"{about['model']} · {data.target.name} · {data.labelled_by}"
-        save_figure(figures.heat_map(analysis, title), folder, "heat_map")
+        save_figure(figures.heat_map(figures.Map.of(analysis), title), folder, "heat_map")
         save_figure(figures.layer_curve(analysis, title), folder, "layer_curve")
         position = analysis.positions.index(headline.position)
         states = data.layer(headline.layer)[:, position]
@@ -280,6 +280,46 @@ class Kept:
             "training_sources": sorted(set(self.data.contexts["source"].str.replace("\0", "/"))),
             "notes": analysis.notes,
         }
+
+
+def stored_map(folder: Path) -> figures.Map:
+    """What the heat map of a written analysis shows.
+
+    Raises:
+        UserError: its files are damaged, or of an earlier version.
+    """
+    try:
+        card = read_json(folder / CARD)
+        settings, frame = card["asked"]["settings"], pd.read_parquet(folder / "estimates.parquet")
+        cells = frame[frame["layer"].notna()]
+        layers, positions = cells["layer"].unique().tolist(), cells["position"].unique().tolist()
+
+        def grid(quantity: str) -> np.ndarray:
+            found = cells[cells["quantity"] == quantity].pivot(
+                index="layer", columns="position", values="value"
+            )
+            return found.loc[layers, positions].to_numpy(dtype=float)
+
+        return figures.Map(
+            layers=layers,
+            positions=positions,
+            auroc=grid("auroc_cell"),
+            p_family=grid("p_family"),
+            p_best=grid("p_best"),
+            chosen=(card["layer"], card["position"]),
+            level=settings["level"],
+            facts=figures.facts_of(
+                card["contexts"],
+                len(card["training_sources"]),
+                card["permutations"],
+                settings["estimator"],
+                settings["folds"],
+            ),
+        )
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"the files in {folder} are damaged ({error})", "run probes.train again, --replace"
+        ) from None
 
 
 def _check_free(folder: Path, asked: dict, replace: bool) -> None:
