@@ -413,8 +413,9 @@ def test_a_tuned_model_is_loaded_sampled_and_compared(
     losses = []
     for ids, labels in zip(table["input_ids"], table["labels"], strict=True):
         start = int((labels == data.IGNORED).sum())
-        logits = full_logits(tiny_subject.model, ids[:start], ids[start:].tolist())
-        losses += (-logits.log_softmax(-1)[range(len(ids) - start), ids[start:]]).tolist()
+        turn = ids[start:].tolist()
+        logits = full_logits(tiny_subject.model, ids[:start].tolist(), turn)
+        losses += (-logits.log_softmax(-1)[range(len(turn)), turn]).tolist()
     (first, *_) = map(json.loads, (tuned / "log.jsonl").read_text().splitlines())
     assert first["loss"] == pytest.approx(np.mean(losses), abs=1e-3)
     # Merged: W + (alpha / rank) B A, in every linear layer but the unembedding.
