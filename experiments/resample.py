@@ -7,7 +7,7 @@ sampled to ``run/`` there, which is a run like any other and goes on where it wa
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from ia_mech.errors import UserError
 from ia_mech.models.load import Subject, load, recalled
 from ia_mech.run import Run, integrity, layout
 from ia_mech.run.integrity import without_folders
+from ia_mech.steering import SteeringVector
 
 CONVERSATIONS, RUN = "conversations.jsonl", "run"
 # Settings of a run that changed conversations share with it.
@@ -75,6 +76,8 @@ def resampled(
     folder: Path,
     grid: Grid,
     positions: tuple[str, ...],
+    intervention: Path | None = None,
+    subject: Subject | None = None,
 ) -> Run:
     """The run over changed conversations in a folder: sampled, continued, or as it is.
 
@@ -84,6 +87,8 @@ def resampled(
         folder: of the experiment; made if it isn't there.
         grid: what is decoded.
         positions: where the residual stream is kept.
+        intervention: a file with a steering vector.
+        subject: the model; loaded if it isn't given.
 
     Raises:
         UserError: the folder holds other conversations, or a run without them; the model has other
@@ -108,13 +113,18 @@ def resampled(
     if not same:
         integrity.replace_file(file, write)
     config = config_of(first, file, grid, positions)
+    steered = {}  # the vector itself, not its file's name, tells runs apart
+    if intervention is not None:
+        config = replace(config, intervention=str(intervention))
+        steered = {"intervention": SteeringVector.load(intervention).sha256}
     if (out / layout.RUN).is_file():
         there = Run.open(out)
-        wanted = {"config": json.loads(json.dumps(asdict(config)))}
+        wanted = {"config": json.loads(json.dumps(asdict(config))), **steered}
         kept = {"config": there.config | {"dataset": str(file)}}
+        kept |= {name: there.record["identity"].get(name) for name in steered}
         if there.complete and without_folders(kept) == without_folders(wanted):
             return there
-    subject = subject_of(first)
+    subject = subject or subject_of(first)
     rows = len(conversations) * len(grid.rows())
     where = f"{config.model.name} on {subject.device}"
     print(

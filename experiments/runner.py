@@ -247,14 +247,18 @@ def write(results: Results, folder: Path, name: str, title: str, level: float) -
     from ia_mech.estimates import write_parquet
     from ia_mech.run.integrity import fsync_folder
 
+    names = {str(run.path): run.name for run in results.runs}
     scratch = folder / ".new"
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir(parents=True)
-    about = {"experiment": name, "runs": [str(run.path) for run in results.runs], "level": level}
+    about = {"experiment": name, "runs": [run.name for run in results.runs], "level": level}
+    about["identities"] = [run.identity_digest for run in results.runs]
     if results.judge is not None:
         about |= {"judge": results.judge.judge, "gate": results.judge.word}
     try:
         for stem, table in results.tables.items():
+            if "run" in table:  # files hold no folders of this machine
+                table = table.assign(run=table["run"].replace(names))
             write_parquet(table, scratch / f"{stem}.parquet", about)
         for stem, figure in results.figures.items():
             save_figure(figure, scratch, stem)

@@ -20,8 +20,9 @@ from torch import Tensor
 from ia_mech.engine.capture import find_blocks, find_final_norm
 from ia_mech.engine.prefill import Prefix, prefill
 from ia_mech.errors import UserError
+from ia_mech.models import parallel
 from ia_mech.models.embedded import models_dir
-from ia_mech.models.load import Subject, text_config
+from ia_mech.models.load import Subject, text_config, whole_weight
 from ia_mech.run.integrity import HASH, replace_file
 
 TENSORS = ("norm_weight", "norm_bias", "unembedding")
@@ -98,8 +99,9 @@ class Lens:
         file = lens_file(weights_hash)
         if not file.is_file():
             raise NoLens(
-                f"no lens for the model with weights {weights_hash} ({file})",
-                "sample from the model once on this machine, or copy the file",
+                f"no lens for the model with weights {weights_hash}",
+                "sample from the model once on this machine, or copy its folder in models/ of the "
+                "cache",
             )
         try:
             with safe_open(file, framework="pt") as content:
@@ -140,11 +142,9 @@ def save_lens(subject: Subject, ids: list[int]) -> str | None:
         subject: the loaded model.
         ids: token ids of real text; a few dozen are enough.
     """
-    try:
-        Lens.load(subject.weights_hash)
+    if parallel.of_first(lambda: _is_whole(subject.weights_hash)):
         return None
-    except UserError:
-        lens = _read_off(subject.model)
+    lens = _read_off(subject.model)
     if lens is None:
         return "its final norm is of an unknown kind"
     result = prefill(subject.model, [Prefix(ids, [len(ids) - 1])], find_blocks(subject.model))
@@ -155,8 +155,17 @@ def save_lens(subject: Subject, ids: list[int]) -> str | None:
     allowed = max(TOLERANCE, 8 * torch.finfo(subject.model.dtype).eps) * largest
     if not error <= allowed:
         return f"final norm and unembedding miss the model's logits by {error:.2g}"
-    lens.save(subject.weights_hash)
+    if parallel.leads():
+        lens.save(subject.weights_hash)
     return None
+
+
+def _is_whole(weights_hash: str) -> bool:
+    try:
+        Lens.load(weights_hash)
+    except UserError:
+        return False
+    return True
 
 
 @torch.inference_mode()
@@ -173,18 +182,18 @@ def _read_off(model) -> Lens | None:
     if norm is None or eps is None or getattr(head, "bias", None) is not None:
         return None
     config = text_config(model.config)
-    width = head.weight.shape[1]
+    unembedding = whole_weight(head, "weight").detach().cpu()
     # What the norm does to a vector of known size shows its weight, whether stored as w or 1 + w.
-    signs = torch.ones(1, width, device=head.weight.device)
+    signs = torch.ones(1, unembedding.shape[1])
     signs[:, 1::2] = -1  # zero mean (for even widths) and unit mean square
     norm = copy.deepcopy(norm).float()  # half precision would round the weight that is read off
-    up, down = norm(signs), norm(-signs)
+    up, down, higher = (norm(x.to(model.device)).cpu() for x in (signs, -signs, signs + 3))
     # A LayerNorm, whatever its class is called, doesn't see a constant that is added.
-    centred = torch.allclose(norm(signs + 3), up, atol=1e-4)
+    centred = torch.allclose(higher, up, atol=1e-4)
     bias = (up + down)[0] / 2
     weight = ((up - down)[0] / 2) * signs[0] * (1 + eps) ** 0.5
     scale = (
         1 / getattr(config, "logits_scaling", 1.0) * (getattr(config, "logit_scale", None) or 1.0)
     )
     softcap = getattr(config, "final_logit_softcapping", None)
-    return Lens(weight.cpu(), bias.cpu(), head.weight.detach().cpu(), eps, centred, scale, softcap)
+    return Lens(weight, bias, unembedding, eps, centred, scale, softcap)

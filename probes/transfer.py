@@ -90,7 +90,7 @@ def _transfer(args: argparse.Namespace) -> None:
     units = units_of(data, by)
     entries, notes = cross_evaluate(data, data.outcome, units, settings, Bar())
     about = {
-        "runs": [str(run.path) for run in data.runs],
+        "runs": [run.name for run in data.runs],
         "by": by,
         "labels": data.labelled_by,
         "target": data.target.name,
@@ -124,9 +124,10 @@ def units_of(data: "ProbeSet", by: str) -> list["Unit"]:
     of = data.contexts["dataset" if by == "dataset" else "run"]
     names = {str(name): str(name) for name in of.unique()}
     if by == "run":
-        folders = [run.path.resolve().name for run in data.runs]
-        for number, (run, folder) in enumerate(zip(data.runs, folders, strict=True)):
-            names[str(number)] = folder if folders.count(folder) == 1 else str(run.path)
+        folders = [run.name for run in data.runs]
+        for number, folder in enumerate(folders):
+            alone = folders.count(folder) == 1
+            names[str(number)] = folder if alone else f"{folder} ({number + 1})"
     values = of.astype(str)
     found = [Unit(names[value], np.flatnonzero(values == value)) for value in values.unique()]
     if len(found) < 2:

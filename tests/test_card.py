@@ -1,18 +1,28 @@
 """A run can be shared as it is: a dataset card, and no folders of the machine that made it."""
 
+import gzip
 import json
+import re
 import shutil
+from base64 import b64decode
 from pathlib import Path
 
 import datasets
+import pyarrow.parquet as pq
 import pytest
 from runs import CONFIG, files_under, rewritten, sampled
 from shell import call
 
+from benchmarks.probe_validation.planted import Plan, plant, write
 from experiments.resample import subject_of
+from experiments.temperature_sweep.__main__ import main as sweep
 from ia_mech.collect.command import main
+from ia_mech.judge.__main__ import main as judge
 from ia_mech.models.load import recalled
+from ia_mech.rates.__main__ import main as rates
+from ia_mech.report.__main__ import main as report
 from ia_mech.run import Run
+from probes.train import main as train
 
 SMALL = ["--temperatures", "1", "--samples", "1", "--max-new-tokens", "3"]
 
@@ -83,3 +93,41 @@ def test_a_run_of_an_older_version_is_gone_on_with(local, capfd):
     rewritten(out, "run.json", older)
     for extra in ([], ["--dry-run"]):
         assert call(main, [*words, *extra], capfd).status == 0
+
+
+def texts_in(path: Path) -> str:
+    """All texts of a file, those that are compressed in it included."""
+    held = path.read_bytes().decode("latin-1")
+    if path.suffix == ".parquet":
+        table = pq.read_table(path)
+        held += str(table.schema.metadata) + table.to_pandas().to_csv()
+    if path.suffix == ".html":
+        data = re.search(r'id="data">(.*?)</script>', held, re.DOTALL)
+        held += gzip.decompress(b64decode(data[1])).decode() if data else ""
+    return held
+
+
+@pytest.mark.slow
+def test_no_file_of_an_analysed_run_names_a_folder_of_this_machine(
+    run, tmp_path, capfd, monkeypatch
+):
+    monkeypatch.setenv("IA_MECH_CACHE", str(tmp_path / "cache"))
+    planted = plant(Plan("signal", contexts=80, layers=3, informative_layer=2, d_model=16))
+    probed = write(planted, tmp_path / "probed").path
+    planted.lens.save(planted.weights_hash)
+    for command, words in [
+        (train, [probed, "--permutations", "39", "--resamples", "100", "--threads", "1"]),
+        (report, [probed]),
+        (judge, ["run", run.path]),
+        (rates, [run.path, "--parquet", tmp_path / "rates.parquet"]),
+        (sweep, [run.path, "--resamples", "100"]),
+        (report, [run.path]),
+    ]:
+        outcome = call(command, [str(word) for word in words], capfd)
+        assert outcome.status == 0, outcome.err
+    folders = [probed, run.path]
+    files = [folder / name for folder in folders for name in files_under(folder)]
+    assert {"report.html", "estimates.parquet", "card.json"} <= {path.name for path in files}
+    for path in [*files, tmp_path / "rates.parquet"]:
+        assert tmp_path.name not in texts_in(path), path
+        assert str(Path.home()) not in texts_in(path), path

@@ -153,6 +153,15 @@ def test_a_dataset_that_cannot_be_opened(refused, monkeypatch):
             "--engine graphs: CUDA graphs need a GPU; use --engine auto",
         ),
         ("--dtype int8", "argument --dtype: invalid choice: 'int8' (choose from"),
+        (
+            "--intervention v.safetensors --contrasts",
+            "--contrasts scores turns in contexts that --intervention doesn't reach; leave one",
+        ),
+        (
+            "--intervention v.safetensors --engine graphs --device cpu",
+            "--engine graphs: a captured graph can't be changed by --intervention; use --engine",
+        ),
+        ("--intervention v.safetensors", "there is no steering vector v.safetensors; write it"),
         ("--swaps 2", "--swaps 2 is about scores after other responses; add --contrasts"),
         ("--score-generations", "--score-generations is about scores after other responses; add"),
         ("--no-such-flag", "unrecognized arguments: --no-such-flag; see python -m ia_mech.sample"),
@@ -188,6 +197,7 @@ def test_cuda_on_a_machine_without(refused, monkeypatch):
         "--out {file}",
         "--repair --out {none}",
         "--candidates {none}",
+        "--intervention {file}",
         "--samples 0",
     ],
 )

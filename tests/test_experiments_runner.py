@@ -89,8 +89,8 @@ def test_everything_is_written_into_the_first_run_and_printed(copied, count):
     assert {name: after[name] for name in before} == before and Run.open(run.path).verify() == []
     for name in ("estimates", "more"):
         about = json.loads(pq.read_schema(folder / f"{name}.parquet").metadata[b"ia_mech"])
-        runs = [str(run.path)]
-        made = {"experiment": "count", "runs": runs, "level": 0.95}
+        made = {"experiment": "count", "runs": [run.name], "level": 0.95}
+        made["identities"] = [run.identity_digest]
         made |= {"judge": "me", "gate": "no decoys"}
         if name == "estimates":  # what a report needs
             control = Gate("me", "genuine", 0, NONE.value, NONE.value, NONE, NONE).sentence

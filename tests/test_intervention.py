@@ -6,7 +6,15 @@ import tiny
 import torch
 
 from ia_mech.engine.capture import find_blocks
-from ia_mech.engine.intervention import Add, Block, Replace, edges_between, from_layer, intervene
+from ia_mech.engine.intervention import (
+    Add,
+    Block,
+    ProjectOut,
+    Replace,
+    edges_between,
+    from_layer,
+    intervene,
+)
 from ia_mech.engine.prefill import Prefix, prefill
 from ia_mech.errors import UserError
 from ia_mech.likelihood.intervened import Continued
@@ -105,8 +113,15 @@ def test_scores_under_residual_edits_equal_plain_hooks(architecture, temperature
                 own = hidden[START + 2].clone()
                 hidden[START + 2] += 0.5 * own.norm() * direction / direction.norm()
 
+            def remove(hidden, direction=direction):
+                unit = direction / direction.norm()
+                for at in (START, CONTEXT - 1):
+                    hidden[at] -= 0.7 * torch.dot(hidden[at].clone(), unit) * unit
+
             rows.append((number, [Replace(layer, (START, CONTEXT - 1), states)]))
             plain.append((layer, put))
+            rows.append((number, [ProjectOut(layer, (START, CONTEXT - 1), direction, 0.7)]))
+            plain.append((layer, remove))
             rows.append((number, [Add(layer, (START + 2,), direction, 0.5)]))
             plain.append((layer, add))
         rows.append((number, []))
@@ -174,7 +189,13 @@ def test_no_dose_and_own_states_change_no_bit():
     ids = torch.tensor([context()])
     plain = model(ids, use_cache=False, output_hidden_states=True)
     own = plain.hidden_states[2][0, [3, 5]]
-    for kind in (Add(2, (3, 5), vectors(1, seed=2)[0], 0.0), Replace(2, (3, 5), own)):
+    direction = vectors(1, seed=2)[0]
+    none = (
+        Add(2, (3, 5), direction, 0.0),
+        ProjectOut(2, (3, 5), direction, 0.0),
+        Replace(2, (3, 5), own),
+    )
+    for kind in none:
         with intervene(model, [[kind]]):
             assert torch.equal(model(ids, use_cache=False).logits, plain.logits)
     with intervene(model, [[Add(2, (3, 5), vectors(1, seed=2)[0], 0.1)]]):
@@ -220,6 +241,8 @@ def test_what_selects_nothing_or_isnt_there_is_refused():
         (lambda: Add(1, (), state[0], 1.0), "selects no position"),
         (lambda: Block(1, edges_between((3,), (5,))), "selects no attention edge"),
         (lambda: Add(1, (0,), 0 * state[0], 1.0), "has no length"),
+        (lambda: ProjectOut(1, (), state[0]), "selects no position"),
+        (lambda: ProjectOut(1, (0,), state[0] / 0), "has no length"),
     ):
         with pytest.raises(UserError, match=said):
             made()

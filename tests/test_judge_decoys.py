@@ -28,13 +28,13 @@ def drawn_from(
         for temperature in (0.0, 1.0)
         for sample in range(samples if temperature else 1)
     ]
-    run = SimpleNamespace(generations=pd.DataFrame(rows), identity_digest=digest)
+    run = SimpleNamespace(turns=pd.DataFrame(rows), identity_digest=digest)
     return run, draw_decoys(run)
 
 
 def with_context(run, decoys: pd.DataFrame) -> pd.DataFrame:
     """The decoys with the facts of their turn, and of the context shown (``…_shown``)."""
-    facts = run.generations.drop_duplicates("context_id").set_index("context_id")
+    facts = run.turns.drop_duplicates("context_id").set_index("context_id")
     facts = facts[["dataset", "source_id", "response_index"]]
     return decoys.join(facts, on="context_id").join(facts, on="shown", rsuffix="_shown")
 
@@ -102,7 +102,7 @@ def test_every_turn_of_a_source_may_be_drawn():
 @pytest.fixture
 def labelled(run, tmp_path):
     """Judge the run, whose turns all differ; returns the judge."""
-    run.generations["text"] = [f"turn {i}" for i in range(ROWS)]
+    run.turns["text"] = [f"turn {i}" for i in range(ROWS)]
 
     def call(say=genuine, name: str = "fake", **options) -> FakeJudge:
         judge = FakeJudge(say, name=name)
@@ -115,7 +115,7 @@ def labelled(run, tmp_path):
 def test_decoys_are_judged_among_the_turns_and_stored_apart(run, labelled):
     judge = labelled()
     rows, decoys = run.labels.judgements("fake"), run.labels.decoys("fake")
-    assert rows[list(KEY)].values.tolist() == run.generations[list(KEY)].values.tolist()
+    assert rows[list(KEY)].values.tolist() == run.turns[list(KEY)].values.tolist()
     assert rows["decoy"].isna().all() and rows["shown"].isna().all()
     plan = draw_decoys(run)
     columns = [*KEY, "decoy", "shown"]
@@ -123,8 +123,8 @@ def test_decoys_are_judged_among_the_turns_and_stored_apart(run, labelled):
     items = items_of(run)
     expected = decoy_items(run, plan, items)
     assert {item for item, _ in judge.asked} == {*items, *expected}
-    by_context = dict(zip(run.generations["context_id"], items, strict=True))
-    texts = run.generations.set_index(list(KEY))["text"]
+    by_context = dict(zip(run.turns["context_id"], items, strict=True))
+    texts = run.turns.set_index(list(KEY))["text"]
     for item, row in zip(expected, plan.itertuples(index=False), strict=True):
         assert item.query == by_context[row.shown].query
         assert item.turn == texts[row.context_id, row.temperature, row.sample]
@@ -170,9 +170,9 @@ def test_a_verdicts_p_value_is_stored(run, labelled):
 
 
 def test_perturbations_and_datasets_do_not_mix(run: Run):
-    run.generations["dataset"] = [f"d{i % 2}" for i in run.generations["order"]]
-    run.generations["perturbation"] = [f"p{i // 2 % 2}" for i in run.generations["order"]]
-    facts = run.generations.drop_duplicates("context_id").set_index("context_id")
+    run.turns["dataset"] = [f"d{i % 2}" for i in run.generations["order"]]
+    run.turns["perturbation"] = [f"p{i // 2 % 2}" for i in run.generations["order"]]
+    facts = run.turns.drop_duplicates("context_id").set_index("context_id")
     facts = facts["dataset"] + facts["perturbation"]
     decoys = draw_decoys(run)
     assert (decoys["context_id"].map(facts) == decoys["shown"].map(facts)).all()

@@ -7,10 +7,12 @@ import numpy as np
 import pandas as pd
 import planted_reaction as planted
 import pytest
+import torch
 
 from experiments.knockout.__main__ import main
 from experiments.knockout.analyse import estimates, with_bits
 from experiments.knockout.block import EDGES, INTACT, RANDOM, Asked, arms_of, blocked, edges_of
+from experiments.knockout.matched import MATCHED, attention, blocked_matched, matched
 from experiments.knockout.show import control, verdict
 from ia_mech.collect.command import main as sample
 
@@ -95,6 +97,44 @@ def test_random_edges_are_as_many_of_the_same_tokens():
         assert drawn[0].tolist() != drawn[1].tolist()
 
 
+def test_matched_edges_carry_as_much_attention():
+    model, one = planted.model(True), asked(1)
+    context, (turn, _) = one.contexts[2], one.turns[2]
+    start = context.positions["turn_end"]
+    ids = (*context.ids, *turn[:-1])
+    weights = attention(model, ids)
+    assert weights.shape == (planted.DEPTH, len(ids), len(ids))
+    np.testing.assert_allclose(weights.sum(-1), 1, atol=1e-5)
+    assert model.config._attn_implementation == "sdpa"
+    rng = np.random.default_rng(0)
+    own = edges_of(ONTO_QUERY, context, start, turn, rng)
+    even = torch.ones(2, len(ids), len(ids)).tril()
+    even /= even.sum(-1, keepdim=True)
+    drawn, share = matched(even, own, start, rng)
+    assert share == pytest.approx(1, abs=0.05) and len(drawn) == 2
+    for layer, edges in zip(even, drawn, strict=True):
+        pairs = set(map(tuple, edges.tolist()))
+        assert len(pairs) == len(edges) and not pairs & set(map(tuple, own.tolist()))
+        assert all(a >= start and b < a for a, b in pairs)
+        mass = layer[edges[:, 0], edges[:, 1]].sum() / layer[own[:, 0], own[:, 1]].sum()
+        assert mass == pytest.approx(share, abs=0.05) and mass <= 1 + 1e-6
+    assert drawn[0].tolist() != drawn[1].tolist()
+    assert matched(0 * even, own, start, rng)[1] == 1
+
+
+def test_blocking_matched_edges_leaves_the_planted_route():
+    """Beside the route all attention is on the first token, whose edges carry more than is left to
+    match where the turn attends to something."""
+    one = asked(1)
+    found = blocked_matched(planted.model(True), one, planted.DEPTH, 0)
+    assert set(found["of"]) == {MATCHED + of for of in EDGES}
+    assert len(found) == len(EDGES) * len(one.turns)
+    told = np.stack(found["logprobs"].tolist())
+    assert told.shape == (len(found), planted.NAMES)
+    kept = found["of"].isin([MATCHED + TURN, MATCHED + ONTO_QUERY]).to_numpy()
+    assert (told.argmax(1) == found["followed"])[kept].all()
+
+
 def test_windows_cover_every_layer():
     windows = {(arm.first, arm.last) for arm in arms_of(31, 6)}
     assert {(1, 6), (4, 9), (25, 30), (26, 31), (1, 31), (0, 0)} <= windows
@@ -131,8 +171,8 @@ def test_the_command_plans_blocks_shows_and_goes_on(folder, capsys):
     assert "Bits lost, against as many random edges: " in shown
     found = pd.read_parquet(out / "estimates.parquet")
     bits = found[found["quantity"] == "readable bits"]
-    assert len(bits) == 26 and (bits["value"] <= np.log2(3)).all() and (bits["sources"] == 3).all()
-    assert found["p_holm"].notna().sum() == 25
+    assert len(bits) == 31 and (bits["value"] <= np.log2(3)).all() and (bits["sources"] == 3).all()
+    assert found["p_holm"].notna().sum() == 30
     kept = {file: file.stat().st_mtime_ns for file in (out / "parts").iterdir()}
     assert main(words) == 0
     assert {file: file.stat().st_mtime_ns for file in (out / "parts").iterdir()} == kept

@@ -265,7 +265,7 @@ def test_the_command_prints_a_matrix_and_writes_it(runs, command, monkeypatch, t
         assert row["test_sources"] == row["train_contexts"] == CONTEXTS
         assert f"{row['auroc']:.2f} [" in said.out and not math.isnan(row["spearman"])
     about = json.loads(table.schema.metadata[b"ia_mech"])
-    assert about["by"] == "run" and about["runs"] == [str(path) for path in runs]
+    assert about["by"] == "run" and about["runs"] == [path.name for path in runs]
     assert files(runs[0]) == before
     again = command(*runs, *words)
     assert again.out == said.out and pq.read_table(out).to_pylist() == rows

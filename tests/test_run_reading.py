@@ -27,7 +27,7 @@ from ia_mech.collect.config import SampleConfig
 from ia_mech.collect.rows import stored_logits
 from ia_mech.engine.plan import Grid
 from ia_mech.errors import UserError
-from ia_mech.run import Run, RunWriter
+from ia_mech.run import Run, RunWriter, layout
 
 # -- the folder ---------------------------------------------------------------------------------
 
@@ -351,3 +351,13 @@ def test_the_digest_changes_with_any_one_value(by_hand, tmp_path):
 def test_a_temperature_without_a_distribution_is_refused(merged, temperature):
     with pytest.raises(UserError, match="has no distribution"):
         merged.header_logits().log_probs(0, temperature)
+
+
+def test_turns_are_the_generations_without_their_values_per_token(by_hand):
+    path = by_hand.path
+    turns, generations = Run(path).turns, Run(path).generations
+    assert {*generations.columns} - {*turns.columns} == {*layout.PER_TOKEN}
+    pd.testing.assert_frame_equal(turns, generations[turns.columns])
+    read = Run(path)
+    read.generations  # noqa: B018 (read before)
+    pd.testing.assert_frame_equal(read.turns, turns)

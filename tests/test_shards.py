@@ -1,5 +1,6 @@
 """A run in shards: the same rows and the same digest, whatever their number."""
 
+import errno
 import os
 import re
 import shutil
@@ -12,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from conftest import Silent
-from runs import rewritten
+from runs import files_under, rewritten
 from shell import call, refusal
 
 import ia_mech.engine.plan
@@ -109,13 +110,18 @@ def test_a_shard_without_contexts_is_complete(tiny_subject, tmp_path, whole):
     assert again.complete
 
 
-def test_a_layer_is_read_from_its_own_files(shards):
+def test_a_layer_is_read_from_its_own_files(shards, copied):
     run = Run.open(shards)
-    for path in (shards / "shards").rglob("layer_0[!2]/*.safetensors"):
-        assert path.is_file()
     assert len(run.residuals(2, "header_last")) == 12
     read = {name for name in run._verified if "residuals" in name}
     assert len(read) == 2 and all("layer_02" in name for name in read)
+    # Of one shard without the rest of it: the other files aren't even there.
+    shard = copied / "shards" / "1-of-2"
+    wanted = Run.open(shard).residuals(2, "header_last")
+    for name in files_under(shard):
+        if not name.startswith(("residuals/layer_02/", "contexts/", "run.json", "manifest.json")):
+            (shard / name).unlink()
+    assert torch.equal(Run(shard).residuals(2, "header_last"), wanted)
 
 
 def test_written_responses_do_not_depend_on_the_number_of_shards(tiny_subject, tmp_path):
@@ -410,3 +416,38 @@ def test_a_merge_that_is_killed_leaves_the_shards(copied, whole, monkeypatch):
         assert Run.open(copied).digest() == whole.digest()
     assert moves[-1] == "run.json"
     assert merge(copied).digest() == whole.digest()
+
+
+def test_a_disk_that_fills_up_while_merging_costs_nothing(copied, whole, monkeypatch, capfd):
+    """At any of the moments in which a file is flushed to it."""
+    honest, flushed = os.fsync, 0
+
+    def full(handle):
+        nonlocal flushed
+        flushed += 1
+        if flushed > until:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        honest(handle)
+
+    before = files_under(copied)
+    for until in (0, 1, 5, 20, 30):  # noqa: B007 (of full)
+        flushed = 0
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fsync", full)
+            said = refusal(call(merging, [str(copied)], capfd))
+        assert "No space left on device" in said and "free some space" in said
+        assert Run.open(copied).digest() == whole.digest()
+        assert {*files_under(copied)} - {".lock"} == {*before}  # nothing half made is left
+    assert call(merging, [str(copied)], capfd).status == 0
+    assert Run.open(copied).digest() == whole.digest()
+
+
+def test_scratch_of_another_host_on_the_same_disk_is_left_alone(copied, tiny_subject, whole):
+    others = [copied / "shards" / f".ia_mech-{name}-1-abc" for name in ("node7", "node8")]
+    for folder in others:
+        folder.mkdir()
+        (folder / "conversations.parquet").write_text("being written")
+    shutil.rmtree(copied / "shards" / "2-of-2")
+    collect(CONFIG, tiny_subject, copied, Silent(), shard=Shard(2, 2))
+    assert merge(copied).digest() == whole.digest()
+    assert all((folder / "conversations.parquet").is_file() for folder in others)

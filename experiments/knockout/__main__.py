@@ -22,12 +22,14 @@ if TYPE_CHECKING:
 
 def run(args: argparse.Namespace, runs: "list[Run]", folder: Path) -> Results | None:
     """Block edges, read the turns, estimate and draw."""
+    import numpy as np
     import pandas as pd
 
     from experiments.given_turns import computed_for_each, given_turns
     from experiments.knockout import show
     from experiments.knockout.analyse import estimates, with_bits
     from experiments.knockout.block import Asked, arms_of, blocked
+    from experiments.knockout.matched import MATCHED, blocked_matched
     from experiments.knockout.read import asked_of
     from experiments.resample import subject_of
     from ia_mech.engine.capture import find_blocks
@@ -49,15 +51,28 @@ def run(args: argparse.Namespace, runs: "list[Run]", folder: Path) -> Results | 
     for layer, block in enumerate(find_blocks(subject.model), start=1):
         attention_of(block, layer)
 
-    def key(query: Asked) -> list:
+    def identity(query: Asked) -> list:
         contexts = [[c.ids, c.positions, *map(list, (c.query, c.response))] for c in query.contexts]
-        identity = [subject.weights_hash, query.source, contexts, query.turns, args.seed]
-        return [*identity, [*map(asdict, arms)]]
+        return [subject.weights_hash, query.source, contexts, query.turns, args.seed]
+
+    def key(query: Asked) -> list:
+        return [*identity(query), [*map(asdict, arms)]]
+
+    def matched_key(query: Asked) -> list:
+        return [*identity(query), MATCHED]
 
     def compute(query: Asked) -> pd.DataFrame:
         return blocked(subject.model, query, arms, args.seed)
 
-    rows = computed_for_each(queries, "blocking", folder / "parts", key, compute)
+    def compute_matched(query: Asked) -> pd.DataFrame:
+        return blocked_matched(subject.model, query, depth, args.seed)
+
+    parts = folder / "parts"
+    rows = computed_for_each(queries, "blocking", parts, key, compute)
+    more = computed_for_each(queries, "blocking others", parts, matched_key, compute_matched)
+    share = float(np.mean(np.stack(more.pop("reached").tolist())))
+    notes.append(f"edges of as much attention carry {share:.2f} of it, the mean of all layers.")
+    rows = pd.concat([rows, more], ignore_index=True)
     rows = with_bits(rows, args.seed)
     found = estimates(rows, args.responses, level=args.level, seed=args.seed)
     return Results(
@@ -112,6 +127,7 @@ turn → response     the turn's tokens can't; header and turn → response: nei
 turn → header       the turn's tokens can't attend to what stands between
 turn → query        they can't attend to the query
 random edges        as many as of each kind, among all that the same tokens have
+edges of attention  random ones that carry as much attention
 
 Interrupted, the same command continues.""",
     written="turns (bits of every turn and knockout), knockouts and windows (PNG, SVG), parts/",

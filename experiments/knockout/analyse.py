@@ -6,6 +6,7 @@ import numpy as np
 import pandas as pd
 
 from experiments.knockout.block import INTACT, RANDOM
+from experiments.knockout.matched import MATCHED
 from ia_mech.estimates import Group, TidyEstimate, by_dataset, corrected, frame_of, paired_row
 from ia_mech.likelihood.reaction import by_query, mean_over_queries, readable_bits
 
@@ -36,7 +37,8 @@ def estimates(
 ) -> pd.DataFrame:
     """Every estimate, one row each.
 
-    p is Holm-corrected over the edges blocked in all layers, random ones apart, and over windows.
+    p is Holm-corrected over the edges blocked in all layers, over random ones, over matched ones,
+    and over windows.
 
     Args:
         rows: with ``bits``.
@@ -52,7 +54,7 @@ def estimates(
 
 def _family(names: dict, depth: int) -> tuple:
     whole = (names["first"], names["last"]) == (1, depth)
-    return names["dataset"], whole, names["of"].startswith(RANDOM)
+    return names["dataset"], whole, *map(names["of"].startswith, (RANDOM, MATCHED))
 
 
 def _estimates(rows: pd.DataFrame, responses: int, options: dict) -> Iterable[TidyEstimate]:

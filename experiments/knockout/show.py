@@ -10,6 +10,7 @@ from rich.console import Console
 from experiments.given_turns import places_of
 from experiments.knockout.analyse import BITS, LOST
 from experiments.knockout.block import EDGES, INTACT, RANDOM, Arm, Asked
+from experiments.knockout.matched import MATCHED
 from experiments.tables import cell, print_plan, print_table
 from ia_mech.display import COLOURS, coloured, draw_line, draw_points, list_names, new_axes
 from ia_mech.engine.plan import PREFILL_COST, RESCORE_COST
@@ -119,6 +120,7 @@ def figures(estimates: pd.DataFrame, model: str) -> dict[str, Figure]:
 def by_edges(estimates: pd.DataFrame, title: str) -> Figure:
     """Readable bits with edges blocked in all layers; hollow: as many random ones."""
     rows = estimates[~_windows(estimates) & (estimates["quantity"] == BITS)]
+    rows = rows[~rows["of"].str.startswith(MATCHED)]
     kinds = [INTACT, *EDGES]
     across = "readable bits of a turn (hollow: as many random edges blocked)"
     figure, axes = new_axes(title, across, size=(7, 3.2))

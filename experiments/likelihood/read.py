@@ -157,7 +157,7 @@ def _notes(runs: list[Run], references: pd.DataFrame, candidates: pd.DataFrame) 
             f"{cut} of {total} follow-ups are scored after a response that was cut off, which is "
             "another stimulus (column response_cut_off)."
         )
-    written = [str(run.path) for run in runs if run.config["response"] == "generate"]
+    written = [run.name for run in runs if run.config["response"] == "generate"]
     if written:
         notes.append(
             f"responses of {', '.join(written)} are the model's own: what users really said "

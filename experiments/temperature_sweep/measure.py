@@ -435,7 +435,7 @@ def measure(
     grid = temperatures or [*GRID, *sampled]
     for run in sweep.runs:
         check(run, lens, grid)
-    without = [str(run.path) for run in sweep.runs if not stored(run)]
+    without = [run.name for run in sweep.runs if not stored(run)]
     progress.start("first token", len(sweep.runs))
     first = first_token(sweep, openings, grid, lens, progress.advance)
     if without:
@@ -482,7 +482,7 @@ def _references(sweep: Sweep, notes: list[str]) -> References | None:
     """Scored references of unperturbed contexts, each once."""
     scored = [run for run in sweep.runs if run.score_temperatures]
     older = [
-        str(run.path)
+        run.name
         for run in sweep.runs
         if not run.score_temperatures and run.contexts["reference"].notna().any()
     ]

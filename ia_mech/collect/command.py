@@ -13,6 +13,7 @@ import argparse
 import json
 import os
 import sys
+import time
 from collections.abc import Iterable
 from dataclasses import replace
 from datetime import date
@@ -119,6 +120,19 @@ def build_parser(kind: type[Parser] = Parser) -> Parser:
         help="sdpa, eager, … as transformers names them (default: auto)",
     )
     add("--trust-remote-code", action="store_true", help="run code that a hub model brings")
+    add(
+        "--device-map",
+        choices=["auto"],
+        metavar="auto",
+        help="distribute the model over this machine's GPUs, memory and disk",
+    )
+    add(
+        "--tensor-parallel",
+        type=whole_from(1),
+        default=1,
+        metavar="N",
+        help="so many ranks of torchrun hold the model together (see docs/scale.md)",
+    )
     add(
         "--threads",
         type=threads,
@@ -266,6 +280,13 @@ def build_parser(kind: type[Parser] = Parser) -> Parser:
         help="your own rivals of the real follow-up (JSONL), besides the usual ones",
     )
 
+    add(
+        "--intervention",
+        type=named,
+        metavar="FILE",
+        help="steer the model with this vector (see docs/causal.md)",
+    )
+
     add = parser.add_argument_group("run").add_argument
     add(
         "--out",
@@ -371,6 +392,8 @@ def parse_config(args: argparse.Namespace) -> "SampleConfig":
             attention=args.attention,
             trust_remote_code=args.trust_remote_code,
             adapter=args.adapter,
+            device_map=args.device_map,
+            tensor_parallel=args.tensor_parallel,
         ),
         dataset=args.dataset,
         subset=args.subset,
@@ -403,6 +426,7 @@ def parse_config(args: argparse.Namespace) -> "SampleConfig":
         score_generations=args.score_generations,
         candidates=args.candidates,
         engine=args.engine,
+        intervention=args.intervention,
     )
 
 
@@ -419,9 +443,15 @@ def main(argv: list[str] | None = None) -> int:
 
         config = parse_config(args)
         out = out or config.folder()
+        together = config.model.tensor_parallel
         if args.ray is not None and (args.shard or args.phase):
             raise UserError("--ray makes all shards and phases", "leave out --shard and --phase")
-        shard = WHOLE if args.ray is not None else Shard.of_environment(os.environ)
+        if args.ray is not None and together > 1:
+            raise UserError(
+                "--ray gives a worker one device, and --tensor-parallel takes several",
+                "use torchrun, in each task of a Slurm array for several machines",
+            )
+        shard = WHOLE if args.ray is not None else Shard.of_environment(os.environ, together)
         if args.shard:
             shard = Shard.parse(args.shard)
         if args.dry_run:
@@ -433,7 +463,7 @@ def main(argv: list[str] | None = None) -> int:
 
             print_run(sample_on_ray(config, out, args.ray, Bar(), args.threads, args.repair))
         else:
-            _sample(config, out, shard, Rank.of_environment(os.environ), args)
+            _sample(config, out, shard, Rank.of_environment(os.environ, together), args)
 
     return guarded(body, lambda: _kept(shard.folder(out) if out and shard else out))
 
@@ -442,17 +472,27 @@ def _sample(
     config: "SampleConfig", out: Path, shard: "Shard", rank: "Rank", args: argparse.Namespace
 ) -> None:
     """Make a run, or a shard, and print what came out; of several ranks the first one does."""
-    from ia_mech.collect.shards import named, wait_for
+    from ia_mech.collect.shards import PATIENCE, named, wait_for
     from ia_mech.collect.summary import print_run, print_shard
     from ia_mech.display import Bar, Quiet
+    from ia_mech.models import parallel
     from ia_mech.run import Run
 
     progress = Quiet() if rank.number else Bar()
     try:
         run = _run(config, out, progress, args, shard, rank)
     except UserError as error:
+        if not rank.leads and not isinstance(error, parallel.OnThisRank):
+            time.sleep(PATIENCE)  # the first one finds the same and says it, and all are ended
         where = f"shard {shard}: " if rank.several else ""
         raise UserError(f"{where}{error.problem}", error.remedy) from error
+    except RuntimeError as error:
+        if not parallel.lost(error):
+            raise
+        time.sleep(PATIENCE)  # torchrun ends this one, too
+        raise UserError(
+            f"another rank of shard {shard} ended", "see what it said; the same command goes on"
+        ) from error
     if rank.number:
         return
     lacking = []
@@ -501,7 +541,8 @@ def sample(
         )
     parser = build_parser(_Raising)
     flags = {action.dest: action for action in parser._actions}
-    taken = sorted(flags.keys() - {"help", "help_all", "dry_run", "out", "ray"})
+    commands = {"help", "help_all", "dry_run", "out", "ray", "tensor_parallel"}
+    taken = sorted(flags.keys() - commands)
     words = _words(flags["out"], out)
     for name, value in settings.items():
         if name not in taken:
@@ -597,7 +638,7 @@ def _dry_run(config: "SampleConfig", out: Path, repair: bool, shard: "Shard") ->
     there = None
     if (out / layout.RUN).is_file():
         there = Run(out) if repair else Run.open(out)
-        wanted = identity_asked_for(config, chat, plan.conversations, inputs.own)
+        wanted = identity_asked_for(config, chat, plan.conversations, inputs)
         kept = without_folders(there.record["identity"])
         found = {name: kept.get(name) for name in wanted}
         refuse_another(out, found, wanted, flag_of)

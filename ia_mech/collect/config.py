@@ -35,6 +35,8 @@ class SampleConfig:
         engine: ``shared`` has rows attend to their context's keys and values where the prefill left
             them, ``portable`` gives each row a copy, ``auto`` shares in every layer that allows it.
             ``graphs`` is ``auto`` with CUDA graphs on a GPU.
+        intervention: a file with a steering vector, under which contexts are prefilled, turns
+            sampled and references scored; responses are written without it.
     """
 
     model: ModelSpec = field(default_factory=ModelSpec)
@@ -59,6 +61,7 @@ class SampleConfig:
     score_generations: bool = False
     candidates: str | None = None
     engine: str = "auto"
+    intervention: str | None = None
 
     def __post_init__(self) -> None:
         if self.responses < 1:
@@ -74,6 +77,16 @@ class SampleConfig:
                 "give a --response-temperature above 0",
             )
         check_temperature(self.response_temperature, "response temperature")
+        if self.intervention is not None and self.contrasts:
+            raise UserError(
+                "--contrasts scores turns in contexts that --intervention doesn't reach",
+                "leave one of them out",
+            )
+        if self.intervention is not None and self.engine == "graphs":
+            raise UserError(
+                "--engine graphs: a captured graph can't be changed by --intervention",
+                "use --engine auto",
+            )
 
     @property
     def writes_responses(self) -> bool:

@@ -11,12 +11,11 @@ import transformers
 from ia_mech import __version__
 from ia_mech.chat.format import ChatFormat
 from ia_mech.collect.config import SampleConfig
-from ia_mech.collect.preflight import kept_positions
+from ia_mech.collect.preflight import Inputs, kept_positions
 from ia_mech.engine import packed_weights
 from ia_mech.engine.check import TOKENS
 from ia_mech.engine.cuda import fused
 from ia_mech.engine.shared_prefix import Engine
-from ia_mech.likelihood.candidates import OwnCandidates
 from ia_mech.likelihood.scorer import scored_temperatures
 from ia_mech.models.load import Subject
 from ia_mech.run.integrity import without_folders
@@ -49,18 +48,19 @@ def identity(
     chat: ChatFormat,
     snapshot: dict,
     engine: Engine,
-    own: OwnCandidates | None = None,
+    inputs: Inputs,
 ) -> dict:
     """What two runs must share to be one run."""
     model = {"model": subject.describe(), "engine": engine.name, "chat": chat.describe()}
-    known = json.loads(json.dumps(model)) | identity_asked_for(config, chat, snapshot, own)
+    known = json.loads(json.dumps(model)) | identity_asked_for(config, chat, snapshot, inputs)
     return without_folders(known)
 
 
 def identity_asked_for(
-    config: SampleConfig, chat: ChatFormat, snapshot: dict, own: OwnCandidates | None
+    config: SampleConfig, chat: ChatFormat, snapshot: dict, inputs: Inputs
 ) -> dict:
     """That part of the identity which is known before the model's weights are."""
+    own, vector = inputs.own, inputs.vector
     known = json.loads(
         json.dumps(
             {
@@ -69,6 +69,7 @@ def identity_asked_for(
                 "score_temperatures": scored_temperatures(config.grid.temperatures),
                 "conversations": snapshot,
                 "candidates": None if own is None else own.sha256,
+                "intervention": None if vector is None else vector.sha256,
                 "software": {
                     "ia_mech": __version__,
                     "torch": torch.__version__,

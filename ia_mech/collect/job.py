@@ -35,6 +35,7 @@ from ia_mech.collect.preflight import (
     Texts,
     check_disk,
     check_header_logits,
+    check_vector,
     context_units,
     kept_positions,
     open_inputs,
@@ -72,6 +73,7 @@ from ia_mech.errors import UserError, exhaustion
 from ia_mech.lens import save_lens
 from ia_mech.likelihood.scorer import ContextScores, Scorer, scored_temperatures
 from ia_mech.likelihood.swaps import SwapSources
+from ia_mech.models import parallel
 from ia_mech.models.load import (
     Subject,
     context_limit,
@@ -82,6 +84,7 @@ from ia_mech.models.load import (
 from ia_mech.run import Run, RunWriter, layout
 from ia_mech.run.background import Background
 from ia_mech.run.integrity import scratch_folder
+from ia_mech.run.writer import RunFollower
 
 
 def make_run(
@@ -100,8 +103,10 @@ def make_run(
     """
     inputs = open_inputs(config, out, shard, repair=repair)
     tokenizer, model_config = load_tokenizer_and_config(config.model)
-    kept_positions(config, build_chat(config, tokenizer))
+    chat = build_chat(config, tokenizer)
+    kept_positions(config, chat)
     check_header_logits(config, model_config)
+    check_vector(inputs.vector, chat, model_config)
     subject = load(config.model)
     run = collect(
         config,
@@ -150,7 +155,10 @@ def prepare(config: SampleConfig, subject: Subject, inputs: Inputs, folder: Path
     chat = build_chat(config, subject.tokenizer, eos_ids(model.generation_config, model.config))
     ids = probe_ids(chat)
     engine = check_engine(model, ids, config.engine)
-    engine = with_static_buffers(model, ids, engine, config.engine)
+    if inputs.vector is None:
+        engine = with_static_buffers(model, ids, engine, config.engine)
+    else:  # in static buffers nothing can be changed
+        inputs.vector.check_weights(subject.weights_hash)
     texts = Texts(folder)
     found = survey(inputs, config, chat, model.config, texts.append)
     return Prepared(inputs, chat, engine, found, texts)
@@ -200,7 +208,7 @@ def collect(
             prepared = prepare(config, subject, inputs, folder.parent)
         inputs, chat, found = prepared.inputs, prepared.chat, prepared.survey
         buckets, positions = found.buckets(config, shard), kept_positions(config, chat)
-        who = identity(config, subject, chat, found.facts, prepared.engine, inputs.own)
+        who = identity(config, subject, chat, found.facts, prepared.engine, inputs)
         refuse_differing(out, shard, who)
         record = {
             "format": layout.FORMAT,
@@ -209,17 +217,25 @@ def collect(
             "buckets": found.bucket_count(config),
             "shard": [shard.number, shard.of],
         }
-        with scratch_folder(folder.parent) as scratch:
-            file = scratch / layout.CONVERSATIONS
-            write_snapshot(prepared.texts, buckets, file)
-            lengths = [found.lengths[i] for orders in buckets.values() for i in orders]
-            counts = len(lengths), sum(lengths)
-            size = model.dtype.itemsize
-            check_disk(run_bytes(config, positions, model.config, size, *counts), folder)
-            if (folder / layout.RUN).is_file():
-                writer = RunWriter.resume(folder, record, file, repair=repair, name_of=flag_of)
-            else:
-                writer = RunWriter.create(folder, record, file)
+        lengths = [found.lengths[i] for orders in buckets.values() for i in orders]
+        counts = len(lengths), sum(lengths)
+        size = model.dtype.itemsize
+        needed = sum(run_bytes(config, positions, model.config, size, *counts).values())
+        opened: list[RunWriter] = []
+
+        def open_writer(texts: Texts = prepared.texts) -> None:
+            with scratch_folder(folder.parent) as scratch:
+                file = scratch / layout.CONVERSATIONS
+                write_snapshot(texts, buckets, file)
+                check_disk(needed, folder)
+                if (folder / layout.RUN).is_file():
+                    one = RunWriter.resume(folder, record, file, repair=repair, name_of=flag_of)
+                else:
+                    one = RunWriter.create(folder, record, file)
+                opened.append(one)
+
+        parallel.of_first(open_writer)
+        writer = opened[0] if opened else RunFollower(folder)
         if problem := too_few(config, found.read):
             progress.say(f"note: {problem}")
         remember(config.model, subject.weights_hash)
@@ -230,6 +246,7 @@ def collect(
                 others = partial(responses_of_others, out, shard, wait)
                 job = _Job(config, inputs, subject, chat, writer, progress, prepared.engine)
                 job.work(found, buckets, prepared.texts, others, phase)
+            parallel.barrier()  # the other ranks read what the first one wrote
     except BrokenPipeError:  # of the progress, not of the run
         raise
     except OSError as error:
@@ -256,7 +273,8 @@ class _Job:
         engine: Engine,
     ) -> None:
         assert config.batch_rows is not None
-        self.config, self.own, self.subject, self.chat = config, inputs.own, subject, chat
+        self.config, self.subject, self.chat = config, subject, chat
+        self.own, self.vector = inputs.own, inputs.vector
         self.writer, self.progress, self.engine = writer, progress, engine
         self.batch_rows = config.batch_rows
         self.defaults = batch_defaults(subject.device)
@@ -314,6 +332,8 @@ class _Job:
             f"{about['dtype']} on {about['device']}, weights {about['weights_hash']}"
         )
         self.progress.say(f"engine: {self.engine}")
+        if self.vector is not None:
+            self.progress.say(f"steered: {self.vector}")
         if self.engine.why:
             self.writer.note("engine", str(self.engine))
         if problem := fused.missed(self.subject.device):
@@ -383,6 +403,7 @@ class _Job:
             self.progress.stop()
         if any(size.prompt is not None for size in survey.sizes):
             writer.finish_responses()
+            parallel.barrier()  # the other ranks read what the first one wrote
 
     def _respond(self, work: Work, group: list[tuple[int, Conversation]]) -> list[dict]:
         """Responses to (order, conversation): greedy ones, as ``generate(do_sample=False)`` writes
@@ -497,6 +518,7 @@ class _Job:
             conversation = conversation.with_response(written["response"])
         try:
             context, turn = rendered(self.chat, conversation)
+            steered = self.vector.at_context(context.positions) if self.vector else ()
         except UserError as error:
             if written is None:
                 raise
@@ -505,7 +527,8 @@ class _Job:
                 self.left_out.append(conversation.id)
                 self.writer.note("left_out", self.left_out)
             return None
-        return PreparedContext(order, conversation, written, context, turn)
+        at_turn = self.vector.at_turn if self.vector else ()
+        return PreparedContext(order, conversation, written, context, turn, steered, at_turn)
 
     def _run_contexts(
         self,
@@ -553,7 +576,8 @@ class _Job:
         prefixes = []
         for context in contexts:
             at = [context.chat.positions[name] for name in self.positions]
-            prefixes.append(Prefix(context.chat.ids, [-1 if p is None else p for p in at]))
+            places = [-1 if p is None else p for p in at]
+            prefixes.append(Prefix(context.chat.ids, places, context.at_context))
         return prefill(self.subject.model, prefixes, self.blocks)
 
     def _check_numbers(self, context: PreparedContext, logits: Tensor) -> None:
@@ -575,7 +599,12 @@ class _Job:
         """Every row of the grid for every context, contexts first."""
         grid = self.config.grid
         rows = [
-            Row(index, temperature, stream_key(grid.seed, context.conversation.source_id, sample))
+            Row(
+                index,
+                temperature,
+                stream_key(grid.seed, context.conversation.source_id, sample),
+                context.at_turn,
+            )
             for index, context in enumerate(contexts)
             for temperature, sample in self.grid_rows
         ]

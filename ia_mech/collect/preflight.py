@@ -47,14 +47,16 @@ from ia_mech.errors import UserError
 from ia_mech.likelihood.candidates import OwnCandidates
 from ia_mech.models.load import context_limit, resolve_device, text_config
 from ia_mech.run import layout
+from ia_mech.steering import SteeringVector
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a run reads: its conversations, and the user's own candidates."""
+    """What a run reads: its conversations, the user's own candidates, and a steering vector."""
 
     source: ConversationSource
     own: OwnCandidates | None
+    vector: SteeringVector | None = None
 
 
 def open_inputs(
@@ -79,11 +81,13 @@ def open_inputs(
 
 
 def read_inputs(config: SampleConfig) -> Inputs:
-    """Open the conversations, and read the user's candidates.
+    """Open the conversations, and read the user's candidates and steering vector.
 
     Raises:
-        UserError: candidates or a dataset that can't be used.
+        UserError: candidates, a vector or a dataset that can't be used.
     """
+    given = config.intervention
+    vector = None if given is None else SteeringVector.load(given)
     own = None if config.candidates is None else OwnCandidates.read(config.candidates)
     source = open_conversations(
         config.dataset,
@@ -92,7 +96,7 @@ def read_inputs(config: SampleConfig) -> Inputs:
         split=config.split,
         subset=config.subset,
     )
-    return Inputs(source, own)
+    return Inputs(source, own, vector)
 
 
 def check_folder(out: Path, shard: Shard = WHOLE) -> None:
@@ -148,6 +152,15 @@ def check_header_logits(config: SampleConfig, model_config: PretrainedConfig) ->
             f"--header-logits {config.header_logits}: the model has {most} logits",
             f"give full, or at most {most}",
         )
+
+
+def check_vector(
+    vector: SteeringVector | None, chat: ChatFormat, model_config: PretrainedConfig
+) -> None:
+    """Raise UserError if a model lacks what a vector, if there is one, is to change."""
+    if vector is not None:
+        text = text_config(model_config)
+        vector.check(text.num_hidden_layers, text.hidden_size, chat.position_names)
 
 
 def needs_response(config: SampleConfig, conversation: Conversation) -> bool:
@@ -270,6 +283,7 @@ def survey(
             candidates of unknown conversations, or more header logits than the model has.
     """
     check_header_logits(config, model_config)
+    check_vector(inputs.vector, chat, model_config)
     limit = context_limit(model_config)
     total = hashlib.sha256()
     sizes: list[Size] = []
@@ -277,7 +291,7 @@ def survey(
     read: set[str] = set()
     for conversation in _alternatives(inputs.source, config):
         try:
-            length, turn, prompt = _lengths(conversation, config, chat)
+            length, turn, prompt = _lengths(conversation, config, chat, inputs.vector)
         except UserError as error:
             raise UserError(
                 f"conversation {conversation.id}: {error.problem}", error.remedy
@@ -331,7 +345,10 @@ def _alternatives(source: Iterable[Conversation], config: SampleConfig) -> Itera
 
 
 def _lengths(
-    conversation: Conversation, config: SampleConfig, chat: ChatFormat
+    conversation: Conversation,
+    config: SampleConfig,
+    chat: ChatFormat,
+    vector: SteeringVector | None,
 ) -> tuple[int, int | None, int | None]:
     """Tokens of a conversation's context (at its longest), of its reference turn, if any, and of
     the prompt if the response is still to be written."""
@@ -347,6 +364,8 @@ def _lengths(
             "use --response auto to let the model write the missing ones",
         )
     context, turn = rendered(chat, replace(conversation, messages=tuple(messages)))
+    if vector is not None:
+        vector.at_context(context.positions)
     return len(context.ids) + extra, None if turn is None else len(turn), prompt
 
 
@@ -491,7 +510,7 @@ def run_bytes(
     dtype_bytes: int,
     contexts: int,
     tokens: int,
-) -> int:
+) -> dict[str, int]:
     """About how many bytes a run of so many contexts, of so many tokens together, will take."""
     text = text_config(model_config)
     residuals = len(positions) * (text.num_hidden_layers + 1) * text.hidden_size * dtype_bytes
@@ -504,7 +523,12 @@ def run_bytes(
     rows = len(config.grid.rows()) * (config.grid.max_new_tokens * 20 + 100)
     # Candidates with their texts and a log-probability per temperature, and what columns cost.
     scores = (4_500 if config.rivals else 2_000) * contexts + 8_000
-    return contexts * (residuals + logits + rows) + 10 * tokens + scores
+    return {
+        "residuals": contexts * residuals,
+        "header logits": contexts * logits,
+        "turns": contexts * rows,
+        "contexts": 10 * tokens + scores,
+    }
 
 
 def size_text(count: int) -> str:
@@ -600,7 +624,7 @@ def make_plan(
         cost=sum(cost for _, cost in units),
         unit_rows=unit_rows,
         unit_cost=unit_cost,
-        bytes=run_bytes(config, positions, model_config, dtype_bytes, *counts),
+        bytes=sum(run_bytes(config, positions, model_config, dtype_bytes, *counts).values()),
         lens_bytes=(text.vocab_size + 2) * text.hidden_size * dtype_bytes,
         header_text=chat.header_text,
         positions=positions,

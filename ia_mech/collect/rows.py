@@ -12,6 +12,7 @@ from torch import Tensor
 from ia_mech.chat.format import ChatContext, ChatFormat
 from ia_mech.collect.config import SampleConfig
 from ia_mech.data.conversations import Conversation
+from ia_mech.engine.intervention import Steered
 from ia_mech.engine.loop import Decoded
 from ia_mech.likelihood.scorer import (
     ContextScores,
@@ -32,11 +33,14 @@ class PreparedContext:
     written: dict | None  # the response the subject model wrote, if it did
     chat: ChatContext
     reference_ids: list[int] | None
+    at_context: tuple[Steered, ...] = ()
+    at_turn: tuple[Steered, ...] = ()  # each of its tokens
 
     @property
     def scorable(self) -> Scorable:
         """The same for the scorer."""
-        return Scorable(self.order, self.conversation, self.chat.ids, self.reference_ids)
+        ids = self.chat.ids, self.reference_ids
+        return Scorable(self.order, self.conversation, *ids, self.at_turn)
 
     @property
     def response_cut_off(self) -> bool:

@@ -18,6 +18,7 @@ from ia_mech.errors import UserError
 from ia_mech.run import Run, layout
 from ia_mech.run.writer import refuse_another
 
+PATIENCE = 30.0  # seconds in which torchrun ends a rank after another one
 POLL = 1.0  # seconds between two looks at what other processes have written
 
 
@@ -46,8 +47,11 @@ class Shard:
         return cls(int(found[1]), int(found[2]))
 
     @classmethod
-    def of_environment(cls, environ: Mapping[str, str]) -> "Shard":
+    def of_environment(cls, environ: Mapping[str, str], together: int = 1) -> "Shard":
         """What a Slurm array, torchrun, or torchrun in each task of an array says; else 1 of 1.
+
+        Args:
+            together: so many ranks of torchrun make one shard, those of consecutive numbers.
 
         Raises:
             UserError: variables that are not whole numbers, or no shard.
@@ -58,7 +62,8 @@ class Shard:
             raise UserError(
                 f"RANK {rank} of WORLD_SIZE {ranks} is no rank", "unset both, or give --shard i/n"
             )
-        return cls(task * ranks + rank + 1, tasks * ranks)
+        groups = max(1, ranks // together)
+        return cls(task * groups + rank // together + 1, tasks * groups)
 
     def folder(self, out: Path) -> Path:
         """Where the shard of the run ``out`` is."""
@@ -107,23 +112,45 @@ class Rank:
     Attributes:
         number, of: among all of them.
         local, here: among those of this machine.
+        together: so many of them hold the model of one shard.
     """
 
     number: int = 0
     of: int = 1
     local: int = 0
     here: int = 1
+    together: int = 1
 
     @classmethod
-    def of_environment(cls, environ: Mapping[str, str]) -> "Rank":
-        """Raises UserError for variables that are not whole numbers."""
-        names = ("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1)
-        return cls(*(_number(environ, *name) for name in names))
+    def of_environment(cls, environ: Mapping[str, str], together: int = 1) -> "Rank":
+        """From torchrun's variables.
+
+        Args:
+            together: as the attribute.
+
+        Raises:
+            UserError: no whole numbers, or no multiple of ``together`` ranks.
+        """
+        rank, ranks = _number(environ, "RANK", 0), _number(environ, "WORLD_SIZE", 1)
+        local, here = _number(environ, "LOCAL_RANK", 0), _number(environ, "LOCAL_WORLD_SIZE", 1)
+        if ranks % together:
+            if rank:
+                time.sleep(PATIENCE)  # the first one says it, and torchrun then ends all
+            raise UserError(
+                f"--tensor-parallel {together}: {ranks} process(es) are no multiple of it",
+                f"start the command with torchrun --nproc-per-node {together}, or a multiple",
+            )
+        return cls(rank, ranks, local, here, together)
 
     @property
     def several(self) -> bool:
-        """Whether there are others, which torchrun ends if one fails."""
-        return self.of > 1
+        """Whether other shards are made, too, by ranks that torchrun ends if one fails."""
+        return self.of > self.together
+
+    @property
+    def leads(self) -> bool:
+        """Whether it is the first, or the only one, of those that make its shard."""
+        return self.number % self.together == 0
 
     def threads(self, now: int) -> int:
         """Of a process on a CPU: its share of the cores, where torchrun would leave it one."""

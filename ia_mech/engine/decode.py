@@ -85,10 +85,13 @@ def decode_stream(
         What each row wrote, in the order of ``rows``.
 
     Raises:
-        ValueError: rows or contexts don't fit into ``static``.
+        ValueError: rows or contexts don't fit into ``static``, or rows are steered there: its steps
+            may be captured, and run no hooks.
     """
     if not rows:
         return []
+    if static is not None and any(row.steered for row in rows):
+        raise ValueError("steered rows can't be decoded in static buffers")
     order = sorted(range(len(rows)), key=lambda i: rows[i].context)
     sorted_rows = [rows[i] for i in order]
     arguments = model, groups, sorted_rows, stop_ids, max_new_tokens, width, on_step, share

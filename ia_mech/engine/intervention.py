@@ -12,7 +12,7 @@ To add a kind, write a dataclass with a ``layer`` and say in :func:`intervene` w
 import contextlib
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -69,13 +69,38 @@ class Add:
 
     def __post_init__(self) -> None:
         _check_some(self.positions, "position")
-        if not self.direction.norm() > 0:
-            raise UserError("the direction to add has no length", "give one that isn't zero")
+        _check_length(self.direction)
 
     def edited(self, own: Tensor) -> Tensor:
         """What takes the place of ``[positions, d_model]``."""
         unit = (self.direction / self.direction.norm()).to(own)
         return own + self.dose * own.norm(dim=-1, keepdim=True) * unit
+
+
+@dataclass(frozen=True, eq=False)
+class ProjectOut:
+    """Remove the residual stream's component along a direction.
+
+    Attributes:
+        layer: whose states.
+        positions: of the row's tokens.
+        direction: ``[d_model]``, of any length but 0.
+        dose: share of the component that is removed. With 0 nothing is touched.
+    """
+
+    layer: int
+    positions: tuple[int, ...]
+    direction: Tensor
+    dose: float = 1.0
+
+    def __post_init__(self) -> None:
+        _check_some(self.positions, "position")
+        _check_length(self.direction)
+
+    def edited(self, own: Tensor) -> Tensor:
+        """What takes the place of ``[positions, d_model]``."""
+        unit = (self.direction / self.direction.norm()).to(own)
+        return own - self.dose * (own * unit).sum(-1, keepdim=True) * unit
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,7 +122,8 @@ class Block:
             raise ValueError("an edge must lead from a token to an earlier one")
 
 
-Intervention = Replace | Add | Block
+Steered = Add | ProjectOut  # what can be done at any token alike
+Intervention = Replace | Steered | Block
 
 
 class Touched(NamedTuple):
@@ -111,6 +137,16 @@ class Touched(NamedTuple):
 def _check_some(selected: Sequence | Tensor, what: str) -> None:
     if not len(selected):
         raise UserError(f"an intervention selects no {what}", f"select at least one {what}")
+
+
+def _check_length(direction: Tensor) -> None:
+    if not 0 < direction.norm() < torch.inf:
+        raise UserError("the direction has no length", "give one that isn't zero")
+
+
+def at_tokens(steered: Sequence[Steered], positions: Sequence[int]) -> list[Intervention]:
+    """The same at other positions; nothing at none."""
+    return [replace(one, positions=tuple(positions)) for one in steered] if positions else []
 
 
 def edges_between(queries: Sequence[int], keys: Sequence[int]) -> Tensor:
@@ -156,17 +192,20 @@ def intervene(
         UserError: a layer isn't there or has no attention edges; a token isn't in the pass.
         RuntimeError: on leaving, if a layer didn't run.
     """
+    if not any(rows):
+        yield []
+        return
     begin = [0] * len(rows) if first is None else list(first)
     blocks = find_blocks(model)
     touched: list[Touched] = []
-    edits: dict[int, list[tuple[int, Replace | Add]]] = defaultdict(list)
+    edits: dict[int, list[tuple[int, Replace | Steered]]] = defaultdict(list)
     blocked: dict[int, list[tuple[int, Block]]] = defaultdict(list)
     for row, interventions in enumerate(rows):
         for one in interventions:
             check_layers([one.layer], len(blocks), 1 if isinstance(one, Block) else 0)
             if isinstance(one, Block):
                 blocked[one.layer].append((row, one))
-            elif not (isinstance(one, Add) and one.dose == 0):
+            elif not (isinstance(one, Steered) and one.dose == 0):
                 edits[one.layer].append((row, one))
     handles = []
     try:
@@ -194,7 +233,7 @@ class _StateHook:
     """Edits the residual stream of one layer."""
 
     def __init__(
-        self, edits: list[tuple[int, Replace | Add]], first: list[int], touched: list[Touched]
+        self, edits: list[tuple[int, Replace | Steered]], first: list[int], touched: list[Touched]
     ) -> None:
         self.edits, self.first, self.touched = edits, first, touched
 

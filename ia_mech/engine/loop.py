@@ -9,7 +9,7 @@ same batches again.
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import torch
@@ -17,8 +17,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ia_mech.engine.cuda import fused
+from ia_mech.engine.intervention import Steered, intervene
 from ia_mech.engine.prefill import Prefilled, State, can_join, expand, forward, join, put_rows
 from ia_mech.engine.sampling import Draw, draw, gumbel
+from ia_mech.models import parallel
 
 CPU_LOGITS = 400_000  # logits sampled at a time on a CPU, so that temporary tensors stay in cache
 COMPACT_BELOW = 0.875  # a batch that no row joins is compacted at this share of busy slots
@@ -26,11 +28,15 @@ COMPACT_BELOW = 0.875  # a batch that no row joins is compacted at this share of
 
 @dataclass(frozen=True)
 class Row:
-    """One generation to decode: which context of the group, at which temperature, which noise."""
+    """One generation to decode: which context of the group, at which temperature, which noise.
+
+    ``steered`` takes place at each token of the turn, for which position 0 stands.
+    """
 
     context: int
     temperature: float
     stream: tuple[int, int]  # sampling.stream_key(...); unused by greedy rows
+    steered: tuple[Steered, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -89,7 +95,9 @@ class Stream:
             if keep is not None:
                 token = token[keep]
                 self._state.keep(torch.tensor(keep, device=token.device))
-            logits = decode_step(self._model, self._state, token)
+            each = [self._rows[row].steered if row >= 0 else () for row in schedule.slots]
+            with intervene(self._model, each):
+                logits = decode_step(self._model, self._state, token)
             busy = len(schedule.busy)
             token, finished = self._sample(logits, schedule.slots, schedule.age)
             lengths = [schedule.age[slot] + 1 for slot in finished]
@@ -174,6 +182,7 @@ class Stream:
         temperature = torch.where(row < 0, 0.0, self._temperature[row])
         device = logits.device
         drawn = sample(logits, temperature.to(device), self._keys[row].to(device), age.to(device))
+        drawn = replace(drawn, token=parallel.tokens_of_first(drawn.token))
         self._record.add(row.numpy(), age.numpy(), drawn)
         tokens = drawn.token.tolist()
         finished = [

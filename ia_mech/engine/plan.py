@@ -8,6 +8,7 @@ here looks at the clock, at free memory or at what was already done.
 import hashlib
 import json
 import math
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -15,6 +16,7 @@ from typing import TypeVar
 import torch
 
 from ia_mech.errors import UserError, is_out_of_memory
+from ia_mech.models import parallel
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -82,6 +84,11 @@ class OomBackoff:
     def _halve(self, size: int) -> None:
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
+        if parallel.active():  # the other ranks go on with larger batches
+            raise parallel.OnThisRank(
+                f"out of memory on rank {os.environ['RANK']} with {size} items together",
+                "lower --batch-rows, or use more ranks for --tensor-parallel",
+            )
         if size == 1 and not self._outermost:
             raise MemoryError("a single item doesn't fit")
         if size == 1:

@@ -25,6 +25,7 @@ from transformers.cache_utils import (
 )
 
 from ia_mech.engine.capture import ResidualCapture
+from ia_mech.engine.intervention import Intervention, intervene
 from ia_mech.engine.packed_weights import packed_linears
 from ia_mech.engine.shared_prefix import BatchSlots, SharedLayer, held, sharing
 from ia_mech.models.load import accepts
@@ -38,10 +39,12 @@ class Prefix:
     """One context as the engine sees it.
 
     ``positions`` are indices into ``ids`` of the named tokens, in the run's order; -1 = lacking.
+    ``interventions`` take place at indices into ``ids``, while it is prefilled.
     """
 
     ids: Sequence[int]
     positions: Sequence[int] = ()
+    interventions: Sequence[Intervention] = ()
 
 
 @dataclass
@@ -102,19 +105,24 @@ def prefill(
     Args:
         model: the subject model, in evaluation mode.
         prefixes: the contexts; all with the same number of positions.
-        blocks: the model's blocks; given, the residual stream is captured at the positions.
+        blocks: the model's blocks; given, the residual stream is captured at the positions, as the
+            interventions leave it.
     """
     ids, mask = _left_padded([prefix.ids for prefix in prefixes], model.device)
+    interventions = [prefix.interventions for prefix in prefixes]
+    first = [len(prefix.ids) - ids.shape[1] for prefix in prefixes]
     state = State(
         cache=DynamicCache(config=model.config),
         mask=mask[:, :0],
         position=torch.zeros(len(prefixes), dtype=torch.long, device=model.device),
     )
     if blocks is None:
-        return Prefilled(state, forward(model, state, ids, mask)[:, -1], None)
+        with intervene(model, interventions, first):
+            return Prefilled(state, forward(model, state, ids, mask)[:, -1], None)
     at = torch.tensor([list(prefix.positions) for prefix in prefixes], dtype=torch.long)
     padding = torch.tensor([[ids.shape[1] - len(prefix.ids)] for prefix in prefixes])
-    with ResidualCapture(blocks, torch.where(at < 0, at, at + padding)) as capture:
+    captured = ResidualCapture(blocks, torch.where(at < 0, at, at + padding))
+    with intervene(model, interventions, first), captured as capture:
         logits = forward(model, state, ids, mask)[:, -1]
     return Prefilled(state, logits, capture.residuals())
 
@@ -332,7 +340,8 @@ class PreallocatedLayer(DynamicLayer):
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Keep the given rows, in the given order, in buffers of their own."""
         length = self.keys.shape[-2]
-        self._buffers = [buffer.index_select(0, beam_idx) for buffer in self._buffers]
+        index = beam_idx.to(self.device)  # of this layer: blocks may be on several
+        self._buffers = [buffer.index_select(0, index) for buffer in self._buffers]
         self._use(length)
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ia_mech.engine.intervention import Steered, at_tokens, intervene
 from ia_mech.engine.loop import cpu_slices
 from ia_mech.engine.plan import plan_units
 from ia_mech.engine.prefill import Prefilled, State, can_join, expand, forward, join
@@ -20,10 +21,14 @@ PADDING = 0.25  # most padding of turns that share a pass, as a share of their t
 
 @dataclass(frozen=True)
 class Turn:
-    """A user turn to score: the context it follows (index in the group) and its token ids."""
+    """A user turn to score: the context it follows (index in the group) and its token ids.
+
+    ``steered`` takes place at each of its tokens; its own positions aren't looked at.
+    """
 
     context: int
     ids: Sequence[int]
+    steered: tuple[Steered, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -159,7 +164,12 @@ def _score_pass(
             break
         assert state is not None
         fed = slice(done - 1, min(done - 1 + most, longest - 1))
-        logits = forward(model, state, ids[:, fed], mask[:, fed], keep=0)
+        interventions = [
+            at_tokens(turn.steered, range(fed.start, min(fed.stop, len(turn.ids) - 1)))
+            for turn in turns
+        ]
+        with intervene(model, interventions, [fed.start] * len(turns)):
+            logits = forward(model, state, ids[:, fed], mask[:, fed], keep=0)
     found = scores.cpu().numpy()
     return [
         Scored(

@@ -252,7 +252,7 @@ def _kappas(
 
 @dataclass(frozen=True)
 class Labeller:
-    """A judge or annotator, laid out over all rows of ``run.generations``.
+    """A judge or annotator, laid out over all rows of ``run.turns``.
 
     Attributes:
         name: as shown; ``judge:NAME`` or ``annotator:NAME`` where the name alone isn't clear.
@@ -321,7 +321,7 @@ def agreement(run: Run, between: Sequence[str] | None = None) -> Agreement:
     """
     check_finished(run)
     labellers = [_labeller(run, *chosen) for chosen in _chosen(run, between)]
-    sources = run.generations["source_id"].to_numpy(dtype=object)
+    sources = run.turns["source_id"].to_numpy(dtype=object)
     pairs = {}
     for first, second in combinations(labellers, 2):
         # Annotators are the truth of judges; between equals it is the one that was named first.
@@ -346,7 +346,7 @@ def agreement(run: Run, between: Sequence[str] | None = None) -> Agreement:
 
 
 def _floor(run: Run, labeller: Labeller) -> Floor:
-    sources = run.generations["source_id"].to_numpy(dtype=object)
+    sources = run.turns["source_id"].to_numpy(dtype=object)
     rows, weights = joint_rows([labeller])
     categories = labeller.categories[rows]
     assessed = np.isin(categories, ASSESSED)
@@ -356,7 +356,7 @@ def _floor(run: Run, labeller: Labeller) -> Floor:
     decoys = {}
     counted = labeller.decoys["category"].isin(ASSESSED)
     if labeller.kind == JUDGE:
-        own = pd.Series(labeller.categories, pd.MultiIndex.from_frame(run.generations[list(KEY)]))
+        own = pd.Series(labeller.categories, pd.MultiIndex.from_frame(run.turns[list(KEY)]))
         counted &= own.reindex(own_turns(labeller.decoys)).isin(ASSESSED).to_numpy()
     for kind, of in labeller.decoys[counted].groupby("decoy"):
         places = (of["shown"].map(source_of), of["context_id"].map(source_of))
@@ -374,7 +374,7 @@ def joint_rows(labellers: Sequence[Labeller]) -> tuple[np.ndarray, np.ndarray]:
     probability are taken for a census.
 
     Returns:
-        ``[n]`` positions in ``run.generations`` and ``[n]`` weights.
+        ``[n]`` positions in ``run.turns`` and ``[n]`` weights.
     """
     joint = np.logical_and.reduce([labeller.labelled for labeller in labellers])
     weights = np.ones(len(joint))
@@ -402,9 +402,9 @@ def disagreements(run: Run, labellers: Sequence[Labeller], seed: int = 0) -> pd.
         Columns: the row's key, source and dataset; the texts; per labeller its category (``failed``
         where a judge has none, None where it has no label), then per labeller, as ``<name> (why)``,
         a judge's rationale or an annotator's note. The index is the position in
-        ``run.generations``.
+        ``run.turns``.
     """
-    table = run.generations[[*KEY, "source_id", "dataset"]].reset_index(drop=True)
+    table = run.turns[[*KEY, "source_id", "dataset"]].reset_index(drop=True)
     items = items_of(run)
     table[list(TEXTS)] = [[item.query, item.response, item.turn] for item in items]
     labels = pd.DataFrame({x.name: x.categories for x in labellers}, dtype=object)
@@ -477,7 +477,7 @@ def _chosen(run: Run, between: Sequence[str] | None) -> list[tuple[str, str, str
 
 
 def _labeller(run: Run, kind: str, name: str, shown: str) -> Labeller:
-    rows = pd.MultiIndex.from_frame(run.generations[list(KEY)])
+    rows = pd.MultiIndex.from_frame(run.turns[list(KEY)])
     if kind == JUDGE:
         frame, decoys = run.labels.judgements(name), run.labels.decoys(name)
         for rows_of in (frame, decoys):
@@ -696,7 +696,7 @@ def command(args: argparse.Namespace) -> None:
 def report(run: Run, found: Agreement) -> str:
     """All figures as JSON; NaN is null."""
     content = {
-        "run": str(run.path),
+        "run": run.name,
         "labellers": [
             {"name": x.name, "kind": x.kind, "rows": int(x.labelled.sum())}
             | {"genuine": asdict(found.floors[x.name])}

@@ -37,7 +37,7 @@ def draw_decoys(run: Run) -> pd.DataFrame:
         (the id of the context it is shown after). In a stratum the context's own turn is the
         ``conversation`` decoy that was taken out of that context.
     """
-    turns = run.generations
+    turns = run.turns
     perturbation = turns["perturbation"].fillna(UNPERTURBED)
     responses = (
         turns["response_index"].to_numpy(dtype=float, na_value=np.nan)
@@ -92,14 +92,14 @@ def decoy_items(run: Run, decoys: pd.DataFrame, items: Sequence[Item]) -> list[I
     Args:
         run: the run.
         decoys: rows as of :func:`draw_decoys`.
-        items: of ``run.generations``, in its order.
+        items: of ``run.turns``, in its order.
 
     Raises:
         KeyError: a decoy's turn or context isn't in the run.
     """
-    keys = run.generations[list(KEY)].itertuples(index=False, name=None)
+    keys = run.turns[list(KEY)].itertuples(index=False, name=None)
     own = dict(zip(keys, items, strict=True))
-    shown = dict(zip(run.generations["context_id"], items, strict=True))
+    shown = dict(zip(run.turns["context_id"], items, strict=True))
     turns = decoys[list(KEY)].itertuples(index=False, name=None)
     return [
         replace(shown[context], turn=own[key].turn)

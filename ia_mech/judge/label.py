@@ -29,7 +29,7 @@ from ia_mech.judge.decoys import decoy_items, draw_decoys
 from ia_mech.judge.rubric import ASSESSED, NAMES, SHORT, VERSION, rubric_hash
 from ia_mech.judge.verdict import JUDGED, CostLimit, Item, Judge, Verdict, identity_hash
 from ia_mech.run import Run, layout
-from ia_mech.run.labels import KEY, check_name
+from ia_mech.run.labels import KEY, ROWS, check_name
 
 # A failure that another attempt may not meet: the server's, not the item's. Never cached.
 PASSING = frozenset({"unavailable"})
@@ -66,7 +66,7 @@ def same_judges(run: Run) -> list[str]:
 
 
 def items_of(run: Run, *, unperturbed: bool = False) -> list[Item]:
-    """What a judge sees of every row of ``run.generations``, in its order.
+    """What a judge sees of every row of ``run.turns``, in its order.
 
     ``unperturbed`` shows the response that the source's conversation had before it was perturbed,
     not the one that the model was given. A turn that was written without having seen the response
@@ -97,7 +97,7 @@ def items_of(run: Run, *, unperturbed: bool = False) -> list[Item]:
                     "judge it as it was shown to the model",
                 )
             shown[context] = (shown[context][0], before)
-    generations = run.generations
+    generations = run.turns
     return [
         Item(*shown[context], turn)
         for context, turn in zip(generations["context_id"], generations["text"], strict=True)
@@ -275,7 +275,7 @@ def label_run(
 def _to_judge(run: Run, unperturbed: bool) -> tuple[pd.DataFrame, list[Item]]:
     """All turns (KEY, ``decoy`` and ``shown``), the decoys last, and what a judge sees of each."""
     items, decoys = items_of(run, unperturbed=unperturbed), draw_decoys(run)
-    own = run.generations[list(KEY)].assign(decoy=None, shown=None)
+    own = run.turns[list(KEY)].assign(decoy=None, shown=None)
     return pd.concat([own, decoys], ignore_index=True), items + decoy_items(run, decoys, items)
 
 
@@ -286,13 +286,14 @@ def _shuffled(items: Sequence[Item]) -> list[Item]:
 
 def _rows(
     turns: pd.DataFrame, items: list[Item], verdicts: dict[Pair, Verdict], cached: set[Pair]
-) -> list[dict[str, Any]]:
+) -> Iterator[dict[str, Any]]:
     """One row per turn and repeat. Tokens and cost stand on the first row of an item only, so that
     a column's sum is what the labels cost."""
     repeats = sorted({repeat for _, repeat in verdicts})
     seen: set[Pair] = set()
-    rows = []
-    for turn, item in zip(turns.to_dict("records"), items, strict=True):
+    parts = (turns.iloc[at : at + ROWS] for at in range(0, len(turns), ROWS))
+    records = (record for part in parts for record in part.to_dict("records"))
+    for turn, item in zip(records, items, strict=True):
         for repeat in repeats:
             pair = item, repeat
             verdict, first = verdicts[pair], pair not in seen
@@ -308,8 +309,7 @@ def _rows(
             if not first:
                 row |= {"prompt_tokens": 0, "completion_tokens": 0}
                 row["cost"] = None if verdict.cost is None else 0.0
-            rows.append(row)
-    return rows
+            yield row
 
 
 # -- from the command line ---------------------------------------------------------------------

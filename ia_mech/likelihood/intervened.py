@@ -4,7 +4,8 @@ What precedes the first token that an intervention may touch is computed once. O
 there on are computed again: of every row, and from the first layer on that its interventions touch.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -74,6 +75,22 @@ class Continued:
         Returns:
             For each row ``[tokens]`` of its turn, in nats.
         """
+        return self._of_rows(rows, partial(self._logprobs, temperature=temperature))
+
+    def first_tokens(self, rows: Sequence[Sequence[Intervention]]) -> np.ndarray:
+        """``[rows, vocab]`` log-probabilities of the turn's first token at T = 1, in nats."""
+
+        def first(logits: Tensor, turns: Sequence[int]) -> list[np.ndarray]:
+            return list(logits[:, 0].log_softmax(-1).cpu().numpy())
+
+        return np.stack(self._of_rows([(0, some) for some in rows], first))
+
+    def _of_rows(
+        self,
+        rows: Sequence[tuple[int, Sequence[Intervention]]],
+        read: Callable[[Tensor, Sequence[int]], list[np.ndarray]],
+    ) -> list[np.ndarray]:
+        """What ``read`` makes of the logits ``[rows, turn tokens, vocab]`` of rows of turns."""
         depth = len(self._blocks)
         begins = [min(map(_begins, some), default=depth) for _, some in rows]
         order = sorted(range(len(rows)), key=begins.__getitem__)
@@ -86,7 +103,7 @@ class Continued:
                 from_layer(self.model, layer, self.states[turns, layer]),
             ):
                 logits = self._pass(turns)
-            return self._logprobs(logits, turns, temperature)
+            return read(logits, turns)
 
         found = OomBackoff(ROWS).map(scored, order)
         of = dict(zip(order, found, strict=True))

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from ia_mech.chat.format import ChatFormat
 from ia_mech.data.conversations import UNPERTURBED, Conversation
+from ia_mech.engine.intervention import Steered
 from ia_mech.engine.loop import Decoded
 from ia_mech.engine.plan import (
     PREFILL_COST,
@@ -120,12 +121,14 @@ class Scorable:
         conversation: with its response.
         ids: of the context, with the open header.
         reference_ids: of the reference turn, without turn-end; None if there is none.
+        steered: at each token of a turn in this context.
     """
 
     order: int
     conversation: Conversation
     ids: Sequence[int]
     reference_ids: Sequence[int] | None
+    steered: tuple[Steered, ...] = ()
 
     @property
     def perturbed(self) -> bool:
@@ -217,7 +220,7 @@ class Scorer:
             for at, context in enumerate(contexts)
             for candidate, ids in self._candidates(context)
         ]
-        turns = [Turn(at, [*ids, *self._closing]) for at, _, ids in found]
+        turns = [Turn(at, [*ids, *self._closing], contexts[at].steered) for at, _, ids in found]
         scored = self._rows_limit.map(
             lambda part: score(
                 self._model, prefilled, part, self._temperatures, self._share,

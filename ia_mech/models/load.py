@@ -16,13 +16,15 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from accelerate.utils import align_module_device
 from safetensors import safe_open
 from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers import logging as transformers_logging
+from transformers.distributed import DistributedConfig
 
 from ia_mech.errors import UserError, exhaustion, is_out_of_memory
-from ia_mech.models import embedded
+from ia_mech.models import embedded, parallel
 from ia_mech.run.integrity import replace_file
 
 PROBE_SECONDS = 5
@@ -49,6 +51,8 @@ class ModelSpec:
     the tests is stated in float32) and the checkpoint's own dtype on a GPU. ``attention`` ``auto``
     leaves the choice to ``transformers``: sdpa, or eager where the architecture hasn't it.
     ``adapter`` is a folder with a PEFT adapter, which is merged into the weights.
+    ``device_map`` ``auto`` distributes the model over this machine's GPUs, memory and disk;
+    ``tensor_parallel`` ranks of torchrun hold it together (``parallel.py``).
     """
 
     name: str = embedded.NAME
@@ -58,6 +62,24 @@ class ModelSpec:
     attention: str = "auto"
     trust_remote_code: bool = False
     adapter: str | None = None
+    device_map: str | None = None
+    tensor_parallel: int = 1
+
+    def __post_init__(self) -> None:
+        ways = {"--device-map": self.device_map, "--tensor-parallel": self.tensor_parallel > 1}
+        used = [flag for flag, on in ways.items() if on]
+        if len(used) > 1:
+            raise UserError("--device-map and --tensor-parallel exclude each other", "give one")
+        if used and self.device != "auto":
+            raise UserError(
+                f"{used[0]} uses the devices of this machine, not --device {self.device}",
+                "leave --device out",
+            )
+        if used and self.adapter is not None:
+            raise UserError(
+                f"an adapter isn't merged into a model that {used[0]} distributes",
+                f"leave out --adapter or {used[0]}",
+            )
 
 
 @dataclass
@@ -146,15 +168,16 @@ def load_tokenizer_and_config(spec: ModelSpec):
     """Tokenizer and configuration without the weights; enough for a dry run.
 
     Raises:
-        UserError: the model cannot be found or read.
+        UserError: the model cannot be found or read, or not be split among so many ranks.
     """
     place, kwargs = _locate(spec)
     _check_adapter(spec)
     with _explained(spec):
-        return (
-            AutoTokenizer.from_pretrained(place, **kwargs),
-            AutoConfig.from_pretrained(place, **kwargs),
-        )
+        tokenizer = AutoTokenizer.from_pretrained(place, **kwargs)
+        config = AutoConfig.from_pretrained(place, **kwargs)
+    if spec.tensor_parallel > 1:
+        parallel.check(spec.tensor_parallel, text_config(config))
+    return tokenizer, config
 
 
 def load(spec: ModelSpec) -> Subject:
@@ -175,6 +198,12 @@ def load(spec: ModelSpec) -> Subject:
     _check_adapter(spec)
     with _explained(spec):
         tokenizer = AutoTokenizer.from_pretrained(place, **kwargs)
+    split: dict[str, Any] = {}
+    if spec.tensor_parallel > 1:
+        parallel.join(spec.tensor_parallel, device)
+        split = {"distributed_config": DistributedConfig(tp_size=spec.tensor_parallel)}
+    elif spec.device_map:
+        split = {"device_map": spec.device_map}
     with _explained(spec, loading=True):
         # With output_loading_info, from_pretrained returns a pair, which its annotation leaves out.
         loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -182,10 +211,16 @@ def load(spec: ModelSpec) -> Subject:
             dtype=dtype,
             **({} if spec.attention == "auto" else {"attn_implementation": spec.attention}),
             output_loading_info=True,
+            **split,
             **kwargs,
         )
         model, report = loaded
-        model = model.to(device).eval().requires_grad_(False)
+        model = (model if split else model.to(device)).eval().requires_grad_(False)
+    if model.device.type == "meta":
+        raise UserError(
+            f"not even the embeddings of {spec.name!r} fit into memory beside the largest block",
+            "use a machine with more memory, or --dtype bfloat16",
+        )
     if missing := sorted(report["missing_keys"]):  # transformers fills them with random numbers
         raise UserError(
             f"model {spec.name!r} lacks weights ({len(missing)}, such as {missing[0]})",
@@ -271,7 +306,7 @@ def recalled(model: Mapping[str, Any], weights_hash: str) -> ModelSpec:
         weights_hash: of its weights; the folder of a local model is noted under it
             (:func:`remember`).
     """
-    spec = ModelSpec(**model)
+    spec = ModelSpec(**{**model, "tensor_parallel": 1})
     for field, note in PLACES.items():
         file = _place_file(weights_hash, note)
         if getattr(spec, field) and file.is_file() and Path(place := file.read_text()).exists():
@@ -316,6 +351,9 @@ def weights_hash(model: PreTrainedModel, dtype: str | None = None) -> str:
 
     def digest(item: tuple[str, torch.Tensor]) -> bytes:
         name, tensor = item
+        if one_by_one:
+            path, _, own = name.rpartition(".")
+            tensor = whole_weight(model.get_submodule(path), own)
         if cast is not None and tensor.is_floating_point():
             tensor = tensor.to(cast)
         tensor = tensor.detach().contiguous().cpu()
@@ -324,8 +362,20 @@ def weights_hash(model: PreTrainedModel, dtype: str | None = None) -> str:
         return h.digest()
 
     items = sorted(model.state_dict().items())
+    one_by_one = parallel.active() or any(tensor.is_meta for _, tensor in items)
+    if one_by_one:  # since only shares of them are in this process's memory
+        return hashlib.sha256(b"".join(map(digest, items))).hexdigest()[:16]
     with ThreadPoolExecutor() as pool:  # hashlib releases the interpreter lock
         return hashlib.sha256(b"".join(pool.map(digest, items))).hexdigest()[:16]
+
+
+def whole_weight(module: torch.nn.Module, name: str) -> torch.Tensor:
+    """A weight of a module as a whole, also where it is split or offloaded; every rank calls it."""
+    weight = getattr(module, name)
+    if not weight.is_meta:
+        return parallel.whole(weight)
+    with align_module_device(module, torch.device("cpu")):
+        return getattr(module, name).detach()
 
 
 def accepts(model: PreTrainedModel, argument: str) -> bool:

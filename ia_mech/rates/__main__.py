@@ -97,7 +97,7 @@ def _rates(args: argparse.Namespace) -> None:
     found = estimates(judged, **options)
     own, pooled = comparisons(found)
     about = {
-        "runs": [str(run.path) for run in judged.runs],
+        "runs": [run.name for run in judged.runs],
         "judge": {"name": judged.judge, "record": judged.record},
         "gates": {name: gate.word for name, gate in judged.gates.items()},
         "annotator": judged.annotator,

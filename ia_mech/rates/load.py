@@ -99,7 +99,8 @@ def open_runs(runs: Sequence[str | Path | Run], *, verify: bool = True) -> list[
         verify: as for ``Run.open``.
 
     Raises:
-        UserError: not a run, an unfinished one, one given twice, or a copy of another.
+        UserError: not a run, an unfinished one, one given twice, a copy of another, or runs under
+            different interventions.
     """
     paths = [run.path if isinstance(run, Run) else Path(run) for run in runs]
     places = [path.resolve() for path in paths]
@@ -112,7 +113,16 @@ def open_runs(runs: Sequence[str | Path | Run], *, verify: bool = True) -> list[
         same = [other for other in found[:at] if other.identity_digest == run.identity_digest]
         if same:
             raise UserError(f"{run.path} is a copy of {same[0].path}", "give each run once")
+        if _intervention(run) != _intervention(found[0]):  # a steered model is another model
+            raise UserError(
+                f"{found[0].path} and {run.path} were not sampled under the same intervention",
+                "give each in a command of its own",
+            )
     return found
+
+
+def _intervention(run: Run) -> str | None:
+    return run.record["identity"].get("intervention")
 
 
 def read_runs(
@@ -160,7 +170,7 @@ def read_runs(
             "see why in the column status of its verdicts, and judge again with --retry-failed",
         )
     notes = _notes(runs, record, pooled, annotator)
-    without = [str(run.path) for run, frame in zip(runs, decoys, strict=True) if frame.empty]
+    without = [run.name for run, frame in zip(runs, decoys, strict=True) if frame.empty]
     if 0 < len(without) < len(runs):
         notes.append(
             f"no decoys in {', '.join(without)}: these verdicts have no floor. Judging the run "
@@ -264,14 +274,14 @@ def _choose_annotator(runs: list[Run], annotator: str | None) -> str | None:
 
 
 def _items_judged(run: Run, judge: str) -> list[Item]:
-    """What the judge saw of every row of ``run.generations``."""
+    """What the judge saw of every row of ``run.turns``."""
     record = run.labels.record("judgements", judge)
     return items_of(run, unperturbed=record.get("unperturbed", False))
 
 
 def _turns(run: Run, judge: str, verdicts: pd.DataFrame, items: list[Item]) -> pd.DataFrame:
     """``Judged.turns`` of one run, without labels."""
-    generations = run.generations
+    generations = run.turns
     again = f"judge it again: {run.labels.command('judgements', judge)}"
     unknown = sorted(set(verdicts["category"].dropna()) - set(NAMES))
     if unknown:

@@ -88,9 +88,9 @@ def render_report(runs: "Sequence[Run]", more: "Sequence[Path]" = ()) -> str:
     from ia_mech.report.contents import grouped, parts_of, provenance, results_of
     from ia_mech.report.turns import browser
 
-    names = [run.path.resolve().name for run in runs]
+    names = [run.name for run in runs]
     if len(set(names)) < len(names):
-        names = [str(run.path) for run in runs]
+        names = [f"{name} ({number})" for number, name in enumerate(names, start=1)]
     results = [results_of(run, () if n else more) for n, run in enumerate(runs)]
     parts = [
         part
@@ -99,10 +99,10 @@ def render_report(runs: "Sequence[Run]", more: "Sequence[Path]" = ()) -> str:
     ]
     data, held = browser(runs, names, results)
     models = ", ".join(dict.fromkeys(run.model["name"] for run in runs))
-    turns = sum(len(run.generations) for run in runs)
+    turns = sum(len(run.turns) for run in runs)
     contexts = pd.concat([run.contexts for run in runs])
     sources = len(contexts[["dataset", "source_id"]].drop_duplicates())
-    temperatures = sorted({t for run in runs for t in run.generations["temperature"]})
+    temperatures = sorted({t for run in runs for t in run.turns["temperature"]})
     settings = ", ".join(f"T = {t:g}" if t else "greedy" for t in temperatures)
     return rendered(
         "report",

@@ -3,14 +3,14 @@
 A part comes from verdicts (:mod:`ia_mech.rates`, whose tables and sentences it shows), from a probe
 analysis' card, or from the results of an experiment. An experiment's results are any folder with an
 ``estimates.parquet`` that says, as JSON in its metadata under ``ia_mech``, the ``experiment``, the
-``runs`` it is of, a ``title`` (the question), a ``sentence`` (what was found), a ``control`` and
-``notes``, and names its ``figures``, SVG files beside it. ``experiments.runner.write`` writes them;
-nothing else is known of an experiment here.
+``runs`` it is of and their ``identities``, a ``title`` (the question), a ``sentence`` (what was
+found), a ``control`` and ``notes``, and names its ``figures``, SVG files beside it.
+``experiments.runner.write`` writes them; nothing else is known of an experiment here.
 """
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +105,11 @@ def parts_of(run: Run, name: str, results: Sequence[Results]) -> list[Part]:
     parts += [_experiment(one, name) for one in results]
     if len(run.labels.judges) + len(run.labels.annotators) > 1:
         parts.append(_agreement(run, name))
-    return parts
+    place = str(run.path)  # commands in notes name it; a page holds no folders of this machine
+    return [
+        replace(part, notes=[note.replace(place, run.name) for note in part.notes])
+        for part in parts
+    ]
 
 
 def grouped(parts: Sequence[Part]) -> list[dict[str, Any]]:
@@ -221,7 +225,7 @@ def results_of(run: Run, more: Sequence[Path] = ()) -> list[Results]:
                 continue
             there.add(folder)
             about = _about(folder)
-            if run.path.resolve() in {Path(path).resolve() for path in about["runs"]}:
+            if run.identity_digest in about.get("identities", []):
                 found.append(Results(folder, about))
     return found
 
@@ -260,7 +264,7 @@ def _experiment(results: Results, run: str) -> Part:
         pictures=_pictures(folder, stems),
         notes=list(about.get("notes", [])),
         estimates=listed(_table(folder / ESTIMATES)),
-        folder=str(folder),
+        folder=_place(folder),
     )
 
 
@@ -287,8 +291,14 @@ def _probe(folder: Path, run: str) -> Part:
         pictures=_pictures(folder, [path.stem for path in sorted(folder.glob("*.svg"))]),
         notes=[f"Target: {target}", *notes],
         estimates=listed(_table(folder / ESTIMATES)),
-        folder=str(folder),
+        folder=_place(folder),
     )
+
+
+def _place(folder: Path) -> str:
+    """Where files are, as seen from the run's folder: a report holds no places of this machine."""
+    inside = folder.parent.name in ("experiments", "probes")
+    return "/".join(folder.parts[-2:]) if inside else folder.name
 
 
 def _sentence(text: str) -> str:
@@ -343,7 +353,8 @@ def _text(cell: Any) -> str:
 
 def provenance(run: Run, name: str) -> Iterator[Shown]:
     """What was sampled and with what, who judged, and which files the run has."""
-    yield Shown(["what", "is"], [list(fact) for fact in facts(run).items()], name)
+    said = facts(run) | {"folder": run.name}  # a page holds no folders of this machine
+    yield Shown(["what", "is"], [list(fact) for fact in said.items()], name)
     folders: dict[str, list[int]] = {}
     for file in sorted(path for path in run.path.rglob("*") if path.is_file()):
         top = file.relative_to(run.path).parts

@@ -209,6 +209,7 @@ def without_folders(identity: dict) -> dict:
         (identity.get("model", {}), "adapter"),
         (config, "dataset"),
         (config, "candidates"),
+        (config, "intervention"),
     ):
         if isinstance(name := place.get(key), str) and name.startswith(("/", "~", ".", "\\")):
             place[key] = Path(os.path.abspath(os.path.expanduser(name))).name

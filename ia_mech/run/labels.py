@@ -16,6 +16,8 @@ the new one, never a half.
 
 import json
 import re
+from collections.abc import Iterable
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +72,7 @@ ANNOTATIONS = pa.schema(
 )
 _LATER = ("grounded_p", "decoy", "shown")  # columns that files of earlier versions lack
 
+ROWS = 20_000  # that are Python objects at a time
 _RECORD = b"ia_mech"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
@@ -146,7 +149,7 @@ class Labels:
         """
         return self._content(kind, name)[1]
 
-    def write_judgements(self, judge: str, rows: list[dict], record: dict[str, Any]) -> Path:
+    def write_judgements(self, judge: str, rows: Iterable[dict], record: dict[str, Any]) -> Path:
         """Replace the verdicts of a judge; ``record`` says who it is (its identity, no keys)."""
         return self._write("judgements", judge, rows, JUDGEMENTS, record)
 
@@ -241,13 +244,16 @@ class Labels:
         return f"python -m ia_mech.judge run {path} --judge … --name {name} --replace"
 
     def _write(
-        self, kind: str, name: str, rows: list[dict], schema: pa.Schema, record: dict[str, Any]
+        self, kind: str, name: str, rows: Iterable[dict], schema: pa.Schema, record: dict[str, Any]
     ) -> Path:
         path = self._file(kind, name)
         path.parent.mkdir(parents=True, exist_ok=True)
         text = json.dumps(record | {"run": self._run, "name": name}, sort_keys=True)
-        table = pa.Table.from_pylist(rows, schema=schema.with_metadata({_RECORD: text}))
-        integrity.write_table(path, table)
+        schema, rows = schema.with_metadata({_RECORD: text}), iter(rows)
+        parts = [schema.empty_table()]
+        while part := list(islice(rows, ROWS)):
+            parts.append(pa.Table.from_pylist(part, schema=schema))
+        integrity.write_table(path, pa.concat_tables(parts))
         return path
 
 

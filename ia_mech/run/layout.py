@@ -107,6 +107,9 @@ GENERATIONS = pa.schema(
 )
 
 
+PER_TOKEN = ("token_ids", "logprobs_raw", "ranks", "margins")  # columns of lists
+
+
 def contexts_schema(position_names: Iterable[str]) -> pa.Schema:
     """Columns of ``contexts/``; ``positions`` has one field per named position of the template."""
     return pa.schema(

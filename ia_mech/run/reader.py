@@ -4,7 +4,7 @@ import hashlib
 import json
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 
@@ -65,6 +65,11 @@ class Run:
             run._check(part, part["files"], content=False)
         return run
 
+    @property
+    def name(self) -> str:
+        """Its folder's name: what files say of a run, which may be shared and moved."""
+        return self.path.resolve().name
+
     def parts(self, kind: str) -> list[dict]:
         """The parts of a kind, as the manifest has them; those of shards name their ``folder``."""
         return [part for part in self._manifest["parts"] if part["kind"] == kind]
@@ -122,6 +127,15 @@ class Run:
     def generations(self) -> pd.DataFrame:
         """One row per generation: greedy (temperature 0) first, then by temperature and sample."""
         return self._frame(layout.generations_file, ["order", "temperature", "sample"])
+
+    @cached_property
+    def turns(self) -> pd.DataFrame:
+        """:attr:`generations` without their values per token, which take most of the memory."""
+        if "generations" in vars(self):  # read already
+            return self.generations.drop(columns=list(layout.PER_TOKEN))
+        return self._frame(
+            layout.generations_file, ["order", "temperature", "sample"], layout.PER_TOKEN
+        )
 
     @property
     def responses(self) -> pd.DataFrame:
@@ -257,14 +271,14 @@ class Run:
         order = pa.concat_tables(orders)["order"].to_numpy()
         return torch.from_numpy(np.argsort(order, kind="stable"))
 
-    def _table(self, file, keys: list[str]) -> pa.Table:
-        table = pa.concat_tables(
-            [pq.read_table(self._file(part, file(part["name"]))) for part in self._finished_parts()]
-        )
+    def _table(self, file, keys: list[str], left_out: Sequence[str] = ()) -> pa.Table:
+        paths = [self._file(part, file(part["name"])) for part in self._finished_parts()]
+        columns = [name for name in pq.read_schema(paths[0]).names if name not in left_out]
+        table = pa.concat_tables([pq.read_table(path, columns=columns) for path in paths])
         return table.take(pc.sort_indices(table, sort_keys=[(key, "ascending") for key in keys]))
 
-    def _frame(self, file, keys: list[str]) -> pd.DataFrame:
-        return self._table(file, keys).to_pandas()
+    def _frame(self, file, keys: list[str], left_out: Sequence[str] = ()) -> pd.DataFrame:
+        return self._table(file, keys, left_out).to_pandas()
 
 
 class HeaderLogits:

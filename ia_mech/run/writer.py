@@ -401,6 +401,30 @@ class RunWriter:
                 path.unlink()
 
 
+class RunFollower(RunWriter):
+    """In the place of a writer on the ranks that hold a model together with the one that writes:
+    it reads what that one has written, and writes nothing."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._changing = threading.RLock()
+        self.record, self.manifest = integrity.read_record_and_manifest(path)
+
+    def close(self) -> None: ...
+
+    def read_responses(self, bucket: int | None = None) -> dict[int, dict]:
+        _, self.manifest = integrity.read_record_and_manifest(self.path)
+        return super().read_responses(bucket)
+
+    def finish_responses(self) -> None: ...
+
+    def finish(self) -> None: ...
+
+    def _add(self, *_) -> None: ...
+
+    def _write_manifest(self) -> None: ...
+
+
 def _write_text(file: Path, text: str) -> None:
     file.write_text(text, encoding="utf-8")
 

@@ -228,11 +228,11 @@ class Kept:
             "within": data.within,
             "estimator": analysis.settings.estimator,
             "model": ", ".join(dict.fromkeys(run.model["name"] for run in data.runs)),
-            "runs": ", ".join(str(run.path) for run in data.runs),
+            "runs": ", ".join(run.name for run in data.runs),
         }
         write_parquet(estimates(analysis).assign(**about), folder / "estimates.parquet")
         names = data.contexts[["run", "context_id", "dataset"]].assign(
-            run=data.contexts["run"].map(lambda number: str(data.runs[number].path)),
+            run=data.contexts["run"].map(lambda number: data.runs[number].name),
             source=data.contexts["source"].str.replace("\0", "/"),
         )
         predicted = pd.concat([names, predictions(analysis)], axis=1)
@@ -353,7 +353,8 @@ def _compared(asked: dict, key: str) -> Any:
     """A moved run is still the same run."""
     found = asked.get(key)
     if key == "runs" and isinstance(found, list):
-        return [{k: v for k, v in run.items() if k != "path"} for run in found]
+        places = ("name", "path")  # the latter in files of earlier versions
+        return [{k: v for k, v in run.items() if k not in places} for run in found]
     return found
 
 
@@ -374,7 +375,7 @@ def _asked(data: ProbeSet, settings: Settings) -> dict:
     chosen = {k: v for k, v in asdict(settings).items() if k != "workers"}
     runs = [
         {
-            "path": str(run.path.resolve()),
+            "name": run.name,
             "identity": run.identity_digest,
             "model": run.model,
             "labels": _labels_digest(data, n),

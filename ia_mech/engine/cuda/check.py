@@ -19,6 +19,7 @@ from ia_mech.engine.loop import Decoded, Row
 from ia_mech.engine.prefill import Prefilled
 from ia_mech.engine.shared_prefix import Engine
 from ia_mech.errors import UserError, is_out_of_memory
+from ia_mech.models import parallel
 from ia_mech.models.load import accepts, text_config
 
 
@@ -55,6 +56,8 @@ def with_static_buffers(
 
 def why_not(model: PreTrainedModel) -> str:
     """What keeps this model from being decoded in static buffers; empty where nothing does."""
+    if parallel.active() or getattr(model, "hf_device_map", None):
+        return "no static buffers: the model is on several devices"
     kinds = (type(layer) for layer in DynamicCache(config=model.config).layers)
     other = next((kind.__name__ for kind in kinds if kind not in STATIC), None)
     if other is not None:

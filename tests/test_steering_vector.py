@@ -1,0 +1,288 @@
+"""Sampling under a steering vector: naive forward passes, batches, files, and the command."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import tiny
+import torch
+from safetensors.torch import save_file
+from test_intervention import by_plain_hooks, hooks_of, vectors
+
+from ia_mech.collect.config import SampleConfig
+from ia_mech.collect.job import collect
+from ia_mech.engine.decode import decode, decode_stream
+from ia_mech.engine.intervention import Add, ProjectOut
+from ia_mech.engine.loop import Row
+from ia_mech.engine.plan import Grid
+from ia_mech.engine.prefill import Prefix, prefill
+from ia_mech.engine.sampling import stream_key
+from ia_mech.engine.score import Turn, score
+from ia_mech.errors import UserError
+from ia_mech.rates.load import open_runs
+from ia_mech.steering import ADD, KINDS, SteeringVector
+
+EACH = pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
+LENGTHS, STEPS, DEPTH = (11, 17, 14), 10, 4  # sliding windows are 8 tokens
+TOLERANCE = 1e-5  # nats a token
+
+
+def steered_in(kind: str, layer: int, positions=(0,)) -> Add | ProjectOut:
+    direction = vectors(1, seed=layer)[0]
+    if kind == ADD:
+        return Add(layer, positions, direction, 0.6)
+    return ProjectOut(layer, positions, direction, 1.0)
+
+
+def by_hand(kind: str, layer: int, where):
+    """A plain hook that changes these tokens of a pass."""
+    direction = vectors(1, seed=layer)[0]
+    unit = direction / direction.norm()
+
+    def change(hidden):
+        for at in where:
+            own = hidden[at].clone()
+            along = own.norm() * 0.6 if kind == ADD else -torch.dot(own, unit)
+            hidden[at] = own + along * unit
+
+    return layer, change
+
+
+@EACH
+def test_sampled_and_scored_rows_equal_full_passes_with_plain_hooks(architecture):
+    """Contexts of several lengths in one batch, which is shorter than the rows, each row under an
+    intervention of its own: at a named token, at the turn's tokens, at both, or none."""
+    model = tiny.model(architecture)
+    before = hooks_of(model)
+    cases = [
+        (length, kind, layer, at, turn)
+        for length, layer in zip(LENGTHS, (0, 2, DEPTH), strict=True)
+        for kind in KINDS
+        for at, turn in ((True, False), (False, True), (True, True), (False, False))
+    ]
+    prefixes, rows = [], []
+    for number, (length, kind, layer, at, turn) in enumerate(cases):
+        named = (steered_in(kind, layer, (length - 3, length - 1)),) if at else ()
+        prefixes.append(Prefix(tiny.prompt(length, seed=length), (), named))
+        each = (steered_in(kind, layer),) if turn else ()
+        rows.append(Row(number, number % 2 * 1.0, stream_key(3, "s", number), each))
+    groups = [prefill(model, prefixes[:14]), prefill(model, prefixes[14:])]
+    found = decode_stream(model, groups, rows, [], STEPS, width=9)
+    assert hooks_of(model) == before
+    for (length, kind, layer, at, turn), row, own in zip(cases, rows, found, strict=True):
+        ids, written = tiny.prompt(length, seed=length), own.token_ids.tolist()
+        where = [length - 3, length - 1] if at else []
+        where += range(length, length + STEPS - 1) if turn else []
+        edit = by_hand(kind, layer, where)
+        logits = by_plain_hooks(model, [*ids, *written[:-1]], edit)[length - 1 :].double()
+        wanted = logits.log_softmax(-1).gather(-1, torch.tensor(written)[:, None])[:, 0]
+        np.testing.assert_allclose(own.logprobs_raw, wanted, rtol=0, atol=TOLERANCE)
+        if row.temperature == 0:
+            top = logits.topk(2).values
+            argmax = logits.argmax(-1).tolist()
+            for token, best, margin in zip(written, argmax, -top.diff()[:, 0], strict=True):
+                assert token == best or margin < 1e-4
+    turns = [Turn(i, own.token_ids.tolist(), rows[i].steered) for i, own in enumerate(found[:14])]
+    for one, own in zip(score(model, groups[0], turns, [0.7]), found, strict=False):
+        np.testing.assert_allclose(one.logprobs_raw, own.logprobs_raw, rtol=0, atol=TOLERANCE)
+    plain = score(model, groups[0], [replace(turn, steered=()) for turn in turns], [])
+    moved = [
+        np.abs(one.logprobs_raw - own.logprobs_raw).max()
+        for one, own in zip(plain, found, strict=False)
+    ]
+    assert max(moved) > 1e-2, "steering changes something"
+
+
+@pytest.mark.parametrize("architecture", tiny.FAMILIES)
+def test_dose_zero_and_unsteered_neighbours_draw_what_no_steering_draws(architecture):
+    model = tiny.model(architecture)
+    ids = tiny.prompt(13, seed=1)
+    none = Add(2, (0,), vectors(1, seed=5)[0], 0.0)
+    strong = Add(2, (0,), vectors(1, seed=5)[0], 2.0)
+
+    def rows(steered):
+        return [Row(0, t, stream_key(0, "q", 0), steered) for t in (0.0, 1.0)]
+
+    def run(at_context, *steered):
+        prefilled = prefill(model, [Prefix(ids, (), at_context)])
+        return decode(model, prefilled, [row for s in steered for row in rows(s)], [], 12)
+
+    plain = run((), (), ())
+    for zero in (run((), (none,), ()), run((replace(none, positions=(4,)),), (), (none,))):
+        for a, b in zip(plain, zero, strict=True):
+            np.testing.assert_array_equal(a.token_ids, b.token_ids)
+            np.testing.assert_array_equal(a.logprobs_raw, b.logprobs_raw)
+    beside = run((), (strong,), ())
+    for a, b in zip(beside[2:], plain[2:], strict=True):
+        np.testing.assert_array_equal(a.token_ids, b.token_ids)
+        np.testing.assert_allclose(a.logprobs_raw, b.logprobs_raw, rtol=0, atol=TOLERANCE)
+    assert any((a.token_ids != b.token_ids).any() for a, b in zip(beside[:2], plain, strict=False))
+
+
+def test_an_exception_while_sampling_leaves_no_hook():
+    model = tiny.model("llama")
+    before = hooks_of(model)
+    wrong = Add(2, (0,), torch.ones(7), 1.0)  # of another width
+    with pytest.raises(RuntimeError):
+        prefill(model, [Prefix(tiny.prompt(9, seed=1), (), (wrong,))])
+    prefilled = prefill(model, [Prefix(tiny.prompt(9, seed=1))])
+    with pytest.raises(RuntimeError):
+        decode(model, prefilled, [Row(0, 0.0, (0, 0), (wrong,))], [], 5)
+    assert hooks_of(model) == before
+    with pytest.raises(ValueError, match="static buffers"):
+        decode_stream(
+            model,
+            [prefilled],
+            [Row(0, 0.0, (0, 0), (wrong,))],
+            [],
+            5,
+            width=1,
+            static=object(),  # type: ignore[arg-type]
+        )
+
+
+# -- the file -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def vector(tiny_subject) -> SteeringVector:
+    return SteeringVector(
+        ADD,
+        2,
+        ("header_last", "turn"),
+        vectors(1, seed=3)[0],
+        0.5,
+        "tiny",
+        tiny_subject.weights_hash,
+    )
+
+
+def test_a_file_holds_all_of_it(vector, tmp_path):
+    file = tmp_path / "v.safetensors"
+    vector.save(file)
+    again = SteeringVector.load(file)
+    assert torch.equal(again.direction, vector.direction)
+    for name in ("kind", "layer", "positions", "dose", "model", "weights_hash", "sha256"):
+        assert getattr(again, name) == getattr(vector, name)
+    for change in ({"dose": 0.6}, {"layer": 1}, {"direction": -vector.direction}):
+        assert replace(vector, **change).sha256 != vector.sha256
+
+
+def test_what_isnt_a_vector_of_this_model_is_refused(vector, tmp_path):
+    missing, wrong = tmp_path / "none", tmp_path / "wrong.safetensors"
+    wrong.write_text("no")
+    plain = tmp_path / "plain.safetensors"
+    save_file({"direction": torch.ones(3)}, plain)
+    newer = tmp_path / "newer.safetensors"
+    save_file({"direction": torch.ones(3)}, newer, {"ia_mech": json.dumps({"format": 2})})
+    names = ["turn_end", "header_last"]
+    for made, said in (
+        (lambda: SteeringVector.load(missing), "there is no steering vector"),
+        (lambda: SteeringVector.load(wrong), "is damaged or no steering vector"),
+        (lambda: SteeringVector.load(plain), "is damaged or no steering vector"),
+        (lambda: SteeringVector.load(newer), "has format 2, this version reads 1"),
+        (lambda: replace(vector, kind="twist"), "of kind 'twist'; use add or project out"),
+        (lambda: replace(vector, positions=()), "without a position"),
+        (lambda: replace(vector, direction=torch.zeros(3)), "has no length"),
+        (lambda: vector.check(4, 7, names), "has 32 numbers, the model's states have 7"),
+        (lambda: vector.check(1, 32, names), "no layer 2 to change; give layers from 0 to 1"),
+        (lambda: vector.check(4, 32, names[:1]), "no position header_last to steer at; use names"),
+        (lambda: vector.check_weights("other"), "this model has other; give a vector of this"),
+        (lambda: vector.at_context({"header_last": None}), "the context has no header_last"),
+    ):
+        with pytest.raises(UserError, match=said):
+            made()
+
+
+def test_positions_say_when(vector):
+    assert [one.positions for one in vector.at_context({"header_last": 9})] == [(9,)]
+    assert len(vector.at_turn) == 1
+    only = replace(vector, positions=("turn",))
+    assert only.at_context({}) == () and len(only.at_turn) == 1
+    assert replace(vector, positions=("turn_end",)).at_turn == ()
+    assert str(vector) == ("add, dose 0.5, layer 2 at header_last, turn (prefill and decoding)")
+    assert str(only).endswith("at turn (decoding)")
+    assert str(replace(vector, positions=("turn_end",))).endswith("at turn_end (prefill)")
+
+
+# -- a run ----------------------------------------------------------------------------------------
+
+GRID = Grid((1.0,), 2, 6, 0)
+
+
+@pytest.fixture(scope="module")
+def configs(tmp_path_factory, vector):
+    """Runs without a vector, with one, and with one of dose 0."""
+    folder = tmp_path_factory.mktemp("steered")
+    file = folder / "chats.jsonl"
+    rows = [{"question": f"What is {i}?", "response": "It is.", "followup": "Why?"} for i in "abc"]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    made = {"plain": SampleConfig(dataset=str(file), limit=None, grid=GRID, swaps=0)}
+    for name, dose in (("steered", 0.5), ("zero", 0.0)):
+        path = folder / f"{name}.safetensors"
+        replace(vector, dose=dose).save(path)
+        made[name] = replace(made["plain"], intervention=str(path))
+    return folder, made
+
+
+def test_a_run_is_sampled_scored_and_captured_under_a_vector(configs, tiny_subject, progress):
+    folder, made = configs
+    runs = {name: collect(made[name], tiny_subject, folder / name, progress) for name in made}
+    assert runs["zero"].digest() == runs["plain"].digest()
+    assert runs["zero"].identity_digest != runs["plain"].identity_digest
+    assert (
+        runs["steered"].record["identity"]["intervention"]
+        == SteeringVector.load(made["steered"].intervention or "").sha256
+    )
+    with pytest.raises(UserError, match="were not sampled under the same intervention; give each"):
+        open_runs([runs["plain"], runs["steered"]])
+    assert f"steered: {SteeringVector.load(made['steered'].intervention or '')}" in progress.lines
+    vector = SteeringVector.load(made["steered"].intervention or "")
+    for row in runs["steered"].generations.to_dict("records")[:4]:
+        context = runs["steered"].contexts.set_index("context_id").loc[row["context_id"]]
+        ids, written = context["token_ids"].tolist(), row["token_ids"].tolist()
+        where = [len(ids) - 1, *range(len(ids), len(ids) + len(written) - 1)]
+        unit = vector.direction / vector.direction.norm()
+
+        def change(hidden, where=where, unit=unit):
+            for at in where:
+                hidden[at] += 0.5 * hidden[at].norm() * unit
+
+        logits = by_plain_hooks(tiny_subject.model, [*ids, *written[:-1]], (2, change))
+        wanted = logits[len(ids) - 1 :].double().log_softmax(-1)
+        wanted = wanted.gather(-1, torch.tensor(written)[:, None])[:, 0]
+        np.testing.assert_allclose(row["logprobs_raw"], wanted, rtol=0, atol=TOLERANCE)
+    captured = runs["steered"].residuals(2, "header_last")[0]
+    plain = runs["plain"].residuals(2, "header_last")[0]
+    moved = plain + 0.5 * plain.norm() * vector.direction / vector.direction.norm()
+    assert (captured - moved).norm() <= 1e-5 * moved.norm()
+    scores = [run.contexts["reference_logprob"].to_numpy(float) for run in runs.values()]
+    assert (scores[0] == scores[2]).all() and (scores[0] != scores[1]).all()
+
+
+def test_a_steered_run_has_no_static_buffers(configs, tiny_subject, progress, monkeypatch):
+    """A captured graph runs no hooks."""
+    folder, made = configs
+    monkeypatch.setattr("ia_mech.collect.job.with_static_buffers", None)
+    with pytest.raises(TypeError):
+        collect(made["plain"], tiny_subject, folder / "no-buffers", progress)
+    assert collect(made["steered"], tiny_subject, folder / "hooks", progress).complete
+
+
+def test_a_vector_of_another_model_is_refused_before_anything_is_written(
+    configs, vector, tiny_subject, progress
+):
+    folder, made = configs
+    other = folder / "other.safetensors"
+    replace(vector, weights_hash="0" * 16).save(other)
+    config = replace(made["plain"], intervention=str(other))
+    with pytest.raises(UserError, match="with the weights 0000000000000000, this model has"):
+        collect(config, tiny_subject, folder / "other", progress)
+    assert not (folder / "other").exists()
+    replace(vector, layer=9).save(other)
+    with pytest.raises(UserError, match="there is no layer 9 to change"):
+        collect(config, tiny_subject, folder / "other", progress)
+    replace(vector, positions=("header_9",)).save(other)
+    with pytest.raises(UserError, match="no position header_9 to steer at"):
+        collect(config, tiny_subject, folder / "other", progress)
