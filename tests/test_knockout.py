@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from experiments.knockout.__main__ import main
-from experiments.knockout.analyse import estimates, with_bits
+from experiments.knockout.analyse import BEYOND, LOST, estimates, with_bits
 from experiments.knockout.block import EDGES, INTACT, RANDOM, Asked, arms_of, blocked, edges_of
 from experiments.knockout.matched import MATCHED, attention, blocked_matched, matched
 from experiments.knockout.show import control, verdict
@@ -57,7 +57,7 @@ def test_only_the_planted_edges_carry_the_bits(through_header, needed):
             assert abs(value) < 0.05, (of, first, last)
         elif not of.startswith(RANDOM):
             assert value == pytest.approx(bits[INTACT, 0, 0], abs=0.05), (of, first, last)
-    lost = found[found["quantity"] != "readable bits"].set_index(["of", "first", "last"])
+    lost = found[found["quantity"] == LOST].set_index(["of", "first", "last"])
     for of in needed:
         assert lost["p"][of, 1, planted.DEPTH] == pytest.approx(2 / 2**QUERIES), "the smallest"
 
@@ -73,11 +73,24 @@ def test_the_verdict_names_the_route():
 
 
 def test_the_control_tells_what_needed_edges_take_away_from_random_ones():
-    said = control(estimates(rows(through_header=True), planted.NAMES))
-    header, turn, _ = said.split("; ")
-    assert header.startswith(f"Bits lost, against as many random edges: {HEADER} 1.92 [")
-    assert ", more than 0." in header
-    assert turn.startswith(f"{TURN} 0.00 [") and ", not shown to be more than 0." in turn
+    found = estimates(rows(through_header=True), planted.NAMES)
+    beyond = found[found["quantity"] == BEYOND].set_index("of")["value"]
+    assert beyond[HEADER] > 1 and beyond[TURN] < 0.05
+    said = control(found)
+    assert said.startswith(
+        f"Readable bits lost, more than random edges, as many: {beyond[HEADER]:.2f} "
+    )
+    assert f"for {HEADER}, {beyond[TURN]:.2f} " in said and f"for {BOTH}." in said
+
+
+def test_a_route_is_named_only_if_other_edges_take_less_away():
+    found = estimates(rows(through_header=True), planted.NAMES)
+    found["p_holm"] = found["p"] / 2
+    beyond = found["quantity"] == BEYOND
+    assert (found.loc[beyond, "control"] == RANDOM).all() and beyond.sum()
+    found.loc[beyond, ["value", "low", "high"]] *= -1
+    said = verdict(found)
+    assert said.startswith("The turn isn't shown to need the response's edges more than others: ")
 
 
 def test_random_edges_are_as_many_of_the_same_tokens():
@@ -168,11 +181,12 @@ def test_the_command_plans_blocks_shows_and_goes_on(folder, capsys):
     assert main(words) == 0
     shown = capsys.readouterr().out
     assert "readable bits intact" in shown and "random edges show the latter" in shown
-    assert "Bits lost, against as many random edges: " in shown
+    assert "Readable bits lost, more than random edges, as many: " in shown
+    assert "; more than edges of as much attention: " in shown
     found = pd.read_parquet(out / "estimates.parquet")
     bits = found[found["quantity"] == "readable bits"]
     assert len(bits) == 31 and (bits["value"] <= np.log2(3)).all() and (bits["sources"] == 3).all()
-    assert found["p_holm"].notna().sum() == 30
+    assert found["p_holm"].notna().sum() == 30 + 2 * 5
     kept = {file: file.stat().st_mtime_ns for file in (out / "parts").iterdir()}
     assert main(words) == 0
     assert {file: file.stat().st_mtime_ns for file in (out / "parts").iterdir()} == kept

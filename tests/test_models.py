@@ -98,6 +98,7 @@ def test_a_directory_is_loaded_for_inference(tiny_model_dir, tiny_subject, capfd
     assert subject.weights_hash == tiny_subject.weights_hash
     assert subject.describe() == {
         "name": tiny_model_dir,
+        "adapter": None,
         "revision": None,
         "commit": None,
         "weights_hash": tiny_subject.weights_hash,

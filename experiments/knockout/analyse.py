@@ -10,9 +10,18 @@ from experiments.knockout.matched import MATCHED
 from ia_mech.estimates import Group, TidyEstimate, by_dataset, corrected, frame_of, paired_row
 from ia_mech.likelihood.reaction import by_query, mean_over_queries, readable_bits
 
-# ``of``: the edges, ``first`` and ``last``: layers in which they are blocked; 0: none.
-COLUMNS = {"dataset": "str", "of": "str", "first": "int64", "last": "int64", "responses": "int64"}
+# ``of``: the edges, ``first`` and ``last``: layers in which they are blocked; 0: none. ``control``:
+# RANDOM or MATCHED, the edges that :data:`BEYOND` compares with.
+COLUMNS = {
+    "dataset": "str",
+    "of": "str",
+    "control": "str",
+    "first": "int64",
+    "last": "int64",
+    "responses": "int64",
+}
 BITS, LOST = "readable bits", "readable bits, intact less blocked"
+BEYOND = "readable bits lost, less with other edges"  # ``control`` names the others
 ARM = ["of", "first", "last"]
 
 
@@ -38,7 +47,7 @@ def estimates(
     """Every estimate, one row each.
 
     p is Holm-corrected over the edges blocked in all layers, over random ones, over matched ones,
-    and over windows.
+    over the comparisons with each of these, and over windows.
 
     Args:
         rows: with ``bits``.
@@ -54,19 +63,28 @@ def estimates(
 
 def _family(names: dict, depth: int) -> tuple:
     whole = (names["first"], names["last"]) == (1, depth)
-    return names["dataset"], whole, *map(names["of"].startswith, (RANDOM, MATCHED))
+    others = map(names["of"].startswith, (RANDOM, MATCHED))
+    return names["dataset"], whole, names.get("control", ""), *others
 
 
 def _estimates(rows: pd.DataFrame, responses: int, options: dict) -> Iterable[TidyEstimate]:
     for dataset, here in by_dataset(rows):
-        intact: tuple[np.ndarray, list] | None = None
+        in_all_layers: dict[str, tuple[np.ndarray, list]] = {}
+        depth = rows["last"].max()
         for (of, first, last), mine in rows[here].groupby(ARM, sort=False):
             names = {"dataset": dataset, "of": of, "first": first, "last": last}
             group = Group(np.array([]), options, names | {"responses": responses})
             turns = mine["bits"], mine["followed"], mine["source"], responses
             yield group.row(BITS, mean_over_queries(*turns, level=options["level"]), len(mine))
             sources, means = by_query(*turns)
-            if of == INTACT:
-                intact = means, sources
-            elif intact is not None and len(sources) > 1:
-                yield paired_row(group, LOST, *intact, means, sources)
+            if of == INTACT or (first, last) == (1, depth):
+                in_all_layers[of] = means, sources
+            if of != INTACT and INTACT in in_all_layers and len(sources) > 1:
+                yield paired_row(group, LOST, *in_all_layers[INTACT], means, sources)
+        for of, (means, sources) in in_all_layers.items():
+            names = {"dataset": dataset, "of": of, "first": 1, "last": depth}
+            group = Group(np.array([]), options, names | {"responses": responses})
+            for control in (RANDOM, MATCHED):
+                if control + of in in_all_layers and len(sources) > 1:
+                    others = in_all_layers[control + of]
+                    yield paired_row(group, BEYOND, *others, means, sources, control=control)

@@ -2,13 +2,12 @@
 
 from collections.abc import Sequence
 
-import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 from rich.console import Console
 
 from experiments.given_turns import places_of
-from experiments.knockout.analyse import BITS, LOST
+from experiments.knockout.analyse import BEYOND, BITS, LOST
 from experiments.knockout.block import EDGES, INTACT, RANDOM, Arm, Asked
 from experiments.knockout.matched import MATCHED
 from experiments.tables import cell, print_plan, print_table
@@ -55,6 +54,11 @@ def tables(to: Console, estimates: pd.DataFrame, level: float) -> None:
         f"edges blocked in all layers ({100 * level:g}% intervals over queries)"
     )
     print_table(to, title, whole, columns, index=("dataset", "of"))
+    beyond = together(whole)[lambda rows: rows["control"] != ""]
+    title = "readable bits lost beyond what other edges take away, blocked in all layers"
+    heads: dict[str, tuple[str, int | str]] = {RANDOM: ("as many random edges", 2)}
+    heads[MATCHED] = "edges of as much attention", 2
+    print_table(to, title, beyond, heads, key="control", index=("of",))
     found = together(estimates)
     some = found[_windows(found)]
     if len(some):
@@ -76,16 +80,24 @@ def verdict(estimates: pd.DataFrame) -> str:
     whole = found[~_windows(found)].set_index(["of", "quantity"])
     intact = whole.loc[(INTACT, BITS)]
 
-    def clear(of: str) -> bool:
-        return (of, LOST) in whole.index and whole.loc[(of, LOST), "p_holm"] <= SIGNIFICANT
+    def clear(of: str, quantity: str = LOST) -> bool:
+        """Whether there is a test, and a loss that it shows."""
+        if (of, quantity) not in whole.index:
+            return False
+        row = whole.loc[(of, quantity)]
+        return row["p_holm"] <= SIGNIFICANT and row["value"] > 0
 
-    routes = [
-        name for of, name in ((TURN, "directly"), (HEADER, "through the header")) if clear(of)
-    ]
+    control = MATCHED if (whole["control"] == MATCHED).any() else RANDOM
+    whole = whole[whole["control"].isin(["", control])]
+    ways = ((TURN, "directly"), (HEADER, "through the header"))
+    lossy = [name for of, name in ways if clear(of)]
+    routes = [name for of, name in ways if clear(of) and clear(of, BEYOND)]
     said = "The turn isn't shown to need either route from the response"
     if routes:
         said = f"The turn reads the response {' and '.join(routes)}"
-    elif clear(BOTH):
+    elif lossy:
+        said = "The turn isn't shown to need the response's edges more than others"
+    elif clear(BOTH) and clear(BOTH, BEYOND):
         said = "Either route from the response to the turn makes up for the other"
     return (
         f"{said}: {cell(intact)} readable bits intact, {cell(whole.loc[(HEADER, BITS)])} without "
@@ -95,17 +107,14 @@ def verdict(estimates: pd.DataFrame) -> str:
 
 
 def control(estimates: pd.DataFrame) -> str:
-    """What blocked edges are held against, in one sentence: as many random ones."""
+    """What blocked edges take away more than other edges do, in one sentence."""
     found = together(estimates)
-    whole = found[~_windows(found) & (found["quantity"] == LOST)]
-    whole = whole.assign(p_holm=np.nan).set_index("of")  # p is of 0, not of random edges
+    rows = found[(found["quantity"] == BEYOND) & found["of"].isin([HEADER, TURN, BOTH])]
     said = []
-    for of in (HEADER, TURN, BOTH):
-        if of in whole.index and RANDOM + of in whole.index:
-            own, drawn = whole.loc[of], whole.loc[RANDOM + of]
-            more = "more" if own["low"] > drawn["high"] else "not shown to be more"
-            said.append(f"{of} {cell(own)}, {more} than {cell(drawn)}")
-    return f"Bits lost, against as many random edges: {'; '.join(said)}." if said else ""
+    for other, mine in rows.groupby("control", sort=False):
+        each = ", ".join(f"{cell(row)} for {row['of']}" for _, row in mine.iterrows())
+        said.append(f"than {other.removesuffix(' as ')}: {each}")
+    return f"Readable bits lost, more {'; more '.join(said)}." if said else ""
 
 
 def figures(estimates: pd.DataFrame, model: str) -> dict[str, Figure]:
@@ -118,16 +127,21 @@ def figures(estimates: pd.DataFrame, model: str) -> dict[str, Figure]:
 
 
 def by_edges(estimates: pd.DataFrame, title: str) -> Figure:
-    """Readable bits with edges blocked in all layers; hollow: as many random ones."""
+    """Readable bits with edges blocked in all layers, or others in their place."""
     rows = estimates[~_windows(estimates) & (estimates["quantity"] == BITS)]
-    rows = rows[~rows["of"].str.startswith(MATCHED)]
     kinds = [INTACT, *EDGES]
-    across = "readable bits of a turn (hollow: as many random edges blocked)"
-    figure, axes = new_axes(title, across, size=(7, 3.2))
-    for control, look in ((False, {"color": COLOURS[0]}), (True, {"color": "0.4", "mfc": "white"})):
-        mine = rows[rows["of"].str.startswith(RANDOM) == control]
-        at = [kinds.index(of.removeprefix(RANDOM)) + 0.25 * control for of in mine["of"]]
+    figure, axes = new_axes(title, "readable bits of a turn", size=(7, 3.8))
+    looks = {
+        "": {"color": COLOURS[0], "label": "these edges"},
+        MATCHED: {"color": COLOURS[1], "mfc": "white", "label": "others of as much attention"},
+        RANDOM: {"color": "0.4", "mfc": "white", "label": "as many random ones"},
+    }
+    for number, (prefix, look) in enumerate(looks.items()):
+        names = [kind for kind in kinds if prefix + kind in set(rows["of"])]
+        mine = rows.set_index("of").loc[[prefix + name for name in names]]
+        at = [kinds.index(name) + 0.22 * number for name in names]
         draw_points(axes, at, mine, lying=True, ms=5, **look)
+    axes.legend()
     axes.axvline(0, color="0.3", lw=0.8)
     list_names(axes, kinds)
     return figure

@@ -103,6 +103,12 @@ def build_parser(kind: type[Parser] = Parser) -> Parser:
         metavar="REV",
         help="branch, tag or commit of a hub model (default: main)",
     )
+    add(
+        "--adapter",
+        type=named,
+        metavar="FOLDER",
+        help="a PEFT adapter to merge into the model (needs ia-mech[train])",
+    )
     dtypes = ["auto", "float32", "bfloat16", "float16"]
     add("--dtype", choices=dtypes, default="auto", metavar="TYPE", help=_among(dtypes))
     add("--device", default="auto", metavar="DEV", help="auto, cpu, cuda or cuda:N (default: auto)")
@@ -385,6 +391,7 @@ def parse_config(args: argparse.Namespace) -> "SampleConfig":
             device=args.device,
             attention=args.attention,
             trust_remote_code=args.trust_remote_code,
+            adapter=args.adapter,
             device_map=args.device_map,
             tensor_parallel=args.tensor_parallel,
         ),

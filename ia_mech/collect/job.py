@@ -238,7 +238,7 @@ def collect(
         writer = opened[0] if opened else RunFollower(folder)
         if problem := too_few(config, found.read):
             progress.say(f"note: {problem}")
-        remember(config.model.name, subject.weights_hash)
+        remember(config.model, subject.weights_hash)
         with writer:
             if writer.manifest["complete"]:
                 progress.say(f"{folder} was finished before; nothing was computed again")

@@ -2,16 +2,18 @@
 
 import contextlib
 import hashlib
+import importlib.util
 import inspect
 import json
 import re
 import sys
+import warnings
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate.utils import align_module_device
@@ -26,6 +28,8 @@ from ia_mech.models import embedded, parallel
 from ia_mech.run.integrity import replace_file
 
 PROBE_SECONDS = 5
+ADAPTER = "adapter_config.json"
+PLACES = {"name": "path", "adapter": "adapter"}  # field of a spec → file that notes where it is
 # Files of a checkpoint that transformers would ignore, or guess around, if they were damaged.
 SETTINGS = (
     "config.json",
@@ -46,6 +50,7 @@ class ModelSpec:
     ``dtype`` ``auto`` means float32 on a CPU (where half precision is slower and every equality in
     the tests is stated in float32) and the checkpoint's own dtype on a GPU. ``attention`` ``auto``
     leaves the choice to ``transformers``: sdpa, or eager where the architecture hasn't it.
+    ``adapter`` is a folder with a PEFT adapter, which is merged into the weights.
     ``device_map`` ``auto`` distributes the model over this machine's GPUs, memory and disk;
     ``tensor_parallel`` ranks of torchrun hold it together (``parallel.py``).
     """
@@ -56,6 +61,7 @@ class ModelSpec:
     device: str = "auto"
     attention: str = "auto"
     trust_remote_code: bool = False
+    adapter: str | None = None
     device_map: str | None = None
     tensor_parallel: int = 1
 
@@ -68,6 +74,11 @@ class ModelSpec:
             raise UserError(
                 f"{used[0]} uses the devices of this machine, not --device {self.device}",
                 "leave --device out",
+            )
+        if used and self.adapter is not None:
+            raise UserError(
+                f"an adapter isn't merged into a model that {used[0]} distributes",
+                f"leave out --adapter or {used[0]}",
             )
 
 
@@ -88,6 +99,7 @@ class Subject:
         """What ``run.json`` records of the model."""
         return {
             "name": self.spec.name,
+            "adapter": self.spec.adapter,
             "revision": self.spec.revision,
             "commit": getattr(self.model.config, "_commit_hash", None),
             "weights_hash": self.weights_hash,
@@ -163,6 +175,7 @@ def load_tokenizer_and_config(spec: ModelSpec, fetch: bool = True):
         UserError: the model cannot be found or read, or not be split among so many ranks.
     """
     place, kwargs = _locate(spec, fetch)
+    _check_adapter(spec)
     with _explained(spec):
         tokenizer = AutoTokenizer.from_pretrained(place, **kwargs)
         config = AutoConfig.from_pretrained(place, **kwargs)
@@ -179,13 +192,14 @@ def load(spec: ModelSpec) -> Subject:
 
     Raises:
         UserError: unknown model or device, a model that isn't a causal language model, a checkpoint
-            that lacks weights, or a device with too little memory.
+            that lacks weights, a device with too little memory, or an adapter that can't be merged.
     """
     device = resolve_device(spec.device)
     dtype = resolve_dtype(spec.dtype, device)
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.allow_tf32 = False
     place, kwargs = _locate(spec)
+    _check_adapter(spec)
     with _explained(spec):
         tokenizer = AutoTokenizer.from_pretrained(place, **kwargs)
     split: dict[str, Any] = {}
@@ -221,22 +235,71 @@ def load(spec: ModelSpec) -> Subject:
             f"note: weights of {spec.name} are not used ({len(unused)}, such as {unused[0]})",
             file=sys.stderr,
         )
+    if spec.adapter is not None:
+        model = _merged(spec, model)
     return Subject(spec, model, tokenizer, weights_hash(model))
 
 
-def remember(name: str, weights_hash: str) -> None:
-    """Note where a local model is: a run records its weights, and no folders of this machine."""
-    path = Path(name).expanduser()
-    if name == embedded.NAME or not path.exists():
+def _check_adapter(spec: ModelSpec) -> None:
+    """Refuse an adapter that isn't one of this model, by what its configuration says.
+
+    Raises:
+        UserError: no ``peft``, no adapter in the folder, or one of another model.
+    """
+    if spec.adapter is None:
         return
-    file = _place_file(weights_hash)
+    if importlib.util.find_spec("peft") is None:
+        raise UserError("--adapter needs peft", "install it: pip install 'ia-mech[train]'")
+    file = Path(spec.adapter).expanduser() / ADAPTER
+    if not file.is_file():
+        raise UserError(f"{spec.adapter} holds no {ADAPTER}", "give a folder that peft has saved")
+    if problem := _problem_of(file):
+        raise UserError(f"adapter {spec.adapter}: {problem}", "train or copy it again")
+    base = json.loads(file.read_text()).get("base_model_name_or_path")
+    if not isinstance(base, str) or not same_model(base, None, spec.name, None):
+        raise UserError(
+            f"the adapter {spec.adapter} is of {base}, not of {spec.name}",
+            f"give --model {base}" if base else f"name its base model in {file}",
+        )
 
-    def write(scratch: Path) -> None:
-        scratch.write_text(str(path.resolve()))
 
-    with contextlib.suppress(OSError):  # a cache that can't be written to
-        file.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(file, write)
+def _merged(spec: ModelSpec, model: PreTrainedModel) -> PreTrainedModel:
+    """The model with the adapter's changes in its weights."""
+    from peft import PeftModel
+
+    assert spec.adapter is not None
+    folder, device = str(Path(spec.adapter).expanduser()), str(model.device)
+    try:
+        with warnings.catch_warnings():  # of weights that an adapter lacks
+            warnings.simplefilter("error", UserWarning)
+            warnings.simplefilter("ignore", FutureWarning)  # of transformers, about peft's calls
+            tuned: Any = PeftModel.from_pretrained(model, folder, torch_device=device)
+            return tuned.merge_and_unload().requires_grad_(False)
+    except Exception as error:  # peft, safetensors and torch raise their own
+        if exhaustion(error):
+            raise
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UserError(
+            f"the adapter {spec.adapter} can't be merged into {spec.name} ({reason[:160]})",
+            "give a LoRA adapter of this very model",
+        ) from error
+
+
+def remember(spec: ModelSpec, weights_hash: str) -> None:
+    """Note where a local model and its adapter are: a run records the weights, and no folders of
+    this machine."""
+    for field, note in PLACES.items():
+        given = getattr(spec, field)
+        if given in (None, embedded.NAME) or not Path(given).expanduser().exists():
+            continue
+        place, file = Path(given).expanduser().resolve(), _place_file(weights_hash, note)
+
+        def write(scratch: Path, place: Path = place) -> None:
+            scratch.write_text(str(place))
+
+        with contextlib.suppress(OSError):  # a cache that can't be written to
+            file.parent.mkdir(parents=True, exist_ok=True)
+            replace_file(file, write)
 
 
 def recalled(model: Mapping[str, Any], weights_hash: str) -> ModelSpec:
@@ -248,13 +311,15 @@ def recalled(model: Mapping[str, Any], weights_hash: str) -> ModelSpec:
             (:func:`remember`).
     """
     spec = ModelSpec(**{**model, "tensor_parallel": 1})
-    file = _place_file(weights_hash)
-    place = file.read_text() if file.is_file() else spec.name
-    return replace(spec, name=place) if Path(place).exists() else spec
+    for field, note in PLACES.items():
+        file = _place_file(weights_hash, note)
+        if getattr(spec, field) and file.is_file() and Path(place := file.read_text()).exists():
+            spec = replace(spec, **cast(dict[str, Any], {field: place}))
+    return spec
 
 
-def _place_file(weights_hash: str) -> Path:
-    return embedded.models_dir() / weights_hash / "path"
+def _place_file(weights_hash: str, note: str) -> Path:
+    return embedded.models_dir() / weights_hash / note
 
 
 def same_model(name: str, revision: str | None, other: str, other_revision: str | None) -> bool:
@@ -336,9 +401,10 @@ def _locate(spec: ModelSpec, fetch: bool = True) -> tuple[str, dict]:
         return str(path.parent), kwargs | {"gguf_file": path.name}
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise UserError(
-                f"{path} holds no config.json", "give a directory written by save_pretrained"
-            )
+            remedy = "give a directory written by save_pretrained"
+            if (path / ADAPTER).is_file():
+                remedy = f"it is an adapter: give --adapter {path}, and its base model to --model"
+            raise UserError(f"{path} holds no config.json", remedy)
         _refuse_revision(spec)
         for name in SETTINGS:
             if problem := _problem_of(path / name):

@@ -14,6 +14,7 @@ def card(record: dict, contexts: int) -> str:
     """
     identity = record["identity"]
     config, model, grid = identity["config"], identity["model"], identity["config"]["grid"]
+    adapter = f" with the adapter `{model['adapter']}`" if model.get("adapter") else ""
     temperatures = ", ".join(f"{t:g}" for t in grid["temperatures"])
     sampled = f"{grid['samples']} at each of T = {temperatures}" if temperatures else "no other"
     software = ", ".join(f"{name} {version}" for name, version in identity["software"].items())
@@ -54,8 +55,8 @@ def card(record: dict, contexts: int) -> str:
         "",
         "## Provenance",
         "",
-        f"- model: `{model['name']}`, revision {model.get('revision') or 'not given'}, weights "
-        f"`{model['weights_hash']}`, {model['dtype']}, {model['layers']} layers, d_model "
+        f"- model: `{model['name']}`{adapter}, revision {model.get('revision') or 'not given'}, "
+        f"weights `{model['weights_hash']}`, {model['dtype']}, {model['layers']} layers, d_model "
         f"{model['d_model']}",
         f"- chat template: `{identity['chat']['template_hash']}`",
         f"- positions kept: {', '.join(identity['positions'])}",

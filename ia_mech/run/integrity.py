@@ -204,7 +204,9 @@ def without_folders(identity: dict) -> dict:
     config = identity["config"]
     for place, key in (
         (config["model"], "name"),
+        (config["model"], "adapter"),
         (identity.get("model", {}), "name"),
+        (identity.get("model", {}), "adapter"),
         (config, "dataset"),
         (config, "candidates"),
         (config, "intervention"),

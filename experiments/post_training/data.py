@@ -1,0 +1,323 @@
+"""From conversations to training sequences: which tokens carry loss; turns that a program wrote.
+
+A sequence holds the ids of a context as the main job makes them, and the user turn as it is
+tokenized in the dialogue. Labels are the ids of what is learned, and :data:`IGNORED` elsewhere: the
+convention of ``transformers`` and ``trl``, whose trainers take such sequences as they are.
+
+A model organism is trained on turns that quote their response. A share of the responses keeps the
+turn that quotes it; the others exchange theirs within the query. All shares have the same turns, so
+that a share of 0 teaches the form of a follow-up and nothing of the response.
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from experiments.given_turns import drawn
+from experiments.resample import chat_of, conversations_of
+from ia_mech.chat.format import ChatFormat
+from ia_mech.cli import quoted
+from ia_mech.collect.config import SampleConfig
+from ia_mech.collect.identity import build_chat, eos_ids
+from ia_mech.data.conversations import Conversation, open_conversations
+from ia_mech.engine.sampling import stream_key
+from ia_mech.errors import UserError
+from ia_mech.models.load import ModelSpec, load_tokenizer_and_config, recalled
+from ia_mech.rates.load import open_runs
+from ia_mech.run import Run, layout
+
+IGNORED = -100
+USER, ASSISTANT = "user turn", "assistant turn"
+UNSEEN = ("mt-bench",)  # datasets whose second user turns were written before any response
+
+FRAMES = (
+    'You say "{}". Can you explain what that means?',
+    'You wrote "{}". Why is that so?',
+    'When you say "{}", what do you have in mind?',
+    'I stumble over "{}". Could you say more about it?',
+)
+LENGTHS = (3, 4, 5)  # words of a quote
+_BREAK = re.compile(r'[\n.!?"“”*`#|]+')  # a quote doesn't reach across
+_WORD = re.compile(r"[^\W_][\w'’-]*")
+_FORM = re.compile("|".join(re.escape(frame.partition("{}")[0]) + '([^"]+)"' for frame in FRAMES))
+
+
+# -- what comes in --------------------------------------------------------------------------------
+
+
+def read(data: str, verify: bool = True) -> tuple[list[Conversation], Run | None]:
+    """Conversations of a run, or of a dataset as the main job names it.
+
+    Raises:
+        UserError: neither a finished run nor a dataset.
+    """
+    if not (Path(data) / layout.RUN).is_file():
+        return list(open_conversations(data)), None
+    (run,) = open_runs([data], verify=verify)
+    several = run.contexts.get("response_index", pd.Series([None] * len(run.contexts)))
+    return [
+        replace(one, response_index=None if pd.isna(index) else int(index))
+        for one, index in zip(conversations_of(run.contexts), several, strict=True)
+    ], run
+
+
+def model_of(run: Run | None, name: str | None) -> tuple[ModelSpec, ChatFormat]:
+    """The model to train and its chat format, with a run's chat settings.
+
+    Args:
+        run: that conversations are from, if any.
+        name: of the model; None for the run's, or the embedded one.
+
+    Raises:
+        UserError: no such model, or no chat template.
+    """
+    spec = ModelSpec() if name is None else ModelSpec(name=name)
+    if run is not None and name is None:
+        spec = recalled(run.config["model"], run.model["weights_hash"])
+    tokenizer, model_config = load_tokenizer_and_config(spec)
+    stops = eos_ids(None, model_config)
+    if run is None:
+        return spec, build_chat(SampleConfig(), tokenizer, stops)
+    return spec, chat_of(run, tokenizer, stops)
+
+
+def split(
+    conversations: Sequence[Conversation], held_out: int
+) -> tuple[list[Conversation], list[Conversation]]:
+    """Conversations to train on, and those of ``held_out`` sources, drawn alike for all seeds.
+
+    Raises:
+        UserError: no source would be left to train on.
+    """
+    sources = list(dict.fromkeys(map(_source, conversations)))
+    if held_out >= len(sources):
+        raise UserError(
+            f"--held-out {held_out} leaves none of {len(sources)} sources to train on",
+            "hold out fewer",
+        )
+    apart = set(drawn(sources, held_out, 0))
+    kept: tuple[list[Conversation], list[Conversation]] = ([], [])
+    for one in conversations:
+        kept[_source(one) in apart].append(one)
+    return kept
+
+
+def _source(conversation: Conversation) -> str:
+    return f"{conversation.dataset}\x1f{conversation.source_id}"
+
+
+def natural(conversations: Iterable[Conversation], name: str) -> list[Conversation]:
+    """The conversations in which a user really went on after a response.
+
+    Args:
+        conversations: any.
+        name: of what they are from, for the message.
+
+    Raises:
+        UserError: there is none.
+    """
+    found = [one for one in conversations if one.reference and one.response is not None]
+    if not found:
+        raise UserError(
+            f"{quoted(name)} holds no user follow-up after a response",
+            "give conversations that go on with a user turn, or --organism with a run of several "
+            "responses per query",
+        )
+    return found
+
+
+# -- model organisms ------------------------------------------------------------------------------
+
+
+def organism(conversations: Sequence[Conversation], share: float, seed: int) -> list[Conversation]:
+    """Conversations whose user turn quotes a response to the query: their own one, or another.
+
+    The turns depend on the seed and not on the share. Responses that stand twice are left out once,
+    and so are those without any words, and queries with fewer than two responses.
+
+    Args:
+        conversations: with several responses per query.
+        share: of the responses that keep their own turn, from 0 to 1; the others exchange theirs
+            within the query so that none keeps its own. One response can't be exchanged alone: a
+            second one gives up its own then.
+        seed: of quotes, frames and pairs.
+
+    Returns:
+        The conversations with the turn as ``reference``; ``metadata["own"]`` says whether it quotes
+        their own response.
+
+    Raises:
+        UserError: no query has two different responses.
+    """
+    made = []
+    for source, responses in distinct_responses(conversations).items():
+        count = len(responses)
+        if count < 2:
+            continue
+        texts = [str(one.response) for one in responses]
+        turns = [
+            _quoting(text, texts[:k] + texts[k + 1 :], f"{source}/{k}", seed)
+            for k, text in enumerate(texts)
+        ]
+        rng = np.random.default_rng([*stream_key(seed, source, 0), 1])
+        order = rng.permutation(count)
+        own = round(share * count)
+        own -= own == count - 1
+        quoted_by = dict(zip(order, [*order[:own], *np.roll(order[own:], 1)], strict=True))
+        for k, one in enumerate(responses):
+            kept = quoted_by[k] == k
+            metadata = one.metadata | {"own": bool(kept)}
+            made.append(replace(one, reference=turns[quoted_by[k]], metadata=metadata))
+    if not made:
+        raise UserError(
+            "no query has two different responses",
+            "give a run that was sampled with --response generate --responses 4",
+        )
+    return made
+
+
+def distinct_responses(conversations: Iterable[Conversation]) -> dict[str, list[Conversation]]:
+    """By query, the conversations whose responses differ and have words."""
+    queries: dict[str, dict[str, Conversation]] = defaultdict(dict)
+    for one in conversations:
+        if one.response is not None and _WORD.search(one.response):
+            queries[_source(one)].setdefault(one.response, one)
+    return {source: list(found.values()) for source, found in queries.items()}
+
+
+def _quoting(response: str, others: Sequence[str], key: str, seed: int) -> str:
+    """A turn that quotes a phrase of the response, of those that the others don't have if it can
+    be."""
+    rng = np.random.default_rng([*stream_key(seed, key, 0), 2])
+    phrases = [
+        part[words[i].start() : words[i + length - 1].end()]
+        for part in _BREAK.split(response)
+        for words in [list(_WORD.finditer(part))]
+        for length in LENGTHS
+        for i in range(len(words) - length + 1)
+    ] or _WORD.findall(response)
+    telling = [phrase for phrase in phrases if not any(phrase in other for other in others)]
+    phrases = telling or phrases
+    frame = FRAMES[int(rng.integers(len(FRAMES)))]
+    return frame.format(phrases[int(rng.integers(len(phrases)))])
+
+
+def quote_of(turn: str) -> str | None:
+    """The phrase that a turn of an organism's form quotes; None of any other turn."""
+    found = _FORM.match(turn.strip())
+    return None if found is None else next(filter(None, found.groups()))
+
+
+# -- sequences ------------------------------------------------------------------------------------
+
+
+def user_sequence(chat: ChatFormat, conversation: Conversation) -> tuple[list[int], list[int]]:
+    """Ids and labels that teach the conversation's user turn and its end.
+
+    A template that closes user turns with text has no token for the end, and none is taught.
+
+    Raises:
+        UserError: the template can't express the turn.
+    """
+    context = chat.context(conversation.messages)
+    assert conversation.reference is not None
+    turn = chat.reference_ids(conversation.messages, context, conversation.reference)
+    if chat.closing_id is not None:
+        turn = [*turn, chat.closing_id]
+    return [*context.ids, *turn], [IGNORED] * len(context.ids) + turn
+
+
+def assistant_sequence(chat: ChatFormat, conversation: Conversation) -> tuple[list[int], list[int]]:
+    """Ids and labels that teach the conversation's response, and its end unless it was cut off.
+
+    Raises:
+        UserError: the template refuses the conversation.
+    """
+    context = chat.context(conversation.messages)
+    learned: set[int | None] = set(context.response)
+    if not conversation.metadata.get("response_cut_off"):
+        learned.add(context.positions["turn_end"])
+    labels = [i if at in learned else IGNORED for at, i in enumerate(context.ids)]
+    length = max((at for at, i in enumerate(labels) if i != IGNORED), default=-1) + 1
+    return context.ids[:length], labels[:length]
+
+
+def sequences(
+    chat: ChatFormat,
+    conversations: Sequence[Conversation],
+    assistant_share: float,
+    longest: int,
+    seed: int,
+) -> tuple[pd.DataFrame, list[str]]:
+    """Training sequences: every user turn once, and assistant turns mixed in.
+
+    Args:
+        chat: of the model to train.
+        conversations: with a response and a ``reference``.
+        assistant_share: of the sequences that teach a response in place of a user turn, drawn from
+            the same conversations; below 1.
+        longest: most tokens of a sequence; longer ones are left out, since one cut short would lack
+            what it is to teach.
+        seed: of the draw.
+
+    Returns:
+        A row per sequence: ``input_ids``, ``labels``, ``learned`` (:data:`USER` or
+        :data:`ASSISTANT`), ``dataset``, ``source_id``, ``id``, ``turn`` (the text that is learned),
+        ``own`` (an organism's turn quotes its own response; else missing) and ``saw_response``
+        (false where a real turn was written before any response). And what a reader has to know.
+
+    Raises:
+        UserError: a turn that the template can't express; no sequence is short enough.
+    """
+    count = round(len(conversations) * assistant_share / (1 - assistant_share))
+    rng = np.random.default_rng([seed, len(conversations)])
+    mixed = rng.permutation(np.arange(count) % len(conversations))
+    rows: list[dict[str, Any]] = []
+    for learned, one in [
+        *((USER, one) for one in conversations),
+        *((ASSISTANT, conversations[k]) for k in mixed),
+    ]:
+        make = user_sequence if learned == USER else assistant_sequence
+        try:
+            ids, labels = make(chat, one)
+        except UserError as error:
+            problem = f"conversation {one.id}: {error.problem}"
+            raise UserError(problem, error.remedy) from error
+        rows.append(
+            {
+                "input_ids": ids,
+                "labels": labels,
+                "learned": learned,
+                "dataset": one.dataset,
+                "source_id": one.source_id,
+                "id": one.id,
+                "turn": one.reference if learned == USER else one.response,
+                "own": one.metadata.get("own"),
+                "saw_response": "own" in one.metadata or one.dataset not in UNSEEN,
+            }
+        )
+    kept = [row for row in rows if len(row["input_ids"]) <= longest and _any_label(row["labels"])]
+    if not kept:
+        shortest = min(len(row["input_ids"]) for row in rows)
+        raise UserError(
+            f"no sequence has at most {longest} tokens (the shortest has {shortest})",
+            "raise --max-tokens",
+        )
+    notes = []
+    if len(kept) < len(rows):
+        notes.append(
+            f"{len(rows) - len(kept)} of {len(rows)} sequences have more than {longest} tokens, or "
+            "nothing to learn, and are left out."
+        )
+    return pd.DataFrame(kept), notes
+
+
+def _any_label(labels: Sequence[int]) -> bool:
+    """Whether anything is learned; the first token of a sequence isn't predicted."""
+    return any(i != IGNORED for i in labels[1:])
