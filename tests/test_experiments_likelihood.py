@@ -138,7 +138,7 @@ def test_what_a_reader_of_contrasts_has_to_know_is_noted(sampled, plain):
     assert cut > 0
     for note, said in zip(found[:5], (
         f"{cut} of 16 follow-ups are scored after a response that was cut off",
-        f"responses of {own.path} are the model's own",
+        f"responses of {own.path.name} are the model's own",
         "2 of 16 contexts have fewer swapped responses than --swaps asked for",
         "no control in odd",
         "runs that were pooled differ in response, max_response_tokens, swaps.",

@@ -463,7 +463,7 @@ def test_a_file_holds_one_sheet(judged):
 def test_labels_of_turns_that_have_changed_are_refused(judged):
     sheet, files = exported(judged)
     file = save(files[0].with_name("filled.csv"), filled_in(sheet))
-    judged.generations["text"] = judged.generations["text"] + "!"
+    judged.turns["text"] += "!"
     with pytest.raises(UserError, match="was changed after sheet"):
         import_sheet(judged, file, "anna")
     assert judged.labels.annotators == []

@@ -113,7 +113,7 @@ def test_two_runs_are_pooled_with_labels_kept_within_each(run, undrawn, tmp_path
     said = probe([run, other, *words], capfd)
     assert said.status == 0, said.err
     predictions = pd.read_parquet(run / "probes" / "pooled" / "predictions.parquet")
-    assert predictions["run"].value_counts().to_dict() == {str(run): 80, str(other): 80}
+    assert predictions["run"].value_counts().to_dict() == {run.name: 80, other.name: 80}
     assert not (other / "probes").exists()
     # In whatever order they are given.
     assert probe([other, run, *words], capfd).out == said.out

@@ -559,7 +559,7 @@ def test_runs_that_make_no_sweep_are_refused(plain, copied, sampled):
     run = rewritten(copied().path, "run.json", lambda r: r["identity"].pop("score_temperatures"))
     found, notes = measured(run)
     assert found.references is None
-    assert notes[-1].startswith(f"{run.path}: sampled before references were scored at many")
+    assert notes[-1].startswith(f"{run.path.name}: sampled before references were scored at many")
     shutil.rmtree(run.path / "judgements")
     with pytest.raises(UserError, match="has not been judged; run: python"):
         read([Run.open(run.path)])
