@@ -6,8 +6,8 @@ import pandas as pd
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from experiments.given_turns import places_of
-from experiments.knockout.analyse import BEYOND, BITS, LOST
+from experiments.given_turns import TOKENS, places_of
+from experiments.knockout.analyse import BEYOND, BITS, LOST, OWN, OWN_LOST
 from experiments.knockout.block import EDGES, INTACT, RANDOM, Arm, Asked
 from experiments.knockout.matched import MATCHED
 from experiments.tables import cell, print_plan, print_table
@@ -24,8 +24,8 @@ LIMITS = (
 )
 
 
-def plan(queries: Sequence[Asked], arms: Sequence[Arm], depth: int) -> None:
-    """What will be computed: passes, tokens and time."""
+def plan(queries: Sequence[Asked], arms: Sequence[Arm], depth: int, writing: int = 0) -> None:
+    """What will be computed: passes, tokens and time; ``writing`` arms sample turns, too."""
     prefilled = sum(len(context.ids) for one in queries for context in one.contexts)
     tokens = 0
     for one in queries:
@@ -35,12 +35,15 @@ def plan(queries: Sequence[Asked], arms: Sequence[Arm], depth: int) -> None:
     share = sum(1 - (arm.first - 1) / depth for arm in arms if arm.of != INTACT)
     cost = PREFILL_COST * prefilled + RESCORE_COST * tokens * (1 + share)
     turns = sum(len(one.turns) for one in queries)
+    cost += writing * (TOKENS * turns + RESCORE_COST * tokens)
     lines = {
         "queries": f"{len(queries)}, {len(queries[0].contexts)} responses to each",
         "turns": f"{turns}, scored after each response under {len(arms)} knockouts",
         "tokens to prefill": str(prefilled),
         "tokens to compute": f"{tokens * len(arms)}, from the first blocked layer on",
     }
+    if writing:
+        lines["turns to sample"] = f"{turns} under each of {writing} knockouts, then scored, too"
     print_plan(lines, cost)
 
 
@@ -60,11 +63,13 @@ def tables(to: Console, estimates: pd.DataFrame, level: float) -> None:
     heads[MATCHED] = "edges of as much attention", 2
     print_table(to, title, beyond, heads, key="control", index=("of",))
     found = together(estimates)
-    some = found[_windows(found)]
-    if len(some):
-        layers = some["first"].astype(str) + "–" + some["last"].astype(str)
-        title = "edges blocked in some layers only"
-        print_table(to, title, some.assign(layers=layers), columns, index=("of", "layers"))
+    layers = found["first"].astype(str) + "–" + found["last"].astype(str)
+    found = found.assign(layers=layers.mask(found["last"] == 0, "–"))
+    title = "edges blocked in some layers only"
+    print_table(to, title, found[_windows(found)], columns, index=("of", "layers"))
+    title = f"turns that the model writes with edges blocked: their I_{most} under the same model"
+    columns = {OWN: (f"I_{most}", 2), OWN_LOST: ("lost", 2)}
+    print_table(to, title, found, columns, index=("of", "layers"))
     to.print(LIMITS, soft_wrap=True)
 
 
