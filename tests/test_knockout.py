@@ -56,7 +56,7 @@ def rows(through_header: bool) -> pd.DataFrame:
     ],
 )
 def test_only_the_planted_edges_carry_the_bits(through_header, needed):
-    found = estimates(rows(through_header), planted.NAMES)
+    found = estimates(rows(through_header=through_header), planted.NAMES)
     bits = found[found["quantity"] == "readable bits"].set_index(["of", "first", "last"])["value"]
     assert bits[INTACT, 0, 0] > 1.5, "of 2"
     for (of, first, last), value in bits.items():
@@ -72,7 +72,7 @@ def test_only_the_planted_edges_carry_the_bits(through_header, needed):
 def test_the_verdict_names_the_route():
     told: dict[bool, str] = {}
     for through_header in (True, False):
-        found = estimates(rows(through_header), planted.NAMES)
+        found = estimates(rows(through_header=through_header), planted.NAMES)
         found["p_holm"] = found["p"] / 2  # five queries allow no p below 2 / 2 ** 5
         told[through_header] = verdict(found)
     assert told[True].startswith("The turn reads the response through the header: ")
@@ -225,7 +225,7 @@ def test_turns_of_a_blocked_model_tell_nothing_without_the_planted_route(through
         one = asked(number)
         made = resampled(model, one, windows_of([(1, planted.DEPTH)]), 1, [], 0)
         parts.append(made.assign(source=one.source, dataset=one.dataset))
-    found = estimates(rows(through_header), planted.NAMES, pd.concat(parts))
+    found = estimates(rows(through_header=through_header), planted.NAMES, pd.concat(parts))
     told = found[found["quantity"] == OWN].set_index(["of", "first", "last"])["value"]
     needed = {HEADER if through_header else TURN, BOTH}
     for (of, _, _), value in told.items():

@@ -28,6 +28,27 @@ FILE = "vector.safetensors"
 REPEATED = 0.5  # of a degenerate turn, fewer of its runs of three words differ
 
 
+def sampled_under_all(
+    arms: Sequence[Arm],
+    queries: Sequence[Query],
+    runs: Sequence[Run],
+    subject: Subject,
+    chat: ChatFormat,
+    samples: int,
+    folder: Path,
+) -> dict[tuple[str, int, float], tuple[Judged, pd.DataFrame]]:
+    """``of``, ``draw`` and ``dose`` of each arm → verdicts on its turns, and the turns as
+    :func:`described`; arguments as of :func:`sampled_under`, which makes a run per arm in the
+    folder."""
+    found = {}
+    for arm in arms:
+        name = f"{arm.of} {arm.draw} {arm.dose:g}".replace(" ", "-")
+        judged = sampled_under(arm, queries, runs, subject, chat, samples, folder / name)
+        turns = described(judged, subject).assign(of=arm.of, draw=arm.draw, dose=arm.dose)
+        found[arm.of, arm.draw, arm.dose] = judged, turns
+    return found
+
+
 def sampled_under(
     arm: Arm,
     queries: Sequence[Query],
