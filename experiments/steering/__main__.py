@@ -81,11 +81,11 @@ def run(args: argparse.Namespace, runs: "list[Run]", folder: Path) -> Results | 
         except UserError as error:
             notes.append(f"no control with {controls.PROMPT}: {error.problem}.")
         rows = pd.concat(parts, ignore_index=True)
-    found_in = {}
-    if args.samples:
-        place = folder / "sampled"
-        setting = runs, subject, chat, args.samples, place
-        found_in = sample.sampled_under_all(sampled, reporting, *setting)
+    setting = reporting, runs, subject, chat, args.samples, folder / "sampled"
+    found_in = {
+        (arm.of, arm.draw, arm.dose): sample.sampled_under(arm, *setting)
+        for arm in (sampled if args.samples else ())
+    }
     doses = [arm.dose for arm in chosen]  # one above 0, and one below it if there is any
     found = estimates(rows, doses, found_in, outcome, **intervals(args))
     tables = {"turns": rows.drop(columns="logprobs")}
