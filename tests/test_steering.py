@@ -309,6 +309,7 @@ def test_the_verdict_says_yes_of_a_planted_direction_and_no_of_a_random_one():
         assert len(of_arm(found, ODDS, RANDOM)) == 40
         ranks = of_arm(found, RANK, ADDED).set_index("dose")
         assert (ranks["rows"] == 20).all() and set(ranks.index) == {0.4, -0.4}
+        assert (ranks["p_holm"] == ranks["p"]).all(), "20 directions leave nothing to correct"
         drawn = of_arm(found, ODDS, RANDOM)
         for dose, sign in ((0.4, 1), (-0.4, -1)):
             own = of_arm(found, ODDS, ADDED, dose)["value"].iloc[0]

@@ -93,7 +93,8 @@ def estimates(
     resamples: int = 2000,
     seed: int = 0,
 ) -> pd.DataFrame:
-    """Every estimate, one row each; p is Holm-corrected over the doses, and over the controls.
+    """Every estimate, one row each; p is Holm-corrected over the doses, and over the controls. Each
+    comparison with a control stands alone.
 
     Args:
         rows: of all arms, as :func:`experiments.steering.steer.steered` makes them, with
@@ -125,7 +126,10 @@ def estimates(
 
 
 def _family(row: TidyEstimate) -> tuple:
-    return row.quantity, row.names["dataset"], row.names["half"], row.names["of"] in ALIKE
+    names = row.names
+    alone = row.quantity in (BEYOND, RANK)
+    of = (names["of"], names["dose"]) if alone else names["of"] in ALIKE
+    return row.quantity, names["dataset"], names["half"], of
 
 
 def _of_arm(
