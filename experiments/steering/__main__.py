@@ -214,9 +214,10 @@ EXPERIMENT = Experiment(
     name="steering",
     description="""\
 Does a direction in the residual stream move the user turn? It is added at chosen tokens of one
-layer, or projected out. Turns that the run holds are scored, new ones are sampled and judged. The
-dose is chosen on half of the sources and reported on the other half, beside other directions of the
-same KL at the header.
+layer, or projected out, or states of contexts with a high score are put in place of those with a
+low one. Turns that the run holds are scored, new ones are sampled and judged. The dose is chosen on
+half of the sources and reported on the other half, beside other directions of the same KL at the
+header.
 
 log-odds   of turns that the judge accepts against others after the same context
 controls   random directions with the covariance of the states, another layer, the direction without
