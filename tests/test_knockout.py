@@ -85,7 +85,8 @@ def test_the_control_tells_what_needed_edges_take_away_from_random_ones():
     assert beyond[HEADER] > 1 and beyond[TURN] < 0.05
     said = control(found)
     assert said.startswith(
-        f"Readable bits lost, more than random edges, as many: {beyond[HEADER]:.2f} "
+        "Readable bits lost less those lost with other edges blocked (below 0: these take more): "
+        f"with as many random edges {beyond[HEADER]:.2f} "
     )
     assert f"for {HEADER}, {beyond[TURN]:.2f} " in said and f"for {BOTH}." in said
 
@@ -280,8 +281,8 @@ def test_the_command_plans_blocks_shows_and_goes_on(folder, capsys):
     assert main(words) == 0
     shown = capsys.readouterr().out
     assert "readable bits intact" in shown and "random edges show the latter" in shown
-    assert "Readable bits lost, more than random edges, as many: " in shown
-    assert "; more than edges of as much attention: " in shown
+    assert "Readable bits lost less those lost with other edges blocked" in shown
+    assert "; with edges of as much attention " in shown
     found = pd.read_parquet(out / "estimates.parquet")
     bits = found[found["quantity"] == "readable bits"]
     assert len(bits) == 31 and (bits["value"] <= np.log2(3)).all() and (bits["sources"] == 3).all()

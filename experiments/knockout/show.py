@@ -16,6 +16,7 @@ from ia_mech.engine.plan import PREFILL_COST, RESCORE_COST
 from ia_mech.estimates import together
 
 SIGNIFICANT = 0.05
+OTHERS = {RANDOM: "as many random edges", MATCHED: "edges of as much attention"}
 HEADER, TURN, BOTH = list(EDGES)[:3]
 LIMITS = (
     "A model whose edges are blocked is another model: bits that it doesn't read may be lost since "
@@ -59,8 +60,7 @@ def tables(to: Console, estimates: pd.DataFrame, level: float) -> None:
     print_table(to, title, whole, columns, index=("dataset", "of"))
     beyond = together(whole)[lambda rows: rows["control"] != ""]
     title = "readable bits lost beyond what other edges take away, blocked in all layers"
-    heads: dict[str, tuple[str, int | str]] = {RANDOM: ("as many random edges", 2)}
-    heads[MATCHED] = "edges of as much attention", 2
+    heads: dict[str, tuple[str, int | str]] = {key: (name, 2) for key, name in OTHERS.items()}
     print_table(to, title, beyond, heads, key="control", index=("of",))
     found = together(estimates)
     layers = found["first"].astype(str) + "–" + found["last"].astype(str)
@@ -112,14 +112,15 @@ def verdict(estimates: pd.DataFrame) -> str:
 
 
 def control(estimates: pd.DataFrame) -> str:
-    """What blocked edges take away more than other edges do, in one sentence."""
+    """What blocked edges take away beyond what other edges do, in one sentence."""
     found = together(estimates)
     rows = found[(found["quantity"] == BEYOND) & found["of"].isin([HEADER, TURN, BOTH])]
     said = []
     for other, mine in rows.groupby("control", sort=False):
         each = ", ".join(f"{cell(row)} for {row['of']}" for _, row in mine.iterrows())
-        said.append(f"than {other.removesuffix(' as ')}: {each}")
-    return f"Readable bits lost, more {'; more '.join(said)}." if said else ""
+        said.append(f"with {OTHERS[other]} {each}")
+    words = "Readable bits lost less those lost with other edges blocked (below 0: these take more)"
+    return f"{words}: {'; '.join(said)}." if said else ""
 
 
 def figures(estimates: pd.DataFrame, model: str) -> dict[str, Figure]:
