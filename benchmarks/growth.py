@@ -34,6 +34,7 @@ from ia_mech.collect.shards import Shard
 from ia_mech.engine.plan import Grid
 from ia_mech.errors import UserError
 from ia_mech.judge.label import label_run
+from ia_mech.judge.rubric import GENUINE
 from ia_mech.judge.verdict import Verdict
 from ia_mech.merge import merge
 from ia_mech.models.load import ModelSpec
@@ -165,7 +166,7 @@ class Stub:
     def judge(self, items, repeats):
         for index, item in enumerate(items):
             genuine = item.turn < "e"
-            yield index, Verdict("genuine_follow_up" if genuine else "restates_query")
+            yield index, Verdict(GENUINE if genuine else "degenerate")
 
 
 def judge(out: Path, _: int) -> None:
@@ -174,14 +175,20 @@ def judge(out: Path, _: int) -> None:
     label_run(Run.open(out), Stub(), "stub", Quiet())
 
 
+def command(main, *words: str) -> None:
+    """Run a command, and fail with it: it prints its error and returns a status."""
+    if status := main(list(words)):
+        raise SystemExit(status)
+
+
 ACTIONS = {
     "write": write,
     "merge": lambda out, _: merge(out, remove=True),
     "read": read,
     "layer": layer,
     "judge": judge,
-    "rates": lambda out, _: rates([str(out), "--judge", "stub"]),
-    "report": lambda out, _: report([str(out)]),
+    "rates": lambda out, _: command(rates, str(out), "--judge", "stub"),
+    "report": lambda out, _: command(report, str(out)),
 }
 
 
