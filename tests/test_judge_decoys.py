@@ -7,7 +7,7 @@ import pyarrow.parquet as pq
 import pytest
 from judging import DECOYS, ROWS, FakeJudge, Recorded, genuine
 
-from ia_mech.judge.decoys import CONVERSATION, RESPONSE, decoy_items, draw_decoys
+from ia_mech.judge.decoys import CONVERSATION, RESPONSE, draw_decoys
 from ia_mech.judge.label import items_of, label_run
 from ia_mech.judge.verdict import Item, Verdict
 from ia_mech.run import Run
@@ -102,7 +102,7 @@ def test_every_turn_of_a_source_may_be_drawn():
 @pytest.fixture
 def labelled(run, tmp_path):
     """Judge the run, whose turns all differ; returns the judge."""
-    run.turns["text"] = [f"turn {i}" for i in range(ROWS)]
+    run.generations["text"] = [f"turn {i}" for i in range(ROWS)]
 
     def call(say=genuine, name: str = "fake", **options) -> FakeJudge:
         judge = FakeJudge(say, name=name)
@@ -121,10 +121,10 @@ def test_decoys_are_judged_among_the_turns_and_stored_apart(run, labelled):
     columns = [*KEY, "decoy", "shown"]
     assert len(decoys) == DECOYS and decoys[columns].values.tolist() == plan.values.tolist()
     items = items_of(run)
-    expected = decoy_items(run, plan, items)
+    expected = items_of(run, plan)[ROWS:]
     assert {item for item, _ in judge.asked} == {*items, *expected}
     by_context = dict(zip(run.turns["context_id"], items, strict=True))
-    texts = run.turns.set_index(list(KEY))["text"]
+    texts = run.generations.set_index(list(KEY))["text"]
     for item, row in zip(expected, plan.itertuples(index=False), strict=True):
         assert item.query == by_context[row.shown].query
         assert item.turn == texts[row.context_id, row.temperature, row.sample]
