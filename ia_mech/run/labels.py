@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from ia_mech.cli import quoted
@@ -205,13 +206,8 @@ class Labels:
         *,
         decoys: bool,
     ) -> pd.DataFrame:
-        table = self._content(kind, name, columns and [*columns, "decoy"])[0]
+        table = self._content(kind, name, columns, decoys=decoys)[0]
         wanted = schema.names if columns is None else columns
-        if "decoy" in table.column_names:
-            which = table["decoy"].is_valid() if decoys else table["decoy"].is_null()
-            table = table.filter(which)
-        elif decoys:
-            table = table.slice(0, 0)
         missing = [name for name in wanted if name not in (*table.column_names, *_LATER)]
         if missing:
             raise self._unreadable(kind, name, f"no column {', '.join(missing)}")
@@ -223,21 +219,26 @@ class Labels:
         return frame.astype({"genuine": "boolean"} if "genuine" in frame else {})
 
     def _content(
-        self, kind: str, name: str, columns: Sequence[str] | None = None
+        self, kind: str, name: str, columns: Sequence[str] | None, *, decoys: bool = False
     ) -> tuple[pa.Table, dict[str, Any]]:
-        """A file's rows, with these columns or all, and its record."""
+        """A file's rows of decoys or of the others, with these columns or all; and its record."""
         self._check_there(kind, name)
         try:
             file = self._file(kind, name)
             if self._verify:
                 with file.open("rb") as whole:
                     integrity.check_seal(whole, required=self._sealed)
-            chosen = {}
+            known, chosen = pq.read_schema(file), {}
             if columns is not None:
-                names = [name for name in pq.read_schema(file).names if name in columns]
+                names = [name for name in known.names if name in columns]
                 chosen = {"columns": names, "read_dictionary": list(CODED)}
+            if "decoy" in known.names:
+                decoy = pc.field("decoy")
+                chosen["filters"] = decoy.is_valid() if decoys else decoy.is_null()
             table = pq.read_table(file, **chosen)
-            metadata = table.schema.metadata or {}
+            if decoys and "decoy" not in known.names:
+                table = table.slice(0, 0)
+            metadata = known.metadata or {}
             record = integrity.unsealed(metadata.get(_RECORD, b"{}"), verify=False)
         except (pa.ArrowException, OSError, ValueError) as error:
             raise self._unreadable(kind, name, error) from None
