@@ -85,7 +85,16 @@ def unit(orders: list[int]) -> tuple[pa.Table, pa.Table, dict, torch.Tensor]:
             {"role": "user", "content": text(random, 30)},
             {"role": "assistant", "content": text(random, 80)},
         ]
-        contexts.append({**names, "messages": messages, "metadata": "{}", "context_tokens": 150})
+        rendered = "\n".join(message["content"] for message in messages)
+        contexts.append(
+            {
+                **names,
+                "messages": messages,
+                "metadata": "{}",
+                "text": rendered,
+                "context_tokens": 150,
+            }
+        )
         for temperature, sample in GRID.rows():
             numbers = random.normal(size=(2, TOKENS)).astype(np.float32)
             rows.append(

@@ -166,8 +166,8 @@ def _together(
     windows: Iterable[tuple[pd.DataFrame, list[Item]]],
 ) -> tuple[pd.DataFrame, list[Item]]:
     """All windows as one, in the order of the index."""
-    frames, items = zip(*windows, strict=True)
-    turns, items = pd.concat(frames), [item for of in items for item in of]
+    frames, texts = zip(*windows, strict=True)
+    turns, items = pd.concat(frames), list(chain.from_iterable(texts))
     order = np.argsort(turns.index, kind="stable")
     return turns.iloc[order], [items[at] for at in order]
 

@@ -581,9 +581,7 @@ def export_command(args: argparse.Namespace) -> None:
     if key["judge"] is None:
         print("no judge has judged this run: one stratum, so rare categories may hardly be seen")
     else:
-        print(
-            f"{key['n']} of {len(run.turns)} turns, by categories of {key['judge']['name']}:"
-        )
+        print(f"{key['n']} of {len(run.turns)} turns, by categories of {key['judge']['name']}:")
     for stratum, count in key["strata"].items():
         print(f"  {stratum:<24}{count['drawn']:>5} of {count['rows']:>6}")
     decoys = len(key["items"]) - key["n"]
