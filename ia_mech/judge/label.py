@@ -429,7 +429,8 @@ def run(args: argparse.Namespace) -> int:
         replay=args.replay,
         retry_failed=args.retry_failed,
     )
-    rows, decoys = there.labels.judgements(name), there.labels.decoys(name)
+    rows = there.labels.judgements(name, _PRINTED)
+    decoys = there.labels.decoys(name, columns=_PRINTED)
     _print_verdicts(rows, decoys, name, time.monotonic() - begun)
     if judge.caveat:
         console().print(escape(judge.caveat), soft_wrap=True)
@@ -555,11 +556,18 @@ def _default_name(args: argparse.Namespace) -> str:
     return words.strip("-._")[:100] or args.judge
 
 
+_PRINTED = [
+    *("temperature", "category", "status", "error", "item"),
+    *("prompt_tokens", "completion_tokens", "cost", "cached"),
+]  # columns of verdicts that are counted
+
+
 def _print_verdicts(rows: pd.DataFrame, decoys: pd.DataFrame, name: str, seconds: float) -> None:
     """Counts of each category by temperature; the rates with intervals are another command's."""
     screen = console()
     failed = rows["status"] != JUDGED
-    counts = pd.crosstab(rows["temperature"], rows["category"].mask(failed, "failed"))
+    categories = rows["category"].astype(object).mask(failed, "failed")
+    counts = pd.crosstab(rows["temperature"], categories)
     table = Table(title=f"verdicts of {escape(name)}, counted", title_justify="left")
     table.add_column("T", justify="right")
     shown = [c for c in (*NAMES, "failed") if c in ASSESSED or c in counts]

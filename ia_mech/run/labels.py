@@ -72,7 +72,7 @@ ANNOTATIONS = pa.schema(
         ("shown", pa.string()),
     ]
 )
-CODED = ("context_id", "category", "status", "mode", "error", "decoy", "shown")
+CODED = ("context_id", "category", "status", "decoy", "shown")
 _LATER = ("grounded_p", "decoy", "shown")  # columns that files of earlier versions lack
 
 ROWS = 20_000  # that are Python objects at a time
