@@ -99,6 +99,11 @@ def test_every_turn_of_a_source_may_be_drawn():
     assert samples == {0, 1, 2}
 
 
+def test_contexts_that_name_no_perturbation_are_unperturbed(merged, run):
+    run.generations["perturbation"] = None
+    pd.testing.assert_frame_equal(draw_decoys(run), draw_decoys(merged))
+
+
 # -- judged ---------------------------------------------------------------------------------------
 
 

@@ -34,7 +34,7 @@ def draw_decoys(run: Run) -> pd.DataFrame:
         ``conversation`` decoy that was taken out of that context.
     """
     turns = run.turns
-    perturbation = turns["perturbation"].fillna(UNPERTURBED)
+    perturbation = turns["perturbation"].astype(object).fillna(UNPERTURBED)
     responses = (
         turns["response_index"].to_numpy(dtype=float, na_value=np.nan)
         if "response_index" in turns  # runs of earlier versions lack it

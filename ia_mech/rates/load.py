@@ -53,7 +53,7 @@ class Judged:
             being chosen for annotation). Of the run: ``run`` (its folder), ``context_id`` (its
             own name of the context), ``annotated`` (the annotator has labelled turns of it),
             ``fitted`` (the rules judge was fitted on the turn) and ``unlabelled`` (the strata of
-            its sheet that have turns but no label; empty if there are none).
+            its sheet that have turns but no label; empty if there are none). Names are categorical.
         judge: the judge's name.
         record: who the judge is.
         annotator: whose labels are in ``truth``; None without any.
