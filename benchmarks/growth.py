@@ -247,7 +247,8 @@ def tables(found: dict, contexts: list[int], steps: list[str]) -> str:
         heads = [title, *(f"{count:,}" for count in contexts), "slope"]
         lines += ["", f"| {' | '.join(heads)} |", f"|{' --- |' * len(heads)}"]
         for name in steps:
-            numbers = [f"{found[name, count][key]:.1f}" for count in contexts]
+            values = [found[name, count][key] for count in contexts]
+            numbers = [f"{value:.{1 if value >= 0.1 else 2}f}" for value in values]
             exponent = f"{slope(found, name, key, contexts):.2f}"
             lines.append(f"| {' | '.join([name, *numbers, exponent])} |")
     return "\n".join(lines[1:]) + "\n"
