@@ -34,6 +34,7 @@ from ia_mech.collect.shards import Shard
 from ia_mech.engine.plan import Grid
 from ia_mech.errors import UserError
 from ia_mech.judge.label import label_run
+from ia_mech.judge.rubric import GENUINE
 from ia_mech.judge.verdict import Verdict
 from ia_mech.merge import merge
 from ia_mech.models.load import ModelSpec
@@ -84,7 +85,16 @@ def unit(orders: list[int]) -> tuple[pa.Table, pa.Table, dict, torch.Tensor]:
             {"role": "user", "content": text(random, 30)},
             {"role": "assistant", "content": text(random, 80)},
         ]
-        contexts.append({**names, "messages": messages, "metadata": "{}", "context_tokens": 150})
+        rendered = "\n".join(message["content"] for message in messages)
+        contexts.append(
+            {
+                **names,
+                "messages": messages,
+                "metadata": "{}",
+                "text": rendered,
+                "context_tokens": 150,
+            }
+        )
         for temperature, sample in GRID.rows():
             numbers = random.normal(size=(2, TOKENS)).astype(np.float32)
             rows.append(
@@ -165,7 +175,7 @@ class Stub:
     def judge(self, items, repeats):
         for index, item in enumerate(items):
             genuine = item.turn < "e"
-            yield index, Verdict("genuine_follow_up" if genuine else "restates_query")
+            yield index, Verdict(GENUINE if genuine else "degenerate")
 
 
 def judge(out: Path, _: int) -> None:
@@ -174,14 +184,20 @@ def judge(out: Path, _: int) -> None:
     label_run(Run.open(out), Stub(), "stub", Quiet())
 
 
+def command(main, *words: str) -> None:
+    """Run a command, and fail with it: it prints its error and returns a status."""
+    if status := main(list(words)):
+        raise SystemExit(status)
+
+
 ACTIONS = {
     "write": write,
     "merge": lambda out, _: merge(out, remove=True),
     "read": read,
     "layer": layer,
     "judge": judge,
-    "rates": lambda out, _: rates([str(out), "--judge", "stub"]),
-    "report": lambda out, _: report([str(out)]),
+    "rates": lambda out, _: command(rates, str(out), "--judge", "stub"),
+    "report": lambda out, _: command(report, str(out)),
 }
 
 
@@ -231,7 +247,8 @@ def tables(found: dict, contexts: list[int], steps: list[str]) -> str:
         heads = [title, *(f"{count:,}" for count in contexts), "slope"]
         lines += ["", f"| {' | '.join(heads)} |", f"|{' --- |' * len(heads)}"]
         for name in steps:
-            numbers = [f"{found[name, count][key]:.1f}" for count in contexts]
+            values = [found[name, count][key] for count in contexts]
+            numbers = [f"{value:.{1 if value >= 0.1 else 2}f}" for value in values]
             exponent = f"{slope(found, name, key, contexts):.2f}"
             lines.append(f"| {' | '.join([name, *numbers, exponent])} |")
     return "\n".join(lines[1:]) + "\n"

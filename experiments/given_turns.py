@@ -165,7 +165,8 @@ def computed_once(
     name = hashlib.blake2b(json.dumps(key).encode(), digest_size=8).hexdigest()
     file = folder / f"{name}.parquet"
     try:
-        integrity.check_seal(file.read_bytes(), required=True)
+        with file.open("rb") as whole:
+            integrity.check_seal(whole, required=True)
         kept = pq.read_table(file).to_pandas()
     except (pa.ArrowException, OSError, ValueError):
         pass
@@ -174,5 +175,6 @@ def computed_once(
         return kept
     made = compute()
     folder.mkdir(parents=True, exist_ok=True)
-    integrity.write_table(file, pa.Table.from_pandas(made))
+    table = pa.Table.from_pandas(made)
+    integrity.write_table(file, [table], table.schema)
     return made

@@ -24,7 +24,7 @@ from ia_mech.judge.agreement import (
     print_floors,
     report,
 )
-from ia_mech.judge.decoys import decoy_items, draw_decoys
+from ia_mech.judge.decoys import draw_decoys
 from ia_mech.judge.label import items_of, label_run
 from ia_mech.judge.rubric import ASSESSED, CANNOT_ASSESS, GENUINE, NAMES
 from ia_mech.judge.sheets import export_sheet, import_sheet, write_sheet
@@ -425,7 +425,7 @@ def test_decoys_that_do_not_count_are_those_of_the_rates_report(run, capsys):
     """Of a judge: not assessed, or after a context whose own turn was not."""
     run.generations["text"] = [f"turn {i}" for i in range(ROWS)]
     drawn, items = draw_decoys(run), items_of(run)
-    lost = {decoy_items(run, drawn, items)[3], items[0]}  # the first context's greedy turn is drawn
+    lost = {items_of(run, drawn)[ROWS:][3], items[0]}  # the first context's greedy turn is drawn
     names = "careful", "twin"
     judge = FakeJudge(
         lambda item, _: Verdict(CANNOT_ASSESS if item in lost else GENUINE), paid=False

@@ -1,5 +1,6 @@
 """Decoys: which turn is shown after which context, and that their labels stay apart."""
 
+import shutil
 from types import SimpleNamespace
 
 import pandas as pd
@@ -7,9 +8,11 @@ import pyarrow.parquet as pq
 import pytest
 from judging import DECOYS, ROWS, FakeJudge, Recorded, genuine
 
-from ia_mech.judge.decoys import CONVERSATION, RESPONSE, decoy_items, draw_decoys
+from ia_mech.judge.decoys import CONVERSATION, RESPONSE, draw_decoys
 from ia_mech.judge.label import items_of, label_run
 from ia_mech.judge.verdict import Item, Verdict
+from ia_mech.rates.compute import estimates
+from ia_mech.rates.load import read_runs
 from ia_mech.run import Run
 from ia_mech.run.labels import KEY, Labels
 
@@ -96,13 +99,18 @@ def test_every_turn_of_a_source_may_be_drawn():
     assert samples == {0, 1, 2}
 
 
+def test_contexts_that_name_no_perturbation_are_unperturbed(merged, run):
+    run.generations["perturbation"] = None
+    pd.testing.assert_frame_equal(draw_decoys(run), draw_decoys(merged))
+
+
 # -- judged ---------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def labelled(run, tmp_path):
     """Judge the run, whose turns all differ; returns the judge."""
-    run.turns["text"] = [f"turn {i}" for i in range(ROWS)]
+    run.generations["text"] = [f"turn {i}" for i in range(ROWS)]
 
     def call(say=genuine, name: str = "fake", **options) -> FakeJudge:
         judge = FakeJudge(say, name=name)
@@ -121,10 +129,10 @@ def test_decoys_are_judged_among_the_turns_and_stored_apart(run, labelled):
     columns = [*KEY, "decoy", "shown"]
     assert len(decoys) == DECOYS and decoys[columns].values.tolist() == plan.values.tolist()
     items = items_of(run)
-    expected = decoy_items(run, plan, items)
+    expected = items_of(run, plan)[ROWS:]
     assert {item for item, _ in judge.asked} == {*items, *expected}
     by_context = dict(zip(run.turns["context_id"], items, strict=True))
-    texts = run.turns.set_index(list(KEY))["text"]
+    texts = run.generations.set_index(list(KEY))["text"]
     for item, row in zip(expected, plan.itertuples(index=False), strict=True):
         assert item.query == by_context[row.shown].query
         assert item.turn == texts[row.context_id, row.temperature, row.sample]
@@ -145,6 +153,37 @@ def test_two_judges_see_the_same_decoys(run, labelled):
         one[columns], two.loc[two["repeat"] == 0, columns].reset_index(drop=True)
     )
     assert len(two) == 2 * DECOYS and not two["genuine"].any()
+
+
+def test_a_judge_that_costs_nothing_judges_part_by_part(merged, parted, tmp_path, monkeypatch):
+    """The verdicts are those of the whole run; each part is judged with its decoys among it."""
+
+    def judged(of: Run) -> tuple[Run, list[list[tuple[Item, int]]]]:
+        folder, asked = of.path.parent.name, []
+
+        class Watched(FakeJudge):
+            def judge(self, items, repeats):
+                asked.append([*zip(items, repeats, strict=True)])
+                return super().judge(items, repeats)
+
+        run = Run.open(shutil.copytree(of.path, tmp_path / folder))
+        label_run(run, Watched(paid=False), "fake", Recorded())
+        assert "generations" not in vars(run) and "contexts" not in vars(run)
+        return run, asked
+
+    (run, at_once), (again, by_part) = judged(merged), judged(parted)
+    assert len(at_once) == 1 and len(by_part) == len(again.parts("contexts")) > 2
+    assert all(items == sorted(items, key=lambda of: of[0].key("", 0)) for items in by_part)
+    assert {*at_once[0]} == {of for items in by_part for of in items}
+    shown = [{(item.query, item.response) for item, _ in items} for items in by_part]
+    assert [len(texts) for texts in shown] == [2] * len(by_part)  # contexts, decoys included
+    pd.testing.assert_frame_equal(run.labels.decoys("fake"), again.labels.decoys("fake"))
+    rows, others = (of.labels.judgements("fake").set_index(list(KEY)) for of in (run, again))
+    pd.testing.assert_frame_equal(
+        rows.drop(columns="cached"), others.loc[rows.index].drop(columns="cached")
+    )
+    tables = [estimates(read_runs([of.path])) for of in (run, again)]
+    pd.testing.assert_frame_equal(*tables)
 
 
 def test_files_of_earlier_versions_have_no_decoys(run, labelled):

@@ -242,7 +242,7 @@ def test_an_unfinished_run_is_refused(run, cache):
     with pytest.raises(UserError, match=expected):
         label_run(Run.open(run.path), judge, "fake", Recorded(), cache_folder=cache)
     integrity.write_json(manifest, content | {"complete": False, "parts": []})
-    with pytest.raises(UserError, match="run holds no finished part yet; let the run go on first"):
+    with pytest.raises(UserError, match=r"\(0 of 12 contexts\); let the comm"):
         label_run(Run.open(run.path), judge, "fake", Recorded(), cache_folder=cache)
     assert judge.asked == [] and run.labels.judges == [] and not cache.exists()
 

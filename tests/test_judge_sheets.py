@@ -16,7 +16,7 @@ from runs import files_under
 
 from ia_mech.errors import UserError
 from ia_mech.judge.__main__ import main
-from ia_mech.judge.decoys import decoy_items, draw_decoys
+from ia_mech.judge.decoys import draw_decoys
 from ia_mech.judge.label import items_of
 from ia_mech.judge.rubric import CANNOT_ASSESS, GENUINE, NAMES
 from ia_mech.judge.sheets import (
@@ -161,7 +161,7 @@ def test_a_sheet_that_cannot_be_drawn(judged, n, said):
 
 def test_the_sheet_is_blind(judged):
     sheet, files = exported(judged)
-    items = [*items_of(judged), *decoy_items(judged, draw_decoys(judged), items_of(judged))]
+    items = items_of(judged, draw_decoys(judged))
     items = {(i.query, i.response, i.turn) for i in items}
     assert judged.labels.sheet(sheet.key["sheet"]) == sheet.key
     assert [json.loads(line) for line in files[1].read_text().splitlines()] == sheet.rows
@@ -463,7 +463,7 @@ def test_a_file_holds_one_sheet(judged):
 def test_labels_of_turns_that_have_changed_are_refused(judged):
     sheet, files = exported(judged)
     file = save(files[0].with_name("filled.csv"), filled_in(sheet))
-    judged.turns["text"] += "!"
+    judged.generations["text"] += "!"
     with pytest.raises(UserError, match="was changed after sheet"):
         import_sheet(judged, file, "anna")
     assert judged.labels.annotators == []

@@ -26,7 +26,7 @@ from stub_server import StubServer, item_of
 
 from benchmarks.probe_validation.planted import Plan, plant, write
 from ia_mech.judge.cache import VerdictCache
-from ia_mech.judge.decoys import decoy_items, draw_decoys
+from ia_mech.judge.decoys import draw_decoys
 from ia_mech.judge.label import items_of
 from ia_mech.judge.verdict import Item
 from ia_mech.models import embedded
@@ -222,8 +222,7 @@ class Judging:
             return set()
         identity = json.loads(first[0])["identity"]
         run = Run.open(self.folder / name / "run")
-        items = items_of(run)
-        items += decoy_items(run, draw_decoys(run), items)
+        items = items_of(run, draw_decoys(run))
         with VerdictCache(identity, found[0].parent, read_only=True) as cache:
             return {item for item in items if cache.get(item, 0)}
 

@@ -12,7 +12,7 @@ from shell import call
 
 from ia_mech.display import Quiet, Recorder
 from ia_mech.errors import UserError
-from ia_mech.judge.decoys import decoy_items, draw_decoys, own_turns
+from ia_mech.judge.decoys import draw_decoys, own_turns
 from ia_mech.judge.label import items_of, label_run
 from ia_mech.judge.rubric import CANNOT_ASSESS, GENUINE
 from ia_mech.judge.verdict import Verdict
@@ -156,7 +156,7 @@ def test_a_pair_with_an_unassessed_verdict_leaves_and_is_counted(run):
     # The first context's own turn, greedy, which is drawn; and two decoys at T = 1, one of them
     # after the context whose own turn isn't assessed either.
     late = [*np.flatnonzero(drawn["temperature"] == 1)[:2]]
-    others = [decoy_items(run, drawn, items)[at] for at in late]
+    others = [items_of(run, drawn)[len(items) :][at] for at in late]
     own = items[run.generations.set_index(list(KEY)).index.get_loc(own_turns(drawn)[late[0]])]
     lost = {items[0], own, *others}
     judged = judged_by(run, lambda item: CANNOT_ASSESS if item in lost else GENUINE)

@@ -305,7 +305,9 @@ def test_a_page_that_would_be_too_large_holds_a_sample_of_whole_contexts(judged)
 def test_tokens_add_up_to_the_text(judged, tokenizer, monkeypatch):
     monkeypatch.setattr(browsers, "load_tokenizer_and_config", lambda *_, **__: (tokenizer, None))
     assert "not shaded" not in browsers.browser([judged], ["run"], [[]])[1]
-    found = browsers._pieces(judged)
+    rows = judged.generations
+    cut = browsers._cutter(judged)
+    found = pd.Series([cut(*of) for of in zip(rows["text"], rows["token_ids"], strict=True)])
     told = [lengths is not None for lengths in found]
     assert np.mean(told) > 0.5
     for lengths, text in zip(found[told], judged.generations["text"][told], strict=True):
@@ -315,14 +317,11 @@ def test_tokens_add_up_to_the_text(judged, tokenizer, monkeypatch):
 def test_pieces_count_what_javascript_counts(tokenizer, monkeypatch):
     text = "a 😀 b"
     ids = np.array(tokenizer.encode("a b", add_special_tokens=False))
-    run = SimpleNamespace(
-        config={"model": {"name": "m"}},
-        model={"weights_hash": "0"},
-        generations=pd.DataFrame({"text": [text, "a b"], "token_ids": [np.array([0]), ids]}),
-    )
+    run = SimpleNamespace(config={"model": {"name": "m"}}, model={"weights_hash": "0"})
     fake = SimpleNamespace(decode=lambda ids, **_: text if ids == [0] else tokenizer.decode(ids))
     monkeypatch.setattr(browsers, "load_tokenizer_and_config", lambda *_, **__: (fake, None))
-    assert browsers._pieces(run)[0] == [6] and sum(browsers._pieces(run)[1]) == 3
+    cut = browsers._cutter(run)
+    assert cut(text, np.array([0])) == [6] and sum(cut("a b", ids)) == 3
 
 
 # -- texts stay texts ---------------------------------------------------------------------------

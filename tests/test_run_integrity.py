@@ -1,6 +1,7 @@
 """Whoever reads a file of a run gets what was written, or one line that names the file."""
 
 import hashlib
+import io
 import json
 import shutil
 import subprocess
@@ -9,6 +10,7 @@ import sys
 import pandas as pd
 import pyarrow.parquet as pq
 import pytest
+import xxhash
 from runs import LAYERS, resealed
 from shell import Outcome, call, refusal
 
@@ -285,3 +287,17 @@ def test_a_command_that_ends_at_once_does_not_abort(judged):
     for _ in range(25):
         ended = subprocess.run(words, capture_output=True, text=True)
         assert ended.returncode == 2 and ended.stderr.count("\n") == 1, ended
+
+
+@pytest.mark.parametrize("block", [1, 31, 38, 64, 1 << 22])
+def test_seals_are_the_same_whatever_block_is_read_at_a_time(block, monkeypatch):
+    content = f'{{"text": "{integrity.UNSEALED}", "seal": "{integrity.UNSEALED}", "n": 1}}'.encode()
+    whole, digits = integrity.sealed(content), xxhash.xxh3_128(content).hexdigest().encode()
+    assert whole == content[:-42] + digits + content[-10:]
+    monkeypatch.setattr(integrity, "_BLOCK", block)
+    assert integrity.sealed(content) == whole
+    integrity.check_seal(io.BytesIO(whole), required=True)
+    for at in range(len(whole)):
+        changed = whole[:at] + b"?" + whole[at + 1 :]
+        with pytest.raises(ValueError, match=r"is not what was written|has no seal"):
+            integrity.check_seal(io.BytesIO(changed), required=True)

@@ -353,11 +353,27 @@ def test_a_temperature_without_a_distribution_is_refused(merged, temperature):
         merged.header_logits().log_probs(0, temperature)
 
 
-def test_turns_are_the_generations_without_their_values_per_token(by_hand):
-    path = by_hand.path
-    turns, generations = Run(path).turns, Run(path).generations
-    assert {*generations.columns} - {*turns.columns} == {*layout.PER_TOKEN}
-    pd.testing.assert_frame_equal(turns, generations[turns.columns])
-    read = Run(path)
+def test_turns_name_the_generations(merged):
+    turns, generations = Run(merged.path).turns, Run(merged.path).generations
+    assert {*turns} == {*layout.NAMES, *layout.PLACE}
+    plain = turns.astype({name: generations[name].dtype for name in layout.NAMES})
+    pd.testing.assert_frame_equal(plain, generations[turns.columns])
+    for name in layout.NAMES:
+        assert list(turns[name].cat.categories) == sorted(set(generations[name].dropna()))
+    read = Run(merged.path)
     read.generations  # noqa: B018 (read before)
-    pd.testing.assert_frame_equal(read.turns, turns)
+    pd.testing.assert_frame_equal(read.turns, turns, check_categorical=False)
+
+
+def test_windows_hold_a_part_each_and_together_the_run(parted):
+    run, whole = Run(parted.path), Run(parted.path)
+    windows = list(run.windows(["context_id", "messages"], ["context_id", "text", "token_ids"]))
+    assert len(windows) == len(run.parts("contexts")) > 2 and "generations" not in vars(run)
+    for contexts, turns in windows:
+        assert len(contexts) == 2 and len(turns) == 2 * len(whole.turns) // CONTEXTS
+        assert contexts["context_id"].tolist() == turns["context_id"].unique().tolist()
+    rows = pd.concat([turns for _, turns in windows]).sort_index()
+    assert rows.index.tolist() == list(range(len(whole.generations)))
+    for name in ("context_id", "text"):
+        assert rows[name].tolist() == whole.generations[name].tolist()
+    assert [*map(list, rows["token_ids"])] == [*map(list, whole.generations["token_ids"])]

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
 import pytest
 import scored
 import torch
@@ -457,23 +458,27 @@ def test_the_last_layer_of_the_lens_is_the_model(plain):
 
 
 def test_perturbed_contexts_are_left_out(plain, monkeypatch):
-    whole, frame = measured(plain)[0], Run._frame
+    whole, table = measured(plain)[0], Run._table
 
     def perturbed(which):
         def read(run, *args):
-            found = frame(run, *args)
-            found.loc[found["context_id"].isin(which), "perturbation"] = "shuffled"
-            return found
+            found = table(run, *args)
+            if "perturbation" not in found.column_names:
+                return found
+            names = found["context_id"].to_pylist()
+            said = pa.array(["shuffled" if name in which else "none" for name in names])
+            at = found.column_names.index("perturbation")
+            return found.set_column(at, "perturbation", said.dictionary_encode())
 
         return read
 
-    monkeypatch.setattr(Run, "_frame", perturbed(["c0"]))
+    monkeypatch.setattr(Run, "_table", perturbed(["c0"]))
     found, notes = measured(Run.open(plain.path))
     assert "7 turns of perturbed contexts are left out." in notes
     assert len(found.sweep.contexts) == len(whole.sweep.contexts) - 1
     assert len(found.references.curve) == len(whole.references.curve) - 1
     assert len(found.hidden) == len(whole.hidden) - 6
-    monkeypatch.setattr(Run, "_frame", perturbed(plain.contexts["context_id"].tolist()))
+    monkeypatch.setattr(Run, "_table", perturbed(plain.contexts["context_id"].tolist()))
     with pytest.raises(UserError, match="all contexts are perturbed; give runs"):
         read([Run.open(plain.path)])
 

@@ -727,7 +727,7 @@ def check(args: argparse.Namespace) -> int:
     if args.out is not None:
         refuse_existing([args.out])
     items = [Item(row["query"], row["response"], row["user_turn"]) for row in rows]
-    judge = make_judge(args, items)
+    judge = make_judge(args, lambda: items)
     if args.repeats > 1:
         raise UserError("check compares one verdict per turn", "drop --repeats")
     if args.dry_run:

@@ -6,14 +6,10 @@ its labels show of the conversation. Decoys are drawn from the run alone, so tha
 annotators of a run see the same ones.
 """
 
-from collections.abc import Sequence
-from dataclasses import replace
-
 import numpy as np
 import pandas as pd
 
 from ia_mech.data.conversations import UNPERTURBED
-from ia_mech.judge.verdict import Item
 from ia_mech.run import Run
 from ia_mech.run.labels import KEY
 
@@ -38,7 +34,7 @@ def draw_decoys(run: Run) -> pd.DataFrame:
         ``conversation`` decoy that was taken out of that context.
     """
     turns = run.turns
-    perturbation = turns["perturbation"].fillna(UNPERTURBED)
+    perturbation = turns["perturbation"].astype(object).fillna(UNPERTURBED)
     responses = (
         turns["response_index"].to_numpy(dtype=float, na_value=np.nan)
         if "response_index" in turns  # runs of earlier versions lack it
@@ -84,24 +80,3 @@ def own_turns(decoys: pd.DataFrame) -> pd.MultiIndex:
     shown = zip(decoys["shown"], decoys["temperature"], strict=True)
     own = [samples.get(place, -1) for place in shown]
     return pd.MultiIndex.from_arrays([decoys["shown"], decoys["temperature"], own], names=KEY)
-
-
-def decoy_items(run: Run, decoys: pd.DataFrame, items: Sequence[Item]) -> list[Item]:
-    """What a judge sees of decoys: the query and response that are shown, and the turn.
-
-    Args:
-        run: the run.
-        decoys: rows as of :func:`draw_decoys`.
-        items: of ``run.turns``, in its order.
-
-    Raises:
-        KeyError: a decoy's turn or context isn't in the run.
-    """
-    keys = run.turns[list(KEY)].itertuples(index=False, name=None)
-    own = dict(zip(keys, items, strict=True))
-    shown = dict(zip(run.turns["context_id"], items, strict=True))
-    turns = decoys[list(KEY)].itertuples(index=False, name=None)
-    return [
-        replace(shown[context], turn=own[key].turn)
-        for key, context in zip(turns, decoys["shown"], strict=True)
-    ]

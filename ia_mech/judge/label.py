@@ -12,11 +12,15 @@ import contextlib
 import json
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
+import pyarrow as pa
 from rich.markup import escape
 from rich.table import Table
 
@@ -25,11 +29,11 @@ from ia_mech.data.conversations import UNPERTURBED, UNPERTURBED_RESPONSE
 from ia_mech.display import Bar, Progress, console
 from ia_mech.errors import UserError
 from ia_mech.judge.cache import VerdictCache, cached_identity
-from ia_mech.judge.decoys import decoy_items, draw_decoys
+from ia_mech.judge.decoys import draw_decoys
 from ia_mech.judge.rubric import ASSESSED, NAMES, SHORT, VERSION, rubric_hash
 from ia_mech.judge.verdict import JUDGED, CostLimit, Item, Judge, Verdict, identity_hash
 from ia_mech.run import Run, layout
-from ia_mech.run.labels import KEY, ROWS, check_name
+from ia_mech.run.labels import JUDGEMENTS, KEY, ROWS, check_name, positions
 
 # A failure that another attempt may not meet: the server's, not the item's. Never cached.
 PASSING = frozenset({"unavailable"})
@@ -44,9 +48,16 @@ def check_finished(run: Run) -> None:
         count = run.record["identity"]["conversations"]["count"]
         raise UserError(
             f"{run.path} is still being written or was interrupted "
-            f"({len(run.contexts)} of {count} contexts)",
+            f"({run.kept['contexts']} of {count} contexts)",
             "let the command that writes it finish, or give that command again",
         )
+
+
+def check_judged(run: Run, unperturbed: bool) -> None:
+    """Raise UserError for a run that can't be judged, yet or in this way."""
+    check_finished(run)
+    if unperturbed and run.turns["perturbation"].isin([UNPERTURBED, None]).all():
+        raise UserError(f"{run.path} holds no perturbed context", "judge it without --unperturbed")
 
 
 def same_judges(run: Run) -> list[str]:
@@ -65,29 +76,80 @@ def same_judges(run: Run) -> list[str]:
     ]
 
 
-def items_of(run: Run, *, unperturbed: bool = False) -> list[Item]:
-    """What a judge sees of every row of ``run.turns``, in its order.
+def items_of(run: Run, decoys: pd.DataFrame | None = None, **options) -> list[Item]:
+    """What a judge sees of every row of ``run.turns``, in its order, and then of every decoy.
 
-    ``unperturbed`` shows the response that the source's conversation had before it was perturbed,
-    not the one that the model was given. A turn that was written without having seen the response
-    can then be held against it.
+    ``decoys`` and ``options`` are those of :func:`windows_of`, which raises the same.
+    """
+    return _together(windows_of(run, decoys, **options))[1]
+
+
+def windows_of(
+    run: Run, decoys: pd.DataFrame | None = None, *, unperturbed: bool = False
+) -> Iterator[tuple[pd.DataFrame, list[Item]]]:
+    """What a judge sees of a run, part by part. A decoy is in the part of the context shown.
+
+    Args:
+        run: the run.
+        decoys: rows as of :func:`draw_decoys`; none if not given.
+        unperturbed: show the response that the source's conversation had before it was perturbed,
+            not the one that the model was given. A turn that was written without having seen the
+            response can then be held against it.
+
+    Returns:
+        Of each part the turns (KEY, ``decoy`` and ``shown``, both None but for decoys) and the item
+        of each. The index counts ``run.turns``, and after these the decoys.
 
     Raises:
         UserError: an unfinished run; no perturbed context, or one that doesn't record what it was
             before.
+        KeyError: a decoy's turn isn't in the run.
     """
-    check_finished(run)
-    contexts = run.contexts
+    check_judged(run, unperturbed)
+    if decoys is None:
+        decoys = pd.DataFrame(columns=[*KEY, "decoy", "shown"])
+    decoys = decoys.set_axis(range(len(run.turns), len(run.turns) + len(decoys)))
+    return _windows(run, decoys, unperturbed)
+
+
+def _windows(
+    run: Run, decoys: pd.DataFrame, unperturbed: bool
+) -> Iterator[tuple[pd.DataFrame, list[Item]]]:
+    at = positions(run.turns, decoys)
+    if (at < 0).any():
+        raise KeyError("a decoy's turn isn't in the run")
+    lent: dict[int, str] = {}  # texts of the decoys, which are in other parts
+    if len(decoys):
+        for _, turns in run.windows(turns=["text"]):
+            own = turns["text"][turns.index.isin(at)]
+            lent |= zip(own.index, own, strict=True)
+    texts = pd.Series([lent[place] for place in at], decoys.index, dtype=object)
+    after = decoys.groupby("shown").indices
+    columns = ["context_id", "messages", "perturbation", "metadata"]
+    for contexts, turns in run.windows(columns, [*KEY, "text"]):
+        shown = _shown(run, contexts, unperturbed)
+        here = np.sort(np.concatenate([[], *(after.get(name, []) for name in shown)]).astype(int))
+        other = decoys.iloc[here]
+        rows = turns[list(KEY)].astype({"context_id": object}).assign(decoy=None, shown=None)
+        items = [
+            Item(*shown[context], turn)
+            for names, written in (
+                (turns["context_id"], turns["text"]),
+                (other["shown"], texts.iloc[here]),
+            )
+            for context, turn in zip(names, written, strict=True)
+        ]
+        yield pd.concat([rows, other]) if len(other) else rows, items
+
+
+def _shown(run: Run, contexts: pd.DataFrame, unperturbed: bool) -> dict[str, tuple[str, str]]:
+    """Query and response by context."""
     shown = {
         context: (messages[-2]["content"], messages[-1]["content"])
         for context, messages in zip(contexts["context_id"], contexts["messages"], strict=True)
     }
     if unperturbed:
         changed = contexts[contexts["perturbation"].fillna(UNPERTURBED) != UNPERTURBED]
-        if changed.empty:
-            raise UserError(
-                f"{run.path} holds no perturbed context", "judge it without --unperturbed"
-            )
         for context, metadata in zip(changed["context_id"], changed["metadata"], strict=True):
             before = json.loads(metadata).get(UNPERTURBED_RESPONSE)
             if before is None:
@@ -97,11 +159,17 @@ def items_of(run: Run, *, unperturbed: bool = False) -> list[Item]:
                     "judge it as it was shown to the model",
                 )
             shown[context] = (shown[context][0], before)
-    generations = run.turns
-    return [
-        Item(*shown[context], turn)
-        for context, turn in zip(generations["context_id"], generations["text"], strict=True)
-    ]
+    return shown
+
+
+def _together(
+    windows: Iterable[tuple[pd.DataFrame, list[Item]]],
+) -> tuple[pd.DataFrame, list[Item]]:
+    """All windows as one, in the order of the index."""
+    frames, texts = zip(*windows, strict=True)
+    turns, items = pd.concat(frames), list(chain.from_iterable(texts))
+    order = np.argsort(turns.index, kind="stable")
+    return turns.iloc[order], [items[at] for at in order]
 
 
 def judge_items(
@@ -240,7 +308,8 @@ def label_run(
     check_name(name)
     # Before anything is paid for.
     layout.refuse_unwritable(run.path / "judgements", "judge a copy of the run")
-    turns, items = _to_judge(run, unperturbed)
+    check_judged(run, unperturbed)
+    windows = windows_of(run, draw_decoys(run), unperturbed=unperturbed)
     if name in run.labels.judges and not replace:
         record = run.labels.record("judgements", name)
         if record.get("unperturbed", False) != unperturbed:
@@ -257,26 +326,22 @@ def label_run(
                 f"{', '.join(changed)})",
                 "give another --name, or --replace",
             )
-    verdicts, cached = judge_items(_shuffled(items), judge, progress, **options)
-    rows = _rows(turns, items, verdicts, cached)
+    if judge.paid:  # verdicts that were paid for are in memory anyway: the cache holds them
+        windows = iter([_together(windows)])
+    origins: set[str] = set()
+    rows = _rows(windows, judge, progress, options, origins)
+    first = next(rows)  # with the first row, all that was paid for is judged
     record = {
         "identity": judge.identity,
         "identity_hash": identity_hash(judge.identity),
         # Of the servers that answered; none for verdicts of earlier versions.
-        "origins": sorted({verdict.origin for verdict in verdicts.values()} - {""}),
+        "origins": sorted(origins),
         "rubric": {"version": VERSION, "hash": rubric_hash()},
         "repeats": options.get("repeats", 1),
         "unperturbed": unperturbed,
         "caveat": judge.caveat,
     }
-    return run.labels.write_judgements(name, rows, record)
-
-
-def _to_judge(run: Run, unperturbed: bool) -> tuple[pd.DataFrame, list[Item]]:
-    """All turns (KEY, ``decoy`` and ``shown``), the decoys last, and what a judge sees of each."""
-    items, decoys = items_of(run, unperturbed=unperturbed), draw_decoys(run)
-    own = run.turns[list(KEY)].assign(decoy=None, shown=None)
-    return pd.concat([own, decoys], ignore_index=True), items + decoy_items(run, decoys, items)
+    return run.labels.write_judgements(name, chain([first], rows), record)
 
 
 def _shuffled(items: Sequence[Item]) -> list[Item]:
@@ -285,14 +350,36 @@ def _shuffled(items: Sequence[Item]) -> list[Item]:
 
 
 def _rows(
+    windows: Iterable[tuple[pd.DataFrame, list[Item]]],
+    judge: Judge,
+    progress: Progress,
+    options: dict[str, Any],
+    origins: set[str],
+) -> Iterator[dict[str, Any]]:
+    """Judge part by part: one row per turn and repeat, those of decoys last.
+
+    Tokens and cost stand on the first row of an item only, so that a column's sum is what the
+    labels cost. ``origins`` is given those of the verdicts.
+    """
+    late, places = [JUDGEMENTS.empty_table()], []
+    for turns, items in windows:
+        verdicts, cached = judge_items(_shuffled(items), judge, progress, **options)
+        origins |= {verdict.origin for verdict in verdicts.values()} - {""}
+        rows = _rows_of(turns, items, verdicts, cached)
+        yield from islice(rows, int(turns["decoy"].isna().sum()) * options.get("repeats", 1))
+        late.append(pa.Table.from_pylist(list(rows), schema=JUDGEMENTS))
+        places += np.repeat(turns.index[turns["decoy"].notna()], options.get("repeats", 1)).tolist()
+    decoys = pa.concat_tables(late).take(np.argsort(places, kind="stable"))
+    for batch in decoys.to_batches(max_chunksize=ROWS):
+        yield from batch.to_pylist()
+
+
+def _rows_of(
     turns: pd.DataFrame, items: list[Item], verdicts: dict[Pair, Verdict], cached: set[Pair]
 ) -> Iterator[dict[str, Any]]:
-    """One row per turn and repeat. Tokens and cost stand on the first row of an item only, so that
-    a column's sum is what the labels cost."""
     repeats = sorted({repeat for _, repeat in verdicts})
     seen: set[Pair] = set()
-    parts = (turns.iloc[at : at + ROWS] for at in range(0, len(turns), ROWS))
-    records = (record for part in parts for record in part.to_dict("records"))
+    records = (dict(zip(turns, row, strict=True)) for row in turns.itertuples(index=False))
     for turn, item in zip(records, items, strict=True):
         for repeat in repeats:
             pair = item, repeat
@@ -323,10 +410,12 @@ def run(args: argparse.Namespace) -> int:
     """``python -m ia_mech.judge run``; returns its exit status."""
     there = Run.open(args.run, verify=args.verify)
     name = check_name(args.name or _default_name(args) + UNSEEN * args.unperturbed)
-    turns, items = _to_judge(there, args.unperturbed)
+    check_judged(there, args.unperturbed)
+    decoys = draw_decoys(there)
+    items = partial(items_of, there, decoys, unperturbed=args.unperturbed)
     judge = make_judge(args, items, there)
     if args.dry_run:
-        print_plan(judge, items, args, decoys=int(turns["decoy"].notna().sum()))
+        print_plan(judge, items(), args, decoys=len(decoys))
         return 0
     begun = time.monotonic()
     path = label_run(
@@ -340,7 +429,8 @@ def run(args: argparse.Namespace) -> int:
         replay=args.replay,
         retry_failed=args.retry_failed,
     )
-    rows, decoys = there.labels.judgements(name), there.labels.decoys(name)
+    rows = there.labels.judgements(name, _PRINTED)
+    decoys = there.labels.decoys(name, columns=_PRINTED)
     _print_verdicts(rows, decoys, name, time.monotonic() - begun)
     if judge.caveat:
         console().print(escape(judge.caveat), soft_wrap=True)
@@ -352,7 +442,9 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def make_judge(args: argparse.Namespace, items: Sequence[Item], run: Run | None = None) -> Judge:
+def make_judge(
+    args: argparse.Namespace, items: Callable[[], Sequence[Item]], run: Run | None = None
+) -> Judge:
     """The judge that the flags describe.
 
     A replay without the model finds its cache by the ``items``. The subject model of the ``run``
@@ -412,7 +504,9 @@ def _check_flags(args: argparse.Namespace) -> None:
         raise UserError(f"the {args.judge} judge answers the same each time", "drop --repeats")
 
 
-def _make_hf(args: argparse.Namespace, items: Sequence[Item], run: Run | None) -> Judge:
+def _make_hf(
+    args: argparse.Namespace, items: Callable[[], Sequence[Item]], run: Run | None
+) -> Judge:
     """A local model; the run's subject only if forced.
 
     The name is compared before anything is loaded, the weights after: another name may be a copy.
@@ -429,7 +523,7 @@ def _make_hf(args: argparse.Namespace, items: Sequence[Item], run: Run | None) -
     subject = None if run is None or args.force else run.model
     if subject and same_model(args.model, None, subject["name"], subject.get("revision")):
         raise refusal
-    identity = cached_identity(described(args.model), items) if args.replay else None
+    identity = cached_identity(described(args.model), items()) if args.replay else None
     judge = HfJudge(args.model, identity=identity, **_given(args, "device"))
     if subject and judge.is_subject(subject):
         raise refusal
@@ -462,11 +556,18 @@ def _default_name(args: argparse.Namespace) -> str:
     return words.strip("-._")[:100] or args.judge
 
 
+_PRINTED = [
+    *("temperature", "category", "status", "error", "item"),
+    *("prompt_tokens", "completion_tokens", "cost", "cached"),
+]  # columns of verdicts that are counted
+
+
 def _print_verdicts(rows: pd.DataFrame, decoys: pd.DataFrame, name: str, seconds: float) -> None:
     """Counts of each category by temperature; the rates with intervals are another command's."""
     screen = console()
     failed = rows["status"] != JUDGED
-    counts = pd.crosstab(rows["temperature"], rows["category"].mask(failed, "failed"))
+    categories = rows["category"].astype(object).mask(failed, "failed")
+    counts = pd.crosstab(rows["temperature"], categories)
     table = Table(title=f"verdicts of {escape(name)}, counted", title_justify="left")
     table.add_column("T", justify="right")
     shown = [c for c in (*NAMES, "failed") if c in ASSESSED or c in counts]

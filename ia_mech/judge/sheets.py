@@ -37,8 +37,8 @@ import pandas as pd
 
 from ia_mech.cli import one_line, quoted
 from ia_mech.errors import UserError
-from ia_mech.judge.decoys import decoy_items, draw_decoys
-from ia_mech.judge.label import items_of
+from ia_mech.judge.decoys import draw_decoys
+from ia_mech.judge.label import check_finished, items_of
 from ia_mech.judge.rubric import CATEGORIES, NAMES, ORDER, VERSION, rubric_hash
 from ia_mech.judge.verdict import JUDGED, Item, Verdict
 from ia_mech.page import packed, rendered
@@ -92,9 +92,9 @@ def export_sheet(
         UserError: an unfinished run; no such judge, or several and none was named; n that the run
             can't give.
     """
-    items = items_of(run)
+    check_finished(run)
     by = _judge(run, by)
-    rows = run.generations
+    rows = run.turns
     if not 1 <= n <= len(rows):
         raise UserError(
             f"a sheet of {n} rows can't be drawn: {run.path} has {len(rows)} user turns",
@@ -116,6 +116,8 @@ def export_sheet(
         for stratum, count in drawn.items()
     ]
     cut_off = run.contexts.set_index("context_id")["response_cut_off"]
+    decoys = _drawn_decoys(run, round(DECOYS * n), rng)
+    items = items_of(run, decoys)
     keys = list(rows[list(KEY)].itertuples(index=False, name=None))
     lines: list[tuple[Item, str, dict[str, Any]]] = []  # texts, context shown, place in the run
     for row in np.concatenate(chosen).tolist():
@@ -123,9 +125,7 @@ def export_sheet(
         chance = drawn[stratum] / sizes[stratum]
         place = dict(zip(KEY, keys[row], strict=True)) | {"stratum": stratum}
         lines.append((items[row], keys[row][0], place | {"inclusion_probability": chance}))
-    decoys = _drawn_decoys(run, round(DECOYS * n), rng)
-    texts = decoy_items(run, decoys, items)
-    for text, place in zip(texts, decoys.to_dict("records"), strict=True):
+    for text, place in zip(items[len(rows) :], decoys.to_dict("records"), strict=True):
         unweighted = {"stratum": DECOY, "inclusion_probability": None}
         lines.append((text, place["shown"], place | unweighted))
     sheet, known = [], {}
@@ -262,11 +262,11 @@ def _judge(run: Run, by: str | None) -> str | None:
 
 
 def _strata(run: Run, by: str) -> list[str]:
-    """The judge's category of every row of ``run.generations``, or ``failed``."""
+    """The judge's category of every row of ``run.turns``, or ``failed``."""
     verdicts = run.labels.judgements(by)
     verdicts = verdicts[(verdicts["repeat"] == 0) & (verdicts["status"] == JUDGED)]
     verdicts = verdicts.drop_duplicates(list(KEY))
-    rows = run.generations[list(KEY)].merge(verdicts, "left", list(KEY))
+    rows = run.turns[list(KEY)].merge(verdicts, "left", list(KEY))
     return rows["category"].fillna(FAILED).tolist()
 
 
@@ -542,7 +542,7 @@ def _checked(
 
 def _check_texts(run: Run, sheet: str, key: dict[str, Any], labelled: Iterable[str]) -> None:
     """Raise UserError unless the run still holds the very turns that were labelled."""
-    keys = run.generations[list(KEY)].itertuples(index=False, name=None)
+    keys = run.turns[list(KEY)].itertuples(index=False, name=None)
     items, identity = dict(zip(keys, items_of(run), strict=True)), run_identity(run)
     contexts = {key[0]: item for key, item in items.items()}
     for item in labelled:
@@ -581,9 +581,7 @@ def export_command(args: argparse.Namespace) -> None:
     if key["judge"] is None:
         print("no judge has judged this run: one stratum, so rare categories may hardly be seen")
     else:
-        print(
-            f"{key['n']} of {len(run.generations)} turns, by categories of {key['judge']['name']}:"
-        )
+        print(f"{key['n']} of {len(run.turns)} turns, by categories of {key['judge']['name']}:")
     for stratum, count in key["strata"].items():
         print(f"  {stratum:<24}{count['drawn']:>5} of {count['rows']:>6}")
     decoys = len(key["items"]) - key["n"]

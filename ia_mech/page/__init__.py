@@ -7,10 +7,12 @@ the script only ever shows as text.
 """
 
 import base64
-import gzip
 import hashlib
 import json
+import zlib
+from collections.abc import Iterator
 from functools import cache
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +26,32 @@ FOLDER = Path(__file__).parent
 
 def packed(data: Any) -> str:
     """JSON-able data as the page's script reads it: gzip in base64; the same text for the same
-    data. A NaN is refused (``ValueError``): JSON has none."""
-    text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    return base64.b64encode(gzip.compress(text.encode(), 6, mtime=0)).decode()
+    data. An iterator is a list that is never whole in memory. A NaN is refused (``ValueError``):
+    JSON has none."""
+    file = zlib.compressobj(6, wbits=zlib.MAX_WBITS + 16)  # with the header of gzip
+    content = b"".join([*(file.compress(text.encode()) for text in _json(data)), file.flush()])
+    return base64.b64encode(content).decode()
+
+
+def _json(data: Any) -> Iterator[str]:
+    """An encoded object in parts; items of iterators, a thousand at a time."""
+    if isinstance(data, dict):
+        for at, (name, value) in enumerate(data.items()):
+            yield ("," if at else "{") + _encoded(name) + ":"
+            yield from _json(value)
+        yield "}" if data else "{}"
+    elif isinstance(data, Iterator):
+        opening = "["
+        while batch := list(islice(data, 1000)):
+            yield opening + _encoded(batch)[1:-1]
+            opening = ","
+        yield "]" if opening == "," else "[]"
+    else:
+        yield _encoded(data)
+
+
+def _encoded(data: Any) -> str:
+    return json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
 def image(content: bytes) -> str:

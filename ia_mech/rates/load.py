@@ -5,7 +5,8 @@ judge. A source is named by its dataset and its ``source_id``: pooled runs keep 
 prompt together, and prompts of two datasets that happen to have the same id stay apart.
 """
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -16,15 +17,17 @@ import pandas as pd
 
 from ia_mech.cli import quoted
 from ia_mech.errors import UserError
-from ia_mech.judge.decoys import CONVERSATION, KINDS, decoy_items, own_turns
-from ia_mech.judge.label import check_finished, items_of, same_judges
+from ia_mech.judge.decoys import CONVERSATION, KINDS, own_turns
+from ia_mech.judge.label import check_finished, same_judges, windows_of
 from ia_mech.judge.rubric import CANNOT_ASSESS, GENUINE, NAMES
 from ia_mech.judge.rules import fitted_items
 from ia_mech.judge.verdict import GROUNDED_P, JUDGED, OUTCOMES, Item, identity_hash
 from ia_mech.rates.gate import Gate, gate_of
 from ia_mech.run import Run
-from ia_mech.run.labels import KEY
+from ia_mech.run.labels import KEY, positions
 
+# Columns of verdicts that rates need.
+_VERDICT = [*KEY, "repeat", "category", "status", "item", "grounded_p"]
 FAILED = "failed"  # the judge gave no category
 _DECOYS = [
     *("run", "model", "weights_hash", "dataset", "perturbation", "temperature"),
@@ -50,7 +53,7 @@ class Judged:
             being chosen for annotation). Of the run: ``run`` (its folder), ``context_id`` (its
             own name of the context), ``annotated`` (the annotator has labelled turns of it),
             ``fitted`` (the rules judge was fitted on the turn) and ``unlabelled`` (the strata of
-            its sheet that have turns but no label; empty if there are none).
+            its sheet that have turns but no label; empty if there are none). Names are categorical.
         judge: the judge's name.
         record: who the judge is.
         annotator: whose labels are in ``truth``; None without any.
@@ -151,19 +154,18 @@ def read_runs(
     """
     runs = open_runs(runs, verify=verify)
     judge = _choose_judge(runs, judge)
-    verdicts = [run.labels.judgements(judge) for run in runs]
+    verdicts = [run.labels.judgements(judge, _VERDICT) for run in runs]
     record = _same_judge(runs, judge)
     annotator = _choose_annotator(runs, annotator)
     turns: list[pd.DataFrame] = []
     decoys: list[pd.DataFrame] = []
-    earlier: dict[tuple, Path] = {}
+    earlier: list[tuple[Path, pd.MultiIndex]] = []
     for run, said in zip(runs, verdicts, strict=True):
-        items = _items_judged(run, judge)
-        frame = _turns(run, judge, said, items)
-        decoys.append(_decoys(run, judge, frame, items))
-        _label(frame, run, annotator, judge)
-        turns.append(_without_repeated(frame, run, earlier))
-    pooled = pd.concat(turns, ignore_index=True)
+        frame, drawn = _turns_and_decoys(run, judge, said)
+        decoys.append(drawn)
+        _label(frame, run, annotator, judge, said)
+        turns.append(_without_repeated(frame, run, earlier) if len(runs) > 1 else frame)
+    pooled = _pooled(turns)
     if pooled["genuine"].isna().all():
         raise UserError(
             f"{judge!r} assessed none of the {len(pooled)} user turns",
@@ -179,7 +181,7 @@ def read_runs(
     found = [frame for frame in decoys if len(frame)] or decoys[:1]
     judged = Judged(
         *(pooled, judge, record, annotator, runs, notes),
-        decoys=pd.concat(found, ignore_index=True),
+        decoys=_pooled(found),
     )
     judged = restricted(judged, responses)
     return replace(judged, notes=judged.notes + _decoy_notes(judged.decoys))
@@ -273,17 +275,12 @@ def _choose_annotator(runs: list[Run], annotator: str | None) -> str | None:
 # -- one run ------------------------------------------------------------------------------------
 
 
-def _items_judged(run: Run, judge: str) -> list[Item]:
-    """What the judge saw of every row of ``run.turns``."""
-    record = run.labels.record("judgements", judge)
-    return items_of(run, unperturbed=record.get("unperturbed", False))
-
-
-def _turns(run: Run, judge: str, verdicts: pd.DataFrame, items: list[Item]) -> pd.DataFrame:
-    """``Judged.turns`` of one run, without labels."""
-    generations = run.turns
+def _turns_and_decoys(
+    run: Run, judge: str, verdicts: pd.DataFrame
+) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """``Judged.turns``, without labels, and ``Judged.decoys`` of one run."""
     again = f"judge it again: {run.labels.command('judgements', judge)}"
-    unknown = sorted(set(verdicts["category"].dropna()) - set(NAMES))
+    unknown = sorted(set(verdicts["category"].dropna().unique()) - set(NAMES))
     if unknown:
         raise UserError(
             f"the verdicts of {judge!r} in {run.path} name {', '.join(unknown)}, which the rubric "
@@ -291,48 +288,126 @@ def _turns(run: Run, judge: str, verdicts: pd.DataFrame, items: list[Item]) -> p
             again,
         )
     verdicts = verdicts[verdicts["repeat"] == 0]
-    at = verdicts.set_index(list(KEY))
-    keys = pd.MultiIndex.from_frame(generations[list(KEY)])
-    misses = len(keys.difference(at.index))
-    if misses or len(at) != len(keys) or not at.index.is_unique:
+    at = positions(run.turns, verdicts)
+    misses = len(run.turns) - len(np.unique(at[at >= 0]))
+    if misses or len(at) != len(run.turns):
         raise UserError(
             f"the verdicts of {judge!r} don't cover {run.path}: {len(at)} verdicts for "
-            f"{len(keys)} user turns, {misses} of which have none",
+            f"{len(run.turns)} user turns, {misses} of which have none",
             again,
         )
-    at = at.loc[keys]
-    changed = _changed(at, items)
-    if changed:
+    verdicts = verdicts.iloc[np.argsort(at)]
+    decoys = run.labels.decoys(judge, columns=[*_VERDICT, "decoy", "shown"])
+    decoys = decoys[decoys["repeat"] == 0].reset_index(drop=True)
+    own, other = positions(run.turns, own_turns(decoys).to_frame()), positions(run.turns, decoys)
+    lent = pd.MultiIndex.from_frame(decoys.loc[decoys["decoy"] == CONVERSATION, list(KEY[:2])])
+    sound = bool(
+        (own >= 0).all()
+        and (other >= 0).all()
+        and lent.is_unique
+        and decoys["decoy"].isin(KINDS).all()
+        and decoys["category"].dropna().isin(NAMES).all()
+    )
+    said = pd.concat([verdicts["item"], decoys["item"]]) if sound else verdicts["item"]
+    unperturbed = run.labels.record("judgements", judge).get("unperturbed", False)
+    changed, spoken, followed = _texts(
+        run, windows_of(run, decoys if sound else None, unperturbed=unperturbed), said.to_numpy()
+    )
+    if count := int(changed[: len(run.turns)].sum()):
         raise UserError(
-            f"the verdicts of {judge!r} in {run.path} are of other texts ({changed} turns have "
+            f"the verdicts of {judge!r} in {run.path} are of other texts ({count} turns have "
             "changed since)",
             again,
         )
-    texts = run.contexts.set_index("context_id")["text"]
-    sources = generations["dataset"] + "\0" + generations["source_id"]
-    context = generations["context_id"] + "\0" + generations["context_id"].map(texts)
+    if not sound or changed.any():
+        raise UserError(f"the decoys of {judge!r} in {run.path} are not of its turns", again)
+    turns = _named(run).assign(**_said(verdicts))
+    alike = (spoken[own] == spoken[other]) | (followed[own] == followed[other])
+    frame = turns.iloc[own].reset_index(drop=True)
+    frame = frame[["run", *SUBJECT, "dataset", "temperature", "source", "context", "cut_off"]]
+    lenders = turns["source"].iloc[other].reset_index(drop=True)
+    frame = frame.assign(decoy=decoys["decoy"], lender=lenders, alike=alike)
+    of_decoys = _said(decoys)
+    for name in OUTCOMES:
+        frame[name], frame[f"own_{name}"] = of_decoys[name], turns[name].to_numpy()[own]
+    return turns, frame[_DECOYS]
+
+
+def _texts(
+    run: Run, windows: Iterable[tuple[pd.DataFrame, list[Item]]], said: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """What is needed of the texts of turns and decoys.
+
+    Args:
+        run: the run.
+        windows: of :func:`~ia_mech.judge.label.windows_of`.
+        said: ``[rows]`` the column ``item`` of their verdicts.
+
+    Returns:
+        ``[rows]`` whether a verdict is of other texts; and hashes of the turn, and of the query and
+        response before it: 64 bits, which none of 10⁵ pairs of texts is likely to share by chance.
+    """
+    changed = np.zeros(len(said), dtype=bool)
+    spoken, followed = np.zeros((2, len(said)), dtype=np.int64)
+    for rows, items in windows:
+        texts = [item.key("", 0)[:16] for item in items]
+        changed[rows.index] = pd.notna(said[rows.index]) & (said[rows.index] != texts)
+        spoken[rows.index] = [hash(item.turn) for item in items]
+        followed[rows.index] = [hash((item.query, item.response)) for item in items]
+    return changed, spoken, followed
+
+
+def _named(run: Run) -> pd.DataFrame:
+    """The columns of ``Judged.turns`` that say what was sampled. Texts are categorical."""
+    turns = run.turns
+    hashes = {
+        context: hashlib.sha256(str(text).encode(errors="surrogatepass")).hexdigest()[:32]
+        for contexts, _ in run.windows(["context_id", "text"])
+        for context, text in zip(contexts["context_id"], contexts["text"], strict=True)
+    }
+    first = turns.drop_duplicates("context_id")
+    sources = first["dataset"].astype(str) + "\0" + first["source_id"].astype(str)
+    names = first["context_id"].astype(str)
+    contexts = sources + "\0" + names + "\0" + names.map(hashes)
+    place = np.empty(len(first), dtype=int)  # in ``first``, by category of context_id
+    place[first["context_id"].cat.codes] = np.arange(len(first))
+    place = place[turns["context_id"].cat.codes]
+
+    def per_context(values: pd.Series) -> pd.Categorical:
+        return pd.Categorical(values).take(place)
+
+    def same(value: str) -> pd.Categorical:
+        return pd.Categorical.from_codes(np.zeros(len(turns), dtype=np.int8), [value])
+
     return pd.DataFrame(
         {
-            "run": str(run.path),
-            "model": run.model["name"],
-            "weights_hash": run.model["weights_hash"],
-            "dataset": generations["dataset"],
-            "perturbation": generations["perturbation"].fillna("none"),
-            "source": sources,
-            "context": sources + "\0" + context,
-            "temperature": generations["temperature"],
-            "sample": generations["sample"],
-            "cut_off": generations["response_cut_off"].fillna(False).astype(bool),
-            **_said(at),
-            "context_id": generations["context_id"],
+            "run": same(str(run.path)),
+            "model": same(run.model["name"]),
+            "weights_hash": same(run.model["weights_hash"]),
+            "dataset": turns["dataset"],
+            "perturbation": per_context(first["perturbation"].astype(object).fillna("none")),
+            "source": per_context(sources),
+            "context": per_context(contexts),
+            "temperature": turns["temperature"],
+            "sample": turns["sample"],
+            "cut_off": turns["response_cut_off"].fillna(False).astype(bool),
+            "context_id": turns["context_id"],
         }
     )
 
 
-def _said(verdicts: pd.DataFrame) -> dict[str, np.ndarray]:
+def _pooled(frames: list[pd.DataFrame]) -> pd.DataFrame:
+    """Frames of several runs as one; categories that differ between them are joined."""
+    pooled = pd.concat(frames, ignore_index=True)
+    names = [name for name, dtype in frames[0].dtypes.items() if dtype == "category"]
+    return pooled.astype(dict.fromkeys(names, "category"))
+
+
+def _said(verdicts: pd.DataFrame) -> dict[str, Any]:
     """``[rows]`` category and outcomes, as in ``Judged.turns``."""
-    category = verdicts["category"].where(verdicts["status"] == JUDGED).fillna(FAILED).to_numpy()
-    assessed = ~np.isin(category, [FAILED, CANNOT_ASSESS])
+    category = verdicts["category"].where(verdicts["status"] == JUDGED)
+    category = pd.Categorical(category.astype(object).fillna(FAILED), sorted((*NAMES, FAILED)))
+    assessed = ~category.isin([FAILED, CANNOT_ASSESS])
     genuine = np.where(assessed, category == GENUINE, np.nan).astype(float)
     p = verdicts["grounded_p"].astype(float).to_numpy()
     tested = p.size and not np.isnan(p).all()
@@ -344,67 +419,33 @@ def _said(verdicts: pd.DataFrame) -> dict[str, np.ndarray]:
     }
 
 
-def _changed(verdicts: pd.DataFrame, items: list[Item]) -> int:
-    """How many verdicts are of other texts than the items."""
-    texts = [item.key("", 0)[:16] for item in items]
-    return int((verdicts["item"].notna() & (verdicts["item"] != texts)).sum())
-
-
-def _decoys(run: Run, judge: str, turns: pd.DataFrame, items: list[Item]) -> pd.DataFrame:
-    """``Judged.decoys`` of one run; ``turns`` are those of :func:`_turns`."""
-    said = run.labels.decoys(judge)
-    said = said[said["repeat"] == 0].reset_index(drop=True)
-    keys, decoy = (pd.MultiIndex.from_frame(frame[list(KEY)]) for frame in (turns, said))
-    own_keys, lent = own_turns(said), decoy[said["decoy"] == CONVERSATION].droplevel("sample")
-    sound = lent.is_unique and own_keys.isin(keys).all() and decoy.isin(keys).all()
-    sound = (
-        sound and said["decoy"].isin(KINDS).all() and said["category"].dropna().isin(NAMES).all()
-    )
-    if not sound or _changed(said, decoy_items(run, said, items)):
-        raise UserError(
-            f"the decoys of {judge!r} in {run.path} are not of its turns",
-            f"judge it again: {run.labels.command('judgements', judge)}",
-        )
-    own = turns.iloc[keys.get_indexer(own_keys)].reset_index(drop=True)
-    other = turns.iloc[keys.get_indexer(decoy)].reset_index(drop=True)
-    texts = pd.Series(items, index=keys)
-    pairs = zip(texts[own_keys], texts[decoy], strict=True)
-    alike = [a.turn == b.turn or (a.query, a.response) == (b.query, b.response) for a, b in pairs]
-    frame = own[["run", *SUBJECT, "dataset", "temperature", "source", "context", "cut_off"]].assign(
-        decoy=said["decoy"], lender=other["source"], alike=np.array(alike, dtype=bool)
-    )
-    of_decoys = _said(said)
-    for name in OUTCOMES:
-        frame[name], frame[f"own_{name}"] = of_decoys[name], own[name]
-    return frame[_DECOYS]
-
-
-def _label(frame: pd.DataFrame, run: Run, annotator: str | None, judge: str) -> None:
-    """Add what the annotator says."""
-    keys = pd.MultiIndex.from_frame(frame[list(KEY)])
+def _label(
+    frame: pd.DataFrame, run: Run, annotator: str | None, judge: str, said: pd.DataFrame
+) -> None:
+    """Add what the annotator says; ``said`` are the judge's verdicts."""
     frame["truth"] = frame["inclusion"] = np.nan
     frame["annotated"], frame["unlabelled"], frame["fitted"] = False, "", False
     if annotator is None or annotator not in run.labels.annotators:
         return
-    labels = run.labels.annotations(annotator).set_index(list(KEY))
+    labels = run.labels.annotations(annotator)
     where = f"the labels of {annotator!r} in {run.path}"
     remedy = f"import them again: {run.labels.command('annotations', annotator)}"
     unknown = sorted(set(labels["category"]) - set(NAMES), key=str)
     if unknown:
         raise UserError(f"{where} name {', '.join(map(str, unknown))}", remedy)
-    if len(labels.index.difference(keys)) or not labels.index.is_unique:
+    at = positions(run.turns, labels)
+    if (at < 0).any() or len(np.unique(at)) < len(at):
         raise UserError(f"{where} are not of its user turns", remedy)
     chances = labels["inclusion_probability"].dropna()
     if not ((chances > 0) & (chances <= 1)).all():
         raise UserError(f"{where} have inclusion probabilities outside (0, 1]", remedy)
     if run.labels.record("judgements", judge).get("identity", {}).get("kind") == "rules":
-        said = run.labels.judgements(judge)
-        items = said[said["repeat"] == 0].set_index(list(KEY))["item"].reindex(keys)
-        frame["fitted"] = items.isin(fitted_items()).to_numpy()
+        fitted = said[(said["repeat"] == 0) & said["item"].isin(fitted_items())]
+        frame.loc[positions(run.turns, fitted), "fitted"] = True
     truth = (labels["category"] == GENUINE).astype(float)
     truth[labels["category"] == CANNOT_ASSESS] = np.nan
-    frame["truth"] = truth.reindex(keys).to_numpy()
-    frame["inclusion"] = labels["inclusion_probability"].astype(float).reindex(keys).to_numpy()
+    frame.loc[at, "truth"] = truth.to_numpy()
+    frame.loc[at, "inclusion"] = labels["inclusion_probability"].astype(float).to_numpy()
     frame["annotated"] = bool(truth.notna().any())
     record = run.labels.record("annotations", annotator)
     strata = _strata_to_label(run, record, judge)
@@ -426,28 +467,31 @@ def _strata_to_label(run: Run, record: dict[str, Any], judge: str) -> list[str]:
     return [name for name in strata if not (own and name in (FAILED, CANNOT_ASSESS))]
 
 
-def _without_repeated(frame: pd.DataFrame, run: Run, earlier: dict) -> pd.DataFrame:
+def _without_repeated(
+    frame: pd.DataFrame, run: Run, earlier: list[tuple[Path, pd.MultiIndex]]
+) -> pd.DataFrame:
     """Leave out greedy turns that an earlier run has; refuse samples that it has.
 
     A sample is fixed by model, context, temperature, seed and number. Runs of other seeds or
     temperatures add samples, but their greedy turns are the same turns once more, which would count
     twice.
     """
-    names = [*SUBJECT, "context", "temperature", "sample"]
-    seed = run.config["grid"]["seed"]
-    keys = [
-        (*key, seed if key[-2] else None) for key in frame[names].itertuples(index=False, name=None)
-    ]
-    shared = [earlier.get(key) for key in keys]
-    twice = [other for key, other in zip(keys, shared, strict=True) if other and key[-3]]
-    if twice:
+    sampled = (frame["temperature"] > 0).to_numpy()
+    seed = np.where(sampled, run.config["grid"]["seed"], -1)
+    names = frame[[*SUBJECT, "context", "temperature", "sample"]].assign(seed=seed)
+    keys = pd.MultiIndex.from_frame(names.astype(dict.fromkeys((*SUBJECT, "context"), object)))
+    shared = np.full(len(keys), -1)  # which earlier run has the turn first
+    for number, (_, there) in enumerate(earlier):
+        shared[(shared < 0) & keys.isin(there)] = number
+    twice = shared[(shared >= 0) & sampled]
+    if len(twice):
         raise UserError(
-            f"{twice[0]} and {run.path} hold {len(twice)} of the same samples (same model, "
-            "contexts and seed)",
+            f"{earlier[twice[0]][0]} and {run.path} hold {len(twice)} of the same samples (same "
+            "model, contexts and seed)",
             "give one of them",
         )
-    earlier.update((key, run.path) for key in keys if key not in earlier)
-    return frame[[other is None for other in shared]]
+    earlier.append((run.path, keys))
+    return frame[shared < 0]
 
 
 # -- what a reader has to know --------------------------------------------------------------------

@@ -103,7 +103,7 @@ def render_report(runs: "Sequence[Run]", more: "Sequence[Path]" = ()) -> str:
     data, held = browser(runs, names, results)
     models = ", ".join(dict.fromkeys(run.model["name"] for run in runs))
     turns = sum(len(run.turns) for run in runs)
-    contexts = pd.concat([run.contexts for run in runs])
+    contexts = pd.concat([run.turns.drop_duplicates("context_id") for run in runs])
     sources = len(contexts[["dataset", "source_id"]].drop_duplicates())
     temperatures = sorted({t for run in runs for t in run.turns["temperature"]})
     settings = ", ".join(f"T = {t:g}" if t else "greedy" for t in temperatures)

@@ -1,6 +1,6 @@
 """The turns of runs as columns, for a page's browser."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,9 @@ from ia_mech.untrusted import visible
 CATEGORIES = [*NAMES, FAILED, "not judged"]
 BITS, TOKEN_BITS = "reaction_bits", "bits_by_token"  # columns of an experiment's turns.parquet
 MOST = 100_000_000  # bytes of a page's data
+FEW = 100_000  # turns that are packed to see how many bytes turns take
+
+Cutter = Callable[[str, np.ndarray], list[int] | None]  # of a turn's text and token ids
 
 
 def browser(
@@ -40,35 +43,38 @@ def browser(
             has the columns ``context_id``, ``temperature``, ``sample`` and ``reaction_bits``.
         most: bytes.
     """
-    frames = [_frames(*of) for of in zip(runs, results, strict=True)]
-    bare = []
-    for number, (run, (contexts, turns)) in enumerate(zip(runs, frames, strict=True)):
-        contexts["run"] = turns["run"] = number
-        turns["pieces"] = pieces = _pieces(run)
-        if pieces is None:
-            bare.append(visible(run.model["name"]))
-    contexts = pd.concat([frame for frame, _ in frames], ignore_index=True)
-    turns = pd.concat([frame for _, frame in frames], ignore_index=True)
-    data = packed(_columns(contexts, turns, names))
-    words = f"{len(turns)} turns after {len(contexts)} contexts."
-    share = 0.95
-    while len(data) > most:
-        share *= most / len(data)
-        drawn = contexts.groupby(["run", "dataset"], group_keys=False).sample(
-            frac=share, random_state=0
-        )
+    cutters = [_cutter(run) for run in runs]
+    contexts = pd.concat(
+        [
+            run.turns.drop_duplicates("context_id")[["context_id", "dataset"]].assign(run=number)
+            for number, run in enumerate(runs)
+        ]
+    ).astype({"context_id": object, "dataset": object})
+    count = sum(len(run.turns) for run in runs)
+    share, measured = min(1.0, FEW / count), False
+    while True:
+        drawn = contexts.groupby(["run", "dataset"]).sample(frac=share, random_state=0)
         if drawn.empty:
             raise UserError(f"not even one context fits a page of {most} bytes", "show fewer runs")
-        kept = turns.set_index(["run", "context_id"]).index.isin(
-            drawn.set_index(["run", "context_id"]).index
-        )
-        data = packed(_columns(drawn.sort_index().reset_index(drop=True), turns[kept], names))
+        kept = [set(drawn.loc[drawn["run"] == number, "context_id"]) for number in range(len(runs))]
+        several = zip(runs, results, cutters, kept, strict=True)
+        frames = [_frames(*of, number) for number, of in enumerate(several)]
+        shown, turns = (pd.concat(of, ignore_index=True) for of in zip(*frames, strict=True))
+        del frames
+        data = packed(_columns(shown, turns, names))
+        if len(data) <= most and (measured or share == 1):
+            break
+        share = min(1.0, share * most / len(data) * (1 if measured else 0.95))
+        measured = True
+    words = f"{count} turns after {len(contexts)} contexts."
+    if share < 1:
         words = (
-            f"This page holds {kept.sum()} of {len(turns)} turns, those after {len(drawn)} of "
+            f"This page holds {len(turns)} of {count} turns, those after {len(shown)} of "
             f"{len(contexts)} contexts, drawn at random with the same share of every run and "
             f"dataset: all of them would take more than {most / 1e6:g} MB. The numbers above are "
             "of all turns."
         )
+    bare = [visible(run.model["name"]) for run, cut in zip(runs, cutters, strict=True) if not cut]
     if bare:
         words += (
             f" Tokens of {', '.join(dict.fromkeys(bare))} are not shaded, since the tokenizer is "
@@ -77,23 +83,45 @@ def browser(
     return data, words
 
 
-def _frames(run: Run, results: Sequence[Results]) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Contexts and turns of a run with all that is known of each."""
-    messages = run.contexts["messages"]
-    contexts = run.contexts[["context_id", "dataset", "response_cut_off"]].assign(
-        query=[_query(list(all_)[:-1]) for all_ in messages],
-        response=[all_[-1]["content"] for all_ in messages],
-    )
-    # Runs of earlier versions have no such column.
-    contexts["response_index"] = run.contexts.get("response_index", default=None)
+def _frames(
+    run: Run, results: Sequence[Results], cut: Cutter | None, kept: set[str], number: int
+) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """The ``kept`` contexts of a run, and the turns after them, with all that is known of each."""
+    frames = []
+    for contexts, turns in run.windows(
+        ["context_id", "dataset", "response_cut_off", "response_index", "messages", "order"],
+        [*KEY, "text", "logprob_raw", "logprobs_raw", "token_ids"],
+    ):
+        contexts = contexts[contexts["context_id"].isin(kept)]
+        turns = turns[turns["context_id"].isin(kept)]
+        cells = zip(turns["text"], turns["token_ids"], strict=True)
+        pieces = [cut(text, ids) if cut else None for text, ids in cells]
+        messages = contexts["messages"]
+        frames.append(
+            (
+                contexts.drop(columns="messages").assign(
+                    run=number,
+                    query=[_query(list(all_)[:-1]) for all_ in messages],
+                    response=[all_[-1]["content"] for all_ in messages],
+                ),
+                turns.drop(columns="token_ids").assign(
+                    run=number, pieces=pd.Series(pieces, turns.index, dtype=object)
+                ),
+            )
+        )
+    contexts, turns = (pd.concat(of) for of in zip(*frames, strict=True))
+    contexts = contexts.sort_values("order").astype({"context_id": object, "dataset": object})
+    turns = turns.sort_index().astype({"context_id": object})
+    if "response_index" not in contexts:  # runs of earlier versions
+        contexts["response_index"] = None
     for file in sorted(run.path.glob("probes/*/predictions.parquet")):
         found = _read(file, "context_id", "probability").drop_duplicates("context_id")
         found = found.set_index("context_id")["probability"]
         contexts[f"probe {file.parent.name}"] = contexts["context_id"].map(found)
-    turns = run.generations[[*KEY, "text", "logprob_raw", "logprobs_raw"]].copy()
     for judge in run.labels.judges:
-        said = run.labels.judgements(judge)
-        said = said[said["repeat"] == 0].set_index(list(KEY))
+        said = run.labels.judgements(judge, [*KEY, "repeat", "category", "status", "rationale"])
+        said = said[(said["repeat"] == 0) & said["context_id"].isin(kept)]
+        said = said.astype({"context_id": object, "category": object}).set_index(list(KEY))
         category = said["category"].where(said["status"] == JUDGED, FAILED).rename("category")
         turns = turns.join(category.rename(f"category {judge}"), on=list(KEY))
         turns = turns.join(said["rationale"].rename(f"reason {judge}"), on=list(KEY))
@@ -132,13 +160,12 @@ def _read(file: Path, *wanted: str) -> pd.DataFrame:
     return found
 
 
-def _pieces(run: Run) -> pd.Series | None:
-    """How many UTF-16 units of its text each token of a turn is; None where that can't be told.
+def _cutter(run: Run) -> Cutter | None:
+    """Says how many UTF-16 units of its text each token of a turn is; None where it can't be told.
 
-    None for all of them without the model's tokenizer, which is not fetched: a page can be made
-    where the model isn't.
+    None without the model's tokenizer, which is not fetched: a page can be made where the model
+    isn't.
     """
-    rows = run.generations
     try:
         spec = recalled(run.config["model"], run.model["weights_hash"])
         tokenizer, _ = load_tokenizer_and_config(spec, fetch=False)
@@ -151,7 +178,7 @@ def _pieces(run: Run) -> pd.Series | None:
             known[token] = tokenizer.decode([token], clean_up_tokenization_spaces=False)
         return known[token]
 
-    def of(text: str, ids: np.ndarray) -> list[int] | None:
+    def cut(text: str, ids: np.ndarray) -> list[int] | None:
         lengths: list[int] = []
         at = 0
         for token in ids.tolist():
@@ -162,12 +189,11 @@ def _pieces(run: Run) -> pd.Series | None:
             at += len(part)
         return lengths
 
-    cells = zip(rows["text"], rows["token_ids"], strict=True)
-    return pd.Series([of(text, ids) for text, ids in cells], dtype=object)
+    return cut
 
 
 def _columns(contexts: pd.DataFrame, turns: pd.DataFrame, names: Sequence[str]) -> dict[str, Any]:
-    """What the page's script reads: a list per column. Texts are made visible."""
+    """What the page's script reads: a list or iterator per column. Texts are made visible."""
     places = pd.MultiIndex.from_frame(contexts[["run", "context_id"]])
     datasets = sorted(contexts["dataset"].unique())
     judges = [name.removeprefix("category ") for name in turns if name.startswith("category ")]
@@ -188,10 +214,10 @@ def _columns(contexts: pd.DataFrame, turns: pd.DataFrame, names: Sequence[str]) 
             for judge in judges
         },
         "logprob": _numbers(turns["logprob_raw"], 2),
-        "logprobs": [_rounded(row) for row in turns["logprobs_raw"]],
+        "logprobs": map(_rounded, turns["logprobs_raw"]),
         "pieces": turns["pieces"].where(turns["pieces"].notna(), None).tolist(),
         "bits": _numbers(turns[BITS], 3) if BITS in turns else None,
-        "token_bits": [_rounded(row) for row in turns[TOKEN_BITS]] if TOKEN_BITS in turns else None,
+        "token_bits": map(_rounded, turns[TOKEN_BITS]) if TOKEN_BITS in turns else None,
     }
     return {
         "runs": [visible(name) for name in names],
@@ -215,8 +241,8 @@ def _columns(contexts: pd.DataFrame, turns: pd.DataFrame, names: Sequence[str]) 
     }
 
 
-def _texts(values: pd.Series) -> list[str]:
-    return [visible(value) if isinstance(value, str) else "" for value in values]
+def _texts(values: pd.Series) -> Iterator[str]:
+    return (visible(value) if isinstance(value, str) else "" for value in values)
 
 
 def _numbers(values: pd.Series, digits: int) -> list[float | None]:

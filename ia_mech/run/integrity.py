@@ -10,15 +10,16 @@ import contextlib
 import copy
 import glob
 import hashlib
+import io
 import json
 import os
 import re
 import shutil
 import socket
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal, NotRequired
+from typing import Annotated, Any, BinaryIO, Literal, NotRequired
 
 import psutil
 import pyarrow as pa
@@ -142,7 +143,7 @@ def read_record_and_manifest(path: Path, *, verify: bool = True) -> tuple[dict, 
             raise _damaged(path / name, str(error)) from None
         if verify:
             try:
-                check_seal(content, required=found[name]["format"] != 1)
+                check_seal(io.BytesIO(content), required=found[name]["format"] != 1)
             except ValueError as error:
                 raise _changed(path / name, str(error)) from None
         found[name].pop(SEAL, None)
@@ -276,41 +277,70 @@ def damage(root: Path, files: dict[str, dict], *, content: bool) -> str | None:
 SEAL = "seal"
 UNSEALED = "xxh3:" + "0" * 32  # stands in for a seal until the rest is known
 _SEAL = re.compile(rb"xxh3:([0-9a-f]{32})")
+_DIGITS, _BLOCK = 32, 1 << 22  # bytes
 
 
 def sealed(content: bytes) -> bytes:
     """The content of a file with its last ``UNSEALED`` replaced by the hash of all of it."""
-    found = _last_seal(content)
-    assert found is not None and found[0] == UNSEALED.encode()
-    return _with_digits(content, found, xxhash.xxh3_128(content).hexdigest().encode())
+    file = io.BytesIO(content)
+    _seal(file)
+    return file.getvalue()
 
 
-def check_seal(content: bytes, *, required: bool) -> None:
-    """Compare the content of a file with the last seal in it.
+def _seal(file: BinaryIO) -> None:
+    at = _last_seal(file)
+    assert at is not None
+    digits = _digits(file, at)
+    file.seek(at)
+    file.write(digits)
+
+
+def check_seal(file: BinaryIO, *, required: bool) -> None:
+    """Compare the content of a file with the last seal in it; a block of it is in memory.
 
     Raises:
         ValueError: they differ, or it has none and ``required`` says that it must.
     """
-    found = _last_seal(content)
-    if found is not None:
-        if sealed(_with_digits(content, found, b"0" * 32)) != content:
+    at = _last_seal(file)
+    if at is not None:
+        file.seek(at)
+        if file.read(_DIGITS) != _digits(file, at):
             raise ValueError("its content is not what was written")
     elif required:
         raise ValueError("it has no seal, so another program wrote it")
 
 
-def _with_digits(content: bytes, found: re.Match[bytes], digits: bytes) -> bytes:
-    return b"".join([content[: found.start(1)], digits, content[found.end(1) :]])
+def _digits(file: BinaryIO, at: int) -> bytes:
+    """The hash of a file, as hexadecimal digits, with zeros from ``at`` in place of its seal's."""
+    found, size = xxhash.xxh3_128(), file.seek(0, os.SEEK_END)
+    file.seek(0)
+    for start in range(0, at, _BLOCK):
+        found.update(file.read(min(_BLOCK, at - start)))
+    found.update(b"0" * _DIGITS)
+    for start in range(file.seek(at + _DIGITS), size, _BLOCK):
+        found.update(file.read(min(_BLOCK, size - start)))
+    return found.hexdigest().encode()
 
 
-def _last_seal(content: bytes) -> re.Match[bytes] | None:
+def _last_seal(file: BinaryIO) -> int | None:
+    """Where the digits of a file's last seal begin; None if it has none."""
     # Texts in the file may look like a seal, but the seal is written after them.
-    at = content.rfind(b"xxh3:")
-    return _SEAL.match(content, at) if at >= 0 else None
+    end = file.seek(0, os.SEEK_END)
+    while end > 0:
+        start = max(0, end - _BLOCK)
+        file.seek(start)
+        block = file.read(end - start + len(UNSEALED))  # one that began before the last end
+        at = block.rfind(b"xxh3:")
+        if at >= 0:
+            found = _SEAL.match(block, at)
+            return start + found.start(1) if found else None
+        end = start
+    return None
 
 
 # -- reading and replacing files -----------------------------------------------------------------
 
+ROW_GROUP = 100_000  # rows of a table that are in memory
 _CLOCK_ERROR = 2.0  # seconds; the time of a start is reckoned from that of the boot, in whole ones
 
 
@@ -332,7 +362,7 @@ def unsealed(content: bytes, *, verify: bool = True, required: bool = False) -> 
     """
     value = _object(content)
     if verify:
-        check_seal(content, required=required or SEAL in value)
+        check_seal(io.BytesIO(content), required=required or SEAL in value)
     value.pop(SEAL, None)
     return value
 
@@ -384,14 +414,21 @@ def replace_file(path: Path, write: Callable[[Path], None]) -> None:
     fsync_folder(path.parent)
 
 
-def write_table(path: Path, table: pa.Table) -> None:
-    """Replace a Parquet file atomically, with a seal in its metadata."""
+def write_table(path: Path, tables: Iterable[pa.Table], schema: pa.Schema) -> None:
+    """Replace a Parquet file atomically, with a seal in its metadata; the tables come in turn."""
 
     def write(scratch: Path) -> None:
-        with pq.ParquetWriter(scratch, table.schema) as file:
-            file.write_table(table)
+        with pq.ParquetWriter(scratch, schema) as file:
+            group = [schema.empty_table()]
+            for table in tables:
+                group.append(table)
+                if sum(map(len, group)) >= ROW_GROUP:
+                    file.write_table(pa.concat_tables(group))
+                    group = [schema.empty_table()]
+            file.write_table(pa.concat_tables(group))
             file.add_key_value_metadata({SEAL: UNSEALED})
-        scratch.write_bytes(sealed(scratch.read_bytes()))
+        with scratch.open("rb+") as whole:
+            _seal(whole)
 
     replace_file(path, write)
 

@@ -16,13 +16,15 @@ the new one, never a half.
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from ia_mech.cli import quoted
@@ -70,6 +72,7 @@ ANNOTATIONS = pa.schema(
         ("shown", pa.string()),
     ]
 )
+CODED = ("context_id", "category", "status", "decoy", "shown")
 _LATER = ("grounded_p", "decoy", "shown")  # columns that files of earlier versions lack
 
 ROWS = 20_000  # that are Python objects at a time
@@ -108,8 +111,10 @@ class Labels:
         """Names of the blind sheets that were exported."""
         return _stems(self.path / "annotations" / "sheets", ".json")
 
-    def judgements(self, judge: str) -> pd.DataFrame:
+    def judgements(self, judge: str, columns: Sequence[str] | None = None) -> pd.DataFrame:
         """Verdicts of one judge, a row per user turn and repeat; columns as :data:`JUDGEMENTS`.
+
+        If ``columns`` are chosen, those of :data:`CODED` among them are categorical.
 
         All are of turns after their own contexts; :meth:`decoys` has the others.
 
@@ -118,7 +123,7 @@ class Labels:
         Raises:
             UserError: no such judge has judged this run, or its file can't be read.
         """
-        return self._read("judgements", judge, JUDGEMENTS, decoys=False)
+        return self._read("judgements", judge, JUDGEMENTS, columns, decoys=False)
 
     def annotations(self, annotator: str) -> pd.DataFrame:
         """Labels of one annotator; columns as :data:`ANNOTATIONS`.
@@ -126,20 +131,23 @@ class Labels:
         Raises:
             UserError: no such annotator, or a file that can't be read.
         """
-        return self._read("annotations", annotator, ANNOTATIONS, decoys=False)
+        return self._read("annotations", annotator, ANNOTATIONS, None, decoys=False)
 
-    def decoys(self, name: str, kind: str = "judgements") -> pd.DataFrame:
+    def decoys(
+        self, name: str, kind: str = "judgements", columns: Sequence[str] | None = None
+    ) -> pd.DataFrame:
         """Labels of turns after contexts that they didn't follow; none in older files.
 
         Args:
             name: whose.
             kind: ``judgements`` or ``annotations``.
+            columns: as for :meth:`judgements`.
 
         Raises:
             UserError: as :meth:`judgements` and :meth:`annotations`.
         """
         schema = JUDGEMENTS if kind == "judgements" else ANNOTATIONS
-        return self._read(kind, name, schema, decoys=True)
+        return self._read(kind, name, schema, columns, decoys=True)
 
     def record(self, kind: str, name: str) -> dict[str, Any]:
         """Who made a file of ``judgements`` or ``annotations``, and how.
@@ -147,7 +155,7 @@ class Labels:
         Raises:
             UserError: there is no such file, or it can't be read.
         """
-        return self._content(kind, name)[1]
+        return self._content(kind, name, [])[1]
 
     def write_judgements(self, judge: str, rows: Iterable[dict], record: dict[str, Any]) -> Path:
         """Replace the verdicts of a judge; ``record`` says who it is (its identity, no keys)."""
@@ -189,26 +197,48 @@ class Labels:
     def _file(self, kind: str, name: str) -> Path:
         return self.path / kind / f"{check_name(name)}.parquet"
 
-    def _read(self, kind: str, name: str, schema: pa.Schema, *, decoys: bool) -> pd.DataFrame:
-        frame = self._content(kind, name)[0].to_pandas()
-        for column in set(_LATER) & set(schema.names) - set(frame):
-            frame[column] = None
-        frame = frame[frame["decoy"].notna() == decoys].reset_index(drop=True)
-        missing = [column for column in schema.names if column not in frame]
+    def _read(
+        self,
+        kind: str,
+        name: str,
+        schema: pa.Schema,
+        columns: Sequence[str] | None,
+        *,
+        decoys: bool,
+    ) -> pd.DataFrame:
+        table = self._content(kind, name, columns, decoys=decoys)[0]
+        wanted = schema.names if columns is None else columns
+        missing = [name for name in wanted if name not in (*table.column_names, *_LATER)]
         if missing:
             raise self._unreadable(kind, name, f"no column {', '.join(missing)}")
-        return frame.astype({"genuine": "boolean"})
+        frame = table.to_pandas()
+        for column in set(wanted) - set(frame):
+            frame[column] = None
+        if columns is not None:
+            frame = frame[list(columns)]
+        return frame.astype({"genuine": "boolean"} if "genuine" in frame else {})
 
-    def _content(self, kind: str, name: str) -> tuple[pa.Table, dict[str, Any]]:
-        """A file's rows and its record."""
+    def _content(
+        self, kind: str, name: str, columns: Sequence[str] | None, *, decoys: bool = False
+    ) -> tuple[pa.Table, dict[str, Any]]:
+        """A file's rows of decoys or of the others, with these columns or all; and its record."""
         self._check_there(kind, name)
         try:
             file = self._file(kind, name)
             if self._verify:
-                integrity.check_seal(file.read_bytes(), required=self._sealed)
-            # Not from the bytes: Arrow's threads free them, which aborts a process that is ending.
-            table = pq.read_table(file)
-            metadata = table.schema.metadata or {}
+                with file.open("rb") as whole:
+                    integrity.check_seal(whole, required=self._sealed)
+            known, chosen = pq.read_schema(file), {}
+            if columns is not None:
+                names = [name for name in known.names if name in columns]
+                chosen = {"columns": names, "read_dictionary": list(CODED)}
+            if "decoy" in known.names:
+                decoy = pc.field("decoy")
+                chosen["filters"] = decoy.is_valid() if decoys else decoy.is_null()
+            table = pq.read_table(file, **chosen)
+            if decoys and "decoy" not in known.names:
+                table = table.slice(0, 0)
+            metadata = known.metadata or {}
             record = integrity.unsealed(metadata.get(_RECORD, b"{}"), verify=False)
         except (pa.ArrowException, OSError, ValueError) as error:
             raise self._unreadable(kind, name, error) from None
@@ -249,12 +279,22 @@ class Labels:
         path = self._file(kind, name)
         path.parent.mkdir(parents=True, exist_ok=True)
         text = json.dumps(record | {"run": self._run, "name": name}, sort_keys=True)
-        schema, rows = schema.with_metadata({_RECORD: text}), iter(rows)
-        parts = [schema.empty_table()]
-        while part := list(islice(rows, ROWS)):
-            parts.append(pa.Table.from_pylist(part, schema=schema))
-        integrity.write_table(path, pa.concat_tables(parts))
+        schema = schema.with_metadata({_RECORD: text})
+        tables = (pa.Table.from_pylist(part, schema=schema) for part in _parts(rows))
+        integrity.write_table(path, tables, schema)
         return path
+
+
+def _parts(rows: Iterable[dict]) -> Iterator[list[dict]]:
+    rows = iter(rows)
+    while part := list(islice(rows, ROWS)):
+        yield part
+
+
+def positions(turns: pd.DataFrame, labels: pd.DataFrame) -> np.ndarray:
+    """``[labels]`` which of ``Run.turns`` each label is of; -1 where none."""
+    keys, wanted = (pd.MultiIndex.from_frame(frame[list(KEY)]) for frame in (turns, labels))
+    return keys.get_indexer(wanted)
 
 
 def check_name(name: str) -> str:

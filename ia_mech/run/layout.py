@@ -107,7 +107,9 @@ GENERATIONS = pa.schema(
 )
 
 
-PER_TOKEN = ("token_ids", "logprobs_raw", "ranks", "margins")  # columns of lists
+# What names a turn: the columns of ``Run.turns``. NAMES are texts that many turns share.
+NAMES = ("context_id", "source_id", "dataset", "perturbation")
+PLACE = ("order", "response_index", "response_cut_off", "temperature", "sample")
 
 
 def contexts_schema(position_names: Iterable[str]) -> pa.Schema:

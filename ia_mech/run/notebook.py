@@ -24,8 +24,8 @@ def facts(run: Run) -> dict[str, str]:
     contexts = f"{run.kept['contexts']} contexts"
     turns = f"at most {grid['max_new_tokens']} tokens each"
     if run.kept["contexts"]:
-        contexts += f" of {run.contexts['source_id'].nunique()} sources"
-        turns = f"{len(run.generations)}, {turns}"
+        contexts += f" of {run.turns['source_id'].nunique()} sources"
+        turns = f"{len(run.turns)}, {turns}"
     found = {
         "folder": str(run.path),
         "identity": run.identity_digest,

@@ -4,7 +4,7 @@ import hashlib
 import json
 import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from ia_mech.run.notebook import Plots, html
 from ia_mech.run.shards import read_record_and_manifest
 
 EXACT_FROM = 0.3  # temperature from which float16 logits give first-token distributions
+TURN_KEYS = ("order", "temperature", "sample")  # what generations are sorted by; contexts by order
 _DIGEST_ROWS = 1024  # rows that are Python objects at a time
 
 
@@ -121,21 +122,53 @@ class Run:
     @cached_property
     def contexts(self) -> pd.DataFrame:
         """One row per context; the columns are listed in docs/run-format.md."""
-        return self._frame(layout.contexts_file, ["order"])
+        return self._table(layout.contexts_file, TURN_KEYS[:1]).to_pandas()
 
     @cached_property
     def generations(self) -> pd.DataFrame:
         """One row per generation: greedy (temperature 0) first, then by temperature and sample."""
-        return self._frame(layout.generations_file, ["order", "temperature", "sample"])
+        return self._table(layout.generations_file, TURN_KEYS).to_pandas()
 
     @cached_property
     def turns(self) -> pd.DataFrame:
-        """:attr:`generations` without their values per token, which take most of the memory."""
+        """What names each of the :attr:`generations`, in their order, and nothing that was written.
+
+        Names (``layout.NAMES``) are categorical, their categories sorted: 50 bytes per row.
+        """
+        columns = (*layout.NAMES, *layout.PLACE)
         if "generations" in vars(self):  # read already
-            return self.generations.drop(columns=list(layout.PER_TOKEN))
-        return self._frame(
-            layout.generations_file, ["order", "temperature", "sample"], layout.PER_TOKEN
-        )
+            frame = self.generations[[name for name in self.generations if name in columns]]
+            return frame.astype(dict.fromkeys(layout.NAMES, "category"))
+        frame = self._table(layout.generations_file, TURN_KEYS, columns).to_pandas()
+        for name in layout.NAMES:
+            found = frame[name].cat.remove_unused_categories()
+            frame[name] = found.cat.reorder_categories(sorted(found.cat.categories))
+        return frame
+
+    def windows(
+        self, contexts: Sequence[str] = (), turns: Sequence[str] = ()
+    ) -> Iterator[tuple[pd.DataFrame, pd.DataFrame]]:
+        """The run part by part: memory holds some thousand contexts, however many there are.
+
+        Args:
+            contexts: columns of :attr:`contexts`.
+            turns: columns of :attr:`generations`.
+
+        Yields:
+            The contexts of a part and all turns after them, both in the order of the run. The index
+            of the turns is their position in :attr:`turns`.
+        """
+        if "generations" in vars(self):  # read already
+            yield self.contexts[list(contexts)], self.generations[list(turns)]
+            return
+        every = self.turns["order"].to_numpy()
+        for part in self._finished_parts():
+            own = self._table(layout.contexts_file, TURN_KEYS[:1], contexts, [part])
+            rows = self._table(layout.generations_file, TURN_KEYS, (*turns, "order"), [part])
+            order = rows["order"].to_numpy()
+            place = np.arange(len(order)) - np.searchsorted(order, order)  # within its context
+            frame = rows.to_pandas().set_index(np.searchsorted(every, order) + place)
+            yield own.to_pandas(), frame
 
     @property
     def responses(self) -> pd.DataFrame:
@@ -218,7 +251,7 @@ class Run:
         """SHA-256 over the content of all rows and tensors, whatever the parts they lie in."""
         total = hashlib.sha256()
         for file in (layout.contexts_file, layout.generations_file):
-            keys = ["order", "temperature", "sample"][: 1 if file is layout.contexts_file else 3]
+            keys = TURN_KEYS[: 1 if file is layout.contexts_file else 3]
             for batch in self._table(file, keys).to_batches(max_chunksize=_DIGEST_ROWS):
                 for row in batch.to_pylist():
                     total.update(json.dumps(row, sort_keys=True).encode())
@@ -271,14 +304,26 @@ class Run:
         order = pa.concat_tables(orders)["order"].to_numpy()
         return torch.from_numpy(np.argsort(order, kind="stable"))
 
-    def _table(self, file, keys: list[str], left_out: Sequence[str] = ()) -> pa.Table:
-        paths = [self._file(part, file(part["name"])) for part in self._finished_parts()]
-        columns = [name for name in pq.read_schema(paths[0]).names if name not in left_out]
-        table = pa.concat_tables([pq.read_table(path, columns=columns) for path in paths])
-        return table.take(pc.sort_indices(table, sort_keys=[(key, "ascending") for key in keys]))
+    def _table(
+        self,
+        file: Callable[[str], str],
+        keys: Sequence[str],
+        columns: Collection[str] | None = None,
+        parts: Sequence[dict] | None = None,
+    ) -> pa.Table:
+        """Rows of parts (all if not given) sorted by ``keys``, with these columns (or all).
 
-    def _frame(self, file, keys: list[str], left_out: Sequence[str] = ()) -> pd.DataFrame:
-        return self._table(file, keys, left_out).to_pandas()
+        If columns are chosen, names are dictionaries. Columns that older runs lack are left out.
+        """
+        tables = []
+        for part in self._finished_parts() if parts is None else parts:
+            path, chosen = self._file(part, file(part["name"])), {}
+            if columns is not None:
+                names = [n for n in pq.read_schema(path).names if n in columns or n in keys]
+                chosen = {"columns": names, "read_dictionary": list(layout.NAMES)}
+            tables.append(pq.read_table(path, **chosen))
+        table = pa.concat_tables(tables).unify_dictionaries()
+        return table.take(pc.sort_indices(table, sort_keys=[(key, "ascending") for key in keys]))
 
 
 class HeaderLogits:
