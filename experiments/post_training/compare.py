@@ -318,32 +318,27 @@ def _rewards(
     It is of a turn's first tokens (:data:`experiments.given_turns.TOKENS`), by the model before
     training.
     """
-    pair = {BEFORE: before, AFTER: after}
-    given = {
-        of: given_turns([run], sys.maxsize, args.temperature, args.seed) for of, run in pair.items()
-    }
+    every = (sys.maxsize, args.temperature, args.seed)
+    given = {of: given_turns([run], *every) for of, run in ((BEFORE, before), (AFTER, after))}
     first = given[BEFORE]
-    reward, *penalties = rl.rewards(settings["reward"], reader, first.chat, first.contexts).values()
-
-    def key(query: Query) -> list:
-        turns = [one.turns[query.source] for one in given.values()]
-        ids = [context.ids for context in first.contexts[query.source]]
-        return [reader.weights_hash, settings["reward"], first.temperature, ids, turns]
-
-    def compute(query: Query) -> pd.DataFrame:
-        parts = []
-        for of, one in given.items():
-            batch = _batch(one, [query])
-            parts.append(pd.DataFrame({"turns": of, REWARD: reward(**batch)}))
-        return pd.concat(parts, ignore_index=True)
-
-    table = computed_for_each(first.queries, "rewards", folder / "parts", key, compute)
-    table[PENALIZED] = table[REWARD]
+    rewards = rl.rewards(settings["reward"], reader, first.chat, first.contexts)
+    reward, *penalties = rewards.values()
+    parts = []
     for of, one in given.items():
-        batch = _batch(one, first.queries)
-        lost = np.sum([penalty(**batch) for penalty in penalties], axis=0)
-        table.loc[table["turns"] == of, PENALIZED] -= settings["penalty"] * lost
-    return table.assign(temperature=first.temperature)
+
+        def key(query: Query, one: Given = one) -> list:
+            ids = [context.ids for context in one.contexts[query.source]]
+            return [reader.weights_hash, settings["reward"], ids, one.turns[query.source]]
+
+        def compute(query: Query, one: Given = one) -> pd.DataFrame:
+            return pd.DataFrame({REWARD: reward(**_batch(one, [query]))})
+
+        phase = f"rewards {of}"
+        table = computed_for_each(one.queries, phase, folder / "parts", key, compute)
+        batch = _batch(one, one.queries)
+        lost = settings["penalty"] * np.sum([penalty(**batch) for penalty in penalties], axis=0)
+        parts.append(table.assign(turns=of, **{PENALIZED: table[REWARD] - lost}))
+    return pd.concat(parts, ignore_index=True).assign(temperature=first.temperature)
 
 
 def _batch(given: Given, queries: list[Query]) -> dict[str, list]:
