@@ -280,6 +280,48 @@ def test_quotes_are_told_from_those_of_another_response():
     assert found[compare.RESTATED].tolist() == [0, 0, 2 / 3]
 
 
+def test_verdicts_are_compared_by_outcome_and_kind_of_decoy(monkeypatch):
+    about = {"dataset": "(all)", "temperature": np.nan, "low": 0.0, "high": 1.0, "sources": 9}
+    quantities = ("follow_up_rate", "decoyed_rate", "floor", "excess")
+    rows = [
+        about | {"outcome": outcome, "quantity": quantity, "decoy": decoy, "method": "m", "rows": 9}
+        for outcome in ("genuine", "grounded")
+        for quantity in quantities
+        for decoy in ([None] if quantity == "follow_up_rate" else ["conversation", "response"])
+    ]
+    rates = pd.DataFrame(rows).assign(value=range(len(rows)))
+    turns = pd.DataFrame({"dataset": "d", "source": [*"aabb"], "temperature": 0.0})
+    judged = [
+        SimpleNamespace(
+            record="r",
+            outcomes=["genuine", "grounded"],
+            turns=turns.assign(genuine=genuine, grounded=grounded),
+            gate=SimpleNamespace(sentence="grounded"),
+            notes=[],
+        )
+        for genuine, grounded in (([0, 0, 1, 1], [0, 0, 0, 0]), ([1, 1, 1, 1], [0, 1, 0, 0]))
+    ]
+    monkeypatch.setattr(compare, "read_runs", lambda runs, judge: judged[runs[0]])
+    monkeypatch.setattr(compare, "rates_of", lambda one, **options: rates)
+    options = {"level": 0.95, "resamples": 20, "seed": 0}
+    found, _, _ = compare._of_judge(0, 1, "rules", options)
+    of = {(row.names["of"], row.quantity): row.estimate.value for row in found}
+    wanted = {
+        "follow-up rate": 0,
+        "floor": 3,
+        "excess": 5,
+        "over another response": 6,
+        "grounded": 7,
+        "grounded: excess": 12,
+        "grounded: over another response": 13,
+    }
+    assert of == {
+        **{(side, name): value for side in ("before", "after") for name, value in wanted.items()},
+        ("change", "follow-up rate"): 0.5,
+        ("change", "grounded"): 0.25,
+    }
+
+
 # --- commands
 
 

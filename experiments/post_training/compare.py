@@ -24,7 +24,7 @@ from experiments.tables import print_table, stated
 from ia_mech.display import COLOURS, title_axes
 from ia_mech.errors import UserError
 from ia_mech.estimates import ALL, Group, TidyEstimate, by_dataset, corrected, frame_of, paired_row
-from ia_mech.judge.decoys import CONVERSATION
+from ia_mech.judge.decoys import CONVERSATION, RESPONSE
 from ia_mech.likelihood.reaction import evidence, reaction_bits
 from ia_mech.models.load import Subject
 from ia_mech.rates.compute import estimates as rates_of
@@ -40,7 +40,15 @@ FORM, OWN, OTHERS = "organism's form", "quotes its response", "quotes another re
 RESTATED, REPEATED, STOCK = "restated trigrams", "repeated trigrams", "stock trigrams"
 ENDED = "ended by turn-end"
 TEXTS = (FORM, OWN, OTHERS, RESTATED, REPEATED, STOCK, ENDED)
-RATES = {"follow_up_rate": "follow-up rate", "floor": "floor", "excess": "excess"}
+RATES = {  # outcome, quantity and kind of decoy in ia_mech.rates → what it is called here
+    ("genuine", "follow_up_rate", ""): "follow-up rate",
+    ("genuine", "floor", CONVERSATION): "floor",
+    ("genuine", "excess", CONVERSATION): "excess",
+    ("genuine", "excess", RESPONSE): "over another response",
+    ("grounded", "follow_up_rate", ""): "grounded",
+    ("grounded", "excess", CONVERSATION): "grounded: excess",
+    ("grounded", "excess", RESPONSE): "grounded: over another response",
+}
 INFORMATION, EVIDENCE = "I_K, bits", "evidence, bits"
 REWARD, PENALIZED = "reward", "less penalties"
 REFERENCE, MOVED = "bits per byte of real follow-ups", "displacement of the header's state"
@@ -186,7 +194,7 @@ def _texts(run: Run) -> pd.DataFrame:
 def _of_judge(
     before: Run, after: Run, judge: str | None, options: dict[str, Any]
 ) -> tuple[list[TidyEstimate], Gate | None, list[str]]:
-    """Follow-up rate, floor and excess of both, and the paired difference of the rates."""
+    """Rates, floor and excess of both, and the paired differences of the rates."""
     if judge is None and not (before.labels.judges and after.labels.judges):
         return [], None, ["The runs have not been judged: there is no rate, floor or excess."]
     judged = [read_runs([one], judge) for one in (before, after)]
@@ -194,20 +202,23 @@ def _of_judge(
         raise UserError("the runs were judged by different judges", "judge both with the same one")
     rows = []
     for of, one in zip((BEFORE, AFTER), judged, strict=True):
-        found = rates_of(one, **options)
-        found = found[found["quantity"].isin(list(RATES)) & (found["outcome"] == "genuine")]
-        found = found[found["decoy"].fillna(CONVERSATION) == CONVERSATION]
+        found = rates_of(one, **options).fillna({"decoy": ""})
         for row in found.to_dict("records"):
+            name = RATES.get((row["outcome"], row["quantity"], row["decoy"]))
+            if name is None:
+                continue
             names = {"dataset": row["dataset"], "temperature": row["temperature"], "of": of}
             estimate = Estimate(*(row[k] for k in ("value", "low", "high", "sources", "method")))
-            rows.append(TidyEstimate(RATES[row["quantity"]], names, row["rows"], estimate))
+            rows.append(TidyEstimate(name, names, row["rows"], estimate))
     a, b = (one.turns for one in judged)
     for dataset, _ in by_dataset(a):
         for t in sorted(a["temperature"].unique()):
             here = [_at(one, dataset, t) for one in (b, a)]
             group = Group(np.array([]), options, {"dataset": dataset, "temperature": float(t)})
-            given = [one[name] for one in here for name in ("genuine", "source")]
-            rows.append(paired_row(group, "follow-up rate", *given, of=CHANGE))
+            for outcome in judged[0].outcomes:
+                given = [one[name] for one in here for name in (outcome, "source")]
+                name = RATES[outcome, "follow_up_rate", ""]
+                rows.append(paired_row(group, name, *given, of=CHANGE))
     notes = [f"Before training, {judged[0].gate.sentence}."]
     return rows, judged[1].gate, notes + judged[1].notes
 
