@@ -663,7 +663,9 @@ def test_reinforcement_learning_leaves_an_adapter_or_a_model(
         guards = ("restatement", "repetition", "stock_phrases", "unfinished")
         total = row["rewards/bits/mean"] - sum(row[f"rewards/{name}/mean"] for name in guards)
         assert row["reward"] == pytest.approx(total, abs=1e-4)
+    assert (out / "curves.png").is_file()
     spec = ModelSpec(name=tiny_model_dir, adapter=str(out))
+    assert train.settings_of(ModelSpec(name=str(out)) if flags else spec)["reward"] == rl.BITS
     if flags:
         spec = ModelSpec(name=str(out))
         assert not list(out.glob("*.bin"))  # nothing is pickled

@@ -187,7 +187,8 @@ def curves(trainer: "Trainer", names: Sequence[str]) -> Figure:
             label=name.removeprefix("rewards/").removesuffix("/mean"),
         )
     axes.set_xlabel("step")
-    axes.legend()
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))
     title_axes(axes, "training")
     return figure
 
