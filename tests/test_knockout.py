@@ -93,7 +93,7 @@ def test_a_route_is_named_only_if_other_edges_take_less_away():
     assert said.startswith("The turn isn't shown to need the response's edges more than others: ")
 
 
-def test_random_edges_are_as_many_of_the_same_tokens():
+def test_random_edges_are_as_many_and_spare_the_first_token():
     one = asked(1)
     context, (turn, _) = one.contexts[2], one.turns[2]
     start = context.positions["turn_end"]
@@ -106,7 +106,7 @@ def test_random_edges_are_as_many_of_the_same_tokens():
         for edges in drawn:
             pairs = [tuple(edge) for edge in edges.tolist()]
             assert len(set(pairs)) == len(pairs) == len(real)
-            assert all(a >= start and b < a for a, b in pairs)
+            assert all(a >= start and 0 < b < a for a, b in pairs)
         assert drawn[0].tolist() != drawn[1].tolist()
 
 
@@ -128,7 +128,7 @@ def test_matched_edges_carry_as_much_attention():
     for layer, edges in zip(even, drawn, strict=True):
         pairs = set(map(tuple, edges.tolist()))
         assert len(pairs) == len(edges) and not pairs & set(map(tuple, own.tolist()))
-        assert all(a >= start and b < a for a, b in pairs)
+        assert all(a >= start and 0 < b < a for a, b in pairs)
         mass = layer[edges[:, 0], edges[:, 1]].sum() / layer[own[:, 0], own[:, 1]].sum()
         assert mass == pytest.approx(share, abs=0.05) and mass <= 1 + 1e-6
     assert drawn[0].tolist() != drawn[1].tolist()

@@ -123,6 +123,15 @@ def edges_of(
     froms = [position for name in queries for position in spans[name]]
     edges = edges_between(froms, spans[keys])
     if of.startswith(RANDOM):
-        allowed = edges_between(range(start, end + len(turn) - 1), range(end + len(turn) - 1))
+        allowed = other_edges(start, end + len(turn) - 1)
         edges = allowed[np.sort(rng.permutation(len(allowed))[: len(edges)])]
     return edges
+
+
+def other_edges(start: int, tokens: int) -> Tensor:
+    """``[edges, 2]`` that a control may block: of tokens from ``start`` on, but to the first one.
+
+    Models rest attention that they don't need on the first token, an attention sink (Xiao et al.
+    2023, arXiv 2309.17453). A model without it is damaged, whatever else it may read.
+    """
+    return edges_between(range(start, tokens), range(1, tokens))

@@ -10,8 +10,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from experiments.given_turns import Ids, places_of
-from experiments.knockout.block import EDGES, Asked, edges_of
-from ia_mech.engine.intervention import Block, edges_between
+from experiments.knockout.block import EDGES, Asked, edges_of, other_edges
+from ia_mech.engine.intervention import Block
 from ia_mech.engine.sampling import stream_key
 from ia_mech.likelihood.intervened import Continued
 
@@ -88,8 +88,7 @@ def matched(
         ``[edges, 2]`` of each layer, and the mean of the layers of the attention that they carry,
         as a share of that of the edges given (1 where that is 0).
     """
-    tokens = weights.shape[-1]
-    allowed = edges_between(range(start, tokens), range(tokens))
+    allowed = other_edges(start, weights.shape[-1])
     taken = set(map(tuple, edges.tolist()))
     others = allowed[[tuple(pair) not in taken for pair in allowed.tolist()]]
     found, shares = [], []

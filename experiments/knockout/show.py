@@ -11,7 +11,7 @@ from experiments.knockout.analyse import BEYOND, BITS, LOST
 from experiments.knockout.block import EDGES, INTACT, RANDOM, Arm, Asked
 from experiments.knockout.matched import MATCHED
 from experiments.tables import cell, print_plan, print_table
-from ia_mech.display import COLOURS, coloured, draw_line, draw_points, list_names, new_axes
+from ia_mech.display import COLOURS, coloured, draw_points, list_names, new_axes
 from ia_mech.engine.plan import PREFILL_COST, RESCORE_COST
 from ia_mech.estimates import together
 
@@ -141,20 +141,20 @@ def by_edges(estimates: pd.DataFrame, title: str) -> Figure:
         mine = rows.set_index("of").loc[[prefix + name for name in names]]
         at = [kinds.index(name) + 0.22 * number for name in names]
         draw_points(axes, at, mine, lying=True, ms=5, **look)
-    axes.legend()
+    figure.legend(loc="outside lower center", ncols=3)
     axes.axvline(0, color="0.3", lw=0.8)
     list_names(axes, kinds)
     return figure
 
 
 def by_window(estimates: pd.DataFrame, title: str) -> Figure:
-    """Readable bits by the middle of the window, a line per kind of edge."""
-    bits = estimates[estimates["quantity"] == BITS]
-    rows = bits[_windows(bits)]
-    figure, axes = new_axes(title, "middle of the window of layers", "readable bits of a turn")
-    for colour, (of, mine) in coloured(rows, "of"):
-        draw_line(axes, (mine["first"] + mine["last"]) / 2, mine, colour, of)
-    intact = bits[bits["of"] == INTACT].iloc[0]
-    axes.axhline(intact["value"], color="0.3", lw=0.8, ls=":", label=INTACT)
-    axes.legend()
+    """Readable bits lost, by the middle of the window, side by side for the kinds of edges."""
+    lost = estimates[estimates["quantity"] == LOST]
+    rows = lost[_windows(lost)]
+    figure, axes = new_axes(title, "middle of the window of layers", "readable bits lost")
+    for number, (colour, (of, mine)) in enumerate(coloured(rows, "of")):
+        at = (mine["first"] + mine["last"]) / 2 + 0.4 * (number - (len(EDGES) - 1) / 2)
+        draw_points(axes, at, mine, color=colour, label=of, ms=4)
+    axes.axhline(0, color="0.3", lw=0.8)
+    figure.legend(loc="outside lower center", ncols=3)
     return figure
