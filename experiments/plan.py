@@ -13,6 +13,7 @@ import math
 import shlex
 import sys
 import tomllib
+from collections import Counter
 from dataclasses import MISSING, dataclass, fields
 from itertools import product
 from pathlib import Path
@@ -139,7 +140,7 @@ class Cell:
     def prefilled(self) -> float:
         """Tokens; the prompts of written responses are prefilled once more."""
         written = self.grid.responses > 0
-        prompts = max(0.0, self.dataset.context_tokens - self.dataset.response_tokens)
+        prompts = self.dataset.context_tokens - self.dataset.response_tokens
         extra = self.dataset.contexts * prompts if written else 0.0
         return self.contexts * self.dataset.context_tokens + extra
 
@@ -276,6 +277,21 @@ def read(path: Path) -> tuple[Grid, list[Cell]]:
     ]
     if any(not model.devices for model in models):
         raise UserError("a model needs at least one device", "change devices under [[models]]")
+    if grid.turn_tokens > grid.max_new_tokens:
+        raise UserError(
+            f"turn_tokens = {grid.turn_tokens:g} is more than max_new_tokens",
+            "turns end there: lower it under [grid]",
+        )
+    for data in datasets:
+        if data.response_tokens > data.context_tokens:
+            raise UserError(
+                f"{data.name}: response_tokens is more than context_tokens",
+                "contexts include the response: change one under [[datasets]]",
+            )
+    for kind, tables in (("models", models), ("datasets", datasets)):
+        name, times = Counter(table.name for table in tables).most_common(1)[0]
+        if times > 1:
+            raise UserError(f"{path} lists {name} {times} times", f"once under [[{kind}]] will do")
     return grid, [Cell(model, dataset, grid) for model, dataset in product(models, datasets)]
 
 

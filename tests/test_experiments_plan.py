@@ -116,6 +116,13 @@ def test_what_is_not_known_is_left_out(study, capfd):
         ("temperatures = [0.5, 1.0]", "temperatures = [0.5", "can't be read"),
         ("contexts = 1000", "contexts = -1", "datasets.1: contexts = -1 can't be"),
         ("devices = 8", "devices = 0", "a model needs at least one device"),
+        ("turn_tokens = 20", "turn_tokens = 600", "600 is more than max_new_tokens"),
+        ("response_tokens = 200", "response_tokens = 2000", "more than context_tokens"),
+        (
+            "[[datasets]]",
+            "[[datasets]]\nname = 'a'\ncontexts = 1\ncontext_tokens = 1\n" * 2 + "[[datasets]]",
+            "lists a 2 times; once under [[datasets]]",
+        ),
     ],
 )
 def test_a_study_that_cannot_be_is_refused(study, capfd, old, new, problem):

@@ -96,7 +96,7 @@ def test_between_the_two_nothing_is_decided(run):
     )
     assert judged.gate.margin.low < 0 < judged.gate.margin.high
     assert judged.gate.verdict == "undecided" and judged.gate.word == f"undecided ({DECOYS} decoys)"
-    assert "undecided. It accepts" in judged.gate.sentence
+    assert "undecided. Of" in judged.gate.sentence
 
 
 def test_one_rare_success_does_not_make_a_judge_grounded(run):
@@ -281,8 +281,8 @@ def test_the_command_prints_floor_and_word_within_100_columns(merged, tmp_path, 
     ends = f"+0.00 [{gate.excess.low:+.2f}, {gate.excess.high:+.2f}]"
     assert [cell.strip() for cell in pooled[-1]] == ["all", "–", f"{DECOYS}", "1.00", "1.00", ends]
     assert (
-        "judge planted on genuine turns: not grounded. It accepts 1.00 of turns after their own "
-        f"conversation and 1.00 of the same turns after another one ({DECOYS} decoys), an excess"
+        f"judge planted on genuine turns: not grounded. Of {DECOYS} turns it accepts 1.00 after "
+        "their own conversation and 1.00 after another one, as decoys: an excess of"
     ) in outcome.out
     assert "examples · judge planted: not grounded (drawn by seed" in outcome.out
     assert json.loads(paths["json"].read_text())["about"]["gates"] == {"genuine": "not grounded"}

@@ -211,6 +211,14 @@ def test_two_runs_stand_side_by_side(judged, tmp_path):
     assert data["contexts"]["run"] == [0] * 12 + [1] * 12
 
 
+def test_of_two_runs_the_one_without_labels_says_so(judged, tmp_path):
+    copy = shutil.copytree(judged.path, tmp_path / "bare")
+    shutil.rmtree(copy / "judgements")
+    page = render_report([judged, Run.open(copy)])
+    assert page.count("Nothing was analysed yet") == 1
+    assert "<b>bare.</b> Nothing was analysed yet" in page
+
+
 def test_long_estimates_are_cut_and_say_so():
     names = np.where(np.arange(500) < 450, "a", "(all)")
     table = listed(pd.DataFrame({"value": np.arange(500.0), "of": "a", "dataset": names}))

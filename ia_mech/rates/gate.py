@@ -67,10 +67,9 @@ class Gate:
                 "sources of a dataset; judge the run again if an earlier version judged it)"
             )
         return (
-            f"judge {self.judge} on {OUTCOMES[self.outcome]} turns: {self.verdict}. It accepts "
-            f"{self.rate:.2f} of turns after their own conversation and {self.floor:.2f} of the "
-            f"same turns after another one ({self.decoys} decoys), an excess of "
-            f"{self.excess.text()}"
+            f"judge {self.judge} on {OUTCOMES[self.outcome]} turns: {self.verdict}. Of "
+            f"{self.decoys} turns it accepts {self.rate:.2f} after their own conversation and "
+            f"{self.floor:.2f} after another one, as decoys: an excess of {self.excess.text()}"
         )
 
 

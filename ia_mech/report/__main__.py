@@ -118,6 +118,7 @@ def render_report(runs: "Sequence[Run]", more: "Sequence[Path]" = ()) -> str:
         rubric=CATEGORIES,
         groups=grouped(parts),
         several=len(runs) > 1,
+        bare=[name for name in names if name not in {part.run for part in parts}],
         held=held,
         provenance=[
             table for run, name in zip(runs, names, strict=True) for table in provenance(run, name)
