@@ -13,7 +13,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from experiments.reaction.read import Query, read
+from experiments.reaction.read import Query, cut_off, read
 from experiments.resample import chat_of, grid_of
 from ia_mech.chat.format import ChatContext, ChatFormat
 from ia_mech.collect.identity import eos_ids
@@ -73,6 +73,7 @@ def given_turns(runs: Sequence[Run], queries: int, temperature: float | None, se
         )
     kept = set(drawn([query.source for query in arm.queries], queries, seed))
     used = [query for query in arm.queries if query.source in kept]
+    notes += cut_off(used)
     config = runs[0].config
     tokenizer, model_config = load_tokenizer_and_config(
         recalled(config["model"], runs[0].model["weights_hash"])

@@ -21,7 +21,7 @@ from experiments.reaction.__main__ import main
 from experiments.reaction.analyse import ScoredArm, estimates, per_turn
 from experiments.reaction.controls import same_content, shuffled, under_assistant
 from experiments.reaction.paraphrase import Paraphraser, paraphrases
-from experiments.reaction.read import SAME_CONTENT, Arm, Query, read
+from experiments.reaction.read import SAME_CONTENT, Arm, Query, cut_off, read
 from experiments.reaction.score import (
     Likelihoods,
     Reader,
@@ -519,7 +519,8 @@ def test_complete_responses_are_told_apart_within_a_query(folder):
     contexts = run.contexts.assign(response_cut_off=cut)
     flagged = SimpleNamespace(path=folder, contexts=contexts, generations=run.generations)
     arm, notes = read([flagged])
-    assert notes == ["3 of 15 responses were cut off, which is another stimulus."]
+    assert cut_off(arm.queries) == ["3 of 15 responses were cut off, which is another stimulus."]
+    assert cut_off(arm.queries[1:3]) == [] == notes
     flags = [query.complete for query in arm.queries]
     whole = (True,) * RESPONSES
     assert flags == [(True, False, False), whole, whole, (False, True, True), whole]

@@ -2,19 +2,26 @@
 
 import functools
 import json
+from argparse import ArgumentTypeError
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
 import planted_reaction as planted
 import pytest
+import tiny
 import torch
+from test_intervention import by_plain_hooks
 
-from experiments.knockout.__main__ import main
-from experiments.knockout.analyse import BEYOND, LOST, estimates, with_bits
+from experiments.knockout.__main__ import main, window_of
+from experiments.knockout.analyse import BEYOND, LOST, OWN, OWN_LOST, estimates, with_bits
 from experiments.knockout.block import EDGES, INTACT, RANDOM, Asked, arms_of, blocked, edges_of
 from experiments.knockout.matched import MATCHED, attention, blocked_matched, matched
+from experiments.knockout.resample import resampled, sampled, windows_of
 from experiments.knockout.show import control, verdict
+from ia_mech.chat.format import ChatContext
 from ia_mech.collect.command import main as sample
+from ia_mech.engine.sampling import gumbel, stream_key
 
 QUERIES, WINDOW = 5, 2
 HEADER, TURN, BOTH, ONTO_HEADER, ONTO_QUERY = EDGES
@@ -49,7 +56,7 @@ def rows(through_header: bool) -> pd.DataFrame:
     ],
 )
 def test_only_the_planted_edges_carry_the_bits(through_header, needed):
-    found = estimates(rows(through_header), planted.NAMES)
+    found = estimates(rows(through_header=through_header), planted.NAMES)
     bits = found[found["quantity"] == "readable bits"].set_index(["of", "first", "last"])["value"]
     assert bits[INTACT, 0, 0] > 1.5, "of 2"
     for (of, first, last), value in bits.items():
@@ -65,7 +72,7 @@ def test_only_the_planted_edges_carry_the_bits(through_header, needed):
 def test_the_verdict_names_the_route():
     told: dict[bool, str] = {}
     for through_header in (True, False):
-        found = estimates(rows(through_header), planted.NAMES)
+        found = estimates(rows(through_header=through_header), planted.NAMES)
         found["p_holm"] = found["p"] / 2  # five queries allow no p below 2 / 2 ** 5
         told[through_header] = verdict(found)
     assert told[True].startswith("The turn reads the response through the header: ")
@@ -78,7 +85,8 @@ def test_the_control_tells_what_needed_edges_take_away_from_random_ones():
     assert beyond[HEADER] > 1 and beyond[TURN] < 0.05
     said = control(found)
     assert said.startswith(
-        f"Readable bits lost, more than random edges, as many: {beyond[HEADER]:.2f} "
+        "Readable bits lost less those lost with other edges blocked (below 0: these take more): "
+        f"with as many random edges {beyond[HEADER]:.2f} "
     )
     assert f"for {HEADER}, {beyond[TURN]:.2f} " in said and f"for {BOTH}." in said
 
@@ -108,6 +116,18 @@ def test_random_edges_are_as_many_and_spare_the_first_token():
             assert len(set(pairs)) == len(pairs) == len(real)
             assert all(a >= start and 0 < b < a for a, b in pairs)
         assert drawn[0].tolist() != drawn[1].tolist()
+
+
+def test_a_turn_that_ends_at_once_is_read():
+    """It has no tokens that attend to anything, and no edges of its own to block."""
+    one = replace(asked(0), turns=((planted.turn(0, 1)[:1], 0),))
+    arms = arms_of(planted.DEPTH, planted.DEPTH)
+    found = blocked(planted.model(True), one, arms, 0)
+    told = np.stack(found["logprobs"].tolist())
+    assert len(told) == len(arms) and np.isfinite(told).all()
+    more = blocked_matched(planted.model(True), one, planted.DEPTH, 0)
+    assert np.isfinite(np.stack(more["logprobs"].tolist())).all()
+    assert set(found["of"][(told == told[0]).all(1)]) >= {INTACT, TURN, ONTO_HEADER, ONTO_QUERY}
 
 
 def test_matched_edges_carry_as_much_attention():
@@ -148,6 +168,86 @@ def test_blocking_matched_edges_leaves_the_planted_route():
     assert (told.argmax(1) == found["followed"])[kept].all()
 
 
+@pytest.mark.parametrize(
+    "architecture",
+    [
+        "llama",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in tiny.ARCHITECTURES
+            if name not in ("llama", "qwen3_5")  # a recurrent layer has no edges
+        ),
+    ],
+)
+def test_turns_of_a_blocked_model_equal_full_passes_with_plain_hooks(architecture):
+    """Every token is the one that a naive pass draws with the same noise, and likelihoods after
+    each response are those of naive passes."""
+    model, layer, stops = tiny.model(architecture), 2, [5]
+    contexts = []
+    for number, response in enumerate((6, 9)):
+        ids = tiny.prompt(8 + response + 3, seed=number)
+        at = 8 + response
+        positions = {"turn_end": at, "header_0": at + 1, "header_last": at + 2}
+        contexts.append(ChatContext("", ids, positions, range(2, 7), range(8, at)))
+    asked = Asked("q", "d", tuple(contexts), ())
+    arms = windows_of([(layer, layer), (layer, layer)])
+    assert len(arms) == 1 + len(EDGES)
+    found = resampled(model, asked, arms, 2, stops, 3)
+
+    def logits(of: str, context: ChatContext, turn: list[int]) -> torch.Tensor:
+        end = len(context.ids)
+        header, after = range(end - 3, end), range(end, end + len(turn) - 1)
+        pairs = {
+            INTACT: [],
+            HEADER: [(a, b) for a in header for b in context.response],
+            TURN: [(a, b) for a in after for b in context.response],
+            BOTH: [(a, b) for a in (*header, *after) for b in context.response],
+            ONTO_HEADER: [(a, b) for a in after for b in header],
+            ONTO_QUERY: [(a, b) for a in after for b in context.query],
+        }[of]
+        masked = (layer, torch.tensor(pairs)) if pairs else None
+        return by_plain_hooks(model, [*context.ids, *turn[:-1]], None, masked)[end - 1 :]
+
+    counts = found.groupby(["of", "followed"]).cumcount()
+    for (_, row), number in zip(found.iterrows(), counts, strict=True):
+        turn, k = row["token_ids"], row["followed"]
+        keys = torch.tensor([stream_key(3, f"q\x1f{k}", number)])
+        noise = torch.cat([gumbel(keys, step, tiny.VOCAB) for step in range(len(turn))])
+        best = (logits(row["of"], contexts[k], turn) + noise).topk(2)
+        clear = best.values[:, 0] - best.values[:, 1] > 1e-4
+        assert (best.indices[:, 0] == torch.tensor(turn))[clear].all()
+        assert turn[-1] in stops or len(turn) == 24
+        assert not set(turn[:-1]) & set(stops)
+        for context, told in zip(contexts, row["logprobs"], strict=True):
+            naive = logits(row["of"], context, turn).double().log_softmax(-1)
+            wanted = naive.gather(-1, torch.tensor(turn)[:, None]).sum()
+            assert told == pytest.approx(float(wanted), abs=len(turn) * 1e-5)
+    texts = found.groupby(["of"])["token_ids"].agg(str)
+    assert texts.nunique() == len(arms), "each knockout writes other turns"
+    alone = sampled(model, contexts[1], arms[3:4], [stream_key(3, "q\x1f1", 1)], stops)
+    mine = found[(found["of"] == arms[3].of) & (found["followed"] == 1)]
+    assert list(alone[0][0]) == mine["token_ids"].iloc[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("through_header", [True, False])
+def test_turns_of_a_blocked_model_tell_nothing_without_the_planted_route(through_header):
+    model, parts = planted.model(through_header), []
+    for number in range(2):
+        one = asked(number)
+        made = resampled(model, one, windows_of([(1, planted.DEPTH)]), 1, [], 0)
+        parts.append(made.assign(source=one.source, dataset=one.dataset))
+    found = estimates(rows(through_header=through_header), planted.NAMES, pd.concat(parts))
+    told = found[found["quantity"] == OWN].set_index(["of", "first", "last"])["value"]
+    needed = {HEADER if through_header else TURN, BOTH}
+    for (of, _, _), value in told.items():
+        if not (through_header and of == ONTO_HEADER):  # a turn may write a header's token itself
+            assert (value < 0.05) if of in needed else (value > 1), of
+    lost = found[found["quantity"] == OWN_LOST].set_index("of")
+    assert len(lost) == len(EDGES) and lost["p_holm"].notna().all()
+    assert lost["value"][BOTH] == told[INTACT, 0, 0] - told[BOTH, 1, planted.DEPTH]
+
+
 def test_windows_cover_every_layer():
     windows = {(arm.first, arm.last) for arm in arms_of(31, 6)}
     assert {(1, 6), (4, 9), (25, 30), (26, 31), (1, 31), (0, 0)} <= windows
@@ -181,8 +281,8 @@ def test_the_command_plans_blocks_shows_and_goes_on(folder, capsys):
     assert main(words) == 0
     shown = capsys.readouterr().out
     assert "readable bits intact" in shown and "random edges show the latter" in shown
-    assert "Readable bits lost, more than random edges, as many: " in shown
-    assert "; more than edges of as much attention: " in shown
+    assert "Readable bits lost less those lost with other edges blocked" in shown
+    assert "; with edges of as much attention " in shown
     found = pd.read_parquet(out / "estimates.parquet")
     bits = found[found["quantity"] == "readable bits"]
     assert len(bits) == 31 and (bits["value"] <= np.log2(3)).all() and (bits["sources"] == 3).all()
@@ -192,12 +292,37 @@ def test_the_command_plans_blocks_shows_and_goes_on(folder, capsys):
     assert {file: file.stat().st_mtime_ns for file in (out / "parts").iterdir()} == kept
 
 
+@pytest.mark.slow
+def test_the_command_samples_turns_of_a_blocked_model(folder, capsys):
+    out = folder.parent / "resampled"
+    words = [str(folder), "--queries", "2", "--responses", "3", "--window", "4", "--out", str(out)]
+    words += ["--resample", "2-3", "1-4"]
+    assert main([*words, "--dry-run"]) == 0
+    assert "6 under each of 11 knockouts" in capsys.readouterr().out
+    assert main(words) == 0
+    assert "turns that the model writes with edges blocked: their I_3" in capsys.readouterr().out
+    found = pd.read_parquet(out / "estimates.parquet")
+    own = found[found["quantity"].isin([OWN, OWN_LOST])]
+    assert own["quantity"].value_counts().to_dict() == {OWN: 11, OWN_LOST: 10}
+    assert own["value"].abs().max() <= np.log2(3) and own["p_holm"].notna().sum() == 10
+    turns = pd.read_parquet(out / "own_turns.parquet")
+    assert len(turns) == 11 * 6 and turns["token_ids"].map(len).between(1, 24).all()
+
+
+def test_a_window_is_two_layers():
+    assert window_of("2-13") == (2, 13)
+    for text in ("2", "3-2", "a-b", "-1-2"):
+        with pytest.raises(ArgumentTypeError, match="is no window of layers, such as 1-6"):
+            window_of(text)
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         (["--window", "6"], "--window 6: the model has 4 layers; give at most 4"),
         (["--responses", "4"], "--responses 4: there are 3 to each query; give fewer"),
         (["--temperature", "0.7"], "no turns at T = 0.7; give --temperature 1"),
+        (["--resample", "2-9"], "there is no layer 9 to change; give layers from 1 to 4"),
     ],
 )
 def test_what_isnt_there_is_one_line(folder, tmp_path, capsys, words, said):

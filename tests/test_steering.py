@@ -13,8 +13,26 @@ from test_temperature_sweep import judged
 
 from experiments.steering import sample as sampling
 from experiments.steering.__main__ import main
-from experiments.steering.analyse import ADDED, by_context, chosen_dose, estimates, of_arm
-from experiments.steering.controls import PROMPT, RANDOM, SHUFFLED, random_arms, without_known
+from experiments.steering.analyse import (
+    ADDED,
+    BEYOND,
+    ODDS,
+    RANK,
+    by_context,
+    chosen_dose,
+    estimates,
+    of_arm,
+)
+from experiments.steering.controls import (
+    HIGH,
+    LOW,
+    PROMPT,
+    RANDOM,
+    SHUFFLED,
+    patched_arms,
+    random_arms,
+    without_known,
+)
 from experiments.steering.read import CHOOSING, REPORTING, Context, Query, Read, Turn
 from experiments.steering.show import verdict
 from experiments.steering.steer import (
@@ -114,14 +132,20 @@ def test_likelihoods_and_first_tokens_equal_full_passes_with_plain_hooks(tiny_su
     rates = np.linspace(0, 1, model.config.vocab_size)
     for places in (("header_last",), ("turn_end", TURN)):
         vector = SteeringVector(ADD, 2, places, direction, 0.7, "tiny", "0" * 16)
+        states = {(0, "c"): direction}, {(0, "another"): direction}
         arms = [Arm(UNSTEERED), Arm(ADDED, 0, vector)]
+        arms += [Arm(HIGH, draw, vector, states=some) for draw, some in enumerate(states)]
         found = steered(model, query, arms, FirstToken(rates, (3, 4)), False)
-        for row in found[found["of"] == ADDED].to_dict("records"):
+        assert found["of"].value_counts().to_dict() == {UNSTEERED: 2, ADDED: 2, HIGH: 2}
+        for row in found[found["of"] != UNSTEERED].to_dict("records"):
             turn = turns[row["turn"]].ids
             where = [context.places[name] for name in places if name != TURN]
             where += range(len(ids), len(ids) + len(turn) - 1) if TURN in places else []
 
-            def change(_module, _args, output, where=where):
+            def change(_module, _args, output, where=where, of=row["of"]):
+                if of == HIGH:
+                    output[0, where[0]] = direction
+                    return
                 for at in where:
                     output[0, at] += 0.7 * output[0, at].norm() * unit
 
@@ -175,6 +199,55 @@ def test_a_bias_moves_the_first_token_alone():
     assert biased(np.log([0.5, 0.5]), np.log([3.0, 1.0])) == pytest.approx(np.log([0.75, 0.25]))
 
 
+def test_states_of_high_scores_are_put_into_contexts_of_low_ones():
+    """Contexts of one name score low along the planted direction, a quarter of them high."""
+    model, low, sources = planted.model(True), 12, 4
+    queries = [planted_query(number) for number in range(low)]
+    made = [planted.context(FROM, 4 + i, 1, query=2 + i) for i in range(low)]
+    made += [planted.context(TO, 4 + i, 1, query=2 + i) for i in range(low // 3)]
+    at = [(one.positions[planted.WRITTEN],) for one in made]
+    prefixes = [Prefix(one.ids, place) for one, place in zip(made, at, strict=True)]
+    residuals = prefill(model, prefixes, find_blocks(model)).residuals
+    x = residuals[:, LAYER, 0].double().numpy()
+    x += np.random.default_rng(0).normal(0, 1e-3, x.shape)  # no two scores alike
+    frame = pd.DataFrame({"run": 0, "context_id": [f"c{i}" for i in range(len(made))]})
+    frame["source"] = [f"s{i % sources}" for i in range(len(made))]
+    for number, query in enumerate(queries):
+        (context,) = query.contexts
+        queries[number] = replace(query, contexts=(replace(context, id=f"c{number}"),))
+    read = Read(queries, frame, pd.DataFrame(), "genuine", None, [])
+    arms = patched_arms(x, read, Arm(ADDED, 0, planted_vector(0.4)), 0)
+    assert [arm.of for arm in arms] == [HIGH] * 5 + [LOW] * 5
+    score = x @ planted_vector().direction.double().numpy()
+    receivers = {(0, f"c{i}") for i in np.flatnonzero(score < np.median(score))}
+    assert len(receivers) == len(made) // 2
+    for arm in arms:
+        assert set(arm.states) == receivers and arm.dose == 0
+        for (_, name), state in arm.states.items():
+            (donor,) = np.flatnonzero(np.abs(x - state.double().numpy()).max(1) < 1e-6)
+            assert frame["source"][donor] != frame["source"][int(name[1:])]
+            assert (donor >= low) if arm.of == HIGH else (score[donor] < np.median(score))
+    parts = [
+        steered(model, one, [Arm(UNSTEERED), *arms], NOTHING, False).assign(
+            source=one.source, dataset="d"
+        )
+        for one in queries
+    ]
+    rows = pd.concat(parts, ignore_index=True)
+    assert (rows["of"] == HIGH).sum() == len(receivers) * 5 * 2, "turns of receivers alone"
+    contexts = by_context(rows)
+    moved = contexts.groupby("of")["odds"]
+    assert moved.count()[HIGH] == len(receivers), "donors of a context are averaged"
+    gap = (
+        rows.loc[rows["label"] == 0, "plain"].mean() - rows.loc[rows["label"] == 1, "plain"].mean()
+    )
+    assert moved.mean()[HIGH] > 1.5 * gap > 0 and abs(moved.mean()[LOW]) < 0.1
+    found = estimates(rows, [0.4], {}, "genuine")
+    beyond = of_arm(found, BEYOND, HIGH).iloc[0]
+    values = of_arm(found, ODDS, HIGH)["value"].iloc[0], of_arm(found, ODDS, LOW)["value"].iloc[0]
+    assert beyond["value"] == pytest.approx(values[0] - values[1])
+
+
 def test_random_directions_have_the_covariance_of_the_states():
     rng = np.random.default_rng(0)
     x = rng.standard_normal((400, 5)) * [5, 2, 1, 1, 0.1]
@@ -216,17 +289,35 @@ def test_the_dose_is_chosen_on_its_half_within_the_kl():
     assert chosen_dose(contexts, 0.2) == 0.1
     assert chosen_dose(contexts, 0.01) == 0.1
     assert chosen_dose(contexts.assign(odds=np.nan), 0.5) == 0.2
+    below = contexts.assign(dose=-contexts["dose"], odds=-contexts["odds"])
+    for most_kl in (0.01, 0.2, 0.5, 5.0):
+        assert chosen_dose(below, most_kl, -1) == -chosen_dose(contexts, most_kl)
+    assert chosen_dose(contexts, 0.5, -1) == -0.1
+    assert chosen_dose(contexts[contexts["dose"] > 0], 0.5, -1) is None
 
 
 def test_the_verdict_says_yes_of_a_planted_direction_and_no_of_a_random_one():
     noise = torch.randn(21, planted.WIDTH, generator=torch.Generator().manual_seed(3))
     told = []
     for direction in (None, noise[0]):
-        arms = [Arm(UNSTEERED), Arm(ADDED, 0, planted_vector(0.4, direction))]
-        arms += [Arm(RANDOM, n, planted_vector(0.4, one)) for n, one in enumerate(noise[1:])]
-        found = estimates(scored(arms, 16), 0.4, {}, "genuine")
+        arms = [Arm(UNSTEERED)]
+        for dose in (0.4, -0.4):
+            arms.append(Arm(ADDED, 0, planted_vector(dose, direction)))
+            arms += [Arm(RANDOM, n, planted_vector(dose, one)) for n, one in enumerate(noise[1:])]
+        found = estimates(scored(arms, 16), [0.4, -0.4], {}, "genuine")
         told.append(verdict(found, 0.4, "genuine"))
-        assert len(of_arm(found, "log-odds of accepted turns, change", RANDOM)) == 20
+        assert len(of_arm(found, ODDS, RANDOM)) == 40
+        ranks = of_arm(found, RANK, ADDED).set_index("dose")
+        assert (ranks["rows"] == 20).all() and set(ranks.index) == {0.4, -0.4}
+        assert (ranks["p_holm"] == ranks["p"]).all(), "20 directions leave nothing to correct"
+        drawn = of_arm(found, ODDS, RANDOM)
+        for dose, sign in ((0.4, 1), (-0.4, -1)):
+            own = of_arm(found, ODDS, ADDED, dose)["value"].iloc[0]
+            mine = drawn[drawn["dose"] == dose]["value"]
+            reached = (sign * mine >= sign * own).mean()
+            assert ranks["value"][dose] == pytest.approx(reached)
+            beyond = of_arm(found, BEYOND, ADDED, dose)["value"].iloc[0]
+            assert beyond == pytest.approx(own - mine.mean())
     assert told[0].startswith("Steering makes genuine turns likelier than random directions")
     assert told[1].startswith("It isn't shown that steering makes")
 
@@ -296,7 +387,7 @@ def folder(tiny_model_dir, tmp_path_factory):
 
 def usual(folder, out) -> list[str]:
     probe = str(folder.parent / "probe")
-    words = [str(folder), "--probe", probe, "--doses", "0.1", "0.4", "--controls", "2"]
+    words = [str(folder), "--probe", probe, "--doses", "-0.4", "0.4", "--controls", "2"]
     return [*words, "--samples", "1", "--out", str(out), "--resamples", "100"]
 
 
@@ -308,14 +399,15 @@ def test_the_command_steers_samples_shows_and_goes_on(folder, capsys):
     assert "6, half of them to choose the dose" in capsys.readouterr().out and not out.exists()
     assert main(words) == 0
     shown = capsys.readouterr().out
-    assert "random directions of the same KL" in shown and "wrong way" in shown
+    assert "random directions of the same KL" in shown and "beyond control" in shown
     found = pd.read_parquet(out / "estimates.parquet")
-    assert {ADDED, RANDOM, SHUFFLED, PROMPT, UNSTEERED} <= set(found["of"])
+    assert {ADDED, RANDOM, SHUFFLED, PROMPT, UNSTEERED, HIGH, LOW} <= set(found["of"])
+    assert set(np.sign(found.loc[found["of"] == RANDOM, "dose"])) == {-1, 1}
     assert {"rate", "degenerate share", "readable bits", "KL at the header"} <= set(
         found["quantity"]
     )
     chosen = SteeringVector.load(out / sampling.FILE)
-    assert chosen.dose in (0.1, 0.4) and chosen.layer == 2
+    assert chosen.dose == 0.4 and chosen.layer == 2
     turns = pd.read_parquet(out / "sampled.parquet")
     plain = turns[turns["of"] == UNSTEERED]
     written = Run.open(folder).generations
@@ -338,7 +430,7 @@ def test_a_vector_of_a_run_without_verdicts_is_steered_along(folder, tmp_path, c
     vector.save(tmp_path / "v.safetensors")
     out = tmp_path / "out"
     words = [str(tmp_path / "run"), "--vector", str(tmp_path / "v.safetensors"), "--out", str(out)]
-    words += ["--doses", "0.1", "0.2", "9", "--samples", "0", "--controls", "0", "--queries", "4"]
+    words += ["--doses", "0.1", "0.2", "9", "--samples", "0", "--controls", "1", "--queries", "4"]
     assert main([*words, "--most-kl", "0.05"]) == 0
     assert "without verdicts, what that does to the turns isn't told" in capsys.readouterr().out
     found = pd.read_parquet(out / "estimates.parquet")

@@ -8,6 +8,7 @@ Usage::
 """
 
 import argparse
+import re
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -17,6 +18,8 @@ from experiments.runner import Experiment, Results, add_given
 from ia_mech.cli import whole_from
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from ia_mech.run import Run
 
 
@@ -31,9 +34,10 @@ def run(args: argparse.Namespace, runs: "list[Run]", folder: Path) -> Results | 
     from experiments.knockout.block import Asked, arms_of, blocked
     from experiments.knockout.matched import MATCHED, blocked_matched
     from experiments.knockout.read import asked_of
+    from experiments.knockout.resample import resampled, windows_of
     from experiments.resample import subject_of
     from ia_mech.engine.capture import find_blocks
-    from ia_mech.engine.intervention import attention_of
+    from ia_mech.engine.intervention import attention_of, check_layers
     from ia_mech.errors import UserError
 
     given = given_turns(runs, args.queries, args.temperature, args.seed)
@@ -44,22 +48,26 @@ def run(args: argparse.Namespace, runs: "list[Run]", folder: Path) -> Results | 
             f"--window {args.window}: the model has {depth} layers", f"give at most {depth}"
         )
     arms = arms_of(depth, args.window)
-    show.plan(queries, arms, depth)
+    check_layers([layer for window in args.resample for layer in window], depth, 1)
+    writing = windows_of(args.resample) if args.resample else []
+    show.plan(queries, arms, depth, len(writing))
     if args.dry_run:
         return None
     subject = subject_of(runs[0])
     for layer, block in enumerate(find_blocks(subject.model), start=1):
         attention_of(block, layer)
 
-    def identity(query: Asked) -> list:
-        contexts = [[c.ids, c.positions, *map(list, (c.query, c.response))] for c in query.contexts]
-        return [subject.weights_hash, query.source, contexts, query.turns, args.seed]
+    def computed(
+        phase: str, what: list, compute: "Callable[[Asked], pd.DataFrame]"
+    ) -> "pd.DataFrame":
+        def key(query: Asked) -> list:
+            contexts = [
+                [c.ids, c.positions, *map(list, (c.query, c.response))] for c in query.contexts
+            ]
+            identity = [subject.weights_hash, query.source, contexts, query.turns, args.seed]
+            return [*identity, *what]
 
-    def key(query: Asked) -> list:
-        return [*identity(query), [*map(asdict, arms)]]
-
-    def matched_key(query: Asked) -> list:
-        return [*identity(query), MATCHED]
+        return computed_for_each(queries, phase, folder / "parts", key, compute)
 
     def compute(query: Asked) -> pd.DataFrame:
         return blocked(subject.model, query, arms, args.seed)
@@ -67,25 +75,41 @@ def run(args: argparse.Namespace, runs: "list[Run]", folder: Path) -> Results | 
     def compute_matched(query: Asked) -> pd.DataFrame:
         return blocked_matched(subject.model, query, depth, args.seed)
 
-    parts = folder / "parts"
-    rows = computed_for_each(queries, "blocking", parts, key, compute)
-    more = computed_for_each(queries, "blocking others", parts, matched_key, compute_matched)
+    def compute_own(query: Asked) -> pd.DataFrame:
+        stops = given.chat.stop_ids
+        return resampled(subject.model, query, writing, args.turns, stops, args.seed)
+
+    rows = computed("blocking", [[*map(asdict, arms)]], compute)
+    more = computed("blocking others", [MATCHED], compute_matched)
     share = float(np.mean(np.stack(more.pop("reached").tolist())))
     notes.append(f"edges of as much attention carry {share:.2f} of it, the mean of all layers.")
     rows = pd.concat([rows, more], ignore_index=True)
     rows = with_bits(rows, args.seed)
-    found = estimates(rows, args.responses, level=args.level, seed=args.seed)
+    own, tables = None, {"turns": rows}
+    if writing:
+        own = computed("sampling", [[*map(asdict, writing)], args.turns], compute_own)
+        tables["own_turns"] = own
+    found = estimates(rows, args.responses, own, level=args.level, seed=args.seed)
     return Results(
         runs=runs,
         judge=None,
         estimates=found,
         show=lambda console: show.tables(console, found, args.level),
         figures=show.figures(found, runs[0].model["name"]),
-        tables={"turns": rows},
+        tables=tables,
         notes=given.notes + notes,
         sentence=show.verdict(found),
         control=show.control(found),
     )
+
+
+def window_of(text: str) -> tuple[int, int]:
+    """First and last layer of a window, for argparse."""
+    found = re.fullmatch(r"([0-9]{1,4})-([0-9]{1,4})", text)
+    window = (int(found[1]), int(found[2])) if found else (1, 0)
+    if window[0] > window[1]:
+        raise argparse.ArgumentTypeError(f"{text!r} is no window of layers, such as 1-6")
+    return window
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -112,6 +136,15 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="LAYERS",
         help="layers of a sliding window, which moves by half of them (default: 6)",
     )
+    parser.add_argument(
+        "--resample",
+        type=window_of,
+        nargs="+",
+        default=[],
+        metavar="FIRST-LAST",
+        help="windows of layers in which the model so changed writes turns itself, too, as many "
+        "after each response; their information about the response is I_K (default: none)",
+    )
 
 
 EXPERIMENT = Experiment(
@@ -129,8 +162,11 @@ turn → query        they can't attend to the query
 random edges        as many as of each kind, among all that the same tokens have
 edges of attention  random ones that carry as much attention
 
+--resample samples turns from the model so changed, whose I_K is measured under it.
+
 Interrupted, the same command continues.""",
-    written="turns (bits of every turn and knockout), knockouts and windows (PNG, SVG), parts/",
+    written="turns (bits of every turn and knockout), own_turns (with --resample), knockouts and "
+    "windows (PNG, SVG), parts/",
     run=run,
     add_flags=add_flags,
     judged=False,

@@ -8,7 +8,12 @@ import pandas as pd
 from experiments.knockout.block import INTACT, RANDOM
 from experiments.knockout.matched import MATCHED
 from ia_mech.estimates import Group, TidyEstimate, by_dataset, corrected, frame_of, paired_row
-from ia_mech.likelihood.reaction import by_query, mean_over_queries, readable_bits
+from ia_mech.likelihood.reaction import (
+    by_query,
+    mean_over_queries,
+    reaction_bits,
+    readable_bits,
+)
 
 # ``of``: the edges, ``first`` and ``last``: layers in which they are blocked; 0: none. ``control``:
 # RANDOM or MATCHED, the edges that :data:`BEYOND` compares with.
@@ -22,6 +27,7 @@ COLUMNS = {
 }
 BITS, LOST = "readable bits", "readable bits, intact less blocked"
 BEYOND = "readable bits lost, less with other edges"  # ``control`` names the others
+OWN, OWN_LOST = "I_K of own turns", "I_K of own turns, intact less blocked"
 ARM = ["of", "first", "last"]
 
 
@@ -42,32 +48,47 @@ def with_bits(rows: pd.DataFrame, seed: int) -> pd.DataFrame:
 
 
 def estimates(
-    rows: pd.DataFrame, responses: int, *, level: float = 0.95, seed: int = 0
+    rows: pd.DataFrame,
+    responses: int,
+    own: pd.DataFrame | None = None,
+    *,
+    level: float = 0.95,
+    seed: int = 0,
 ) -> pd.DataFrame:
     """Every estimate, one row each.
 
     p is Holm-corrected over the edges blocked in all layers, over random ones, over matched ones,
-    over the comparisons with each of these, and over windows.
+    over the comparisons with each of these, and over windows; that of turns which knockouts wrote
+    themselves likewise.
 
     Args:
         rows: with ``bits``.
         responses: K.
+        own: of the turns that each knockout wrote, with its log-likelihoods
+            (:func:`experiments.knockout.resample.resampled`), ``source`` and ``dataset``.
         level: coverage of the intervals.
         seed: of tests.
     """
     options = {"level": level, "seed": seed}
     found = list(_estimates(rows, responses, options))
+    if own is not None:
+        own = own.assign(bits=reaction_bits(np.stack(own["logprobs"].tolist())))
+        found += _estimates(own, responses, options, (OWN, OWN_LOST))
     depth = int(rows["last"].max())
-    return frame_of(corrected(found, lambda row: _family(row.names, depth)), COLUMNS)
+    return frame_of(corrected(found, lambda row: _family(row, depth)), COLUMNS)
 
 
-def _family(names: dict, depth: int) -> tuple:
+def _family(row: TidyEstimate, depth: int) -> tuple:
+    names = row.names
     whole = (names["first"], names["last"]) == (1, depth)
     others = map(names["of"].startswith, (RANDOM, MATCHED))
-    return names["dataset"], whole, names.get("control", ""), *others
+    return row.quantity, names["dataset"], whole, names.get("control", ""), *others
 
 
-def _estimates(rows: pd.DataFrame, responses: int, options: dict) -> Iterable[TidyEstimate]:
+def _estimates(
+    rows: pd.DataFrame, responses: int, options: dict, quantities: tuple[str, str] = (BITS, LOST)
+) -> Iterable[TidyEstimate]:
+    bits, lost = quantities
     for dataset, here in by_dataset(rows):
         in_all_layers: dict[str, tuple[np.ndarray, list]] = {}
         depth = rows["last"].max()
@@ -75,12 +96,12 @@ def _estimates(rows: pd.DataFrame, responses: int, options: dict) -> Iterable[Ti
             names = {"dataset": dataset, "of": of, "first": first, "last": last}
             group = Group(np.array([]), options, names | {"responses": responses})
             turns = mine["bits"], mine["followed"], mine["source"], responses
-            yield group.row(BITS, mean_over_queries(*turns, level=options["level"]), len(mine))
+            yield group.row(bits, mean_over_queries(*turns, level=options["level"]), len(mine))
             sources, means = by_query(*turns)
             if of == INTACT or (first, last) == (1, depth):
                 in_all_layers[of] = means, sources
             if of != INTACT and INTACT in in_all_layers and len(sources) > 1:
-                yield paired_row(group, LOST, *in_all_layers[INTACT], means, sources)
+                yield paired_row(group, lost, *in_all_layers[INTACT], means, sources)
         for of, (means, sources) in in_all_layers.items():
             names = {"dataset": dataset, "of": of, "first": 1, "last": depth}
             group = Group(np.array([]), options, names | {"responses": responses})

@@ -6,8 +6,8 @@ import pandas as pd
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from experiments.given_turns import places_of
-from experiments.knockout.analyse import BEYOND, BITS, LOST
+from experiments.given_turns import TOKENS, places_of
+from experiments.knockout.analyse import BEYOND, BITS, LOST, OWN, OWN_LOST
 from experiments.knockout.block import EDGES, INTACT, RANDOM, Arm, Asked
 from experiments.knockout.matched import MATCHED
 from experiments.tables import cell, print_plan, print_table
@@ -16,6 +16,7 @@ from ia_mech.engine.plan import PREFILL_COST, RESCORE_COST
 from ia_mech.estimates import together
 
 SIGNIFICANT = 0.05
+OTHERS = {RANDOM: "as many random edges", MATCHED: "edges of as much attention"}
 HEADER, TURN, BOTH = list(EDGES)[:3]
 LIMITS = (
     "A model whose edges are blocked is another model: bits that it doesn't read may be lost since "
@@ -24,8 +25,8 @@ LIMITS = (
 )
 
 
-def plan(queries: Sequence[Asked], arms: Sequence[Arm], depth: int) -> None:
-    """What will be computed: passes, tokens and time."""
+def plan(queries: Sequence[Asked], arms: Sequence[Arm], depth: int, writing: int = 0) -> None:
+    """What will be computed: passes, tokens and time; ``writing`` arms sample turns, too."""
     prefilled = sum(len(context.ids) for one in queries for context in one.contexts)
     tokens = 0
     for one in queries:
@@ -35,12 +36,15 @@ def plan(queries: Sequence[Asked], arms: Sequence[Arm], depth: int) -> None:
     share = sum(1 - (arm.first - 1) / depth for arm in arms if arm.of != INTACT)
     cost = PREFILL_COST * prefilled + RESCORE_COST * tokens * (1 + share)
     turns = sum(len(one.turns) for one in queries)
+    cost += writing * (TOKENS * turns + RESCORE_COST * tokens)
     lines = {
         "queries": f"{len(queries)}, {len(queries[0].contexts)} responses to each",
         "turns": f"{turns}, scored after each response under {len(arms)} knockouts",
         "tokens to prefill": str(prefilled),
         "tokens to compute": f"{tokens * len(arms)}, from the first blocked layer on",
     }
+    if writing:
+        lines["turns to sample"] = f"{turns} under each of {writing} knockouts, then scored, too"
     print_plan(lines, cost)
 
 
@@ -56,15 +60,16 @@ def tables(to: Console, estimates: pd.DataFrame, level: float) -> None:
     print_table(to, title, whole, columns, index=("dataset", "of"))
     beyond = together(whole)[lambda rows: rows["control"] != ""]
     title = "readable bits lost beyond what other edges take away, blocked in all layers"
-    heads: dict[str, tuple[str, int | str]] = {RANDOM: ("as many random edges", 2)}
-    heads[MATCHED] = "edges of as much attention", 2
+    heads: dict[str, tuple[str, int | str]] = {key: (name, 2) for key, name in OTHERS.items()}
     print_table(to, title, beyond, heads, key="control", index=("of",))
     found = together(estimates)
-    some = found[_windows(found)]
-    if len(some):
-        layers = some["first"].astype(str) + "–" + some["last"].astype(str)
-        title = "edges blocked in some layers only"
-        print_table(to, title, some.assign(layers=layers), columns, index=("of", "layers"))
+    layers = found["first"].astype(str) + "–" + found["last"].astype(str)
+    found = found.assign(layers=layers.mask(found["last"] == 0, "–"))
+    title = "edges blocked in some layers only"
+    print_table(to, title, found[_windows(found)], columns, index=("of", "layers"))
+    title = f"turns that the model writes with edges blocked: their I_{most} under the same model"
+    columns = {OWN: (f"I_{most}", 2), OWN_LOST: ("lost", 2)}
+    print_table(to, title, found, columns, index=("of", "layers"))
     to.print(LIMITS, soft_wrap=True)
 
 
@@ -107,14 +112,15 @@ def verdict(estimates: pd.DataFrame) -> str:
 
 
 def control(estimates: pd.DataFrame) -> str:
-    """What blocked edges take away more than other edges do, in one sentence."""
+    """What blocked edges take away beyond what other edges do, in one sentence."""
     found = together(estimates)
     rows = found[(found["quantity"] == BEYOND) & found["of"].isin([HEADER, TURN, BOTH])]
     said = []
     for other, mine in rows.groupby("control", sort=False):
         each = ", ".join(f"{cell(row)} for {row['of']}" for _, row in mine.iterrows())
-        said.append(f"than {other.removesuffix(' as ')}: {each}")
-    return f"Readable bits lost, more {'; more '.join(said)}." if said else ""
+        said.append(f"with {OTHERS[other]} {each}")
+    words = "Readable bits lost less those lost with other edges blocked (below 0: these take more)"
+    return f"{words}: {'; '.join(said)}." if said else ""
 
 
 def figures(estimates: pd.DataFrame, model: str) -> dict[str, Figure]:

@@ -125,9 +125,10 @@ def verdict(estimates: pd.DataFrame) -> str:
         through, past = ("through", "past") if less["value"] > 0 else ("past", "through")
         said = f"More of the reaction passes {through} the header than {past} it"
     return (
-        f"{said}: τ is {cell(header)} with all header states, {cell(tail)} with turn end and "
-        f"separator, {cell(before)} with the response alone, and at most {cell(best)} with one "
-        f"state (layer {best['layer']}, {best['position']}); {clear} of {len(cells)} differ from 0."
+        f"{said}: τ is {cell(header)} with all header states, {cell(tail)} with these, turn "
+        f"end and separator, {cell(before)} with the response alone, and at most {cell(best)} with "
+        f"one state (layer {best['layer']}, {best['position']}); {clear} of {len(cells)} differ "
+        "from 0."
     )
 
 

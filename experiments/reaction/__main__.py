@@ -34,12 +34,13 @@ def run(args: argparse.Namespace, runs: "list[Run]", folder: Path) -> Results | 
         readable,
     )
     from experiments.reaction.controls import read_paraphrases, same_content, under_assistant
-    from experiments.reaction.read import ALTERNATIVES, ASSISTANT, SAME_CONTENT, read
+    from experiments.reaction.read import ALTERNATIVES, ASSISTANT, SAME_CONTENT, cut_off, read
     from experiments.resample import grid_of, resampled, subject_of
     from experiments.tables import stated
     from ia_mech.display import Bar
 
     arm, notes = read(runs)
+    notes += cut_off(arm.queries)
     scores = None if args.scores is None else score.given_scores(args.scores, arm)
     told = None if args.scorer is None else score.retold(arm, args.scorer, runs[0])
     arms, grid = {ALTERNATIVES: arm}, grid_of(runs)

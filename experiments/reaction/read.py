@@ -109,11 +109,6 @@ def read(runs: Sequence[Run], name: str = ALTERNATIVES) -> tuple[Arm, list[str]]
             f"the {most} responses to each query are all alike: no turn can tell them apart",
             "sample with a higher --response-temperature",
         )
-    cut = sum(query.complete.count(False) for query in kept)
-    if cut:
-        notes.append(
-            f"{cut} of {most * len(kept)} responses were cut off, which is another stimulus."
-        )
     of = {
         (query.dataset, id_): (query, k) for query in kept for k, id_ in enumerate(query.contexts)
     }
@@ -132,6 +127,15 @@ def read(runs: Sequence[Run], name: str = ALTERNATIVES) -> tuple[Arm, list[str]]
             complete=[query.complete[k] for query, k in found],
         ),
     ), notes
+
+
+def cut_off(queries: Sequence[Query]) -> list[str]:
+    """How many of the responses are another stimulus, as a note; none if all are complete."""
+    complete = [each for query in queries for each in query.complete]
+    if all(complete):
+        return []
+    cut = complete.count(False)
+    return [f"{cut} of {len(complete)} responses were cut off, which is another stimulus."]
 
 
 def _sources(run: Run) -> set[tuple[str, str]]:

@@ -1,12 +1,12 @@
 """What steering changes, by dose, beside what other directions of the same KL change."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from experiments.steering.controls import ALIKE, RANDOM
+from experiments.steering.controls import ALIKE, HIGH, LOW, PATCHED, RANDOM
 from experiments.steering.read import CHOOSING, REPORTING
 from experiments.steering.sample import distinct_pairs
 from experiments.steering.steer import UNSTEERED
@@ -26,7 +26,7 @@ EXPECTED = "rate expected of the first token, change"
 ENDED = "mass on turn-end, change"
 BITS = "readable bits"
 WRONG = "share of contexts moved the wrong way"
-BEYOND = "log-odds of accepted turns, change beyond random directions"
+BEYOND = "log-odds of accepted turns, change beyond that of the control"
 RANK = "share of random directions that reach it"
 RATE, EXCESS, DEGENERATE = "rate", "excess", "degenerate share"
 DISTINCT, COST, RISE = "distinct pairs of words", "log p under the unsteered model", "rate, change"
@@ -35,9 +35,11 @@ ARM = ["of", "draw", "dose"]
 
 def by_context(rows: pd.DataFrame) -> pd.DataFrame:
     """A row per arm and context: ``odds`` (NaN without turns of both labels), ``logp`` a token, and
-    ``kl``, ``expected`` and ``ended``, all but ``kl`` less those of the unsteered model."""
+    ``kl``, ``expected`` and ``ended``, all but ``kl`` less those of the unsteered model. Draws of
+    patched arms are averaged: they are several donors to a context."""
     moved = rows["logprob"] - rows["plain"]
     rows = rows.assign(
+        draw=rows["draw"].mask(rows["of"].isin(PATCHED), 0),
         accepted=moved.where(rows["label"] == 1),
         other=moved.where(rows["label"] == 0),
         logp=moved / rows["tokens"],
@@ -53,7 +55,7 @@ def by_context(rows: pd.DataFrame) -> pd.DataFrame:
     return found.drop(columns=["accepted", "other"])
 
 
-def chosen_dose(contexts: pd.DataFrame, most_kl: float) -> float:
+def chosen_dose(contexts: pd.DataFrame, most_kl: float, sign: int = 1) -> float | None:
     """The dose that is reported, from the :data:`CHOOSING` half alone.
 
     Of the doses above 0 whose mean KL is at most ``most_kl`` (the smallest dose if none's is), the
@@ -62,20 +64,28 @@ def chosen_dose(contexts: pd.DataFrame, most_kl: float) -> float:
     Args:
         contexts: of :func:`by_context`, with arms of :data:`ADDED`.
         most_kl: in nats.
+        sign: -1 for the dose below 0 that lowers the log-odds most, likewise.
+
+    Returns:
+        The dose; None if there is none of this sign.
     """
     mine = contexts[(contexts["of"] == ADDED) & (contexts["half"] == CHOOSING)]
-    of = mine[mine["dose"] > 0].groupby("dose")[["odds", "kl"]].mean()
+    mine = mine[sign * mine["dose"] > 0]
+    mine = mine.assign(size=sign * mine["dose"], odds=sign * mine["odds"])
+    if mine.empty:
+        return None
+    of = mine.groupby("size")[["odds", "kl"]].mean()
     within = of[of["kl"] <= most_kl]
     if within.empty:
-        return float(of.index.min())
+        return sign * float(of.index.min())
     if within["odds"].isna().all():
-        return float(within.index.max())
-    return float(within["odds"].idxmax())
+        return sign * float(within.index.max())
+    return sign * float(within["odds"].idxmax())
 
 
 def estimates(
     rows: pd.DataFrame,
-    dose: float,
+    doses: Sequence[float],
     sampled: Mapping[tuple[str, int, float], tuple[Judged, pd.DataFrame]],
     outcome: str,
     *,
@@ -83,12 +93,13 @@ def estimates(
     resamples: int = 2000,
     seed: int = 0,
 ) -> pd.DataFrame:
-    """Every estimate, one row each; p is Holm-corrected over the doses, and over the controls.
+    """Every estimate, one row each; p is Holm-corrected over the doses, and over the controls. Each
+    comparison with a control stands alone.
 
     Args:
         rows: of all arms, as :func:`experiments.steering.steer.steered` makes them, with
             ``source`` and ``dataset``.
-        dose: that was chosen.
+        doses: that were chosen, at most one of each sign.
         sampled: arm → verdicts on its turns, and :func:`experiments.steering.sample.described`.
         outcome: ``genuine`` or ``grounded``, what is accepted.
         level: coverage of the intervals.
@@ -104,7 +115,10 @@ def estimates(
             for (of, draw, of_dose), arm in mine.groupby(ARM, sort=False):
                 names = {"dataset": dataset, "of": of, "draw": draw, "dose": of_dose, "half": half}
                 found += _of_arm(arm, names, options)
-        found += _beyond(contexts[here], dose, {"dataset": dataset, "half": REPORTING}, options)
+        mine = contexts[here & (contexts["half"] == REPORTING) & contexts["odds"].notna()]
+        for of, dose, control in (*((ADDED, dose, RANDOM) for dose in doses), (HIGH, 0, LOW)):
+            names = {"dataset": dataset, "of": of, "draw": 0, "dose": dose, "half": REPORTING}
+            found += _beyond(mine, names, control, options)
         whole = rows[(rows["dataset"] == dataset) | (here.all())]
         found += _bits(whole[whole["half"] == REPORTING], dataset, options)
     found += _sampled(sampled, outcome, options)
@@ -112,7 +126,10 @@ def estimates(
 
 
 def _family(row: TidyEstimate) -> tuple:
-    return row.quantity, row.names["dataset"], row.names["half"], row.names["of"] in ALIKE
+    names = row.names
+    alone = row.quantity in (BEYOND, RANK)
+    of = (names["of"], names["dose"]) if alone else names["of"] in ALIKE
+    return row.quantity, names["dataset"], names["half"], of
 
 
 def _of_arm(
@@ -137,24 +154,26 @@ def _of_arm(
 
 
 def _beyond(
-    contexts: pd.DataFrame, dose: float, names: dict[str, Any], options: dict[str, Any]
+    contexts: pd.DataFrame, names: dict[str, Any], control: str, options: dict[str, Any]
 ) -> Iterator[TidyEstimate]:
-    """The chosen dose against random directions of the same KL."""
-    mine = contexts[(contexts["half"] == REPORTING) & contexts["odds"].notna()]
-    steered = mine[(mine["of"] == ADDED) & (mine["dose"] == dose)]
-    drawn = mine[mine["of"] == RANDOM]
-    if drawn.empty or steered["source"].nunique() < 2:
+    """An arm against its control: a dose against random directions of the same KL and sign."""
+    own = contexts[(contexts["of"] == names["of"]) & (contexts["dose"] == names["dose"])]
+    drawn = contexts[contexts["of"] == control]
+    drawn = drawn[np.sign(drawn["dose"]) == np.sign(names["dose"])]
+    if drawn.empty or own["source"].nunique() < 2:
         return
-    names = names | {"of": ADDED, "draw": 0, "dose": dose}
     by_source = drawn.groupby("source", sort=False)["odds"].mean()
     group = Group(np.array([]), options, names)
-    own = steered["odds"].to_numpy(), steered["source"].to_numpy()
-    yield paired_row(group, BEYOND, *own, by_source.to_numpy(), by_source.index.to_numpy())
+    pairs = own["odds"].to_numpy(), own["source"].to_numpy()
+    yield paired_row(group, BEYOND, *pairs, by_source.to_numpy(), by_source.index.to_numpy())
+    if control != RANDOM:
+        return
     each = drawn.groupby(["draw", "source"])["odds"].mean().groupby("draw").mean().to_numpy()
-    whole = steered.groupby("source")["odds"].mean().mean()
-    p = float(permutation_p(whole, each))
-    value = float((each >= whole).mean())
-    rank = Estimate(value, np.nan, np.nan, steered["source"].nunique(), "count")
+    whole = own.groupby("source")["odds"].mean().mean()
+    sign = np.sign(names["dose"])  # a negative dose is to lower the log-odds
+    p = float(permutation_p(sign * whole, sign * each))
+    value = float((sign * each >= sign * whole).mean())
+    rank = Estimate(value, np.nan, np.nan, own["source"].nunique(), "count")
     yield group.row(RANK, rank, len(each), p=p, test="rank among random directions")
 
 

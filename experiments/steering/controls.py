@@ -9,12 +9,12 @@ import torch
 from transformers import PreTrainedModel
 
 from experiments.steering.read import Context, Query, Read
-from experiments.steering.steer import Arm, FirstToken, first_tokens
+from experiments.steering.steer import Arm, FirstToken, first_position, first_tokens
 from ia_mech.chat.format import ChatFormat
 from ia_mech.errors import UserError
 from ia_mech.likelihood.intervened import Continued
 from ia_mech.run import Run
-from ia_mech.steering import TURN, SteeringVector
+from ia_mech.steering import SteeringVector
 from probes.card import Probe, directions
 from probes.targets import Outcome
 
@@ -25,17 +25,21 @@ SHUFFLED = "probe of shuffled labels"
 BIAS = "bias of the first token"
 PROMPT = "a prompt"
 ALIKE = (RANDOM, LAYER, WITHOUT, SHUFFLED, BIAS)  # of equal KL
+HIGH, LOW = "state of a high score", "state of another low score"
+PATCHED = (HIGH, LOW)  # put into contexts of a low score
+DONORS = 5  # to each of them
+SHUFFLES = 5
 TOPICS = 5  # directions along which the means of sources differ most
 ASKING = "When it is the user's turn, the user asks a follow-up question about the last response."
 
 
 def states(runs: Sequence[Run], read: Read, vector: SteeringVector) -> np.ndarray:
-    """``[contexts, d_model]`` where the vector is added, less the mean of each run.
+    """``[contexts, d_model]`` of all contexts, at the first position where the vector is added.
 
     Raises:
         UserError: a run doesn't keep the states there, or lacks the position.
     """
-    position = next((name for name in vector.positions if name != TURN), "header_last")
+    position = first_position(vector)
     found = []
     for number, run in enumerate(runs):
         if position not in run.positions:
@@ -43,10 +47,8 @@ def states(runs: Sequence[Run], read: Read, vector: SteeringVector) -> np.ndarra
                 f"{run.path} keeps no states at {position}, which controls are drawn from",
                 f"sample it again with --positions {position}, or give --controls 0",
             )
-        own = run.residuals(vector.layer, position).double().numpy()
-        rows = int((read.contexts["run"] == number).sum())
-        assert len(own) == rows
-        found.append(own - own.mean(0))
+        found.append(run.residuals(vector.layer, position).double().numpy())
+        assert len(found[-1]) == (read.contexts["run"] == number).sum()
     return np.concatenate(found)
 
 
@@ -87,7 +89,7 @@ def without_known(x: np.ndarray, read: Read, like: Arm) -> Arm:
 
 
 def shuffled_arms(
-    x: np.ndarray, read: Read, like: Arm, probe: Probe, name: str, count: int, seed: int
+    x: np.ndarray, read: Read, like: Arm, probe: Probe, name: str, seed: int
 ) -> list[Arm]:
     """Probes that are fitted as this one was, to the outcomes of other contexts; none where all
     outcomes are alike."""
@@ -98,12 +100,48 @@ def shuffled_arms(
         return []
     rng = np.random.default_rng([seed, 25])
     found = []
-    for number in range(count):
+    for number in range(SHUFFLES):
         order = rng.permutation(len(rows))
         k, n = (rows[column].to_numpy()[order] for column in ("positives", "trials"))
         outcome = Outcome.of(k, n, rows["source"], rows["run"])
         fitted = directions(x[there], outcome, float(probe.card.get("penalty", 1.0)))
         found.append(along(like, SHUFFLED, fitted[name].weights.astype(float), number))
+    return found
+
+
+def patched_arms(x: np.ndarray, read: Read, like: Arm, seed: int) -> list[Arm]:
+    """States of other sources in place of those of contexts with a low score.
+
+    A context's score is the product of its state and the direction. It is low below the median of
+    all contexts, and high in the highest quarter.
+
+    Args:
+        x: ``[contexts, d_model]``.
+        read: of these contexts.
+        like: an arm that steers along the direction.
+        seed: of the donors.
+
+    Returns:
+        :data:`DONORS` arms with states of high scores, and as many with states of low ones.
+    """
+    assert like.vector is not None
+    vector = replace(like.vector, dose=0.0)  # where, and nothing is added
+    score = x @ like.vector.direction.double().numpy()
+    low, high = score < np.median(score), score >= np.quantile(score, 0.75)
+    source = read.contexts["source"].to_numpy()
+    used = {(context.run, context.id) for query in read.queries for context in query.contexts}
+    keys = list(zip(read.contexts["run"], read.contexts["context_id"], strict=True))
+    receivers = [i for i in np.flatnonzero(low) if keys[i] in used]
+    found = []
+    for number, (of, those) in enumerate(((HIGH, high), (LOW, low))):
+        rng = np.random.default_rng([seed, 26, number])
+        for draw in range(DONORS):
+            moved = {}
+            for i in receivers:
+                donors = np.flatnonzero(those & (source != source[i]))
+                if len(donors):
+                    moved[keys[i]] = torch.from_numpy(x[rng.choice(donors)]).float()
+            found.append(Arm(of, draw, vector, states=moved))
     return found
 
 

@@ -36,8 +36,8 @@ def sampled_under(
     chat: ChatFormat,
     samples: int,
     folder: Path,
-) -> Judged:
-    """Turns that are sampled under an arm after contexts of queries, judged by the rules judge.
+) -> tuple[Judged, pd.DataFrame]:
+    """Turns that are sampled under an arm after contexts of queries.
 
     Args:
         arm: with a vector, or :data:`PROMPT`, or the model as it is.
@@ -47,8 +47,13 @@ def sampled_under(
         subject: the model.
         chat: its format.
         samples: per context, besides greedy.
-        folder: where the run is made, or gone on with.
+        folder: where the arm's run is made, or gone on with.
+
+    Returns:
+        Verdicts of the rules judge, and the turns as :func:`described`, with ``of``, ``draw`` and
+        ``dose`` of the arm.
     """
+    folder /= f"{arm.of} {arm.draw} {arm.dose:g}".replace(" ", "-")
     conversations = []
     for query in queries:
         for context in query.contexts:
@@ -68,7 +73,8 @@ def sampled_under(
     run = resampled(runs[0], conversations, folder, grid, ("header_last",), file, subject)
     if JUDGE not in run.labels.judges:
         label_run(run, RulesJudge(), JUDGE, Bar())
-    return read_runs([run], JUDGE, NO_ANNOTATOR)
+    judged = read_runs([run], JUDGE, NO_ANNOTATOR)
+    return judged, described(judged, subject).assign(of=arm.of, draw=arm.draw, dose=arm.dose)
 
 
 def described(judged: Judged, subject: Subject) -> pd.DataFrame:

@@ -1,6 +1,7 @@
 """Steering in the terminal and as figures."""
 
-import numpy as np
+from collections.abc import Sequence
+
 import pandas as pd
 from matplotlib.figure import Figure
 from rich.console import Console
@@ -24,7 +25,7 @@ from experiments.steering.analyse import (
     WRONG,
     of_arm,
 )
-from experiments.steering.controls import ALIKE, RANDOM
+from experiments.steering.controls import ALIKE, DONORS, PATCHED, RANDOM, SHUFFLES
 from experiments.steering.read import REPORTING, Read
 from experiments.tables import cell, p_value, print_plan, print_table
 from ia_mech.display import COLOURS, draw_line, draw_points, list_names, new_axes
@@ -41,6 +42,7 @@ SCORED = {
     ENDED: ("turn-end", 3),
     BITS: ("readable bits", 2),
     WRONG: ("wrong way", 2),
+    BEYOND: ("beyond control", 2),
 }
 SAMPLED = {
     RATE: ("rate", 2),
@@ -57,7 +59,7 @@ LIMITS = (
 
 
 def plan(
-    read: Read, vector: SteeringVector, arms: int, controls: int, samples: int, layers: int
+    read: Read, vector: SteeringVector, arms: int, directions: int, samples: int, layers: int
 ) -> None:
     """What will be computed: passes, tokens and time.
 
@@ -65,7 +67,8 @@ def plan(
         read: the queries.
         vector: along which the model is steered.
         arms: doses and ablation, whose turns are scored after all contexts of their query.
-        controls: other directions; their turns are scored after their own context.
+        directions: random ones, at a dose of each sign; their turns, and those of other controls,
+            are scored after their own context.
         samples: turns sampled per context.
         layers: of the model.
     """
@@ -77,13 +80,15 @@ def plan(
         if query.half == REPORTING:
             own += tokens
             contexts += len(query.contexts)
+    others = len(PATCHED) * DONORS + SHUFFLES + 3
+    controls = 2 * directions + others if directions else 0
     share = 1 - vector.layer / max(layers, 1)
     cost = PREFILL_COST * prefilled + RESCORE_COST * share * (crossed * arms + own * controls)
     sampled = contexts * (samples + 1) * (samples > 0)
     lines = {
         "sources": f"{len(read.queries)}, half of them to choose the dose",
         "steered": f"layer {vector.layer} at {', '.join(vector.positions)}",
-        "arms": f"{arms}, and {controls} controls",
+        "arms": f"{arms}, and at most {controls} controls",
         "tokens to compute": f"{crossed * arms + own * controls}, from layer {vector.layer} on",
         "turns to sample": f"{sampled} under each of the arms that are sampled",
     }
@@ -138,31 +143,32 @@ def control(estimates: pd.DataFrame) -> str:
     found = together(estimates)
     said = []
     for of in ALIKE:
-        values = of_arm(found, ODDS, of)["value"]
+        values = of_arm(found, ODDS, of)[lambda rows: rows["dose"] >= 0]["value"]
         if len(values):
             most = f" (at most {values.max():.2f})" if len(values) > 1 else ""
             said.append(f"{of} {values.mean():.2f}{most}")
     return f"change of the log-odds under controls: {', '.join(said)}" if said else ""
 
 
-def figures(estimates: pd.DataFrame, dose: float, model: str) -> dict[str, Figure]:
-    """The figures by the stem of their files."""
+def figures(estimates: pd.DataFrame, doses: Sequence[float], model: str) -> dict[str, Figure]:
+    """The figures by the stem of their files; ``doses`` are those chosen, the first above 0."""
     found = together(estimates)
     quantity = ODDS if len(of_arm(found, ODDS, ADDED)) else KL
-    made = {"doses": by_dose(found, quantity, dose, f"{model} · steering by dose")}
+    made = {"doses": by_dose(found, quantity, doses, f"{model} · steering by dose")}
     if any(len(of_arm(found, ODDS, of)) for of in ALIKE):
-        made["controls"] = by_control(found, dose, f"{model} · other directions of the same KL")
+        title = f"{model} · other directions of the same KL"
+        made["controls"] = by_control(found, doses[0], title)
     return made
 
 
-def by_dose(estimates: pd.DataFrame, quantity: str, dose: float, title: str) -> Figure:
-    """A quantity by dose, with random directions at the chosen one."""
+def by_dose(estimates: pd.DataFrame, quantity: str, doses: Sequence[float], title: str) -> Figure:
+    """A quantity by dose, with random directions at the chosen ones."""
     figure, axes = new_axes(title, "dose, in norms of the state", f"{quantity}, nats")
     rows = of_arm(estimates, quantity, ADDED).sort_values("dose")
     draw_line(axes, rows["dose"], rows, COLOURS[0], "direction")
     drawn = of_arm(estimates, quantity, RANDOM)
     if len(drawn):
-        at = np.full(len(drawn), dose)
+        at = [next(dose for dose in doses if dose * own > 0) for own in drawn["dose"]]
         axes.plot(at, drawn["value"], "_", color="0.4", ms=8, label="random, same KL")
     axes.axhline(0, color="0.3", lw=0.8)
     axes.legend()
@@ -172,7 +178,8 @@ def by_dose(estimates: pd.DataFrame, quantity: str, dose: float, title: str) -> 
 def by_control(estimates: pd.DataFrame, dose: float, title: str) -> Figure:
     """The change of the log-odds under the chosen dose and every control."""
     rows = [("direction", of_arm(estimates, ODDS, ADDED, dose))]
-    rows += [(of, found) for of in ALIKE if len(found := of_arm(estimates, ODDS, of))]
+    alike = estimates[estimates["dose"] >= 0]
+    rows += [(of, found) for of in ALIKE if len(found := of_arm(alike, ODDS, of))]
     figure, axes = new_axes(title, f"{ODDS}, nats", size=(7, 3))
     for at, (_, found) in enumerate(rows):
         if len(found) > 1:  # draws of one kind: their intervals would hide each other

@@ -1,16 +1,18 @@
 """Likelihoods of given turns, and of the first token, while the model is steered."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from hashlib import sha256
 
 import numpy as np
 import pandas as pd
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from experiments.steering.read import Context, Query
-from ia_mech.engine.intervention import Intervention, at_tokens
+from ia_mech.engine.intervention import Intervention, Replace, at_tokens
 from ia_mech.likelihood.intervened import Continued
-from ia_mech.steering import SteeringVector
+from ia_mech.steering import TURN, SteeringVector
 
 UNSTEERED = "unsteered"
 EITHER = 0.5, 2.0  # times a guess: doses of a KL above and below one that is sought
@@ -25,12 +27,16 @@ class Arm:
         draw: which of several alike, from 0.
         vector: along which the model is steered; None for the model as it is.
         bias: ``[vocab]`` nats, added to the log-probabilities of the turn's first token.
+        states: (run, context) → ``[d_model]`` that takes the place of the context's own state at
+            the vector's layer and first position; nothing is done along the vector, and contexts
+            without a state are left out.
     """
 
     of: str
     draw: int = 0
     vector: SteeringVector | None = None
     bias: np.ndarray | None = None
+    states: Mapping[tuple[int, str], Tensor] | None = None
 
     @property
     def dose(self) -> float:
@@ -41,7 +47,13 @@ class Arm:
     def key(self) -> list:
         """What its results depend on, as JSON can hold it."""
         bias = None if self.bias is None else [float(x) for x in self.bias]
-        return [self.of, self.draw, self.vector and self.vector.sha256, bias]
+        states = self.states and [[*of, one.tolist()] for of, one in self.states.items()]
+        content = sha256(repr(states).encode()).hexdigest()
+        return [self.of, self.draw, self.vector and self.vector.sha256, bias, content]
+
+    def leaves_out(self, context: Context) -> bool:
+        """Whether it does nothing with a context."""
+        return self.states is not None and (context.run, context.id) not in self.states
 
 
 @dataclass(frozen=True)
@@ -83,11 +95,20 @@ def interventions(arm: Arm, context: Context, tokens: int) -> list[Intervention]
     Raises:
         UserError: the context lacks a position.
     """
-    if arm.vector is None:
+    if arm.vector is None or arm.leaves_out(context):
         return []
+    if arm.states is not None:
+        at = context.places[first_position(arm.vector)]
+        assert at is not None  # at_context has refused such a context under another arm
+        return [Replace(arm.vector.layer, (at,), arm.states[context.run, context.id][None])]
     end = len(context.ids)
     at_turn = at_tokens(arm.vector.at_turn, range(end, end + tokens))
     return [*arm.vector.at_context(context.places), *at_turn]
+
+
+def first_position(vector: SteeringVector) -> str:
+    """The first of a vector's positions that isn't in the turn."""
+    return next(name for name in vector.positions if name != TURN)
 
 
 def _start(arms: Sequence[Arm], context: Context) -> int:
@@ -130,10 +151,10 @@ def steered(
         crossed: whether turns are scored after all of the query's contexts, not their own only.
 
     Returns:
-        A row per arm and turn: ``of``, ``draw``, ``dose``, ``half``, ``turn``, ``followed``,
-        ``label``, ``tokens``; ``logprobs`` ``[contexts]`` (of one context if not ``crossed``),
-        ``logprob`` and ``plain`` (steered or not, in its own context), and ``kl``, ``expected``
-        and ``ended`` of its own context.
+        A row per arm and turn, without those whose context the arm leaves out: ``of``, ``draw``,
+        ``dose``, ``half``, ``turn``, ``followed``, ``label``, ``tokens``; ``logprobs``
+        ``[contexts]`` (of one context if not ``crossed``), ``logprob`` and ``plain`` (steered or
+        not, in its own context), and ``kl``, ``expected`` and ``ended`` of its own context.
     """
     turns = [turn.ids for turn in query.turns]
     after = np.full((len(arms), len(turns), len(query.contexts)), np.nan)
@@ -158,6 +179,8 @@ def steered(
     found = []
     for number, arm in enumerate(arms):
         for n, turn in enumerate(query.turns):
+            if arm.leaves_out(query.contexts[turn.followed]):
+                continue
             values = {name: one[number] for name, one in of_context[turn.followed].items()}
             scored = after[number, n]
             found.append(

@@ -151,7 +151,8 @@ def at_tokens(steered: Sequence[Steered], positions: Sequence[int]) -> list[Inte
 
 def edges_between(queries: Sequence[int], keys: Sequence[int]) -> Tensor:
     """``[edges, 2]`` from each of the queries to each key that stands before it."""
-    pairs = torch.cartesian_prod(torch.tensor(queries), torch.tensor(keys))
+    each = (torch.tensor(some, dtype=torch.long) for some in (queries, keys))
+    pairs = torch.cartesian_prod(*each)
     return pairs[pairs[:, 1] < pairs[:, 0]]
 
 
