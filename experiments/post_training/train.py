@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 import torch
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from ia_mech.chat.format import ChatFormat
 from ia_mech.display import COLOURS, title_axes
@@ -180,14 +181,10 @@ def curves(trainer: "Trainer", names: Sequence[str]) -> Figure:
     axes = figure.add_subplot()
     for colour, name in zip(COLOURS, [name for name in names if name in rows], strict=False):
         at = rows[rows[name].notna()]
-        axes.plot(
-            at["step"],
-            at[name],
-            color=colour,
-            label=name.removeprefix("rewards/").removesuffix("/mean"),
-        )
+        label = name.removeprefix("rewards/").removesuffix("/mean")
+        axes.plot(at["step"], at[name], color=colour, label=label)
     axes.set_xlabel("step")
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))
     title_axes(axes, "training")
     return figure
