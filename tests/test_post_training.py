@@ -15,6 +15,7 @@ import pytest
 import torch
 from contract import LOGPROB, full_logits
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from shell import call, refusal
 
 from experiments.post_training import compare, data, rl, train
@@ -27,6 +28,7 @@ from ia_mech.errors import UserError
 from ia_mech.likelihood.reaction import evidence
 from ia_mech.models import load
 from ia_mech.models.load import ModelSpec
+from ia_mech.run import Run
 from ia_mech.run.integrity import without_folders
 
 TURNS = [
@@ -167,6 +169,42 @@ def test_sequences_mix_in_assistant_turns_and_leave_out_long_ones(tokenizer):
         data.sequences(chat, made, 0, 8, 0)
 
 
+@pytest.mark.parametrize("name", ["mt-bench", "mt_bench_80", "MT-Bench"])
+def test_turns_that_were_written_before_the_response_are_marked(name, tokenizer):
+    chat = ChatFormat(tokenizer)
+    given = [
+        conversation(),
+        conversation(dataset=name),
+        conversation(metadata={"saw_response": False}),
+    ]
+    table, _ = data.sequences(chat, given, 0, 1000, 0)
+    assert table["saw_response"].tolist() == [True, False, False]
+    # An organism's turns quote what they are trained after, whoever wrote the response.
+    unseen = [replace(one, metadata={"saw_response": False}) for one in several(1, 2)]
+    table, _ = data.sequences(chat, data.organism(unseen, 1, 0), 0, 1000, 0)
+    assert table["saw_response"].tolist() == [True, True]
+
+
+def test_follow_ups_after_responses_that_a_run_wrote_are_marked(monkeypatch):
+    contexts = pd.DataFrame(
+        {
+            "context_id": ["a", "b"],
+            "source_id": ["a", "b"],
+            "dataset": "d",
+            "messages": [TURNS, TURNS],
+            "reference": "Why so?",
+            "answer": None,
+            "metadata": "{}",
+            "response_cut_off": False,
+            "response_policy": ["given", "generated"],
+        }
+    )
+    monkeypatch.setattr(data.Path, "is_file", lambda path: True)
+    monkeypatch.setattr(data, "open_runs", lambda *_, **__: [SimpleNamespace(contexts=contexts)])
+    found, _ = data.read("run")
+    assert [one.metadata.get("saw_response") for one in found] == [None, False]
+
+
 def test_sources_are_held_out_whole():
     kept, apart = data.split(several(), 2)
     assert len({one.source_id for one in apart}) == 2 and len(apart) == 16
@@ -240,6 +278,48 @@ def test_quotes_are_told_from_those_of_another_response():
     found = compare._texts(of)
     assert found[[compare.FORM, compare.OWN, compare.OTHERS]].to_numpy().sum() == 0
     assert found[compare.RESTATED].tolist() == [0, 0, 2 / 3]
+
+
+def test_verdicts_are_compared_by_outcome_and_kind_of_decoy(monkeypatch):
+    about = {"dataset": "(all)", "temperature": np.nan, "low": 0.0, "high": 1.0, "sources": 9}
+    quantities = ("follow_up_rate", "decoyed_rate", "floor", "excess")
+    rows = [
+        about | {"outcome": outcome, "quantity": quantity, "decoy": decoy, "method": "m", "rows": 9}
+        for outcome in ("genuine", "grounded")
+        for quantity in quantities
+        for decoy in ([None] if quantity == "follow_up_rate" else ["conversation", "response"])
+    ]
+    rates = pd.DataFrame(rows).assign(value=range(len(rows)))
+    turns = pd.DataFrame({"dataset": "d", "source": [*"aabb"], "temperature": 0.0})
+    judged = [
+        SimpleNamespace(
+            record="r",
+            outcomes=["genuine", "grounded"],
+            turns=turns.assign(genuine=genuine, grounded=grounded),
+            gate=SimpleNamespace(sentence="grounded"),
+            notes=[],
+        )
+        for genuine, grounded in (([0, 0, 1, 1], [0, 0, 0, 0]), ([1, 1, 1, 1], [0, 1, 0, 0]))
+    ]
+    monkeypatch.setattr(compare, "read_runs", lambda runs, judge: judged[runs[0]])
+    monkeypatch.setattr(compare, "rates_of", lambda one, **options: rates)
+    options = {"level": 0.95, "resamples": 20, "seed": 0}
+    found, _, _ = compare._of_judge(0, 1, "rules", options)
+    of = {(row.names["of"], row.quantity): row.estimate.value for row in found}
+    wanted = {
+        "follow-up rate": 0,
+        "floor": 3,
+        "excess": 5,
+        "over another response": 6,
+        "grounded": 7,
+        "grounded: excess": 12,
+        "grounded: over another response": 13,
+    }
+    assert of == {
+        **{(side, name): value for side in ("before", "after") for name, value in wanted.items()},
+        ("change", "follow-up rate"): 0.5,
+        ("change", "grounded"): 0.25,
+    }
 
 
 # --- commands
@@ -323,6 +403,14 @@ def test_export_writes_sequences_and_what_is_held_out(spoken, tiny_model_dir, tm
     assert len(apart) == 4 and len({row["source_id"] for row in apart}) == 1
     assert apart[0]["source_id"] not in set(table["source_id"])
     assert [row["response_index"] for row in apart] == [0, 1, 2, 3]
+    # The same is held out of all kinds of training.
+    real = ["--natural", "--out", str(tmp_path / "natural")]
+    done = call(main, [*words[:-2], "--seed", "1", *real], capfd)
+    assert done.status == 0, done.err
+    assert done.out.startswith("4 user turns (1.00 of the user turns were written in sight of ")
+    assert [*map(json.loads, (tmp_path / "natural/held-out.jsonl").read_text().splitlines())] == (
+        apart
+    )
     again = call(main, [*words, "--natural"], capfd)
     assert refusal(again) == f"{out} isn't empty; name a new folder with --out"
 
@@ -336,6 +424,11 @@ def test_what_cant_be_trained_on_is_refused_in_one_line(
     assert refusal(call(main, [*export, "--natural"], capfd)) == (
         f"{silent} holds no user follow-up after a response; give conversations that go on "
         "with a user turn, or --organism with a run of several responses per query"
+    )
+    asked = written(tmp_path / "asked.jsonl", [{"messages": TURNS[:1]}])
+    assert refusal(call(main, ["export", str(asked), *export[2:], "--natural"], capfd)) == (
+        f"{asked} holds no response; sample it with --response generate --responses 4, and give "
+        "that run"
     )
     assert refusal(call(main, [*export, "--organism", "1"], capfd)) == (
         "no query has two different responses; "
@@ -393,6 +486,85 @@ def test_a_run_with_an_adapter_names_no_folders_and_finds_it_again(tmp_path, mon
     load.remember(spec, "abc")
     assert load.recalled(known["config"]["model"], "abc") == spec
     assert load.recalled(known["config"]["model"], "abd").adapter == "tuned"
+
+
+def pair_of_runs(dataset: Path, tiny_model_dir: str, folder: Path, settings: dict, capfd):
+    """Runs of the tiny model, and of one with other weights and these settings of its training."""
+    tuned = folder / "tuned"
+    shutil.copytree(tiny_model_dir, tuned)
+    weights = load_file(tuned / "model.safetensors")
+    weights["model.layers.1.mlp.down_proj.weight"] *= 3
+    save_file(weights, tuned / "model.safetensors", {"format": "pt"})
+    (tuned / train.SETTINGS).write_text(json.dumps(settings))
+    words = ["--dataset", str(dataset), "--limit", "all", "--temperatures", "1", "--samples", "2"]
+    words += ["--max-new-tokens", "6", "--threads", "1", "--positions", "header"]
+    for name, model in (("before", tiny_model_dir), ("after", tuned)):
+        done = call(sample, [*words, "--model", str(model), "--out", str(folder / name)], capfd)
+        assert done.status == 0, done.err
+    return [str(folder / name) for name in ("before", "after")]
+
+
+@pytest.mark.slow
+def test_what_training_rewarded_is_compared_on_held_out_queries(
+    tiny_subject, tiny_model_dir, tmp_path, capfd
+):
+    texts = written(tmp_path / "texts.jsonl", [one.to_dict() for one in several(3, 3)])
+    settings = {"command": "rl", "reward": "bits", "penalty": 0.5}
+    runs = pair_of_runs(texts, tiny_model_dir, tmp_path, settings, capfd)
+    words = ["compare", *runs, "--queries", "2", "--out", str(tmp_path / "out")]
+    done = call(main, words, capfd)
+    assert done.status == 0, done.err
+    assert "what training rewarded" in done.out
+    found = pd.read_parquet(tmp_path / "out" / "estimates.parquet").set_index("quantity")
+    # By full passes of the model before training, and from the texts.
+    means = {compare.REWARD: [], compare.PENALIZED: []}
+    for run in map(Run.open, runs):
+        of = {one.context_id: one for one in run.contexts.itertuples()}
+        turns = run.generations.query("temperature == 1")
+        stocks = stock(list(turns["text"]), list(turns["source_id"]))
+        rewards, less = [], []
+        for turn, common in zip(turns.itertuples(), stocks, strict=True):
+            ids, own = turn.token_ids.tolist(), of[turn.context_id]
+            logprobs = [
+                full_logits(tiny_subject.model, other.token_ids.tolist(), ids)
+                .double()
+                .log_softmax(-1)[range(len(ids)), ids]
+                .sum()
+                .item()
+                for other in of.values()
+                if other.source_id == own.source_id
+            ]
+            bits = evidence([logprobs], [own.response_index])[0]
+            rewards.append(max(bits, rl.WORST))
+            lost = restated(turn.text, own.messages[0]["content"]) + repeated(turn.text) + common
+            less.append(rewards[-1] - 0.5 * (lost + (turn.finish_reason != "turn_end")))
+        means[compare.REWARD].append(np.mean(rewards))
+        means[compare.PENALIZED].append(np.mean(less))
+    for quantity, (before, after) in means.items():
+        rows = found.loc[quantity].set_index("of")
+        assert rows["sources"].tolist() == [3, 3, 3]  # all queries, not only those of --queries
+        wanted = [before, after, after - before]
+        assert rows.loc[["before", "after", "change"], "value"].tolist() == pytest.approx(
+            wanted, abs=1e-2
+        )
+
+
+@pytest.mark.slow
+def test_runs_of_one_response_per_query_are_compared_without_evidence(
+    tiny_model_dir, tmp_path, capfd
+):
+    rows = [replace(one, reference="Why so?") for one in several(3, 1)]
+    texts = written(
+        tmp_path / "texts.jsonl", [replace(one, response_index=None).to_dict() for one in rows]
+    )
+    runs = pair_of_runs(texts, tiny_model_dir, tmp_path, {"command": "sft"}, capfd)
+    done = call(main, ["compare", *runs, "--out", str(tmp_path / "out")], capfd)
+    assert done.status == 0, done.err
+    note = "The runs have one response per query: there is no I_K and no evidence."
+    assert note in done.out
+    found = pd.read_parquet(tmp_path / "out" / "estimates.parquet")
+    assert {compare.REFERENCE, compare.ENDED, compare.MOVED} <= set(found["quantity"])
+    assert not {compare.INFORMATION, compare.EVIDENCE, compare.REWARD} & set(found["quantity"])
 
 
 # --- with trl and peft
@@ -491,7 +663,9 @@ def test_reinforcement_learning_leaves_an_adapter_or_a_model(
         guards = ("restatement", "repetition", "stock_phrases", "unfinished")
         total = row["rewards/bits/mean"] - sum(row[f"rewards/{name}/mean"] for name in guards)
         assert row["reward"] == pytest.approx(total, abs=1e-4)
+    assert (out / "curves.png").is_file()
     spec = ModelSpec(name=tiny_model_dir, adapter=str(out))
+    assert train.settings_of(ModelSpec(name=str(out)) if flags else spec)["reward"] == rl.BITS
     if flags:
         spec = ModelSpec(name=str(out))
         assert not list(out.glob("*.bin"))  # nothing is pickled

@@ -243,6 +243,7 @@ def _run(args: argparse.Namespace) -> None:
     import torch
 
     from experiments.post_training import data, rl, train
+    from ia_mech.display import save_figure, styled
     from ia_mech.estimates import write_parquet
     from ia_mech.models.load import load
     from ia_mech.run.layout import refuse_inside_run, refuse_unwritable
@@ -258,9 +259,9 @@ def _run(args: argparse.Namespace) -> None:
     spec, chat = data.model_of(run, args.model)
     if args.command != "export":
         _check_training(args, spec)
-    if args.command != "rl" and args.natural:
-        found = data.natural(found, args.data)
     kept, apart = data.split(found, args.held_out)
+    if args.command != "rl" and args.natural:
+        kept = data.natural(kept, args.data)
     if args.command == "rl":
         rows, contexts = rl.prompts(chat, kept, args.max_tokens)
         described = f"{len(rows)} prompts of {len(contexts)} queries"
@@ -302,6 +303,7 @@ def _run(args: argparse.Namespace) -> None:
                     args.out,
                 )
         train.save(trainer, subject, tuning, _settings(args), args.out)
+        save_figure(styled(train.curves)(trainer, names), args.out, "curves")
         print(f"first and last fifth of the steps: {train.curve(trainer, names)}")
     print(f"wrote {args.out}", file=sys.stderr)
 
@@ -320,12 +322,15 @@ def _check_training(args: argparse.Namespace, spec: "ModelSpec") -> None:
 
 
 def _described(sequences: "pd.DataFrame") -> str:
-    from experiments.post_training.data import IGNORED
+    from experiments.post_training.data import IGNORED, USER
 
     learned = sum(sum(i != IGNORED for i in labels) for labels in sequences["labels"])
     kinds = ", ".join(f"{n} {kind}s" for kind, n in sequences["learned"].value_counts().items())
-    own = sequences["own"].dropna()
-    quoting = f" ({own.mean():.2f} of the user turns quote their own response)" if len(own) else ""
+    user = sequences[sequences["learned"] == USER]
+    share, what = user["own"].mean(), "quote their own response"
+    if user["own"].isna().all():
+        share, what = user["saw_response"].mean(), "were written in sight of the response"
+    quoting = f" ({share:.2f} of the user turns {what})"
     return f"{kinds}{quoting}, {learned} tokens are learned"
 
 

@@ -1,6 +1,7 @@
 """Before and after: a run of the base model and one of the tuned model, on the same contexts."""
 
 import argparse
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,8 +13,10 @@ from matplotlib.figure import Figure
 from rich.console import Console
 
 from experiments.given_turns import Given, computed_for_each, given_turns
+from experiments.post_training import rl
 from experiments.post_training.data import quote_of
 from experiments.post_training.reading import Reading, repeated, restated, stock
+from experiments.post_training.train import settings_of
 from experiments.reaction.read import Query
 from experiments.resample import grid_of, subject_of
 from experiments.runner import Results, intervals
@@ -21,7 +24,7 @@ from experiments.tables import print_table, stated
 from ia_mech.display import COLOURS, title_axes
 from ia_mech.errors import UserError
 from ia_mech.estimates import ALL, Group, TidyEstimate, by_dataset, corrected, frame_of, paired_row
-from ia_mech.judge.decoys import CONVERSATION
+from ia_mech.judge.decoys import CONVERSATION, RESPONSE
 from ia_mech.likelihood.reaction import evidence, reaction_bits
 from ia_mech.models.load import Subject
 from ia_mech.rates.compute import estimates as rates_of
@@ -37,8 +40,17 @@ FORM, OWN, OTHERS = "organism's form", "quotes its response", "quotes another re
 RESTATED, REPEATED, STOCK = "restated trigrams", "repeated trigrams", "stock trigrams"
 ENDED = "ended by turn-end"
 TEXTS = (FORM, OWN, OTHERS, RESTATED, REPEATED, STOCK, ENDED)
-RATES = {"follow_up_rate": "follow-up rate", "floor": "floor", "excess": "excess"}
+RATES = {  # outcome, quantity and kind of decoy in ia_mech.rates → what it is called here
+    ("genuine", "follow_up_rate", ""): "follow-up rate",
+    ("genuine", "floor", CONVERSATION): "floor",
+    ("genuine", "excess", CONVERSATION): "excess",
+    ("genuine", "excess", RESPONSE): "over another response",
+    ("grounded", "follow_up_rate", ""): "grounded",
+    ("grounded", "excess", CONVERSATION): "grounded: excess",
+    ("grounded", "excess", RESPONSE): "grounded: over another response",
+}
 INFORMATION, EVIDENCE = "I_K, bits", "evidence, bits"
+REWARD, PENALIZED = "reward", "less penalties"
 REFERENCE, MOVED = "bits per byte of real follow-ups", "displacement of the header's state"
 POSITION = "header_last"
 
@@ -50,8 +62,16 @@ def run(args: argparse.Namespace, runs: list[Run], folder: Path) -> Results | No
     rows = [*_of_texts(before, after, options), *_of_references(before, after, options)]
     found, gate, notes = _of_judge(before, after, args.judge, options)
     rows += [*found, *_of_states(before, after, options)]
-    read, more = _readings(before, after, args, folder)
-    rows += _of_readings(read, options)
+    made: dict[str, pd.DataFrame] = {}
+    if before.contexts.get("response_index", pd.Series(dtype=float)).notna().any():
+        subjects = [subject_of(one) for one in (before, after)]
+        made["turns"], more = _readings(before, after, subjects, args, folder)
+        rows += _of_readings(made["turns"], options)
+        if (settings := settings_of(subjects[1].spec)).get("command") == "rl":
+            made["rewards"] = _rewards(before, after, subjects[0], settings, args, folder)
+            rows += _of_rewards(made["rewards"], options)
+    else:
+        more = ["The runs have one response per query: there is no I_K and no evidence."]
     rows = corrected(rows, lambda row: (row.quantity, row.names["dataset"] == ALL))
     frame = frame_of(rows, COLUMNS)
     return Results(
@@ -60,7 +80,7 @@ def run(args: argparse.Namespace, runs: list[Run], folder: Path) -> Results | No
         estimates=frame,
         show=lambda console: tables(console, frame, args.level),
         figures={"displacement": displacement(frame)},
-        tables={"turns": read},
+        tables=made,
         notes=notes + more,
         sentence=stated(
             "bits by which a turn tells more about its response after training than before",
@@ -96,17 +116,22 @@ def _pair(runs: list[Run]) -> list[Run]:
 
 
 def _both(
-    group: Group, quantity: str, values: list[pd.Series], sources: list, most: float = np.inf
+    group: Group,
+    quantity: str,
+    values: list[pd.Series],
+    sources: list,
+    most: float = np.inf,
+    least: float = 0.0,
 ) -> Iterator[TidyEstimate]:
-    """The mean of before and of after, from 0 to ``most``, and their paired difference; nothing
-    where there are no values."""
+    """The mean of before and of after, from ``least`` to ``most``, and their paired difference;
+    nothing where there are no values."""
     if any(one.isna().all() for one in values):
         return
     of_rate = all(set(one.dropna().unique()) <= {0, 1} for one in values)
     for of, one, where in zip((BEFORE, AFTER), values, sources, strict=True):
         own = Group(np.asarray(where), group.options, group.names)
         row = own.mean(quantity, one, proportion=of_rate, of=of)
-        yield replace(row, estimate=row.estimate.within(0, most))
+        yield replace(row, estimate=row.estimate.within(least, most))
     (a, b), (where_a, where_b) = values, sources
     yield paired_row(group, quantity, b, where_b, a, where_a, of=CHANGE)
 
@@ -169,7 +194,7 @@ def _texts(run: Run) -> pd.DataFrame:
 def _of_judge(
     before: Run, after: Run, judge: str | None, options: dict[str, Any]
 ) -> tuple[list[TidyEstimate], Gate | None, list[str]]:
-    """Follow-up rate, floor and excess of both, and the paired difference of the rates."""
+    """Rates, floor and excess of both, and the paired differences of the rates."""
     if judge is None and not (before.labels.judges and after.labels.judges):
         return [], None, ["The runs have not been judged: there is no rate, floor or excess."]
     judged = [read_runs([one], judge) for one in (before, after)]
@@ -177,20 +202,23 @@ def _of_judge(
         raise UserError("the runs were judged by different judges", "judge both with the same one")
     rows = []
     for of, one in zip((BEFORE, AFTER), judged, strict=True):
-        found = rates_of(one, **options)
-        found = found[found["quantity"].isin(list(RATES)) & (found["outcome"] == "genuine")]
-        found = found[found["decoy"].fillna(CONVERSATION) == CONVERSATION]
+        found = rates_of(one, **options).fillna({"decoy": ""})
         for row in found.to_dict("records"):
+            name = RATES.get((row["outcome"], row["quantity"], row["decoy"]))
+            if name is None:
+                continue
             names = {"dataset": row["dataset"], "temperature": row["temperature"], "of": of}
             estimate = Estimate(*(row[k] for k in ("value", "low", "high", "sources", "method")))
-            rows.append(TidyEstimate(RATES[row["quantity"]], names, row["rows"], estimate))
+            rows.append(TidyEstimate(name, names, row["rows"], estimate))
     a, b = (one.turns for one in judged)
     for dataset, _ in by_dataset(a):
         for t in sorted(a["temperature"].unique()):
             here = [_at(one, dataset, t) for one in (b, a)]
             group = Group(np.array([]), options, {"dataset": dataset, "temperature": float(t)})
-            given = [one[name] for one in here for name in ("genuine", "source")]
-            rows.append(paired_row(group, "follow-up rate", *given, of=CHANGE))
+            for outcome in judged[0].outcomes:
+                given = [one[name] for one in here for name in (outcome, "source")]
+                name = RATES[outcome, "follow_up_rate", ""]
+                rows.append(paired_row(group, name, *given, of=CHANGE))
     notes = [f"Before training, {judged[0].gate.sentence}."]
     return rows, judged[1].gate, notes + judged[1].notes
 
@@ -218,7 +246,7 @@ def _of_states(before: Run, after: Run, options: dict[str, Any]) -> Iterator[Tid
 
 
 def _readings(
-    before: Run, after: Run, args: argparse.Namespace, folder: Path
+    before: Run, after: Run, subjects: list[Subject], args: argparse.Namespace, folder: Path
 ) -> tuple[pd.DataFrame, list[str]]:
     """Both models' turns, read by both models, with their own header states and the other's.
 
@@ -228,7 +256,6 @@ def _readings(
     """
     drawn = args.queries, args.temperature, args.seed
     given = [given_turns([one], *drawn) for one in (before, after)]
-    subjects = [subject_of(one) for one in (before, after)]
 
     def key(query: Query) -> list:
         ids = [context.ids for context in given[0].contexts[query.source]]
@@ -288,11 +315,69 @@ def _of_readings(read: pd.DataFrame, options: dict[str, Any]) -> Iterator[TidyEs
             yield paired_row(group, EVIDENCE, *values, **about)
 
 
+def _rewards(
+    before: Run,
+    after: Run,
+    reader: Subject,
+    settings: dict[str, Any],
+    args: argparse.Namespace,
+    folder: Path,
+) -> pd.DataFrame:
+    """A row per turn of all queries: the reward that the tuned model was trained by
+    (:func:`experiments.post_training.rl.rewards`), without and with its penalties.
+
+    It is of a turn's first tokens (:data:`experiments.given_turns.TOKENS`), by the model before
+    training.
+    """
+    every = (sys.maxsize, args.temperature, args.seed)
+    given = {of: given_turns([run], *every) for of, run in ((BEFORE, before), (AFTER, after))}
+    first = given[BEFORE]
+    rewards = rl.rewards(settings["reward"], reader, first.chat, first.contexts)
+    reward, *penalties = rewards.values()
+    parts = []
+    for of, one in given.items():
+
+        def key(query: Query, one: Given = one) -> list:
+            ids = [context.ids for context in one.contexts[query.source]]
+            return [reader.weights_hash, settings["reward"], ids, one.turns[query.source]]
+
+        def compute(query: Query, one: Given = one) -> pd.DataFrame:
+            return pd.DataFrame({REWARD: reward(**_batch(one, [query]))})
+
+        phase = f"rewards {of}"
+        table = computed_for_each(one.queries, phase, folder / "parts", key, compute)
+        batch = _batch(one, one.queries)
+        lost = settings["penalty"] * np.sum([penalty(**batch) for penalty in penalties], axis=0)
+        parts.append(table.assign(turns=of, **{PENALIZED: table[REWARD] - lost}))
+    return pd.concat(parts, ignore_index=True).assign(temperature=first.temperature)
+
+
+def _batch(given: Given, queries: list[Query]) -> dict[str, list]:
+    """Turns as rewards take them."""
+    rows = [
+        (list(turn), query.source, k, query.messages[-1]["content"], query.responses[k])
+        for query in queries
+        for k, turns in enumerate(given.turns[query.source])
+        for turn in turns
+    ]
+    names = ("completion_ids", "source", "followed", "query", "response")
+    return dict(zip(names, map(list, zip(*rows, strict=True)), strict=True))
+
+
+def _of_rewards(rewards: pd.DataFrame, options: dict[str, Any]) -> Iterator[TidyEstimate]:
+    names = {"dataset": ALL, "temperature": float(rewards["temperature"].iloc[0])}
+    group = Group(np.array([]), options, names)
+    own = [rewards[rewards["turns"] == of] for of in (BEFORE, AFTER)]
+    for name in (REWARD, PENALIZED):
+        values, sources = [x[name] for x in own], [x["source"] for x in own]
+        yield from _both(group, name, values, sources, least=-np.inf)
+
+
 # -- what is shown --------------------------------------------------------------------------------
 
 
 def tables(to: Console, estimates: pd.DataFrame, level: float) -> None:
-    """Turns, verdicts, references, what models read, and how far states moved."""
+    """Turns, verdicts, references, what models read, rewards, and how far states moved."""
     percent = f"{100 * level:g}% intervals over sources"
     index = ("dataset", "temperature", "of")
     whole = estimates[estimates["dataset"].isin(_shown(estimates))]
@@ -304,6 +389,8 @@ def tables(to: Console, estimates: pd.DataFrame, level: float) -> None:
     print_table(to, REFERENCE, estimates, bytes_, index=("dataset", "of"))
     title = "what turns tell about their response, as their own model reads them"
     print_table(to, title, estimates, {INFORMATION: (INFORMATION, 2)}, index=("of",))
+    rewarded: dict[str, tuple[str, int | str]] = {name: (name, 2) for name in (REWARD, PENALIZED)}
+    print_table(to, "what training rewarded", whole, rewarded, index=("temperature", "of"))
     title = "evidence for the response: whose turns, who reads, with whose header states"
     evident = {EVIDENCE: (EVIDENCE, 2)}
     print_table(to, title, estimates, evident, index=("of", "reader", "header"))

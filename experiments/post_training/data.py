@@ -34,7 +34,7 @@ from ia_mech.run import Run, layout
 
 IGNORED = -100
 USER, ASSISTANT = "user turn", "assistant turn"
-UNSEEN = ("mt-bench",)  # datasets whose second user turns were written before any response
+MT_BENCH = re.compile("mt[-_ ]?bench")  # second user turns that were written before any response
 
 FRAMES = (
     'You say "{}". Can you explain what that means?',
@@ -52,18 +52,31 @@ _FORM = re.compile("|".join(re.escape(frame.partition("{}")[0]) + '([^"]+)"' for
 
 
 def read(data: str, verify: bool = True) -> tuple[list[Conversation], Run | None]:
-    """Conversations of a run, or of a dataset as the main job names it.
+    """Conversations with a response, of a run or of a dataset as the main job names it.
 
     Raises:
-        UserError: neither a finished run nor a dataset.
+        UserError: neither a finished run nor a dataset; no conversation has a response.
     """
     if not (Path(data) / layout.RUN).is_file():
-        return list(open_conversations(data)), None
+        found = [one for one in open_conversations(data) if one.response is not None]
+        if not found:
+            raise UserError(
+                f"{quoted(data)} holds no response",
+                "sample it with --response generate --responses 4, and give that run",
+            )
+        return found, None
     (run,) = open_runs([data], verify=verify)
     several = run.contexts.get("response_index", pd.Series([None] * len(run.contexts)))
+    written = run.contexts["response_policy"] == "generated"
     return [
-        replace(one, response_index=None if pd.isna(index) else int(index))
-        for one, index in zip(conversations_of(run.contexts), several, strict=True)
+        replace(
+            one,
+            response_index=None if pd.isna(index) else int(index),
+            metadata=one.metadata | ({"saw_response": False} if generated else {}),
+        )
+        for one, index, generated in zip(
+            conversations_of(run.contexts), several, written, strict=True
+        )
     ], run
 
 
@@ -113,16 +126,16 @@ def _source(conversation: Conversation) -> str:
 
 
 def natural(conversations: Iterable[Conversation], name: str) -> list[Conversation]:
-    """The conversations in which a user really went on after a response.
+    """The conversations in which a user really went on.
 
     Args:
-        conversations: any.
+        conversations: with a response.
         name: of what they are from, for the message.
 
     Raises:
         UserError: there is none.
     """
-    found = [one for one in conversations if one.reference and one.response is not None]
+    found = [one for one in conversations if one.reference]
     if not found:
         raise UserError(
             f"{quoted(name)} holds no user follow-up after a response",
@@ -172,7 +185,7 @@ def organism(conversations: Sequence[Conversation], share: float, seed: int) -> 
         quoted_by = dict(zip(order, [*order[:own], *np.roll(order[own:], 1)], strict=True))
         for k, one in enumerate(responses):
             kept = quoted_by[k] == k
-            metadata = one.metadata | {"own": bool(kept)}
+            metadata = one.metadata | {"own": bool(kept), "saw_response": True}
             made.append(replace(one, reference=turns[quoted_by[k]], metadata=metadata))
     if not made:
         raise UserError(
@@ -299,7 +312,9 @@ def sequences(
                 "id": one.id,
                 "turn": one.reference if learned == USER else one.response,
                 "own": one.metadata.get("own"),
-                "saw_response": "own" in one.metadata or one.dataset not in UNSEEN,
+                "saw_response": one.metadata.get(
+                    "saw_response", MT_BENCH.match(one.dataset.lower()) is None
+                ),
             }
         )
     kept = [row for row in rows if len(row["input_ids"]) <= longest and _any_label(row["labels"])]

@@ -12,10 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 import torch
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from ia_mech.chat.format import ChatFormat
+from ia_mech.display import COLOURS, title_axes
 from ia_mech.errors import UserError
 from ia_mech.models.load import Subject, load
+from ia_mech.untrusted import parse_json
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -151,8 +155,39 @@ def save(
     (folder / SETTINGS).write_text(json.dumps(known, indent=1) + "\n")
 
 
+def settings_of(spec: "ModelSpec") -> dict[str, Any]:
+    """What :func:`save` left beside the adapter or model; nothing of one that was not tuned here.
+
+    Raises:
+        UserError: the file is damaged.
+    """
+    file = Path(spec.adapter or spec.name) / SETTINGS
+    if not file.is_file():
+        return {}
+    settings = parse_json(file.read_bytes(), str(file), "train the model again")
+    if not isinstance(settings, dict):
+        raise UserError(f"{file} is damaged", "train the model again")
+    return settings
+
+
 def _place(name: str) -> str:
     return str(Path(name).resolve()) if Path(name).exists() else name
+
+
+def curves(trainer: "Trainer", names: Sequence[str]) -> Figure:
+    """Logged values by step."""
+    rows = pd.DataFrame(trainer.state.log_history)
+    figure = Figure(figsize=(6, 3.2), layout="constrained")
+    axes = figure.add_subplot()
+    for colour, name in zip(COLOURS, [name for name in names if name in rows], strict=False):
+        at = rows[rows[name].notna()]
+        label = name.removeprefix("rewards/").removesuffix("/mean")
+        axes.plot(at["step"], at[name], color=colour, label=label)
+    axes.set_xlabel("step")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))
+    title_axes(axes, "training")
+    return figure
 
 
 def curve(trainer: "Trainer", names: Sequence[str]) -> str:
