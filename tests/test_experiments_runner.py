@@ -130,7 +130,7 @@ def test_everything_goes_where_it_is_wanted(merged, count, tmp_path):
 def test_folders_that_hold_something_else_are_refused(merged, copied, count, refused, tmp_path):
     (tmp_path / "file").write_text("mine")
     assert "is a file; give another --out" in refused(merged.path, "--out", tmp_path / "file")
-    assert "file is not a run (no run.json)" in refused(tmp_path / "file")
+    assert "file is not a run (it is a file)" in refused(tmp_path / "file")
     assert (tmp_path / "file").read_text() == "mine"
     run = copied()
     for inside in ("contexts", "experiments", "experiments/other"):
@@ -188,10 +188,8 @@ def test_several_models_and_perturbed_contexts_are_refused_unless_declared(
     other = copied("run.json", lambda record: record["identity"]["model"].update(model))
     line = refused(merged.path, other.path)
     assert line == "the runs are of several models (tiny-llama, other); give runs of one model"
-    frame = Run._frame
-    monkeypatch.setattr(
-        Run, "_frame", lambda run, *args: frame(run, *args).assign(perturbation="shuffle")
-    )
+    read = Run.contexts.func
+    monkeypatch.setattr(Run, "contexts", property(lambda run: read(run).assign(perturbation="x")))
     line = refused(merged.path)
     assert line == f"{merged.path} holds perturbed contexts; give the run that they were made from"
     assert [name for name, one in ALL_OF_THEM.items() if one.several_models] == ["decoupling"]

@@ -346,7 +346,7 @@ def test_what_is_filled_in_counts_as_the_sample(judged, capsys):
     # Which rows come last, and so stay blank, depends on the texts, and these on the CPU.
     labelled = {strata[row["item"]] for row in rows if row["category"].strip()}
     missing = sorted(set(strata.values()) - labelled - {"decoy"})
-    assert f"nothing is labelled of {', '.join(missing)}" in capsys.readouterr().out
+    assert f"of a turn that the judge calls {' or '.join(missing)}: no" in capsys.readouterr().out
     labels = judged.labels.annotations("anna")
     assert len(labels) == sum(
         bool(row["category"].strip()) and strata[row["item"]] != "decoy" for row in rows

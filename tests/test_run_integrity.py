@@ -90,6 +90,15 @@ def test_no_verify_reads_what_is_there(judged, capfd):
     assert outcome.status == 0 and outcome.err.startswith(NOTE)
 
 
+@pytest.mark.parametrize("name", [name for name in READERS if name != layout.header_logits_file])
+def test_an_unverified_file_that_cannot_be_read_is_named(run, name):
+    path = run.path / name(part_of(run))
+    content = path.read_bytes()
+    path.write_bytes(b"\xff" * 8 + content[8:-8] + b"\xff" * 8)  # both formats begin or end in it
+    with pytest.raises(UserError, match=f"part {part_of(run)} of .* is damaged: .*--repair"):
+        READERS[name](Run.open(run.path, verify=False))
+
+
 def test_a_file_is_compared_once(run, monkeypatch):
     compared = []
     content_hash = integrity._content_hash

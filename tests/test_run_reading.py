@@ -197,7 +197,7 @@ def test_what_is_not_a_run_is_refused(tmp_path, by_hand):
         Run.open(tmp_path / "empty")
     file = tmp_path / "file"
     file.write_text("{}")
-    with pytest.raises(UserError, match=r"file is not a run \(no run.json\)"):
+    with pytest.raises(UserError, match=r"file is not a run \(it is a file\)"):
         Run.open(file)
 
     manifest = by_hand.path / "manifest.json"

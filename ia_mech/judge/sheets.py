@@ -618,6 +618,9 @@ def import_command(args: argparse.Namespace) -> None:
             "others are taken for a random part of their strata"
         )
     if unseen := [name for name, stratum in strata.items() if not stratum["filled"]]:
-        print(f"nothing is labelled of {', '.join(unseen)}: no figure will cover such turns")
+        print(
+            f"no label is of a turn that the judge calls {' or '.join(unseen)}: no figure will "
+            "cover such turns"
+        )
     print(f"labels: {path}")
     print(f"next: python -m ia_mech.judge agreement {quoted(args.run)}")

@@ -134,7 +134,8 @@ def read_record_and_manifest(path: Path, *, verify: bool = True) -> tuple[dict, 
     found = {}
     for name in (RUN, MANIFEST):
         if not (path / name).is_file():
-            raise UserError(f"{path} is not a run (no {name})", "give a folder under cache/")
+            lacking = "it is a file" if path.is_file() else f"no {name}"
+            raise UserError(f"{path} is not a run ({lacking})", "give a folder under cache/")
         content = (path / name).read_bytes()
         try:
             found[name] = _object(content)

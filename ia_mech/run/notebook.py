@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING
 
+from ia_mech.cli import quoted
 from ia_mech.errors import UserError
 from ia_mech.untrusted import visible
 
@@ -96,7 +97,7 @@ class Plots:
         if not found:
             raise UserError(
                 f"{self.run.path} has no results of reaction",
-                f"run python -m experiments.reaction {self.run.path}",
+                f"run python -m experiments.reaction {quoted(self.run.path)}",
             )
         estimates = pq.read_table(found[0].folder / ESTIMATES).to_pandas()
         return styled(figures)(estimates, self.run.model["name"])["information"]
@@ -116,7 +117,8 @@ class Plots:
         names = sorted(card.parent.name for card in self.run.path.glob("probes/*/card.json"))
         if not names:
             raise UserError(
-                f"{self.run.path} has no probes", f"run python -m probes.train {self.run.path}"
+                f"{self.run.path} has no probes",
+                f"run python -m probes.train {quoted(self.run.path)}",
             )
         if probe not in names and (probe is not None or len(names) > 1):
             given = "none was chosen" if probe is None else f"none is {probe!r}"

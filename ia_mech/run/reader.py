@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ia_mech.errors import UserError
@@ -195,6 +195,9 @@ class Run:
         """Figures: ``rates()``, ``reaction()`` and ``heatmap()``, of what was computed so far."""
         return Plots(self)
 
+    def __repr__(self) -> str:
+        return f"Run({str(self.path)!r})"
+
     def _repr_html_(self) -> str:
         return html(self)
 
@@ -221,8 +224,11 @@ class Run:
         rows = []
         for part in self._finished_parts():
             file = self._file(part, layout.residuals_file(layer, part["name"]))
-            with safe_open(file, framework="pt") as tensors:
-                rows.append(tensors.get_slice("residuals")[:, at])
+            try:
+                with safe_open(file, framework="pt") as tensors:
+                    rows.append(tensors.get_slice("residuals")[:, at])
+            except (SafetensorError, OSError) as error:
+                raise self._damaged(part["name"], error) from None
         return torch.cat(rows)[self._file_order]
 
     def header_logits(self) -> "HeaderLogits":
@@ -289,10 +295,7 @@ class Run:
     def _check(self, part: dict, files: dict, *, content: bool) -> None:
         problem = integrity.damage(self.path, files, content=content)
         if problem is not None:
-            raise UserError(
-                f"part {part['name']} of {self.path} is damaged: {problem}",
-                "run the command that wrote it again with --repair",
-            )
+            raise self._damaged(part["name"], problem)
 
     @cached_property
     def _file_order(self) -> Tensor:
@@ -318,12 +321,21 @@ class Run:
         tables = []
         for part in self._finished_parts() if parts is None else parts:
             path, chosen = self._file(part, file(part["name"])), {}
-            if columns is not None:
-                names = [n for n in pq.read_schema(path).names if n in columns or n in keys]
-                chosen = {"columns": names, "read_dictionary": list(layout.NAMES)}
-            tables.append(pq.read_table(path, **chosen))
+            try:  # unverified files may be damaged
+                if columns is not None:
+                    names = [n for n in pq.read_schema(path).names if n in columns or n in keys]
+                    chosen = {"columns": names, "read_dictionary": list(layout.NAMES)}
+                tables.append(pq.read_table(path, **chosen))
+            except (pa.ArrowException, OSError) as error:
+                raise self._damaged(part["name"], error) from None
         table = pa.concat_tables(tables).unify_dictionaries()
         return table.take(pc.sort_indices(table, sort_keys=[(key, "ascending") for key in keys]))
+
+    def _damaged(self, part: str, problem: object) -> UserError:
+        return UserError(
+            f"part {part} of {self.path} is damaged: {problem}",
+            "run the command that wrote it again with --repair",
+        )
 
 
 class HeaderLogits:
@@ -359,8 +371,13 @@ class HeaderLogits:
                 f"give 0 … {len(self) - 1}",
             )
         file, row = self._places[index]
-        with safe_open(file, framework="pt") as tensors:
-            return {key: tensors.get_slice(key)[row : row + 1][0] for key in tensors.keys()}  # noqa: SIM118
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                return {key: tensors.get_slice(key)[row : row + 1][0] for key in tensors.keys()}  # noqa: SIM118
+        except (SafetensorError, OSError) as error:
+            raise UserError(
+                f"{file} is damaged: {error}", "run the command that wrote it again with --repair"
+            ) from None
 
     def __getitem__(self, index: int) -> Tensor:
         """Logits minus their maximum, ``[vocab]`` float32; -inf where top-k didn't keep them."""
