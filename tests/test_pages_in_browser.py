@@ -16,11 +16,13 @@ import pytest
 from judging import plant
 from test_report import HOSTILE, hostile, no_tokenizer, unpacked
 
+from ia_mech.judge.__main__ import main as judge_main
 from ia_mech.judge.rubric import GENUINE, NAMES
 from ia_mech.judge.sheets import export_sheet, import_sheet, write_sheet
 from ia_mech.page import packed, rendered
 from ia_mech.report.__main__ import render_report
 from ia_mech.report.turns import _columns
+from ia_mech.run import Run
 from ia_mech.run.labels import KEY
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
@@ -135,6 +137,20 @@ def test_filters_list_and_permalinks(judged, opened):
     assert "no such context" in opened(content, "#context=none").locator("#context").text_content()
 
 
+def test_decoys_are_shown_when_they_are_chosen(run, opened):
+    assert judge_main(["run", str(run.path)]) == 0
+    decoys = Run.open(run.path).labels.decoys("rules")
+    page = opened(render_report([Run.open(run.path)]))
+    assert page.locator("#count").text_content() == f"60 of 60 turns and {len(decoys)} decoys"
+    option(page, "shown after", "another conversation (decoy)")
+    assert counted(page) == (decoys["decoy"] == "conversation").sum() > 0
+    assert "shown after another conversation (decoy)" in page.locator(".row").first.text_content()
+    assert page.locator("#context h4").last.text_content().startswith("Decoys: ")
+    assert page.locator("#context .cards").last.locator(".card.chosen").count() == 1
+    page.get_by_role("button", name="clear").click()
+    playwright.expect(page.locator("#count")).to_contain_text("60 of 60 turns")
+
+
 def test_tokens_are_shaded_and_add_up(opened):
     contexts, turns = many(2, 1)
     turns["pieces"] = [[2, 3], None]
@@ -240,12 +256,12 @@ def many(contexts: int, turns: int) -> tuple[pd.DataFrame, pd.DataFrame]:
     said["logprob_raw"] = -15.0
     said["pieces"] = None
     said["category rules"] = np.array(NAMES)[rng.integers(0, len(NAMES), count)]
-    said["reason rules"] = "because"
+    said["reason rules"], said["grounded rules"], said["decoy"] = "because", np.nan, ""
     return about, said
 
 
 def rendered_turns(contexts: pd.DataFrame, turns: pd.DataFrame) -> str:
-    content = {"title": "t", "asked": "a", "groups": [], "several": False, "held": "h"}
+    content = {"title": "t", "asked": "a", "groups": [], "several": False, "held": "h", "bare": []}
     content["rubric"] = ()
     data = packed(_columns(contexts, turns, ["run"]))
     return rendered("report", data, **content, provenance=[], written="w")

@@ -24,6 +24,8 @@ from experiments.runner import Experiment, Results
 from ia_mech.display import Recorder, svg_of
 from ia_mech.errors import UserError
 from ia_mech.estimates import write_parquet
+from ia_mech.judge.__main__ import main as judge_main
+from ia_mech.judge.decoys import KINDS
 from ia_mech.judge.rubric import GENUINE
 from ia_mech.page import image, packed, rendered
 from ia_mech.rates.compute import estimates
@@ -131,6 +133,34 @@ def test_turns_keep_their_labels_and_contexts(judged):
     messages = dict(zip(judged.contexts["context_id"], judged.contexts["messages"], strict=True))
     for at, id_ in enumerate(contexts["id"]):
         assert contexts["response"][at] == messages[id_][-1]["content"]
+
+
+def test_decoys_can_be_read_beneath_the_context_they_were_shown_after(run):
+    assert judge_main(["run", str(run.path)]) == 0
+    run = Run.open(run.path)
+    data = unpacked(render_report([run]))
+    turns, ids = data["turns"], data["contexts"]["id"]
+    decoys = run.labels.decoys("rules")
+    count = len(run.generations)
+    assert turns["decoy"][:count] == [0] * count and len(turns["decoy"]) == count + len(decoys)
+    texts = run.generations.set_index(list(KEY))["text"]
+    expected = {
+        (row.shown, row.temperature, visible(texts[row.context_id, row.temperature, row.sample]),
+         row.category, row.decoy)
+        for row in decoys.itertuples()
+    }  # fmt: skip
+    kinds = ["", *KINDS]
+    assert expected == {
+        (ids[turns["context"][i]], turns["temperature"][i], turns["text"][i],
+         data["categories"][turns["labels"]["rules"]["category"][i]], kinds[turns["decoy"][i]])
+        for i in range(count, count + len(decoys))
+    }  # fmt: skip
+    said = run.labels.judgements("rules").set_index(list(KEY))
+    keys = run.generations[list(KEY)].itertuples(index=False, name=None)
+    assert turns["labels"]["rules"]["grounded"][:count] == [
+        float(row.genuine and row.grounded_p <= 0.05) if row.grounded_p is not None else None
+        for row in (said.loc[key] for key in keys)
+    ]
 
 
 # -- experiments --------------------------------------------------------------------------------

@@ -1,4 +1,6 @@
 
+const AFTER = ["its own conversation", "another conversation (decoy)",
+  "another response to its query (decoy)"];
 const ROW = 52; // pixels; .row has 3.25rem of 16 pixels
 
 unpacked().then((data) => {
@@ -8,16 +10,18 @@ unpacked().then((data) => {
   const of = (column) => (i) => contexts[column][turns.context[i]];
   const bits = turns.bits;
   const judges = Object.keys(turns.labels);
+  const own = turns.decoy.filter((kind) => kind === 0).length;
 
   // -- filters: each has a control and a test of a turn, or null where all pass ----------------
   const form = at("filters");
   const filters = [];
 
-  function choice(name, values, test, shown = String) {
+  function choice(name, values, test, shown = String, first = null) {
     const distinct = [...new Set(values)];
     if (distinct.length < 2) return;
     const select = el("select", {}, el("option", { value: "" }, "all"));
-    distinct.forEach((value, k) => select.append(el("option", { value: String(k) }, shown(value))));
+    distinct.forEach((value, k) => select.append(
+      el("option", { value: String(k), defaultSelected: value === first }, shown(value))));
     form.append(el("label", {}, name, select));
     filters.push(() => {
       if (select.value === "") return null;
@@ -42,6 +46,14 @@ unpacked().then((data) => {
     choice(judges.length > 1 ? `category by ${judge}` : "category",
       data.categories.filter((_, k) => codes.includes(k)), (i) => data.categories[codes[i]]);
   }
+  for (const judge of judges) {
+    const grounded = turns.labels[judge].grounded;
+    choice(judges.length > 1 ? `genuine and grounded by ${judge}` : "genuine and grounded",
+      [1, 0].filter((value) => grounded.includes(value)), (i) => grounded[i],
+      (value) => (value ? "yes" : "no"));
+  }
+  choice("shown after", AFTER.filter((_, k) => turns.decoy.includes(k)),
+    (i) => AFTER[turns.decoy[i]], String, AFTER[0]);
   choice("response", [...new Set(contexts.response_index)].filter((k) => k !== null)
     .sort((a, b) => a - b), of("response_index"));
   if (bits) {
@@ -86,6 +98,7 @@ unpacked().then((data) => {
 
   function about(i) {
     const parts = [temperature(turns.temperature[i]), ...said(i)];
+    if (turns.decoy[i]) parts.push(`shown after ${AFTER[turns.decoy[i]]}`);
     if (bits && bits[i] !== null) parts.push(`${bits[i].toFixed(2)} bits`);
     return parts;
   }
@@ -114,7 +127,7 @@ unpacked().then((data) => {
     const tests = filters.map((make) => make()).filter((test) => test !== null);
     found = [];
     for (let i = 0; i < count; i++) if (tests.every((test) => test(i))) found.push(i);
-    at("count").textContent = `${found.length} of ${count} turns`;
+    at("count").textContent = `${found.length} of ${own} turns${own < count ? ` and ${count - own} decoys` : ""}`;
     rows.style.height = `${found.length * ROW}px`;
     list.scrollTop = 0;
     if (found.length && !found.includes(chosen)) {
@@ -172,7 +185,8 @@ unpacked().then((data) => {
   const shadings = { nothing: null };
   if (turns.token_bits) shadings["bits per token"] = (i) => [turns.token_bits[i], "--bits", 3];
   if (turns.logprobs) {
-    shadings["how unlikely each token was"] = (i) => [turns.logprobs[i].map((p) => -p), "--odd", 8];
+    shadings["how unlikely each token was"] = (i) =>
+      [turns.logprobs[i] && turns.logprobs[i].map((p) => -p), "--odd", 8];
   }
   let shading = Object.keys(shadings).at(-1);
   if (turns.token_bits) shading = "bits per token";
@@ -185,7 +199,7 @@ unpacked().then((data) => {
       const reason = turns.labels[judge].reason[i];
       if (reason) children.push(el("div", { class: "meta" }, `because: ${reason}`));
     }
-    if (turns.logprob) {
+    if (turns.logprob && turns.logprob[i] !== null) {
       children.push(el("div", { class: "meta" }, `log p ${turns.logprob[i].toFixed(1)} at T = 1`));
     }
     return el("div", { class: i === chosen ? "card chosen" : "card" }, ...children);
@@ -193,7 +207,10 @@ unpacked().then((data) => {
 
   function show(c) {
     const mine = [];
-    for (let i = 0; i < count; i++) if (turns.context[i] === c) mine.push(i);
+    const decoys = [];
+    for (let i = 0; i < count; i++) {
+      if (turns.context[i] === c) (turns.decoy[i] ? decoys : mine).push(i);
+    }
     const heading = data.runs.length > 1
       ? `${data.runs[contexts.run[c]]} · ${contexts.id[c]}` : contexts.id[c];
     const notes = [data.datasets[contexts.dataset[c]]];
@@ -206,12 +223,15 @@ unpacked().then((data) => {
       ...Object.keys(shadings).map((name) => el("option", { value: name, selected: name === shading }, name)));
     const written = [el("h4", {}, "User turns")];
     if (Object.keys(shadings).length > 1) written.push(el("label", {}, "shade", select));
+    const beside = decoys.length === 0 ? [] : [
+      el("h4", {}, "Decoys: turns that did not follow this, as judges were shown them"),
+      el("div", { class: "cards" }, ...decoys.map(card))];
     at("context").replaceChildren(
       el("h3", {}, heading), el("p", { class: "meta" }, notes.join(" · ")),
       el("div", { class: "sides" },
         el("div", {}, el("h4", {}, "Query"), text(contexts.query[c], "query"),
           el("h4", {}, "Response"), text(contexts.response[c], "response")),
-        el("div", {}, ...written, el("div", { class: "cards" }, ...mine.map(card)))));
+        el("div", {}, ...written, el("div", { class: "cards" }, ...mine.map(card)), ...beside)));
   }
 
   function choose(i) {

@@ -10,8 +10,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ia_mech.errors import UserError
-from ia_mech.judge.rubric import NAMES
-from ia_mech.judge.verdict import JUDGED
+from ia_mech.judge.decoys import KINDS
+from ia_mech.judge.rubric import GENUINE, NAMES
+from ia_mech.judge.verdict import GROUNDED_P, JUDGED
 from ia_mech.models.load import load_tokenizer_and_config, recalled
 from ia_mech.page import packed
 from ia_mech.rates.load import FAILED
@@ -22,6 +23,8 @@ from ia_mech.untrusted import visible
 
 CATEGORIES = [*NAMES, FAILED, "not judged"]
 BITS, TOKEN_BITS = "reaction_bits", "bits_by_token"  # columns of an experiment's turns.parquet
+SAID = [*KEY, "repeat", "category", "status", "rationale", "grounded_p"]
+DECOY = (*KEY, "shown", "decoy")
 MOST = 100_000_000  # bytes of a page's data
 FEW = 100_000  # turns that are packed to see how many bytes turns take
 
@@ -69,10 +72,10 @@ def browser(
     words = f"{count} turns after {len(contexts)} contexts."
     if share < 1:
         words = (
-            f"This page holds {len(turns)} of {count} turns, those after {len(shown)} of "
-            f"{len(contexts)} contexts, drawn at random with the same share of every run and "
-            f"dataset: all of them would take more than {most / 1e6:g} MB. The numbers above are "
-            "of all turns."
+            f"This page holds {(turns['decoy'] == '').sum()} of {count} turns, those after "
+            f"{len(shown)} of {len(contexts)} contexts, drawn at random with the same share of "
+            f"every run and dataset: all of them would take more than {most / 1e6:g} MB. The "
+            "numbers above are of all turns."
         )
     bare = [visible(run.model["name"]) for run, cut in zip(runs, cutters, strict=True) if not cut]
     if bare:
@@ -118,16 +121,37 @@ def _frames(
         found = _read(file, "context_id", "probability").drop_duplicates("context_id")
         found = found.set_index("context_id")["probability"]
         contexts[f"probe {file.parent.name}"] = contexts["context_id"].map(found)
+    labels, decoys = [], []
     for judge in run.labels.judges:
-        said = run.labels.judgements(judge, [*KEY, "repeat", "category", "status", "rationale"])
-        said = said[(said["repeat"] == 0) & said["context_id"].isin(kept)]
-        said = said.astype({"context_id": object, "category": object}).set_index(list(KEY))
-        category = said["category"].where(said["status"] == JUDGED, FAILED).rename("category")
-        turns = turns.join(category.rename(f"category {judge}"), on=list(KEY))
-        turns = turns.join(said["rationale"].rename(f"reason {judge}"), on=list(KEY))
+        said = run.labels.judgements(judge, SAID)
+        labels.append(_said(said[said["context_id"].isin(kept)], judge, KEY))
+        decoys.append(_said(run.labels.decoys(judge), judge, DECOY))
+    texts = turns[[*KEY, "run", "text"]]
+    for said in labels:
+        turns = turns.join(said, on=list(KEY))
     for one in results:
         turns = _with_bits(turns, one.folder / TURNS)
+    turns = turns.assign(decoy="")
+    if decoys:
+        rows = pd.concat(decoys, axis=1).reset_index().merge(texts, on=list(KEY))
+        rows = rows[rows["shown"].isin(kept)].assign(context_id=rows["shown"])
+        turns = pd.concat([turns, rows.drop(columns="shown")])
     return contexts, turns
+
+
+def _said(rows: pd.DataFrame, judge: str, key: Sequence[str]) -> pd.DataFrame:
+    """Category and reason of a judge's first verdicts, and whether a turn is genuine and grounded
+    (NaN where the judge doesn't test it)."""
+    rows = rows[rows["repeat"] == 0]
+    rows = rows.astype({"context_id": object, "category": object}).set_index(list(key))
+    p = rows["grounded_p"].astype(float)
+    grounded = ((rows["category"] == GENUINE) & (p <= GROUNDED_P)).where(p.notna())
+    columns = {
+        f"category {judge}": rows["category"].where(rows["status"] == JUDGED, FAILED),
+        f"reason {judge}": rows["rationale"],
+        f"grounded {judge}": grounded.astype(float),
+    }
+    return pd.DataFrame(columns)
 
 
 def _query(messages: list[dict[str, str]]) -> str:
@@ -204,12 +228,14 @@ def _columns(contexts: pd.DataFrame, turns: pd.DataFrame, names: Sequence[str]) 
         ).tolist(),
         "temperature": turns["temperature"].tolist(),
         "text": _texts(turns["text"]),
+        "decoy": [KINDS.index(kind) + 1 if kind else 0 for kind in turns["decoy"]],
         "labels": {
             visible(judge): {
                 "category": [
                     codes.get(name, len(CATEGORIES) - 1) for name in turns[f"category {judge}"]
                 ],
                 "reason": _texts(turns[f"reason {judge}"]),
+                "grounded": _numbers(turns[f"grounded {judge}"], 0),
             }
             for judge in judges
         },
