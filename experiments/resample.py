@@ -164,8 +164,14 @@ def subject_of(run: Run) -> Subject:
     """The model that a run was sampled from.
 
     Raises:
-        UserError: it can't be loaded, or has other weights now.
+        UserError: it can't be loaded, has other weights now, or was changed while it sampled.
     """
+    if run.config.get("intervention") is not None:
+        raise UserError(
+            f"{run.path} was sampled under --intervention {run.config['intervention']}: scored "
+            "again, its turns would be those of another model",
+            "give a run that was sampled without one",
+        )
     spec = recalled(run.config["model"], run.model["weights_hash"])
     subject = load(spec)
     if subject.weights_hash != run.model["weights_hash"]:

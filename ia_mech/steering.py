@@ -12,6 +12,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import isfinite
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -57,6 +58,8 @@ class SteeringVector:
             raise UserError(f"a steering vector of kind {self.kind!r}", f"use {' or '.join(KINDS)}")
         if not self.positions:
             raise UserError("a steering vector without a position", f"name one, such as {TURN}")
+        if not isfinite(self.dose):
+            raise UserError(f"a steering vector of dose {self.dose}", "give a finite one")
         self._edit()  # refuses a direction without length
 
     def __str__(self) -> str:

@@ -154,7 +154,7 @@ def test_figures_of_a_sample_are_about_the_run(run):
     weighted, plain = [], []
     for seed in range(300):
         key = export_sheet(run, 15, seed=seed).key
-        drawn = list(key["items"].values())
+        drawn = [item for item in key["items"].values() if "decoy" not in item]
         at = [place[tuple(p[c] for c in KEY)] for p in drawn]
         weights = 1 / np.array([p["inclusion_probability"] for p in drawn])
         weighted.append(np.average(right[at], weights=weights))

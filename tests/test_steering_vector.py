@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 from test_intervention import by_plain_hooks, hooks_of, vectors
 
+from experiments.resample import subject_of
 from ia_mech.collect.config import SampleConfig
 from ia_mech.collect.job import collect
 from ia_mech.engine.decode import decode, decode_stream
@@ -185,6 +186,7 @@ def test_what_isnt_a_vector_of_this_model_is_refused(vector, tmp_path):
         (lambda: replace(vector, kind="twist"), "of kind 'twist'; use add or project out"),
         (lambda: replace(vector, positions=()), "without a position"),
         (lambda: replace(vector, direction=torch.zeros(3)), "has no length"),
+        (lambda: replace(vector, dose=float("nan")), "vector of dose nan; give a finite one"),
         (lambda: vector.check(4, 7, names), "has 32 numbers, the model's states have 7"),
         (lambda: vector.check(1, 32, names), "no layer 2 to change; give layers from 0 to 1"),
         (lambda: vector.check(4, 32, names[:1]), "no position header_last to steer at; use names"),
@@ -235,6 +237,8 @@ def test_a_run_is_sampled_scored_and_captured_under_a_vector(configs, tiny_subje
         runs["steered"].record["identity"]["intervention"]
         == SteeringVector.load(made["steered"].intervention or "").sha256
     )
+    with pytest.raises(UserError, match="scored again, its turns would be those of another model"):
+        subject_of(runs["steered"])
     with pytest.raises(UserError, match="were not sampled under the same intervention; give each"):
         open_runs([runs["plain"], runs["steered"]])
     assert f"steered: {SteeringVector.load(made['steered'].intervention or '')}" in progress.lines

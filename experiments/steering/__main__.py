@@ -44,7 +44,9 @@ def run(args: argparse.Namespace, runs: "list[Run]", folder: Path) -> Results | 
     model = runs[0].model
     doses = sorted(set(args.doses or DOSES) - {0.0})
     if not all(map(isfinite, doses)) or max(doses, default=0) <= 0:
-        raise UserError("there is no dose above 0 to choose", "give --doses some, such as 0.5 1 2")
+        raise UserError("--doses need one above 0, and no infinite one", "give some: 0.5 1 2")
+    if not args.most_kl > 0:
+        raise UserError(f"--most-kl {args.most_kl:g}: no dose has so little", "give 0.5, or inf")
     given = read(runs, args.judge, outcome, args.queries, args.responses, args.seed)
     arms = [Arm(UNSTEERED)]
     arms += [Arm(ADDED, 0, replace(vector, dose=dose)) for dose in doses]

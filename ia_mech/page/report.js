@@ -70,7 +70,7 @@ unpacked().then((data) => {
   form.append(el("label", {}, "text (turn, query, response)", search));
   let lower = null; // made when first searched
   filters.push(() => {
-    const wanted = search.value.toLowerCase();
+    const wanted = search.value.trim().toLowerCase();
     if (wanted === "") return null;
     if (lower === null) {
       lower = {
@@ -141,8 +141,14 @@ unpacked().then((data) => {
   list.addEventListener("scroll", () => {
     if (!waiting) waiting = requestAnimationFrame(() => { waiting = 0; draw(); });
   });
-  form.addEventListener("input", filter);
-  form.addEventListener("reset", () => setTimeout(filter));
+  // The address names what is shown.
+  function refilter() {
+    filter();
+    if (found.length) choose(chosen);
+    else at("context").replaceChildren(el("p", {}, "No turn passes these filters."));
+  }
+  form.addEventListener("input", refilter);
+  form.addEventListener("reset", () => setTimeout(refilter));
   form.addEventListener("submit", (event) => event.preventDefault());
 
   list.addEventListener("keydown", (event) => {
