@@ -374,6 +374,10 @@ def test_windows_hold_a_part_each_and_together_the_run(parted):
         assert contexts["context_id"].tolist() == turns["context_id"].unique().tolist()
     rows = pd.concat([turns for _, turns in windows]).sort_index()
     assert rows.index.tolist() == list(range(len(whole.generations)))
+    # Read already, or not: a column that an older run lacks is left out.
+    for one in (run, whole):
+        contexts, turns = next(one.windows(["no_such", "order"], ["no_such", "text"]))
+        assert "no_such" not in {*contexts, *turns} and "order" in contexts and "text" in turns
     for name in ("context_id", "text"):
         assert rows[name].tolist() == whole.generations[name].tolist()
     assert [*map(list, rows["token_ids"])] == [*map(list, whole.generations["token_ids"])]

@@ -133,7 +133,7 @@ class Run:
     def turns(self) -> pd.DataFrame:
         """What names each of the :attr:`generations`, in their order, and nothing that was written.
 
-        Names (``layout.NAMES``) are categorical, their categories sorted: 50 bytes per row.
+        Names (``layout.NAMES``) are categorical, their categories sorted.
         """
         columns = (*layout.NAMES, *layout.PLACE)
         if "generations" in vars(self):  # read already
@@ -151,15 +151,15 @@ class Run:
         """The run part by part: memory holds some thousand contexts, however many there are.
 
         Args:
-            contexts: columns of :attr:`contexts`.
-            turns: columns of :attr:`generations`.
+            contexts: columns of :attr:`contexts`; those that an older run lacks are left out.
+            turns: columns of :attr:`generations`, likewise.
 
         Yields:
             The contexts of a part and all turns after them, both in the order of the run. The index
             of the turns is their position in :attr:`turns`.
         """
         if "generations" in vars(self):  # read already
-            yield self.contexts[list(contexts)], self.generations[list(turns)]
+            yield self.contexts.filter(contexts), self.generations.filter(turns)
             return
         every = self.turns["order"].to_numpy()
         for part in self._finished_parts():
