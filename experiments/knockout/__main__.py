@@ -31,7 +31,7 @@ def run(args: argparse.Namespace, runs: "list[Run]", folder: Path) -> Results | 
     from experiments.given_turns import computed_for_each, given_turns
     from experiments.knockout import show
     from experiments.knockout.analyse import estimates, with_bits
-    from experiments.knockout.block import Asked, arms_of, blocked
+    from experiments.knockout.block import SPARED, Asked, arms_of, blocked
     from experiments.knockout.matched import MATCHED, blocked_matched
     from experiments.knockout.read import asked_of
     from experiments.knockout.resample import resampled, windows_of
@@ -65,7 +65,7 @@ def run(args: argparse.Namespace, runs: "list[Run]", folder: Path) -> Results | 
                 [c.ids, c.positions, *map(list, (c.query, c.response))] for c in query.contexts
             ]
             identity = [subject.weights_hash, query.source, contexts, query.turns, args.seed]
-            return [*identity, *what]
+            return [*identity, SPARED, *what]
 
         return computed_for_each(queries, phase, folder / "parts", key, compute)
 
@@ -159,8 +159,9 @@ header → response   what stands between response and turn can't attend to the 
 turn → response     the turn's tokens can't; header and turn → response: neither can
 turn → header       the turn's tokens can't attend to what stands between
 turn → query        they can't attend to the query
-random edges        as many as of each kind, among all that the same tokens have
-edges of attention  random ones that carry as much attention
+random edges        as many as of each kind, of the tokens after the response
+edges of attention  others of these tokens that carry as much attention
+                    (neither kind leads to the first token, an attention sink)
 
 --resample samples turns from the model so changed, whose I_K is measured under it.
 

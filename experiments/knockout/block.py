@@ -16,6 +16,7 @@ from ia_mech.engine.sampling import stream_key
 from ia_mech.likelihood.intervened import Continued
 
 INTACT = "intact"
+SPARED = 1  # first tokens to which no control blocks edges
 # From which tokens to which; "header" is all that stands between response and turn.
 EDGES = {
     "header → response": (("header",), "response"),
@@ -129,9 +130,9 @@ def edges_of(
 
 
 def other_edges(start: int, tokens: int) -> Tensor:
-    """``[edges, 2]`` that a control may block: of tokens from ``start`` on, but to the first one.
+    """``[edges, 2]`` that a control may block: of tokens from ``start`` on, but to SPARED ones.
 
     Models rest attention that they don't need on the first token, an attention sink (Xiao et al.
     2023, arXiv 2309.17453). A model without it is damaged, whatever else it may read.
     """
-    return edges_between(range(start, tokens), range(1, tokens))
+    return edges_between(range(start, tokens), range(SPARED, tokens))

@@ -69,6 +69,8 @@ def sampled(
 ) -> list[list[Ids]]:
     """``[arms][keys]`` turns at T = 1, of :data:`TOKENS` tokens at most, the turn end included.
 
+    :mod:`ia_mech.engine.loop` does the same to all tokens of a turn; here each has its own edges.
+
     Args:
         model: the subject model.
         context: that they follow.
