@@ -2,7 +2,7 @@
 # `make demo` runs the main job, judges what it wrote, counts, and writes a report to open.
 # `make test-all` runs the slow tests, too; `make lint` checks style and types.
 # `make study` makes the run that docs/ reports of, and its analyses, in about an hour and a half.
-# `make causal` adds patching, knockout and steering to that run, in about three hours on a CPU.
+# `make causal` adds patching, knockout and steering to that run, in about two hours of a free CPU core.
 # `make gpu-check` runs the tests that need a GPU and the benchmark; see docs/engine.md.
 # All create .venv and install on first use; later calls reuse it.
 PYTHON ?= python3
