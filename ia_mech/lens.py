@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ia_mech.engine.capture import find_blocks, find_final_norm
-from ia_mech.engine.prefill import Prefix, prefill
+from ia_mech.engine.state import Prefix, prefill
 from ia_mech.errors import UserError
 from ia_mech.models import parallel
 from ia_mech.models.embedded import models_dir

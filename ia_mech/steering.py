@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from ia_mech.engine.intervention import Add, ProjectOut, Steered, check_layers
+from ia_mech.engine.intervene import Add, ProjectOut, Steered, check_layers
 from ia_mech.errors import UserError
 from ia_mech.run.integrity import replace_file
 

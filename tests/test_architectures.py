@@ -23,9 +23,8 @@ from transformers import GenerationConfig
 
 from ia_mech.engine.capture import ResidualCapture, find_blocks, find_final_norm
 from ia_mech.engine.check import check_engine
-from ia_mech.engine.decode import decode
-from ia_mech.engine.loop import Row
-from ia_mech.engine.prefill import Prefix, prefill
+from ia_mech.engine.decode import Row, decode
+from ia_mech.engine.state import Prefix, prefill
 from ia_mech.engine.sampling import stream_key
 from ia_mech.engine.score import Turn, score
 from ia_mech.errors import UserError
@@ -82,7 +81,7 @@ def test_residuals_equal_the_models_own_hidden_states(architecture):
 def test_greedy_rows_equal_generate(architecture):
     model = tiny.model(architecture)
     prefilled = prefill(model, prefixes())
-    decoded = decode(model, prefilled, [Row(i, 0.0, (0, 0)) for i in (2, 0, 1)], [tiny.EOS], 24)
+    decoded = decode(model, [prefilled], [Row(i, 0.0, (0, 0)) for i in (2, 0, 1)], [tiny.EOS], 24)
     neutral = GenerationConfig(
         do_sample=False, max_new_tokens=24, eos_token_id=tiny.EOS, pad_token_id=0
     )
@@ -100,7 +99,7 @@ def test_recorded_logprobs_and_ranks_equal_a_full_forward_pass(architecture):
     model = tiny.model(architecture)
     prefilled = prefill(model, prefixes())
     wanted = [row for context in range(3) for row in rows(context)]
-    for row, decoded in zip(wanted, decode(model, prefilled, wanted, [tiny.EOS], 12), strict=True):
+    for row, decoded in zip(wanted, decode(model, [prefilled], wanted, [tiny.EOS], 12), strict=True):
         ids = prefixes()[row.context].ids
         logits = full_logits(model, ids, decoded.token_ids)
         assert logits.norm(dim=-1).max() < NORM
@@ -120,10 +119,10 @@ def test_rows_don_t_depend_on_their_batch(architecture):
     model = tiny.model(architecture)
     prefilled = prefill(model, prefixes())
     wanted = [row for context in range(3) for row in rows(context)]
-    together, alone = decode(model, prefilled, wanted, [tiny.EOS], 10), []
+    together, alone = decode(model, [prefilled], wanted, [tiny.EOS], 10), []
     for row in wanted:
         single = prefill(model, [prefixes()[row.context]])
-        alone += decode(model, single, [replace(row, context=0)], [tiny.EOS], 10)
+        alone += decode(model, [single], [replace(row, context=0)], [tiny.EOS], 10)
     assert near_ties(model, LENGTHS, wanted, together, alone) <= 1
 
 
@@ -138,7 +137,7 @@ def test_scores_equal_a_full_forward_pass(architecture):
         Turn(1, tiny.prompt(40, seed=4)),  # longer than its context
         Turn(0, []),
     ]
-    for turn, scored in zip(turns, score(model, prefilled, turns, [0.5, 2.0]), strict=True):
+    for turn, scored in zip(turns, score(model, [prefilled], turns, [0.5, 2.0]), strict=True):
         ids = prefixes()[turn.context].ids
         assert len(scored.logprobs_raw) == len(turn.ids)
         assert scored.logprobs_tempered.shape == (2, len(turn.ids))
@@ -159,9 +158,9 @@ def test_the_prefilled_state_survives_everything_done_with_it(architecture):
     prefilled = prefill(model, prefixes())
     before = [t.clone() for t in _tensors(prefilled.state.cache)]
     wanted = [row for context in range(3) for row in rows(context)]
-    first = decode(model, prefilled, wanted, [tiny.EOS], 12)
-    score(model, prefilled, [Turn(0, tiny.prompt(9, seed=1))], [1.0])
-    second = decode(model, prefilled, wanted, [tiny.EOS], 12)
+    first = decode(model, [prefilled], wanted, [tiny.EOS], 12)
+    score(model, [prefilled], [Turn(0, tiny.prompt(9, seed=1))], [1.0])
+    second = decode(model, [prefilled], wanted, [tiny.EOS], 12)
     after = _tensors(prefilled.state.cache)
     assert len(before) == len(after) >= 8
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))

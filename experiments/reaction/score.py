@@ -18,11 +18,11 @@ from ia_mech.chat.format import ChatFormat
 from ia_mech.collect.identity import eos_ids, probe_ids
 from ia_mech.display import Progress
 from ia_mech.engine.check import check_engine
-from ia_mech.engine.plan import OomBackoff
-from ia_mech.engine.score import Scored, Turn, score_groups
-from ia_mech.engine.shared_prefix import Engine
+from ia_mech.engine.memory import Backoff
+from ia_mech.engine.score import Scored, Turn, score
+from ia_mech.engine.shared import Engine
+from ia_mech.engine.state import Prefix, prefill_all
 from ia_mech.errors import UserError
-from ia_mech.likelihood.counterfactual_prefill import prefill_counterfactuals, shared_prefix
 from ia_mech.models.load import (
     ModelSpec,
     Subject,
@@ -237,9 +237,7 @@ def _of_query(
     on_tokens: Callable[[int], None],
 ) -> pd.DataFrame:
     """A row per turn of one query, indexed as the turns: ``own``, ``reader`` and ``absent``."""
-    common = shared_prefix(contexts) if reader.engine.whole else ()
-    prefixes = [common] * len(contexts)
-    groups, order = prefill_counterfactuals(reader.model, contexts, prefixes)
+    groups, order = prefill_all(reader.model, [Prefix(context) for context in contexts])
     place = {context: at for at, context in enumerate(order)}
     temperatures = sorted({t for t in mine["temperature"] if t not in (0.0, 1.0)})
     wanted = [
@@ -249,10 +247,10 @@ def _of_query(
     ]
 
     def scored(some: Sequence[Turn]) -> list[Scored]:
-        share = reader.engine.shared > 0
-        return score_groups(reader.model, groups, some, temperatures, share, on_tokens)
+        share = reader.engine.share
+        return score(reader.model, groups, some, temperatures, share=share, on_tokens=on_tokens)
 
-    found = OomBackoff(len(wanted)).map(scored, wanted)
+    found = Backoff(len(wanted)).map(scored, wanted)
     rows = []
     for at, temperature in enumerate(mine["temperature"]):
         each = found[at * len(contexts) : (at + 1) * len(contexts)]

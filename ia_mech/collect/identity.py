@@ -3,27 +3,28 @@
 import json
 import os
 import platform
-from dataclasses import asdict
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import transformers
 
 from ia_mech import __version__
 from ia_mech.chat.format import ChatFormat
-from ia_mech.collect.config import SampleConfig
-from ia_mech.collect.preflight import Inputs, kept_positions
-from ia_mech.engine import packed_weights
+from ia_mech.engine import sampling, weights
 from ia_mech.engine.check import TOKENS
-from ia_mech.engine.cuda import fused
-from ia_mech.engine.shared_prefix import Engine
+from ia_mech.engine.shared import Engine
+from ia_mech.likelihood.candidates import OwnCandidates
 from ia_mech.likelihood.scorer import scored_temperatures
 from ia_mech.models.load import Subject
 from ia_mech.run.integrity import without_folders
+from ia_mech.settings import Settings
+from ia_mech.steering import SteeringVector
 
 
-def build_chat(config: SampleConfig, tokenizer, eos_ids=()) -> ChatFormat:
-    """The chat format that a configuration asks for."""
-    return ChatFormat(tokenizer, config.system, config.thinking, config.date, eos_ids)
+def build_chat(settings: Settings, tokenizer: Any, eos_ids: Sequence[int] = ()) -> ChatFormat:
+    """The chat format that settings ask for."""
+    return ChatFormat(tokenizer, settings.system, settings.thinking, settings.date, eos_ids)
 
 
 def probe_ids(chat: ChatFormat) -> list[int]:
@@ -35,50 +36,50 @@ def probe_ids(chat: ChatFormat) -> list[int]:
     return (chat.context(messages).ids * TOKENS)[:TOKENS]
 
 
-def eos_ids(generation_config, model_config) -> list[int]:
+def eos_ids(generation_config: Any, model_config: Any) -> list[int]:
     """The ids at which ``generate`` stops: the model's own, one or several."""
     ids = getattr(generation_config, "eos_token_id", None)
     ids = getattr(model_config, "eos_token_id", None) if ids is None else ids
     return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
 
 
-def identity(
-    config: SampleConfig,
-    subject: Subject,
-    chat: ChatFormat,
-    snapshot: dict,
-    engine: Engine,
-    inputs: Inputs,
-) -> dict:
-    """What two runs must share to be one run."""
-    model = {"model": subject.describe(), "engine": engine.name, "chat": chat.describe()}
-    known = json.loads(json.dumps(model)) | identity_asked_for(config, chat, snapshot, inputs)
-    return without_folders(known)
+def identity(subject: Subject, chat: ChatFormat, engine: Engine, asked_for: dict) -> dict:
+    """What two runs must share to be one run; ``asked_for`` is its part from
+    :func:`identity_asked_for`."""
+    known = {"model": subject.describe(), "engine": engine.name, "chat": chat.describe()}
+    return without_folders(json.loads(json.dumps(known)) | asked_for)
 
 
 def identity_asked_for(
-    config: SampleConfig, chat: ChatFormat, snapshot: dict, inputs: Inputs
+    settings: Settings,
+    positions: Sequence[str],
+    conversations: dict,
+    own: OwnCandidates | None,
+    vector: SteeringVector | None,
 ) -> dict:
-    """That part of the identity which is known before the model's weights are."""
-    own, vector = inputs.own, inputs.vector
-    known = json.loads(
-        json.dumps(
-            {
-                "config": asdict(config),
-                "positions": kept_positions(config, chat),
-                "score_temperatures": scored_temperatures(config.grid.temperatures),
-                "conversations": snapshot,
-                "candidates": None if own is None else own.sha256,
-                "intervention": None if vector is None else vector.sha256,
-                "software": {
-                    "ia_mech": __version__,
-                    "torch": torch.__version__,
-                    "transformers": transformers.__version__,
-                },
-            }
-        )
-    )
-    return without_folders(known)
+    """That part of the identity which is known before the model's weights are.
+
+    Args:
+        settings: with ``batch_rows``.
+        positions: that are kept.
+        conversations: facts of :func:`ia_mech.collect.parts.survey`.
+        own: the user's candidates.
+        vector: that the model is steered with.
+    """
+    known = {
+        "settings": settings.to_dict(),
+        "positions": list(positions),
+        "score_temperatures": scored_temperatures(settings.temperatures),
+        "conversations": conversations,
+        "candidates": None if own is None else own.sha256,
+        "intervention": None if vector is None else vector.sha256,
+        "software": {
+            "ia_mech": __version__,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        },
+    }
+    return without_folders(json.loads(json.dumps(known)))
 
 
 def machine(subject: Subject) -> dict:
@@ -91,7 +92,7 @@ def machine(subject: Subject) -> dict:
         "cpus": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        "weights": packed_weights.describe(subject.model),
+        "weights": weights.describe(subject.model),
         "python": platform.python_version(),
         "matmul_precision": torch.get_float32_matmul_precision(),
         "cudnn_tf32": torch.backends.cudnn.allow_tf32,
@@ -99,14 +100,11 @@ def machine(subject: Subject) -> dict:
 
 
 def differences(before: dict, now: dict) -> str:
-    """What a session's record has otherwise than :func:`machine` has it now; empty if nothing.
-
-    What the record lacks, since an older version wrote it, counts as no difference.
-    """
+    """What a session's record has otherwise than :func:`machine` has it now; empty if nothing."""
     return ", ".join(
-        f"{name} {before[name]} → {value}"
+        f"{name} {before.get(name)} → {value}"
         for name, value in now.items()
-        if before.get(name, value) != value
+        if before.get(name) != value
     )
 
 
@@ -119,5 +117,5 @@ def _gpu(device: torch.device) -> dict:
         "matmul_tf32": matmul.allow_tf32,
         "bf16_reduced_precision_sums": matmul.allow_bf16_reduced_precision_reduction,
         "fp16_reduced_precision_sums": matmul.allow_fp16_reduced_precision_reduction,
-        "kernels": "triton" if fused.available(device) else "torch",
+        "draw": sampling.uncompiled(device) or "compiled",
     }

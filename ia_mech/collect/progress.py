@@ -1,84 +1,62 @@
-"""How the main job counts its work for the progress bar."""
+"""How the main job counts its work for the progress bar: in tokens, every row at its longest."""
 
 import time
-from collections.abc import Mapping, Set
 
 from ia_mech.display import Progress
-from ia_mech.engine.plan import PREFILL_COST, STEP_COST
 
 
 class Work:
-    """The work of one phase in decoded tokens, and the rate of decoding.
+    """One phase: rows to decode, and the rate of decoding.
 
-    A unit's work is known before it is done: rows count as their whole allowance, also those that
-    end early, and decoding steps, prefilled and scored tokens count at their measured cost.
+    A row that ends early counts as its whole allowance then, so that the bar never goes back.
 
     Args:
         progress: where it is shown.
         phase: its name.
-        costs: work of each unit without its decoding steps, in decoded tokens.
-        finished: units that were written before; others may be among them.
-        rows: how many rows the phase decodes.
-        rows_done: how many of them were written before.
+        rows: how many it decodes.
+        done: how many of them were written before.
         allowance: most tokens of a row.
         unit: what a row is called.
     """
 
     def __init__(
-        self,
-        progress: Progress,
-        phase: str,
-        costs: Mapping[str, float],
-        finished: Set[str],
-        rows: int,
-        rows_done: int,
-        allowance: int,
-        unit: str = "row",
+        self, progress: Progress, phase: str, rows: int, done: int, allowance: int, unit: str
     ) -> None:
         self._progress, self._allowance, self._unit = progress, allowance, unit
-        self._rows, self._finished = rows, rows_done
-        self._left = self._reported = 0.0  # work left in this unit; done and not reported yet
-        self._decoded, self._seconds = 0, 0.0
+        self._rows, self._ended, self._left = rows, done, 0
+        self.tokens, self.seconds = 0, 0.0  # of decoding
         self._last = time.monotonic()
-        steps = STEP_COST * allowance
-        total = sum(cost + steps for cost in costs.values())
-        done = sum(costs[name] + steps for name in costs.keys() & finished)
-        self._phase_left = total - done
-        progress.start(phase, round(total), done=round(done), unit="")
+        progress.start(phase, rows * allowance, done=done * allowance, unit="")
 
-    def begin(self, cost: float) -> None:
-        """A unit of this much work, besides its decoding steps, begins."""
-        self._left = cost + STEP_COST * self._allowance
+    def begin(self, rows: int) -> None:
+        """A part of so many rows begins."""
+        self._left = rows * self._allowance
+        self._last = time.monotonic()
 
     def end(self) -> None:
-        """The unit is written: all of its work is done."""
+        """The part is written: all of its work is done."""
         self._advance("writing", self._left)
 
     def prefilled(self, tokens: int) -> None:
         """So many tokens were prefilled."""
-        self._advance("prefilling", PREFILL_COST * tokens)
+        self._advance("prefilling", 0)
 
-    def scored(self, cost: float) -> None:
-        """Turns were scored, which cost as much as decoding so many tokens."""
-        self._advance("scoring", cost)
+    def scored(self, tokens: int) -> None:
+        """So many tokens were scored."""
+        self._advance("scoring", 0)
 
-    def decoded(self, tokens: int, lengths: list[int]) -> None:
-        """So many tokens were decoded; rows of these lengths finished with them."""
-        self._decoded += tokens
-        self._finished += len(lengths)
-        self._seconds += time.monotonic() - self._last
-        unused = sum(self._allowance - length for length in lengths)
-        self._advance("decoding", STEP_COST + tokens + unused)
+    def decoded(self, step: int, rows: int, ended: int) -> None:
+        """All rows of a batch drew their token number ``step``, and with it so many ended."""
+        self.tokens += rows
+        self._ended += ended
+        self.seconds += time.monotonic() - self._last
+        self._advance("decoding", rows + ended * (self._allowance - step - 1))
 
-    def _advance(self, doing: str, cost: float) -> None:
-        cost = min(cost, self._left, self._phase_left)
-        self._left -= cost
-        self._phase_left -= cost
-        self._reported += cost
-        steps = int(self._reported)
-        self._reported -= steps
-        note = f"{self._finished}/{self._rows} {self._unit}s, {doing}"
-        if self._seconds > 0:
-            note += f", {self._decoded / self._seconds:.0f} tokens/s"
-        self._progress.advance(steps, note)
+    def _advance(self, doing: str, tokens: int) -> None:
+        tokens = min(tokens, self._left)
+        self._left -= tokens
+        note = f"{min(self._ended, self._rows)}/{self._rows} {self._unit}s, {doing}"
+        if self.seconds > 0:
+            note += f", {self.tokens / self.seconds:.0f} tokens/s"
+        self._progress.advance(tokens, note)
         self._last = time.monotonic()

@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import dataclass
-from itertools import repeat
 
 import numpy as np
 import pyarrow as pa
@@ -10,18 +9,12 @@ import torch
 from torch import Tensor
 
 from ia_mech.chat.format import ChatContext, ChatFormat
-from ia_mech.collect.config import SampleConfig
 from ia_mech.data.conversations import Conversation
-from ia_mech.engine.intervention import Steered
-from ia_mech.engine.loop import Decoded
-from ia_mech.likelihood.scorer import (
-    ContextScores,
-    Contrasts,
-    Scorable,
-    contrast_columns,
-    reference_columns,
-)
+from ia_mech.engine.decode import Decoded
+from ia_mech.engine.intervene import Steered
+from ia_mech.likelihood.scorer import ContextScores, Scorable, reference_columns
 from ia_mech.run import layout
+from ia_mech.settings import Settings
 
 
 @dataclass(frozen=True)
@@ -61,36 +54,31 @@ class ContextResult:
 def tables(
     prepared: list[PreparedContext],
     results: list[ContextResult],
-    config: SampleConfig,
+    settings: Settings,
     chat: ChatFormat,
 ) -> tuple[pa.Table, pa.Table, dict[str, Tensor] | None, Tensor]:
-    """One unit as ``RunWriter.add_contexts`` takes it.
+    """One part as ``RunWriter.add_contexts`` takes it.
 
     Returns:
         Contexts, generations, header logits (or None), and residuals
         ``[contexts, layers + 1, positions, d_model]``.
     """
-    contexts = [context_row(c, r, config, chat) for c, r in zip(prepared, results, strict=True)]
+    contexts = [context_row(c, r, settings, chat) for c, r in zip(prepared, results, strict=True)]
     generations = [
-        generation_row(context, temperature, sample, row, contrasts, chat)
+        generation_row(context, temperature, sample, row, chat)
         for context, result in zip(prepared, results, strict=True)
-        for (temperature, sample), row, contrasts in zip(
-            config.grid.rows(),
-            result.rows,
-            result.scores.generations or repeat(None, len(result.rows)),
-            strict=True,
-        )
+        for (temperature, sample), row in zip(settings.rows(), result.rows, strict=True)
     ]
     return (
         pa.Table.from_pylist(contexts, schema=layout.contexts_schema(chat.position_names)),
         pa.Table.from_pylist(generations, schema=layout.GENERATIONS),
-        stored_logits(torch.stack([r.logits for r in results]), config.header_logits),
+        stored_logits(torch.stack([r.logits for r in results]), settings.header_logits),
         torch.stack([r.residuals for r in results]),
     )
 
 
 def context_row(
-    context: PreparedContext, result: ContextResult, config: SampleConfig, chat: ChatFormat
+    context: PreparedContext, result: ContextResult, settings: Settings, chat: ChatFormat
 ) -> dict:
     """One row of ``contexts/``."""
     conversation, written = context.conversation, context.written
@@ -112,7 +100,7 @@ def context_row(
         "positions": context.chat.positions,
         "first_token_entropy": entropy(result.logits),
         "first_token_entropy_tempered": [
-            entropy(result.logits / t) for t in config.grid.temperatures
+            entropy(result.logits / t) for t in settings.temperatures
         ],
         "swapped_from": result.scores.swapped_from or None,
         **reference_columns(
@@ -126,7 +114,6 @@ def generation_row(
     temperature: float,
     sample: int,
     row: Decoded,
-    contrasts: Contrasts | None,
     chat: ChatFormat,
 ) -> dict:
     """One row of ``generations/``; log-probabilities of the whole turn are sums in float64."""
@@ -145,7 +132,6 @@ def generation_row(
         "logprobs_raw": row.logprobs_raw,
         "ranks": row.ranks,
         "margins": row.margins,
-        **contrast_columns(contrasts),
     }
 
 

@@ -4,8 +4,8 @@ Some architectures keep state that cached decoding, left padding or a continuati
 does not reach (Mamba2 ignores the cache it is given, Jamba's multi-token continuation its recurrent
 state), and the results would be wrong without an error. So everything that the engine does is
 compared with plain forward passes without a cache, on two short prompts of unequal length. Sharing
-the prefix interferes with a model's attention more than copying it: where only that fails, the
-portable engine is used.
+the prefix interferes with a model's attention more than copying it: where only that fails, every
+row gets a copy.
 
 Differences of logits are measured in displacements: how far the logits at a token are from those at
 its nearer neighbour. Logits that belong to another token are a whole displacement away in every
@@ -18,9 +18,8 @@ values repeated; rows that share it are compared with a row that has a copy.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import torch
@@ -29,21 +28,11 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from ia_mech.engine.capture import find_blocks
-from ia_mech.engine.decode import decode
-from ia_mech.engine.loop import Decoded, Row, decode_step
-from ia_mech.engine.prefill import (
-    Prefilled,
-    Prefix,
-    State,
-    can_join,
-    continue_prefill,
-    expand,
-    join,
-    prefill,
-)
+from ia_mech.engine.decode import Decoded, Row, decode
 from ia_mech.engine.sampling import draw, gumbel, stream_key
 from ia_mech.engine.score import Turn, score
-from ia_mech.engine.shared_prefix import Engine, held
+from ia_mech.engine.shared import Engine
+from ia_mech.engine.state import Prefilled, Prefix, State, expand, forward, prefill
 from ia_mech.errors import UserError, is_out_of_memory
 from ia_mech.models.load import context_limit, text_config
 
@@ -61,55 +50,37 @@ STEPS = 3
 TOKENS = 24  # two prompts of 12 and 5, and a turn of 7
 
 
-Decode = Callable[[Prefilled, list[Row], int], list[Decoded]]
-
-
-def check_engine(model: PreTrainedModel, ids: Sequence[int], wanted: str = "auto") -> Engine:
+def check_engine(
+    model: PreTrainedModel, ids: Sequence[int], *, ignore: bool = False
+) -> Engine:
     """Choose the engine, and compare what it computes with full forward passes.
 
     Args:
         model: the subject model.
         ids: at least :data:`TOKENS` token ids of real text.
-        wanted: ``shared``, ``portable`` or another (``auto``), with which the prefix is shared
-            where the architecture has layers for it and the numbers are right.
+        ignore: go on although the numbers differ; ``Engine.ignored`` then says how.
 
     Raises:
         UserError: the model's numbers differ, or it can't be run this way; names the architecture.
     """
     engine = Engine.possible(model)
-    if wanted == "shared" and not engine.shared:
-        raise UserError(
-            f"--engine shared: {type(model).__name__} can't ({engine.why})", "use --engine auto"
-        )
-    if wanted == "portable":
-        engine = replace(engine, shared=0, why="")
+    if engine.share:
+        try:
+            _check(model, list(ids), share=True)
+            return engine
+        except UserError as error:
+            engine = replace(engine, shared=(), why=error.problem)
     try:
-        _check(model, list(ids), share=engine.shared > 0)
-    except UserError as error:
-        if not engine.shared:
+        _check(model, list(ids), share=False)
+    except _Differs as error:
+        if not ignore:
             raise
-        _check(model, list(ids), share=False)  # raises if the fault is the model's
-        if wanted == "shared":
-            raise UserError(f"--engine shared: {error.problem}", "use --engine auto") from error
-        engine = replace(engine, shared=0, why=error.problem)
+        engine = replace(engine, ignored=error.problem)
     return engine
 
 
-def check_rows(model: PreTrainedModel, ids: Sequence[int], decode: Decode) -> None:
-    """Compare rows that a function decodes with full forward passes.
-
-    Args:
-        model: the subject model.
-        ids: at least :data:`TOKENS` token ids of real text.
-        decode: takes two prefilled contexts of up to 12 tokens, six rows, and how many tokens each
-            writes.
-
-    Raises:
-        UserError: the rows' numbers differ.
-    """
-    differences = _Differences(model, list(ids))
-    differences.of_rows(decode)
-    differences.refuse_large_ones()
+class _Differs(UserError):
+    """The model runs, and its numbers are others than in a full forward pass."""
 
 
 def _check(model: PreTrainedModel, ids: list[int], share: bool) -> None:
@@ -164,10 +135,8 @@ class _Differences:
         for context, logits in enumerate(self.prefilled.logits):
             self._note("a left-padded batch", logits, context, 0)
         self._decode(share)
-        if share and Engine.possible(self.model).whole:
-            self._continue()
         self._score(share)
-        self.of_rows(partial(_decode_rows, self.model, share))
+        self._sample(share)
         limit = context_limit(self.model.config)
         if share and (limit is None or limit > LONG + TOKENS):
             self._lengthen(self.prefilled.state)
@@ -179,10 +148,10 @@ class _Differences:
         for what, off in self.found.items():
             typical, worst = sorted(off)[(len(off) - 1) // 2], max(off)
             if not (typical <= allowed and worst <= (OUTLIER if half else allowed)):
-                raise UserError(
+                raise _Differs(
                     f"{type(self.model).__name__} gives other logits in {what} than in a full "
                     f"forward pass (off by {worst:.2g} of the difference that one token makes)",
-                    "use another architecture, or another --attention; sampling would be wrong",
+                    "use another architecture or --attention; --ignore-check goes on with them",
                 )
 
     def _note(self, what: str, ours: Tensor, context: int, step: int) -> None:
@@ -216,49 +185,34 @@ class _Differences:
         self.found.setdefault(what, []).append(off / max(min(displaced), 1e-30))
 
     def _decode(self, share: bool) -> None:
-        """The turn, token by token, by rows of both contexts; then a row joins them."""
-        contexts, steps = [0, 1, 1], [0, 0, 0]  # of each row
-        index = torch.tensor(contexts, device=self.device)
-        state = expand(self.prefilled.state, index, capacity=2 * STEPS, share=share)
-
-        def decoded(what: str) -> None:
-            for _ in range(STEPS):
-                token = torch.tensor([self.turn[step] for step in steps], device=self.device)
-                ours = decode_step(self.model, state, token)
-                for row, context in enumerate(contexts):
-                    steps[row] += 1
-                    self._note(what, ours[row], context, steps[row])
-
-        decoded("cached decoding")
-        if can_join(state):  # a row of context 1 begins in slot 0
-            join(state, [0], self.prefilled.state, index[1:2], [1])
-            contexts[0], steps[0] = 1, 0
-            decoded("a batch that is joined")
-
-    def _continue(self) -> None:
-        """Both prompts, with one token more and two more."""
-        turns = [self.turn[:2], self.turn[:1]]
-        longer = continue_prefill(self.model, self.prefilled, [1, 0], turns)
-        for row, (context, step) in enumerate([(1, 2), (0, 1)]):
-            self._note("a prefill that goes on", longer.logits[row], context, step)
+        """The turn, token by token, by rows of both contexts, of which one was prefilled alone as
+        well; then the first row is dropped."""
+        alone = prefill(self.model, [Prefix(self.prompts[1])])
+        groups, contexts = [self.prefilled, alone], [0, 1, 2]
+        state = expand(groups, contexts, capacity=STEPS + 1, share=share)
+        for step, token in enumerate(self.turn[: STEPS + 1], start=1):
+            ours = _step(self.model, state, [token] * state.rows)
+            for row, context in enumerate(contexts):
+                self._note("cached decoding", ours[row], min(context, 1), step)
+            if step == STEPS:
+                contexts = [contexts[row] for row in state.drop([0])]
 
     def _score(self, share: bool) -> None:
         both = (self.turn, self.turn[:-1])  # of unequal length
         turns = [Turn(context, turn) for turn in both for context in (0, 1)]
-        scores = score(self.model, self.prefilled, turns, [], share)
+        scores = score(self.model, [self.prefilled], turns, share=share)
         for turn, scored in zip(turns, scores, strict=True):
             logits = self.full[turn.context][: len(turn.ids) + 2]
             self._compare_logprobs("scoring a turn", scored.logprobs_raw, logits, turn.ids)
 
-    def of_rows(self, decode: Decode) -> None:
-        """Find those of greedy and sampled rows, against the sampling rule on the logits of full
-        passes."""
+    def _sample(self, share: bool) -> None:
+        """Greedy and sampled rows, against the sampling rule on the logits of full passes."""
         rows = [
             Row(context, temperature, stream_key(0, "check", context))
             for context in (0, 1)
             for temperature in (0.0, 0.7, 2.0)
         ]
-        decoded = decode(self.prefilled, rows, STEPS)
+        decoded = decode(self.model, [self.prefilled], rows, [], STEPS, share=share)
         for context, prompt in enumerate(self.prompts):
             mine = slice(3 * context, 3 * context + 3)
             written = [[*prompt, *one.token_ids.tolist()] for one in decoded[mine]]
@@ -287,21 +241,20 @@ class _Differences:
 
     def _lengthen(self, state: State) -> None:
         """Rows that share a long prefix, against a row that has a copy of it."""
-        long = _repeated(state)
-        each = torch.zeros(QUERIES, dtype=torch.long, device=self.device)
-        shared = expand(long, each, capacity=STEPS, share=True)
-        copied = expand(long, each[:1], capacity=STEPS)
-        token = [torch.full_like(each, one) for one in self.turn[:3]]
-        right = [decode_step(self.model, copied, one[:1])[0] for one in token]
-        ours = [decode_step(self.model, shared, one) for one in token[:2]]
-        for logits in ours[1]:
+        long = Prefilled(_repeated(state), self.prefilled.logits[:1], None)
+        shared = expand([long], [0] * QUERIES, capacity=STEPS)
+        copied = expand([long], [0], share=False)
+        right = [_step(self.model, copied, [token])[0] for token in self.turn[:3]]
+        for token in self.turn[:2]:
+            ours = _step(self.model, shared, [token] * QUERIES)
+        for logits in ours:
             self._compare("rows of a long context", logits, torch.stack(right))
 
 
-def _decode_rows(
-    model: PreTrainedModel, share: bool, prefilled: Prefilled, rows: list[Row], tokens: int
-) -> list[Decoded]:
-    return decode(model, prefilled, rows, [], tokens, share=share)
+def _step(model: PreTrainedModel, state: State, tokens: Sequence[int]) -> Tensor:
+    """Logits ``[rows, vocab]`` after one more token in every row."""
+    token = torch.tensor(tokens, device=state.mask.device)[:, None]
+    return forward(model, state, token, torch.ones_like(token))[:, -1]
 
 
 def _full(model: PreTrainedModel, ids: list[list[int]]) -> Tensor:
@@ -317,15 +270,16 @@ def _apart(a: Tensor, b: Tensor) -> Tensor:
 def _repeated(state: State) -> State:
     """The first context, which has no padding, with its keys and values repeated to more than
     :data:`LONG` tokens, as far as the layers' windows reach."""
-    device = state.mask.device
-    long = expand(state, torch.zeros(1, dtype=torch.long, device=device))
+    first = Prefilled(state, torch.zeros(len(state.mask), 0, device=state.mask.device), None)
+    long = expand([first], [0], share=False)
     length = state.mask.shape[1]
     times = LONG // length + 1
     for layer in long.cache.layers:
         if isinstance(layer, DynamicLayer):
             window = getattr(layer, "sliding_window", length * times + 1)
             layer.keys, layer.values = (
-                tensor.repeat(1, 1, times, 1)[:, :, -(window - 1) :] for tensor in held(layer)
+                tensor.repeat(1, 1, times, 1)[:, :, -(window - 1) :]
+                for tensor in (layer.keys, layer.values)
             )
             if hasattr(layer, "cumulative_length"):
                 layer.cumulative_length = length * times

@@ -1,104 +1,150 @@
-"""Decode rows of prefilled contexts: the entry point, and the contract of an engine back end.
+"""The sampling loop: draw, drop the rows that finished, go forward.
 
-A back end is a subclass of :class:`ia_mech.engine.loop.Stream` whose ``run()`` returns one
-:class:`~ia_mech.engine.loop.Decoded` for each row, in order. To add one:
-
-1. Choose it in :func:`decode_stream`, by an argument that :class:`Engine
-   <ia_mech.engine.shared_prefix.Engine>` has a field for; ``Engine.name`` is what a run records.
-2. Leave the groups' prefilled states as they are, take each group when its first row begins, and
-   keep none longer than its rows need it.
-3. Draw with :mod:`ia_mech.engine.sampling`, keyed by ``Row.stream`` and the token's index; what is
-   drawn may depend on rows, width and stops, never on time.
-4. Compare it with full forward passes before a run (:func:`ia_mech.engine.check.check_engine`), and
-   fall back, with a reason in ``Engine.why``, where an architecture's numbers differ.
-5. Show numbers contract 6 in a test: the same tokens as ``Stream``, but for near-ties.
+Rows of several contexts, each at its own temperature, are decoded in one batch, in which all rows
+have the same age. The state of the prefill is never touched; rows go on from a copy of it, or refer
+to it (:func:`ia_mech.engine.state.expand`). The same rows form the same batches again, whatever the
+time or the machine's load.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 
+import numpy as np
+import torch
 from transformers import PreTrainedModel
 
-from ia_mech.engine.cuda.stepper import StaticBuffers
-from ia_mech.engine.cuda.stream import StaticStream
-from ia_mech.engine.loop import Decoded, Row, Stream
-from ia_mech.engine.prefill import Prefilled
+from ia_mech.engine.intervene import Steered, intervene
+from ia_mech.engine.sampling import Draw, sample
+from ia_mech.engine.shared import Borrowed
+from ia_mech.engine.state import Prefilled, State, expand, forward
+
+
+@dataclass(frozen=True)
+class Row:
+    """One generation to decode.
+
+    Attributes:
+        context: the number of its context, counted through all groups.
+        temperature: 0 for greedy.
+        stream: of its noise, from :func:`ia_mech.engine.sampling.stream_key`; unused if greedy.
+        steered: takes place at each token of the turn, for which position 0 stands.
+        borrowed: keys and values of another context that it attends to.
+    """
+
+    context: int
+    temperature: float
+    stream: tuple[int, int]
+    steered: tuple[Steered, ...] = ()
+    borrowed: Borrowed | None = None
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """What one row wrote. Arrays have one entry per token, the turn-end included if there is one.
+
+    Log-probabilities in nats: ``logprobs_raw`` at T = 1, ``logprobs_tempered`` at the row's own
+    temperature (NaN for greedy). ``ranks`` count from 1; ``margins`` as in ``sampling.Draw``.
+    """
+
+    token_ids: np.ndarray
+    logprobs_raw: np.ndarray
+    logprobs_tempered: np.ndarray
+    ranks: np.ndarray
+    margins: np.ndarray
+    finish_reason: str  # "turn_end" or "length"
 
 
 def decode(
     model: PreTrainedModel,
-    prefilled: Prefilled,
+    groups: Sequence[Prefilled],
     rows: Sequence[Row],
-    stop_ids: Sequence[int],
-    max_new_tokens: int,
-    on_step: Callable[[int, list[int]], None] | None = None,
-    share: bool = True,
-    static: StaticBuffers | None = None,
-) -> list[Decoded]:
-    """Decode rows of one group of contexts, all together; see :func:`decode_stream`."""
-    return decode_stream(
-        model,
-        [prefilled],
-        rows,
-        stop_ids,
-        max_new_tokens,
-        width=len(rows),
-        on_step=on_step,
-        share=share,
-        static=static,
-    )
-
-
-def decode_stream(
-    model: PreTrainedModel,
-    groups: Iterable[Prefilled],
-    rows: Sequence[Row],
-    stop_ids: Sequence[int],
+    stop_ids: Collection[int],
     max_new_tokens: int,
     *,
-    width: int,
-    on_step: Callable[[int, list[int]], None] | None = None,
     share: bool = True,
-    static: StaticBuffers | None = None,
+    on_step: Callable[[int, int, int], None] | None = None,
 ) -> list[Decoded]:
-    """Decode rows to their turn-end or to ``max_new_tokens``, in a batch that is kept full.
-
-    A row that finishes frees its batch slot for the next one, of whatever context; a group of
-    contexts is taken when its first row begins, and released when its last one has. Where a cache
-    can't be joined (see :func:`ia_mech.engine.prefill.can_join`), a batch is decoded to its end
-    before the next one begins.
+    """Decode rows to their turn-end or to ``max_new_tokens``, all in one batch.
 
     Args:
         model: the subject model.
-        groups: contexts in order, prefilled together; left as they are.
-        rows: what to decode, in any order; their contexts are counted through all groups.
+        groups: contexts that were prefilled together, in order; left as they are.
+        rows: what to decode, in any order.
         stop_ids: ids that end a row (kept as its last token).
         max_new_tokens: most tokens of a row.
-        width: most rows in the batch.
-        on_step: called whenever tokens were drawn: how many, and how many each row has in all that
-            finished with one of them.
         share: rows read their context's keys and values where the prefill left them, in layers of
-            full attention; else every row gets a copy. In ``static`` buffers they always do.
-        static: decode in these buffers, which serve streams of the same ``width`` one after the
-            other; where :attr:`~ia_mech.engine.shared_prefix.Engine.static` is true.
+            full attention; else every row gets a copy.
+        on_step: called after each step with its number, how many rows drew a token, and how many
+            of them ended.
 
     Returns:
         What each row wrote, in the order of ``rows``.
-
-    Raises:
-        ValueError: rows or contexts don't fit into ``static``, or rows are steered there: its steps
-            may be captured, and run no hooks.
     """
     if not rows:
         return []
-    if static is not None and any(row.steered for row in rows):
-        raise ValueError("steered rows can't be decoded in static buffers")
-    order = sorted(range(len(rows)), key=lambda i: rows[i].context)
-    sorted_rows = [rows[i] for i in order]
-    arguments = model, groups, sorted_rows, stop_ids, max_new_tokens, width, on_step, share
-    stream = (
-        Stream(*arguments)
-        if static is None
-        else StaticStream(static, static.sizes(width), *arguments)
-    )
-    decoded = dict(zip(order, stream.run(), strict=True))
-    return [decoded[i] for i in range(len(rows))]
+    device, stops = groups[0].logits.device, set(stop_ids)
+    record = _Record(len(rows), max_new_tokens)
+    batch = sorted(range(len(rows)), key=lambda row: rows[row].context)  # which row is where
+    temperatures = torch.tensor([row.temperature for row in rows], device=device)
+    streams = torch.tensor([row.stream for row in rows], device=device)
+    logits = torch.cat([group.logits for group in groups])[[rows[row].context for row in batch]]
+    state: State | None = None
+    for step in range(max_new_tokens):
+        drawn = sample(logits, temperatures[batch], streams[batch], step)
+        tokens = record.add(batch, step, drawn)
+        ended = [at for at, token in enumerate(tokens) if token in stops]
+        if step + 1 == max_new_tokens:
+            ended = list(range(len(batch)))
+        if on_step is not None:
+            on_step(step, len(batch), len(ended))
+        if len(ended) == len(batch):
+            break
+        if state is None:
+            kept = [at for at in range(len(batch)) if at not in set(ended)]
+            going = [rows[batch[at]] for at in kept]
+            state = expand(
+                groups,
+                [row.context for row in going],
+                capacity=max_new_tokens - 1,
+                share=share,
+                borrowed=[row.borrowed for row in going],
+            )
+        else:
+            kept = state.drop(ended) if ended else list(range(len(batch)))
+        batch = [batch[at] for at in kept]
+        token = drawn.token[kept][:, None]
+        with intervene(model, [rows[row].steered for row in batch]):
+            logits = forward(model, state, token, torch.ones_like(token))[:, -1]
+    return record.rows(stops)
+
+
+class _Record:
+    """What was drawn, row by row, as arrays ``[rows, max_new_tokens]``."""
+
+    FIELDS = ("token", "logprob", "logprob_tempered", "rank", "margin")
+
+    def __init__(self, rows: int, steps: int) -> None:
+        self.length = np.zeros(rows, dtype=np.int64)
+        self.values = {
+            name: np.zeros(
+                (rows, steps), dtype=np.int64 if name in ("token", "rank") else np.float32
+            )
+            for name in self.FIELDS
+        }
+
+    def add(self, rows: Sequence[int], step: int, drawn: Draw) -> list[int]:
+        """Note a token for each of these rows; returns the tokens."""
+        for name in self.FIELDS:
+            self.values[name][rows, step] = getattr(drawn, name).cpu().numpy()
+        self.length[rows] = step + 1
+        return self.values["token"][rows, step].tolist()
+
+    def rows(self, stops: set[int]) -> list[Decoded]:
+        done = []
+        for row, length in enumerate(self.length):
+            token, raw, tempered, rank, margin = (
+                self.values[name][row, :length] for name in self.FIELDS
+            )
+            reason = "turn_end" if int(token[-1]) in stops else "length"
+            done.append(Decoded(token, raw, tempered, rank, margin, reason))
+        return done

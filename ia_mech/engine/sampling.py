@@ -12,12 +12,16 @@ draw from ``softmax(logits / T)``. With shared noise, neighbouring temperatures 
 token, which couples them far better than an inverse CDF in vocabulary order does.
 """
 
+import functools
 import hashlib
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
+
+from ia_mech.errors import is_out_of_memory
 
 _M0, _M1 = 0xD2511F53, 0xCD9E8D57  # Philox4x32 multipliers
 _W0, _W1 = 0x9E3779B9, 0xBB67AE85  # Weyl key increments: golden ratio and sqrt(3) - 1
@@ -25,6 +29,7 @@ _MASK = 0xFFFFFFFF
 _ROUNDS = 10
 _ONE_BELOW = 1.0 - 2.0**-24  # the largest float32 below one
 _BLOCK = 64  # scores
+CPU_LOGITS = 400_000  # logits sampled at a time on a CPU, so that temporary tensors stay in cache
 LOG2_E = 1 / math.log(2)
 
 
@@ -107,6 +112,68 @@ class Draw:
     logprob_tempered: Tensor
     rank: Tensor
     margin: Tensor
+
+
+def sample(logits: Tensor, temperature: Tensor, stream: Tensor, step: int) -> Draw:
+    """Draw one token per row.
+
+    Args:
+        logits: ``[rows, vocab]`` float32, raw.
+        temperature: ``[rows]`` float32, 0 for greedy.
+        stream: ``[rows, 2]`` int64, a :func:`stream_key` per row; unused by greedy rows.
+        step: index of the token within its row.
+    """
+    if logits.device.type == "cuda":
+        return _compiled(logits.device)(logits, temperature, stream, step)
+    vocab = logits.shape[-1]
+    # Rows that differ in temperature only share their noise, which is made once.
+    noise_row = torch.zeros(len(temperature), dtype=torch.long)
+    sampled = (temperature > 0).nonzero()[:, 0]
+    used, noise_row[sampled] = torch.unique(stream[sampled], dim=0, return_inverse=True)
+    noise = torch.empty(len(used), vocab)
+    for part in cpu_slices(len(used), vocab, logits.device):
+        noise[part] = gumbel(used[part], step, vocab)
+    parts = [
+        draw(logits[part], temperature[part], noise, noise_row[part])
+        for part in cpu_slices(len(temperature), vocab, logits.device)
+    ]
+    names = [field.name for field in fields(Draw)]
+    return Draw(**{name: torch.cat([getattr(part, name) for part in parts]) for name in names})
+
+
+def cpu_slices(count: int, width: int, device: torch.device) -> list[slice]:
+    """Slices of ``count`` rows, of :data:`CPU_LOGITS` numbers each on a CPU; else a single one."""
+    size = max(1, CPU_LOGITS // width) if device.type == "cpu" else max(1, count)
+    return [slice(start, start + size) for start in range(0, count, size)]
+
+
+def _sample_at_once(logits: Tensor, temperature: Tensor, stream: Tensor, step: int) -> Draw:
+    """:func:`sample` as one expression, which a compiler makes one kernel of."""
+    every = torch.arange(len(logits), device=logits.device)
+    return draw(logits, temperature, gumbel(stream, step, logits.shape[-1]), every)
+
+
+@functools.cache
+def _compiled(device: torch.device) -> Callable[[Tensor, Tensor, Tensor, int], Draw]:
+    """:func:`_sample_at_once`, compiled if the device's compiler works: in separate operations the
+    ten rounds of Philox alone read and write gigabytes at a thousand rows of 150k logits."""
+    return _sample_at_once if uncompiled(device) else torch.compile(_sample_at_once, dynamic=True)
+
+
+@functools.cache
+def uncompiled(device: torch.device) -> str:
+    """Why the draw isn't compiled there; empty where it is, and on a CPU, which needs no compiler."""
+    if device.type != "cuda":
+        return ""
+    try:
+        compiled = torch.compile(_sample_at_once, dynamic=True)
+        rows = torch.zeros(2, dtype=torch.long, device=device)
+        compiled(torch.zeros(2, 8, device=device), rows.float(), torch.stack([rows, rows], 1), 0)
+        return ""
+    except Exception as error:  # of the compiler, the driver or the file system
+        if is_out_of_memory(error):
+            raise
+        return " ".join(f"{type(error).__name__}: {error}".split())[:120]
 
 
 def draw(logits: Tensor, temperature: Tensor, noise: Tensor, noise_row: Tensor) -> Draw:

@@ -2,33 +2,35 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ia_mech.engine.intervention import Steered, at_tokens, intervene
-from ia_mech.engine.loop import cpu_slices
-from ia_mech.engine.plan import plan_units
-from ia_mech.engine.prefill import Prefilled, State, can_join, expand, forward, join
-from ia_mech.engine.sampling import log_sum_exp, ranks
+from ia_mech.engine.intervene import Steered, at_tokens, intervene
+from ia_mech.engine.sampling import cpu_slices, log_sum_exp, ranks
+from ia_mech.engine.shared import Borrowed
+from ia_mech.engine.state import Prefilled, expand, forward, similar_lengths
 
 LOGITS = 2**25  # most logits that are held at once, or those of one token
-PADDING = 0.25  # most padding of turns that share a pass, as a share of their tokens
 
 
 @dataclass(frozen=True)
 class Turn:
-    """A user turn to score: the context it follows (index in the group) and its token ids.
+    """A user turn to score.
 
-    ``steered`` takes place at each of its tokens; its own positions aren't looked at.
+    Attributes:
+        context: the number of the context that it follows, counted through all groups.
+        ids: its tokens.
+        steered: takes place at each of its tokens; its own positions aren't looked at.
+        borrowed: keys and values of another context that it attends to.
     """
 
     context: int
     ids: Sequence[int]
     steered: tuple[Steered, ...] = ()
+    borrowed: Borrowed | None = None
 
 
 @dataclass(frozen=True)
@@ -48,84 +50,36 @@ class Scored:
 
 def score(
     model: PreTrainedModel,
-    prefilled: Prefilled,
-    turns: Sequence[Turn],
-    temperatures: Sequence[float],
-    share: bool = True,
-    on_tokens: Callable[[int], None] | None = None,
-) -> list[Scored]:
-    """Score turns given the contexts of one group; see :func:`score_groups`."""
-    return score_groups(model, [prefilled], turns, temperatures, share, on_tokens)
-
-
-def score_groups(
-    model: PreTrainedModel,
     groups: Sequence[Prefilled],
     turns: Sequence[Turn],
-    temperatures: Sequence[float],
+    temperatures: Sequence[float] = (),
+    *,
     share: bool = True,
     on_tokens: Callable[[int], None] | None = None,
 ) -> list[Scored]:
     """Score turns given their contexts; the prefilled states are left as they were.
 
     The first token is scored by the prefill's own logits, the others by one more pass over the
-    turns alone. Turns of similar length share a pass, of whatever group where rows of several can
-    share a batch, and within it those of one context are neighbours.
+    turns alone. Turns of similar length share a pass.
 
     Args:
         model: the subject model.
-        groups: contexts that were prefilled together.
-        turns: what to score, in any order; their contexts are counted through all groups.
+        groups: contexts that were prefilled together, in order.
+        turns: what to score, in any order.
         temperatures: at which besides T = 1.
         share: as for :func:`ia_mech.engine.decode.decode`.
         on_tokens: called after each pass with how many tokens were scored.
     """
     results: dict[int, Scored] = {}
     most = max(1, LOGITS // groups[0].logits.shape[-1])  # tokens of one pass
-    for batch in _batches(groups, [turn.context for turn in turns], share):
-        for part in plan_units([len(turns[i].ids) for i in batch], len(batch), most, PADDING):
-            members = sorted((batch[i] for i in part), key=lambda i: turns[i].context)
-            together = [turns[i] for i in members]
-            scored = _score_pass(model, groups, together, temperatures, share, most)
-            results.update(zip(members, scored, strict=True))
-            if on_tokens is not None:
-                on_tokens(sum(len(turn.ids) for turn in together))
+    for batch in similar_lengths([len(turn.ids) for turn in turns], most):
+        members = sorted(batch, key=lambda i: turns[i].context)
+        together = [turns[i] for i in members]
+        scored = _score_pass(model, groups, together, temperatures, share, most)
+        results.update(zip(members, scored, strict=True))
+        if on_tokens is not None:
+            on_tokens(sum(len(turn.ids) for turn in together))
     return [results[index] for index in range(len(turns))]
-
-
-def _batches(groups: Sequence[Prefilled], contexts: Sequence[int], share: bool) -> list[list[int]]:
-    """Indices of the turns that may share a pass: all of them, or those of each group."""
-    everyone = list(range(len(contexts)))
-    if len(groups) == 1 or not contexts:
-        return [everyone]
-    one = torch.zeros(1, dtype=torch.long, device=groups[0].logits.device)
-    if can_join(expand(groups[0].state, one, share=share)):
-        return [everyone]
-    ends = list(accumulate(len(group.logits) for group in groups))
-    return [
-        [i for i in everyone if end - len(group.logits) <= contexts[i] < end]
-        for group, end in zip(groups, ends, strict=True)
-    ]
-
-
-def _rows(groups: Sequence[Prefilled], context: Tensor, capacity: int, share: bool) -> State:
-    """Rows that go on from contexts ``[rows]`` int64, sorted and counted through all groups."""
-    state: State | None = None
-    first = 0
-    for group in groups:
-        end = first + len(group.logits)
-        mine = context[(context >= first) & (context < end)]
-        index, numbers = mine - first, mine.tolist()
-        if numbers and state is None:
-            state = expand(
-                group.state, index, capacity, share=share, max_rows=len(context), numbers=numbers
-            )
-        elif numbers and state is not None:
-            slots = range(state.rows, state.rows + len(mine))
-            join(state, slots, group.state, index, numbers)
-        first = end
-    assert state is not None  # there is at least one turn
-    return state
 
 
 def _score_pass(
@@ -145,13 +99,12 @@ def _score_pass(
         host_ids[row, : lengths[row]] = torch.tensor(turn.ids, dtype=torch.long)
         host_mask[row, : max(lengths[row] - 1, 0)] = 1  # the last token is only predicted
     ids, mask = host_ids.to(device), host_mask.to(device)
-    context = torch.tensor([turn.context for turn in turns], device=device)
-    # Without sharing, in one pass, concatenating copies less than preallocated buffers do.
-    capacity = longest - 1 if share else 0
-    state = _rows(groups, context, capacity, share) if longest > 1 else None
+    contexts = [turn.context for turn in turns]
     scores = torch.zeros(3 + len(temperatures), len(turns), longest, device=device)
     # [turns, 1, vocab], they predict the first token
-    logits = torch.cat([group.logits for group in groups])[context][:, None]
+    logits = torch.cat([group.logits for group in groups])[contexts][:, None]
+    borrowed = [turn.borrowed for turn in turns]
+    state = None
     done = 0
     while True:
         ahead = torch.arange(done, done + logits.shape[1])
@@ -162,7 +115,9 @@ def _score_pass(
         done += len(ahead)
         if done >= longest:
             break
-        assert state is not None
+        if state is None:
+            capacity = longest - 1
+            state = expand(groups, contexts, capacity=capacity, share=share, borrowed=borrowed)
         fed = slice(done - 1, min(done - 1 + most, longest - 1))
         interventions = [
             at_tokens(turn.steered, range(fed.start, min(fed.stop, len(turn.ids) - 1)))

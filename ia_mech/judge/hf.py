@@ -11,9 +11,9 @@ import torch
 
 from ia_mech.chat.template import ChatTemplate, message
 from ia_mech.engine.check import check_engine
-from ia_mech.engine.plan import OomBackoff
-from ia_mech.engine.prefill import Prefilled, Prefix, State, expand, forward, prefill
+from ia_mech.engine.memory import Backoff
 from ia_mech.engine.score import Turn, score
+from ia_mech.engine.state import Prefilled, Prefix, expand, forward, prefill
 from ia_mech.errors import UserError, is_out_of_memory
 from ia_mech.judge import prompt
 from ia_mech.judge.rubric import NAMES, rubric_hash
@@ -94,11 +94,11 @@ class HfJudge:
         self._template = ChatTemplate(self._subject.tokenizer)
         self._shared = self._shared_ids()
         engine = check_engine(self._subject.model, self._shared[:64])
-        self._share = engine.shared > 0
+        self._share = engine.share
         self._answers = [self._answer_ids(name) for name in NAMES]
-        self._rubric: State | None = None  # the shared part, run through the model
+        self._rubric: Prefilled | None = None  # the shared part, run through the model
         self._prior: torch.Tensor | None = None  # [categories], of the item without content
-        self._backoff = OomBackoff(len(NAMES))
+        self._backoff = Backoff(len(NAMES))
         self.identity = {
             **described(model),
             "weights_hash": self._subject.weights_hash,
@@ -156,7 +156,7 @@ class HfJudge:
             prefilled = self._prefill(ids)
             turns = [Turn(0, answer) for answer in self._answers]
             scored = self._backoff.map(
-                lambda group: score(model, prefilled, group, [], self._share), turns
+                lambda group: score(model, [prefilled], group, share=self._share), turns
             )
         return torch.tensor(
             [float(s.logprobs_raw.astype("float64").sum()) for s in scored]
@@ -190,8 +190,8 @@ class HfJudge:
         if ids[: len(self._shared)] != self._shared:  # a tokenizer that merges across the border
             return prefill(model, [Prefix(ids)])
         if self._rubric is None:
-            self._rubric = prefill(model, [Prefix(self._shared)]).state
-        state = expand(self._rubric, torch.zeros(1, dtype=torch.long, device=device))
+            self._rubric = prefill(model, [Prefix(self._shared)])
+        state = expand([self._rubric], [0], share=False)
         rest = torch.tensor([ids[len(self._shared) :]], device=device)
         logits = forward(model, state, rest, torch.ones_like(rest))[:, -1]
         return Prefilled(state, logits, None)

@@ -13,10 +13,10 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from ia_mech.engine.capture import ResidualCapture, find_blocks
-from ia_mech.engine.intervention import Block, Intervention, from_layer, intervene
-from ia_mech.engine.plan import OomBackoff
-from ia_mech.engine.prefill import Prefix, State, expand, forward, prefill
+from ia_mech.engine.intervene import Intervention, from_layer, intervene
+from ia_mech.engine.memory import Backoff
 from ia_mech.engine.sampling import log_sum_exp
+from ia_mech.engine.state import Prefix, State, expand, forward, prefill
 
 ROWS = 16  # of a pass: some 500 tokens, at which a CPU is at its best
 
@@ -46,7 +46,7 @@ class Continued:
         self.model, self.start, self.turns = model, start, turns
         self._blocks = find_blocks(model)
         self._header = len(context) - start
-        self._before = prefill(model, [Prefix(context[:start])]).state if start else None
+        self._before = prefill(model, [Prefix(context[:start])]) if start else None
         longest = max(map(len, turns))
         width = self._header + longest - 1
         ids, mask = torch.zeros(2, len(turns), width, dtype=torch.long)
@@ -92,7 +92,7 @@ class Continued:
     ) -> list[np.ndarray]:
         """What ``read`` makes of the logits ``[rows, turn tokens, vocab]`` of rows of turns."""
         depth = len(self._blocks)
-        begins = [min(map(_begins, some), default=depth) for _, some in rows]
+        begins = [min((one.layer for one in some), default=depth) for _, some in rows]
         order = sorted(range(len(rows)), key=begins.__getitem__)
 
         def scored(part: Sequence[int]) -> list[np.ndarray]:
@@ -105,18 +105,18 @@ class Continued:
                 logits = self._pass(turns)
             return read(logits, turns)
 
-        found = OomBackoff(ROWS).map(scored, order)
+        found = Backoff(ROWS).map(scored, order)
         of = dict(zip(order, found, strict=True))
         return [of[i] for i in range(len(rows))]
 
     def _pass(self, turns: Sequence[int]) -> Tensor:
         """``[rows, turn tokens, vocab]`` logits of a batch of these turns."""
-        index = torch.zeros(len(turns), dtype=torch.long, device=self.model.device)
         if self._before is None:
+            begin = torch.zeros(len(turns), dtype=torch.long, device=self.model.device)
             cache = DynamicCache(config=self.model.config)
-            state = State(cache, self._mask[list(turns), :0], index)
+            state = State(cache, self._mask[list(turns), :0], begin)
         else:
-            state = expand(self._before, index)
+            state = expand([self._before], [0] * len(turns), share=False)
         keep = self._ids.shape[1] - self._header + 1
         ids, mask = self._ids[list(turns)], self._mask[list(turns)]
         return forward(self.model, state, ids, mask, keep=keep)
@@ -133,7 +133,3 @@ class Continued:
             found.append((below.gather(-1, turn) / temperature - total)[:, 0].cpu().numpy())
         return found
 
-
-def _begins(one: Intervention) -> int:
-    """The layer from which on its pass has to be computed."""
-    return one.layer - 1 if isinstance(one, Block) else one.layer

@@ -16,28 +16,19 @@ from transformers import PreTrainedModel
 
 from ia_mech.chat.format import ChatFormat
 from ia_mech.data.conversations import UNPERTURBED, Conversation
-from ia_mech.engine.intervention import Steered
-from ia_mech.engine.loop import Decoded
-from ia_mech.engine.plan import (
-    PREFILL_COST,
-    RESCORE_COST,
-    SCORE_COST,
-    OomBackoff,
-    consecutive,
-)
-from ia_mech.engine.prefill import Prefilled
-from ia_mech.engine.score import Scored, Turn, score, score_groups
-from ia_mech.engine.shared_prefix import Engine
+from ia_mech.engine.intervene import Steered
+from ia_mech.engine.score import Scored, Turn, score
+from ia_mech.engine.state import Prefilled, Prefix, prefill_all
 from ia_mech.errors import UserError
 from ia_mech.likelihood.candidates import OTHER, REFERENCE, Candidate, OwnCandidates, rivals
-from ia_mech.likelihood.counterfactual_prefill import Ids, prefill_counterfactuals, shared_prefix
 from ia_mech.likelihood.swaps import SwapSource, SwapSources
 
 SCORED = (
     *(round(0.1 * step, 1) for step in range(1, 16)),  # 0.1, 0.2, … 1.5
     *(1.75, 2.0, 2.25, 2.5, 3.0),
 )
-HELD_TOKENS = 4096  # of counterfactual contexts whose turns are scored together
+HELD = 16  # counterfactual contexts whose turns are scored together
+Ids = tuple[int, ...]
 NO_SWAP_SOURCE = "no other source of its dataset has another response: use more conversations of it"
 KINDS = {"empty": "empty response", "swapped": "swapped response", "header": "bare header"}
 
@@ -103,12 +94,10 @@ class ContextScores:
 
     Attributes:
         candidates: the reference first; empty where the context has none.
-        generations: contrasts of its generations, in the grid's order, or None if not asked for.
         swapped_from: ids of the swap sources, in the order of every ``Contrasts.swapped``.
     """
 
     candidates: list[ScoredCandidate] = field(default_factory=list)
-    generations: list[Contrasts] | None = None
     swapped_from: list[str] = field(default_factory=list)
 
 
@@ -167,14 +156,12 @@ class Scorer:
         temperatures: at which the candidates are scored.
         contrasts: whether turns are scored in counterfactual contexts, too.
         swaps: after how many other responses.
-        generations: whether generations are contrasted, too.
         rivals: whether rivals of the reference are scored in its context.
         own: the user's candidates.
         limit: of the model's context in tokens, or None.
-        rows_limit: how many turns are scored together; halved when memory runs out.
         note: called with what is left out somewhere (a kind of context, or a candidate), and why.
         share: turns after one context read its keys and values in one place.
-        on_work: called with the work that was done, in decoded tokens.
+        on_tokens: called with how many tokens were scored.
     """
 
     def __init__(
@@ -186,34 +173,30 @@ class Scorer:
         *,
         contrasts: bool = True,
         swaps: int,
-        generations: bool,
         rivals: bool = True,
         own: OwnCandidates | None,
         limit: int | None,
-        rows_limit: OomBackoff,
         note: Callable[[str, str], None],
         share: bool = True,
-        on_work: Callable[[float], None] = lambda _: None,
+        on_tokens: Callable[[int], None] | None = None,
     ) -> None:
         self._model, self._chat, self._swap_sources = model, chat, swap_sources
-        self._temperatures, self._swaps, self._generations = temperatures, swaps, generations
-        self._own, self._limit, self._rows_limit, self._note = own, limit, rows_limit, note
+        self._temperatures, self._swaps = temperatures, swaps
+        self._own, self._limit, self._note = own, limit, note
         self._contrasts, self._rivals = contrasts, rivals
-        self._share, self._on_work = share, on_work
-        self._shares_prefixes = share and Engine.possible(model).whole
-        self._prefill_limit = OomBackoff(10**6, outermost=False)
+        self._share, self._on_tokens = share, on_tokens
         self._closing = [] if chat.closing_id is None else [chat.closing_id]
 
     # -- in the context itself ------------------------------------------------------------------
 
     def score_candidates(
-        self, prefilled: Prefilled, contexts: Sequence[Scorable]
+        self, groups: Sequence[Prefilled], contexts: Sequence[Scorable]
     ) -> list[ContextScores]:
         """Scores of the references and their rivals, in their own contexts.
 
         Args:
-            prefilled: a group of contexts.
-            contexts: its members, in that order.
+            groups: contexts that were prefilled together.
+            contexts: their members, in that order.
         """
         found = [
             (at, candidate, ids)
@@ -221,13 +204,7 @@ class Scorer:
             for candidate, ids in self._candidates(context)
         ]
         turns = [Turn(at, [*ids, *self._closing], contexts[at].steered) for at, _, ids in found]
-        scored = self._rows_limit.map(
-            lambda part: score(
-                self._model, prefilled, part, self._temperatures, self._share,
-                lambda tokens: self._on_work(SCORE_COST * tokens),
-            ),
-            turns,
-        )  # fmt: skip
+        scored = self._score(groups, turns, self._temperatures)
         scores = [ContextScores() for _ in contexts]
         for (at, candidate, ids), one in zip(found, scored, strict=True):
             contrasts = None
@@ -236,6 +213,18 @@ class Scorer:
                 contrasts = Contrasts(Likelihood.of(one.logprobs_raw, len(ids)))
             scores[at].candidates.append(ScoredCandidate(candidate, ids, one, contrasts))
         return scores
+
+    def _score(
+        self, groups: Sequence[Prefilled], turns: Sequence[Turn], temperatures: Sequence[float]
+    ) -> list[Scored]:
+        return score(
+            self._model,
+            groups,
+            turns,
+            temperatures,
+            share=self._share,
+            on_tokens=self._on_tokens,
+        )
 
     def _candidates(self, context: Scorable) -> Iterator[tuple[Candidate, list[int]]]:
         """The reference of a context and its rivals, with their ids; none without a reference."""
@@ -278,17 +267,13 @@ class Scorer:
     # -- in counterfactual contexts --------------------------------------------------------------
 
     def add_contrasts(
-        self,
-        contexts: Sequence[Scorable],
-        scores: Sequence[ContextScores],
-        decoded: Sequence[Sequence[Decoded]],
+        self, contexts: Sequence[Scorable], scores: Sequence[ContextScores]
     ) -> None:
-        """Add scores of the same turns, and of generations, in other contexts to ``scores``.
+        """Add scores of the same turns in other contexts to ``scores``.
 
         Args:
             contexts: any whose candidates were scored.
             scores: what :meth:`score_candidates` returned for each.
-            decoded: the generations of each.
         """
         turns: dict[int, list[_Turn]] = {}  # by context
         for at, one in enumerate(scores):
@@ -299,13 +284,6 @@ class Scorer:
             ]
             if found:
                 turns[at] = found
-        generations = self._contrasts and self._generations
-        for at, rows in enumerate(decoded if generations else ()):
-            if not contexts[at].perturbed:
-                generated = [_generated(row) for row in rows]
-                scores[at].generations = [turn.contrasts for turn in generated]
-                if generated:
-                    turns.setdefault(at, []).extend(generated)
         targets: dict[Ids, list[_Target]] = {}  # contexts with the same ids are prefilled once
         for at, found in turns.items():
             longest = max(len(turn.ids) for turn in found)
@@ -317,13 +295,9 @@ class Scorer:
             for turn in found:
                 # Placeholders, each of which is overwritten.
                 turn.contrasts.swapped = [turn.contrasts.given] * len(scores[at].swapped_from)
-        prefixes = self._shared_prefixes(targets)
-        order = sorted(targets, key=lambda ids: (prefixes[ids], len(ids)))
-        for held in consecutive([len(ids) for ids in order], HELD_TOKENS):
-            self._prefill_limit.map(
-                lambda part: self._score_after(part, prefixes, targets, turns),
-                [order[i] for i in held],
-            )
+        order = sorted(targets, key=len)  # similar lengths are prefilled together
+        for start in range(0, len(order), HELD):
+            self._score_after(order[start : start + HELD], targets, turns)
 
     def _counterfactuals(
         self, context: Scorable, longest: int
@@ -350,60 +324,27 @@ class Scorer:
             if self._fits(len(ids) + longest, KINDS[name]):
                 yield name, ids, source
 
-    def _shared_prefixes(self, targets: dict[Ids, list[_Target]]) -> dict[Ids, Ids]:
-        """The beginning that each context shares with others of its conversation, or ()."""
-        found: dict[Ids, Ids] = dict.fromkeys(targets, ())
-        of: dict[int, list[Ids]] = {}
-        for ids, (first, *_) in targets.items():
-            if self._shares_prefixes and first.name != "header":
-                of.setdefault(first.context, []).append(ids)
-        for several in of.values():
-            found.update(dict.fromkeys(several, shared_prefix(several)))
-        return found
-
     def _score_after(
         self,
         contexts: Sequence[Ids],
-        prefixes: dict[Ids, Ids],
         targets: dict[Ids, list[_Target]],
         turns: dict[int, list[_Turn]],
-    ) -> Sequence[Ids]:
-        """Score the turns that belong after these contexts, and return the contexts.
-
-        They are prefilled in groups, but all scored together: their turns are few and short.
-        """
-        groups, order = prefill_counterfactuals(
-            self._model,
-            contexts,
-            [prefixes[ids] for ids in contexts],
-            lambda tokens: self._on_work(PREFILL_COST * tokens),
-        )
+    ) -> None:
+        """Score the turns that belong after these contexts."""
+        groups, order = prefill_all(self._model, [Prefix(ids) for ids in contexts])
         meant = [
             (row, target, turn)
             for row, ids in enumerate(contexts[i] for i in order)
             for target in targets[ids]
             for turn in turns[target.context]
         ]
-        scored = self._rows_limit.map(
-            lambda part: score_groups(
-                self._model, groups, part, (), self._share,
-                lambda tokens: self._on_work(RESCORE_COST * tokens),
-            ),
-            [Turn(row, turn.ids) for row, _, turn in meant],
-        )  # fmt: skip
+        scored = self._score(groups, [Turn(row, turn.ids) for row, _, turn in meant], ())
         for (_, target, turn), one in zip(meant, scored, strict=True):
             likelihood = Likelihood.of(one.logprobs_raw, turn.tokens)
             if target.name == "swapped":
                 turn.contrasts.swapped[target.number] = likelihood
             else:
                 setattr(turn.contrasts, target.name, likelihood)
-        return contexts
-
-
-def _generated(row: Decoded) -> _Turn:
-    ids = row.token_ids.tolist()
-    tokens = len(ids) - (row.finish_reason == "turn_end")
-    return _Turn(ids, tokens, Contrasts(Likelihood.of(row.logprobs_raw, tokens)))
 
 
 # -- columns --------------------------------------------------------------------------------------

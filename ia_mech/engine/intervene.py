@@ -1,19 +1,20 @@
-"""Change what a model computes in a forward pass: its residual stream, or what attends to what.
+"""Change the residual stream that a model computes in a forward pass.
 
 An intervention names a layer, tokens of its row, and what happens there. Layers are numbered as
-everywhere (:mod:`ia_mech.engine.capture`): 0 = embeddings, l = output of block l; attention of
-layer l is that inside block l, so there is none in layer 0. Positions are indices into the row's
-own tokens, from the first token of its context on, whatever part of them a pass computes; a
-:class:`ia_mech.chat.format.ChatContext` has those of named tokens, query and response.
+everywhere (:mod:`ia_mech.engine.capture`): 0 = embeddings, l = output of block l. Positions are
+indices into the row's own tokens, from the first token of its context on, whatever part of them a
+pass computes; a :class:`ia_mech.chat.format.ChatContext` has those of named tokens, query and
+response. Keys and values of another context are put into a row's attention by
+:class:`ia_mech.engine.shared.Borrowed`.
 
-To add a kind, write a dataclass with a ``layer`` and say in :func:`intervene` where its hook goes.
+To add a kind, write a dataclass with a ``layer`` and a method ``edited``.
 """
 
 import contextlib
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +22,6 @@ from transformers import PreTrainedModel
 
 from ia_mech.engine.capture import find_blocks
 from ia_mech.errors import UserError
-
-MASKED = ("eager", "sdpa")  # back ends that take a mask of single edges
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,7 +40,7 @@ class Replace:
     states: Tensor
 
     def __post_init__(self) -> None:
-        _check_some(self.positions, "position")
+        _check_some(self.positions)
         if self.states.ndim != 2 or len(self.states) != len(self.positions):
             raise ValueError(f"{len(self.positions)} positions, but {self.states.shape} states")
 
@@ -68,7 +67,7 @@ class Add:
     dose: float
 
     def __post_init__(self) -> None:
-        _check_some(self.positions, "position")
+        _check_some(self.positions)
         _check_length(self.direction)
 
     def edited(self, own: Tensor) -> Tensor:
@@ -94,7 +93,7 @@ class ProjectOut:
     dose: float = 1.0
 
     def __post_init__(self) -> None:
-        _check_some(self.positions, "position")
+        _check_some(self.positions)
         _check_length(self.direction)
 
     def edited(self, own: Tensor) -> Tensor:
@@ -103,40 +102,21 @@ class ProjectOut:
         return own - self.dose * (own * unit).sum(-1, keepdim=True) * unit
 
 
-@dataclass(frozen=True, eq=False)
-class Block:
-    """Keep tokens from attending to others, in all heads of a layer.
-
-    Attributes:
-        layer: from 1.
-        edges: ``[edges, 2]`` int64, positions of a token and of an earlier one that it can't attend
-            to any more.
-    """
-
-    layer: int
-    edges: Tensor
-
-    def __post_init__(self) -> None:
-        _check_some(self.edges, "attention edge")
-        if not (self.edges[:, 1] < self.edges[:, 0]).all():
-            raise ValueError("an edge must lead from a token to an earlier one")
-
-
 Steered = Add | ProjectOut  # what can be done at any token alike
-Intervention = Replace | Steered | Block
+Intervention = Replace | Steered
 
 
 class Touched(NamedTuple):
-    """What an intervention changed: a row's states, or attention from its tokens, at positions."""
+    """What an intervention changed: a row's states at positions of a layer."""
 
     row: int
     layer: int
     positions: tuple[int, ...]
 
 
-def _check_some(selected: Sequence | Tensor, what: str) -> None:
-    if not len(selected):
-        raise UserError(f"an intervention selects no {what}", f"select at least one {what}")
+def _check_some(positions: Sequence[int]) -> None:
+    if not positions:
+        raise UserError("an intervention selects no position", "select at least one position")
 
 
 def _check_length(direction: Tensor) -> None:
@@ -149,24 +129,17 @@ def at_tokens(steered: Sequence[Steered], positions: Sequence[int]) -> list[Inte
     return [replace(one, positions=tuple(positions)) for one in steered] if positions else []
 
 
-def edges_between(queries: Sequence[int], keys: Sequence[int]) -> Tensor:
-    """``[edges, 2]`` from each of the queries to each key that stands before it."""
-    each = (torch.tensor(some, dtype=torch.long) for some in (queries, keys))
-    pairs = torch.cartesian_prod(*each)
-    return pairs[pairs[:, 1] < pairs[:, 0]]
-
-
-def check_layers(layers: Sequence[int], depth: int, lowest: int = 0) -> None:
+def check_layers(layers: Sequence[int], depth: int) -> None:
     """Refuse layers that a model of so many blocks lacks.
 
     Raises:
         UserError: names the layer.
     """
     for layer in layers:
-        if not lowest <= layer <= depth:
+        if not 0 <= layer <= depth:
             raise UserError(
                 f"there is no layer {layer} to change",
-                f"give layers from {lowest} to {depth} (0: embeddings, l: block l)",
+                f"give layers from 0 to {depth} (0: embeddings, l: block l)",
             )
 
 
@@ -190,7 +163,7 @@ def intervene(
         What was touched, as far as the pass has come.
 
     Raises:
-        UserError: a layer isn't there or has no attention edges; a token isn't in the pass.
+        UserError: a layer isn't there; a token isn't in the pass.
         RuntimeError: on leaving, if a layer didn't run.
     """
     if not any(rows):
@@ -199,14 +172,11 @@ def intervene(
     begin = [0] * len(rows) if first is None else list(first)
     blocks = find_blocks(model)
     touched: list[Touched] = []
-    edits: dict[int, list[tuple[int, Replace | Steered]]] = defaultdict(list)
-    blocked: dict[int, list[tuple[int, Block]]] = defaultdict(list)
+    edits: dict[int, list[tuple[int, Intervention]]] = defaultdict(list)
     for row, interventions in enumerate(rows):
         for one in interventions:
-            check_layers([one.layer], len(blocks), 1 if isinstance(one, Block) else 0)
-            if isinstance(one, Block):
-                blocked[one.layer].append((row, one))
-            elif not (isinstance(one, Steered) and one.dose == 0):
+            check_layers([one.layer], len(blocks))
+            if not (isinstance(one, Steered) and one.dose == 0):
                 edits[one.layer].append((row, one))
     handles = []
     try:
@@ -217,12 +187,8 @@ def intervene(
                 if layer
                 else blocks[0].register_forward_pre_hook(hook.enter, with_kwargs=True)
             )
-        for layer, of_edges in blocked.items():
-            module = attention_of(blocks[layer - 1], layer)
-            edge_hook = _EdgeHook(of_edges, begin, touched)
-            handles.append(module.register_forward_pre_hook(edge_hook.enter, with_kwargs=True))
         yield touched
-        wanted = sum(map(len, edits.values())) + sum(map(len, blocked.values()))
+        wanted = sum(map(len, edits.values()))
         if len(touched) != wanted:
             raise RuntimeError(f"{len(touched)} of {wanted} interventions took place")
     finally:
@@ -234,7 +200,7 @@ class _StateHook:
     """Edits the residual stream of one layer."""
 
     def __init__(
-        self, edits: list[tuple[int, Replace | Steered]], first: list[int], touched: list[Touched]
+        self, edits: list[tuple[int, Intervention]], first: list[int], touched: list[Touched]
     ) -> None:
         self.edits, self.first, self.touched = edits, first, touched
 
@@ -260,37 +226,6 @@ class _StateHook:
         return new
 
 
-class _EdgeHook:
-    """Masks attention edges of one layer."""
-
-    def __init__(
-        self, edits: list[tuple[int, Block]], first: list[int], touched: list[Touched]
-    ) -> None:
-        self.edits, self.first, self.touched = edits, first, touched
-
-    def enter(self, module, args, kwargs) -> tuple[tuple, dict]:
-        hidden = args[0] if args else kwargs["hidden_states"]
-        rows, new = hidden.shape[:2]
-        mask = kwargs.get("attention_mask")
-        if mask is None:  # transformers leaves a plain causal mask to the kernel
-            cache = kwargs.get("past_key_values")
-            before = cache.get_seq_length(module.layer_idx) if cache is not None else 0
-            seen = torch.ones(new, before + new, dtype=torch.bool, device=hidden.device)
-            mask = seen.tril(before)[None, None]
-        mask = mask.expand(rows, -1, -1, -1).clone()
-        hidden_value = False if mask.dtype == torch.bool else torch.finfo(mask.dtype).min
-        # All keys end with the newest token; what a sliding window has left behind isn't there.
-        shift = mask.shape[-1] - new
-        for row, one in self.edits:
-            at, onto = (one.edges.to(mask.device) - self.first[row]).unbind(1)
-            _check_inside([int(at.min()), int(at.max())], new, self.first[row])
-            there = onto + shift >= 0
-            mask[row, :, at[there], onto[there] + shift] = hidden_value
-            positions = tuple(one.edges[:, 0].unique().tolist())
-            self.touched.append(Touched(row, one.layer, positions))
-        return args, kwargs | {"attention_mask": mask}
-
-
 def _check_inside(columns: list[int], width: int, first: int) -> None:
     for column in columns:
         if not 0 <= column < width:
@@ -299,28 +234,6 @@ def _check_inside(columns: list[int], width: int, first: int) -> None:
                 f"{first + width - 1} that are computed",
                 "change one that is",
             )
-
-
-def attention_of(block: nn.Module, layer: int) -> nn.Module:
-    """The attention module of a layer's block, whose edges can be blocked.
-
-    Raises:
-        UserError: a recurrent layer has none, or the back end takes no such mask.
-    """
-    found = [child for child in block.children() if type(child).__name__.endswith("Attention")]
-    if len(found) != 1:
-        raise UserError(
-            f"layer {layer}, a {type(block).__name__}, has no attention edges",
-            "change layers with attention; recurrent ones carry the past in a state",
-        )
-    module: Any = found[0]
-    implementation = module.config._attn_implementation
-    if implementation not in MASKED:
-        raise UserError(
-            f"attention edges can't be blocked with --attention {implementation}",
-            f"use one of {', '.join(MASKED)}",
-        )
-    return module
 
 
 @contextlib.contextmanager

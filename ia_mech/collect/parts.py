@@ -1,0 +1,510 @@
+"""Before anything is sampled: check what was asked for, plan the parts, say what the run will take.
+
+A **part** is some consecutive contexts with all their rows: what is dealt to a shard, computed,
+written and resumed as one. Parts are a pure function of settings and conversations, since rounding
+depends on the batch that a row sits in: nothing here looks at the clock, at free memory, at what
+was already done, or at the number of shards.
+
+Everything that can be wrong is found here, before anything is written: first what needs nothing but
+the settings, then what needs the data, then what needs the model.
+"""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from transformers import PretrainedConfig
+
+from ia_mech.chat.format import ChatFormat
+from ia_mech.chat.headers import rendered
+from ia_mech.collect.identity import build_chat, identity_asked_for
+from ia_mech.data.conversations import Conversation, ConversationSource, open_conversations
+from ia_mech.errors import UserError
+from ia_mech.likelihood.candidates import OwnCandidates
+from ia_mech.models.load import (
+    context_limit,
+    load_tokenizer_and_config,
+    resolve_device,
+    resolve_dtype,
+    stored_dtype,
+    text_config,
+)
+from ia_mech.run import Run, layout
+from ia_mech.run.integrity import refuse_another, without_folders
+from ia_mech.settings import Settings
+from ia_mech.steering import SteeringVector
+
+BATCH_ROWS = {"cpu": 384, "cuda": 1024}  # rows decoded together; a GPU's number is an estimate
+HELD = {"cpu": 2**32, "cuda": 2**34}  # bytes of keys and values that a part may take
+WHOLE = (1, 1)  # the only shard
+
+Shard = tuple[int, int]  # number, from 1, and of how many
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a run reads: its conversations, the user's own candidates, and a steering vector."""
+
+    source: ConversationSource
+    own: OwnCandidates | None
+    vector: SteeringVector | None = None
+
+
+def open_inputs(settings: Settings, out: Path) -> Inputs:
+    """Check everything that needs no model, before one is fetched.
+
+    Args:
+        settings: of the run.
+        out: the run's folder.
+
+    Raises:
+        UserError: a device, a folder, candidates, a vector or a dataset that can't be used.
+    """
+    resolve_device(settings.device)
+    layout.refuse_inside_run(out)
+    layout.refuse_unwritable(out, "give another --out or set IA_MECH_CACHE")
+    if out.is_dir() and any(out.iterdir()) and not (out / layout.RUN).is_file():
+        raise UserError(f"{out} holds files but no run", "give an empty or new folder as --out")
+    vector, own = settings.intervention, settings.candidates
+    source = open_conversations(
+        settings.dataset,
+        limit=settings.limit,
+        columns=settings.columns,
+        split=settings.split,
+        subset=settings.subset,
+        skip_unusable=settings.skip_unusable,
+    )
+    return Inputs(
+        source,
+        None if own is None else OwnCandidates.read(own),
+        None if vector is None else SteeringVector.load(vector),
+    )
+
+
+def kept_positions(settings: Settings, chat: ChatFormat) -> tuple[str, ...]:
+    """Position names that are kept, in the template's order.
+
+    Raises:
+        UserError: a name that the template hasn't.
+    """
+    wanted: set[str] = set()
+    for name in settings.positions:
+        if name == "all":
+            wanted.update(chat.position_names)
+        elif name == "header":
+            wanted.update(n for n in chat.position_names if n.startswith("header_"))
+        elif name in chat.position_names:
+            wanted.add(name)
+        else:
+            raise UserError(
+                f"--positions {name}: this model's template has no such position",
+                f"give all, header, or names among {', '.join(chat.position_names)}",
+            )
+    return tuple(name for name in chat.position_names if name in wanted)
+
+
+def check_model(
+    settings: Settings, inputs: Inputs, chat: ChatFormat, model_config: PretrainedConfig
+) -> None:
+    """Refuse what a model lacks, by its configuration alone.
+
+    Raises:
+        UserError: positions, header logits or a vector's layer that the model hasn't.
+    """
+    text = text_config(model_config)
+    kept_positions(settings, chat)
+    if settings.header_logits not in ("full", "none"):
+        if int(settings.header_logits) > text.vocab_size:
+            raise UserError(
+                f"--header-logits {settings.header_logits}: the model has {text.vocab_size} logits",
+                f"give full, or at most {text.vocab_size}",
+            )
+    if inputs.vector is not None:
+        inputs.vector.check(text.num_hidden_layers, text.hidden_size, chat.position_names)
+
+
+def needs_response(settings: Settings, conversation: Conversation) -> bool:
+    """Whether the subject model has to write the response of this conversation."""
+    if settings.response == "generate":
+        return True
+    return settings.response == "auto" and conversation.response is None
+
+
+def without_response(conversation: Conversation) -> list[dict]:
+    """The messages up to and including the query."""
+    messages = list(conversation.messages)
+    return messages[:-1] if messages[-1]["role"] == "assistant" else messages
+
+
+# -- conversations --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Survey:
+    """The conversations of a run, of all its shards, checked and measured.
+
+    Attributes:
+        facts: part of the run's identity.
+        conversations: one per context, in the run's order.
+        lengths: tokens of each context, at its longest where the response is still to be written.
+        prompts: tokens of the prompt of each response that is still to be written, by order.
+        read: how many conversations the dataset gave, each of which may become several contexts.
+        skipped: one line for each that can't be used, where these are to be skipped.
+    """
+
+    facts: dict
+    conversations: list[Conversation]
+    lengths: list[int]
+    prompts: dict[int, int]
+    read: int
+    skipped: list[str]
+
+
+def survey(
+    inputs: Inputs, settings: Settings, chat: ChatFormat, model_config: PretrainedConfig
+) -> Survey:
+    """Read all conversations, checking and measuring them.
+
+    Raises:
+        UserError: a missing response, a context longer than the model's, or a refusing template,
+            where such conversations aren't to be skipped; candidates of unknown conversations.
+    """
+    found = Survey({}, [], [], {}, 0, [])
+    read: set[str] = set()
+    for conversation in _alternatives(inputs.source, settings):
+        try:
+            length, prompt = _lengths(conversation, settings, chat, inputs, model_config)
+        except UserError as error:
+            problem = f"conversation {conversation.id}: {error.problem}"
+            if not settings.skip_unusable:
+                raise UserError(problem, error.remedy) from error
+            found.skipped.append(problem)
+            continue
+        if prompt is not None:
+            found.prompts[len(found.lengths)] = prompt
+        found.conversations.append(conversation)
+        found.lengths.append(length)
+        read.add(conversation.id.removesuffix(f"/r{conversation.response_index}"))
+    found.skipped.extend(inputs.source.skipped)
+    if not found.conversations:
+        raise UserError(
+            f"no conversation of {settings.dataset} can be used ({len(found.skipped)} skipped, "
+            f"such as {found.skipped[0]})",
+            "give others",
+        )
+    if settings.writes_responses and not found.prompts:
+        raise UserError(
+            "every conversation has a response: --responses and --response-temperature do nothing",
+            "use --response generate, which replaces them, or leave the two flags out",
+        )
+    if inputs.own is not None:
+        ids = {one.id for one in found.conversations}
+        inputs.own.check(ids, sum(one.reference is not None for one in found.conversations))
+    total = hashlib.sha256()
+    for conversation in found.conversations:
+        text = json.dumps(conversation.to_dict(), sort_keys=True, ensure_ascii=False)
+        total.update(text.encode() + b"\n")
+    facts = {"count": len(found.lengths), "tokens": sum(found.lengths), "sha256": total.hexdigest()}
+    return replace(found, facts=facts, read=len(read))
+
+
+def _alternatives(source: Iterable[Conversation], settings: Settings) -> Iterator[Conversation]:
+    """The conversations, each as often as the model writes responses to its query.
+
+    Raises:
+        UserError: the data has several responses, and the model is to write others.
+    """
+    for conversation in source:
+        several = settings.responses > 1 and needs_response(settings, conversation)
+        if several and conversation.response_index is not None:
+            raise UserError(
+                f"conversation {conversation.id} is one of several responses already",
+                "use --response given, or give each query once",
+            )
+        if several:
+            yield from map(conversation.alternative, range(settings.responses))
+        else:
+            yield conversation
+
+
+def _lengths(
+    conversation: Conversation,
+    settings: Settings,
+    chat: ChatFormat,
+    inputs: Inputs,
+    model_config: PretrainedConfig,
+) -> tuple[int, int | None]:
+    """Tokens of a conversation's context, at its longest, and of the prompt if the response is
+    still to be written."""
+    messages, extra, prompt = list(conversation.messages), 0, None
+    if needs_response(settings, conversation):
+        # A stand-in for the response, so that everything around it is checked now.
+        messages = [*without_response(conversation), {"role": "assistant", "content": "Yes."}]
+        prompt = len(chat.prompt(messages[:-1]))
+        extra = settings.max_response_tokens
+    elif conversation.response is None:
+        raise UserError(
+            "no response, and --response given was asked for",
+            "use --response auto to let the model write the missing ones",
+        )
+    context, turn = rendered(chat, replace(conversation, messages=tuple(messages)))
+    if inputs.vector is not None:
+        inputs.vector.at_context(context.positions)
+    length, following = len(context.ids) + extra, 0 if turn is None else len(turn) + 1
+    needed, limit = length + max(settings.max_new_tokens, following), context_limit(model_config)
+    if limit is not None and needed > limit:
+        raise UserError(
+            f"it needs {needed} tokens, the model has {limit}",
+            "remove or shorten it, lower --max-response-tokens or --max-new-tokens, or use "
+            "--skip-unusable",
+        )
+    return length, prompt
+
+
+# -- parts ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What is computed, written and resumed together.
+
+    Attributes:
+        contexts: by name, the orders of the contexts of each part.
+        responses: likewise of the responses that the model writes: wider parts, since responses are
+            long and a step costs little more for many rows; each serves whole parts of contexts.
+        batch_rows: most user turns decoded together.
+        response_rows: most responses written together.
+    """
+
+    contexts: dict[str, list[int]]
+    responses: dict[str, list[int]]
+    batch_rows: int
+    response_rows: int
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """How many parts there are of each kind: what ``run.json`` says."""
+        return {"responses": len(self.responses), "contexts": len(self.contexts)}
+
+    def of_shard(self, shard: Shard) -> "Parts":
+        """The parts that are dealt to a shard: each n-th, with the responses that they need."""
+        number, of = shard
+        dealt = range(number - 1, max(len(self.contexts), len(self.responses)), of)
+        if not self.responses:
+            names = list(self.contexts)
+            mine = {names[at]: self.contexts[names[at]] for at in dealt if at < len(names)}
+            return replace(self, contexts=mine)
+        names = list(self.responses)
+        written = {names[at]: self.responses[names[at]] for at in dealt if at < len(names)}
+        orders = {order for some in written.values() for order in some}
+        mine = {name: some for name, some in self.contexts.items() if some[0] in orders}
+        return replace(self, contexts=mine, responses=written)
+
+
+def plan_parts(
+    found: Survey, settings: Settings, model_config: PretrainedConfig, dtype_bytes: int
+) -> Parts:
+    """The parts of a run.
+
+    A part of contexts fills a batch of ``batch_rows`` rows, or is one context, as long as keys and
+    values of contexts and rows stay within :data:`HELD`.
+    """
+    device = resolve_device(settings.device).type
+    batch_rows = settings.batch_rows or BATCH_ROWS[device]
+    rows, room = len(settings.rows()), HELD[device] // _cache_bytes(model_config, dtype_bytes)
+    most = evenly(len(found.lengths), max(1, batch_rows // rows))
+    contexts: list[list[int]] = []
+    held = 0
+    for order, length in enumerate(found.lengths):
+        tokens = length + rows * settings.max_new_tokens
+        if not contexts or len(contexts[-1]) == most or held + tokens > room:
+            contexts.append([])
+            held = 0
+        contexts[-1].append(order)
+        held += tokens
+    response_rows, responses = batch_rows, []
+    if found.prompts:
+        longest = max(found.prompts.values()) + settings.max_response_tokens
+        response_rows = max(1, min(batch_rows, room // longest))
+        together = evenly(len(contexts), max(1, response_rows // most))
+        responses = [
+            [order for part in contexts[start : start + together] for order in part]
+            for start in range(0, len(contexts), together)
+        ]
+    return Parts(_named(contexts), _named(responses), batch_rows, response_rows)
+
+
+def evenly(count: int, most: int) -> int:
+    """The size of equal parts of ``count`` items, at most ``most`` each."""
+    return -(-count // max(1, -(-count // most)))
+
+
+def _named(parts: list[list[int]]) -> dict[str, list[int]]:
+    return {f"{number:05d}": part for number, part in enumerate(parts)}
+
+
+def _cache_bytes(model_config: PretrainedConfig, dtype_bytes: int) -> int:
+    """Bytes of keys and values of one token, as if every layer had full attention."""
+    text = text_config(model_config)
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return 2 * text.num_hidden_layers * heads * dim * dtype_bytes
+
+
+# -- what it takes --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run, or a shard of one, will do and write; from tokenizer and configuration alone.
+
+    Attributes:
+        conversations: their part of the run's identity.
+        read: how many conversations the dataset gave, which make so many ``contexts``.
+        skipped: a line for each that can't be used.
+        rows: user turns.
+        parts: of contexts and responses together.
+        part_rows: rows of the largest part: what a kill costs at most.
+        tokens: new ones, at most.
+        bytes: that will be written, about.
+        lens_bytes: of the model's final norm and unembedding, which are kept once per model.
+    """
+
+    conversations: dict
+    read: int
+    skipped: list[str]
+    contexts: int
+    responses_to_generate: int
+    rows: int
+    context_tokens: int
+    longest_context: int
+    parts: int
+    part_rows: int
+    tokens: int
+    bytes: int
+    lens_bytes: int
+    header_text: str
+    positions: tuple[str, ...]
+
+
+def dry_run(settings: Settings, out: Path, shard: Shard = WHOLE) -> tuple[Plan, Run | None]:
+    """What a command would do, found out without the model's weights.
+
+    Returns:
+        The plan, and the run that the command would go on with, if there is one.
+
+    Raises:
+        UserError: anything that can't be used; a folder that holds another run.
+    """
+    inputs = open_inputs(settings, out)
+    device = resolve_device(settings.device)
+    dtype = resolve_dtype(settings.dtype, device)
+    tokenizer, model_config = load_tokenizer_and_config(settings.model_spec)
+    chat = build_chat(settings, tokenizer)
+    check_model(settings, inputs, chat, model_config)
+    found = survey(inputs, settings, chat, model_config)
+    dtype_bytes = (stored_dtype(model_config) if isinstance(dtype, str) else dtype).itemsize
+    parts = plan_parts(found, settings, model_config, dtype_bytes)
+    settings = replace(settings, batch_rows=parts.batch_rows)
+    there = None
+    if (out / layout.RUN).is_file():
+        there = Run.open(out)
+        positions = kept_positions(settings, chat)
+        wanted = identity_asked_for(settings, positions, found.facts, inputs.own, inputs.vector)
+        kept = without_folders(there.record["identity"])
+        refuse_another(out, {name: kept.get(name) for name in wanted}, wanted, flag_of)
+    mine = parts.of_shard(shard)
+    return _plan(found, mine, settings, chat, model_config, dtype_bytes), there
+
+
+def _plan(
+    found: Survey,
+    parts: Parts,
+    settings: Settings,
+    chat: ChatFormat,
+    model_config: PretrainedConfig,
+    dtype_bytes: int,
+) -> Plan:
+    orders = [order for part in parts.contexts.values() for order in part]
+    lengths = [found.lengths[order] for order in orders]
+    each, writing = len(settings.rows()), [order for order in orders if order in found.prompts]
+    text, positions = text_config(model_config), kept_positions(settings, chat)
+    sizes = [each * len(part) for part in parts.contexts.values()]
+    sizes += [sum(order in found.prompts for order in part) for part in parts.responses.values()]
+    return Plan(
+        conversations=found.facts,
+        read=found.read,
+        skipped=found.skipped,
+        contexts=len(orders),
+        responses_to_generate=len(writing),
+        rows=each * len(orders),
+        context_tokens=sum(lengths),
+        longest_context=max(lengths, default=0),
+        parts=len(parts.contexts) + len(parts.responses),
+        part_rows=max(sizes, default=0),
+        tokens=each * len(orders) * settings.max_new_tokens
+        + len(writing) * settings.max_response_tokens,
+        bytes=run_bytes(settings, positions, model_config, dtype_bytes, lengths),
+        lens_bytes=(text.vocab_size + 2) * text.hidden_size * dtype_bytes,
+        header_text=chat.header_text,
+        positions=positions,
+    )
+
+
+def run_bytes(
+    settings: Settings,
+    positions: tuple[str, ...],
+    model_config: PretrainedConfig,
+    dtype_bytes: int,
+    lengths: list[int],
+) -> int:
+    """About how many bytes a run takes whose contexts have these tokens."""
+    text = text_config(model_config)
+    residuals = len(positions) * (text.num_hidden_layers + 1) * text.hidden_size * dtype_bytes
+    if settings.header_logits in ("full", "none"):
+        logits = 2 * text.vocab_size if settings.header_logits == "full" else 0
+    else:  # a float16 value and an int32 index each
+        logits = 6 * int(settings.header_logits)
+    # A generation: id, log-probability, rank and margin of four bytes each per token, and its text.
+    turns = len(settings.rows()) * (settings.max_new_tokens * 20 + 100)
+    # Candidates with their texts and a log-probability per temperature, and what columns cost.
+    scores = 4_500 if settings.rivals else 2_000
+    return len(lengths) * (residuals + logits + turns + scores) + 10 * sum(lengths) + 8_000
+
+
+def size_text(count: int) -> str:
+    """A number of bytes, with its unit."""
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= scale:
+            return f"{count / scale:.1f} {unit}"
+    return f"{count} bytes"
+
+
+def check_disk(needed: int, out: Path) -> None:
+    """Refuse a new run that the disk has not enough space for.
+
+    Raises:
+        UserError: says how much is needed and how much is free.
+    """
+    free = shutil.disk_usage(next(p for p in out.absolute().parents if p.exists())).free
+    if needed > free and not (out / layout.RUN).is_file():
+        raise UserError(
+            f"the run needs about {size_text(needed)}, {out.parent} has {size_text(free)} free",
+            "free some space, lower --limit, name fewer --positions, or use --header-logits 1000",
+        )
+
+
+def too_few(settings: Settings, count: int) -> str:
+    """What to say of a dataset that has fewer conversations than were asked for; else nothing."""
+    if settings.limit is None or count >= settings.limit:
+        return ""
+    return f"{settings.dataset} has fewer conversations than --limit {settings.limit}: {count}"
+
+
+def flag_of(path: str) -> str:
+    """What a user calls a part of a run's identity: a flag for ``settings.samples``."""
+    group, _, name = path.partition(".")
+    return "--" + name.replace("_", "-") if group == "settings" else path.removesuffix(".sha256")

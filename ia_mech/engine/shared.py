@@ -1,0 +1,567 @@
+"""Rows that attend to their context's keys and values where the prefill left them.
+
+Copied to every row, a prefix of 231 tokens is read 33 times over at each step of 33 rows, and on a
+CPU that takes as long as half of the matrix products. Here each layer of full attention refers to
+the prefill's tensors: the rows of a context become the rows of one matrix per key-value head, all
+contexts of a group are one batched product, each row attends to its own tokens besides, and the two
+parts are merged by their log-sum-exp (Hydragen, arXiv 2402.05099, section 3.1). Nothing is
+approximated. Layers with a sliding window or a recurrent state are copied and computed as usual.
+
+The model's code isn't touched: ``transformers`` lets attention functions be registered by name, and
+the name is set in the model's configuration for the time of a forward pass.
+
+In this order: attention over parts (:func:`attend`, :func:`merge`), which row goes on from which
+context (:class:`Table`), the cache layer (:class:`SharedLayer`), its registration
+(:func:`sharing`).
+"""
+
+import contextlib
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, DynamicCache, PreTrainedModel
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer
+from transformers.masking_utils import AttentionMaskInterface
+
+from ia_mech.engine.sampling import LOG2_E
+from ia_mech.errors import UserError
+from ia_mech.models.load import text_config
+
+FUSED = (torch.float32, torch.bfloat16, torch.float16)  # what PyTorch's kernel for CPUs takes
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    scaling: float,
+    softcap: float | None = None,
+    bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention over one set of keys, without padding.
+
+    Args:
+        query: ``[batch, heads, new, dim]``.
+        key: ``[batch, kv_heads, keys, dim]``; each head of it serves ``heads / kv_heads`` others,
+            in order.
+        value: ``[batch, kv_heads, keys, value_dim]``.
+        scaling: factor of the scores.
+        softcap: scores become ``softcap * tanh(scores / softcap)``.
+        bias: ``[batch or 1, 1, new or 1, keys]`` in the query's dtype, added to the scores; minus
+            infinity hides a key.
+
+    Returns:
+        The average of the values ``[batch, heads, new, value_dim]`` in the query's dtype, and the
+        log-sum-exp of the scores ``[batch, heads, new]`` float32. A query that sees no key has an
+        average of zero and a log-sum-exp of minus infinity.
+    """
+    fused = query.device.type == "cpu" and query.dtype in FUSED and softcap is None
+    # One query to each set of keys are many small products, which the kernel does one by one.
+    if fused and query.shape[2] > 1 and query.shape[-1] == value.shape[-1]:
+        # What scaled_dot_product_attention calls on a CPU; it keeps the log-sum-exp to itself.
+        each = None if bias is None else bias.expand(-1, -1, query.shape[2], -1)
+        average, total = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, attn_mask=each, scale=scaling
+        )
+        if bias is not None:  # where nothing is seen it gives a log-sum-exp of zero
+            total = total.masked_fill(bias.amax(-1) == -torch.inf, -torch.inf)
+        return average, total
+    batch, heads, new, dim = query.shape
+    # [batch, kv_heads, heads per kv_head * new, …]
+    scores = _scores(query.reshape(batch, key.shape[1], -1, dim), key, scaling)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if bias is not None:
+        per_head = scores.view(batch, heads, new, -1)
+        per_head += bias
+    top = scores.amax(-1, keepdim=True)
+    # Minus infinity less itself would be no number.
+    scores -= top.clamp(min=torch.finfo(scores.dtype).min)
+    weights = scores.mul_(LOG2_E).exp2_()  # as in sampling.log_sum_exp
+    total = weights.sum(-1, keepdim=True)
+    average = weights.div_(total.clamp(min=1.0)).to(value.dtype) @ value
+    return average.view(batch, heads, new, -1), (top + total.log()).view(batch, heads, new)
+
+
+def _scores(query: Tensor, key: Tensor, scaling: float) -> Tensor:
+    """Products of ``[…, queries, dim]`` and ``[…, keys, dim]``, scaled, in float32.
+
+    In float16 a product ends at 65504, which 128 numbers of 23 reach. So queries take as much of
+    the scaling as is a power of two, which rounds nothing but the tiniest numbers; other dtypes
+    have float32's range.
+    """
+    first = 1.0
+    if query.dtype == torch.float16:
+        first = 2.0 ** min(0, math.frexp(scaling)[1])
+        query = query * first
+    return (query @ key.mT).float() * (scaling / first)
+
+
+def merge(
+    first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor], sinks: Tensor | None = None
+) -> Tensor:
+    """What attention over all keys at once would give, from attention over two parts of them.
+
+    Args:
+        first: as :func:`attend` returns it.
+        second: of the other keys.
+        sinks: ``[heads]`` scores of keys without a value (gpt-oss); they only take weight away.
+
+    Returns:
+        ``[batch, heads, new, value_dim]`` in the first part's dtype, computed in float32; zero
+        where neither part has anything to see.
+    """
+    (average, total), (other, other_total) = first, second
+    # Not a number only where neither part has anything to see.
+    weight = torch.sigmoid(other_total - total).nan_to_num_(0.0)
+    merged = torch.lerp(average.float(), other.float(), weight[..., None])
+    if sinks is not None:
+        seen = torch.logaddexp(total, other_total) - sinks.float()[:, None]
+        merged = merged * torch.sigmoid(seen)[..., None]
+    return merged.to(average.dtype)
+
+
+@dataclass(frozen=True)
+class Borrowed:
+    """Keys and values of another context, which some heads of a row attend to instead of its own.
+
+    The row's own tokens, written after the prefix, are attended to as ever. Keys keep the positions
+    that they were computed at.
+
+    Attributes:
+        context: the number of the context that they are taken from, as rows are numbered.
+        heads: layer (from 1: that inside block l) → key-value heads that attend to it.
+    """
+
+    context: int
+    heads: Mapping[int, Sequence[int]]
+
+
+@dataclass(frozen=True)
+class _Gathered:
+    """The rows of one group's contexts.
+
+    Attributes:
+        rows: ``[contexts, most]`` int64, the rows of each context; filled up with row 0.
+        bias: ``[contexts, 1, 1, tokens]`` in the model's dtype, minus infinity at left padding;
+            None where there is none.
+    """
+
+    rows: Tensor
+    bias: Tensor | None
+
+
+class Table:
+    """Which row goes on from which context, as all shared layers of a cache see it.
+
+    All rows of a batch have written the same number of tokens of their own.
+
+    Args:
+        masks: of each group ``[contexts, tokens]``, 0 for left padding.
+        contexts: ``[rows]``, the number of each row's context, counted through all groups.
+        borrowed: for each row, what it borrows, or None; empty where no row does.
+        dtype: of the model.
+
+    Attributes:
+        age: how many own tokens each row has.
+        length: tokens of the longest prefix, padding included.
+    """
+
+    def __init__(
+        self,
+        masks: Sequence[Tensor],
+        contexts: Sequence[int],
+        borrowed: Sequence[Borrowed | None],
+        dtype: torch.dtype,
+    ) -> None:
+        self._masks, self._dtype = list(masks), dtype
+        self._contexts = list(contexts)
+        self._borrowed = list(borrowed) or [None] * len(self._contexts)
+        self.age, self.length = 0, max(mask.shape[1] for mask in masks)
+        self._forget()
+
+    def __len__(self) -> int:
+        return len(self._contexts)
+
+    def _forget(self) -> None:
+        """Tensors are made anew when they are asked for."""
+        self._gathered: dict[torch.device, tuple[list[_Gathered | None], Tensor]] = {}
+        self._causal: dict[tuple[torch.device, int, int], Tensor] = {}
+
+    @property
+    def borrowers(self) -> list[tuple[int, Borrowed]]:
+        """The rows that borrow, and what."""
+        return [(row, one) for row, one in enumerate(self._borrowed) if one is not None]
+
+    def keep(self, index: Sequence[int]) -> None:
+        """Only the given rows, in the given order."""
+        self._contexts = [self._contexts[row] for row in index]
+        self._borrowed = [self._borrowed[row] for row in index]
+        self._forget()
+
+    def gathered(self, device: torch.device) -> tuple[list[_Gathered | None], Tensor]:
+        """Where the rows of each group are, on a layer's device.
+
+        Returns:
+            For each group its rows, or None if none is left. And ``[rows + borrowers]`` int64:
+            where, in the groups' attention ``[contexts * most]`` one below the other, that of each
+            row to its own prefix is, and behind them that of each borrower to the other one.
+        """
+        if device not in self._gathered:
+            self._gathered[device] = self._gather(device)
+        return self._gathered[device]
+
+    def _gather(self, device: torch.device) -> tuple[list[_Gathered | None], Tensor]:
+        pairs = list(enumerate(self._contexts))
+        pairs += [(row, one.context) for row, one in self.borrowers]
+        of: dict[int, list[int]] = {}  # context → places in pairs
+        for place, (_, context) in enumerate(pairs):
+            of.setdefault(context, []).append(place)
+        groups: list[_Gathered | None] = []
+        back, first, before = [0] * len(pairs), 0, 0
+        for mask in self._masks:
+            mine = [of.get(first + number, []) for number in range(len(mask))]
+            most = max(map(len, mine))
+            first += len(mask)
+            if not most:
+                groups.append(None)
+                continue
+            rows = torch.zeros(len(mask), most, dtype=torch.long)
+            for number, places in enumerate(mine):
+                for at, place in enumerate(places):
+                    rows[number, at] = pairs[place][0]
+                    back[place] = before + number * most + at
+            before += rows.numel()
+            bias = None
+            if not mask.all():
+                hidden = (mask == 0)[:, None, None].to(device)
+                bias = torch.zeros(hidden.shape, dtype=self._dtype, device=device)
+                bias.masked_fill_(hidden, -torch.inf)
+            groups.append(_Gathered(rows.to(device), bias))
+        return groups, torch.tensor(back, device=device)
+
+    def causal(self, new: int, device: torch.device) -> Tensor | None:
+        """``[1, 1, new, age + new]``: minus infinity where one of the new tokens would see a later
+        one; None for a single one."""
+        if new == 1:
+            return None
+        key = device, new, self.age
+        if key not in self._causal:
+            later = torch.full((new, self.age + new), -torch.inf, dtype=self._dtype, device=device)
+            self._causal[key] = later.triu(self.age + 1)[None, None]
+        return self._causal[key]
+
+
+# In transformers' tables; "ia_mech_shared_sdpa" where other layers are left to sdpa.
+NAME = "ia_mech_shared"
+
+ATTRIBUTE = "shared_layer"  # of keys that a shared layer handed out: the layer
+
+UNUSED = "its attention doesn't use the cached keys as they are"
+
+
+@dataclass(frozen=True)
+class Engine:
+    """How a model's rows attend to their prefix.
+
+    Attributes:
+        shared: the layers, counted from 1, in which rows read it where the prefill left it; in the
+            others each row has a copy, or a state of its own.
+        layers: of the model.
+        why: why no layer shares; empty otherwise.
+        ignored: what the start-up check found, if it was to be ignored; empty otherwise.
+    """
+
+    shared: tuple[int, ...]
+    layers: int
+    why: str = ""
+    ignored: str = ""
+
+    @classmethod
+    def possible(cls, model: PreTrainedModel) -> "Engine":
+        """As many shared layers as the model's architecture allows."""
+        layers = DynamicCache(config=model.config).layers
+        full = [n for n, layer in enumerate(layers, start=1) if type(layer) is DynamicLayer]
+        return cls(tuple(full), len(layers), "" if full else "no layer has full attention")
+
+    @property
+    def share(self) -> bool:
+        """Whether any layer shares."""
+        return bool(self.shared)
+
+    @property
+    def name(self) -> str:
+        """What a run records."""
+        if not self.shared:
+            return "a copy of the prefix per row"
+        where = "all" if len(self.shared) == self.layers else _ranges(self.shared)
+        return f"prefix shared in layers {where} of {self.layers}"
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.why})" if self.why else self.name
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """``1-3, 5`` for 1, 2, 3 and 5."""
+    found: list[list[int]] = []
+    for number in numbers:
+        if found and found[-1][-1] == number - 1:
+            found[-1] = [found[-1][0], number]
+        else:
+            found.append([number])
+    return ", ".join("-".join(map(str, one)) for one in found)
+
+
+class SharedLayer(DynamicLayer):
+    """A full-attention layer: the prefixes by reference, and what rows add to them.
+
+    ``keys`` and ``values`` are views of the rows' own tokens only, ``[rows, kv_heads, own, dim]``;
+    lengths and mask sizes count the longest prefix as well, padding included.
+
+    Args:
+        prefixes: the same layer of each group that was prefilled, left as it is.
+        table: of the batch, the same for all layers of a cache.
+        capacity: tokens of a row to make room for; the room grows where that is exceeded.
+        number: of the layer, from 1.
+    """
+
+    keys: Tensor
+    values: Tensor
+
+    def __init__(
+        self, prefixes: Sequence[DynamicLayer], table: Table, capacity: int, number: int
+    ) -> None:
+        super().__init__()
+        self.prefixes = [(layer.keys, layer.values) for layer in prefixes]
+        self.table, self.number = table, number
+        keys, values = self.prefixes[0]
+        self.dtype, self.device, self.is_initialized = keys.dtype, keys.device, True
+        self._own = [
+            tensor.new_empty(len(table), tensor.shape[1], capacity, tensor.shape[-1])
+            for tensor in (keys, values)
+        ]
+        self._waiting = False  # keys were handed out that no attention function has used yet
+        self._show(0)
+
+    def _show(self, tokens: int) -> None:
+        self.keys, self.values = (own[: len(self.table), :, :tokens] for own in self._own)
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args, **kwargs
+    ) -> tuple[Tensor, Tensor]:
+        """Write new keys and values ``[rows, kv_heads, new, dim]``; returns the rows' own ones.
+
+        Raises:
+            RuntimeError: the model's attention didn't use what was returned the last time.
+        """
+        self.demand_attention()
+        start = self.table.age
+        end = start + key_states.shape[2]
+        for which, states in enumerate((key_states, value_states)):
+            own = self._own[which]
+            if end > own.shape[2]:
+                rows, heads, _, dim = own.shape
+                grown = own.new_empty(rows, heads, 2 * end, dim)
+                grown[:, :, :start] = own[:, :, :start]
+                self._own[which] = own = grown
+            own[: len(states), :, start:end] = states
+        self._show(end)
+        self._waiting = True
+        # A view that isn't kept, or the two would keep each other alive. It carries this layer,
+        # since attention functions don't get the cache.
+        keys = self.keys[:]
+        setattr(keys, ATTRIBUTE, self)
+        return keys, self.values
+
+    def demand_attention(self) -> None:
+        """Raises RuntimeError if keys were handed out that no attention function has used."""
+        if self._waiting:
+            raise RuntimeError(UNUSED)
+
+    def get_seq_length(self) -> int:
+        return self.table.length + self.keys.shape[2]
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Keep the given rows, in the given order, moving only those that change their place; the
+        prefixes stay where they are. The table is told by who calls this."""
+        index = beam_idx.to(self.device)
+        moved = (index != torch.arange(len(index), device=self.device)).nonzero()[:, 0]
+        tokens = self.keys.shape[2]
+        for own in self._own:
+            own[moved, :, :tokens] = own[index[moved], :, :tokens]
+        self._show(tokens)
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scaling: float,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """Attention of queries ``[rows, heads, new, dim]`` over prefix and own tokens.
+
+        Args:
+            query: of the newest tokens of every row.
+            key: the rows' own, ``[rows, kv_heads, own, dim]``.
+            value: theirs, ``[rows, kv_heads, own, value_dim]``.
+            scaling: factor of the scores.
+            softcap: see :func:`attend`.
+            sinks: see :func:`merge`.
+
+        Returns:
+            ``[rows, heads, new, value_dim]``.
+        """
+        self._waiting = False
+        bias = self.table.causal(query.shape[2], query.device)
+        own = attend(query, key, value, scaling=scaling, softcap=softcap, bias=bias)
+        return merge(self._attend_prefixes(query, scaling, softcap), own, sinks)
+
+    def _attend_prefixes(
+        self, query: Tensor, scaling: float, softcap: float | None
+    ) -> tuple[Tensor, Tensor]:
+        """Attention of the rows over their contexts, as :func:`attend` returns it."""
+        groups, back = self.table.gathered(query.device)
+        rows, heads, new, dim = query.shape
+        averages, totals = [], []
+        for (keys, values), group in zip(self.prefixes, groups, strict=True):
+            if group is None:
+                continue
+            contexts, most = group.rows.shape
+            kv_heads = keys.shape[1]
+            # Rows, the heads that share keys, and new tokens become the rows of one matrix per
+            # context and key-value head.
+            folded = query[group.rows.flatten()].reshape(contexts, most, kv_heads, -1, dim)
+            folded = folded.transpose(1, 2).reshape(contexts, kv_heads, -1, dim)
+            bias = group.bias
+            average, total = attend(
+                folded, keys, values, scaling=scaling, softcap=softcap, bias=bias
+            )
+            shape = contexts, kv_heads, most, heads // kv_heads, new
+            averages.append(
+                average.reshape(*shape, -1).transpose(1, 2).reshape(-1, heads, new, values.shape[-1])
+            )
+            totals.append(total.reshape(shape).transpose(1, 2).reshape(-1, heads, new))
+        average, total = torch.cat(averages)[back], torch.cat(totals)[back]
+        for place, (row, one) in enumerate(self.table.borrowers, start=rows):
+            each = heads // keys.shape[1]  # heads that share keys
+            for head in one.heads.get(self.number, ()):
+                these = slice(head * each, (head + 1) * each)
+                average[row, these], total[row, these] = average[place, these], total[place, these]
+        return average[:rows], total[:rows]
+
+
+def check_borrowed(borrowed: Sequence[Borrowed | None], engine: Engine, heads: int) -> None:
+    """Refuse to borrow where a layer's prefix can't be shared, or a head isn't there.
+
+    Args:
+        borrowed: by the rows, or None.
+        engine: of the model.
+        heads: key-value heads of a layer.
+
+    Raises:
+        UserError: names the layer or the head.
+    """
+    for one in filter(None, borrowed):
+        for layer, chosen in one.heads.items():
+            if layer not in engine.shared:
+                raise UserError(
+                    f"keys and values of layer {layer} can't be borrowed: {engine}",
+                    "name layers whose prefix is shared",
+                )
+            for head in chosen:
+                if not 0 <= head < heads:
+                    raise UserError(
+                        f"layer {layer} has no key-value head {head}", f"give 0 … {heads - 1}"
+                    )
+
+
+@contextlib.contextmanager
+def sharing(model: PreTrainedModel, cache: DynamicCache) -> Iterator[None]:
+    """Make the model's attention understand the shared layers of this cache, if it has any.
+
+    Raises:
+        RuntimeError: on leaving, if something other than the attention function used a shared
+            layer's keys; the model's output is wrong then.
+    """
+    shared = [layer for layer in cache.layers if isinstance(layer, SharedLayer)]
+    if not shared:
+        yield
+        return
+    others = [
+        layer
+        for layer in cache.layers
+        if isinstance(layer, CacheLayerMixin) and not isinstance(layer, SharedLayer)
+    ]
+    config = text_config(model.config)
+    before = config._attn_implementation
+    config._attn_implementation = _registered(before if others else None)
+    try:
+        yield
+        for layer in shared:
+            layer.demand_attention()
+    finally:
+        config._attn_implementation = before
+
+
+def _registered(original: str | None) -> str:
+    """The name of an attention function that leaves layers which aren't shared to ``original``.
+
+    With an original, masks are made as for that. Without one every layer is shared, and under a
+    name that its table of masks doesn't hold ``transformers`` makes no masks.
+    """
+    if original is None:
+        AttentionInterface.register(NAME, _attention)
+        return NAME
+    name = f"{NAME}_{original}"
+    AttentionInterface.register(name, _attention_or(original))
+    masks = AttentionMaskInterface._global_mapping
+    if original in masks:
+        masks[name] = masks[original]
+    return name
+
+
+def _attention_or(original: str) -> Callable:
+    def attention(module, query, key, value, attention_mask, **kwargs):
+        if hasattr(key, ATTRIBUTE):
+            return _attention(module, query, key, value, attention_mask, **kwargs)
+        # As the model's own code looks it up: each has an eager function of its own.
+        code = sys.modules[type(module).__module__]
+        eager = getattr(code, "eager_attention_forward", None)
+        function = code.ALL_ATTENTION_FUNCTIONS.get_interface(original, eager)
+        return function(module, query, key, value, attention_mask, **kwargs)
+
+    return attention
+
+
+def _attention(
+    module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask,
+    *,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    sliding_window: int | None = None,
+    position_bias: Tensor | None = None,
+    **kwargs,
+) -> tuple[Tensor, None]:
+    """Attention as ``transformers`` calls it, over a shared layer; ``[rows, new, heads, dim]``."""
+    layer = getattr(key, ATTRIBUTE, None)
+    if layer is None:
+        raise RuntimeError(UNUSED)
+    if sliding_window is not None:
+        raise NotImplementedError("the layer's keys aren't kept for this sliding window")
+    if position_bias is not None:
+        raise NotImplementedError("a shared layer knows no position bias")
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    output = layer.attend(query, key, value, scaling, softcap, s_aux)
+    return output.transpose(1, 2).contiguous(), None

@@ -1,0 +1,340 @@
+"""What decoding and scoring go on from: prefill contexts once, go on from them, expand them to rows.
+
+The state of a prefill is never changed: rows go on from copies of it, or refer to it where a layer
+shares its prefix (``shared.py``). Rows of a batch may continue contexts of several groups. Windows
+end with the newest token in every row, so the contexts of groups that are shorter than the longest
+are padded on their left.
+"""
+
+import copy
+from bisect import bisect
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import (
+    CacheLayerMixin,
+    DummyLayer,
+    DynamicLayer,
+    LinearAttentionCacheLayerMixin,
+)
+
+from ia_mech.engine.capture import ResidualCapture
+from ia_mech.engine.intervene import Intervention, intervene
+from ia_mech.engine.packed_weights import packed_linears
+from ia_mech.engine.shared import Borrowed, SharedLayer, Table, sharing
+from ia_mech.models.load import accepts
+
+CacheLayer = CacheLayerMixin | LinearAttentionCacheLayerMixin | DummyLayer
+RECURRENT = ("conv_states", "recurrent_states")
+
+# Most tokens of one prefill, padding included. A CPU is fastest while a prefill's activations fit
+# into its caches: four contexts of 230 tokens take a fourth less time each than sixteen. A GPU is
+# fast when it has much to do; its number is an estimate.
+PREFILL_TOKENS = {"cpu": 1024, "cuda": 8192}
+PADDING = 0.25  # most padding of sequences that are computed together, as a share of their tokens
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """One context as the engine sees it.
+
+    ``positions`` are indices into ``ids`` of the named tokens, in the run's order; -1 = lacking.
+    ``interventions`` take place at indices into ``ids``, while it is prefilled.
+    """
+
+    ids: Sequence[int]
+    positions: Sequence[int] = ()
+    interventions: Sequence[Intervention] = ()
+
+
+@dataclass
+class State:
+    """Keys, values and recurrent state of rows, and what each row attends to.
+
+    ``cache`` is a ``transformers`` cache of ``rows`` rows; ``mask`` is ``[rows, length]`` int64, 1
+    for real tokens and 0 for left padding; ``position`` is ``[rows]`` int64, the position id of the
+    next token. ``table`` is None where no layer is shared.
+    """
+
+    cache: DynamicCache
+    mask: Tensor
+    position: Tensor
+    table: Table | None = None
+
+    @property
+    def rows(self) -> int:
+        return self.mask.shape[0]
+
+    def drop(self, finished: Sequence[int]) -> list[int]:
+        """Drop rows, in place; the last ones take their places, so that few have to be moved.
+
+        Returns:
+            The rows that are kept, in their new order.
+        """
+        gone = set(finished)
+        last = [row for row in range(self.rows) if row not in gone]
+        index = [last.pop() if row in gone else row for row in range(len(last))]
+        self.keep(index)
+        return index
+
+    def keep(self, index: Sequence[int]) -> None:
+        """Keep the rows ``[kept]``, in that order, in place; a layer at a time is in memory twice."""
+        at = torch.tensor(index, device=self.mask.device)
+        if self.table is not None:
+            self.table.keep(index)
+        self.cache.reorder_cache(cast(torch.LongTensor, at))  # which is its dtype
+        self.mask, self.position = self.mask[at], self.position[at]
+
+
+@dataclass
+class Prefilled:
+    """A group of contexts after their single forward pass.
+
+    ``logits``: ``[contexts, vocab]`` float32 at the last token. ``residuals``: ``[contexts,
+    layers + 1, positions, d_model]`` in the model's dtype, or None if nothing was to be captured.
+    """
+
+    state: State
+    logits: Tensor
+    residuals: Tensor | None
+
+
+# -- prefill --------------------------------------------------------------------------------------
+
+
+def prefill(
+    model: PreTrainedModel, prefixes: Sequence[Prefix], blocks: nn.ModuleList | None = None
+) -> Prefilled:
+    """Run a left-padded group of contexts through the model once.
+
+    Args:
+        model: the subject model, in evaluation mode.
+        prefixes: the contexts; all with the same number of positions.
+        blocks: the model's blocks; given, the residual stream is captured at the positions, as the
+            interventions leave it.
+    """
+    ids, mask = _left_padded([prefix.ids for prefix in prefixes], model.device)
+    interventions = [prefix.interventions for prefix in prefixes]
+    first = [len(prefix.ids) - ids.shape[1] for prefix in prefixes]
+    state = State(
+        cache=DynamicCache(config=model.config),
+        mask=mask[:, :0],
+        position=torch.zeros(len(prefixes), dtype=torch.long, device=model.device),
+    )
+    if blocks is None:
+        with intervene(model, interventions, first):
+            return Prefilled(state, forward(model, state, ids, mask)[:, -1], None)
+    at = torch.tensor([list(prefix.positions) for prefix in prefixes], dtype=torch.long)
+    padding = torch.tensor([[ids.shape[1] - len(prefix.ids)] for prefix in prefixes])
+    captured = ResidualCapture(blocks, torch.where(at < 0, at, at + padding))
+    with intervene(model, interventions, first), captured as capture:
+        logits = forward(model, state, ids, mask)[:, -1]
+    return Prefilled(state, logits, capture.residuals())
+
+
+def prefill_all(
+    model: PreTrainedModel,
+    prefixes: Sequence[Prefix],
+    blocks: nn.ModuleList | None = None,
+    on_tokens: Callable[[int], None] | None = None,
+) -> tuple[list[Prefilled], list[int]]:
+    """Prefill contexts in groups of similar length.
+
+    Args:
+        model, blocks: as for :func:`prefill`.
+        prefixes: any number of contexts.
+        on_tokens: called after each group with how many tokens were prefilled.
+
+    Returns:
+        The groups, and for each context of theirs in turn its index in ``prefixes``.
+    """
+    lengths = [len(prefix.ids) for prefix in prefixes]
+    groups, order = [], []
+    for members in similar_lengths(lengths, PREFILL_TOKENS[model.device.type]):
+        groups.append(prefill(model, [prefixes[i] for i in members], blocks))
+        order += members
+        if on_tokens is not None:
+            on_tokens(sum(lengths[i] for i in members))
+    return groups, order
+
+
+def similar_lengths(lengths: Sequence[int], most_tokens: int) -> Iterator[list[int]]:
+    """Split sequences into groups of similar length, shortest first.
+
+    Args:
+        lengths: tokens of each.
+        most_tokens: most tokens of a group, padding included; a longer sequence is alone.
+
+    Yields:
+        Indices into ``lengths``; every index once.
+    """
+    group: list[int] = []
+    for i in sorted(range(len(lengths)), key=lambda i: (lengths[i], i)):
+        # Sorted, so the one that comes last is the longest of its group.
+        padded = (len(group) + 1) * lengths[i]
+        real = lengths[i] + sum(lengths[j] for j in group)
+        if group and (padded > most_tokens or padded - real > PADDING * real):
+            yield group
+            group = []
+        group.append(i)
+    if group:
+        yield group
+
+
+def _left_padded(ids: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
+    """``[rows, longest]`` int64 ids with zeros on their left, and the mask of the real ones."""
+    longest = max(len(one) for one in ids)
+    padded = torch.zeros(len(ids), longest, dtype=torch.long)
+    mask = torch.zeros_like(padded)
+    for row, one in enumerate(ids):
+        padded[row, longest - len(one) :] = torch.tensor(one)
+        mask[row, longest - len(one) :] = 1
+    return padded.to(device), mask.to(device)
+
+
+@torch.inference_mode()
+def forward(
+    model: PreTrainedModel, state: State, ids: Tensor, mask: Tensor, *, keep: int = 1
+) -> Tensor:
+    """Run the model on from a state, which is advanced in place.
+
+    Args:
+        model: the subject model.
+        state: its cache, mask and positions grow by ``ids``.
+        ids: ``[rows, new]`` int64.
+        mask: ``[rows, new]`` int64, 0 for padding (left padding of a fresh state, or right padding
+            of the last tokens this state will ever see).
+        keep: how many of the new tokens' logits to return, from the end; 0 = all.
+
+    Returns:
+        Raw logits ``[rows, kept, vocab]`` in float32.
+    """
+    positions = state.position[:, None] + mask.cumsum(-1) - 1
+    state.mask = torch.cat([state.mask, mask], dim=-1)
+    arguments: dict[str, int | Tensor] = {}
+    if accepts(model, "logits_to_keep"):
+        arguments["logits_to_keep"] = keep
+    if accepts(model, "position_ids"):
+        arguments["position_ids"] = positions.clamp(min=0)
+    with packed_linears(model), sharing(model, state.cache):
+        output = model(
+            input_ids=ids,
+            # A mask of ones only costs time: without one, attention takes its unmasked path.
+            attention_mask=None if state.mask.all() else state.mask,
+            past_key_values=state.cache,
+            use_cache=True,
+            **arguments,
+        )
+    if state.table is not None:
+        state.table.age += ids.shape[1]
+    state.position = state.position + mask.sum(-1)
+    logits = output.logits if keep == 0 else output.logits[:, -keep:]
+    return logits.float()
+
+
+# -- expand ---------------------------------------------------------------------------------------
+
+
+def expand(
+    groups: Sequence[Prefilled],
+    contexts: Sequence[int],
+    *,
+    capacity: int = 0,
+    share: bool = True,
+    borrowed: Sequence[Borrowed | None] = (),
+) -> State:
+    """A state whose row i goes on from context ``contexts[i]``; the groups are left as they were.
+
+    Args:
+        groups: prefilled contexts, counted through all groups.
+        contexts: ``[rows]``; those of a group come before those of the next.
+        capacity: tokens that the rows of shared layers are going to write, if it is known.
+        share: full-attention layers refer to the groups' keys and values instead of copying them.
+        borrowed: what each row borrows, if any does; of contexts in the groups that rows continue.
+    """
+    ends = list(accumulate(len(group.logits) for group in groups))
+    needed = {*contexts, *(one.context for one in borrowed if one is not None)}
+    states, index, masks, numbers = [], [], [], {}
+    for group, end in zip(groups, ends, strict=True):
+        first = end - len(group.logits)
+        mine = [number for number in contexts if first <= number < end]
+        if any(first <= number < end for number in needed):
+            for number in range(first, end):
+                numbers[number] = len(numbers)
+            states.append(group.state)
+            masks.append(group.state.mask)
+            index.append(torch.tensor(mine, device=group.logits.device).long() - first)
+    assert [*contexts] == sorted(contexts, key=lambda number: bisect(ends, number)), "sorted by group"
+    length = max(state.mask.shape[1] for state in states)
+    mask = torch.cat(
+        [
+            pad(state.mask[at], (length - state.mask.shape[1], 0))
+            for state, at in zip(states, index, strict=True)
+        ]
+    )
+    position = torch.cat([state.position[at] for state, at in zip(states, index, strict=True)])
+    table = None
+    cache = copy.copy(states[0].cache)
+    cache.layers = []
+    for number, layers in enumerate(zip(*(s.cache.layers for s in states), strict=True), start=1):
+        if share and _is_full(layers[0]):
+            if table is None:
+                theirs = [
+                    None if one is None else Borrowed(numbers[one.context], one.heads)
+                    for one in borrowed
+                ]
+                mine = [numbers[context] for context in contexts]
+                table = Table(masks, mine, theirs, layers[0].keys.dtype)
+            cache.layers.append(SharedLayer(layers, table, capacity, number))
+        else:
+            cache.layers.append(_copied(layers, index, length))
+    return State(cache, mask, position, table)
+
+
+def _is_full(layer: object) -> bool:
+    """Whether a cache layer is one of full attention and holds something."""
+    return type(layer) is DynamicLayer and bool(layer.is_initialized)
+
+
+def _copied(layers: Sequence[CacheLayer], index: Sequence[Tensor], length: int) -> CacheLayer:
+    """One layer with the given rows of several, which are left as they were.
+
+    ``reorder_cache`` is the one selection that every cache layer of ``transformers`` implements,
+    recurrent ones included. It assigns new tensors, so shallow copies of the layers (and of the
+    dictionaries that recurrent layers keep their states in) are enough to protect the originals.
+
+    Args:
+        layers: the same one of each group.
+        index: ``[rows]`` int64 of each.
+        length: tokens of the longest group.
+    """
+    twins = []
+    for layer, rows in zip(layers, index, strict=True):
+        twin = copy.copy(layer)
+        for name, value in vars(twin).items():
+            if isinstance(value, dict):
+                setattr(twin, name, dict(value))
+        twin.reorder_cache(cast(torch.LongTensor, rows))
+        twins.append(twin)
+    first, *others = twins
+    if others and isinstance(first, DynamicLayer):
+        tokens = max(twin.keys.shape[-2] for twin in twins)
+        for name in ("keys", "values"):
+            each = [getattr(twin, name) for twin in twins]
+            padded = [pad(tensor, (0, 0, tokens - tensor.shape[-2], 0)) for tensor in each]
+            setattr(first, name, torch.cat(padded))
+        if hasattr(first, "cumulative_length"):  # of a sliding window: what it has seen
+            first.cumulative_length = length
+    elif others:
+        for name in RECURRENT:
+            for number, state in getattr(first, name).items():
+                if state is not None:
+                    states = [getattr(twin, name)[number] for twin in twins]
+                    getattr(first, name)[number] = torch.cat(states)
+    return first
