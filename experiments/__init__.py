@@ -3,3 +3,5 @@
 An experiment knows how to read runs, estimate and show; it knows nothing of the engine's insides.
 How to add one: :mod:`experiments.runner`.
 """
+
+import ia_mech  # noqa: F401  # before torch: it sets how threads wait

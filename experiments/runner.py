@@ -31,6 +31,7 @@ from ia_mech.cli import (
     Parser,
     add_intervals,
     add_no_verify,
+    add_threads,
     guarded,
     one_line,
     path_of,
@@ -133,6 +134,7 @@ class Experiment:
             usual = f"cache/<first run>-{self.beside}"
         where = f"where results go (default: {usual})"
         parser.add_argument("--out", type=path_of, metavar="FOLDER", help=where)
+        add_threads(parser)
         add_intervals(parser.add_argument_group("intervals"), seed=self.drawn)
         return parser
 
@@ -140,7 +142,7 @@ class Experiment:
         """Run the command; returns the exit status."""
         tolerant_streams()
         args = self.build_parser().parse_args(argv)
-        return guarded(lambda: self._run(args), lambda: self.kept)
+        return guarded(lambda: self._run(args), lambda: self.kept, args.threads)
 
     def _run(self, args: argparse.Namespace) -> None:
         from ia_mech.display import styled

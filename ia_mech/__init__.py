@@ -4,6 +4,7 @@
 ``python -m ia_mech.sample`` is the same from a shell.
 """
 
+import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -12,6 +13,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Run", "sample"]
 __version__ = "0.1.0"
+
+# Threads that wait for work spin by default, and a busy machine then computes several times slower.
+# OpenMP reads this once, when torch is loaded.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def __getattr__(name: str) -> Any:

@@ -24,6 +24,9 @@ THREADS, THREADS_PER_PROCESSOR = 16, 4
 
 NOTHING = 3  # the exit status of a command that ended as it should, with nothing usable
 
+# What OpenMP, MKL and OpenBLAS (in NumPy and SciPy) read when they are loaded.
+THREAD_COUNTS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+
 # In the help of every command; docs/reliability.md says more.
 STATUSES = """\
 exit status: 0 done, 1 a bug, 2 bad input, 3 nothing usable, 130 interrupted, 141 output closed
@@ -53,8 +56,10 @@ class Parser(argparse.ArgumentParser):
         super().exit(status, message)
 
 
-def guarded(body: Callable[[], int | None], interrupted: Callable[[], str]) -> int:
-    """Run the body of a command; returns the exit status.
+def guarded(
+    body: Callable[[], int | None], interrupted: Callable[[], str], threads: int | None = None
+) -> int:
+    """Run the body of a command, with so many ``threads`` if given; returns the exit status.
 
     That is what the body returns, with None for 0; ``NOTHING`` if nothing usable came out. 2: bad
     input, which one line on stderr explains. 130: interrupted, with what ``interrupted()`` says was
@@ -62,7 +67,8 @@ def guarded(body: Callable[[], int | None], interrupted: Callable[[], str]) -> i
     on, and Python ends with 1.
     """
     try:
-        status = _status(body, interrupted)
+        with using_threads(threads):
+            status = _status(body, interrupted)
         sys.stdout.flush()
         return status
     except BrokenPipeError:
@@ -231,6 +237,53 @@ class _NoVerify(argparse.Action):
         namespace.verify = False
 
 
+def add_threads(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
+    """``--threads``, for commands that compute: ``args.threads`` is given to :func:`guarded`."""
+    parser.add_argument(
+        "--threads", type=threads, metavar="N", help="on a CPU (default: one per core)"
+    )
+
+
+def threads(text: str) -> int:
+    """A number of threads, for argparse: too many only slow a machine down, or stop it."""
+    found, most = whole_from(1)(text), 4 * (os.cpu_count() or 1)
+    if found > most:
+        raise argparse.ArgumentTypeError(f"{text!r} is too much for this machine (1 to {most})")
+    return found
+
+
+@contextlib.contextmanager
+def using_threads(number: int | None) -> Iterator[None]:
+    """Have libraries compute with so many threads, and PyTorch if it is there already.
+
+    Afterwards everything is as it was. None changes nothing.
+    """
+    if number is None:
+        yield
+        return
+    before = {name: os.environ.get(name) for name in THREAD_COUNTS}
+    usual = _torch_threads()
+    os.environ.update(dict.fromkeys(THREAD_COUNTS, str(number)))
+    _torch_threads(number)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+        _torch_threads(usual or _processors())
+
+
+def _torch_threads(number: int | None = None) -> int | None:
+    """Set the threads of PyTorch, if given; returns their number. None: it isn't loaded."""
+    torch = sys.modules.get("torch")
+    if torch is not None and number is not None:
+        torch.set_num_threads(number)
+    return None if torch is None else torch.get_num_threads()
+
+
 def add_intervals(group: argparse._ArgumentGroup, seed: str) -> None:
     """``--level``, ``--resamples`` and ``--seed``; ``seed`` says what is drawn with it."""
     group.add_argument(
@@ -304,14 +357,6 @@ def quoted(word: object) -> str:
 
 def _escaped(character: str) -> str:
     return "".join(f"\\x{byte:02x}" for byte in os.fsencode(character))
-
-
-def threads(text: str) -> int:
-    """A number of threads, for argparse: too many only slow a machine down, or stop it."""
-    found, most = whole_from(1)(text), 4 * (os.cpu_count() or 1)
-    if found > most:
-        raise argparse.ArgumentTypeError(f"{text!r} is too much for this machine (1 to {most})")
-    return found
 
 
 def tolerant_streams() -> None:

@@ -8,3 +8,5 @@ What to read first: ``dataset`` (contexts and states), ``outcome`` (what is pred
 (the whole analysis of arrays), ``fit`` (nested cross-validation), ``report`` (conclusion, terminal,
 figures, files). To add a control, see ``controls``; to add an estimator, see ``fit/solvers``.
 """
+
+import ia_mech  # noqa: F401  # before torch: it sets how threads wait

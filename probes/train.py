@@ -13,9 +13,9 @@ from ia_mech.cli import (
     Parser,
     add_intervals,
     add_no_verify,
+    add_threads,
     guarded,
     path_of,
-    threads,
     tolerant_streams,
     whole_from,
 )
@@ -50,12 +50,6 @@ def build_parser() -> argparse.ArgumentParser:
     add_subject(parser)
     add_statistics(parser)
     parser.add_argument(
-        "--threads",
-        type=threads,
-        metavar="N",
-        help="of the computation (default: all processors)",
-    )
-    parser.add_argument(
         "--out", metavar="NAME", help="of the folder (default: target, estimator and judge)"
     )
     parser.add_argument(
@@ -78,6 +72,7 @@ def add_subject(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--judge", metavar="NAME", help="whose verdicts (default: the only judge)")
     add_no_verify(parser)
+    add_threads(parser)
     parser.add_argument(
         "--target",
         default="rate",
@@ -168,7 +163,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     tolerant_streams()
     args = build_parser().parse_args(argv)
-    return guarded(lambda: _train(args), lambda: "nothing was written")
+    return guarded(lambda: _train(args), lambda: "nothing was written", args.threads)
 
 
 def _train(args: argparse.Namespace) -> None:

@@ -63,7 +63,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     tolerant_streams()
     args = build_parser().parse_args(argv)
-    return guarded(lambda: _transfer(args), lambda: "nothing was written")
+    return guarded(lambda: _transfer(args), lambda: "nothing was written", args.threads)
 
 
 def _transfer(args: argparse.Namespace) -> None:

@@ -4,6 +4,7 @@ import os
 import signal
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may reach a hub
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as ia_mech sets it, but before torch
 
 import families
 import pytest

@@ -20,10 +20,10 @@ from experiments.runner import Experiment, Results
 from ia_mech.cli import (
     Parser,
     add_no_verify,
+    add_threads,
     guarded,
     named,
     path_of,
-    threads,
     tolerant_streams,
     whole_from,
 )
@@ -128,7 +128,7 @@ def _add_training(parser: argparse.ArgumentParser, name: str) -> None:
     rate = {"sft": 5e-4, "rl": 1e-4}[name]
     add("--learning-rate", type=_positive, default=rate, metavar="X", help="(default: %(default)g)")
     add("--batch", type=whole_from(1), default=8, metavar="N", help="sequences (default: 8)")
-    add("--threads", type=threads, metavar="N", help="on a CPU (default: all cores)")
+    add_threads(parser)
     if name == "sft":
         add("--epochs", type=_positive, default=3.0, metavar="N", help="(default: 3)")
         return
@@ -236,12 +236,11 @@ def main(argv: list[str] | None = None) -> int:
         return EXPERIMENT.main(words[1:])
     tolerant_streams()
     args = build_parser().parse_args(words)
-    return guarded(lambda: _run(args), lambda: f"{args.out} isn't whole; remove it")
+    threads = getattr(args, "threads", None)  # export computes nothing
+    return guarded(lambda: _run(args), lambda: f"{args.out} isn't whole; remove it", threads)
 
 
 def _run(args: argparse.Namespace) -> None:
-    import torch
-
     from experiments.post_training import data, rl, train
     from ia_mech.display import save_figure, styled
     from ia_mech.estimates import write_parquet
@@ -250,7 +249,6 @@ def _run(args: argparse.Namespace) -> None:
 
     if args.command != "export":
         train.require()
-        torch.set_num_threads(args.threads or torch.get_num_threads())
     refuse_inside_run(args.out / SEQUENCES)
     refuse_unwritable(args.out)
     if args.out.is_dir() and any(args.out.iterdir()):

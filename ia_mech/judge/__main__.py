@@ -6,7 +6,15 @@ import sys
 
 from rich.markup import escape
 
-from ia_mech.cli import Parser, add_no_verify, guarded, one_line, path_of, tolerant_streams
+from ia_mech.cli import (
+    Parser,
+    add_no_verify,
+    add_threads,
+    guarded,
+    one_line,
+    path_of,
+    tolerant_streams,
+)
 from ia_mech.display import console
 from ia_mech.judge.rubric import CATEGORIES, ORDER, VERSION
 
@@ -44,7 +52,7 @@ def main(argv: list[str] | None = None, parser: argparse.ArgumentParser | None =
 
     cached = getattr(args, "judge", None) in ("llm", "hf")
     kept = "verdicts so far are kept" if cached else "no file was left half-written"
-    return guarded(body, lambda: kept)
+    return guarded(body, lambda: kept, getattr(args, "threads", None))
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -180,6 +188,7 @@ def _add_judge(parser: argparse.ArgumentParser) -> None:
     hf.add_argument(
         "--force", action="store_true", help="let the subject model judge its own turns"
     )
+    add_threads(hf)
 
 
 def add_export(commands) -> None:
@@ -257,6 +266,7 @@ def _add_agreement(commands) -> None:
     parser.add_argument("--json", type=path_of, help="write all figures here")
     parser.add_argument("--csv", type=path_of, help="write all disagreements, with texts, here")
     add_no_verify(parser)
+    add_threads(parser)
 
 
 if __name__ == "__main__":

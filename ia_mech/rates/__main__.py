@@ -15,6 +15,7 @@ from ia_mech.cli import (
     Parser,
     add_intervals,
     add_no_verify,
+    add_threads,
     guarded,
     path_of,
     tolerant_streams,
@@ -53,6 +54,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="after all (default), complete or cut-off responses",
     )
     add_no_verify(parser)
+    add_threads(parser)
     numbers = parser.add_argument_group("intervals")
     add_intervals(numbers, seed="resampling, sign flips and --examples")
     files = parser.add_argument_group("output")
@@ -74,7 +76,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     tolerant_streams()
     args = build_parser().parse_args(argv)
-    return guarded(lambda: _rates(args), lambda: "no file was left half-written")
+    return guarded(lambda: _rates(args), lambda: "no file was left half-written", args.threads)
 
 
 def _rates(args: argparse.Namespace) -> None:

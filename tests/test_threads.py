@@ -1,0 +1,71 @@
+"""How threads wait, and ``--threads``."""
+
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from ia_mech.cli import THREAD_COUNTS, guarded
+
+SHOW = "import {}, os, sys; print(os.environ['OMP_WAIT_POLICY'], 'torch' in sys.modules)"
+
+
+@pytest.mark.parametrize("package", ["ia_mech", "probes", "experiments", "benchmarks"])
+@pytest.mark.parametrize(("given", "kept"), [({}, "PASSIVE"), ({"OMP_WAIT_POLICY": "x"}, "x")])
+def test_idle_threads_sleep_unless_the_user_says_otherwise(package, given, kept):
+    """The policy is read when torch is loaded, so it has to be set before."""
+    environment = {k: v for k, v in os.environ.items() if k != "OMP_WAIT_POLICY"} | given
+    ended = subprocess.run(
+        [sys.executable, "-c", SHOW.format(package)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert ended.stdout.split() == [kept, "False"]
+
+
+def seen() -> list:
+    return [torch.get_num_threads(), *map(os.environ.get, THREAD_COUNTS)]
+
+
+def test_a_command_computes_with_its_threads_and_leaves_others_as_they_were():
+    before, during = seen(), []
+    assert guarded(lambda: during.extend(seen()), str, threads=3) == 0
+    assert during == [3, "3", "3", "3"] and seen() == before
+    during.clear()
+    assert guarded(lambda: during.extend(seen()), str) == 0
+    assert during == before
+
+
+def test_torch_that_a_command_loads_is_not_left_with_its_threads(monkeypatch):
+    """A fresh process: torch comes with the command, and reads the environment."""
+    monkeypatch.delitem(sys.modules, "torch")
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    numbers: list[int] = []
+    loaded = SimpleNamespace(set_num_threads=numbers.append, get_num_threads=lambda: 0)
+
+    def body() -> None:
+        assert os.environ["OMP_NUM_THREADS"] == "3"
+        monkeypatch.setitem(sys.modules, "torch", loaded)
+
+    assert guarded(body, str, threads=3) == 0
+    assert numbers == [5] and os.environ["OMP_NUM_THREADS"] == "5"
+
+
+COMMANDS = ["ia_mech.judge run", "ia_mech.judge agreement", "ia_mech.rates", "ia_mech.sample"]
+COMMANDS += ["probes.train", "probes.transfer", "experiments.reaction", "experiments.likelihood"]
+COMMANDS += ["experiments.post_training sft", "experiments.post_training compare"]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands_that_compute_take_threads(command):
+    ended = subprocess.run(
+        [sys.executable, "-m", *command.split(), "--threads", "0", "--help"],
+        capture_output=True,
+        text=True,
+    )
+    assert ended.returncode == 2 and "--threads: '0' is not a whole number" in ended.stderr
