@@ -74,9 +74,8 @@ def given_turns(runs: Sequence[Run], queries: int, temperature: float | None, se
     kept = set(drawn([query.source for query in arm.queries], queries, seed))
     used = [query for query in arm.queries if query.source in kept]
     notes += cut_off(used)
-    config = runs[0].config
     tokenizer, model_config = load_tokenizer_and_config(
-        recalled(config["model"], runs[0].model["weights_hash"])
+        recalled(runs[0].settings, runs[0].model["weights_hash"])
     )
     chat = chat_of(runs[0], tokenizer, eos_ids(None, model_config))
     contexts = {
@@ -160,13 +159,11 @@ def computed_once(
         folder: where tables are kept.
         key: all that the table depends on, as JSON can hold it.
         compute: makes it.
-        on_kept: called if the table is there, and whole.
+        on_kept: called if the table is there, and can be read.
     """
     name = hashlib.blake2b(json.dumps(key).encode(), digest_size=8).hexdigest()
     file = folder / f"{name}.parquet"
     try:
-        with file.open("rb") as whole:
-            integrity.check_seal(whole, required=True)
         kept = pq.read_table(file).to_pandas()
     except (pa.ArrowException, OSError, ValueError):
         pass
@@ -175,6 +172,5 @@ def computed_once(
         return kept
     made = compute()
     folder.mkdir(parents=True, exist_ok=True)
-    table = pa.Table.from_pandas(made)
-    integrity.write_table(file, [table], table.schema)
+    integrity.replace_file(file, made.to_parquet)
     return made

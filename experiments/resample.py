@@ -29,6 +29,7 @@ from ia_mech.steering import SteeringVector
 CONVERSATIONS, RUN = "conversations.jsonl", "run"
 # Settings of a run that changed conversations share with it.
 SHARED = ("system", "thinking", "date")
+DECODING = ("temperatures", "samples", "max_new_tokens", "seed")
 
 
 def conversations_of(contexts: pd.DataFrame) -> list[Conversation]:
@@ -54,9 +55,9 @@ def conversations_of(contexts: pd.DataFrame) -> list[Conversation]:
 
 def config_of(first: Run, file: Path, grid: Grid, positions: tuple[str, ...]) -> SampleConfig:
     """The configuration of the run over the changed conversations in a file."""
-    given = first.config
+    given = first.settings
     return SampleConfig(
-        model=recalled(given["model"], first.model["weights_hash"]),
+        model=recalled(given, first.model["weights_hash"]),
         dataset=str(file),
         limit=None,
         response="given",
@@ -64,7 +65,7 @@ def config_of(first: Run, file: Path, grid: Grid, positions: tuple[str, ...]) ->
         positions=positions,
         header_logits="none",
         batch_rows=given["batch_rows"],
-        engine=given.get("engine", "portable"),  # older runs had no choice
+        engine=given["engine"],
         swaps=0,
         **{name: given[name] for name in SHARED},
     )
@@ -120,7 +121,7 @@ def resampled(
     if (out / layout.RUN).is_file():
         there = Run.open(out)
         wanted = {"config": json.loads(json.dumps(asdict(config))), **steered}
-        kept = {"config": there.config | {"dataset": str(file)}}
+        kept = {"settings": there.settings | {"dataset": str(file)}}
         kept |= {name: there.record["identity"].get(name) for name in steered}
         if there.complete and without_folders(kept) == without_folders(wanted):
             return there
@@ -142,21 +143,20 @@ def grid_of(runs: Sequence[Run]) -> Grid:
     """
     for run in runs[1:]:
         ours, theirs = (
-            {name: one.config[name] for name in SHARED} | one.config["grid"]
-            for one in (runs[0], run)
+            {name: one.settings[name] for name in (*SHARED, *DECODING)} for one in (runs[0], run)
         )
         if differ := [name for name, value in ours.items() if theirs[name] != value]:
             raise UserError(
                 f"{runs[0].path} and {run.path} differ in {', '.join(differ)}",
                 "give runs of the same settings",
             )
-    given = runs[0].config["grid"]
+    given = {name: runs[0].settings[name] for name in DECODING}
     return Grid(**given | {"temperatures": tuple(given["temperatures"])})
 
 
 def chat_of(run: Run, tokenizer: Any, stops: Sequence[int]) -> ChatFormat:
     """A tokenizer's chat format with the chat settings of a run; ``stops`` end a response."""
-    settings = SampleConfig(**{name: run.config[name] for name in SHARED})
+    settings = SampleConfig(**{name: run.settings[name] for name in SHARED})
     return build_chat(settings, tokenizer, stops)
 
 
@@ -166,13 +166,13 @@ def subject_of(run: Run) -> Subject:
     Raises:
         UserError: it can't be loaded, has other weights now, or was changed while it sampled.
     """
-    if run.config.get("intervention") is not None:
+    if run.settings["intervention"] is not None:
         raise UserError(
-            f"{run.path} was sampled under --intervention {run.config['intervention']}: scored "
+            f"{run.path} was sampled under --intervention {run.settings['intervention']}: scored "
             "again, its turns would be those of another model",
             "give a run that was sampled without one",
         )
-    spec = recalled(run.config["model"], run.model["weights_hash"])
+    spec = recalled(run.settings, run.model["weights_hash"])
     subject = load(spec)
     if subject.weights_hash != run.model["weights_hash"]:
         raise UserError(

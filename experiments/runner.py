@@ -30,7 +30,6 @@ from typing import TYPE_CHECKING, Any
 from ia_mech.cli import (
     Parser,
     add_intervals,
-    add_no_verify,
     guarded,
     one_line,
     path_of,
@@ -126,8 +125,7 @@ class Experiment:
         if self.judged:
             judge = "whose verdicts (default: the only judge)"
             parser.add_argument("--judge", metavar="NAME", help=judge)
-        add_no_verify(parser)
-        self.add_flags(parser)
+            self.add_flags(parser)
         usual = f"experiments/{self.name} in the first run"
         if self.beside:
             usual = f"cache/<first run>-{self.beside}"
@@ -146,7 +144,7 @@ class Experiment:
         from ia_mech.display import styled
         from ia_mech.rates.load import open_runs
 
-        runs = open_runs(args.runs, verify=args.verify)
+        runs = open_runs(args.runs)
         folder = self.output_folder(args.out, args.runs[0])
         if not self.several_models:
             check_one_model(runs)

@@ -211,26 +211,6 @@ def _discard(*streams: TextIO) -> None:
             os.dup2(nowhere, stream.fileno())
 
 
-def add_no_verify(parser: argparse.ArgumentParser) -> None:
-    """``--no-verify``, for commands that read runs: ``args.verify`` is given to ``Run.open``."""
-    parser.add_argument(
-        "--no-verify",
-        dest="verify",
-        action=_NoVerify,
-        nargs=0,
-        default=True,
-        help="don't compare the run's files with their hashes",
-    )
-
-
-class _NoVerify(argparse.Action):
-    """Sets False, and says so where results are kept with what was printed."""
-
-    def __call__(self, parser, namespace, values, option=None) -> None:
-        print(f"note: {option}: files are not compared with their hashes", file=sys.stderr)
-        namespace.verify = False
-
-
 def add_intervals(group: argparse._ArgumentGroup, seed: str) -> None:
     """``--level``, ``--resamples`` and ``--seed``; ``seed`` says what is drawn with it."""
     group.add_argument(

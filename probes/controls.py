@@ -381,7 +381,7 @@ def _output(data: ProbeSet) -> tuple[list[Baseline], str | None]:
             [data.states(n, data.runs[n].layers[-1], HEADER_LAST) for n in numbers]
         )
         ends = {int(token) for run in runs for token in run.record["identity"]["chat"]["stop_ids"]}
-        temperatures = {t for run in runs for t in run.config["grid"]["temperatures"] if t > 0}
+        temperatures = {t for run in runs for t in run.settings["temperatures"] if t > 0}
         states.append(output_state(lens, last))
         summaries.append(output_summaries(lens, last, sorted(ends), sorted(temperatures)))
         order += [np.flatnonzero(data.contexts["run"] == number) for number in numbers]

@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from safetensors import SafetensorError
 
 from ia_mech.errors import UserError
 from ia_mech.rates.gate import Gate
@@ -126,14 +125,7 @@ class ProbeSet:
             UserError: as :meth:`layer`.
         """
         run, frame = self.runs[number], self.contexts[self.contexts["run"] == number]
-        try:
-            states = run.residuals(layer, position).float().numpy()[frame["row"]]
-        except (SafetensorError, OSError) as error:
-            wrong = run.verify()  # names the part and the file
-            raise UserError(
-                f"{run.path} is damaged: {wrong[0] if wrong else f'layer {layer}: {error}'}",
-                "run the command that wrote it again with --repair",
-            ) from None
+        states = run.residuals(layer, position).float().numpy()[frame["row"]]
         finite = np.isfinite(states).all(axis=1)
         if not finite.all():
             context = frame["context_id"].iloc[int(np.argmin(finite))]
@@ -160,7 +152,6 @@ def read(
     layers: Sequence[int] | None = None,
     within: str = RUN,
     *,
-    verify: bool = True,
     reaction: Path | None = None,
     embeddings: Path | None = None,
 ) -> ProbeSet:
@@ -173,7 +164,6 @@ def read(
         positions: only these; all that were kept if not given.
         layers: only these; all if not given.
         within: ``run`` or ``dataset``, see :class:`ProbeSet`.
-        verify: as for ``Run.open``.
         reaction: folder that ``python -m experiments.reaction`` wrote, see
             :func:`probes.reaction.read_bits`.
         embeddings: of the texts, see :attr:`ProbeSet.embeddings`: Parquet with the columns
@@ -186,11 +176,11 @@ def read(
     """
     wanted = parse_target(target)
     if wanted.kind == REACTION:
-        runs, judge, record = open_runs(runs, verify=verify), "", {}
+        runs, judge, record = open_runs(runs), "", {}
         turns = read_bits(runs, reaction)
         notes, gate = [check_reliable(turns)], None
     else:
-        judged = read_runs(runs, judge, NO_ANNOTATOR, verify=verify)
+        judged = read_runs(runs, judge, NO_ANNOTATOR)
         runs, judge, record, turns = judged.runs, judged.judge, judged.record, judged.turns
         outcome = GROUNDED if wanted.kind == GROUNDED else "genuine"
         if outcome not in judged.gates:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 from ia_mech.cli import (
     Parser,
     add_intervals,
-    add_no_verify,
     guarded,
     path_of,
     threads,
@@ -77,7 +76,6 @@ def add_subject(parser: argparse.ArgumentParser) -> None:
         "runs", nargs="+", type=path_of, metavar="RUN", help="a judged run's folder"
     )
     parser.add_argument("--judge", metavar="NAME", help="whose verdicts (default: the only judge)")
-    add_no_verify(parser)
     parser.add_argument(
         "--target",
         default="rate",
@@ -185,7 +183,7 @@ def _train(args: argparse.Namespace) -> None:
 
     settings = replace(settings_of(args), workers=args.threads)
     # In an order of their own: it doesn't matter in which order runs are given.
-    runs = open_runs(args.runs, verify=args.verify)
+    runs = open_runs(args.runs)
     runs.sort(key=lambda run: (run.identity_digest, str(run.path)))
     data = read(
         runs,

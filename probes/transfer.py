@@ -83,7 +83,6 @@ def _transfer(args: argparse.Namespace) -> None:
         args.target,
         *chosen(args),
         args.within,
-        verify=args.verify,
         reaction=args.reaction,
     )
     by = args.by or ("run" if len(data.runs) > 1 else "dataset")

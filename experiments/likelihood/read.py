@@ -157,15 +157,14 @@ def _notes(runs: list[Run], references: pd.DataFrame, candidates: pd.DataFrame) 
             f"{cut} of {total} follow-ups are scored after a response that was cut off, which is "
             "another stimulus (column response_cut_off)."
         )
-    written = [run.name for run in runs if run.config["response"] == "generate"]
+    written = [run.name for run in runs if run.settings["response"] == "generate"]
     if written:
         notes.append(
             f"responses of {', '.join(written)} are the model's own: what users really said "
             "answered other ones."
         )
-    # Older runs have no such setting: they always scored contrasts.
-    contrasts = {str(run.path): run.config.get("contrasts", True) for run in runs}
-    swaps = {str(run.path): run.config["swaps"] * contrasts[str(run.path)] for run in runs}
+    contrasts = {str(run.path): run.settings["contrasts"] for run in runs}
+    swaps = {str(run.path): run.settings["swaps"] * contrasts[str(run.path)] for run in runs}
     if not any(contrasts.values()):
         notes.append("no contrasts and rivals: they are scored where sampling has --contrasts.")
     found = references["swapped_from"].map(lambda ids: 0 if ids is None else len(ids))

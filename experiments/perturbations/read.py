@@ -51,13 +51,10 @@ def read_base(
     Raises:
         UserError: runs of several settings, one context twice, or decoding that they lack.
     """
-    for name in (*SHARED, "dtype"):
-        settings = [run.config.get(name, run.model.get(name)) for run in runs]
-        _same(runs, name, settings)
-    for name in ("max_new_tokens", "seed"):
-        _same(runs, name, [run.config["grid"][name] for run in runs])
-    grids = [run.config["grid"] for run in runs]
-    common = set.intersection(*(set(grid["temperatures"]) for grid in grids))
+    _same(runs, "dtype", [run.model["dtype"] for run in runs])
+    for name in (*SHARED, "max_new_tokens", "seed"):
+        _same(runs, name, [run.settings[name] for run in runs])
+    common = set.intersection(*(set(run.settings["temperatures"]) for run in runs))
     if temperatures is None:
         temperatures = [1.0] if 1.0 in common else sorted(common)
     missing = [t for t in temperatures if t not in common]
@@ -65,11 +62,11 @@ def read_base(
         has = ", ".join(f"{t:g}" for t in sorted(common)) or "none but greedy"
         problem = f"temperature {missing[0]:g} is not in all runs" if missing else "no temperature"
         raise UserError(f"{problem} (they have {has})", "give --temperatures of these")
-    most = min(grid["samples"] for grid in grids)
+    most = min(run.settings["samples"] for run in runs)
     samples = min(4, most) if samples is None else samples
     if samples > most:
         raise UserError(f"--samples {samples}: the runs have {most}", f"give at most {most}")
-    first = grids[0]
+    first = runs[0].settings
     grid = Grid(tuple(temperatures), samples, first["max_new_tokens"], first["seed"])
     used = [
         run.contexts.assign(run=str(run.path), row=range(len(run.contexts))).iloc[:limit]

@@ -110,14 +110,13 @@ def _made(
 
 def prepare(base: Base, names: list[str]) -> tuple[list[Conversation], list[str], list[str]]:
     """The perturbed conversations; see :func:`under_conditions`. Loads no weights."""
-    first = base.runs[0].config
     config = config_of(base.runs[0], Path("-"), base.grid, ())
     tokenizer, model_config = load_tokenizer_and_config(config.model)
     chat = build_chat(config, tokenizer, eos_ids(None, model_config))
     recorded = base.runs[0].record["identity"]["chat"]["template_hash"]
     if chat.describe()["template_hash"] != recorded:
         raise UserError(
-            f"the chat template of {first['model']['name']} is not the one that "
+            f"the chat template of {base.runs[0].model['name']} is not the one that "
             f"{base.runs[0].path} was sampled with",
             "sample the run again",
         )

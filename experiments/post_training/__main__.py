@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 from experiments.runner import Experiment, Results
 from ia_mech.cli import (
     Parser,
-    add_no_verify,
     guarded,
     named,
     path_of,
@@ -112,7 +111,6 @@ def _add_data(parser: argparse.ArgumentParser, turns: bool) -> None:
         help="of organisms and training (default: 0)",
     )
     add("--out", type=path_of, required=True, metavar="FOLDER", help="a new folder")
-    add_no_verify(parser)
 
 
 def _add_training(parser: argparse.ArgumentParser, name: str) -> None:
@@ -255,7 +253,7 @@ def _run(args: argparse.Namespace) -> None:
     refuse_unwritable(args.out)
     if args.out.is_dir() and any(args.out.iterdir()):
         raise UserError(f"{args.out} isn't empty", "name a new folder with --out")
-    found, run = data.read(args.data, args.verify)
+    found, run = data.read(args.data)
     spec, chat = data.model_of(run, args.model)
     if args.command != "export":
         _check_training(args, spec)

@@ -51,7 +51,7 @@ _FORM = re.compile("|".join(re.escape(frame.partition("{}")[0]) + '([^"]+)"' for
 # -- what comes in --------------------------------------------------------------------------------
 
 
-def read(data: str, verify: bool = True) -> tuple[list[Conversation], Run | None]:
+def read(data: str) -> tuple[list[Conversation], Run | None]:
     """Conversations with a response, of a run or of a dataset as the main job names it.
 
     Raises:
@@ -65,7 +65,7 @@ def read(data: str, verify: bool = True) -> tuple[list[Conversation], Run | None
                 "sample it with --response generate --responses 4, and give that run",
             )
         return found, None
-    (run,) = open_runs([data], verify=verify)
+    (run,) = open_runs([data])
     several = run.contexts.get("response_index", pd.Series([None] * len(run.contexts)))
     written = run.contexts["response_policy"] == "generated"
     return [
@@ -92,7 +92,7 @@ def model_of(run: Run | None, name: str | None) -> tuple[ModelSpec, ChatFormat]:
     """
     spec = ModelSpec() if name is None else ModelSpec(name=name)
     if run is not None and name is None:
-        spec = recalled(run.config["model"], run.model["weights_hash"])
+        spec = recalled(run.settings, run.model["weights_hash"])
     tokenizer, model_config = load_tokenizer_and_config(spec)
     stops = eos_ids(None, model_config)
     if run is None:

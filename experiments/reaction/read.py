@@ -145,16 +145,14 @@ def _sources(run: Run) -> set[tuple[str, str]]:
 
 def _contexts_of(run: Run) -> pd.DataFrame:
     """Contexts of a run that are one of several after the same query."""
-    contexts = run.contexts
-    several = contexts
-    if "response_index" in contexts:  # older runs have no such column
-        several = contexts[contexts["response_index"].notna()]
+    several = run.contexts[run.contexts["response_index"].notna()]
     several = several.assign(source=several["dataset"] + "\x1f" + several["source_id"])
     several = several[several.groupby("source")["source"].transform("size") > 1]
-    if "response_index" not in contexts or several.empty:
+    if several.empty:
         raise UserError(
             f"{run.path} has one response per query",
-            f"sample {quoted(run.config['dataset'])} again with --response generate --responses 4",
+            f"sample {quoted(run.settings['dataset'])} again with --response generate "
+            "--responses 4",
         )
     several = several.sort_values(["order", "response_index"])
     return several.assign(key=several["dataset"] + "\x1f" + several["context_id"])

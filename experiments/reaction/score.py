@@ -136,7 +136,7 @@ def scored_by(name: str, told: Arm, run: Run, folder: Path, progress: Progress) 
     Raises:
         UserError: it can't be loaded.
     """
-    first = run.config["model"]
+    first = run.settings
     subject = load(ModelSpec(name=name, dtype=first["dtype"], device=first["device"]))
     reader = replace(reader_of(subject, run), chat=None)
     return likelihoods(told, reader, folder, progress).reader

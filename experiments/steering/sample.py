@@ -67,7 +67,7 @@ def sampled_under(
     if arm.vector is not None:
         file = folder.resolve() / FILE
         arm.vector.save(file)
-    given = runs[0].config["grid"]
+    given = runs[0].settings
     temperature = 1.0 if 1.0 in given["temperatures"] else max(given["temperatures"])
     grid = Grid((temperature,), samples, given["max_new_tokens"], given["seed"])
     run = resampled(runs[0], conversations, folder, grid, ("header_last",), file, subject)

@@ -87,7 +87,7 @@ def first_token(
 
 def stored(run: Run) -> bool:
     """Whether a run holds all header logits."""
-    return run.config["header_logits"] == "full"
+    return run.settings["header_logits"] == "full"
 
 
 def check(run: Run, lens: Lens | None, temperatures: Sequence[float]) -> None:
@@ -105,7 +105,7 @@ def check(run: Run, lens: Lens | None, temperatures: Sequence[float]) -> None:
                 f"give --temperatures from {COLDEST_STORED} up",
             )
         return
-    kept = run.config["header_logits"]
+    kept = run.settings["header_logits"]
     has = "no header logits" if kept == "none" else f"only the {kept} largest header logits"
     remedy = "sample with --header-logits full"
     if HEADER_LAST not in run.positions:

@@ -87,7 +87,7 @@ class Conversation:
         row = asdict(self) | {"messages": [dict(m) for m in self.messages]}
         usual = {"perturbation": UNPERTURBED, "header": USER_HEADER, "response_index": None}
         for name, value in usual.items():
-            if row[name] == value:  # most conversations, and all of older runs, say nothing of it
+            if row[name] == value:  # most conversations say nothing of it
                 del row[name]
         return row
 

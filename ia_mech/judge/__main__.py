@@ -6,7 +6,7 @@ import sys
 
 from rich.markup import escape
 
-from ia_mech.cli import Parser, add_no_verify, guarded, one_line, path_of, tolerant_streams
+from ia_mech.cli import Parser, guarded, one_line, path_of, tolerant_streams
 from ia_mech.display import console
 from ia_mech.judge.rubric import CATEGORIES, ORDER, VERSION
 
@@ -98,7 +98,6 @@ def _add_run(commands) -> None:
         action="store_true",
         help="show the judge the responses as they were before they were perturbed",
     )
-    add_no_verify(parser)
 
 
 def _add_check(commands) -> None:
@@ -210,7 +209,6 @@ def add_export(commands) -> None:
         help="the sheet without .csv, .jsonl or .html (default: a blind name beside the run)",
     )
     parser.add_argument("--name", help="the sheet's name in the run (default: like the file's)")
-    add_no_verify(parser)
 
 
 def add_import(commands) -> None:
@@ -229,7 +227,6 @@ def add_import(commands) -> None:
     parser.add_argument(
         "--replace", action="store_true", help="replace labels of this annotator that are there"
     )
-    add_no_verify(parser)
 
 
 def _add_agreement(commands) -> None:
@@ -256,7 +253,6 @@ def _add_agreement(commands) -> None:
     )
     parser.add_argument("--json", type=path_of, help="write all figures here")
     parser.add_argument("--csv", type=path_of, help="write all disagreements, with texts, here")
-    add_no_verify(parser)
 
 
 if __name__ == "__main__":

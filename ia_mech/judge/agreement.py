@@ -666,7 +666,7 @@ def command(args: argparse.Namespace) -> None:
     for kind, path in (("json", args.json), ("csv", args.csv)):
         if path is not None:
             layout.check_output(path, kind)
-    run = Run.open(args.run, verify=args.verify)
+    run = Run.open(args.run)
     found = agreement(run, args.between)
     contents = {}
     if args.json is not None:

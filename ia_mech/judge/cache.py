@@ -3,10 +3,7 @@
 One append-only JSON-lines file per judge identity under ``cache/judgements/``: a changed rubric,
 model or setting is another identity and so another file. A line is flushed to the disk before its
 verdict is counted, so a kill loses at most what is in flight. One process writes at a time; any
-number may read meanwhile.
-
-Every line carries a seal (see ``run.integrity``): a changed bit may leave valid JSON, with another
-label. Lines of earlier versions have none and are taken as they are.
+number may read meanwhile. A line that can't be read counts as none: its verdict is asked for again.
 """
 
 import contextlib
@@ -21,7 +18,6 @@ from filelock import FileLock, Timeout
 from ia_mech.errors import UserError
 from ia_mech.judge.verdict import Item, Verdict, identity_hash
 from ia_mech.models.embedded import cache_dir
-from ia_mech.run.integrity import SEAL, UNSEALED, sealed, unsealed
 
 
 class VerdictCache:
@@ -31,7 +27,7 @@ class VerdictCache:
     that writes the file, and on a read-only disk. ``folder`` is ``cache/judgements`` by default.
 
     Raises:
-        UserError: another process writes the same file; a damaged line.
+        UserError: another process writes the same file.
     """
 
     def __init__(
@@ -93,8 +89,7 @@ class VerdictCache:
 
     def _append(self, file: int, value: dict) -> None:
         before = os.fstat(file).st_size
-        text = json.dumps(value | {SEAL: UNSEALED}, ensure_ascii=False)
-        line = memoryview(sealed(text.encode()) + b"\n")
+        line = memoryview(json.dumps(value).encode() + b"\n")
         try:
             while line:
                 line = line[os.write(file, line) :]
@@ -109,20 +104,10 @@ class VerdictCache:
         whole, _, rest = content.rpartition(b"\n")
         if rest and not self._read_only:
             os.truncate(self.path, len(content) - len(rest))
-        for number, line in enumerate(whole.splitlines(), 1):
-            try:
-                value = unsealed(line)
-                if value.keys() == {"key", "verdict"}:
-                    self._verdicts[value["key"]] = Verdict.from_json(value["verdict"])
-                elif value.keys() != {"identity"}:
-                    raise ValueError("it holds no verdict")
-            except ValueError as error:
-                if self._lock is not None:
-                    self._lock.release()
-                raise UserError(
-                    f"line {number} of {self.path} is damaged ({error})",
-                    "remove that line, or the file to judge anew",
-                ) from None
+        for line in whole.splitlines():
+            with contextlib.suppress(ValueError, LookupError, TypeError, RecursionError):
+                value = json.loads(line)
+                self._verdicts[value["key"]] = Verdict.from_json(value["verdict"])
 
 
 def cached_identity(
@@ -137,14 +122,17 @@ def cached_identity(
     it.
 
     Raises:
-        UserError: no such verdicts, or all of them from several models; a damaged cache.
+        UserError: no such verdicts, or all of them from several models.
     """
     wanted, model = set(items), like["model"]
     found = []
     for path in sorted(_folder(folder).glob("*.jsonl")):
         identity = None
-        with contextlib.suppress(ValueError, OSError), path.open("rb") as file:
-            identity = unsealed(file.readline().rstrip(b"\n")).get("identity")
+        with (
+            contextlib.suppress(ValueError, LookupError, TypeError, OSError),
+            path.open("rb") as file,
+        ):
+            identity = json.loads(file.readline())["identity"]
         if isinstance(identity, dict) and like.items() <= identity.items():
             with VerdictCache(identity, folder, read_only=True) as cache:
                 found.append((sum(cache.get(item, 0) is not None for item in wanted), identity))

@@ -35,11 +35,7 @@ def draw_decoys(run: Run) -> pd.DataFrame:
     """
     turns = run.turns
     perturbation = turns["perturbation"].astype(object).fillna(UNPERTURBED)
-    responses = (
-        turns["response_index"].to_numpy(dtype=float, na_value=np.nan)
-        if "response_index" in turns  # runs of earlier versions lack it
-        else np.full(len(turns), np.nan)
-    )
+    responses = turns["response_index"].to_numpy(dtype=float, na_value=np.nan)
     contexts = turns["context_id"].to_numpy()
     rng = np.random.default_rng(int(run.identity_digest, 16))
     rows: list[int] = []

@@ -334,7 +334,7 @@ def label_run(
     record = {
         "identity": judge.identity,
         "identity_hash": identity_hash(judge.identity),
-        # Of the servers that answered; none for verdicts of earlier versions.
+        # Of the servers that answered.
         "origins": sorted(origins),
         "rubric": {"version": VERSION, "hash": rubric_hash()},
         "repeats": options.get("repeats", 1),
@@ -408,7 +408,7 @@ _ONLY = {"llm": (*_SERVER, "param", "price"), "hf": ("device", "force")}
 
 def run(args: argparse.Namespace) -> int:
     """``python -m ia_mech.judge run``; returns its exit status."""
-    there = Run.open(args.run, verify=args.verify)
+    there = Run.open(args.run)
     name = check_name(args.name or _default_name(args) + UNSEEN * args.unperturbed)
     check_judged(there, args.unperturbed)
     decoys = draw_decoys(there)

@@ -566,7 +566,7 @@ def _check_texts(run: Run, sheet: str, key: dict[str, Any], labelled: Iterable[s
 
 def export_command(args: argparse.Namespace) -> None:
     """``python -m ia_mech.judge export``."""
-    run = Run.open(args.run, verify=args.verify)
+    run = Run.open(args.run)
     out = args.out
     if out is not None:
         out = out.with_name(re.sub(r"\.(csv|jsonl|html)$", "", out.name))
@@ -601,7 +601,7 @@ def export_command(args: argparse.Namespace) -> None:
 
 def import_command(args: argparse.Namespace) -> None:
     """``python -m ia_mech.judge import``."""
-    run = Run.open(args.run, verify=args.verify)
+    run = Run.open(args.run)
     path = import_sheet(run, args.file, args.annotator, replace=args.replace)
     labels = Counter(run.labels.annotations(args.annotator)["category"])
     decoys = len(run.labels.decoys(args.annotator, "annotations"))

@@ -16,11 +16,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Protocol
 
-from pydantic import TypeAdapter
-
 from ia_mech.errors import UserError
 from ia_mech.judge.rubric import CANNOT_ASSESS, GENUINE, NAMES
-from ia_mech.run.integrity import check_shape
 
 # What a judge's verdict on a turn may be counted for, and in words. A turn is ``grounded`` if it is
 # genuine and its ``grounded_p`` is at most GROUNDED_P.
@@ -97,29 +94,17 @@ class Verdict:
 
     @classmethod
     def from_json(cls, value: Any) -> "Verdict":
-        """The verdict that :meth:`to_json` gave; fields of later versions are left out.
+        """The verdict that :meth:`to_json` gave.
 
         Raises:
             ValueError: it is none.
         """
-        if not isinstance(value, dict):
-            raise ValueError("a verdict that is no JSON object")
-        known = {field.name: value[field.name] for field in fields(cls) if field.name in value}
-        known = {"category": None} | known
-        check_shape(_SHAPE, known)
-        numbers = [known.get(name) or 0 for name in _NUMBERS]
-        numbers += (known.get("scores") or {}).values()
-        if not all(abs(number) < _LARGEST for number in numbers):
-            raise ValueError("a verdict with numbers that can't be")
-        verdict = cls(**known)
-        if (verdict.status == JUDGED) != (verdict.category in NAMES):
+        if not isinstance(value, dict) or value.keys() != {field.name for field in fields(cls)}:
+            raise ValueError("no verdict")
+        verdict = cls(**value)
+        if (verdict.status == JUDGED) != (verdict.category in [*NAMES]):
             raise ValueError(f"a verdict {verdict.status!r:.60} of {verdict.category!r:.60}")
         return verdict
-
-
-_NUMBERS = ("prompt_tokens", "completion_tokens", "cost", "grounded_p")
-_LARGEST = 2.0**53  # of a number; infinity and NaN aren't below it
-_SHAPE = TypeAdapter(Verdict)
 
 
 class Judge(Protocol):

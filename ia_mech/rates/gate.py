@@ -64,7 +64,7 @@ class Gate:
         if not self.decoys:
             return (
                 f"the floor of judge {self.judge} is unknown: the run has no decoys (they need two "
-                "sources of a dataset; judge the run again if an earlier version judged it)"
+                "sources of a dataset)"
             )
         return (
             f"judge {self.judge} on {OUTCOMES[self.outcome]} turns: {self.verdict}. Of "

@@ -36,6 +36,7 @@ _DECOYS = [
 ]  # columns of Judged.decoys
 EVERY, COMPLETE, CUT_OFF = RESPONSES = ("all", "complete", "cut-off")  # what turns come after
 NO_ANNOTATOR = ""  # no annotator: annotations are not read
+_SAMPLING = ("system", "thinking", "response", "date", "max_new_tokens", "max_response_tokens")
 SUBJECT = ["model", "weights_hash", "perturbation"]  # one table each
 
 
@@ -94,12 +95,11 @@ class Judged:
         return self.gates["genuine"]
 
 
-def open_runs(runs: Sequence[str | Path | Run], *, verify: bool = True) -> list[Run]:
+def open_runs(runs: Sequence[str | Path | Run]) -> list[Run]:
     """Finished runs, each once.
 
     Args:
         runs: folders, or runs that are open.
-        verify: as for ``Run.open``.
 
     Raises:
         UserError: not a run, an unfinished one, one given twice, a copy of another, or runs under
@@ -110,7 +110,7 @@ def open_runs(runs: Sequence[str | Path | Run], *, verify: bool = True) -> list[
     for at, place in enumerate(places):
         if place in places[:at]:
             raise UserError(f"{paths[at]} is given twice", "give each run once")
-    found = [run if isinstance(run, Run) else Run.open(run, verify=verify) for run in runs]
+    found = [run if isinstance(run, Run) else Run.open(run) for run in runs]
     for at, run in enumerate(found):
         check_finished(run)
         same = [other for other in found[:at] if other.identity_digest == run.identity_digest]
@@ -133,8 +133,6 @@ def read_runs(
     judge: str | None = None,
     annotator: str | None = None,
     responses: str = EVERY,
-    *,
-    verify: bool = True,
 ) -> Judged:
     """Read runs with their labels, and check that they can be reported together.
 
@@ -145,14 +143,13 @@ def read_runs(
             :data:`NO_ANNOTATOR` for none.
         responses: ``complete`` keeps only turns after responses that weren't cut off, ``cut-off``
             only those after ones that were.
-        verify: as for ``Run.open``.
 
     Raises:
         UserError: as :func:`open_runs`; none or several judges or annotators to choose from;
             verdicts or labels that aren't of the run's turns; judges that share a name but not
             their identity; no turn comes after such responses.
     """
-    runs = open_runs(runs, verify=verify)
+    runs = open_runs(runs)
     judge = _choose_judge(runs, judge)
     verdicts = [run.labels.judgements(judge, _VERDICT) for run in runs]
     record = _same_judge(runs, judge)
@@ -477,7 +474,7 @@ def _without_repeated(
     twice.
     """
     sampled = (frame["temperature"] > 0).to_numpy()
-    seed = np.where(sampled, run.config["grid"]["seed"], -1)
+    seed = np.where(sampled, run.settings["seed"], -1)
     names = frame[[*SUBJECT, "context", "temperature", "sample"]].assign(seed=seed)
     keys = pd.MultiIndex.from_frame(names.astype(dict.fromkeys((*SUBJECT, "context"), object)))
     shared = np.full(len(keys), -1)  # which earlier run has the turn first
@@ -548,10 +545,7 @@ def _by_model(runs: list[Run]) -> list[list[Run]]:
 def differing(runs: list[Run]) -> list[str]:
     """Names of the settings that change what is sampled and in which these runs aren't alike."""
     settings = [
-        {name: run.config[name] for name in ("system", "thinking", "response", "date")}
-        | {"max_new_tokens": run.config["grid"]["max_new_tokens"]}
-        | {"max_response_tokens": run.config["max_response_tokens"]}
-        | {"dtype": run.model["dtype"]}
+        {name: run.settings[name] for name in _SAMPLING} | {"dtype": run.model["dtype"]}
         for run in runs
     ]
     return [name for name in settings[0] if any(s[name] != settings[0][name] for s in settings)]

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ia_mech.cli import Parser, add_no_verify, guarded, path_of, tolerant_streams
+from ia_mech.cli import Parser, guarded, path_of, tolerant_streams
 
 if TYPE_CHECKING:
     from ia_mech.run import Run
@@ -40,7 +40,6 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--out", type=path_of, metavar="FILE", help="the page (default: report.html in the run)"
     )
-    add_no_verify(parser)
     return parser
 
 
@@ -66,7 +65,7 @@ def _report(args: argparse.Namespace) -> None:
     from ia_mech.rates.load import open_runs
     from ia_mech.run.integrity import replace_file
 
-    runs = open_runs(args.runs, verify=args.verify)
+    runs = open_runs(args.runs)
     refuse_unwritable(out.parent)
     page = render_report(runs, args.results)
 

@@ -33,7 +33,6 @@ from ia_mech.rates.load import NO_ANNOTATOR, Judged, read_runs
 from ia_mech.rates.show import print_rates
 from ia_mech.run import Run
 from ia_mech.run.integrity import read_json
-from ia_mech.run.notebook import facts
 from ia_mech.stats import Estimate
 
 # Sections in the order of reading; experiments that aren't named come after them, by name.
@@ -239,7 +238,7 @@ def _about(folder: Path) -> dict[str, Any]:
         about = json.loads(pq.read_schema(file).metadata[b"ia_mech"])
         texts = [about["experiment"], *about["runs"], *about.get("notes", [])]
         texts += [about.get(name, "") for name in ("title", "sentence", "control")]
-        texts += about.get("figures", [])
+        texts += about["figures"]
         if not all(isinstance(text, str) for text in texts):
             raise ValueError("a text is none")
         return about
@@ -252,16 +251,13 @@ def _about(folder: Path) -> dict[str, Any]:
 def _experiment(results: Results, run: str) -> Part:
     folder, about = results.folder, results.about
     name = about["experiment"]
-    stems = about.get("figures")
-    if stems is None:  # results of earlier versions don't name them
-        stems = [path.stem for path in sorted(folder.glob("*.svg"))]
     return Part(
         name=name,
         title=about.get("title") or name.replace("_", " "),
         run=run,
         sentence=_sentence(about.get("sentence", "")),
         control=_sentence(about.get("control", "")),
-        pictures=_pictures(folder, stems),
+        pictures=_pictures(folder, about["figures"]),
         notes=list(about.get("notes", [])),
         estimates=listed(_table(folder / ESTIMATES)),
         folder=_place(folder),
@@ -351,10 +347,35 @@ def _text(cell: Any) -> str:
 # -- where it comes from --------------------------------------------------------------------------
 
 
+def facts(run: Run) -> dict[str, str]:
+    """What was sampled, with what, and who judged it."""
+    settings, model = run.settings, run.model
+    temperatures = ", ".join(["greedy", *(f"{t:g}" for t in settings["temperatures"])])
+    found = {
+        "run": run.name,  # a page holds no folders of this machine
+        "identity": run.identity_digest,
+        "model": f"{model['name']} ({model['weights_hash']}, {model['dtype']})",
+        "dataset": str(settings["dataset"]),
+        "conversations": f"{run.kept['contexts']} contexts of "
+        f"{run.turns['source_id'].nunique()} sources",
+        "turns": f"{len(run.turns)}, at most {settings['max_new_tokens']} tokens each",
+        "temperatures": f"{temperatures}; {settings['samples']} samples each, seed "
+        f"{settings['seed']}",
+        "software": ", ".join(f"{k} {v}" for k, v in run.record["identity"]["software"].items()),
+    }
+    for judge in run.labels.judges:
+        identity = run.labels.record("judgements", judge).get("identity", {})
+        found[f"judge {judge}"] = ", ".join(
+            f"{key} {value}" for key, value in identity.items() if isinstance(value, str | int)
+        )
+    for annotator in run.labels.annotators:
+        found[f"annotator {annotator}"] = f"{len(run.labels.annotations(annotator))} turns"
+    return found
+
+
 def provenance(run: Run, name: str) -> Iterator[Shown]:
     """What was sampled and with what, who judged, and which files the run has."""
-    said = facts(run) | {"folder": run.name}  # a page holds no folders of this machine
-    yield Shown(["what", "is"], [list(fact) for fact in said.items()], name)
+    yield Shown(["what", "is"], [list(fact) for fact in facts(run).items()], name)
     folders: dict[str, list[int]] = {}
     for file in sorted(path for path in run.path.rglob("*") if path.is_file()):
         top = file.relative_to(run.path).parts

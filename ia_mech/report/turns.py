@@ -115,8 +115,6 @@ def _frames(
     contexts, turns = (pd.concat(of) for of in zip(*frames, strict=True))
     contexts = contexts.sort_values("order").astype({"context_id": object, "dataset": object})
     turns = turns.sort_index().astype({"context_id": object})
-    if "response_index" not in contexts:  # runs of earlier versions
-        contexts["response_index"] = None
     for file in sorted(run.path.glob("probes/*/predictions.parquet")):
         found = _read(file, "context_id", "probability").drop_duplicates("context_id")
         found = found.set_index("context_id")["probability"]
@@ -191,7 +189,7 @@ def _cutter(run: Run) -> Cutter | None:
     isn't.
     """
     try:
-        spec = recalled(run.config["model"], run.model["weights_hash"])
+        spec = recalled(run.settings, run.model["weights_hash"])
         tokenizer, _ = load_tokenizer_and_config(spec, fetch=False)
     except UserError:
         return None

@@ -13,13 +13,11 @@ def card(record: dict, contexts: int) -> str:
         contexts: how many there are.
     """
     identity = record["identity"]
-    config, model, grid = identity["config"], identity["model"], identity["config"]["grid"]
+    settings, model = record["settings"], identity["model"]
     adapter = f" with the adapter `{model['adapter']}`" if model.get("adapter") else ""
-    temperatures = ", ".join(f"{t:g}" for t in grid["temperatures"])
-    sampled = f"{grid['samples']} at each of T = {temperatures}" if temperatures else "no other"
+    temperatures = ", ".join(f"{t:g}" for t in settings["temperatures"])
+    sampled = f"{settings['samples']} at each of T = {temperatures}" if temperatures else "no other"
     software = ", ".join(f"{name} {version}" for name, version in identity["software"].items())
-    shard = record.get("shard", [1, 1])
-    part = "" if shard[1] == 1 else f" This is shard {shard[0]} of {shard[1]}."
     lines = [
         "---",
         *(_configs() if contexts else []),
@@ -31,10 +29,10 @@ def card(record: dict, contexts: int) -> str:
         "",
         "A chat model was given a query and a response, and wrote the next *user* turn under the "
         f"user header of its own chat template, in {contexts} contexts: one turn greedily, and "
-        f"{sampled}, of at most {grid['max_new_tokens']} tokens.{part}",
+        f"{sampled}, of at most {settings['max_new_tokens']} tokens.",
         "",
         "**The user turns were written by a model, not by people.** The conversations before them "
-        f"are from `{config['dataset']}`. Their licence is not recorded here: state it before "
+        f"are from `{settings['dataset']}`. Their licence is not recorded here: state it before "
         "you share this folder.",
         "",
         "| folder | what |",
@@ -46,7 +44,7 @@ def card(record: dict, contexts: int) -> str:
         "the embeddings, layer l the output of block l |",
         *(
             ["| `header_logits/` | the logits from which the first token of the turn is drawn |"]
-            if config["header_logits"] != "none"
+            if settings["header_logits"] != "none"
             else []
         ),
         "",
@@ -60,10 +58,10 @@ def card(record: dict, contexts: int) -> str:
         f"{model['d_model']}",
         f"- chat template: `{identity['chat']['template_hash']}`",
         f"- positions kept: {', '.join(identity['positions'])}",
-        f"- seed: {grid['seed']}",
+        f"- seed: {settings['seed']}",
         f"- software: {software}",
         "",
-        "`run.json` has the whole configuration, `manifest.json` a hash of every file.",
+        "`run.json` has all settings, `manifest*.json` a hash of every file.",
         "",
         "## Columns",
         "",

@@ -10,8 +10,8 @@ A row with a ``decoy`` is a label of the turn after the context ``shown``, which
 (:mod:`ia_mech.judge.decoys`); such rows are read apart.
 
 Each Parquet file carries a record of who made it (the judge's identity, the annotator's sheet) and
-of which run in its metadata under ``ia_mech``, and a seal. Files are replaced whole: the old one or
-the new one, never a half.
+of which run in its metadata under ``ia_mech``. Files are replaced whole: the old one or the new
+one, never a half.
 """
 
 import json
@@ -73,7 +73,6 @@ ANNOTATIONS = pa.schema(
     ]
 )
 CODED = ("context_id", "category", "status", "decoy", "shown")
-_LATER = ("grounded_p", "decoy", "shown")  # columns that files of earlier versions lack
 
 ROWS = 20_000  # that are Python objects at a time
 _RECORD = b"ia_mech"
@@ -86,15 +85,11 @@ class Labels:
     Args:
         path: the run's folder.
         run: ``Run.identity_digest``; labels of another run are refused.
-        sealed: whether files without a seal are refused.
-        verify: whether seals are checked.
     """
 
-    def __init__(self, path: Path, run: str, *, sealed: bool = True, verify: bool = True) -> None:
+    def __init__(self, path: Path, run: str) -> None:
         self.path = path
         self._run = run
-        self._sealed = sealed
-        self._verify = verify
 
     @property
     def judges(self) -> list[str]:
@@ -136,7 +131,7 @@ class Labels:
     def decoys(
         self, name: str, kind: str = "judgements", columns: Sequence[str] | None = None
     ) -> pd.DataFrame:
-        """Labels of turns after contexts that they didn't follow; none in older files.
+        """Labels of turns after contexts that they didn't follow.
 
         Args:
             name: whose.
@@ -185,8 +180,8 @@ class Labels:
             )
         path = self.path / "annotations" / "sheets" / f"{name}.json"
         try:
-            key = integrity.read_json(path, verify=self._verify, required=self._sealed)
-            if key.pop("of", [self._run, name]) != [self._run, name]:
+            key = integrity.read_json(path)
+            if key.pop("of", None) != [self._run, name]:
                 raise ValueError("it is of another sheet")
             return key
         except ValueError as error:
@@ -208,12 +203,10 @@ class Labels:
     ) -> pd.DataFrame:
         table = self._content(kind, name, columns, decoys=decoys)[0]
         wanted = schema.names if columns is None else columns
-        missing = [name for name in wanted if name not in (*table.column_names, *_LATER)]
+        missing = [name for name in wanted if name not in table.column_names]
         if missing:
             raise self._unreadable(kind, name, f"no column {', '.join(missing)}")
         frame = table.to_pandas()
-        for column in set(wanted) - set(frame):
-            frame[column] = None
         if columns is not None:
             frame = frame[list(columns)]
         return frame.astype({"genuine": "boolean"} if "genuine" in frame else {})
@@ -224,27 +217,17 @@ class Labels:
         """A file's rows of decoys or of the others, with these columns or all; and its record."""
         self._check_there(kind, name)
         try:
-            file = self._file(kind, name)
-            if self._verify:
-                with file.open("rb") as whole:
-                    integrity.check_seal(whole, required=self._sealed)
-            known, chosen = pq.read_schema(file), {}
+            file, decoy = self._file(kind, name), pc.field("decoy")
+            record = json.loads(pq.read_schema(file).metadata[_RECORD])
+            chosen: dict[str, Any] = {"filters": decoy.is_valid() if decoys else decoy.is_null()}
             if columns is not None:
-                names = [name for name in known.names if name in columns]
-                chosen = {"columns": names, "read_dictionary": list(CODED)}
-            if "decoy" in known.names:
-                decoy = pc.field("decoy")
-                chosen["filters"] = decoy.is_valid() if decoys else decoy.is_null()
+                chosen |= {"columns": list(columns), "read_dictionary": list(CODED)}
             table = pq.read_table(file, **chosen)
-            if decoys and "decoy" not in known.names:
-                table = table.slice(0, 0)
-            metadata = known.metadata or {}
-            record = integrity.unsealed(metadata.get(_RECORD, b"{}"), verify=False)
-        except (pa.ArrowException, OSError, ValueError) as error:
+            run, whose = record.pop("run"), record.pop("name")
+        except (pa.ArrowException, OSError, ValueError, LookupError, TypeError) as error:
             raise self._unreadable(kind, name, error) from None
-        if record.pop("run", self._run) != self._run and self._verify:
+        if run != self._run:
             raise self._unreadable(kind, name, "it is of another run")
-        whose = record.pop("name", name)
         if whose != name:
             raise self._unreadable(kind, name, f"it holds the {kind} of {whose!r}")
         return table, record
@@ -280,8 +263,13 @@ class Labels:
         path.parent.mkdir(parents=True, exist_ok=True)
         text = json.dumps(record | {"run": self._run, "name": name}, sort_keys=True)
         schema = schema.with_metadata({_RECORD: text})
-        tables = (pa.Table.from_pylist(part, schema=schema) for part in _parts(rows))
-        integrity.write_table(path, tables, schema)
+
+        def write(scratch: Path) -> None:
+            with pq.ParquetWriter(scratch, schema) as file:
+                for part in _parts(rows):
+                    file.write_table(pa.Table.from_pylist(part, schema=schema))
+
+        integrity.replace_file(path, write)
         return path
 
 

@@ -3,19 +3,15 @@
 ::
 
     run.json                              what was asked and of which model; written once
-    manifest.json                         the parts that are whole; replaced atomically, last
+    manifest.json                         the parts that are whole; shard 2/4 has its own
     README.md                             the dataset card, once the run is complete
-    conversations.parquet                 the conversations as read, before any response was written
     responses/part-00000.parquet          responses the subject model wrote, if any
     contexts/part-00000.parquet           one row per context
     generations/part-00000.parquet        one row per generation
     header_logits/00000.safetensors
     residuals/layer_00/00000.safetensors  one file per layer and part
-
-A run that is made in shards has these in ``shards/1-of-4/`` and so on until it is merged.
 """
 
-import re
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
@@ -24,16 +20,9 @@ import pyarrow as pa
 
 from ia_mech.errors import UserError
 
-FORMAT = 2
-READABLE = (1, 2)  # format 1 has SHA-256 in its manifest, and no seals
-RUN, MANIFEST, CONVERSATIONS, LOCK = (
-    "run.json",
-    "manifest.json",
-    "conversations.parquet",
-    ".lock",
-)
-SHARDS, CARD = "shards", "README.md"
-PART_CONTEXTS = 1024  # a full part has at least so many; smaller ones are merged as the run goes on
+FORMAT = 3
+RUN, CARD = "run.json", "README.md"
+KINDS = ("responses", "contexts")  # of parts
 
 _MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
 
@@ -110,6 +99,7 @@ GENERATIONS = pa.schema(
 # What names a turn: the columns of ``Run.turns``. NAMES are texts that many turns share.
 NAMES = ("context_id", "source_id", "dataset", "perturbation")
 PLACE = ("order", "response_index", "response_cut_off", "temperature", "sample")
+TURN_KEYS = ("order", "temperature", "sample")  # what generations are sorted by
 
 
 def contexts_schema(position_names: Iterable[str]) -> pa.Schema:
@@ -157,15 +147,24 @@ def contexts_schema(position_names: Iterable[str]) -> pa.Schema:
     )
 
 
-def shard_folder(path: Path, number: int, of: int) -> Path:
-    """Where a shard of a run is, counted from 1; the run's own folder if it is the only one."""
-    return path if of == 1 else path / SHARDS / f"{number}-of-{of}"
+def manifest_file(shard: tuple[int, int] = (1, 1)) -> str:
+    """The manifest that a shard writes; shard 1 of 1 is the whole run."""
+    return f"manifest{_of(shard)}.json"
 
 
-def shards_in(path: Path) -> list[tuple[int, int]]:
-    """Number and count of the shards in a run's folder, sorted."""
-    names = (re.fullmatch(r"([0-9]+)-of-([0-9]+)", p.name) for p in (path / SHARDS).glob("*-of-*"))
-    return sorted((int(name[1]), int(name[2])) for name in names if name)
+def lock_file(shard: tuple[int, int] = (1, 1)) -> str:
+    """The file that the one writer of a manifest has locked."""
+    return f".lock{_of(shard)}"
+
+
+def _of(shard: tuple[int, int]) -> str:
+    number, count = shard
+    return "" if count == 1 else f"-{number}-of-{count}"
+
+
+def part_names(count: int) -> list[str]:
+    """The names of this many planned parts, in their order."""
+    return [f"{number:05d}" for number in range(count)]
 
 
 def contexts_file(part: str) -> str:
@@ -195,7 +194,7 @@ def refuse_inside_run(path: Path) -> None:
         UserError: a folder above the file is a run's.
     """
     for folder in path.resolve().parents:
-        if (folder / RUN).is_file() and (folder / MANIFEST).is_file():
+        if (folder / RUN).is_file():
             raise UserError(f"{path} lies inside the run {folder}", "write it somewhere else")
 
 

@@ -4,11 +4,13 @@ import hashlib
 import json
 import math
 import warnings
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Sequence
 from functools import cached_property
+from html import escape
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -20,49 +22,49 @@ from torch import Tensor
 from ia_mech.errors import UserError
 from ia_mech.run import integrity, layout
 from ia_mech.run.labels import Labels
-from ia_mech.run.notebook import Plots, html
-from ia_mech.run.shards import read_record_and_manifest
+from ia_mech.untrusted import visible
 
 EXACT_FROM = 0.3  # temperature from which float16 logits give first-token distributions
-TURN_KEYS = ("order", "temperature", "sample")  # what generations are sorted by; contexts by order
-_DIGEST_ROWS = 1024  # rows that are Python objects at a time
 
 
 class Run:
     """A run's folder, read-only. Contexts are in the order of their conversations everywhere.
 
-    A folder of complete shards is read as the run that they are together.
-
     Attributes:
         path: the folder.
         record: ``run.json``.
-        complete: whether every context that was asked for is there.
+        sessions: when, on what machine and with what notes processes worked on the run.
     """
 
-    def __init__(self, path: str | Path, *, verify: bool = True) -> None:
+    def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        self.record, self._manifest = read_record_and_manifest(self.path, verify=verify)
-        self.complete: bool = self._manifest["complete"]
-        self._parts = self.parts("contexts")
-        self._verify = verify
-        self._verified: set[str] = set()  # files whose content was compared
+        self.record, digest = integrity.read_record(self.path)
+        self.sessions: list[dict] = []
+        self._parts: dict[tuple[str, str], dict] = {}  # by kind and name
+        for file in sorted(self.path.glob("manifest*.json")):
+            if not file.is_file():
+                continue
+            manifest = integrity.read_manifest(file, digest)
+            self.sessions += manifest["sessions"]
+            for part in manifest["parts"]:
+                self._parts.setdefault((part["kind"], part["name"]), part)
+        self.sessions.sort(key=lambda session: str(session.get("begun")))
+        self._compared: set[str] = set()  # files whose content was compared with its hash
 
     @classmethod
-    def open(cls, path: str | Path, *, verify: bool = True) -> "Run":
-        """Open a run, checking that every file its manifest names is there in full size.
+    def open(cls, path: str | Path) -> "Run":
+        """Open a run, checking that every file its manifests name is there in full size.
 
-        The content of a file is compared with the hash in the manifest when it is first read.
+        The content of a file is compared with its hash when it is first read.
 
         Args:
             path: the run's folder.
-            verify: compare contents; without, only sizes are compared.
 
         Raises:
-            UserError: not a run, a run of another format, or a damaged part; shards that are
-                missing or don't belong together.
+            UserError: not a run, a run of another format, or a damaged part.
         """
-        run = cls(path, verify=verify)
-        for part in run._manifest["parts"]:
+        run = cls(path)
+        for part in run._parts.values():
             run._check(part, part["files"], content=False)
         return run
 
@@ -72,18 +74,13 @@ class Run:
         return self.path.resolve().name
 
     def parts(self, kind: str) -> list[dict]:
-        """The parts of a kind, as the manifest has them; those of shards name their ``folder``."""
-        return [part for part in self._manifest["parts"] if part["kind"] == kind]
+        """The parts of a kind that are whole, in the order of the run, as manifests have them."""
+        return [self._parts[key] for key in sorted(self._parts) if key[0] == kind]
 
     @property
-    def sessions(self) -> list[dict]:
-        """When, on what machine and with what notes processes worked on the run."""
-        return self._manifest["sessions"]
-
-    @property
-    def config(self) -> dict:
-        """The configuration of the run, as it was asked for."""
-        return self.record["identity"]["config"]
+    def settings(self) -> dict[str, Any]:
+        """The settings of the run: the flags of the command, with underscores."""
+        return self.record["settings"]
 
     @property
     def model(self) -> dict:
@@ -101,33 +98,44 @@ class Run:
         return list(self.record["identity"]["positions"])
 
     @property
+    def score_temperatures(self) -> list[float]:
+        """The temperatures of ``reference_logprob_tempered``, ascending."""
+        return list(self.record["identity"].get("score_temperatures", []))
+
+    @property
     def identity_digest(self) -> str:
         """Hash of what makes a run that run, wherever its folder lies."""
         text = json.dumps(self.record["identity"], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     @property
-    def kept(self) -> dict[str, int]:
-        """How many ``responses`` were written and how many ``contexts`` are whole so far."""
-        return {
-            kind: sum(part["contexts"] for part in self.parts(kind))
-            for kind in ("responses", "contexts")
-        }
+    def complete(self) -> bool:
+        """Whether every part that was planned is there."""
+        return all(self._whole(kind) for kind in layout.KINDS)
 
     @property
-    def score_temperatures(self) -> list[float]:
-        """The temperatures of ``reference_logprob_tempered``, ascending; empty in older runs."""
-        return list(self.record["identity"].get("score_temperatures", []))
+    def responses_complete(self) -> bool:
+        """Whether the model has written every response that it was asked for."""
+        return self._whole("responses")
+
+    def _whole(self, kind: str) -> bool:
+        planned = layout.part_names(self.record["parts"][kind])
+        return all((kind, name) in self._parts for name in planned)
+
+    @property
+    def kept(self) -> dict[str, int]:
+        """How many ``responses`` were written and how many ``contexts`` are whole so far."""
+        return {kind: sum(part["contexts"] for part in self.parts(kind)) for kind in layout.KINDS}
 
     @cached_property
     def contexts(self) -> pd.DataFrame:
         """One row per context; the columns are listed in docs/run-format.md."""
-        return self._table(layout.contexts_file, TURN_KEYS[:1]).to_pandas()
+        return self._table("contexts").to_pandas()
 
     @cached_property
     def generations(self) -> pd.DataFrame:
         """One row per generation: greedy (temperature 0) first, then by temperature and sample."""
-        return self._table(layout.generations_file, TURN_KEYS).to_pandas()
+        return self._table("generations").to_pandas()
 
     @cached_property
     def turns(self) -> pd.DataFrame:
@@ -135,11 +143,10 @@ class Run:
 
         Names (``layout.NAMES``) are categorical, their categories sorted.
         """
-        columns = (*layout.NAMES, *layout.PLACE)
+        columns = [*layout.NAMES, *layout.PLACE]
         if "generations" in vars(self):  # read already
-            frame = self.generations[[name for name in self.generations if name in columns]]
-            return frame.astype(dict.fromkeys(layout.NAMES, "category"))
-        frame = self._table(layout.generations_file, TURN_KEYS, columns).to_pandas()
+            return self.generations[columns].astype(dict.fromkeys(layout.NAMES, "category"))
+        frame = self._table("generations", columns).to_pandas()
         for name in layout.NAMES:
             found = frame[name].cat.remove_unused_categories()
             frame[name] = found.cat.reorder_categories(sorted(found.cat.categories))
@@ -148,88 +155,101 @@ class Run:
     def windows(
         self, contexts: Sequence[str] = (), turns: Sequence[str] = ()
     ) -> Iterator[tuple[pd.DataFrame, pd.DataFrame]]:
-        """The run part by part: memory holds some thousand contexts, however many there are.
+        """The run part by part: memory holds one part, however many there are.
 
         Args:
-            contexts: columns of :attr:`contexts`; those that an older run lacks are left out.
-            turns: columns of :attr:`generations`, likewise.
+            contexts: columns of :attr:`contexts`.
+            turns: columns of :attr:`generations`.
 
         Yields:
             The contexts of a part and all turns after them, both in the order of the run. The index
             of the turns is their position in :attr:`turns`.
         """
-        if "generations" in vars(self):  # read already
-            yield self.contexts.filter(contexts), self.generations.filter(turns)
-            return
-        every = self.turns["order"].to_numpy()
+        begin = 0
         for part in self._finished_parts():
-            own = self._table(layout.contexts_file, TURN_KEYS[:1], contexts, [part])
-            rows = self._table(layout.generations_file, TURN_KEYS, (*turns, "order"), [part])
-            order = rows["order"].to_numpy()
-            place = np.arange(len(order)) - np.searchsorted(order, order)  # within its context
-            frame = rows.to_pandas().set_index(np.searchsorted(every, order) + place)
-            yield own.to_pandas(), frame
+            own = self._table("contexts", ["order", *contexts], [part]).to_pandas()
+            rows = self._table("generations", [*layout.TURN_KEYS, *turns], [part]).to_pandas()
+            rows.index = pd.RangeIndex(begin, begin + len(rows))
+            begin += len(rows)
+            yield own, rows
 
     @property
     def responses(self) -> pd.DataFrame:
         """The responses that the model wrote so far, with the order of their contexts."""
-        tables = [
-            pq.read_table(self._file(part, layout.responses_file(part["name"])))
-            for part in self.parts("responses")
-        ]
-        return pa.concat_tables([layout.RESPONSES.empty_table(), *tables]).to_pandas()
+        return self.responses_of().to_pandas()
 
-    @property
-    def responses_complete(self) -> bool:
-        """Whether the model has written every response that it was asked for."""
-        return self.complete or self._manifest.get("responses_complete", False)
+    def responses_of(self, names: Collection[str] | None = None) -> pa.Table:
+        """The responses of these parts, or of all that are whole.
+
+        Raises:
+            UserError: a damaged part.
+        """
+        tables = [
+            self._read(part, layout.responses_file(part["name"]))
+            for part in self.parts("responses")
+            if part["files"] and (names is None or part["name"] in names)
+        ]
+        return pa.concat_tables([layout.RESPONSES.empty_table(), *tables])
 
     @property
     def labels(self) -> Labels:
         """What judges and annotators say of the generations."""
-        sealed = self._manifest["format"] != 1
-        return Labels(self.path, self.identity_digest, sealed=sealed, verify=self._verify)
-
-    @property
-    def plot(self) -> Plots:
-        """Figures: ``rates()``, ``reaction()`` and ``heatmap()``, of what was computed so far."""
-        return Plots(self)
+        return Labels(self.path, self.identity_digest)
 
     def __repr__(self) -> str:
         return f"Run({str(self.path)!r})"
 
     def _repr_html_(self) -> str:
-        return html(self)
+        rows = {
+            "folder": self.path,
+            "model": self.model["name"],
+            "dataset": self.settings["dataset"],
+            "contexts": f"{self.kept['contexts']}{'' if self.complete else ' so far'}",
+            "temperatures": ", ".join(["greedy", *map(str, self.settings["temperatures"])]),
+            "judges": ", ".join(self.labels.judges) or "none",
+        }
+        cells = (
+            f"<tr><th>{name}</th><td>{escape(visible(str(value)))}</td></tr>"
+            for name, value in rows.items()
+        )
+        return f"<table>{''.join(cells)}</table>"
 
-    def residuals(self, layer: int, position: str) -> Tensor:
-        """The residual stream at one layer and position, ``[contexts, d_model]``.
+    def residuals(self, layer: int | None = None, position: str | None = None) -> Tensor:
+        """The residual stream, ``[contexts, layers + 1, positions, d_model]``.
 
         In the model's dtype, before the final norm, in the order of :attr:`contexts`. A context
-        whose template lacks the position has NaN. Only that layer's files are read.
+        whose template lacks a position has NaN there.
+
+        Args:
+            layer: the only one that is read; its axis is left out.
+            position: likewise.
 
         Raises:
             UserError: no such layer, a position that wasn't kept, or no finished part yet.
         """
-        if layer not in self.layers:
+        if layer is not None and layer not in self.layers:
             raise UserError(
                 f"layer {layer} is not in {self.path}",
                 f"give 0 … {self.layers[-1]} (0 = embeddings)",
             )
-        if position not in self.positions:
+        if position is not None and position not in self.positions:
             raise UserError(
                 f"position {position!r} was not kept in {self.path}",
                 f"give one of {', '.join(self.positions)}",
             )
-        at = self.positions.index(position)
-        rows = []
-        for part in self._finished_parts():
-            file = self._file(part, layout.residuals_file(layer, part["name"]))
-            try:
-                with safe_open(file, framework="pt") as tensors:
-                    rows.append(tensors.get_slice("residuals")[:, at])
-            except (SafetensorError, OSError) as error:
-                raise self._damaged(part["name"], error) from None
-        return torch.cat(rows)[self._file_order]
+        at = slice(None) if position is None else self.positions.index(position)
+        layers = self.layers if layer is None else [layer]
+        parts = self._finished_parts()
+        found = [torch.cat([self._residuals(part, one, at) for part in parts]) for one in layers]
+        return torch.stack(found, dim=1) if layer is None else found[0]
+
+    def _residuals(self, part: dict, layer: int, at: int | slice) -> Tensor:
+        file = self._file(part, layout.residuals_file(layer, part["name"]))
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                return tensors.get_slice("residuals")[:, at]
+        except (SafetensorError, OSError) as error:
+            raise self._damaged(part, error) from None
 
     def header_logits(self) -> "HeaderLogits":
         """The logits at ``header_last``, read when asked for.
@@ -237,105 +257,126 @@ class Run:
         Raises:
             UserError: the run was made with ``--header-logits none``, or has no finished part yet.
         """
-        if self.config["header_logits"] == "none":
+        if self.settings["header_logits"] == "none":
             raise UserError(f"{self.path} has no header logits", "sample with --header-logits full")
         parts = self._finished_parts()
         files = [self._file(part, layout.header_logits_file(part["name"])) for part in parts]
-        counts = [part["contexts"] for part in parts]
-        return HeaderLogits(files, counts, self._file_order.tolist(), self.model["vocab"])
+        return HeaderLogits(files, [part["contexts"] for part in parts], self.model["vocab"])
 
     def verify(self) -> list[str]:
         """Compare the content of every file with its recorded hash; what is wrong, by part."""
         problems = []
-        for part in self._manifest["parts"]:
-            problem = integrity.damage(self.path, part["files"], content=True)
-            if problem is not None:
-                problems.append(f"part {part['name']}: {problem}")
+        for kind in layout.KINDS:
+            for part in self.parts(kind):
+                problem = integrity.damage(self.path, part["files"], content=True)
+                if problem is not None:
+                    problems.append(f"part {part['name']}: {problem}")
         return problems
 
     def digest(self) -> str:
         """SHA-256 over the content of all rows and tensors, whatever the parts they lie in."""
-        total = hashlib.sha256()
-        for file in (layout.contexts_file, layout.generations_file):
-            keys = TURN_KEYS[: 1 if file is layout.contexts_file else 3]
-            for batch in self._table(file, keys).to_batches(max_chunksize=_DIGEST_ROWS):
-                for row in batch.to_pylist():
-                    total.update(json.dumps(row, sort_keys=True).encode())
-        for layer in self.layers:
-            for position in self.positions:
-                kept = self.residuals(layer, position).contiguous()
-                total.update(kept.view(torch.uint8).numpy().tobytes())
-        if self.config["header_logits"] != "none":
+        streams: dict[str, Any] = defaultdict(hashlib.sha256)
+        for part in self._finished_parts():
+            for table in ("contexts", "generations"):
+                rows = self._table(table, parts=[part])
+                for name, column in zip(rows.column_names, rows.columns, strict=True):
+                    for chunk in column.chunks:
+                        _add_values(streams, f"{table}.{name}", chunk)
+            for layer in self.layers:
+                _add_tensor(streams, f"layer_{layer}", self._residuals(part, layer, slice(None)))
+        if self.settings["header_logits"] != "none":
             logits = self.header_logits()
             for index in range(len(logits)):
-                for name, tensor in sorted(logits.stored(index).items()):
-                    total.update(name.encode())
-                    total.update(
-                        tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-                    )
+                for name, tensor in logits.stored(index).items():
+                    _add_tensor(streams, f"header_logits.{name}", tensor)
+        total = hashlib.sha256()
+        for name, stream in sorted(streams.items()):
+            total.update(f"{name} {stream.hexdigest()}\n".encode())
         return total.hexdigest()
 
     # -- reading ------------------------------------------------------------------------------
 
     def _finished_parts(self) -> list[dict]:
-        if not self._parts:
+        """The parts with contexts, in the order of the run."""
+        parts = [part for part in self.parts("contexts") if part["contexts"]]
+        if not parts:
             lacking = "contexts" if self.complete else "finished part yet"
-            remedy = "give the whole run" if self.complete else "let the run go on first"
+            remedy = "sample conversations" if self.complete else "let the run go on first"
             raise UserError(f"{self.path} holds no {lacking}", remedy)
-        return self._parts
+        return parts
 
     def _file(self, part: dict, name: str) -> Path:
         """The path of one of a part's files; its content is compared the first time."""
-        name = part.get("folder", "") + name
-        if self._verify and name not in self._verified:
+        if name not in part["files"]:
+            raise self._damaged(part, f"{name} is not among its files")
+        if name not in self._compared:
             self._check(part, {name: part["files"][name]}, content=True)
-            self._verified.add(name)
+            self._compared.add(name)
         return self.path / name
 
     def _check(self, part: dict, files: dict, *, content: bool) -> None:
         problem = integrity.damage(self.path, files, content=content)
         if problem is not None:
-            raise self._damaged(part["name"], problem)
-
-    @cached_property
-    def _file_order(self) -> Tensor:
-        """``[contexts]``: where in the concatenated parts each context lies."""
-        orders = [
-            pq.read_table(self._file(part, layout.contexts_file(part["name"])), columns=["order"])
-            for part in self._finished_parts()
-        ]
-        order = pa.concat_tables(orders)["order"].to_numpy()
-        return torch.from_numpy(np.argsort(order, kind="stable"))
+            raise self._damaged(part, problem)
 
     def _table(
         self,
-        file: Callable[[str], str],
-        keys: Sequence[str],
+        table: str,
         columns: Collection[str] | None = None,
         parts: Sequence[dict] | None = None,
     ) -> pa.Table:
-        """Rows of parts (all if not given) sorted by ``keys``, with these columns (or all).
+        """Rows of ``contexts`` or ``generations``, with these columns or all.
 
-        If columns are chosen, names are dictionaries. Columns that older runs lack are left out.
+        If columns are chosen, names are dictionaries. Of all parts if none are given.
         """
-        tables = []
-        for part in self._finished_parts() if parts is None else parts:
-            path, chosen = self._file(part, file(part["name"])), {}
-            try:  # unverified files may be damaged
-                if columns is not None:
-                    names = [n for n in pq.read_schema(path).names if n in columns or n in keys]
-                    chosen = {"columns": names, "read_dictionary": list(layout.NAMES)}
-                tables.append(pq.read_table(path, **chosen))
-            except (pa.ArrowException, OSError) as error:
-                raise self._damaged(part["name"], error) from None
-        table = pa.concat_tables(tables).unify_dictionaries()
-        return table.take(pc.sort_indices(table, sort_keys=[(key, "ascending") for key in keys]))
+        file = layout.contexts_file if table == "contexts" else layout.generations_file
+        tables = [
+            self._read(part, file(part["name"]), columns)
+            for part in (self._finished_parts() if parts is None else parts)
+        ]
+        return pa.concat_tables(tables).unify_dictionaries()
 
-    def _damaged(self, part: str, problem: object) -> UserError:
+    def _read(self, part: dict, name: str, columns: Collection[str] | None = None) -> pa.Table:
+        path, chosen = self._file(part, name), {}
+        if columns is not None:
+            chosen = {"columns": list(dict.fromkeys(columns)), "read_dictionary": layout.NAMES}
+        try:
+            return pq.read_table(path, **chosen)
+        except (pa.ArrowException, OSError) as error:
+            raise self._damaged(part, error) from None
+
+    def _damaged(self, part: dict, problem: object) -> UserError:
         return UserError(
-            f"part {part} of {self.path} is damaged: {problem}",
-            "run the command that wrote it again with --repair",
+            f"part {part['name']} of {self.path} is damaged: {problem}",
+            "run the command that wrote it again: it computes that part again",
         )
+
+
+def _add_tensor(streams: dict[str, Any], name: str, tensor: Tensor) -> None:
+    content = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+    streams[f"{name} {tensor.dtype}"].update(content)
+
+
+def _add_values(streams: dict[str, Any], name: str, values: pa.Array) -> None:
+    """Add a column's values to hashes that don't depend on how the column is cut into pieces."""
+    streams[f"{name} valid"].update(values.is_valid().to_numpy(zero_copy_only=False).tobytes())
+    kind = values.type
+    if pa.types.is_struct(kind):
+        for field, inner in zip(kind, values.flatten(), strict=True):
+            _add_values(streams, f"{name}.{field.name}", inner)
+    elif pa.types.is_list(kind):
+        streams[f"{name} length"].update(_bytes_of(pc.list_value_length(values)))
+        _add_values(streams, f"{name}[]", values.flatten())
+    elif pa.types.is_string(kind):
+        streams[f"{name} length"].update(_bytes_of(pc.binary_length(values)))
+        streams[name].update("".join(text or "" for text in values.to_pylist()).encode())
+    else:
+        streams[name].update(_bytes_of(values))
+
+
+def _bytes_of(numbers: pa.Array) -> bytes:
+    zero = pa.scalar(0).cast(numbers.type)
+    return pc.fill_null(numbers, zero).to_numpy(zero_copy_only=False).tobytes()
 
 
 class HeaderLogits:
@@ -346,12 +387,11 @@ class HeaderLogits:
     ``top-k`` files hold the k largest and how much probability (at T = 1) the others have together.
     """
 
-    def __init__(self, files: list[Path], counts: list[int], order: list[int], vocab: int) -> None:
+    def __init__(self, files: list[Path], counts: list[int], vocab: int) -> None:
         self.vocab = vocab
         self._places = [
             (file, row) for file, count in zip(files, counts, strict=True) for row in range(count)
         ]
-        self._places = [self._places[i] for i in order]
 
     def __len__(self) -> int:
         return len(self._places)
@@ -376,7 +416,7 @@ class HeaderLogits:
                 return {key: tensors.get_slice(key)[row : row + 1][0] for key in tensors.keys()}  # noqa: SIM118
         except (SafetensorError, OSError) as error:
             raise UserError(
-                f"{file} is damaged: {error}", "run the command that wrote it again with --repair"
+                f"{file} is damaged: {error}", "run the command that wrote it again"
             ) from None
 
     def __getitem__(self, index: int) -> Tensor:

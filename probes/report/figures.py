@@ -63,7 +63,7 @@ class Map:
 
     @classmethod
     def of(cls, analysis: Analysis) -> "Map":
-        """Of an analysis that was just made; :func:`probes.report.files.stored_map` reads one."""
+        """Of an analysis that was just made."""
         return cls(
             layers=list(analysis.layers),
             positions=list(analysis.positions),

@@ -282,46 +282,6 @@ class Kept:
         }
 
 
-def stored_map(folder: Path) -> figures.Map:
-    """What the heat map of a written analysis shows.
-
-    Raises:
-        UserError: its files are damaged, or of an earlier version.
-    """
-    try:
-        card = read_json(folder / CARD)
-        settings, frame = card["asked"]["settings"], pd.read_parquet(folder / "estimates.parquet")
-        cells = frame[frame["layer"].notna()]
-        layers, positions = cells["layer"].unique().tolist(), cells["position"].unique().tolist()
-
-        def grid(quantity: str) -> np.ndarray:
-            found = cells[cells["quantity"] == quantity].pivot(
-                index="layer", columns="position", values="value"
-            )
-            return found.loc[layers, positions].to_numpy(dtype=float)
-
-        return figures.Map(
-            layers=layers,
-            positions=positions,
-            auroc=grid("auroc_cell"),
-            p_family=grid("p_family"),
-            p_best=grid("p_best"),
-            chosen=(card["layer"], card["position"]),
-            level=settings["level"],
-            facts=figures.facts_of(
-                card["contexts"],
-                len(card["training_sources"]),
-                card["permutations"],
-                settings["estimator"],
-                settings["folds"],
-            ),
-        )
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(
-            f"the files in {folder} are damaged ({error})", "run probes.train again, --replace"
-        ) from None
-
-
 def _check_free(folder: Path, asked: dict, replace: bool) -> None:
     """Refuse a place that holds anything but this analysis, or one that may be replaced."""
     if not folder.exists():
@@ -353,8 +313,7 @@ def _compared(asked: dict, key: str) -> Any:
     """A moved run is still the same run."""
     found = asked.get(key)
     if key == "runs" and isinstance(found, list):
-        places = ("name", "path")  # the latter in files of earlier versions
-        return [{k: v for k, v in run.items() if k not in places} for run in found]
+        return [{k: v for k, v in run.items() if k != "name"} for run in found]
     return found
 
 
