@@ -354,7 +354,8 @@ def write(planted: Planted, folder: Path) -> Run:
     residuals = torch.from_numpy(planted.residuals).transpose(0, 1)
     with RunWriter(folder, record) as writer:
         writer.start_session({"machine": NAME})
-        writer.add_contexts(*layout.part_names(1), contexts, generations, None, residuals)
+        (name,) = layout.part_names(1)
+        writer.add_contexts(name, contexts, generations, None, residuals)
         writer.finish()
     positive = np.column_stack([planted.rates > 0.5, planted.turns]).ravel().tolist()
     _judge(run := Run.open(folder), dict(zip([t["text"] for t in turns], positive, strict=True)))
