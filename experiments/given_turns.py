@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from experiments.reaction.read import Query, cut_off, read
-from experiments.resample import chat_of, grid_of
+from experiments.resample import chat_of, same_settings
 from ia_mech.chat.format import ChatContext, ChatFormat
 from ia_mech.collect.identity import eos_ids
 from ia_mech.display import Bar
@@ -63,7 +63,7 @@ def given_turns(runs: Sequence[Run], queries: int, temperature: float | None, se
             its template doesn't make.
     """
     arm, notes = read(runs)
-    sampled = grid_of(runs).temperatures
+    sampled = same_settings(runs).temperatures
     if temperature is None:
         temperature = 1.0 if 1.0 in sampled else max(sampled)
     if temperature not in sampled:

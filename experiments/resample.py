@@ -7,28 +7,28 @@ sampled to ``run/`` there, which is a run like any other and goes on where it wa
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
 from ia_mech.chat.format import ChatFormat
-from ia_mech.collect.config import SampleConfig
 from ia_mech.collect.identity import build_chat
 from ia_mech.collect.job import collect
 from ia_mech.data.conversations import Conversation
 from ia_mech.display import Bar
-from ia_mech.engine.plan import Grid
 from ia_mech.errors import UserError
 from ia_mech.models.load import Subject, load, recalled
 from ia_mech.run import Run, integrity, layout
 from ia_mech.run.integrity import without_folders
+from ia_mech.settings import Settings
 from ia_mech.steering import SteeringVector
 
 CONVERSATIONS, RUN = "conversations.jsonl", "run"
-# Settings of a run that changed conversations share with it.
+# Settings of a run that changed conversations share with it: of the chat, and others.
 SHARED = ("system", "thinking", "date")
+MODEL = ("revision", "dtype", "device", "attention", "trust_remote_code", "device_map")
+REST = ("batch_rows", "ignore_check")
 DECODING = ("temperatures", "samples", "max_new_tokens", "seed")
 
 
@@ -53,21 +53,14 @@ def conversations_of(contexts: pd.DataFrame) -> list[Conversation]:
     ]
 
 
-def config_of(first: Run, file: Path, grid: Grid, positions: tuple[str, ...]) -> SampleConfig:
-    """The configuration of the run over the changed conversations in a file."""
-    given = first.settings
-    return SampleConfig(
-        model=recalled(given, first.model["weights_hash"]),
-        dataset=str(file),
-        limit=None,
-        response="given",
-        grid=grid,
-        positions=positions,
-        header_logits="none",
-        batch_rows=given["batch_rows"],
-        engine=given["engine"],
-        swaps=0,
-        **{name: given[name] for name in SHARED},
+def settings_of(first: Run, file: Path, **changes: Any) -> Settings:
+    """The settings of the run over the changed conversations in a file: a run's, with changes."""
+    model = recalled(first.settings, first.model["weights_hash"])
+    return Settings(
+        **{name: first.settings[name] for name in (*MODEL, *SHARED, *DECODING, *REST)}
+        | {"model": model.name, "adapter": model.adapter, "dataset": str(file), "limit": None}
+        | {"response": "given", "header_logits": "none"}
+        | changes
     )
 
 
@@ -75,10 +68,10 @@ def resampled(
     first: Run,
     conversations: Sequence[Conversation],
     folder: Path,
-    grid: Grid,
     positions: tuple[str, ...],
     intervention: Path | None = None,
     subject: Subject | None = None,
+    **changes: Any,
 ) -> Run:
     """The run over changed conversations in a folder: sampled, continued, or as it is.
 
@@ -86,10 +79,10 @@ def resampled(
         first: the run whose model and settings are used.
         conversations: with their responses.
         folder: of the experiment; made if it isn't there.
-        grid: what is decoded.
         positions: where the residual stream is kept.
         intervention: a file with a steering vector.
         subject: the model; loaded if it isn't given.
+        changes: settings that the new run has otherwise, such as ``temperatures``.
 
     Raises:
         UserError: the folder holds other conversations, or a run without them; the model has other
@@ -113,51 +106,48 @@ def resampled(
     folder.mkdir(parents=True, exist_ok=True)
     if not same:
         integrity.replace_file(file, write)
-    config = config_of(first, file, grid, positions)
     steered = {}  # the vector itself, not its file's name, tells runs apart
     if intervention is not None:
-        config = replace(config, intervention=str(intervention))
+        changes["intervention"] = str(intervention)
         steered = {"intervention": SteeringVector.load(intervention).sha256}
+    settings = settings_of(first, file, positions=positions, **changes)
     if (out / layout.RUN).is_file():
         there = Run.open(out)
-        wanted = {"config": json.loads(json.dumps(asdict(config))), **steered}
+        wanted = {"settings": settings.to_dict(), **steered}
         kept = {"settings": there.settings | {"dataset": str(file)}}
         kept |= {name: there.record["identity"].get(name) for name in steered}
         if there.complete and without_folders(kept) == without_folders(wanted):
             return there
     subject = subject or subject_of(first)
-    rows = len(conversations) * len(grid.rows())
-    where = f"{config.model.name} on {subject.device}"
+    rows = len(conversations) * len(settings.rows())
+    where = f"{settings.model} on {subject.device}"
     print(
         f"{len(conversations)} changed contexts, {rows} user turns, {where}, to {out}",
         file=sys.stderr,
     )
-    return collect(config, subject, out, Bar())
+    return collect(settings, subject, out, Bar())
 
 
-def grid_of(runs: Sequence[Run]) -> Grid:
-    """The decoding settings that runs share.
+def same_settings(runs: Sequence[Run]) -> Settings:
+    """The settings of the first of runs that were decoded alike.
 
     Raises:
-        UserError: they differ in them, or in the chat settings.
+        UserError: they differ in how, or in the chat settings.
     """
+    first = runs[0]
     for run in runs[1:]:
-        ours, theirs = (
-            {name: one.settings[name] for name in (*SHARED, *DECODING)} for one in (runs[0], run)
-        )
-        if differ := [name for name, value in ours.items() if theirs[name] != value]:
+        names = (*SHARED, *DECODING)
+        if differ := [name for name in names if run.settings[name] != first.settings[name]]:
             raise UserError(
-                f"{runs[0].path} and {run.path} differ in {', '.join(differ)}",
+                f"{first.path} and {run.path} differ in {', '.join(differ)}",
                 "give runs of the same settings",
             )
-    given = {name: runs[0].settings[name] for name in DECODING}
-    return Grid(**given | {"temperatures": tuple(given["temperatures"])})
+    return Settings.from_dict(first.settings)
 
 
 def chat_of(run: Run, tokenizer: Any, stops: Sequence[int]) -> ChatFormat:
     """A tokenizer's chat format with the chat settings of a run; ``stops`` end a response."""
-    settings = SampleConfig(**{name: run.settings[name] for name in SHARED})
-    return build_chat(settings, tokenizer, stops)
+    return build_chat(Settings.from_dict(run.settings), tokenizer, stops)
 
 
 def subject_of(run: Run) -> Subject:

@@ -10,11 +10,11 @@ import pandas as pd
 from experiments.perturbations.conditions import HEADER_ONLY
 from experiments.resample import SHARED
 from ia_mech.data.conversations import UNPERTURBED
-from ia_mech.engine.plan import Grid
 from ia_mech.errors import UserError
 from ia_mech.judge.label import UNSEEN
 from ia_mech.rates.load import NO_ANNOTATOR, read_runs
 from ia_mech.run import Run
+from ia_mech.settings import Settings
 
 
 @dataclass(frozen=True)
@@ -23,13 +23,14 @@ class Base:
 
     Attributes:
         runs: where they are.
-        grid: what the conditions are compared on: of what all runs have.
+        settings: of the first run, with the temperatures and samples that the conditions are
+            compared on: of what all runs have.
         contexts: one row per context that is used: ``run`` (its folder), ``row`` (its place among
             the run's contexts) and the columns of these.
     """
 
     runs: list[Run]
-    grid: Grid
+    settings: Settings
     contexts: pd.DataFrame
 
 
@@ -66,8 +67,8 @@ def read_base(
     samples = min(4, most) if samples is None else samples
     if samples > most:
         raise UserError(f"--samples {samples}: the runs have {most}", f"give at most {most}")
-    first = runs[0].settings
-    grid = Grid(tuple(temperatures), samples, first["max_new_tokens"], first["seed"])
+    asked = {"temperatures": tuple(temperatures), "samples": samples}
+    settings = Settings.from_dict(runs[0].settings | asked)
     used = [
         run.contexts.assign(run=str(run.path), row=range(len(run.contexts))).iloc[:limit]
         for run in runs
@@ -79,7 +80,7 @@ def read_base(
             f"context {twice['context_id'].iloc[0]} is in two runs",
             "give one of them, or perturb them apart if these are different conversations",
         )
-    return Base(runs, grid, contexts)
+    return Base(runs, settings, contexts)
 
 
 def _same(runs: list[Run], name: str, settings: list) -> None:
@@ -142,10 +143,10 @@ def compare(base: Base, run: Run, judge: str, left_out: list[str]) -> Compared:
 
 
 def _compared(turns: pd.DataFrame, base: Base, run: Run, used: set[str]) -> pd.Series:
-    """Which turns are compared: all perturbed ones, and the unperturbed ones of the same grid."""
-    in_grid = turns["temperature"].isin([0.0, *base.grid.temperatures])
-    in_grid &= turns["sample"] < base.grid.samples
-    return (turns["run"] == str(run.path)) | (turns["context_id"].isin(used) & in_grid)
+    """Which turns are compared: all perturbed ones, and the unperturbed ones sampled alike."""
+    alike = turns["temperature"].isin([0.0, *base.settings.temperatures])
+    alike &= turns["sample"] < base.settings.samples
+    return (turns["run"] == str(run.path)) | (turns["context_id"].isin(used) & alike)
 
 
 def _contexts(used: pd.DataFrame, run: Run) -> pd.DataFrame:

@@ -6,11 +6,11 @@ from pathlib import Path
 
 from experiments.perturbations.conditions import SWAP, perturbed
 from experiments.perturbations.read import Base
-from experiments.resample import config_of, conversations_of, resampled
+from experiments.resample import chat_of, conversations_of, resampled
 from ia_mech.chat.format import ChatFormat
 from ia_mech.chat.headers import rendered
 from ia_mech.cli import quoted
-from ia_mech.collect.identity import build_chat, eos_ids
+from ia_mech.collect.identity import eos_ids
 from ia_mech.data.conversations import Conversation
 from ia_mech.display import Bar
 from ia_mech.errors import UserError
@@ -18,7 +18,7 @@ from ia_mech.judge.label import UNSEEN, label_run
 from ia_mech.judge.rules import RulesJudge
 from ia_mech.judge.verdict import identity_hash
 from ia_mech.likelihood.swaps import SwapSources
-from ia_mech.models.load import context_limit, load_tokenizer_and_config
+from ia_mech.models.load import context_limit, load_tokenizer_and_config, recalled
 from ia_mech.run import Run
 
 
@@ -110,27 +110,29 @@ def _made(
 
 def prepare(base: Base, names: list[str]) -> tuple[list[Conversation], list[str], list[str]]:
     """The perturbed conversations; see :func:`under_conditions`. Loads no weights."""
-    config = config_of(base.runs[0], Path("-"), base.grid, ())
-    tokenizer, model_config = load_tokenizer_and_config(config.model)
-    chat = build_chat(config, tokenizer, eos_ids(None, model_config))
-    recorded = base.runs[0].record["identity"]["chat"]["template_hash"]
+    first = base.runs[0]
+    spec = recalled(first.settings, first.model["weights_hash"])
+    tokenizer, model_config = load_tokenizer_and_config(spec)
+    chat = chat_of(first, tokenizer, eos_ids(None, model_config))
+    recorded = first.record["identity"]["chat"]["template_hash"]
     if chat.describe()["template_hash"] != recorded:
         raise UserError(
-            f"the chat template of {base.runs[0].model['name']} is not the one that "
-            f"{base.runs[0].path} was sampled with",
+            f"the chat template of {first.model['name']} is not the one that {first.path} was "
+            "sampled with",
             "sample the run again",
         )
     limit = context_limit(model_config)
-    limit = None if limit is None else limit - base.grid.max_new_tokens
+    limit = None if limit is None else limit - base.settings.max_new_tokens
     originals = conversations_of(base.contexts)
-    return under_conditions(originals, names, chat, base.grid.seed, limit)
+    return under_conditions(originals, names, chat, base.settings.seed, limit)
 
 
 def sampled(base: Base, conversations: list[Conversation], folder: Path) -> Run:
     """The run over these conversations; see :func:`experiments.resample.resampled`."""
     positions = [p for p in base.runs[0].positions if all(p in r.positions for r in base.runs)]
     header = tuple(p for p in positions if p.startswith("header_"))
-    return resampled(base.runs[0], conversations, folder, base.grid, header)
+    asked = {"temperatures": base.settings.temperatures, "samples": base.settings.samples}
+    return resampled(base.runs[0], conversations, folder, header, **asked)
 
 
 def judged(run: Run, judge: str, base: Base) -> None:

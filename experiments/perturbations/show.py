@@ -94,10 +94,10 @@ def plan(conversations: list[Conversation], base: Base, notes: list[str], folder
             if len(response) > 2 * SHOWN:
                 response = f"{response[:SHOWN]} … {response[-SHOWN:]}"
             console.print(f"  {one.perturbation:<20}{escape(response)!s}{header}", soft_wrap=True)
-    turns = len(conversations) * len(base.grid.rows())
+    turns, most = len(conversations) * len(base.settings.rows()), base.settings.max_new_tokens
     console.print(
-        f"{len(conversations)} contexts, {turns} user turns of at most {base.grid.max_new_tokens} "
-        f"tokens, to {escape(str(folder))}",
+        f"{len(conversations)} contexts, {turns} user turns of at most {most} tokens, to "
+        f"{escape(str(folder))}",
         soft_wrap=True,
     )
     for note in notes:

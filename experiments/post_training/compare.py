@@ -18,7 +18,7 @@ from experiments.post_training.data import quote_of
 from experiments.post_training.reading import Reading, repeated, restated, stock
 from experiments.post_training.train import settings_of
 from experiments.reaction.read import Query
-from experiments.resample import grid_of, subject_of
+from experiments.resample import same_settings, subject_of
 from experiments.runner import Results, intervals
 from experiments.tables import print_table, stated
 from ia_mech.display import COLOURS, title_axes
@@ -111,7 +111,7 @@ def _pair(runs: list[Run]) -> list[Run]:
             f"{runs[0].path} and {runs[1].path} are over different contexts",
             "sample both on the same conversations, with their responses given",
         )
-    grid_of(runs)
+    same_settings(runs)
     return runs
 
 

@@ -23,7 +23,6 @@ from experiments.given_turns import drawn
 from experiments.resample import chat_of, conversations_of
 from ia_mech.chat.format import ChatFormat
 from ia_mech.cli import quoted
-from ia_mech.collect.config import SampleConfig
 from ia_mech.collect.identity import build_chat, eos_ids
 from ia_mech.data.conversations import Conversation, open_conversations
 from ia_mech.engine.sampling import stream_key
@@ -31,6 +30,7 @@ from ia_mech.errors import UserError
 from ia_mech.models.load import ModelSpec, load_tokenizer_and_config, recalled
 from ia_mech.rates.load import open_runs
 from ia_mech.run import Run, layout
+from ia_mech.settings import Settings
 
 IGNORED = -100
 USER, ASSISTANT = "user turn", "assistant turn"
@@ -96,7 +96,7 @@ def model_of(run: Run | None, name: str | None) -> tuple[ModelSpec, ChatFormat]:
     tokenizer, model_config = load_tokenizer_and_config(spec)
     stops = eos_ids(None, model_config)
     if run is None:
-        return spec, build_chat(SampleConfig(), tokenizer, stops)
+        return spec, build_chat(Settings(), tokenizer, stops)
     return spec, chat_of(run, tokenizer, stops)
 
 

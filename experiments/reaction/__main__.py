@@ -35,7 +35,7 @@ def run(args: argparse.Namespace, runs: "list[Run]", folder: Path) -> Results | 
     )
     from experiments.reaction.controls import read_paraphrases, same_content, under_assistant
     from experiments.reaction.read import ALTERNATIVES, ASSISTANT, SAME_CONTENT, cut_off, read
-    from experiments.resample import grid_of, resampled, subject_of
+    from experiments.resample import resampled, same_settings, subject_of
     from experiments.tables import stated
     from ia_mech.display import Bar
 
@@ -43,7 +43,8 @@ def run(args: argparse.Namespace, runs: "list[Run]", folder: Path) -> Results | 
     notes += cut_off(arm.queries)
     scores = None if args.scores is None else score.given_scores(args.scores, arm)
     told = None if args.scorer is None else score.retold(arm, args.scorer, runs[0])
-    arms, grid = {ALTERNATIVES: arm}, grid_of(runs)
+    same_settings(runs)
+    arms = {ALTERNATIVES: arm}
     size = min(args.control_responses, arm.responses)
     requests, conversations = "", {}
     if args.paraphrase_model is None and (args.base_url or args.api_key_env):
@@ -65,7 +66,7 @@ def run(args: argparse.Namespace, runs: "list[Run]", folder: Path) -> Results | 
     used = list(runs)
     for name, those in conversations.items():
         place = folder / name.replace(" ", "_")
-        control = resampled(runs[0], those, place, grid, ("header_last",))
+        control = resampled(runs[0], those, place, ("header_last",))
         arms[name], _ = read([control], name)
         used.append(control)
     subject = subject_of(runs[0])

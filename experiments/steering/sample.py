@@ -15,7 +15,6 @@ from experiments.steering.read import Query
 from experiments.steering.steer import Arm
 from ia_mech.chat.format import ChatFormat
 from ia_mech.display import Bar
-from ia_mech.engine.plan import Grid
 from ia_mech.judge.label import label_run
 from ia_mech.judge.rules import RulesJudge
 from ia_mech.likelihood.intervened import Continued
@@ -67,10 +66,9 @@ def sampled_under(
     if arm.vector is not None:
         file = folder.resolve() / FILE
         arm.vector.save(file)
-    given = runs[0].settings
-    temperature = 1.0 if 1.0 in given["temperatures"] else max(given["temperatures"])
-    grid = Grid((temperature,), samples, given["max_new_tokens"], given["seed"])
-    run = resampled(runs[0], conversations, folder, grid, ("header_last",), file, subject)
+    given = runs[0].settings["temperatures"]
+    turns = {"temperatures": 1.0 if 1.0 in given else max(given), "samples": samples}
+    run = resampled(runs[0], conversations, folder, ("header_last",), file, subject, **turns)
     if JUDGE not in run.labels.judges:
         label_run(run, RulesJudge(), JUDGE, Bar())
     judged = read_runs([run], JUDGE, NO_ANNOTATOR)

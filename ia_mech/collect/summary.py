@@ -1,5 +1,6 @@
 """What the main job prints: the plan of ``--dry-run`` and the tables of a finished run."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,13 +10,13 @@ from rich.markup import escape
 from rich.table import Table
 
 from ia_mech.cli import one_line, quoted
-from ia_mech.collect.config import SampleConfig
-from ia_mech.collect.preflight import Plan, size_text, too_few
-from ia_mech.collect.shards import Shard
+from ia_mech.collect.parts import Plan, size_text
 from ia_mech.display import console
-from ia_mech.engine.plan import SLOW
-from ia_mech.run import Run
+from ia_mech.run import Run, layout
+from ia_mech.settings import Settings
 from ia_mech.stats import cluster_mean
+
+LISTED = 10  # skipped rows that are named
 
 
 def temperature_table(run: Run) -> Table:
@@ -30,7 +31,7 @@ def temperature_table(run: Run) -> Table:
     for temperature, rows in run.generations.groupby("temperature"):
         sources, entropy = rows["source_id"], "–"
         if temperature:
-            at = run.config["grid"]["temperatures"].index(temperature)
+            at = run.settings["temperatures"].index(temperature)
             values = np.stack(contexts["first_token_entropy_tempered"].tolist())[:, at]
             entropy = f"{cluster_mean(values, contexts['source_id']).value:.2f}"
         ended = cluster_mean(rows["finish_reason"] == "turn_end", sources, proportion=True)
@@ -75,10 +76,9 @@ def reference_table(run: Run) -> Table | None:
 
 def several_responses(run: Run) -> str:
     """How much the responses to a query differ, where there are several; else nothing."""
-    contexts = run.contexts
-    if "response_index" not in contexts or contexts["response_index"].isna().all():
-        return ""  # older runs have no such column
-    several = contexts[contexts["response_index"].notna()]
+    several = run.contexts[run.contexts["response_index"].notna()]
+    if several.empty:
+        return ""
     texts = several["messages"].map(lambda messages: messages[-1]["content"])
     of_query = texts.groupby([several["dataset"], several["source_id"]])
     each, distinct = of_query.size(), of_query.nunique()
@@ -101,58 +101,58 @@ def _counted(rows: pd.DataFrame) -> str:
 def examples(run: Run, count: int = 3) -> Sequence[tuple[pd.Series, pd.Series]]:
     """(context, generation) pairs spread over contexts and temperatures, chosen without looking.
 
-    The i-th example is sample 0 of the i-th of ``count`` evenly spaced contexts, at the i-th of as
+    The i-th is the first turn of the i-th of ``count`` evenly spaced contexts, at the i-th of as
     many evenly spaced temperatures.
     """
-    contexts, generations = run.contexts, run.generations
-    temperatures = sorted(generations["temperature"].unique())
-    picked = []
+    temperatures = [0.0, *run.settings["temperatures"]]
+    contexts, picked = run.contexts, []
     count = min(count, len(contexts))
     for i in range(count):
         context = contexts.iloc[i * len(contexts) // count]
-        temperature = temperatures[min(i * len(temperatures) // count, len(temperatures) - 1)]
-        rows = generations[
-            (generations["order"] == context["order"]) & (generations["temperature"] == temperature)
-        ]
-        picked.append((context, rows.iloc[0]))
+        rows = run.generations[run.generations["order"] == context["order"]]
+        at = rows["temperature"] == temperatures[i * len(temperatures) // count]
+        picked.append((context, rows[at].iloc[0]))
     return picked
 
 
-def print_plan(config: SampleConfig, plan: Plan, out: Path, there: Run | None) -> None:
+def print_plan(settings: Settings, plan: Plan, out: Path, there: Run | None) -> None:
     """The table of ``--dry-run``; ``there`` is the run that the command would go on with."""
-    screen = console()
-
-    def work(cost: float) -> str:
-        seconds = f"{cost / SLOW:.0f} s at an assumed {SLOW} tokens/s"
-        return f"like {cost:.0f} decoded tokens ({seconds})"
-
-    if there is None:
-        found = "nothing"
-    elif there.complete:
-        found = "all of it: nothing would be computed again"
-    else:
+    found = "nothing"
+    if there is not None:
         found = ", ".join(f"{count} {kind}" for kind, count in there.kept.items())
+        if there.complete:
+            found = "all of it: nothing would be computed again"
+    lens = f"{size_text(plan.lens_bytes)}, its final norm and unembedding, if not kept yet"
     for name, value in (
-        ("model", config.model.name),
-        ("conversations", f"{config.dataset}: {plan.read}"),
+        ("model", settings.model),
+        ("conversations", f"{settings.dataset}: {plan.read}"),
         ("contexts", str(plan.contexts)),
         ("responses to generate", str(plan.responses_to_generate)),
         ("user header", repr(plan.header_text)),
         ("positions kept", ", ".join(plan.positions)),
         ("context tokens", f"{plan.context_tokens} (longest {plan.longest_context})"),
-        ("rows to decode", f"{plan.rows} x at most {config.grid.max_new_tokens} tokens"),
-        ("work, scores included", work(plan.cost)),
-        ("a kill costs at most", f"{plan.unit_rows} rows, work {work(plan.unit_cost)}"),
+        ("rows to decode", f"{plan.rows} x at most {settings.max_new_tokens} tokens"),
+        ("new tokens", f"at most {plan.tokens}, responses included"),
+        ("parts", f"{plan.parts}; a kill costs at most one of {plan.part_rows} rows"),
         ("bytes to be written", f"{size_text(plan.bytes)}, to {out}"),
         ("of this already there", found),
-        (
-            "once for this model",
-            f"{size_text(plan.lens_bytes)}, its final norm and unembedding, if not kept yet",
-        ),
+        ("once for this model", lens),
     ):
-        screen.print(f"{name:<23}{escape(one_line(value))}", soft_wrap=True)
-    if problem := too_few(config, plan.read):
-        screen.print(escape(one_line(f"note: {problem}")), soft_wrap=True)
+        _say(f"{name:<23}{value}")
+    if problem := settings.too_few(plan.read):
+        _say(f"note: {problem}")
+    _say_skipped(plan.skipped)
+
+
+def _say_skipped(rows: Sequence[str]) -> None:
+    """The rows of the data that ``--skip-unusable`` left out."""
+    more = [f"and {len(rows) - LISTED} more"] if len(rows) > LISTED else []
+    for line in [*rows[:LISTED], *more]:
+        _say(f"note: skipped, {line}")
+
+
+def _say(line: str) -> None:
+    console().print(escape(one_line(line)), soft_wrap=True)
 
 
 # What the names of the tables' columns mean, where they are shown.
@@ -165,16 +165,16 @@ LEGEND = {
 }
 
 
-def print_shard(run: Run, shard: Shard, lacking: str, out: Path) -> None:
-    """A shard that is done, as far as it was asked for; ``lacking`` names those that aren't."""
-    screen, kept = console(), run.kept
-    found = ", ".join(f"{count} {kind}" for kind, count in kept.items() if count) or "no contexts"
-    screen.print(escape(one_line(f"shard {shard}: {found}, in {run.path}")), soft_wrap=True)
-    if not run.complete:
-        line = "next, when every shard has its responses: the same command with --phase turns"
-    else:
-        line = f"next: {lacking} of {out}"
-    screen.print(escape(one_line(line)), soft_wrap=True)
+def print_shard(run: Run, shard: tuple[int, int]) -> None:
+    """A shard that is done, of a run of which other parts are lacking."""
+    found = ", ".join(f"{count} {kind}" for kind, count in run.kept.items())
+    _say(f"shard {shard[0]}/{shard[1]} is done; with the others' {run.path} holds {found}")
+    for kind, count in run.record["parts"].items():
+        there = {part["name"] for part in run.parts(kind)}
+        if lacking := [name for name in layout.part_names(count) if name not in there]:
+            shown = ", ".join([*lacking[:LISTED], *["…"] * (len(lacking) > LISTED)])
+            _say(f"parts of {kind} that are lacking: {len(lacking)} of {count} ({shown})")
+    _say("next: the same command with another --shard, or with none for all that is lacking")
 
 
 def print_run(run: Run) -> None:
@@ -186,37 +186,35 @@ def print_run(run: Run) -> None:
     columns = {column.header for table in shown for column in table.columns}
     screen.print(" ".join(text for name, text in LEGEND.items() if name in columns), soft_wrap=True)
     if line := several_responses(run):
-        screen.print(line, soft_wrap=True)
-    cut = int(run.contexts["response_cut_off"].sum())
-    if cut:
-        screen.print(
-            f"[bold]{cut} of {len(run.contexts)} responses were cut off[/] at "
-            f"{run.config['max_response_tokens']} tokens: a cut-off response is a different "
-            "stimulus (column response_cut_off; † counts what follows one).",
-            soft_wrap=True,
+        _say(line)
+    if run.settings["ignore_check"]:
+        found = {one["ignored_check"] for one in run.sessions if "ignored_check" in one}
+        problem = "; ".join(sorted(found)) or "it found no difference"
+        _say(f"note: --ignore-check, of the engine's start-up check: {problem}")
+    _say_skipped(run.record.get("skipped", []))
+    if cut := int(run.contexts["response_cut_off"].sum()):
+        _say(
+            f"{cut} of {len(run.contexts)} responses were cut off at "
+            f"{run.settings['max_response_tokens']} tokens: a cut-off response is a different "
+            "stimulus (column response_cut_off; † counts what follows one)."
         )
     turns = examples(run)
     heading = ("no user turn", "one user turn", "two user turns", "three user turns")[len(turns)]
-    screen.print(f"\n[bold]{heading}[/] (evenly spaced, not chosen)")
+    screen.print()
+    _say(f"{heading} (evenly spaced, not chosen)")
     for context, turn in turns:
+        query, response = (message["content"] for message in context["messages"][-2:])
         temperature = f"T = {turn['temperature']:g}" if turn["temperature"] else "greedy"
-        query = context["messages"][-2]["content"]
-        screen.print(f"  {escape(one_line(context['context_id'], 40))} · {temperature}")
-        response = context["messages"][-1]["content"]
-        screen.print(f"    query:     {escape(one_line(query, 90))}", soft_wrap=True)
         flag = " † cut off" if context["response_cut_off"] else ""
-        screen.print(f"    response:  {escape(one_line(response, 90))}{flag}", soft_wrap=True)
-        screen.print(
-            f"    [bold]user turn:[/] {escape(one_line(turn['text'], 160))}", soft_wrap=True
-        )
-    screen.print(f"\nrun: {escape(str(run.path))}", soft_wrap=True)
-    code = (
-        f"from ia_mech.run import Run; run = Run.open({str(run.path)!r}); "
-        "print(run.generations[['context_id', 'temperature', 'text']]); "
-        f"print(run.residuals({run.layers[-1] // 2}, {run.positions[-1]!r}).shape)"
-    )
-    word = quoted(code) if set('"$`\\!') & set(code) else f'"{code}"'
-    screen.print(f"read it: python -c {escape(word)}", soft_wrap=True)
-    several = several_responses(run)
-    command = "experiments.reaction" if several else "ia_mech.judge run"
-    screen.print(f"next: python -m {command} {escape(quoted(run.path))}", soft_wrap=True)
+        _say(f"  {one_line(context['context_id'], 40)} · {temperature}")
+        _say(f"    query:     {one_line(query, 90)}")
+        _say(f"    response:  {one_line(response, 90)}{flag}")
+        _say(f"    user turn: {one_line(turn['text'], 160)}")
+    screen.print()
+    _say(f"run: {run.path}")
+    path = json.dumps(str(run.path), ensure_ascii=False)
+    code = f"from ia_mech import Run; run = Run.open({path}); "
+    code += "print(run.generations, run.residuals().shape)"
+    _say(f"read it: python -c {quoted(code)}")
+    command = "experiments.reaction" if several_responses(run) else "ia_mech.judge run"
+    _say(f"next: python -m {command} {quoted(run.path)}")

@@ -1,0 +1,434 @@
+"""The settings of a run, in one list.
+
+The command line, ``sample(**settings)``, ``run.json``, the run's identity and the name of its
+folder are made from it: a new flag is a new field. Nothing heavy is imported, so that ``--help``
+answers at once.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from datetime import date
+from numbers import Number
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
+
+from ia_mech.chat.template import PINNED_DATE
+from ia_mech.cli import named, one_line, utf8
+from ia_mech.data.formats import CUTS, FORMATS, ColumnMap
+from ia_mech.errors import UserError
+from ia_mech.models import embedded
+
+if TYPE_CHECKING:
+    from ia_mech.models.load import ModelSpec
+
+COLDEST, HOTTEST = 1e-3, 1e3  # logits divided by less or by more leave what float32 can tell apart
+MOST = 1_000_000  # samples of a temperature, and tokens of a turn: rows are planned as lists
+SEE_HELP = "see python -m ia_mech.sample --help"
+
+# Groups of the help, in its order.
+FIRST = "what matters first"
+MODEL = "model"
+DATA = "conversations"
+RESPONSES = "responses and chat template"
+TURNS = "user turns and what is kept of them"
+SCORES = "likelihoods and interventions"
+RUN = "run"
+
+
+@dataclass(frozen=True)
+class Flag:
+    """What the command line has of a setting besides its name and default.
+
+    Attributes:
+        group: of the help.
+        help: one line, without the default.
+        parse: makes the value from a word; raises ``argparse.ArgumentTypeError``. None: a switch.
+        metavar: stands for the word in the help.
+        several: the setting is a tuple of such values, given as several words, or with commas.
+    """
+
+    group: str
+    help: str
+    parse: Callable[[str], Any] | None = None
+    metavar: str = ""
+    several: bool = False
+
+
+def _whole(least: int, most: int = sys.maxsize) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        if not (text.isascii() and text.isdigit()) or not least <= int(text) <= most:
+            limits = f"{least} up" if most == sys.maxsize else f"{least} to {most}"
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {limits}")
+        return int(text)
+
+    return parse
+
+
+def _one_of(names: Iterable[str]) -> Callable[[str], str]:
+    def parse(text: str) -> str:
+        if text not in names:
+            raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(names)}")
+        return text
+
+    return parse
+
+
+def _limit(text: str) -> int | None:
+    return None if text == "all" else _whole(1)(text)
+
+
+def _header_logits(text: str) -> str:
+    # As text, in one spelling: "010" and "10" are one setting.
+    return text if text in ("full", "none") else str(_whole(1)(text))
+
+
+def _temperature_or_zero(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number such as 0.7") from None
+    if value != 0 and not COLDEST <= value <= HOTTEST:  # nor is NaN
+        raise argparse.ArgumentTypeError(
+            f"{text} is no temperature from {COLDEST:g} to {HOTTEST:g}"
+        )
+    return value
+
+
+def _temperature(text: str) -> float:
+    value = _temperature_or_zero(text)
+    if value == 0:
+        raise argparse.ArgumentTypeError("0 is greedy decoding, which every run has: leave it out")
+    return value
+
+
+def _date(text: str) -> str:
+    try:
+        same = date.fromisoformat(text).isoformat() == text  # 20260101 would be another one
+    except ValueError:
+        same = False
+    if not same:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a date such as 2026-01-31")
+    return text
+
+
+def _choice(names: tuple[str, ...], group: str, help: str = "") -> Any:
+    """A setting that is one of some names, the first one by default; the help lists them."""
+    listed = help or f"{', '.join(names[:-1])} or {names[-1]}"
+    return _setting(names[0], group, "NAME", listed, _one_of(names))
+
+
+def _setting(default: Any, group: str, metavar: str, help: str, parse: Any = named) -> Any:
+    several = isinstance(default, tuple)
+    flag = Flag(group, help, parse, metavar, several)
+    return field(default=default, metadata={"flag": flag})
+
+
+def _switch(group: str, help: str) -> Any:
+    return field(default=False, metadata={"flag": Flag(group, help)})
+
+
+def _column(what: str) -> Any:
+    return _setting(None, DATA, "NAME", f"column with {what}")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Everything that decides what a run contains; the fields are the flags of the main job.
+
+    Values may be given as Python has them or as text, and are read as on the command line:
+    ``Settings(limit="all", temperatures="0.5 1", model=Path("folder"))``. None stands for the
+    default, and for ``limit`` also for all conversations.
+
+    Raises:
+        UserError: a value, or a combination, that can't be.
+    """
+
+    model: str = _setting(embedded.NAME, FIRST, "NAME", "hub id, folder or GGUF file")
+    dataset: str = _setting("builtin", FIRST, "DATA", "builtin, a file, a preset or a hub id")
+    limit: int | None = _setting(24, FIRST, "N", "how many conversations, or: all", _limit)
+    temperatures: tuple[float, ...] = _setting(
+        (0.7, 1.0, 1.3), FIRST, "T", "besides greedy, which is always there", _temperature
+    )
+    samples: int = _setting(4, FIRST, "N", "user turns per temperature", _whole(1, MOST))
+
+    revision: str | None = _setting(
+        None, MODEL, "REV", "branch, tag or commit of a hub model (default: main)"
+    )
+    adapter: str | None = _setting(
+        None, MODEL, "FOLDER", "a PEFT adapter to merge into the model (needs ia-mech[train])"
+    )
+    dtype: str = _choice(("auto", "float32", "bfloat16", "float16"), MODEL)
+    device: str = _setting("auto", MODEL, "DEV", "auto, cpu, cuda or cuda:N")
+    attention: str = _setting("auto", MODEL, "NAME", "sdpa, eager, … as transformers names them")
+    device_map: str | None = _setting(
+        None,
+        MODEL,
+        "auto",
+        "distribute the model over this machine's GPUs, memory and disk",
+        _one_of(("auto",)),
+    )
+    trust_remote_code: bool = _switch(MODEL, "run code that a hub model brings")
+
+    subset: str | None = _setting(None, DATA, "NAME", "configuration of a hub dataset")
+    split: str | None = _setting(None, DATA, "NAME", "split of a hub dataset")
+    format: str = _choice(FORMATS, DATA)
+    id_column: str | None = _column("ids")
+    source_column: str | None = _column("ids of the original prompt, where rows share one")
+    messages_column: str | None = _column("the list of messages or turns")
+    query_column: str | None = _column("the user's query")
+    response_column: str | None = _column("the assistant's response")
+    followup_column: str | None = _column("what the user really said next")
+    answer_column: str | None = _column("the gold answer")
+    cut: str = _choice(CUTS, DATA, "after the first response, or before the last user turn")
+    skip_unusable: bool = _switch(DATA, "leave out rows that can't be used, instead of refusing")
+
+    response: str = _choice(
+        ("auto", "given", "generate"), RESPONSES, "given, generate, or auto: generate missing ones"
+    )
+    responses: int = _setting(
+        1, RESPONSES, "K", "the model writes K to each query, a context each", _whole(1, MOST)
+    )
+    response_temperature: float = _setting(
+        None, RESPONSES, "T", "0 is greedy (default: 0, of several 1)", _temperature_or_zero
+    )
+    max_response_tokens: int = _setting(
+        512, RESPONSES, "N", "what is longer is cut off, and flagged", _whole(1, MOST)
+    )
+    system: str | None = _setting(
+        None, RESPONSES, "TEXT", "system message (default: the template's own, if any)", utf8
+    )
+    thinking: str = _choice(
+        ("template", "keep"), RESPONSES, "as the template has earlier responses, or keep all"
+    )
+    date: str = _setting(
+        PINNED_DATE, RESPONSES, "DATE", "for templates that print today's date", _date
+    )
+
+    max_new_tokens: int = _setting(40, TURNS, "N", "of a user turn", _whole(1, MOST))
+    seed: int = _setting(0, TURNS, "N", "of the sampling", _whole(0))
+    positions: tuple[str, ...] = _setting(
+        ("all",), TURNS, "P", "where the residual stream is kept: all, header, or names"
+    )
+    header_logits: str = _setting(
+        "full",
+        TURNS,
+        "K",
+        "those at the header's end: full, the K largest, or none",
+        _header_logits,
+    )
+    batch_rows: int | None = _setting(
+        None, TURNS, "N", "rows decoded together (default: 384 on a CPU, 1024 on a GPU)", _whole(1)
+    )
+
+    contrasts: bool = _switch(
+        SCORES, "score real follow-ups after other responses, too, and against rivals"
+    )
+    swaps: int = _setting(
+        None, SCORES, "K", "with --contrasts: after K other responses (default: 4)", _whole(0)
+    )
+    candidates: str | None = _setting(
+        None, SCORES, "FILE", "your own rivals of the real follow-up (JSONL)"
+    )
+    intervention: str | None = _setting(
+        None, SCORES, "FILE", "steer the model with this vector (docs/causal.md)"
+    )
+
+    ignore_check: bool = _switch(
+        RUN, "go on although the engine's start-up check fails; the run says so"
+    )
+
+    def __post_init__(self) -> None:
+        for one in fields(self):
+            self._set(one.name, _read(one, getattr(self, one.name)))
+        if len(set(self.temperatures)) < len(self.temperatures):
+            raise UserError(
+                f"a temperature is given twice ({' '.join(map(str, self.temperatures))})",
+                "give each once; --samples sets how often it is sampled",
+            )
+        self._set("temperatures", tuple(sorted(self.temperatures)))
+        if self.response_temperature is None:
+            self._set("response_temperature", 1.0 if self.responses > 1 else 0.0)
+        if self.swaps is None:
+            self._set("swaps", 4 if self.contrasts else 0)
+        if self.swaps and not self.contrasts:
+            raise UserError(
+                f"--swaps {self.swaps} is about scores after other responses", "add --contrasts"
+            )
+        if self.writes_responses and self.response == "given":
+            raise UserError(
+                "--response given: the model writes no responses",
+                "leave out --responses and --response-temperature, or use --response generate",
+            )
+        if self.responses > 1 and self.response_temperature == 0:
+            raise UserError(
+                f"greedy decoding writes the same response {self.responses} times",
+                "give a --response-temperature above 0",
+            )
+        if self.intervention is not None and self.contrasts:
+            raise UserError(
+                "--contrasts scores turns in contexts that --intervention doesn't reach",
+                "leave one of them out",
+            )
+
+    def _set(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)  # frozen for everyone else
+
+    @classmethod
+    def read(cls, given: Mapping[str, Any]) -> "Settings":
+        """Settings by name, for callers from Python.
+
+        Raises:
+            TypeError: there is no such setting; all are named.
+            UserError: a value, or a combination, that can't be.
+        """
+        names = [one.name for one in fields(cls)]
+        if unknown := [name for name in given if name not in names]:
+            raise TypeError(
+                f"there is no setting {', '.join(map(repr, unknown))}; there are {', '.join(names)}"
+            )
+        return cls(**given)
+
+    @classmethod
+    def from_dict(cls, kept: Mapping[str, Any]) -> "Settings":
+        """The settings that ``run.json`` holds, as :meth:`to_dict` made them."""
+        return cls.read(kept)
+
+    def to_dict(self) -> dict[str, Any]:
+        """What ``run.json`` holds: every setting by its name, as JSON has it."""
+        values = {one.name: getattr(self, one.name) for one in fields(self)}
+        return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
+
+    def rows(self) -> list[tuple[float, int]]:
+        """(temperature, sample) of every row of a context: greedy first, as (0.0, 0)."""
+        return [(0.0, 0), *((t, s) for t in self.temperatures for s in range(self.samples))]
+
+    @property
+    def writes_responses(self) -> bool:
+        """Whether settings say how the model is to write responses."""
+        return self.responses > 1 or self.response_temperature != 0
+
+    @property
+    def rivals(self) -> bool:
+        """Whether references are compared with rivals."""
+        return self.contrasts or self.candidates is not None
+
+    @property
+    def columns(self) -> ColumnMap:
+        """Which columns of the data hold what."""
+        return ColumnMap(
+            format=self.format,
+            id=self.id_column,
+            source=self.source_column,
+            messages=self.messages_column,
+            query=self.query_column,
+            response=self.response_column,
+            followup=self.followup_column,
+            answer=self.answer_column,
+            cut=self.cut,
+        )
+
+    @property
+    def model_spec(self) -> "ModelSpec":
+        """Which model to load, and how.
+
+        Raises:
+            UserError: settings of the model that exclude each other.
+        """
+        from ia_mech.models.load import ModelSpec
+
+        return ModelSpec(
+            name=self.model,
+            revision=self.revision,
+            dtype=self.dtype,
+            device=self.device,
+            attention=self.attention,
+            trust_remote_code=self.trust_remote_code,
+            adapter=self.adapter,
+            device_map=self.device_map,
+        )
+
+    def folder(self) -> Path:
+        """``cache/<model>-<dataset>-<hash>``: the same settings, the same folder."""
+        text = json.dumps(self.to_dict(), sort_keys=True)
+        digest = hashlib.sha256(text.encode()).hexdigest()[:8]
+        model = Path(os.path.abspath(self.model)).name  # a name for "." too
+        names = [model, Path(self.dataset).stem, digest]
+        words = ["".join(c if c.isalnum() or c in ".-" else "-" for c in name) for name in names]
+        return embedded.cache_dir() / "-".join(words).lower()
+
+    def too_few(self, count: int) -> str | None:
+        """What to say of a dataset with ``count`` conversations, if more were asked for."""
+        if count >= (self.limit or 0):
+            return None
+        return f"{self.dataset} has fewer conversations than --limit {self.limit}: {count}"
+
+
+def _read(setting: Any, value: Any) -> Any:
+    """The value of a field of :class:`Settings`, whatever it was given as."""
+    flag: Flag = setting.metadata["flag"]
+    if value is None:
+        return None if type(None) in get_args(setting.type) else setting.default
+    if flag.parse is None:
+        if not isinstance(value, bool):
+            raise UserError(f"{setting.name}={_shown(value)}", "give True or False")
+        return value
+    return read_value(setting.name, value, flag.parse, several=flag.several)
+
+
+def read_value(name: str, value: Any, parse: Callable[[str], Any], several: bool = False) -> Any:
+    """What the command line would make of a value.
+
+    Args:
+        name: of the setting, or argument.
+        value: as Python has it, or as text.
+        parse: of a word, for argparse.
+        several: there may be several values, with commas or spaces in a text; they become a tuple.
+
+    Raises:
+        UserError: it can't be.
+    """
+    listed = several and isinstance(value, Iterable) and not isinstance(value, str)
+    values = list(value) if listed else [value]
+    for one in values:
+        if isinstance(one, bool) or not isinstance(one, str | Number | os.PathLike | date):
+            kinds = "a text or a number" + (", or a list of these" if several else "")
+            raise UserError(f"{name}={_shown(value)}", f"give {kinds}")
+    words = [str(one) for one in values]
+    try:
+        if not several:
+            return parse(words[0])
+        split = " ".join(words).replace(",", " ").split()
+        if words and not split:
+            raise argparse.ArgumentTypeError(f"{words[0]!r} names nothing")
+        return tuple(map(parse, split))
+    except argparse.ArgumentTypeError as error:
+        raise UserError(f"{_flag(name)}: {error}", SEE_HELP) from None
+
+
+def default_text(setting: Any) -> str:
+    """The default of a field as the help has it; empty where its help says more, or it is none."""
+    default = setting.default
+    if default is None or default is False:
+        return ""
+    text = " ".join(map(str, default)) if isinstance(default, tuple) else str(default)
+    return f" (default: {text})"
+
+
+def flag_of(path: str) -> str:
+    """What a user calls a part of a run's identity: ``--samples`` for ``settings.samples``."""
+    if path.startswith("settings."):
+        return _flag(path.removeprefix("settings."))
+    return path.removesuffix(".sha256")
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _shown(value: Any) -> str:
+    return one_line(repr(value), 60)

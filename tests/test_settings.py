@@ -1,0 +1,255 @@
+"""The list of settings: how values are read, what is refused in one line, what the help says."""
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from dataclasses import fields, replace
+from datetime import date
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+import ia_mech
+from ia_mech.collect import command
+from ia_mech.collect.command import build_parser, main
+from ia_mech.display import Bar
+from ia_mech.errors import UserError
+from ia_mech.settings import Settings, flag_of
+
+
+@pytest.fixture
+def made(monkeypatch) -> list[tuple]:
+    """What the job is asked for, in place of the job."""
+    calls: list[tuple] = []
+
+    def make_run(settings, out, progress, *, shard, threads):
+        calls.append((settings, out, shard, threads))
+        return SimpleNamespace(complete=True)
+
+    monkeypatch.setitem(sys.modules, "ia_mech.collect.job", SimpleNamespace(make_run=make_run))
+    shown = SimpleNamespace(print_run=lambda run: None, print_shard=None)
+    monkeypatch.setitem(sys.modules, "ia_mech.collect.summary", shown)
+    return calls
+
+
+# -- values ---------------------------------------------------------------------------------------
+
+
+def test_the_command_the_function_and_the_record_of_a_run_read_values_alike(made):
+    words = (
+        "--limit all --temperatures 1.3,0.5 1 --samples 2 --positions header turn_end "
+        "--header-logits 010 --contrasts --swaps 3 --system '' --date 2026-02-01 --model x/y "
+        "--responses 2 --skip-unusable"
+    )
+    given = {
+        "limit": "all",
+        "temperatures": np.array([0.5, 1.0, 1.3]),
+        "samples": np.int64(2),
+        "positions": "header, turn_end",
+        "header_logits": 10,
+        "contrasts": True,
+        "swaps": 3,
+        "system": "",
+        "date": date(2026, 2, 1),
+        "model": Path("x/y"),
+        "responses": "2",
+        "skip_unusable": True,
+    }
+    assert main(shlex.split(words)) == 0
+    ia_mech.sample(**given)
+    (first, out, shard, threads), second = made
+    assert second == (first, out, shard, threads)
+    assert out == first.folder() and (shard, threads) == ((1, 1), None)
+    assert (first.limit, first.temperatures, first.header_logits) == (None, (0.5, 1.0, 1.3), "10")
+    kept = json.loads(json.dumps(first.to_dict()))
+    assert Settings.from_dict(kept) == first
+    assert set(kept) == {one.name for one in fields(Settings)}
+    assert first.columns == Settings().columns and Settings(query_column="q").columns.query == "q"
+
+
+def test_arguments_of_the_command_that_are_no_settings(made, tmp_path):
+    assert main(["--out", str(tmp_path / "a"), "--shard", "2/3", "--threads", "1"]) == 0
+    ia_mech.sample(tmp_path / "a", shard="2/3", threads=1, progress=Bar())
+    assert made == 2 * [(Settings(), tmp_path / "a", (2, 3), 1)]
+
+
+def test_none_is_the_default_but_for_the_limit():
+    same = Settings(model=None, samples=None, contrasts=None, temperatures=None, system=None)
+    assert same == Settings() and same.limit == 24
+    assert Settings(limit=None) == Settings(limit="all") and Settings(limit=None).limit is None
+
+
+def test_what_depends_on_other_settings():
+    assert Settings().response_temperature == 0 and Settings(responses=2).response_temperature == 1
+    assert Settings().swaps == 0 and Settings(contrasts=True).swaps == 4
+    assert Settings(contrasts=True, swaps=0).swaps == 0
+    assert replace(Settings(responses=2), seed=1) == Settings(responses=2, seed=1)
+    assert not Settings().rivals
+    assert Settings(contrasts=True).rivals and Settings(candidates="own.jsonl").rivals
+    assert Settings(response_temperature=1).writes_responses and not Settings().writes_responses
+
+
+def test_the_rows_of_a_context():
+    found = Settings(temperatures=(1, 0.5), samples=2).rows()
+    assert found == [(0.0, 0), (0.5, 0), (0.5, 1), (1.0, 0), (1.0, 1)]
+    assert Settings(temperatures=()).rows() == [(0.0, 0)]
+
+
+def test_the_folder_is_named_after_model_dataset_and_settings(monkeypatch, tmp_path):
+    monkeypatch.setenv("IA_MECH_CACHE", str(tmp_path))
+    one = Settings(model="Org/My_Model", dataset="data/builtin:maths.jsonl")
+    assert one.folder().parent == tmp_path
+    assert re.fullmatch(r"my-model-builtin-maths-[0-9a-f]{8}", one.folder().name)
+    assert replace(one, seed=0).folder() == one.folder() != replace(one, seed=1).folder()
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    assert Settings(model=".").folder().name.startswith("here-builtin-")
+
+
+def test_a_part_of_an_identity_is_called_as_its_flag():
+    assert flag_of("settings.max_new_tokens") == "--max-new-tokens"
+    assert flag_of("conversations.sha256") == "conversations"
+
+
+def test_no_variable_of_the_environment_is_obeyed(made, monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "SLURM_ARRAY_TASK_ID", "SLURM_ARRAY_TASK_COUNT"):
+        monkeypatch.setenv(name, "8")
+    assert main([]) == 0
+    assert made[0][2] == (1, 1)
+
+
+# -- refusals -------------------------------------------------------------------------------------
+
+REFUSED = [
+    ("--limit few", "--limit: 'few' is not a whole number from 1 up"),
+    ("--limit 0", "--limit: '0' is not"),
+    ("--limit ²", "--limit: '²' is not"),
+    ("--limit 99999999999999999999", "--limit: '99999999999999999999' is not"),
+    ("--temperatures -1", "--temperatures: -1 is no temperature from 0.001 to 1000"),
+    ("--temperatures nan", "--temperatures: nan is no temperature"),
+    ("--temperatures inf", "--temperatures: inf is no temperature"),
+    ("--temperatures 0", "--temperatures: 0 is greedy decoding, which every run has"),
+    ("--temperatures 1 1.0", "a temperature is given twice (1.0 1.0)"),
+    ("--temperatures warm", "--temperatures: 'warm' is not a number such as 0.7"),
+    ("--temperatures 1 1,x", "--temperatures: 'x' is not a number"),
+    ("--temperatures ,", "--temperatures: ',' names nothing"),
+    ("--temperatures", "argument --temperatures: expected at least one argument"),
+    ("--samples 0", "--samples: '0' is not a whole number from 1 to 1000000"),
+    ("--samples 99999999999", "--samples: '99999999999' is not"),
+    ("--max-new-tokens 0", "--max-new-tokens: '0' is not"),
+    ("--max-response-tokens 0", "--max-response-tokens: '0' is not"),
+    ("--batch-rows 0", "--batch-rows: '0' is not"),
+    ("--seed -1", "--seed: '-1' is not a whole number from 0 up"),
+    ("--header-logits top", "--header-logits: 'top' is not"),
+    ("--date 20260101", "--date: '20260101' is not a date such as 2026-01-31"),
+    ("--date ''", "--date: '' is not a date"),
+    ("--dtype int8", "--dtype: 'int8' is none of auto, float32, bfloat16, float16"),
+    ("--cut middle", "--cut: 'middle' is none of first, last"),
+    ("--device-map cuda", "--device-map: 'cuda' is none of auto"),
+    ("--positions ' '", "--positions: ' ' names nothing"),
+    ("--model ''", "--model: '' names nothing"),
+    ("--candidates ' '", "--candidates: ' ' names nothing"),
+    ("--system a\udcff", "--system: 'a\\udcff' is not UTF-8"),
+    ("--swaps 2", "--swaps 2 is about scores after other responses; add --contrasts"),
+    ("--intervention v --contrasts", "--contrasts scores turns in contexts that --intervention"),
+    ("--responses 0", "--responses: '0' is not"),
+    ("--responses 2 --response given", "--response given: the model writes no responses"),
+    ("--response-temperature 1 --response given", "--response given: the model writes no"),
+    ("--responses 2 --response-temperature 0", "greedy decoding writes the same response 2 times"),
+    ("--response-temperature -1", "--response-temperature: -1 is no temperature"),
+    ("--threads 0", "argument --threads: '0' is not a whole number from 1 up"),
+    ("--threads 99999", "argument --threads: '99999' is too much for this machine (1 to "),
+    ("--out ''", "argument --out: '' names nothing"),
+    ("--out a\udcff", "argument --out: 'a\\udcff' is not UTF-8"),
+    ("--shard 3/2", "argument --shard: '3/2' is not i/n with i from 1 to n, such as 2/4"),
+    ("--shard 0/2", "argument --shard: '0/2' is not"),
+    ("--shard two", "argument --shard: 'two' is not"),
+    ("--ray --shard 1/2", "--ray makes all of a run, --shard doesn't"),
+    ("--ray --dry-run", "--ray makes all of a run, --dry-run doesn't"),
+    ("--no-such-flag", "unrecognized arguments: --no-such-flag"),
+    ("--limit 3 'two\nlines'", "unrecognized arguments: two lines"),
+    *((f"--{gone}", f"unrecognized arguments: --{gone}") for gone in ("repair", "help-all")),
+    *(
+        (f"--{gone} x", f"unrecognized arguments: --{gone} x")
+        for gone in ("engine", "phase", "tensor-parallel")
+    ),
+]
+
+
+@pytest.mark.parametrize(("words", "expected"), REFUSED, ids=[words for words, _ in REFUSED])
+def test_a_flag_that_cannot_be_is_refused_in_one_line(made, capsys, words, expected):
+    try:
+        status = main(shlex.split(words))
+    except SystemExit as stopped:
+        status = stopped.code
+    said = capsys.readouterr()
+    assert (status, said.out, made) == (2, "", [])
+    assert said.err.startswith(f"error: {expected}"), said.err
+    assert said.err.count("\n") == 1 and "; " in said.err
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"limit": [3]}, "limit=[3]; give a text or a number"),
+        ({"limit": True}, "limit=True; give a text or a number"),
+        ({"limit": 2.5}, "--limit: '2.5' is not a whole number"),
+        ({"contrasts": 1}, "contrasts=1; give True or False"),
+        ({"contrasts": "yes"}, "contrasts='yes'; give True or False"),
+        ({"temperatures": [[0.7], 1]}, "temperatures=[[0.7], 1]; give a text or a number, or a"),
+        ({"positions": {"all": None}.values}, "positions=<built-in method values of dict object"),
+        ({"system": b"bytes"}, "system=b'bytes'; give a text or a number"),
+        ({"out": ["run"]}, "out=['run']; give a text or a number"),
+        ({"out": ""}, "--out: '' names nothing"),
+        ({"shard": "5/4"}, "--shard: '5/4' is not i/n"),
+        ({"threads": 0}, "--threads: '0' is not a whole number from 1 up"),
+        ({"progress": 5}, "progress=5 shows nothing; give ia_mech.display.Bar(), or None"),
+        ({"progress": Bar}, "progress=<class 'ia_mech.display.Bar'> shows nothing; give"),
+        ({"swaps": 2}, "--swaps 2 is about scores after other responses; add --contrasts"),
+    ],
+)
+def test_a_value_of_the_function_that_cannot_be_is_refused_in_one_line(made, settings, problem):
+    with pytest.raises(UserError, match="^" + re.escape(problem)) as refused:
+        command.sample(**settings)
+    assert "\n" not in str(refused.value) and made == []
+
+
+def test_settings_that_there_are_not_are_all_named():
+    with pytest.raises(TypeError, match=r"no setting 'limits', 'engine'; there are model, .*seed"):
+        command.sample(limits=3, engine="auto")
+
+
+# -- help -----------------------------------------------------------------------------------------
+
+
+def test_the_help_fits_on_two_screens_and_names_every_flag(tmp_path):
+    code = (
+        "import sys\n"
+        "from ia_mech.collect.command import main\n"
+        "def status(*words):\n"
+        "    try: return main(list(words))\n"
+        "    except SystemExit as stopped: return stopped.code\n"
+        "assert (status('--help'), status('--dtype', 'int8'), status('--limits')) == (0, 2, 2)\n"
+        "assert not {'torch', 'transformers', 'pandas', 'numpy'} & set(sys.modules)\n"
+    )
+    words = [sys.executable, "-c", code]
+    done = subprocess.run(words, capture_output=True, text=True, check=True, cwd=tmp_path)
+    lines = done.stdout.splitlines()
+    assert len(lines) <= 80 and max(map(len, lines)) <= 100
+    flags = [flag for action in build_parser()._actions for flag in action.option_strings]
+    assert len(flags) == len(fields(Settings)) + 7
+    for flag in flags:
+        assert re.search(rf"^  .*(?<![\w-]){flag}(?![\w-])", done.stdout, re.MULTILINE), flag
+    first = [re.search(r"--[\w-]+", line)[0] for line in lines if line.startswith("  --")][:6]
+    assert first == ["--model", "--dataset", "--limit", "--temperatures", "--samples", "--out"]
+    assert not list(tmp_path.iterdir())
+
+
+def test_defaults_in_the_help_are_those_of_the_settings():
+    said = build_parser().format_help()
+    for flag, value in (("--limit N", "24"), ("--temperatures T", "0.7 1.0 1.3"), ("--seed", "0")):
+        assert re.search(rf"{flag}.*\(default: {value}\)", said)
