@@ -347,7 +347,7 @@ def write(planted: Planted, folder: Path) -> Run:
         "software": {"ia_mech": __version__},
     }
     source = {"dataset": NAME, "plan": asdict(plan)}
-    record = {"settings": settings.to_dict(), "source": source, "identity": identity}
+    record = {"source": source, "identity": identity}
     record["parts"] = {"responses": 0, "contexts": 1}
     contexts = pa.Table.from_pylist(rows, layout.contexts_schema(_CONTENT + _TAIL))
     generations = pa.Table.from_pylist(turns, layout.GENERATIONS)

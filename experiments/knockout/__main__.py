@@ -37,7 +37,7 @@ def run(args: argparse.Namespace, runs: "list[Run]", folder: Path) -> Results | 
     from experiments.knockout.resample import resampled, windows_of
     from experiments.resample import subject_of
     from ia_mech.engine.capture import find_blocks
-    from ia_mech.engine.intervention import attention_of, check_layers
+    from ia_mech.engine.intervene import attention_of, check_layers
     from ia_mech.errors import UserError
 
     given = given_turns(runs, args.queries, args.temperature, args.seed)

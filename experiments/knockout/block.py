@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from experiments.given_turns import Ids, places_of
 from ia_mech.chat.format import ChatContext
-from ia_mech.engine.intervention import Block, edges_between
+from ia_mech.engine.intervene import Block, edges_between
 from ia_mech.engine.sampling import stream_key
 from ia_mech.likelihood.intervened import Continued
 

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from experiments.given_turns import Ids, places_of
 from experiments.knockout.block import EDGES, Asked, edges_of, other_edges
-from ia_mech.engine.intervention import Block
+from ia_mech.engine.intervene import Block
 from ia_mech.engine.sampling import stream_key
 from ia_mech.likelihood.intervened import Continued
 

@@ -11,8 +11,8 @@ from transformers import PreTrainedModel
 from experiments.given_turns import TOKENS, Ids, places_of
 from experiments.knockout.block import EDGES, INTACT, Arm, Asked, blocked, edges_of
 from ia_mech.chat.format import ChatContext
-from ia_mech.engine.intervention import Block, intervene
-from ia_mech.engine.prefill import Prefix, expand, forward, prefill
+from ia_mech.engine.intervene import Block, intervene
+from ia_mech.engine.state import Prefix, expand, forward, prefill
 from ia_mech.engine.sampling import gumbel, stream_key
 
 Window = tuple[int, int]  # first and last layer

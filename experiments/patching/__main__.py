@@ -29,7 +29,7 @@ def run(args: argparse.Namespace, runs: "list[Run]", folder: Path) -> Results | 
     from experiments.patching.analyse import estimates, largest_error, strongest
     from experiments.patching.read import Pair, pairs_of, positions_of
     from experiments.resample import subject_of
-    from ia_mech.engine.intervention import check_layers
+    from ia_mech.engine.intervene import check_layers
 
     given = given_turns(runs, args.queries, args.temperature, args.seed)
     pairs, notes = pairs_of(given, args.seed)

@@ -13,8 +13,8 @@ from experiments.given_turns import places_of
 from experiments.patching.read import Pair
 from ia_mech.chat.format import ChatContext
 from ia_mech.engine.capture import find_blocks
-from ia_mech.engine.intervention import Add, Intervention, Replace
-from ia_mech.engine.prefill import Prefix, prefill
+from ia_mech.engine.intervene import Add, Intervention, Replace
+from ia_mech.engine.state import Prefix, prefill
 from ia_mech.engine.sampling import stream_key
 from ia_mech.likelihood.intervened import Continued
 

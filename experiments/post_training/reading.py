@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ia_mech.chat.format import ChatContext
-from ia_mech.engine.intervention import Intervention, Replace
+from ia_mech.engine.intervene import Intervention, Replace
 from ia_mech.likelihood.intervened import Continued
 
 _WORD = re.compile(r"\w+")

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from experiments.steering.read import Context, Query
-from ia_mech.engine.intervention import Intervention, Replace, at_tokens
+from ia_mech.engine.intervene import Intervention, Replace, at_tokens
 from ia_mech.likelihood.intervened import Continued
 from ia_mech.steering import TURN, SteeringVector
 

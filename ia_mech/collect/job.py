@@ -11,9 +11,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 import torch
 from safetensors import SafetensorError
+from torch import Tensor
 
 from ia_mech.chat.format import ChatFormat
 from ia_mech.chat.headers import rendered
@@ -153,7 +155,8 @@ def collect(
     engine = check_engine(model, probe_ids(chat), ignore=settings.ignore_check)
     found = survey(inputs, settings, chat, model.config)
     parts = plan_parts(found, settings, model.config, model.dtype.itemsize)
-    settings, positions = replace(settings, batch_rows=parts.batch_rows), kept_positions(settings, chat)
+    settings = replace(settings, batch_rows=parts.batch_rows)
+    positions = kept_positions(settings, chat)
     asked = identity_asked_for(settings, positions, found.facts, inputs.own, inputs.vector)
     record = {
         "identity": identity(subject, chat, engine, asked),
@@ -277,7 +280,9 @@ class _Job:
 
     def _write_responses(self) -> None:
         prompts, most = self.survey.prompts, self.settings.max_response_tokens
-        orders = {name: [i for i in part if i in prompts] for name, part in self.parts.responses.items()}
+        orders = {
+            name: [i for i in part if i in prompts] for name, part in self.parts.responses.items()
+        }
         total = sum(map(len, orders.values()))
         done = total - sum(len(orders[name]) for name in self.responses)
         work = Work(self.progress, "responses", total, done, most, "response")
@@ -389,7 +394,8 @@ class _Job:
             )
             members = [some[i] for i in order]
             results = self._from_groups(scorer, work, members, groups, limit)
-            found += [one for _, one in sorted(zip(order, results, strict=True), key=lambda pair: pair[0])]
+            of = dict(zip(order, results, strict=True))
+            found += [of[number] for number in range(len(some))]
         return found
 
     def _prefix(self, context: PreparedContext) -> Prefix:
@@ -411,7 +417,7 @@ class _Job:
         decoded = self._sample(work, contexts, groups, limit)
         scorer.add_contrasts(scorables, scores)
         logits = torch.cat([group.logits.cpu() for group in groups])
-        residuals = [one for group in groups if group.residuals is not None for one in group.residuals.cpu()]
+        residuals = torch.cat([cast(Tensor, group.residuals).cpu() for group in groups])
         for context, one in zip(contexts, logits, strict=True):
             if one.isnan().any():
                 raise UserError(
@@ -419,9 +425,7 @@ class _Job:
                     f"{context.conversation.id} in {self.subject.describe()['dtype']}",
                     "use --dtype bfloat16 or float32 and another --out",
                 )
-        return [
-            ContextResult(*one) for one in zip(decoded, scores, logits, residuals, strict=True)
-        ]
+        return [ContextResult(*one) for one in zip(decoded, scores, logits, residuals, strict=True)]
 
     def _sample(
         self,

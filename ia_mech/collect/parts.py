@@ -33,7 +33,8 @@ from ia_mech.models.load import (
     text_config,
 )
 from ia_mech.run import Run, layout
-from ia_mech.run.integrity import refuse_another, without_folders
+from ia_mech.run.integrity import without_folders
+from ia_mech.run.writer import refuse_another
 from ia_mech.settings import Settings
 from ia_mech.steering import SteeringVector
 
@@ -116,12 +117,11 @@ def check_model(
     """
     text = text_config(model_config)
     kept_positions(settings, chat)
-    if settings.header_logits not in ("full", "none"):
-        if int(settings.header_logits) > text.vocab_size:
-            raise UserError(
-                f"--header-logits {settings.header_logits}: the model has {text.vocab_size} logits",
-                f"give full, or at most {text.vocab_size}",
-            )
+    kept, most = settings.header_logits, text.vocab_size
+    if kept not in ("full", "none") and int(kept) > most:
+        raise UserError(
+            f"--header-logits {kept}: the model has {most} logits", f"give full, or at most {most}"
+        )
     if inputs.vector is not None:
         inputs.vector.check(text.num_hidden_layers, text.hidden_size, chat.position_names)
 

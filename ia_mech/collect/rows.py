@@ -99,9 +99,7 @@ def context_row(
         "response_tokens": written["tokens"] if written else len(given),
         "positions": context.chat.positions,
         "first_token_entropy": entropy(result.logits),
-        "first_token_entropy_tempered": [
-            entropy(result.logits / t) for t in settings.temperatures
-        ],
+        "first_token_entropy_tempered": [entropy(result.logits / t) for t in settings.temperatures],
         "swapped_from": result.scores.swapped_from or None,
         **reference_columns(
             result.scores.candidates, conversation.reference or "", chat.closing_id is not None

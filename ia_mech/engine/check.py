@@ -50,9 +50,7 @@ STEPS = 3
 TOKENS = 24  # two prompts of 12 and 5, and a turn of 7
 
 
-def check_engine(
-    model: PreTrainedModel, ids: Sequence[int], *, ignore: bool = False
-) -> Engine:
+def check_engine(model: PreTrainedModel, ids: Sequence[int], *, ignore: bool = False) -> Engine:
     """Choose the engine, and compare what it computes with full forward passes.
 
     Args:

@@ -162,7 +162,7 @@ def _compiled(device: torch.device) -> Callable[[Tensor, Tensor, Tensor, int], D
 
 @functools.cache
 def uncompiled(device: torch.device) -> str:
-    """Why the draw isn't compiled there; empty where it is, and on a CPU, which needs no compiler."""
+    """Why the draw isn't compiled there; empty where it is, and on a CPU, where it needn't be."""
     if device.type != "cuda":
         return ""
     try:

@@ -445,7 +445,9 @@ class SharedLayer(DynamicLayer):
             )
             shape = contexts, kv_heads, most, heads // kv_heads, new
             averages.append(
-                average.reshape(*shape, -1).transpose(1, 2).reshape(-1, heads, new, values.shape[-1])
+                average.reshape(*shape, -1)
+                .transpose(1, 2)
+                .reshape(-1, heads, new, values.shape[-1])
             )
             totals.append(total.reshape(shape).transpose(1, 2).reshape(-1, heads, new))
         average, total = torch.cat(averages)[back], torch.cat(totals)[back]

@@ -1,4 +1,4 @@
-"""What decoding and scoring go on from: prefill contexts once, go on from them, expand them to rows.
+"""What decoding and scoring go on from: contexts that were prefilled once, expanded to rows.
 
 The state of a prefill is never changed: rows go on from copies of it, or refer to it where a layer
 shares its prefix (``shared.py``). Rows of a batch may continue contexts of several groups. Windows
@@ -84,7 +84,7 @@ class State:
         return index
 
     def keep(self, index: Sequence[int]) -> None:
-        """Keep the rows ``[kept]``, in that order, in place; a layer at a time is in memory twice."""
+        """Keep the rows ``[kept]``, in that order, in place; one layer at a time is copied."""
         at = torch.tensor(index, device=self.mask.device)
         if self.table is not None:
             self.table.keep(index)
@@ -270,7 +270,9 @@ def expand(
             states.append(group.state)
             masks.append(group.state.mask)
             index.append(torch.tensor(mine, device=group.logits.device).long() - first)
-    assert [*contexts] == sorted(contexts, key=lambda number: bisect(ends, number)), "sorted by group"
+    assert [*contexts] == sorted(contexts, key=lambda number: bisect(ends, number)), (
+        "sorted by group"
+    )
     length = max(state.mask.shape[1] for state in states)
     mask = torch.cat(
         [

@@ -132,4 +132,3 @@ class Continued:
             total = log_sum_exp(below, temperature, out=torch.empty_like(below))
             found.append((below.gather(-1, turn) / temperature - total)[:, 0].cpu().numpy())
         return found
-

@@ -266,9 +266,7 @@ class Scorer:
 
     # -- in counterfactual contexts --------------------------------------------------------------
 
-    def add_contrasts(
-        self, contexts: Sequence[Scorable], scores: Sequence[ContextScores]
-    ) -> None:
+    def add_contrasts(self, contexts: Sequence[Scorable], scores: Sequence[ContextScores]) -> None:
         """Add scores of the same turns in other contexts to ``scores``.
 
         Args:

@@ -13,7 +13,7 @@ def card(record: dict, contexts: int) -> str:
         contexts: how many there are.
     """
     identity = record["identity"]
-    settings, model = record["settings"], identity["model"]
+    settings, model = identity["settings"], identity["model"]
     adapter = f" with the adapter `{model['adapter']}`" if model.get("adapter") else ""
     temperatures = ", ".join(f"{t:g}" for t in settings["temperatures"])
     sampled = f"{settings['samples']} at each of T = {temperatures}" if temperatures else "no other"

@@ -23,7 +23,6 @@ HASH = "xxh3_128"
 
 # What the JSON files must have for a run to be read: types by key, a list for each of its items.
 _RECORD: dict[str, Any] = {
-    "settings": dict,
     "identity": {
         "settings": dict,
         "model": {"name": str, "weights_hash": str, "layers": int, "d_model": int, "vocab": int},

@@ -91,7 +91,6 @@ GENERATIONS = pa.schema(
         ("logprobs_raw", pa.list_(pa.float32())),
         ("ranks", pa.list_(pa.int32())),
         ("margins", pa.list_(pa.float32())),
-        *_contrast_fields(),
     ]
 )
 

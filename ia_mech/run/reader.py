@@ -80,7 +80,7 @@ class Run:
     @property
     def settings(self) -> dict[str, Any]:
         """The settings of the run: the flags of the command, with underscores."""
-        return self.record["settings"]
+        return self.record["identity"]["settings"]
 
     @property
     def model(self) -> dict:
