@@ -154,9 +154,9 @@ class Cell:
     @property
     def bytes(self) -> dict[str, int]:
         """On the disk, by what they hold."""
-        from ia_mech.collect.config import SampleConfig
         from transformers import PretrainedConfig
 
+        from ia_mech.collect.config import SampleConfig
         from ia_mech.collect.preflight import run_bytes
         from ia_mech.engine.plan import Grid as Rows
 

@@ -361,12 +361,6 @@ class Settings:
         words = ["".join(c if c.isalnum() or c in ".-" else "-" for c in name) for name in names]
         return embedded.cache_dir() / "-".join(words).lower()
 
-    def too_few(self, count: int) -> str | None:
-        """What to say of a dataset with ``count`` conversations, if more were asked for."""
-        if count >= (self.limit or 0):
-            return None
-        return f"{self.dataset} has fewer conversations than --limit {self.limit}: {count}"
-
 
 def _read(setting: Any, value: Any) -> Any:
     """The value of a field of :class:`Settings`, whatever it was given as."""
@@ -407,7 +401,7 @@ def read_value(name: str, value: Any, parse: Callable[[str], Any], several: bool
             raise argparse.ArgumentTypeError(f"{words[0]!r} names nothing")
         return tuple(map(parse, split))
     except argparse.ArgumentTypeError as error:
-        raise UserError(f"{_flag(name)}: {error}", SEE_HELP) from None
+        raise UserError(f"--{name.replace('_', '-')}: {error}", SEE_HELP) from None
 
 
 def default_text(setting: Any) -> str:
@@ -417,17 +411,6 @@ def default_text(setting: Any) -> str:
         return ""
     text = " ".join(map(str, default)) if isinstance(default, tuple) else str(default)
     return f" (default: {text})"
-
-
-def flag_of(path: str) -> str:
-    """What a user calls a part of a run's identity: ``--samples`` for ``settings.samples``."""
-    if path.startswith("settings."):
-        return _flag(path.removeprefix("settings."))
-    return path.removesuffix(".sha256")
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
 
 
 def _shown(value: Any) -> str:

@@ -18,7 +18,7 @@ from ia_mech.collect import command
 from ia_mech.collect.command import build_parser, main
 from ia_mech.display import Bar
 from ia_mech.errors import UserError
-from ia_mech.settings import Settings, flag_of
+from ia_mech.settings import Settings
 
 
 @pytest.fixture
@@ -108,11 +108,6 @@ def test_the_folder_is_named_after_model_dataset_and_settings(monkeypatch, tmp_p
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     assert Settings(model=".").folder().name.startswith("here-builtin-")
-
-
-def test_a_part_of_an_identity_is_called_as_its_flag():
-    assert flag_of("settings.max_new_tokens") == "--max-new-tokens"
-    assert flag_of("conversations.sha256") == "conversations"
 
 
 def test_no_variable_of_the_environment_is_obeyed(made, monkeypatch):

@@ -131,8 +131,14 @@ def sampled(base: Base, conversations: list[Conversation], folder: Path) -> Run:
     """The run over these conversations; see :func:`experiments.resample.resampled`."""
     positions = [p for p in base.runs[0].positions if all(p in r.positions for r in base.runs)]
     header = tuple(p for p in positions if p.startswith("header_"))
-    asked = {"temperatures": base.settings.temperatures, "samples": base.settings.samples}
-    return resampled(base.runs[0], conversations, folder, header, **asked)
+    return resampled(
+        base.runs[0],
+        conversations,
+        folder,
+        header,
+        temperatures=base.settings.temperatures,
+        samples=base.settings.samples,
+    )
 
 
 def judged(run: Run, judge: str, base: Base) -> None:

@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from ia_mech.cli import one_line, quoted
-from ia_mech.collect.parts import Plan, size_text
+from ia_mech.collect.parts import Plan, size_text, too_few
 from ia_mech.display import console
 from ia_mech.run import Run, layout
 from ia_mech.settings import Settings
@@ -139,7 +139,7 @@ def print_plan(settings: Settings, plan: Plan, out: Path, there: Run | None) -> 
         ("once for this model", lens),
     ):
         _say(f"{name:<23}{value}")
-    if problem := settings.too_few(plan.read):
+    if problem := too_few(settings, plan.read):
         _say(f"note: {problem}")
     _say_skipped(plan.skipped)
 
@@ -191,7 +191,7 @@ def print_run(run: Run) -> None:
         found = {one["ignored_check"] for one in run.sessions if "ignored_check" in one}
         problem = "; ".join(sorted(found)) or "it found no difference"
         _say(f"note: --ignore-check, of the engine's start-up check: {problem}")
-    _say_skipped(run.record.get("skipped", []))
+    _say_skipped(next((one["skipped"] for one in run.sessions if "skipped" in one), []))
     if cut := int(run.contexts["response_cut_off"].sum()):
         _say(
             f"{cut} of {len(run.contexts)} responses were cut off at "
