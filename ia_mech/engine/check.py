@@ -31,7 +31,7 @@ from ia_mech.engine.capture import find_blocks
 from ia_mech.engine.decode import Decoded, Row, decode
 from ia_mech.engine.sampling import draw, gumbel, stream_key
 from ia_mech.engine.score import Turn, score
-from ia_mech.engine.shared import Engine
+from ia_mech.engine.shared import Engine, held
 from ia_mech.engine.state import Prefilled, Prefix, State, expand, forward, prefill
 from ia_mech.errors import UserError, is_out_of_memory
 from ia_mech.models.load import context_limit, text_config
@@ -276,8 +276,7 @@ def _repeated(state: State) -> State:
         if isinstance(layer, DynamicLayer):
             window = getattr(layer, "sliding_window", length * times + 1)
             layer.keys, layer.values = (
-                tensor.repeat(1, 1, times, 1)[:, :, -(window - 1) :]
-                for tensor in (layer.keys, layer.values)
+                tensor.repeat(1, 1, times, 1)[:, :, -(window - 1) :] for tensor in held(layer)
             )
             if hasattr(layer, "cumulative_length"):
                 layer.cumulative_length = length * times

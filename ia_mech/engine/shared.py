@@ -317,6 +317,12 @@ def _ranges(numbers: Sequence[int]) -> str:
     return ", ".join("-".join(map(str, one)) for one in found)
 
 
+def held(layer: DynamicLayer) -> tuple[Tensor, Tensor]:
+    """Keys and values ``[rows, kv_heads, tokens, dim]`` of a prefilled layer."""
+    assert layer.keys is not None and layer.values is not None
+    return layer.keys, layer.values
+
+
 class SharedLayer(DynamicLayer):
     """A full-attention layer: the prefixes by reference, and what rows add to them.
 
@@ -337,7 +343,7 @@ class SharedLayer(DynamicLayer):
         self, prefixes: Sequence[DynamicLayer], table: Table, capacity: int, number: int
     ) -> None:
         super().__init__()
-        self.prefixes = [(layer.keys, layer.values) for layer in prefixes]
+        self.prefixes = [held(layer) for layer in prefixes]
         self.table, self.number = table, number
         keys, values = self.prefixes[0]
         self.dtype, self.device, self.is_initialized = keys.dtype, keys.device, True

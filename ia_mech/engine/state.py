@@ -11,7 +11,7 @@ from bisect import bisect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import cast
+from typing import Any, TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,7 @@ from transformers.cache_utils import (
 from ia_mech.engine.capture import ResidualCapture
 from ia_mech.engine.intervene import Intervention, intervene
 from ia_mech.engine.packed_weights import packed_linears
-from ia_mech.engine.shared import Borrowed, SharedLayer, Table, sharing
+from ia_mech.engine.shared import Borrowed, SharedLayer, Table, held, sharing
 from ia_mech.models.load import accepts
 
 CacheLayer = CacheLayerMixin | LinearAttentionCacheLayerMixin | DummyLayer
@@ -215,6 +215,8 @@ def forward(
     Returns:
         Raw logits ``[rows, kept, vocab]`` in float32.
     """
+    device = state.mask.device  # of the first layer; what was drawn is on that of the last
+    ids, mask = ids.to(device), mask.to(device)
     positions = state.position[:, None] + mask.cumsum(-1) - 1
     state.mask = torch.cat([state.mask, mask], dim=-1)
     arguments: dict[str, int | Tensor] = {}
@@ -259,20 +261,17 @@ def expand(
         borrowed: what each row borrows, if any does; of contexts in the groups that rows continue.
     """
     ends = list(accumulate(len(group.logits) for group in groups))
-    needed = {*contexts, *(one.context for one in borrowed if one is not None)}
-    states, index, masks, numbers = [], [], [], {}
-    for group, end in zip(groups, ends, strict=True):
-        first = end - len(group.logits)
-        mine = [number for number in contexts if first <= number < end]
-        if any(first <= number < end for number in needed):
-            for number in range(first, end):
-                numbers[number] = len(numbers)
-            states.append(group.state)
-            masks.append(group.state.mask)
-            index.append(torch.tensor(mine, device=group.logits.device).long() - first)
-    assert [*contexts] == sorted(contexts, key=lambda number: bisect(ends, number)), (
-        "sorted by group"
-    )
+    firsts = [0, *ends]
+    of = [bisect(ends, context) for context in contexts]  # the group of each row
+    assert of == sorted(of)
+    used = sorted({*of, *(bisect(ends, one.context) for one in borrowed if one is not None)})
+    states = [groups[group].state for group in used]
+    index = [
+        torch.tensor(
+            [c - firsts[group] for c, its in zip(contexts, of, strict=True) if its == group]
+        ).long()
+        for group in used
+    ]
     length = max(state.mask.shape[1] for state in states)
     mask = torch.cat(
         [
@@ -287,24 +286,29 @@ def expand(
     for number, layers in enumerate(zip(*(s.cache.layers for s in states), strict=True), start=1):
         if share and _is_full(layers[0]):
             if table is None:
-                theirs = [
-                    None if one is None else Borrowed(numbers[one.context], one.heads)
-                    for one in borrowed
-                ]
-                mine = [numbers[context] for context in contexts]
-                table = Table(masks, mine, theirs, layers[0].keys.dtype)
+                kept = [number for group in used for number in range(firsts[group], ends[group])]
+                number_of = {context: at for at, context in enumerate(kept)}
+                table = Table(
+                    [state.mask for state in states],
+                    [number_of[context] for context in contexts],
+                    [
+                        None if one is None else Borrowed(number_of[one.context], one.heads)
+                        for one in borrowed
+                    ],
+                    held(layers[0])[0].dtype,
+                )
             cache.layers.append(SharedLayer(layers, table, capacity, number))
         else:
             cache.layers.append(_copied(layers, index, length))
     return State(cache, mask, position, table)
 
 
-def _is_full(layer: object) -> bool:
+def _is_full(layer: object) -> TypeGuard[DynamicLayer]:
     """Whether a cache layer is one of full attention and holds something."""
     return type(layer) is DynamicLayer and bool(layer.is_initialized)
 
 
-def _copied(layers: Sequence[CacheLayer], index: Sequence[Tensor], length: int) -> CacheLayer:
+def _copied(layers: Sequence[Any], index: Sequence[Tensor], length: int) -> CacheLayer:
     """One layer with the given rows of several, which are left as they were.
 
     ``reorder_cache`` is the one selection that every cache layer of ``transformers`` implements,
