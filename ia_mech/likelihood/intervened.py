@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from ia_mech.engine.capture import ResidualCapture, find_blocks
-from ia_mech.engine.intervention import Block, Intervention, from_layer, intervene
+from ia_mech.engine.intervention import Intervention, from_layer, intervene
 from ia_mech.engine.plan import OomBackoff
 from ia_mech.engine.prefill import Prefix, State, expand, forward, prefill
 from ia_mech.engine.sampling import log_sum_exp
@@ -92,7 +92,7 @@ class Continued:
     ) -> list[np.ndarray]:
         """What ``read`` makes of the logits ``[rows, turn tokens, vocab]`` of rows of turns."""
         depth = len(self._blocks)
-        begins = [min(map(_begins, some), default=depth) for _, some in rows]
+        begins = [min((one.layer for one in some), default=depth) for _, some in rows]
         order = sorted(range(len(rows)), key=begins.__getitem__)
 
         def scored(part: Sequence[int]) -> list[np.ndarray]:
@@ -132,8 +132,3 @@ class Continued:
             total = log_sum_exp(below, temperature, out=torch.empty_like(below))
             found.append((below.gather(-1, turn) / temperature - total)[:, 0].cpu().numpy())
         return found
-
-
-def _begins(one: Intervention) -> int:
-    """The layer from which on its pass has to be computed."""
-    return one.layer - 1 if isinstance(one, Block) else one.layer
