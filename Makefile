@@ -2,7 +2,6 @@
 # `make demo` runs the main job, judges what it wrote, counts, and writes a report to open.
 # `make test-all` runs the slow tests, too; `make lint` checks style and types.
 # `make study` makes the run that docs/ reports of, and its analyses, in about an hour and a half.
-# `make causal` adds patching, knockout and steering to that run, in about two hours of a free CPU core.
 # `make gpu-check` runs the tests that need a GPU and the benchmark; see docs/engine.md.
 # All create .venv and install on first use; later calls reuse it.
 PYTHON ?= python3
@@ -13,7 +12,7 @@ INSTALLED := $(VENV)/.installed
 DEMO := $(or $(IA_MECH_CACHE),cache)/demo
 STUDY := $(or $(IA_MECH_CACHE),cache)/study
 
-.PHONY: sample demo study causal test test-all gpu-check lint clean
+.PHONY: sample demo study test test-all gpu-check lint clean
 
 sample: $(INSTALLED)
 	$(BIN)/python -m ia_mech.sample $(ARGS)
@@ -32,11 +31,6 @@ study: $(INSTALLED)
 	$(BIN)/python -m ia_mech.rates $(STUDY)
 	for target in rate grounded reaction; do $(BIN)/python -m probes.train $(STUDY) --target $$target --replace || exit; done
 	$(BIN)/python -m ia_mech.report $(STUDY)
-
-causal: $(INSTALLED)
-	for way in patching knockout; do $(BIN)/python -m experiments.$$way $(STUDY) $(ARGS) || exit; done
-	for target in rate grounded; do $(BIN)/python -m experiments.steering $(STUDY) --responses 2 \
-	  --probe $(STUDY)/probes/$$target-logistic-rules --out $(STUDY)-steering-$$target $(ARGS) || exit; done
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest $(ARGS)

@@ -99,24 +99,13 @@ def drawn(names: Sequence[str], most: int, seed: int) -> list[str]:
 
 def _context(chat: ChatFormat, query: Query, k: int) -> ChatContext:
     """A query's context with its response ``k``."""
-    found = context_with(chat, query, query.responses[k])
+    found = chat.context([*query.messages, {"role": "assistant", "content": query.responses[k]}])
     if tuple(found.ids) != query.token_ids[k]:
         raise UserError(
             f"context {query.contexts[k]} has other ids than its template makes now",
             "sample the run again with this version",
         )
     return found
-
-
-def context_with(chat: ChatFormat, query: Query, response: str) -> ChatContext:
-    """A query's context with any response."""
-    return chat.context([*query.messages, {"role": "assistant", "content": response}])
-
-
-def places_of(context: ChatContext) -> dict[str, int]:
-    """Position → index of what stands between the response and the turn, in order."""
-    names = [name for name in context.positions if name not in ("query_end", "response_end")]
-    return {name: at for name in names if (at := context.positions[name]) is not None}
 
 
 def computed_for_each(
@@ -129,7 +118,7 @@ def computed_for_each(
     """Tables of queries one below the other, with ``source`` and ``dataset``.
 
     Args:
-        those: the queries, or pairs of their responses; each has a ``source`` and a ``dataset``.
+        those: the queries; each has a ``source`` and a ``dataset``.
         phase: what the progress bar is called.
         folder: as of :func:`computed_once`.
         key: the same of one of them.

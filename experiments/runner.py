@@ -35,7 +35,6 @@ from ia_mech.cli import (
     one_line,
     path_of,
     tolerant_streams,
-    whole_from,
 )
 from ia_mech.errors import UserError
 
@@ -208,29 +207,6 @@ def add_dry_run(parser: argparse.ArgumentParser, done: str = "computed") -> None
     """Add ``--dry-run``; ``done`` is what it only shows."""
     words = f"show what would be {done}, and stop"
     parser.add_argument("--dry-run", action="store_true", help=words)
-
-
-def add_given(parser: argparse.ArgumentParser, scored: str) -> None:
-    """Add the flags of :func:`experiments.given_turns.given_turns`, and ``--dry-run``.
-
-    Args:
-        parser: of the command.
-        scored: the temperature at which turns are scored, in words.
-    """
-    parser.add_argument(
-        "--queries",
-        type=whole_from(2),
-        default=40,
-        metavar="N",
-        help="most queries, drawn by --seed (default: 40)",
-    )
-    parser.add_argument(
-        "--temperature",
-        type=float,
-        metavar="T",
-        help=f"of the turns (default: 1, or the highest); they are scored at {scored}",
-    )
-    add_dry_run(parser)
 
 
 def write(results: Results, folder: Path, name: str, title: str, level: float) -> None:

@@ -11,9 +11,7 @@ import pytest
 
 from benchmarks.probe_validation import __main__ as validate
 from experiments.decoupling import __main__ as decoupling
-from experiments.knockout import __main__ as knockout
 from experiments.likelihood import __main__ as likelihood
-from experiments.patching import __main__ as patching
 from experiments.perturbations import __main__ as perturbations
 from experiments.steering import __main__ as steering
 from experiments.temperature_sweep import __main__ as temperature_sweep
@@ -96,7 +94,7 @@ def test_every_flag_in_the_readme_exists():
     judge = judge_options.build_parser()
     commands = judge._subparsers._group_actions[0].choices.values()
     probes = [train.build_parser(), transfer.build_parser(), validate.build_parser()]
-    experiments = [one.build_parser() for one in (decoupling, knockout, likelihood, patching)]
+    experiments = [one.build_parser() for one in (decoupling, likelihood)]
     experiments += [one.build_parser() for one in (perturbations, steering, temperature_sweep)]
     parsers = [options.build_parser(), rates_options.build_parser(), judge, *commands]
     parsers += [*probes, *experiments, report.build_parser()]

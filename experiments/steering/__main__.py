@@ -233,7 +233,6 @@ Interrupted, the same command continues.""",
     run=run,
     add_flags=add_flags,
     beside="steering",
-    page="causal.md",
     drawn="sources, halves, random directions and resampling",
     kept="what was scored and sampled is kept; the same command goes on from there",
 )

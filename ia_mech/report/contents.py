@@ -37,7 +37,7 @@ from ia_mech.stats import Estimate
 
 # Sections in the order of reading; experiments that aren't named come after them, by name.
 ORDER = (
-    *("rates", "reaction", "probes", "patching", "knockout", "steering"),
+    *("rates", "reaction", "probes", "steering"),
     *("perturbations", "likelihood", "decoupling", "temperature_sweep"),
 )
 LAST = "agreement"

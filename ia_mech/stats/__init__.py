@@ -32,7 +32,6 @@ from ia_mech.stats.significance import (
     kendall_p,
     matched_permutation,
     permutation_p,
-    sign_flip_map,
 )
 
 __all__ = [
@@ -65,7 +64,6 @@ __all__ = [
     "permutation_p",
     "prediction_powered",
     "rogan_gladen",
-    "sign_flip_map",
     "wilson",
     "zero_events_bound",
 ]

@@ -141,36 +141,6 @@ def sign_flip_p(differences: np.ndarray, permutations: int, seed: int) -> float:
     return (1 + reached) / (1 + permutations)
 
 
-def sign_flip_map(
-    differences: ArrayLike, *, permutations: int = 10_000, seed: int = 0
-) -> np.ndarray:
-    """Two-sided p values of many mean differences of zero, corrected for their number.
-
-    Signs are flipped for whole sources, at all places at once, so that whatever goes together stays
-    together; each place is compared with the largest statistic of all (single-step max-T: Westfall
-    & Young 1993, section 2.3). The chance of any false alarm is then at most the level.
-
-    Args:
-        differences: ``[sources, places]``, each source weighing the same at a place. The statistic,
-            |sum| / root of the sum of squares, grows with Student's |t| as signs are flipped.
-        permutations: random ones; the observed signs count as one more (:func:`permutation_p`).
-        seed: of the signs.
-
-    Returns:
-        ``[places]``; 1 where no source differs.
-    """
-    table = np.asarray(differences, dtype=float)
-    length = np.sqrt((table**2).sum(0))
-    unit = np.divide(table, length, out=np.zeros_like(table), where=length > 0)
-    rng, null = np.random.default_rng(seed), np.empty(permutations)
-    chunk = max(1, CHUNK // max(table.size, 1))
-    for start in range(0, permutations, chunk):
-        size = min(chunk, permutations - start)
-        signs = 1 - 2.0 * rng.integers(2, size=(size, len(table)))
-        null[start : start + size] = np.abs(signs @ unit).max(1, initial=0.0)
-    return permutation_p(np.abs(unit.sum(0)), null[:, None], slack=1e-9)
-
-
 def matched_permutation(
     tables: ArrayLike, *, permutations: int = 10_000, seed: int = 0
 ) -> tuple[float, float]:
