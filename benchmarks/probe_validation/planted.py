@@ -6,8 +6,6 @@ direction's AUROC over all contexts of a world is known (:func:`true_auroc`).
 """
 
 import hashlib
-import json
-import tempfile
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -15,22 +13,18 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
 from scipy.optimize import brentq
 from scipy.special import expit, logsumexp, ndtr
 from scipy.stats import beta, norm
 
 from ia_mech import __version__
-from ia_mech.chat.template import message
-from ia_mech.collect.config import SampleConfig
+from ia_mech.chat.template import PINNED_DATE, message
 from ia_mech.collect.rows import entropy
-from ia_mech.engine.plan import Grid
 from ia_mech.judge.label import items_of
 from ia_mech.judge.rubric import GENUINE, VERSION, rubric_hash
 from ia_mech.judge.verdict import Verdict, identity_hash
 from ia_mech.lens import Lens
-from ia_mech.models.load import ModelSpec
 from ia_mech.run import Run, RunWriter, layout
 from ia_mech.run.labels import KEY
 
@@ -315,19 +309,23 @@ def _lens(
 def write(planted: Planted, folder: Path) -> Run:
     """A complete run in a new folder, judged by "planted". Its lens isn't put into the cache."""
     plan = planted.plan
-    grid = Grid(plan.temperatures, plan.samples, 8, plan.seed)
     rows = _contexts(planted)
+    drawn = [(0.0, 0), *((t, sample) for t in plan.temperatures for sample in range(plan.samples))]
     same = ("context_id", "source_id", "dataset", "perturbation", "order", "response_cut_off")
     turns = [
         {key: row[key] for key in same}
         | {"temperature": t, "sample": sample, "text": f"turn {row['order']} {number}"}
         | {"finish_reason": "turn_end", "tokens": 4}
         for row in rows
-        for number, (t, sample) in enumerate(grid.rows())
+        for number, (t, sample) in enumerate(drawn)
     ]
+    settings = {"model": NAME, "dataset": NAME, "limit": plan.contexts, "response": "given"}
+    settings |= {"temperatures": list(plan.temperatures), "samples": plan.samples}
+    settings |= {"max_new_tokens": 8, "max_response_tokens": 512, "seed": plan.seed}
+    settings |= {"system": None, "thinking": "template", "date": PINNED_DATE}
+    settings |= {"positions": plan.positions, "header_logits": "none", "intervention": None}
     identity = {
-        "config": asdict(SampleConfig(ModelSpec(NAME), NAME, response="given", grid=grid))
-        | {"limit": plan.contexts, "positions": plan.positions, "header_logits": "none"},
+        "settings": settings,
         "model": {"name": NAME, "weights_hash": planted.weights_hash, "layers": plan.layers}
         | {"d_model": plan.d_model, "vocab": plan.vocab, "dtype": "float32", "device": "cpu"},
         "chat": {
@@ -338,23 +336,19 @@ def write(planted: Planted, folder: Path) -> Run:
         }
         | {"closing_id": _END, "stop_ids": {str(_END): "<end>"}},
         "positions": plan.positions,
+        "score_temperatures": list(plan.temperatures),
         "conversations": {"count": plan.contexts, "draw": plan.draw},
         "software": {"ia_mech": __version__},
     }
-    source = {"dataset": NAME, "plan": asdict(plan)}
-    record = {"format": layout.FORMAT, "source": source, "identity": identity}
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
-        snapshot = Path(scratch) / layout.CONVERSATIONS
-        said = [json.dumps(row["messages"]) for row in rows]
-        pq.write_table(pa.table({"conversation": said}), snapshot)
-        with RunWriter.create(folder, record, snapshot) as writer:
-            writer.start_session({"machine": NAME})
-            contexts = pa.Table.from_pylist(rows, layout.contexts_schema(_CONTENT + _TAIL))
-            generations = pa.Table.from_pylist(turns, layout.GENERATIONS)
-            residuals = torch.from_numpy(planted.residuals).transpose(0, 1)
-            writer.add_contexts("0.0", contexts, generations, None, residuals)
-            writer.finish()
+    parts = {"responses": 0, "contexts": 1}
+    record = {"settings": settings, "identity": identity, "parts": parts}
+    with RunWriter(folder, record) as writer:
+        writer.start_session({"machine": NAME, "plan": asdict(plan)})
+        contexts = pa.Table.from_pylist(rows, layout.contexts_schema(_CONTENT + _TAIL))
+        generations = pa.Table.from_pylist(turns, layout.GENERATIONS)
+        residuals = torch.from_numpy(planted.residuals).transpose(0, 1)
+        writer.add_contexts("00000", contexts, generations, None, residuals)
+        writer.finish()
     positive = np.column_stack([planted.rates > 0.5, planted.turns]).ravel().tolist()
     _judge(run := Run.open(folder), dict(zip([t["text"] for t in turns], positive, strict=True)))
     return run
