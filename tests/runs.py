@@ -5,6 +5,7 @@ import json
 import random
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from conftest import Silent
 
 from ia_mech.data.conversations import Conversation, open_conversations
 from ia_mech.run import Run, RunWriter, integrity, layout
+from ia_mech.settings import Settings
 
 CONTEXTS, LAYERS, WIDTH, VOCAB = 12, 5, 32, 300  # layers: embeddings included
 POSITIONS = [
@@ -23,21 +25,14 @@ POSITIONS = [
     *("header_0", "header_1", "header_last"),
 ]
 ROWS = [(0.0, 0), (0.7, 0), (0.7, 1), (1.0, 0), (1.0, 1)]  # temperature and sample
-SETTINGS = {
-    **{"model": "planted", "dataset": "builtin", "limit": CONTEXTS, "temperatures": [0.7, 1.0]},
-    **{"samples": 2, "revision": None, "adapter": None, "dtype": "auto", "device": "auto"},
-    **{"attention": "auto", "device_map": None, "trust_remote_code": False, "subset": None},
-    **{"split": None, "format": "auto", "cut": "first", "skip_unusable": False},
-    **dict.fromkeys(
-        f"{name}_column"
-        for name in ("id", "source", "messages", "query", "response", "followup", "answer")
-    ),
-    **{"response": "auto", "responses": 1, "response_temperature": 0.0},
-    **{"max_response_tokens": 512, "system": None, "thinking": "template", "date": "2026-01-01"},
-    **{"max_new_tokens": 6, "seed": 0, "positions": ["all"], "header_logits": "full"},
-    **{"batch_rows": None, "contrasts": False, "swaps": 0, "candidates": None},
-    **{"intervention": None, "ignore_check": False},
-}
+SETTINGS = Settings(
+    model="planted",
+    limit=CONTEXTS,
+    temperatures=(0.7, 1.0),
+    samples=2,
+    max_new_tokens=6,
+    batch_rows=384,
+)
 _WORDS = ["why", "how", "cat", "river", "seven", "blue", "sing", "maybe", "no", "of", "seen"]
 
 
@@ -45,11 +40,10 @@ def record_of(
     contexts: int, responses: int = 0, positions=POSITIONS, model: dict | None = None, **settings
 ) -> dict:
     """What ``RunWriter`` takes for a run of so many parts, with these settings changed."""
-    settings = SETTINGS | settings
     described = {"name": "planted", "weights_hash": "0a0b", "layers": LAYERS - 1, "d_model": WIDTH}
     described |= {"vocab": VOCAB, "dtype": "float32", "revision": None, "adapter": None}
     identity = {
-        "settings": settings,
+        "settings": replace(SETTINGS, **settings).to_dict(),
         "model": described | (model or {}),
         "chat": {"template_hash": "00", "header_ids": [7, 8, 9], "stop_ids": {"2": "<end>"}},
         "engine": "shared",
@@ -59,11 +53,7 @@ def record_of(
         "software": {"torch": "planted"},
         "intervention": None,
     }
-    return {
-        "settings": settings,
-        "identity": identity,
-        "parts": {"responses": responses, "contexts": contexts},
-    }
+    return {"identity": identity, "parts": {"responses": responses, "contexts": contexts}}
 
 
 @pytest.fixture(scope="session")
@@ -200,8 +190,7 @@ def with_settings(**settings) -> Callable[[dict], None]:
     """A change of ``run.json``: other settings, as if it had been sampled with them."""
 
     def change(record: dict) -> None:
-        for place in (record, record["identity"]):
-            place["settings"].update(settings)
+        record["identity"]["settings"].update(settings)
 
     return change
 
