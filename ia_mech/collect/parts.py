@@ -413,7 +413,9 @@ def dry_run(settings: Settings, out: Path, shard: Shard = WHOLE) -> tuple[Plan, 
         positions = kept_positions(settings, chat)
         wanted = identity_asked_for(settings, positions, found.facts, inputs.own, inputs.vector)
         kept = without_folders(there.record["identity"])
-        refuse_another(out, {name: kept.get(name) for name in wanted}, wanted, flag_of)
+        record = {"identity": {name: kept.get(name) for name in wanted}}
+        record["parts"] = there.record["parts"]
+        refuse_another(out, record, {"identity": wanted, "parts": parts.counts}, flag_of)
     mine = parts.of_shard(shard)
     return _plan(found, mine, settings, chat, model_config, dtype_bytes), there
 

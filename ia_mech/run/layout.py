@@ -156,6 +156,11 @@ def lock_file(shard: tuple[int, int] = (1, 1)) -> str:
     return f".lock{_of(shard)}"
 
 
+def scratch_file(file: Path, shard: tuple[int, int] = (1, 1)) -> Path:
+    """Where the writer of a manifest makes a file that it then puts in its place."""
+    return file.with_name(f"{file.name}{_of(shard)}.tmp")
+
+
 def _of(shard: tuple[int, int]) -> str:
     number, count = shard
     return "" if count == 1 else f"-{number}-of-{count}"
