@@ -67,7 +67,7 @@ def open_inputs(settings: Settings, out: Path) -> Inputs:
     resolve_device(settings.device)
     layout.refuse_inside_run(out)
     layout.refuse_unwritable(out, "give another --out or set IA_MECH_CACHE")
-    if out.is_dir() and any(out.iterdir()) and not (out / layout.RUN).is_file():
+    if out.is_dir() and layout.holds_other_files(out):
         raise UserError(f"{out} holds files but no run", "give an empty or new folder as --out")
     vector, own = settings.intervention, settings.candidates
     source = open_conversations(

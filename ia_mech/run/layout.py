@@ -191,6 +191,13 @@ def residuals_file(layer: int, part: str) -> str:
     return f"residuals/layer_{layer:02d}/{part}.safetensors"
 
 
+def holds_other_files(folder: Path) -> bool:
+    """Whether a folder without a run holds more than what one that is being begun has there."""
+    begun = (lock_file(), f"{RUN}.")  # the lock of any shard, and the record half written
+    names = [path.name for path in folder.iterdir()]
+    return RUN not in names and not all(name.startswith(begun) for name in names)
+
+
 def refuse_inside_run(path: Path) -> None:
     """Refuse to write a user's output over or among a run's own files.
 
