@@ -30,7 +30,6 @@ MODULES = {
         *("ia_mech.collect.command", "ia_mech.collect.job", "ia_mech.collect.summary"),
         "transformers.models.llama.modeling_llama",
     ],
-    "ia_mech.merge": ["ia_mech.run"],
     "ia_mech.judge": [
         *("ia_mech.judge.label", "ia_mech.judge.llm", "ia_mech.judge.rules"),
         *("ia_mech.judge.sheets", "httpx", "openai"),
@@ -222,15 +221,16 @@ def _tell_begin(pen: int) -> None:
     """Tell when the flags are read and the command begins."""
     from ia_mech import cli
 
-    original = cli._interrupts
+    original = cli._status
 
-    @contextlib.contextmanager
-    def begun(*arguments):
-        with original(*arguments) as entered:
+    def telling(body, interrupted):
+        def begun():
             os.write(pen, b"b")
-            yield entered
+            return body()
 
-    cli._interrupts = begun
+        return original(begun, interrupted)
+
+    cli._status = telling
 
 
 def _tell_units(pen: int) -> None:
