@@ -7,7 +7,7 @@ header logits, all sampled rows and the scores of reference turns.
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -276,6 +276,26 @@ class _Job:
             if value:
                 self.writer.note(name, value)
 
+    def _work(
+        self,
+        phase: str,
+        parts: dict[str, list[int]],
+        todo: Collection[str],
+        lengths: dict[int, int],
+        rows: int,
+        most: int,
+        unit: str,
+    ) -> Work:
+        """The progress of a phase: contexts of these ``lengths`` with so many rows each."""
+        sizes = {
+            name: (rows * len(orders), sum(lengths[order] for order in orders))
+            for name, orders in parts.items()
+        }
+        before = [size for name, size in sizes.items() if name not in todo]
+        done = sum(size[0] for size in before), sum(size[1] for size in before)
+        left = {name: sizes[name] for name in todo}
+        return Work(self.progress, phase, left, done, most, unit)
+
     # -- responses ------------------------------------------------------------------------------
 
     def _write_responses(self) -> None:
@@ -283,11 +303,9 @@ class _Job:
         orders = {
             name: [i for i in part if i in prompts] for name, part in self.parts.responses.items()
         }
-        total = sum(map(len, orders.values()))
-        done = total - sum(len(orders[name]) for name in self.responses)
-        work = Work(self.progress, "responses", total, done, most, "response")
+        work = self._work("responses", orders, self.responses, prompts, 1, most, "response")
         for name in self.responses:
-            work.begin(len(orders[name]))
+            work.begin(name)
             rows = self.width.retry(partial(self._respond, work, orders[name]))
             self.writer.add_responses(name, rows, self._batch_rows)
             work.end()
@@ -340,15 +358,14 @@ class _Job:
     # -- contexts -------------------------------------------------------------------------------
 
     def _write_contexts(self) -> None:
-        each = len(self.settings.rows())
-        total = each * sum(map(len, self.parts.contexts.values()))
-        done = total - each * sum(map(len, self.contexts.values()))
-        most = self.settings.max_new_tokens
-        work = Work(self.progress, "user turns", total, done, most, "row")
+        each, most = len(self.settings.rows()), self.settings.max_new_tokens
+        lengths = dict(enumerate(self.survey.lengths))
+        parts = self.parts.contexts
+        work = self._work("user turns", parts, self.contexts, lengths, each, most, "row")
         written = self.writer.read_responses() if self.survey.prompts else {}
         scorer = self._scorer(work, written)
         for name, orders in self.contexts.items():
-            work.begin(each * len(orders))
+            work.begin(name)
             prepared = [self._prepared(order, written.get(order)) for order in orders]
             contexts = [one for one in prepared if one is not None]
             results = self.width.retry(partial(self._run, scorer, work, contexts))
