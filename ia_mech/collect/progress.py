@@ -1,4 +1,4 @@
-"""How the main job counts its work for the progress bar: in rows, and in tokens read and written."""
+"""How the main job counts its work for the progress bar: rows, and tokens read and written."""
 
 import time
 
