@@ -55,7 +55,7 @@ from ia_mech.engine.decode import Decoded, Row, decode
 from ia_mech.engine.memory import Backoff
 from ia_mech.engine.sampling import response_stream_key, stream_key, uncompiled
 from ia_mech.engine.shared import Engine
-from ia_mech.engine.state import Prefilled, Prefix, prefill_all
+from ia_mech.engine.state import Prefix, prefill_all
 from ia_mech.errors import UserError, exhaustion
 from ia_mech.lens import save_lens
 from ia_mech.likelihood.scorer import Scorer, scored_temperatures
@@ -401,58 +401,23 @@ class _Job:
     def _run(
         self, scorer: Scorer, work: Work, contexts: list[PreparedContext], limit: int
     ) -> list[ContextResult]:
-        """Prefill contexts; sample and score from that. As many together as ``limit`` rows are."""
+        """Results of contexts; as many are held together as ``limit`` rows are of."""
         together = max(1, limit // len(self.settings.rows()))
         found: list[ContextResult] = []
         for start in range(0, len(contexts), together):
-            some = contexts[start : start + together]
-            groups, order = prefill_all(
-                self.subject.model, [self._prefix(one) for one in some], self.blocks, work.prefilled
-            )
-            members = [some[i] for i in order]
-            results = self._from_groups(scorer, work, members, groups, limit)
-            of = dict(zip(order, results, strict=True))
-            found += [of[number] for number in range(len(some))]
+            found += self._run_together(scorer, work, contexts[start : start + together], limit)
         return found
 
-    def _prefix(self, context: PreparedContext) -> Prefix:
-        at = [context.chat.positions[name] for name in self.positions]
-        places = [-1 if place is None else place for place in at]
-        return Prefix(context.chat.ids, places, context.at_context)
-
-    def _from_groups(
-        self,
-        scorer: Scorer,
-        work: Work,
-        contexts: list[PreparedContext],
-        groups: list[Prefilled],
-        limit: int,
+    def _run_together(
+        self, scorer: Scorer, work: Work, contexts: list[PreparedContext], limit: int
     ) -> list[ContextResult]:
-        """Results of contexts in the order of the groups that they were prefilled in."""
-        scorables = [context.scorable for context in contexts]
+        """Prefill contexts; score and sample from that."""
+        settings, model, grid = self.settings, self.subject.model, self.settings.rows()
+        prefixes = [self._prefix(context) for context in contexts]
+        groups, order = prefill_all(model, prefixes, self.blocks, work.prefilled)
+        members = [contexts[number] for number in order]  # in the order of the groups
+        scorables = [context.scorable for context in members]
         scores = scorer.score_candidates(groups, scorables)
-        decoded = self._sample(work, contexts, groups, limit)
-        scorer.add_contrasts(scorables, scores)
-        logits = torch.cat([group.logits.cpu() for group in groups])
-        residuals = torch.cat([cast(Tensor, group.residuals).cpu() for group in groups])
-        for context, one in zip(contexts, logits, strict=True):
-            if one.isnan().any():
-                raise UserError(
-                    f"the model's logits are not numbers for the context of "
-                    f"{context.conversation.id} in {self.subject.describe()['dtype']}",
-                    "use --dtype bfloat16 or float32 and another --out",
-                )
-        return [ContextResult(*one) for one in zip(decoded, scores, logits, residuals, strict=True)]
-
-    def _sample(
-        self,
-        work: Work,
-        contexts: list[PreparedContext],
-        groups: list[Prefilled],
-        limit: int,
-    ) -> list[list[Decoded]]:
-        """Every row of the grid for every context."""
-        settings, grid = self.settings, self.settings.rows()
         rows = [
             Row(
                 number,
@@ -460,13 +425,13 @@ class _Job:
                 stream_key(settings.seed, context.conversation.source_id, sample),
                 context.at_turn,
             )
-            for number, context in enumerate(contexts)
+            for number, context in enumerate(members)
             for temperature, sample in grid
         ]
         decoded: list[Decoded] = []
         for start in range(0, len(rows), limit):
             decoded += decode(
-                self.subject.model,
+                model,
                 groups,
                 rows[start : start + limit],
                 self.chat.stop_ids,
@@ -474,7 +439,25 @@ class _Job:
                 share=self.engine.share,
                 on_step=work.decoded,
             )
-        return [decoded[at : at + len(grid)] for at in range(0, len(decoded), len(grid))]
+        scorer.add_contrasts(scorables, scores)
+        logits = torch.cat([group.logits.cpu() for group in groups])
+        residuals = torch.cat([cast(Tensor, group.residuals).cpu() for group in groups])
+        found: dict[int, ContextResult] = {}
+        for at, number in enumerate(order):
+            if logits[at].isnan().any():
+                raise UserError(
+                    "the model's logits are not numbers for the context of "
+                    f"{contexts[number].conversation.id} in {self.subject.describe()['dtype']}",
+                    "use --dtype bfloat16 or float32 and another --out",
+                )
+            mine = decoded[at * len(grid) : (at + 1) * len(grid)]
+            found[number] = ContextResult(mine, scores[at], logits[at], residuals[at])
+        return [found[number] for number in range(len(contexts))]
+
+    def _prefix(self, context: PreparedContext) -> Prefix:
+        at = [context.chat.positions[name] for name in self.positions]
+        places = [-1 if place is None else place for place in at]
+        return Prefix(context.chat.ids, places, context.at_context)
 
     def _scorer(self, work: Work, written: dict[int, dict]) -> Scorer:
         """What scores given turns; swaps come from every unperturbed conversation of the run."""
