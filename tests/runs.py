@@ -5,6 +5,7 @@ import json
 import random
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -19,9 +20,19 @@ from conftest import Silent
 from ia_mech.chat.format import ChatFormat
 from ia_mech.data.conversations import Conversation, open_conversations
 from ia_mech.run import Run, RunWriter, integrity, layout
+from ia_mech.settings import Settings
 
 CONTEXTS, LAYERS, WIDTH = 12, 5, 32  # layers: embeddings included
 ROWS = [(0.0, 0), (0.7, 0), (0.7, 1), (1.0, 0), (1.0, 1)]  # temperature and sample
+SETTINGS = Settings(
+    model="planted",
+    limit=CONTEXTS,
+    temperatures=(0.7, 1.0),
+    samples=2,
+    max_new_tokens=6,
+    batch_rows=384,
+)
+_WORDS = ["why", "how", "cat", "river", "seven", "blue", "sing", "maybe", "no", "of", "seen"]
 SETTINGS = {
     **{"model": "planted", "dataset": "builtin", "limit": CONTEXTS, "temperatures": [0.7, 1.0]},
     **{"samples": 2, "revision": None, "adapter": None, "dtype": "auto", "device": "auto"},
@@ -50,10 +61,12 @@ def record_of(
     contexts: int, responses: int = 0, positions=None, model: dict | None = None, **settings
 ) -> dict:
     """What ``RunWriter`` takes for a run of so many parts, with these settings changed."""
-    settings = SETTINGS | settings
     described = {"name": "planted", "weights_hash": "0a0b", "layers": LAYERS - 1, "d_model": WIDTH}
     described |= {"vocab": len(chat().tokenizer), "dtype": "float32"}
     identity = {
+        "settings": replace(SETTINGS, **settings).to_dict(),
+        "model": described | (model or {}),
+        "chat": {"template_hash": "00", "header_ids": [7, 8, 9], "stop_ids": {"2": "<end>"}},
         "settings": settings,
         "model": described | {"revision": None, "adapter": None} | (model or {}),
         "chat": chat().describe(),
@@ -64,11 +77,7 @@ def record_of(
         "software": {"torch": "planted"},
         "intervention": None,
     }
-    return {
-        "settings": settings,
-        "identity": identity,
-        "parts": {"responses": responses, "contexts": contexts},
-    }
+    return {"identity": identity, "parts": {"responses": responses, "contexts": contexts}}
 
 
 @pytest.fixture(scope="session")
@@ -212,8 +221,7 @@ def with_settings(**settings) -> Callable[[dict], None]:
     """A change of ``run.json``: other settings, as if it had been sampled with them."""
 
     def change(record: dict) -> None:
-        for place in (record, record["identity"]):
-            place["settings"].update(settings)
+        record["identity"]["settings"].update(settings)
 
     return change
 

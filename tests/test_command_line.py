@@ -123,7 +123,7 @@ def test_a_dataset_that_cannot_be_opened(refused, monkeypatch):
         ("--split train", "builtin has no splits, subsets or revisions; leave out --split"),
         ("--revision v2", "--revision v2: "),
         ("--id-column key", "builtin_maths.jsonl line 1: no column 'key' (found: id, dataset,"),
-        ("--limit 1 --max-new-tokens 4000", "conversation maths-01 needs 44"),
+        ("--limit 1 --max-new-tokens 4000", "conversation maths-01: it needs 44"),
         (
             "--positions header_9",
             "--positions header_9: this model's template has no such position; give all, header, "
@@ -264,7 +264,7 @@ def test_output_that_is_not_read_to_the_end_is_no_error(tiny_model_dir, tmp_path
 # -- runs that are there already ------------------------------------------------------------------
 
 
-MANY = ["--limit", "96", "--batch-rows", "2"]  # several parts
+MANY = ["--limit", "8", "--batch-rows", "4"]  # four parts
 
 
 def stopped(monkeypatch, after: int, before_it=lambda: None) -> list[str]:

@@ -77,13 +77,13 @@ GONE = object()
 RECORDS = [
     (("format",), 2, r"run.json has format 2, this version reads 3"),
     (("format",), GONE, "run.json is damaged .it lacks format"),
-    (("settings",), None, "run.json is damaged .settings is"),
+    (("identity", "settings"), None, "run.json is damaged .identity.settings is"),
     (("identity",), [], "run.json is damaged .identity is no dict"),
     (("identity", "model", "layers"), str(LAYERS), "run.json is damaged .identity.model.layers is"),
     (("identity", "model"), GONE, "run.json is damaged .it lacks identity.model"),
     (("identity", "positions", 0), 7, "run.json is damaged .identity.positions.0 is"),
     (("parts", "contexts"), -1, "run.json is damaged .parts.contexts is"),
-    (("settings", "seed"), 5, "run.json is not the one that manifest.json belongs to"),
+    (("identity", "settings", "seed"), 5, "run.json is not the one that manifest.json belongs to"),
 ]
 FILES = ("parts", 0, "files", "contexts/part-00000.parquet")
 MANIFESTS = [
@@ -171,7 +171,7 @@ def test_an_identity_names_no_folder_of_this_machine():
     settings = {
         "model": "/home/me/my-model",
         "adapter": "../tuned",
-        "dataset": "~/data/chats.jsonl",
+        "dataset": "~/data/c.jsonl",
     }
     settings |= {"candidates": None, "intervention": "./vector.safetensors", "system": "/x/y"}
     known = {"settings": settings, "model": {"name": "/home/me/my-model", "adapter": "../tuned"}}

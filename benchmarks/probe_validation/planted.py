@@ -323,7 +323,6 @@ def write(planted: Planted, folder: Path) -> Run:
         header_logits="none",
     )
     rows = _contexts(planted)
-    drawn = [(0.0, 0), *((t, sample) for t in plan.temperatures for sample in range(plan.samples))]
     same = ("context_id", "source_id", "dataset", "perturbation", "order", "response_cut_off")
     turns = [
         {key: row[key] for key in same}
@@ -332,11 +331,6 @@ def write(planted: Planted, folder: Path) -> Run:
         for row in rows
         for number, (t, sample) in enumerate(settings.rows())
     ]
-    settings = {"model": NAME, "dataset": NAME, "limit": plan.contexts, "response": "given"}
-    settings |= {"temperatures": list(plan.temperatures), "samples": plan.samples}
-    settings |= {"max_new_tokens": 8, "max_response_tokens": 512, "seed": plan.seed}
-    settings |= {"system": None, "thinking": "template", "date": PINNED_DATE}
-    settings |= {"positions": plan.positions, "header_logits": "none", "intervention": None}
     identity = {
         "settings": settings.to_dict(),
         "model": {"name": NAME, "weights_hash": planted.weights_hash, "layers": plan.layers}
@@ -349,7 +343,6 @@ def write(planted: Planted, folder: Path) -> Run:
         }
         | {"closing_id": _END, "stop_ids": {str(_END): "<end>"}},
         "positions": plan.positions,
-        "score_temperatures": list(plan.temperatures),
         "conversations": {"count": plan.contexts, "draw": plan.draw},
         "software": {"ia_mech": __version__},
     }

@@ -67,7 +67,7 @@ def open_inputs(settings: Settings, out: Path) -> Inputs:
     resolve_device(settings.device)
     layout.refuse_inside_run(out)
     layout.refuse_unwritable(out, "give another --out or set IA_MECH_CACHE")
-    if out.is_dir() and any(out.iterdir()) and not (out / layout.RUN).is_file():
+    if out.is_dir() and layout.holds_other_files(out):
         raise UserError(f"{out} holds files but no run", "give an empty or new folder as --out")
     vector, own = settings.intervention, settings.candidates
     source = open_conversations(
@@ -413,7 +413,9 @@ def dry_run(settings: Settings, out: Path, shard: Shard = WHOLE) -> tuple[Plan, 
         positions = kept_positions(settings, chat)
         wanted = identity_asked_for(settings, positions, found.facts, inputs.own, inputs.vector)
         kept = without_folders(there.record["identity"])
-        refuse_another(out, {name: kept.get(name) for name in wanted}, wanted, flag_of)
+        record = {"identity": {name: kept.get(name) for name in wanted}}
+        record["parts"] = there.record["parts"]
+        refuse_another(out, record, {"identity": wanted, "parts": parts.counts}, flag_of)
     mine = parts.of_shard(shard)
     return _plan(found, mine, settings, chat, model_config, dtype_bytes), there
 
