@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from runs import resealed
+from runs import rehashed
 from safetensors import safe_open
 from safetensors.torch import save_file
 from shell import call, files, refusal
@@ -188,7 +188,7 @@ def not_a_number(run: Path) -> None:
         tensors, about = {"residuals": file.get_tensor("residuals")}, file.metadata()
     tensors["residuals"][5, 2, 1] = torch.nan
     save_file(tensors, part, about)
-    resealed(run)
+    rehashed(run)
 
 
 def constant(run: Path) -> None:

@@ -165,10 +165,15 @@ class Run:
             The contexts of a part and all turns after them, both in the order of the run. The index
             of the turns is their position in :attr:`turns`.
         """
+        contexts = [*dict.fromkeys(["order", *contexts])]
+        turns = [*dict.fromkeys([*layout.TURN_KEYS, *turns])]
+        if "generations" in vars(self):  # read already
+            yield self.contexts[contexts], self.generations[turns]
+            return
         begin = 0
         for part in self._finished_parts():
-            own = self._table("contexts", ["order", *contexts], [part]).to_pandas()
-            rows = self._table("generations", [*layout.TURN_KEYS, *turns], [part]).to_pandas()
+            own = self._table("contexts", contexts, [part]).to_pandas()
+            rows = self._table("generations", turns, [part]).to_pandas()
             rows.index = pd.RangeIndex(begin, begin + len(rows))
             begin += len(rows)
             yield own, rows
@@ -339,7 +344,7 @@ class Run:
     def _read(self, part: dict, name: str, columns: Collection[str] | None = None) -> pa.Table:
         path, chosen = self._file(part, name), {}
         if columns is not None:
-            chosen = {"columns": list(dict.fromkeys(columns)), "read_dictionary": layout.NAMES}
+            chosen = {"columns": list(columns), "read_dictionary": layout.NAMES}
         try:
             return pq.read_table(path, **chosen)
         except (pa.ArrowException, OSError) as error:
