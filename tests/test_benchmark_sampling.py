@@ -53,7 +53,7 @@ def results() -> Results:
          {"rows": 10, "new_tokens": 17, "context": 7, "prefill": 1.0, "decode": 16.0 * n}]
         for n in (1, 2)
     ]  # fmt: skip
-    failed = {"model": "m", "contender": "llama.cpp", "contexts": 1, "failed": "pip install it"}
+    failed = {"model": "m", "contender": "static", "contexts": 1, "failed": "pip install it"}
     compared = {"what": "5 rows alone and among 20", "rows": 5, "margins": [1e-6, 2e-5]}
     kernels = [{"name": "gemm<a|b>`", "seconds": 3.0, "count": 7}]
     return Results(
@@ -114,7 +114,7 @@ def test_on_a_gpu_ratios_are_of_all_pairs_and_the_table_says_how_each_ran(result
 
 def test_every_measurement_is_in_the_full_text(results):
     text = full(results)
-    assert "EPYC, 2026-11-21 and 2026-11-22" in text and "llama.cpp: pip install it" in text
+    assert "EPYC, 2026-11-21 and 2026-11-22" in text and "static: pip install it" in text
     assert "adds +1.5% (+1.0% … +2.0%) to a plain prefill (500 ms)" in text
     assert "1.50 s of steps for 5 rows" in text
     assert "the products' share is 0.50 at 20 rows (100 of 200 ms)." in text
@@ -259,7 +259,7 @@ def test_continuous_batching_must_have_written_everything(names):
 
 
 def test_generate_gets_half_as_many_contexts_until_they_fit(monkeypatch):
-    work = Workload(Task("tiny", (), 1, SMALL, "cpu", "float32", together=4, gguf=None))
+    work = Workload(Task("tiny", (), 1, SMALL, "cpu", "float32", together=4))
     one, calls, most = Generate(work, 4), [], 1
 
     def call_with(ids, new_tokens) -> None:
@@ -291,7 +291,7 @@ def test_contenders_take_turns_and_one_that_fails_is_a_result(monkeypatch):
     broken = Kind(Broken, counts="last")
     monkeypatch.setitem(CONTENDERS, "generate", broken)
     chosen = ("ours", "portable", "generate", "profile", "ceilings")
-    task = Task("tiny", chosen, 2, SMALL, "cpu", "float32", 1, None)
+    task = Task("tiny", chosen, 2, SMALL, "cpu", "float32", 1)
     setting, records = measure(task)
     assert "float32 on cpu, torch" in setting
     order = [(one["contender"], one["contexts"]) for one in records if "values" in one]
@@ -313,7 +313,6 @@ def test_contenders_take_turns_and_one_that_fails_is_a_result(monkeypatch):
         (["--device", "gpu"], "not a device"),
         (["--read", "none.json"], "no file none.json"),
         (["--device", "cpu", "--json", "none/file"], "can't be written"),
-        (["--device", "cpu", "--gguf", "none.gguf"], "no file none.gguf"),
         (["--device", "cpu", "--models", "tiny", "--write"], "mean nothing"),
         (["--rounds", "0"], "not a whole number"),
         (["--contenders", "vllm"], "invalid choice"),
@@ -335,5 +334,5 @@ def test_everything_runs_in_small_and_a_dead_process_is_a_result(tmp_path):
         found = Results.read([tmp_path / "all.json"])
         lacking = {n for n in CONTENDERS if not found.of(model, n)}
         hybrid = {"continuous"} if model == "tiny-hybrid" else set()
-        assert lacking == {"ours-graphs", "transformer-lens", "llama.cpp", "profile"} | hybrid
+        assert lacking == {"ours-graphs", "transformer-lens", "profile"} | hybrid
     assert done.stdout.strip() == full(found).strip()

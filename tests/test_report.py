@@ -292,7 +292,7 @@ def test_tokens_add_up_to_the_text(judged, tokenizer, monkeypatch):
 def test_pieces_count_what_javascript_counts(tokenizer, monkeypatch):
     text = "a 😀 b"
     ids = np.array(tokenizer.encode("a b", add_special_tokens=False))
-    run = SimpleNamespace(config={"model": {"name": "m"}}, model={"weights_hash": "0"})
+    run = SimpleNamespace(settings={"model": "m"}, model={"weights_hash": "0"})
     fake = SimpleNamespace(decode=lambda ids, **_: text if ids == [0] else tokenizer.decode(ids))
     monkeypatch.setattr(browsers, "load_tokenizer_and_config", lambda *_, **__: (fake, None))
     cut = browsers._cutter(run)

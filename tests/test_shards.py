@@ -1,6 +1,5 @@
 """A run in shards: the same rows and the same digest, whatever their number."""
 
-import errno
 import os
 import re
 import shutil
@@ -9,7 +8,6 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-import pyarrow.parquet as pq
 import pytest
 import torch
 from conftest import Silent
@@ -24,9 +22,7 @@ from ia_mech.collect.preflight import open_inputs
 from ia_mech.collect.shards import WHOLE, Rank, Shard
 from ia_mech.engine.plan import Grid, bucket_of
 from ia_mech.errors import UserError
-from ia_mech.merge import main as merging
-from ia_mech.merge import merge
-from ia_mech.run import Run, RunWriter, layout
+from ia_mech.run import Run, RunWriter
 
 CONFIG = SampleConfig(limit=12, grid=Grid((1.0,), 2, 4), batch_rows=4)
 WRITTEN = replace(CONFIG, limit=9, response="generate", max_response_tokens=5)
@@ -336,9 +332,8 @@ def other_seed(record: dict) -> None:
 )
 def test_shards_of_two_runs_are_not_read_as_one(copied, tiny_subject, change, problem):
     rewritten(copied / "shards" / "2-of-2", "run.json", change)
-    for read in (Run.open, merge):
-        with pytest.raises(UserError, match=f"shards 1/2 and 2/2 of .* {problem}"):
-            read(copied)
+    with pytest.raises(UserError, match=f"shards 1/2 and 2/2 of .* {problem}"):
+        Run.open(copied)
     if change is other_seed:  # nor is one of them begun beside the other
         shutil.rmtree(copied / "shards" / "1-of-2")
         with pytest.raises(
@@ -364,81 +359,9 @@ def test_shards_of_two_counts_are_refused(copied):
 def test_a_truncated_shard_is_named_and_repaired(copied, tiny_subject, whole):
     file = next((copied / "shards" / "2-of-2" / "contexts").glob("*.parquet"))
     file.write_bytes(file.read_bytes()[:-9])
-    for read in (Run.open, merge):
-        with pytest.raises(UserError, match=r"damaged: shards/2-of-2/contexts/.* bytes, .* were"):
-            read(copied)
+    with pytest.raises(UserError, match=r"damaged: shards/2-of-2/contexts/.* bytes, .* were"):
+        Run.open(copied)
     collect(CONFIG, tiny_subject, copied, Silent(), shard=Shard(2, 2), repair=True)
-    assert Run.open(copied).digest() == whole.digest()
-
-
-# -- merging ------------------------------------------------------------------------------------
-
-
-def test_merged_shards_are_the_run(copied, tiny_subject, whole, capfd):
-    labels = Run.open(copied).labels
-    kept = labels.write_judgements("rules", [], {"judge": "rules"}).read_bytes()
-    outcome = call(merging, [str(copied)], capfd)
-    assert outcome.status == 0 and outcome.out.startswith("12 contexts in one run: ")
-    run = Run.open(copied)
-    assert run.verify() == [] and run.complete and run.digest() == whole.digest()
-    assert [part["contexts"] for part in run.parts("contexts")] == [12]
-    snapshot = pq.read_table(copied / layout.CONVERSATIONS)
-    assert snapshot.equals(pq.read_table(whole.path / layout.CONVERSATIONS))
-    assert run.record == whole.record
-    # The command of the whole run takes it for its own, also where a part is to be made again.
-    next((copied / "contexts").glob("*.parquet")).unlink()
-    again = collect(CONFIG, tiny_subject, copied, Silent(), repair=True)
-    assert again.digest() == whole.digest()
-    assert merge(copied, remove=True).digest() == whole.digest()
-    assert not (copied / "shards").exists()
-    assert (copied / "judgements" / "rules.parquet").read_bytes() == kept
-    assert call(merging, [str(copied)], capfd).status == 0  # again
-    assert "holds no shards; give" in refusal(call(merging, [str(copied / "contexts")], capfd))
-
-
-def test_a_merge_that_is_killed_leaves_the_shards(copied, whole, monkeypatch):
-    """Before every rename of the last step the folder is the run."""
-    honest, moves = os.replace, []
-
-    def replace_until(source, target):
-        if Path(target).parent == copied:
-            if len(moves) == until:
-                raise KeyboardInterrupt
-            moves.append(Path(target).name)
-        honest(source, target)
-
-    for until in range(8):  # noqa: B007 (of replace_until)
-        moves.clear()
-        with monkeypatch.context() as patch:
-            patch.setattr(os, "replace", replace_until)
-            with pytest.raises(KeyboardInterrupt):
-                merge(copied)
-        assert Run.open(copied).digest() == whole.digest()
-    assert moves[-1] == "run.json"
-    assert merge(copied).digest() == whole.digest()
-
-
-def test_a_disk_that_fills_up_while_merging_costs_nothing(copied, whole, monkeypatch, capfd):
-    """At any of the moments in which a file is flushed to it."""
-    honest, flushed = os.fsync, 0
-
-    def full(handle):
-        nonlocal flushed
-        flushed += 1
-        if flushed > until:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        honest(handle)
-
-    before = files_under(copied)
-    for until in (0, 1, 5, 20, 30):  # noqa: B007 (of full)
-        flushed = 0
-        with monkeypatch.context() as patch:
-            patch.setattr(os, "fsync", full)
-            said = refusal(call(merging, [str(copied)], capfd))
-        assert "No space left on device" in said and "free some space" in said
-        assert Run.open(copied).digest() == whole.digest()
-        assert {*files_under(copied)} - {".lock"} == {*before}  # nothing half made is left
-    assert call(merging, [str(copied)], capfd).status == 0
     assert Run.open(copied).digest() == whole.digest()
 
 
@@ -449,5 +372,5 @@ def test_scratch_of_another_host_on_the_same_disk_is_left_alone(copied, tiny_sub
         (folder / "conversations.parquet").write_text("being written")
     shutil.rmtree(copied / "shards" / "2-of-2")
     collect(CONFIG, tiny_subject, copied, Silent(), shard=Shard(2, 2))
-    assert merge(copied).digest() == whole.digest()
+    assert Run.open(copied).digest() == whole.digest()
     assert all((folder / "conversations.parquet").is_file() for folder in others)

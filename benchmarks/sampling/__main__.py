@@ -7,7 +7,7 @@
 
 On a CPU: the embedded model and built-in contexts. On a GPU: random weights of three shapes,
 nothing is downloaded. Every context gets greedy + 4 temperatures x 8 samples = 33 rows, and nothing
-stops early. Peers but llama.cpp get the easier job of all rows at T = 1.
+stops early. Peers get the easier job of all rows at T = 1.
 
 Contenders, by default those for the device:
 
@@ -19,7 +19,6 @@ Contenders, by default those for the device:
   GPU   static             with a static cache, compiled
   GPU   continuous         transformers' continuous batching
   CPU   transformer-lens   its generate; the embedded model only
-  CPU   llama.cpp          on the embedded model's 4-bit file
   CPU   products           the model's matrix products alone
   CPU   steps              decoding steps, which take turns with their products
   GPU   ceilings, decode   copies and products; decoding alone, which is compared with them
@@ -90,10 +89,6 @@ def build_parser() -> argparse.ArgumentParser:
         "--together", type=number, help="contexts in a call of generate, to begin with (default: 1 "
         "on a CPU, all on a GPU); halved until they fit",
     )  # fmt: skip
-    what.add_argument(
-        "--gguf", type=Path, metavar="FILE",
-        help="for llama.cpp (default: the embedded model's, 93 MB, fetched once)",
-    )  # fmt: skip
     files = parser.add_argument_group("files")
     files.add_argument("--json", type=Path, metavar="FILE", help="save the measurements, too")
     files.add_argument(
@@ -138,8 +133,6 @@ def planned(args: argparse.Namespace) -> Results:
         raise UserError(f"{min(large)} takes hours on a CPU", f"use --models {' '.join(TINY)}")
     if args.json and (args.json.is_dir() or not args.json.parent.is_dir()):
         raise UserError(f"--json {args.json} can't be written", "name a file in an existing folder")
-    if args.gguf and not args.gguf.is_file():
-        raise UserError(f"no file {args.gguf}", "give --gguf a file, or leave it out")
     sizes = {model: size_of(args, model, on_gpu) for model in models}
     return Results("", on_gpu, [datetime.date.today().isoformat()], sizes)
 
@@ -176,7 +169,7 @@ def tasks(args: argparse.Namespace, model: str, results: Results) -> Iterator[Ta
     together = size.counts[-1] if results.on_gpu else 1
     whole = Task(
         model, (), args.rounds, size, str(resolve_device(args.device)), args.dtype or dtype,
-        args.together or together, args.gguf,
+        args.together or together,
     )  # fmt: skip
     chosen = [
         name

@@ -24,7 +24,7 @@ import torch
 
 from benchmarks.sampling.limits import Ceilings, Products, Profile, Steps
 from benchmarks.sampling.ours import Capture, Decoding, Growth, Memory, Ours, differing
-from benchmarks.sampling.peers import Continuous, Generate, LlamaCpp, TransformerLens
+from benchmarks.sampling.peers import Continuous, Generate, TransformerLens
 from benchmarks.sampling.workload import Contender, Size, Task, Workload, one_line, release_memory
 from ia_mech.errors import UserError
 
@@ -69,7 +69,6 @@ CONTENDERS = {
     "static": Kind(partial(Generate, cache_implementation="static"), GPU, "first", alone=GPU),
     "continuous": Kind(Continuous, GPU, "last", alone=CPU + GPU),
     "transformer-lens": Kind(TransformerLens, CPU, "first"),
-    "llama.cpp": Kind(LlamaCpp, CPU),
     "products": Kind(Products, CPU, "first"),
     "steps": Kind(Steps, CPU),
     "capture": Kind(Capture, counts="first"),

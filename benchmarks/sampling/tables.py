@@ -17,7 +17,6 @@ PEERS = {
     "static": ("`generate`, static cache, compiled", "", "4"),
     "continuous": ("`transformers`' continuous batching", "", "3"),
     "transformer-lens": ("TransformerLens `generate`", "20", ""),
-    "llama.cpp": ("llama.cpp, 4-bit weights", "1.2 and 2", ""),
     FLOOR: ("the matrix products alone", "0.6 for all contexts", ""),
 }
 
@@ -84,8 +83,8 @@ def of_model(results: Results, model: str) -> list[str]:
     )
     if not results.on_gpu:
         text += (
-            "; for llama.cpp 1.2 with one context and 2 with all. `generate` and TransformerLens "
-            "are called once per context, which takes as many times as long"
+            ". `generate` and TransformerLens are called once per context, which takes as many "
+            "times as long"
         )
     parts = [f"{text}.", peers_table(results, model)]
     failures = {

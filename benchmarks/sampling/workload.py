@@ -8,7 +8,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -98,7 +97,6 @@ class Task:
     device: str
     dtype: str  # a key of ``DTYPES``
     together: int  # contexts in a call of ``generate``, to begin with
-    gguf: Path | None  # for llama.cpp; None for the embedded model's
 
 
 class Workload:
