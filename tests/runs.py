@@ -33,22 +33,6 @@ SETTINGS = Settings(
     batch_rows=384,
 )
 _WORDS = ["why", "how", "cat", "river", "seven", "blue", "sing", "maybe", "no", "of", "seen"]
-SETTINGS = {
-    **{"model": "planted", "dataset": "builtin", "limit": CONTEXTS, "temperatures": [0.7, 1.0]},
-    **{"samples": 2, "revision": None, "adapter": None, "dtype": "auto", "device": "auto"},
-    **{"attention": "auto", "device_map": None, "trust_remote_code": False, "subset": None},
-    **{"split": None, "format": "auto", "cut": "first", "skip_unusable": False},
-    **dict.fromkeys(
-        f"{name}_column"
-        for name in ("id", "source", "messages", "query", "response", "followup", "answer")
-    ),
-    **{"response": "auto", "responses": 1, "response_temperature": 0.0},
-    **{"max_response_tokens": 512, "system": None, "thinking": "template", "date": "2026-01-01"},
-    **{"max_new_tokens": 6, "seed": 0, "positions": ["all"], "header_logits": "full"},
-    **{"batch_rows": None, "contrasts": False, "swaps": 0, "candidates": None},
-    **{"intervention": None, "ignore_check": False},
-}
-_WORDS = ["why", "how", "cat", "river", "seven", "blue", "sing", "maybe", "no", "of", "seen"]
 
 
 @cache
@@ -65,9 +49,6 @@ def record_of(
     described |= {"vocab": len(chat().tokenizer), "dtype": "float32"}
     identity = {
         "settings": replace(SETTINGS, **settings).to_dict(),
-        "model": described | (model or {}),
-        "chat": {"template_hash": "00", "header_ids": [7, 8, 9], "stop_ids": {"2": "<end>"}},
-        "settings": settings,
         "model": described | {"revision": None, "adapter": None} | (model or {}),
         "chat": chat().describe(),
         "engine": "shared",
