@@ -226,7 +226,9 @@ class _Job:
         self.responses = self._todo("responses", self.parts.responses)
         self.contexts = self._todo("contexts", self.parts.contexts)
         if not self.responses and not self.contexts:
-            self.progress.say(f"{self.writer.path} was finished before; nothing was computed again")
+            here = self.writer.path
+            done = here if Run(here).complete else f"this shard of {here}"
+            self.progress.say(f"{done} was finished before; nothing was computed again")
             self.writer.finish()
             return
         self._begin_session()

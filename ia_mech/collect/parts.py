@@ -76,6 +76,7 @@ def open_inputs(settings: Settings, out: Path) -> Inputs:
         columns=settings.columns,
         split=settings.split,
         subset=settings.subset,
+        skip_unusable=settings.skip_unusable,
     )
     return Inputs(
         source,
@@ -187,6 +188,7 @@ def survey(
         found.conversations.append(conversation)
         found.lengths.append(length)
         read.add(conversation.id.removesuffix(f"/r{conversation.response_index}"))
+    found.skipped.extend(inputs.source.skipped)
     if not found.conversations:
         raise UserError(
             f"no conversation of {settings.dataset} can be used ({len(found.skipped)} skipped, "
