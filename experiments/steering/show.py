@@ -57,9 +57,7 @@ LIMITS = (
 )
 
 
-def plan(
-    read: Read, vector: SteeringVector, arms: int, directions: int, samples: int
-) -> None:
+def plan(read: Read, vector: SteeringVector, arms: int, directions: int, samples: int) -> None:
     """What will be computed: sources, arms and tokens.
 
     Args:
