@@ -10,6 +10,8 @@ import numpy as np
 import tiny
 import torch
 
+from ia_mech.engine.state import Prefix, forward, prefill
+
 VECTOR = 1e-5  # relative L2 distance of a vector that is computed in two ways (point 3)
 MARGIN = 1e-4  # decisions with a larger margin are the same in all ways (point 6)
 NORM = 20.0  # the L2 norm of a tiny model's logits is less
@@ -86,3 +88,14 @@ def near_ties(model, lengths, rows, ours, theirs) -> int:
             assert_ranks(a.ranks, logits, a.token_ids)
             assert_ranks(b.ranks, logits, b.token_ids)
     return found
+
+
+def prefilled(model, lengths):
+    """A group of contexts of these lengths, each of which is ``tiny.prompt(length, seed=length)``."""
+    return prefill(model, [Prefix(tiny.prompt(n, seed=n)) for n in lengths])
+
+
+def stepped(model, state, tokens) -> torch.Tensor:
+    """Logits ``[rows, vocab]`` after one more token in every row."""
+    token = torch.tensor(tokens)[:, None]
+    return forward(model, state, token, torch.ones_like(token))[:, -1]

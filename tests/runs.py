@@ -6,8 +6,10 @@ import random
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
+import families
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -15,15 +17,12 @@ import pytest
 import torch
 from conftest import Silent
 
+from ia_mech.chat.format import ChatFormat
 from ia_mech.data.conversations import Conversation, open_conversations
 from ia_mech.run import Run, RunWriter, integrity, layout
 from ia_mech.settings import Settings
 
-CONTEXTS, LAYERS, WIDTH, VOCAB = 12, 5, 32, 300  # layers: embeddings included
-POSITIONS = [
-    *("query_end", "response_end", "turn_end", "turn_separator"),
-    *("header_0", "header_1", "header_last"),
-]
+CONTEXTS, LAYERS, WIDTH = 12, 5, 32  # layers: embeddings included
 ROWS = [(0.0, 0), (0.7, 0), (0.7, 1), (1.0, 0), (1.0, 1)]  # temperature and sample
 SETTINGS = Settings(
     model="planted",
@@ -36,18 +35,24 @@ SETTINGS = Settings(
 _WORDS = ["why", "how", "cat", "river", "seven", "blue", "sing", "maybe", "no", "of", "seen"]
 
 
+@cache
+def chat() -> ChatFormat:
+    """The chat format of the planted runs: a small ChatML tokenizer with SmolLM2's template."""
+    return ChatFormat(families.build("smollm2"))
+
+
 def record_of(
-    contexts: int, responses: int = 0, positions=POSITIONS, model: dict | None = None, **settings
+    contexts: int, responses: int = 0, positions=None, model: dict | None = None, **settings
 ) -> dict:
     """What ``RunWriter`` takes for a run of so many parts, with these settings changed."""
     described = {"name": "planted", "weights_hash": "0a0b", "layers": LAYERS - 1, "d_model": WIDTH}
-    described |= {"vocab": VOCAB, "dtype": "float32", "revision": None, "adapter": None}
+    described |= {"vocab": len(chat().tokenizer), "dtype": "float32"}
     identity = {
         "settings": replace(SETTINGS, **settings).to_dict(),
-        "model": described | (model or {}),
-        "chat": {"template_hash": "00", "header_ids": [7, 8, 9], "stop_ids": {"2": "<end>"}},
+        "model": described | {"revision": None, "adapter": None} | (model or {}),
+        "chat": chat().describe(),
         "engine": "shared",
-        "positions": list(positions),
+        "positions": chat().position_names if positions is None else positions,
         "score_temperatures": [0.7, 1.0],
         "conversations": {"count": CONTEXTS},
         "software": {"torch": "planted"},
@@ -96,43 +101,50 @@ def planted(path: Path, sizes: list[int], shards: int = 1, **settings) -> Run:
 
 
 def _part(those: list[tuple[int, Conversation]]):
+    """What ``RunWriter.add_contexts`` takes, of conversations and their places in the run."""
     contexts, turns = [], []
     for order, conversation in those:
-        rng = random.Random(order)
+        rng, prompt = random.Random(order), chat().context(conversation.messages)
         names = {
             **{"context_id": conversation.id, "source_id": conversation.source_id},
             **{"dataset": conversation.dataset, "perturbation": "none", "order": order},
             **{"response_index": None, "response_cut_off": False},
         }
-        ids = [rng.randrange(10, VOCAB) for _ in range(20 + order)]
-        places = range(len(ids) - len(POSITIONS), len(ids))
         contexts.append(
             names
             | {"messages": list(conversation.messages), "reference": conversation.reference}
             | {"answer": conversation.answer, "metadata": json.dumps(dict(conversation.metadata))}
             | {"response_policy": "given", "response_finish_reason": "given"}
-            | {"text": f"<user> … {conversation.response} <user>", "token_ids": ids}
-            | {"context_tokens": len(ids), "response_tokens": 5}
-            | {"positions": dict(zip(POSITIONS, places, strict=True))}
+            | {"text": prompt.text, "token_ids": prompt.ids, "positions": prompt.positions}
+            | {"context_tokens": len(prompt.ids)}
+            | {"response_tokens": len(_ids_of(conversation.response))}
             | {"first_token_entropy": 2.0, "first_token_entropy_tempered": [1.0, 2.0]}
         )
         for temperature, sample in ROWS:
-            drawn = [rng.randrange(10, VOCAB) for _ in range(5)] + [2]
+            text = " ".join(rng.choices(_WORDS, k=6))
+            ids = [*_ids_of(text), chat().closing_id]
             turns.append(
                 names
-                | {"temperature": temperature, "sample": sample}
-                | {"text": " ".join(rng.choices(_WORDS, k=6)), "finish_reason": "turn_end"}
-                | {"tokens": 6, "logprob_raw": -9.0, "token_ids": drawn}
-                | {"logprob_tempered": -8.0 if temperature else None}
-                | {"logprobs_raw": [-1.5] * 6, "ranks": [1] * 6, "margins": [0.5] * 6}
+                | {"temperature": temperature, "sample": sample, "text": text}
+                | {"finish_reason": "turn_end", "tokens": len(ids), "token_ids": ids}
+                | {"logprob_raw": -9.0, "logprob_tempered": -8.0 if temperature else None}
+                | {"logprobs_raw": [-1.5] * len(ids), "ranks": [1] * len(ids)}
+                | {"margins": [0.5] * len(ids)}
             )
-    logits = torch.stack([_random(VOCAB, seed=order) * 3 for order, _ in those])
+    positions, size = chat().position_names, len(chat().tokenizer)
+    residuals = [_random(LAYERS, len(positions), WIDTH, seed=order) for order, _ in those]
+    for kept, row in zip(residuals, contexts, strict=True):
+        kept[:, [row["positions"][name] is None for name in positions]] = torch.nan
     return (
-        pa.Table.from_pylist(contexts, schema=layout.contexts_schema(POSITIONS)),
+        pa.Table.from_pylist(contexts, schema=layout.contexts_schema(positions)),
         pa.Table.from_pylist(turns, schema=layout.GENERATIONS),
-        shifted(logits),
-        torch.stack([_random(LAYERS, len(POSITIONS), WIDTH, seed=order) for order, _ in those]),
+        shifted(torch.stack([_random(size, seed=order) * 3 for order, _ in those])),
+        torch.stack(residuals),
     )
+
+
+def _ids_of(text: str) -> list[int]:
+    return chat().tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
 def _random(*shape: int, seed: int) -> torch.Tensor:

@@ -175,7 +175,7 @@ def test_runs_are_finished_and_each_is_given_once(merged, copied, refused, tmp_p
     copy = copied()
     line = refused(merged.path, copy.path)
     assert line == f"{copy.path} is a copy of {merged.path}; give each run once"
-    unfinished = copied("manifest.json", lambda manifest: manifest.update(complete=False))
+    unfinished = copied("manifest.json", lambda manifest: manifest.update(parts=[]))
     assert "is still being written or was interrupted" in refused(unfinished.path)
     assert "is not a run" in refused(tmp_path)
     assert "is not a run" in refused(tmp_path / "nowhere")

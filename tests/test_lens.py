@@ -5,18 +5,18 @@ import json
 import pytest
 import tiny
 import torch
+from conftest import Silent
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from ia_mech.collect.config import SampleConfig
 from ia_mech.collect.job import collect
 from ia_mech.engine.capture import find_blocks
-from ia_mech.engine.plan import Grid
-from ia_mech.engine.prefill import Prefix, prefill
+from ia_mech.engine.state import Prefix, prefill
 from ia_mech.errors import UserError
 from ia_mech.lens import Lens, lens_file, save_lens
 from ia_mech.models.bridge import activation_cache, hook_name, hook_tensors
 from ia_mech.models.load import ModelSpec, Subject, weights_hash
+from ia_mech.settings import Settings
 
 
 def subject(model) -> Subject:
@@ -126,10 +126,14 @@ def test_a_lens_from_before_there_were_hashes_is_read(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def run(tiny_subject, tmp_path_factory):
-    from conftest import Silent
-
-    config = SampleConfig(limit=4, grid=Grid((1.0,), 1, 3), positions=("turn_end", "header_last"))
-    return collect(config, tiny_subject, tmp_path_factory.mktemp("lens") / "run", Silent())
+    settings = Settings(
+        limit=4,
+        temperatures=(1.0,),
+        samples=1,
+        max_new_tokens=3,
+        positions=("turn_end", "header_last"),
+    )
+    return collect(settings, tiny_subject, tmp_path_factory.mktemp("lens") / "run", Silent())
 
 
 def test_a_runs_residuals_carry_transformer_lens_names(run):

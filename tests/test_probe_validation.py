@@ -1,6 +1,5 @@
 """``benchmarks.probe_validation``: planted runs are what their plan says, and what they show."""
 
-import json
 from dataclasses import replace
 
 import numpy as np

@@ -211,7 +211,7 @@ def taken(run: Path) -> None:
 
 def in_progress(run: Path) -> None:
     manifest = read_json(run / "manifest.json")
-    write_json(run / "manifest.json", manifest | {"complete": False})
+    write_json(run / "manifest.json", manifest | {"parts": []})
 
 
 @pytest.mark.parametrize(
@@ -220,9 +220,9 @@ def in_progress(run: Path) -> None:
         (lambda run: shutil.rmtree(run / "judgements"), [], "has not been judged", "judge run"),
         (all_alike, [], "no context has a genuine follow-up", "choose another --target"),
         (few_positive, [], "of 80); probes need 20 with one", "sample contexts of about"),
-        (not_a_number, [], "layer 2 at header_last holds NaN", "--repair"),
-        (damaged, [], "is damaged", "--repair"),
-        (constant, [], "the content of residuals/layer_01/00000.safetensors is not", "--repair"),
+        (not_a_number, [], "layer 2 at header_last holds NaN", "run the command that wrote it again"),
+        (damaged, [], "is damaged", "run the command that wrote it again"),
+        (constant, [], "the content of residuals/layer_01/00000.safetensors is not", "run the command that wrote it again"),
         (taken, [], "probes is a file", "give a copy of the run"),
         (in_progress, [], "still being written or was interrupted", "finish"),
         (None, ["--target", "happiness"], "unknown target 'happiness'", "rate@T"),

@@ -13,11 +13,10 @@ import torch
 from runs import (
     CONTEXTS,
     LAYERS,
-    POSITIONS,
     RECORD,
     ROWS,
-    VOCAB,
     WIDTH,
+    chat,
     files_under,
     first_part,
     planted,
@@ -42,7 +41,7 @@ def test_the_folder_holds_what_is_documented_and_nothing_else(merged):
     assert files_under(merged.path) == sorted(expected)
     assert merged.complete and merged.responses_complete
     assert merged.kept == {"responses": 0, "contexts": CONTEXTS}
-    assert merged.positions == POSITIONS and merged.layers == range(LAYERS)
+    assert merged.positions == list(chat().position_names) and merged.layers == range(LAYERS)
     assert merged.settings["temperatures"] == [0.7, 1.0] == merged.score_temperatures
     assert [session["machine"] for session in merged.sessions] == ["planted"]
 
@@ -63,13 +62,17 @@ def test_parquet_opens_in_pandas_and_in_datasets(parted, kind, tmp_path):
 def test_safetensors_open_by_themselves(merged):
     with safe_open(merged.path / "residuals/layer_03/00000.safetensors", "pt") as tensors:
         assert list(tensors.keys()) == ["residuals"]
-        assert tensors.get_slice("residuals").get_shape() == [CONTEXTS, len(POSITIONS), WIDTH]
+        assert tensors.get_slice("residuals").get_shape() == [
+            CONTEXTS,
+            len(merged.positions),
+            WIDTH,
+        ]
         metadata = {key: json.loads(text) for key, text in tensors.metadata().items()}
-    assert metadata["positions"] == POSITIONS
+    assert metadata["positions"] == merged.positions
     assert metadata["contexts"] == merged.contexts["context_id"].tolist()
     with safe_open(merged.path / "header_logits/00000.safetensors", "pt") as tensors:
         assert json.loads(tensors.metadata()["contexts"]) == metadata["contexts"]
-        assert tensors.get_slice("shifted").get_shape() == [CONTEXTS, VOCAB]
+        assert tensors.get_slice("shifted").get_shape() == [CONTEXTS, merged.model["vocab"]]
         assert tensors.get_slice("shifted").get_dtype() == "F16"
 
 

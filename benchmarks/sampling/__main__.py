@@ -12,8 +12,7 @@ stops early. Peers get the easier job of all rows at T = 1.
 Contenders, by default those for the device:
 
   both  ours               prefill, capture of all layers, decoding and sampling
-  CPU   portable           the same, a copy of the prefix per row
-  GPU   ours-graphs        the same from CUDA graphs (--engine graphs)
+  CPU   copies             the same, a copy of the prefix per row
   both  generate           of transformers, with a dynamic cache
   both  generate-captures  with hidden states and scores
   GPU   static             with a static cache, compiled
@@ -23,9 +22,6 @@ Contenders, by default those for the device:
   CPU   steps              decoding steps, which take turns with their products
   GPU   ceilings, decode   copies and products; decoding alone, which is compared with them
   both  capture            what capture adds to a prefill
-  both  growth             fewer and more rows, new tokens, tokens of context
-  both  memory             of keys and values; on a CPU also memory-portable
-  GPU   profile            the GPU's idle time and its most expensive kernels
 
 On a CPU contenders take turns in one process, since a machine's pace drifts, and ratios are made
 round by round. On a GPU each peer has a process of its own, since compiled graphs clear workspaces

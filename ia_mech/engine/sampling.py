@@ -56,18 +56,18 @@ def philox(counter: tuple[Tensor, ...], key: tuple[Tensor, Tensor]) -> tuple[Ten
     Returns four int64 tensors of 32-bit words. Products of two 32-bit words wrap in int64, but
     shift and mask read the same bits as an unsigned product would have.
     """
-    c0, c1, c2, c3 = counter
+    c0, c1, c2, c3, *_ = torch.broadcast_tensors(*counter, *key)
+    c0, c2 = c0.clone(), c2.clone()
     k0, k1 = key
     for _ in range(_ROUNDS):
-        p0, p1 = c0 * _M0, c2 * _M1
-        c0, c1, c2, c3 = (
-            ((p1 >> 32) & _MASK) ^ (c1 ^ k0),  # small tensors first: most rounds have some
-            p1 & _MASK,
-            ((p0 >> 32) & _MASK) ^ (c3 ^ k1),
-            p0 & _MASK,
-        )
+        # In place, or most of the time would go into fetching new memory. Of c1 and c3 only the
+        # lower 32 bits count.
+        p0, p1 = c0.mul_(_M0), c2.mul_(_M1)
+        c0 = (p1 >> 32).bitwise_xor_(c1).bitwise_xor_(k0).bitwise_and_(_MASK)
+        c2 = (p0 >> 32).bitwise_xor_(c3).bitwise_xor_(k1).bitwise_and_(_MASK)
+        c1, c3 = p1, p0
         k0, k1 = (k0 + _W0) & _MASK, (k1 + _W1) & _MASK
-    return c0, c1, c2, c3
+    return c0, c1 & _MASK, c2, c3 & _MASK
 
 
 def uniforms(keys: Tensor, step: int | Tensor, vocab: int) -> Tensor:
@@ -131,7 +131,7 @@ def sample(logits: Tensor, temperature: Tensor, stream: Tensor, step: int) -> Dr
     sampled = (temperature > 0).nonzero()[:, 0]
     used, noise_row[sampled] = torch.unique(stream[sampled], dim=0, return_inverse=True)
     noise = torch.empty(len(used), vocab)
-    for part in cpu_slices(len(used), vocab, logits.device):
+    for part in cpu_slices(len(used), 2 * vocab, logits.device):  # its words take 64 bits
         noise[part] = gumbel(used[part], step, vocab)
     parts = [
         draw(logits[part], temperature[part], noise, noise_row[part])

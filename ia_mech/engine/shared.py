@@ -131,7 +131,8 @@ class Borrowed:
     """Keys and values of another context, which some heads of a row attend to instead of its own.
 
     The row's own tokens, written after the prefix, are attended to as ever. Keys keep the positions
-    that they were computed at.
+    that they were computed at. What was prefilled, the logits of a first token included, is as it
+    was: the tokens that follow borrow.
 
     Attributes:
         context: the number of the context that they are taken from, as rows are numbered.
@@ -299,8 +300,9 @@ class Engine:
         """What a run records."""
         if not self.shared:
             return "a copy of the prefix per row"
-        where = "all" if len(self.shared) == self.layers else _ranges(self.shared)
-        return f"prefix shared in layers {where} of {self.layers}"
+        if len(self.shared) == self.layers:
+            return f"prefix shared in all {self.layers} layers"
+        return f"prefix shared in layers {_ranges(self.shared)} of {self.layers}, copied in others"
 
     def __str__(self) -> str:
         return f"{self.name} ({self.why})" if self.why else self.name
@@ -394,12 +396,12 @@ class SharedLayer(DynamicLayer):
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Keep the given rows, in the given order, moving only those that change their place; the
-        prefixes stay where they are. The table is told by who calls this."""
-        index = beam_idx.to(self.device)
-        moved = (index != torch.arange(len(index), device=self.device)).nonzero()[:, 0]
-        tokens = self.keys.shape[2]
+        prefixes stay where they are. The table is told by who calls this, with an index on the
+        host, so that no layer waits for a device."""
+        moved = (beam_idx != torch.arange(len(beam_idx))).nonzero()[:, 0]
+        to, source, tokens = moved.to(self.device), beam_idx[moved].to(self.device), self.keys.shape[2]
         for own in self._own:
-            own[moved, :, :tokens] = own[index[moved], :, :tokens]
+            own[to, :, :tokens] = own[source, :, :tokens]
         self._show(tokens)
 
     def attend(
@@ -465,28 +467,34 @@ class SharedLayer(DynamicLayer):
         return average[:rows], total[:rows]
 
 
-def check_borrowed(borrowed: Sequence[Borrowed | None], engine: Engine, heads: int) -> None:
-    """Refuse to borrow where a layer's prefix can't be shared, or a head isn't there.
+def check_borrowed(borrowed: Sequence[Borrowed | None], layers: Sequence[object]) -> None:
+    """Refuse to borrow where rows don't share their prefix, or where a head isn't there.
 
     Args:
         borrowed: by the rows, or None.
-        engine: of the model.
-        heads: key-value heads of a layer.
+        layers: of the rows' cache.
 
     Raises:
         UserError: names the layer or the head.
     """
+    heads = {
+        number: layer.keys.shape[1]
+        for number, layer in enumerate(layers, start=1)
+        if isinstance(layer, SharedLayer)
+    }
     for one in filter(None, borrowed):
         for layer, chosen in one.heads.items():
-            if layer not in engine.shared:
+            if layer not in heads:
                 raise UserError(
-                    f"keys and values of layer {layer} can't be borrowed: {engine}",
+                    f"keys and values of layer {layer} can't be borrowed: rows share their prefix "
+                    f"in layers {_ranges(sorted(heads)) or '(none)'}",
                     "name layers whose prefix is shared",
                 )
             for head in chosen:
-                if not 0 <= head < heads:
+                if not 0 <= head < heads[layer]:
                     raise UserError(
-                        f"layer {layer} has no key-value head {head}", f"give 0 … {heads - 1}"
+                        f"layer {layer} has no key-value head {head}",
+                        f"give 0 … {heads[layer] - 1}",
                     )
 
 

@@ -27,7 +27,7 @@ from transformers.cache_utils import (
 from ia_mech.engine.capture import ResidualCapture
 from ia_mech.engine.intervene import Intervention, intervene
 from ia_mech.engine.packed_weights import packed_linears
-from ia_mech.engine.shared import Borrowed, SharedLayer, Table, held, sharing
+from ia_mech.engine.shared import Borrowed, SharedLayer, Table, check_borrowed, held, sharing
 from ia_mech.models.load import accepts
 
 CacheLayer = CacheLayerMixin | LinearAttentionCacheLayerMixin | DummyLayer
@@ -83,9 +83,10 @@ class State:
         self.keep(index)
         return index
 
+    @torch.inference_mode()
     def keep(self, index: Sequence[int]) -> None:
         """Keep the rows ``[kept]``, in that order, in place; one layer at a time is copied."""
-        at = torch.tensor(index, device=self.mask.device)
+        at = torch.tensor(index)
         if self.table is not None:
             self.table.keep(index)
         self.cache.reorder_cache(cast(torch.LongTensor, at))  # which is its dtype
@@ -258,7 +259,10 @@ def expand(
         contexts: ``[rows]``; those of a group come before those of the next.
         capacity: tokens that the rows of shared layers are going to write, if it is known.
         share: full-attention layers refer to the groups' keys and values instead of copying them.
-        borrowed: what each row borrows, if any does; of contexts in the groups that rows continue.
+        borrowed: what each row borrows, if any does; of any context of the groups.
+
+    Raises:
+        UserError: a row borrows in a layer that isn't shared, or from a head that isn't there.
     """
     ends = list(accumulate(len(group.logits) for group in groups))
     firsts = [0, *ends]
@@ -300,6 +304,7 @@ def expand(
             cache.layers.append(SharedLayer(layers, table, capacity, number))
         else:
             cache.layers.append(_copied(layers, index, length))
+    check_borrowed(borrowed, cache.layers)
     return State(cache, mask, position, table)
 
 

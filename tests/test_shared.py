@@ -1,0 +1,374 @@
+"""Attention in parts against attention over all keys in float64; layers that share their prefix;
+keys and values that are borrowed, against passes over both contexts with a mask per head.
+"""
+
+import numpy as np
+import pytest
+import tiny
+import torch
+import transformers
+from contract import MARGIN, prefilled, stepped
+
+import ia_mech.engine.shared as shared
+from ia_mech.engine.check import check_engine
+from ia_mech.engine.decode import Row, decode
+from ia_mech.engine.score import Turn, score
+from ia_mech.engine.shared import Borrowed, Engine, SharedLayer, attend, merge, sharing
+from ia_mech.engine.state import expand
+from ia_mech.errors import UserError
+
+ROWS, HEADS, KV_HEADS, DIM = 3, 6, 2, 16
+
+
+def drawn(keys: int, *, rows=ROWS, heads=KV_HEADS, dim=DIM, seed=0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(rows, heads, keys, dim, generator=generator)
+
+
+def exact(query, key, value, unseen, *, scaling, softcap=None, sinks=None) -> torch.Tensor:
+    """Plain attention in float64; ``unseen`` broadcasts to ``[rows, heads, new, keys]``."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = (t.double().repeat_interleave(groups, 1) for t in (key, value))
+    scores = query.double() @ key.mT * scaling
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(unseen, -torch.inf)
+    if sinks is not None:
+        sink = sinks.double()[:, None, None].expand(*scores.shape[:3], 1)
+        return torch.cat([scores, sink], -1).softmax(-1)[..., :-1] @ value
+    return scores.softmax(-1) @ value
+
+
+@pytest.mark.parametrize(("new", "own"), [(1, 5), (5, 9)])
+@pytest.mark.parametrize("scaling", [0.25, 1e-6, -1e4])
+@pytest.mark.parametrize(
+    ("softcap", "with_sinks", "value_dim"),
+    [(None, False, DIM), (None, True, DIM), (5.0, False, DIM), (None, False, 8)],
+)
+def test_two_parts_equal_all_keys_in_float64(new, own, scaling, softcap, with_sinks, value_dim):
+    """Scores up to 1e5 of either sign; capped ones and narrow values take the path without the
+    fused kernel."""
+    query = drawn(new, heads=HEADS, seed=1)
+    prefix = drawn(40, seed=2), drawn(40, dim=value_dim, seed=3)
+    suffix = drawn(own, seed=4), drawn(own, dim=value_dim, seed=5)
+    sinks = torch.linspace(-3, 3, HEADS) if with_sinks else None
+    numbers = {"scaling": scaling, "softcap": softcap}
+    unseen = torch.ones(new, 40 + own, dtype=torch.bool).triu(40 + own - new + 1)
+    unseen = unseen.repeat(ROWS, 1, 1, 1)
+    unseen[1, ..., 40 + own - new] = own > new  # a key that one of the rows may not look at
+    bias = torch.zeros(ROWS, 1, new, own).masked_fill(unseen[..., 40:], -torch.inf)
+    parts = [attend(query, *prefix, **numbers), attend(query, *suffix, bias=bias, **numbers)]
+    key, value = (torch.cat(pair, 2) for pair in zip(prefix, suffix, strict=True))
+    expected = exact(query, key, value, unseen, sinks=sinks, **numbers)
+    ours = merge(*parts, sinks)
+    assert ours.dtype == torch.float32 and ours.shape == expected.shape
+    # Scores of 1e5 are themselves rounded by 4e-3, which is what the merge may then be off by.
+    largest = abs(scaling) * float((query.double() @ key.repeat_interleave(3, 1).mT.double()).max())
+    allowed = 2e-6 + (0 if softcap else 4e-7 * largest)
+    assert (ours.double() - expected).abs().max() < allowed
+
+
+def test_a_log_sum_exp_is_that_of_the_scores():
+    query, key = drawn(4, heads=HEADS, seed=1), drawn(7, seed=2)
+    scores = query.double() @ key.double().repeat_interleave(3, 1).mT * 0.3
+    for softcap in (None, 1e9):  # both paths: such a cap changes nothing
+        _, total = attend(query, key, key, scaling=0.3, softcap=softcap)
+        torch.testing.assert_close(total.double(), scores.logsumexp(-1), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("score", [-1e4, 0.0, 1e4])
+def test_the_merge_of_given_scores_in_float64(score):
+    averages = drawn(2, seed=1), drawn(2, seed=2)
+    totals = [torch.full((ROWS, KV_HEADS, 2), score), torch.full((ROWS, KV_HEADS, 2), score + 1.5)]
+    weights = torch.tensor([0.0, 1.5], dtype=torch.float64).softmax(0)
+    expected = weights[0] * averages[0].double() + weights[1] * averages[1].double()
+    merged = merge(*zip(averages, totals, strict=True))
+    assert (merged.double() - expected).abs().max() < 1e-6
+
+
+def test_parts_that_see_nothing_count_for_nothing():
+    average, total = drawn(2, seed=1), torch.zeros(ROWS, KV_HEADS, 2)
+    nothing = torch.full_like(total, -torch.inf)
+    zero = torch.zeros_like(average)
+    for sinks in (None, torch.full((KV_HEADS,), -1e4)):
+        assert torch.equal(merge((average, total), (zero, nothing), sinks), average)
+        assert torch.equal(merge((zero, nothing), (average, total), sinks), average)
+        assert torch.equal(merge((zero, nothing), (zero, nothing), sinks), zero)
+        far = merge((average, total - 1e3), (drawn(2, seed=2), total + 1e3), sinks)
+        assert torch.equal(far, drawn(2, seed=2))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_a_query_that_sees_nothing_has_a_log_sum_exp_of_minus_infinity(dtype, softcap):
+    """With the kernel for CPUs and without; its neighbours aren't touched."""
+    query, key = drawn(3, heads=HEADS, seed=1).to(dtype), drawn(700, seed=2).to(dtype)
+    bias = torch.zeros(ROWS, 1, 3, 700, dtype=dtype)
+    bias[1, :, 2] = -torch.inf
+    average, total = attend(query, key, key, scaling=0.25, softcap=softcap, bias=bias)
+    whole = attend(query, key, key, scaling=0.25, softcap=softcap)
+    assert (total[1, :, 2] == -torch.inf).all() and (average[1, :, 2] == 0).all()
+    seen = torch.ones(ROWS, HEADS, 3, dtype=torch.bool)
+    seen[1, :, 2] = False
+    torch.testing.assert_close(average[seen], whole[0][seen])
+    torch.testing.assert_close(total[seen], whole[1][seen])
+
+
+def test_sinks_only_take_weight_away():
+    average, total = drawn(2, seed=1), torch.zeros(ROWS, KV_HEADS, 2)
+    nothing = torch.zeros_like(average), torch.full_like(total, -torch.inf)
+    merged = merge((average, total), nothing, torch.tensor([0.0, -1e4]))
+    torch.testing.assert_close(merged[:, 0], average[:, 0] / 2)
+    assert torch.equal(merged[:, 1], average[:, 1])
+
+
+def test_half_precision_is_merged_in_float32():
+    query, prefix, own = (drawn(n, seed=n).bfloat16() for n in (1, 50, 3))
+    parts = [attend(query, keys, keys, scaling=0.25) for keys in (prefix, own)]
+    merged = merge(*parts)
+    keys = torch.cat([prefix, own], 2)
+    expected = exact(query, keys, keys, torch.zeros(1, 53, dtype=torch.bool), scaling=0.25)
+    assert merged.dtype == torch.bfloat16
+    assert (merged.double() - expected).abs().max() < 2e-2
+
+
+def test_products_beyond_the_range_of_float16():
+    """Of 16 numbers near 80, scaled to near 500; the cap, which changes nothing, takes the path
+    without the fused kernel."""
+    query = torch.full((1, 1, 1, 16), 80.0).half()
+    key = (80 - torch.arange(5.0) / 4)[:, None].expand(1, 1, 5, 16).half()
+    value = drawn(5, rows=1, heads=1, seed=3).half()
+    average, total = attend(query, key, value, scaling=0.005, softcap=1e9)
+    unseen = torch.zeros(5, dtype=torch.bool)
+    expected = exact(query, key.double(), value.double(), unseen, scaling=0.005)
+    assert total.isfinite().all() and (average.double() - expected).abs().max() < 2e-3
+
+
+# -- layers -----------------------------------------------------------------------------------------
+
+LENGTHS = (23, 14, 5)
+SHARED = {
+    "llama": (1, 2, 3, 4), "mistral": (), "qwen3": (1, 2, 3, 4), "qwen3_moe": (1, 2, 3, 4),
+    "qwen3_5": (4,), "gpt_oss": (2, 4), "glm4": (1, 2, 3, 4), "glm4_moe": (1, 2, 3, 4),
+    "gemma3": (4,),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
+def test_layers_of_full_attention_are_shared(architecture):
+    model = tiny.model(architecture)
+    assert Engine.possible(model).shared == SHARED[architecture]
+    layers = expand([prefilled(model, LENGTHS)], [0, 1]).cache.layers
+    found = [n for n, layer in enumerate(layers, start=1) if isinstance(layer, SharedLayer)]
+    assert tuple(found) == SHARED[architecture]
+
+
+def test_what_a_run_records_names_the_layers():
+    assert Engine((1, 2, 3, 4), 4).name == "prefix shared in layers all of 4"
+    assert Engine((1, 2, 4), 4).name == "prefix shared in layers 1-2, 4 of 4"
+    assert str(Engine((), 4, "other logits")) == "a copy of the prefix per row (other logits)"
+
+
+def test_a_group_whose_rows_have_all_ended_is_skipped(monkeypatch):
+    calls, honest = [], shared.attend
+    monkeypatch.setattr(shared, "attend", lambda *a, **k: calls.append(1) or honest(*a, **k))
+    model = tiny.model("llama")
+    state = expand([prefilled(model, LENGTHS[:2]), prefilled(model, LENGTHS[2:])], [0, 1, 2])
+    counts = []
+    for finished in ([], [2], []):
+        stepped(model, state, [3] * state.rows)
+        counts.append(len(calls))
+        calls.clear()
+        state.drop(finished)
+    assert counts == [12, 12, 8]  # of four layers: two groups and own tokens, then one group
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt_oss"])
+def test_the_attention_implementation_is_restored_after_an_error(architecture, monkeypatch):
+    model = tiny.model(architecture)
+    before = model.config._attn_implementation
+    state = expand([prefilled(model, LENGTHS)], [0, 1])
+    monkeypatch.setattr(shared, "merge", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        stepped(model, state, [3, 4])
+    assert model.config._attn_implementation == before
+
+
+def test_keys_that_the_attention_function_never_sees_are_an_error():
+    model = tiny.model("llama")
+    state = expand([prefilled(model, LENGTHS)], [0])
+    layer, new = state.cache.layers[0], torch.zeros(1, 2, 1, 8)
+    said = "doesn't use the cached keys"
+    with pytest.raises(RuntimeError, match=said), sharing(model, state.cache):
+        layer.update(new, new)
+    with pytest.raises(RuntimeError, match=said):
+        layer.update(new, new)
+
+
+def other_model(config) -> transformers.PreTrainedModel:
+    torch.manual_seed(0)
+    eager = {"attn_implementation": "eager"} if config.model_type == "gemma2" else {}
+    made = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, **eager)
+    return made.eval().requires_grad_(False)
+
+
+SIZES = {
+    "vocab_size": tiny.VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "initializer_range": 0.25, "pad_token_id": 0, "bos_token_id": 1,
+    "eos_token_id": tiny.EOS,
+}  # fmt: skip
+
+
+def test_soft_capped_scores_are_shared():
+    """Compared with full passes by the check, which would leave a layer out."""
+    capped = transformers.Gemma2Config(
+        **SIZES, num_key_value_heads=2, head_dim=8, sliding_window=8, attn_logit_softcapping=2.0,
+        query_pre_attn_scalar=8,
+    )  # fmt: skip
+    assert check_engine(other_model(capped), tiny.prompt(24, seed=0)).shared == (2, 4)
+
+
+def test_a_cache_of_something_else_than_keys_is_found_out_and_copied():
+    latent = transformers.DeepseekV3Config(
+        **SIZES, num_key_value_heads=4, q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=8,
+        qk_rope_head_dim=8, v_head_dim=8, first_k_dense_replace=4, n_routed_experts=4, n_group=1,
+        topk_group=1, num_experts_per_tok=2, moe_intermediate_size=16,
+    )  # fmt: skip
+    engine = check_engine(other_model(latent), tiny.prompt(24, seed=0))
+    assert not engine.share and "doesn't use the cached keys" in engine.why
+
+
+# -- borrowed keys and values -----------------------------------------------------------------------
+
+BORROWING = ("llama", "qwen3", "glm4_moe", "gemma3", "gpt_oss")
+GROUPS = ((23, 14, 5), (9, 30))  # tokens of contexts
+NATS = 1e-5
+
+
+def ids_of(context: int) -> list[int]:
+    length = [n for group in GROUPS for n in group][context]
+    return tiny.prompt(length, seed=length)
+
+
+@torch.inference_mode()
+def over_both(model, donor: list[int], own: list[int], turn: list[int], heads) -> torch.Tensor:
+    """Logits ``[tokens, vocab]`` that predict a turn, by one pass over donor, context and turn.
+
+    Each has the positions it would have alone. The donor's tokens see each other, so do the
+    context's, and the turn's see the turn and, head by head, the context or the donor.
+
+    Args:
+        heads: layer from 1 → key-value heads that see the donor.
+    """
+    part = torch.tensor([0] * len(donor) + [1] * len(own) + [2] * len(turn))
+    at = torch.cat([torch.arange(len(donor)), torch.arange(len(own) + len(turn))])
+    before = torch.arange(len(part)) <= torch.arange(len(part))[:, None]
+
+    def attention(module, query, key, value, mask, scaling, sliding_window=None, s_aux=None, **_):
+        each = query.shape[1] // key.shape[1]
+        outputs = []
+        for head in range(query.shape[1]):
+            borrows = head // each in heads.get(module.layer_idx + 1, ())
+            turns_see = (part == 2) | (part == (0 if borrows else 1))
+            seen = before & torch.where(part[:, None] == 2, turns_see, part == part[:, None])
+            if sliding_window is not None:
+                seen &= at[:, None] - at < sliding_window
+            scores = query[0, head] @ key[0, head // each].T * scaling
+            scores = scores.masked_fill(~seen, -torch.inf)
+            if s_aux is not None:
+                scores = torch.cat([scores, s_aux[head].expand(len(part), 1)], -1)
+            outputs.append(scores.softmax(-1)[:, : len(part)] @ value[0, head // each])
+        return torch.stack(outputs, 1)[None], None
+
+    transformers.AttentionInterface.register("test_over_both", attention)
+    implementation = model.config._attn_implementation
+    model.config._attn_implementation = "test_over_both"
+    try:
+        output = model(
+            torch.tensor([[*donor, *own, *turn]]), position_ids=at[None], use_cache=False
+        )
+    finally:
+        model.config._attn_implementation = implementation
+    return output.logits[0, len(donor) + len(own) - 1 : -1]
+
+
+def some_heads(architecture: str) -> list[dict[int, list[int]]]:
+    layers = SHARED[architecture]
+    return [{layers[-1]: [1]}, {n: [n // 2 % 2] for n in layers}, {n: [0, 1] for n in layers}]
+
+
+def cases(architecture: str) -> list[tuple[int, Borrowed | None]]:
+    """Contexts and what is borrowed: from the same group and another, longer and shorter."""
+    few, some, every = some_heads(architecture)
+    return [
+        (0, Borrowed(2, every)), (0, Borrowed(4, some)), (1, None), (1, Borrowed(3, every)),
+        (2, Borrowed(0, every)), (2, Borrowed(4, few)), (3, Borrowed(1, some)), (0, None),
+    ]  # fmt: skip
+
+
+def by_one_pass(model, context: int, borrowed: Borrowed | None, turn) -> torch.Tensor:
+    donor, heads = ((), {}) if borrowed is None else (ids_of(borrowed.context), borrowed.heads)
+    return over_both(model, list(donor), ids_of(context), list(map(int, turn)), heads)
+
+
+def logprobs(logits: torch.Tensor, turn) -> np.ndarray:
+    chosen = torch.tensor(np.asarray(turn, dtype=np.int64))[:, None]
+    return logits.double().log_softmax(-1).gather(-1, chosen)[:, 0].numpy()
+
+
+@pytest.mark.parametrize("architecture", BORROWING)
+def test_scores_with_borrowed_keys_equal_passes_with_a_mask_per_head(architecture):
+    model = tiny.model(architecture)
+    groups = [prefilled(model, lengths) for lengths in GROUPS]
+    turns = [
+        Turn(context, tiny.prompt(5 + number, seed=number), borrowed=borrowed)
+        for number, (context, borrowed) in enumerate(cases(architecture))
+    ]
+    moved = 0
+    for turn, ours in zip(turns, score(model, groups, turns), strict=True):
+        theirs = logprobs(by_one_pass(model, turn.context, turn.borrowed, turn.ids), turn.ids)
+        np.testing.assert_allclose(ours.logprobs_raw, theirs, rtol=0, atol=NATS)
+        plain = logprobs(by_one_pass(model, turn.context, None, turn.ids), turn.ids)
+        moved += np.abs(theirs - plain).max() > 1e-3
+    assert moved == 6, "whoever borrows writes something else"
+
+
+@pytest.mark.parametrize("architecture", BORROWING)
+def test_rows_with_borrowed_keys_are_decoded_as_passes_with_a_mask_per_head(architecture):
+    model = tiny.model(architecture)
+    groups = [prefilled(model, lengths) for lengths in GROUPS]
+    rows = [Row(context, 0.0, (0, 0), borrowed=one) for context, one in cases(architecture)]
+    decoded = decode(model, groups, rows, [tiny.EOS, *range(60, 80)], 12)
+    assert len({len(one.token_ids) for one in decoded}) > 1, "rows end at different times"
+    for row, ours in zip(rows, decoded, strict=True):
+        logits = by_one_pass(model, row.context, row.borrowed, ours.token_ids)
+        theirs = logprobs(logits, ours.token_ids)
+        np.testing.assert_allclose(ours.logprobs_raw, theirs, rtol=0, atol=NATS)
+        best = logits.argmax(-1).numpy()
+        assert ((best == ours.token_ids) | (ours.margins < MARGIN)).all()
+
+
+@pytest.mark.parametrize("architecture", BORROWING)
+def test_who_borrows_from_himself_changes_nothing(architecture):
+    model = tiny.model(architecture)
+    groups = [prefilled(model, lengths) for lengths in GROUPS]
+    every = some_heads(architecture)[2]
+    scored = [
+        score(model, groups, [Turn(c, ids_of(2), borrowed=one(c)) for c in range(5)])
+        for one in (lambda c: None, lambda c: Borrowed(c, every))
+    ]
+    for plain, own in zip(*scored, strict=True):
+        np.testing.assert_allclose(plain.logprobs_raw, own.logprobs_raw, rtol=0, atol=1e-6)
+
+
+def test_what_cant_be_borrowed_is_refused():
+    llama, gemma = (prefilled(tiny.model(name), LENGTHS) for name in ("llama", "gemma3"))
+    for group, heads, share, said in (
+        (llama, {5: [0]}, True, "layer 5 can't be borrowed: rows share .* in layers 1-4"),
+        (llama, {0: [0]}, True, "layer 0 can't be borrowed"),
+        (llama, {2: [2]}, True, "layer 2 has no key-value head 2; give 0 … 1"),
+        (llama, {1: [0]}, False, "layer 1 can't be borrowed: rows share .* in layers .none"),
+        (gemma, {1: [0]}, True, "layer 1 can't be borrowed: rows share .* in layers 4"),
+    ):
+        with pytest.raises(UserError, match=said):
+            expand([group], [0], share=share, borrowed=[Borrowed(1, heads)])
