@@ -340,8 +340,7 @@ def test_threads_are_those_that_the_run_was_begun_with_unless_others_are_given(
     out, used = tmp_path / "run", []
     monkeypatch.setattr(job, "load", lambda spec: tiny_subject)
     monkeypatch.setattr(job, "save_lens", lambda *_: None)
-    found = (tiny_subject.tokenizer, tiny_subject.model.config)
-    monkeypatch.setattr(job, "load_tokenizer_and_config", lambda spec: found)
+    monkeypatch.setattr(job, "check_without_weights", job.open_inputs)
     honest = job.collect
 
     def seen(*arguments, **options):

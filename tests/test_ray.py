@@ -55,5 +55,5 @@ def test_what_is_wrong_with_a_shard_or_the_cluster_is_one_line(tiny_model_dir, t
     words = [*SMALL, "--model", tiny_model_dir, "--out", str(tmp_path / "run"), "--ray"]
     line = refusal(call(main, [*words, "127.0.0.1:1"], capfd))
     assert line.startswith("no Ray cluster answers at 127.0.0.1:1 (")
-    outcome = call(main, [*words, "--positions", "nowhere"], capfd)
-    assert outcome.status == 2 and "--positions nowhere: this model's template has" in outcome.err
+    outcome = call(main, [*words, "--max-new-tokens", "4000"], capfd)
+    assert outcome.status == 2 and "conversation maths-01: it needs" in outcome.err

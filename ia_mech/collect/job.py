@@ -36,6 +36,7 @@ from ia_mech.collect.parts import (
     Survey,
     check_disk,
     check_model,
+    check_without_weights,
     flag_of,
     kept_positions,
     open_inputs,
@@ -64,7 +65,6 @@ from ia_mech.models.load import (
     Subject,
     context_limit,
     load,
-    load_tokenizer_and_config,
     remember,
 )
 from ia_mech.run import Run, RunWriter, integrity, layout
@@ -90,9 +90,7 @@ def make_run(
 
     Other arguments and Raises: see :func:`collect`.
     """
-    inputs = open_inputs(settings, out)
-    tokenizer, model_config = load_tokenizer_and_config(settings.model_spec)
-    check_model(settings, inputs, build_chat(settings, tokenizer), model_config)
+    inputs = check_without_weights(settings, out)
     with _threads(threads or _threads_before(out, shard)):
         subject = load(settings.model_spec)
         run = collect(settings, subject, out, progress, inputs=inputs, shard=shard)

@@ -126,6 +126,18 @@ def check_model(
         inputs.vector.check(text.num_hidden_layers, text.hidden_size, chat.position_names)
 
 
+def check_without_weights(settings: Settings, out: Path) -> Inputs:
+    """Check everything that needs no weights of the model, before they are fetched.
+
+    Raises:
+        UserError: as for :func:`open_inputs` and :func:`check_model`.
+    """
+    inputs = open_inputs(settings, out)
+    tokenizer, model_config = load_tokenizer_and_config(settings.model_spec)
+    check_model(settings, inputs, build_chat(settings, tokenizer), model_config)
+    return inputs
+
+
 def needs_response(settings: Settings, conversation: Conversation) -> bool:
     """Whether the subject model has to write the response of this conversation."""
     if settings.response == "generate":

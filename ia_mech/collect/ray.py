@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from ia_mech.collect.job import make_run
-from ia_mech.collect.parts import Shard, open_inputs
+from ia_mech.collect.parts import Shard, check_without_weights
 from ia_mech.display import Progress, Quiet
 from ia_mech.errors import UserError
-from ia_mech.models.load import load_tokenizer_and_config, resolve_device
+from ia_mech.models.load import resolve_device
 from ia_mech.run import Run
 from ia_mech.settings import Settings
 
@@ -38,8 +38,7 @@ def sample_on_ray(
     except ImportError:
         raise UserError("--ray needs Ray", "install it: pip install 'ia-mech[ray]'") from None
     out = out.absolute()
-    open_inputs(settings, out)
-    load_tokenizer_and_config(settings.model_spec)  # refused before anything is started
+    check_without_weights(settings, out)  # refused before anything is started
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is sent out unasked
     try:
         if place := re.search(r"([^/:]+):([0-9]+)$", address):  # Ray would try for minutes

@@ -74,9 +74,9 @@ class RunWriter:
             self.record, run = integrity.read_record(path)
             refuse_another(path, self.record, wanted, name_of)
             self._file = path / layout.manifest_file(shard)
-            self._manifest = {"format": layout.FORMAT, "run": run, "parts": [], "sessions": []}
-            if self._file.is_file():
-                self._manifest = integrity.read_manifest(self._file, run)
+            begun = {"format": layout.FORMAT, "run": run, "parts": [], "sessions": []}
+            there = self._file.is_file()
+            self._manifest: dict = integrity.read_manifest(self._file, run) if there else begun
             self.damaged = self._drop_damaged()
         except BaseException:
             self.close()
