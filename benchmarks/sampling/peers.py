@@ -262,7 +262,7 @@ def demand_embedded(work: Workload) -> None:
 
 def embedded_gguf() -> Path:
     """The embedded model's 4-bit file, kept beside the converted model."""
-    kept = embedded.models_dir() / Path(embedded.GGUF).name
+    kept = embedded.models_dir() / f"{embedded.NAME}.gguf"
     if not kept.is_file():
         kept.parent.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(dir=kept.parent) as scratch:
