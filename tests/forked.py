@@ -30,7 +30,6 @@ MODULES = {
         *("ia_mech.collect.command", "ia_mech.collect.job", "ia_mech.collect.summary"),
         "transformers.models.llama.modeling_llama",
     ],
-    "ia_mech.merge": ["ia_mech.run"],
     "ia_mech.judge": [
         *("ia_mech.judge.label", "ia_mech.judge.llm", "ia_mech.judge.rules"),
         *("ia_mech.judge.sheets", "httpx", "openai"),

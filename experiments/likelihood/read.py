@@ -69,15 +69,9 @@ def read(runs: list[Run], judge: str | None = None) -> Scored:
         judge: whose verdicts on generations; the only judge if there is one.
 
     Raises:
-        UserError: a run without scores, no reference turn at all, two runs that hold the same
+        UserError: no reference turn at all, two runs that hold the same
             references after the same contexts, or a judge that isn't there.
     """
-    for run in runs:
-        if not run.score_temperatures:
-            raise UserError(
-                f"{run.path} was sampled before turns were scored after other responses",
-                "sample again",
-            )
     scored = references_of(runs)
     if scored is None:
         raise UserError(
@@ -106,7 +100,7 @@ def _refuse_repeated(frame: pd.DataFrame) -> None:
 
 
 def references_of(runs: list[Run]) -> References | None:
-    """The references of runs that have ``score_temperatures``; None if no context has one."""
+    """The references of runs; None if no context has one."""
     contexts = pd.concat([keyed(run, run.contexts) for run in runs], ignore_index=True)
     frame = contexts[contexts["reference_logprob"].notna()].reset_index(drop=True)
     if frame.empty:
