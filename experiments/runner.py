@@ -125,7 +125,7 @@ class Experiment:
         if self.judged:
             judge = "whose verdicts (default: the only judge)"
             parser.add_argument("--judge", metavar="NAME", help=judge)
-            self.add_flags(parser)
+        self.add_flags(parser)
         usual = f"experiments/{self.name} in the first run"
         if self.beside:
             usual = f"cache/<first run>-{self.beside}"

@@ -21,18 +21,10 @@ def screen() -> Console:
     return console(1000)
 
 
-def print_plan(lines: dict[str, str], cost: float) -> None:
-    """Print what will be computed.
-
-    Args:
-        lines: name → what.
-        cost: of all of it, in decoded tokens (:mod:`ia_mech.engine.plan`).
-    """
-    from ia_mech.engine.plan import SLOW  # imports torch
-
-    work = f"like {cost:.0f} decoded tokens ({cost / SLOW:.0f} s at an assumed {SLOW} tokens/s)"
+def print_plan(lines: Mapping[str, str]) -> None:
+    """Print what will be computed: name → what."""
     to = console()
-    for name, value in (lines | {"work": work}).items():
+    for name, value in lines.items():
         to.print(f"{name:<20}{escape(one_line(value))}", soft_wrap=True)
 
 

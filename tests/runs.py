@@ -1,31 +1,70 @@
-"""Runs to read and to damage: sampled ones as fixtures, and one written by hand."""
+"""Runs to read and to damage, written without a model: one as the main job leaves it, over built-in
+conversations, and a small one by hand."""
 
 import json
+import random
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
+import families
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
 from conftest import Silent
 
-from ia_mech.collect.config import SampleConfig
-from ia_mech.collect.job import collect
-from ia_mech.collect.rows import stored_logits
-from ia_mech.engine.plan import Grid
+from ia_mech.chat.format import ChatFormat
+from ia_mech.data.conversations import Conversation, open_conversations
 from ia_mech.run import Run, RunWriter, integrity, layout
+from ia_mech.settings import Settings
 
-CONTEXTS = 12
-CONFIG = SampleConfig(limit=CONTEXTS, grid=Grid((0.7, 1.0), 2, 6, 0), batch_rows=4)
-LAYERS = 5  # of the tiny model, embeddings included
+CONTEXTS, LAYERS, WIDTH = 12, 5, 32  # layers: embeddings included
+ROWS = [(0.0, 0), (0.7, 0), (0.7, 1), (1.0, 0), (1.0, 1)]  # temperature and sample
+SETTINGS = Settings(
+    model="planted",
+    limit=CONTEXTS,
+    temperatures=(0.7, 1.0),
+    samples=2,
+    max_new_tokens=6,
+    batch_rows=384,
+)
+_WORDS = ["why", "how", "cat", "river", "seven", "blue", "sing", "maybe", "no", "of", "seen"]
+
+
+@cache
+def chat() -> ChatFormat:
+    """The chat format of the planted runs: a small ChatML tokenizer with SmolLM2's template."""
+    return ChatFormat(families.build("smollm2"))
+
+
+def record_of(
+    contexts: int, responses: int = 0, positions=None, model: dict | None = None, **settings
+) -> dict:
+    """What ``RunWriter`` takes for a run of so many parts, with these settings changed."""
+    described = {"name": "planted", "weights_hash": "0a0b", "layers": LAYERS - 1, "d_model": WIDTH}
+    described |= {"vocab": len(chat().tokenizer), "dtype": "float32"}
+    identity = {
+        "settings": replace(SETTINGS, **settings).to_dict(),
+        "model": described | {"revision": None, "adapter": None} | (model or {}),
+        "chat": chat().describe(),
+        "engine": "shared",
+        "positions": chat().position_names if positions is None else positions,
+        "score_temperatures": [0.7, 1.0],
+        "conversations": {"count": CONTEXTS},
+        "software": {"torch": "planted"},
+        "intervention": None,
+    }
+    return {"identity": identity, "parts": {"responses": responses, "contexts": contexts}}
 
 
 @pytest.fixture(scope="session")
-def merged(tiny_subject, tmp_path_factory) -> Iterator[Run]:
-    """A run of the tiny subject as it is left: one part. Tests that write into it copy it."""
-    run = sampled(CONFIG, tiny_subject, tmp_path_factory.mktemp("merged") / "run")
+def merged(tmp_path_factory) -> Iterator[Run]:
+    """A run as it is left: one part. Tests that write into it copy it."""
+    run = planted(tmp_path_factory.mktemp("merged") / "run", [CONTEXTS])
     written = files_under(run.path), run.generations.copy(), run.contexts.copy()
     yield run
     assert files_under(run.path) == written[0]
@@ -38,16 +77,90 @@ def run(merged, tmp_path) -> Run:
     return Run.open(shutil.copytree(merged.path, tmp_path / "run"))
 
 
-@pytest.fixture(scope="module")
-def parted(tiny_subject, tmp_path_factory) -> Run:
-    """The same run with a part for every unit of two contexts; tests leave both as they are."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(layout, "PART_CONTEXTS", 1)
-        return sampled(CONFIG, tiny_subject, tmp_path_factory.mktemp("parted") / "run")
+@pytest.fixture(scope="session")
+def parted(tmp_path_factory) -> Run:
+    """The same rows and tensors in six parts, which two shards wrote."""
+    return planted(tmp_path_factory.mktemp("parted") / "run", [2] * 6, shards=2)
 
 
-def sampled(config: SampleConfig, subject, out: Path, **options) -> Run:
-    return collect(config, subject, out, Silent(), **options)
+def planted(path: Path, sizes: list[int], shards: int = 1, **settings) -> Run:
+    """A run in parts of these sizes, dealt to shards in turn; over built-in conversations, or those
+    of the ``dataset`` among the settings."""
+    conversations = list(open_conversations(settings.get("dataset", "builtin"), limit=sum(sizes)))
+    record = record_of(len(sizes), **settings)
+    begins = np.cumsum([0, *sizes])
+    for shard in range(1, shards + 1):
+        with RunWriter(path, record, (shard, shards)) as writer:
+            writer.start_session({"machine": "planted"})
+            for at, name in enumerate(layout.part_names(len(sizes))):
+                if at % shards == shard - 1:
+                    orders = range(begins[at], begins[at + 1])
+                    writer.add_contexts(name, *_part([(o, conversations[o]) for o in orders]))
+            writer.finish()
+    return Run.open(path)
+
+
+def _part(those: list[tuple[int, Conversation]]):
+    """What ``RunWriter.add_contexts`` takes, of conversations and their places in the run."""
+    contexts, turns = [], []
+    for order, conversation in those:
+        rng, prompt = random.Random(order), chat().context(conversation.messages)
+        names = {
+            **{"context_id": conversation.id, "source_id": conversation.source_id},
+            **{"dataset": conversation.dataset, "perturbation": "none", "order": order},
+            **{"response_index": None, "response_cut_off": False},
+        }
+        contexts.append(
+            names
+            | {"messages": list(conversation.messages), "reference": conversation.reference}
+            | {"answer": conversation.answer, "metadata": json.dumps(dict(conversation.metadata))}
+            | {"response_policy": "given", "response_finish_reason": "given"}
+            | {"text": prompt.text, "token_ids": prompt.ids, "positions": prompt.positions}
+            | {"context_tokens": len(prompt.ids)}
+            | {"response_tokens": len(_ids_of(conversation.response))}
+            | {"first_token_entropy": 2.0, "first_token_entropy_tempered": [1.0, 2.0]}
+        )
+        for temperature, sample in ROWS:
+            text = " ".join(rng.choices(_WORDS, k=6))
+            ids = [*_ids_of(text), chat().closing_id]
+            turns.append(
+                names
+                | {"temperature": temperature, "sample": sample, "text": text}
+                | {"finish_reason": "turn_end", "tokens": len(ids), "token_ids": ids}
+                | {"logprob_raw": -9.0, "logprob_tempered": -8.0 if temperature else None}
+                | {"logprobs_raw": [-1.5] * len(ids), "ranks": [1] * len(ids)}
+                | {"margins": [0.5] * len(ids)}
+            )
+    positions, size = chat().position_names, len(chat().tokenizer)
+    residuals = [_random(LAYERS, len(positions), WIDTH, seed=order) for order, _ in those]
+    for kept, row in zip(residuals, contexts, strict=True):
+        kept[:, [row["positions"][name] is None for name in positions]] = torch.nan
+    return (
+        pa.Table.from_pylist(contexts, schema=layout.contexts_schema(positions)),
+        pa.Table.from_pylist(turns, schema=layout.GENERATIONS),
+        shifted(torch.stack([_random(size, seed=order) * 3 for order, _ in those])),
+        torch.stack(residuals),
+    )
+
+
+def _ids_of(text: str) -> list[int]:
+    return chat().tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def _random(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def shifted(logits: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Full header logits as they are stored."""
+    return {"shifted": (logits - logits.amax(-1, keepdim=True)).half()}
+
+
+def sampled(settings, subject, out: Path, **options) -> Run:
+    """What the main job makes."""
+    from ia_mech.collect.job import collect
+
+    return collect(settings, subject, out, Silent(), **options)
 
 
 def files_under(root: Path) -> list[str]:
@@ -55,17 +168,20 @@ def files_under(root: Path) -> list[str]:
 
 
 def files_named(root: Path) -> list[str]:
-    """The files that the manifest names."""
-    manifest = json.loads((root / "manifest.json").read_text())
-    return sorted(file for part in manifest["parts"] for file in part["files"])
+    """The files that the manifests name."""
+    manifests = [json.loads(file.read_text()) for file in root.glob("manifest*.json")]
+    parts = [part for manifest in manifests for part in manifest["parts"]]
+    return sorted(file for part in parts for file in part["files"])
 
 
-def resealed(root: Path) -> Run:
+def rehashed(root: Path) -> Run:
     """The run with its files as they are now, as if they had been written so."""
-    manifest = integrity.read_json(root / "manifest.json", verify=False)
-    for part in manifest["parts"]:
-        part["files"] = {name: integrity.facts_of(root / name) for name in part["files"]}
-    integrity.write_json(root / "manifest.json", manifest)
+    for file in root.glob("manifest*.json"):
+        manifest = integrity.read_json(file)
+        manifest["run"] = integrity.content_hash(root / layout.RUN)
+        for part in manifest["parts"]:
+            part["files"] = {name: integrity.facts_of(root / name) for name in part["files"]}
+        integrity.write_json(file, manifest)
     return Run.open(root)
 
 
@@ -74,9 +190,7 @@ def rewritten(root: Path, name: str, change: Callable[[dict], object]) -> Run:
     value = integrity.read_json(root / name)
     change(value)
     integrity.write_json(root / name, value)
-    if name == "run.json":
-        resealed(root)
-    run = Run.open(root)
+    run = rehashed(root)
     for path in (root / "judgements").glob("*.parquet"):
         table = pq.read_table(path)
         record = json.loads(table.schema.metadata[b"ia_mech"])
@@ -84,47 +198,30 @@ def rewritten(root: Path, name: str, change: Callable[[dict], object]) -> Run:
     return run
 
 
-# -- a run written by hand ----------------------------------------------------------------------
+def with_settings(**settings) -> Callable[[dict], None]:
+    """A change of ``run.json``: other settings, as if it had been sampled with them."""
 
-VOCAB = 11
+    def change(record: dict) -> None:
+        record["identity"]["settings"].update(settings)
+
+    return change
+
+
+# -- a small run written by hand ----------------------------------------------------------------
+
+SMALL_VOCAB = 11
 KEPT = ["response_end", "header_last"]
-UNITS = [[5, 0], [7, 2, 1], [3, 6], [4]]  # orders of the contexts of each unit
-RECORD = {
-    "format": layout.FORMAT,
-    "identity": {
-        "config": {
-            "model": {"name": "by hand"},
-            "dataset": "by hand",
-            "limit": 8,
-            "header_logits": "full",
-            "grid": {"temperatures": [0.7, 1.0], "samples": 2, "max_new_tokens": 4, "seed": 0},
-        },
-        "model": {
-            "name": "by hand",
-            "weights_hash": "00",
-            "layers": 1,
-            "d_model": 3,
-            "vocab": VOCAB,
-            "dtype": "float32",
-        },
-        "chat": {"template_hash": "00", "tail_ids": [1], "stop_ids": {"2": "end"}},
-        "positions": KEPT,
-        "conversations": {"count": 8},
-        "software": {"torch": "by hand"},
-    },
-}
+PARTS = [[0, 1], [2, 3, 4], [], [5, 6, 7]]  # orders of the contexts of each part
+SMALL_MODEL = {"name": "by hand", "layers": 1, "d_model": 3, "vocab": SMALL_VOCAB}
+RECORD = record_of(len(PARTS), positions=KEPT, model=SMALL_MODEL, dataset="by hand")
 
 
 def residuals_of(order: int) -> torch.Tensor:
     """``[layers + 1, positions, d_model]`` of a context; some lack ``response_end``."""
-    made = torch.randn(2, 2, 3, generator=torch.Generator().manual_seed(order))
+    made = _random(2, 2, 3, seed=order)
     if order % 3 == 1:
         made[:, 0] = torch.nan
     return made
-
-
-def logits_of(order: int) -> torch.Tensor:
-    return torch.randn(VOCAB, generator=torch.Generator().manual_seed(100 + order)) * 3
 
 
 def contexts_table(orders: list[int]) -> pa.Table:
@@ -141,55 +238,40 @@ def generations_table(orders: list[int]) -> pa.Table:
     return pa.Table.from_pylist(rows, schema=layout.GENERATIONS)
 
 
-def snapshot_in(folder: Path, text: str = "as read") -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    file = folder / "conversations.parquet"
-    pq.write_table(pa.table({"conversation": [text]}), file)
-    return file
-
-
-def add_unit(run: RunWriter, unit: int, header_logits: dict | None = None, change=None) -> None:
-    orders = UNITS[unit]
-    residuals = torch.stack([residuals_of(order) for order in orders])
-    if header_logits is None:
-        logits = torch.stack([logits_of(order) for order in orders])
-        header_logits = stored_logits(logits, run.record["identity"]["config"]["header_logits"])
+def add_part(writer: RunWriter, part: int, header_logits=None, change=None) -> None:
+    orders = PARTS[part]
+    residuals = torch.stack([residuals_of(order) for order in orders]) if orders else None
+    if header_logits is None and orders:
+        logits = [_random(SMALL_VOCAB, seed=100 + order) * 3 for order in orders]
+        header_logits = shifted(torch.stack(logits))
     stored = [contexts_table(orders), generations_table(orders), header_logits, residuals]
     if change is not None:
         change(stored)
-    run.add_contexts(f"0.{unit}", *stored)
+    writer.add_contexts(layout.part_names(len(PARTS))[part], *stored)
 
 
-def write_by_hand(out: Path, scratch: Path, *, repair: bool = False, change=None) -> Run:
+def write_by_hand(out: Path, change=None, shard: tuple[int, int] = (1, 1), parts=range(4)) -> Run:
     """What the main job does with a folder: begin or go on, and finish."""
-    if (out / "run.json").is_file():
-        run = RunWriter.resume(out, RECORD, snapshot_in(scratch), repair=repair)
-    else:
-        run = RunWriter.create(out, RECORD, snapshot_in(scratch))
-    with run:
-        run.start_session({"machine": "test"})
-        for unit in range(len(UNITS)):
-            if f"0.{unit}" not in run.done("contexts"):
-                add_unit(run, unit, change=change if unit == 1 else None)
-        run.finish()
+    with RunWriter(out, RECORD, shard) as writer:
+        writer.start_session({"machine": "test"})
+        done = writer.done("contexts")
+        for part in parts:
+            if layout.part_names(len(PARTS))[part] not in done:
+                add_part(writer, part, change=change if part == 1 else None)
+        writer.finish()
     return Run.open(out)
 
 
 @pytest.fixture
 def by_hand(tmp_path) -> Run:
-    return write_by_hand(tmp_path / "by-hand", tmp_path / "scratch")
+    return write_by_hand(tmp_path / "by-hand")
 
 
-def first_unit(
-    tmp_path: Path, *, header_logits: dict | str | None = None, config: str = "full"
-) -> Run:
-    """A run of one unit of two contexts, orders 5 and 0, with these header logits."""
-    known = RECORD["identity"]
-    identity = known | {"config": known["config"] | {"header_logits": config}}
-    identity["model"] = known["model"] | {"vocab": 49_152}
-    record = RECORD | {"identity": identity}
-    with RunWriter.create(tmp_path / "first", record, snapshot_in(tmp_path / "scratch")) as run:
-        add_unit(run, 0, header_logits)
+def first_part(tmp_path: Path, header_logits: dict, kept: str = "full") -> Run:
+    """A run of one part of two contexts with these header logits."""
+    record = record_of(1, positions=KEPT, model=SMALL_MODEL | {"vocab": 49_152}, header_logits=kept)
+    with RunWriter(tmp_path / "first", record) as writer:
+        add_part(writer, 0, header_logits)
     return Run.open(tmp_path / "first")
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import datasets
 import pyarrow.parquet as pq
 import pytest
-from runs import CONFIG, files_under, rewritten, sampled
+from runs import CONFIG, files_under, sampled
 from shell import call
 
 from benchmarks.probe_validation.planted import Plan, plant, write
@@ -78,21 +78,6 @@ def test_no_file_of_a_run_names_a_folder_of_this_machine(local, tmp_path, capfd)
     assert recalled({"name": "my-model"}, "00").name == "my-model"
     shutil.rmtree(tmp_path / "secret" / "my-model")
     assert recalled({"name": "my-model"}, run.model["weights_hash"]).name == "my-model"
-
-
-def test_a_run_of_an_older_version_is_gone_on_with(local, capfd):
-    """It names whole paths."""
-    words, out = local
-    assert call(main, words, capfd).status == 0
-
-    def older(record: dict) -> None:
-        config = record["identity"]["config"]
-        config["dataset"] = words[words.index("--dataset") + 1]
-        config["model"]["name"] = words[words.index("--model") + 1]
-
-    rewritten(out, "run.json", older)
-    for extra in ([], ["--dry-run"]):
-        assert call(main, [*words, *extra], capfd).status == 0
 
 
 def texts_in(path: Path) -> str:

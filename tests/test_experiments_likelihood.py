@@ -1,34 +1,25 @@
 """Likelihood of real follow-ups: what is read off runs, and the estimates by hand."""
 
-import json
 import shutil
 from dataclasses import replace
 
 import numpy as np
 import pandas as pd
-import pyarrow.parquet as pq
 import pytest
 import scored
 from conftest import Silent
-from judging import FakeJudge
-from runs import rewritten
+from runs import rewritten, with_settings
 from shell import call
 
 from experiments.likelihood.__main__ import main
 from experiments.likelihood.analyse import estimates
 from experiments.likelihood.read import References, Scored, read
-from ia_mech.collect.config import SampleConfig
 from ia_mech.collect.job import collect
-from ia_mech.display import Quiet
-from ia_mech.engine.plan import Grid
 from ia_mech.errors import UserError
-from ia_mech.judge.label import items_of, label_run
-from ia_mech.judge.rubric import GENUINE
-from ia_mech.judge.verdict import Verdict
 from ia_mech.run import Run
-from ia_mech.run.labels import KEY
+from ia_mech.settings import Settings
 
-GRID = Grid((0.85, 1.0), 3, 5, 0)
+DECODING = {"temperatures": (0.85, 1.0), "samples": 1, "max_new_tokens": 5}
 
 
 @pytest.fixture(scope="module")
@@ -38,31 +29,17 @@ def sampled(tiny_subject, tmp_path_factory):
     def make(conversations=scored.CONVERSATIONS, **options) -> Run:
         folder = tmp_path_factory.mktemp("likelihood")
         data = scored.dataset(folder / "chats.jsonl", conversations)
-        options = {"grid": GRID, "contrasts": True, "swaps": 2} | options
-        config = SampleConfig(dataset=data, limit=None, **options)
-        return collect(config, tiny_subject, folder / "run", Silent())
+        options = DECODING | {"contrasts": True, "swaps": 2} | options
+        settings = Settings(dataset=data, limit=None, **options)
+        return collect(settings, tiny_subject, folder / "run", Silent())
 
     return make
 
 
 @pytest.fixture(scope="module")
 def plain(sampled) -> Run:
-    """With scored generations, not judged; tests leave it as it is."""
-    return sampled(score_generations=True)
-
-
-def judged(run: Run, judge: str = "rules") -> Run:
-    """Every second sample above greedy is genuine."""
-    keys = list(run.generations[list(KEY)].itertuples(index=False, name=None))
-    verdicts = []
-    for key, item in zip(keys, items_of(run), strict=True):
-        genuine = key[1] > 0 and key[2] % 2 == 0
-        category = GENUINE if genuine else "new_topic"
-        said = {"repeat": 0, "category": category, "genuine": genuine, "status": "judged"}
-        said |= {"rationale": "planted", "item": item.key("", 0)[:16]}
-        verdicts.append(dict(zip(KEY, key, strict=True)) | said)
-    run.labels.write_judgements(judge, verdicts, {"identity": {"kind": judge}, "repeats": 1})
-    return run
+    """Tests leave it as it is."""
+    return sampled()
 
 
 @pytest.fixture
@@ -122,12 +99,9 @@ def test_the_estimates_of_a_run_are_means_of_what_it_stores(plain):
 
 
 def test_references_that_two_runs_score_in_the_same_contexts_are_refused(sampled, plain):
-    again = sampled(contrasts=False, grid=replace(GRID, seed=1))
+    again = sampled(contrasts=False, swaps=0, seed=1)
     with pytest.raises(UserError, match=r"score \d+ of the same follow-ups in the same contexts"):
         read([plain, again])
-
-
-# -- generations and their labels ---------------------------------------------------------------
 
 
 def test_what_a_reader_of_contrasts_has_to_know_is_noted(sampled, plain):
@@ -146,79 +120,17 @@ def test_what_a_reader_of_contrasts_has_to_know_is_noted(sampled, plain):
         assert note.startswith(said)
 
 
-def test_verdicts_are_joined_by_run_context_temperature_and_sample(copied):
-    run = judged(copied())
-    found = read([run])
-    assert found.gate.judge == "rules" and len(found.generations) == len(run.generations)
-    expected = (found.generations["temperature"] > 0) & (found.generations["sample"] % 2 == 0)
-    assert found.generations["genuine"].tolist() == expected.astype(float).tolist()
-    rows = estimates(found, resamples=100)
-    within = rows[(rows["quantity"] == "AUROC of genuine, within contexts")]
-    within = within[(within["of"] == "response, bits") & (within["dataset"] == "(all)")]
-    warm = found.generations[found.generations["temperature"] == 1.0]
-    won = [
-        (g > o) + (g == o) / 2
-        for _, one in warm.groupby("context_id")
-        for g in one.loc[one["genuine"] == 1, "response_contrast_bits"]
-        for o in one.loc[one["genuine"] == 0, "response_contrast_bits"]
-    ]
-    assert len(won) == 2 * len(run.contexts)
-    assert within[within["temperature"] == 1.0]["value"].item() == pytest.approx(np.mean(won))
-
-
-def test_generations_that_say_nothing_are_noted(sampled, plain):
-    """Not scored at all, or not judged; without swaps there are the other contrasts."""
-    assert read([plain]).notes[-1] == (
-        f"{plain.path} is not judged, so generations aren't distinguished: python -m "
-        f"ia_mech.judge run {plain.path}"
-    )
-    assert read([plain]).gate is None and read([plain]).generations["genuine"].isna().all()
-    unscored = read([sampled(scored.CONVERSATIONS[:3])])
-    assert unscored.generations.empty
-    assert unscored.notes[-1] == (
-        "generations were not scored after other responses: sample with --contrasts "
-        "--score-generations"
-    )
-    run = sampled(scored.CONVERSATIONS[:3], swaps=0, score_generations=True)
-    rows = estimates(read([run]), resamples=100)
-    assert set(rows[rows["quantity"] == "generations' contrast, bits"]["of"]) == {"empty", "header"}
-
-
 def test_runs_without_contrasts_have_likelihoods_and_a_note(copied):
-    without = {"contrasts": False}
-    run = rewritten(copied().path, "run.json", lambda r: r["identity"]["config"].update(without))
+    run = rewritten(copied().path, "run.json", with_settings(contrasts=False))
     scores = read([run])
     plain = scores.candidates[scores.candidates["name"] == "reference"]
     plain = plain.assign(**dict.fromkeys([*CONTRASTS], NAN))
-    alone = replace(scores, candidates=plain, generations=scores.generations[:0])
+    alone = replace(scores, candidates=plain)
     found = estimates(alone, resamples=100)
     assert not found["quantity"].str.contains("contrast, bits|beats|likeliest after").any()
     assert found.loc[found["quantity"] == "log p", "value"].notna().all()
     assert scores.notes[0].startswith("no contrasts and rivals: they are scored where sampling has")
     assert not any("--swaps" in note or "no control" in note for note in scores.notes)
-
-
-def test_one_of_several_judges_is_chosen_and_must_be_there(copied, sampled):
-    run = judged(judged(copied()), "other")
-    with pytest.raises(UserError, match="verdicts of other, rules; choose one with --judge"):
-        read([run])
-    assert read([run], "other").gate.judge == "other"
-    for one in (run, sampled(scored.CONVERSATIONS[:3])):  # with nothing to label, too
-        with pytest.raises(UserError, match=r"no (judgements|verdicts) of 'nobody'"):
-            read([one], "nobody")
-
-
-@pytest.mark.slow
-def test_a_judge_that_accepts_every_turn_is_called_not_grounded(sampled, capfd):
-    chats = [{"query": f"Why {i}?", "response": f"So {i}.", "reference": "Yes?"} for i in range(12)]
-    run = sampled(chats, score_generations=True, grid=Grid((1.0,), 1, 3))
-    label_run(run, FakeJudge(lambda *_: Verdict(GENUINE), paid=False), "agreeable", Quiet())
-    outcome = call(main, [str(run.path)], capfd)
-    assert outcome.status == 0, outcome.err
-    assert "judge agreeable is not grounded: it calls 1.00 of turns genuine after" in outcome.out
-    written = pq.read_schema(run.path / "experiments" / "likelihood" / "estimates.parquet")
-    about = json.loads(written.metadata[b"ia_mech"])
-    assert (about["judge"], about["gate"]) == ("agreeable", "not grounded")
 
 
 def test_a_run_of_one_follow_up_has_estimates_without_intervals(sampled):
@@ -228,16 +140,13 @@ def test_a_run_of_one_follow_up_has_estimates_without_intervals(sampled):
     assert contrasts["low"].isna().all() and set(contrasts["method"]) == {"one source"}
 
 
-def test_runs_without_scores_are_refused(sampled, copied):
+def test_runs_without_follow_ups_are_refused(sampled):
     with pytest.raises(UserError, match=r"^no context has a reference turn.*--followup-column"):
         read([sampled([scored.CONVERSATIONS[3]])])
-    run = rewritten(copied().path, "run.json", lambda r: r["identity"].pop("score_temperatures"))
-    with pytest.raises(UserError, match="before turns were scored after other responses; sample"):
-        read([run])
 
 
 def test_the_command_writes_what_is_estimated(copied, capfd):
-    run = judged(copied())
+    run = copied()
     outcome = call(main, [str(run.path), "--resamples", "100"], capfd)
     assert outcome.status == 0, outcome.err
     folder = run.path / "experiments" / "likelihood"
@@ -249,7 +158,7 @@ def test_the_command_writes_what_is_estimated(copied, capfd):
     again = estimates(read([run]), resamples=100)
     assert found.pop("test").isna().all()
     pd.testing.assert_frame_equal(found, again.drop(columns="test"), check_dtype=False)
-    for text in ("best T", "another's follow-up", "likelier than", "within contexts"):
+    for text in ("best T", "another's follow-up", "likelier than"):
         assert text in outcome.out
 
 
@@ -305,23 +214,7 @@ def candidate(
     } | contrasts
 
 
-def generation(source: str, context: str, bits: float, genuine: float, **changes) -> dict:
-    return {
-        "run": "r",
-        "dataset": "chats",
-        "source": source,
-        "context_id": context,
-        "tokens": 5,
-        "finish_reason": "turn_end",
-        "temperature": 1.0,
-        "genuine": genuine,
-        "response_contrast_bits": bits,
-        "empty_contrast_bits": NAN,
-        "header_contrast_bits": NAN,
-    } | changes
-
-
-def by_hand(references, candidates=(), generations=()) -> Scored:
+def by_hand(references, candidates=()) -> Scored:
     """As ``read`` gives it; references are their own candidates too."""
     frame = pd.DataFrame(references)
     curve = np.stack(frame.pop("curve").to_list())
@@ -335,9 +228,8 @@ def by_hand(references, candidates=(), generations=()) -> Scored:
     rivals = pd.DataFrame([*own, *candidates])
     rivals["dataset"] = frame["dataset"].to_numpy()[rivals["reference"]]
     rivals["source"] = frame["source"].to_numpy()[rivals["reference"]]
-    written = pd.DataFrame(list(generations), columns=None if generations else ["dataset"])
     references = References(frame, TEMPERATURES, curve, {}, True)
-    return Scored([], references, rivals, written, None, [])
+    return Scored([], references, rivals, [])
 
 
 def rows(found: pd.DataFrame, quantity: str, of: str = "", **changes) -> pd.DataFrame:
@@ -351,8 +243,8 @@ def value(found: pd.DataFrame, quantity: str, of: str = "", **changes) -> float:
     return rows(found, quantity, of, **changes)["value"].item()
 
 
-def of(*given, **more) -> pd.DataFrame:
-    return estimates(by_hand(*given, **more), resamples=100)
+def of(*given) -> pd.DataFrame:
+    return estimates(by_hand(*given), resamples=100)
 
 
 # -- references ---------------------------------------------------------------------------------
@@ -472,75 +364,3 @@ def test_shares_of_contexts_where_the_reference_is_likelier():
     assert value(found, "reference beats", "closing", temperature=1.0) == 0.0  # a tie
     assert np.isnan(value(found, "reference beats per token", "closing"))
     assert value(found, "log-odds among candidates") == 1.0
-
-
-# -- generations --------------------------------------------------------------------------------
-
-
-WRITTEN = [
-    generation("s0", "a", 5.0, 1.0),
-    generation("s0", "a", 4.0, 0.0),
-    generation("s0", "a", 6.0, 0.0),
-    generation("s1", "b", 1.0, 1.0),
-    generation("s1", "b", 1.0, 0.0),
-    generation("s2", "c", 9.0, 1.0),
-    generation("s3", "d", 2.0, 0.0),
-    generation("s3", "d", 3.0, NAN),
-]
-BETWEEN, WITHIN = "AUROC of genuine, between sources", "AUROC of genuine, within contexts"
-BITS = "response, bits"
-
-
-def test_contrasts_of_generations_by_what_the_judge_says():
-    found = of(REFERENCES, generations=WRITTEN)
-    name = "generations' contrast, bits"
-    assert value(found, name, "response", temperature=1.0) == pytest.approx(31 / 8)
-    assert value(found, name, "response, genuine") == pytest.approx((5 + 1 + 9) / 3)
-    assert value(found, name, "response, not genuine") == pytest.approx((4 + 6 + 1 + 2) / 4)
-    assert rows(found, name, "empty").empty
-
-
-def test_auroc_between_sources_compares_turns_of_different_sources():
-    """s0: 5 beats 1 and 2; s1: 1 loses to 4, 6 and 2; s2: 9 beats all four."""
-    found = of(REFERENCES, generations=WRITTEN)
-    assert value(found, BETWEEN, BITS) == pytest.approx(6 / 9)
-    assert rows(found, BETWEEN, BITS)["rows"].item() == 7
-
-
-def test_contrasts_of_generations_per_token():
-    written = [row | {"tokens": 2 + at} for at, row in enumerate(WRITTEN)]
-    written[0] |= {"finish_reason": "length", "tokens": 1}
-    written[7] |= {"tokens": 1}  # a turn-end alone
-    found = of(REFERENCES, generations=written)
-    pace = [5 / 1, 4 / 2, 6 / 3, 1 / 4, 1 / 5, 9 / 6, 2 / 7]
-    name = "generations' contrast, bits per token"
-    assert value(found, name, "response") == pytest.approx(np.mean(pace))
-    assert rows(found, name, "response")["rows"].item() == 7
-    # 5 beats the three others' 1/5 and 2/7; 1/4 beats 2/7? no; 1.5 beats 1/5 and 2/7.
-    assert value(found, BETWEEN, "response, bits per token") == pytest.approx((2 + 0 + 2) / 9)
-
-
-def test_auroc_within_contexts_compares_pairs_of_one_context():
-    """Context a: 5 beats 4 and loses to 6; b: a tie; c and d have no pair."""
-    found = rows(of(REFERENCES, generations=WRITTEN), WITHIN, BITS)
-    assert found["value"].item() == pytest.approx((1 + 0.5) / 3)
-    assert found["rows"].item() == 5 and found["sources"].item() == 2
-
-
-def test_contexts_of_two_datasets_that_share_an_id_are_not_compared():
-    """Ids are unique within a run only: two files may both number their rows."""
-    written = [
-        generation("s0", "q1", 5.0, 1.0),
-        generation("s0", "q1", 1.0, 0.0),
-        generation("t0", "q1", 9.0, 0.0, dataset="maths"),
-        generation("t0", "q1", 10.0, 1.0, dataset="maths"),
-    ]
-    found = of([*REFERENCES, reference("t0", [-1, -1, -1], dataset="maths")], generations=written)
-    shares = {
-        dataset: value(found, WITHIN, BITS, dataset=dataset)
-        for dataset in ("chats", "maths", "(all)")
-    }
-    assert shares == {"chats": 1.0, "maths": 1.0, "(all)": 1.0}
-
-
-# -- the same numbers shown ---------------------------------------------------------------------

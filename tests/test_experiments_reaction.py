@@ -128,18 +128,17 @@ def test_without_a_context_for_no_response_presence_is_left_open(chat, tmp_path)
 
 def test_finished_parts_are_kept_and_damaged_ones_computed_again(tmp_path, monkeypatch):
     reader, arm = a_reader(tiny.model("llama"), PlainChat()), an_arm()
-    monkeypatch.setattr(experiments.reaction.score, "QUERIES", 1)
     first = likelihoods(arm, reader, tmp_path, Quiet())
     files = sorted(tmp_path.glob("*.parquet"))
     assert len(files) == 2
     calls: list[int] = []
-    honest = experiments.reaction.score._score
+    honest = experiments.reaction.score._of_query
 
     def counted(*arguments):
         calls.append(1)
         return honest(*arguments)
 
-    monkeypatch.setattr(experiments.reaction.score, "_score", counted)
+    monkeypatch.setattr(experiments.reaction.score, "_of_query", counted)
     again = likelihoods(arm, reader, tmp_path, Quiet())
     assert not calls
     np.testing.assert_array_equal(again.own, first.own)

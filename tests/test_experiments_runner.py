@@ -175,7 +175,7 @@ def test_runs_are_finished_and_each_is_given_once(merged, copied, refused, tmp_p
     copy = copied()
     line = refused(merged.path, copy.path)
     assert line == f"{copy.path} is a copy of {merged.path}; give each run once"
-    unfinished = copied("manifest.json", lambda manifest: manifest.update(complete=False))
+    unfinished = copied("manifest.json", lambda manifest: manifest.update(parts=[]))
     assert "is still being written or was interrupted" in refused(unfinished.path)
     assert "is not a run" in refused(tmp_path)
     assert "is not a run" in refused(tmp_path / "nowhere")
@@ -187,7 +187,7 @@ def test_several_models_and_perturbed_contexts_are_refused_unless_declared(
     model = {"name": "other", "weights_hash": "0"}
     other = copied("run.json", lambda record: record["identity"]["model"].update(model))
     line = refused(merged.path, other.path)
-    assert line == "the runs are of several models (tiny-llama, other); give runs of one model"
+    assert line == "the runs are of several models (planted, other); give runs of one model"
     read = Run.contexts.func
     monkeypatch.setattr(Run, "contexts", property(lambda run: read(run).assign(perturbation="x")))
     line = refused(merged.path)

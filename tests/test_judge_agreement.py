@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from judging import DECOYS, ROWS, FakeJudge, keys_of, plant
 from rich.console import Console
-from runs import files_under
+from runs import files_under, rewritten
 from shell import files
 
 from ia_mech.display import Quiet, console
@@ -270,7 +270,7 @@ def test_labels_that_do_not_belong(run):
     run.labels.write_judgements("other", [], {})
     with pytest.raises(UserError, match=r"judge 'other' of .* has no labels"):
         agreement(run)
-    run.complete = False
+    run = rewritten(run.path, "manifest.json", lambda manifest: manifest.update(parts=[]))
     with pytest.raises(UserError, match="still being written"):
         agreement(run)
 

@@ -2,8 +2,6 @@
 
 import json
 import os
-import random
-import re
 
 import pytest
 from judging import FakeJudge
@@ -31,9 +29,7 @@ def filled(tmp_path):
 
 def first_line(path) -> dict:
     """What the first line says."""
-    line = json.loads(path.read_bytes().splitlines()[0])
-    assert re.fullmatch("xxh3:[0-9a-f]{32}", line.pop("seal"))
-    return line
+    return json.loads(path.read_bytes().splitlines()[0])
 
 
 def held(folder) -> list[bool]:
@@ -68,7 +64,6 @@ def test_a_file_without_a_whole_line_begins_anew(filled, tmp_path, size):
 
 
 def said(**verdict) -> bytes:
-    """A line as earlier versions wrote them."""
     return json.dumps({"key": "a", "verdict": VERDICT.to_json() | verdict}).encode()
 
 
@@ -76,24 +71,19 @@ WRONG = [
     *(b"\xff\xfe", b"{}}", b"17", b"[]", b"{}", b'"key"', b"[" * 200_000),
     *(b'{"key": "a"}', b'{"key": "a", "verdict": {}}', b'{"key": "a", "verdict": []}'),
     *(said(category=None), said(category="no name"), said(category=["generic"])),
-    *(said(status="unparsable"), said(status=7), said(status=["judged"])),
-    *(said(rationale=None), said(mode=1), said(error={}), said(origin=0)),
-    *(said(scores=[1.0]), said(scores={"generic": "1"}), said(scores={"generic": float("nan")})),
-    *(said(prompt_tokens="1"), said(prompt_tokens=10**30), said(completion_tokens=None)),
-    *(said(cost="1"), said(cost=float("inf")), said(cost=[])),
+    *(said(status="unparsable"), said(status=7), said(status=["judged"]), said(mood="good")),
 ]
 
 
 @pytest.mark.parametrize("damage", WRONG, ids=lambda line: line[:60].decode("latin-1"))
-def test_a_damaged_line_is_named_and_frees_the_file(filled, tmp_path, damage):
+def test_a_line_that_can_not_be_read_is_judged_again(filled, tmp_path, damage):
     lines = filled.read_bytes().splitlines(keepends=True)
     lines[2] = damage + b"\n"
     filled.write_bytes(b"".join(lines))
-    for _ in range(2):  # the second would fail on the lock, were it kept
-        with pytest.raises(UserError, match=rf"line 3 of .*{filled.name} is damaged .*; remove"):
-            VerdictCache({"kind": "x"}, tmp_path)
-    filled.write_bytes(b"".join(lines[:2] + lines[3:]))
     assert held(tmp_path) == [True, False, True]
+    with VerdictCache({"kind": "x"}, tmp_path) as cache:
+        cache.put(ITEMS[1], 0, VERDICT)
+    assert held(tmp_path) == [True] * 3
 
 
 def test_one_writer_at_a_time(filled, tmp_path):
@@ -103,39 +93,6 @@ def test_one_writer_at_a_time(filled, tmp_path):
         with VerdictCache({"kind": "y"}, tmp_path):
             pass  # another judge is another file
     assert held(tmp_path) == [True] * 3
-
-
-@pytest.fixture
-def unsealed(filled):
-    """The same file as earlier versions wrote it."""
-    filled.write_text(re.sub(', "seal": "xxh3:[0-9a-f]{32}"', "", filled.read_text()))
-    assert "seal" not in filled.read_text()
-    return filled
-
-
-def test_lines_of_earlier_versions_are_read_and_new_ones_added(unsealed, tmp_path):
-    assert held(tmp_path) == [True] * 3
-    with VerdictCache({"kind": "x"}, tmp_path) as cache:
-        cache.put(ODD, 0, VERDICT)
-    assert held(tmp_path) == [True] * 3
-    assert unsealed.read_text().count("seal") == 1
-
-
-def test_fields_of_a_later_version_are_left_out(unsealed, tmp_path):
-    text = unsealed.read_text().replace('"status"', '"mood": "good", "status"')
-    unsealed.write_text(text)
-    assert held(tmp_path) == [True] * 3
-
-
-def test_every_flipped_bit_is_noticed(filled, tmp_path):
-    """In every line but for the end of the last, which reads as a line that is being written."""
-    content = filled.read_bytes()
-    draw = random.Random(0)
-    for _ in range(500):
-        place, bit = draw.randrange(len(content) - 1), 1 << draw.randrange(8)
-        filled.write_bytes(content[:place] + bytes([content[place] ^ bit]) + content[place + 1 :])
-        with pytest.raises(UserError, match=rf"line \d of .*{filled.name} is damaged .*; remove"):
-            held(tmp_path)
 
 
 def test_a_changed_rubric_or_judge_misses(tmp_path, monkeypatch):

@@ -9,14 +9,12 @@ from pathlib import Path
 import pytest
 import tiny
 from judging import DECOYS, ROWS
-from runs import sampled
+from runs import rewritten
 from shell import call, files, refusal
 from stub_server import StubServer, completion
 
 from ia_mech.cli import NOTHING
-from ia_mech.collect.config import SampleConfig
 from ia_mech.display import Quiet
-from ia_mech.engine.plan import Grid
 from ia_mech.judge import prompt
 from ia_mech.judge.__main__ import main
 from ia_mech.judge.cache import VerdictCache
@@ -347,12 +345,12 @@ def test_the_subject_model_is_refused_by_name_before_it_is_loaded(refused, run, 
 
 
 def test_the_subject_model_is_refused_under_another_name_and_dtype(
-    refused, judge, tiny_model_dir, tmp_path, monkeypatch
+    run, refused, judge, tiny_model_dir, tmp_path, monkeypatch
 ):
     """The run has it in half precision, the judge takes a copy of its folder in full."""
-    few = SampleConfig(limit=2, grid=Grid((), 1, 2))
     half = load(ModelSpec(tiny_model_dir, dtype="bfloat16", device="cpu"))
-    run = sampled(few, half, tmp_path / "half")
+    described = half.describe()
+    run = rewritten(run.path, "run.json", lambda record: record["identity"].update(model=described))
     copy = tmp_path / "copy"
     half.model.save_pretrained(copy)
     half.tokenizer.save_pretrained(copy)

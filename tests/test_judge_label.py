@@ -8,15 +8,13 @@ from pathlib import Path
 import pandas as pd
 import pytest
 from judging import DECOYS, ROWS, FakeJudge, Recorded, genuine
-from runs import CONTEXTS, sampled
+from runs import CONTEXTS, planted, rewritten
 
-from ia_mech.collect.config import SampleConfig
-from ia_mech.engine.plan import Grid
 from ia_mech.errors import UserError
 from ia_mech.judge.label import items_of, label_run
 from ia_mech.judge.rubric import CANNOT_ASSESS, GENUINE, VERSION, rubric_hash
 from ia_mech.judge.verdict import Item, Verdict, identity_hash
-from ia_mech.run import Run, integrity
+from ia_mech.run import Run
 from ia_mech.run.labels import KEY
 
 ALL = ROWS + DECOYS
@@ -78,13 +76,12 @@ def test_rows_are_those_of_the_generations_in_their_order(run, label):
     }
 
 
-def test_neither_system_messages_nor_the_users_real_follow_up_are_shown(tiny_subject, tmp_path):
+def test_neither_system_messages_nor_the_users_real_follow_up_are_shown(tmp_path):
     chat = [("system", "Rules."), ("user", "Why?"), ("assistant", "So."), ("user", "And then?")]
     messages = [{"role": role, "content": content} for role, content in chat]
     file = tmp_path / "chats.jsonl"
     file.write_text("".join(json.dumps({"messages": m}) + "\n" for m in (messages, messages[1:3])))
-    config = SampleConfig(dataset=str(file), grid=Grid((), 1, 2))
-    run = sampled(config, tiny_subject, tmp_path / "run")
+    run = planted(tmp_path / "run", [2], dataset=str(file))
     assert [len(m) for m in run.contexts["messages"]] == [3, 2]
     assert run.contexts["reference"].tolist()[0] == "And then?"
     assert {(item.query, item.response) for item in items_of(run)} == {("Why?", "So.")}
@@ -234,16 +231,11 @@ def test_replay_gives_the_same_rows_without_asking(label):
 
 
 def test_an_unfinished_run_is_refused(run, cache):
-    manifest = run.path / "manifest.json"
-    content = integrity.read_json(manifest)
-    integrity.write_json(manifest, content | {"complete": False})
+    begun = rewritten(run.path, "manifest.json", lambda manifest: manifest.update(parts=[]))
     judge = FakeJudge()
-    expected = r"run is still being written or was interrupted \(12 of 12 contexts\); let the comm"
+    expected = r"run is still being written or was interrupted \(0 of 1 parts\); let the comm"
     with pytest.raises(UserError, match=expected):
-        label_run(Run.open(run.path), judge, "fake", Recorded(), cache_folder=cache)
-    integrity.write_json(manifest, content | {"complete": False, "parts": []})
-    with pytest.raises(UserError, match=r"\(0 of 12 contexts\); let the comm"):
-        label_run(Run.open(run.path), judge, "fake", Recorded(), cache_folder=cache)
+        label_run(begun, judge, "fake", Recorded(), cache_folder=cache)
     assert judge.asked == [] and run.labels.judges == [] and not cache.exists()
 
 

@@ -1,22 +1,18 @@
 """The offline lens against the models' own logits, and the hand-over to TransformerLens."""
 
-import json
-
 import pytest
 import tiny
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
+from conftest import Silent
 
-from ia_mech.collect.config import SampleConfig
 from ia_mech.collect.job import collect
 from ia_mech.engine.capture import find_blocks
-from ia_mech.engine.plan import Grid
-from ia_mech.engine.prefill import Prefix, prefill
+from ia_mech.engine.state import Prefix, prefill
 from ia_mech.errors import UserError
 from ia_mech.lens import Lens, lens_file, save_lens
 from ia_mech.models.bridge import activation_cache, hook_name, hook_tensors
 from ia_mech.models.load import ModelSpec, Subject, weights_hash
+from ia_mech.settings import Settings
 
 
 def subject(model) -> Subject:
@@ -78,7 +74,8 @@ def flipped(content: bytes, at: int) -> bytes:
 
 DAMAGES = {
     "a bit of the header": lambda content: flipped(content, 20),
-    "a bit of a setting": lambda content: content.replace(b"eps", b"epr", 1),
+    "a setting's name": lambda content: content.replace(b"eps", b"epr", 1),
+    "a tensor's name": lambda content: content.replace(b"norm_bias", b"norm_bios", 1),
     "a bit of a weight": lambda content: flipped(content, len(content) // 2),
     "cut": lambda content: content[:100],
     "emptied": lambda content: b"",
@@ -111,25 +108,16 @@ def test_a_lens_of_other_weights_is_refused(tmp_path, monkeypatch):
         Lens.load("other")
 
 
-def test_a_lens_from_before_there_were_hashes_is_read(tmp_path, monkeypatch):
-    monkeypatch.setenv("IA_MECH_CACHE", str(tmp_path))
-    about = subject(tiny.model("llama"))
-    assert save_lens(about, tiny.prompt(9, seed=0)) is None
-    file = lens_file(about.weights_hash)
-    with safe_open(file, framework="pt") as stored:
-        tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
-        settings = json.loads(stored.metadata()["lens"])
-    del settings["xxh3_128"]
-    save_file(tensors, file, {"lens": json.dumps(settings)})
-    Lens.load(about.weights_hash)
-
-
 @pytest.fixture(scope="module")
 def run(tiny_subject, tmp_path_factory):
-    from conftest import Silent
-
-    config = SampleConfig(limit=4, grid=Grid((1.0,), 1, 3), positions=("turn_end", "header_last"))
-    return collect(config, tiny_subject, tmp_path_factory.mktemp("lens") / "run", Silent())
+    settings = Settings(
+        limit=4,
+        temperatures=(1.0,),
+        samples=1,
+        max_new_tokens=3,
+        positions=("turn_end", "header_last"),
+    )
+    return collect(settings, tiny_subject, tmp_path_factory.mktemp("lens") / "run", Silent())
 
 
 def test_a_runs_residuals_carry_transformer_lens_names(run):

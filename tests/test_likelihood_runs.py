@@ -19,19 +19,17 @@ from shell import call, files
 
 from ia_mech.chat.format import ChatFormat
 from ia_mech.collect import command as command_line
-from ia_mech.collect.config import SampleConfig
 from ia_mech.collect.identity import build_chat, eos_ids
 from ia_mech.collect.job import collect
-from ia_mech.engine import plan
-from ia_mech.engine.plan import Grid
 from ia_mech.likelihood.scorer import NO_SWAP_SOURCE, Scorer, scored_temperatures
 from ia_mech.likelihood.swaps import SwapSources
 from ia_mech.models.load import ModelSpec, Subject, weights_hash
-from ia_mech.run import Run, integrity, layout
+from ia_mech.run import Run
+from ia_mech.settings import Settings
 
 LN2 = np.log(2)
-GRID = Grid((0.7, 5.0), 2, 6, 0)
-TEMPERATURES = scored_temperatures(GRID.temperatures)
+SETTINGS = Settings(temperatures=(0.7, 5.0), samples=2, max_new_tokens=6, batch_rows=15)
+TEMPERATURES = scored_temperatures(SETTINGS.temperatures)
 
 
 @pytest.fixture(scope="module")
@@ -45,15 +43,14 @@ def subject(tokenizer) -> Subject:
 @pytest.fixture(scope="module")
 def chat(subject) -> ChatFormat:
     ids = eos_ids(subject.model.generation_config, subject.model.config)
-    return build_chat(SampleConfig(), subject.tokenizer, ids)
+    return build_chat(SETTINGS, subject.tokenizer, ids)
 
 
 def sampled(subject, folder, name: str = "run", **given) -> Run:
     data = scored.dataset(folder / "chats.jsonl")
-    options = {"grid": GRID, "batch_rows": 15, "contrasts": True, "score_generations": True}
-    options |= given
-    config = SampleConfig(dataset=data, limit=None, **options)
-    return collect(config, subject, folder / name, Silent())
+    asked = {"contrasts": True, "swaps": 4} | given
+    settings = replace(SETTINGS, dataset=data, limit="all", **asked)
+    return collect(settings, subject, folder / name, Silent())
 
 
 @pytest.fixture(scope="module")
@@ -115,13 +112,10 @@ def referenced(run: Run) -> pd.DataFrame:
 
 
 def test_the_data_has_what_can_go_wrong(run):
-    """Lengths far apart, a response that is empty, no reference, and turns with and without end."""
+    """Lengths far apart, a context without a reference, and few others to lend responses."""
     assert run.contexts["context_tokens"].max() > 3 * run.contexts["context_tokens"].min()
     assert len(referenced(run)) == len(run.contexts) - 1
-    counts = run.generations["finish_reason"].value_counts()
-    assert counts["turn_end"] >= 5 and counts["length"] >= 5
-    assert (run.generations["tokens"] == 1).any()  # a turn-end and nothing else
-    assert run.contexts["swapped_from"].map(len).tolist() == [4] * 7 + [1] * 2
+    assert referenced(run)["swapped_from"].map(len).tolist() == [4] * 6 + [1] * 2
 
 
 def test_references_equal_a_full_forward_pass(run, subject, chat):
@@ -191,36 +185,18 @@ def test_another_conversations_reference_is_contrasted_as_the_own_one_is(run, su
     assert seen == 6
 
 
-def test_generations_equal_a_full_forward_pass(run, subject, chat):
-    contexts = run.contexts.set_index("context_id", drop=False)
-    after = {name: contexts_of(run, chat, row) for name, row in contexts.iterrows()}
-    for _, row in run.generations.iterrows():
-        ids = row["token_ids"].tolist()
-        tokens = len(ids) - (row["finish_reason"] == "turn_end")
-        found = expected_contrasts(subject.model, after[row["context_id"]], ids, tokens)
-        for name, value in found.items():
-            np.testing.assert_allclose(row[name], value, **scored.bits(len(ids)), err_msg=name)
-        if row["finish_reason"] == "length":  # it never ended, so there is nothing with its end
-            ends = [name for name in run.generations.columns if name.endswith("_with_end")]
-            assert len(ends) == 6 and row[ends].isna().all()
-        elif tokens == 0:
-            assert row["response_contrast_bits"] == row["empty_contrast_bits"] == 0.0
-            assert row["logprob_swapped"].tolist() == [0.0] * len(row["logprob_swapped"])
-
-
 def test_lenders_are_those_that_the_seed_draws(run, subject):
     rows = [
         (order, scored.conversation(row), None)
         for order, (_, row) in enumerate(run.contexts.iterrows())
     ]
-    donors = SwapSources.of(rows, subject.tokenizer, GRID.seed)
-    for order, row in run.contexts.iterrows():
+    donors = SwapSources.of(rows, subject.tokenizer, SETTINGS.seed)
+    for order, row in referenced(run).iterrows():
         lent = donors.responses(order, 4)
         assert row["swapped_from"].tolist() == [d.id for d in lent]
         reference = donors.reference(order, lent)
-        if row["candidates"] is not None:
-            lenders = [one["lender"] for one in row["candidates"] if one["lender"] is not None]
-            assert lenders == ([] if reference is None else [reference.id])
+        lenders = [one["lender"] for one in row["candidates"] if one["lender"] is not None]
+        assert lenders == ([] if reference is None else [reference.id])
 
 
 # -- what must not matter -----------------------------------------------------------------------
@@ -230,9 +206,11 @@ def test_lenders_are_those_that_the_seed_draws(run, subject):
 def test_other_templates_are_scored_after_their_own_contexts(family, tmp_path):
     subject = tiny.subject("llama", families.build(family))
     data = scored.dataset(tmp_path / "chats.jsonl", scored.CONVERSATIONS[:3])
-    config = SampleConfig(dataset=data, limit=None, grid=Grid((), 1, 1), contrasts=True, swaps=2)
-    run = collect(config, subject, tmp_path / "run", Silent())
-    chat = build_chat(config, subject.tokenizer)
+    settings = Settings(
+        dataset=data, limit="all", temperatures=(), max_new_tokens=1, contrasts=True, swaps=2
+    )
+    run = collect(settings, subject, tmp_path / "run", Silent())
+    chat = build_chat(settings, subject.tokenizer)
     closing = [] if chat.closing_id is None else [chat.closing_id]
     for _, row in referenced(run).iterrows():
         ids = [*row["reference_token_ids"], *closing]
@@ -246,24 +224,27 @@ def test_other_templates_are_scored_after_their_own_contexts(family, tmp_path):
             )
 
 
-SMALL = Grid((1.0,), 1, 4, 0)
 PLAIN = scored.CONVERSATIONS[:5]
 
 
 @pytest.fixture
-def config(tmp_path) -> SampleConfig:
-    data = scored.dataset(tmp_path / "chats.jsonl", PLAIN)
-    return SampleConfig(dataset=data, limit=None, grid=SMALL, batch_rows=4, contrasts=True, swaps=2)
+def settings(tmp_path) -> Settings:
+    return Settings(
+        dataset=scored.dataset(tmp_path / "chats.jsonl", PLAIN),
+        limit="all",
+        temperatures=(1.0,),
+        samples=1,
+        max_new_tokens=4,
+        batch_rows=4,
+        contrasts=True,
+        swaps=2,
+    )
 
 
 def with_template(family: str, template: str) -> Subject:
     tokenizer = copy.deepcopy(families.build(family))
     tokenizer.chat_template = template + families.template(family)
     return tiny.subject("llama", tokenizer)
-
-
-def session(run: Run) -> dict:
-    return integrity.read_json(run.path / layout.MANIFEST)["sessions"][-1]
 
 
 # -- what a template refuses --------------------------------------------------------------------
@@ -283,32 +264,32 @@ PROBLEMS = {
 
 @pytest.mark.parametrize("kind", REFUSALS)
 def test_a_contrast_that_the_template_refuses_is_null_said_once_and_recorded(
-    config, tmp_path, progress, kind
+    settings, tmp_path, progress, kind
 ):
     subject = with_template("smollm2", REFUSALS[kind])
-    config = replace(config, score_generations=True)
-    run = collect(config, subject, tmp_path / "run", progress)
+    run = collect(settings, subject, tmp_path / "run", progress)
     assert run.complete and len(run.contexts) == len(PLAIN)
     assert [line for line in progress.lines if "not scored" in line] == [
         f"not scored everywhere: {SAID[kind]}: {PROBLEMS[kind]}"
     ]
-    assert session(run)["contrasts_refused"] == {SAID[kind]: PROBLEMS[kind]}
-    references = run.contexts[run.contexts["reference_logprob"].notna()]
+    assert run.sessions[-1]["contrasts_refused"] == {SAID[kind]: PROBLEMS[kind]}
+    frame = run.contexts[run.contexts["reference_logprob"].notna()]
     other = {"empty": "header", "header": "empty"}[kind]
-    for frame, prefix in ((references, "reference_"), (run.generations, "")):
-        for name in (f"logprob_{kind}", f"{kind}_contrast_bits"):
-            assert frame[prefix + name].isna().all()
-            assert frame[f"{prefix}{name}_with_end"].isna().all()
-        for name in ("response_contrast_bits", f"{other}_contrast_bits"):
-            assert frame[prefix + name].notna().all()
+    for name in (f"logprob_{kind}", f"{kind}_contrast_bits"):
+        assert frame[f"reference_{name}"].isna().all()
+        assert frame[f"reference_{name}_with_end"].isna().all()
+    for name in ("response_contrast_bits", f"{other}_contrast_bits"):
+        assert frame[f"reference_{name}"].notna().all()
 
 
 def test_a_system_message_in_the_first_user_turn_leaves_that_header_out(tmp_path, progress):
     """Of the conversation that has one; the others' headers are there."""
     data = scored.dataset(tmp_path / "chats.jsonl", [*PLAIN, scored.CONVERSATIONS[5]])
     subject = tiny.subject("llama", families.build("gemma3"))
-    config = SampleConfig(dataset=data, limit=None, grid=Grid((), 1, 2), contrasts=True, swaps=1)
-    run = collect(config, subject, tmp_path / "run", progress)
+    settings = Settings(
+        dataset=data, limit="all", temperatures=(), max_new_tokens=2, contrasts=True, swaps=1
+    )
+    run = collect(settings, subject, tmp_path / "run", progress)
     rows = run.contexts.set_index("context_id")
     rows = rows[rows["reference_logprob"].notna()]
     assert rows.index[rows["reference_logprob_header"].isna()].tolist() == ["c5"]
@@ -316,55 +297,32 @@ def test_a_system_message_in_the_first_user_turn_leaves_that_header_out(tmp_path
     assert (
         len([line for line in progress.lines if "not scored everywhere: bare header" in line]) == 1
     )
-    assert list(session(run)["contrasts_refused"]) == ["bare header"]
+    assert list(run.sessions[-1]["contrasts_refused"]) == ["bare header"]
 
 
-def test_where_nobody_lends_a_response_it_is_said(config, tiny_subject, tmp_path, progress):
-    run = collect(replace(config, limit=1), tiny_subject, tmp_path / "run", progress)
+def test_where_nobody_lends_a_response_it_is_said(settings, tiny_subject, tmp_path, progress):
+    run = collect(replace(settings, limit=1), tiny_subject, tmp_path / "run", progress)
     assert [line for line in progress.lines if "not scored" in line] == [
         f"not scored everywhere: swapped response: {NO_SWAP_SOURCE}"
     ]
-    assert session(run)["contrasts_refused"] == {"swapped response": NO_SWAP_SOURCE}
+    assert run.sessions[-1]["contrasts_refused"] == {"swapped response": NO_SWAP_SOURCE}
     assert run.contexts["reference_response_contrast_bits"].isna().all()
     progress.lines.clear()
-    collect(replace(config, limit=1, swaps=0), tiny_subject, tmp_path / "none-asked", progress)
+    collect(replace(settings, limit=1, swaps=0), tiny_subject, tmp_path / "none-asked", progress)
     assert not any("swapped" in line for line in progress.lines)
-
-
-# -- responses that the model writes ------------------------------------------------------------
-
-
-def test_few_contexts_are_computed_together_where_much_is_scored(
-    config, tiny_subject, tmp_path, monkeypatch
-):
-    """So that a kill costs little; without contrasts the same work is more contexts."""
-    together, honest = [], Scorer.add_contrasts
-
-    def counted(self, contexts, scores, decoded):
-        together.append(len(contexts))
-        return honest(self, contexts, scores, decoded)
-
-    monkeypatch.setattr(Scorer, "add_contrasts", counted)
-    monkeypatch.setattr(plan, "CPU", replace(plan.CPU, unit_cost=1_000))
-    wide = replace(config, batch_rows=1000)
-    collect(wide, tiny_subject, tmp_path / "scored", Silent())
-    assert max(together) < len(PLAIN) and sum(together) == len(PLAIN)
-    together.clear()
-    collect(replace(wide, contrasts=False), tiny_subject, tmp_path / "bare", Silent())
-    assert together == [len(PLAIN)]
 
 
 # -- going on -----------------------------------------------------------------------------------
 
 
-def test_an_interrupted_run_goes_on_to_the_same_digest(config, tiny_subject, tmp_path, monkeypatch):
-    """Interrupted while turns are scored; every attempt finishes one more unit."""
-    monkeypatch.setattr(layout, "PART_CONTEXTS", 3)
-    monkeypatch.setattr(plan, "CPU", replace(plan.CPU, unit_cost=1))
+def test_an_interrupted_run_goes_on_to_the_same_digest(
+    settings, tiny_subject, tmp_path, monkeypatch
+):
+    """Interrupted while turns are scored; every attempt finishes one more part."""
     own = own_candidates(tmp_path / "own.jsonl", {"name": "w", "text": "Who?", "id": "c1"})
-    config = replace(config, candidates=own, score_generations=True, response="generate")
-    config = replace(config, max_response_tokens=3)
-    expected = collect(config, tiny_subject, tmp_path / "whole", Silent()).digest()
+    settings = replace(settings, candidates=own, response="generate", max_response_tokens=3)
+    settings = replace(settings, batch_rows=2)
+    expected = collect(settings, tiny_subject, tmp_path / "whole", Silent()).digest()
     out, honest = tmp_path / "scoring", Scorer.add_contrasts
     for _ in range(2):
         calls = []
@@ -378,9 +336,9 @@ def test_an_interrupted_run_goes_on_to_the_same_digest(config, tiny_subject, tmp
         with monkeypatch.context() as patch:
             patch.setattr(Scorer, "add_contrasts", stopped)
             with pytest.raises(KeyboardInterrupt):
-                collect(config, tiny_subject, out, Silent())
-    assert len(Run.open(out).contexts) == 2  # a unit each
-    assert collect(config, tiny_subject, out, Silent()).digest() == expected
+                collect(settings, tiny_subject, out, Silent())
+    assert len(Run.open(out).contexts) == 2  # a part each
+    assert collect(settings, tiny_subject, out, Silent()).digest() == expected
 
 
 # -- the user's candidates ----------------------------------------------------------------------
@@ -404,19 +362,18 @@ def sample(tiny_model_dir, tmp_path, capfd, monkeypatch):
     return lambda *more: call(command_line.main, [*words, *map(str, more)], capfd)
 
 
-def test_the_command_line_takes_candidates_swaps_and_generations(sample, tmp_path, tiny_subject):
+def test_the_command_line_takes_candidates_and_swaps(sample, tmp_path, tiny_subject):
     """With responses that the model writes: they are lent, in place of those of the data."""
     rows = {"name": "all", "text": " Why so?\n"}, {"name": "why", "text": "Why?", "id": "c4"}
     file = own_candidates(tmp_path / "own.jsonl", *rows)
-    words = ("--candidates", file, "--contrasts", "--swaps", 1, "--score-generations")
+    words = ("--candidates", file, "--contrasts", "--swaps", 1)
     words += ("--response", "generate", "--max-response-tokens", 5)
     run = sample(*words).run
     identity = run.record["identity"]
     assert identity["candidates"] == hashlib.sha256(Path(file).read_bytes()).hexdigest()
-    assert set(run.contexts["swapped_from"].map(len)) == {1}
+    assert set(referenced(run)["swapped_from"].map(len)) == {1}
     assert set(run.contexts["response_policy"]) == {"generated"}
-    assert run.generations["response_contrast_bits"].notna().all()
-    chat, contexts = build_chat(SampleConfig(), tiny_subject.tokenizer), run.contexts
+    chat, contexts = build_chat(SETTINGS, tiny_subject.tokenizer), run.contexts
     for _, row in contexts[contexts["reference_logprob"].notna()].iterrows():
         found = {one["name"]: one for one in row["candidates"]}
         assert ("why" in found) == (row["context_id"] == "c4")

@@ -35,20 +35,18 @@ from experiments.perturbations.read import compare, read_base
 from experiments.perturbations.sample import judged, under_conditions
 from ia_mech.chat.format import ChatFormat
 from ia_mech.chat.headers import rendered
-from ia_mech.collect.config import SampleConfig
 from ia_mech.collect.job import collect
 from ia_mech.data.conversations import HEADERS, Conversation, open_conversations, validate
 from ia_mech.display import Quiet
-from ia_mech.engine.plan import Grid
 from ia_mech.errors import UserError
 from ia_mech.judge.label import UNSEEN, items_of, label_run
 from ia_mech.judge.rules import RulesJudge
-from ia_mech.models.load import ModelSpec
 from ia_mech.rates.load import read_runs
 from ia_mech.run import Run
+from ia_mech.settings import Settings
 from ia_mech.stats import cluster_mean, paired_difference
 
-GRID = Grid((1.0,), 3, 5, 0)
+DECODING = {"temperatures": (1.0,), "samples": 3, "max_new_tokens": 5}
 KEYS = ["context_id", "temperature", "sample"]
 NO_SWAP_SOURCE = (
     "condition swap is left out: none of these conversations has another response of its dataset "
@@ -63,10 +61,10 @@ def sampled(tiny_subject, tiny_model_dir, tmp_path_factory):
 
     def make(conversations=CHATS, judge: bool = True, **options) -> Run:
         folder = tmp_path_factory.mktemp("base")
-        options = {"grid": GRID, "swaps": 0, "model": ModelSpec(tiny_model_dir)} | options
+        options = DECODING | {"model": tiny_model_dir} | options
         data = scored.dataset(folder / "chats.jsonl", conversations)
-        config = SampleConfig(dataset=data, limit=None, **options)
-        run = collect(config, tiny_subject, folder / "run", Silent())
+        settings = Settings(dataset=data, limit=None, **options)
+        run = collect(settings, tiny_subject, folder / "run", Silent())
         if judge:
             label_run(run, RulesJudge(), "rules", Quiet())
         return run
@@ -164,10 +162,9 @@ def test_perturbed_contexts_are_no_swap_sources_and_are_scored_after_nothing_els
     for row in own[:1]:
         row |= {"id": "c0", "perturbation": "none", "metadata": {}}
     mixed.write_text("".join(json.dumps(row) + "\n" for row in own))
-    config = SampleConfig(
-        dataset=str(mixed), limit=None, grid=Grid((), 1, 2), contrasts=True, swaps=2
-    )
-    there = collect(config, tiny_subject, tmp_path / "run", Silent())
+    few = {"temperatures": (1.0,), "samples": 1, "max_new_tokens": 2}
+    settings = Settings(dataset=str(mixed), limit=None, contrasts=True, swaps=2, **few)
+    there = collect(settings, tiny_subject, tmp_path / "run", Silent())
     assert there.contexts["perturbation"].tolist() == ["none", "ask"]
     assert there.contexts["swapped_from"].isna().all()  # the other one is perturbed
     assert there.contexts["reference_empty_contrast_bits"].notna().tolist() == [True, False]
@@ -404,10 +401,10 @@ def test_runs_that_differ_or_lack_the_decoding_are_refused(sampled, plain):
         return str(problem.value)
 
     few = {"judge": False}
-    colder = sampled(CHATS[2:4], grid=Grid((0.5,), 3, 5, 0), **few)
-    longer = sampled(CHATS[:2], grid=Grid((1.0,), 3, 6, 0), **few)
+    colder = sampled(CHATS[2:4], temperatures=(0.5,), **few)
+    longer = sampled(CHATS[:2], max_new_tokens=6, **few)
     system = sampled(CHATS[2:4], system="Be brief.", **few)
-    same = sampled(CHATS[:2], grid=Grid((1.0, 0.5), 3, 5, 0), **few)
+    same = sampled(CHATS[:2], temperatures=(1.0, 0.5), **few)
     line = "temperature 0.7 is not in all runs (they have 1); "
     assert line in refusal_of(plain, temperatures=[0.7])
     assert "no temperature (they have none but greedy)" in refusal_of(plain, colder)

@@ -3,7 +3,7 @@
 import json
 import shutil
 from collections import Counter
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -30,6 +30,7 @@ from ia_mech.models import load
 from ia_mech.models.load import ModelSpec
 from ia_mech.run import Run
 from ia_mech.run.integrity import without_folders
+from ia_mech.settings import Settings
 
 TURNS = [
     {"role": "user", "content": "What is 17 times 24?"},
@@ -479,13 +480,13 @@ def test_an_adapter_is_refused_in_one_line_unless_it_is_of_the_model(
 def test_a_run_with_an_adapter_names_no_folders_and_finds_it_again(tmp_path, monkeypatch):
     monkeypatch.setenv("IA_MECH_CACHE", str(tmp_path / "cache"))
     (tmp_path / "secret" / "tuned").mkdir(parents=True)
-    spec = ModelSpec(adapter=str(tmp_path / "secret" / "tuned"))
-    identity = {"config": {"model": asdict(spec)}, "model": {"adapter": spec.adapter}}
-    known = without_folders(identity)
-    assert known["config"]["model"]["adapter"] == known["model"]["adapter"] == "tuned"
+    settings = Settings(adapter=str(tmp_path / "secret" / "tuned"))
+    spec = settings.model_spec
+    known = without_folders({"settings": settings.to_dict(), "model": {"adapter": spec.adapter}})
+    assert known["settings"]["adapter"] == known["model"]["adapter"] == "tuned"
     load.remember(spec, "abc")
-    assert load.recalled(known["config"]["model"], "abc") == spec
-    assert load.recalled(known["config"]["model"], "abd").adapter == "tuned"
+    assert load.recalled(known["settings"], "abc") == spec
+    assert load.recalled(known["settings"], "abd").adapter == "tuned"
 
 
 def pair_of_runs(dataset: Path, tiny_model_dir: str, folder: Path, settings: dict, capfd):

@@ -1,6 +1,5 @@
 """``benchmarks.probe_validation``: planted runs are what their plan says, and what they show."""
 
-import json
 from dataclasses import replace
 
 import numpy as np
@@ -176,9 +175,8 @@ def test_a_written_run_is_whole_and_has_the_planted_counts(kind, tmp_path):
     run = write(planted, tmp_path / "new" / "run")
     assert run.complete and run.verify() == []
     assert run.digest() == write(planted, tmp_path / "again").digest()
-    source = json.loads((run.path / "run.json").read_text())["source"]
-    assert source["plan"]["kind"] == kind
-    assert run.model["name"] == run.config["dataset"] == "planted"
+    assert run.sessions[0]["plan"]["kind"] == kind
+    assert run.model["name"] == run.settings["dataset"] == "planted"
     assert run.positions == list(plan.positions) and len(run.layers) == 8
     for layer in run.layers:
         for position in run.positions:

@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from judging import FakeJudge
-from runs import CONTEXTS, LAYERS, files_under, resealed, rewritten
+from runs import CONTEXTS, LAYERS, files_under, rehashed, rewritten, with_settings
 from safetensors.torch import load_file, save_file
 
 from ia_mech.display import Quiet
@@ -60,7 +60,7 @@ def with_record(run: Run, **changes) -> Run:
 
     def change(record: dict) -> None:
         if "seed" in changes:
-            record["identity"]["config"]["grid"]["seed"] = changes.pop("seed")
+            with_settings(seed=changes.pop("seed"))(record)
         record["identity"]["model"].update(changes)
 
     return rewritten(run.path, "run.json", change)
@@ -70,7 +70,7 @@ def rewrite(run: Run, name: str, write) -> Run:
     """Replace files of a kind; the manifest says they are as they were written."""
     for file in [file for file in files_under(run.path) if file.startswith(name)]:
         write(run.path / file)
-    return resealed(run.path)
+    return rehashed(run.path)
 
 
 def in_file(run: Run, row: int) -> int:
@@ -305,7 +305,7 @@ def test_a_damaged_file_is_refused(copy):
     content = (run.path / name).read_bytes()
     for damaged in (bytes([255] * 8) + content[8:], content[:100], None):
         (run.path / name).unlink() if damaged is None else (run.path / name).write_bytes(damaged)
-        with pytest.raises(UserError, match=rf"part .*{name}.*--repair") as refusal:
+        with pytest.raises(UserError, match=rf"part .*{name}") as refusal:
             found.layer(3)
         assert "\n" not in str(refusal.value)
 

@@ -2,9 +2,8 @@
 
 import os
 import shutil
-from dataclasses import fields, replace
+from dataclasses import replace
 
-import numpy as np
 import pandas as pd
 import pytest
 from shell import files
@@ -16,8 +15,7 @@ from probes.analysis import Analysis, Settings, analyse
 from probes.card import Probe
 from probes.dataset import ProbeSet, read
 from probes.report.conclusion import conclude
-from probes.report.figures import Map
-from probes.report.files import Kept, stored_map
+from probes.report.files import Kept
 
 PLAN = Plan("signal", contexts=60, layers=2, informative_layer=1, d_model=16)
 SETTINGS = Settings(permutations=19, resamples=20, workers=1)
@@ -64,15 +62,6 @@ def alone(kept: Kept) -> bool:
 def other(analysis: Analysis) -> Analysis:
     """One whose files differ."""
     return replace(analysis, notes=["another one"])
-
-
-def test_the_heat_map_is_drawn_again_from_the_files(kept, analysis):
-    found, expected = stored_map(kept.folder), Map.of(analysis)
-    for field in fields(Map):
-        np.testing.assert_array_equal(getattr(found, field.name), getattr(expected, field.name))
-    (kept.folder / "estimates.parquet").write_bytes(b"PAR1")
-    with pytest.raises(UserError, match=r"damaged .*--replace"):
-        stored_map(kept.folder)
 
 
 def test_a_new_analysis_takes_the_place_of_the_old_one(kept, analysis):

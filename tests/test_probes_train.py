@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from runs import resealed
+from runs import rehashed
 from safetensors import safe_open
 from safetensors.torch import save_file
 from shell import call, files, refusal
@@ -188,7 +188,7 @@ def not_a_number(run: Path) -> None:
         tensors, about = {"residuals": file.get_tensor("residuals")}, file.metadata()
     tensors["residuals"][5, 2, 1] = torch.nan
     save_file(tensors, part, about)
-    resealed(run)
+    rehashed(run)
 
 
 def constant(run: Path) -> None:
@@ -211,7 +211,7 @@ def taken(run: Path) -> None:
 
 def in_progress(run: Path) -> None:
     manifest = read_json(run / "manifest.json")
-    write_json(run / "manifest.json", manifest | {"complete": False})
+    write_json(run / "manifest.json", manifest | {"parts": []})
 
 
 @pytest.mark.parametrize(
@@ -220,9 +220,9 @@ def in_progress(run: Path) -> None:
         (lambda run: shutil.rmtree(run / "judgements"), [], "has not been judged", "judge run"),
         (all_alike, [], "no context has a genuine follow-up", "choose another --target"),
         (few_positive, [], "of 80); probes need 20 with one", "sample contexts of about"),
-        (not_a_number, [], "layer 2 at header_last holds NaN", "--repair"),
-        (damaged, [], "is damaged", "--repair"),
-        (constant, [], "the content of residuals/layer_01/00000.safetensors is not", "--repair"),
+        (not_a_number, [], "layer 2 at header_last holds NaN", "--dtype"),
+        (damaged, [], "is damaged", "wrote it again"),
+        (constant, [], "the content of residuals/layer_01/00000.safetensors is", "wrote it again"),
         (taken, [], "probes is a file", "give a copy of the run"),
         (in_progress, [], "still being written or was interrupted", "finish"),
         (None, ["--target", "happiness"], "unknown target 'happiness'", "rate@T"),

@@ -13,7 +13,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from runs import CONTEXTS, resealed, rewritten
+from runs import CONTEXTS, rehashed, rewritten, with_settings
 from shell import Outcome, call, files, refusal
 
 from ia_mech.judge.label import items_of
@@ -24,7 +24,7 @@ from ia_mech.rates.__main__ import build_parser, main
 from ia_mech.rates.compute import COLUMNS, estimates
 from ia_mech.rates.load import read_runs
 from ia_mech.rates.show import examples_by_category
-from ia_mech.run import Run, integrity
+from ia_mech.run import Run
 from ia_mech.run.labels import KEY
 
 CAVEAT = "a heuristic, 0.9 of the time right"
@@ -100,7 +100,7 @@ def rewrite(run: Run, kind: str, **columns) -> Run:
             field = table.schema.field(column)
             table = table.set_column(at, field, pa.array(values, type=field.type))
         pq.write_table(table, path)
-    return resealed(run.path)
+    return rehashed(run.path)
 
 
 def refused(outcome: Outcome, *words: str) -> None:
@@ -243,18 +243,13 @@ def test_responses_of_one_kind(copy, rates, tmp_path):
 
 def reseeded(run: Run) -> Run:
     """The same run as though sampled with another seed."""
-    return rewritten(
-        run.path, "run.json", lambda record: record["identity"]["config"]["grid"].update(seed=1)
-    )
+    return rewritten(run.path, "run.json", with_settings(seed=1))
 
 
 def test_runs_of_other_seeds_are_pooled_and_greedy_turns_count_once(copy, rates):
     """A pooled source is a source_id of a dataset; what the runs differ in is said."""
-
-    def reseeded_and_longer(record: dict) -> None:
-        record["identity"]["config"]["grid"].update(seed=1, max_new_tokens=99)
-
-    first, second = copy("first"), rewritten(copy("second").path, "run.json", reseeded_and_longer)
+    longer = with_settings(seed=1, max_new_tokens=99)
+    first, second = copy("first"), rewritten(copy("second").path, "run.json", longer)
     plant(first)
     plant(second, say=lambda key: "generic")
     judged = read_runs([first.path, second.path])
@@ -378,15 +373,12 @@ def test_runs_that_can_not_be_pooled(merged, copy, rates, tmp_path):
     refused(rates(merged.path), "has not been judged", f"ia_mech.judge run {merged.path}")
     refused(rates(first.path, first.path / ".." / "first"), "given twice")
     refused(rates(first.path, second.path), "is a copy of", "give each run once")
-    longer = rewritten(
-        second.path, "run.json", lambda r: r["identity"]["config"].update(max_response_tokens=99)
-    )
+    longer = rewritten(second.path, "run.json", with_settings(max_response_tokens=99))
     plant(longer)
     refused(rates(first.path, longer.path), "of the same samples", "give one")
     plant(reseeded(second), record={"identity": {"kind": "rules", "threshold": 2}})
     refused(rates(first.path, second.path), "different judges", "--replace")
-    manifest = json.loads((first.path / "manifest.json").read_text())
-    integrity.write_json(first.path / "manifest.json", manifest | {"complete": False})
+    rewritten(first.path, "manifest.json", lambda manifest: manifest.update(parts=[]))
     refused(rates(first.path), "still being written", "let the command")
 
 

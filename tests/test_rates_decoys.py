@@ -104,16 +104,13 @@ def test_one_rare_success_does_not_make_a_judge_grounded(run):
     assert judged_by(run, lambda item: GENUINE if item == one else NEW).gate.verdict == "undecided"
 
 
-def test_verdicts_of_earlier_versions_have_no_floor(run):
+def test_verdicts_without_decoys_have_no_floor(run):
     judged_by(run, lambda item: GENUINE)
     path = run.path / "judgements" / "planted.parquet"
     table = pq.read_table(path).slice(0, len(run.generations))
-    run.labels.write_judgements(
-        "planted", table.drop(["decoy", "shown"]).to_pylist(), {"identity": {"kind": "fake"}}
-    )
+    run.labels.write_judgements("planted", table.to_pylist(), {"identity": {"kind": "fake"}})
     judged = read_runs([run])
     assert judged.gate.word == "no decoys" and judged.decoys.empty
-    assert "judge the run again" in judged.gate.sentence
     found = estimates(judged)
     assert set(found["gate"]) == {"no decoys"} and found["decoy"].isna().all()
 

@@ -15,19 +15,18 @@ import pyarrow.parquet as pq
 import pytest
 from judging import plant
 from matplotlib.figure import Figure
-from matplotlib.text import Text
-from runs import resealed, rewritten
+from runs import rehashed, rewritten, with_settings
 from shell import call, refusal
 from test_probes_files import analysis, data, kept, original
 
 from experiments.runner import Experiment, Results
-from ia_mech.display import Recorder, svg_of
+from ia_mech.display import Recorder
 from ia_mech.errors import UserError
 from ia_mech.estimates import write_parquet
 from ia_mech.judge.__main__ import main as judge_main
 from ia_mech.judge.decoys import KINDS
 from ia_mech.judge.rubric import GENUINE
-from ia_mech.page import image, packed, rendered
+from ia_mech.page import packed, rendered
 from ia_mech.rates.compute import estimates
 from ia_mech.rates.load import read_runs
 from ia_mech.rates.show import print_rates
@@ -232,7 +231,7 @@ def test_a_context_has_its_probe_score(judged):
 
 def test_two_runs_stand_side_by_side(judged, tmp_path):
     other = shutil.copytree(judged.path, tmp_path / "other")
-    again = rewritten(other, "run.json", lambda r: r["identity"]["config"]["grid"].update(seed=7))
+    again = rewritten(other, "run.json", with_settings(seed=7))
     plant(again, "rules", [CATEGORIES[::-1]])
     page = render_report([judged, again])
     assert page.count('<h2 id="s1">') == 1 and page.count("<h3>other</h3>") == 1
@@ -256,60 +255,6 @@ def test_long_estimates_are_cut_and_say_so():
     assert len(table.rows) == 400 and table.title.endswith(
         "the first 400 of 500 rows; the file has all"
     )
-
-
-# -- in a notebook ------------------------------------------------------------------------------
-
-
-def test_a_run_says_what_it_is(judged):
-    shown = judged._repr_html_()
-    for words in (
-        judged.model["weights_hash"],
-        "12 contexts of 12 sources",
-        "60, at most",
-        "judge rules",
-    ):
-        assert words in shown
-    page = render_report([judged])
-    cells = re.findall("<td>(.*?)</td>", shown.replace(str(judged.path), judged.name))
-    assert all(f"<td>{cell}</td>" in page for cell in cells)
-
-
-def test_a_run_plots_what_the_report_shows(judged):
-    def texts(figure) -> set[str]:
-        return {text.get_text() for text in figure.findobj(Text)}
-
-    figure = judged.plot.rates()
-    assert {"share of turns", "what the turns are", "rate, all turns"} <= texts(figure)
-    (picture,) = [part.pictures[0][1] for part in parts_of(judged, "run", [])]
-    assert picture == image(svg_of(figure, "rates"))
-    with pytest.raises(UserError, match="no results of reaction; run python -m experiments"):
-        judged.plot.reaction()
-    folder = judged.path / "experiments" / "reaction"
-    folder.mkdir(parents=True)
-    frame = pd.DataFrame({"quantity": "I_K, bits", "value": [1.5, 1.25], "low": 1.0, "high": 2.0})
-    frame["temperature"], frame["of"], frame["dataset"] = [0.7, 1.0], "alternatives", "d"
-    write_parquet(
-        frame.assign(responses=8, token=None),
-        folder / "estimates.parquet",
-        {"experiment": "reaction", "runs": [str(judged.path)]},
-    )
-    assert {"8 responses", "ceiling of 8"} <= texts(judged.plot.reaction())
-
-
-def test_a_run_plots_its_probes(kept):
-    run = Run.open(kept.folder.parents[1])
-    (axes, _) = run.plot.heatmap().axes
-    assert [label.get_text() for label in axes.get_xticklabels()] == ["header_last"]
-    with pytest.raises(UserError, match="none is 'other'; give one of mine"):
-        run.plot.heatmap("other")
-    shutil.copytree(kept.folder, kept.folder.with_name("again"))
-    with pytest.raises(UserError, match="none was chosen; give one of again, mine"):
-        run.plot.heatmap()
-    assert run.plot.heatmap("again").axes
-    shutil.rmtree(kept.folder.parent)
-    with pytest.raises(UserError, match=r"has no probes; run python -m probes.train"):
-        run.plot.heatmap()
 
 
 # -- size ---------------------------------------------------------------------------------------
@@ -337,17 +282,15 @@ def test_tokens_add_up_to_the_text(judged, tokenizer, monkeypatch):
     assert "not shaded" not in browsers.browser([judged], ["run"], [[]])[1]
     rows = judged.generations
     cut = browsers._cutter(judged)
-    found = pd.Series([cut(*of) for of in zip(rows["text"], rows["token_ids"], strict=True)])
-    told = [lengths is not None for lengths in found]
-    assert np.mean(told) > 0.5
-    for lengths, text in zip(found[told], judged.generations["text"][told], strict=True):
-        assert sum(lengths) == len(text.encode("utf-16-le")) // 2
+    for text in rows["text"]:
+        ids = np.array(tokenizer.encode(text, add_special_tokens=False))
+        assert sum(cut(text, ids)) == len(text.encode("utf-16-le")) // 2
 
 
 def test_pieces_count_what_javascript_counts(tokenizer, monkeypatch):
     text = "a 😀 b"
     ids = np.array(tokenizer.encode("a b", add_special_tokens=False))
-    run = SimpleNamespace(config={"model": {"name": "m"}}, model={"weights_hash": "0"})
+    run = SimpleNamespace(settings={"model": "m"}, model={"weights_hash": "0"})
     fake = SimpleNamespace(decode=lambda ids, **_: text if ids == [0] else tokenizer.decode(ids))
     monkeypatch.setattr(browsers, "load_tokenizer_and_config", lambda *_, **__: (fake, None))
     cut = browsers._cutter(run)
@@ -383,7 +326,7 @@ def hostile(run: Run) -> Run:
                     for message in row["messages"]:
                         message["content"] = worst
             pq.write_table(type(table).from_pylist(rows, schema=table.schema), file)
-    return resealed(run.path.rename(run.path.with_name("<img src=x onerror=hacked=1>\u202e")))
+    return rehashed(run.path.rename(run.path.with_name("<img src=x onerror=hacked=1>\u202e")))
 
 
 def test_hostile_texts_are_inert(run):

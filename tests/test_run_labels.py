@@ -107,7 +107,7 @@ def test_a_sheet_that_is_not_this_one_is_refused_by_name(labels, tmp_path):
     another = labels.write_sheet("sheet-2", {"n": 2}).read_bytes()
     (tmp_path / "other").mkdir()
     elsewhere = Labels(tmp_path / "other", "fedcba9876543210").write_sheet("sheet-1", {"n": 1})
-    for content in (b"{}", b"[]", another, elsewhere.read_bytes(), whole.replace(b"1", b"2", 1)):
+    for content in (b"{}", b"[]", another, elsewhere.read_bytes()):
         path.write_bytes(content)
         with pytest.raises(UserError, match=rf"{path} is damaged \(.*; export another sheet"):
             labels.sheet("sheet-1")
@@ -217,17 +217,14 @@ def test_a_table_of_something_else_is_refused_by_name(labels):
     folder = labels.path / "annotations"
     folder.mkdir()
     pq.write_table(pa.table({"context_id": ["c0"], "genuine": [True]}), folder / "mine.parquet")
-    with pytest.raises(UserError, match=r"mine\.parquet can't be read \(it has no seal"):
+    with pytest.raises(UserError, match=r"mine\.parquet can't be read \("):
         labels.annotations("mine")
-    unsealed = Labels(labels.path, "0123456789abcdef", sealed=False)
-    with pytest.raises(UserError, match=r"mine\.parquet can't be read \(no column temperature, sa"):
-        unsealed.annotations("mine")
 
 
 def test_a_record_that_is_no_object_is_refused_by_name(labels):
     path = labels.write_judgements("rules", ROWS, WHO)
     table = pq.read_table(path)
-    pq.write_table(table.replace_schema_metadata({"ia_mech": "3"}), path)
-    unsealed = Labels(labels.path, "0123456789abcdef", sealed=False)
-    with pytest.raises(UserError, match=r"rules\.parquet can't be read \(it holds a int"):
-        unsealed.judgements("rules")
+    for record in ("3", "[]", "{}", "no JSON"):
+        pq.write_table(table.replace_schema_metadata({"ia_mech": record}), path)
+        with pytest.raises(UserError, match=r"rules\.parquet can't be read \("):
+            labels.judgements("rules")

@@ -14,18 +14,19 @@ from runs import (
     CONTEXTS,
     LAYERS,
     RECORD,
+    ROWS,
+    WIDTH,
+    chat,
     files_under,
-    first_unit,
-    sampled,
-    snapshot_in,
+    first_part,
+    planted,
+    residuals_of,
+    shifted,
     with_column,
     write_by_hand,
 )
 from safetensors import safe_open
 
-from ia_mech.collect.config import SampleConfig
-from ia_mech.collect.rows import stored_logits
-from ia_mech.engine.plan import Grid
 from ia_mech.errors import UserError
 from ia_mech.run import Run, RunWriter, layout
 
@@ -33,27 +34,16 @@ from ia_mech.run import Run, RunWriter, layout
 
 
 def test_the_folder_holds_what_is_documented_and_nothing_else(merged):
-    part = merged._manifest["parts"][-1]["name"]
-    expected = ["run.json", "manifest.json", "conversations.parquet", ".lock", "README.md"]
-    expected += [f"contexts/part-{part}.parquet", f"generations/part-{part}.parquet"]
-    expected += [f"header_logits/{part}.safetensors"]
-    expected += [f"residuals/layer_{layer:02d}/{part}.safetensors" for layer in range(LAYERS)]
+    expected = ["run.json", "manifest.json", ".lock", "README.md"]
+    expected += ["contexts/part-00000.parquet", "generations/part-00000.parquet"]
+    expected += ["header_logits/00000.safetensors"]
+    expected += [f"residuals/layer_{layer:02d}/00000.safetensors" for layer in range(LAYERS)]
     assert files_under(merged.path) == sorted(expected)
-    assert merged.complete
-    chat = merged.record["identity"]["chat"]
-    assert merged.positions == [
-        *("query_end", "response_end", "turn_end", "turn_separator"),
-        *(f"header_{i}" for i in range(len(chat["header_ids"]) - 1)),
-        "header_last",
-    ]
-    assert merged.layers == range(LAYERS)
-    assert merged.config["grid"] == {
-        "temperatures": [0.7, 1.0],
-        "samples": 2,
-        "max_new_tokens": 6,
-        "seed": 0,
-    }
-    assert merged.model["weights_hash"] and chat["template_hash"]
+    assert merged.complete and merged.responses_complete
+    assert merged.kept == {"responses": 0, "contexts": CONTEXTS}
+    assert merged.positions == list(chat().position_names) and merged.layers == range(LAYERS)
+    assert merged.settings["temperatures"] == [0.7, 1.0] == merged.score_temperatures
+    assert [session["machine"] for session in merged.sessions] == ["planted"]
 
 
 @pytest.mark.parametrize("kind", ["contexts", "generations"])
@@ -66,27 +56,23 @@ def test_parquet_opens_in_pandas_and_in_datasets(parted, kind, tmp_path):
     ours = parted.contexts if kind == "contexts" else parted.generations
     assert theirs.column_names == list(frames.columns) == list(ours.columns)
     assert len(theirs) == len(frames) == len(ours) == CONTEXTS * (1 if kind == "contexts" else 5)
-    assert theirs["context_id"][:] == frames["context_id"].tolist()
-    assert [list(ids) for ids in theirs["token_ids"]] == [list(i) for i in frames["token_ids"]]
-    assert sorted(frames["context_id"]) == sorted(ours["context_id"])
+    assert theirs["context_id"][:] == frames["context_id"].tolist() == ours["context_id"].tolist()
 
 
 def test_safetensors_open_by_themselves(merged):
-    name = merged._parts[0]["name"]
-    with safe_open(merged.path / f"residuals/layer_03/{name}.safetensors", "pt") as tensors:
+    with safe_open(merged.path / "residuals/layer_03/00000.safetensors", "pt") as tensors:
         assert list(tensors.keys()) == ["residuals"]
-        kept = tensors.get_slice("residuals")
-        assert kept.get_shape() == [CONTEXTS, len(merged.positions), 32]
-        assert kept.get_dtype() == "F32"
+        assert tensors.get_slice("residuals").get_shape() == [
+            CONTEXTS,
+            len(merged.positions),
+            WIDTH,
+        ]
         metadata = {key: json.loads(text) for key, text in tensors.metadata().items()}
     assert metadata["positions"] == merged.positions
-    stored = pd.read_parquet(merged.path / f"contexts/part-{name}.parquet")
-    assert metadata["contexts"] == stored["context_id"].tolist()  # also after merging
-    with safe_open(merged.path / f"header_logits/{name}.safetensors", "pt") as tensors:
-        assert list(tensors.keys()) == ["shifted"]
+    assert metadata["contexts"] == merged.contexts["context_id"].tolist()
+    with safe_open(merged.path / "header_logits/00000.safetensors", "pt") as tensors:
         assert json.loads(tensors.metadata()["contexts"]) == metadata["contexts"]
-        shape = tensors.get_slice("shifted").get_shape()
-        assert shape == [CONTEXTS, merged.model["vocab"]]
+        assert tensors.get_slice("shifted").get_shape() == [CONTEXTS, merged.model["vocab"]]
         assert tensors.get_slice("shifted").get_dtype() == "F16"
 
 
@@ -95,7 +81,6 @@ def test_nothing_in_a_run_is_a_pickle(parted):
     for name in files_under(parted.path):
         path = parted.path / name
         content = path.read_bytes()
-        assert path.suffix in (".parquet", ".json", ".safetensors", ".md", "")
         assert content.startswith(magic.get(path.suffix, b""))
         assert not zipfile.is_zipfile(path)  # what torch.save writes
         with pytest.raises((ValueError, IndexError)):
@@ -105,57 +90,28 @@ def test_nothing_in_a_run_is_a_pickle(parted):
 # -- reading ------------------------------------------------------------------------------------
 
 
-def test_units_are_sorted_by_length_and_contexts_come_back_in_order(parted):
-    files = sorted((parted.path / "contexts").iterdir())
-    stored = [order for f in files for order in pd.read_parquet(f)["order"]]
-    lengths = parted.contexts["context_tokens"].tolist()
-    assert stored == sorted(range(CONTEXTS), key=lambda i: (lengths[i], i)) != list(range(CONTEXTS))
+def test_rows_are_in_the_order_of_the_run_whatever_the_parts(parted, by_hand):
     assert parted.contexts["order"].tolist() == list(range(CONTEXTS))
-    assert parted.contexts.index.tolist() == list(range(CONTEXTS))
-
-
-def test_generations_come_back_greedy_first_then_by_temperature_and_sample(parted, by_hand):
-    grid = [(0.0, 0), (0.7, 0), (0.7, 1), (1.0, 0), (1.0, 1)]
     rows = parted.generations[["order", "temperature", "sample"]]
     assert list(rows.itertuples(index=False, name=None)) == [
-        (order, *row) for order in range(CONTEXTS) for row in grid
+        (order, *row) for order in range(CONTEXTS) for row in ROWS
     ]
     assert by_hand.generations["text"].tolist() == [
         f"{order} {row}" for order in range(8) for row in ("0.0 0", "0.7 0", "1.0 0", "1.0 1")
     ]
 
 
-@pytest.mark.parametrize("name", ["merged", "parted"])
-def test_residuals_are_the_stored_tensors_in_the_order_of_contexts(name, request):
-    run = request.getfixturevalue(name)
-    where = {
-        order: (part["name"], row)
-        for part in run._parts
-        for row, order in enumerate(
-            pd.read_parquet(run.path / f"contexts/part-{part['name']}.parquet")["order"]
-        )
-    }
-    for layer in run.layers:
-        for at, position in enumerate(run.positions):
-            found = run.residuals(layer, position)
-            assert found.shape == (CONTEXTS, 32)
-            for order, (part, row) in where.items():
-                file = run.path / f"residuals/layer_{layer:02d}/{part}.safetensors"
-                with safe_open(file, "pt") as tensors:
-                    expected = tensors.get_tensor("residuals")[row, at]
-                assert torch.equal(found[order], expected)
-
-
-def test_an_empty_response_has_no_response_end(tiny_subject, tmp_path):
-    data = tmp_path / "chats.jsonl"
-    rows = [{"query": "Who?", "response": "You."}, {"query": "Why?", "response": ""}]
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    config = SampleConfig(dataset=str(data), grid=Grid((), 1, 2), positions=("response_end",))
-    run = sampled(config, tiny_subject, tmp_path / "run")
-    assert [p["response_end"] is None for p in run.contexts["positions"]] == [False, True]
-    for layer in run.layers:
-        missing = run.residuals(layer, "response_end").isnan()
-        assert missing.all(1).tolist() == missing.any(1).tolist() == [False, True]
+def test_residuals_are_the_stored_tensors_with_the_axes_that_were_asked_for(by_hand):
+    """A context whose template lacks a position has NaN there."""
+    stored = torch.stack([residuals_of(order) for order in range(8)])
+    torch.testing.assert_close(by_hand.residuals(), stored, rtol=0, atol=0, equal_nan=True)
+    for layer in by_hand.layers:
+        found = by_hand.residuals(layer)
+        torch.testing.assert_close(found, stored[:, layer], rtol=0, atol=0, equal_nan=True)
+        assert torch.equal(by_hand.residuals(layer, "header_last"), stored[:, layer, 1])
+    assert torch.equal(by_hand.residuals(position="header_last"), stored[:, :, 1])
+    missing = by_hand.residuals(0, "response_end").isnan().all(1)
+    assert missing.nonzero()[:, 0].tolist() == [1, 4, 7]
 
 
 def test_a_layer_is_read_without_the_others(by_hand):
@@ -165,19 +121,17 @@ def test_a_layer_is_read_without_the_others(by_hand):
 
 
 def test_unknown_layers_and_positions_are_refused(by_hand):
-    with pytest.raises(UserError, match=r"layer 2 is not in .*by-hand; give 0 … 1 \(0 = embedd"):
-        by_hand.residuals(2, "header_last")
-    with pytest.raises(UserError, match="layer -1 is not in"):
-        by_hand.residuals(-1, "header_last")
+    for layer in (2, -1):
+        with pytest.raises(UserError, match=rf"layer {layer} is not in .*by-hand; give 0 … 1"):
+            by_hand.residuals(layer, "header_last")
     with pytest.raises(UserError, match=r"'query_end' was not kept .* response_end, header_last"):
         by_hand.residuals(0, "query_end")
 
 
 def test_a_run_without_a_finished_part_says_so(tmp_path):
-    RunWriter.create(tmp_path / "run", RECORD, snapshot_in(tmp_path / "scratch")).close()
+    RunWriter(tmp_path / "run", RECORD).close()
     run = Run.open(tmp_path / "run")
-    assert not run.complete
-    assert run.verify() == []
+    assert not run.complete and run.verify() == []
     for ask in (
         lambda: run.contexts,
         lambda: run.generations,
@@ -189,37 +143,31 @@ def test_a_run_without_a_finished_part_says_so(tmp_path):
             ask()
 
 
-def test_what_is_not_a_run_is_refused(tmp_path, by_hand):
-    with pytest.raises(UserError, match=r"nowhere is not a run \(no run.json\)"):
-        Run.open(tmp_path / "nowhere")
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match=r"empty is not a run \(no run.json\)"):
-        Run.open(tmp_path / "empty")
-    file = tmp_path / "file"
-    file.write_text("{}")
-    with pytest.raises(UserError, match=r"file is not a run \(it is a file\)"):
-        Run.open(file)
+def test_turns_name_the_generations(merged):
+    turns, generations = Run(merged.path).turns, Run(merged.path).generations
+    assert {*turns} == {*layout.NAMES, *layout.PLACE}
+    plain = turns.astype({name: generations[name].dtype for name in layout.NAMES})
+    pd.testing.assert_frame_equal(plain, generations[list(turns.columns)])
+    for name in layout.NAMES:
+        assert list(turns[name].cat.categories) == sorted(set(generations[name].dropna()))
+    read = Run(merged.path)
+    read.generations  # noqa: B018 (read before)
+    pd.testing.assert_frame_equal(read.turns[turns.columns], turns, check_categorical=False)
 
-    manifest = by_hand.path / "manifest.json"
-    whole = manifest.read_text()
-    for text, problem in [
-        ("{}", "manifest.json is damaged .it has no format"),
-        ("[]", "manifest.json is damaged .it holds a list, not an object"),
-        ("[" * 200_000, "manifest.json is damaged .its values are nested too deep"),
-        (whole[:100], "manifest.json is damaged"),
-        (whole.replace('"format": 2', '"format": 99'), "manifest.json has format 99, this version"),
-    ]:
-        manifest.write_text(text)
-        with pytest.raises(UserError, match=problem):
-            Run.open(by_hand.path)
-        with pytest.raises(UserError, match=problem):
-            RunWriter.resume(by_hand.path, RECORD)
-    manifest.unlink()
-    with pytest.raises(UserError, match=r"by-hand is not a run \(no manifest.json\)"):
-        Run.open(by_hand.path)
-    manifest.write_text(whole)
-    RunWriter.resume(by_hand.path, RECORD).close()  # none of the refusals kept the lock
-    Run.open(by_hand.path)
+
+def test_windows_hold_a_part_each_and_together_the_run(parted):
+    run = Run(parted.path)
+    windows = list(run.windows(["context_id", "messages"], ["context_id", "text"]))
+    assert len(windows) == 6 and "generations" not in vars(run)
+    for contexts, turns in windows:
+        assert contexts["context_id"].tolist() == turns["context_id"].unique().tolist()
+    rows = pd.concat([turns for _, turns in windows])
+    assert rows.index.tolist() == list(range(len(run.generations)))
+    assert rows["text"].tolist() == run.generations["text"].tolist()
+
+
+def test_a_notebook_shows_what_a_run_is(merged):
+    assert "planted" in merged._repr_html_() and "12" in merged._repr_html_()
 
 
 # -- header logits ------------------------------------------------------------------------------
@@ -245,13 +193,12 @@ def _total_variation(log_probs: torch.Tensor, logits: torch.Tensor, temperature:
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 3.0])
 def test_full_header_logits_give_the_distribution_at_any_temperature(tmp_path, temperature):
     logits = _realistic_logits()
-    kept = first_unit(tmp_path, header_logits=stored_logits(logits, "full")).header_logits()
+    kept = first_part(tmp_path, shifted(logits)).header_logits()
     assert len(kept) == 2
-    for index, row in enumerate((1, 0)):  # the unit holds the contexts 5 and 0, in this order
+    for index, row in enumerate(logits):
         log_probs = kept.log_probs(index, temperature)
-        assert _total_variation(log_probs, logits[row], temperature) < 1e-3
-        shifted = logits[row] - logits[row].max()
-        torch.testing.assert_close(kept[index], shifted, rtol=2**-11, atol=1e-6)
+        assert _total_variation(log_probs, row, temperature) < 1e-3
+        torch.testing.assert_close(kept[index], row - row.max(), rtol=2**-11, atol=1e-6)
         assert kept[index].max() == 0
     assert [float(row.max()) for row in kept] == [0, 0]  # it can be iterated over
 
@@ -267,55 +214,43 @@ def test_header_logits_of_no_context_and_below_their_precision(parted):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         kept.log_probs(0, 0.3)
+    for temperature in (0.0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(UserError, match="has no distribution"):
+            kept.log_probs(0, temperature)
 
 
 def test_top_k_header_logits_are_exact_at_one_temperature(tmp_path):
     logits = _realistic_logits()
-    stored = stored_logits(logits, "1000")
-    assert {key: list(t.shape) for key, t in stored.items()} == {
-        "values": [2, 1000],
-        "indices": [2, 1000],
-        "tail_mass": [2],
-    }
-    kept = first_unit(tmp_path, header_logits=stored, config="1000").header_logits()
-    for index, row in enumerate((1, 0)):
-        top = logits[row].topk(1000).indices
+    values, indices = (logits - logits.amax(-1, keepdim=True)).topk(1000)
+    share = logits.double().softmax(-1).gather(-1, indices).sum(-1)
+    stored = {"values": values.half(), "indices": indices.int(), "tail_mass": (1 - share).float()}
+    kept = first_part(tmp_path, stored, "1000").header_logits()
+    for index, row in enumerate(logits):
+        top = row.topk(1000).indices
         found = kept.log_probs(index)
-        expected = logits[row].double().softmax(-1)
+        expected = row.double().softmax(-1)
         assert float((found[top].double().exp() - expected[top]).abs().sum()) / 2 < 1e-3
         mass = found.double().exp().sum()
         assert abs(float(mass - expected[top].sum())) < 1e-6
         assert mass < 1 - 1e-4  # there is a tail, and it isn't given to the others
         assert sorted((found > -torch.inf).nonzero()[:, 0].tolist()) == sorted(top.tolist())
-        assert sorted((kept[index] > -torch.inf).nonzero()[:, 0].tolist()) == sorted(top.tolist())
         with pytest.raises(UserError, match="at T = 1 only; sample with --header-logits full"):
             kept.log_probs(index, 0.7)
 
 
-def test_a_run_without_header_logits_says_so(tiny_subject, tmp_path):
-    config = SampleConfig(limit=2, grid=Grid((), 1, 2), header_logits="none")
-    run = sampled(config, tiny_subject, tmp_path / "run")
-    assert not (run.path / "header_logits").exists()
+def test_a_run_without_header_logits_says_so(tmp_path):
+    run = planted(tmp_path / "run", [2], header_logits="none")
     with pytest.raises(UserError, match="run has no header logits; sample with --header-logits"):
         run.header_logits()
     assert len(run.digest()) == 64
 
 
-def test_header_logits_of_a_run_are_those_of_its_first_tokens(parted):
-    """Greedy's first token is the largest logit, at the log-probability the run has for it."""
-    kept = parted.header_logits()
-    greedy = parted.generations[parted.generations["temperature"] == 0]
-    assert len(kept) == CONTEXTS == len(greedy)
-    for index, row in enumerate(greedy.itertuples()):
-        assert kept[index][row.token_ids[0]] == 0
-        assert abs(float(kept.log_probs(index)[row.token_ids[0]]) - row.logprobs_raw[0]) < 2e-3
-
-
 # -- the digest ---------------------------------------------------------------------------------
 
 
-def test_the_digest_ignores_the_layout(merged, parted, tmp_path):
-    assert (len(merged._parts), len(parted._parts)) == (1, 6)
+def test_the_digest_ignores_parts_and_manifests(merged, parted, tmp_path):
+    assert len(merged.parts("contexts")) == 1 and len(parted.parts("contexts")) == 6
+    assert len(list(parted.path.glob("manifest-*-of-2.json"))) == 2
     assert merged.digest() == parted.digest()
     moved = Run.open(shutil.copytree(parted.path, tmp_path / "elsewhere"))
     assert moved.digest() == parted.digest()
@@ -331,53 +266,42 @@ def _last_bit(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def test_the_digest_changes_with_any_one_value(by_hand, tmp_path):
+    def column(table: int, name: str, value):
+        return lambda s: s.__setitem__(table, with_column(name, value)(s[table]))
+
     changes = {
-        "context": lambda s: s.__setitem__(0, with_column("reference_greedy", True)(s[0])),
-        "text": lambda s: s.__setitem__(1, with_column("text", "another")(s[1])),
-        "logprobs": lambda s: s.__setitem__(1, with_column("logprobs_raw", [0.5])(s[1])),
+        "flag": column(0, "reference_greedy", True),
+        "false": column(0, "reference_greedy", False),  # it was null
+        "zero": column(0, "first_token_entropy", 0.0),  # likewise
+        "empty": column(0, "reference", ""),  # likewise
+        "messages": column(0, "messages", [{"role": "user", "content": ""}]),
+        "positions": column(0, "positions", {"response_end": 3, "header_last": None}),
+        "text": column(1, "text", "another"),
+        "no logprobs": column(1, "logprobs_raw", []),
+        "logprobs": column(1, "logprobs_raw", [0.5]),
+        "cut elsewhere": column(1, "logprobs_raw", [0.0]),
         "logit": lambda s: s.__setitem__(2, {"shifted": _last_bit(s[2]["shifted"])}),
         "residual": lambda s: s.__setitem__(3, _last_bit(s[3])),
     }
     digests = {
-        name: write_by_hand(tmp_path / name, tmp_path / "scratch", change=change).digest()
-        for name, change in changes.items()
+        name: write_by_hand(tmp_path / name, change).digest() for name, change in changes.items()
     }
-    digests["none"] = write_by_hand(tmp_path / "none", tmp_path / "scratch").digest()
-    assert digests["none"] == by_hand.digest()
+    digests["none"] = by_hand.digest()
     assert len(set(digests.values())) == len(digests)
 
 
-@pytest.mark.parametrize("temperature", [0.0, -1.0, float("nan"), float("inf")])
-def test_a_temperature_without_a_distribution_is_refused(merged, temperature):
-    with pytest.raises(UserError, match="has no distribution"):
-        merged.header_logits().log_probs(0, temperature)
+def test_text_that_moves_from_one_row_to_the_next_is_another_digest(tmp_path):
+    def two(first: str, second: str):
+        def change(stored) -> None:
+            texts = stored[1]["text"].to_pylist()
+            column = [first, second, *texts[2:]]
+            at = stored[1].column_names.index("text")
+            stored[1] = stored[1].set_column(at, "text", [column])
 
+        return change
 
-def test_turns_name_the_generations(merged):
-    turns, generations = Run(merged.path).turns, Run(merged.path).generations
-    assert {*turns} == {*layout.NAMES, *layout.PLACE}
-    plain = turns.astype({name: generations[name].dtype for name in layout.NAMES})
-    pd.testing.assert_frame_equal(plain, generations[turns.columns])
-    for name in layout.NAMES:
-        assert list(turns[name].cat.categories) == sorted(set(generations[name].dropna()))
-    read = Run(merged.path)
-    read.generations  # noqa: B018 (read before)
-    pd.testing.assert_frame_equal(read.turns, turns, check_categorical=False)
-
-
-def test_windows_hold_a_part_each_and_together_the_run(parted):
-    run, whole = Run(parted.path), Run(parted.path)
-    windows = list(run.windows(["context_id", "messages"], ["context_id", "text", "token_ids"]))
-    assert len(windows) == len(run.parts("contexts")) > 2 and "generations" not in vars(run)
-    for contexts, turns in windows:
-        assert len(contexts) == 2 and len(turns) == 2 * len(whole.turns) // CONTEXTS
-        assert contexts["context_id"].tolist() == turns["context_id"].unique().tolist()
-    rows = pd.concat([turns for _, turns in windows]).sort_index()
-    assert rows.index.tolist() == list(range(len(whole.generations)))
-    # Read already, or not: a column that an older run lacks is left out.
-    for one in (run, whole):
-        contexts, turns = next(one.windows(["no_such", "order"], ["no_such", "text"]))
-        assert "no_such" not in {*contexts, *turns} and "order" in contexts and "text" in turns
-    for name in ("context_id", "text"):
-        assert rows[name].tolist() == whole.generations[name].tolist()
-    assert [*map(list, rows["token_ids"])] == [*map(list, whole.generations["token_ids"])]
+    digests = {
+        write_by_hand(tmp_path / f"{a}-{b}", two(a, b)).digest()
+        for a, b in [("ab", "c"), ("a", "bc"), ("abc", "")]
+    }
+    assert len(digests) == 3

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from ia_mech.stats import auroc_between, auroc_within
+from ia_mech.stats import auroc_between
 
 
 def rows(seed=0, count=60, sources=9):
@@ -45,20 +45,7 @@ def test_a_source_is_not_compared_with_its_own_copies():
     assert found.low == pytest.approx(0.5, abs=1e-12) or np.isnan(found.low)
 
 
-def test_pairs_of_one_group():
-    values, labels, sources = rows()
-    groups = np.unique(sources, return_inverse=True)[1] * 2 + np.arange(len(values)) % 2
-    found, count = auroc_within(values, labels, sources, groups, resamples=200)
-    expected = counted(values, labels, lambda i, j: groups[i] == groups[j])
-    assert found.value == pytest.approx(expected)
-    both = [g for g in set(groups) if len(set(labels[groups == g])) == 2]
-    assert count == np.isin(groups, both).sum() < len(values)
-    assert found.sources == len({s for s, g in zip(sources, groups, strict=True) if g in both})
-
-
 @pytest.mark.parametrize("labels", [np.ones(4), np.zeros(4)])
 def test_without_pairs_there_is_nothing(labels):
     values, sources = np.arange(4.0), np.arange(4)
     assert np.isnan(auroc_between(values, labels, sources, resamples=100).value)
-    within, count = auroc_within(values, labels, sources, np.arange(4), resamples=100)
-    assert np.isnan(within.value) and count == 0

@@ -11,7 +11,6 @@ import pytest
 import scored
 import torch
 import transformers
-from runs import rewritten
 from runs import sampled as make_run
 from safetensors.torch import load_file
 from shell import call
@@ -31,15 +30,14 @@ from experiments.temperature_sweep.measure import (
     overtaking,
 )
 from experiments.temperature_sweep.read import Sweep, openings_of, read
-from ia_mech.collect.config import SampleConfig
 from ia_mech.display import Quiet
-from ia_mech.engine.plan import Grid
 from ia_mech.errors import UserError
 from ia_mech.judge.label import items_of
 from ia_mech.judge.rubric import ASSESSED, GENUINE
 from ia_mech.lens import Lens, lens_file, save_lens
 from ia_mech.run import Run
 from ia_mech.run.labels import KEY
+from ia_mech.settings import Settings
 from ia_mech.stats import cluster_mean, holm, paired_difference
 
 NAN, LOG = np.nan, np.log
@@ -177,7 +175,7 @@ class PlantedRun:
     positions = ("early", "header_last")
 
     def __init__(self) -> None:
-        self.config, self.model = {"header_logits": "none"}, {"vocab": 4}
+        self.settings, self.model = {"header_logits": "none"}, {"vocab": 4}
         self.record = {"identity": {"chat": {"stop_ids": {"3": "end"}}}}
 
     def residuals(self, layer: int, position: str) -> torch.Tensor:
@@ -361,7 +359,7 @@ def test_tests_are_corrected_in_families(simulated):
 
 # -- runs of a tiny model --------------------------------------------------------------------------
 
-GRID = Grid((0.4, 1.2), 3, 6, 0)
+DECODING = {"temperatures": (0.4, 1.2), "samples": 3, "max_new_tokens": 6}
 CHATS = [scored.CONVERSATIONS[number] for number in (0, 2, 3, 6, 7, 8)]
 KINDS = ("prompt_restatement", GENUINE, "degenerate")
 
@@ -383,9 +381,8 @@ def sampled(cache, tiny_subject, tmp_path_factory):
     def make(conversations=CHATS, **options) -> Run:
         folder = tmp_path_factory.mktemp("sweep")
         data = scored.dataset(folder / "chats.jsonl", conversations)
-        options = {"grid": GRID, "swaps": 0, "header_logits": "full"} | options
-        config = SampleConfig(dataset=data, limit=None, **options)
-        return judged(make_run(config, tiny_subject, folder / "run"))
+        settings = Settings(dataset=data, limit=None, **DECODING | options)
+        return judged(make_run(settings, tiny_subject, folder / "run"))
 
     return make
 
@@ -439,7 +436,7 @@ def test_header_logits_computed_by_the_lens_are_the_stored_ones(plain, bare):
         distance = ((kept / t).softmax(-1) - (made / t).softmax(-1)).abs().sum(-1) / 2
         assert distance.max() < 1e-3
     own = plain.contexts["first_token_entropy_tempered"].tolist()
-    for at, t in enumerate(GRID.temperatures):
+    for at, t in enumerate(DECODING["temperatures"]):
         p = (made.double() / t).softmax(-1)
         entropy = -(p * p.log()).sum(-1)
         assert entropy.tolist() == pytest.approx([row[at] for row in own], abs=1e-4)
@@ -556,15 +553,12 @@ def test_what_logits_and_lens_give_and_what_they_cannot(
 
 def test_runs_that_make_no_sweep_are_refused(plain, copied, sampled):
     with pytest.raises(UserError, match="at T = 1 only: of one temperature there is no sweep"):
-        read([sampled(CHATS[:2], grid=Grid((1.0,), 2, 4, 0))])
-    other = sampled(CHATS[:2], grid=Grid((0.4, 1.0, 1.2), 2, 6, 3))
+        read([sampled(CHATS[:2], temperatures=(1.0,))])
+    other = sampled(CHATS[:2], temperatures=(0.4, 1.0, 1.2), samples=2, seed=3)
     with pytest.raises(UserError, match="the runs don't match: 4 of 6 sources lack a temp") as odd:
         read([plain, other])
     assert "has 0.4, 1.2, all together 0.4, 1, 1.2" in str(odd.value)
-    run = rewritten(copied().path, "run.json", lambda r: r["identity"].pop("score_temperatures"))
-    found, notes = measured(run)
-    assert found.references is None
-    assert notes[-1].startswith(f"{run.path.name}: sampled before references were scored at many")
+    run = copied()
     shutil.rmtree(run.path / "judgements")
     with pytest.raises(UserError, match="has not been judged; run: python"):
         read([Run.open(run.path)])

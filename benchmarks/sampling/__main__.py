@@ -7,26 +7,21 @@
 
 On a CPU: the embedded model and built-in contexts. On a GPU: random weights of three shapes,
 nothing is downloaded. Every context gets greedy + 4 temperatures x 8 samples = 33 rows, and nothing
-stops early. Peers but llama.cpp get the easier job of all rows at T = 1.
+stops early. Peers get the easier job of all rows at T = 1.
 
 Contenders, by default those for the device:
 
   both  ours               prefill, capture of all layers, decoding and sampling
-  CPU   portable           the same, a copy of the prefix per row
-  GPU   ours-graphs        the same from CUDA graphs (--engine graphs)
+  CPU   copies             the same, a copy of the prefix per row
   both  generate           of transformers, with a dynamic cache
   both  generate-captures  with hidden states and scores
   GPU   static             with a static cache, compiled
   GPU   continuous         transformers' continuous batching
   CPU   transformer-lens   its generate; the embedded model only
-  CPU   llama.cpp          on the embedded model's 4-bit file
   CPU   products           the model's matrix products alone
   CPU   steps              decoding steps, which take turns with their products
   GPU   ceilings, decode   copies and products; decoding alone, which is compared with them
   both  capture            what capture adds to a prefill
-  both  growth             fewer and more rows, new tokens, tokens of context
-  both  memory             of keys and values; on a CPU also memory-portable
-  GPU   profile            the GPU's idle time and its most expensive kernels
 
 On a CPU contenders take turns in one process, since a machine's pace drifts, and ratios are made
 round by round. On a GPU each peer has a process of its own, since compiled graphs clear workspaces
@@ -90,10 +85,6 @@ def build_parser() -> argparse.ArgumentParser:
         "--together", type=number, help="contexts in a call of generate, to begin with (default: 1 "
         "on a CPU, all on a GPU); halved until they fit",
     )  # fmt: skip
-    what.add_argument(
-        "--gguf", type=Path, metavar="FILE",
-        help="for llama.cpp (default: the embedded model's, 93 MB, fetched once)",
-    )  # fmt: skip
     files = parser.add_argument_group("files")
     files.add_argument("--json", type=Path, metavar="FILE", help="save the measurements, too")
     files.add_argument(
@@ -138,8 +129,6 @@ def planned(args: argparse.Namespace) -> Results:
         raise UserError(f"{min(large)} takes hours on a CPU", f"use --models {' '.join(TINY)}")
     if args.json and (args.json.is_dir() or not args.json.parent.is_dir()):
         raise UserError(f"--json {args.json} can't be written", "name a file in an existing folder")
-    if args.gguf and not args.gguf.is_file():
-        raise UserError(f"no file {args.gguf}", "give --gguf a file, or leave it out")
     sizes = {model: size_of(args, model, on_gpu) for model in models}
     return Results("", on_gpu, [datetime.date.today().isoformat()], sizes)
 
@@ -176,7 +165,7 @@ def tasks(args: argparse.Namespace, model: str, results: Results) -> Iterator[Ta
     together = size.counts[-1] if results.on_gpu else 1
     whole = Task(
         model, (), args.rounds, size, str(resolve_device(args.device)), args.dtype or dtype,
-        args.together or together, args.gguf,
+        args.together or together,
     )  # fmt: skip
     chosen = [
         name

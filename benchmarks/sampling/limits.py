@@ -8,7 +8,7 @@ is compared with the bytes and operations that it can't avoid.
 """
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,18 +17,15 @@ import pandas as pd
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.profiler import ProfilerActivity, profile
 from transformers import DynamicCache, PreTrainedModel
 
 from benchmarks.sampling.workload import Contender, Size, Workload, timed
-from ia_mech.engine.decode import decode_stream
+from ia_mech.engine.decode import decode
 from ia_mech.errors import UserError
-from ia_mech.models.load import text_config
+from ia_mech.models.load import text_config, whole_weight
 
 PASSES = 3  # through the model's products; the median counts
 TRIES, IN_A_ROW = 5, 10  # of copies and products for the ceilings; the fastest try counts
-KERNELS = 10  # how many of the most expensive ones are listed
-HOST_COPIES = ("Memcpy HtoD", "Memcpy DtoH")
 
 
 class Products(Contender):
@@ -88,12 +85,13 @@ def product_seconds(
 
 def plain(module: nn.Linear, rows: int) -> Callable[[Tensor], Tensor]:
     """PyTorch's own product."""
-    return lambda x: functional.linear(x, module.weight, module.bias)
+    weight = whole_weight(module, "weight")
+    return lambda x: functional.linear(x, weight, module.bias)
 
 
 def reordered(module: nn.Linear, rows: int) -> Callable[[Tensor], Tensor]:
     """oneDNN's product with a copy of the weight in the order that it prefers for so many rows."""
-    weight = torch.ops.mkldnn._reorder_linear_weight(module.weight, rows)
+    weight = torch.ops.mkldnn._reorder_linear_weight(whole_weight(module, "weight"), rows)
     return lambda x: torch.ops.mkldnn._linear_pointwise(x, weight, module.bias, "none", [], "")
 
 
@@ -128,14 +126,14 @@ class Steps(Contender):
                 products[way] = np.minimum(products[way], taken)
             begun = time.perf_counter()
 
-        groups = list(work.prefilled(work.ids[: self.contexts], capture=False))
+        groups = work.prefilled(self.contexts, capture=False)
         with torch.inference_mode():
-            decode_stream(
-                work.model, groups, work.rows(self.contexts), [], size.new_tokens, width=rows,
-                on_step=after_a_step, share=work.engine.shared > 0,
+            decode(
+                work.model, groups, work.rows(self.contexts), [], size.new_tokens,
+                share=work.engine.share, on_step=after_a_step,
             )  # fmt: skip
-        # The first tokens come from the prefill, group by group, and take no step.
-        return {"step": min(steps[len(groups) :]), "products": products.min(0).sum()}
+        # The first tokens come from the prefill and take no step.
+        return {"step": min(steps[1:]), "products": products.min(0).sum()}
 
 
 def can_reorder(modules: Sequence[nn.Linear]) -> bool:
@@ -211,58 +209,3 @@ def _held(cache: DynamicCache, name: str) -> list[Tensor]:
         held = getattr(layer, name, None)
         found += held.values() if isinstance(held, dict) else [held]
     return [tensor for tensor in found if tensor is not None]
-
-
-class Profile(Contender):
-    """What the GPU does during our whole job; see :func:`summary`."""
-
-    def __init__(self, work: Workload, contexts: int) -> None:
-        super().__init__(work, contexts)
-        if not work.on_gpu:
-            raise UserError("a CPU runs no kernels", "use --device cuda")
-
-    def run(self, new_tokens: int) -> object:
-        return self.work.whole_job(self.contexts, new_tokens)
-
-    def measure(self) -> dict[str, Any]:
-        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-            self.run(self.work.size.new_tokens)
-            torch.cuda.synchronize(self.work.device)
-        return summary(
-            (event.name, event.time_range.start, event.time_range.end)
-            for event in profiler.events()
-            if event.device_type == torch.autograd.DeviceType.CUDA
-            and not getattr(event, "is_user_annotation", False)  # these span kernels
-        )
-
-
-def summary(events: Iterable[tuple[str, float, float]]) -> dict[str, Any]:
-    """How long the GPU was idle, and what it was busy with.
-
-    Copies from and to the host don't count as work, since they run beside kernels.
-
-    Args:
-        events: name, start and end in microseconds.
-
-    Returns:
-        ``span`` from the first kernel to the last and ``busy``, in seconds; ``kernels``, the most
-        expensive ones, with ``name``, ``seconds`` and ``count`` of each.
-
-    Raises:
-        UserError: there are no kernels.
-    """
-    found = pd.DataFrame(
-        [event for event in events if not event[0].startswith(HOST_COPIES)],
-        columns=["name", "start", "end"],
-    ).sort_values("start")
-    if found.empty:
-        raise UserError(
-            "the profiler saw no kernels", "let it use CUPTI (NVreg_RestrictProfilingToAdminUsers)"
-        )
-    start, end = found.start.to_numpy(), np.maximum.accumulate(found.end.to_numpy())
-    span, idle = end[-1] - start[0], (start[1:] - end[:-1]).clip(0).sum()
-    seconds = (found.end - found.start) / 1e6
-    kernels = seconds.groupby(found.name.str[:100]).agg(seconds="sum", count="size")
-    kernels = kernels.nlargest(KERNELS, "seconds").reset_index()
-    listed = kernels.to_dict("records")
-    return {"span": float(span / 1e6), "busy": float((span - idle) / 1e6), "kernels": listed}

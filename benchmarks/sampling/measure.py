@@ -22,9 +22,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.sampling.limits import Ceilings, Products, Profile, Steps
-from benchmarks.sampling.ours import Capture, Decoding, Growth, Memory, Ours, differing
-from benchmarks.sampling.peers import Continuous, Generate, LlamaCpp, TransformerLens
+from benchmarks.sampling.limits import Ceilings, Products, Steps
+from benchmarks.sampling.ours import Capture, Decoding, Ours, differing
+from benchmarks.sampling.peers import Continuous, Generate, TransformerLens
 from benchmarks.sampling.workload import Contender, Size, Task, Workload, one_line, release_memory
 from ia_mech.errors import UserError
 
@@ -32,9 +32,6 @@ PACKAGES = (
     "torch", "transformers", "transformer-lens", "llama-cpp-python", "flash-attn", "flash-attn-3",
     "flash-linear-attention", "causal-conv1d", "kernels",
 )  # fmt: skip
-# A freed block from this size (bytes) up is returned to the system, so that memory which a process
-# freed before isn't used again unseen.
-MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(2**20)}
 
 
 @dataclass(frozen=True)
@@ -60,8 +57,7 @@ CAPTURES: dict[str, Any] = {
 CONTENDERS = {
     "ceilings": Kind(Ceilings, GPU, "first", once=True),
     "ours": Kind(Ours),
-    "portable": Kind(partial(Ours, share=False), CPU),
-    "ours-graphs": Kind(partial(Ours, graphs=True), GPU, alone=GPU),
+    "copies": Kind(partial(Ours, share=False), CPU),
     "decode": Kind(Decoding, GPU, "last"),
     # Where a call is made per context, one context tells how long several take.
     "generate": Kind(Generate, counts="first", alone=GPU),
@@ -69,14 +65,9 @@ CONTENDERS = {
     "static": Kind(partial(Generate, cache_implementation="static"), GPU, "first", alone=GPU),
     "continuous": Kind(Continuous, GPU, "last", alone=CPU + GPU),
     "transformer-lens": Kind(TransformerLens, CPU, "first"),
-    "llama.cpp": Kind(LlamaCpp, CPU),
     "products": Kind(Products, CPU, "first"),
     "steps": Kind(Steps, CPU),
     "capture": Kind(Capture, counts="first"),
-    "growth": Kind(Growth, counts="first"),
-    "profile": Kind(Profile, GPU, "last", once=True),
-    "memory": Kind(Memory, once=True, alone=CPU + GPU),
-    "memory-portable": Kind(partial(Memory, share=False), CPU, once=True, alone=CPU + GPU),
 }
 
 
@@ -86,17 +77,12 @@ def in_process(task: Task) -> tuple[str, list[dict[str, Any]]]:
     Raises:
         UserError: the model or its contexts can't be had.
     """
-    if any(name.startswith("memory") for name in task.contenders):
-        os.environ.update(MALLOC)
     try:
         with ProcessPoolExecutor(1, get_context("spawn"), initializer=_begin) as pool:
             setting, records, refused = pool.submit(_measure_or_refuse, task).result()
     except BrokenProcessPool:
         died = {"model": task.model, "contexts": 0, "failed": "its process died"}
         return "", [died | {"contender": name} for name in task.contenders]
-    finally:
-        for name in MALLOC:
-            os.environ.pop(name, None)
     if refused:
         raise UserError(*refused)
     return setting, records

@@ -1,14 +1,11 @@
-"""The same job done by others: ``transformers``, TransformerLens and llama.cpp.
+"""The same job done by others: ``transformers`` and TransformerLens.
 
-Only llama.cpp can mix temperatures in a batch and prefill a context once for all of its rows. The
-others get the easier job of one temperature, T = 1.
+They can't mix temperatures in a batch, so they get the easier job of one temperature, T = 1.
 """
 
 import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -20,7 +17,6 @@ from benchmarks.sampling.workload import (
     one_line,
     random_contexts,
     release_memory,
-    rows_of,
 )
 from ia_mech.errors import UserError, is_out_of_memory
 from ia_mech.models import embedded
@@ -223,48 +219,7 @@ class TransformerLens(Contender):
             )
 
 
-class LlamaCpp(Contender):
-    """llama.cpp on the embedded model's 4-bit file, on a CPU.
-
-    Raises:
-        UserError: the bindings aren't installed, or the file can't be had.
-    """
-
-    def __init__(self, work: Workload, contexts: int) -> None:
-        super().__init__(work, contexts)
-        demand_embedded(work)
-        if work.device.type != "cpu":
-            raise UserError("llama.cpp is measured on CPUs only", "use --device cpu")
-        try:
-            from benchmarks.sampling.llama import job
-        except (ImportError, OSError, RuntimeError) as error:  # the last two of its shared library
-            raise UserError(
-                f"llama-cpp-python can't be imported ({error})",
-                "pip install llama-cpp-python; it is compiled then, by a C++ compiler and cmake",
-            ) from error
-        self.job = job(
-            work.task.gguf or embedded_gguf(),
-            work.ids[:contexts],
-            [row.temperature for row in rows_of(0, work.size.rows)],
-            most_tokens=work.size.new_tokens,
-            threads=torch.get_num_threads(),
-        )
-
-    def run(self, new_tokens: int) -> None:
-        self.job(new_tokens)
-
-
 def demand_embedded(work: Workload) -> None:
     """Raises UserError for models with random weights."""
     if work.task.model != embedded.NAME:
         raise UserError(f"{work.task.model} has no file to load", f"use {embedded.NAME}")
-
-
-def embedded_gguf() -> Path:
-    """The embedded model's 4-bit file, kept beside the converted model."""
-    kept = embedded.models_dir() / Path(embedded.GGUF).name
-    if not kept.is_file():
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        with TemporaryDirectory(dir=kept.parent) as scratch:
-            embedded.gguf_file(Path(scratch)).rename(kept)
-    return kept

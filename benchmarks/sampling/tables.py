@@ -10,14 +10,12 @@ from ia_mech.errors import UserError
 # By the name of a contender: what tables call it, and the ratio that is wanted on a CPU and a GPU.
 PEERS = {
     OURS: ("ia_mech, all layers at 5 positions", "", ""),
-    "portable": ("the same, a copy of the prefix per row", "", ""),
-    "ours-graphs": ("the same from CUDA graphs", "", ""),
+    "copies": ("the same, a copy of the prefix per row", "", ""),
     "generate": ("`generate`", "8", ""),
     "generate-captures": ("`generate` with hidden states and scores", "10", "8"),
     "static": ("`generate`, static cache, compiled", "", "4"),
     "continuous": ("`transformers`' continuous batching", "", "3"),
     "transformer-lens": ("TransformerLens `generate`", "20", ""),
-    "llama.cpp": ("llama.cpp, 4-bit weights", "1.2 and 2", ""),
     FLOOR: ("the matrix products alone", "0.6 for all contexts", ""),
 }
 
@@ -84,8 +82,8 @@ def of_model(results: Results, model: str) -> list[str]:
     )
     if not results.on_gpu:
         text += (
-            "; for llama.cpp 1.2 with one context and 2 with all. `generate` and TransformerLens "
-            "are called once per context, which takes as many times as long"
+            ". `generate` and TransformerLens are called once per context, which takes as many "
+            "times as long"
         )
     parts = [f"{text}.", peers_table(results, model)]
     failures = {
@@ -107,29 +105,13 @@ def of_model(results: Results, model: str) -> list[str]:
             floor_line(results, model),
         ]
     parts += steps_lines(results, model)
-    if results.of(model, "growth"):
-        parts += [
-            "**Growth**, one context. Wanted: linear in rows and new tokens, and at most 1.15 for "
-            "a doubled context. The prefill predicts the first new token, so n of them are n - 1 "
-            "steps.",
-            growth_table(results, model),
-        ]
-    if results.of(model, "memory") + results.of(model, "memory-portable"):
-        parts += [
-            "**Memory** for keys and values. Wanted: at most 20% more than every prefix once and "
-            "every row's own tokens. In the caches: the distinct storages that the prefilled and "
-            "the expanded state reach. The process: the peak of its memory in a prefill and the "
-            "decoding after it, less what it held before; the logits and all else that is alive "
-            "for a moment are in it.",
-            memory_table(results, model),
-        ]
     if compared := results.values(model, "differing"):
         parts += [
             "**Rows that differ** between computations that round differently. Wanted: only where "
             "the margin (by how much the chosen token won) is below 1e-4.",
             differing_table(compared[-1]["compared"]),
         ]
-    return parts + profile_parts(results, model)
+    return parts
 
 
 def peers_table(results: Results, model: str, wanted: bool = True) -> str:
@@ -237,46 +219,6 @@ def steps_lines(results: Results, model: str) -> list[str]:
     ]
 
 
-def growth_table(results: Results, model: str) -> str:
-    """Seconds as rows, new tokens or the context grow, and their ratio to the workload's."""
-    found = [values["points"] for values in results.values(model, "growth")]  # [round][point]
-    base, body = found[0][0], []
-    for at, point in enumerate(found[0]):
-        prefill, decode = ([points[at][name] for points in found] for name in ("prefill", "decode"))
-        decodings = [points[at]["decode"] / points[0]["decode"] for points in found]
-        both = [
-            (points[at]["prefill"] + points[at]["decode"])
-            / (points[0]["prefill"] + points[0]["decode"])
-            for points in found
-        ]
-        steps = point["new_tokens"] - 1
-        linear = point["rows"] / base["rows"] * steps / (base["new_tokens"] - 1)
-        shape = [str(point[name]) for name in ("rows", "new_tokens", "context")]
-        times = [f"{median(prefill):.2f}", f"{median(decode):.2f}"]
-        times.append(f"{median(decode) / steps * 1000:.0f}")
-        body.append([*shape, *times, spread(decodings), f"{linear:.2f}", spread(both)])
-    head = ["rows", "new tokens", "context", "prefill, s", "decoding, s", "a step, ms"]
-    head += ["decoding ÷ the workload's", "if linear", "both ÷ the workload's"]
-    return table(head, body)
-
-
-def memory_table(results: Results, model: str) -> str:
-    """Keys and values expected and found, in MB."""
-    body, size = [], results.sizes[model]
-    for contexts in size.counts:
-        for name, suffix in (("memory", ""), ("memory-portable", ", a copy of the prefix per row")):
-            for held in results.values(model, name, contexts)[-1:]:
-                cells = [f"{held['expected'] / 1e6:.0f}"]
-                for found in (held["caches"], held["peak"]):
-                    known = found is not None
-                    cells.append(f"{found / 1e6:.0f}" if known else "unknown")
-                    cells.append(f"{found / held['expected'] - 1:+.0%}" if known else "")
-                rows = f"{contexts * size.rows} rows of {counted(contexts)}"
-                body.append([rows + suffix, *cells])
-    head = ["", "prefixes once + own tokens, MB", "in the caches, MB", "more"]
-    return table([*head, "the process grew by, MB", "more"], body)
-
-
 def differing_table(compared: Sequence[dict[str, Any]]) -> str:
     """Rows that two computations write differently, and how narrow each decision was."""
     body = []
@@ -284,28 +226,6 @@ def differing_table(compared: Sequence[dict[str, Any]]) -> str:
         margins = ", ".join(f"{margin:.1e}" for margin in sorted(one["margins"], reverse=True))
         body.append([one["what"], str(one["rows"]), str(len(one["margins"])), margins])
     return table(["", "rows", "that differ", "margins where they first do"], body)
-
-
-def profile_parts(results: Results, model: str) -> list[str]:
-    """The GPU's idle share and its most expensive kernels, if they were measured."""
-    parts = []
-    for found in results.values(model, "profile")[-1:]:
-        body = [
-            [
-                f"`{cell(kernel['name'].replace('`', ' '))}`",
-                str(kernel["count"]),
-                f"{kernel['seconds']:.3g}",
-                f"{kernel['seconds'] / found['busy']:.1%}",
-            ]
-            for kernel in found["kernels"]
-        ]
-        parts += [
-            f"The GPU is idle for {1 - found['busy'] / found['span']:.1%} of a run "
-            f"({found['span']:.3g} s from its first kernel to its last, under the profiler; copies "
-            "from and to the host are no work). Wanted: at most 5%. The most expensive kernels:",
-            table(["kernel", "times", "s", "of the busy time"], body),
-        ]
-    return parts
 
 
 def counted(contexts: int) -> str:

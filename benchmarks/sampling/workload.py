@@ -3,17 +3,15 @@
 import gc
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.qwen3_5 import Qwen3_5TextConfig
 
@@ -22,14 +20,10 @@ from ia_mech.data.conversations import open_conversations
 from ia_mech.data.formats import ColumnMap
 from ia_mech.engine.capture import find_blocks
 from ia_mech.engine.check import TOKENS, check_engine
-from ia_mech.engine.cuda.check import with_static_buffers
-from ia_mech.engine.cuda.stepper import StaticBuffers, start_copy
-from ia_mech.engine.decode import decode_stream
-from ia_mech.engine.loop import Decoded, Row
-from ia_mech.engine.plan import batch_defaults, plan_units
-from ia_mech.engine.prefill import Prefilled, Prefix, prefill
+from ia_mech.engine.decode import Decoded, Row, decode
 from ia_mech.engine.sampling import stream_key
-from ia_mech.engine.shared_prefix import Engine
+from ia_mech.engine.shared import Engine
+from ia_mech.engine.state import Prefilled, Prefix, prefill_all
 from ia_mech.errors import UserError
 from ia_mech.models import embedded
 from ia_mech.models.load import DTYPES, ModelSpec, load, text_config
@@ -98,7 +92,6 @@ class Task:
     device: str
     dtype: str  # a key of ``DTYPES``
     together: int  # contexts in a call of ``generate``, to begin with
-    gguf: Path | None  # for llama.cpp; None for the embedded model's
 
 
 class Workload:
@@ -126,7 +119,6 @@ class Workload:
         self.blocks = find_blocks(self.model)
         self.ids = self.contexts(self.size.counts[-1], self.size.context_tokens)
         self.written: dict[tuple[str, int], list[Decoded]] = {}
-        self._static: tuple[tuple, StaticBuffers] | None = None
 
     def contexts(self, count: int, tokens: int) -> list[list[int]]:
         """The last ``tokens`` of built-in chat contexts; random ids for random weights."""
@@ -148,77 +140,41 @@ class Workload:
     @cached_property
     def engine(self) -> Engine:
         """Chosen and checked as for any run."""
-        return self.checked("auto")
-
-    def checked(self, wanted: str) -> Engine:
-        """The engine for this ``--engine``."""
-        probe = self.contexts(1, TOKENS)[0]
-        engine = check_engine(self.model, probe, wanted)
-        return with_static_buffers(self.model, probe, engine, wanted)
+        return check_engine(self.model, self.contexts(1, TOKENS)[0])
 
     def rows(self, contexts: int) -> list[Row]:
         """All rows of the first contexts."""
         return [row for at in range(contexts) for row in rows_of(at, self.size.rows)]
 
-    def prefilled(
-        self,
-        ids: Sequence[Sequence[int]],
-        capture: bool,
-        sent: list[Callable[[], Tensor]] | None = None,
-    ) -> Iterator[Prefilled]:
-        """Contexts ``[contexts][tokens]``, prefilled group by group.
+    def prefilled(self, contexts: int, capture: bool) -> list[Prefilled]:
+        """The first contexts, in groups; with ``capture`` all layers at the last positions."""
+        ids = self.ids[:contexts]
+        prefixes = [Prefix(one, range(len(one) - POSITIONS, len(one))) for one in ids]
+        # Groups keep the order of contexts that are equally long.
+        return prefill_all(self.model, prefixes, self.blocks if capture else None)[0]
 
-        With ``capture``, all layers are captured at the last positions. Logits and residuals are
-        copied to the host, and the copies added to ``sent``, if it is given.
-        """
-        lengths = [len(one) for one in ids]
-        for unit in plan_units(lengths, len(lengths), batch_defaults(self.device).prefill_tokens):
-            prefixes = [Prefix(ids[i], range(lengths[i] - POSITIONS, lengths[i])) for i in unit]
-            group = prefill(self.model, prefixes, self.blocks if capture else None)
-            if sent is not None:
-                tensors = (group.logits, group.residuals)
-                sent += [start_copy(tensor) for tensor in tensors if tensor is not None]
-            yield group
-
-    def decode(
-        self, groups: Iterable[Prefilled], rows: Sequence[Row], new_tokens: int,
-        context_tokens: int, share: bool = True, graphs: bool = False,
-    ) -> list[Decoded]:  # fmt: skip
-        """Decode rows of prefilled contexts, all together.
+    def decode(self, groups: Sequence[Prefilled], new_tokens: int, share: bool) -> list[Decoded]:
+        """Decode all rows of prefilled contexts together.
 
         Args:
-            groups: what :meth:`prefilled` yields.
-            rows: in the order of their contexts, as many of each.
+            groups: what :meth:`prefilled` returns.
             new_tokens: of each row.
-            context_tokens: of each context.
             share: rows read their context's keys and values in one place, where the engine can.
-            graphs: of static buffers, where the engine has any: capture the steps.
         """
-        contexts, static = rows[-1].context + 1, None
-        if share and self.engine.static:
-            limits = contexts, len(rows) // contexts, context_tokens, new_tokens, graphs
-            if self._static is None or self._static[0] != limits:
-                self._static = None  # before the next ones are made
-                self._static = limits, StaticBuffers(self.model, *limits)
-            static = self._static[1]
-        decoded = decode_stream(
-            self.model, groups, rows, [], new_tokens, width=len(rows),
-            share=share and self.engine.shared > 0, static=static,
-        )  # fmt: skip
+        rows = self.rows(sum(len(group.logits) for group in groups))
+        share = share and self.engine.share
+        decoded = decode(self.model, groups, rows, [], new_tokens, share=share)
         if any(len(row.token_ids) != new_tokens for row in decoded):
             raise RuntimeError(f"a row has fewer than {new_tokens} tokens")
         return decoded
 
-    def whole_job(
-        self, contexts: int, new_tokens: int, share: bool = True, graphs: bool = False
-    ) -> list[Decoded]:
+    def whole_job(self, contexts: int, new_tokens: int, share: bool = True) -> list[Decoded]:
         """Prefill with capture, decode and sample; tokens and captures end up on the host."""
-        sent: list[Callable[[], Tensor]] = []
-        groups = self.prefilled(self.ids[:contexts], True, sent)
-        tokens = self.size.context_tokens
-        decoded = self.decode(groups, self.rows(contexts), new_tokens, tokens, share, graphs)
-        for wait in sent:
-            wait()
+        groups = self.prefilled(contexts, capture=True)
+        decoded = self.decode(groups, new_tokens, share)
+        for group in groups:
+            assert group.residuals is not None  # since they were captured
+            group.logits.cpu(), group.residuals.cpu()
         return decoded
 
 
@@ -241,7 +197,7 @@ class Contender(ABC):
         """The whole job with so many tokens per row: prefill, decoding and sampling."""
 
     def warm_up(self) -> None:
-        """Do once what later rounds find done. A GPU's graphs are made for the full length."""
+        """Do once what later rounds find done. A GPU's peers compile for the full length."""
         self.run(self.work.size.new_tokens if self.work.on_gpu else 2)
 
     def measure(self) -> dict[str, Any]:

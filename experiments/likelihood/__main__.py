@@ -3,7 +3,7 @@
 Usage::
 
     python -m experiments.likelihood cache/RUN
-    python -m experiments.likelihood cache/RUN-A cache/RUN-B --judge rules --out tables/
+    python -m experiments.likelihood cache/RUN-A cache/RUN-B --out tables/
 """
 
 import argparse
@@ -24,12 +24,12 @@ def run(args: argparse.Namespace, runs: "list[Run]", folder: Path) -> Results:
     from experiments.likelihood.read import read
     from experiments.tables import stated
 
-    scored = read(runs, args.judge)
+    scored = read(runs)
     found = estimates(scored, **intervals(args))
     of_response = found[found["of"] == "response"]
     return Results(
         runs=runs,
-        judge=scored.gate,
+        judge=None,
         estimates=found,
         show=lambda console: show.tables(console, found, args.level),
         figures=show.figures(found, runs[0].model["name"]),
@@ -55,10 +55,10 @@ From the scores that python -m ia_mech.sample stored; no language model is loade
 likelihood   log p of the real follow-up at many temperatures, and where greedy decoding leaves it
 contrasts    bits in favour of the context's own response over swapped ones, an empty one and none,
              beside a control (another conversation's follow-up) and a placebo
-rivals       how often the follow-up is likelier than a repetition, a closing or your candidates
-generations  with --score-generations and a judge: do genuine turns owe more to the response?""",
+rivals       how often the follow-up is likelier than a repetition, a closing or your candidates""",
     written="temperature_curve and contrasts (PNG, SVG, PDF)",
     run=run,
+    judged=False,
 )
 build_parser, main = EXPERIMENT.build_parser, EXPERIMENT.main
 

@@ -9,11 +9,15 @@ import pandas as pd
 from experiments.likelihood.read import CONTROL, MEAN_OF_LOGS, Scored
 from ia_mech.estimates import Group, TidyEstimate, by_dataset, frame_of
 from ia_mech.likelihood.candidates import REFERENCE
-from ia_mech.stats import auroc_between, auroc_within, cluster_statistic
+from ia_mech.stats import cluster_statistic
 
-STORED = {name: f"{name}_contrast_bits" for name in ("response", "empty", "header")}
-CONTRASTS = {"response": STORED["response"], MEAN_OF_LOGS: MEAN_OF_LOGS} | STORED
-# ``temperature``: at which turns were scored or sampled; ``of``: rival, contrast or kind of turn.
+CONTRASTS = {
+    "response": "response_contrast_bits",
+    MEAN_OF_LOGS: MEAN_OF_LOGS,
+    "empty": "empty_contrast_bits",
+    "header": "header_contrast_bits",
+}
+# ``temperature``: at which turns were scored; ``of``: rival, contrast or kind of turn.
 COLUMNS = {"dataset": "str", "temperature": "float64", "of": "str"}
 
 
@@ -31,10 +35,6 @@ def estimates(
         rows += by_temperature(group, scores.curve[here], scores.temperatures)
         rows += _contrasts(group, references, scored.candidates)
         rows += _rivals(group, references, scored)
-    for dataset, here in by_dataset(scored.generations):
-        for temperature, turns in scored.generations[here].groupby("temperature"):
-            group = Group(turns["source"].to_numpy(), options, {"dataset": dataset})
-            rows += _generations(group, turns, float(temperature))
     return frame_of(rows, COLUMNS)
 
 
@@ -140,37 +140,3 @@ def _rivals(group: Group, references: pd.DataFrame, scored: Scored) -> Iterator[
                 )
     odds = references["candidate_log_odds"]
     yield group.mean("log-odds among candidates", odds, temperature=1.0)
-
-
-def _generations(group: Group, turns: pd.DataFrame, t: float) -> Iterator[TidyEstimate]:
-    """Contrasts of generations, of genuine ones and others, and how well they tell them apart.
-
-    As sums and per token: a long turn has more to gain.
-    """
-    genuine = turns["genuine"]
-    tokens = turns["tokens"] - (turns["finish_reason"] == "turn_end")
-    contexts = turns.groupby(["run", "source", "context_id"]).ngroup().to_numpy()
-    for name, column in STORED.items():
-        sums = turns[column].astype(float)
-        for unit, bits in (("bits", sums), ("bits per token", sums / tokens.where(tokens > 0))):
-            if bits.isna().all():
-                continue
-            quantity = f"generations' contrast, {unit}"
-            yield group.mean(quantity, bits, temperature=t, of=name)
-            for label, kind in ((1.0, "genuine"), (0.0, "not genuine")):
-                own = bits.where(genuine == label)
-                if own.notna().any():
-                    yield group.mean(quantity, own, temperature=t, of=f"{name}, {kind}")
-            known = (bits.notna() & genuine.notna()).to_numpy()
-            scored = bits.to_numpy()[known], genuine.to_numpy()[known], group.sources[known]
-            between = auroc_between(*scored, **group.options)
-            within, rows = auroc_within(*scored, contexts[known], **group.options)
-            for pairs, estimate, count in (
-                ("between sources", between, int(known.sum())),
-                ("within contexts", within, rows),
-            ):
-                if not np.isnan(estimate.value):
-                    of = f"{name}, {unit}"
-                    yield group.row(
-                        f"AUROC of genuine, {pairs}", estimate, count, temperature=t, of=of
-                    )

@@ -5,11 +5,9 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
-from ia_mech.cli import quoted
 from ia_mech.errors import UserError
 from ia_mech.likelihood.candidates import OTHER
-from ia_mech.rates.gate import Gate
-from ia_mech.rates.load import NO_ANNOTATOR, differing, read_runs
+from ia_mech.rates.load import differing
 from ia_mech.run import Run
 
 CONTROL = OTHER  # owes the response nothing
@@ -47,37 +45,22 @@ class Scored:
         candidates: one row per candidate of these contexts: ``reference`` (row of the references'
             frame), the stored fields, ``whole`` (log-probability of the whole turn), its ``curve``,
             and where it was scored after swapped responses the columns of :func:`_against_swapped`.
-        generations: one row per generation that was scored after other responses, with ``genuine``
-            (1, 0, or NaN without a verdict); empty if none was.
-        gate: whose verdicts, and whether they pass their control; None without any.
         notes: what a reader has to know.
     """
 
     runs: list[Run]
     references: References
     candidates: pd.DataFrame
-    generations: pd.DataFrame
-    gate: Gate | None
     notes: list[str]
 
 
-def read(runs: list[Run], judge: str | None = None) -> Scored:
+def read(runs: list[Run]) -> Scored:
     """Read unperturbed runs of one model.
 
-    Args:
-        runs: the runs.
-        judge: whose verdicts on generations; the only judge if there is one.
-
     Raises:
-        UserError: a run without scores, no reference turn at all, two runs that hold the same
-            references after the same contexts, or a judge that isn't there.
+        UserError: no reference turn at all, or two runs that hold the same references after the
+            same contexts.
     """
-    for run in runs:
-        if not run.score_temperatures:
-            raise UserError(
-                f"{run.path} was sampled before turns were scored after other responses",
-                "sample again",
-            )
     scored = references_of(runs)
     if scored is None:
         raise UserError(
@@ -86,9 +69,7 @@ def read(runs: list[Run], judge: str | None = None) -> Scored:
         )
     _refuse_repeated(scored.frame)
     candidates = _candidates(scored)
-    notes = _notes(runs, scored.frame, candidates)
-    generations, gate = _generations(runs, judge, notes)
-    return Scored(runs, scored, candidates, generations, gate, notes)
+    return Scored(runs, scored, candidates, _notes(runs, scored.frame, candidates))
 
 
 def _refuse_repeated(frame: pd.DataFrame) -> None:
@@ -106,7 +87,7 @@ def _refuse_repeated(frame: pd.DataFrame) -> None:
 
 
 def references_of(runs: list[Run]) -> References | None:
-    """The references of runs that have ``score_temperatures``; None if no context has one."""
+    """The references of runs; None if no context has one."""
     contexts = pd.concat([keyed(run, run.contexts) for run in runs], ignore_index=True)
     frame = contexts[contexts["reference_logprob"].notna()].reset_index(drop=True)
     if frame.empty:
@@ -206,33 +187,3 @@ def _against_swapped(logprob: float, swapped: np.ndarray | None) -> dict[str, fl
         "likeliest": float(logprob > np.max(swapped)),
         "chance": 1 / (len(swapped) + 1),
     }
-
-
-def _generations(
-    runs: list[Run], judge: str | None, notes: list[str]
-) -> tuple[pd.DataFrame, Gate | None]:
-    """Generations with a contrast, with their labels if all runs are judged."""
-    pooled = pd.concat([keyed(run, run.generations) for run in runs], ignore_index=True)
-    if judge is not None:
-        for run in runs:
-            run.labels.judgements(judge)  # that there is one is checked though none may be needed
-    contrasts = ["response_contrast_bits", "empty_contrast_bits", "header_contrast_bits"]
-    scored = pooled[pooled[contrasts].notna().any(axis=1)].reset_index(drop=True)
-    if scored.empty:
-        notes.append(
-            "generations were not scored after other responses: sample with --contrasts "
-            "--score-generations"
-        )
-        return scored, None
-    if judge is None and not all(run.labels.judges for run in runs):
-        bare = next(run.path for run in runs if not run.labels.judges)
-        notes.append(
-            f"{bare} is not judged, so generations aren't distinguished: python -m ia_mech.judge "
-            f"run {quoted(bare)}"
-        )
-        return scored.assign(genuine=np.nan), None
-    judged = read_runs(runs, judge, NO_ANNOTATOR)
-    keys = ["run", "context_id", "temperature", "sample"]
-    labels = judged.turns[[*keys, "genuine"]].assign(run=judged.turns["run"].astype(str))
-    notes += [note for note in judged.notes if not note.startswith("runs that were pooled")]
-    return scored.merge(labels, on=keys, how="inner"), judged.gate

@@ -12,7 +12,7 @@ BY_KIND = ("dataset", "of")
 
 
 def tables(console: Console, estimates: pd.DataFrame, level: float) -> None:
-    """Print what there is: references, contrasts, rivals, generations."""
+    """Print what there is: references, contrasts, rivals."""
     plain = estimates[estimates["temperature"].isna()]
     print_table(
         console,
@@ -47,15 +47,6 @@ def tables(console: Console, estimates: pd.DataFrame, level: float) -> None:
         ("reference beats per token", "the same per token"),
     ):
         _print_by_kind(console, title, at_one[at_one["quantity"] == quantity], ("dataset",))
-    response = estimates[estimates["of"].str.startswith("response")]
-    for quantity in (
-        "generations' contrast, bits",
-        "generations' contrast, bits per token",
-        "AUROC of genuine, between sources",
-        "AUROC of genuine, within contexts",
-    ):
-        rows = response[response["quantity"] == quantity]
-        _print_by_kind(console, quantity, rows, ("dataset", "temperature"))
 
 
 def _print_by_kind(

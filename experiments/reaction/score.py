@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -32,8 +31,6 @@ from ia_mech.models.load import (
 )
 from ia_mech.run import Run
 from ia_mech.untrusted import parse_json
-
-QUERIES = 8  # whose likelihoods are kept in one file, so that an interrupted command goes on
 
 
 @dataclass(frozen=True)
@@ -186,7 +183,7 @@ def likelihoods(arm: Arm, reader: Reader, folder: Path, progress: Progress) -> L
     Args:
         arm: the turns.
         reader: the subject model, or another.
-        folder: where finished parts are kept; those that are there are not computed again.
+        folder: where what was found of each query is kept, and isn't computed again.
         progress: counts tokens.
     """
     contexts = {query.source: _contexts(query, reader.chat) for query in arm.queries}
@@ -195,12 +192,12 @@ def likelihoods(arm: Arm, reader: Reader, folder: Path, progress: Progress) -> L
     progress.start(f"scoring, {arm.name}", int(tokens.sum()), unit="token")
     parts = []
     try:
-        for start in range(0, len(arm.queries), QUERIES):
-            chunk = {q.source: contexts[q.source] for q in arm.queries[start : start + QUERIES]}
-            turns = arm.turns[arm.turns["source"].isin(list(chunk))]
+        for query in arm.queries:
+            turns = arm.turns[arm.turns["source"] == query.source]
             mine = [[*map(int, ids)] for ids in turns["token_ids"]]
-            key = [reader.weights, [*chunk.values()], mine, turns["temperature"].tolist()]
-            compute = partial(_score, turns, chunk, arm.responses, reader, progress.advance)
+            its = contexts[query.source]
+            key = [reader.weights, its, mine, turns["temperature"].tolist()]
+            compute = partial(_of_query, turns, its, arm.responses, reader, progress.advance)
             ready = partial(progress.advance, int(tokens[turns.index].sum()))
             parts.append(computed_once(folder, key, compute, ready))
     finally:
@@ -218,15 +215,6 @@ def _contexts(query: Query, chat: ChatFormat | None) -> list[tuple[int, ...]]:
             empty = chat.context([*query.messages, {"role": "assistant", "content": ""}])
             contexts.append(tuple(empty.ids))
     return contexts
-
-
-def _score(
-    turns: pd.DataFrame, contexts: dict[str, list[tuple[int, ...]]], *options: Any
-) -> pd.DataFrame:
-    """:func:`_of_query` of several queries; ``contexts`` by source."""
-    return pd.concat(
-        [_of_query(turns[turns["source"] == of], its, *options) for of, its in contexts.items()]
-    )
 
 
 def _of_query(

@@ -12,14 +12,13 @@ from experiments.reaction.read import ALTERNATIVES, ASSISTANT, COMPLETE, SAME_CO
 from experiments.tables import print_plan, print_table
 from ia_mech.cli import one_line
 from ia_mech.display import COLOURS, coloured, draw_line, draw_points, new_axes
-from ia_mech.engine.plan import PREFILL_COST, RESCORE_COST
 from ia_mech.estimates import together
 
 MOST = 5  # turns shown at either end
 
 
 def plan(arm: Arm, contexts: dict[str, int], requests: str) -> None:
-    """What ``--dry-run`` prints: passes, tokens and time.
+    """What ``--dry-run`` prints: queries, turns and tokens.
 
     Args:
         arm: the runs' own turns.
@@ -29,8 +28,6 @@ def plan(arm: Arm, contexts: dict[str, int], requests: str) -> None:
     prefilled = sum(len(ids) for query in arm.queries for ids in query.token_ids)
     tokens = int(arm.turns["token_ids"].map(len).sum()) * (arm.responses + 1)
     share = len(arm.turns) / sum(len(query.contexts) for query in arm.queries)
-    per_turn = arm.turns["token_ids"].map(len).mean()
-    cost = PREFILL_COST * prefilled + RESCORE_COST * tokens
     lines = {
         "queries": f"{len(arm.queries)}, {arm.responses} responses to each",
         "turns": f"{len(arm.turns)}, scored after {arm.responses + 1} contexts each",
@@ -38,13 +35,10 @@ def plan(arm: Arm, contexts: dict[str, int], requests: str) -> None:
         "tokens to score": str(tokens),
     }
     for name, count in contexts.items():
-        rows = count * share
-        each = count / max(1, len(arm.queries))
-        cost += rows * per_turn * (1 + RESCORE_COST * each)
-        lines[name] = f"{count} contexts to sample {rows:.0f} turns after, then to score"
+        lines[name] = f"{count} contexts to sample {count * share:.0f} turns after, then to score"
     if requests:
         lines["paraphrases"] = f"{requests}, before what is kept"
-    print_plan(lines, cost)
+    print_plan(lines)
 
 
 def written(turns: pd.DataFrame) -> pd.DataFrame:

@@ -51,7 +51,7 @@ def run(args: argparse.Namespace, runs: "list[Run]", folder: Path) -> Results | 
     arms = [Arm(UNSTEERED)]
     arms += [Arm(ADDED, 0, replace(vector, dose=dose)) for dose in doses]
     arms.append(Arm(REMOVED, 0, replace(vector, kind=PROJECT_OUT, dose=1.0)))
-    show.plan(given, vector, len(arms), args.controls, args.samples, model["layers"])
+    show.plan(given, vector, len(arms), args.controls, args.samples)
     if args.dry_run:
         return None
     x = controls.states(runs, given, vector) if args.controls else None

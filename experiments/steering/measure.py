@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +21,14 @@ from experiments.steering.controls import (
     without_known,
 )
 from experiments.steering.read import CHOOSING, Query, Read
-from experiments.steering.steer import UNSTEERED, Arm, FirstToken, of_equal_kl, steered
+from experiments.steering.steer import (
+    UNSTEERED,
+    Arm,
+    FirstToken,
+    divergences,
+    of_equal_kl,
+    steered,
+)
 from ia_mech.chat.format import ChatFormat
 from ia_mech.engine.capture import find_blocks
 from ia_mech.models.load import Subject
@@ -60,6 +68,16 @@ class Scorer:
             return prompted(self.subject.model, self.chat, query, self.token)
 
         return self._kept(queries, "with a prompt", [ASKING], compute)
+
+    def kl(self, queries: Sequence[Query], arms: Sequence[Arm]) -> np.ndarray:
+        """``[arms]`` KL at the header in nats, the mean over all contexts of the queries."""
+
+        def compute(query: Query) -> pd.DataFrame:
+            return divergences(self.subject.model, query, arms)
+
+        what = ["kl", [arm.key for arm in arms]]
+        found = self._kept(queries, "doses of equal KL", what, compute)
+        return found.groupby("arm")["kl"].mean().to_numpy()
 
     def _kept(
         self,
@@ -122,7 +140,8 @@ def controls_of(
     kl = by_context(rows[rows["half"] == CHOOSING]).groupby(ARM)["kl"].mean()
     found: list[Arm] = []
     for arm, others in zip(chosen, sets, strict=True):
-        found += of_equal_kl(model, queries, others, float(kl[arm.of, arm.draw, arm.dose]))
+        wanted = float(kl[arm.of, arm.draw, arm.dose])
+        found += of_equal_kl(others, wanted, partial(scorer.kl, queries))
     left = sum(map(len, sets)) - len(found)
     return [*found, *patched_arms(x, given, first, seed)], left
 

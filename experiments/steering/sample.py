@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
+from experiments.given_turns import computed_once
 from experiments.resample import conversations_of, resampled
 from experiments.steering.controls import PROMPT, asked
 from experiments.steering.read import Query
@@ -67,16 +68,18 @@ def sampled_under(
         file = folder.resolve() / FILE
         arm.vector.save(file)
     given = runs[0].settings["temperatures"]
-    turns = {"temperatures": 1.0 if 1.0 in given else max(given), "samples": samples}
-    run = resampled(runs[0], conversations, folder, ("header_last",), file, subject, **turns)
+    decoding = {"temperatures": 1.0 if 1.0 in given else max(given), "samples": samples}
+    run = resampled(runs[0], conversations, folder, ("header_last",), file, subject, **decoding)
     if JUDGE not in run.labels.judges:
         label_run(run, RulesJudge(), JUDGE, Bar())
     judged = read_runs([run], JUDGE, NO_ANNOTATOR)
-    return judged, described(judged, subject).assign(of=arm.of, draw=arm.draw, dose=arm.dose)
+    return judged, described(judged, subject, folder).assign(
+        of=arm.of, draw=arm.draw, dose=arm.dose
+    )
 
 
-def described(judged: Judged, subject: Subject) -> pd.DataFrame:
-    """The sampled turns of a run.
+def described(judged: Judged, subject: Subject, folder: Path) -> pd.DataFrame:
+    """The sampled turns of a run; what was scored of them is kept in the folder.
 
     Returns:
         A row per turn: ``source``, ``dataset``, ``genuine``, ``grounded``, ``degenerate``,
@@ -88,12 +91,19 @@ def described(judged: Judged, subject: Subject) -> pd.DataFrame:
     )
     rows = rows[rows["temperature"] > 0].reset_index(drop=True)
     ids = dict(zip(run.contexts["context_id"], run.contexts["token_ids"], strict=True))
-    cost = np.empty(len(rows))
-    for context, mine in rows.groupby("context_id").groups.items():
-        turns = [rows.at[i, "token_ids"].tolist() for i in mine]
-        tokens = ids[context].tolist()
-        scored = Continued(subject.model, tokens, len(tokens) - 1, turns)
-        cost[mine] = [one.mean() for one in scored.score([(n, ()) for n in range(len(turns))])]
+
+    def scored() -> pd.DataFrame:
+        cost = np.empty(len(rows))
+        for context, mine in rows.groupby("context_id").groups.items():
+            turns = [rows.at[i, "token_ids"].tolist() for i in mine]
+            tokens = ids[context].tolist()
+            after = Continued(subject.model, tokens, len(tokens) - 1, turns)
+            cost[mine] = [one.mean() for one in after.score([(n, ()) for n in range(len(turns))])]
+        return pd.DataFrame({"cost": cost})
+
+    pairs = zip(rows["context_id"], rows["token_ids"], strict=True)
+    key = [subject.weights_hash, [[ids[name].tolist(), turn.tolist()] for name, turn in pairs]]
+    cost = computed_once(folder / "parts", key, scored)["cost"]
     return pd.DataFrame(
         {
             "source": rows["dataset"] + "\x1f" + rows["source_id"],

@@ -29,7 +29,6 @@ from experiments.steering.controls import ALIKE, DONORS, PATCHED, RANDOM, SHUFFL
 from experiments.steering.read import REPORTING, Read
 from experiments.tables import cell, p_value, print_plan, print_table
 from ia_mech.display import COLOURS, draw_line, draw_points, list_names, new_axes
-from ia_mech.engine.plan import PREFILL_COST, RESCORE_COST
 from ia_mech.estimates import together
 from ia_mech.steering import SteeringVector
 
@@ -58,10 +57,8 @@ LIMITS = (
 )
 
 
-def plan(
-    read: Read, vector: SteeringVector, arms: int, directions: int, samples: int, layers: int
-) -> None:
-    """What will be computed: passes, tokens and time.
+def plan(read: Read, vector: SteeringVector, arms: int, directions: int, samples: int) -> None:
+    """What will be computed: sources, arms and tokens.
 
     Args:
         read: the queries.
@@ -70,20 +67,16 @@ def plan(
         directions: random ones, at a dose of each sign; their turns, and those of other controls,
             are scored after their own context.
         samples: turns sampled per context.
-        layers: of the model.
     """
-    prefilled = crossed = own = contexts = 0
+    crossed = own = contexts = 0
     for query in read.queries:
         tokens = sum(len(turn.ids) for turn in query.turns)
-        prefilled += 3 * sum(len(context.ids) for context in query.contexts)
         crossed += tokens * len(query.contexts)
         if query.half == REPORTING:
             own += tokens
             contexts += len(query.contexts)
     others = len(PATCHED) * DONORS + SHUFFLES + 3
     controls = 2 * directions + others if directions else 0
-    share = 1 - vector.layer / max(layers, 1)
-    cost = PREFILL_COST * prefilled + RESCORE_COST * share * (crossed * arms + own * controls)
     sampled = contexts * (samples + 1) * (samples > 0)
     lines = {
         "sources": f"{len(read.queries)}, half of them to choose the dose",
@@ -92,7 +85,7 @@ def plan(
         "tokens to compute": f"{crossed * arms + own * controls}, from layer {vector.layer} on",
         "turns to sample": f"{sampled} under each of the arms that are sampled",
     }
-    print_plan(lines, cost)
+    print_plan(lines)
 
 
 def tables(to: Console, estimates: pd.DataFrame, dose: float, level: float) -> None:

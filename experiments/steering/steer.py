@@ -1,6 +1,6 @@
 """Likelihoods of given turns, and of the first token, while the model is steered."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
 
@@ -193,8 +193,17 @@ def steered(
     return pd.DataFrame(found)
 
 
+def divergences(model: PreTrainedModel, query: Query, arms: Sequence[Arm]) -> pd.DataFrame:
+    """A row per context and arm: its number, ``arm``, and its ``kl`` at the header in nats."""
+    token, found = FirstToken(None, ()), []
+    for context in query.contexts:
+        kl = token.measured(*first_tokens(model, context, arms))["kl"]
+        found += [{"arm": number, "kl": value} for number, value in enumerate(kl)]
+    return pd.DataFrame(found)
+
+
 def of_equal_kl(
-    model: PreTrainedModel, queries: Sequence[Query], arms: Sequence[Arm], kl: float
+    arms: Sequence[Arm], kl: float, kl_of: Callable[[Sequence[Arm]], np.ndarray]
 ) -> list[Arm]:
     """The arms with doses, or biases scaled, so that their mean KL at the header is this one.
 
@@ -202,13 +211,10 @@ def of_equal_kl(
     scale between them; so the KL that they then have is near to what was wanted, and is reported.
 
     Args:
-        model: the subject model.
-        queries: in whose contexts the KL is taken.
         arms: with a first guess of the dose. Arms whose KL can't be reached are left out.
         kl: in nats.
+        kl_of: the mean KL of each of some arms.
     """
-    contexts = [context for query in queries for context in query.contexts]
-    token = FirstToken(None, ())
     scale = np.ones(len(arms))
     known: list[dict[float, float]] = [{} for _ in arms]
     for _ in range(8):
@@ -216,10 +222,7 @@ def of_equal_kl(
         if not unknown:
             break
         tried = [scaled(arms[n], scale[n]) for n in unknown]
-        total = np.zeros(len(tried))
-        for context in contexts:
-            total += token.measured(*first_tokens(model, context, tried))["kl"]
-        for n, value in zip(unknown, total / len(contexts), strict=True):
+        for n, value in zip(unknown, kl_of(tried), strict=True):
             known[n][float(scale[n])] = float(value)
             below, above = (min(known[n].values()) < kl), (max(known[n].values()) >= kl)
             if not (below and above):

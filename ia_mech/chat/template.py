@@ -1,9 +1,12 @@
 """A chat template as a function of messages: rendering, and where a message's text stands in it."""
 
+import functools
 import hashlib
 from collections.abc import Sequence
+from datetime import datetime
 
-from ia_mech.chat import bounded
+from jinja2 import Template
+
 from ia_mech.errors import UserError
 
 PINNED_DATE = "2026-01-01"  # for templates that print today's date; ids must not change at midnight
@@ -52,13 +55,12 @@ class ChatTemplate:
         """The dialogue as text, as ``apply_chat_template`` renders it; options as its keywords.
 
         Raises:
-            UserError: the template refuses these messages, or reaches a limit (:mod:`bounded`).
+            UserError: the template refuses these messages.
         """
-        variables = self.tokenizer.special_tokens_map | options
+        given = {"tools": None, "documents": None, "add_generation_prompt": False}
+        given |= self.tokenizer.special_tokens_map | options
         try:
-            return bounded.render(self._source, self._date, messages, variables)
-        except (UserError, MemoryError):
-            raise
+            return _compiled(self._source, self._date).render(messages=list(messages), **given)
         except Exception as error:  # templates raise whatever their authors chose
             raise UserError(
                 f"the chat template refuses the roles {'/'.join(m['role'] for m in messages)} "
@@ -113,6 +115,17 @@ class ChatTemplate:
     def token(self, token: int) -> str:
         """A token as the vocabulary writes it."""
         return self.tokenizer.convert_ids_to_tokens(token)
+
+
+@functools.lru_cache
+def _compiled(source: str, date: str) -> Template:
+    """A template as ``apply_chat_template`` compiles it, but for the date that it is given."""
+    # Not public, and the only way to the sandbox in which transformers renders.
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    pinned = datetime.fromisoformat(date).strftime
+    environment = _compile_jinja_template("").environment
+    return environment.from_string(source, {"strftime_now": lambda form: pinned(form)})
 
 
 def message(role: str, content: str) -> Message:

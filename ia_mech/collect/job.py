@@ -7,7 +7,7 @@ header logits, all sampled rows and the scores of reference turns.
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -55,7 +55,7 @@ from ia_mech.engine.decode import Decoded, Row, decode
 from ia_mech.engine.memory import Backoff
 from ia_mech.engine.sampling import response_stream_key, stream_key, uncompiled
 from ia_mech.engine.shared import Engine
-from ia_mech.engine.state import Prefilled, Prefix, prefill_all
+from ia_mech.engine.state import Prefix, prefill_all
 from ia_mech.errors import UserError, exhaustion
 from ia_mech.lens import save_lens
 from ia_mech.likelihood.scorer import Scorer, scored_temperatures
@@ -85,7 +85,7 @@ def make_run(
 
     Args:
         shard: which shard of the run to make, and of how many.
-        threads: of the computations on a CPU; None for those that the shard was begun with, or all
+        threads: of the computations on a CPU; None for those that the run was begun with, or all
             cores. Their number changes rounding.
 
     Other arguments and Raises: see :func:`collect`.
@@ -118,9 +118,10 @@ def _threads(count: int | None) -> Iterator[None]:
 
 
 def _threads_before(out: Path, shard: Shard) -> int | None:
-    """How many threads a shard of a run was begun with; None if it wasn't."""
-    with contextlib.suppress(OSError, ValueError, LookupError):  # not there, or damaged
-        return integrity.read_json(out / layout.manifest_file(shard))["sessions"][-1]["threads"]
+    """How many threads a shard of a run was begun with, else another shard; None if none was."""
+    for file in (out / layout.manifest_file(shard), *sorted(out.glob("manifest*.json"))):
+        with contextlib.suppress(OSError, ValueError, LookupError, TypeError):  # or it is damaged
+            return int(integrity.read_json(file)["sessions"][-1]["threads"])
     return None
 
 
@@ -225,7 +226,9 @@ class _Job:
         self.responses = self._todo("responses", self.parts.responses)
         self.contexts = self._todo("contexts", self.parts.contexts)
         if not self.responses and not self.contexts:
-            self.progress.say(f"{self.writer.path} was finished before; nothing was computed again")
+            here = self.writer.path
+            done = here if Run(here).complete else f"this shard of {here}"
+            self.progress.say(f"{done} was finished before; nothing was computed again")
             self.writer.finish()
             return
         self._begin_session()
@@ -245,7 +248,7 @@ class _Job:
 
     def _begin_session(self) -> None:
         here, say = machine(self.subject), self.progress.say
-        before = self.writer.sessions
+        before = self.writer.sessions or Run(self.writer.path).sessions
         if before and (changed := differences(before[-1], here)):
             say(
                 f"note: {changed} since this run was last worked on; rows computed now may round "
@@ -276,6 +279,26 @@ class _Job:
             if value:
                 self.writer.note(name, value)
 
+    def _work(
+        self,
+        phase: str,
+        parts: dict[str, list[int]],
+        todo: Collection[str],
+        lengths: dict[int, int],
+        rows: int,
+        most: int,
+        unit: str,
+    ) -> Work:
+        """The progress of a phase: contexts of these ``lengths`` with so many rows each."""
+        sizes = {
+            name: (rows * len(orders), sum(lengths[order] for order in orders))
+            for name, orders in parts.items()
+        }
+        before = [size for name, size in sizes.items() if name not in todo]
+        done = sum(size[0] for size in before), sum(size[1] for size in before)
+        left = {name: sizes[name] for name in todo}
+        return Work(self.progress, phase, left, done, most, unit)
+
     # -- responses ------------------------------------------------------------------------------
 
     def _write_responses(self) -> None:
@@ -283,12 +306,11 @@ class _Job:
         orders = {
             name: [i for i in part if i in prompts] for name, part in self.parts.responses.items()
         }
-        total = sum(map(len, orders.values()))
-        done = total - sum(len(orders[name]) for name in self.responses)
-        work = Work(self.progress, "responses", total, done, most, "response")
+        work = self._work("responses", orders, self.responses, prompts, 1, most, "response")
         for name in self.responses:
-            work.begin(len(orders[name]))
-            rows = self.width.retry(partial(self._respond, work, orders[name]))
+            work.begin(name)
+            respond = partial(self._respond, work, orders[name])
+            rows = self.width.retry(respond, max(1, len(orders[name])))
             self.writer.add_responses(name, rows, self._batch_rows)
             work.end()
         self.progress.stop()
@@ -340,18 +362,18 @@ class _Job:
     # -- contexts -------------------------------------------------------------------------------
 
     def _write_contexts(self) -> None:
-        each = len(self.settings.rows())
-        total = each * sum(map(len, self.parts.contexts.values()))
-        done = total - each * sum(map(len, self.contexts.values()))
-        most = self.settings.max_new_tokens
-        work = Work(self.progress, "user turns", total, done, most, "row")
+        each, most = len(self.settings.rows()), self.settings.max_new_tokens
+        lengths = dict(enumerate(self.survey.lengths))
+        parts = self.parts.contexts
+        work = self._work("user turns", parts, self.contexts, lengths, each, most, "row")
         written = self.writer.read_responses() if self.survey.prompts else {}
         scorer = self._scorer(work, written)
         for name, orders in self.contexts.items():
-            work.begin(each * len(orders))
+            work.begin(name)
             prepared = [self._prepared(order, written.get(order)) for order in orders]
             contexts = [one for one in prepared if one is not None]
-            results = self.width.retry(partial(self._run, scorer, work, contexts))
+            compute = partial(self._run, scorer, work, contexts)
+            results = self.width.retry(compute, max(1, each * len(contexts)))
             self.writer.add_contexts(
                 name, *tables(contexts, results, self.settings, self.chat), self._batch_rows
             )
@@ -384,58 +406,23 @@ class _Job:
     def _run(
         self, scorer: Scorer, work: Work, contexts: list[PreparedContext], limit: int
     ) -> list[ContextResult]:
-        """Prefill contexts; sample and score from that. As many together as ``limit`` rows are."""
+        """Results of contexts; as many are held together as ``limit`` rows are of."""
         together = max(1, limit // len(self.settings.rows()))
         found: list[ContextResult] = []
         for start in range(0, len(contexts), together):
-            some = contexts[start : start + together]
-            groups, order = prefill_all(
-                self.subject.model, [self._prefix(one) for one in some], self.blocks, work.prefilled
-            )
-            members = [some[i] for i in order]
-            results = self._from_groups(scorer, work, members, groups, limit)
-            of = dict(zip(order, results, strict=True))
-            found += [of[number] for number in range(len(some))]
+            found += self._run_together(scorer, work, contexts[start : start + together], limit)
         return found
 
-    def _prefix(self, context: PreparedContext) -> Prefix:
-        at = [context.chat.positions[name] for name in self.positions]
-        places = [-1 if place is None else place for place in at]
-        return Prefix(context.chat.ids, places, context.at_context)
-
-    def _from_groups(
-        self,
-        scorer: Scorer,
-        work: Work,
-        contexts: list[PreparedContext],
-        groups: list[Prefilled],
-        limit: int,
+    def _run_together(
+        self, scorer: Scorer, work: Work, contexts: list[PreparedContext], limit: int
     ) -> list[ContextResult]:
-        """Results of contexts in the order of the groups that they were prefilled in."""
-        scorables = [context.scorable for context in contexts]
+        """Prefill contexts; score and sample from that."""
+        settings, model, grid = self.settings, self.subject.model, self.settings.rows()
+        prefixes = [self._prefix(context) for context in contexts]
+        groups, order = prefill_all(model, prefixes, self.blocks, work.prefilled)
+        members = [contexts[number] for number in order]  # in the order of the groups
+        scorables = [context.scorable for context in members]
         scores = scorer.score_candidates(groups, scorables)
-        decoded = self._sample(work, contexts, groups, limit)
-        scorer.add_contrasts(scorables, scores)
-        logits = torch.cat([group.logits.cpu() for group in groups])
-        residuals = torch.cat([cast(Tensor, group.residuals).cpu() for group in groups])
-        for context, one in zip(contexts, logits, strict=True):
-            if one.isnan().any():
-                raise UserError(
-                    f"the model's logits are not numbers for the context of "
-                    f"{context.conversation.id} in {self.subject.describe()['dtype']}",
-                    "use --dtype bfloat16 or float32 and another --out",
-                )
-        return [ContextResult(*one) for one in zip(decoded, scores, logits, residuals, strict=True)]
-
-    def _sample(
-        self,
-        work: Work,
-        contexts: list[PreparedContext],
-        groups: list[Prefilled],
-        limit: int,
-    ) -> list[list[Decoded]]:
-        """Every row of the grid for every context."""
-        settings, grid = self.settings, self.settings.rows()
         rows = [
             Row(
                 number,
@@ -443,13 +430,13 @@ class _Job:
                 stream_key(settings.seed, context.conversation.source_id, sample),
                 context.at_turn,
             )
-            for number, context in enumerate(contexts)
+            for number, context in enumerate(members)
             for temperature, sample in grid
         ]
         decoded: list[Decoded] = []
         for start in range(0, len(rows), limit):
             decoded += decode(
-                self.subject.model,
+                model,
                 groups,
                 rows[start : start + limit],
                 self.chat.stop_ids,
@@ -457,7 +444,25 @@ class _Job:
                 share=self.engine.share,
                 on_step=work.decoded,
             )
-        return [decoded[at : at + len(grid)] for at in range(0, len(decoded), len(grid))]
+        scorer.add_contrasts(scorables, scores)
+        logits = torch.cat([group.logits.cpu() for group in groups])
+        residuals = torch.cat([cast(Tensor, group.residuals).cpu() for group in groups])
+        found: dict[int, ContextResult] = {}
+        for at, number in enumerate(order):
+            if logits[at].isnan().any():
+                raise UserError(
+                    "the model's logits are not numbers for the context of "
+                    f"{contexts[number].conversation.id} in {self.subject.describe()['dtype']}",
+                    "use --dtype bfloat16 or float32 and another --out",
+                )
+            mine = decoded[at * len(grid) : (at + 1) * len(grid)]
+            found[number] = ContextResult(mine, scores[at], logits[at], residuals[at])
+        return [found[number] for number in range(len(contexts))]
+
+    def _prefix(self, context: PreparedContext) -> Prefix:
+        at = [context.chat.positions[name] for name in self.positions]
+        places = [-1 if place is None else place for place in at]
+        return Prefix(context.chat.ids, places, context.at_context)
 
     def _scorer(self, work: Work, written: dict[int, dict]) -> Scorer:
         """What scores given turns; swaps come from every unperturbed conversation of the run."""

@@ -1,4 +1,4 @@
-"""How the main job counts its work for the progress bar: in tokens, every row at its longest."""
+"""How the main job counts its work for the progress bar: rows, and tokens read and written."""
 
 import time
 
@@ -6,31 +6,40 @@ from ia_mech.display import Progress
 
 
 class Work:
-    """One phase: rows to decode, and the rate of decoding.
+    """One phase: contexts to prefill and rows to decode, each at its longest.
 
-    A row that ends early counts as its whole allowance then, so that the bar never goes back.
+    A row that ends early counts as its whole allowance then, so the bar never goes back.
 
     Args:
         progress: where it is shown.
         phase: its name.
-        rows: how many it decodes.
-        done: how many of them were written before.
+        parts: of each part still to be done, its rows and the tokens of its contexts.
+        done: the same of all parts that were written before, together.
         allowance: most tokens of a row.
         unit: what a row is called.
     """
 
     def __init__(
-        self, progress: Progress, phase: str, rows: int, done: int, allowance: int, unit: str
+        self,
+        progress: Progress,
+        phase: str,
+        parts: dict[str, tuple[int, int]],
+        done: tuple[int, int],
+        allowance: int,
+        unit: str,
     ) -> None:
         self._progress, self._allowance, self._unit = progress, allowance, unit
-        self._rows, self._ended, self._left = rows, done, 0
-        self.tokens, self.seconds = 0, 0.0  # of decoding
+        self._parts = {name: rows * allowance + tokens for name, (rows, tokens) in parts.items()}
+        self._rows = done[0] + sum(rows for rows, _ in parts.values())
+        self._ended, self._left = done[0], 0
+        self._decoded, self._seconds = 0, 0.0
         self._last = time.monotonic()
-        progress.start(phase, rows * allowance, done=done * allowance, unit="")
+        before = done[0] * allowance + done[1]
+        progress.start(phase, before + sum(self._parts.values()), done=before, unit="")
 
-    def begin(self, rows: int) -> None:
-        """A part of so many rows begins."""
-        self._left = rows * self._allowance
+    def begin(self, name: str) -> None:
+        """A part begins."""
+        self._left = self._parts[name]
         self._last = time.monotonic()
 
     def end(self) -> None:
@@ -38,25 +47,25 @@ class Work:
         self._advance("writing", self._left)
 
     def prefilled(self, tokens: int) -> None:
-        """So many tokens were prefilled."""
-        self._advance("prefilling", 0)
+        """So many tokens of contexts were prefilled."""
+        self._advance("prefilling", tokens)
 
     def scored(self, tokens: int) -> None:
-        """So many tokens were scored."""
+        """So many tokens of given turns were scored, which the bar doesn't count."""
         self._advance("scoring", 0)
 
     def decoded(self, step: int, rows: int, ended: int) -> None:
         """All rows of a batch drew their token number ``step``, and with it so many ended."""
-        self.tokens += rows
+        self._decoded += rows
         self._ended += ended
-        self.seconds += time.monotonic() - self._last
+        self._seconds += time.monotonic() - self._last
         self._advance("decoding", rows + ended * (self._allowance - step - 1))
 
     def _advance(self, doing: str, tokens: int) -> None:
         tokens = min(tokens, self._left)
         self._left -= tokens
         note = f"{min(self._ended, self._rows)}/{self._rows} {self._unit}s, {doing}"
-        if self.seconds > 0:
-            note += f", {self.tokens / self.seconds:.0f} tokens/s"
+        if self._seconds > 0:
+            note += f", {self._decoded / self._seconds:.0f} tokens/s"
         self._progress.advance(tokens, note)
         self._last = time.monotonic()

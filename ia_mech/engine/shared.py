@@ -300,8 +300,9 @@ class Engine:
         """What a run records."""
         if not self.shared:
             return "a copy of the prefix per row"
-        where = "all" if len(self.shared) == self.layers else _ranges(self.shared)
-        return f"prefix shared in layers {where} of {self.layers}"
+        if len(self.shared) == self.layers:
+            return f"prefix shared in all {self.layers} layers"
+        return f"prefix shared in layers {_ranges(self.shared)} of {self.layers}, copied in others"
 
     def __str__(self) -> str:
         return f"{self.name} ({self.why})" if self.why else self.name

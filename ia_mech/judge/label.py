@@ -45,10 +45,9 @@ Pair = tuple[Item, int]  # an item and the number of the repeat
 def check_finished(run: Run) -> None:
     """Raise UserError for a run that is still being written, or was left unfinished."""
     if not run.complete:
-        count = run.record["identity"]["conversations"]["count"]
+        parts, planned = len(run.parts("contexts")), run.record["parts"]["contexts"]
         raise UserError(
-            f"{run.path} is still being written or was interrupted "
-            f"({run.kept['contexts']} of {count} contexts)",
+            f"{run.path} is still being written or was interrupted ({parts} of {planned} parts)",
             "let the command that writes it finish, or give that command again",
         )
 

@@ -109,6 +109,12 @@ class Run:
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     @property
+    def ignored_check(self) -> str:
+        """What the engine's start-up check found where ``--ignore-check`` went on; else empty."""
+        found = {str(one["ignored_check"]) for one in self.sessions if "ignored_check" in one}
+        return "; ".join(sorted(found))
+
+    @property
     def complete(self) -> bool:
         """Whether every part that was planned is there."""
         return all(self._whole(kind) for kind in layout.KINDS)
@@ -165,10 +171,15 @@ class Run:
             The contexts of a part and all turns after them, both in the order of the run. The index
             of the turns is their position in :attr:`turns`.
         """
+        contexts = [*dict.fromkeys(["order", *contexts])]
+        turns = [*dict.fromkeys([*layout.TURN_KEYS, *turns])]
+        if "generations" in vars(self):  # read already
+            yield self.contexts[contexts], self.generations[turns]
+            return
         begin = 0
         for part in self._finished_parts():
-            own = self._table("contexts", ["order", *contexts], [part]).to_pandas()
-            rows = self._table("generations", [*layout.TURN_KEYS, *turns], [part]).to_pandas()
+            own = self._table("contexts", contexts, [part]).to_pandas()
+            rows = self._table("generations", turns, [part]).to_pandas()
             rows.index = pd.RangeIndex(begin, begin + len(rows))
             begin += len(rows)
             yield own, rows
@@ -261,7 +272,7 @@ class Run:
             raise UserError(f"{self.path} has no header logits", "sample with --header-logits full")
         parts = self._finished_parts()
         files = [self._file(part, layout.header_logits_file(part["name"])) for part in parts]
-        return HeaderLogits(files, [part["contexts"] for part in parts], self.model["vocab"])
+        return HeaderLogits(files, self.model["vocab"])
 
     def verify(self) -> list[str]:
         """Compare the content of every file with its recorded hash; what is wrong, by part."""
@@ -339,7 +350,7 @@ class Run:
     def _read(self, part: dict, name: str, columns: Collection[str] | None = None) -> pa.Table:
         path, chosen = self._file(part, name), {}
         if columns is not None:
-            chosen = {"columns": list(dict.fromkeys(columns)), "read_dictionary": layout.NAMES}
+            chosen = {"columns": list(columns), "read_dictionary": layout.NAMES}
         try:
             return pq.read_table(path, **chosen)
         except (pa.ArrowException, OSError) as error:
@@ -387,11 +398,9 @@ class HeaderLogits:
     ``top-k`` files hold the k largest and how much probability (at T = 1) the others have together.
     """
 
-    def __init__(self, files: list[Path], counts: list[int], vocab: int) -> None:
+    def __init__(self, files: list[Path], vocab: int) -> None:
         self.vocab = vocab
-        self._places = [
-            (file, row) for file, count in zip(files, counts, strict=True) for row in range(count)
-        ]
+        self._places = [(file, row) for file in files for row in range(_rows_in(file))]
 
     def __len__(self) -> int:
         return len(self._places)
@@ -415,9 +424,7 @@ class HeaderLogits:
             with safe_open(file, framework="pt") as tensors:
                 return {key: tensors.get_slice(key)[row : row + 1][0] for key in tensors.keys()}  # noqa: SIM118
         except (SafetensorError, OSError) as error:
-            raise UserError(
-                f"{file} is damaged: {error}", "run the command that wrote it again"
-            ) from None
+            raise _unreadable(file, error) from None
 
     def __getitem__(self, index: int) -> Tensor:
         """Logits minus their maximum, ``[vocab]`` float32; -inf where top-k didn't keep them."""
@@ -460,3 +467,16 @@ class HeaderLogits:
             )
         kept = self[index].log_softmax(-1)
         return kept + torch.log1p(-stored["tail_mass"].float())
+
+
+def _rows_in(file: Path) -> int:
+    """How many contexts a safetensors file is of."""
+    try:
+        with safe_open(file, framework="pt") as tensors:
+            return tensors.get_slice(tensors.keys()[0]).get_shape()[0]
+    except (SafetensorError, OSError, LookupError) as error:
+        raise _unreadable(file, error) from None
+
+
+def _unreadable(file: Path, error: Exception) -> UserError:
+    return UserError(f"{file} is damaged: {error}", "run the command that wrote it again")

@@ -7,7 +7,7 @@ keep their level.
 """
 
 from ia_mech.stats.agreement import alpha_of, balanced_accuracy_of, confusion, kappa_of
-from ia_mech.stats.auroc import auroc_between, auroc_columns, auroc_within
+from ia_mech.stats.auroc import auroc_between, auroc_columns
 from ia_mech.stats.clusters import (
     cluster_counts,
     cluster_mean,
@@ -44,7 +44,6 @@ __all__ = [
     "alpha_of",
     "auroc_between",
     "auroc_columns",
-    "auroc_within",
     "balanced_accuracy_of",
     "cluster_counts",
     "cluster_mean",
