@@ -164,7 +164,7 @@ def test_scores_equal_full_forward_passes(architecture):
     bench = Bench(architecture)
     for at, scores in enumerate(bench.score()):
         context = bench.contexts[at]
-        assert len(scores.swapped_from) == 2
+        assert len(scores.swapped_from) == (2 if context.reference_ids else 0)
         for one in scores.candidates:
             ids = [*one.ids, tiny.EOS]
             np.testing.assert_allclose(
@@ -204,7 +204,7 @@ def _numbers(bench: Bench, at: int, scores: ContextScores) -> list[float]:
         for value in row.values():
             if not isinstance(value, str | None):
                 flat += [float(one) for one in np.atleast_1d(value)]
-    assert len(flat) > 10
+    assert len(flat) > 10 or not scores.candidates
     return flat
 
 
