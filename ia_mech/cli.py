@@ -1,26 +1,17 @@
 """What all command lines of the project share: errors in one line, exit statuses."""
 
 import argparse
-import atexit
 import contextlib
 import io
 import os
 import shlex
-import signal
+import string
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FrameType
 from typing import NoReturn, TextIO
 
 from ia_mech.errors import UserError, exhaustion
-
-# Bytes of address space, most of which is never used: PyTorch, SciPy and Arrow map 1.5 GB when they
-# are loaded, and each thread 0.1 GB.
-ADDRESS_SPACE = 4 * 2**30
-# Of Arrow and others; and of each of OpenMP, rayon, and OpenBLAS in NumPy and in SciPy.
-THREADS, THREADS_PER_PROCESSOR = 16, 4
 
 NOTHING = 3  # the exit status of a command that ended as it should, with nothing usable
 
@@ -79,128 +70,28 @@ def guarded(
 
 
 def _status(body: Callable[[], int | None], interrupted: Callable[[], str]) -> int:
-    def tell() -> int:
-        print(f"\ninterrupted; {interrupted()}", file=sys.stderr, flush=True)
-        return 130
-
-    with _interrupts(tell) as ctrl_c:
-        try:
-            _check_limits()
-            return body() or 0
-        except BrokenPipeError:
-            raise
-        except (Exception, KeyboardInterrupt) as error:
-            ctrl_c.over = True
-            # Libraries turn an interrupt into errors of their own.
-            if ctrl_c.pressed or isinstance(error, KeyboardInterrupt):
-                return tell()
-            if isinstance(error, UserError):
-                return refuse(str(error))
-            if lacking := exhaustion(error):
-                return refuse(str(lacking))
-            if isinstance(error, OSError):
-                return refuse(f"{error}; check the path and its disk")
-            raise
-
-
-class _CtrlC:
-    """What Ctrl-C does while a command runs: raise ``KeyboardInterrupt`` as usual.
-
-    During an import it ends the process. Modules swallow an exception that is raised while they are
-    imported, so that the interrupt is lost, or are left half initialised and crash. Nothing needs
-    to be tidied up: what is on the disk is whole after a kill, too.
-
-    Attributes:
-        pressed: whether it was.
-        over: the command has ended; from now on Ctrl-C does nothing.
-    """
-
-    def __init__(self, tell: Callable[[], int]) -> None:
-        self.tell = tell  # what was kept; returns the exit status
-        self.pressed = self.over = False
-
-    def __call__(self, number: int, frame: FrameType | None) -> None:
-        if self.over:
-            return
-        self.pressed = True
-        if _importing(frame):
-            self.over = True
-            with contextlib.suppress(OSError):
-                sys.stdout.flush()
-            os._exit(self.tell())
-        raise KeyboardInterrupt
-
-
-def _importing(frame: FrameType | None) -> bool:
-    """Whether an import is under way in a command."""
-    while frame is not None and frame.f_code is not _status.__code__:
-        if frame.f_code.co_filename.startswith("<frozen importlib"):
-            return True
-        frame = frame.f_back
-    return False
-
-
-def _check_limits() -> None:
-    """Refuse limits under which libraries abort or hang, which no code of ours could report.
-
-    Raises:
-        UserError: there is too little address space, or too few threads can be started.
-    """
-    limit = -1
-    if sys.platform != "win32":
-        import resource
-
-        limit, _ = resource.getrlimit(resource.RLIMIT_AS)
-    if 0 <= limit < ADDRESS_SPACE:  # negative: none
-        raise UserError(
-            f"ulimit -v allows {limit / 2**30:.1f} GB of address space, too little for PyTorch and "
-            "its threads",
-            f"raise it to {ADDRESS_SPACE / 2**30:g} GB or more, or set it to unlimited",
-        )
-    done, started = threading.Event(), []
-    needed = THREADS + THREADS_PER_PROCESSOR * _processors()
     try:
-        for _ in range(needed):
-            started.append(threading.Thread(target=done.wait, daemon=True))
-            started[-1].start()
-    except RuntimeError:
-        raise UserError(
-            f"only {len(started) - 1} of the {needed} threads that libraries need can be started",
-            f"raise ulimit -u, or set OMP_NUM_THREADS=1 (then {THREADS + THREADS_PER_PROCESSOR})",
-        ) from None
-    finally:
-        done.set()
+        return body() or 0
+    except BrokenPipeError:
+        raise
+    except (Exception, KeyboardInterrupt) as error:
+        if _is_interrupt(error):
+            print(f"\ninterrupted; {interrupted()}", file=sys.stderr, flush=True)
+            return 130
+        if isinstance(error, UserError):
+            return refuse(str(error))
+        if lacking := exhaustion(error):
+            return refuse(str(lacking))
+        if isinstance(error, OSError):
+            return refuse(f"{error}; check the path, its permissions and its disk")
+        raise
 
 
-def _processors() -> int:
-    """How many threads libraries start for their computations."""
-    given = os.environ.get("OMP_NUM_THREADS", "")
-    return int(given) if given.isdigit() else os.cpu_count() or 1
-
-
-@contextlib.contextmanager
-def _interrupts(tell: Callable[[], int]) -> Iterator[_CtrlC]:
-    """Have Ctrl-C end a command in an orderly way.
-
-    Nothing changes outside the main thread, or where Ctrl-C already does something else.
-    """
-    ctrl_c = _CtrlC(tell)
-    main = threading.current_thread() is threading.main_thread()
-    if not main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        yield ctrl_c
-        return
-    signal.signal(signal.SIGINT, ctrl_c)
-    try:
-        yield ctrl_c
-    finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        atexit.unregister(_end_at_once)
-        atexit.register(_end_at_once)
-
-
-def _end_at_once() -> None:
-    """Unloading PyTorch takes seconds; an exception that is raised then has no handler."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+def _is_interrupt(error: BaseException | None) -> bool:
+    """Whether Ctrl-C was pressed; libraries turn it into errors of their own."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 def _closed_pipe() -> int:
@@ -253,7 +144,8 @@ def using_threads(number: int | None) -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
-        _torch_threads(usual or _processors())
+        given = os.environ.get("OMP_NUM_THREADS", "")
+        _torch_threads(usual or (int(given) if given.isdigit() else os.cpu_count() or 1))
 
 
 def _torch_threads(number: int | None = None) -> int | None:
@@ -331,12 +223,9 @@ def quoted(word: object) -> str:
         text = f"./{text}"
     if text.isprintable() and text == " ".join(text.split()):
         return shlex.quote(text)
-    escaped = (c if c.isalnum() or c in "/._-" else _escaped(c) for c in text)
+    plain = b"/._-" + string.ascii_letters.encode() + string.digits.encode()
+    escaped = (chr(b) if b in plain else f"\\x{b:02x}" for b in os.fsencode(text))
     return f"$'{''.join(escaped)}'"
-
-
-def _escaped(character: str) -> str:
-    return "".join(f"\\x{byte:02x}" for byte in os.fsencode(character))
 
 
 def tolerant_streams() -> None:

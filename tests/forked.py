@@ -221,15 +221,16 @@ def _tell_begin(pen: int) -> None:
     """Tell when the flags are read and the command begins."""
     from ia_mech import cli
 
-    original = cli._interrupts
+    original = cli._status
 
-    @contextlib.contextmanager
-    def begun(*arguments):
-        with original(*arguments) as entered:
+    def telling(body, interrupted):
+        def begun():
             os.write(pen, b"b")
-            yield entered
+            return body()
 
-    cli._interrupts = begun
+        return original(begun, interrupted)
+
+    cli._status = telling
 
 
 def _tell_units(pen: int) -> None:

@@ -1,202 +1,366 @@
-"""The main job where things get tight: memory, precision, and responses that can't be used."""
+"""The main job: parts, memory, precision, and what can't be used."""
 
 import copy
-import platform
+import os
+import signal
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import tiny
 import torch
+from conftest import Silent
+from runs import sampled
+from shell import call
 
-import ia_mech.collect.job
-import ia_mech.collect.preflight
-import ia_mech.engine.loop
-from ia_mech.collect.config import SampleConfig
-from ia_mech.collect.job import collect
-from ia_mech.collect.preflight import Size, Survey
+import ia_mech.collect.job as job
+from ia_mech.collect.command import main
+from ia_mech.collect.parts import HELD, Survey, plan_parts
 from ia_mech.display import Quiet
-from ia_mech.engine.plan import PREFILL_COST, RESCORE_COST, SCORE_COST, Grid
 from ia_mech.errors import UserError
+from ia_mech.judge.__main__ import main as judge
 from ia_mech.models.load import ModelSpec, Subject, weights_hash
-from ia_mech.run import RunWriter, integrity, layout
+from ia_mech.rates.__main__ import main as rates
+from ia_mech.report.contents import facts
+from ia_mech.run import Run
+from ia_mech.settings import Settings
 
-CONFIG = SampleConfig(limit=6, grid=Grid((0.7, 1.0), 2, 8, 0), batch_rows=20)
+SETTINGS = Settings(
+    limit=6, temperatures=(0.7, 1.0), samples=2, max_new_tokens=8, batch_rows=20
+)  # five rows to a context
+CONTEXTS = ["maths-01", "instructions-01", "open-01", "maths-02", "instructions-02", "open-02"]
 
 
-def test_memory_running_out_is_said_once_recorded_and_survived(
-    tiny_subject, tmp_path, progress, monkeypatch
+@pytest.fixture(scope="module")
+def whole(tiny_subject, tmp_path_factory) -> Run:
+    return sampled(SETTINGS, tiny_subject, tmp_path_factory.mktemp("whole") / "run")
+
+
+def orders_of(run: Run, kind: str) -> list[list[int]]:
+    """The orders in each part, as its files have them."""
+    found = []
+    for part in run.parts(kind):
+        if kind == "responses":
+            found.append([int(order) for order in run.responses_of([part["name"]])["order"]])
+        else:
+            found.append(run._table("contexts", ["order"], [part])["order"].to_pylist())
+    return found
+
+
+# -- parts ----------------------------------------------------------------------------------------
+
+
+def found(lengths: list[int], prompts: dict[int, int] | None = None) -> Survey:
+    return Survey({}, [None] * len(lengths), lengths, prompts or {}, len(lengths), [])
+
+
+def test_a_part_fills_a_batch_and_a_part_of_responses_serves_whole_ones(tiny_subject):
+    config = tiny_subject.model.config
+    plan = plan_parts(found([30] * 10, dict.fromkeys(range(10), 9)), SETTINGS, config, 4)
+    # Four contexts of five rows fill 20 rows; three parts of a size hold ten contexts.
+    assert list(plan.contexts.values()) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    assert list(plan.responses.values()) == [list(range(10))]
+    assert plan.counts == {"responses": 1, "contexts": 3} and plan.batch_rows == 20
+    wide = plan_parts(found([30] * 50, dict.fromkeys(range(50), 9)), SETTINGS, config, 4)
+    for some in wide.responses.values():
+        inside = [part for part in wide.contexts.values() if part[0] in some]
+        assert some == [order for part in inside for order in part] and len(some) <= 20
+    alone = plan_parts(found([30] * 3), replace(SETTINGS, batch_rows=2), config, 4)
+    assert list(alone.contexts.values()) == [[0], [1], [2]]
+
+
+def test_a_part_holds_no_more_than_memory_is_set_aside_for(tiny_subject):
+    config = tiny_subject.model.config
+    a_token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4
+    length = HELD["cpu"] // a_token // 2
+    plan = plan_parts(found([length, 30, 30, length, length]), SETTINGS, config, 4)
+    assert list(plan.contexts.values()) == [[0, 1, 2], [3], [4]]
+
+
+@pytest.mark.parametrize("of", [1, 2, 3, 5])
+def test_every_part_is_dealt_to_one_shard_with_the_responses_that_it_needs(tiny_subject, of):
+    config = tiny_subject.model.config
+    for prompts in ({}, dict.fromkeys(range(0, 90, 2), 9)):
+        plan = plan_parts(found([30] * 90, prompts), SETTINGS, config, 4)
+        shards = [plan.of_shard((number, of)) for number in range(1, of + 1)]
+        for kind in ("contexts", "responses"):
+            dealt = [name for shard in shards for name in getattr(shard, kind)]
+            assert sorted(dealt) == sorted(getattr(plan, kind))
+        for shard in shards:
+            written = {order for part in shard.responses.values() for order in part}
+            needed = {order for part in shard.contexts.values() for order in part}
+            assert not prompts or needed == written
+
+
+def test_a_part_is_planned_computed_and_written_as_one(
+    tiny_subject, tmp_path, monkeypatch, progress
 ):
-    whole = collect(CONFIG, tiny_subject, tmp_path / "whole", progress)
-    honest = ia_mech.engine.loop.decode_step
+    settings = replace(SETTINGS, limit=5, response="generate", max_response_tokens=4)
+    honest, computed = job._Job._run, []
 
-    def tight(model, state, token):
-        if len(token) > 6:
+    def counted(self, scorer, work, contexts, limit):
+        computed.append([one.order for one in contexts])
+        return honest(self, scorer, work, contexts, limit)
+
+    monkeypatch.setattr(job._Job, "_run", counted)
+    run = sampled(settings, tiny_subject, tmp_path / "run")
+    assert orders_of(run, "responses") == [[0, 1, 2, 3, 4]]
+    assert orders_of(run, "contexts") == [[0, 1, 2], [3, 4]] == computed
+    assert run.record["parts"] == {"responses": 1, "contexts": 2}
+    assert [part["contexts"] for part in run.parts("contexts")] == [3, 2]
+    assert run.settings["batch_rows"] == 20
+    rows = run.generations.groupby("context_id").size()
+    assert set(rows) == {5} and run.kept == {"responses": 5, "contexts": 5}
+
+
+def test_all_residuals_are_read_without_arguments(whole):
+    states = whole.residuals()
+    assert states.shape == (6, 5, len(whole.positions), 32)
+    assert torch.equal(states[:, 2, -1], whole.residuals(2, whole.positions[-1]))
+    assert torch.equal(states[:, 3], whole.residuals(layer=3))
+    assert torch.equal(states[:, :, 0], whole.residuals(position=whole.positions[0]))
+
+
+# -- memory and precision -------------------------------------------------------------------------
+
+
+def tight(honest, most: int, begin: int = 0):
+    """A function of rows that runs out of memory where there are more, from its n-th call on."""
+    calls = []
+
+    def limited(model, groups, rows, *arguments, **options):
+        calls.append(len(rows))
+        if len(rows) > most and len(calls) > begin:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return honest(model, state, token)
+        return honest(model, groups, rows, *arguments, **options)
 
-    monkeypatch.setattr(ia_mech.engine.loop, "decode_step", tight)
-    progress.lines.clear()
-    run = collect(CONFIG, tiny_subject, tmp_path / "tight", progress)
+    return limited
+
+
+def test_memory_running_out_is_said_recorded_in_its_parts_and_survived(
+    whole, tiny_subject, tmp_path, progress, monkeypatch
+):
+    """It does in the second part of two."""
+    monkeypatch.setattr(job, "decode", tight(job.decode, 8, begin=1))
+    run = job.collect(SETTINGS, tiny_subject, tmp_path / "run", progress)
     assert [line for line in progress.lines if "memory" in line] == [
-        "out of memory: going on with batches of 10 or fewer"
+        "out of memory: going on with batches of 7 rows or fewer"  # of 15
     ]
-    assert backed_off(run) == {"0.0": {"rows": 5}}
-    assert backed_off(whole) == {}
+    assert [part.get("batch_rows") for part in run.parts("contexts")] == [None, 7]
+    assert all("batch_rows" not in part for part in whole.parts("contexts"))
     for a, b in zip(whole.generations.iloc, run.generations.iloc, strict=True):
-        if a["token_ids"].tolist() != b["token_ids"].tolist():
+        if a["token_ids"].tolist() != b["token_ids"].tolist():  # only where rounding may decide
             n = min(len(a["token_ids"]), len(b["token_ids"]))
             first = int(np.argmax(a["token_ids"][:n] != b["token_ids"][:n]))
             assert min(a["margins"][first], b["margins"][first]) < 1e-4
 
 
-def backed_off(run) -> dict[str, dict[str, int]]:
-    """The limits that units were computed with, where these were lower than asked for."""
-    parts = integrity.read_json(run.path / layout.MANIFEST)["parts"]
-    return {unit: low for part in parts for unit, low in part.get("backed_off", {}).items()}
-
-
-def test_each_unit_is_recorded_with_the_batches_that_it_was_computed_in(
+def test_responses_and_prefills_that_are_too_large_are_halved(
     tiny_subject, tmp_path, progress, monkeypatch
 ):
-    """Memory runs out in the second unit of three; the parts are merged at the end."""
-    honest = ia_mech.engine.loop.decode_step
+    settings = replace(SETTINGS, response="generate", max_response_tokens=4)
+    honest = job.prefill_all
 
-    def tight(model, state, token):
-        if len(run_of) > 1 and len(token) > 6:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return honest(model, state, token)
-
-    run_contexts, run_of = ia_mech.collect.job._Job._run_contexts, []
-
-    def counted(self, *arguments):
-        run_of.append(arguments)
-        return run_contexts(self, *arguments)
-
-    monkeypatch.setattr(ia_mech.engine.loop, "decode_step", tight)
-    monkeypatch.setattr(ia_mech.collect.job._Job, "_run_contexts", counted)
-    monkeypatch.setattr(ia_mech.collect.preflight, "UNIT_BATCHES", 1)
-    run = collect(replace(CONFIG, batch_rows=10), tiny_subject, tmp_path / "run", progress)
-    parts = integrity.read_json(run.path / layout.MANIFEST)["parts"]
-    assert parts[-1]["units"] == ["0.0", "0.1", "0.2"]
-    assert backed_off(run) == {"0.1": {"rows": 5}, "0.2": {"rows": 5}}
-
-
-def test_resuming_elsewhere_says_what_differs(tiny_subject, tmp_path, monkeypatch):
-    def stopped(self, *_):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(ia_mech.collect.job._Job, "_write_contexts", stopped)
-        with pytest.raises(KeyboardInterrupt):
-            collect(CONFIG, tiny_subject, tmp_path / "run", Quiet())
-    session = integrity.read_json(tmp_path / "run" / layout.MANIFEST)["sessions"][0]
-    assert session["cpu_capability"] == torch.backends.cpu.get_cpu_capability()
-    assert session["weights"] in ("plain", "reordered")
-    honest = ia_mech.collect.job.machine
-
-    def elsewhere(subject):
-        return honest(subject) | {"threads": 64, "cpu_capability": "SSE"}
-
-    monkeypatch.setattr(ia_mech.collect.job, "machine", elsewhere)
-    lines: list[str] = []
-    monkeypatch.setattr(Quiet, "say", lambda self, line: lines.append(line))
-    assert collect(CONFIG, tiny_subject, tmp_path / "run", Quiet()).complete
-    assert lines[0] == (
-        f"note: threads {session['threads']} → 64, cpu_capability {session['cpu_capability']} → "
-        "SSE since this run was last worked on; rows computed now may round differently"
-    )
-
-
-def test_what_an_older_version_did_not_record_is_not_called_different(
-    tiny_subject, tmp_path, progress, monkeypatch
-):
-    def stopped(self, *_):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(ia_mech.collect.job._Job, "_write_contexts", stopped)
-        patch.setattr(ia_mech.collect.job, "machine", lambda _: {"machine": platform.machine()})
-        with pytest.raises(KeyboardInterrupt):
-            collect(CONFIG, tiny_subject, tmp_path / "run", progress)
-    progress.lines.clear()
-    collect(CONFIG, tiny_subject, tmp_path / "run", progress)
-    assert not [line for line in progress.lines if line.startswith("note:")]
-
-
-def test_a_prefill_too_large_halves_the_contexts(tiny_subject, tmp_path, progress, monkeypatch):
-    honest = ia_mech.collect.job.prefill
-
-    def tight(model, prefixes, *others):
+    def limited(model, prefixes, *others):
         if len(prefixes) > 2:
             raise MemoryError
         return honest(model, prefixes, *others)
 
-    monkeypatch.setattr(ia_mech.collect.job, "prefill", tight)
-    run = collect(CONFIG, tiny_subject, tmp_path / "run", progress)
+    monkeypatch.setattr(job, "prefill_all", limited)
+    run = job.collect(settings, tiny_subject, tmp_path / "run", progress)
     assert run.complete and len(run.generations) == 6 * 5
+    assert [part["batch_rows"] for part in run.parts("responses")] == [1]  # of 6, 3 and 1
+    monkeypatch.setattr(job, "decode", tight(job.decode, 0))
+    with pytest.raises(UserError, match="out of memory with a batch of one; use a smaller model"):
+        sampled(SETTINGS, tiny_subject, tmp_path / "none")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_goes_through_to_the_files(dtype, tokenizer, tmp_path, progress):
+def test_half_precision_goes_through_to_the_files(dtype, tokenizer, tmp_path):
     model = copy.deepcopy(tiny.model("llama", len(tokenizer))).to(dtype)
     subject = Subject(ModelSpec(name="half"), model, tokenizer, weights_hash(model))
-    run = collect(CONFIG, subject, tmp_path / "run", progress)
+    run = sampled(SETTINGS, subject, tmp_path / "run")
     kept = run.residuals(3, "header_last")
     assert kept.dtype == dtype and not kept.isnan().any()
     assert run.model["dtype"] == str(dtype).removeprefix("torch.")
     assert np.isfinite(run.generations["logprob_raw"]).all()
-    assert run.digest() == collect(CONFIG, subject, tmp_path / "again", progress).digest()
+    assert run.digest() == sampled(SETTINGS, subject, tmp_path / "again").digest()
 
 
-def test_a_written_response_that_the_template_refuses_is_left_out_and_said(
-    tiny_subject, tmp_path, progress, monkeypatch
+def test_logits_that_are_not_numbers_end_the_run_with_nothing_of_them_written(
+    tiny_subject, tmp_path, monkeypatch
 ):
-    config = replace(CONFIG, response="generate", max_response_tokens=4)
-    honest = ia_mech.collect.job.ChatFormat.context
-    seen = []
+    honest = job.prefill_all
 
-    def picky(self, messages):
-        if "Yes." not in messages[-1]["content"] and "injera" in messages[-2]["content"]:
-            seen.append(messages)
+    def broken(*arguments):
+        groups, order = honest(*arguments)
+        logits = groups[-1].logits.clone()
+        logits[-1, 5] = torch.nan
+        return [*groups[:-1], replace(groups[-1], logits=logits)], order
+
+    monkeypatch.setattr(job, "prefill_all", broken)
+    with pytest.raises(UserError, match=r"logits are not numbers for the context of .* in float32"):
+        sampled(SETTINGS, tiny_subject, tmp_path / "run")
+    assert Run.open(tmp_path / "run").kept == {"responses": 0, "contexts": 0}
+    assert not list((tmp_path / "run").rglob("*.safetensors"))
+
+
+# -- what can't be used ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("refused", [["maths-01"], CONTEXTS[:3], CONTEXTS])
+def test_a_written_response_that_the_template_refuses_is_left_out_and_said(
+    tiny_subject, tmp_path, progress, monkeypatch, refused
+):
+    """One of a part, all of a part, and all."""
+    settings = replace(SETTINGS, response="generate", max_response_tokens=4)
+    honest, chosen = job.rendered, set(refused)
+
+    def picky(chat, conversation):
+        if conversation.id in chosen:
             raise UserError("the template refuses it", "remove it")
-        return honest(self, messages)
+        return honest(chat, conversation)
 
-    monkeypatch.setattr(ia_mech.collect.job.ChatFormat, "context", picky)
-    run = collect(config, tiny_subject, tmp_path / "run", progress)
-    assert seen and run.complete
-    assert "conversation maths-01 is left out: the template refuses it" in progress.lines
-    assert "maths-01" not in set(run.contexts["context_id"]) and len(run.contexts) == 5
-    sessions = integrity.read_json(run.path / layout.MANIFEST)["sessions"]
-    assert sessions[0]["left_out"] == ["maths-01"]
+    monkeypatch.setattr(job, "rendered", picky)
+    run = job.collect(settings, tiny_subject, tmp_path / "run", progress)
+    assert run.complete and run.verify() == []
+    for name in refused:
+        assert f"conversation {name} is left out: the template refuses it" in progress.lines
+    assert run.sessions[0]["left_out"] == refused
+    left = [name for name in CONTEXTS if name not in refused]
+    assert run.kept["contexts"] == len(left)
+    if left:
+        assert run.contexts["context_id"].tolist() == left
+    else:
+        with pytest.raises(UserError, match="holds no contexts"):
+            run.contexts  # noqa: B018
 
 
-def test_responses_cut_off_are_marked_in_both_tables(tiny_subject, tmp_path, progress):
-    config = replace(CONFIG, response="generate", max_response_tokens=2)
-    run = collect(config, tiny_subject, tmp_path / "run", progress)
+def test_contexts_that_are_too_long_are_refused_or_skipped_counted_and_recorded(
+    tiny_subject, tokenizer, tmp_path, progress
+):
+    model = copy.deepcopy(tiny.model("llama", len(tokenizer)))
+    every = sampled(SETTINGS, tiny_subject, tmp_path / "every")
+    lengths = every.contexts["context_tokens"]
+    follow_ups = every.contexts["reference_token_ids"].map(len) + 1
+    needed = lengths + follow_ups.clip(lower=SETTINGS.max_new_tokens)
+    model.config.max_position_embeddings = int(needed.max()) - 1
+    subject = Subject(ModelSpec(name="short"), model, tokenizer, weights_hash(model))
+    long = every.contexts["context_id"][needed == needed.max()].tolist()
+    assert len(long) < 6
+    with pytest.raises(UserError, match=rf"^conversation {long[0]}: it needs \d+ tokens, the mod"):
+        sampled(SETTINGS, subject, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    settings = replace(SETTINGS, skip_unusable=True)
+    run = job.collect(settings, subject, tmp_path / "run", progress)
+    assert not {*long} & {*run.contexts["context_id"]} and len(run.contexts) == 6 - len(long)
+    assert [line.split(":")[0] for line in run.sessions[0]["skipped"]] == [
+        f"conversation {name}" for name in long
+    ]
+    assert any(line.startswith(f"skipped: {len(long)} ") for line in progress.lines)
+    model.config.max_position_embeddings = 5
+    with pytest.raises(UserError, match=r"no conversation of builtin can be used \(6 skipped, su"):
+        sampled(settings, subject, tmp_path / "none")
+
+
+def test_responses_cut_off_are_marked_in_both_tables(tiny_subject, tmp_path):
+    settings = replace(SETTINGS, response="generate", max_response_tokens=2)
+    run = sampled(settings, tiny_subject, tmp_path / "run")
     cut = run.contexts.set_index("context_id")["response_cut_off"]
     assert cut.any()
     assert (run.generations["response_cut_off"] == run.generations["context_id"].map(cut)).all()
     assert (run.contexts["response_tokens"] <= 2).all()
 
 
-def test_logits_that_are_not_numbers_end_the_run_with_nothing_of_them_written(
+# -- the start-up check ----------------------------------------------------------------------------
+
+
+def test_a_failed_check_is_refused_or_recorded_and_shown_wherever_results_are(
+    tiny_model_dir, tmp_path, capfd, monkeypatch
+):
+    words = ["--model", tiny_model_dir, "--limit", "3", "--samples", "1", "--temperatures", "1"]
+    words += ["--max-new-tokens", "3", "--out", str(tmp_path / "run")]
+    problem = "LlamaForCausalLM gives other logits in "
+    monkeypatch.setattr("ia_mech.engine.check.TOLERANCE", 0.0)
+    monkeypatch.setattr("ia_mech.engine.check.ROUNDINGS", 0)
+    refused = call(main, words, capfd)
+    assert refused.status == 2 and problem in refused.err and not (tmp_path / "run").exists()
+    done = call(main, [*words, "--ignore-check"], capfd)
+    assert problem in done.err and f"start-up check: {problem}" in done.out
+    run = done.run
+    assert problem in run.sessions[0]["ignored_check"] and problem in run.ignored_check
+    assert problem in facts(run)["start-up check"]
+    assert call(judge, ["run", str(run.path)], capfd).status == 0
+    assert problem in " ".join(
+        call(rates, [str(run.path), "--resamples", "100"], capfd).out.split()
+    )
+    sound = Run.open(tmp_path / "run")
+    sound.sessions[0].pop("ignored_check")
+    assert sound.ignored_check == "" and "start-up check" not in facts(sound)
+
+
+# -- resuming --------------------------------------------------------------------------------------
+
+
+class Stop(Silent):
+    """A progress during which somebody presses Ctrl-C once so many parts are written."""
+
+    def __init__(self, parts: int) -> None:
+        super().__init__()
+        self.parts = parts
+
+    def advance(self, steps: int = 1, note: str = "") -> None:
+        self.parts -= "writing" in note
+        if self.parts < 0:
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_resuming_elsewhere_says_what_differs(tiny_subject, tmp_path, progress, monkeypatch):
+    out = tmp_path / "run"
+    with pytest.raises(KeyboardInterrupt):
+        job.collect(SETTINGS, tiny_subject, out, Stop(0))
+    session = Run.open(out).sessions[0]
+    assert session["cpu_capability"] == torch.backends.cpu.get_cpu_capability()
+    assert session["weights"] in ("plain", "reordered")
+    honest = job.machine
+    other = {"threads": 64, "cpu_capability": "SSE"}
+    monkeypatch.setattr(job, "machine", lambda subject: honest(subject) | other)
+    assert job.collect(SETTINGS, tiny_subject, out, progress).complete
+    assert progress.lines[0] == (
+        f"note: threads {session['threads']} → 64, cpu_capability {session['cpu_capability']} → "
+        "SSE since this run was last worked on; rows computed now may round differently"
+    )
+
+
+def test_threads_are_those_that_the_run_was_begun_with_unless_others_are_given(
     tiny_subject, tmp_path, progress, monkeypatch
 ):
-    honest = ia_mech.collect.job.prefill
+    """In a shard, too, of a run that was begun whole."""
+    settings = replace(SETTINGS, batch_rows=5)
+    out, used = tmp_path / "run", []
+    monkeypatch.setattr(job, "load", lambda spec: tiny_subject)
+    monkeypatch.setattr(job, "save_lens", lambda *_: None)
+    found = (tiny_subject.tokenizer, tiny_subject.model.config)
+    monkeypatch.setattr(job, "load_tokenizer_and_config", lambda spec: found)
+    honest = job.collect
 
-    def broken(model, prefixes, *others):
-        group = honest(model, prefixes, *others)
-        logits = group.logits.clone()
-        logits[-1, 5] = torch.nan
-        return replace(group, logits=logits)
+    def seen(*arguments, **options):
+        used.append(torch.get_num_threads())
+        return honest(*arguments, **options)
 
-    monkeypatch.setattr(ia_mech.collect.job, "prefill", broken)
-    with pytest.raises(UserError, match=r"logits are not numbers for the context of .* in float32"):
-        collect(CONFIG, tiny_subject, tmp_path / "run", progress)
-    parts = integrity.read_json(tmp_path / "run" / layout.MANIFEST)["parts"]
-    assert [part["kind"] for part in parts] == ["conversations"]
-    assert not list((tmp_path / "run").rglob("*.safetensors"))
+    monkeypatch.setattr(job, "collect", seen)
+    before = torch.get_num_threads()
+    with pytest.raises(KeyboardInterrupt):
+        job.make_run(settings, out, Stop(0), threads=2)
+    job.make_run(settings, out, progress, shard=(1, 2))
+    assert not any("threads" in line for line in progress.lines)
+    run = job.make_run(settings, out, progress, threads=1)
+    assert used == [2, 2, 1] and torch.get_num_threads() == before
+    assert [session["threads"] for session in run.sessions] == used
+    assert [line for line in progress.lines if "threads 2 → 1" in line]
+
+
+# -- what is shown ---------------------------------------------------------------------------------
 
 
 class Bar(Quiet):
@@ -216,75 +380,42 @@ class Bar(Quiet):
 
 @pytest.mark.parametrize("contrasts", [False, True])
 def test_progress_counts_all_work_and_names_what_is_done(tiny_subject, tmp_path, contrasts):
-    config = replace(
-        CONFIG, limit=9, response="generate", max_response_tokens=12, contrasts=contrasts
-    )
-    bar = Bar()
-    run = collect(config, tiny_subject, tmp_path / "run", bar)
+    settings = replace(SETTINGS, limit=9, response="generate", max_response_tokens=12)
+    settings, bar = replace(settings, contrasts=contrasts), Bar()
+    run = job.collect(settings, tiny_subject, tmp_path / "run", bar)
     assert list(bar.phases) == ["responses", "user turns"]
     for phase, total in bar.phases.items():
         shares = [done / total for done, _ in bar.shown[phase]]
-        assert shares == sorted(shares) and 0.97 <= shares[-1] <= 1
-        assert len(set(shares)) > 10
+        assert shares == sorted(shares) and shares[-1] == 1 and len(set(shares)) > 10
         notes = [note for _, note in bar.shown[phase]]
         rows = len(run.contexts) * (1 if phase == "responses" else 5)
-        assert notes[-1].startswith(f"{rows}/{rows} r")
-        assert "tokens/s" in notes[-1]
+        assert notes[-1].startswith(f"{rows}/{rows} r") and "tokens/s" in notes[-1]
         for doing in ("prefilling", "decoding", "writing"):
             assert any(doing in note for note in notes)
     assert any("scoring" in note for _, note in bar.shown["user turns"])
 
 
-def test_a_run_that_goes_on_shows_what_was_done_before(tiny_subject, tmp_path, monkeypatch):
-    honest, calls = RunWriter.add_contexts, []
-
-    def interrupted(*arguments):
-        calls.append(1)
-        if len(calls) == 2:
-            raise KeyboardInterrupt
-        honest(*arguments)
-
-    config = replace(CONFIG, batch_rows=5, grid=Grid((0.7, 1.0), 2, 8))
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(RunWriter, "add_contexts", interrupted)
-        collect(config, tiny_subject, tmp_path / "run", Quiet())
+def test_a_run_that_goes_on_shows_what_was_done_before(tiny_subject, tmp_path):
+    settings = replace(SETTINGS, batch_rows=5)
+    with pytest.raises(KeyboardInterrupt):
+        job.collect(settings, tiny_subject, tmp_path / "run", Stop(2))
     bar = Bar()
-    collect(config, tiny_subject, tmp_path / "run", bar)
+    job.collect(settings, tiny_subject, tmp_path / "run", bar)
     total, shown = bar.phases["user turns"], bar.shown["user turns"]
-    assert 0.3 * total < shown[0][0] < 0.7 * total  # a half of the contexts
-    assert 0.97 * total <= shown[-1][0] <= total
+    assert shown[0][0] in (total * 2 // 6, total * 3 // 6) and shown[-1][0] == total
 
 
-def test_contrasts_are_computed_when_asked_for(tiny_subject, tmp_path):
-    plain = collect(CONFIG, tiny_subject, tmp_path / "plain", Quiet()).contexts
-    whole = collect(replace(CONFIG, contrasts=True), tiny_subject, tmp_path / "whole", Quiet())
+def test_contrasts_are_computed_when_asked_for(whole, tiny_subject, tmp_path):
+    plain = whole.contexts
+    asked = sampled(
+        replace(SETTINGS, contrasts=True, swaps=4), tiny_subject, tmp_path / "run"
+    ).contexts
     columns = [name for name in plain if "contrast" in name or "swapped" in name]
-    assert len(columns) > 6
-    assert plain[columns].isna().all(axis=None)
-    assert whole.contexts["reference_response_contrast_bits"].notna().all()
+    assert len(columns) > 6 and plain[columns].isna().all(axis=None)
+    assert asked["reference_response_contrast_bits"].notna().all()
     # The reference's own scores are the same, and it is its only candidate.
     for column in ("reference_logprobs_raw", "reference_logprob_tempered"):
-        for a, b in zip(plain[column], whole.contexts[column], strict=True):
+        for a, b in zip(plain[column], asked[column], strict=True):
             np.testing.assert_allclose(a, b, atol=1e-4)
     assert {len(one) for one in plain["candidates"]} == {1}
     assert plain["candidate_log_odds"].isna().all()
-
-
-def test_the_work_on_a_context_counts_what_is_asked_for():
-    contrasts = replace(CONFIG, contrasts=True, swaps=2)
-
-    def cost(config, perturbed=False, turn=10, sources="cde"):
-        sizes = [Size("d", source, 100, turn, 0, perturbed) for source in sources]
-        return Survey({}, sizes, len(sizes)).costs(config)[0]
-
-    rows, prefill = 5 * 8, PREFILL_COST * 100
-    assert cost(CONFIG) == cost(contrasts, True) == rows + prefill + SCORE_COST * 10
-    assert cost(CONFIG, turn=None) == cost(contrasts, turn=None) == rows + prefill
-    # Rivals are about as long as context and reference; both references follow three contexts.
-    rivals = SCORE_COST * (100 + 2 * 10 + 10)
-    assert cost(contrasts) == rows + 4 * prefill + rivals + RESCORE_COST * 4 * 2 * 10
-    # No more other contexts than there are conversations of other sources.
-    assert cost(replace(contrasts, swaps=9)) == cost(contrasts)
-    assert cost(contrasts, sources="ccd") == cost(replace(contrasts, swaps=1))
-    both = replace(contrasts, score_generations=True)
-    assert cost(both) == cost(contrasts) + RESCORE_COST * 4 * rows

@@ -221,6 +221,43 @@ def test_rows_are_read_only_as_far_as_needed(jsonl):
     assert len(read(path, limit=2)) == 2
 
 
+UNUSABLE = [
+    ({"prompt": ""}, "data.jsonl line 2: the query is empty"),
+    ("{not JSON", "data.jsonl line 2 is not JSON (Expecting property name enclosed in double "),
+    ([1], "data.jsonl line 2 holds a list, not an object"),
+    ({"id": "a", "prompt": "again"}, "data.jsonl line 2: id 'a' is that of row 1 and of row 2"),
+    ({"other": "x"}, "data.jsonl line 2: columns not recognised (found: other)"),
+    ({"prompt": "q", "responses": ["r", 3]}, "data.jsonl line 2: the responses are not a list of"),
+    ({"prompt": "q", "responses": ["r", "\ud800"]}, "data.jsonl line 2"),  # neither is used
+]
+
+
+@pytest.mark.parametrize(("row", "said"), UNUSABLE)
+def test_unusable_rows_are_left_out_and_listed_on_demand(jsonl, row, said):
+    path = jsonl({"id": "a", "prompt": "1"}, row, {"id": "c", "prompt": "3"})
+    assert error_of(path).startswith(said)
+    source = open_conversations(path, skip_unusable=True)
+    for _ in range(2):
+        assert [c.query for c in source] == ["1", "3"]
+        (skipped,) = source.skipped
+        assert skipped.startswith(said) and ";" not in skipped, "place and reason, without remedy"
+
+
+def test_rows_left_out_do_not_count_for_the_limit_and_some_row_must_be_usable(jsonl, tmp_path):
+    good, bad = {"prompt": "q"}, {"prompt": " "}
+    source = open_conversations(jsonl(bad, good, bad, good, bad), limit=2, skip_unusable=True)
+    assert len(source.skipped) == 1, "those before the first usable row"
+    assert [c.id for c in source] == ["data-00002", "data-00004"] and len(source.skipped) == 2
+    said = "dataset data has no usable row (data.jsonl line 1: the query is empty)"
+    assert error_of(jsonl(bad, bad), skip_unusable=True).startswith(said)
+    array = tmp_path / "rows.json"
+    array.write_text(json.dumps([good, 5]))
+    source = open_conversations(str(array), skip_unusable=True)
+    assert len(list(source)) == 1 and source.skipped == [
+        "rows.json row 2 holds a int, not an object"
+    ]
+
+
 def test_memory_does_not_grow_with_the_rows(tmp_path):
     path = tmp_path / "large.jsonl"
     with path.open("w") as file:

@@ -11,7 +11,6 @@ import random
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -439,60 +438,6 @@ def test_sampling_ended_at_random_moments(forks, tiny_model_dir, tmp_path, numbe
 def test_judging_ended_at_random_moments(forks, merged, tmp_path, number):
     again = stop_judging(Judging(forks, merged.path, tmp_path, delay=0.02), 20, "ended", number)
     assert again == 0 or number == signal.SIGTERM, "Ctrl-C waits for what is under way"
-
-
-STARTED = """
-import contextlib, runpy, sys
-from ia_mech import cli
-original = cli._interrupts
-@contextlib.contextmanager
-def begun(*arguments):
-    with original(*arguments) as entered:
-        print("begun", flush=True)
-        yield entered
-cli._interrupts = begun
-del sys.argv[0]
-runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
-"""
-
-
-@pytest.mark.slow
-def test_ctrl_c_from_the_first_import_to_the_last_of_unloading(tiny_model_dir, tmp_path):
-    """Real starts, for native modules take badly to an exception while they are imported."""
-
-    def start(after: float | None) -> tuple[int, str, float]:
-        out = ["--model", tiny_model_dir, "--limit", "4", "--out", str(tmp_path / "run")]
-        words = [sys.executable, "-c", STARTED, "ia_mech.sample", *out]
-        environment = os.environ | {
-            "IA_MECH_CACHE": str(tmp_path / "cache"),
-            "OMP_NUM_THREADS": "1",
-        }
-        with subprocess.Popen(
-            words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
-        ) as process:
-            assert process.stdout.readline() == "begun\n"
-            begun = time.monotonic()
-            if after is not None:
-                time.sleep(after)
-                process.send_signal(signal.SIGINT)
-            err = process.communicate(timeout=120)[1]
-        return process.returncode, err, time.monotonic() - begun
-
-    status, err, seconds = start(None)
-    assert status == 0, err
-    digest = Run.open(tmp_path / "run").digest()
-    moments, stopped = random.Random("starts"), 0
-    for _ in range(30):
-        shutil.rmtree(tmp_path / "run", ignore_errors=True)
-        status, err, _ = start(moments.uniform(0, seconds))
-        assert "Traceback" not in err and "Exception ignored" not in err
-        # A shell has 130 for the third, too: Ctrl-C once the command is over.
-        assert status in (0, 130, -signal.SIGINT), err
-        assert ("interrupted; " in err) == (status == 130)
-        stopped += status == 130
-    assert stopped > 15
-    assert start(None)[0] == 0
-    assert Run.open(tmp_path / "run").digest() == digest
 
 
 # -- what a kill leaves behind --------------------------------------------------------------------

@@ -282,11 +282,9 @@ def test_tokens_add_up_to_the_text(judged, tokenizer, monkeypatch):
     assert "not shaded" not in browsers.browser([judged], ["run"], [[]])[1]
     rows = judged.generations
     cut = browsers._cutter(judged)
-    found = pd.Series([cut(*of) for of in zip(rows["text"], rows["token_ids"], strict=True)])
-    told = [lengths is not None for lengths in found]
-    assert np.mean(told) > 0.5
-    for lengths, text in zip(found[told], judged.generations["text"][told], strict=True):
-        assert sum(lengths) == len(text.encode("utf-16-le")) // 2
+    for text in rows["text"]:
+        ids = np.array(tokenizer.encode(text, add_special_tokens=False))
+        assert sum(cut(text, ids)) == len(text.encode("utf-16-le")) // 2
 
 
 def test_pieces_count_what_javascript_counts(tokenizer, monkeypatch):

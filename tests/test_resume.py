@@ -1,50 +1,51 @@
 """A run that is interrupted or out of disk goes on to the same digest; kills are in test_kills."""
 
 import errno
-import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from runs import sampled
 
-from ia_mech.collect.config import SampleConfig
 from ia_mech.collect.job import collect
 from ia_mech.display import Quiet
-from ia_mech.engine.plan import Grid
 from ia_mech.errors import UserError
-from ia_mech.run import Run, RunWriter, integrity, layout
+from ia_mech.run import Run, RunWriter, integrity
+from ia_mech.settings import Settings
 
-SMALL = SampleConfig(
+SMALL = Settings(
     limit=6,
     response="generate",
     max_response_tokens=6,
-    grid=Grid((1.0,), 1, 4, 0),
-    batch_rows=2,
-)
-
-
-@pytest.fixture(autouse=True)
-def _small_parts(monkeypatch):
-    monkeypatch.setattr(layout, "PART_CONTEXTS", 4)
+    temperatures=(1.0,),
+    samples=1,
+    max_new_tokens=4,
+    batch_rows=4,
+)  # two parts of responses, three of contexts
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tiny_subject, tmp_path_factory) -> str:
-    return collect(SMALL, tiny_subject, tmp_path_factory.mktemp("small") / "run", Quiet()).digest()
+    run = sampled(SMALL, tiny_subject, tmp_path_factory.mktemp("small") / "run")
+    assert run.record["parts"] == {"responses": 2, "contexts": 3}
+    return run.digest()
 
 
 class CtrlC(Quiet):
-    """A progress during which somebody presses Ctrl-C, in a phase, after so many steps."""
+    """A progress during which somebody presses Ctrl-C: in a phase, in a part, after a few steps."""
 
-    def __init__(self, phase: str, steps: int) -> None:
-        self.phase, self.steps = phase, steps
+    def __init__(self, phase: str, part: int) -> None:
+        self.phase, self.part, self.steps = phase, part, 2
         self.now, self.stopped = "", False
 
     def start(self, phase: str, *_, **__) -> None:
         self.now = phase
 
-    def advance(self, *_) -> None:
-        self.steps -= self.now == self.phase
+    def advance(self, steps: int = 1, note: str = "") -> None:
+        if self.now == self.phase:
+            self.steps -= self.part == 0
+            self.part -= "writing" in note
         if self.steps < 0:
             raise KeyboardInterrupt
 
@@ -53,31 +54,36 @@ class CtrlC(Quiet):
 
 
 @pytest.mark.parametrize(
-    ("phase", "steps", "responses", "contexts"),
+    ("phase", "part", "kept"),
     [
-        ("responses", 0, 0, 0),
-        ("responses", 10, 2, 0),  # at most eight reports of a unit
-        ("user turns", 20, 6, 3),  # at most 19 of the first unit, at least one of each other
+        ("responses", 0, {"responses": 0, "contexts": 0}),
+        ("responses", 1, {"responses": 4, "contexts": 0}),
+        ("user turns", 2, {"responses": 6, "contexts": 4}),
     ],
 )
-def test_an_interrupted_run_goes_on(
-    tiny_subject, tmp_path, undisturbed, phase, steps, responses, contexts
-):
-    out = tmp_path / "run"
-    progress = CtrlC(phase, steps)
+def test_an_interrupted_run_goes_on(tiny_subject, tmp_path, undisturbed, phase, part, kept):
+    out, progress = tmp_path / "run", CtrlC(phase, part)
     with pytest.raises(KeyboardInterrupt):
         collect(SMALL, tiny_subject, out, progress)
     assert progress.stopped
-    assert not Run.open(out).complete and Run.open(out).verify() == []
-    parts = json.loads((out / "manifest.json").read_text())["parts"]
-    kept = {
-        kind: sum(part["contexts"] for part in parts if part["kind"] == kind)
-        for kind in ("responses", "contexts")
-    }
-    assert kept == {"responses": responses, "contexts": contexts}
+    run = Run.open(out)
+    assert not run.complete and run.verify() == [] and run.kept == kept
     assert os.listdir(tmp_path) == ["run"]
     run = collect(SMALL, tiny_subject, out, Quiet())  # the lock was given up, too
     assert run.complete and run.digest() == undisturbed
+
+
+def test_a_run_of_other_settings_is_refused_with_the_flags_that_differ(
+    tiny_subject, tmp_path, undisturbed
+):
+    run = sampled(SMALL, tiny_subject, tmp_path / "run")
+    with pytest.raises(UserError) as refused:
+        sampled(replace(SMALL, seed=1, temperatures=(0.7, 1.0)), tiny_subject, run.path)
+    assert refused.value.problem == (
+        f"{run.path} holds another configuration: --seed is 0 there, 1 here, "
+        "--temperatures is 1.0 there, 0.7 1.0 here"
+    )
+    assert Run.open(run.path).digest() == undisturbed
 
 
 class FullDisk:
@@ -85,17 +91,17 @@ class FullDisk:
 
     def __init__(self, patch: pytest.MonkeyPatch, files: float) -> None:
         self.left, self.written = files, 0
-        write_file, write_json = RunWriter._write_file, integrity.write_json
+        write, write_json = RunWriter._write, integrity.write_json
 
-        def file(writer, name, data):
+        def file(writer, name, how):
             self.count(writer.path / f"{name}.tmp")
-            return write_file(writer, name, data)
+            return write(writer, name, how)
 
         def record(path, value):
-            self.count(path.with_name(path.name + ".tmp"))
+            self.count(path.with_name(path.name + ".half.tmp"))
             return write_json(path, value)
 
-        patch.setattr(RunWriter, "_write_file", file)
+        patch.setattr(RunWriter, "_write", file)
         patch.setattr(integrity, "write_json", record)
 
     def count(self, scratch: Path) -> None:
@@ -112,46 +118,18 @@ def test_a_full_disk_is_reported_and_a_later_call_goes_on(
 ):
     with monkeypatch.context() as patch:
         disk = FullDisk(patch, float("inf"))
-        collect(SMALL, tiny_subject, tmp_path / "roomy", Quiet())
+        sampled(SMALL, tiny_subject, tmp_path / "roomy")
     files = disk.written
     assert files > 30
-    for room in (1, 2, files // 2, files - 1):
-        folder = tmp_path / f"room-for-{room}"
+    for room in (0, 1, 2, files // 2, files - 1):
+        out = tmp_path / f"room-for-{room}" / "run"
         with monkeypatch.context() as patch:
             FullDisk(patch, room)
             with pytest.raises(UserError) as reported:
-                collect(SMALL, tiny_subject, folder / "run", Quiet())
-        assert reported.value.problem == (
-            f"{folder / 'run'} could not be written (No space left on device)"
-        )
-        assert reported.value.remedy == (
-            "free some space, or give another path; the same command then goes on from what is kept"
-        )
-        # Nothing but the run, and no run before both of its JSON files are whole.
-        assert os.listdir(folder) == (["run"] if room >= 2 else [])
-        if room >= 2:
-            assert not Run.open(folder / "run").complete
-            assert Run.open(folder / "run").verify() == []
-        run = collect(SMALL, tiny_subject, folder / "run", Quiet())
-        assert run.complete and run.verify() == []
-        assert run.digest() == undisturbed
-        assert not list(run.path.rglob("*.tmp"))
-
-
-@pytest.mark.slow
-def test_a_full_disk_again_and_again_still_makes_progress(
-    tiny_subject, tmp_path, monkeypatch, undisturbed
-):
-    """Room for one unit at a time: every call keeps what it made."""
-    out, counts = tmp_path / "run", []
-    for _ in range(20):
-        with monkeypatch.context() as patch:
-            FullDisk(patch, 14)
-            try:
-                run = collect(SMALL, tiny_subject, out, Quiet())
-                break
-            except UserError:
-                parts = json.loads((out / "manifest.json").read_text())["parts"]
-                counts.append(sum(len(part["units"]) for part in parts))
-    assert counts == sorted(counts) and counts[-1] == 5
-    assert run.digest() == undisturbed
+                sampled(SMALL, tiny_subject, out)
+        assert reported.value.problem == f"{out} could not be written (No space left on device)"
+        assert reported.value.remedy.startswith("free some space, ")
+        if room:
+            assert not Run.open(out).complete and Run.open(out).verify() == []
+        run = sampled(SMALL, tiny_subject, out)
+        assert run.complete and run.verify() == [] and run.digest() == undisturbed

@@ -171,7 +171,7 @@ def test_an_identity_names_no_folder_of_this_machine():
     settings = {
         "model": "/home/me/my-model",
         "adapter": "../tuned",
-        "dataset": "~/data/chats.jsonl",
+        "dataset": "~/data/c.jsonl",
     }
     settings |= {"candidates": None, "intervention": "./vector.safetensors", "system": "/x/y"}
     known = {"settings": settings, "model": {"name": "/home/me/my-model", "adapter": "../tuned"}}

@@ -85,7 +85,7 @@ def make_run(
 
     Args:
         shard: which shard of the run to make, and of how many.
-        threads: of the computations on a CPU; None for those that the shard was begun with, or all
+        threads: of the computations on a CPU; None for those that the run was begun with, or all
             cores. Their number changes rounding.
 
     Other arguments and Raises: see :func:`collect`.
@@ -118,9 +118,10 @@ def _threads(count: int | None) -> Iterator[None]:
 
 
 def _threads_before(out: Path, shard: Shard) -> int | None:
-    """How many threads a shard of a run was begun with; None if it wasn't."""
-    with contextlib.suppress(OSError, ValueError, LookupError):  # not there, or damaged
-        return integrity.read_json(out / layout.manifest_file(shard))["sessions"][-1]["threads"]
+    """How many threads a shard of a run was begun with, else another shard; None if none was."""
+    for file in (out / layout.manifest_file(shard), *sorted(out.glob("manifest*.json"))):
+        with contextlib.suppress(OSError, ValueError, LookupError, TypeError):  # or it is damaged
+            return int(integrity.read_json(file)["sessions"][-1]["threads"])
     return None
 
 
@@ -225,7 +226,9 @@ class _Job:
         self.responses = self._todo("responses", self.parts.responses)
         self.contexts = self._todo("contexts", self.parts.contexts)
         if not self.responses and not self.contexts:
-            self.progress.say(f"{self.writer.path} was finished before; nothing was computed again")
+            here = self.writer.path
+            done = here if Run(here).complete else f"this shard of {here}"
+            self.progress.say(f"{done} was finished before; nothing was computed again")
             self.writer.finish()
             return
         self._begin_session()
@@ -245,7 +248,7 @@ class _Job:
 
     def _begin_session(self) -> None:
         here, say = machine(self.subject), self.progress.say
-        before = self.writer.sessions
+        before = self.writer.sessions or Run(self.writer.path).sessions
         if before and (changed := differences(before[-1], here)):
             say(
                 f"note: {changed} since this run was last worked on; rows computed now may round "
@@ -306,7 +309,8 @@ class _Job:
         work = self._work("responses", orders, self.responses, prompts, 1, most, "response")
         for name in self.responses:
             work.begin(name)
-            rows = self.width.retry(partial(self._respond, work, orders[name]))
+            respond = partial(self._respond, work, orders[name])
+            rows = self.width.retry(respond, max(1, len(orders[name])))
             self.writer.add_responses(name, rows, self._batch_rows)
             work.end()
         self.progress.stop()
@@ -368,7 +372,8 @@ class _Job:
             work.begin(name)
             prepared = [self._prepared(order, written.get(order)) for order in orders]
             contexts = [one for one in prepared if one is not None]
-            results = self.width.retry(partial(self._run, scorer, work, contexts))
+            compute = partial(self._run, scorer, work, contexts)
+            results = self.width.retry(compute, max(1, each * len(contexts)))
             self.writer.add_contexts(
                 name, *tables(contexts, results, self.settings, self.chat), self._batch_rows
             )

@@ -67,7 +67,7 @@ def open_inputs(settings: Settings, out: Path) -> Inputs:
     resolve_device(settings.device)
     layout.refuse_inside_run(out)
     layout.refuse_unwritable(out, "give another --out or set IA_MECH_CACHE")
-    if out.is_dir() and any(out.iterdir()) and not (out / layout.RUN).is_file():
+    if out.is_dir() and layout.holds_other_files(out):
         raise UserError(f"{out} holds files but no run", "give an empty or new folder as --out")
     vector, own = settings.intervention, settings.candidates
     source = open_conversations(
@@ -76,6 +76,7 @@ def open_inputs(settings: Settings, out: Path) -> Inputs:
         columns=settings.columns,
         split=settings.split,
         subset=settings.subset,
+        skip_unusable=settings.skip_unusable,
     )
     return Inputs(
         source,
@@ -187,6 +188,7 @@ def survey(
         found.conversations.append(conversation)
         found.lengths.append(length)
         read.add(conversation.id.removesuffix(f"/r{conversation.response_index}"))
+    found.skipped.extend(inputs.source.skipped)
     if not found.conversations:
         raise UserError(
             f"no conversation of {settings.dataset} can be used ({len(found.skipped)} skipped, "
@@ -413,7 +415,9 @@ def dry_run(settings: Settings, out: Path, shard: Shard = WHOLE) -> tuple[Plan, 
         positions = kept_positions(settings, chat)
         wanted = identity_asked_for(settings, positions, found.facts, inputs.own, inputs.vector)
         kept = without_folders(there.record["identity"])
-        refuse_another(out, {name: kept.get(name) for name in wanted}, wanted, flag_of)
+        record = {"identity": {name: kept.get(name) for name in wanted}}
+        record["parts"] = there.record["parts"]
+        refuse_another(out, record, {"identity": wanted, "parts": parts.counts}, flag_of)
     mine = parts.of_shard(shard)
     return _plan(found, mine, settings, chat, model_config, dtype_bytes), there
 

@@ -56,12 +56,12 @@ def tables(
     results: list[ContextResult],
     settings: Settings,
     chat: ChatFormat,
-) -> tuple[pa.Table, pa.Table, dict[str, Tensor] | None, Tensor]:
+) -> tuple[pa.Table, pa.Table, dict[str, Tensor] | None, Tensor | None]:
     """One part as ``RunWriter.add_contexts`` takes it.
 
     Returns:
         Contexts, generations, header logits (or None), and residuals
-        ``[contexts, layers + 1, positions, d_model]``.
+        ``[contexts, layers + 1, positions, d_model]`` (None where no context can be used).
     """
     contexts = [context_row(c, r, settings, chat) for c, r in zip(prepared, results, strict=True)]
     generations = [
@@ -69,11 +69,15 @@ def tables(
         for context, result in zip(prepared, results, strict=True)
         for (temperature, sample), row in zip(settings.rows(), result.rows, strict=True)
     ]
+    logits = residuals = None
+    if results:
+        logits = stored_logits(torch.stack([r.logits for r in results]), settings.header_logits)
+        residuals = torch.stack([r.residuals for r in results])
     return (
         pa.Table.from_pylist(contexts, schema=layout.contexts_schema(chat.position_names)),
         pa.Table.from_pylist(generations, schema=layout.GENERATIONS),
-        stored_logits(torch.stack([r.logits for r in results]), settings.header_logits),
-        torch.stack([r.residuals for r in results]),
+        logits,
+        residuals,
     )
 
 

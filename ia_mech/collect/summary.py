@@ -188,9 +188,8 @@ def print_run(run: Run) -> None:
     if line := several_responses(run):
         _say(line)
     if run.settings["ignore_check"]:
-        found = {one["ignored_check"] for one in run.sessions if "ignored_check" in one}
-        problem = "; ".join(sorted(found)) or "it found no difference"
-        _say(f"note: --ignore-check, of the engine's start-up check: {problem}")
+        found = run.ignored_check or "it found no difference"
+        _say(f"note: --ignore-check, of the engine's start-up check: {found}")
     _say_skipped(next((one["skipped"] for one in run.sessions if "skipped" in one), []))
     if cut := int(run.contexts["response_cut_off"].sum()):
         _say(

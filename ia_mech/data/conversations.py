@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib import resources
-from itertools import chain, islice
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
 from ia_mech.data import presets
 from ia_mech.data.formats import DEPTH, ColumnMap, Message, Parts, parse
@@ -30,7 +31,8 @@ _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 _AS_JSON = "write one JSON object per line, in UTF-8 (.json may also hold one array)"
 _PARQUET_ROWS = 256  # at a time: bounds the memory, not the speed
 
-Rows = Callable[[], Iterator[tuple[str, dict]]]  # each call starts again; (place, row)
+# Each call starts again. (place, row): a line of JSON that is yet to be parsed, or any value.
+Rows = Callable[[], Iterator[tuple[str, Any]]]
 
 
 @dataclass(frozen=True)
@@ -159,43 +161,64 @@ class ConversationSource:
     Attributes:
         name: of the dataset, short.
         description: what was opened, for the record of a run (JSON values).
+        skipped: with ``skip_unusable``, place and reason of each row that this iteration has left
+            out so far.
     """
 
     def __init__(
         self,
         name: str,
         rows: Rows,
-        read: Callable[[dict, str], Parts],
+        read: Callable[[Any, str], Parts],
         limit: int | None,
         description: dict,
+        skip_unusable: bool = False,
     ) -> None:
         self.name = name
         self.description = description
-        self._rows, self._read, self._limit = rows, read, limit
+        self.skipped: list[str] = []
+        self._rows, self._read, self._limit, self._skip = rows, read, limit, skip_unusable
 
     def __iter__(self) -> Iterator[Conversation]:
+        self.skipped = []
         seen: dict[str, int] = {}
-        for number, (place, row) in enumerate(islice(self._rows(), self._limit), start=1):
+        used = 0  # rows
+        for number, (place, row) in enumerate(self._rows(), start=1):
             try:
-                parts = self._read(row, place)
-            except RecursionError:
+                made = self._made(row, place, number, seen)
+            except UserError as error:
+                if not self._skip:
+                    raise
+                self.skipped.append(error.problem)
+                continue
+            seen |= {conversation.id: number for conversation in made}
+            yield from made
+            used += 1
+            if used == self._limit:
+                return
+        if not used:
+            why = f"no usable row ({self.skipped[0]})" if self.skipped else "no rows"
+            raise UserError(f"dataset {self.name} has {why}", "give one that has")
+
+    def _made(self, row: Any, place: str, number: int, seen: dict[str, int]) -> list[Conversation]:
+        """The checked conversations of a row; ``seen`` has the rows of earlier ids."""
+        try:
+            parts = self._read(row, place)
+        except RecursionError:
+            raise UserError(
+                f"{place}: its values are nested deeper than {DEPTH} levels",
+                "leave out the column, or write it as text",
+            ) from None
+        made = _with_each(self._conversation(parts, number), parts.responses, place)
+        for conversation in made:
+            validate(conversation, place)
+            if conversation.id in seen:
                 raise UserError(
-                    f"{place}: its values are nested deeper than {DEPTH} levels",
-                    "leave out the column, or write it as text",
-                ) from None
-            whole = self._conversation(parts, number)
-            for conversation in _with_each(whole, parts.responses, place):
-                validate(conversation, place)
-                first = seen.setdefault(conversation.id, number)
-                if first != number:
-                    raise UserError(
-                        f"{place}: id {conversation.id!r} is that of row {first} and of row "
-                        f"{number}",
-                        "make the ids unique, or name another column with --id-column",
-                    )
-                yield conversation
-        if not seen:
-            raise UserError(f"dataset {self.name} has no rows", "give one that has")
+                    f"{place}: id {conversation.id!r} is that of row {seen[conversation.id]} and "
+                    f"of row {number}",
+                    "make the ids unique, or name another column with --id-column",
+                )
+        return made
 
     def _conversation(self, parts: Parts, number: int) -> Conversation:
         row_id = parts.id or f"{self.name.rsplit('/', 1)[-1]}-{number:05d}"
@@ -241,18 +264,22 @@ def open_conversations(
     split: str | None = None,
     subset: str | None = None,
     revision: str | None = None,
+    skip_unusable: bool = False,
 ) -> ConversationSource:
     """Open a dataset and read its first row, so that what can't be used is known at once.
 
     Args:
         dataset: ``builtin`` (three parts in turn), ``builtin:maths|instructions|open``, a .jsonl,
             .json or .parquet file, a preset's name, or a hub id ``org/name`` (streamed).
-        limit: at most so many conversations; None for all.
+        limit: at most so many rows; None for all.
         columns: what the columns are called, where they can't be recognised.
         split, subset, revision: of a hub dataset; a preset has defaults.
+        skip_unusable: leave out rows that can't be used, and list them, where one of them would
+            otherwise end the iteration with a ``UserError``. They don't count for ``limit``.
 
     Raises:
-        UserError: nothing of this name, nothing in it, or a first row that can't be used.
+        UserError: nothing of this name, nothing in it, or a first row that can't be used (with
+            ``skip_unusable``: no row that can).
     """
     columns = columns or ColumnMap()
     if limit is not None and limit < 1:
@@ -272,13 +299,19 @@ def open_conversations(
             "leave out --split, --subset and --revision",
         )
     description = {"dataset": dataset, "limit": limit, "columns": asdict(columns), **found}
-    source = ConversationSource(name, rows, read, limit, description)
+    source = ConversationSource(name, rows, read, limit, description, skip_unusable)
     next(iter(source))
     return source
 
 
-def _read(row: dict, place: str, *, columns: ColumnMap, preset: presets.Preset | None) -> Parts:
+def _read(row: Any, place: str, *, columns: ColumnMap, preset: presets.Preset | None) -> Parts:
     """A row by the columns the user named, else by its preset, else by what its columns show."""
+    if isinstance(row, bytes):
+        row = parse_json(row, place, _AS_JSON)
+    if not isinstance(row, dict):
+        raise UserError(
+            f"{place} holds a {type(row).__name__}, not an object", "write one object per row"
+        )
     if not columns.names_content and (preset := preset or presets.recognise(row)):
         return preset.parse(row, columns, place)
     return parse(row, columns, place)
@@ -294,7 +327,7 @@ def _builtin(dataset: str) -> tuple[str, Rows, dict]:
     parts = [part] if part else BUILTIN
     files = [resources.files("ia_mech") / "data" / f"builtin_{name}.jsonl" for name in parts]
 
-    def rows() -> Iterator[tuple[str, dict]]:
+    def rows() -> Iterator[tuple[str, bytes]]:
         # One of each in turn, so that any number of first rows is balanced.
         return chain.from_iterable(zip(*map(_jsonl_rows, files), strict=True))
 
@@ -308,7 +341,7 @@ def _file(path: Path) -> tuple[str, Rows, dict]:
         raise UserError(f"no file {path}", "give the path of an existing file")
     if not os.access(path, os.R_OK):
         raise UserError(f"{path} can't be read", "change its permissions, or give a copy")
-    reader = _jsonl_rows
+    reader: Callable[[Path], Iterator[tuple[str, Any]]] = _jsonl_rows
     if path.suffix == ".parquet":
         reader = _parquet_rows
     elif path.suffix == ".json" and _opens_array(path):
@@ -316,32 +349,22 @@ def _file(path: Path) -> tuple[str, Rows, dict]:
     return path.stem, partial(reader, path), {"file": path.name}
 
 
-def _jsonl_rows(path) -> Iterator[tuple[str, dict]]:
+def _jsonl_rows(path) -> Iterator[tuple[str, bytes]]:
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if line.strip():
-                place = f"{path.name} line {number}"
-                yield place, _object(parse_json(line, place, _AS_JSON), place)
+                yield f"{path.name} line {number}", line
 
 
-def _array_rows(path: Path) -> Iterator[tuple[str, dict]]:
+def _array_rows(path: Path) -> Iterator[tuple[str, Any]]:
     # An array can't be read in pieces: the file is held whole. JSONL is for large data.
     for number, row in enumerate(parse_json(path.read_bytes(), path.name, _AS_JSON), start=1):
-        place = f"{path.name} row {number}"
-        yield place, _object(row, place)
+        yield f"{path.name} row {number}", row
 
 
 def _opens_array(path: Path) -> bool:
     with path.open("rb") as file:
         return file.read(1024).removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"["
-
-
-def _object(row, place: str) -> dict:
-    if not isinstance(row, dict):
-        raise UserError(
-            f"{place} holds a {type(row).__name__}, not an object", "write one object per row"
-        )
-    return row
 
 
 def _parquet_rows(path: Path) -> Iterator[tuple[str, dict]]:

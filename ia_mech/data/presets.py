@@ -1,29 +1,24 @@
-"""Named public datasets: where they lie on the hub, and how their rows are read.
+"""Named public datasets: where they lie on the hub, and what their columns are called.
 
 All presets are **untried against the hub**: their ids, splits and columns are taken from dataset
 cards and from public code that reads them, and are tested on rows of the same schema. A row that
 lacks a column its preset expects is an error that says so, never a guess. Local files with these
 schemas are read the same way.
 
-To add a preset:
-
-1. Add a :class:`Preset` to :data:`PRESETS`. Usual shapes need no code: ``convert=_named(format=…,
-   query="column", …)`` names the columns; formats and roles are those of ``formats.ColumnMap``.
-2. For other shapes, write a function ``(row, columns, place) -> Parts``. It must keep the columns
-   that the user named (``columns``), open its errors with ``place``, and raise ``UserError`` where
-   a row isn't of the expected shape. The row's checks happen later, in ``conversations.validate``.
-3. Put a few invented rows of the real schema into ``tests/fixtures/presets/<name>.jsonl``: the
-   tests read them as hub rows and as a local file.
+To add a preset, add a row to :data:`PRESETS`. ``reads`` says which columns hold what, by the names
+of ``formats.ColumnMap``. Where that can't say it, ``adapt`` makes the columns out of the row; it
+raises ``UserError`` where a row isn't of the expected shape, and opens its errors with ``place``.
+Put a few invented rows of the real schema into ``tests/fixtures/presets/<name>.jsonl``: the tests
+read them as hub rows and as a local file.
 """
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 
-from ia_mech.data.formats import ColumnMap, Parts, jsonable, parse
+from ia_mech.data.formats import ColumnMap, Parts, parse
 from ia_mech.errors import UserError
 
-Convert = Callable[[dict, ColumnMap, str], Parts]
 PROBE_SECONDS = 10.0
 
 
@@ -33,24 +28,24 @@ class Preset:
 
     Attributes:
         path, subset, split: hub id, configuration and split that are read by default.
-        convert: from a row (with the user's columns and the row's place) to its parts.
-        columns: the columns a row must have.
+        needs: the columns a row must have.
+        reads: format and columns, for what the user hasn't named.
+        adapt: changes a row (given its place) into one that ``reads`` fits.
+        keeps: the columns that are kept as metadata; None keeps all that are left over.
         streamed: read over the network row by row; otherwise downloaded once and cached.
-        metadata: the columns that are kept as metadata; None keeps all that are left over.
         files: subset to file name, for repositories that declare no configurations.
         by_columns: local rows with these columns are read by this preset.
     """
 
     name: str
     path: str
-    convert: Convert
-    columns: tuple[str, ...]
-    licence: str
-    note: str
-    subset: str | None = None
-    split: str = "train"
+    subset: str | None
+    split: str
+    needs: tuple[str, ...]
+    reads: Mapping[str, str]
+    adapt: Callable[[dict, str], dict] = lambda row, place: row
+    keeps: tuple[str, ...] | None = None
     streamed: bool = False
-    metadata: tuple[str, ...] | None = None
     files: Mapping[str, str] = field(default_factory=dict)
     by_columns: bool = False
 
@@ -60,7 +55,7 @@ class Preset:
         Raises:
             UserError: a column is missing, or the row isn't of the expected shape.
         """
-        missing = [name for name in self.columns if name not in row]
+        missing = [name for name in self.needs if name not in row]
         if missing:
             raise UserError(
                 f"{place}: preset {self.name} expects column {missing[0]!r} (found: "
@@ -68,130 +63,82 @@ class Preset:
                 "name the columns yourself (--query-column or --messages-column), or give the "
                 "--revision of a version that has it",
             )
-        parts = self.convert(row, columns, place)
-        if self.metadata is not None:
-            kept = {name: row[name] for name in self.metadata if name in row}
-            parts.metadata = jsonable(kept) | parts.metadata
-        return parts
-
-
-def _named(**names: str) -> Convert:
-    """A converter for rows of a usual shape with these columns; the user's id and cut stay."""
-
-    def convert(row: dict, columns: ColumnMap, place: str) -> Parts:
-        unset = {k: v for k, v in names.items() if k == "format" or getattr(columns, k) is None}
+        row = self.adapt(row, place)
+        unset = {k: v for k, v in self.reads.items() if k == "format" or not getattr(columns, k)}
+        if self.keeps is not None:
+            named = (*self.reads.values(), *self.keeps, columns.id, columns.source)
+            row = {name: cell for name, cell in row.items() if name in named}
         return parse(row, replace(columns, **unset), place)
 
-    return convert
 
-
-def _healthbench(row: dict, columns: ColumnMap, place: str) -> Parts:
-    needed = {"prompt": row["prompt"], "prompt_id": row["prompt_id"]}
-    return _named(format="messages", messages="prompt", id="prompt_id")(
-        _with_named(needed, row, columns), columns, place
-    )
-
-
-def _coval(row: dict, columns: ColumnMap, place: str) -> Parts:
+def _coval(row: dict, place: str) -> dict:
+    """Leading system and developer messages joined into one; the responses are counted only."""
     prompt, responses = row["prompt"], row["responses"]
     if not isinstance(prompt, dict) or not isinstance(prompt.get("messages"), list):
         raise UserError(
             f"{place}: preset coval expects an object with a list 'messages' in column 'prompt'",
             "use the subset 'comparisons', or convert the rows to a JSONL with messages",
         )
-    needed = {"prompt": _one_system(prompt["messages"]), "prompt_id": row["prompt_id"]}
-    parts = _named(format="messages", messages="prompt", id="prompt_id")(
-        _with_named(needed, row, columns), columns, place
-    )
-    parts.metadata["candidates"] = len(responses) if isinstance(responses, list) else 0
-    return parts
-
-
-def _wildchat(row: dict, columns: ColumnMap, place: str) -> Parts:
-    turns = row["conversation"]
-    needed = {"conversation": turns, "conversation_hash": row["conversation_hash"]}
-    parts = _named(format="messages", messages="conversation", id="conversation_hash")(
-        _with_named(needed, row, columns), columns, place
-    )
-    # The hash is of the content: equal dialogues share it. They are one source with several rows,
-    # which the identifier of the first turn tells apart.
-    first = turns[0].get("turn_identifier") if turns else None
-    if columns.id is None and parts.id is not None and first is not None:
-        parts.source_id = parts.source_id or parts.id
-        parts.id = f"{parts.id}-{first}"
-    return parts
-
-
-def _with_named(needed: dict, row: dict, columns: ColumnMap) -> dict:
-    """``needed``, with the id and source columns that the user named."""
-    named = [name for name in (columns.id, columns.source) if name in row]
-    return needed | {name: row[name] for name in named}
-
-
-def _one_system(messages: list) -> list:
-    """The same messages with the leading system and developer messages joined into one."""
+    messages = prompt["messages"]
     leading = list(takewhile(_is_system, messages))
-    if len(leading) < 2:
-        return messages
-    text = "\n\n".join(str(message.get("content")) for message in leading)
-    return [{"role": "system", "content": text}, *messages[len(leading) :]]
+    if len(leading) > 1:
+        text = "\n\n".join(str(message.get("content")) for message in leading)
+        messages = [{"role": "system", "content": text}, *messages[len(leading) :]]
+    candidates = len(responses) if isinstance(responses, list) else 0
+    return row | {"prompt": messages, "candidates": candidates}
 
 
 def _is_system(message) -> bool:
     return isinstance(message, dict) and message.get("role") in ("system", "developer")
 
 
-_PROMPT_ONLY = "Queries with machine-checkable instructions; no responses."
+def _wildchat(row: dict, place: str) -> dict:
+    """Equal dialogues share a hash, which is of the content: they are one source with several rows,
+    which the identifier of the first turn tells apart."""
+    turns, name = row["conversation"], row["conversation_hash"]
+    opened = isinstance(turns, list) and turns and isinstance(turns[0], dict)
+    first = turns[0].get("turn_identifier") if opened else None
+    return row | {"row_id": name if first is None else f"{name}-{first}"}
+
+
+_CHECKABLE = ("key", "prompt", "instruction_id_list", "kwargs")  # instructions; no responses
 
 PRESETS: dict[str, Preset] = {
     preset.name: preset
     for preset in (
+        # MIT. Worked solutions as responses, without calculator marks; gold answer.
         Preset(
-            "gsm8k",
-            path="openai/gsm8k",
-            subset="main",
-            split="test",
-            convert=_named(format="qa", query="question"),
-            licence="MIT",
-            note="Worked solutions as responses, without calculator marks; gold answer.",
-            columns=("question", "answer"),
+            *("gsm8k", "openai/gsm8k", "main", "test"),
+            needs=("question", "answer"),
+            reads={"format": "qa", "query": "question"},
         ),
+        # MIT (of MATH and PRM800K; the card names none). Worked solutions; gold answer.
         Preset(
-            "math-500",
-            path="HuggingFaceH4/MATH-500",
-            split="test",
-            convert=_named(
-                format="qa", query="problem", response="solution", answer="answer", id="unique_id"
-            ),
-            licence="MIT (of MATH and PRM800K; the card names none)",
-            note="Worked solutions as responses; gold answer.",
-            columns=("problem", "solution", "answer", "unique_id"),
+            *("math-500", "HuggingFaceH4/MATH-500", None, "test"),
+            needs=("problem", "solution", "answer", "unique_id"),
+            reads={
+                **{"format": "qa", "query": "problem", "response": "solution"},
+                **{"answer": "answer", "id": "unique_id"},
+            },
         ),
+        # Apache-2.0.
         Preset(
-            "ifeval",
-            path="google/IFEval",
-            convert=_named(format="qa", query="prompt", id="key"),
-            licence="Apache-2.0",
-            note=_PROMPT_ONLY,
-            columns=("key", "prompt", "instruction_id_list", "kwargs"),
+            *("ifeval", "google/IFEval", None, "train"),
+            needs=_CHECKABLE,
+            reads={"format": "qa", "query": "prompt", "id": "key"},
         ),
+        # ODC-BY-1.0.
         Preset(
-            "ifbench",
-            path="allenai/IFBench_test",
-            convert=_named(format="qa", query="prompt", id="key"),
-            licence="ODC-BY-1.0",
-            note=_PROMPT_ONLY,
-            columns=("key", "prompt", "instruction_id_list", "kwargs"),
+            *("ifbench", "allenai/IFBench_test", None, "train"),
+            needs=_CHECKABLE,
+            reads={"format": "qa", "query": "prompt", "id": "key"},
         ),
+        # MIT. Prompts of one or more turns; no responses, rubrics not kept.
         Preset(
-            "healthbench",
-            path="openai/healthbench",
-            subset="full",
-            convert=_healthbench,
-            licence="MIT",
-            note="Prompts of one or more turns; no responses, rubrics not kept.",
-            columns=("prompt", "prompt_id", "rubrics"),
-            metadata=("example_tags",),
+            *("healthbench", "openai/healthbench", "full", "train"),
+            needs=("prompt", "prompt_id", "rubrics"),
+            reads={"format": "messages", "messages": "prompt", "id": "prompt_id"},
+            keeps=("example_tags",),
             files={
                 "full": "2025-05-07-06-14-12_oss_eval.jsonl",
                 "hard": "hard_2025-05-08-21-00-10.jsonl",
@@ -199,38 +146,35 @@ PRESETS: dict[str, Preset] = {
             },
             by_columns=True,
         ),
+        # CC-BY-4.0. Value-sensitive prompts; no responses. The schema is inferred from public code
+        # that reads it, not from the card. Responses of other models and annotators' assessments
+        # are not kept.
         Preset(
-            "coval",
-            path="openai/coval",
-            subset="comparisons",
-            convert=_coval,
-            licence="CC-BY-4.0",
-            note="Value-sensitive prompts. The schema (prompt_id, prompt.messages, responses) is "
-            "inferred from public code that reads it, not from the card. The candidate responses "
-            "of other models and the annotators' assessments are not kept; no responses. Leading "
-            "developer messages are joined into one system message.",
-            columns=("prompt_id", "prompt", "responses"),
-            metadata=(),
+            *("coval", "openai/coval", "comparisons", "train"),
+            needs=("prompt_id", "prompt", "responses"),
+            reads={"format": "messages", "messages": "prompt", "id": "prompt_id"},
+            adapt=_coval,
+            keeps=("candidates",),
             by_columns=True,
         ),
+        # Apache-2.0. Second turns written by people as references; the right answer where there is
+        # one; no responses.
         Preset(
-            "mt-bench",
-            path="HuggingFaceH4/mt_bench_prompts",
-            convert=_named(format="turns", messages="prompt", id="prompt_id"),
-            licence="Apache-2.0",
-            note="Second turns written by people as references; the right answer where there is "
-            "one; no responses.",
-            columns=("prompt", "prompt_id", "category", "reference"),
+            *("mt-bench", "HuggingFaceH4/mt_bench_prompts", None, "train"),
+            needs=("prompt", "prompt_id", "category", "reference"),
+            reads={"format": "turns", "messages": "prompt", "id": "prompt_id"},
         ),
+        # ODC-BY-1.0. Real dialogues with the users' real next turns.
         Preset(
-            "wildchat",
-            path="allenai/WildChat-1M",
-            convert=_wildchat,
-            licence="ODC-BY-1.0",
+            *("wildchat", "allenai/WildChat-1M", None, "train"),
+            needs=("conversation", "conversation_hash"),
+            reads={
+                **{"format": "messages", "messages": "conversation"},
+                **{"id": "row_id", "source": "conversation_hash"},
+            },
+            adapt=_wildchat,
+            keeps=("model", "language", "turn", "toxic", "redacted"),
             streamed=True,
-            note="Real dialogues with the users' real next turns. Equal dialogues share a source.",
-            columns=("conversation", "conversation_hash"),
-            metadata=("model", "language", "turn", "toxic", "redacted"),
             by_columns=True,
         ),
     )
@@ -249,7 +193,7 @@ def find(name: str) -> Preset | None:
 def recognise(row: dict) -> Preset | None:
     """The preset whose schema a local row has, where the usual shapes alone would misread it."""
     return next(
-        (p for p in PRESETS.values() if p.by_columns and all(name in row for name in p.columns)),
+        (p for p in PRESETS.values() if p.by_columns and all(name in row for name in p.needs)),
         None,
     )
 

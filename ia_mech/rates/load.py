@@ -496,6 +496,11 @@ def _without_repeated(
 
 def _notes(runs: list[Run], record: dict, turns: pd.DataFrame, annotator: str | None) -> list[str]:
     notes = [note for run in runs for note in same_judges(run)]
+    notes += [
+        f"{run.name} was sampled although the engine's check failed ({run.ignored_check})."
+        for run in runs
+        if run.ignored_check
+    ]
     if record["repeats"] > 1:
         notes.append(f"of the judge's {record['repeats']} verdicts per turn, the first is used.")
     if len(runs) > 1:

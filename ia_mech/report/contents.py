@@ -363,6 +363,8 @@ def facts(run: Run) -> dict[str, str]:
         f"{settings['seed']}",
         "software": ", ".join(f"{k} {v}" for k, v in run.record["identity"]["software"].items()),
     }
+    if run.ignored_check:
+        found["start-up check"] = f"failed, and was ignored: {run.ignored_check}"
     for judge in run.labels.judges:
         identity = run.labels.record("judgements", judge).get("identity", {})
         found[f"judge {judge}"] = ", ".join(

@@ -156,6 +156,11 @@ def lock_file(shard: tuple[int, int] = (1, 1)) -> str:
     return f".lock{_of(shard)}"
 
 
+def scratch_file(file: Path, shard: tuple[int, int] = (1, 1)) -> Path:
+    """Where the writer of a manifest makes a file that it then puts in its place."""
+    return file.with_name(f"{file.name}{_of(shard)}.tmp")
+
+
 def _of(shard: tuple[int, int]) -> str:
     number, count = shard
     return "" if count == 1 else f"-{number}-of-{count}"
@@ -184,6 +189,13 @@ def header_logits_file(part: str) -> str:
 
 def residuals_file(layer: int, part: str) -> str:
     return f"residuals/layer_{layer:02d}/{part}.safetensors"
+
+
+def holds_other_files(folder: Path) -> bool:
+    """Whether a folder without a run holds more than what one that is being begun has there."""
+    begun = (lock_file(), f"{RUN}.")  # the lock of any shard, and the record half written
+    names = [path.name for path in folder.iterdir()]
+    return RUN not in names and not all(name.startswith(begun) for name in names)
 
 
 def refuse_inside_run(path: Path) -> None:

@@ -109,6 +109,12 @@ class Run:
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     @property
+    def ignored_check(self) -> str:
+        """What the engine's start-up check found where ``--ignore-check`` went on; else empty."""
+        found = {str(one["ignored_check"]) for one in self.sessions if "ignored_check" in one}
+        return "; ".join(sorted(found))
+
+    @property
     def complete(self) -> bool:
         """Whether every part that was planned is there."""
         return all(self._whole(kind) for kind in layout.KINDS)

@@ -56,7 +56,7 @@ class RunWriter:
         shard: tuple[int, int] = (1, 1),
         name_of: Callable[[str], str] = str,
     ) -> None:
-        self.path = path
+        self.path, self._shard = path, shard
         wanted = json.loads(json.dumps({"format": layout.FORMAT, **record}))  # lists, not tuples
         path.mkdir(parents=True, exist_ok=True)
         self._lock = FileLock(path / layout.lock_file(shard))
@@ -210,7 +210,7 @@ class RunWriter:
     def _write(self, file: str, write: Callable[[Path], None]) -> dict:
         path = self.path / file
         path.parent.mkdir(parents=True, exist_ok=True)
-        scratch = path.with_name(path.name + ".tmp")
+        scratch = layout.scratch_file(path, self._shard)
         write(scratch)
         integrity.fsync_file(scratch)
         facts = integrity.facts_of(scratch)
@@ -251,19 +251,20 @@ def refuse_another(
 
     Args:
         path: the run's folder.
-        there, wanted: both records, as in ``run.json``; or the same part of both.
+        there, wanted: both records, as in ``run.json``; of their identities perhaps only what is
+            known.
         name_of: as for :class:`RunWriter`.
 
     Raises:
         UserError: they differ; it names all differences.
     """
-    differing = integrity.differences(there.get("identity", {}), wanted.get("identity", {}))
+    differing = integrity.differences(there["identity"], wanted["identity"])
     # What follows from the settings is left out where they explain it.
     asked = {name: v for name, v in differing.items() if name.startswith("settings.")}
     differing = (
         asked
         or differing
-        or integrity.differences({"parts": there.get("parts")}, {"parts": wanted.get("parts")})
+        or integrity.differences({"parts": there["parts"]}, {"parts": wanted["parts"]})
     )
     if differing:
         found = [f"{name_of(name)} {values}" for name, values in differing.items()]
