@@ -8,20 +8,18 @@ import pytest
 import tiny
 import torch
 from safetensors.torch import save_file
-from test_intervention import by_plain_hooks, hooks_of, vectors
+from test_intervene import by_plain_hooks, hooks_of, vectors
 
 from experiments.resample import subject_of
-from ia_mech.collect.config import SampleConfig
 from ia_mech.collect.job import collect
-from ia_mech.engine.decode import decode, decode_stream
-from ia_mech.engine.intervention import Add, ProjectOut
-from ia_mech.engine.loop import Row
-from ia_mech.engine.plan import Grid
-from ia_mech.engine.prefill import Prefix, prefill
+from ia_mech.engine.decode import Row, decode
+from ia_mech.engine.intervene import Add, ProjectOut
 from ia_mech.engine.sampling import stream_key
 from ia_mech.engine.score import Turn, score
+from ia_mech.engine.state import Prefix, prefill
 from ia_mech.errors import UserError
 from ia_mech.rates.load import open_runs
+from ia_mech.settings import Settings
 from ia_mech.steering import ADD, KINDS, SteeringVector
 
 EACH = pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
@@ -52,7 +50,7 @@ def by_hand(kind: str, layer: int, where):
 
 @EACH
 def test_sampled_and_scored_rows_equal_full_passes_with_plain_hooks(architecture):
-    """Contexts of several lengths in one batch, which is shorter than the rows, each row under an
+    """Contexts of several lengths in one batch, each row under an
     intervention of its own: at a named token, at the turn's tokens, at both, or none."""
     model = tiny.model(architecture)
     before = hooks_of(model)
@@ -69,7 +67,7 @@ def test_sampled_and_scored_rows_equal_full_passes_with_plain_hooks(architecture
         each = (steered_in(kind, layer),) if turn else ()
         rows.append(Row(number, number % 2 * 1.0, stream_key(3, "s", number), each))
     groups = [prefill(model, prefixes[:14]), prefill(model, prefixes[14:])]
-    found = decode_stream(model, groups, rows, [], STEPS, width=9)
+    found = decode(model, groups, rows, [], STEPS)
     assert hooks_of(model) == before
     for (length, kind, layer, at, turn), row, own in zip(cases, rows, found, strict=True):
         ids, written = tiny.prompt(length, seed=length), own.token_ids.tolist()
@@ -85,9 +83,9 @@ def test_sampled_and_scored_rows_equal_full_passes_with_plain_hooks(architecture
             for token, best, margin in zip(written, argmax, -top.diff()[:, 0], strict=True):
                 assert token == best or margin < 1e-4
     turns = [Turn(i, own.token_ids.tolist(), rows[i].steered) for i, own in enumerate(found[:14])]
-    for one, own in zip(score(model, groups[0], turns, [0.7]), found, strict=False):
+    for one, own in zip(score(model, groups[:1], turns, [0.7]), found, strict=False):
         np.testing.assert_allclose(one.logprobs_raw, own.logprobs_raw, rtol=0, atol=TOLERANCE)
-    plain = score(model, groups[0], [replace(turn, steered=()) for turn in turns], [])
+    plain = score(model, groups[:1], [replace(turn, steered=()) for turn in turns])
     moved = [
         np.abs(one.logprobs_raw - own.logprobs_raw).max()
         for one, own in zip(plain, found, strict=False)
@@ -107,7 +105,7 @@ def test_dose_zero_and_unsteered_neighbours_draw_what_no_steering_draws(architec
 
     def run(at_context, *steered):
         prefilled = prefill(model, [Prefix(ids, (), at_context)])
-        return decode(model, prefilled, [row for s in steered for row in rows(s)], [], 12)
+        return decode(model, [prefilled], [row for s in steered for row in rows(s)], [], 12)
 
     plain = run((), (), ())
     for zero in (run((), (none,), ()), run((replace(none, positions=(4,)),), (), (none,))):
@@ -129,18 +127,8 @@ def test_an_exception_while_sampling_leaves_no_hook():
         prefill(model, [Prefix(tiny.prompt(9, seed=1), (), (wrong,))])
     prefilled = prefill(model, [Prefix(tiny.prompt(9, seed=1))])
     with pytest.raises(RuntimeError):
-        decode(model, prefilled, [Row(0, 0.0, (0, 0), (wrong,))], [], 5)
+        decode(model, [prefilled], [Row(0, 0.0, (0, 0), (wrong,))], [], 5)
     assert hooks_of(model) == before
-    with pytest.raises(ValueError, match="static buffers"):
-        decode_stream(
-            model,
-            [prefilled],
-            [Row(0, 0.0, (0, 0), (wrong,))],
-            [],
-            5,
-            width=1,
-            static=object(),  # type: ignore[arg-type]
-        )
 
 
 # -- the file -------------------------------------------------------------------------------------
@@ -210,8 +198,6 @@ def test_positions_say_when(vector):
 
 # -- a run ----------------------------------------------------------------------------------------
 
-GRID = Grid((1.0,), 2, 6, 0)
-
 
 @pytest.fixture(scope="module")
 def configs(tmp_path_factory, vector):
@@ -220,7 +206,11 @@ def configs(tmp_path_factory, vector):
     file = folder / "chats.jsonl"
     rows = [{"question": f"What is {i}?", "response": "It is.", "followup": "Why?"} for i in "abc"]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    made = {"plain": SampleConfig(dataset=str(file), limit=None, grid=GRID, swaps=0)}
+    made = {
+        "plain": Settings(
+            dataset=str(file), limit=None, temperatures=(1.0,), samples=2, max_new_tokens=6
+        )
+    }
     for name, dose in (("steered", 0.5), ("zero", 0.0)):
         path = folder / f"{name}.safetensors"
         replace(vector, dose=dose).save(path)
@@ -265,28 +255,19 @@ def test_a_run_is_sampled_scored_and_captured_under_a_vector(configs, tiny_subje
     assert (scores[0] == scores[2]).all() and (scores[0] != scores[1]).all()
 
 
-def test_a_steered_run_has_no_static_buffers(configs, tiny_subject, progress, monkeypatch):
-    """A captured graph runs no hooks."""
-    folder, made = configs
-    monkeypatch.setattr("ia_mech.collect.job.with_static_buffers", None)
-    with pytest.raises(TypeError):
-        collect(made["plain"], tiny_subject, folder / "no-buffers", progress)
-    assert collect(made["steered"], tiny_subject, folder / "hooks", progress).complete
-
-
 def test_a_vector_of_another_model_is_refused_before_anything_is_written(
     configs, vector, tiny_subject, progress
 ):
     folder, made = configs
     other = folder / "other.safetensors"
     replace(vector, weights_hash="0" * 16).save(other)
-    config = replace(made["plain"], intervention=str(other))
+    settings = replace(made["plain"], intervention=str(other))
     with pytest.raises(UserError, match="with the weights 0000000000000000, this model has"):
-        collect(config, tiny_subject, folder / "other", progress)
+        collect(settings, tiny_subject, folder / "other", progress)
     assert not (folder / "other").exists()
     replace(vector, layer=9).save(other)
     with pytest.raises(UserError, match="there is no layer 9 to change"):
-        collect(config, tiny_subject, folder / "other", progress)
+        collect(settings, tiny_subject, folder / "other", progress)
     replace(vector, positions=("header_9",)).save(other)
     with pytest.raises(UserError, match="no position header_9 to steer at"):
-        collect(config, tiny_subject, folder / "other", progress)
+        collect(settings, tiny_subject, folder / "other", progress)
