@@ -48,11 +48,12 @@ def assert_found(architecture: str, dtype: torch.dtype, *kinds: str) -> None:
 @DTYPES
 @pytest.mark.parametrize("architecture", ["llama", "qwen3_moe", "gemma3"])
 def test_logits_of_the_token_before_are_found(architecture, dtype, monkeypatch):
-    honest, last = check.forward, {}
+    honest = check.forward
 
     def displaced(model, state, *tokens):
         logits = honest(model, state, *tokens)
-        earlier, last[id(state)] = last.get(id(state), logits), logits
+        earlier = getattr(state, "before", logits)
+        state.before = logits
         return earlier
 
     monkeypatch.setattr(check, "forward", displaced)
