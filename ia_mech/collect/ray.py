@@ -1,5 +1,8 @@
 """``--ray``: the shards of a run on the devices of a Ray cluster, which share a disk."""
 
+import os
+import re
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,7 @@ from ia_mech.models.load import load_tokenizer_and_config, resolve_device
 from ia_mech.run import Run
 from ia_mech.settings import Settings
 
+PATIENCE = 10  # seconds for a cluster to answer
 TRIES = 3  # of a shard whose worker dies; what it had written is kept
 
 
@@ -36,11 +40,17 @@ def sample_on_ray(
     out = out.absolute()
     open_inputs(settings, out)
     load_tokenizer_and_config(settings.model_spec)  # refused before anything is started
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is sent out unasked
     try:
+        if place := re.search(r"([^/:]+):([0-9]+)$", address):  # Ray would try for minutes
+            socket.create_connection((place[1], int(place[2])), PATIENCE).close()
         ray.init(address or "local", log_to_driver=False, configure_logging=False)
-    except (ConnectionError, OSError, ValueError) as error:
+    except (OSError, OverflowError, ValueError, RuntimeError) as error:
         reason = " ".join(str(error).split())[:160]
-        raise UserError(f"no Ray cluster answers at {address} ({reason})", "start one") from None
+        raise UserError(
+            f"no Ray cluster answers at {address or 'this machine'} ({reason})",
+            "start one with: ray start --head, or give --ray without an address",
+        ) from None
     try:
         gpu = resolve_device(settings.device).type == "cuda"
         need: dict[str, Any] = {"num_gpus": 1} if gpu else {"num_cpus": threads or 1}
