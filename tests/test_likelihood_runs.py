@@ -1,5 +1,5 @@
 """Likelihoods in a run: every stored one against one plain forward pass over the whole sequence;
-refused contrasts, the user's candidates, the command line.
+refused contrasts, resuming, the user's candidates, the command line.
 """
 
 import copy
@@ -21,33 +21,35 @@ from ia_mech.chat.format import ChatFormat
 from ia_mech.collect import command as command_line
 from ia_mech.collect.identity import build_chat, eos_ids
 from ia_mech.collect.job import collect
-from ia_mech.likelihood.scorer import NO_SWAP_SOURCE, scored_temperatures
+from ia_mech.likelihood.scorer import NO_SWAP_SOURCE, Scorer, scored_temperatures
 from ia_mech.likelihood.swaps import SwapSources
-from ia_mech.models.load import Subject
+from ia_mech.models.load import ModelSpec, Subject, weights_hash
 from ia_mech.run import Run
 from ia_mech.settings import Settings
 
 LN2 = np.log(2)
-SMALL = {"temperatures": (1.0,), "samples": 1, "max_new_tokens": 4, "contrasts": True}
-DECODING = {"temperatures": (0.7, 5.0), "samples": 1, "max_new_tokens": 2}
-TEMPERATURES = scored_temperatures(DECODING["temperatures"])
+SETTINGS = Settings(temperatures=(0.7, 5.0), samples=2, max_new_tokens=6, batch_rows=15)
+TEMPERATURES = scored_temperatures(SETTINGS.temperatures)
 
 
 @pytest.fixture(scope="module")
 def subject(tokenizer) -> Subject:
-    return tiny.subject("llama", tokenizer)
+    """The tiny Llama, which ends a turn at many tokens: some of its few generations end then."""
+    model = copy.deepcopy(tiny.model("llama", len(tokenizer)))
+    model.generation_config.eos_token_id = [2, *range(100, 220)]
+    return Subject(ModelSpec(name="tiny-llama"), model, tokenizer, weights_hash(model))
 
 
 @pytest.fixture(scope="module")
 def chat(subject) -> ChatFormat:
     ids = eos_ids(subject.model.generation_config, subject.model.config)
-    return build_chat(Settings(), subject.tokenizer, ids)
+    return build_chat(SETTINGS, subject.tokenizer, ids)
 
 
 def sampled(subject, folder, name: str = "run", **given) -> Run:
     data = scored.dataset(folder / "chats.jsonl")
-    options = DECODING | {"batch_rows": 15, "contrasts": True} | given
-    settings = Settings(dataset=data, limit=None, **options)
+    asked = {"contrasts": True, "swaps": 4} | given
+    settings = replace(SETTINGS, dataset=data, limit="all", **asked)
     return collect(settings, subject, folder / name, Silent())
 
 
@@ -110,7 +112,7 @@ def referenced(run: Run) -> pd.DataFrame:
 
 
 def test_the_data_has_what_can_go_wrong(run):
-    """Lengths far apart, a response that is empty, and no reference."""
+    """Lengths far apart, a context without a reference, and few others to lend responses."""
     assert run.contexts["context_tokens"].max() > 3 * run.contexts["context_tokens"].min()
     assert len(referenced(run)) == len(run.contexts) - 1
     assert referenced(run)["swapped_from"].map(len).tolist() == [4] * 6 + [1] * 2
@@ -188,14 +190,13 @@ def test_lenders_are_those_that_the_seed_draws(run, subject):
         (order, scored.conversation(row), None)
         for order, (_, row) in enumerate(run.contexts.iterrows())
     ]
-    donors = SwapSources.of(rows, subject.tokenizer, seed=0)
+    donors = SwapSources.of(rows, subject.tokenizer, SETTINGS.seed)
     for order, row in referenced(run).iterrows():
         lent = donors.responses(order, 4)
         assert row["swapped_from"].tolist() == [d.id for d in lent]
         reference = donors.reference(order, lent)
-        if row["candidates"] is not None:
-            lenders = [one["lender"] for one in row["candidates"] if one["lender"] is not None]
-            assert lenders == ([] if reference is None else [reference.id])
+        lenders = [one["lender"] for one in row["candidates"] if one["lender"] is not None]
+        assert lenders == ([] if reference is None else [reference.id])
 
 
 # -- what must not matter -----------------------------------------------------------------------
@@ -205,7 +206,9 @@ def test_lenders_are_those_that_the_seed_draws(run, subject):
 def test_other_templates_are_scored_after_their_own_contexts(family, tmp_path):
     subject = tiny.subject("llama", families.build(family))
     data = scored.dataset(tmp_path / "chats.jsonl", scored.CONVERSATIONS[:3])
-    settings = Settings(dataset=data, limit=None, **SMALL, swaps=2)
+    settings = Settings(
+        dataset=data, limit="all", temperatures=(), max_new_tokens=1, contrasts=True, swaps=2
+    )
     run = collect(settings, subject, tmp_path / "run", Silent())
     chat = build_chat(settings, subject.tokenizer)
     closing = [] if chat.closing_id is None else [chat.closing_id]
@@ -226,18 +229,22 @@ PLAIN = scored.CONVERSATIONS[:5]
 
 @pytest.fixture
 def settings(tmp_path) -> Settings:
-    data = scored.dataset(tmp_path / "chats.jsonl", PLAIN)
-    return Settings(dataset=data, limit=None, **SMALL, swaps=2)
+    return Settings(
+        dataset=scored.dataset(tmp_path / "chats.jsonl", PLAIN),
+        limit="all",
+        temperatures=(1.0,),
+        samples=1,
+        max_new_tokens=4,
+        batch_rows=4,
+        contrasts=True,
+        swaps=2,
+    )
 
 
 def with_template(family: str, template: str) -> Subject:
     tokenizer = copy.deepcopy(families.build(family))
     tokenizer.chat_template = template + families.template(family)
     return tiny.subject("llama", tokenizer)
-
-
-def session(run: Run) -> dict:
-    return run.sessions[-1]
 
 
 # -- what a template refuses --------------------------------------------------------------------
@@ -265,21 +272,23 @@ def test_a_contrast_that_the_template_refuses_is_null_said_once_and_recorded(
     assert [line for line in progress.lines if "not scored" in line] == [
         f"not scored everywhere: {SAID[kind]}: {PROBLEMS[kind]}"
     ]
-    assert session(run)["contrasts_refused"] == {SAID[kind]: PROBLEMS[kind]}
-    references = run.contexts[run.contexts["reference_logprob"].notna()]
+    assert run.sessions[-1]["contrasts_refused"] == {SAID[kind]: PROBLEMS[kind]}
+    frame = run.contexts[run.contexts["reference_logprob"].notna()]
     other = {"empty": "header", "header": "empty"}[kind]
     for name in (f"logprob_{kind}", f"{kind}_contrast_bits"):
-        assert references[f"reference_{name}"].isna().all()
-        assert references[f"reference_{name}_with_end"].isna().all()
+        assert frame[f"reference_{name}"].isna().all()
+        assert frame[f"reference_{name}_with_end"].isna().all()
     for name in ("response_contrast_bits", f"{other}_contrast_bits"):
-        assert references[f"reference_{name}"].notna().all()
+        assert frame[f"reference_{name}"].notna().all()
 
 
 def test_a_system_message_in_the_first_user_turn_leaves_that_header_out(tmp_path, progress):
     """Of the conversation that has one; the others' headers are there."""
     data = scored.dataset(tmp_path / "chats.jsonl", [*PLAIN, scored.CONVERSATIONS[5]])
     subject = tiny.subject("llama", families.build("gemma3"))
-    settings = Settings(dataset=data, limit=None, **SMALL, swaps=1)
+    settings = Settings(
+        dataset=data, limit="all", temperatures=(), max_new_tokens=2, contrasts=True, swaps=1
+    )
     run = collect(settings, subject, tmp_path / "run", progress)
     rows = run.contexts.set_index("context_id")
     rows = rows[rows["reference_logprob"].notna()]
@@ -288,7 +297,7 @@ def test_a_system_message_in_the_first_user_turn_leaves_that_header_out(tmp_path
     assert (
         len([line for line in progress.lines if "not scored everywhere: bare header" in line]) == 1
     )
-    assert list(session(run)["contrasts_refused"]) == ["bare header"]
+    assert list(run.sessions[-1]["contrasts_refused"]) == ["bare header"]
 
 
 def test_where_nobody_lends_a_response_it_is_said(settings, tiny_subject, tmp_path, progress):
@@ -296,11 +305,40 @@ def test_where_nobody_lends_a_response_it_is_said(settings, tiny_subject, tmp_pa
     assert [line for line in progress.lines if "not scored" in line] == [
         f"not scored everywhere: swapped response: {NO_SWAP_SOURCE}"
     ]
-    assert session(run)["contrasts_refused"] == {"swapped response": NO_SWAP_SOURCE}
+    assert run.sessions[-1]["contrasts_refused"] == {"swapped response": NO_SWAP_SOURCE}
     assert run.contexts["reference_response_contrast_bits"].isna().all()
     progress.lines.clear()
     collect(replace(settings, limit=1, swaps=0), tiny_subject, tmp_path / "none-asked", progress)
     assert not any("swapped" in line for line in progress.lines)
+
+
+# -- going on -----------------------------------------------------------------------------------
+
+
+def test_an_interrupted_run_goes_on_to_the_same_digest(
+    settings, tiny_subject, tmp_path, monkeypatch
+):
+    """Interrupted while turns are scored; every attempt finishes one more part."""
+    own = own_candidates(tmp_path / "own.jsonl", {"name": "w", "text": "Who?", "id": "c1"})
+    settings = replace(settings, candidates=own, response="generate", max_response_tokens=3)
+    settings = replace(settings, batch_rows=2)
+    expected = collect(settings, tiny_subject, tmp_path / "whole", Silent()).digest()
+    out, honest = tmp_path / "scoring", Scorer.add_contrasts
+    for _ in range(2):
+        calls = []
+
+        def stopped(*arguments, calls=calls):
+            calls.append(1)
+            if len(calls) > 1:
+                raise KeyboardInterrupt
+            return honest(*arguments)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Scorer, "add_contrasts", stopped)
+            with pytest.raises(KeyboardInterrupt):
+                collect(settings, tiny_subject, out, Silent())
+    assert len(Run.open(out).contexts) == 2  # a part each
+    assert collect(settings, tiny_subject, out, Silent()).digest() == expected
 
 
 # -- the user's candidates ----------------------------------------------------------------------
@@ -335,7 +373,7 @@ def test_the_command_line_takes_candidates_and_swaps(sample, tmp_path, tiny_subj
     assert identity["candidates"] == hashlib.sha256(Path(file).read_bytes()).hexdigest()
     assert set(referenced(run)["swapped_from"].map(len)) == {1}
     assert set(run.contexts["response_policy"]) == {"generated"}
-    chat, contexts = build_chat(Settings(), tiny_subject.tokenizer), run.contexts
+    chat, contexts = build_chat(SETTINGS, tiny_subject.tokenizer), run.contexts
     for _, row in contexts[contexts["reference_logprob"].notna()].iterrows():
         found = {one["name"]: one for one in row["candidates"]}
         assert ("why" in found) == (row["context_id"] == "c4")

@@ -8,9 +8,8 @@ from transformers import GenerationConfig
 from ia_mech.chat.format import ChatFormat
 from ia_mech.data.conversations import open_conversations
 from ia_mech.engine.capture import find_blocks, find_final_norm
-from ia_mech.engine.decode import decode
-from ia_mech.engine.loop import Row
-from ia_mech.engine.prefill import Prefix, prefill
+from ia_mech.engine.decode import Row, decode
+from ia_mech.engine.state import Prefix, prefill
 from ia_mech.models.load import ModelSpec, load
 
 NEW_TOKENS = 16
@@ -36,7 +35,7 @@ def prefilled(subject, contexts):
 def test_greedy_user_turns_equal_generate(subject, contexts, prefilled):
     chat = ChatFormat(subject.tokenizer)
     rows = [Row(i, 0.0, (0, 0)) for i in range(len(contexts))]
-    decoded = decode(subject.model, prefilled, rows, chat.stop_ids, NEW_TOKENS)
+    decoded = decode(subject.model, [prefilled], rows, chat.stop_ids, NEW_TOKENS)
     settings = GenerationConfig(
         do_sample=False, max_new_tokens=NEW_TOKENS, eos_token_id=chat.stop_ids, pad_token_id=0
     )

@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Collection
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -74,7 +75,8 @@ class RunWriter:
             self.record, run = integrity.read_record(path)
             refuse_another(path, self.record, wanted, name_of)
             self._file = path / layout.manifest_file(shard)
-            self._manifest = {"format": layout.FORMAT, "run": run, "parts": [], "sessions": []}
+            self._manifest: dict[str, Any] = {"format": layout.FORMAT, "run": run}
+            self._manifest |= {"parts": [], "sessions": []}
             if self._file.is_file():
                 self._manifest = integrity.read_manifest(self._file, run)
             self.damaged = self._drop_damaged()
