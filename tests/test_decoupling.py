@@ -22,6 +22,7 @@ from ia_mech.run import Run, RunWriter, layout
 from ia_mech.run.labels import KEY
 
 GREEDY = {0.0: [0]}
+SMALL_MODEL = {"layers": 1, "d_model": 3, "vocab": SMALL_VOCAB}
 
 
 @dataclass(frozen=True)
@@ -68,16 +69,14 @@ def planted(tmp_path):
                     turn = {"temperature": temperature, "sample": sample, "text": "And then?"}
                     turns.append(names | turn)
                     genuine.append(label)
-        known = {"name": model, "weights_hash": f"hash of {model}", "layers": 1, "d_model": 3}
-        settings = {"dataset": "planted", "response": "generate", "max_new_tokens": 8}
-        record = record_of(
-            1, positions=KEPT, model=known | {"vocab": SMALL_VOCAB} | changed, **settings
-        )
+        described = {"name": model, "weights_hash": f"hash of {model}", **SMALL_MODEL, **changed}
+        decoding = {"response": "generate", "max_response_tokens": 64, "temperatures": (1.0,)}
+        record = record_of(1, positions=KEPT, model=described, limit=len(prompts), **decoding)
         record["identity"]["of"] = name
         with RunWriter(folder, record) as run:
             run.start_session({"machine": "test"})
             run.add_contexts(
-                "00000",
+                *layout.part_names(1),
                 pa.Table.from_pylist(contexts, schema=layout.contexts_schema(KEPT)),
                 pa.Table.from_pylist(turns, schema=layout.GENERATIONS),
                 shifted(torch.zeros(len(prompts), SMALL_VOCAB)),
