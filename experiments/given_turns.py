@@ -153,7 +153,7 @@ def computed_once(
     name = hashlib.blake2b(json.dumps(key).encode(), digest_size=8).hexdigest()
     file = folder / f"{name}.parquet"
     try:
-        kept = pq.read_table(file).to_pandas()
+        kept = pq.read_table(file, page_checksum_verification=True).to_pandas()
     except (pa.ArrowException, OSError, ValueError):
         pass
     else:
@@ -161,5 +161,5 @@ def computed_once(
         return kept
     made = compute()
     folder.mkdir(parents=True, exist_ok=True)
-    integrity.replace_file(file, made.to_parquet)
+    integrity.replace_file(file, partial(made.to_parquet, write_page_checksum=True))
     return made

@@ -1,8 +1,8 @@
 """From residual stream to logits without the model: final norm and unembedding, saved once.
 
 Offline analyses (logit lens, probes on the model's own output distribution) need these two and
-nothing else of a model. They are kept beside the embedded model, in ``<weights hash>/``, and shared
-by all runs of that model.
+nothing else of a model. They are kept beside the embedded models, in ``<weights hash>/``, and
+shared by all runs of that model.
 """
 
 import copy
@@ -20,7 +20,6 @@ from torch import Tensor
 from ia_mech.engine.capture import find_blocks, find_final_norm
 from ia_mech.engine.state import Prefix, prefill
 from ia_mech.errors import UserError
-from ia_mech.models import parallel
 from ia_mech.models.embedded import models_dir
 from ia_mech.models.load import Subject, text_config, whole_weight
 from ia_mech.run.integrity import HASH, replace_file
@@ -107,8 +106,7 @@ class Lens:
             with safe_open(file, framework="pt") as content:
                 settings = json.loads(content.metadata()["lens"])
                 tensors = {name: content.get_tensor(name) for name in TENSORS}
-            written = settings.pop(HASH, None)  # older ones have none
-            if written not in (None, _hash(weights_hash, settings, tensors)):
+            if settings.pop(HASH) != _hash(weights_hash, settings, tensors):
                 raise ValueError("its content is not what was written")
             return cls(**tensors, **settings)
         except (SafetensorError, AttributeError, ValueError, TypeError, KeyError) as error:
@@ -142,7 +140,7 @@ def save_lens(subject: Subject, ids: list[int]) -> str | None:
         subject: the loaded model.
         ids: token ids of real text; a few dozen are enough.
     """
-    if parallel.of_first(lambda: _is_whole(subject.weights_hash)):
+    if _is_whole(subject.weights_hash):
         return None
     lens = _read_off(subject.model)
     if lens is None:
@@ -155,8 +153,7 @@ def save_lens(subject: Subject, ids: list[int]) -> str | None:
     allowed = max(TOLERANCE, 8 * torch.finfo(subject.model.dtype).eps) * largest
     if not error <= allowed:
         return f"final norm and unembedding miss the model's logits by {error:.2g}"
-    if parallel.leads():
-        lens.save(subject.weights_hash)
+    lens.save(subject.weights_hash)
     return None
 
 

@@ -148,7 +148,9 @@ class Settings:
         UserError: a value, or a combination, that can't be.
     """
 
-    model: str = _setting(embedded.NAME, FIRST, "NAME", "hub id, folder or GGUF file")
+    model: str = _setting(
+        embedded.NAME, FIRST, "NAME", f"hub id, folder, GGUF file, or {[*embedded.MODELS][-1]}"
+    )
     dataset: str = _setting("builtin", FIRST, "DATA", "builtin, a file, a preset or a hub id")
     limit: int | None = _setting(24, FIRST, "N", "how many conversations, or: all", _limit)
     temperatures: tuple[float, ...] = _setting(
@@ -235,7 +237,7 @@ class Settings:
         None, SCORES, "FILE", "your own rivals of the real follow-up (JSONL)"
     )
     intervention: str | None = _setting(
-        None, SCORES, "FILE", "steer the model with this vector (docs/causal.md)"
+        None, SCORES, "FILE", "steer the model with this vector (docs/steering.md)"
     )
 
     ignore_check: bool = _switch(

@@ -132,8 +132,7 @@ class ProbeSet:
             raise UserError(
                 f"layer {layer} at {position} holds NaN or infinity for context {context} of "
                 f"{run.path}",
-                "give the command that wrote the run again, with --repair if a file was changed, "
-                "or else with another --dtype",
+                "give the command that wrote the run again or else with another --dtype",
             )
         return states
 

@@ -91,7 +91,7 @@ def near_ties(model, lengths, rows, ours, theirs) -> int:
 
 
 def prefilled(model, lengths):
-    """A group of contexts of these lengths, each of which is ``tiny.prompt(length, seed=length)``."""
+    """A group of contexts of these lengths, each ``tiny.prompt(length, seed=length)``."""
     return prefill(model, [Prefix(tiny.prompt(n, seed=n)) for n in lengths])
 
 

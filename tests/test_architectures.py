@@ -24,9 +24,9 @@ from transformers import GenerationConfig
 from ia_mech.engine.capture import ResidualCapture, find_blocks, find_final_norm
 from ia_mech.engine.check import check_engine
 from ia_mech.engine.decode import Row, decode
-from ia_mech.engine.state import Prefix, prefill
 from ia_mech.engine.sampling import stream_key
 from ia_mech.engine.score import Turn, score
+from ia_mech.engine.state import Prefix, prefill
 from ia_mech.errors import UserError
 
 LENGTHS = (23, 14, 5)  # sliding windows are 8 tokens in the models that have them
@@ -99,7 +99,9 @@ def test_recorded_logprobs_and_ranks_equal_a_full_forward_pass(architecture):
     model = tiny.model(architecture)
     prefilled = prefill(model, prefixes())
     wanted = [row for context in range(3) for row in rows(context)]
-    for row, decoded in zip(wanted, decode(model, [prefilled], wanted, [tiny.EOS], 12), strict=True):
+    for row, decoded in zip(
+        wanted, decode(model, [prefilled], wanted, [tiny.EOS], 12), strict=True
+    ):
         ids = prefixes()[row.context].ids
         logits = full_logits(model, ids, decoded.token_ids)
         assert logits.norm(dim=-1).max() < NORM

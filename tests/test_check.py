@@ -10,15 +10,15 @@ import transformers
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 import ia_mech.engine.check as check
-import ia_mech.engine.loop as loop
-import ia_mech.engine.prefill
-import ia_mech.engine.shared_prefix as shared_prefix
+import ia_mech.engine.decode as loop
+import ia_mech.engine.shared as shared
+import ia_mech.engine.state
 from ia_mech.engine.check import TOKENS, check_engine
 from ia_mech.errors import UserError
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 IDS = tiny.prompt(TOKENS, seed=0)
-SHARED = {  # what was chosen before the check measured displacements
+SHARED = {  # how many of 4 layers
     "llama": 4, "mistral": 0, "qwen3": 4, "qwen3_moe": 4, "qwen3_5": 1, "gpt_oss": 2, "glm4": 4,
     "glm4_moe": 4, "gemma3": 1,
 }  # fmt: skip
@@ -32,28 +32,31 @@ def model_of(architecture: str, dtype: torch.dtype) -> transformers.PreTrainedMo
 @pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
 def test_models_that_are_computed_correctly_pass(architecture, dtype):
     engine = check_engine(model_of(architecture, dtype), IDS)
-    assert engine.shared == SHARED[architecture]
+    assert len(engine.shared) == SHARED[architecture] and not engine.ignored
 
 
 def assert_found(architecture: str, dtype: torch.dtype, *kinds: str) -> None:
-    """A fault of the engine ends the check with or without sharing, in one of these kinds."""
-    for wanted in ("portable", "auto"):
-        with pytest.raises(UserError, match="gives other logits in") as raised:
-            check_engine(model_of(architecture, dtype), IDS, wanted)
-        assert any(f"other logits in {kind} than" in str(raised.value) for kind in kinds)
+    """A fault ends the check, in one of these kinds, unless it is to be ignored."""
+    model = model_of(architecture, dtype)
+    with pytest.raises(UserError, match="gives other logits in") as raised:
+        check_engine(model, IDS)
+    assert any(f"other logits in {kind} than" in raised.value.problem for kind in kinds)
+    ignored = check_engine(model, IDS, ignore=True)
+    assert not ignored.share and ignored.ignored == raised.value.problem
 
 
 @DTYPES
 @pytest.mark.parametrize("architecture", ["llama", "qwen3_moe", "gemma3"])
 def test_logits_of_the_token_before_are_found(architecture, dtype, monkeypatch):
-    honest, last = loop.decode_step, {}
+    honest = check.forward
 
-    def displaced(model, state, token):
-        logits = honest(model, state, token)
-        earlier, last[id(state)] = last.get(id(state), logits), logits
+    def displaced(model, state, *tokens):
+        logits = honest(model, state, *tokens)
+        earlier = getattr(state, "before", logits)
+        state.before = logits
         return earlier
 
-    monkeypatch.setattr(check, "decode_step", displaced)
+    monkeypatch.setattr(check, "forward", displaced)
     assert_found(architecture, dtype, "cached decoding")
 
 
@@ -74,13 +77,13 @@ def test_position_ids_off_by_one_are_found(architecture, dtype, monkeypatch):
 @DTYPES
 @pytest.mark.parametrize("architecture", ["llama", "qwen3", "glm4"])
 def test_a_mask_that_shows_the_padding_is_found(architecture, dtype, monkeypatch):
-    honest = ia_mech.engine.prefill._left_padded
+    honest = ia_mech.engine.state._left_padded
 
     def unmasked(ids, device):
         padded, mask = honest(ids, device)
         return padded, torch.ones_like(mask)
 
-    monkeypatch.setattr(ia_mech.engine.prefill, "_left_padded", unmasked)
+    monkeypatch.setattr(ia_mech.engine.state, "_left_padded", unmasked)
     assert_found(architecture, dtype, "a left-padded batch", "cached decoding")
 
 
@@ -120,16 +123,16 @@ def test_another_sampling_rule_is_found(fault, dtype, monkeypatch):
 @DTYPES
 @pytest.mark.parametrize("architecture", ["llama", "gpt_oss"])
 def test_attention_that_forgets_its_first_block_of_keys_is_found(architecture, dtype, monkeypatch):
-    """Where keys are more than a block the portable engine is used, which attends otherwise."""
-    honest = shared_prefix.attend
+    """Every row gets a copy then, whose attention is the model's own."""
+    honest = shared.attend
 
     def forgetful(query, key, value, **settings):
         return honest(query, key[:, :, key.shape[2] // 513 * 512 :], value[
             :, :, value.shape[2] // 513 * 512 :], **settings)  # fmt: skip
 
-    monkeypatch.setattr(shared_prefix, "attend", forgetful)
+    monkeypatch.setattr(shared, "attend", forgetful)
     engine = check_engine(model_of(architecture, dtype), IDS)
-    assert engine.shared == 0 and "other logits in rows of a long context than" in engine.why
+    assert not engine.share and "other logits in rows of a long context than" in engine.why
 
 
 @DTYPES
@@ -139,7 +142,7 @@ def test_windows_of_thousands_of_tokens_are_seen_full(architecture, dtype, monke
     holders = [model.config, *(m for m in model.modules() if getattr(m, "sliding_window", None))]
     for holder in holders:
         holder.sliding_window = 4096
-    assert check_engine(model, IDS).shared == SHARED[architecture]
+    assert len(check_engine(model, IDS).shared) == SHARED[architecture]
     honest = DynamicSlidingWindowLayer.update
 
     def forgetful(layer, *arguments, **settings):
@@ -152,3 +155,10 @@ def test_windows_of_thousands_of_tokens_are_seen_full(architecture, dtype, monke
     with pytest.raises(UserError, match="other logits in cached decoding"):
         check_engine(model, IDS)
     assert {holder.sliding_window for holder in holders} == {4096}
+
+
+def test_where_sharing_alone_goes_wrong_rows_get_copies_and_it_says_why(monkeypatch):
+    monkeypatch.setattr(shared, "merge", lambda first, second, sinks=None: second[0])
+    engine = check_engine(model_of("llama", torch.float32), IDS)
+    assert not engine.share and not engine.ignored
+    assert "LlamaForCausalLM gives other logits in cached decoding" in str(engine)

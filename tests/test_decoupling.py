@@ -9,13 +9,12 @@ import pandas as pd
 import pyarrow as pa
 import pytest
 import torch
-from runs import KEPT, VOCAB, snapshot_in
+from runs import KEPT, SMALL_VOCAB, record_of, shifted
 from shell import call, files
 
 from experiments.decoupling.__main__ import main
 from experiments.decoupling.analyse import DIFFERENCE, RANK, estimates, remarks
 from experiments.decoupling.read import read
-from ia_mech.collect.rows import stored_logits
 from ia_mech.errors import UserError
 from ia_mech.judge.label import items_of
 from ia_mech.judge.rubric import GENUINE
@@ -23,6 +22,7 @@ from ia_mech.run import Run, RunWriter, layout
 from ia_mech.run.labels import KEY
 
 GREEDY = {0.0: [0]}
+SMALL_MODEL = {"layers": 1, "d_model": 3, "vocab": SMALL_VOCAB}
 
 
 @dataclass(frozen=True)
@@ -69,32 +69,17 @@ def planted(tmp_path):
                     turn = {"temperature": temperature, "sample": sample, "text": "And then?"}
                     turns.append(names | turn)
                     genuine.append(label)
-        identity = {
-            "config": {
-                "header_logits": "full",
-                "model": {"name": model},
-                "dataset": "planted",
-                "grid": {"temperatures": [1.0], "samples": 2, "max_new_tokens": 8, "seed": 0},
-                **{"system": None, "thinking": "template", "response": "generate"},
-                **{"date": "2026-01-01", "max_response_tokens": 64},
-            },
-            "model": {"name": model, "weights_hash": f"hash of {model}", "dtype": "float32"},
-            "chat": {"template_hash": "00", "tail_ids": [1], "stop_ids": {"2": "end"}},
-            "software": {},
-            "positions": KEPT,
-            "conversations": {"count": len(prompts)},
-            "of": name,
-        }
-        identity["model"] |= {"layers": 1, "d_model": 3, "vocab": VOCAB} | changed
-        record = {"format": layout.FORMAT, "identity": identity}
-        snapshot = snapshot_in(tmp_path / f"scratch {folder.name}")
-        with RunWriter.create(folder, record, snapshot) as run:
+        described = {"name": model, "weights_hash": f"hash of {model}", **SMALL_MODEL, **changed}
+        decoding = {"response": "generate", "max_response_tokens": 64, "temperatures": (1.0,)}
+        record = record_of(1, positions=KEPT, model=described, limit=len(prompts), **decoding)
+        record["identity"]["of"] = name
+        with RunWriter(folder, record) as run:
             run.start_session({"machine": "test"})
             run.add_contexts(
-                "0.0",
+                *layout.part_names(1),
                 pa.Table.from_pylist(contexts, schema=layout.contexts_schema(KEPT)),
                 pa.Table.from_pylist(turns, schema=layout.GENERATIONS),
-                stored_logits(torch.zeros(len(prompts), VOCAB), "full"),
+                shifted(torch.zeros(len(prompts), SMALL_VOCAB)),
                 torch.zeros(len(prompts), 2, len(KEPT), 3),
             )
             run.finish()

@@ -6,16 +6,8 @@ import tiny
 import torch
 
 from ia_mech.engine.capture import find_blocks
-from ia_mech.engine.intervention import (
-    Add,
-    Block,
-    ProjectOut,
-    Replace,
-    edges_between,
-    from_layer,
-    intervene,
-)
-from ia_mech.engine.prefill import Prefix, prefill
+from ia_mech.engine.intervene import Add, ProjectOut, Replace, from_layer, intervene
+from ia_mech.engine.state import Prefix, prefill
 from ia_mech.errors import UserError
 from ia_mech.likelihood.intervened import Continued
 
@@ -37,21 +29,14 @@ def vectors(count: int, seed: int) -> torch.Tensor:
     return torch.randn(count, WIDTH, generator=torch.Generator().manual_seed(seed))
 
 
-def attends(model, layer: int) -> bool:
-    return hasattr(find_blocks(model)[layer - 1], "self_attn")
-
-
 @torch.inference_mode()
-def by_plain_hooks(model, ids: list[int], edit=None, masked=None) -> torch.Tensor:
+def by_plain_hooks(model, ids: list[int], edit=None) -> torch.Tensor:
     """``[tokens, vocab]`` logits of one pass without a cache.
 
     Args:
         edit: layer and a function of ``[tokens, d_model]`` that changes them in place.
-        masked: layer and ``[edges, 2]``; the attention weights of these edges are set to 0 and the
-            others of their token divided by what is left, as if they had never been there.
     """
     blocks, handles = find_blocks(model), []
-    implementation = model.config._attn_implementation
     if edit is not None:
         layer, change = edit
 
@@ -66,27 +51,9 @@ def by_plain_hooks(model, ids: list[int], edit=None, masked=None) -> torch.Tenso
             if layer
             else blocks[0].register_forward_pre_hook(enter, with_kwargs=True)
         )
-    softmax = torch.nn.functional.softmax
     try:
-        if masked is not None:
-            model.config._attn_implementation = "eager"
-            layer, edges = masked
-            inside: list[int] = []
-            attention = blocks[layer - 1].self_attn
-            handles.append(attention.register_forward_pre_hook(lambda *_: inside.append(1)))
-            handles.append(attention.register_forward_hook(lambda *_: inside.clear()))
-
-            def hidden(scores, *args, **kwargs):
-                if inside:
-                    scores = scores.clone()
-                    scores[..., edges[:, 0], edges[:, 1]] = -torch.inf
-                return softmax(scores, *args, **kwargs)
-
-            torch.nn.functional.softmax = hidden
         return model(torch.tensor([ids]), use_cache=False).logits[0]
     finally:
-        torch.nn.functional.softmax = softmax
-        model.config._attn_implementation = implementation
         for handle in handles:
             handle.remove()
 
@@ -148,7 +115,7 @@ def test_rows_of_a_padded_batch_are_changed_each_in_its_own_way(architecture):
     state = vectors(1, seed=1)
     kinds = [
         [Replace(2, (3,), state), Add(2, (3,), state[0], 0.3)],
-        [Block(2, edges_between((9, 10), (1, 8)))],
+        [ProjectOut(2, (9, 10), state[0])],
         [],
     ]
     first = [n - max(lengths) for n in lengths]
@@ -196,7 +163,7 @@ def hooks_of(model) -> list[tuple]:
 def test_no_hook_is_left_whatever_happens():
     model = tiny.model("llama")
     ids, before = torch.tensor([context()]), hooks_of(model)
-    kinds = [Replace(0, (1,), vectors(1, seed=0)), Block(2, edges_between((5,), (1,)))]
+    kinds = [Replace(0, (1,), vectors(1, seed=0)), Replace(2, (5,), vectors(1, seed=1))]
     with pytest.raises(ZeroDivisionError), intervene(model, [kinds]):
         raise ZeroDivisionError
     assert hooks_of(model) == before
@@ -221,7 +188,6 @@ def test_what_selects_nothing_or_isnt_there_is_refused():
     for made, said in (
         (lambda: Replace(1, (), state[:0]), "selects no position"),
         (lambda: Add(1, (), state[0], 1.0), "selects no position"),
-        (lambda: Block(1, edges_between((3,), (5,))), "selects no attention edge"),
         (lambda: Add(1, (0,), 0 * state[0], 1.0), "has no length"),
         (lambda: ProjectOut(1, (), state[0]), "selects no position"),
         (lambda: ProjectOut(1, (0,), state[0] / 0), "has no length"),
@@ -230,19 +196,12 @@ def test_what_selects_nothing_or_isnt_there_is_refused():
             made()
     with pytest.raises(ValueError, match="2 positions"):
         Replace(1, (0, 1), state)
-    with pytest.raises(ValueError, match="an earlier one"):
-        Block(1, torch.tensor([[1, 1]]))
-    llama, hybrid = tiny.model("llama"), tiny.model("qwen3_5")
-    edges = edges_between((3,), (1,))
-    for model, kind, said in (
-        (llama, Replace(5, (0,), state), "no layer 5 to change; give layers from 0 to 4"),
-        (llama, Block(0, edges), "no layer 0 to change; give layers from 1 to 4"),
-        (hybrid, Block(1, edges), "layer 1, a Qwen3_5DecoderLayer, has no attention edges; change"),
-    ):
-        before = hooks_of(model)
-        with pytest.raises(UserError, match=said), intervene(model, [[kind]]):
-            pass
-        assert hooks_of(model) == before
+    model = tiny.model("llama")
+    before = hooks_of(model)
+    said = "no layer 5 to change; give layers from 0 to 4"
+    with pytest.raises(UserError, match=said), intervene(model, [[Replace(5, (0,), state)]]):
+        pass
+    assert hooks_of(model) == before
 
 
 @pytest.mark.slow  # TransformerLens takes long to import

@@ -129,6 +129,7 @@ def test_a_subject_is_known_in_another_dtype(tiny_model_dir, tokenizer, dtypes):
     assert not other.is_subject(ran.describe())
 
 
+QWEN = "qwen2.5-coder-1.5b-instruct"
 HUB = "/home/a/.cache/huggingface/hub/models--Org--Model/snapshots/abc123"
 
 
@@ -140,8 +141,9 @@ HUB = "/home/a/.cache/huggingface/hub/models--Org--Model/snapshots/abc123"
         ("Org/Model", None, "Org/Model2", None, False),
         (HUB, None, "Org/Model", "abc123", True),
         (embedded.NAME, None, "HuggingFaceTB/SmolLM2-135M-Instruct", None, True),
-        (f"/x/{embedded.NAME}-{embedded.WHEEL_SHA256[:8]}", None, embedded.NAME, None, True),
-        (embedded.NAME, None, "Org/Model", None, False),
+        (f"/x/{embedded.MODELS[QWEN].folder}", None, QWEN, None, True),
+        (QWEN, None, "Qwen/Qwen2.5-Coder-1.5B-Instruct", None, True),
+        (embedded.NAME, None, QWEN, None, False),
     ],
 )
 def test_names_of_the_same_model(name, revision, other, other_revision, same):

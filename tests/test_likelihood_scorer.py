@@ -8,20 +8,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import tiny
-import torch
 from contract import LOGPROB
 from scipy.special import logsumexp
 from scored import logprobs
 
-import ia_mech.likelihood.scorer
 from ia_mech.chat.format import ChatContext
 from ia_mech.data.conversations import Conversation
-from ia_mech.engine.decode import decode
-from ia_mech.engine.loop import Decoded, Row
-from ia_mech.engine.plan import OomBackoff
-from ia_mech.engine.prefill import Prefix, prefill
-from ia_mech.engine.sampling import stream_key
 from ia_mech.engine.score import Scored
+from ia_mech.engine.state import Prefix, prefill
 from ia_mech.errors import UserError
 from ia_mech.likelihood.candidates import Candidate
 from ia_mech.likelihood.scorer import (
@@ -88,7 +82,7 @@ CONVERSATIONS = [
 
 
 class Bench:
-    """A model, conversations after their prefill, generations, and a scorer of them."""
+    """A model, conversations after their prefill, and a scorer of them."""
 
     def __init__(
         self, architecture: str, chat: Letters | None = None, conversations=CONVERSATIONS
@@ -108,38 +102,24 @@ class Bench:
         rows = [(order, one, None) for order, one in enumerate(conversations)]
         self.donors = SwapSources.of(rows, self.chat, seed=0)
 
-    def scorer(self, *, swaps: int = 2, generations: bool = True, limit=None) -> Scorer:
+    def scorer(self, *, swaps: int = 2, limit=None) -> Scorer:
         return Scorer(
             self.model,
             self.chat,
             self.donors,
             AT,
             swaps=swaps,
-            generations=generations,
             own=None,
             limit=limit,
-            rows_limit=OomBackoff(64),
             note=lambda kind, problem: self.notes.append((kind, problem)),
         )
 
-    def written(self) -> list[list[Decoded]]:
-        """Two generations of every context."""
-        prefilled = prefill(self.model, [Prefix(c.ids) for c in self.contexts])
-        rows = [
-            Row(at, t, stream_key(0, "bench", at))
-            for at in range(len(self.contexts))
-            for t in (0.0, 1.5)
-        ]
-        decoded = decode(self.model, prefilled, rows, [tiny.EOS, *range(40, 50)], 9)
-        return [decoded[at : at + 2] for at in range(0, len(decoded), 2)]
-
-    def score(self, decoded=None, chosen=None, **options) -> list[ContextScores]:
+    def score(self, chosen=None, **options) -> list[ContextScores]:
         contexts = [self.contexts[at] for at in chosen or range(len(self.contexts))]
-        decoded = decoded or [[] for _ in contexts]
         prefilled = prefill(self.model, [Prefix(c.ids) for c in contexts])
         scorer = self.scorer(**options)
-        scores = scorer.score_candidates(prefilled, contexts)
-        scorer.add_contrasts(contexts, scores, decoded)
+        scores = scorer.score_candidates([prefilled], contexts)
+        scorer.add_contrasts(contexts, scores)
         return scores
 
     def after(self, at: int, response: str) -> list[int]:
@@ -182,10 +162,9 @@ class Bench:
 @EACH
 def test_scores_equal_full_forward_passes(architecture):
     bench = Bench(architecture)
-    written = bench.written()
-    for at, scores in enumerate(bench.score(written)):
+    for at, scores in enumerate(bench.score()):
         context = bench.contexts[at]
-        assert len(scores.swapped_from) == 2
+        assert len(scores.swapped_from) == 2 * bool(scores.candidates)
         for one in scores.candidates:
             ids = [*one.ids, tiny.EOS]
             np.testing.assert_allclose(
@@ -201,20 +180,14 @@ def test_scores_equal_full_forward_passes(architecture):
                 np.testing.assert_allclose(found, full, rtol=0, atol=atol)
             if one.contrasts is not None:
                 bench.check(at, scores, one.contrasts, ids, len(one.ids))
-        for row, contrasts in zip(written[at], scores.generations, strict=True):
-            ids = row.token_ids.tolist()
-            tokens = len(ids) - (row.finish_reason == "turn_end")
-            bench.check(at, scores, contrasts, ids, tokens)
     assert bench.notes == []
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3", "gpt_oss", "qwen3_5"])
 def test_contexts_scored_together_score_as_each_alone(architecture):
     bench = Bench(architecture)
-    written = bench.written()
-    together = bench.score(written)
-    for at, scores in enumerate(together):
-        alone = bench.score([written[at]], [at])[0]
+    for at, scores in enumerate(bench.score()):
+        alone = bench.score([at])[0]
         assert alone.swapped_from == scores.swapped_from
         a, b = (_numbers(bench, at, one) for one in (scores, alone))
         np.testing.assert_allclose(a, b, rtol=0, atol=NUMBERS)
@@ -224,50 +197,17 @@ def _numbers(bench: Bench, at: int, scores: ContextScores) -> list[float]:
     """All log-probabilities of a context, and its contrasts."""
     text = bench.conversations[at].reference or ""
     columns = reference_columns(scores.candidates, text, closed=True)
-    numbers = [contrast_columns(one) for one in scores.generations]
-    numbers += [*columns.pop("candidates", []), columns]
+    numbers = [*columns.pop("candidates", []), columns]
     flat = []
     for row in numbers:
         for value in row.values():
             if not isinstance(value, str | None):
                 flat += [float(one) for one in np.atleast_1d(value)]
-    assert len(flat) > 10
+    assert len(flat) > 10 or not scores.candidates
     return flat
 
 
 # -- odd turns ----------------------------------------------------------------------------------
-
-
-def generation(bench: Bench, at: int, ids: list[int], reason: str) -> Decoded:
-    """As if the model had written these ids."""
-    raw = logprobs(bench.model, bench.contexts[at].ids, ids)
-    nothing = np.full(len(ids), np.nan)
-    return Decoded(np.array(ids, dtype=int), raw, nothing, nothing, nothing, reason)
-
-
-@pytest.mark.parametrize(
-    ("ids", "reason", "tokens"),
-    [
-        ([tiny.EOS], "turn_end", 0),
-        ([45], "turn_end", 0),  # another token that ends a turn
-        ([5, 6, 45], "turn_end", 2),
-        ([tiny.EOS], "length", 1),
-        ([5, 6, 7], "length", 3),
-        ([], "length", 0),
-    ],
-)
-def test_a_generation_that_is_empty_ends_otherwise_or_never(ids, reason, tokens):
-    bench = Bench("llama")
-    decoded = [[generation(bench, at, ids, reason)] for at in range(4)]
-    for at, scores in enumerate(bench.score(decoded)):
-        contrasts = scores.generations[0]
-        bench.check(at, scores, contrasts, ids, tokens)
-        columns = contrast_columns(contrasts)
-        ended = reason == "turn_end"
-        assert (columns["response_contrast_bits_with_end"] is not None) is ended
-        assert (columns["logprob_swapped_with_end"] is not None) is ended
-        if tokens == 0:  # nothing was said, so nothing is owed to the response
-            assert columns["response_contrast_bits"] == columns["header_contrast_bits"] == 0
 
 
 def test_a_template_that_closes_turns_with_text_has_contents_alone():
@@ -283,7 +223,7 @@ def test_a_template_that_closes_turns_with_text_has_contents_alone():
 def test_a_candidate_that_the_template_refuses_is_left_out():
     for reference, lender in (("a b", "a"), ("a|b", None)):
         pair = [replace(CONVERSATIONS[0], reference=reference), CONVERSATIONS[1]]
-        found = Bench("llama", conversations=pair).score(chosen=[1], swaps=0, generations=False)[0]
+        found = Bench("llama", conversations=pair).score(chosen=[1], swaps=0)[0]
         lenders = {one.candidate.name: one.candidate.swap_source for one in found.candidates}
         assert lenders.get("other_reference") == lender
         assert len(lenders) == 4 + (lender is not None)
@@ -294,7 +234,7 @@ def test_a_candidate_that_the_template_refuses_is_left_out():
 
 @pytest.mark.parametrize("short", [False, True])
 def test_empty_responses_and_rivals_that_just_fit_are_scored(short):
-    bench, options = Bench("llama"), {"swaps": 0, "generations": False}
+    bench, options = Bench("llama"), {"swaps": 0}
     limit = len(bench.contexts[0].ids) + len(CONVERSATIONS[0].response) + 1 - short
     found = bench.score(chosen=[0], limit=limit, **options)[0].candidates
     names = [one.candidate.name for one in found]
@@ -312,7 +252,7 @@ def test_contexts_and_turns_that_exceed_the_limit_are_left_out():
     """Each at its own boundary: what just fits is scored, what is one too long is not."""
     bench = Bench("llama")
     at = 1  # its response is the shortest
-    free = bench.score(chosen=[at], swaps=3, generations=False)[0]
+    free = bench.score(chosen=[at], swaps=3)[0]
     responses = {one.id: one.response for one in CONVERSATIONS}
     longest = max(len(one.ids) for one in free.candidates if one.contrasts is not None) + 1
     lengths = {lender: len(bench.after(at, responses[lender])) for lender in free.swapped_from}
@@ -320,7 +260,7 @@ def test_contexts_and_turns_that_exceed_the_limit_are_left_out():
     for length in lengths.values():
         for limit in (length + longest, length + longest - 1):
             bench.notes.clear()
-            cut = bench.score(chosen=[at], swaps=3, generations=False, limit=limit)[0]
+            cut = bench.score(chosen=[at], swaps=3, limit=limit)[0]
             no_room = f"the model's context of {limit} tokens is too short for it"
             short = len(free.swapped_from) > len(cut.swapped_from)
             assert (("swapped response", no_room) in bench.notes) is short
@@ -334,24 +274,6 @@ def test_contexts_and_turns_that_exceed_the_limit_are_left_out():
                     [a.contrasts.swapped[number].content for number in kept], abs=longest * LOGPROB
                 )
                 assert b.contrasts.header is not None
-
-
-def test_memory_running_out_in_the_scorer_halves_the_turns(monkeypatch):
-    bench = Bench("llama")
-    written = bench.written()
-    free = bench.score(written)
-    honest = ia_mech.likelihood.scorer.score
-
-    def tight(model, prefilled, turns, *others):
-        if len(turns) > 3:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return honest(model, prefilled, turns, *others)
-
-    monkeypatch.setattr(ia_mech.likelihood.scorer, "score", tight)
-    for at, (a, b) in enumerate(zip(free, bench.score(written), strict=True)):
-        np.testing.assert_allclose(
-            _numbers(bench, at, a), _numbers(bench, at, b), rtol=0, atol=NUMBERS
-        )
 
 
 LN2 = math.log(2)

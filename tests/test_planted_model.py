@@ -20,18 +20,17 @@ from test_temperature_sweep import judged
 from experiments.temperature_sweep.analyse import estimates
 from experiments.temperature_sweep.measure import Measured, measure
 from experiments.temperature_sweep.read import read
-from ia_mech.collect.config import SampleConfig
 from ia_mech.collect.job import collect
 from ia_mech.display import Quiet
-from ia_mech.engine.plan import Grid
 from ia_mech.lens import save_lens
 from ia_mech.models.load import ModelSpec, Subject, weights_hash
 from ia_mech.run import Run
+from ia_mech.settings import Settings
 
 CLASSES, WIDTH, BLOCK = 8, 32, 2  # the block that adds something is the second
 LIKELIEST = 60  # after a token of class c, id 60 + c
 KEY = ["context_id", "temperature", "sample"]
-GRID = Grid((0.5, 1.0), 6, 5, 0)
+SAMPLES = 6
 TEMPERATURES = (0.5, 1.0, 1.7)
 
 
@@ -83,8 +82,10 @@ def run(planted, tmp_path_factory) -> Run:
         patch.setenv("IA_MECH_CACHE", str(folder))
         assert save_lens(planted.subject, list(range(3, 30))) is None
         data = scored.dataset(folder / "chats.jsonl")
-        config = SampleConfig(dataset=data, limit=None, grid=GRID, swaps=0)
-        yield judged(collect(config, planted.subject, folder / "run", Silent()))
+        settings = Settings(
+            dataset=data, limit=None, temperatures=(0.5, 1.0), samples=SAMPLES, max_new_tokens=5
+        )
+        yield judged(collect(settings, planted.subject, folder / "run", Silent()))
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +130,7 @@ def test_the_first_token(t, found, planted, header, run):
 
 def test_where_greedy_leaves_each_turn(measured, run, planted, header):
     turns = measured.hidden.set_index(KEY)
-    assert len(turns) == len(run.contexts) * 2 * GRID.samples
+    assert len(turns) == len(run.contexts) * 2 * SAMPLES
     written = run.generations.set_index(KEY)["token_ids"]
     checked = 0
     for key, row in turns.iterrows():

@@ -461,7 +461,7 @@ def test_an_adapter_is_refused_in_one_line_unless_it_is_of_the_model(
     )
     file = folder / "adapter_config.json"
     for config, told in (
-        ("{", f"adapter {folder}: adapter_config.json is damaged: "),
+        ("{", f"{file} is damaged; "),
         (
             '{"base_model_name_or_path": "org/other"}',
             f"the adapter {folder} is of org/other, not of {tiny_model_dir}; "

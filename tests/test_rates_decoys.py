@@ -108,9 +108,7 @@ def test_verdicts_without_decoys_have_no_floor(run):
     judged_by(run, lambda item: GENUINE)
     path = run.path / "judgements" / "planted.parquet"
     table = pq.read_table(path).slice(0, len(run.generations))
-    run.labels.write_judgements(
-        "planted", table.to_pylist(), {"identity": {"kind": "fake"}}
-    )
+    run.labels.write_judgements("planted", table.to_pylist(), {"identity": {"kind": "fake"}})
     judged = read_runs([run])
     assert judged.gate.word == "no decoys" and judged.decoys.empty
     found = estimates(judged)

@@ -8,9 +8,7 @@ import torch
 from scipy.stats import chi2, chi2_contingency
 from transformers import LlamaConfig
 
-from ia_mech.engine.decode import decode
-from ia_mech.engine.loop import Row
-from ia_mech.engine.prefill import Prefix, prefill
+from ia_mech.engine.decode import Row, decode
 from ia_mech.engine.sampling import (
     draw,
     gumbel,
@@ -21,6 +19,7 @@ from ia_mech.engine.sampling import (
     stream_key,
     uniforms,
 )
+from ia_mech.engine.state import Prefix, prefill
 
 VOCAB = 8
 DRAWS = 20_000
@@ -53,7 +52,7 @@ def drawn() -> dict[float, np.ndarray]:
         for i in range(DRAWS)
         for t in TEMPERATURES
     ]
-    decoded = decode(model, prefill(model, [Prefix([3])]), rows, [], 2)
+    decoded = decode(model, [prefill(model, [Prefix([3])])], rows, [], 2)
     tokens = np.array([row.token_ids for row in decoded]).reshape(DRAWS, len(TEMPERATURES), 2)
     return {t: tokens[:, i] for i, t in enumerate(TEMPERATURES)}
 

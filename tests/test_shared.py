@@ -144,7 +144,7 @@ def test_products_beyond_the_range_of_float16():
     assert total.isfinite().all() and (average.double() - expected).abs().max() < 2e-3
 
 
-# -- layers -----------------------------------------------------------------------------------------
+# -- layers ----------------------------------------------------------------------------------------
 
 LENGTHS = (23, 14, 5)
 SHARED = {
@@ -164,8 +164,8 @@ def test_layers_of_full_attention_are_shared(architecture):
 
 
 def test_what_a_run_records_names_the_layers():
-    assert Engine((1, 2, 3, 4), 4).name == "prefix shared in layers all of 4"
-    assert Engine((1, 2, 4), 4).name == "prefix shared in layers 1-2, 4 of 4"
+    assert Engine((1, 2, 3, 4), 4).name == "prefix shared in all 4 layers"
+    assert Engine((1, 2, 4), 4).name == "prefix shared in layers 1-2, 4 of 4, copied in others"
     assert str(Engine((), 4, "other logits")) == "a copy of the prefix per row (other logits)"
 
 
@@ -238,7 +238,7 @@ def test_a_cache_of_something_else_than_keys_is_found_out_and_copied():
     assert not engine.share and "doesn't use the cached keys" in engine.why
 
 
-# -- borrowed keys and values -----------------------------------------------------------------------
+# -- borrowed keys and values ----------------------------------------------------------------------
 
 BORROWING = ("llama", "qwen3", "glm4_moe", "gemma3", "gpt_oss")
 GROUPS = ((23, 14, 5), (9, 30))  # tokens of contexts

@@ -50,7 +50,7 @@ def by_hand(kind: str, layer: int, where):
 
 @EACH
 def test_sampled_and_scored_rows_equal_full_passes_with_plain_hooks(architecture):
-    """Contexts of several lengths in one batch, each row under an
+    """Contexts of several lengths and groups in one batch, each row under an
     intervention of its own: at a named token, at the turn's tokens, at both, or none."""
     model = tiny.model(architecture)
     before = hooks_of(model)
@@ -83,9 +83,9 @@ def test_sampled_and_scored_rows_equal_full_passes_with_plain_hooks(architecture
             for token, best, margin in zip(written, argmax, -top.diff()[:, 0], strict=True):
                 assert token == best or margin < 1e-4
     turns = [Turn(i, own.token_ids.tolist(), rows[i].steered) for i, own in enumerate(found[:14])]
-    for one, own in zip(score(model, groups[:1], turns, [0.7]), found, strict=False):
+    for one, own in zip(score(model, groups, turns, [0.7]), found, strict=False):
         np.testing.assert_allclose(one.logprobs_raw, own.logprobs_raw, rtol=0, atol=TOLERANCE)
-    plain = score(model, groups[:1], [replace(turn, steered=()) for turn in turns])
+    plain = score(model, groups, [replace(turn, steered=()) for turn in turns])
     moved = [
         np.abs(one.logprobs_raw - own.logprobs_raw).max()
         for one, own in zip(plain, found, strict=False)
@@ -198,6 +198,8 @@ def test_positions_say_when(vector):
 
 # -- a run ----------------------------------------------------------------------------------------
 
+GRID = {"temperatures": (1.0,), "samples": 2, "max_new_tokens": 6}
+
 
 @pytest.fixture(scope="module")
 def configs(tmp_path_factory, vector):
@@ -206,11 +208,7 @@ def configs(tmp_path_factory, vector):
     file = folder / "chats.jsonl"
     rows = [{"question": f"What is {i}?", "response": "It is.", "followup": "Why?"} for i in "abc"]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    made = {
-        "plain": Settings(
-            dataset=str(file), limit=None, temperatures=(1.0,), samples=2, max_new_tokens=6
-        )
-    }
+    made = {"plain": Settings(dataset=str(file), limit=None, **GRID)}
     for name, dose in (("steered", 0.5), ("zero", 0.0)):
         path = folder / f"{name}.safetensors"
         replace(vector, dose=dose).save(path)
@@ -261,13 +259,13 @@ def test_a_vector_of_another_model_is_refused_before_anything_is_written(
     folder, made = configs
     other = folder / "other.safetensors"
     replace(vector, weights_hash="0" * 16).save(other)
-    settings = replace(made["plain"], intervention=str(other))
+    config = replace(made["plain"], intervention=str(other))
     with pytest.raises(UserError, match="with the weights 0000000000000000, this model has"):
-        collect(settings, tiny_subject, folder / "other", progress)
+        collect(config, tiny_subject, folder / "other", progress)
     assert not (folder / "other").exists()
     replace(vector, layer=9).save(other)
     with pytest.raises(UserError, match="there is no layer 9 to change"):
-        collect(settings, tiny_subject, folder / "other", progress)
+        collect(config, tiny_subject, folder / "other", progress)
     replace(vector, positions=("header_9",)).save(other)
     with pytest.raises(UserError, match="no position header_9 to steer at"):
-        collect(settings, tiny_subject, folder / "other", progress)
+        collect(config, tiny_subject, folder / "other", progress)

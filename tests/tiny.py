@@ -75,11 +75,16 @@ FAMILIES = ("llama", "gpt_oss", "qwen3_5", "gemma3")
 @functools.cache
 def model(architecture: str, vocab: int = VOCAB) -> PreTrainedModel:
     """A random model in float32 on the CPU, the same at every call."""
+    return fresh(architecture, vocab_size=vocab)
+
+
+def fresh(architecture: str, **sizes) -> PreTrainedModel:
+    """The same model as another object, which a test may change, or one of other sizes."""
     kind, changes = _CONFIGS[architecture]
     torch.manual_seed(0)
     # gpt-oss has attention sinks, which the sdpa path doesn't know.
     attention = "eager" if architecture == "gpt_oss" else "sdpa"
-    config = kind(**{**_SIZES, **changes, "vocab_size": vocab})
+    config = kind(**{**_SIZES, **changes, **sizes})
     made = AutoModelForCausalLM.from_config(
         config, dtype=torch.float32, attn_implementation=attention
     )

@@ -22,7 +22,7 @@ from transformers import DynamicCache, PreTrainedModel
 from benchmarks.sampling.workload import Contender, Size, Workload, timed
 from ia_mech.engine.decode import decode
 from ia_mech.errors import UserError
-from ia_mech.models.load import text_config
+from ia_mech.models.load import text_config, whole_weight
 
 PASSES = 3  # through the model's products; the median counts
 TRIES, IN_A_ROW = 5, 10  # of copies and products for the ceilings; the fastest try counts
@@ -85,12 +85,13 @@ def product_seconds(
 
 def plain(module: nn.Linear, rows: int) -> Callable[[Tensor], Tensor]:
     """PyTorch's own product."""
-    return lambda x: functional.linear(x, module.weight, module.bias)
+    weight = whole_weight(module, "weight")
+    return lambda x: functional.linear(x, weight, module.bias)
 
 
 def reordered(module: nn.Linear, rows: int) -> Callable[[Tensor], Tensor]:
     """oneDNN's product with a copy of the weight in the order that it prefers for so many rows."""
-    weight = torch.ops.mkldnn._reorder_linear_weight(module.weight, rows)
+    weight = torch.ops.mkldnn._reorder_linear_weight(whole_weight(module, "weight"), rows)
     return lambda x: torch.ops.mkldnn._linear_pointwise(x, weight, module.bias, "none", [], "")
 
 

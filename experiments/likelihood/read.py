@@ -87,7 +87,7 @@ def _refuse_repeated(frame: pd.DataFrame) -> None:
 
 
 def references_of(runs: list[Run]) -> References | None:
-    """The references of runs that have ``score_temperatures``; None if no context has one."""
+    """The references of runs; None if no context has one."""
     contexts = pd.concat([keyed(run, run.contexts) for run in runs], ignore_index=True)
     frame = contexts[contexts["reference_logprob"].notna()].reset_index(drop=True)
     if frame.empty:

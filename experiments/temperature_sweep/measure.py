@@ -480,21 +480,9 @@ def _of_openings(openings: Openings) -> list[str]:
 
 def _references(sweep: Sweep, notes: list[str]) -> References | None:
     """Scored references of unperturbed contexts, each once."""
-    scored = [run for run in sweep.runs if run.score_temperatures]
-    older = [
-        run.name
-        for run in sweep.runs
-        if not run.score_temperatures and run.contexts["reference"].notna().any()
-    ]
-    if older:
-        notes.append(
-            f"{', '.join(older)}: sampled before references were scored at many temperatures, so "
-            "there is no curve of theirs; sample again for it."
-        )
-    found = references_of(scored) if scored else None
+    found = references_of(sweep.runs)
     if found is None:
-        if scored:
-            notes.append("no context has a reference turn, so there is no curve of references.")
+        notes.append("no context has a reference turn, so there is no curve of references.")
         return None
     frame = found.frame
     plain = frame["perturbation"].fillna(UNPERTURBED) == UNPERTURBED

@@ -11,8 +11,7 @@ import transformers
 
 from ia_mech import __version__
 from ia_mech.chat.format import ChatFormat
-from ia_mech.engine import packed_weights as weights
-from ia_mech.engine import sampling
+from ia_mech.engine import sampling, weights
 from ia_mech.engine.check import TOKENS
 from ia_mech.engine.shared import Engine
 from ia_mech.likelihood.candidates import OwnCandidates

@@ -399,7 +399,11 @@ class SharedLayer(DynamicLayer):
         prefixes stay where they are. The table is told by who calls this, with an index on the
         host, so that no layer waits for a device."""
         moved = (beam_idx != torch.arange(len(beam_idx))).nonzero()[:, 0]
-        to, source, tokens = moved.to(self.device), beam_idx[moved].to(self.device), self.keys.shape[2]
+        to, source, tokens = (
+            moved.to(self.device),
+            beam_idx[moved].to(self.device),
+            self.keys.shape[2],
+        )
         for own in self._own:
             own[to, :, :tokens] = own[source, :, :tokens]
         self._show(tokens)

@@ -26,8 +26,8 @@ from transformers.cache_utils import (
 
 from ia_mech.engine.capture import ResidualCapture
 from ia_mech.engine.intervene import Intervention, intervene
-from ia_mech.engine.packed_weights import packed_linears
 from ia_mech.engine.shared import Borrowed, SharedLayer, Table, check_borrowed, held, sharing
+from ia_mech.engine.weights import reordered_weights
 from ia_mech.models.load import accepts
 
 CacheLayer = CacheLayerMixin | LinearAttentionCacheLayerMixin | DummyLayer
@@ -225,7 +225,7 @@ def forward(
         arguments["logits_to_keep"] = keep
     if accepts(model, "position_ids"):
         arguments["position_ids"] = positions.clamp(min=0)
-    with packed_linears(model), sharing(model, state.cache):
+    with reordered_weights(model), sharing(model, state.cache):
         output = model(
             input_ids=ids,
             # A mask of ones only costs time: without one, attention takes its unmasked path.

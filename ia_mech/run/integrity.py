@@ -99,11 +99,8 @@ def _read(file: Path, shape: dict[str, Any], remedy: str) -> dict:
 def _misfit(value: Any, shape: Any, place: str = "") -> str | None:
     """The first place where a JSON value lacks something or has another type, or None."""
     if isinstance(shape, type):
-        if isinstance(value, int) and shape is int:
-            fits = value is not True and value >= 0
-        else:
-            fits = isinstance(value, shape)
-        if fits:
+        count = type(value) is int and value >= 0  # True is an int, too
+        if count if shape is int else isinstance(value, shape):
             return None
         return f"{place.rstrip('.')} is {str(value)[:40]!r}"
     if not isinstance(value, type(shape)):

@@ -224,15 +224,10 @@ class Labels:
                 chosen |= {"columns": list(columns), "read_dictionary": list(CODED)}
             table = pq.read_table(file, **chosen)
             run, whose = record.pop("run"), record.pop("name")
-        except (
-            pa.ArrowException,
-            OSError,
-            ValueError,
-            LookupError,
-            TypeError,
-            AttributeError,
-        ) as error:
+        except (pa.ArrowException, OSError, ValueError, LookupError) as error:
             raise self._unreadable(kind, name, error) from None
+        except (TypeError, AttributeError):  # no metadata, or something else in it
+            raise self._unreadable(kind, name, "it has no record of who wrote it") from None
         if run != self._run:
             raise self._unreadable(kind, name, "it is of another run")
         if whose != name:

@@ -28,7 +28,7 @@ _MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]
 
 
 def _contrast_fields(prefix: str = "") -> list[tuple[str, pa.DataType]]:
-    """Columns of ``scoring.columns.contrast_columns``."""
+    """Columns of ``ia_mech.likelihood.scorer.contrast_columns``."""
     types = {"logprob_swapped": pa.list_(pa.float64())}
     names = [
         f"{name}{end}"

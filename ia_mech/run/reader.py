@@ -272,7 +272,7 @@ class Run:
             raise UserError(f"{self.path} has no header logits", "sample with --header-logits full")
         parts = self._finished_parts()
         files = [self._file(part, layout.header_logits_file(part["name"])) for part in parts]
-        return HeaderLogits(files, [part["contexts"] for part in parts], self.model["vocab"])
+        return HeaderLogits(files, self.model["vocab"])
 
     def verify(self) -> list[str]:
         """Compare the content of every file with its recorded hash; what is wrong, by part."""
@@ -398,11 +398,9 @@ class HeaderLogits:
     ``top-k`` files hold the k largest and how much probability (at T = 1) the others have together.
     """
 
-    def __init__(self, files: list[Path], counts: list[int], vocab: int) -> None:
+    def __init__(self, files: list[Path], vocab: int) -> None:
         self.vocab = vocab
-        self._places = [
-            (file, row) for file, count in zip(files, counts, strict=True) for row in range(count)
-        ]
+        self._places = [(file, row) for file in files for row in range(_rows_in(file))]
 
     def __len__(self) -> int:
         return len(self._places)
@@ -426,9 +424,7 @@ class HeaderLogits:
             with safe_open(file, framework="pt") as tensors:
                 return {key: tensors.get_slice(key)[row : row + 1][0] for key in tensors.keys()}  # noqa: SIM118
         except (SafetensorError, OSError) as error:
-            raise UserError(
-                f"{file} is damaged: {error}", "run the command that wrote it again"
-            ) from None
+            raise _unreadable(file, error) from None
 
     def __getitem__(self, index: int) -> Tensor:
         """Logits minus their maximum, ``[vocab]`` float32; -inf where top-k didn't keep them."""
@@ -471,3 +467,16 @@ class HeaderLogits:
             )
         kept = self[index].log_softmax(-1)
         return kept + torch.log1p(-stored["tail_mass"].float())
+
+
+def _rows_in(file: Path) -> int:
+    """How many contexts a safetensors file is of."""
+    try:
+        with safe_open(file, framework="pt") as tensors:
+            return tensors.get_slice(tensors.keys()[0]).get_shape()[0]
+    except (SafetensorError, OSError, LookupError) as error:
+        raise _unreadable(file, error) from None
+
+
+def _unreadable(file: Path, error: Exception) -> UserError:
+    return UserError(f"{file} is damaged: {error}", "run the command that wrote it again")

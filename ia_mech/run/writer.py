@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Collection
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -74,9 +75,10 @@ class RunWriter:
             self.record, run = integrity.read_record(path)
             refuse_another(path, self.record, wanted, name_of)
             self._file = path / layout.manifest_file(shard)
-            begun = {"format": layout.FORMAT, "run": run, "parts": [], "sessions": []}
-            there = self._file.is_file()
-            self._manifest: dict = integrity.read_manifest(self._file, run) if there else begun
+            self._manifest: dict[str, Any] = {"format": layout.FORMAT, "run": run}
+            self._manifest |= {"parts": [], "sessions": []}
+            if self._file.is_file():
+                self._manifest = integrity.read_manifest(self._file, run)
             self.damaged = self._drop_damaged()
         except BaseException:
             self.close()

@@ -29,7 +29,9 @@ from probes.fit.solvers import (
 )
 from probes.targets import Outcome
 
-DIGITS = 9  # of log-odds: contexts with equal states tie, though their last bits may differ
+# Contexts with equal states tie, though the last bits of their scores may differ.
+DIGITS = 9  # of log-odds
+SHARE_DIGITS = 5  # of float32 predictions, as shares of the largest
 
 
 @dataclass(frozen=True)
@@ -317,6 +319,8 @@ def correlation(predicted: np.ndarray, design: Design, fold: int) -> np.ndarray:
 def fold_auroc(scores: np.ndarray, design: Design, rows: np.ndarray) -> np.ndarray:
     """``[columns]`` AUROC within runs of a fold's contexts, under each permutation's labels."""
     outcome = design.outcome
+    largest = np.abs(scores).max(0)
+    scores = np.round(scores / np.where(largest > 0, largest, 1), SHARE_DIGITS)
     k, n = outcome.positives[design.taken[:, rows]].T, outcome.trials[design.taken[:, rows]].T
     won, total = np.zeros(k.shape[1]), np.zeros(k.shape[1])
     for run in np.unique(outcome.runs[rows]):

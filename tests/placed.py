@@ -1,0 +1,97 @@
+"""Tensors that are on a GPU by their own account, and hold their numbers on the CPU.
+
+An operation on tensors of two devices is an error, as on real ones; everything else is computed.
+``FakeTensorMode`` has no numbers, so that it ends where the engine looks at one: at a mask, at a
+token that was drawn.
+"""
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+CPU = torch.device("cpu")
+aten = torch.ops.aten
+
+
+class Placed(Tensor):
+    """A tensor ``held`` on the CPU that says it is on ``device``."""
+
+    held: Tensor
+    place: torch.device
+
+    @staticmethod
+    def __new__(cls, held: Tensor, device: torch.device) -> "Placed":
+        with torch.inference_mode(False):  # in which a view of another tensor can't be made
+            made = Tensor._make_wrapper_subclass(
+                cls, held.shape, strides=held.stride(), storage_offset=held.storage_offset(),
+                dtype=held.dtype, device=CPU,
+            )  # fmt: skip
+        made.held, made.place = held, device
+        return made
+
+    @property
+    def device(self) -> torch.device:  # PyTorch itself, built without CUDA, is not to know it
+        return self.place
+
+    def __repr__(self, **_) -> str:
+        return f"Placed({self.held!r}, {self.device})"
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
+        placed = {one.device for one in tensors if isinstance(one, Placed)}
+        # As CUDA has it: numbers and indices may be on the host.
+        of_host = [one for one in tensors if not isinstance(one, Placed) and one.ndim > 0]
+        indexed = func in (aten.index.Tensor, aten.index_put_.default, aten.index_put.default)
+        if len(placed) > 1 and func is not aten.copy_.default:
+            raise RuntimeError(f"{func}: tensors on {sorted(map(str, placed))}")
+        if of_host and not indexed and func is not aten.copy_.default:
+            raise RuntimeError(f"{func}: tensors on cpu and {placed}")
+        where = args[0].device if func is aten.copy_.default else placed.pop()
+        with torch.inference_mode(False), torch.no_grad():
+            found = func(*tree_map(plain, args), **tree_map(plain, kwargs or {}))
+        return on(found, where)
+
+
+def plain(value):
+    """What is held, for a tensor; the CPU, for a device."""
+    if isinstance(value, Placed):
+        return value.held
+    return CPU if isinstance(value, torch.device) else value
+
+
+def on(value, device):
+    """The same with its tensors placed on a device."""
+    if torch.device(device).type == "cpu":
+        return value
+    return tree_map(
+        lambda one: Placed(one, torch.device(device)) if type(one) is Tensor else one, value
+    )
+
+
+class Gpus(TorchFunctionMode):
+    """While it lasts, tensors can be made on GPUs and moved there."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        named = kwargs.get("device")
+        if func in (Tensor.to, Tensor.cpu, Tensor.cuda):
+            devices = [one for one in [*args[1:], named] if isinstance(one, torch.device | str)]
+            if func is Tensor.cpu:
+                devices = [CPU]
+            if devices:
+                rest = [one for one in args[1:] if not isinstance(one, torch.device | str)]
+                kwargs.pop("device", None)
+                own = plain(args[0])
+                with torch.inference_mode(False):
+                    own = own.to(*rest, **kwargs) if rest or kwargs else own.clone()
+                return on(own, devices[0])
+            if len(args) > 1 and isinstance(args[1], Tensor):
+                return on(plain(args[0]).to(args[1].dtype), args[1].device)
+        if named is not None and torch.device(named).type == "cuda":
+            if any(isinstance(one, Placed) for one in tree_leaves(args)):
+                return func(*args, **kwargs)
+            with torch.inference_mode(False):
+                return on(func(*args, **{**kwargs, "device": CPU}), named)
+        return func(*args, **kwargs)

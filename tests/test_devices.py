@@ -1,0 +1,110 @@
+"""A model whose blocks are on two GPUs, as ``--device-map auto`` leaves it.
+
+The devices are stand-ins (``placed.py``): numbers are computed on the CPU, and an operation on
+tensors of two devices is an error. What this can't show is that real copies between GPUs work, that
+the draw compiles, and that ``accelerate``'s own hooks, which move hidden states, do what the hooks
+here do.
+"""
+
+import copy
+
+import pytest
+import tiny
+import torch
+from contract import VECTOR, near_ties, prefilled, relative_l2, stepped
+from placed import Gpus, Placed
+
+import ia_mech.engine.sampling
+from ia_mech.engine.decode import Row, decode
+from ia_mech.engine.sampling import stream_key
+from ia_mech.engine.score import Turn, score
+from ia_mech.engine.shared import Borrowed, SharedLayer
+from ia_mech.engine.state import expand
+
+LENGTHS = (23, 14, 5)
+FIRST, SECOND = torch.device("cuda", 0), torch.device("cuda", 1)
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    monkeypatch.setattr(
+        ia_mech.engine.sampling, "_compiled", lambda _: ia_mech.engine.sampling._sample_at_once
+    )
+    with Gpus():
+        yield
+
+
+def over_two(architecture: str):
+    """A tiny model with its embeddings and first two blocks on one GPU, the rest on another."""
+    model = copy.deepcopy(tiny.model(architecture))
+    inner = model.model
+
+    def place(module, device):
+        for each in module.modules():
+            for held in (each._parameters, each._buffers):
+                for name, tensor in held.items():
+                    if tensor is not None:
+                        held[name] = torch.nn.Parameter(Placed(tensor.data, device), False)
+
+    def arrive(module, args, kwargs, device):
+        moved = torch.utils._pytree.tree_map(
+            lambda one: one.to(device) if isinstance(one, torch.Tensor) else one, (args, kwargs)
+        )
+        return moved
+
+    for module, device in (
+        (inner.embed_tokens, FIRST), (inner.rotary_emb, FIRST),
+        (inner.layers[0], FIRST), (inner.layers[1], FIRST),
+        (inner.layers[2], SECOND), (inner.layers[3], SECOND),
+        (inner.norm, SECOND), (model.lm_head, SECOND),
+    ):  # fmt: skip
+        place(module, device)
+        module.register_forward_pre_hook(
+            lambda m, a, k, device=device: arrive(m, a, k, device), with_kwargs=True
+        )
+    return model
+
+
+@pytest.mark.parametrize("architecture", ["llama", "mistral", "gemma3"])
+@pytest.mark.parametrize("share", [True, False], ids=["shared", "copied"])
+def test_caches_and_tables_follow_each_layers_device(architecture, share, gpus):
+    model, cpu = over_two(architecture), tiny.model(architecture)
+    assert model.device == FIRST
+    groups, theirs = ([prefilled(m, LENGTHS[:2]), prefilled(m, LENGTHS[2:])] for m in (model, cpu))
+    assert groups[0].logits.device == SECOND
+    ours, right = (expand(g, [0, 0, 1, 2], share=share) for g in (groups, theirs))
+    for step, drop in enumerate(([], [1], [0], [])):
+        tokens = tiny.prompt(ours.rows, seed=step)
+        logits = stepped(model, ours, tokens)
+        assert relative_l2(logits.cpu(), stepped(cpu, right, tokens)) <= VECTOR
+        assert ours.drop(drop) == right.drop(drop)
+    for number, layer in enumerate(ours.cache.layers):
+        where = FIRST if number < 2 else SECOND
+        held = [layer.keys, layer.values]
+        if isinstance(layer, SharedLayer):
+            held += layer.prefixes[0]
+        assert {tensor.device for tensor in held} == {where}
+
+
+def test_rows_and_scores_over_two_devices_equal_those_on_one(gpus):
+    model, cpu = over_two("llama"), tiny.model("llama")
+    rows = [Row(c, t, stream_key(0, "s", c)) for c in (2, 0, 1) for t in (0.0, 0.8, 1.3)]
+    turns = [
+        Turn(c, tiny.prompt(n, seed=n), borrowed=Borrowed(0, {2: [1], 3: [0]}))
+        for c, n in ((1, 6), (2, 9), (1, 1))
+    ]
+    found = []
+    for one in (model, cpu):
+        groups = [prefilled(one, LENGTHS[:2]), prefilled(one, LENGTHS[2:])]
+        wrote = decode(one, groups, rows, [tiny.EOS, *range(60, 80)], 8)
+        found.append((wrote, score(one, groups, turns, [0.5])))
+    assert near_ties(cpu, LENGTHS, rows, found[0][0], found[1][0]) == 0
+    for ours, theirs in zip(found[0][1], found[1][1], strict=True):
+        assert abs(ours.logprobs_raw - theirs.logprobs_raw).max() < 1e-5
+
+
+def test_a_tensor_on_another_device_is_noticed(gpus):
+    with pytest.raises(RuntimeError, match="tensors on"):
+        torch.ones(2, device=FIRST) + torch.ones(2, device=SECOND)
+    with pytest.raises(RuntimeError, match="tensors on cpu"):
+        torch.ones(2, device=FIRST) * torch.ones(2)

@@ -1,0 +1,102 @@
+"""Whatever is read of a damaged run is what was written, or one line that names the file."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+from random import Random
+
+import pytest
+from runs import files_under, write_by_hand
+from shell import call, files
+
+from ia_mech.errors import UserError
+from ia_mech.rates.__main__ import main as rates
+from ia_mech.run import Run
+
+OTHERS = (None, True, 0, -1, 2**40, 1.5, "x", "", "../x", [], {}, [1], {"x": 1})
+
+
+def flipped(content: bytes, rng: Random) -> bytes:
+    at = rng.randrange(len(content))
+    return content[:at] + bytes([content[at] ^ 1 << rng.randrange(8)]) + content[at + 1 :]
+
+
+BYTES = {
+    "emptied": lambda content, _: b"",
+    "cut": lambda content, rng: content[: rng.randrange(len(content))],
+    "a bit": flipped,
+    "zeros": lambda content, _: bytes(len(content)),
+    "noise": lambda content, rng: rng.randbytes(len(content)),
+    "longer": lambda content, _: content + b"\0",
+}
+PLACES = {
+    "removed": lambda path: None,
+    "a folder": Path.mkdir,
+    "a link to nowhere": lambda path: path.symlink_to("nowhere"),
+    "a pipe": os.mkfifo,
+}
+
+
+def damage(path: Path, name: str, rng: Random) -> None:
+    content = path.read_bytes()
+    path.unlink()
+    if name in BYTES:
+        path.write_bytes(BYTES[name](content, rng))
+    else:
+        PLACES[name](path)
+
+
+@pytest.fixture
+def written(tmp_path) -> Run:
+    """A run that two shards wrote."""
+    write_by_hand(tmp_path / "run", shard=(1, 2), parts=[0, 2])
+    return write_by_hand(tmp_path / "run", shard=(2, 2), parts=[1, 3])
+
+
+@pytest.mark.parametrize("name", [*BYTES, *PLACES])
+def test_a_damaged_file_is_named(written, tmp_path, name):
+    digest = written.digest()
+    for number, file in enumerate(files_under(written.path)):
+        if file.startswith(("README", ".lock", "manifest")):
+            continue
+        copy = shutil.copytree(written.path, tmp_path / f"copy-{number}")
+        damage(copy / file, name, Random(number))
+        with pytest.raises(UserError, match=file):
+            assert Run.open(copy).digest() == digest
+
+
+def other_json(value, rng: Random):
+    """The value with one place in it replaced, or removed; those near the top are likelier."""
+    container = value
+    while True:
+        key = rng.choice(list(container) if isinstance(container, dict) else range(len(container)))
+        inner = container[key]
+        if not (isinstance(inner, dict | list) and inner) or rng.random() < 0.3:
+            break
+        container = inner
+    if rng.random() < 0.3:
+        del container[key]
+    else:
+        container[key] = rng.choice(OTHERS)
+    return value
+
+
+@pytest.mark.parametrize("file", ["run.json", "manifest-2-of-2.json"])
+def test_other_json_is_read_or_refused_in_one_line(written, capfd, file):
+    """A manifest has no hash of its own: what is left of it is read, or it is refused."""
+    before = (written.path / file).read_text()
+    refused = 0
+    for number in range(150):
+        changed = other_json(json.loads(before), Random(number))
+        (written.path / file).write_text(json.dumps(changed))
+        try:
+            run = Run.open(written.path)
+            run.digest()
+            assert run.verify() == []
+        except UserError as error:
+            assert "\n" not in str(error)
+            refused += 1
+    assert refused == 150 if file == "run.json" else refused > 75
+    assert call(rates, [str(written.path)], capfd).status == 2
+    assert files(written.path)[file]  # nothing was removed
