@@ -2,11 +2,14 @@
 
 import errno
 import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 
 import pytest
 from runs import sampled
+from test_run_damage import BYTES, PLACES, damage
 
 from ia_mech.collect.job import collect
 from ia_mech.display import Quiet
@@ -26,10 +29,15 @@ SMALL = Settings(
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tiny_subject, tmp_path_factory) -> str:
+def whole(tiny_subject, tmp_path_factory) -> Run:
     run = sampled(SMALL, tiny_subject, tmp_path_factory.mktemp("small") / "run")
     assert run.record["parts"] == {"responses": 2, "contexts": 3}
-    return run.digest()
+    return run
+
+
+@pytest.fixture(scope="module")
+def undisturbed(whole) -> str:
+    return whole.digest()
 
 
 class CtrlC(Quiet):
@@ -133,3 +141,36 @@ def test_a_full_disk_is_reported_and_a_later_call_goes_on(
             assert not Run.open(out).complete and Run.open(out).verify() == []
         run = sampled(SMALL, tiny_subject, out)
         assert run.complete and run.verify() == [] and run.digest() == undisturbed
+
+
+@pytest.mark.parametrize("file", ["responses/part-00000.parquet", "residuals/layer_03/00001.safe"])
+def test_a_damaged_part_is_named_and_computed_again(whole, tiny_subject, tmp_path, progress, file):
+    out = Path(shutil.copytree(whole.path, tmp_path / "run"))
+    (name,) = out.glob(f"{file}*")
+    damage(name, "a bit", Random(0))
+    run = collect(SMALL, tiny_subject, out, progress)
+    assert str(name.relative_to(out)) in progress.lines[0] and "damaged" in progress.lines[0]
+    assert run.complete and run.verify() == [] and run.digest() == whole.digest()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*BYTES, *PLACES])
+def test_every_damage_is_computed_again_or_refused_with_the_file(
+    whole, tiny_subject, tmp_path, name
+):
+    """Where run.json or a manifest is no longer there, the folder is as if it had begun anew."""
+    again = 0
+    for file in ("run.json", "manifest.json", *sorted(whole.parts("contexts")[1]["files"])):
+        out = Path(shutil.copytree(whole.path, tmp_path / "run"))
+        damage(out / file, name, Random(file))
+        try:
+            run = sampled(SMALL, tiny_subject, out)
+        except UserError as error:
+            place = file if file.endswith(".json") and name not in PLACES else str(out)
+            assert place in str(error), (file, error)
+            assert file.endswith(".json") or name in PLACES, (file, error)
+        else:
+            again += 1
+            assert run.complete and run.verify() == [] and run.digest() == whole.digest(), file
+        shutil.rmtree(out)
+    assert again or name == "a folder"  # which no file can take the place of
