@@ -10,7 +10,7 @@ from pathlib import Path
 import datasets
 import pyarrow.parquet as pq
 import pytest
-from runs import CONFIG, files_under, rewritten, sampled
+from runs import files_under
 from shell import call
 
 from benchmarks.probe_validation.planted import Plan, plant, write
@@ -38,18 +38,11 @@ def test_the_hub_s_loader_reads_a_run_s_tables(merged, tmp_path, table):
 def test_the_card_names_model_data_and_columns(merged):
     text = (merged.path / "README.md").read_text()
     for said in (
-        *(merged.model["name"], merged.model["weights_hash"], merged.config["dataset"]),
+        *(merged.model["name"], merged.model["weights_hash"], merged.settings["dataset"]),
         *("written by a model, not by people", "licence is not recorded", "in 12 contexts"),
         *("`logprob_tempered`", "`first_token_entropy`", "2 at each of T = 0.7, 1"),
     ):
         assert said in text
-
-
-def test_a_card_that_was_edited_is_kept(run, tiny_subject):
-    (run.path / "README.md").write_text("mine")
-    next((run.path / "contexts").glob("*")).unlink()
-    sampled(CONFIG, tiny_subject, run.path, repair=True)
-    assert (run.path / "README.md").read_text() == "mine"
 
 
 @pytest.fixture
@@ -70,29 +63,14 @@ def test_no_file_of_a_run_names_a_folder_of_this_machine(local, tmp_path, capfd)
     for name in files_under(out):
         assert b"secret" not in (out / name).read_bytes(), name
     run = Run.open(out)
-    assert (run.config["dataset"], run.config["model"]["name"]) == ("chats.jsonl", "my-model")
+    assert (run.settings["dataset"], run.settings["model"]) == ("chats.jsonl", "my-model")
     again = call(main, words, capfd)
     assert again.status == 0 and "was finished before" in again.err
     # Experiments find the model again, as long as it is there; and another of its name isn't it.
     assert subject_of(run).weights_hash == run.model["weights_hash"]
-    assert recalled({"name": "my-model"}, "00").name == "my-model"
+    assert recalled({"model": "my-model"}, "00").name == "my-model"
     shutil.rmtree(tmp_path / "secret" / "my-model")
-    assert recalled({"name": "my-model"}, run.model["weights_hash"]).name == "my-model"
-
-
-def test_a_run_of_an_older_version_is_gone_on_with(local, capfd):
-    """It names whole paths."""
-    words, out = local
-    assert call(main, words, capfd).status == 0
-
-    def older(record: dict) -> None:
-        config = record["identity"]["config"]
-        config["dataset"] = words[words.index("--dataset") + 1]
-        config["model"]["name"] = words[words.index("--model") + 1]
-
-    rewritten(out, "run.json", older)
-    for extra in ([], ["--dry-run"]):
-        assert call(main, [*words, *extra], capfd).status == 0
+    assert recalled({"model": "my-model"}, run.model["weights_hash"]).name == "my-model"
 
 
 def texts_in(path: Path) -> str:
