@@ -7,10 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from shell import call, refusal
 
 from ia_mech.chat.format import ChatFormat
-from ia_mech.collect import command
 from ia_mech.errors import UserError
 from ia_mech.models.load import ModelSpec, load
 
@@ -68,21 +66,6 @@ def test_damage_that_nothing_shows_is_another_model(checkpoint, tiny_subject):
     content[-1] ^= 1
     file.write_bytes(content)
     assert outcome(checkpoint) != tiny_subject.weights_hash
-
-
-@pytest.mark.parametrize(
-    ("template", "said"),
-    [
-        ("{{ 'x' * 10000000000 }}", "makes more than"),
-        ("{% for _ in [1] %}", "refuses the roles"),
-    ],
-)
-def test_the_main_job_refuses_a_template_in_one_line(checkpoint, tmp_path, capfd, template, said):
-    (checkpoint / "chat_template.jinja").write_text(template)
-    words = ["--model", str(checkpoint), "--limit", "2", "--out", str(tmp_path / "run")]
-    line = refusal(call(command.main, words, capfd))
-    assert said in line and str(checkpoint) in line
-    assert not (tmp_path / "run").exists()
 
 
 CODE = """
