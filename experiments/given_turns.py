@@ -154,7 +154,7 @@ def computed_once(
     file = folder / f"{name}.parquet"
     try:
         kept = pq.read_table(file, page_checksum_verification=True).to_pandas()
-    except (pa.ArrowException, OSError, ValueError):
+    except (pa.ArrowException, OSError, ValueError, LookupError, TypeError):  # or it is damaged
         pass
     else:
         on_kept()

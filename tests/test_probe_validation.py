@@ -175,7 +175,7 @@ def test_a_written_run_is_whole_and_has_the_planted_counts(kind, tmp_path):
     run = write(planted, tmp_path / "new" / "run")
     assert run.complete and run.verify() == []
     assert run.digest() == write(planted, tmp_path / "again").digest()
-    assert run.sessions[0]["plan"]["kind"] == kind
+    assert run.record["source"]["plan"]["kind"] == kind
     assert run.model["name"] == run.settings["dataset"] == "planted"
     assert run.positions == list(plan.positions) and len(run.layers) == 8
     for layer in run.layers:

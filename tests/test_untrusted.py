@@ -25,6 +25,7 @@ from ia_mech.estimates import write_table
 from ia_mech.judge import __main__ as judge
 from ia_mech.judge.cache import VerdictCache
 from ia_mech.judge.sheets import json_lines
+from ia_mech.judge.verdict import Item, Verdict
 from ia_mech.likelihood.candidates import OwnCandidates
 from ia_mech.rates import __main__ as rates
 from ia_mech.run import Run
@@ -85,13 +86,17 @@ def test_whoever_reads_json_names_file_and_line(case, tmp_path):
             OwnCandidates.read(lines)
 
 
-def test_a_deeply_nested_verdict_is_a_damaged_line(tmp_path):
+def test_a_deeply_nested_verdict_is_no_verdict(tmp_path):
     with VerdictCache({"kind": "x"}, tmp_path) as cache:
         path = cache.path
     with path.open("ab") as file:
         file.write(b"[" * 200_000 + b"\n")
-    with pytest.raises(UserError, match=r"^line \d of .* is damaged \(.*; remove"):
-        VerdictCache({"kind": "x"}, tmp_path).__enter__()
+    item = Item("query", "response", "turn")
+    with VerdictCache({"kind": "x"}, tmp_path) as cache:
+        assert cache.get(item, 0) is None
+        cache.put(item, 0, Verdict("generic"))
+    with VerdictCache({"kind": "x"}, tmp_path) as cache:
+        assert cache.get(item, 0).category == "generic"
 
 
 @pytest.mark.parametrize("depth", [90, 200, 600])

@@ -8,6 +8,7 @@ direction's AUROC over all contexts of a world is known (:func:`true_auroc`).
 import hashlib
 from dataclasses import asdict, dataclass
 from functools import lru_cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -323,13 +324,15 @@ def write(planted: Planted, folder: Path) -> Run:
         header_logits="none",
     )
     rows = _contexts(planted)
+    # In the order of ``planted.turns``, which needn't be that of the settings.
+    grid = [(0.0, 0), *product(plan.temperatures, range(plan.samples))]
     same = ("context_id", "source_id", "dataset", "perturbation", "order", "response_cut_off")
     turns = [
         {key: row[key] for key in same}
         | {"temperature": t, "sample": sample, "text": f"turn {row['order']} {number}"}
         | {"finish_reason": "turn_end", "tokens": 4}
         for row in rows
-        for number, (t, sample) in enumerate(settings.rows())
+        for number, (t, sample) in enumerate(grid)
     ]
     identity = {
         "settings": settings.to_dict(),

@@ -25,6 +25,7 @@ from probes.fit.nested_cv import Design, InnerLoop, chance_in_training, log_loss
 from probes.fit.solvers import Features, project
 
 RATIOS = (0.0, 0.1, 1.0, 10.0)  # of a further block's inner products to the first block's
+TIE = 1e-9  # losses, sums of thousands of terms in float64, are equal up to this share
 RIDGES = np.geomspace(1e-6, 1e3, 28)  # of the residual, per context
 
 Tuned = tuple[Features, float]  # the blocks side by side, and their common penalty
@@ -136,5 +137,8 @@ def _tuned(candidates: Sequence[Features], design: Design, fold: int) -> tuple[i
                 projection = project(features, train, test, design.outcome.runs)
                 loop.add(projection, test, (other, fold))
         losses.append(log_loss(loop.scores[fold][:, rows], k, n).sum(1))
-    which, at = divmod(int(np.argmin(losses)), len(design.tried))
+    total = np.concatenate(losses)
+    # Of equal losses the first: features that add nothing change a loss by rounding only.
+    first = int(np.argmax(total <= total.min() * (1 + TIE)))
+    which, at = divmod(first, len(design.tried))
     return which, (candidates[which], design.tried[at])
