@@ -121,7 +121,7 @@ def test_a_run_killed_again_and_again_loses_a_part_each_time_and_nothing_else(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
-    [["--limit", 24, *GENERATED], ["--limit", 48, *GIVEN]],
+    [["--limit", 24, *GENERATED], ["--limit", 24, *GIVEN]],
     ids=["responses generated", "responses given"],
 )
 def test_sampling_killed_at_random_moments(forks, tiny_model_dir, tmp_path, settings):
