@@ -10,14 +10,22 @@ import torch
 
 from ia_mech.cli import THREAD_COUNTS, guarded
 
-SHOW = "import {}, os, sys; print(os.environ['OMP_WAIT_POLICY'], 'torch' in sys.modules)"
+VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
+SHOW = "import {}, os, sys; print(*map(os.environ.get, " + str(VARIABLES) + "), 'torch' in sys.modules)"
 
 
 @pytest.mark.parametrize("package", ["ia_mech", "probes", "experiments", "benchmarks"])
-@pytest.mark.parametrize(("given", "kept"), [({}, "PASSIVE"), ({"OMP_WAIT_POLICY": "x"}, "x")])
-def test_idle_threads_sleep_unless_the_user_says_otherwise(package, given, kept):
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        ({}, ["PASSIVE", "1000"]),
+        ({"OMP_WAIT_POLICY": "x"}, ["x", "None"]),
+        ({"GOMP_SPINCOUNT": "7"}, ["PASSIVE", "7"]),
+    ],
+)
+def test_idle_threads_soon_sleep_unless_the_user_says_otherwise(package, given, kept):
     """The policy is read when torch is loaded, so it has to be set before."""
-    environment = {k: v for k, v in os.environ.items() if k != "OMP_WAIT_POLICY"} | given
+    environment = {k: v for k, v in os.environ.items() if k not in VARIABLES} | given
     ended = subprocess.run(
         [sys.executable, "-c", SHOW.format(package)],
         env=environment,
@@ -25,7 +33,7 @@ def test_idle_threads_sleep_unless_the_user_says_otherwise(package, given, kept)
         text=True,
         check=True,
     )
-    assert ended.stdout.split() == [kept, "False"]
+    assert ended.stdout.split() == [*kept, "False"]
 
 
 def seen() -> list:
