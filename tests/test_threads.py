@@ -11,7 +11,7 @@ import torch
 from ia_mech.cli import THREAD_COUNTS, guarded
 
 VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
-SHOW = "import {}, os, sys; print(*map(os.environ.get, " + str(VARIABLES) + "), 'torch' in sys.modules)"
+SHOW = f"import {{}}, os, sys; print(*map(os.environ.get, {VARIABLES}), 'torch' in sys.modules)"
 
 
 @pytest.mark.parametrize("package", ["ia_mech", "probes", "experiments", "benchmarks"])
