@@ -17,7 +17,7 @@ ORDER = [
     {"untrusted", "cli", "stats"},
     {"run"},
     {"display", "estimates"},
-    {"data", "page"},
+    {"data", "page", "results"},
     {"chat"},
     {"models"},
     {"engine"},

@@ -1,0 +1,233 @@
+"""One result: what rates, agreement, probes and experiments return, write, print and report.
+
+::
+
+    RUN/results/<name>/
+      result.json           question, sentence, control, tables, notes, provenance; written last
+      estimates.parquet     every number with its interval, one row each
+      <figure>.png .svg .pdf     <table>.parquet     what else an analysis keeps
+
+:func:`write` makes that folder, :func:`show` prints a result, :func:`read` gives it back, and the
+report shows what :func:`read` gives and computes nothing.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from ia_mech.cli import one_line
+from ia_mech.display import save_figure
+from ia_mech.errors import UserError
+from ia_mech.estimates import write_parquet
+from ia_mech.run.integrity import fsync_folder, read_json
+from ia_mech.untrusted import escaped
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+RESULT, ESTIMATES = "result.json", "estimates.parquet"
+_SAID = ("question", "sentence", "control", "notes", "about")
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table as it is shown: texts.
+
+    Attributes:
+        title: what it is of.
+        columns: their names.
+        rows: the cells of each row, the first of them what the row is of.
+        legend: what the columns hold, where their names don't say it.
+        full: the terminal shows it only where everything is asked for (``--full``).
+    """
+
+    title: str
+    columns: list[str]
+    rows: list[list[str]]
+    legend: str = ""
+    full: bool = False
+
+
+@dataclass(frozen=True)
+class Result:
+    """What an analysis found.
+
+    Attributes:
+        name: of its folder, such as ``rates-rules``.
+        question: what was asked, in one sentence.
+        sentence: what was found, with its interval, or what could have been seen.
+        control: what that is held against, and how it came out.
+        estimates: every number, one row each (:func:`ia_mech.estimates.frame_of`).
+        tables: what the terminal and the report show, the most important first.
+        figures: stem of the file → matplotlib figure; of a result that was read, its SVG.
+        notes: what a reader has to know, a sentence each.
+        about: where it comes from, as JSON: ``kind`` (``rates``, ``probe``, …), ``runs`` (names),
+            ``identities`` (of these runs), ``settings``, ``judge`` and ``gate`` where there is one.
+        data: stem of the file → further table, kept as Parquet.
+        files: name → what writes the file, for all else.
+    """
+
+    name: str
+    question: str
+    sentence: str
+    control: str
+    estimates: pd.DataFrame
+    tables: Sequence[Table] = ()
+    figures: Mapping[str, Any] = field(default_factory=dict)
+    notes: Sequence[str] = ()
+    about: Mapping[str, Any] = field(default_factory=dict)
+    data: Mapping[str, pd.DataFrame] = field(default_factory=dict)
+    files: Mapping[str, Callable[[Path], None]] = field(default_factory=dict)
+
+
+def folder_of(run: Path, name: str) -> Path:
+    """Where a run keeps a result."""
+    return run / "results" / name
+
+
+def write(result: Result, folder: Path) -> None:
+    """Put a result into a folder in place of an earlier one, ``result.json`` last.
+
+    Where ``result.json`` is, all that it names is of one analysis. Other files in the folder, such
+    as parts that an experiment has computed, stay.
+
+    Raises:
+        UserError: the folder holds another analysis, or a folder lies where a file is to be;
+            nothing is replaced then.
+        OSError: it can't be written.
+    """
+    there = _record(folder) if (folder / RESULT).exists() else None
+    if there is not None and there["about"].get("kind") != result.about.get("kind"):
+        raise UserError(
+            f"{folder} holds a result of {there['about'].get('kind')}", "name another folder"
+        )
+    scratch = folder / ".new"
+    shutil.rmtree(scratch, ignore_errors=True)
+    scratch.mkdir(parents=True)
+    try:
+        write_parquet(result.estimates, scratch / ESTIMATES, dict(result.about))
+        for stem, frame in result.data.items():
+            write_parquet(frame, scratch / f"{stem}.parquet", dict(result.about))
+        for name, fill in result.files.items():
+            fill(scratch / name)
+        for stem, figure in result.figures.items():
+            save_figure(figure, scratch, stem)
+        written = sorted(path.name for path in scratch.iterdir())
+        record = {
+            "question": result.question,
+            "sentence": result.sentence,
+            "control": result.control,
+            "tables": [asdict(table) for table in result.tables],
+            "figures": list(result.figures),
+            "notes": list(result.notes),
+            "about": dict(result.about),
+            "files": written,
+        }
+        text = json.dumps(record, indent=1, ensure_ascii=False, allow_nan=False)
+        (scratch / RESULT).write_text(escaped(text) + "\n", encoding="utf-8")
+        for name in (*written, RESULT):
+            if (folder / name).is_dir():
+                raise UserError(f"{folder / name} is a folder", "remove it, or name another folder")
+        (folder / RESULT).unlink(missing_ok=True)
+        for name in () if there is None else set(there["files"]) - set(written):
+            (folder / Path(name).name).unlink(missing_ok=True)
+        for name in (*written, RESULT):
+            os.replace(scratch / name, folder / name)
+        fsync_folder(folder)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def read(folder: Path) -> Result:
+    """A result that :func:`write` has put there.
+
+    Raises:
+        UserError: there is none, or it is damaged.
+    """
+    record = _record(folder)
+    try:
+        return Result(
+            name=folder.name,
+            tables=[Table(**table) for table in record["tables"]],
+            figures={
+                stem: (folder / f"{Path(stem).name}.svg").read_bytes() for stem in record["figures"]
+            },
+            estimates=pq.read_table(folder / ESTIMATES).to_pandas(),
+            **{
+                name: record[name] for name in ("question", "sentence", "control", "notes", "about")
+            },
+        )
+    except (OSError, pa.ArrowException, KeyError, TypeError) as error:
+        raise _damaged(folder, error) from None
+
+
+def results_of(run: Path) -> list[Result]:
+    """All results in a run's folder, by name.
+
+    Raises:
+        UserError: one is damaged.
+    """
+    return [read(file.parent) for file in sorted(run.glob(f"results/*/{RESULT}"))]
+
+
+def _record(folder: Path) -> dict[str, Any]:
+    try:
+        record = read_json(folder / RESULT)
+        if not isinstance(record["about"], dict) or not isinstance(record["files"], list):
+            raise ValueError("not a result")
+        return record
+    except FileNotFoundError:
+        raise UserError(f"{folder} holds no result", "name a folder in RUN/results") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise _damaged(folder, error) from None
+
+
+def _damaged(folder: Path, error: Exception) -> UserError:
+    return UserError(f"{folder / RESULT} is damaged ({error})", "remove it, and analyse again")
+
+
+def show(result: Result, screen: "Console", *, full: bool = False) -> None:
+    """Print a result: what was found and against what, then the tables, then the notes.
+
+    Args:
+        result: to print.
+        screen: of :func:`ia_mech.display.console`.
+        full: all tables, not the first ones alone.
+    """
+    for text, style in ((result.sentence, "bold"), (result.control, "")):
+        screen.print(one_line(text), style=style, soft_wrap=True, markup=False)
+    left_out = 0
+    for table in result.tables:
+        if table.full and not full:
+            left_out += 1
+            continue
+        screen.print()
+        screen.print(_rich(table), soft_wrap=True)
+        if table.legend:
+            screen.print(table.legend, soft_wrap=True, markup=False)
+    if result.notes:
+        screen.print()
+    for note in result.notes:
+        screen.print(f"note: {one_line(note)}", soft_wrap=True, markup=False)
+    if left_out:
+        screen.print(f"{left_out} more tables with --full", soft_wrap=True, markup=False)
+
+
+def _rich(table: Table) -> Any:
+    from rich.table import Table as RichTable
+    from rich.text import Text
+
+    shown = RichTable(title=Text(table.title, "bold"), title_justify="left")
+    for at, name in enumerate(table.columns):
+        shown.add_column(Text(name), justify="right" if at else "left", no_wrap=True)
+    for row in table.rows:
+        shown.add_row(*(Text(cell) for cell in row))
+    return shown

@@ -1,0 +1,90 @@
+"""Results: written whole, read back equal, printed with the sentence first."""
+
+import json
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from ia_mech.display import console, new_axes
+from ia_mech.errors import UserError
+from ia_mech.results import RESULT, Result, Table, folder_of, read, results_of, show, write
+
+
+def found(**changes) -> Result:
+    figure, axes = new_axes("a", "x")
+    axes.plot([0, 1], [1, 0])
+    options = {
+        "name": "rates-rules",
+        "question": "How often?",
+        "sentence": "In 0.25 [0.10, 0.40] of turns.",
+        "control": "After another conversation 0.05.",
+        "estimates": pd.DataFrame({"quantity": ["rate"], "value": [0.25], "low": [np.nan]}),
+        "tables": [
+            Table("rates", ["T", "rate"], [["greedy", "0.25"]], "rate: of genuine turns"),
+            Table("by dataset", ["dataset", "rate"], [["[bold]x", "0.25"]], full=True),
+        ],
+        "figures": {"rates": figure},
+        "notes": ["few sources"],
+        "about": {"kind": "rates", "runs": ["demo"]},
+        "data": {"turns": pd.DataFrame({"p": [0.5]})},
+        "files": {"probe.bin": lambda path: path.write_bytes(b"123")},
+    }
+    return Result(**(options | changes))
+
+
+def test_a_result_comes_back_as_it_was_written(tmp_path):
+    result, folder = found(), folder_of(tmp_path, "rates-rules")
+    write(result, folder)
+    again = read(folder)
+    for name in ("name", "question", "sentence", "control", "tables", "notes", "about"):
+        assert getattr(again, name) == getattr(result, name)
+    pd.testing.assert_frame_equal(again.estimates, result.estimates)
+    assert again.figures["rates"].lstrip().startswith(b"<?xml")
+    assert sorted(path.name for path in folder.iterdir()) == [
+        *("estimates.parquet", "probe.bin", "rates.pdf", "rates.png", "rates.svg"),
+        *("result.json", "turns.parquet"),
+    ]
+    assert [one.name for one in results_of(tmp_path)] == ["rates-rules"]
+
+
+def test_a_new_result_removes_the_files_of_the_old_one_and_nothing_else(tmp_path):
+    write(found(), tmp_path)
+    (tmp_path / "part-0.parquet").write_bytes(b"kept")
+    write(found(figures={}, data={}, files={}), tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        *("estimates.parquet", "part-0.parquet", "result.json")
+    ]
+
+
+def test_a_result_that_cannot_be_made_leaves_the_old_one(tmp_path):
+    write(found(), tmp_path)
+    before = (tmp_path / RESULT).read_bytes()
+
+    def fails(path):
+        raise OSError("full")
+
+    with pytest.raises(OSError, match="full"):
+        write(found(sentence="new", files={"probe.bin": fails}), tmp_path)
+    assert (tmp_path / RESULT).read_bytes() == before and read(tmp_path).sentence != "new"
+    with pytest.raises(UserError, match="holds a result of rates"):
+        write(found(about={"kind": "probe"}), tmp_path)
+    assert not (tmp_path / ".new").exists()
+
+
+@pytest.mark.parametrize("damage", ["{", "[]", "{}", json.dumps({"about": {}, "files": []})])
+def test_a_damaged_result_is_one_line(tmp_path, damage):
+    write(found(), tmp_path)
+    (tmp_path / RESULT).write_text(damage)
+    with pytest.raises(UserError, match="is damaged"):
+        read(tmp_path)
+
+
+def test_the_sentence_stands_before_the_tables_and_details_are_asked_for(capsys):
+    show(found(), console())
+    said = capsys.readouterr().out
+    order = [said.index(text) for text in ("In 0.25", "After another", "greedy", "few sources")]
+    assert order == sorted(order)
+    assert "by dataset" not in said and "1 more tables with --full" in said
+    show(found(), console(), full=True)
+    assert "[bold]x" in capsys.readouterr().out
