@@ -6,8 +6,8 @@ An experiment is a folder ``experiments/NAME`` with
 - ``analyse.py``: the estimates, as :mod:`ia_mech.estimates` makes them.
 - ``show.py``: the tables of the terminal (:mod:`experiments.tables`) and the figures.
 - ``__main__.py``: an :class:`Experiment` with the command's help and flags, and a function that
-  ties the three together and returns :class:`Results`. That function imports what needs pandas or
-  torch itself, so that ``--help`` and a mistyped flag answer at once.
+  ties the three together and returns :func:`result_of` them. That function imports what needs
+  pandas or torch itself, so that ``--help`` and a mistyped flag answer at once.
 - ``docs/NAME.md`` (``_`` becomes ``-``): the method, and one analysis to read.
 
 To add one, copy the shortest, ``experiments/likelihood``. The runner opens and checks the runs,
@@ -16,13 +16,10 @@ prints it.
 """
 
 import argparse
-import json
-import os
 import re
-import shutil
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
@@ -32,48 +29,47 @@ from ia_mech.cli import (
     add_intervals,
     add_threads,
     guarded,
-    one_line,
     path_of,
     tolerant_streams,
 )
 from ia_mech.errors import UserError
 
 if TYPE_CHECKING:
-    import pandas as pd
-    from matplotlib.figure import Figure
-    from rich.console import Console
-
     from ia_mech.rates.gate import Gate
+    from ia_mech.results import Result
     from ia_mech.run import Run
 
-ESTIMATES = "estimates.parquet"
 
+def result_of(
+    runs: "Sequence[Run]",
+    gate: "Gate | None",
+    *,
+    control: str = "",
+    **found: Any,
+) -> "Result":
+    """A result of runs, whose name, question and level :class:`Experiment` fills in.
 
-@dataclass(frozen=True)
-class Results:
-    """What an experiment found.
-
-    Attributes:
+    Args:
         runs: what it was made from.
-        judge: whose verdicts were used, if any, and whether they pass their control.
-        estimates: written as ``estimates.parquet``.
-        show: prints the tables of the terminal.
-        figures: stem of the file → figure, written as PNG, SVG and PDF.
-        tables: stem of the file → further table, written as Parquet.
-        notes: what a reader has to know, a line each.
-        sentence: what was found, in words, with its interval. Empty: no such estimate was made.
-        control: what that is held against, and how it came out; the judge's floor if not given.
+        gate: of the judge whose verdicts were used, if any; it is the control if none is given.
+        control: what the sentence is held against, and how it came out.
+        found: the other attributes of a :class:`ia_mech.results.Result`.
     """
+    from ia_mech.results import Result
 
-    runs: "list[Run]"
-    judge: "Gate | None"
-    estimates: "pd.DataFrame"
-    show: "Callable[[Console], None]"
-    figures: "Mapping[str, Figure]"
-    tables: "Mapping[str, pd.DataFrame]" = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-    sentence: str = ""
-    control: str = ""
+    about: dict[str, Any] = {
+        "runs": [run.name for run in runs],
+        "identities": [run.identity_digest for run in runs],
+    }
+    if gate is not None:
+        about |= {"judge": gate.judge, "gate": gate.word}
+        control = control or f"{gate.sentence}."
+    names = {str(run.path): run.name for run in runs}  # files hold no folders of this machine
+    data = {
+        stem: frame.assign(run=frame["run"].replace(names)) if "run" in frame else frame
+        for stem, frame in found.pop("data", {}).items()
+    }
+    return Result(name="", question="", control=control, about=about, data=data, **found)
 
 
 @dataclass(frozen=True)
@@ -92,7 +88,7 @@ class Experiment:
         perturbed: runs that hold perturbed contexts may be given.
         judged: verdicts are used, so a judge can be chosen.
         drawn: what ``--seed`` is the seed of.
-        beside: results go to ``cache/<first run>-<this>``, not to ``experiments/NAME`` in the first
+        beside: results go to ``cache/<first run>-<this>``, not to ``results/NAME`` in the first
             run: they hold runs, which can't lie in a run.
         kept: what an interrupted command leaves.
         page: in ``docs/``, of the method, if it isn't ``NAME.md``.
@@ -101,7 +97,7 @@ class Experiment:
     name: str
     description: str
     written: str
-    run: "Callable[[argparse.Namespace, list[Run], Path], Results | None]"
+    run: "Callable[[argparse.Namespace, list[Run], Path], Result | None]"
     add_flags: Callable[[argparse.ArgumentParser], None] = lambda parser: None
     several_models: bool = False
     perturbed: bool = False
@@ -119,14 +115,14 @@ class Experiment:
             description=self.description,
             epilog=f"Method: docs/{self.page or f'{self.name}.md'.replace('_', '-')}. "
             "Intervals are over sources.\n"
-            + fill(f"Written: {ESTIMATES} (every number, one per row), {self.written}.", 100),
+            + fill(f"Written: estimates.parquet (every number, one per row), {self.written}.", 100),
         )
         parser.add_argument("runs", nargs="+", type=path_of, metavar="RUN", help="a run's folder")
         if self.judged:
             judge = "whose verdicts (default: the only judge)"
             parser.add_argument("--judge", metavar="NAME", help=judge)
         self.add_flags(parser)
-        usual = f"experiments/{self.name} in the first run"
+        usual = f"results/{self.name} in the first run"
         if self.beside:
             usual = f"cache/<first run>-{self.beside}"
         where = f"where results go (default: {usual})"
@@ -142,8 +138,10 @@ class Experiment:
         return guarded(lambda: self._run(args), lambda: self.kept, args.threads)
 
     def _run(self, args: argparse.Namespace) -> None:
-        from ia_mech.display import styled
+        from ia_mech.display import console, styled
+        from ia_mech.estimates import few_sources
         from ia_mech.rates.load import open_runs
+        from ia_mech.results import show, write
 
         runs = open_runs(args.runs)
         folder = self.output_folder(args.out, args.runs[0])
@@ -151,20 +149,18 @@ class Experiment:
             check_one_model(runs)
         if not self.perturbed:
             check_unperturbed(runs)
-        results = styled(self.run)(args, runs, folder)
-        if results is None:
+        result = styled(self.run)(args, runs, folder)
+        if result is None:
             return
-        write(results, folder, self.name, self.question, args.level)
-        from experiments.tables import screen
-        from ia_mech.estimates import few_sources
-
-        console = screen()
-        results.show(console)  # after writing: a closed pipe must not cost the files
-        if results.judge is not None:
-            console.print(f"{results.judge.sentence}.", style="bold", soft_wrap=True, markup=False)
-        said = filter(None, [results.sentence, results.control])
-        for note in [*said, *results.notes, *few_sources(results.estimates)]:
-            console.print(one_line(note), soft_wrap=True, markup=False)
+        result = replace(
+            result,
+            name=self.name,
+            question=self.question,
+            notes=[*result.notes, *few_sources(result.estimates)],
+            about={"kind": self.name, "level": args.level, **result.about},
+        )
+        write(result, folder)
+        show(result, console())  # after writing: a closed pipe must not cost the files
         print(f"wrote {folder}", file=sys.stderr)
 
     @property
@@ -180,9 +176,10 @@ class Experiment:
             UserError: a file, a folder that can't be written, one among a run's own files, or one
                 with results of another experiment, or of none.
         """
+        from ia_mech.results import RESULT, folder_of, kind_of
         from ia_mech.run.layout import refuse_inside_run, refuse_unwritable
 
-        inside = first_run / "experiments" / self.name
+        inside = folder_of(first_run, self.name)
         usual = inside
         if self.beside:
             from ia_mech.models.embedded import cache_dir
@@ -190,9 +187,9 @@ class Experiment:
             usual = cache_dir() / f"{first_run.resolve().name}-{self.beside}"
         folder = usual if out is None else out
         if self.beside or folder.resolve() != inside.resolve():
-            refuse_inside_run(folder / ESTIMATES)
+            refuse_inside_run(folder / RESULT)
         refuse_unwritable(folder)
-        owner = _experiment_of(folder / ESTIMATES)
+        owner = kind_of(folder)
         if owner not in (None, self.name):
             raise UserError(f"{folder} holds results of {owner}", "name another folder with --out")
         return folder
@@ -207,71 +204,6 @@ def add_dry_run(parser: argparse.ArgumentParser, done: str = "computed") -> None
     """Add ``--dry-run``; ``done`` is what it only shows."""
     words = f"show what would be {done}, and stop"
     parser.add_argument("--dry-run", action="store_true", help=words)
-
-
-def write(results: Results, folder: Path, name: str, title: str, level: float) -> None:
-    """Make the folder and put estimates, tables and figures in it, in place of earlier ones.
-
-    They are put in place together, the estimates last: where those are, all is of one analysis.
-    With the estimates goes what a report needs to show them (:mod:`ia_mech.report`): title,
-    sentence, control, notes and the names of the figures.
-
-    Raises:
-        UserError: there is a folder where a file is to be; nothing is replaced then.
-    """
-    from ia_mech.display import save_figure
-    from ia_mech.estimates import write_parquet
-    from ia_mech.run.integrity import fsync_folder
-
-    names = {str(run.path): run.name for run in results.runs}
-    scratch = folder / ".new"
-    shutil.rmtree(scratch, ignore_errors=True)
-    scratch.mkdir(parents=True)
-    about = {"experiment": name, "runs": [run.name for run in results.runs], "level": level}
-    about["identities"] = [run.identity_digest for run in results.runs]
-    if results.judge is not None:
-        about |= {"judge": results.judge.judge, "gate": results.judge.word}
-    try:
-        for stem, table in results.tables.items():
-            if "run" in table:  # files hold no folders of this machine
-                table = table.assign(run=table["run"].replace(names))
-            write_parquet(table, scratch / f"{stem}.parquet", about)
-        for stem, figure in results.figures.items():
-            save_figure(figure, scratch, stem)
-        written = [*sorted(scratch.iterdir()), scratch / ESTIMATES]
-        control = results.control or (results.judge.sentence if results.judge else "")
-        about |= {"title": title, "sentence": results.sentence, "control": control}
-        about |= {"notes": results.notes, "figures": list(results.figures)}
-        write_parquet(results.estimates, scratch / ESTIMATES, about)
-        for file in written:
-            if (folder / file.name).is_dir():
-                raise UserError(f"{folder / file.name} is a folder", "name another one with --out")
-        (folder / ESTIMATES).unlink(missing_ok=True)
-        for file in written:
-            os.replace(file, folder / file.name)
-        fsync_folder(folder)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-
-
-def _experiment_of(file: Path) -> str | None:
-    """Which experiment wrote a file of estimates; None if there is no file.
-
-    Raises:
-        UserError: none wrote it, or it is damaged.
-    """
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    if not file.is_file():
-        return None
-    try:
-        return json.loads(pq.read_schema(file).metadata[b"ia_mech"])["experiment"]
-    except (pa.ArrowException, OSError, ValueError, KeyError, TypeError):
-        raise UserError(
-            f"no experiment wrote {file}, or it is damaged",
-            "remove it, or name another folder with --out",
-        ) from None
 
 
 def check_unperturbed(runs: "list[Run]") -> None:

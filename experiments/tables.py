@@ -1,24 +1,18 @@
-"""Estimates as tables in a terminal."""
+"""Estimates as tables of texts."""
 
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import pandas as pd
-from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from ia_mech.cli import one_line
 from ia_mech.display import console
 from ia_mech.estimates import together
+from ia_mech.results import Table
 
 HEADS = {"temperature": "T"}  # columns that are called otherwise on the screen
-
-
-def screen() -> Console:
-    """A console on which tables take the width they need: no interval is cut off."""
-    return console(1000)
 
 
 def print_plan(lines: Mapping[str, str]) -> None:
@@ -28,45 +22,42 @@ def print_plan(lines: Mapping[str, str]) -> None:
         to.print(f"{name:<20}{escape(one_line(value))}", soft_wrap=True)
 
 
-def print_table(
-    to: Console,
+def table_of(
     title: str,
     rows: pd.DataFrame,
     columns: Mapping[Any, tuple[str, int | str]],
     *,
     key: str = "quantity",
     index: tuple[str, ...] = ("dataset",),
-) -> None:
-    """A line per combination of ``index``, a column per kind of estimate; nothing of no rows.
+    legend: str = "",
+) -> list[Table]:
+    """A line per combination of ``index``, a column per kind of estimate; no table of no rows.
 
     Args:
-        to: where to.
         title: of the table.
         rows: estimates as :func:`ia_mech.estimates.frame_of` makes them.
         columns: value of ``key`` → column head and number of decimals (or a format such as
             ``".0e"``). The Holm-corrected p of a test follows its difference.
         key: the column that tells kinds of estimates apart.
         index: columns that name a line.
+        legend: what the columns hold, under the table.
     """
     rows = rows[rows[key].isin(list(columns))]
     if rows.empty:
-        return
-    table = Table(title=escape(title), title_justify="left")
-    for name in index:
-        table.add_column(HEADS.get(name, name), no_wrap=True)
-    table.add_column("rows", justify="right", no_wrap=True)
+        return []
     shown = {of: head for of, head in columns.items() if of in set(rows[key])}
-    for name, _ in shown.values():
-        table.add_column(escape(one_line(name, 40)), justify="right", no_wrap=True)
+    heads = [HEADS.get(name, name) for name in index]
+    lines = []
     for names, own in rows.groupby(list(index), sort=False, dropna=False):
         by_key = own.set_index(key)
         cells = [
             cell(by_key.loc[of], digits) if of in by_key.index else ""
             for of, (_, digits) in shown.items()
         ]
-        labels = [escape(label(name, of)) for name, of in zip(names, index, strict=True)]
-        table.add_row(*labels, str(own["rows"].max()), *cells)
-    to.print(table)
+        labels = [label(name, of) for name, of in zip(names, index, strict=True)]
+        lines.append([*labels, str(own["rows"].max()), *cells])
+    heads += ["rows", *(one_line(name, 40) for name, _ in shown.values())]
+    return [Table(title, heads, lines, legend)]
 
 
 def stated(words: str, rows: pd.DataFrame, digits: int = 2) -> str:

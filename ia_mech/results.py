@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 RESULT, ESTIMATES = "result.json", "estimates.parquet"
+WIDE = 1000  # columns that a table may take: a cut-off interval is worse than a long line
 _SAID = ("question", "sentence", "control", "notes", "about")
 
 
@@ -169,6 +170,15 @@ def read(folder: Path) -> Result:
         raise _damaged(folder, error) from None
 
 
+def kind_of(folder: Path) -> str | None:
+    """What kind of analysis a folder holds the result of; None if it holds none.
+
+    Raises:
+        UserError: it is damaged.
+    """
+    return _record(folder)["about"].get("kind") if (folder / RESULT).exists() else None
+
+
 def results_of(run: Path) -> list[Result]:
     """All results in a run's folder, by name.
 
@@ -202,6 +212,7 @@ def show(result: Result, screen: "Console", *, full: bool = False) -> None:
         screen: of :func:`ia_mech.display.console`.
         full: all tables, not the first ones alone.
     """
+    screen.width = max(screen.width, WIDE)
     for text, style in ((result.sentence, "bold"), (result.control, "")):
         screen.print(one_line(text), style=style, soft_wrap=True, markup=False)
     left_out = 0

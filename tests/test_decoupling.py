@@ -336,10 +336,10 @@ def test_the_command_writes_what_is_estimated(planted, capfd):
     run = planted(sums(2, 3, lambda at, _: {0.0: [at == 0], 1.0: [1, 0]}))
     outcome = call(main, [str(run.path), "--resamples", "100"], capfd)
     assert outcome.status == 0, outcome.err
-    folder = run.path / "experiments" / "decoupling"
+    folder = run.path / "results" / "decoupling"
     assert sorted(files(folder)) == [
         *("association.pdf", "association.png", "association.svg"),
-        *("estimates.parquet", "responses.parquet"),
+        *("estimates.parquet", "responses.parquet", "result.json"),
         *("scatter.pdf", "scatter.png", "scatter.svg"),
     ]
     for text in ("0.40 [", "right less wrong", "greedy", "no rank correlation", "math-verify"):

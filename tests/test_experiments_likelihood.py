@@ -149,9 +149,9 @@ def test_the_command_writes_what_is_estimated(copied, capfd):
     run = copied()
     outcome = call(main, [str(run.path), "--resamples", "100"], capfd)
     assert outcome.status == 0, outcome.err
-    folder = run.path / "experiments" / "likelihood"
+    folder = run.path / "results" / "likelihood"
     assert sorted(p.name for p in folder.iterdir()) == [
-        *("contrasts.pdf", "contrasts.png", "contrasts.svg", "estimates.parquet"),
+        *("contrasts.pdf", "contrasts.png", "contrasts.svg", "estimates.parquet", "result.json"),
         *(f"temperature_curve.{kind}" for kind in ("pdf", "png", "svg")),
     ]
     found = pd.read_parquet(folder / "estimates.parquet")

@@ -29,7 +29,6 @@ from experiments.reaction.score import (
     retold,
     scored_by,
 )
-from experiments.tables import screen
 from ia_mech.chat.format import ChatFormat
 from ia_mech.collect.command import main as sample
 from ia_mech.display import Quiet
@@ -465,7 +464,7 @@ def test_identical_contexts_give_no_bits(tiny_model_dir, tmp_path):
     assert reaction_bits(np.nansum(found.own[sampled], axis=2)).max() < 1e-9
 
 
-def test_complete_responses_alone_are_compared_on_the_queries_that_have_them(capsys):
+def test_complete_responses_alone_are_compared_on_the_queries_that_have_them():
     """Against all subsets, one by one: 4 responses to each of 3 queries, 3, 2 and 1 complete."""
     rng = np.random.default_rng(0)
     flags = {"a": (True, False, True, True), "b": (False, True, False, True)}
@@ -497,9 +496,8 @@ def test_complete_responses_alone_are_compared_on_the_queries_that_have_them(cap
     scored_arm = ScoredArm(arm, Likelihoods(own, own[:, :, 0], own[:, 0, 0]))
     table = per_turn(scored_arm, np.zeros(len(turns)))
     found = estimates({"alternatives": scored_arm}, table, complete=2)
-    show.tables(screen(), found, table.assign(context_id="c"), 0.95)
-    shown = " ".join(capsys.readouterr().out.split())  # a title wraps to its table's width
-    assert "complete responses alone, 2 contexts a query, 2 queries" in shown
+    titles = [one.title for one in show.tables(found, table.assign(context_id="c"), 0.95)]
+    assert "complete responses alone, 2 contexts a query, 2 queries" in titles
     found = found[found["of"] == "complete responses"].set_index("quantity")
     for quantity, among_all in (("I_K, bits", False), ("I_K on the same queries, bits", True)):
         each = []

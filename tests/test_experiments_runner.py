@@ -1,7 +1,6 @@
 """What every experiment's command does alike: help, checks of runs, the output folder, files."""
 
 import errno
-import json
 import os
 import shutil
 import subprocess
@@ -9,7 +8,6 @@ import sys
 from pathlib import Path
 
 import pandas as pd
-import pyarrow.parquet as pq
 import pytest
 from matplotlib.figure import Figure
 from runs import rewritten
@@ -18,9 +16,10 @@ from shell import call, files, refusal
 from experiments.decoupling.__main__ import EXPERIMENT as decoupling
 from experiments.likelihood.__main__ import EXPERIMENT as likelihood
 from experiments.perturbations.__main__ import EXPERIMENT as perturbations
-from experiments.runner import Experiment, Results
+from experiments.runner import Experiment, result_of
 from experiments.temperature_sweep.__main__ import EXPERIMENT as temperature_sweep
 from ia_mech.rates.gate import Gate
+from ia_mech.results import Result, Table, read
 from ia_mech.run import Run
 from ia_mech.stats import Estimate
 
@@ -28,19 +27,21 @@ ALL_OF_THEM = {one.name: one for one in (decoupling, likelihood, perturbations, 
 
 
 NONE = Estimate(float("nan"), float("nan"), float("nan"), 0)
+GATE = Gate("me", "genuine", 0, NONE.value, NONE.value, NONE, NONE)
 
 
-def counted(args, runs: list[Run], folder) -> Results:
+def counted(args, runs: list[Run], folder) -> Result:
     """How many contexts there are."""
     few = {"dataset": "d", "low": [0.5], "p": float("nan"), "sources": [3]}
     found = pd.DataFrame({"quantity": ["contexts"], "value": len(runs[0].contexts)} | few)
-    return Results(
-        runs=runs,
-        judge=Gate("me", "genuine", 0, NONE.value, NONE.value, NONE, NONE),
+    return result_of(
+        runs,
+        GATE,
+        sentence="There are some.",
         estimates=found,
-        show=lambda console: console.print("a table"),
+        tables=[Table("a table", ["what"], [["contexts"]])],
         figures={"drawn": Figure()},
-        tables={"more": found},
+        data={"more": found},
         notes=["a [note]\nin a line"],
     )
 
@@ -71,32 +72,32 @@ def copied(merged, tmp_path):
     return make
 
 
-WRITTEN = ["drawn.pdf", "drawn.png", "drawn.svg", "estimates.parquet", "more.parquet"]
+WRITTEN = [
+    "drawn.pdf",
+    "drawn.png",
+    "drawn.svg",
+    "estimates.parquet",
+    "more.parquet",
+    "result.json",
+]
 
 
 def test_everything_is_written_into_the_first_run_and_printed(copied, count):
     run = copied()
     before = files(run.path)
     outcome = count(run.path)
-    folder = run.path / "experiments" / "count"
+    folder = run.path / "results" / "count"
     assert (outcome.status, outcome.err) == (0, f"wrote {folder}\n")
-    assert outcome.out.startswith(
-        "a table\nthe floor of judge me is unknown: the run has no decoys"
-    )
-    assert "\na [note]⏎in a line\nfewer than 24 sources" in outcome.out
+    said = ["There are some.\nthe floor of judge me is unknown", "a table", "a [note]⏎in a line"]
+    places = [outcome.out.index(text) for text in [*said, "fewer than 24 sources"]]
+    assert places == sorted(places)
     after = files(run.path)
     assert sorted(path.name for path in folder.iterdir()) == WRITTEN
     assert {name: after[name] for name in before} == before and Run.open(run.path).verify() == []
-    for name in ("estimates", "more"):
-        about = json.loads(pq.read_schema(folder / f"{name}.parquet").metadata[b"ia_mech"])
-        made = {"experiment": "count", "runs": [run.name], "level": 0.95}
-        made["identities"] = [run.identity_digest]
-        made |= {"judge": "me", "gate": "no decoys"}
-        if name == "estimates":  # what a report needs
-            control = Gate("me", "genuine", 0, NONE.value, NONE.value, NONE, NONE).sentence
-            made |= {"title": "Counts contexts.", "sentence": "", "control": control}
-            made |= {"notes": ["a [note]\nin a line"], "figures": ["drawn"]}
-        assert about == made
+    found = read(folder)
+    made = {"kind": "count", "runs": [run.name], "identities": [run.identity_digest]}
+    assert found.about == made | {"level": 0.95, "judge": "me", "gate": "no decoys"}
+    assert (found.question, found.control) == ("Counts contexts.", f"{GATE.sentence}.")
     assert count(run.path).status == 0 and files(run.path) == after  # again, over them
 
 
@@ -133,30 +134,23 @@ def test_folders_that_hold_something_else_are_refused(merged, copied, count, ref
     assert "file is not a run (it is a file)" in refused(tmp_path / "file")
     assert (tmp_path / "file").read_text() == "mine"
     run = copied()
-    for inside in ("contexts", "experiments", "experiments/other"):
+    for inside in ("contexts", "results", "results/other"):
         assert "lies inside the run" in refused(run.path, "--out", run.path / inside)
     out = tmp_path / "out"
     assert count(merged.path, "--out", out).status == 0
     other = Experiment("other", "", "", counted)
     with pytest.raises(Exception, match="holds results of count; name another folder with --out"):
         other.output_folder(out, merged.path)
-    estimates = out / "estimates.parquet"
-    table = pq.read_table(estimates)
-    for about in (None, {}, {"ia_mech": "{"}, {"ia_mech": "[]"}, {"ia_mech": "{}"}):
-        if about is None:
-            estimates.write_bytes(b"mine")
-        else:
-            pq.write_table(table.replace_schema_metadata(about), estimates)
-        content = estimates.read_bytes()
-        line = refused(merged.path, "--out", out)
-        assert line.startswith(f"no experiment wrote {estimates}, or it is damaged; remove it, or ")
-        assert estimates.read_bytes() == content
+    for damage in ("mine", "{}", "[]"):
+        (out / "result.json").write_text(damage)
+        assert "result.json is damaged" in refused(merged.path, "--out", out)
+        assert (out / "result.json").read_text() == damage
 
 
 def test_a_folder_in_a_files_place_is_found_before_anything_is_written(merged, refused, tmp_path):
     (tmp_path / "drawn.png").mkdir()
     line = refused(merged.path, "--out", tmp_path)
-    assert line.startswith(f"{tmp_path / 'drawn.png'} is a folder; name another one with --out")
+    assert f"{tmp_path / 'drawn.png'} is a folder" in line
     assert [path.name for path in tmp_path.iterdir()] == ["drawn.png"]
 
 

@@ -354,7 +354,7 @@ def test_the_second_time_nothing_is_sampled_and_no_model_is_loaded(
     figures = {f"{name}.{kind}" for name in ("rates", "profile", "displacement", "references")
                for kind in ("png", "svg", "pdf")}  # fmt: skip
     assert {path.name for path in folder.iterdir()} == {
-        *("conversations.jsonl", "run", "estimates.parquet"), *figures
+        *("conversations.jsonl", "run", "estimates.parquet", "result.json"), *figures
     }  # fmt: skip
     before, base = files(folder), files(plain.path)
     outcome = perturb(plain.path, "--out", folder, "--resamples", "100")

@@ -493,10 +493,11 @@ def test_without_the_model_only_its_lens_is_needed(bare, cache, capfd, monkeypat
     words = ["--temperatures", "0.4", "2", "--positions", "header_last", "--resamples", "100"]
     outcome = call(main, [str(bare.path), *words], capfd)
     assert outcome.status == 0, outcome.err
-    folder = bare.path / "experiments" / "temperature_sweep"
+    folder = bare.path / "results" / "temperature_sweep"
+    written = ("estimates.parquet", "result.json", "turns.parquet")
     figures = {f"{name}.{kind}" for name in ("first_token", "hidden", "lens", "rates")
                for kind in ("png", "svg", "pdf")}  # fmt: skip
-    assert {p.name for p in folder.iterdir()} == {"estimates.parquet", "turns.parquet", *figures}
+    assert {p.name for p in folder.iterdir()} == {*written, *figures}
     turns = pd.read_parquet(folder / "turns.parquet").set_index(list(KEY))
     stored = bare.generations.query("temperature > 0").set_index(list(KEY))
     assert turns.index.sort_values().equals(stored.index.sort_values())

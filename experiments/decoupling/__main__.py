@@ -11,13 +11,14 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from experiments.runner import Experiment, Results, intervals
+from experiments.runner import Experiment, intervals, result_of
 
 if TYPE_CHECKING:
+    from ia_mech.results import Result
     from ia_mech.run import Run
 
 
-def run(args: argparse.Namespace, runs: "list[Run]", folder: Path) -> Results:
+def run(args: argparse.Namespace, runs: "list[Run]", folder: Path) -> "Result":
     """Read, verify, estimate and draw."""
     from experiments.decoupling import show
     from experiments.decoupling.analyse import DIFFERENCE, EVERY, estimates, remarks
@@ -27,13 +28,13 @@ def run(args: argparse.Namespace, runs: "list[Run]", folder: Path) -> Results:
     measured = read(runs, args.judge)
     found = estimates(measured, **intervals(args))
     names = " · ".join(measured.models) if len(measured.models) < 4 else "several models"
-    return Results(
-        runs=runs,
-        judge=measured.gate,
+    return result_of(
+        runs,
+        measured.gate,
         estimates=found,
-        show=lambda console: show.tables(console, found, args.level),
+        tables=show.tables(found, args.level),
         figures=show.figures(found, names, measured.gate),
-        tables={"responses": measured.responses},
+        data={"responses": measured.responses},
         notes=measured.notes + remarks(found),
         sentence=stated(
             "follow-up rate after right responses less that after wrong ones",

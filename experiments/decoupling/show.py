@@ -8,20 +8,20 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from rich.console import Console
 
 from experiments.decoupling.analyse import DIFFERENCE, EVERY, RANK
-from experiments.tables import label, print_table
+from experiments.tables import label, table_of
 from ia_mech.display import COLOURS, draw_points, title_axes
 from ia_mech.rates.figures import draw_floor, gate_title
 from ia_mech.rates.gate import Gate
+from ia_mech.results import Table
 
 NAMES = ("model", "dataset", "of")
 MARKERS = "osD^vP*X<>"  # of models; after ten they begin again
 
 
-def tables(console: Console, estimates: pd.DataFrame, level: float) -> None:
-    """Print what there is: accuracy, follow-up rates and their association, models."""
+def tables(estimates: pd.DataFrame, level: float) -> list[Table]:
+    """What there is: accuracy, follow-up rates and their association, models."""
     percent = f"{100 * level:g}% intervals over sources"
     accuracy = {
         "accuracy": ("accuracy", 2),
@@ -30,12 +30,12 @@ def tables(console: Console, estimates: pd.DataFrame, level: float) -> None:
         "cut off": ("cut off", 2),
     }
     title = f"the model's own responses ({percent})"
-    print_table(console, title, estimates, accuracy, index=NAMES)
+    found = table_of(title, estimates, accuracy, index=NAMES)
     single = {
         "instructions followed": ("followed", 2),
         "instructions followed, loosely": ("loosely", 2),
     }
-    print_table(console, f"single instructions ({percent})", estimates, single, index=NAMES)
+    found += table_of(f"single instructions ({percent})", estimates, single, index=NAMES)
     rates = {
         "follow-up rate": ("follow-up rate", 2),
         "follow-up rate, right": ("after right ones", 2),
@@ -44,10 +44,10 @@ def tables(console: Console, estimates: pd.DataFrame, level: float) -> None:
         "AUROC of being right": ("AUROC", 2),
     }
     title = f"user turns after them ({percent}; p Holm-corrected)"
-    print_table(console, title, estimates, rates, index=(*NAMES, "temperature"))
+    found += table_of(title, estimates, rates, index=(*NAMES, "temperature"))
     over = {RANK: ("Kendall's τ-b, accuracy and follow-up rate", 2)}
     index = ("dataset", "of", "temperature")
-    print_table(console, f"over models ({percent})", estimates, over, index=index)
+    return found + table_of(f"over models ({percent})", estimates, over, index=index)
 
 
 def figures(estimates: pd.DataFrame, models: str, gate: Gate) -> dict[str, Figure]:

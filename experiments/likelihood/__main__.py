@@ -11,13 +11,14 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from experiments.runner import Experiment, Results, intervals
+from experiments.runner import Experiment, intervals, result_of
 
 if TYPE_CHECKING:
+    from ia_mech.results import Result
     from ia_mech.run import Run
 
 
-def run(args: argparse.Namespace, runs: "list[Run]", folder: Path) -> Results:
+def run(args: argparse.Namespace, runs: "list[Run]", folder: Path) -> "Result":
     """Read, estimate and draw."""
     from experiments.likelihood import show
     from experiments.likelihood.analyse import estimates
@@ -27,11 +28,11 @@ def run(args: argparse.Namespace, runs: "list[Run]", folder: Path) -> Results:
     scored = read(runs)
     found = estimates(scored, **intervals(args))
     of_response = found[found["of"] == "response"]
-    return Results(
-        runs=runs,
-        judge=None,
+    return result_of(
+        runs,
+        None,
         estimates=found,
-        show=lambda console: show.tables(console, found, args.level),
+        tables=show.tables(found, args.level),
         figures=show.figures(found, runs[0].model["name"]),
         notes=scored.notes,
         sentence=stated(

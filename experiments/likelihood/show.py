@@ -3,19 +3,18 @@
 import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
-from rich.console import Console
 
-from experiments.tables import print_table
+from experiments.tables import table_of
 from ia_mech.display import coloured, draw_line, draw_points, list_names, new_axes
+from ia_mech.results import Table
 
 BY_KIND = ("dataset", "of")
 
 
-def tables(console: Console, estimates: pd.DataFrame, level: float) -> None:
-    """Print what there is: references, contrasts, rivals."""
+def tables(estimates: pd.DataFrame, level: float) -> list[Table]:
+    """What there is: references, contrasts, rivals."""
     plain = estimates[estimates["temperature"].isna()]
-    print_table(
-        console,
+    found = table_of(
         f"the users' real follow-ups ({100 * level:g}% intervals over sources)",
         plain,
         {
@@ -34,27 +33,22 @@ def tables(console: Console, estimates: pd.DataFrame, level: float) -> None:
         "placebo's contrast, bits": ("placebo", 2),
     }
     title = "bits in favour of the context's own response"
-    print_table(console, title, plain, bits, index=BY_KIND)
+    found += table_of(title, plain, bits, index=BY_KIND)
     rank = {
         "likeliest after its response": ("likeliest after its own", 2),
         "likeliest after its response, by chance": ("by chance", 2),
     }
     title = "how often a turn is likelier after its context's response than after any swapped one"
-    print_table(console, title, plain, rank, index=BY_KIND)
+    found += table_of(title, plain, rank, index=BY_KIND)
     at_one = estimates[estimates["temperature"].isna() | (estimates["temperature"] == 1.0)]
     for quantity, title in (
         ("reference beats", "share of contexts where the follow-up is likelier than (whole turn)"),
         ("reference beats per token", "the same per token"),
     ):
-        _print_by_kind(console, title, at_one[at_one["quantity"] == quantity], ("dataset",))
-
-
-def _print_by_kind(
-    console: Console, title: str, rows: pd.DataFrame, index: tuple[str, ...]
-) -> None:
-    """A table with a column per kind of turn, rival or contrast."""
-    names: dict[str, tuple[str, int | str]] = {of: (of, 2) for of in dict.fromkeys(rows["of"])}
-    print_table(console, title, rows, names, key="of", index=index)
+        rows = at_one[at_one["quantity"] == quantity]
+        rivals: dict[str, tuple[str, int | str]] = {of: (of, 2) for of in dict.fromkeys(rows["of"])}
+        found += table_of(title, rows, rivals, key="of")
+    return found
 
 
 def figures(estimates: pd.DataFrame, model: str) -> dict[str, Figure]:

@@ -11,14 +11,15 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from experiments.runner import Experiment, Results, add_dry_run, intervals
+from experiments.runner import Experiment, add_dry_run, intervals, result_of
 from ia_mech.cli import whole_from
 
 if TYPE_CHECKING:
+    from ia_mech.results import Result
     from ia_mech.run import Run
 
 
-def run(args: argparse.Namespace, runs: "list[Run]", folder: Path) -> Results | None:
+def run(args: argparse.Namespace, runs: "list[Run]", folder: Path) -> "Result | None":
     """Perturb, sample, judge, estimate and draw; only show the plan with ``--dry-run``."""
     from experiments.perturbations import sample, show
     from experiments.perturbations.analyse import estimates, verdicts
@@ -41,11 +42,11 @@ def run(args: argparse.Namespace, runs: "list[Run]", folder: Path) -> Results | 
     figures = show.figures(found, perturbed.model["name"], gate)
     if "displacement" not in figures:
         notes.append("no displacement: a dataset needs two sources to say how far apart they lie.")
-    return Results(
-        runs=[*runs, perturbed],
-        judge=gate,
+    return result_of(
+        [*runs, perturbed],
+        gate,
         estimates=found,
-        show=lambda console: show.tables(console, found, args.level),
+        tables=show.tables(found, args.level),
         figures=figures,
         notes=notes + compared.notes,
         sentence=" ".join(verdicts(found)),

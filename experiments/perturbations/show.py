@@ -7,17 +7,17 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from rich.console import Console
 from rich.markup import escape
 
 from experiments.perturbations.analyse import DISTANCE, HELD, LESS, RATE, REFERENCE, SHARE
 from experiments.perturbations.read import Base
-from experiments.tables import print_table, screen
+from experiments.tables import table_of
 from ia_mech.cli import one_line
 from ia_mech.data.conversations import USER_HEADER, Conversation
 from ia_mech.display import (
     COLOURS,
     coloured,
+    console,
     draw_line,
     draw_points,
     list_names,
@@ -28,15 +28,15 @@ from ia_mech.estimates import together
 from ia_mech.judge.rubric import ASSESSED, heading
 from ia_mech.rates.figures import draw_floor, gate_title
 from ia_mech.rates.gate import Gate
+from ia_mech.results import Table
 
 LAYERS = 7  # that are shown; the file has all
 SHOWN = 60  # characters of a response, at either end
 
 
-def tables(console: Console, estimates: pd.DataFrame, level: float) -> None:
-    """Print rates, profile, reference likelihood and displacement."""
-    print_table(
-        console,
+def tables(estimates: pd.DataFrame, level: float) -> list[Table]:
+    """Rates, profile, reference likelihood and displacement."""
+    found = table_of(
         f"follow-up rate by condition ({100 * level:g}% intervals over sources, Holm-corrected p)",
         estimates,
         {
@@ -48,16 +48,14 @@ def tables(console: Console, estimates: pd.DataFrame, level: float) -> None:
         index=("dataset", "temperature", "condition"),
     )
     pooled = together(estimates)
-    print_table(
-        console,
+    found += table_of(
         "failure profile: shares of assessed turns, all datasets",
         pooled[pooled["quantity"] == SHARE],
         {category: (heading(category), 2) for category in ASSESSED},
         key="category",
         index=("temperature", "condition"),
     )
-    print_table(
-        console,
+    found += table_of(
         "the users' real follow-ups after each condition (T = 1)",
         estimates,
         {REFERENCE: ("log p, bits", 1), REFERENCE + LESS: ("Δ, bits", 1)},
@@ -66,14 +64,14 @@ def tables(console: Console, estimates: pd.DataFrame, level: float) -> None:
     moved = _displacement(estimates)
     if not moved.empty:
         chosen = np.unique(np.linspace(0, int(moved["layer"].max()), LAYERS).round().astype(int))
-        print_table(
-            console,
+        found += table_of(
             "displacement of header_last by layer (1 = mean distance between two conversations)",
             moved,
             {int(layer): (f"layer {layer}", 2) for layer in chosen},
             key="layer",
             index=("condition",),
         )
+    return found
 
 
 def _displacement(estimates: pd.DataFrame) -> pd.DataFrame:
@@ -84,24 +82,24 @@ def _displacement(estimates: pd.DataFrame) -> pd.DataFrame:
 
 def plan(conversations: list[Conversation], base: Base, notes: list[str], folder: Path) -> None:
     """Print what the conditions make of the first conversation, and how much is to be sampled."""
-    console = screen()
+    to = console()
     first = conversations[0].metadata["unperturbed_id"]
-    console.print(f"[bold]{escape(first)}[/] under each condition")
+    to.print(f"[bold]{escape(first)}[/] under each condition")
     for one in conversations:
         if one.metadata["unperturbed_id"] == first:
             header = "" if one.header == USER_HEADER else f" (header: {one.header})"
             response = "" if one.header == "alone" else one_line(one.response or "")
             if len(response) > 2 * SHOWN:
                 response = f"{response[:SHOWN]} … {response[-SHOWN:]}"
-            console.print(f"  {one.perturbation:<20}{escape(response)!s}{header}", soft_wrap=True)
+            to.print(f"  {one.perturbation:<20}{escape(response)!s}{header}", soft_wrap=True)
     turns, most = len(conversations) * len(base.settings.rows()), base.settings.max_new_tokens
-    console.print(
+    to.print(
         f"{len(conversations)} contexts, {turns} user turns of at most {most} tokens, to "
         f"{escape(str(folder))}",
         soft_wrap=True,
     )
     for note in notes:
-        console.print(one_line(note), soft_wrap=True, markup=False)
+        to.print(one_line(note), soft_wrap=True, markup=False)
 
 
 def figures(estimates: pd.DataFrame, model: str, gate: Gate) -> dict[str, Figure]:

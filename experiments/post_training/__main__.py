@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from experiments.runner import Experiment, Results
+from experiments.runner import Experiment
 from ia_mech.cli import (
     Parser,
     add_threads,
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from ia_mech.models.load import ModelSpec
+    from ia_mech.results import Result
     from ia_mech.run import Run
 
 
@@ -176,7 +177,7 @@ def _below_one(text: str) -> float:
     return share
 
 
-def _compare(args: argparse.Namespace, runs: "list[Run]", folder: Path) -> Results | None:
+def _compare(args: argparse.Namespace, runs: "list[Run]", folder: Path) -> "Result | None":
     from experiments.post_training import compare
 
     return compare.run(args, runs, folder)

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
-from rich.console import Console
 
 from experiments.given_turns import Given, computed_for_each, given_turns
 from experiments.post_training import rl
@@ -19,8 +18,8 @@ from experiments.post_training.reading import Reading, repeated, restated, stock
 from experiments.post_training.train import settings_of
 from experiments.reaction.read import Query
 from experiments.resample import same_settings, subject_of
-from experiments.runner import Results, intervals
-from experiments.tables import print_table, stated
+from experiments.runner import intervals, result_of
+from experiments.tables import stated, table_of
 from ia_mech.display import COLOURS, title_axes
 from ia_mech.errors import UserError
 from ia_mech.estimates import ALL, Group, TidyEstimate, by_dataset, corrected, frame_of, paired_row
@@ -30,6 +29,7 @@ from ia_mech.models.load import Subject
 from ia_mech.rates.compute import estimates as rates_of
 from ia_mech.rates.gate import Gate
 from ia_mech.rates.load import read_runs
+from ia_mech.results import Result, Table
 from ia_mech.run import Run
 from ia_mech.stats import Estimate
 
@@ -55,7 +55,7 @@ REFERENCE, MOVED = "bits per byte of real follow-ups", "displacement of the head
 POSITION = "header_last"
 
 
-def run(args: argparse.Namespace, runs: list[Run], folder: Path) -> Results | None:
+def run(args: argparse.Namespace, runs: list[Run], folder: Path) -> Result:
     """Read, score, estimate and draw."""
     before, after = _pair(runs)
     options = intervals(args)
@@ -74,14 +74,14 @@ def run(args: argparse.Namespace, runs: list[Run], folder: Path) -> Results | No
         more = ["The runs have one response per query: there is no I_K and no evidence."]
     rows = corrected(rows, lambda row: (row.quantity, row.names["dataset"] == ALL))
     frame = frame_of(rows, COLUMNS)
-    return Results(
-        runs=runs,
-        judge=gate,
+    return result_of(
+        runs,
+        gate,
         estimates=frame,
-        show=lambda console: tables(console, frame, args.level),
+        tables=tables(frame, args.level),
         figures={"displacement": displacement(frame)},
-        tables=made,
-        notes=notes + more,
+        data=made,
+        notes=notes + more + _farthest(frame),
         sentence=stated(
             "bits by which a turn tells more about its response after training than before",
             frame[(frame["quantity"] == INFORMATION) & (frame["of"] == CHANGE)],
@@ -376,32 +376,37 @@ def _of_rewards(rewards: pd.DataFrame, options: dict[str, Any]) -> Iterator[Tidy
 # -- what is shown --------------------------------------------------------------------------------
 
 
-def tables(to: Console, estimates: pd.DataFrame, level: float) -> None:
+def tables(estimates: pd.DataFrame, level: float) -> list[Table]:
     """Turns, verdicts, references, what models read, rewards, and how far states moved."""
     percent = f"{100 * level:g}% intervals over sources"
     index = ("dataset", "temperature", "of")
     whole = estimates[estimates["dataset"].isin(_shown(estimates))]
     columns: dict[str, tuple[str, int | str]] = {name: (name, 2) for name in TEXTS}
-    print_table(to, f"user turns before and after ({percent})", whole, columns, index=index)
+    found = table_of(f"user turns before and after ({percent})", whole, columns, index=index)
     judged: dict[str, tuple[str, int | str]] = {name: (name, 2) for name in RATES.values()}
-    print_table(to, "the judge's verdicts", whole, judged, index=index)
+    found += table_of("the judge's verdicts", whole, judged, index=index)
     bytes_ = {REFERENCE: ("bits per byte", 2)}
-    print_table(to, REFERENCE, estimates, bytes_, index=("dataset", "of"))
+    found += table_of(REFERENCE, estimates, bytes_, index=("dataset", "of"))
     title = "what turns tell about their response, as their own model reads them"
-    print_table(to, title, estimates, {INFORMATION: (INFORMATION, 2)}, index=("of",))
+    found += table_of(title, estimates, {INFORMATION: (INFORMATION, 2)}, index=("of",))
     rewarded: dict[str, tuple[str, int | str]] = {name: (name, 2) for name in (REWARD, PENALIZED)}
-    print_table(to, "what training rewarded", whole, rewarded, index=("temperature", "of"))
+    found += table_of("what training rewarded", whole, rewarded, index=("temperature", "of"))
     title = "evidence for the response: whose turns, who reads, with whose header states"
     evident = {EVIDENCE: (EVIDENCE, 2)}
-    print_table(to, title, estimates, evident, index=("of", "reader", "header"))
+    found += table_of(title, estimates, evident, index=("of", "reader", "header"))
+    return found
+
+
+def _farthest(estimates: pd.DataFrame) -> list[str]:
+    """A note of the layer where the header's state moved most; none if that wasn't measured."""
     moved = estimates[estimates["quantity"] == MOVED]
-    if len(moved):
-        most = moved.loc[moved["value"].idxmax()]
-        to.print(
-            f"The header's last state moved by {most['value']:.2f} of its length "
-            f"[{most['low']:.2f}, {most['high']:.2f}] in layer {most['layer']}, its largest move.",
-            soft_wrap=True,
-        )
+    if moved.empty:
+        return []
+    most = moved.loc[moved["value"].idxmax()]
+    return [
+        f"The header's last state moved by {most['value']:.2f} of its length [{most['low']:.2f}, "
+        f"{most['high']:.2f}] in layer {most['layer']}, its largest move."
+    ]
 
 
 def _shown(estimates: pd.DataFrame) -> list[str]:

@@ -13,16 +13,17 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from experiments.runner import Experiment, Results, add_dry_run
+from experiments.runner import Experiment, add_dry_run, result_of
 from ia_mech.cli import path_of, whole_from
 from ia_mech.errors import UserError
 
 if TYPE_CHECKING:
     from experiments.reaction.read import Arm
+    from ia_mech.results import Result
     from ia_mech.run import Run
 
 
-def run(args: argparse.Namespace, runs: "list[Run]", folder: Path) -> Results | None:
+def run(args: argparse.Namespace, runs: "list[Run]", folder: Path) -> "Result | None":
     """Sample the controls, score all turns, estimate and draw."""
     from experiments.reaction import score, show
     from experiments.reaction.analyse import (
@@ -83,13 +84,13 @@ def run(args: argparse.Namespace, runs: "list[Run]", folder: Path) -> Results | 
     complete = arm.complete_responses(size)
     found = estimates(scored, turns, scores, complete, level=args.level, seed=args.seed)
     whole = found[found["of"] == ALTERNATIVES]
-    return Results(
-        runs=used,
-        judge=None,
+    return result_of(
+        used,
+        None,
         estimates=found,
-        show=lambda console: show.tables(console, found, turns, args.level),
+        tables=show.tables(found, turns, args.level),
         figures=show.figures(found, runs[0].model["name"]),
-        tables={"turns": show.written(turns)},
+        data={"turns": show.written(turns)},
         notes=notes,
         sentence=stated(
             f"bits that a turn tells about which of {arm.responses} responses it followed, at most "

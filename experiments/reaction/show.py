@@ -4,17 +4,21 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from rich.console import Console
-from rich.markup import escape
 
 from experiments.reaction.analyse import INFORMATION, LESS, SAME_QUERIES
 from experiments.reaction.read import ALTERNATIVES, ASSISTANT, COMPLETE, SAME_CONTENT, Arm
-from experiments.tables import print_plan, print_table
+from experiments.tables import label, print_plan, table_of
 from ia_mech.cli import one_line
 from ia_mech.display import COLOURS, coloured, draw_line, draw_points, new_axes
 from ia_mech.estimates import together
+from ia_mech.results import Table
 
 MOST = 5  # turns shown at either end
+LEGEND = (
+    "readable: by one reader of all turns; presence: bits gained over no response; differ: share "
+    "of pairs of greedy turns. Bits show that turns depend on the response, not that they are apt "
+    "or that the model is aware of it; alike responses (a maths answer) leave few to tell."
+)
 
 
 def plan(arm: Arm, contexts: dict[str, int], requests: str) -> None:
@@ -48,7 +52,7 @@ def written(turns: pd.DataFrame) -> pd.DataFrame:
     return turns.drop(columns=["source"]).assign(source_id=named)
 
 
-def tables(to: Console, estimates: pd.DataFrame, turns: pd.DataFrame, level: float) -> None:
+def tables(estimates: pd.DataFrame, turns: pd.DataFrame, level: float) -> list[Table]:
     """The headline table, what was copied, and the turns with most and least bits."""
     main = estimates[estimates["of"] == ALTERNATIVES]
     most = main["responses"].max()
@@ -64,7 +68,8 @@ def tables(to: Console, estimates: pd.DataFrame, turns: pd.DataFrame, level: flo
         "presence, bits": ("presence", 1),
         "greedy turns that differ": ("differ", 2),
     }
-    print_table(to, title, whole, columns, index=("dataset", "temperature"))
+    index = ("dataset", "temperature")
+    found = table_of(title, whole, columns, index=index, legend=LEGEND)
     for name, title, base in (
         (COMPLETE, "complete responses alone", "all responses"),
         (SAME_CONTENT, f"control: {SAME_CONTENT}", ALTERNATIVES),
@@ -75,33 +80,24 @@ def tables(to: Console, estimates: pd.DataFrame, turns: pd.DataFrame, level: flo
         title += f", {mine['responses'].max()} contexts a query"
         if name == COMPLETE:
             title += f", {mine['sources'].max()} queries"
-        print_table(to, title, mine, columns, index=("dataset", "temperature"))
+        found += table_of(title, mine, columns, index=index)
     copied = estimates[estimates["quantity"].isin(["copy bits", "beyond copy, bits"])]
     last = copied[copied["of"] == copied["of"].iloc[-1]] if len(copied) else copied
     columns = {"copy bits": ("copied", 2), "beyond copy, bits": ("beyond (at most)", 2)}
-    print_table(
-        to, "of these, told by copied words", last, columns, index=("dataset", "temperature")
-    )
+    found += table_of("of these, told by copied words", last, columns, index=index)
     sampled = turns[turns["reaction_bits"].notna()].sort_values("reaction_bits", kind="stable")
     for title, rows in (
-        ("most bits", sampled.iloc[::-1].head(MOST)),
-        ("fewest bits", sampled.head(MOST)),
+        ("turns with most bits", sampled.iloc[::-1].head(MOST)),
+        ("turns with fewest bits", sampled.head(MOST)),
     ):
-        to.print(f"[bold]{title}[/]")
-        for row in rows.to_dict("records"):
-            where = f"{row['context_id']}, T = {row['temperature']:g}"
-            to.print(
-                f"  {row['reaction_bits']:.2f}  {escape(one_line(where, 40))}: "
-                f"{escape(one_line(row['text'], 140))}",
-                soft_wrap=True,
-            )
-    to.print(
-        "readable: by one reader of all turns; presence: bits gained over no response; differ: "
-        "share of pairs of greedy turns. Bits show that turns depend on the response, not that "
-        "they are apt or that the model is aware of it; alike responses (a maths answer) leave few "
-        "to tell.",
-        soft_wrap=True,
-    )
+        lines = [
+            [one_line(context, 40), label(at, "temperature"), f"{bits:.2f}", one_line(text, 140)]
+            for context, at, bits, text in rows[
+                ["context_id", "temperature", "reaction_bits", "text"]
+            ].itertuples(index=False)
+        ]
+        found.append(Table(title, ["context", "T", "bits", "turn"], lines))
+    return found
 
 
 def figures(estimates: pd.DataFrame, model: str) -> dict[str, Figure]:

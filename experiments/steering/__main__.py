@@ -15,10 +15,11 @@ from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from experiments.runner import Experiment, Results, add_dry_run, intervals
+from experiments.runner import Experiment, add_dry_run, intervals, result_of
 from ia_mech.cli import named, path_of, whole_from
 
 if TYPE_CHECKING:
+    from ia_mech.results import Result
     from ia_mech.run import Run
     from ia_mech.steering import SteeringVector
     from probes.card import Probe
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 DOSES = (-2.0, -0.5, 0.1, 0.5, 1.0, 2.0, 4.0)
 
 
-def run(args: argparse.Namespace, runs: "list[Run]", folder: Path) -> Results | None:
+def run(args: argparse.Namespace, runs: "list[Run]", folder: Path) -> "Result | None":
     """Read, steer, choose a dose, compare, sample, estimate and draw."""
     import pandas as pd
 
@@ -93,14 +94,14 @@ def run(args: argparse.Namespace, runs: "list[Run]", folder: Path) -> Results | 
     tables = {"turns": rows.drop(columns="logprobs")}
     if found_in:
         tables["sampled"] = pd.concat([turns for _, turns in found_in.values()], ignore_index=True)
-    return Results(
-        runs=runs,
-        judge=given.gate,
+    return result_of(
+        runs,
+        given.gate,
         estimates=found,
-        show=lambda console: show.tables(console, found, doses[0], args.level),
+        tables=show.tables(found, doses[0], args.level),
         figures=show.figures(found, doses, model["name"]),
-        tables=tables,
-        notes=notes,
+        data=tables,
+        notes=[*notes, show.LIMITS],
         sentence=show.verdict(found, doses[0], outcome),
         control=show.control(found),
     )

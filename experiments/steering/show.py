@@ -4,7 +4,6 @@ from collections.abc import Sequence
 
 import pandas as pd
 from matplotlib.figure import Figure
-from rich.console import Console
 
 from experiments.steering.analyse import (
     ADDED,
@@ -27,9 +26,10 @@ from experiments.steering.analyse import (
 )
 from experiments.steering.controls import ALIKE, DONORS, PATCHED, RANDOM, SHUFFLES
 from experiments.steering.read import REPORTING, Read
-from experiments.tables import cell, p_value, print_plan, print_table
+from experiments.tables import cell, p_value, print_plan, table_of
 from ia_mech.display import COLOURS, draw_line, draw_points, list_names, new_axes
 from ia_mech.estimates import together
+from ia_mech.results import Table
 from ia_mech.steering import SteeringVector
 
 SIGNIFICANT = 0.05
@@ -88,21 +88,21 @@ def plan(read: Read, vector: SteeringVector, arms: int, directions: int, samples
     print_plan(lines)
 
 
-def tables(to: Console, estimates: pd.DataFrame, dose: float, level: float) -> None:
-    """Doses, controls, sampled turns, and what they can't show."""
+def tables(estimates: pd.DataFrame, dose: float, level: float) -> list[Table]:
+    """Doses, controls and sampled turns."""
     found = together(estimates)
     found = found[found["half"] == REPORTING]
     intervals = f"{100 * level:g}% intervals over sources, on the half that didn't choose the dose"
     scored = found[found["quantity"].isin(SCORED) & ~found["of"].isin(ALIKE)]
     title = f"what steering changes, by dose ({intervals}; {dose:g} was chosen)"
-    print_table(to, title, scored, SCORED, index=("of", "dose"))
+    made = table_of(title, scored, SCORED, index=("of", "dose"))
     several = found[found["of"].isin(ALIKE)]
     first = several[(several["of"] != RANDOM) | (several["draw"] < 3)]
     title = "other directions, of the same KL in the half that chose (of random ones, three)"
-    print_table(to, title, first, SCORED, index=("of", "draw", "dose"))
+    made += table_of(title, first, SCORED, index=("of", "draw", "dose"))
     sampled = found[found["quantity"].isin(SAMPLED)]
-    print_table(to, "sampled turns, by the rules judge", sampled, SAMPLED, index=("of", "dose"))
-    to.print(LIMITS, soft_wrap=True)
+    title = "sampled turns, by the rules judge"
+    return made + table_of(title, sampled, SAMPLED, index=("of", "dose"))
 
 
 def verdict(estimates: pd.DataFrame, dose: float, outcome: str) -> str:

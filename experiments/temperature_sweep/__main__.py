@@ -12,13 +12,14 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from experiments.runner import Experiment, Results, intervals
+from experiments.runner import Experiment, intervals, result_of
 
 if TYPE_CHECKING:
+    from ia_mech.results import Result
     from ia_mech.run import Run
 
 
-def run(args: argparse.Namespace, runs: "list[Run]", folder: Path) -> Results:
+def run(args: argparse.Namespace, runs: "list[Run]", folder: Path) -> "Result":
     """Read, measure, estimate and draw."""
     from experiments.tables import stated
     from experiments.temperature_sweep import show
@@ -36,13 +37,13 @@ def run(args: argparse.Namespace, runs: "list[Run]", folder: Path) -> Results:
     found = estimates(measured, **intervals(args))
     # Keys that hold across runs are for joining here; a reader has the names.
     turns = measured.hidden.drop(columns=["source", "context"])
-    return Results(
-        runs=runs,
-        judge=sweep.gate,
+    return result_of(
+        runs,
+        sweep.gate,
         estimates=found,
-        show=lambda console: show.tables(console, found, args.level),
+        tables=show.tables(found, args.level),
         figures=show.figures(found, runs[0].model["name"], sweep.gate),
-        tables={"turns": turns},
+        data={"turns": turns},
         notes=notes,
         sentence=stated(
             "share of turns that the judge calls genuine follow-ups",

@@ -6,9 +6,6 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from experiments.tables import cell
 from experiments.temperature_sweep.analyse import (
@@ -25,6 +22,7 @@ from ia_mech.estimates import ALL, together
 from ia_mech.judge.rubric import heading
 from ia_mech.rates.figures import draw_floor, gate_title
 from ia_mech.rates.gate import Gate
+from ia_mech.results import Table
 
 # quantity, further names, head, decimals: a row per question, over all datasets.
 MAIN: tuple[tuple[str, dict[str, str], str, int], ...] = (
@@ -46,34 +44,30 @@ MAIN: tuple[tuple[str, dict[str, str], str, int], ...] = (
 )
 
 
-def tables(console: Console, estimates: pd.DataFrame, level: float) -> None:
-    """Print the five main rows: a column per sampled temperature, and one without."""
+def tables(estimates: pd.DataFrame, level: float) -> list[Table]:
+    """The five main rows: a column per sampled temperature, and one without."""
     whole = together(estimates)
     columns = [*of(whole, RATE)["temperature"], None]
     name = whole["dataset"].iloc[0]
     name = "all datasets" if name == ALL else name
-    title = escape(f"{name} ({100 * level:g}% intervals over sources, Holm-corrected p)")
-    table = Table(title=title, title_justify="left")
-    table.add_column("", no_wrap=True)
-    for t in columns:
-        head = "overall" if t is None else f"T = {t:g}" if t else "greedy"
-        table.add_column(head, justify="right", no_wrap=True)
+    heads = ["overall" if t is None else f"T = {t:g}" if t else "greedy" for t in columns]
+    lines = []
     for quantity, names, head, digits in MAIN:
         rows = of(whole, quantity)
-        for name, wanted in names.items():
-            rows = rows[rows[name] == wanted]
+        for column, wanted in names.items():
+            rows = rows[rows[column] == wanted]
         cells = []
         for t in columns:
             at = rows[rows["temperature"].isna() if t is None else rows["temperature"] == t]
             cells.append(cell(at.iloc[0], digits) if len(at) else "")
-        table.add_row(head, *cells)
-    console.print(table)
-    console.print(
+        lines.append([head, *cells])
+    title = f"{name} ({100 * level:g}% intervals over sources, Holm-corrected p)"
+    legend = (
         "estimates.parquet has the rest: datasets, failures, the first token at more temperatures, "
         "where greedy leaves each kind of turn, every layer and position; turns.parquet has the "
-        "turns.",
-        soft_wrap=True,
+        "turns."
     )
+    return [Table(title, ["", *heads], lines, legend)]
 
 
 def figures(estimates: pd.DataFrame, model: str, gate: Gate) -> dict[str, Figure]:
