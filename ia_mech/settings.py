@@ -36,7 +36,7 @@ MODEL = "model"
 DATA = "conversations"
 RESPONSES = "responses and chat template"
 TURNS = "user turns and what is kept of them"
-SCORES = "likelihoods and interventions"
+STEERED = "interventions"
 RUN = "run"
 
 
@@ -227,17 +227,8 @@ class Settings:
         None, TURNS, "N", "rows decoded together (default: 384 on a CPU, 1024 on a GPU)", _whole(1)
     )
 
-    contrasts: bool = _switch(
-        SCORES, "score real follow-ups after other responses, too, and against rivals"
-    )
-    swaps: int = _setting(
-        None, SCORES, "K", "with --contrasts: after K other responses (default: 4)", _whole(0)
-    )
-    candidates: str | None = _setting(
-        None, SCORES, "FILE", "your own rivals of the real follow-up (JSONL)"
-    )
     intervention: str | None = _setting(
-        None, SCORES, "FILE", "steer the model with this vector (docs/steering.md)"
+        None, STEERED, "FILE", "steer the model with this vector (docs/steering.md)"
     )
 
     ignore_check: bool = _switch(
@@ -255,12 +246,6 @@ class Settings:
         self._set("temperatures", tuple(sorted(self.temperatures)))
         if self.response_temperature is None:
             self._set("response_temperature", 1.0 if self.responses > 1 else 0.0)
-        if self.swaps is None:
-            self._set("swaps", 4 if self.contrasts else 0)
-        if self.swaps and not self.contrasts:
-            raise UserError(
-                f"--swaps {self.swaps} is about scores after other responses", "add --contrasts"
-            )
         if self.writes_responses and self.response == "given":
             raise UserError(
                 "--response given: the model writes no responses",
@@ -270,11 +255,6 @@ class Settings:
             raise UserError(
                 f"greedy decoding writes the same response {self.responses} times",
                 "give a --response-temperature above 0",
-            )
-        if self.intervention is not None and self.contrasts:
-            raise UserError(
-                "--contrasts scores turns in contexts that --intervention doesn't reach",
-                "leave one of them out",
             )
 
     def _set(self, name: str, value: Any) -> None:
@@ -313,11 +293,6 @@ class Settings:
     def writes_responses(self) -> bool:
         """Whether settings say how the model is to write responses."""
         return self.responses > 1 or self.response_temperature != 0
-
-    @property
-    def rivals(self) -> bool:
-        """Whether references are compared with rivals."""
-        return self.contrasts or self.candidates is not None
 
     @property
     def columns(self) -> ColumnMap:

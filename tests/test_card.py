@@ -54,7 +54,7 @@ def test_a_card_that_was_edited_is_kept(tmp_path):
 
 @pytest.fixture
 def local(tmp_path, tiny_model_dir, monkeypatch) -> tuple[list[str], Path]:
-    """The words of a command with a local model, data and candidates; and its folder."""
+    """The words of a command with a local model and data; and its folder."""
     monkeypatch.setenv("IA_MECH_CACHE", str(tmp_path / "cache"))
     model, data = tmp_path / "secret" / "my-model", tmp_path / "secret" / "chats.jsonl"
     shutil.copytree(tiny_model_dir, model)

@@ -98,9 +98,9 @@ def test_a_part_is_planned_computed_and_written_as_one(
     settings = replace(SETTINGS, limit=5, response="generate", max_response_tokens=4)
     honest, computed = job._Job._run, []
 
-    def counted(self, scorer, work, contexts, limit):
+    def counted(self, work, contexts, limit):
         computed.append([one.order for one in contexts])
-        return honest(self, scorer, work, contexts, limit)
+        return honest(self, work, contexts, limit)
 
     monkeypatch.setattr(job._Job, "_run", counted)
     run = sampled(settings, tiny_subject, tmp_path / "run")
@@ -377,10 +377,9 @@ class Bar(Quiet):
         shown.append((shown[-1][0] + steps, note))
 
 
-@pytest.mark.parametrize("contrasts", [False, True])
-def test_progress_counts_all_work_and_names_what_is_done(tiny_subject, tmp_path, contrasts):
+def test_progress_counts_all_work_and_names_what_is_done(tiny_subject, tmp_path):
     settings = replace(SETTINGS, limit=9, response="generate", max_response_tokens=12)
-    settings, bar = replace(settings, contrasts=contrasts), Bar()
+    bar = Bar()
     run = job.collect(settings, tiny_subject, tmp_path / "run", bar)
     assert list(bar.phases) == ["responses", "user turns"]
     for phase, total in bar.phases.items():
@@ -402,19 +401,3 @@ def test_a_run_that_goes_on_shows_what_was_done_before(tiny_subject, tmp_path):
     job.collect(settings, tiny_subject, tmp_path / "run", bar)
     total, shown = bar.phases["user turns"], bar.shown["user turns"]
     assert 0.2 < shown[0][0] / total < 0.7 and shown[-1][0] == total  # two or three of six parts
-
-
-def test_contrasts_are_computed_when_asked_for(whole, tiny_subject, tmp_path):
-    plain = whole.contexts
-    asked = sampled(
-        replace(SETTINGS, contrasts=True, swaps=4), tiny_subject, tmp_path / "run"
-    ).contexts
-    columns = [name for name in plain if "contrast" in name or "swapped" in name]
-    assert len(columns) > 6 and plain[columns].isna().all(axis=None)
-    assert asked["reference_response_contrast_bits"].notna().all()
-    # The reference's own scores are the same, and it is its only candidate.
-    for column in ("reference_logprobs_raw", "reference_logprob_tempered"):
-        for a, b in zip(plain[column], asked[column], strict=True):
-            np.testing.assert_allclose(a, b, atol=1e-4)
-    assert {len(one) for one in plain["candidates"]} == {1}
-    assert plain["candidate_log_odds"].isna().all()

@@ -149,7 +149,6 @@ def test_cuda_on_a_machine_without(refused, monkeypatch):
         "--dataset gsm9k",
         "--device gpu",
         "--out {file}",
-        "--candidates {none}",
         "--intervention {file}",
         "--samples 0",
     ],
@@ -375,11 +374,8 @@ def tables(out: str) -> list[list[dict[str, str]]]:
     return found
 
 
-@pytest.mark.parametrize("contrasts", [[], ["--contrasts"]])
-def test_every_share_has_an_interval(sample, contrasts):
-    words = ["--limit", "6", "--samples", "2", "--temperatures", "0.7", "1.3", *contrasts]
-    out = sample(*words).out
-    assert ("contrast" in explained(out)) == bool(contrasts)
+def test_every_share_has_an_interval(sample):
+    out = sample("--limit", "6", "--samples", "2", "--temperatures", "0.7", "1.3").out
     turns, followups = tables(out)
     assert [row["T"] for row in turns] == ["greedy", "0.7", "1.3"]
     assert [row["rows"] for row in turns] == ["6", "12", "12"]
@@ -393,9 +389,6 @@ def test_every_share_has_an_interval(sample, contrasts):
     for row in followups:
         for column in ("log p / token", "bits / byte"):
             assert re.fullmatch(r"-?\d+\.\d\d \[-?\d+\.\d\d, -?\d+\.\d\d\]", row[column])
-        assert ("contrast, bits" in row) == bool(contrasts)
-        if contrasts:
-            assert re.fullmatch(r"-?\d+\.\d \[-?\d+\.\d, -?\d+\.\d\]", row["contrast, bits"])
 
 
 def explained(out: str) -> list[str]:
@@ -406,8 +399,7 @@ def explained(out: str) -> list[str]:
 
 def test_only_columns_that_are_there_are_explained(sample, tmp_path):
     own = ["log p", "entropy"]
-    words = ["--limit", "1", "--contrasts", "--swaps", "0"]
-    assert explained(sample(*words).out) == [*own, "greedy writes"]
+    assert explained(sample("--limit", "1").out) == [*own, "greedy writes"]
     assert explained(sample("--dataset", rows(tmp_path / "chats.jsonl", question())).out) == own
 
 

@@ -1,19 +1,26 @@
-"""Likelihood of real follow-ups: what is read off runs, and the estimates by hand."""
+"""Likelihood of real follow-ups: what is scored, against forward passes, and estimates by hand."""
 
 import shutil
-from dataclasses import replace
 
 import numpy as np
 import pandas as pd
 import pytest
 import scored
 from conftest import Silent
-from runs import rewritten, with_settings
-from shell import call
+from shell import call, refusal
 
-from experiments.likelihood.__main__ import main
-from experiments.likelihood.analyse import estimates
-from experiments.likelihood.read import References, Scored, read
+from experiments import likelihood
+from experiments.likelihood import (
+    CONTROL,
+    EMPTY,
+    OTHERS,
+    REFERENCE,
+    SIBLINGS,
+    contrasts_of,
+    main,
+    read,
+)
+from ia_mech.collect.identity import build_chat, eos_ids
 from ia_mech.collect.job import collect
 from ia_mech.errors import UserError
 from ia_mech.run import Run
@@ -23,13 +30,13 @@ DECODING = {"temperatures": (0.85, 1.0), "samples": 1, "max_new_tokens": 5}
 
 
 @pytest.fixture(scope="module")
-def sampled(tiny_subject, tmp_path_factory):
+def sampled(tiny_model_dir, tiny_subject, tmp_path_factory):
     """Make a run in a folder of its own."""
 
     def make(conversations=scored.CONVERSATIONS, **options) -> Run:
         folder = tmp_path_factory.mktemp("likelihood")
         data = scored.dataset(folder / "chats.jsonl", conversations)
-        options = DECODING | {"contrasts": True, "swaps": 2} | options
+        options = DECODING | {"model": str(tiny_model_dir)} | options
         settings = Settings(dataset=data, limit=None, **options)
         return collect(settings, tiny_subject, folder / "run", Silent())
 
@@ -42,325 +49,152 @@ def plain(sampled) -> Run:
     return sampled()
 
 
-@pytest.fixture
-def copied(plain, tmp_path):
-    def make(name: str = "run") -> Run:
-        return Run.open(shutil.copytree(plain.path, tmp_path / name))
-
-    return make
+@pytest.fixture(scope="module")
+def siblings(sampled) -> Run:
+    return sampled(response="generate", responses=2, max_response_tokens=4)
 
 
-# -- what is read -------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def measured(plain, siblings, tiny_subject):
+    """Units, and what was scored of them."""
+    references, _ = read([plain, siblings])
+    model = tiny_subject.model
+    settings = Settings.from_dict(plain.settings)
+    ids = eos_ids(model.generation_config, model.config)
+    chat = build_chat(settings, tiny_subject.tokenizer, ids)
+    units, refused = likelihood.units_of([plain, siblings], references, chat, 2, None, 0)
+    assert refused == []
+    rows = [likelihood.measure(tiny_subject, True, unit) for unit in units]
+    return references, units, pd.concat(rows, ignore_index=True)
 
 
-def test_how_a_turn_stands_among_swapped_responses_is_made_from_what_is_stored(plain):
-    found = read([plain]).candidates
-    own = found[found["name"] == "reference"]
-    stored = plain.contexts[plain.contexts["reference_logprob"].notna()]
-    several = 0
-    for (_, one), (_, row) in zip(own.iterrows(), stored.iterrows(), strict=True):
-        first, *rest = swapped = row["reference_logprob_swapped"].tolist()
-        bits = (row["reference_logprob"] - sum(swapped) / len(swapped)) / np.log(2)
-        assert one["response, mean of logs"] == pytest.approx(bits)
-        assert one["likeliest"] == all(row["reference_logprob"] > value for value in swapped)
-        assert one["chance"] == 1 / (1 + len(swapped))
-        if rest:
-            several += 1
-            placebo = (first - sum(rest) / len(rest)) / np.log(2)
-            assert one["placebo"] == pytest.approx(placebo)
-    assert several > 1
-    others = found[~found["name"].isin(["reference", "other_reference"])]
-    assert others[["response, mean of logs", "placebo", "likeliest", "chance"]].isna().all(None)
+# -- what is measured ------------------------------------------------------------------------------
 
 
-def test_the_estimates_of_a_run_are_means_of_what_it_stores(plain):
-    found = estimates(read([plain]), resamples=100)
+def test_scores_equal_full_forward_passes(measured, tiny_subject):
+    _, units, rows = measured
+    assert set(rows["against"].dropna()) == {SIBLINGS, OTHERS, EMPTY}
+    for unit in units:
+        mine = rows[rows["row"] == unit.row]
+        for (kind, context), (name, ids, tokens) in (
+            (place, turn) for place in unit.contexts for turn in unit.turns
+        ):
+            of = mine[(mine["turn"] == name) & (mine["against"].fillna("") == (kind or ""))]
+            if kind is not None and name not in (REFERENCE, CONTROL):
+                assert of.empty
+                continue
+            full = scored.logprobs(tiny_subject.model, list(context), list(ids))
+            nearest = (of["whole"] - full.sum()).abs().min()
+            assert nearest <= scored.nats(len(ids))["atol"]
+            nearest = (of["logprob"] - full[:tokens].sum()).abs().min()
+            assert nearest <= scored.nats(len(ids))["atol"]
+
+
+def test_what_replaces_a_response_is_another_one(measured, plain, siblings):
+    references, units, _ = measured
+    assert len(units) == len(references.frame) == 8
+    responses = dict(zip(plain.contexts["context_id"], plain.contexts["messages"], strict=True))
+    for unit, name in zip(units, references.frame["context_id"], strict=True):
+        own = responses[name][-1]["content"]
+        written = siblings.contexts[siblings.contexts["source_id"] == name]["messages"]
+        others = {messages[-1]["content"] for messages in written} - {own}
+        assert [kind for kind, _ in unit.contexts].count(SIBLINGS) == len(others)
+        assert len({ids for kind, ids in unit.contexts if kind == OTHERS}) <= 2
+        assert unit.contexts[0][0] is None
+
+
+def test_contrasts_are_means_of_log_ratios_in_bits():
+    rows = pd.DataFrame(
+        [
+            {"row": 0, "turn": REFERENCE, "against": None, "logprob": -2.0},
+            {"row": 0, "turn": REFERENCE, "against": OTHERS, "logprob": -3.0},
+            {"row": 0, "turn": REFERENCE, "against": OTHERS, "logprob": -5.0},
+            {"row": 0, "turn": REFERENCE, "against": EMPTY, "logprob": -1.0},
+        ]
+    ).assign(tokens=3, whole=0.0)
+    found = contrasts_of(rows).set_index("against")
+    bits = found["bits"]
+    assert bits[OTHERS] == pytest.approx(2 / np.log(2))
+    assert bits[EMPTY] == pytest.approx(-1 / np.log(2))
+    assert found["placebo"][OTHERS] == pytest.approx(2 / np.log(2))
+    assert np.isnan(found["placebo"][EMPTY])
+    assert found["likeliest"].to_dict() == {OTHERS: 1.0, EMPTY: 0.0}
+    assert found["chance"].to_dict() == {OTHERS: 1 / 3, EMPTY: 1 / 2}
+
+
+# -- estimates -------------------------------------------------------------------------------------
+
+
+def test_a_turn_to_which_all_responses_are_alike_has_no_contrast():
+    """Means of logarithms: 400 contexts whose log-probabilities owe the response nothing."""
+    rng = np.random.default_rng(0)
+    rows = [
+        {"row": row, "turn": REFERENCE, "against": against, "logprob": value}
+        for row in range(400)
+        for against, value in zip(
+            (None, OTHERS, OTHERS, OTHERS), rng.normal(-20, 3, size=4), strict=True
+        )
+    ]
+    found = contrasts_of(pd.DataFrame(rows).assign(tokens=5, whole=0.0))
+    error = found["bits"].std() / 20
+    assert abs(found["bits"].mean()) < 3 * error
+    assert abs(found["likeliest"].mean() - 0.25) < 3 * np.sqrt(0.25 * 0.75 / 400)
+
+
+def test_the_estimates_of_a_run_are_means_of_what_was_scored(measured):
+    references, _, rows = measured
+    found = likelihood.estimates(references, rows, resamples=100)
     assert set(found["dataset"]) == {"plain", "odd", "(all)"}
     found = found[found["dataset"] == "(all)"]
-    stored = plain.contexts[plain.contexts["reference_logprob"].notna()]
+    stored = references.frame
     curve = np.stack(stored["reference_logprob_tempered_with_end"].to_list()).mean(0)
-    rows = found[found["quantity"] == "tempered log p"]
-    np.testing.assert_allclose(rows["value"], curve)
+    tempered = found[found["quantity"] == "tempered log p"]
+    np.testing.assert_allclose(tempered["value"], curve)
     best = found[found["quantity"] == "best temperature"]["value"].item()
-    assert best == rows["temperature"].to_numpy()[np.argmax(curve)]
-    at_one = rows[rows["temperature"] == 1.0]["value"].item()
-    np.testing.assert_allclose(at_one, stored["reference_logprob_with_end"].mean(), rtol=1e-6)
+    assert best == tempered["temperature"].to_numpy()[np.argmax(curve)]
     values = found.set_index(["quantity", "of"])["value"]
-    header = stored["reference_header_contrast_bits"].mean()
-    np.testing.assert_allclose(values["contrast, bits", "header"], header)
-    shares = [
-        row["reference_logprob_with_end"] > one["logprob_with_end"]
-        for _, row in stored.iterrows()
-        for one in row["candidates"]
-        if one["name"] == "query"
-    ]
-    beats = found[(found["quantity"] == "reference beats") & (found["of"] == "query")]
-    assert beats[beats["temperature"] == 1.0]["value"].item() == pytest.approx(np.mean(shares))
+    contrasts = contrasts_of(rows)
+    mine = contrasts[(contrasts["turn"] == REFERENCE) & (contrasts["against"] == SIBLINGS)]
+    np.testing.assert_allclose(values["contrast, bits", SIBLINGS], mine["bits"].mean())
+    after = rows[rows["against"].isna()].pivot(index="row", columns="turn", values="whole")
+    both = after.dropna(subset=["query"])
+    np.testing.assert_allclose(
+        values["follow-up beats", "query"], (both[REFERENCE] > both["query"]).mean()
+    )
 
 
-def test_references_that_two_runs_score_in_the_same_contexts_are_refused(sampled, plain):
-    again = sampled(contrasts=False, swaps=0, seed=1)
-    with pytest.raises(UserError, match=r"score \d+ of the same follow-ups in the same contexts"):
-        read([plain, again])
-
-
-def test_what_a_reader_of_contrasts_has_to_know_is_noted(sampled, plain):
-    own = sampled(response="generate", max_response_tokens=3, swaps=1)
-    found = read([plain, own]).notes
-    rows = own.contexts
-    cut = int(rows.loc[rows["reference_logprob"].notna(), "response_cut_off"].sum())
-    assert cut > 0
-    for note, said in zip(found[:5], (
-        f"{cut} of 16 follow-ups are scored after a response that was cut off",
-        f"responses of {own.path.name} are the model's own",
-        "2 of 16 contexts have fewer swapped responses than --swaps asked for",
-        "no control in odd",
-        "runs that were pooled differ in response, max_response_tokens, swaps.",
-    ), strict=True):  # fmt: skip
-        assert note.startswith(said)
-
-
-def test_runs_without_contrasts_have_likelihoods_and_a_note(copied):
-    run = rewritten(copied().path, "run.json", with_settings(contrasts=False))
-    scores = read([run])
-    plain = scores.candidates[scores.candidates["name"] == "reference"]
-    plain = plain.assign(**dict.fromkeys([*CONTRASTS], NAN))
-    alone = replace(scores, candidates=plain)
-    found = estimates(alone, resamples=100)
-    assert not found["quantity"].str.contains("contrast, bits|beats|likeliest after").any()
-    assert found.loc[found["quantity"] == "log p", "value"].notna().all()
-    assert scores.notes[0].startswith("no contrasts and rivals: they are scored where sampling has")
-    assert not any("--swaps" in note or "no control" in note for note in scores.notes)
-
-
-def test_a_run_of_one_follow_up_has_estimates_without_intervals(sampled):
-    found = estimates(read([sampled(scored.CONVERSATIONS[:1], swaps=0)]), resamples=100)
+def test_one_follow_up_has_estimates_without_intervals(sampled, tiny_subject, capfd):
+    run = sampled(scored.CONVERSATIONS[:1])
+    outcome = call(main, [str(run.path), "--resamples", "100"], capfd)
+    assert outcome.status == 0, outcome.err
+    found = pd.read_parquet(run.path / "results" / "likelihood" / "estimates.parquet")
     contrasts = found[found["quantity"] == "contrast, bits"]
-    assert contrasts["of"].tolist() == ["empty", "header"]  # there is no other response
+    assert contrasts["of"].tolist() == [EMPTY]  # there is no other response
     assert contrasts["low"].isna().all() and set(contrasts["method"]) == {"one source"}
 
 
-def test_runs_without_follow_ups_are_refused(sampled):
-    with pytest.raises(UserError, match=r"^no context has a reference turn.*--followup-column"):
-        read([sampled([scored.CONVERSATIONS[3]])])
+# -- the command -----------------------------------------------------------------------------------
 
 
-def test_the_command_writes_what_is_estimated(copied, capfd):
-    run = copied()
-    outcome = call(main, [str(run.path), "--resamples", "100"], capfd)
+def test_the_command_scores_once_and_says_what_is_the_control(plain, siblings, tmp_path, capfd):
+    run = Run.open(shutil.copytree(plain.path, tmp_path / "run"))
+    words = [str(run.path), str(siblings.path), "--resamples", "100", "--swaps", "2"]
+    outcome = call(main, words, capfd)
     assert outcome.status == 0, outcome.err
     folder = run.path / "results" / "likelihood"
-    assert sorted(p.name for p in folder.iterdir()) == [
-        *("contrasts.pdf", "contrasts.png", "contrasts.svg", "estimates.parquet", "result.json"),
-        *(f"temperature_curve.{kind}" for kind in ("pdf", "png", "svg")),
-    ]
-    found = pd.read_parquet(folder / "estimates.parquet")
-    again = estimates(read([run]), resamples=100)
-    assert found.pop("test").isna().all()
-    pd.testing.assert_frame_equal(found, again.drop(columns="test"), check_dtype=False)
-    for text in ("best T", "another's follow-up", "likelier than"):
-        assert text in outcome.out
+    assert "after sibling responses" in outcome.out.splitlines()[0]
+    assert outcome.out.splitlines()[1].startswith("The same of another conversation's follow-up")
+    parts = {file.name: file.stat().st_mtime_ns for file in (folder / "parts").iterdir()}
+    assert len(parts) == 8
+    assert call(main, words, capfd).out == outcome.out
+    assert {f.name: f.stat().st_mtime_ns for f in (folder / "parts").iterdir()} == parts
+    alone = call(main, [str(run.path), "--resamples", "100"], capfd).out
+    assert "count the topic, too. Add a run of --response generate" in alone
 
 
-# -- on frames made by hand: shares and means worked out by hand -------------------------------
-
-TEMPERATURES = np.array([0.5, 1.0, 2.0])
-NAN = np.nan
-
-
-CONTRASTS = {  # of a reference, against what stands in the response's place
-    "response_contrast_bits": 3.0,
-    "empty_contrast_bits": 2.0,
-    "header_contrast_bits": NAN,
-    "response, mean of logs": 4.0,
-    "placebo": -0.5,
-    "likeliest": 1.0,
-    "chance": 0.2,
-}
-
-
-def reference(source: str, curve: list[float], **changes) -> dict:
-    """A reference of two tokens whose log-probabilities by temperature are these."""
-    return {
-        "dataset": "chats",
-        "source": source,
-        "curve": np.array(curve, dtype=float),
-        "reference_token_ids": np.array([5, 6]),
-        "reference_bits_per_byte": 2.0,
-        "reference_logprob": -10.0,
-        "reference_logprob_with_end": -11.0,
-        "reference_greedy": False,
-        "reference_greedy_tokens": 0,
-        "reference_greedy_left_rank": 4.0,
-        "reference_greedy_left_prob": 0.25,
-        "candidate_log_odds": 1.0,
-        "contrasts": CONTRASTS,
-    } | changes
-
-
-def candidate(
-    at: int, name: str, curve: list[float], logprob=-10.0, tokens=2, bits=NAN, **contrasts
-) -> dict:
-    """A candidate of the reference in that row; as a whole turn it is what the curve says."""
-    return {
-        "reference": at,
-        "name": name,
-        "curve": np.array(curve, dtype=float),
-        "whole": curve[1],
-        "logprob": logprob,
-        "tokens": tokens,
-        **dict.fromkeys(CONTRASTS, NAN),
-        "response_contrast_bits": bits,
-    } | contrasts
-
-
-def by_hand(references, candidates=()) -> Scored:
-    """As ``read`` gives it; references are their own candidates too."""
-    frame = pd.DataFrame(references)
-    curve = np.stack(frame.pop("curve").to_list())
-    frame = frame.drop(columns="contrasts")
-    own = [
-        candidate(at, "reference", row["curve"].tolist(), row["reference_logprob"])
-        | {"tokens": len(row["reference_token_ids"])}
-        | row["contrasts"]
-        for at, row in enumerate(references)
-    ]
-    rivals = pd.DataFrame([*own, *candidates])
-    rivals["dataset"] = frame["dataset"].to_numpy()[rivals["reference"]]
-    rivals["source"] = frame["source"].to_numpy()[rivals["reference"]]
-    references = References(frame, TEMPERATURES, curve, {}, True)
-    return Scored([], references, rivals, [])
-
-
-def rows(found: pd.DataFrame, quantity: str, of: str = "", **changes) -> pd.DataFrame:
-    asked = {"dataset": "chats", "quantity": quantity, "of": of} | changes
-    for name, value in asked.items():
-        found = found[found[name] == value]
-    return found
-
-
-def value(found: pd.DataFrame, quantity: str, of: str = "", **changes) -> float:
-    return rows(found, quantity, of, **changes)["value"].item()
-
-
-def of(*given) -> pd.DataFrame:
-    return estimates(by_hand(*given), resamples=100)
-
-
-# -- references ---------------------------------------------------------------------------------
-
-
-REFERENCES = [
-    reference("s0", [-30, -20, -24]),
-    reference("s0", [-40, -22, -16], reference_logprob=-4.0, reference_bits_per_byte=4.0),
-    reference(
-        "s1",
-        [-90, -30, -20],
-        reference_token_ids=np.array([], dtype=int),
-        reference_logprob=0.0,
-        reference_logprob_with_end=-2.0,
-        reference_bits_per_byte=NAN,
-        reference_greedy=True,
-        reference_greedy_left_rank=NAN,
-        reference_greedy_left_prob=NAN,
-    ),
-    reference("s2", [-20, -12, -20], reference_greedy_tokens=2, reference_greedy_left_rank=100.0),
-]
-
-
-def test_means_are_over_turns_and_leave_out_what_an_empty_turn_has_not():
-    found = of(REFERENCES)
-    assert value(found, "bits per byte") == pytest.approx((2 + 4 + 2) / 3)
-    assert value(found, "log p per token") == pytest.approx((-5 - 2 - 5) / 3)
-    assert value(found, "log p") == pytest.approx((-10 - 4 + 0 - 10) / 4)
-    assert value(found, "log p with turn-end") == pytest.approx((-11 - 11 - 2 - 11) / 4)
-    assert value(found, "greedy writes it") == 0.25
-    assert value(found, "tokens until greedy leaves") == 0.5
-    assert value(found, "probability where greedy leaves") == 0.25
-    assert value(found, "median rank where greedy leaves") == 4
-    turns = {"bits per byte": 3, "log p": 4, "median rank where greedy leaves": 3}
-    assert {name: rows(found, name)["rows"].item() for name in turns} == turns
-    assert rows(found, "log p")["sources"].item() == 3
-    assert rows(found, "log p")["temperature"].isna().all()
-
-
-def test_the_best_temperature_is_where_the_mean_curve_is_highest():
-    found = of(REFERENCES)
-    curve = [
-        value(found, "tempered log p", temperature=t)
-        for t in TEMPERATURES  # each turn counts alike
-    ]
-    assert curve == pytest.approx([-180 / 4, -84 / 4, -80 / 4])
-    assert value(found, "best temperature") == 2.0
-    assert value(of(REFERENCES[:1]), "best temperature") == 1.0
-    assert value(of(REFERENCES[2:]), "best temperature") == 2.0  # -20 before -21
-
-
-def test_the_best_temperature_lies_between_points_of_the_grid():
-    alike = [reference(f"s{i}", [-30, -20, -24]) for i in range(5)]
-    best = rows(of(alike), "best temperature")
-    assert best[["value", "low", "high"]].to_numpy().tolist() == [[1.0, 0.5, 2.0]]
-    edge = rows(of([reference(f"s{i}", [-30, -20, -10]) for i in range(5)]), "best temperature")
-    assert edge[["value", "low", "high"]].to_numpy().tolist() == [[2.0, 1.0, 2.0]]
-    alone = rows(of(alike[:1]), "best temperature")
-    assert np.isnan(alone["low"].item())
-
-
-def test_several_datasets_are_reported_each_and_together():
-    other = [reference("t0", [-1, -2, -3], dataset="maths", reference_bits_per_byte=1.0)]
-    found = of([*REFERENCES, *other])
-    assert set(found["dataset"]) == {"chats", "maths", "(all)"}
-    assert value(found, "bits per byte", dataset="maths") == 1.0
-    assert value(found, "bits per byte", dataset="(all)") == pytest.approx((2 + 4 + 2 + 1) / 4)
-    assert value(found, "best temperature", dataset="maths") == 0.5
-    assert set(of(REFERENCES)["dataset"]) == {"chats"}
-
-
-# -- contrasts ----------------------------------------------------------------------------------
-
-
-def test_contrasts_the_control_and_their_difference():
-    references = [
-        reference("s0", [-3, -2, -1], contrasts=CONTRASTS | {"response_contrast_bits": bits})
-        for bits in (8, 2, 5)
-    ]
-    references[1]["reference_token_ids"] = np.array([1, 2, 3, 4])
-    control = [
-        candidate(0, "other_reference", [-3, -2, -1], bits=2.0),
-        candidate(2, "other_reference", [-3, -2, -1], bits=-4.0),
-        candidate(1, "query", [-3, -2, -1]),
-    ]
-    found = of(references, control)
-    assert value(found, "contrast, bits", "response") == 5.0
-    assert value(found, "contrast, bits per token", "response") == pytest.approx(
-        (8 / 2 + 2 / 4 + 5 / 2) / 3
-    )
-    assert value(found, "contrast, bits", "empty") == 2.0
-    assert rows(found, "contrast, bits", "header").empty  # none was made
-    assert value(found, "control's contrast, bits", "response") == -1.0
-    # Of the two contexts that have both: 8 - 2 and 5 + 4.
-    assert value(found, "contrast less control's, bits", "response") == 7.5
-    assert rows(found, "contrast less control's, bits", "response")["rows"].item() == 2
-    assert rows(found, "control's contrast, bits", "empty").empty  # the control has none
-
-
-# -- rivals -------------------------------------------------------------------------------------
-
-
-def test_shares_of_contexts_where_the_reference_is_likelier():
-    """Reference: whole -20, -22, -30, -12; per token -5, -2, none, -5."""
-    rivals = [
-        candidate(0, "query", [-31, -19, -25], logprob=-18.0, tokens=3),  # -6 per token
-        candidate(1, "query", [-31, -23, -10], logprob=-1.0, tokens=1),  # -1
-        candidate(2, "query", [-90, -31, -20], logprob=-1.0, tokens=1),
-        candidate(3, "closing", [-90, -12, -90], logprob=-20.0, tokens=0),
-    ]
-    found = of(REFERENCES, rivals)
-    beats = [value(found, "reference beats", "query", temperature=t) for t in TEMPERATURES]
-    assert beats == pytest.approx([1 / 3, 2 / 3, 1 / 3])
-    assert rows(found, "reference beats", "query", temperature=1.0)["rows"].item() == 3
-    assert value(found, "reference beats per token", "query") == 0.5
-    assert rows(found, "reference beats per token", "query")["rows"].item() == 2
-    assert value(found, "reference beats", "closing", temperature=1.0) == 0.0  # a tie
-    assert np.isnan(value(found, "reference beats per token", "closing"))
-    assert value(found, "log-odds among candidates") == 1.0
+def test_runs_that_cannot_be_used_are_refused(sampled, plain, siblings, capfd):
+    with pytest.raises(UserError, match=r"score \d+ of the same follow-ups in the same contexts"):
+        read([plain, sampled(seed=1)])
+    for runs in ([sampled([scored.CONVERSATIONS[3]])], [siblings]):
+        line = refusal(call(main, [str(run.path) for run in runs], capfd))
+        assert line.startswith("no context has what a user really said after the response")

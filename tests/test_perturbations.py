@@ -151,25 +151,6 @@ def test_references_are_scored_in_the_context_that_the_condition_made(condition,
     assert row["reference_logprob"] == pytest.approx(own[: len(turn)].sum(), abs=1e-4)
 
 
-def test_perturbed_contexts_are_no_swap_sources_and_are_scored_after_nothing_else(
-    run, tiny_subject, tmp_path
-):
-    assert run.contexts["swapped_from"].isna().all()
-    assert run.contexts["candidates"].dropna().map(len).eq(1).all()
-    mixed = tmp_path / "mixed.jsonl"
-    rows = (run.path.parent / "conversations.jsonl").read_text().splitlines()
-    own = [json.loads(row) for row in rows if '"c0~ask"' in row or '"c1~ask"' in row]
-    for row in own[:1]:
-        row |= {"id": "c0", "perturbation": "none", "metadata": {}}
-    mixed.write_text("".join(json.dumps(row) + "\n" for row in own))
-    few = {"temperatures": (1.0,), "samples": 1, "max_new_tokens": 2}
-    settings = Settings(dataset=str(mixed), limit=None, contrasts=True, swaps=2, **few)
-    there = collect(settings, tiny_subject, tmp_path / "run", Silent())
-    assert there.contexts["perturbation"].tolist() == ["none", "ask"]
-    assert there.contexts["swapped_from"].isna().all()  # the other one is perturbed
-    assert there.contexts["reference_empty_contrast_bits"].notna().tolist() == [True, False]
-
-
 # -- judging --------------------------------------------------------------------------------------
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.probe_validation import __main__ as validate
+from experiments import likelihood
 from experiments.decoupling import __main__ as decoupling
-from experiments.likelihood import __main__ as likelihood
 from experiments.perturbations import __main__ as perturbations
 from experiments.steering import __main__ as steering
 from experiments.temperature_sweep import __main__ as temperature_sweep

@@ -173,11 +173,11 @@ def test_an_identity_names_no_folder_of_this_machine():
         "adapter": "../tuned",
         "dataset": "~/data/c.jsonl",
     }
-    settings |= {"candidates": None, "intervention": "./vector.safetensors", "system": "/x/y"}
+    settings |= {"intervention": "./vector.safetensors", "system": "/x/y"}
     known = {"settings": settings, "model": {"name": "/home/me/my-model", "adapter": "../tuned"}}
     clean = integrity.without_folders(known)
     assert clean["settings"] == {
-        **{"model": "my-model", "adapter": "tuned", "dataset": "c.jsonl", "candidates": None},
+        **{"model": "my-model", "adapter": "tuned", "dataset": "c.jsonl"},
         **{"intervention": "vector.safetensors", "system": "/x/y"},
     }
     assert clean["model"] == {"name": "my-model", "adapter": "tuned"}

@@ -42,7 +42,7 @@ def made(monkeypatch) -> list[tuple]:
 def test_the_command_the_function_and_the_record_of_a_run_read_values_alike(made):
     words = (
         "--limit all --temperatures 1.3,0.5 1 --samples 2 --positions header turn_end "
-        "--header-logits 010 --contrasts --swaps 3 --system '' --date 2026-02-01 --model x/y "
+        "--header-logits 010 --system '' --date 2026-02-01 --model x/y "
         "--responses 2 --skip-unusable"
     )
     given = {
@@ -51,8 +51,6 @@ def test_the_command_the_function_and_the_record_of_a_run_read_values_alike(made
         "samples": np.int64(2),
         "positions": "header, turn_end",
         "header_logits": 10,
-        "contrasts": True,
-        "swaps": 3,
         "system": "",
         "date": date(2026, 2, 1),
         "model": Path("x/y"),
@@ -78,18 +76,14 @@ def test_arguments_of_the_command_that_are_no_settings(made, tmp_path):
 
 
 def test_none_is_the_default_but_for_the_limit():
-    same = Settings(model=None, samples=None, contrasts=None, temperatures=None, system=None)
+    same = Settings(model=None, samples=None, skip_unusable=None, temperatures=None, system=None)
     assert same == Settings() and same.limit == 24
     assert Settings(limit=None) == Settings(limit="all") and Settings(limit=None).limit is None
 
 
 def test_what_depends_on_other_settings():
     assert Settings().response_temperature == 0 and Settings(responses=2).response_temperature == 1
-    assert Settings().swaps == 0 and Settings(contrasts=True).swaps == 4
-    assert Settings(contrasts=True, swaps=0).swaps == 0
     assert replace(Settings(responses=2), seed=1) == Settings(responses=2, seed=1)
-    assert not Settings().rivals
-    assert Settings(contrasts=True).rivals and Settings(candidates="own.jsonl").rivals
     assert Settings(response_temperature=1).writes_responses and not Settings().writes_responses
 
 
@@ -147,10 +141,8 @@ REFUSED = [
     ("--device-map cuda", "--device-map: 'cuda' is none of auto"),
     ("--positions ' '", "--positions: ' ' names nothing"),
     ("--model ''", "--model: '' names nothing"),
-    ("--candidates ' '", "--candidates: ' ' names nothing"),
+    ("--intervention ' '", "--intervention: ' ' names nothing"),
     ("--system a\udcff", "--system: 'a\\udcff' is not UTF-8"),
-    ("--swaps 2", "--swaps 2 is about scores after other responses; add --contrasts"),
-    ("--intervention v --contrasts", "--contrasts scores turns in contexts that --intervention"),
     ("--responses 0", "--responses: '0' is not"),
     ("--responses 2 --response given", "--response given: the model writes no responses"),
     ("--response-temperature 1 --response given", "--response given: the model writes no"),
@@ -193,8 +185,8 @@ def test_a_flag_that_cannot_be_is_refused_in_one_line(made, capsys, words, expec
         ({"limit": [3]}, "limit=[3]; give a text or a number"),
         ({"limit": True}, "limit=True; give a text or a number"),
         ({"limit": 2.5}, "--limit: '2.5' is not a whole number"),
-        ({"contrasts": 1}, "contrasts=1; give True or False"),
-        ({"contrasts": "yes"}, "contrasts='yes'; give True or False"),
+        ({"skip_unusable": 1}, "skip_unusable=1; give True or False"),
+        ({"skip_unusable": "yes"}, "skip_unusable='yes'; give True or False"),
         ({"temperatures": [[0.7], 1]}, "temperatures=[[0.7], 1]; give a text or a number, or a"),
         ({"positions": {"all": None}.values}, "positions=<built-in method values of dict object"),
         ({"system": b"bytes"}, "system=b'bytes'; give a text or a number"),
@@ -204,7 +196,6 @@ def test_a_flag_that_cannot_be_is_refused_in_one_line(made, capsys, words, expec
         ({"threads": 0}, "--threads: '0' is not a whole number from 1 up"),
         ({"progress": 5}, "progress=5 shows nothing; give ia_mech.display.Bar(), or None"),
         ({"progress": Bar}, "progress=<class 'ia_mech.display.Bar'> shows nothing; give"),
-        ({"swaps": 2}, "--swaps 2 is about scores after other responses; add --contrasts"),
     ],
 )
 def test_a_value_of_the_function_that_cannot_be_is_refused_in_one_line(made, settings, problem):

@@ -20,7 +20,6 @@ from ia_mech.settings import Settings
 
 SETTINGS = Settings(limit=12, temperatures=(1.0,), samples=2, max_new_tokens=4, batch_rows=6)
 WRITTEN = replace(SETTINGS, limit=9, response="generate", max_response_tokens=5, batch_rows=3)
-CONTRASTS = replace(WRITTEN, limit=6, contrasts=True, swaps=2)
 LEFTOVER = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "3", "MASTER_ADDR": "nowhere"}
 LEFTOVER |= {"SLURM_PROCID": "3", "SLURM_NTASKS": "8", "SLURM_ARRAY_TASK_ID": "3"}
 LEFTOVER |= {"SLURM_ARRAY_TASK_COUNT": "8", "SLURM_ARRAY_TASK_MIN": "0"}
@@ -96,18 +95,6 @@ def test_a_run_may_go_on_in_other_shards(tiny_subject, tmp_path, monkeypatch, wr
     assert run.complete and run.digest() == written.digest()
     named = files_named(out)
     assert len(named) == len(set(named))  # no part was written by two
-
-
-def test_contrasts_wait_for_the_responses_of_all_shards(tiny_subject, tmp_path):
-    """A response is lent to contexts of other shards."""
-    whole = sampled(CONTRASTS, tiny_subject, tmp_path / "whole")
-    out = tmp_path / "run"
-    with pytest.raises(UserError, match="contrasts need all responses, and 3 of other shards are"):
-        sampled(CONTRASTS, tiny_subject, out, shard=(1, 2))
-    assert Run.open(out).kept == {"responses": 3, "contexts": 0}
-    sampled(CONTRASTS, tiny_subject, out, shard=(2, 2))
-    run = sampled(CONTRASTS, tiny_subject, out, shard=(1, 2))
-    assert run.complete and run.digest() == whole.digest()
 
 
 def test_a_shard_without_parts_has_nothing_to_do(tiny_subject, tmp_path):

@@ -26,7 +26,6 @@ from ia_mech.judge import __main__ as judge
 from ia_mech.judge.cache import VerdictCache
 from ia_mech.judge.sheets import json_lines
 from ia_mech.judge.verdict import Item, Verdict
-from ia_mech.likelihood.candidates import OwnCandidates
 from ia_mech.rates import __main__ as rates
 from ia_mech.run import Run
 from ia_mech.untrusted import escaped, inert, parse_json, visible
@@ -81,9 +80,6 @@ def test_whoever_reads_json_names_file_and_line(case, tmp_path):
     if b"\xff" not in hostile:  # these two decode the whole file first
         with pytest.raises(UserError, match=r"line 2 of .*data.jsonl is not JSON \(.*; correct"):
             list(json_lines(lines))
-        lines.write_bytes(b'{"name": "a", "text": "a"}\n' + hostile + b"\n")
-        with pytest.raises(UserError, match=r"data.jsonl, line 2 is not JSON \(.*; write \{"):
-            OwnCandidates.read(lines)
 
 
 def test_a_deeply_nested_verdict_is_no_verdict(tmp_path):

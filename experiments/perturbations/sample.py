@@ -7,6 +7,7 @@ from pathlib import Path
 from experiments.perturbations.conditions import SWAP, perturbed
 from experiments.perturbations.read import Base
 from experiments.resample import chat_of, conversations_of, resampled
+from experiments.swaps import Lenders, lender_of
 from ia_mech.chat.format import ChatFormat
 from ia_mech.chat.headers import rendered
 from ia_mech.cli import quoted
@@ -17,7 +18,6 @@ from ia_mech.errors import UserError
 from ia_mech.judge.label import UNSEEN, label_run
 from ia_mech.judge.rules import RulesJudge
 from ia_mech.judge.verdict import identity_hash
-from ia_mech.likelihood.swaps import SwapSources
 from ia_mech.models.load import context_limit, load_tokenizer_and_config, recalled
 from ia_mech.run import Run
 
@@ -48,9 +48,7 @@ def under_conditions(
     Raises:
         UserError: nothing is left.
     """
-    swaps = SwapSources.of(
-        ((i, c, None) for i, c in enumerate(conversations)), chat.tokenizer, seed
-    )
+    lenders = Lenders([lender_of(one, chat.tokenizer) for one in conversations], seed)
     made: dict[str, dict[str, Conversation]] = {}
     failed: dict[str, str] = {}
     notes = []
@@ -58,7 +56,7 @@ def under_conditions(
         done, problems = {}, {}
         for order, one in enumerate(conversations):
             try:
-                done[one.id] = _made(one, order, name, seed, swaps, chat, limit)
+                done[one.id] = _made(one, order, name, seed, lenders, chat, limit)
             except UserError as error:
                 problems[one.id] = error.problem
         if not done:
@@ -87,13 +85,13 @@ def _made(
     order: int,
     name: str,
     seed: int,
-    swaps: SwapSources,
+    lenders: Lenders,
     chat: ChatFormat,
     limit: int | None,
 ) -> Conversation:
     """A conversation under a condition; UserError if it can't be made or is too long."""
     if name == SWAP:
-        sources = swaps.responses(order, 1)
+        sources = lenders.responses(order, 1)
         if not sources:
             raise UserError(
                 "none of these conversations has another response of its dataset to swap with", ""

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from experiments.likelihood.analyse import by_temperature
+from experiments.likelihood import by_temperature
 from experiments.temperature_sweep.measure import (
     MOSTLY,
     FirstToken,

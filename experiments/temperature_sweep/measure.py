@@ -13,7 +13,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from experiments.likelihood.read import References, references_of
+from experiments.likelihood import References, references_of
 from experiments.temperature_sweep.read import HEADER_LAST, Openings, Sweep, genuine, openings_of
 from ia_mech.data.conversations import UNPERTURBED
 from ia_mech.display import Progress

@@ -14,8 +14,7 @@ from ia_mech.chat.format import ChatFormat
 from ia_mech.engine import sampling, weights
 from ia_mech.engine.check import TOKENS
 from ia_mech.engine.shared import Engine
-from ia_mech.likelihood.candidates import OwnCandidates
-from ia_mech.likelihood.scorer import scored_temperatures
+from ia_mech.likelihood.reference import scored_temperatures
 from ia_mech.models.load import Subject
 from ia_mech.run.integrity import without_folders
 from ia_mech.settings import Settings
@@ -54,7 +53,6 @@ def identity_asked_for(
     settings: Settings,
     positions: Sequence[str],
     conversations: dict,
-    own: OwnCandidates | None,
     vector: SteeringVector | None,
 ) -> dict:
     """That part of the identity which is known before the model's weights are.
@@ -63,7 +61,6 @@ def identity_asked_for(
         settings: with ``batch_rows``.
         positions: that are kept.
         conversations: facts of :func:`ia_mech.collect.parts.survey`.
-        own: the user's candidates.
         vector: that the model is steered with.
     """
     known = {
@@ -71,7 +68,6 @@ def identity_asked_for(
         "positions": list(positions),
         "score_temperatures": scored_temperatures(settings.temperatures),
         "conversations": conversations,
-        "candidates": None if own is None else own.sha256,
         "intervention": None if vector is None else vector.sha256,
         "software": {
             "ia_mech": __version__,

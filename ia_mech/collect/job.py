@@ -48,22 +48,20 @@ from ia_mech.collect.parts import (
 )
 from ia_mech.collect.progress import Work
 from ia_mech.collect.rows import ContextResult, PreparedContext, tables
-from ia_mech.data.conversations import UNPERTURBED
 from ia_mech.display import Progress
 from ia_mech.engine.capture import find_blocks
 from ia_mech.engine.check import check_engine
 from ia_mech.engine.decode import Decoded, Row, decode
 from ia_mech.engine.memory import Backoff
 from ia_mech.engine.sampling import response_stream_key, stream_key, uncompiled
+from ia_mech.engine.score import Scored, Turn, score
 from ia_mech.engine.shared import Engine
-from ia_mech.engine.state import Prefix, prefill_all
+from ia_mech.engine.state import Prefilled, Prefix, prefill_all
 from ia_mech.errors import UserError, exhaustion
 from ia_mech.lens import save_lens
-from ia_mech.likelihood.scorer import Scorer, scored_temperatures
-from ia_mech.likelihood.swaps import SwapSources
+from ia_mech.likelihood.reference import scored_temperatures
 from ia_mech.models.load import (
     Subject,
-    context_limit,
     load,
     remember,
 )
@@ -156,7 +154,7 @@ def collect(
     parts = plan_parts(found, settings, model.config, model.dtype.itemsize)
     settings = replace(settings, batch_rows=parts.batch_rows)
     positions = kept_positions(settings, chat)
-    asked = identity_asked_for(settings, positions, found.facts, inputs.own, inputs.vector)
+    asked = identity_asked_for(settings, positions, found.facts, inputs.vector)
     record = {
         "identity": identity(subject, chat, engine, asked),
         "parts": parts.counts,
@@ -206,7 +204,6 @@ class _Job:
         self.positions = kept_positions(settings, chat)
         self.width = Backoff(parts.batch_rows, self._batch_shrank)
         self.left_out: list[str] = []
-        self.refused: dict[str, str] = {}
 
     def _batch_shrank(self, size: int) -> None:
         self.progress.say(f"out of memory: going on with batches of {size} rows or fewer")
@@ -365,12 +362,11 @@ class _Job:
         parts = self.parts.contexts
         work = self._work("user turns", parts, self.contexts, lengths, each, most, "row")
         written = self.writer.read_responses() if self.survey.prompts else {}
-        scorer = self._scorer(work, written)
         for name, orders in self.contexts.items():
             work.begin(name)
             prepared = [self._prepared(order, written.get(order)) for order in orders]
             contexts = [one for one in prepared if one is not None]
-            compute = partial(self._run, scorer, work, contexts)
+            compute = partial(self._run, work, contexts)
             results = self.width.retry(compute, max(1, each * len(contexts)))
             self.writer.add_contexts(
                 name, *tables(contexts, results, self.settings, self.chat), self._batch_rows
@@ -401,26 +397,23 @@ class _Job:
         at_turn = vector.at_turn if vector else ()
         return PreparedContext(order, conversation, written, context, turn, steered, at_turn)
 
-    def _run(
-        self, scorer: Scorer, work: Work, contexts: list[PreparedContext], limit: int
-    ) -> list[ContextResult]:
+    def _run(self, work: Work, contexts: list[PreparedContext], limit: int) -> list[ContextResult]:
         """Results of contexts; as many are held together as ``limit`` rows are of."""
         together = max(1, limit // len(self.settings.rows()))
         found: list[ContextResult] = []
         for start in range(0, len(contexts), together):
-            found += self._run_together(scorer, work, contexts[start : start + together], limit)
+            found += self._run_together(work, contexts[start : start + together], limit)
         return found
 
     def _run_together(
-        self, scorer: Scorer, work: Work, contexts: list[PreparedContext], limit: int
+        self, work: Work, contexts: list[PreparedContext], limit: int
     ) -> list[ContextResult]:
         """Prefill contexts; score and sample from that."""
         settings, model, grid = self.settings, self.subject.model, self.settings.rows()
         prefixes = [self._prefix(context) for context in contexts]
         groups, order = prefill_all(model, prefixes, self.blocks, work.prefilled)
         members = [contexts[number] for number in order]  # in the order of the groups
-        scorables = [context.scorable for context in members]
-        scores = scorer.score_candidates(groups, scorables)
+        scored = self._references(groups, members, work)
         rows = [
             Row(
                 number,
@@ -442,7 +435,6 @@ class _Job:
                 share=self.engine.share,
                 on_step=work.decoded,
             )
-        scorer.add_contrasts(scorables, scores)
         logits = torch.cat([group.logits.cpu() for group in groups])
         residuals = torch.cat([cast(Tensor, group.residuals).cpu() for group in groups])
         found: dict[int, ContextResult] = {}
@@ -454,7 +446,7 @@ class _Job:
                     "use --dtype bfloat16 or float32 and another --out",
                 )
             mine = decoded[at * len(grid) : (at + 1) * len(grid)]
-            found[number] = ContextResult(mine, scores[at], logits[at], residuals[at])
+            found[number] = ContextResult(mine, scored.get(at), logits[at], residuals[at])
         return [found[number] for number in range(len(contexts))]
 
     def _prefix(self, context: PreparedContext) -> Prefix:
@@ -462,41 +454,22 @@ class _Job:
         places = [-1 if place is None else place for place in at]
         return Prefix(context.chat.ids, places, context.at_context)
 
-    def _scorer(self, work: Work, written: dict[int, dict]) -> Scorer:
-        """What scores given turns; swaps come from every unperturbed conversation of the run."""
-        settings = self.settings
-        sources = SwapSources([], settings.seed)
-        if settings.rivals:
-            if missing := self.survey.prompts.keys() - written.keys():
-                raise UserError(
-                    f"contrasts need all responses, and {len(missing)} of other shards are not "
-                    "written yet",
-                    "leave --shard out, or give the same command again when they are",
-                )
-            rows = (
-                (order, conversation, written.get(order))
-                for order, conversation in enumerate(self.survey.conversations)
-                if conversation.perturbation == UNPERTURBED
-            )
-            sources = SwapSources.of(rows, self.subject.tokenizer, settings.seed)
-        return Scorer(
+    def _references(
+        self, groups: list[Prefilled], members: list[PreparedContext], work: Work
+    ) -> dict[int, Scored]:
+        """Scores of the users' real follow-ups, by the number of their context."""
+        end = [] if self.chat.closing_id is None else [self.chat.closing_id]
+        turns = [
+            Turn(number, [*context.reference_ids, *end], context.at_turn)
+            for number, context in enumerate(members)
+            if context.reference_ids is not None
+        ]
+        found = score(
             self.subject.model,
-            self.chat,
-            sources,
-            scored_temperatures(settings.temperatures),
-            contrasts=settings.contrasts,
-            swaps=settings.swaps,
-            rivals=settings.rivals,
-            own=self.inputs.own,
-            limit=context_limit(self.subject.model.config),
-            note=self._refuse,
+            groups,
+            turns,
+            scored_temperatures(self.settings.temperatures),
             share=self.engine.share,
             on_tokens=work.scored,
         )
-
-    def _refuse(self, kind: str, problem: str) -> None:
-        """Report and record, once per kind, what is left out of the scores somewhere."""
-        if kind not in self.refused:
-            self.refused[kind] = problem
-            self.progress.say(f"not scored everywhere: {kind}: {problem}")
-            self.writer.note("contrasts_refused", self.refused)
+        return {turn.context: one for turn, one in zip(turns, found, strict=True)}

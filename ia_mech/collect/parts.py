@@ -23,7 +23,6 @@ from ia_mech.chat.headers import rendered
 from ia_mech.collect.identity import build_chat, identity_asked_for
 from ia_mech.data.conversations import Conversation, ConversationSource, open_conversations
 from ia_mech.errors import UserError
-from ia_mech.likelihood.candidates import OwnCandidates
 from ia_mech.models.load import (
     context_limit,
     load_tokenizer_and_config,
@@ -47,10 +46,9 @@ Shard = tuple[int, int]  # number, from 1, and of how many
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a run reads: its conversations, the user's own candidates, and a steering vector."""
+    """What a run reads: its conversations, and a steering vector."""
 
     source: ConversationSource
-    own: OwnCandidates | None
     vector: SteeringVector | None = None
 
 
@@ -62,14 +60,14 @@ def open_inputs(settings: Settings, out: Path) -> Inputs:
         out: the run's folder.
 
     Raises:
-        UserError: a device, a folder, candidates, a vector or a dataset that can't be used.
+        UserError: a device, a folder, a vector or a dataset that can't be used.
     """
     resolve_device(settings.device)
     layout.refuse_inside_run(out)
     layout.refuse_unwritable(out, "give another --out or set IA_MECH_CACHE")
     if out.is_dir() and layout.holds_other_files(out):
         raise UserError(f"{out} holds files but no run", "give an empty or new folder as --out")
-    vector, own = settings.intervention, settings.candidates
+    vector = settings.intervention
     source = open_conversations(
         settings.dataset,
         limit=settings.limit,
@@ -80,7 +78,6 @@ def open_inputs(settings: Settings, out: Path) -> Inputs:
     )
     return Inputs(
         source,
-        None if own is None else OwnCandidates.read(own),
         None if vector is None else SteeringVector.load(vector),
     )
 
@@ -182,7 +179,7 @@ def survey(
 
     Raises:
         UserError: a missing response, a context longer than the model's, or a refusing template,
-            where such conversations aren't to be skipped; candidates of unknown conversations.
+            where such conversations aren't to be skipped.
     """
     found = Survey({}, [], [], {}, 0, [])
     read: set[str] = set()
@@ -212,9 +209,6 @@ def survey(
             "every conversation has a response: --responses and --response-temperature do nothing",
             "use --response generate, which replaces them, or leave the two flags out",
         )
-    if inputs.own is not None:
-        ids = {one.id for one in found.conversations}
-        inputs.own.check(ids, sum(one.reference is not None for one in found.conversations))
     total = hashlib.sha256()
     for conversation in found.conversations:
         text = json.dumps(conversation.to_dict(), sort_keys=True, ensure_ascii=False)
@@ -425,7 +419,7 @@ def dry_run(settings: Settings, out: Path, shard: Shard = WHOLE) -> tuple[Plan, 
     if (out / layout.RUN).is_file():
         there = Run.open(out)
         positions = kept_positions(settings, chat)
-        wanted = identity_asked_for(settings, positions, found.facts, inputs.own, inputs.vector)
+        wanted = identity_asked_for(settings, positions, found.facts, inputs.vector)
         kept = without_folders(there.record["identity"])
         record = {"identity": {name: kept.get(name) for name in wanted}}
         record["parts"] = there.record["parts"]
@@ -484,8 +478,7 @@ def run_bytes(
         logits = 6 * int(settings.header_logits)
     # A generation: id, log-probability, rank and margin of four bytes each per token, and its text.
     turns = len(settings.rows()) * (settings.max_new_tokens * 20 + 100)
-    # Candidates with their texts and a log-probability per temperature, and what columns cost.
-    scores = 4_500 if settings.rivals else 2_000
+    scores = 2_000  # a log-probability per temperature, and what columns cost
     return len(lengths) * (residuals + logits + turns + scores) + 10 * sum(lengths) + 8_000
 
 

@@ -12,7 +12,8 @@ from ia_mech.chat.format import ChatContext, ChatFormat
 from ia_mech.data.conversations import Conversation
 from ia_mech.engine.decode import Decoded
 from ia_mech.engine.intervene import Steered
-from ia_mech.likelihood.scorer import ContextScores, Scorable, reference_columns
+from ia_mech.engine.score import Scored
+from ia_mech.likelihood.reference import reference_columns
 from ia_mech.run import layout
 from ia_mech.settings import Settings
 
@@ -30,12 +31,6 @@ class PreparedContext:
     at_turn: tuple[Steered, ...] = ()  # each of its tokens
 
     @property
-    def scorable(self) -> Scorable:
-        """The same for the scorer."""
-        ids = self.chat.ids, self.reference_ids
-        return Scorable(self.order, self.conversation, *ids, self.at_turn)
-
-    @property
     def response_cut_off(self) -> bool:
         """Whether the response reached its token limit: a different stimulus."""
         return self.written is not None and self.written["finish_reason"] == "length"
@@ -46,7 +41,7 @@ class ContextResult:
     """What the engine gave for one context."""
 
     rows: list[Decoded]
-    scores: ContextScores
+    scored: Scored | None  # the user's real follow-up, if the data has one
     logits: Tensor  # [vocab] float32
     residuals: Tensor  # [layers + 1, positions, d_model]
 
@@ -87,6 +82,10 @@ def context_row(
     """One row of ``contexts/``."""
     conversation, written = context.conversation, context.written
     finish = written["finish_reason"] if written else "given"
+    reference, ids = conversation.reference or "", context.reference_ids
+    scores = {}
+    if result.scored is not None and ids is not None:
+        scores = reference_columns(result.scored, ids, reference, chat.closing_id is not None)
     given = chat.tokenizer(conversation.response, add_special_tokens=False)["input_ids"]
     return {
         **_names(context),
@@ -104,10 +103,7 @@ def context_row(
         "positions": context.chat.positions,
         "first_token_entropy": entropy(result.logits),
         "first_token_entropy_tempered": [entropy(result.logits / t) for t in settings.temperatures],
-        "swapped_from": result.scores.swapped_from or None,
-        **reference_columns(
-            result.scores.candidates, conversation.reference or "", chat.closing_id is not None
-        ),
+        **scores,
     }
 
 

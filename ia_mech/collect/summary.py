@@ -49,16 +49,14 @@ def temperature_table(run: Run) -> Table:
 def reference_table(run: Run) -> Table | None:
     """How the model likes the users' real follow-ups, per dataset; None if the data has none.
 
-    ``contrast`` is the mean response contrast (``ia_mech.likelihood``), ``greedy writes`` the share
-    of follow-ups that greedy decoding writes whole, turn-end included.
+    ``greedy writes`` is the share of follow-ups that greedy decoding writes whole, turn-end
+    included.
     """
     scored = run.contexts[run.contexts["reference_logprob"].notna()]
     if scored.empty:
         return None
-    bits = "reference_response_contrast_bits"
-    contrasts = ["contrast, bits"] if scored[bits].notna().any() else []
     table = _table("the users' real follow-ups")
-    columns = ["log p / token", "bits / byte", *contrasts, "greedy writes"]
+    columns = ["log p / token", "bits / byte", "greedy writes"]
     for name in ("dataset", "turns", *columns):
         table.add_column(name, justify="left" if name == "dataset" else "right", no_wrap=True)
     for dataset, rows in scored.groupby("dataset"):
@@ -67,7 +65,6 @@ def reference_table(run: Run) -> Table | None:
         shown = [
             cluster_mean(rows["reference_logprob"] / tokens, sources).text(),
             cluster_mean(rows["reference_bits_per_byte"], sources).text(),
-            *(cluster_mean(rows[bits].astype(float), sources).text(1) for _ in contrasts),
             cluster_mean(greedy, sources, proportion=True).text(),
         ]
         table.add_row(escape(one_line(str(dataset), 30)), _counted(rows), *shown)
@@ -159,8 +156,6 @@ def _say(line: str) -> None:
 LEGEND = {
     "log p / token": "log p: raw (T = 1), nats.",
     "entropy": "entropy: of the first token at T, nats.",
-    "contrast, bits": "contrast: bits by which a follow-up is likelier after its own response than "
-    "after others'.",
     "greedy writes": "greedy writes: share of follow-ups that greedy decoding writes whole.",
 }
 

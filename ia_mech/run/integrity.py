@@ -131,7 +131,7 @@ def without_folders(known: dict) -> dict:
     """
     known = copy.deepcopy(known)
     settings, model = known["settings"], known.get("model", {})
-    paths = ("model", "adapter", "dataset", "candidates", "intervention")
+    paths = ("model", "adapter", "dataset", "intervention")
     for place, key in [*((settings, key) for key in paths), (model, "name"), (model, "adapter")]:
         if isinstance(name := place.get(key), str) and name.startswith(("/", "~", ".", "\\")):
             place[key] = Path(os.path.abspath(os.path.expanduser(name))).name

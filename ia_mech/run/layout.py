@@ -26,42 +26,6 @@ KINDS = ("responses", "contexts")  # of parts
 
 _MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
 
-
-def _contrast_fields(prefix: str = "") -> list[tuple[str, pa.DataType]]:
-    """Columns of ``ia_mech.likelihood.scorer.contrast_columns``."""
-    types = {"logprob_swapped": pa.list_(pa.float64())}
-    names = [
-        f"{name}{end}"
-        for end in ("", "_with_end")
-        for name in (
-            "logprob_empty",
-            "logprob_swapped",
-            "logprob_header",
-            "response_contrast_bits",
-            "empty_contrast_bits",
-            "header_contrast_bits",
-        )
-    ]
-    return [
-        (prefix + name, types.get(name.removesuffix("_with_end"), pa.float64())) for name in names
-    ]
-
-
-_CANDIDATE = pa.struct(
-    [
-        ("name", pa.string()),
-        ("text", pa.string()),
-        ("lender", pa.string()),
-        ("tokens", pa.int32()),
-        ("logprob", pa.float64()),
-        ("logprob_with_end", pa.float64()),
-        ("logprob_tempered", pa.list_(pa.float64())),
-        ("logprob_tempered_with_end", pa.list_(pa.float64())),
-        *_contrast_fields(),
-    ]
-)
-
-
 RESPONSES = pa.schema(
     [
         ("order", pa.int64()),
@@ -137,11 +101,6 @@ def contexts_schema(position_names: Iterable[str]) -> pa.Schema:
             ("reference_greedy_tokens", pa.int32()),
             ("reference_greedy_left_rank", pa.int32()),
             ("reference_greedy_left_prob", pa.float64()),
-            *_contrast_fields("reference_"),
-            ("swapped_from", pa.list_(pa.string())),
-            ("candidates", pa.list_(_CANDIDATE)),
-            ("candidate_log_odds", pa.float64()),
-            ("candidate_log_odds_tempered", pa.list_(pa.float64())),
         ]
     )
 

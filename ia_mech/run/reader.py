@@ -1,4 +1,7 @@
-"""Read a run: data frames for what is text and numbers, tensors read when asked for."""
+"""Read a run: data frames for what is text and numbers, tensors read when asked for.
+
+torch is imported where tensors are made: whoever wants texts and numbers has them at once.
+"""
 
 import hashlib
 import json
@@ -9,20 +12,21 @@ from collections.abc import Collection, Iterator, Sequence
 from functools import cached_property
 from html import escape
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
-import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
 from ia_mech.errors import UserError
 from ia_mech.run import integrity, layout
 from ia_mech.run.labels import Labels
 from ia_mech.untrusted import visible
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 EXACT_FROM = 0.3  # temperature from which float16 logits give first-token distributions
 
@@ -225,7 +229,7 @@ class Run:
         )
         return f"<table>{''.join(cells)}</table>"
 
-    def residuals(self, layer: int | None = None, position: str | None = None) -> Tensor:
+    def residuals(self, layer: int | None = None, position: str | None = None) -> "Tensor":
         """The residual stream, ``[contexts, layers + 1, positions, d_model]``.
 
         In the model's dtype, before the final norm, in the order of :attr:`contexts`. A context
@@ -238,6 +242,8 @@ class Run:
         Raises:
             UserError: no such layer, a position that wasn't kept, or no finished part yet.
         """
+        import torch
+
         if layer is not None and layer not in self.layers:
             raise UserError(
                 f"layer {layer} is not in {self.path}",
@@ -254,7 +260,7 @@ class Run:
         found = [torch.cat([self._residuals(part, one, at) for part in parts]) for one in layers]
         return torch.stack(found, dim=1) if layer is None else found[0]
 
-    def _residuals(self, part: dict, layer: int, at: int | slice) -> Tensor:
+    def _residuals(self, part: dict, layer: int, at: int | slice) -> "Tensor":
         file = self._file(part, layout.residuals_file(layer, part["name"]))
         try:
             with safe_open(file, framework="pt") as tensors:
@@ -363,7 +369,9 @@ class Run:
         )
 
 
-def _add_tensor(streams: dict[str, Any], name: str, tensor: Tensor) -> None:
+def _add_tensor(streams: dict[str, Any], name: str, tensor: "Tensor") -> None:
+    import torch
+
     content = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
     streams[f"{name} {tensor.dtype}"].update(content)
 
@@ -405,10 +413,10 @@ class HeaderLogits:
     def __len__(self) -> int:
         return len(self._places)
 
-    def __iter__(self) -> Iterator[Tensor]:
+    def __iter__(self) -> "Iterator[Tensor]":
         return (self[index] for index in range(len(self)))
 
-    def stored(self, index: int) -> dict[str, Tensor]:
+    def stored(self, index: int) -> "dict[str, Tensor]":
         """What the file has for one context (in the order of ``Run.contexts``).
 
         Raises:
@@ -426,8 +434,10 @@ class HeaderLogits:
         except (SafetensorError, OSError) as error:
             raise _unreadable(file, error) from None
 
-    def __getitem__(self, index: int) -> Tensor:
+    def __getitem__(self, index: int) -> "Tensor":
         """Logits minus their maximum, ``[vocab]`` float32; -inf where top-k didn't keep them."""
+        import torch
+
         stored = self.stored(index)
         if "shifted" in stored:
             return stored["shifted"].float()
@@ -435,7 +445,7 @@ class HeaderLogits:
         logits[stored["indices"].long()] = stored["values"].float()
         return logits
 
-    def log_probs(self, index: int, temperature: float = 1.0) -> Tensor:
+    def log_probs(self, index: int, temperature: float = 1.0) -> "Tensor":
         """Log-probabilities of the first token at a temperature, ``[vocab]`` float32, in nats.
 
         From a top-k file they are exact at T = 1 (the tail's mass is stored); at another
@@ -466,7 +476,7 @@ class HeaderLogits:
                 "sample with --header-logits full",
             )
         kept = self[index].log_softmax(-1)
-        return kept + torch.log1p(-stored["tail_mass"].float())
+        return kept + (-stored["tail_mass"].float()).log1p()
 
 
 def _rows_in(file: Path) -> int:

@@ -13,19 +13,20 @@ import re
 from collections.abc import Callable, Collection
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError
-from safetensors.torch import save_file
-from torch import Tensor
 
 from ia_mech.errors import UserError
 from ia_mech.run import integrity, layout
 from ia_mech.run.card import card
 from ia_mech.run.reader import Run
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class RunWriter:
@@ -144,8 +145,8 @@ class RunWriter:
         name: str,
         contexts: pa.Table,
         generations: pa.Table,
-        header_logits: dict[str, Tensor] | None,
-        residuals: Tensor | None,
+        header_logits: "dict[str, Tensor] | None",
+        residuals: "Tensor | None",
         batch_rows: int | None = None,
     ) -> None:
         """Write a part of contexts; one without contexts has no files.
@@ -204,7 +205,7 @@ class RunWriter:
     def _write_table(self, file: str, table: pa.Table) -> dict:
         return self._write(file, lambda path: pq.write_table(table, path, compression="zstd"))
 
-    def _write_tensors(self, file: str, tensors: dict[str, Tensor], names: dict) -> dict:
+    def _write_tensors(self, file: str, tensors: "dict[str, Tensor]", names: dict) -> dict:
         """A safetensors file. Row k of every tensor is of the k-th context of ``names``."""
         metadata = {name: json.dumps(value) for name, value in names.items()}
         return self._write(file, lambda path: _save(tensors, path, metadata))
@@ -236,7 +237,9 @@ class RunWriter:
         return damaged
 
 
-def _save(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
+def _save(tensors: "dict[str, Tensor]", path: Path, metadata: dict[str, str]) -> None:
+    from safetensors.torch import save_file
+
     try:
         save_file(tensors, path, metadata=metadata)
     except SafetensorError as error:  # also for a full disk, with the number in its text

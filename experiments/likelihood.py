@@ -1,0 +1,550 @@
+"""How likely is what users really said next, and how much of that does the response account for?
+
+Usage::
+
+    python -m experiments.likelihood cache/RUN
+    python -m experiments.likelihood cache/RUN cache/SIBLINGS     # responses to the same queries
+"""
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+
+from experiments.runner import Experiment, intervals, result_of
+from experiments.tables import stated, table_of
+from ia_mech.cli import whole_from
+from ia_mech.errors import UserError
+from ia_mech.estimates import Group, TidyEstimate, by_dataset, frame_of
+from ia_mech.stats import cluster_statistic
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from ia_mech.chat.format import ChatFormat
+    from ia_mech.models.load import Subject
+    from ia_mech.results import Result, Table
+    from ia_mech.run import Run
+
+SIBLINGS, OTHERS, EMPTY = AGAINST = ("sibling responses", "other responses", "no response")
+REFERENCE, CONTROL = "follow-up", "another's follow-up"
+QUERY, RESPONSE, CLOSING = RIVALS = ("query", "response", "closing")
+CLOSING_TEXT = "Thanks, that is all I needed."
+LN2 = float(np.log(2.0))
+# ``temperature``: at which turns were scored; ``of``: rival, or what stands in a response's place.
+COLUMNS = {"dataset": "str", "temperature": "float64", "of": "str"}
+
+
+# -- what runs hold --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class References:
+    """Reference turns, as runs have scored them.
+
+    Attributes:
+        frame: one row per context with a reference turn: ``run``, ``context_id``, ``dataset``,
+            ``source`` (a key that holds across runs) and the stored columns.
+        temperatures: at which all runs scored, ascending.
+        curve: ``[references, temperatures]`` log-probability of the turn, with its turn-end where
+            the template has one, in nats.
+    """
+
+    frame: pd.DataFrame
+    temperatures: np.ndarray
+    curve: np.ndarray
+
+
+def keyed(run: "Run", frame: pd.DataFrame) -> pd.DataFrame:
+    """Rows of a run with ``run`` and a ``source`` that holds across runs."""
+    source = frame["dataset"] + "\x1f" + frame["source_id"]
+    return frame.assign(run=str(run.path), source=source)
+
+
+def references_of(runs: "Sequence[Run]") -> References | None:
+    """The references of runs; None if no context has one."""
+    contexts = pd.concat([keyed(run, run.contexts) for run in runs], ignore_index=True)
+    frame = contexts[contexts["reference_logprob"].notna()].reset_index(drop=True)
+    if frame.empty:
+        return None
+    temperatures = sorted(set.intersection(*({*run.score_temperatures} for run in runs)))
+    closed = bool(frame["reference_logprob_with_end"].notna().all())
+    name = "reference_logprob_tempered" + ("_with_end" if closed else "")
+    at = {str(run.path): [run.score_temperatures.index(t) for t in temperatures] for run in runs}
+    pairs = zip(frame[name], frame["run"], strict=True)
+    curve = np.array([np.asarray(values)[at[path]] for values, path in pairs])
+    return References(frame, np.array(temperatures), curve)
+
+
+def read(runs: "Sequence[Run]") -> tuple[References, list[str]]:
+    """References after the responses that users saw, and what a reader has to know.
+
+    Runs whose responses the model wrote give siblings only: what users really said answered
+    other responses than those.
+
+    Raises:
+        UserError: no reference turn after a response of the data's; two runs that hold the same
+            references after the same contexts.
+    """
+    given = [run for run in runs if run.settings["response"] != "generate"]
+    found = references_of(given) if given else None
+    if found is not None:
+        kept = (found.frame["response_policy"] == "given").to_numpy()
+        frame = found.frame[kept].reset_index(drop=True)
+        found = replace(found, frame=frame, curve=found.curve[kept])
+    if found is None or found.frame.empty:
+        raise UserError(
+            "no context has what a user really said after the response that it holds",
+            "give a run of conversations with a later user turn (--followup-column), sampled "
+            "without --response generate",
+        )
+    keys = found.frame[["token_ids", "reference_token_ids"]].map(tuple).agg(tuple, axis=1)
+    if (again := keys.duplicated()).any():
+        first = found.frame.loc[keys == keys[again].iloc[0], "run"].iloc[0]
+        other = found.frame.loc[again, "run"].iloc[0]
+        raise UserError(
+            f"{first} and {other} score {again.sum()} of the same follow-ups in the same contexts",
+            "give one of them",
+        )
+    return found, []
+
+
+# -- measure ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A context with its follow-up, and all that is scored for it.
+
+    Attributes:
+        source, dataset: of the context.
+        row: of the references.
+        contexts: what stands in the response's place (None: the response itself) and the token ids
+            of the context with it.
+        turns: the name of each turn, its token ids, and how many of these are without turn-end.
+    """
+
+    source: str
+    dataset: str
+    row: int
+    contexts: tuple[tuple[str | None, tuple[int, ...]], ...]
+    turns: tuple[tuple[str, tuple[int, ...], int], ...]
+
+
+def units_of(
+    runs: "Sequence[Run]",
+    references: References,
+    chat: "ChatFormat",
+    swaps: int,
+    limit: int | None,
+    seed: int,
+) -> tuple[list[Unit], list[str]]:
+    """What is to be scored, and a note for each kind that is left out somewhere.
+
+    Args:
+        runs: those of the references, and of siblings.
+        references: of :func:`read`.
+        chat: the model's format.
+        swaps: after how many responses to other queries.
+        limit: tokens that the model's context holds, or None.
+        seed: of the draws.
+    """
+    from experiments.resample import conversations_of
+    from experiments.swaps import Lenders, lender_of
+
+    own = conversations_of(references.frame)
+    lenders = Lenders([lender_of(one, chat.tokenizer) for one in own], seed)
+    written: dict[str, list[str]] = {}
+    for run in runs:
+        frame = keyed(run, run.contexts)
+        for source, messages in zip(frame["source"], frame["messages"], strict=True):
+            written.setdefault(source, []).append(messages[-1]["content"])
+    end = () if chat.closing_id is None else (chat.closing_id,)
+    units, refused = [], {}
+    for row, (one, source) in enumerate(zip(own, references.frame["source"], strict=True)):
+        others = lenders.responses(row, swaps)
+        control = lenders.reference(row, others)
+        texts = [(REFERENCE, one.reference or "")]
+        texts += [(CONTROL, control.reference)] if control and control.reference else []
+        texts += [(QUERY, one.query), (RESPONSE, one.response or ""), (CLOSING, CLOSING_TEXT)]
+        opened = chat.context(one.messages)
+        turns: list[tuple[str, tuple[int, ...], int]] = []
+        said: set[str] = set()
+        for name, text in texts:
+            text = text if name == REFERENCE else text.strip()
+            if not text or text in said:
+                continue
+            said.add(text)
+            try:
+                ids = chat.reference_ids(one.messages, opened, text)
+            except UserError as error:
+                refused[name] = error.problem
+                continue
+            turns.append((name, (*ids, *end), len(ids)))
+        siblings = [text for text in dict.fromkeys(written[source]) if text != one.response]
+        places = [(SIBLINGS, text) for text in siblings]
+        places += [(OTHERS, lender.response) for lender in others] + [(EMPTY, "")]
+        longest = max(len(ids) for _, ids, _ in turns)
+        contexts: list[tuple[str | None, tuple[int, ...]]] = [(None, tuple(opened.ids))]
+        for kind, text in places:
+            try:
+                ids = chat.context(one.with_response(text).messages).ids
+            except UserError as error:
+                refused[kind] = error.problem
+                continue
+            if limit is not None and len(ids) + longest > limit:
+                refused[kind] = f"the model's context of {limit} tokens is too short"
+                continue
+            contexts.append((kind, tuple(ids)))
+        units.append(Unit(source, one.dataset, row, tuple(contexts), tuple(turns)))
+    return units, [f"not scored everywhere: {kind}: {why}." for kind, why in refused.items()]
+
+
+def measure(subject: "Subject", share: bool, unit: Unit) -> pd.DataFrame:
+    """One row per turn and context: ``row``, ``turn``, ``tokens``, ``against`` (null after the
+    response itself), and the log-probabilities ``logprob`` (without turn-end) and ``whole``, in
+    nats at T = 1. Rivals are scored after the response itself alone."""
+    from ia_mech.engine.score import Turn, score
+    from ia_mech.engine.state import Prefix, prefill_all
+
+    groups, order = prefill_all(subject.model, [Prefix(ids) for _, ids in unit.contexts])
+    wanted = [
+        (at, *turn)
+        for at, number in enumerate(order)
+        for turn in unit.turns
+        if unit.contexts[number][0] is None or turn[0] in (REFERENCE, CONTROL)
+    ]
+    found = score(subject.model, groups, [Turn(at, ids) for at, _, ids, _ in wanted], share=share)
+    rows = []
+    for (at, name, _, tokens), one in zip(wanted, found, strict=True):
+        raw = one.logprobs_raw.astype(np.float64)
+        rows.append(
+            {"row": unit.row, "turn": name, "tokens": tokens}
+            | {"against": unit.contexts[order[at]][0]}
+            | {"logprob": float(raw[:tokens].sum()), "whole": float(raw.sum())}
+        )
+    return pd.DataFrame(rows)
+
+
+def contrasts_of(rows: pd.DataFrame) -> pd.DataFrame:
+    """A turn's log-probability after its own response, against those after what replaces it.
+
+    Args:
+        rows: of :func:`measure`.
+
+    Returns:
+        One row per reference row, ``turn`` and ``against``: ``bits``, the log-probability less the
+        mean of those after the others; ``placebo``, the same with the first of the others in the
+        response's place (NaN if there is one); ``likeliest``, whether the turn is likeliest after
+        its own response; ``chance``, of that if all responses were alike to it; and ``tokens``.
+        The mean is of logarithms, so that a turn to which all responses are alike has 0 on average.
+    """
+    own = rows[rows["against"].isna()].set_index(["row", "turn"])
+    found = []
+    for (row, turn, against), other in rows.dropna(subset=["against"]).groupby(
+        ["row", "turn", "against"], sort=False
+    ):
+        mine, values = own.loc[(row, turn)], other["logprob"].to_numpy()
+        placebo = (values[0] - values[1:].mean()) / LN2 if len(values) > 1 else np.nan
+        found.append(
+            {"row": row, "turn": turn, "against": against, "tokens": mine["tokens"]}
+            | {"bits": (mine["logprob"] - values.mean()) / LN2, "placebo": placebo}
+            | {"likeliest": float(mine["logprob"] > values.max())}
+            | {"chance": 1 / (len(values) + 1)}
+        )
+    columns = ["row", "turn", "against", "tokens", "bits", "placebo", "likeliest", "chance"]
+    return pd.DataFrame(found, columns=columns)
+
+
+# -- estimate --------------------------------------------------------------------------------------
+
+
+def estimates(
+    references: References,
+    rows: pd.DataFrame,
+    *,
+    level: float = 0.95,
+    resamples: int = 2000,
+    seed: int = 0,
+) -> pd.DataFrame:
+    """Every estimate, one row each: quantity, :data:`COLUMNS`, value and interval."""
+    options = {"level": level, "resamples": resamples, "seed": seed}
+    contrasts = contrasts_of(rows)
+    found: list[TidyEstimate] = []
+    for dataset, here in by_dataset(references.frame):
+        frame = references.frame[here]
+        group = Group(frame["source"].to_numpy(), options, {"dataset": dataset})
+        found += _references(group, frame)
+        found += by_temperature(group, references.curve[here], references.temperatures)
+        found += _contrasts(group, contrasts, frame.index)
+        found += _rivals(group, rows, frame.index)
+    return frame_of(found, COLUMNS)
+
+
+def _references(group: Group, references: pd.DataFrame) -> Iterator[TidyEstimate]:
+    tokens = references["reference_token_ids"].map(len).to_numpy()
+    filled = np.where(tokens > 0, tokens, np.nan)  # an empty turn has no token to speak of
+    yield group.mean("bits per byte", references["reference_bits_per_byte"])
+    yield group.mean("log p per token", references["reference_logprob"] / filled)
+    yield group.mean("log p", references["reference_logprob"])
+    yield group.mean("log p with turn-end", references["reference_logprob_with_end"])
+    greedy = references["reference_greedy"].astype(float)
+    yield group.mean("greedy writes it", greedy, proportion=True)
+    until = group.mean("tokens until greedy leaves", references["reference_greedy_tokens"])
+    yield replace(until, estimate=until.estimate.within(0.0, np.inf))
+    left = references["reference_greedy_left_prob"]
+    yield group.mean("probability where greedy leaves", left, proportion=True)
+    ranks = references["reference_greedy_left_rank"]
+    if ranks.notna().any():
+        yield group.median("median rank where greedy leaves", ranks)
+
+
+def by_temperature(
+    group: Group, curve: np.ndarray, temperatures: np.ndarray
+) -> Iterator[TidyEstimate]:
+    """The mean log-probability of a whole turn by temperature, and where it is largest.
+
+    Args:
+        group: of the references.
+        curve: ``[references, temperatures]`` log-probabilities in nats.
+        temperatures: ascending.
+    """
+    for column, t in zip(curve.T, temperatures, strict=True):
+        yield group.mean("tempered log p", column, temperature=float(t))
+
+    def best(columns, counts) -> float:
+        return float(temperatures[np.argmax(counts @ columns["curve"])])
+
+    estimate = cluster_statistic(best, {"curve": curve}, group.sources, **group.options)
+    if estimate.sources > 1:
+        # Between which points of the grid it may lie; where all resamples agree there is no spread.
+        ends = np.nan_to_num([estimate.low, estimate.high], nan=estimate.value)
+        at = np.searchsorted(temperatures, ends) + np.array([-1, 1])
+        low, high = temperatures[at.clip(0, len(temperatures) - 1)]
+        estimate = replace(estimate, low=float(low), high=float(high))
+    yield group.row("best temperature", estimate, len(curve))
+
+
+def _contrasts(group: Group, contrasts: pd.DataFrame, index: pd.Index) -> Iterator[TidyEstimate]:
+    """Contrasts of references, of the control, and how much the former exceed the latter."""
+    for against in AGAINST:
+        mine = contrasts[contrasts["against"] == against]
+        own, control = (
+            mine[mine["turn"] == name].set_index("row").reindex(index)
+            for name in (REFERENCE, CONTROL)
+        )
+        if own["bits"].isna().all():
+            continue
+        yield group.mean("contrast, bits", own["bits"], of=against)
+        tokens = own["tokens"].where(own["tokens"] > 0).astype(float)
+        yield group.mean("contrast, bits per token", own["bits"] / tokens, of=against)
+        if control["bits"].notna().any():
+            yield group.mean("control's contrast, bits", control["bits"], of=against)
+            less = own["bits"] - control["bits"]
+            yield group.mean("contrast less control's, bits", less, of=against)
+        if own["placebo"].notna().any():
+            yield group.mean("placebo's contrast, bits", own["placebo"], of=against)
+        likeliest = own["likeliest"]
+        yield group.mean("likeliest after its response", likeliest, of=against, proportion=True)
+        yield group.mean("likeliest after its response, by chance", own["chance"], of=against)
+
+
+def _rivals(group: Group, rows: pd.DataFrame, index: pd.Index) -> Iterator[TidyEstimate]:
+    """How often the reference is likelier than a rival, as a whole turn and per token."""
+    after = rows[rows["against"].isna()]
+    own = after[after["turn"] == REFERENCE].set_index("row").reindex(index)
+    for name in (CONTROL, *RIVALS):
+        rival = after[after["turn"] == name].set_index("row").reindex(index)
+        there = rival["whole"].notna().to_numpy()
+        if not there.any():
+            continue
+        beats = (own["whole"] > rival["whole"]).astype(float).where(there)
+        yield group.mean("follow-up beats", beats, of=name, proportion=True)
+        each = [one["logprob"] / one["tokens"].where(one["tokens"] > 0) for one in (own, rival)]
+        known = each[0].notna() & each[1].notna()
+        beats = (each[0] > each[1]).astype(float).where(known)
+        yield group.mean("follow-up beats per token", beats, of=name, proportion=True)
+
+
+# -- show ------------------------------------------------------------------------------------------
+
+
+def tables(found: pd.DataFrame, level: float) -> "list[Table]":
+    """What the response accounts for first, then the follow-ups themselves, then rivals."""
+    plain = found[found["temperature"].isna()]
+    bits = {
+        "contrast, bits": ("follow-up", 2),
+        "control's contrast, bits": (CONTROL, 2),
+        "contrast less control's, bits": ("difference", 2),
+        "placebo's contrast, bits": ("placebo", 2),
+        "likeliest after its response": ("likeliest after its own", 2),
+        "likeliest after its response, by chance": ("by chance", 2),
+    }
+    percent = f"{100 * level:g}% intervals over sources"
+    made = table_of(
+        f"bits in favour of the response that the user saw ({percent})",
+        plain,
+        bits,
+        index=("dataset", "of"),
+        legend="placebo: one of the other responses in its place.",
+    )
+    of_turns = {
+        "bits per byte": ("bits / byte", 2),
+        "log p per token": ("log p / token", 2),
+        "greedy writes it": ("greedy writes it", 2),
+        "tokens until greedy leaves": ("greedy tokens", 1),
+        "median rank where greedy leaves": ("rank there", 0),
+        "best temperature": ("best T", 2),
+    }
+    made += table_of("the users' real follow-ups", plain, of_turns)
+    rivals = {
+        "follow-up beats": ("whole turn", 2),
+        "follow-up beats per token": ("per token", 2),
+    }
+    title = "share of contexts where the follow-up is likelier than"
+    return made + table_of(title, plain, rivals, index=("dataset", "of"))
+
+
+def figures(found: pd.DataFrame, model: str) -> "dict[str, Figure]":
+    """The figures by the stem of their files."""
+    made = {"temperature_curve": temperature_curve(found, f"{model} · real follow-ups")}
+    if (found["quantity"] == "contrast, bits").any():
+        made["contrasts"] = contrast_figure(found, f"{model} · bits in favour of the response")
+    return made
+
+
+def temperature_curve(found: pd.DataFrame, title: str) -> "Figure":
+    """Mean log-probability of real follow-ups by temperature, a line per dataset."""
+    from ia_mech.display import coloured, draw_line, new_axes
+
+    across = "temperature (dotted: the best of the grid)"
+    figure, axes = new_axes(title, across, "log p of the real follow-up, nats", (7, 4.2))
+    curves = found[found["quantity"] == "tempered log p"]
+    for colour, (dataset, rows) in coloured(curves, "dataset"):
+        draw_line(axes, rows["temperature"], rows, colour, dataset)
+        best = found[found["quantity"] == "best temperature"].set_index("dataset")["value"]
+        axes.axvline(best[dataset], color=colour, lw=0.8, ls=":")
+    # The cold end runs to minus thousands; what matters is around the maximum.
+    top = curves["high"].max()
+    floor = curves[curves["temperature"].between(0.5, 2.0)]["low"].min()
+    if np.isfinite([top, floor]).all() and floor < top:
+        axes.set_ylim(floor, top + 0.05 * (top - floor))
+    axes.legend()
+    return figure
+
+
+def contrast_figure(found: pd.DataFrame, title: str) -> "Figure":
+    """Bits that real follow-ups gain from the response, against each thing put in its place.
+
+    Hollow: the same for another conversation's follow-up, the control.
+    """
+    from ia_mech.display import coloured, draw_points, list_names, new_axes
+
+    across = "bits in favour of the response (hollow: another's follow-up)"
+    figure, axes = new_axes(title, across, size=(7, 4.2))
+    own = found[found["quantity"] == "contrast, bits"]
+    control = found[found["quantity"] == "control's contrast, bits"]
+    kinds = list(dict.fromkeys(own["of"]))
+    datasets = own["dataset"].nunique()
+    for number, (colour, (dataset, rows)) in enumerate(coloured(own, "dataset")):
+        middle = (number - (datasets - 1) / 2) * 0.8 / max(datasets, 2)
+        hollow = control[control["dataset"] == dataset]
+        for part, face, label in ((rows, colour, dataset), (hollow, "white", None)):
+            at = [kinds.index(of) + middle for of in part["of"]]
+            draw_points(axes, at, part, lying=True, color=colour, mfc=face, label=label)
+    axes.axvline(0, color="0.3", lw=0.8)
+    list_names(axes, kinds)
+    axes.legend()
+    return figure
+
+
+# -- the command -----------------------------------------------------------------------------------
+
+
+def run(args: argparse.Namespace, runs: "list[Run]", folder: Path) -> "Result | None":
+    """Read, score, estimate and draw."""
+    from experiments.given_turns import computed_for_each
+    from experiments.resample import chat_of, subject_of
+    from ia_mech.collect.identity import eos_ids, probe_ids
+    from ia_mech.engine.check import check_engine
+    from ia_mech.models.load import context_limit
+
+    references, notes = read(runs)
+    subject = subject_of(runs[0])
+    model = subject.model
+    chat = chat_of(runs[0], subject.tokenizer, eos_ids(model.generation_config, model.config))
+    limit = context_limit(model.config)
+    units, refused = units_of(runs, references, chat, args.swaps, limit, args.seed)
+    share = check_engine(model, probe_ids(chat)).share
+
+    def key(unit: Unit) -> list[Any]:
+        return [subject.weights_hash, unit.contexts, unit.turns]
+
+    compute = partial(measure, subject, share)
+    rows = computed_for_each(units, "scoring follow-ups", folder / "parts", key, compute)
+    found = estimates(references, rows, **intervals(args))
+    kinds = [kind for kind in AGAINST if kind in set(rows["against"].dropna())]
+    of = found[found["of"] == kinds[0]] if kinds else found.iloc[:0]
+    if SIBLINGS not in kinds:
+        notes.append(
+            "No responses to the same queries were given: bits against other queries' responses "
+            "count the topic, too. Add a run of --response generate on the same conversations."
+        )
+    return result_of(
+        runs,
+        None,
+        estimates=found,
+        tables=tables(found, args.level),
+        figures=figures(found, runs[0].model["name"]),
+        data={"turns": rows},
+        notes=[*notes, *refused],
+        sentence=stated(
+            "bits by which users' real follow-ups are likelier after the response that they saw "
+            f"than after {kinds[0] if kinds else 'others'}",
+            of[of["quantity"] == "contrast, bits"],
+        ),
+        control=stated(
+            "the same of another conversation's follow-up",
+            of[of["quantity"] == "control's contrast, bits"],
+        )
+        or "No other conversation of a dataset has a follow-up that could be the control.",
+    )
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """How much is scored."""
+    parser.add_argument(
+        "--swaps",
+        type=whole_from(0),
+        default=4,
+        metavar="K",
+        help="after the responses to K other queries (default: 4)",
+    )
+
+
+EXPERIMENT = Experiment(
+    name="likelihood",
+    description="""\
+How likely is what users really said next, and how much of that does the response account for?
+The model scores each real follow-up after the response that the user saw, after other responses to
+the same query (of the RUNs that hold some, sampled with --response generate), after responses to
+other queries of about the same length, and after none; and beside it another conversation's
+follow-up, which owes the response nothing. In its own context the follow-up stands against rivals:
+the query or the response repeated, and a closing. About 1 s per context on a CPU core (135M).
+Interrupted, the same command continues.""",
+    written="turns.parquet (every score), temperature_curve and contrasts (PNG, SVG, PDF)",
+    run=run,
+    add_flags=add_flags,
+    judged=False,
+    kept="what was scored is kept; the same command goes on from there",
+)
+build_parser, main = EXPERIMENT.build_parser, EXPERIMENT.main
+
+if __name__ == "__main__":
+    sys.exit(main())

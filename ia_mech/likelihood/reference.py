@@ -1,0 +1,48 @@
+"""How likely the model finds what the user really said next: the columns that a run stores."""
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from ia_mech.engine.score import Scored
+
+SCORED = (
+    *(round(0.1 * step, 1) for step in range(1, 16)),  # 0.1, 0.2, … 1.5
+    *(1.75, 2.0, 2.25, 2.5, 3.0),
+)
+LN2 = float(np.log(2.0))
+
+
+def scored_temperatures(sampled: Iterable[float]) -> tuple[float, ...]:
+    """:data:`SCORED` with the temperatures that a run samples at, ascending."""
+    return tuple(sorted({*SCORED, *sampled}))
+
+
+def reference_columns(scored: Scored, ids: Sequence[int], text: str, closed: bool) -> dict:
+    """Columns of a context's reference turn.
+
+    Args:
+        scored: of its tokens; of the turn-end, too, where the template closes turns with a token.
+        ids: its tokens, without the turn-end.
+        text: of the turn.
+        closed: whether the template closes turns with a token.
+    """
+    n, size = len(ids), len(text.encode())
+    raw = scored.logprobs_raw.astype(np.float64)
+    tempered = scored.logprobs_tempered.astype(np.float64)  # [temperatures, tokens]
+    all_greedy = bool(scored.greedy.all())
+    leaves = len(scored.greedy) if all_greedy else int(np.argmin(scored.greedy))
+    return {
+        "reference_token_ids": list(ids),
+        "reference_logprobs_raw": scored.logprobs_raw,
+        "reference_ranks": scored.ranks,
+        "reference_logprob": float(raw[:n].sum()),
+        "reference_logprob_with_end": float(raw.sum()) if closed else None,
+        "reference_logprob_tempered": tempered[:, :n].sum(-1),
+        "reference_logprob_tempered_with_end": tempered.sum(-1) if closed else None,
+        "reference_bits_per_byte": float(-raw[:n].sum() / LN2 / size) if size else None,
+        "reference_greedy": all_greedy,
+        "reference_greedy_tokens": min(leaves, n),
+        "reference_greedy_left_rank": None if all_greedy else int(scored.ranks[leaves]),
+        "reference_greedy_left_prob": None if all_greedy else float(np.exp(raw[leaves])),
+    }

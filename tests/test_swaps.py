@@ -1,0 +1,63 @@
+"""Lenders: of the same dataset and another source, the nearest in length, drawn by the seed."""
+
+import numpy as np
+import pytest
+
+from experiments.swaps import REACH, Lender, Lenders
+
+
+def lender(number: int, tokens: int, *, dataset="d", source=None, response=None, reference="?"):
+    name = f"c{number}"
+    text = f"response {number}" if response is None else response
+    said = f"and {number}?" if reference == "?" else reference
+    return Lender(name, source or name, dataset, text, tokens, said)
+
+
+THOSE = [
+    *(lender(n, tokens=10 * n) for n in range(12)),
+    lender(12, 50, source="c5"),  # another response to the same prompt
+    lender(13, 50, dataset="other"),
+    lender(14, 50, response=" response 4 "),  # as another one's
+    lender(15, 50, response=" "),
+    lender(16, 50, reference=None),
+]
+
+
+@pytest.mark.parametrize("count", [0, 1, 3, 50])
+def test_lenders_are_of_the_same_dataset_another_source_and_all_differ(count):
+    found = Lenders(THOSE, 0).responses(5, count)
+    assert len(found) == min(count, 12)
+    texts = [one.response.strip() for one in found]
+    assert len(set(texts)) == len(texts) and "" not in texts and "response 5" not in texts
+    assert all(one.dataset == "d" and one.source_id != "c5" for one in found)
+
+
+def test_all_that_can_be_drawn_are_the_nearest_in_length():
+    drawn = {one.id for seed in range(200) for one in Lenders(THOSE, seed).responses(5, 1)}
+    near = sorted(
+        (abs(one.tokens - 50), one.id)
+        for one in THOSE
+        if one.dataset == "d" and one.source_id != "c5" and one.response.strip()
+    )
+    near = [name for _, name in near if name != "c4"][:REACH]  # c14 is nearer and says the same
+    assert drawn == set(near)
+
+
+def test_draws_depend_on_the_conversation_alone():
+    order = np.random.default_rng(0).permutation(len(THOSE))
+    mixed = Lenders([THOSE[n] for n in order], 0)
+    at = int(np.flatnonzero(order == 8)[0])
+    assert [one.id for one in mixed.responses(at, 2)] == [
+        one.id for one in Lenders(THOSE, 0).responses(8, 2)
+    ]
+
+
+def test_a_follow_up_is_anothers_and_of_none_that_lent_a_response():
+    lenders = Lenders(THOSE, 0)
+    besides = lenders.responses(5, 3)
+    taken = {one.source_id for one in besides}
+    for seed in range(50):
+        found = Lenders(THOSE, seed).reference(5, besides)
+        assert found is not None and found.reference and found.dataset == "d"
+        assert found.source_id not in {*taken, "c5"}
+    assert Lenders(THOSE[:1], 0).reference(0) is None
