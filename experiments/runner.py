@@ -1,18 +1,19 @@
 """The contract of an experiment, and the runner that all of them share.
 
-An experiment is a folder ``experiments/NAME`` with
+An experiment is a module ``experiments.NAME``: one file, or a folder where one is too long. It has
 
-- ``read.py``: what comes in. From open runs to data frames; bad input is a ``UserError``.
-- ``analyse.py``: the estimates, as :mod:`ia_mech.estimates` makes them.
-- ``show.py``: the tables of the terminal (:mod:`experiments.tables`) and the figures.
-- ``__main__.py``: an :class:`Experiment` with the command's help and flags, and a function that
-  ties the three together and returns :func:`result_of` them. That function imports what needs
-  pandas or torch itself, so that ``--help`` and a mistyped flag answer at once.
-- ``docs/NAME.md`` (``_`` becomes ``-``): the method, and one analysis to read.
+- what comes in: from open runs to data frames; bad input is a ``UserError``;
+- what is measured, unit by unit, so that an interrupted command goes on
+  (:func:`experiments.given_turns.computed_for_each`);
+- the estimates, as :mod:`ia_mech.estimates` makes them; tables (:mod:`experiments.tables`) and
+  figures;
+- an :class:`Experiment` with the command's help and flags, and the function ``run`` that ties these
+  together and returns :func:`result_of` them. Nothing imports torch or matplotlib before ``run`` is
+  called, so that ``--help`` and a mistyped flag answer at once.
 
-To add one, copy the shortest, ``experiments/likelihood``. The runner opens and checks the runs,
-chooses the output folder, refuses to overwrite what isn't the experiment's, writes everything and
-prints it.
+``docs/NAME.md`` (``_`` becomes ``-``) has the method, and one analysis to read. To add one, copy
+``experiments/likelihood.py``. The runner opens and checks the runs, chooses the output folder,
+refuses to overwrite what isn't the experiment's, writes everything and prints it.
 """
 
 import argparse

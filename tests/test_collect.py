@@ -175,7 +175,9 @@ def test_responses_and_prefills_that_are_too_large_are_halved(
         sampled(SETTINGS, tiny_subject, tmp_path / "none")
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)]
+)
 def test_half_precision_goes_through_to_the_files(dtype, tokenizer, tmp_path):
     model = copy.deepcopy(tiny.model("llama", len(tokenizer))).to(dtype)
     subject = Subject(ModelSpec(name="half"), model, tokenizer, weights_hash(model))

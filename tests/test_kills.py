@@ -115,7 +115,7 @@ def stop_sampling(
 def test_a_run_killed_again_and_again_loses_a_part_each_time_and_nothing_else(
     forks, tiny_model_dir, tmp_path
 ):
-    stop_sampling(Sampling(forks, tiny_model_dir, tmp_path, "--limit", 6, *GENERATED), 3, "few")
+    stop_sampling(Sampling(forks, tiny_model_dir, tmp_path, "--limit", 6, *GENERATED), 2, "few")
 
 
 @pytest.mark.slow
@@ -223,7 +223,7 @@ def stop_judging(judging: Judging, stops: int, seed: str, number: int = signal.S
 
 
 def test_a_judging_killed_again_and_again_pays_for_no_verdict_twice(forks, merged, tmp_path):
-    stop_judging(Judging(forks, merged.path, tmp_path, delay=0.02), 3, "few")
+    stop_judging(Judging(forks, merged.path, tmp_path, delay=0.02), 2, "few")
 
 
 @pytest.mark.slow
