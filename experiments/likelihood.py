@@ -508,6 +508,7 @@ def run(args: argparse.Namespace, runs: "list[Run]", folder: Path) -> "Result | 
             "bits by which users' real follow-ups are likelier after the response that they saw "
             f"than after {kinds[0] if kinds else 'others'}",
             of[of["quantity"] == "contrast, bits"],
+            null=0.0,
         ),
         control=stated(
             "the same of another conversation's follow-up",

@@ -1,6 +1,7 @@
 """Estimates as tables of texts."""
 
 from collections.abc import Mapping
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from ia_mech.display import console
 from ia_mech.estimates import together
 from ia_mech.results import Table
 
+POWER = 0.8  # with which an effect would have been shown
 HEADS = {"temperature": "T"}  # columns that are called otherwise on the screen
 
 
@@ -60,13 +62,25 @@ def table_of(
     return [Table(title, heads, lines, legend)]
 
 
-def stated(words: str, rows: pd.DataFrame, digits: int = 2) -> str:
+def smallest_effect(row: pd.Series, level: float = 0.95) -> float:
+    """The effect that an estimate's spread had 80% power to show at its level, two-sided.
+
+    That is the sum of two normal quantiles times the standard error, which is read off the
+    interval: 2.8 standard errors at 95%. NaN without an interval.
+    """
+    tail = NormalDist().inv_cdf(0.5 + level / 2)
+    return (row["high"] - row["low"]) / (2 * tail) * (tail + NormalDist().inv_cdf(POWER))
+
+
+def stated(words: str, rows: pd.DataFrame, digits: int = 2, *, null: float | None = None) -> str:
     """Estimates as a sentence: ``Words: greedy 0.22 [0.17, 0.27], T = 1: 0.28 [0.25, 0.30].``
 
     Args:
         words: what the estimates are.
         rows: all of one quantity; of several datasets, those of all together are taken.
         digits: decimals.
+        null: what there would be without an effect. Of an estimate whose interval holds it the
+            sentence says how large an effect would have been shown.
 
     Returns:
         The sentence; an empty text if there is no estimate.
@@ -78,7 +92,10 @@ def stated(words: str, rows: pd.DataFrame, digits: int = 2) -> str:
         where = [one_line(row[name], 40) for name in names]
         if not np.isnan(t := row["temperature"]):
             where.append("greedy" if t == 0 else f"T = {t:g}:")
-        found.append(" ".join([*where, cell(row, digits)]))
+        said = cell(row, digits)
+        if null is not None and row["low"] <= null <= row["high"]:
+            said += f" (with 80% power {smallest_effect(row):.{digits}f} would have been shown)"
+        found.append(" ".join([*where, said]))
     return f"{words[:1].upper()}{words[1:]}: {', '.join(found)}." if found else ""
 
 

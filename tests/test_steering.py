@@ -392,7 +392,7 @@ def folder(tiny_model_dir, tmp_path_factory):
 
 def usual(folder, out) -> list[str]:
     probe = str(folder.parent / "probe")
-    words = [str(folder), "--probe", probe, "--doses", "-0.4", "0.4", "--controls", "2"]
+    words = [str(folder), "--probe", probe, "--doses", "-0.4", "0.4", "--controls", "19"]
     return [*words, "--samples", "1", "--out", str(out), "--resamples", "100"]
 
 
@@ -435,7 +435,7 @@ def test_a_vector_of_a_run_without_verdicts_is_steered_along(folder, tmp_path, c
     vector.save(tmp_path / "v.safetensors")
     out = tmp_path / "out"
     words = [str(tmp_path / "run"), "--vector", str(tmp_path / "v.safetensors"), "--out", str(out)]
-    words += ["--doses", "0.1", "0.2", "9", "--samples", "0", "--controls", "1", "--queries", "4"]
+    words += ["--doses", "0.1", "0.2", "9", "--samples", "0", "--controls", "19", "--queries", "4"]
     assert main([*words, "--most-kl", "0.05"]) == 0
     assert "without verdicts, what that does to the turns isn't told" in capsys.readouterr().out
     found = pd.read_parquet(out / "estimates.parquet")

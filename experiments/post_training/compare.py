@@ -85,6 +85,7 @@ def run(args: argparse.Namespace, runs: list[Run], folder: Path) -> Result:
         sentence=stated(
             "bits by which a turn tells more about its response after training than before",
             frame[(frame["quantity"] == INFORMATION) & (frame["of"] == CHANGE)],
+            null=0.0,
         ),
         control=stated(
             "share of the turns after training that quote another response to the query in the "

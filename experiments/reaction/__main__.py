@@ -100,6 +100,7 @@ def run(args: argparse.Namespace, runs: "list[Run]", folder: Path) -> "Result | 
         control=stated(
             f"with {size} responses, bits more than with versions of one that say the same",
             found[(found["quantity"] == LESS) & (found["of"] == SAME_CONTENT)],
+            null=0.0,
         )
         or "No control was made of versions of one response that say the same.",
     )

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from ia_mech.steering import SteeringVector
     from probes.card import Probe
 
+LEAST = 19  # random directions with which p = 0.05 can be reached
 DOSES = (-2.0, -0.5, 0.1, 0.5, 1.0, 2.0, 4.0)
 
 
@@ -46,6 +47,11 @@ def run(args: argparse.Namespace, runs: "list[Run]", folder: Path) -> "Result | 
     doses = sorted(set(args.doses or DOSES) - {0.0})
     if not all(map(isfinite, doses)) or max(doses, default=0) <= 0:
         raise UserError("--doses need one above 0, and no infinite one", "give some: 0.5 1 2")
+    if 0 < args.controls < LEAST:
+        raise UserError(
+            f"--controls {args.controls}: p would be at least {1 / (args.controls + 1):.2f}",
+            f"give {LEAST} or more, with which 0.05 can be reached, or 0 for none",
+        )
     if not args.most_kl > 0:
         raise UserError(f"--most-kl {args.most_kl:g}: no dose has so little", "give 0.5, or inf")
     given = read(runs, args.judge, outcome, args.queries, args.responses, args.seed)
@@ -199,9 +205,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--controls",
         type=whole_from(0),
-        default=20,
+        default=39,
         metavar="N",
-        help="random directions; 0: no control (default: 20)",
+        help=f"random directions, at least {LEAST}; 0: no control (default: 39)",
     )
     parser.add_argument(
         "--samples",

@@ -1,0 +1,31 @@
+"""Sentences of experiments: what is said of an effect that wasn't shown."""
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from experiments.tables import smallest_effect, stated
+
+
+def estimate(value: float, low: float, high: float) -> pd.DataFrame:
+    row = {"dataset": "d", "temperature": np.nan, "value": value, "low": low, "high": high}
+    return pd.DataFrame([row | {"p_holm": np.nan}])
+
+
+def test_an_effect_of_2_8_standard_errors_is_found_in_four_of_five_studies():
+    """By simulation: the interval of a mean with a known standard error leaves 0 out."""
+    se = 0.1
+    row = estimate(0.0, -1.96 * se, 1.96 * se).iloc[0]
+    effect = smallest_effect(row)
+    assert effect == pytest.approx(2.8 * se, rel=0.01)
+    drawn = np.random.default_rng(0).normal(effect, se, size=20_000)
+    assert np.mean(drawn - 1.96 * se > 0) == pytest.approx(0.8, abs=0.01)
+
+
+def test_only_a_null_says_what_it_could_have_shown():
+    null, shown = estimate(0.02, -0.08, 0.12), estimate(0.2, 0.1, 0.3)
+    said = stated("change", null, null=0.0)
+    assert said == "Change: 0.02 [-0.08, 0.12] (with 80% power 0.14 would have been shown)."
+    assert stated("change", shown, null=0.0) == "Change: 0.20 [0.10, 0.30]."
+    assert stated("change", null) == "Change: 0.02 [-0.08, 0.12]."
+    assert "power" not in stated("change", estimate(0.02, np.nan, np.nan), null=0.0)
