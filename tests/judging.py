@@ -15,7 +15,7 @@ from ia_mech.run.labels import KEY as COLUMNS
 # Of the run that tests judge: 12 contexts, each once greedy and twice at two temperatures. (Not
 # from ``runs``, whose import takes seconds, and a killed process imports this.)
 ROWS = 60
-DECOYS = 36  # one per source and temperature; each context has a source of its own
+DECOYS = 36  # of a judge that is paid: one per source and temperature; a context is a source
 KEY = "sk-test-1234567890-secret"
 QUERY, RESPONSE = "How does a lighthouse work?", "A lens gathers the lamp's light into a beam."
 

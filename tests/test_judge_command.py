@@ -126,7 +126,7 @@ def test_the_rules_judge_labels_every_turn(judge, run):
     assert run.labels.record("judgements", "rules")["identity"]["kind"] == "rules"
     lines, distinct = outcome.out.splitlines(), len(all_items(run, "rules"))
     assert re.fullmatch(
-        rf"{ROWS + DECOYS} rows \({DECOYS} of them of decoys\), {distinct} distinct turns in \d+ s",
+        rf"{2 * ROWS} rows \({ROWS} of them of decoys\), {distinct} distinct turns in \d+ s",
         lines[-4],
     )
     assert lines[-3] == RulesJudge().caveat and "is a heuristic" in lines[-3]

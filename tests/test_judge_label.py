@@ -71,6 +71,7 @@ def test_rows_are_those_of_the_generations_in_their_order(run, label):
         "identity_hash": identity_hash(judge.identity),
         "rubric": {"version": VERSION, "hash": rubric_hash()},
         "repeats": 1,
+        "decoys_per_source": 1,
         "unperturbed": False,
         "caveat": judge.caveat,
     }
@@ -173,7 +174,7 @@ def test_a_free_judge_is_not_cached(label, cache):
     for _ in range(2):
         judge = FakeJudge(paid=False)
         assert not label(judge)["cached"].any()
-        assert len(judge.asked) == ALL
+        assert len(judge.asked) == 2 * ROWS  # and every turn as a decoy
     assert not cache.exists()
 
 

@@ -24,7 +24,7 @@ from experiments.tables import print_table, stated
 from ia_mech.display import COLOURS, title_axes
 from ia_mech.errors import UserError
 from ia_mech.estimates import ALL, Group, TidyEstimate, by_dataset, corrected, frame_of, paired_row
-from ia_mech.judge.decoys import CONVERSATION, RESPONSE
+from ia_mech.judge.decoys import CONVERSATION, SIBLING
 from ia_mech.likelihood.reaction import evidence, reaction_bits
 from ia_mech.models.load import Subject
 from ia_mech.rates.compute import estimates as rates_of
@@ -44,10 +44,10 @@ RATES = {  # outcome, quantity and kind of decoy in ia_mech.rates → what it is
     ("genuine", "follow_up_rate", ""): "follow-up rate",
     ("genuine", "floor", CONVERSATION): "floor",
     ("genuine", "excess", CONVERSATION): "excess",
-    ("genuine", "excess", RESPONSE): "over another response",
+    ("genuine", "excess", SIBLING): "over another response",
     ("grounded", "follow_up_rate", ""): "grounded",
     ("grounded", "excess", CONVERSATION): "grounded: excess",
-    ("grounded", "excess", RESPONSE): "grounded: over another response",
+    ("grounded", "excess", SIBLING): "grounded: over another response",
 }
 INFORMATION, EVIDENCE = "I_K, bits", "evidence, bits"
 REWARD, PENALIZED = "reward", "less penalties"

@@ -98,6 +98,13 @@ def _add_run(commands) -> None:
     _add_judge(parser)
     parser.add_argument("--name", help="of the verdicts (default: rules, or the model's name)")
     parser.add_argument(
+        "--decoys",
+        type=int,
+        metavar="M",
+        help="turns of each source and temperature that are decoys, too (default: all for the "
+        "rules judge, 1 for others)",
+    )
+    parser.add_argument(
         "--replace", action="store_true", help="replace another judge's verdicts of that name"
     )
     parser.add_argument(

@@ -26,7 +26,6 @@ from rich.table import Table
 from ia_mech.cli import NOTHING, one_line, quoted
 from ia_mech.display import Bar, console
 from ia_mech.errors import UserError
-from ia_mech.judge.decoys import own_turns
 from ia_mech.judge.label import (
     check_finished,
     items_of,
@@ -357,7 +356,11 @@ def _floor(run: Run, labeller: Labeller) -> Floor:
     counted = labeller.decoys["category"].isin(ASSESSED)
     if labeller.kind == JUDGE:
         own = pd.Series(labeller.categories, pd.MultiIndex.from_frame(run.turns[list(KEY)]))
-        counted &= own.reindex(own_turns(labeller.decoys)).isin(ASSESSED).to_numpy()
+        counted &= (
+            own.reindex(pd.MultiIndex.from_frame(labeller.decoys[list(KEY)]))
+            .isin(ASSESSED)
+            .to_numpy()
+        )
     for kind, of in labeller.decoys[counted].groupby("decoy"):
         places = (of["shown"].map(source_of), of["context_id"].map(source_of))
         called = (of["category"] == GENUINE).astype(float)

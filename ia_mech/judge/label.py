@@ -13,7 +13,6 @@ import json
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -285,18 +284,29 @@ def _end(received: Iterator[tuple[int, Verdict]], keep: Callable[[int, Verdict],
             keep(index, verdict)
 
 
+def _per_source(judge: Judge, decoys: int | None) -> int | None:
+    """Turns of a source and temperature that a judge is shown as decoys; None for all.
+
+    That is the default for a judge that is free; for one that is paid it is one.
+    """
+    return 1 if decoys is None and judge.paid else decoys
+
+
 def label_run(
     run: Run,
     judge: Judge,
     name: str,
     progress: Progress,
     *,
+    decoys: int | None = None,
     replace: bool = False,
     unperturbed: bool = False,
     **options,
 ) -> Path:
     """Judge every user turn of a run and its decoys; write ``judgements/<name>.parquet``.
 
+    ``decoys`` is how many turns of each source and temperature are shown as decoys
+    (:func:`draw_decoys`); by default all for a judge that is free, one for a judge that is paid.
     ``unperturbed`` is that of :func:`items_of`, ``options`` are those of :func:`judge_items`.
 
     Raises:
@@ -308,7 +318,8 @@ def label_run(
     # Before anything is paid for.
     layout.refuse_unwritable(run.path / "judgements", "judge a copy of the run")
     check_judged(run, unperturbed)
-    windows = windows_of(run, draw_decoys(run), unperturbed=unperturbed)
+    drawn = draw_decoys(run, _per_source(judge, decoys))
+    windows = windows_of(run, drawn, unperturbed=unperturbed)
     if name in run.labels.judges and not replace:
         record = run.labels.record("judgements", name)
         if record.get("unperturbed", False) != unperturbed:
@@ -337,6 +348,7 @@ def label_run(
         "origins": sorted(origins),
         "rubric": {"version": VERSION, "hash": rubric_hash()},
         "repeats": options.get("repeats", 1),
+        "decoys_per_source": _per_source(judge, decoys),
         "unperturbed": unperturbed,
         "caveat": judge.caveat,
     }
@@ -410,11 +422,15 @@ def run(args: argparse.Namespace) -> int:
     there = Run.open(args.run)
     name = check_name(args.name or _default_name(args) + UNSEEN * args.unperturbed)
     check_judged(there, args.unperturbed)
-    decoys = draw_decoys(there)
-    items = partial(items_of, there, decoys, unperturbed=args.unperturbed)
-    judge = make_judge(args, items, there)
+    if args.decoys is not None and args.decoys < 0:
+        raise UserError(f"--decoys {args.decoys}", "give 0 or more")
+    judge = make_judge(
+        args, lambda: items_of(there, draw_decoys(there, 1), unperturbed=args.unperturbed), there
+    )
     if args.dry_run:
-        print_plan(judge, items(), args, decoys=len(decoys))
+        drawn = draw_decoys(there, _per_source(judge, args.decoys))
+        items = items_of(there, drawn, unperturbed=args.unperturbed)
+        print_plan(judge, items, args, decoys=len(drawn))
         return 0
     begun = time.monotonic()
     path = label_run(
@@ -422,6 +438,7 @@ def run(args: argparse.Namespace) -> int:
         judge,
         name,
         Bar(),
+        decoys=args.decoys,
         replace=args.replace,
         unperturbed=args.unperturbed,
         repeats=args.repeats,

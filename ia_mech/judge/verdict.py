@@ -20,7 +20,7 @@ from ia_mech.errors import UserError
 from ia_mech.judge.rubric import CANNOT_ASSESS, GENUINE, NAMES
 
 # What a judge's verdict on a turn may be counted for, and in words. A turn is ``grounded`` if it is
-# genuine and its ``grounded_p`` is at most GROUNDED_P.
+# genuine and at most this share of the run's decoys of other conversations have its grounding.
 OUTCOMES = {"genuine": "genuine", "grounded": "genuine and grounded"}
 GROUNDED_P = 0.05
 JUDGED = "judged"  # the status of a verdict that names a category; any other names a failure
@@ -56,8 +56,8 @@ class Verdict:
         prompt_tokens, completion_tokens: as billed, failed attempts at the item included; 0 for
             judges that don't count.
         cost: in US dollars; None if no price is known.
-        grounded_p: p value of the turn's having nothing to do with the conversation, from judges
-            that test that; None from others.
+        grounding: how well the turn's words show that it belongs to the conversation (larger is
+            better, no unit), from judges that score that; None from others.
     """
 
     category: str | None
@@ -70,7 +70,7 @@ class Verdict:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cost: float | None = None
-    grounded_p: float | None = None
+    grounding: float | None = None
 
     @property
     def genuine(self) -> bool | None:

@@ -3,8 +3,8 @@
 Plain rules settle clear cases (empty and looping turns, thinking markers, closings, copies); the
 rest goes to a small multinomial logistic regression on features of the three texts
 (``features.py``), fitted on annotated turns and shipped as numbers in ``model.json``. Beside the
-category stands a p value of the turn's being in this conversation by chance (``grounding.py``).
-``CARD.md`` has what both were fitted on and how good they are.
+category stands a score of the turn's belonging to this conversation (``grounding.py``). ``CARD.md``
+has what the classifier was fitted on and how good both are.
 """
 
 import hashlib
@@ -121,16 +121,13 @@ class RulesJudge:
             yield index, self.verdict(item)
 
     def verdict(self, item: Item) -> Verdict:
-        """The verdict on one item; without a p value for one that it can't assess."""
+        """The verdict on one item; without a grounding score for one that it can't assess."""
         verdict = self._category(item)
         if verdict.category == CANNOT_ASSESS:
             return verdict
-        ranks, decoys = grounding.table()
-        score, word = grounding.rarest_shared(item, ranks)
-        p = grounding.p_value(score, decoys)
+        score, word = grounding.rarest_shared(item, grounding.ranks())
         shared = f"rarest shared word {word!r}" if word else "no rare word shared"
-        rationale = f"{verdict.rationale}; {shared}, p {p:.2f}"
-        return replace(verdict, rationale=rationale, grounded_p=p)
+        return replace(verdict, rationale=f"{verdict.rationale}; {shared}", grounding=float(score))
 
     def _category(self, item: Item) -> Verdict:
         """The rubric's category, and why."""
