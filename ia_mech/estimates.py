@@ -255,6 +255,16 @@ def _arrow(frame: pd.DataFrame, about: dict[str, Any] | None) -> pa.Table:
     return table.cast(pa.schema(fields, metadata))
 
 
+def estimate_of(row: Any) -> Estimate:
+    """The estimate in a row of a table, whose columns are attributes."""
+    return Estimate(row.value, row.low, row.high, row.sources, getattr(row, "method", ""))
+
+
+def p_value(p: float) -> str:
+    """``p = 0.012``, or ``p < 0.001``; ``–`` where nothing was tested."""
+    return "–" if np.isnan(p) else "p < 0.001" if p < 0.001 else f"p = {p:.3f}"
+
+
 def together(estimates: pd.DataFrame) -> pd.DataFrame:
     """Rows of all datasets together; of the only one where there is one."""
     several = (estimates["dataset"] == ALL).any()

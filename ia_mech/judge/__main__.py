@@ -248,11 +248,11 @@ def _add_agreement(commands) -> None:
     parser = commands.add_parser(
         "agreement",
         help="how far judges and annotators agree",
-        description="Compare any judges and annotators of a run: confusion matrices, precision and "
-        "recall per\ncategory, Cohen's kappa and Krippendorff's alpha, weighted for the sampling,\n"
-        "with cluster-bootstrap intervals over sources; abstentions apart; then the disagreements."
-        "\nAnnotators are the truth of judges; between equals it is the one named first.\nDecoys "
-        "stand apart: the share of them that each calls genuine.",
+        description="Compare any judges and annotators of a run: Cohen's kappa, balanced accuracy, "
+        "confusion matrices,\nprecision and recall per category, weighted for the sampling, with "
+        "intervals over sources; then\nthe disagreements. Annotators are the truth of judges; "
+        "between equals it is the one named first.\nDecoys stand apart: the share of them that each "
+        "calls genuine. Written: results/agreement in the run.",
     )
     parser.set_defaults(function="ia_mech.judge.agreement:command")
     parser.add_argument("run", type=path_of, help="a run's folder")
@@ -264,10 +264,12 @@ def _add_agreement(commands) -> None:
         "annotator:NAME tell apart what is named alike",
     )
     parser.add_argument(
-        "--disagreements", type=int, default=10, help="how many to show (default: 10)"
+        "--disagreements",
+        type=int,
+        default=10,
+        help="how many to show (default: 10; disagreements.parquet has all)",
     )
-    parser.add_argument("--json", type=path_of, help="write all figures here")
-    parser.add_argument("--csv", type=path_of, help="write all disagreements, with texts, here")
+    parser.add_argument("--full", action="store_true", help="show the tables of each pair, too")
     add_threads(parser)
 
 
