@@ -41,11 +41,11 @@ RESTATED, REPEATED, STOCK = "restated trigrams", "repeated trigrams", "stock tri
 ENDED = "ended by turn-end"
 TEXTS = (FORM, OWN, OTHERS, RESTATED, REPEATED, STOCK, ENDED)
 RATES = {  # outcome, quantity and kind of decoy in ia_mech.rates → what it is called here
-    ("genuine", "follow_up_rate", ""): "follow-up rate",
+    ("genuine", "rate", ""): "follow-up rate",
     ("genuine", "floor", CONVERSATION): "floor",
     ("genuine", "excess", CONVERSATION): "excess",
     ("genuine", "excess", SIBLING): "over another response",
-    ("grounded", "follow_up_rate", ""): "grounded",
+    ("grounded", "rate", ""): "grounded",
     ("grounded", "excess", CONVERSATION): "grounded: excess",
     ("grounded", "excess", SIBLING): "grounded: over another response",
 }
@@ -202,7 +202,7 @@ def _of_judge(
         raise UserError("the runs were judged by different judges", "judge both with the same one")
     rows = []
     for of, one in zip((BEFORE, AFTER), judged, strict=True):
-        found = rates_of(one, **options).fillna({"decoy": ""})
+        found = rates_of(one, level=options["level"], seed=options["seed"]).fillna({"decoy": ""})
         for row in found.to_dict("records"):
             name = RATES.get((row["outcome"], row["quantity"], row["decoy"]))
             if name is None:

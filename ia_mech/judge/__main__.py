@@ -251,8 +251,8 @@ def _add_agreement(commands) -> None:
         description="Compare any judges and annotators of a run: Cohen's kappa, balanced accuracy, "
         "confusion matrices,\nprecision and recall per category, weighted for the sampling, with "
         "intervals over sources; then\nthe disagreements. Annotators are the truth of judges; "
-        "between equals it is the one named first.\nDecoys stand apart: the share of them that each "
-        "calls genuine. Written: results/agreement in the run.",
+        "between equals it is the one named first.\nDecoys stand apart: the share that each calls "
+        "genuine. Written: results/agreement in the run.",
     )
     parser.set_defaults(function="ia_mech.judge.agreement:command")
     parser.add_argument("run", type=path_of, help="a run's folder")
