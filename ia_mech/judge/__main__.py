@@ -49,7 +49,7 @@ def main(argv: list[str] | None = None, parser: argparse.ArgumentParser | None =
         module, function = args.function.split(":")
         return getattr(importlib.import_module(module), function)(args)
 
-    cached = getattr(args, "judge", None) in ("llm", "hf")
+    cached = getattr(args, "judge", "rules") != "rules"
     kept = "verdicts so far are kept" if cached else "no file was left half-written"
     return guarded(body, lambda: kept, getattr(args, "threads", None))
 
@@ -88,7 +88,7 @@ def _add_run(commands) -> None:
     parser = commands.add_parser(
         "run",
         help="judge all user turns of a run",
-        usage="%(prog)s RUN [--judge rules|llm|hf] [--model NAME] [options]",
+        usage="%(prog)s RUN [--judge rules|llm|hf|MODULE:CLASS] [--model NAME] [options]",
         description="Judge all user turns of a run, and decoys (turns after a conversation that "
         "they\ndid not follow); write judgements/<name>.parquet into it. Verdicts of language "
         "models are\nkept in cache/judgements/: none is paid for twice.",
@@ -118,7 +118,7 @@ def _add_check(commands) -> None:
     parser = commands.add_parser(
         "check",
         help="judge annotated turns in a file, and show how good the judge is",
-        usage="%(prog)s FILE [--judge rules|llm|hf] [--model NAME] [options]",
+        usage="%(prog)s FILE [--judge rules|llm|hf|MODULE:CLASS] [--model NAME] [options]",
         description="Judge the turns of a JSON-lines file (query, response, user_turn; category "
         "where\nannotated; source_id for intervals) and compare with the annotations.",
     )
@@ -131,20 +131,13 @@ def _add_check(commands) -> None:
 def _add_judge(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--judge",
-        choices=["rules", "llm", "hf"],
+        type=_judge,
         default="rules",
-        help="rules: embedded heuristic (default); llm: a server's model; hf: a local model",
+        help="rules: embedded heuristic (default); llm: a server's model; hf: a local model; "
+        "MODULE:CLASS: your own (docs/judging.md)",
     )
     parser.add_argument(
-        "--repeats", type=int, default=1, help="verdicts per turn of --judge llm (default: 1)"
-    )
-    parser.add_argument(
-        "--replay",
-        action="store_true",
-        help="from the cache alone: no server, no model; a missing verdict is an error",
-    )
-    parser.add_argument(
-        "--retry-failed", action="store_true", help="judge anew what failed the last time"
+        "--repeats", type=int, default=1, help="verdicts per turn, of --judge llm (default: 1)"
     )
     parser.add_argument(
         "--dry-run", action="store_true", help="print what judging would take, and stop"
@@ -169,7 +162,8 @@ def _add_judge(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="a request parameter, such as temperature=0; no others are sent",
+        help="a request parameter, such as temperature=0; no others are sent. For your own judge: "
+        "an argument",
     )
     llm.add_argument("--concurrency", type=int, help="requests at a time (default: 8)")
     llm.add_argument("--timeout", type=float, help="seconds for a request (default: 60)")
@@ -186,7 +180,8 @@ def _add_judge(parser: argparse.ArgumentParser) -> None:
     llm.add_argument(
         "--max-cost",
         type=float,
-        help="stop before this invocation spends more dollars; cached verdicts don't count",
+        help="ask for nothing more after so many dollars; the requests that are under way then may "
+        "go beyond it",
     )
     hf = parser.add_argument_group("local models (--judge hf)")
     hf.add_argument("--device", help="auto, cpu, cuda or cuda:N (default: auto)")
@@ -194,6 +189,12 @@ def _add_judge(parser: argparse.ArgumentParser) -> None:
         "--force", action="store_true", help="let the subject model judge its own turns"
     )
     add_threads(hf)
+
+
+def _judge(name: str) -> str:
+    if name not in ("rules", "llm", "hf") and not name.strip(":").partition(":")[2]:
+        raise argparse.ArgumentTypeError(f"{name!r} is none of rules, llm, hf and MODULE:CLASS")
+    return name
 
 
 def add_export(commands) -> None:

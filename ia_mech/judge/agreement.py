@@ -567,14 +567,13 @@ def check(args: argparse.Namespace) -> int:
     if args.out is not None:
         refuse_existing([args.out])
     items = [Item(row["query"], row["response"], row["user_turn"]) for row in rows]
-    judge = make_judge(args, lambda: items)
+    judge = make_judge(args)
     if args.repeats > 1:
         raise UserError("check compares one verdict per turn", "drop --repeats")
     if args.dry_run:
         print_plan(judge, items, args)
         return 0
-    options = {"replay": args.replay, "retry_failed": args.retry_failed}
-    verdicts, _ = judge_items(items, judge, Bar(), **options)
+    verdicts, _ = judge_items(items, judge, Bar())
     found = [verdicts[item, 0] for item in items]
     screen = console()
     annotated = [i for i, row in enumerate(rows) if row.get("category")]

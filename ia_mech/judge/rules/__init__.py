@@ -9,7 +9,7 @@ has what the classifier was fitted on and how good both are.
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.metadata import version
@@ -28,7 +28,7 @@ from ia_mech.judge.rules.features import (
     stem,
     words,
 )
-from ia_mech.judge.verdict import Item, Verdict
+from ia_mech.judge.verdict import Item, Judge, Verdict
 
 MODEL = "model.json"
 CODE = ("features.py", "grounding.py", "__init__.py")
@@ -92,10 +92,8 @@ def fitted_items() -> frozenset[str]:
     return frozenset(_shipped()[2]["fitted_on"])
 
 
-class RulesJudge:
+class RulesJudge(Judge):
     """Clear cases by rule, others by the fitted classifier, with the evidence; see the package."""
-
-    paid = False
 
     def __init__(self) -> None:
         self._classifier, decisive, about = _shipped()
@@ -113,12 +111,8 @@ class RulesJudge:
         """How many of these the classifier was fitted on; it looks better on them than it is."""
         return sum(item.key("", 0)[:16] in fitted_items() for item in items)
 
-    def estimate(self, items: Sequence[Item]) -> str:
-        return ""
-
-    def judge(self, items: Sequence[Item], repeats: Sequence[int]) -> Iterator[tuple[int, Verdict]]:
-        for index, item in enumerate(items):
-            yield index, self.verdict(item)
+    def judge(self, items: Sequence[Item]) -> list[Verdict]:
+        return [self.verdict(item) for item in items]
 
     def verdict(self, item: Item) -> Verdict:
         """The verdict on one item; without a grounding score for one that it can't assess."""
