@@ -217,7 +217,7 @@ def _of_judge(
             group = Group(np.array([]), options, {"dataset": dataset, "temperature": float(t)})
             for outcome in judged[0].outcomes:
                 given = [one[name] for one in here for name in (outcome, "source")]
-                name = RATES[outcome, "follow_up_rate", ""]
+                name = RATES[outcome, "rate", ""]
                 rows.append(paired_row(group, name, *given, of=CHANGE))
     notes = [f"Before training, {judged[0].gate.sentence}."]
     return rows, judged[1].gate, notes + judged[1].notes

@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 from ia_mech.cli import quoted
 from ia_mech.errors import UserError
 from ia_mech.judge.decoys import KINDS
-from ia_mech.judge.label import check_finished, same_judges, windows_of
+from ia_mech.judge.label import check_finished, items_of, same_judges
 from ia_mech.judge.rubric import CANNOT_ASSESS, GENUINE, NAMES
 from ia_mech.judge.rules import fitted_items
 from ia_mech.judge.verdict import GROUNDED_P, JUDGED, OUTCOMES, identity_hash
@@ -328,12 +328,9 @@ def _turns_and_decoys(
         and decoys["category"].dropna().isin(NAMES).all()
     )
     unperturbed = run.labels.record("judgements", judge).get("unperturbed", False)
+    items = items_of(run, decoys if sound else None, unperturbed=unperturbed)
     said = pd.concat([verdicts["item"], *([decoys["item"]] if sound else [])]).to_numpy()
-    changed, words = np.zeros(len(said), dtype=bool), np.zeros(len(said))
-    for rows, items in windows_of(run, decoys if sound else None, unperturbed=unperturbed):
-        texts = [item.key("", 0)[:16] for item in items]
-        changed[rows.index] = pd.notna(said[rows.index]) & (said[rows.index] != texts)
-        words[rows.index] = [len(item.turn.split()) for item in items]
+    changed = pd.notna(said) & (said != [item.key("", 0)[:16] for item in items])
     if count := int(changed[: len(run.turns)].sum()):
         raise UserError(
             f"the verdicts of {judge!r} in {run.path} are of other texts ({count} turns have "
@@ -350,7 +347,7 @@ def _turns_and_decoys(
     every = pd.concat([verdicts, decoys], ignore_index=True)
     p = p_values(
         every["grounding"].to_numpy(dtype=float),
-        words,
+        np.array([len(item.turn.split()) for item in items]),
         pd.concat([turns["source"], frame["source"]]).to_numpy(dtype=object),
         pd.concat([turns["source"], frame["shown_source"]]).to_numpy(dtype=object),
         (every["decoy"] == CONVERSATION).to_numpy(),
