@@ -20,7 +20,7 @@ sample: $(INSTALLED)
 demo: $(INSTALLED)
 	$(BIN)/python -m ia_mech.sample --out $(DEMO)
 	$(BIN)/python -m ia_mech.judge run $(DEMO) --replace
-	$(BIN)/python -m ia_mech.rates $(DEMO) --examples 3
+	$(BIN)/python -m ia_mech.rates $(DEMO)
 	$(BIN)/python -m ia_mech.report $(DEMO)
 
 study: $(INSTALLED)

@@ -33,16 +33,13 @@ from benchmarks.coverage_data import (
 )
 from ia_mech.stats import (
     Estimate,
-    alpha_of,
     balanced_accuracy_of,
     cluster_counts,
     cluster_mean,
-    detectable_difference,
     dyadic_mean,
     kappa_of,
     paired_difference,
     prediction_powered,
-    rogan_gladen,
     zero_events_bound,
 )
 from ia_mech.stats.significance import sign_flip_p
@@ -153,7 +150,7 @@ def alarms(trials: int) -> None:
 
 
 def paired(trials: int) -> None:
-    """Coverage of the paired difference; power at the detectable difference."""
+    """Coverage of the paired difference."""
     print(f"### Difference of two rates: {trials} data sets a row\n")
     pairs = ((0.0, 0.02), (0.02, 0.02), (0.02, 0.1), (0.05, 0.2), (0.2, 0.5))
     grid = list(product((24, 50, 100), ((1, 8), (8, 8)), pairs))
@@ -171,29 +168,13 @@ def paired(trials: int) -> None:
     header = ["sources", "rows each", "rates", "coverage", "width"]
     table(header, intervals(), len(grid), "differences")
 
-    print(f"### Power at the detectable difference (asked for 80%): {trials} data sets a row\n")
-
-    def power() -> Iterator[list[object]]:
-        for number, (sources, n, rate) in enumerate(designs):
-            rng, found = np.random.default_rng([6, number]), 0
-            null = [conditions(rng, rate, rate, n, sources) for _ in range(200)]
-            size = float(np.nanmedian([detectable_difference(*data) for data in null]))
-            for _ in range(trials):
-                data = conditions(rng, rate + size, rate, n, sources)
-                found += paired_difference(*data, permutations=1999).p <= 0.05
-            yield [sources, f"{n[0]} and {n[1]}", rate, f"{size:.3f}", percent(found / trials)]
-
-    designs = list(product((24, 50, 100), ((8, 1), (8, 8)), (0.02, 0.2, 0.5)))
-    header = ["sources", "rows each", "rate of the second", "detectable difference", "found"]
-    table(header, power(), len(designs), "power")
-
 
 def decoys(trials: int) -> None:
     """Coverage of the excess over decoys, and of the gate's rate less twice the floor."""
     trials *= 2
     print(f"### Excess over decoys, 4 turns of each source: {trials} data sets a row\n")
     pairs = ((0.02, 0.02), (0.2, 0.02), (0.6, 0.02), (0.2, 0.2), (0.6, 0.2), (0.6, 0.6))
-    cells = list(product(("conversation", "response"), (20, 60, 100), pairs))
+    cells = list(product(("conversation", "sibling"), (20, 60, 100), pairs))
 
     def rows() -> Iterator[list[object]]:
         for number, (kind, sources, (rate, floor)) in enumerate(cells):
@@ -226,7 +207,7 @@ def corrected(trials: int) -> None:
     def rows() -> Iterator[list[object]]:
         for number, ((sensitivity, specificity), sources, choice, rate) in enumerate(cells):
             rng, index = np.random.default_rng([8, number]), np.repeat(np.arange(sources), 8)
-            found: dict[str, list[Estimate]] = {"rg": [], "pp": [], "alone": []}
+            found: dict[str, list[Estimate]] = {"pp": [], "alone": []}
             raw = []
             for _ in range(trials):
                 truth = rng.random(len(index)) < source_rates(rng, rate, 0.3, sources)[index]
@@ -241,13 +222,9 @@ def corrected(trials: int) -> None:
                     "truth_prediction": verdict[at],
                     "truth_sources": index[at],
                 }
-                weights, unclipped = 1 / inclusion, {"resamples": 500, "clip": False}
-                found["rg"].append(
-                    rogan_gladen(verdict, index, truth_weights=weights, **notes, **unclipped)
-                )
                 found["pp"].append(prediction_powered(verdict, index, inclusion=inclusion, **notes))
                 found["alone"].append(
-                    cluster_mean(notes["truth"], index[at], weights=weights, proportion=True)
+                    cluster_mean(notes["truth"], index[at], weights=1 / inclusion, proportion=True)
                 )
                 raw.append(verdict.mean())
             shown = []
@@ -258,15 +235,12 @@ def corrected(trials: int) -> None:
                 held = ((low <= rate) & (rate <= high))[there].mean()
                 if name != "alone":
                     shown += [f"{value[there].mean():.3f} ± {error:.4f}", percent(held)]
-                if name != "rg":
-                    shown.append(f"{(high - low)[there].mean():.3f}")
-            undefined = percent(np.isnan([e.value for e in found["rg"]]).mean())
+                shown.append(f"{(high - low)[there].mean():.3f}")
             judge = f"{sensitivity}, {specificity}"
-            yield [judge, sources, choice, rate, f"{np.mean(raw):.3f}", *shown, undefined]
+            yield [judge, sources, choice, rate, f"{np.mean(raw):.3f}", *shown]
 
     header = ["sensitivity, specificity", "sources", "annotated", "rate", "judge's rate"]
-    header += ["Rogan–Gladen", "coverage", "prediction-powered", "coverage", "width"]
-    header += ["width by annotations alone", "R–G undefined, %"]
+    header += ["prediction-powered", "coverage", "width", "width by annotations alone"]
     table(header, rows(), len(cells), "corrected")
 
 
@@ -309,7 +283,6 @@ def speed(_: int) -> None:
     right, guesses = rng.random((3, 8000)) < 0.7, rng.integers(8, size=(3, 8000))
     raters = np.where(right, truth, guesses)
     cell = truth * 8 + raters[0]
-    patterns, pattern = np.unique(raters.T, axis=0, return_inverse=True)
 
     def of_tables(statistic: Callable) -> Callable:
         return lambda counts: statistic(counts.reshape(-1, 8, 8))
@@ -317,10 +290,6 @@ def speed(_: int) -> None:
     cases: dict[str, tuple[Callable, np.ndarray]] = {
         "κ of 8 categories": (of_tables(kappa_of), cell),
         "balanced accuracy of 8 categories": (of_tables(balanced_accuracy_of), cell),
-        f"α of three raters, {len(patterns)} patterns of ratings": (
-            lambda counts: alpha_of(counts, patterns, 8000),
-            pattern.reshape(-1),
-        ),
     }
     print("### Speed: 10,000 resamples of 1,000 sources (8,000 rows), best of three\n")
     for name, (statistic, pattern_of) in cases.items():

@@ -1,13 +1,20 @@
-"""How the rules judge's ``grounded_p`` was calibrated, and how good it is.
+"""How well the rules judge's ``grounding`` score tells a turn's own conversation from another.
 
 Usage::
 
     python -m benchmarks.grounding measure --calibration NAME=RUN... --test NAME=RUN... --bare RUN
     python -m benchmarks.grounding evaluate
 
-``measure`` writes ``grounding.json`` of the judge (words and decoys' scores) and, beside this file,
+``measure`` writes ``grounding.json`` of the judge (common words) and, beside this file,
 ``grounding_scores.parquet``: the scores of all turns, and no text of anyone. ``evaluate`` makes all
 tables of ``grounding.md`` from them. A RUN is a run's folder; NAME is the data set that it is of.
+
+The p values are conformal (Vovk, Gammerman & Shafer 2005): the share of decoys that score as high.
+There is one decoy per source, so that each counts once ("subsampling once" of Dunn, Wasserman &
+Ramdas 2023, J. Amer. Statist. Assoc. 118:2491), and it is held against the conversation with the
+most similar query of its data set, so that p values stay valid in data sets whose conversations are
+more alike. ``ia_mech.rates`` takes the decoys of the run that is judged instead.
+
 Runs for the test hold several responses per query; their sources are left out of the calibration.
 Runs with turns after the bare user header come from ``experiments.perturbations``.
 """
@@ -169,9 +176,8 @@ def measure(args: argparse.Namespace) -> None:
     )
     scores = scored(pairs, ranks).astype(dict.fromkeys(("set", "part", "kind"), "category"))
     scores.to_parquet(SCORES)
-    content = {"common": " ".join(stems), "decoys": one_per_source(scores).tolist()}
-    TABLE.write_text(json.dumps(content) + "\n", encoding="utf-8")
-    print(f"{len(scores)} scores: {SCORES}\n{len(content['decoys'])} decoys: {TABLE}")
+    TABLE.write_text(json.dumps({"common": " ".join(stems)}) + "\n", encoding="utf-8")
+    print(f"{len(scores)} scores: {SCORES}\n{len(stems)} words: {TABLE}")
 
 
 def one_per_source(scores: pd.DataFrame, without: str = "") -> np.ndarray:
@@ -181,6 +187,17 @@ def one_per_source(scores: pd.DataFrame, without: str = "") -> np.ndarray:
     return np.sort(decoys.groupby(["set", "source"])["score"].sample(1, random_state=0).to_numpy())
 
 
+def p_value(score: int, decoys: np.ndarray) -> float:
+    """``(1 + number of decoys that score as high) / (1 + number of decoys)``.
+
+    Args:
+        score: of the turn; higher is better grounded.
+        decoys: ``[sources]`` scores, ascending.
+    """
+    above = len(decoys) - int(np.searchsorted(decoys, score, side="left"))
+    return (1 + above) / (1 + len(decoys))
+
+
 # -- what is reported ------------------------------------------------------------------------------
 
 COUNTED = ["sources", "decoys, p ≤ 0.05", "own turns, p ≤ 0.05", "genuine own turns, p ≤ 0.05"]
@@ -188,7 +205,7 @@ COUNTED = ["sources", "decoys, p ≤ 0.05", "own turns, p ≤ 0.05", "genuine ow
 
 def judged_with(scores: pd.DataFrame, decoys: np.ndarray) -> pd.DataFrame:
     """The scores with ``small``, whether the p value is small, and ``grounded``, genuine too."""
-    small = np.array([grounding.p_value(score, decoys) for score in scores["score"]])
+    small = np.array([p_value(score, decoys) for score in scores["score"]])
     small = small <= GROUNDED_P
     return scores.assign(small=small, grounded=small & scores["genuine"].to_numpy())
 
@@ -251,7 +268,7 @@ def evaluate() -> None:
     scores = pd.read_parquet(SCORES)
     decoys = one_per_source(scores)
     judged = judged_with(scores, decoys)
-    smallest = min(score for score in set(decoys) if grounding.p_value(score, decoys) <= GROUNDED_P)
+    smallest = min(score for score in set(decoys) if p_value(score, decoys) <= GROUNDED_P)
     print(f"{len(decoys)} decoys; p ≤ 0.05 from a score of {smallest} on.\n")
     print("### Data sets absent from the calibration\n")
     table(["left out", "turns of", *COUNTED], left_out(scores), 8, "left out")

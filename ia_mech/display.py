@@ -16,8 +16,6 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from rich.console import Console
 from rich.segment import Segment
-from rich.table import Table
-from rich.text import Text
 from tqdm import tqdm
 
 from ia_mech.untrusted import visible
@@ -62,28 +60,6 @@ def console(width: int = 100) -> Console:
     made = _Console(highlight=False, emoji=False)  # ":cat:" in a text is not an emoji
     made.width = max(made.width, width)  # a cut-off interval is worse than a long line
     return made
-
-
-class Recorder(_Console):
-    """A console that keeps what it is given: tables, and texts without their markup.
-
-    Attributes:
-        tables: in the order of printing.
-        lines: the texts.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(width=1000, highlight=False, emoji=False)
-        self.tables: list[Table] = []
-        self.lines: list[str] = []
-
-    def print(self, *objects: Any, **options: Any) -> None:
-        markup = options.get("markup", True)
-        for shown in objects:
-            if isinstance(shown, Table):
-                self.tables.append(shown)
-            else:
-                self.lines.append(Text.from_markup(shown).plain if markup else str(shown))
 
 
 @runtime_checkable

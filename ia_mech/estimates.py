@@ -1,8 +1,8 @@
 """Estimates as tidy rows: what a number is of, the number, its interval, its test.
 
-Rates, probes and experiments make :class:`TidyEstimate` rows, turn them into one table with
-:func:`frame_of` and write it with :func:`write_table`. Intervals and tests are
-:mod:`ia_mech.stats`'.
+Rates, probes and experiments make :class:`TidyEstimate` rows and turn them into one table with
+:func:`frame_of`. Intervals and tests are :mod:`ia_mech.stats`'. An estimate is shown as
+:meth:`ia_mech.stats.Estimate.text` and :func:`p_value` have it, nowhere else.
 """
 
 import json
@@ -18,7 +18,6 @@ import pyarrow.parquet as pq
 
 from ia_mech.run.integrity import replace_file
 from ia_mech.stats import Estimate, cluster_counts, cluster_mean, holm, paired_difference
-from ia_mech.untrusted import escaped, inert
 
 ALL = "(all)"  # the name of all datasets together
 FEW_SOURCES = 24  # benchmarks/coverage.md simulates so many sources and more
@@ -204,41 +203,17 @@ def frame_of(
 def write_parquet(
     frame: pd.DataFrame, path: str | Path, about: dict[str, Any] | None = None
 ) -> None:
-    """:func:`write_table` as Parquet."""
-    write_table(frame, path, "parquet", about)
-
-
-def write_table(
-    frame: pd.DataFrame, path: str | Path, kind: str, about: dict[str, Any] | None = None
-) -> None:
     """Replace a file whole: the old one or the new one, never a half.
 
     Args:
         frame: the table; its index is left out.
         path: the file; its folder must be there.
-        kind: ``json`` (an object with ``about`` and ``estimates``, a list of records), ``csv``
-            (without ``about``; texts as :func:`ia_mech.untrusted.inert` makes them) or ``parquet``
-            (``about`` as JSON in the metadata, under ``ia_mech``).
-        about: what the table was made from.
+        about: what the table was made from, kept as JSON in the metadata, under ``ia_mech``.
 
     Raises:
         OSError: it can't be written.
     """
-
-    def fill(scratch: Path) -> None:
-        if kind == "json":
-            plain = frame.astype(object)
-            records = plain.where(frame.notna(), None).to_dict("records")
-            text = json.dumps({"about": about, "estimates": records}, indent=1, ensure_ascii=False)
-            scratch.write_text(escaped(text) + "\n", encoding="utf-8")
-        elif kind == "csv":
-            # Names of models and datasets are other people's.
-            cells = frame.map(lambda cell: inert(cell) if isinstance(cell, str) else cell)
-            cells.to_csv(scratch, index=False)
-        else:
-            pq.write_table(_arrow(frame, about), scratch)
-
-    replace_file(Path(path), fill)
+    replace_file(Path(path), lambda scratch: pq.write_table(_arrow(frame, about), scratch))
 
 
 def _arrow(frame: pd.DataFrame, about: dict[str, Any] | None) -> pa.Table:
@@ -253,6 +228,16 @@ def _arrow(frame: pd.DataFrame, about: dict[str, Any] | None) -> pa.Table:
         for field, so in zip(table.schema, text, strict=True)
     ]
     return table.cast(pa.schema(fields, metadata))
+
+
+def estimate_of(row: Any) -> Estimate:
+    """The estimate in a row of a table, whose columns are attributes."""
+    return Estimate(row.value, row.low, row.high, row.sources, getattr(row, "method", ""))
+
+
+def p_value(p: float) -> str:
+    """``p = 0.012``, or ``p < 0.001``; ``–`` where nothing was tested."""
+    return "–" if np.isnan(p) else "p < 0.001" if p < 0.001 else f"p = {p:.3f}"
 
 
 def together(estimates: pd.DataFrame) -> pd.DataFrame:

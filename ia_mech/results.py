@@ -14,27 +14,31 @@ report shows what :func:`read` gives and computes nothing.
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
+from rich.measure import Measurement
+from rich.table import Table as RichTable
+from rich.text import Text
 
 from ia_mech.cli import one_line
 from ia_mech.display import save_figure
 from ia_mech.errors import UserError
-from ia_mech.estimates import write_parquet
+from ia_mech.estimates import estimate_of, p_value, write_parquet
 from ia_mech.run.integrity import fsync_folder, read_json
 from ia_mech.untrusted import escaped
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+_HEADS = {"temperature": "T"}  # columns that are called otherwise in a table
 RESULT, ESTIMATES = "result.json", "estimates.parquet"
-WIDE = 1000  # columns that a table may take: a cut-off interval is worse than a long line
 _SAID = ("question", "sentence", "control", "notes", "about")
 
 
@@ -87,6 +91,61 @@ class Result:
     about: Mapping[str, Any] = field(default_factory=dict)
     data: Mapping[str, pd.DataFrame] = field(default_factory=dict)
     files: Mapping[str, Callable[[Path], None]] = field(default_factory=dict)
+
+
+def table_of(
+    title: str,
+    estimates: pd.DataFrame,
+    columns: Mapping[str, tuple[str, int | str]],
+    index: Sequence[str] = ("dataset", "temperature"),
+    *,
+    key: str = "quantity",
+    rows: str = "rows",
+    legend: str = "",
+    full: bool = False,
+) -> Table:
+    """Estimates as a table: a line per combination of ``index``, a column per kind of estimate.
+
+    Args:
+        title: of the table.
+        estimates: as :func:`ia_mech.estimates.frame_of` makes them, in the order of the lines.
+        columns: value of ``key`` → head, and decimals or a format such as ``+.2f``. The corrected
+            p of a test follows its difference.
+        index: the columns that name a line. One in which all lines are alike is left out, but for
+            the last.
+        key: the column that tells kinds of estimates apart.
+        rows: what the rows of an estimate are, the head of the column with their number.
+        legend: as of :class:`Table`.
+        full: as of :class:`Table`.
+    """
+    found = estimates[estimates[key].isin(list(columns))]
+    shown = {of: head for of, head in columns.items() if of in set(found[key])}
+    named = [name for name in index[:-1] if found[name].nunique(dropna=False) > 1] + [*index[-1:]]
+    lines = []
+    for values, own in found.groupby(named, sort=False, dropna=False):
+        by_key = {getattr(row, key): row for row in own.itertuples(index=False)}
+        cells = [
+            cell_of(by_key[of], digits) if of in by_key else "" for of, (_, digits) in shown.items()
+        ]
+        names = [label_of(value, name) for value, name in zip(values, named, strict=True)]
+        lines.append([*names, str(own["rows"].max()), *cells])
+    heads = [_HEADS.get(name, name) for name in named]
+    return Table(title, [*heads, rows, *(head for head, _ in shown.values())], lines, legend, full)
+
+
+def label_of(value: Any, column: str) -> str:
+    """A value that names a line; a missing one stands for all there are."""
+    if not isinstance(value, str) and pd.isna(value):
+        return "all"
+    if column == "temperature" and value == 0:
+        return "greedy"
+    return one_line(value, 60) if isinstance(value, str) else f"{value:g}"
+
+
+def cell_of(row: Any, digits: int | str = 2) -> str:
+    """An estimate, a line of a table of them, as text with the corrected p of its test."""
+    text = estimate_of(row).text(digits)
+    return text if np.isnan(row.p_holm) else f"{text} {p_value(row.p_holm)}"
 
 
 def folder_of(run: Path, name: str) -> Path:
@@ -179,13 +238,34 @@ def kind_of(folder: Path) -> str | None:
     return _record(folder)["about"].get("kind") if (folder / RESULT).exists() else None
 
 
-def results_of(run: Path) -> list[Result]:
-    """All results in a run's folder, by name.
+def folders_of(run: Path, identity: str = "", places: Collection[Path] = ()) -> list[Path]:
+    """The folders with results on a run.
+
+    Args:
+        run: the run's folder, whose ``results/`` has its own ones.
+        identity: of the run, as results have it under ``identities``.
+        places: where experiments that hold runs keep theirs, in folders that begin with the run's
+            name (``cache/<run>-reaction``). They count if they say that they are of this run.
 
     Raises:
         UserError: one is damaged.
     """
-    return [read(file.parent) for file in sorted(run.glob(f"results/*/{RESULT}"))]
+    found = [file.parent for file in sorted(run.glob(f"results/*/{RESULT}"))]
+    for place in dict.fromkeys(path.resolve() for path in places):
+        for folder in sorted(file.parent for file in place.glob(f"*/{RESULT}")):
+            beside = folder.name.startswith(f"{run.resolve().name}-")
+            if beside and identity in _record(folder)["about"].get("identities", []):
+                found.append(folder)
+    return found
+
+
+def results_of(run: Path, identity: str = "", places: Collection[Path] = ()) -> list[Result]:
+    """All results on a run, those of its own folder by name first; see :func:`folders_of`.
+
+    Raises:
+        UserError: one is damaged.
+    """
+    return [read(folder) for folder in folders_of(run, identity, places)]
 
 
 def _record(folder: Path) -> dict[str, Any]:
@@ -212,7 +292,6 @@ def show(result: Result, screen: "Console", *, full: bool = False) -> None:
         screen: of :func:`ia_mech.display.console`.
         full: all tables, not the first ones alone.
     """
-    screen.width = max(screen.width, WIDE)
     for text, style in ((result.sentence, "bold"), (result.control, "")):
         screen.print(one_line(text), style=style, soft_wrap=True, markup=False)
     left_out = 0
@@ -220,10 +299,7 @@ def show(result: Result, screen: "Console", *, full: bool = False) -> None:
         if table.full and not full:
             left_out += 1
             continue
-        screen.print()
-        screen.print(_rich(table), soft_wrap=True)
-        if table.legend:
-            screen.print(table.legend, soft_wrap=True, markup=False)
+        print_table(screen, table)
     if result.notes:
         screen.print()
     for note in result.notes:
@@ -232,13 +308,16 @@ def show(result: Result, screen: "Console", *, full: bool = False) -> None:
         screen.print(f"{left_out} more tables with --full", soft_wrap=True, markup=False)
 
 
-def _rich(table: Table) -> Any:
-    from rich.table import Table as RichTable
-    from rich.text import Text
-
+def print_table(screen: "Console", table: Table) -> None:
+    """Print a table after an empty line, on a screen made wide enough: no interval is cut off."""
     shown = RichTable(title=Text(table.title, "bold"), title_justify="left")
     for at, name in enumerate(table.columns):
         shown.add_column(Text(name), justify="right" if at else "left", no_wrap=True)
     for row in table.rows:
         shown.add_row(*(Text(cell) for cell in row))
-    return shown
+    needed = Measurement.get(screen, screen.options.update(width=1000), shown).maximum
+    screen.width = max(screen.width, needed)
+    screen.print()
+    screen.print(shown, soft_wrap=True)
+    if table.legend:
+        screen.print(table.legend, soft_wrap=True, markup=False)

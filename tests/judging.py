@@ -8,14 +8,14 @@ from ia_mech.display import Quiet
 from ia_mech.errors import UserError
 from ia_mech.judge.llm import LlmJudge
 from ia_mech.judge.rubric import GENUINE
-from ia_mech.judge.verdict import Item, Verdict
+from ia_mech.judge.verdict import Item, Judge, Verdict
 from ia_mech.run import Run
 from ia_mech.run.labels import KEY as COLUMNS
 
 # Of the run that tests judge: 12 contexts, each once greedy and twice at two temperatures. (Not
 # from ``runs``, whose import takes seconds, and a killed process imports this.)
 ROWS = 60
-DECOYS = 36  # one per source and temperature; each context has a source of its own
+DECOYS = 36  # of a judge that is paid: one per source and temperature; a context is a source
 KEY = "sk-test-1234567890-secret"
 QUERY, RESPONSE = "How does a lighthouse work?", "A lens gathers the lamp's light into a beam."
 
@@ -55,11 +55,13 @@ def genuine(item: Item, repeat: int) -> Verdict:
     return Verdict(GENUINE, rationale=item.turn, **BILLED)
 
 
-class FakeJudge:
-    """Says what ``say`` says, the last item first, and keeps what it was asked.
+class FakeJudge(Judge):
+    """Says what ``say`` says of an item that it is asked for the n-th time, and keeps both.
 
     ``fails_after``: verdicts before it gives up.
     """
+
+    caveat = "a fake"
 
     def __init__(
         self,
@@ -74,22 +76,19 @@ class FakeJudge:
         self.say = say
         self.fails_after = fails_after
         self.asked: list[tuple[Item, int]] = []
-        self.closed = False
-
-    caveat = "a fake"
 
     def estimate(self, items) -> str:
         return f"{len(items)} to ask"
 
-    def judge(self, items, repeats):
-        try:
-            for index in reversed(range(len(items))):
-                if len(self.asked) == self.fails_after:
-                    raise UserError("the server is gone", "look after it")
-                self.asked.append((items[index], repeats[index]))
-                yield index, self.say(items[index], repeats[index])
-        finally:
-            self.closed = True
+    def judge(self, items) -> list[Verdict]:
+        verdicts = []
+        for item in items:
+            if len(self.asked) == self.fails_after:
+                raise UserError("the server is gone", "look after it")
+            repeat = sum(item == before for before, _ in self.asked)
+            self.asked.append((item, repeat))
+            verdicts.append(self.say(item, repeat))
+        return verdicts
 
 
 def items(count: int) -> list[Item]:
@@ -97,17 +96,13 @@ def items(count: int) -> list[Item]:
 
 
 def judge_for(stub: StubServer, **options) -> LlmJudge:
-    options = {"base_url": stub.url, "api_key_env": "OPENAI_API_KEY", "timeout": 5.0} | options
+    """A judge for a stub that has answers; waits as long as the busiest machine needs."""
+    options = {"base_url": stub.url, "api_key_env": "OPENAI_API_KEY", "timeout": 60.0} | options
     return LlmJudge("stub-model", **options)
 
 
-def verdicts_of(judge, asked: list[Item]) -> list[Verdict]:
-    found = dict(judge.judge(asked, [0] * len(asked)))
-    return [found[index] for index in range(len(asked))]
-
-
-def one(judge, item: Item | None = None) -> Verdict:
-    return verdicts_of(judge, [item or items(1)[0]])[0]
+def one(judge: Judge, item: Item | None = None) -> Verdict:
+    return judge.judge([item or items(1)[0]])[0]
 
 
 def keys_of(run: Run) -> list[dict]:

@@ -104,7 +104,7 @@ def test_no_file_of_an_analysed_run_names_a_folder_of_this_machine(
         (train, [probed, "--permutations", "39", "--resamples", "100", "--threads", "1"]),
         (report, [probed]),
         (judge, ["run", run.path]),
-        (rates, [run.path, "--parquet", tmp_path / "rates.parquet"]),
+        (rates, [run.path]),
         (sweep, [run.path, "--resamples", "100"]),
         (report, [run.path]),
     ]:
@@ -113,6 +113,6 @@ def test_no_file_of_an_analysed_run_names_a_folder_of_this_machine(
     folders = [probed, run.path]
     files = [folder / name for folder in folders for name in files_under(folder)]
     assert {"report.html", "estimates.parquet", "card.json"} <= {path.name for path in files}
-    for path in [*files, tmp_path / "rates.parquet"]:
+    for path in files:
         assert tmp_path.name not in texts_in(path), path
         assert str(Path.home()) not in texts_in(path), path

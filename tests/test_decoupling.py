@@ -384,7 +384,7 @@ UNKNOWN = {"metadata": {"instruction_id_list": ["no:such"], "kwargs": [{}]}, "an
         ),
         (
             [Prompt("a", genuine={0.0: [None]}), Prompt("b", genuine={0.0: [1]}, policy="given")],
-            "'rules' assessed no user turn after these responses; judge again with --retry-failed, "
+            "'rules' assessed no user turn after these responses; judge again, "
             "or choose another with --judge",
         ),
     ],

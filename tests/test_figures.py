@@ -79,7 +79,7 @@ def test_figures_of_a_judges_rate_show_its_floor_and_excess(name):
     figure = DRAWN[name](GATE)
     assert dashed(figure) == [FLOOR]
     assert figure.get_suptitle() == (
-        "m\njudge planted: undecided (40 decoys), excess over its floor 0.09 [-0.02, 0.20]"
+        "m\njudge planted: undecided (40 decoys), excess over its floor +0.09 [-0.02, +0.20]"
     )
     legends = [*figure.legends, *(axes.get_legend() for axes in figure.axes)]
     texts = [text.get_text() for one in legends if one for text in one.get_texts()]

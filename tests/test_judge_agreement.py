@@ -1,39 +1,27 @@
 """Agreement of judges and annotators: figures against hand computation, and what is shown."""
 
-import csv
-import io
 import json
 import re
 
 import numpy as np
+import pandas as pd
 import pytest
-from judging import DECOYS, ROWS, FakeJudge, keys_of, plant
-from rich.console import Console
-from runs import files_under, rewritten
-from shell import files
+from judging import ROWS, FakeJudge, keys_of, plant
+from runs import rewritten
 
-from ia_mech.display import Quiet, console
+from ia_mech.display import Quiet
 from ia_mech.errors import UserError
 from ia_mech.judge.__main__ import main
-from ia_mech.judge.agreement import (
-    agreement,
-    compare,
-    group_alpha,
-    joint_rows,
-    print_comparison,
-    print_floors,
-    report,
-)
+from ia_mech.judge.agreement import agreement, compare, compared, joint_rows, labellers_of
 from ia_mech.judge.decoys import draw_decoys
 from ia_mech.judge.label import items_of, label_run
 from ia_mech.judge.rubric import ASSESSED, CANNOT_ASSESS, GENUINE, NAMES
 from ia_mech.judge.sheets import export_sheet, import_sheet, write_sheet
 from ia_mech.judge.verdict import Verdict
 from ia_mech.rates.load import read_runs
+from ia_mech.results import folder_of, read
 from ia_mech.run import Run
 from ia_mech.run.labels import KEY
-from ia_mech.stats import alpha_of
-from ia_mech.untrusted import inert
 
 
 def annotate(run: Run, name: str, said: dict[int, str], sheet="s", stratum="all", of=None) -> None:
@@ -53,14 +41,16 @@ def annotate(run: Run, name: str, said: dict[int, str], sheet="s", stratum="all"
     run.labels.write_annotations(name, rows, {})
 
 
-def alpha(ratings, weights) -> float:
-    """Krippendorff's α of units, each a pattern of its own."""
-    units = sum(len([x for x in unit if x is not None]) > 1 for unit in ratings)
-    return alpha_of(np.array([weights], dtype=float), ratings, units)[0]
-
-
 def random_labels(seed: int, names=NAMES) -> list[str]:
     return [names[i] for i in np.random.default_rng(seed).integers(len(names), size=ROWS)]
+
+
+def pairs_of(run: Run, between=None) -> dict:
+    return compared(run, labellers_of(run, between))
+
+
+def disagreements_of(run: Run) -> pd.DataFrame:
+    return agreement(run).data["disagreements"]
 
 
 # -- two columns of labels ------------------------------------------------------------------------
@@ -71,23 +61,17 @@ def test_a_worked_example_with_weights():
     truth = [GENUINE, GENUINE, "generic", "generic"]
     prediction = [GENUINE, "generic", "generic", "generic"]
     c = compare(truth, prediction, ["a", "b", "c", "d"], [1, 2, 3, 4])
-    assert (c.n, c.sources, c.weight, c.weighted) == (4, 4, 10, True)
+    assert (c.n, c.weight) == (4, 10)
+    value = {name: figure.value for name, figure in c.figures.items()}
     # Observed 8/10; expected 3/10 * 1/10 + 7/10 * 9/10 = 0.66.
-    assert c.kappa.value == c.kappa_genuine.value == pytest.approx((0.8 - 0.66) / (1 - 0.66))
-    assert c.accuracy.value == c.accuracy_genuine.value == pytest.approx(0.8)
-    assert c.balanced_accuracy.value == pytest.approx((1 / 3 + 1) / 2)
-    assert c.alpha.value == pytest.approx(
-        alpha(list(zip(truth, prediction, strict=True)), [1, 2, 3, 4])
-    )
-    lines = {line.category: line for line in c.categories}
-    assert tuple(lines) == ASSESSED
-    genuine, generic, unused = (lines[x] for x in (GENUINE, "generic", "degenerate"))
-    assert (genuine.truth, genuine.predicted) == (2, 1)
-    assert (genuine.truth_weight, genuine.predicted_weight) == (3, 1)
-    assert (genuine.precision.value, genuine.recall.value) == pytest.approx((1, 1 / 3))
-    assert (generic.precision.value, generic.recall.value) == pytest.approx((7 / 9, 1))
-    assert (unused.truth, unused.predicted) == (0, 0)
-    assert np.isnan([unused.precision.value, unused.recall.value]).all()
+    for of in ("genuine", "categories"):
+        assert value["kappa", of] == pytest.approx((0.8 - 0.66) / (1 - 0.66))
+        assert value["accuracy", of] == pytest.approx(0.8)
+    assert value["balanced_accuracy", "genuine"] == pytest.approx((1 / 3 + 1) / 2)
+    for of, precision, recall in ((GENUINE, 1, 1 / 3), ("generic", 7 / 9, 1)):
+        assert value["precision", of] == pytest.approx(precision)
+        assert value["recall", of] == pytest.approx(recall)
+    assert np.isnan([value["precision", "degenerate"], value["recall", "degenerate"]]).all()
     g, h = ASSESSED.index(GENUINE), ASSESSED.index("generic")
     assert c.confusion[[g, g, h], [g, h, h]].tolist() == [1, 2, 7] and c.confusion.sum() == 10
     assert c.confusion_rows[[g, g, h], [g, h, h]].tolist() == [1, 1, 2]
@@ -97,10 +81,12 @@ def test_abstentions_and_failures_stand_apart():
     truth = [GENUINE, "generic", CANNOT_ASSESS, GENUINE, "generic", None, CANNOT_ASSESS]
     prediction = [GENUINE, CANNOT_ASSESS, GENUINE, None, "generic", "generic", CANNOT_ASSESS]
     c = compare(truth, prediction, list("abcdefg"))
-    assert (c.matched, c.n, c.sources, c.weighted) == (7, 2, 2, False)
-    assert (c.abstained_truth, c.abstained_prediction) == (2, 2)
-    assert (c.failed_truth, c.failed_prediction) == (1, 1)
-    assert c.accuracy.value == c.kappa.value == 1
+    assert (c.matched, c.n) == (7, 2)
+    assert c.apart == (
+        "cannot_assess in the truth 2, no category in the truth 1, cannot_assess in the prediction "
+        "2, no category in the prediction 1"
+    )
+    assert c.figures["accuracy", "categories"].value == 1
     with pytest.raises(ValueError, match="'nonsense' is not a category"):
         compare(["nonsense"], [GENUINE], ["a"])
     with pytest.raises(ValueError, match="same length"):
@@ -108,34 +94,16 @@ def test_abstentions_and_failures_stand_apart():
 
 
 def test_what_has_no_value_or_no_interval():
-    perfect = compare([GENUINE, "generic"] * 20, [GENUINE, "generic"] * 20, range(40))
-    assert perfect.kappa.value == perfect.balanced_accuracy.value == 1
-    assert np.isnan(perfect.kappa.low)  # resampling perfect agreement says nothing
-    assert perfect.kappa.method == perfect.alpha.method == "no resample differs"
-    assert 0.9 < perfect.accuracy.low < 1  # an exact bound does
-    one = compare(["generic"] * 9, [GENUINE] * 4 + ["generic"] * 5, range(9))
-    assert np.isnan(one.balanced_accuracy.value)  # the truth has no genuine follow-up
+    perfect = compare([GENUINE, "generic"] * 20, [GENUINE, "generic"] * 20, range(40)).figures
+    kappa = perfect["kappa", "genuine"]
+    assert kappa.value == perfect["balanced_accuracy", "genuine"].value == 1
+    assert np.isnan(kappa.low)  # resampling perfect agreement says nothing
+    assert 0.9 < perfect["accuracy", "genuine"].low < 1  # an exact bound does
+    one = compare(["generic"] * 9, [GENUINE] * 4 + ["generic"] * 5, range(9)).figures
+    assert np.isnan(one["balanced_accuracy", "genuine"].value)  # the truth has no follow-up
     empty = compare([CANNOT_ASSESS], [GENUINE], ["a"])
-    assert empty.n == 0 and np.isnan(empty.kappa.value) and np.isnan(empty.alpha.value)
+    assert empty.n == 0 and np.isnan(empty.figures["kappa", "genuine"].value)
     assert compare([], [], []).n == 0
-    text = shown(lambda console: print_comparison(console, "x", empty))
-    assert "no row that both put into a category" in text
-
-
-@pytest.mark.parametrize("seed", range(2))
-def test_alpha_from_patterns_is_alpha_from_rows(seed):
-    rng = np.random.default_rng(seed)
-    choices = np.array([*ASSESSED[:3], CANNOT_ASSESS, None], dtype=object)
-    table = choices[rng.choice(5, p=[0.4, 0.2, 0.2, 0.1, 0.1], size=(50, 3))]
-    weights = rng.integers(1, 9, 50).astype(float)
-    found = group_alpha(list(table.T), rng.integers(8, size=50), weights)
-    table[table == CANNOT_ASSESS] = None
-    assert found.categories.value == pytest.approx(alpha(table, weights))
-    genuine = np.array([[None if x is None else x == GENUINE for x in r] for r in table], object)
-    assert found.genuine.value == pytest.approx(alpha(genuine, weights))
-    paired = (table != None).sum(1) >= 2  # noqa: E711
-    assert found.n == paired.sum() and found.weight == weights[paired].sum()
-    assert found.categories.low < found.categories.value < found.categories.high
 
 
 # -- a run ----------------------------------------------------------------------------------------
@@ -166,16 +134,17 @@ def test_figures_of_a_sample_are_about_the_run(run):
     strata = {i: p["stratum"] for i, p in zip(at, drawn, strict=True)}
     of = {i: p["inclusion_probability"] for i, p in zip(at, drawn, strict=True)}
     annotate(run, "anna", {i: truth[i] for i in at}, key["sheet"], strata, of)
-    ((names, comparison),) = agreement(run).pairs.items()
+    ((names, comparison),) = pairs_of(run).items()
     assert names == ("anna", "rules")  # people are the truth
     assert comparison.n == 15 and comparison.weight == pytest.approx(ROWS)
-    assert comparison.accuracy.value == pytest.approx(weighted[-1])
+    accuracy = comparison.figures["accuracy", "categories"]
+    assert accuracy.value == pytest.approx(weighted[-1])
 
 
 def test_weights_of_two_annotators(run):
     def weights_of(*names):
-        found = agreement(run, names)
-        return dict(zip(*(x.tolist() for x in joint_rows(found.labellers)), strict=True))
+        found = joint_rows(labellers_of(run, names))
+        return dict(zip(*(x.tolist() for x in found), strict=True))
 
     strata = {i: "low" if i < 40 else "high" for i in range(ROWS)}
     of = {i: 10 / 40 if i < 40 else 10 / 20 for i in range(ROWS)}
@@ -199,7 +168,7 @@ def test_weights_of_two_annotators(run):
     # Not of a sheet: a census.
     annotate(run, "edda", {7: GENUINE, 8: GENUINE}, None, "x", dict.fromkeys(range(60)))
     assert weights_of("rules", "edda") == {7: 1, 8: 1}
-    assert agreement(run, ["cleo", "edda"]).pairs["cleo", "edda"].n == 0
+    assert pairs_of(run, ["cleo", "edda"])["cleo", "edda"].n == 0
 
 
 def test_who_is_compared_with_whom(run):
@@ -217,13 +186,13 @@ def test_who_is_compared_with_whom(run):
         UserError, match="two different labellers; choose from: judge:first, second"
     ):
         agreement(run, ["second", "second"])
-    assert list(agreement(run).pairs) == [
+    assert list(pairs_of(run)) == [
         ("judge:first", "second"),
         ("annotator:first", "judge:first"),
         ("annotator:first", "second"),
     ]
     # Between equals the one named first.
-    assert list(agreement(run, ["second", "judge:first"]).pairs) == [("second", "judge:first")]
+    assert list(pairs_of(run, ["second", "judge:first"])) == [("second", "judge:first")]
     with pytest.raises(UserError, match="both a judge and an annotator are named 'first'; choose"):
         agreement(run, ["first", "second"])
     with pytest.raises(UserError, match=r"no labels of 'third'; choose from: judge:first, sec"):
@@ -237,22 +206,12 @@ def test_a_judge_with_itself(run):
     noisy = [x if i % 3 else "generic" for i, x in enumerate(said)]
     plant(run, "same", [said, said])
     plant(run, "noisy", [said, noisy, said])
-    found = agreement(run)
-    assert found.pairs["noisy", "same"].kappa.value == 1  # the first repeat counts
-    (two, same), (three, noise) = found.repeats["same"], found.repeats["noisy"]
-    assert (two, three) == (2, 3) and same.n == noise.n == ROWS
-    assert same.categories.value == 1 and 0 < noise.categories.value < 1
-
-
-def test_the_group_is_measured_where_everyone_was_asked(run):
-    said = random_labels(0, ASSESSED)
-    plant(run, "a", [said])
-    plant(run, "b", [said[:30] + random_labels(1, ASSESSED)[30:]])
-    annotate(run, "anna", {i: said[i] for i in range(0, 40, 2)})
-    group = agreement(run).group
-    assert group.n == 20 and group.weight == pytest.approx(ROWS)
-    assert 0 < group.categories.value < 1
-    assert agreement(run, ["a", "b"]).group is None
+    kappas = {
+        names: pair.figures["kappa", "categories"].value for names, pair in pairs_of(run).items()
+    }
+    assert kappas["noisy", "same"] == 1  # the first repeat counts
+    assert kappas["same", "same, asked again"] == 1
+    assert 0 < kappas["noisy", "noisy, asked again"] < 1
 
 
 def test_labels_that_do_not_belong(run):
@@ -288,7 +247,7 @@ def test_the_most_telling_disagreements_come_first(run):
     plant(run, "second", [second], scores=sure)
     plant(run, "sample", [[None, *first[1:]]])  # is called like a column of the table
     annotate(run, "anna", {0: "generic", 7: "new_topic", 8: GENUINE, 9: "generic"})
-    found = agreement(run).disagreements
+    found = disagreements_of(run)
     # People contradicted (genuine first), then judges alone: genuine by certainty, then others.
     assert found.index.tolist() == [8, 7, 3, 1, 2]
     names = ["first", "judge:sample", "second", "anna"]
@@ -299,53 +258,39 @@ def test_the_most_telling_disagreements_come_first(run):
     ]
     key = keys_of(run)[8] | {"user_turn": run.generations["text"][8]}
     assert found.loc[8, list(key)].to_dict() == key
-    assert agreement(run).disagreements.equals(found)
+    assert disagreements_of(run).equals(found)
     plant(run, "first", [[GENUINE, *first[1:]]])
     # A failure is shown as one, beside those that disagree.
-    assert agreement(run).disagreements.loc[0, names].tolist() == [
+    assert disagreements_of(run).loc[0, names].tolist() == [
         *(GENUINE, "failed", "generic", "generic")
     ]
 
 
-def shown(body) -> str:
-    console = Console(
-        file=io.StringIO(), width=110, highlight=False, emoji=False, force_terminal=False
-    )
-    body(console)
-    return console.file.getvalue()
-
-
-def test_the_command(run, tmp_path, capsys):
+def test_the_command(run, capsys):
     said = ["generic"] * 40 + [GENUINE] * 20
     plant(run, "rules", [said, said], rationale=["=[red]x[/red]\x1b :cat:"] * ROWS)
     annotate(run, "anna", dict.fromkeys(range(0, ROWS, 4), GENUINE))
-    out = {"--json": tmp_path / "a.json", "--csv": tmp_path / "a.csv"}
-    options = [str(x) for pair in out.items() for x in pair]
-    out["--json"].write_text("old")
-    before = files_under(run.path)
-    assert main(["agreement", str(run.path), "--disagreements", "3", *options]) == 0
-    assert files_under(run.path) == before
+    assert main(["agreement", str(run.path), "--disagreements", "3", "--full"]) == 0
     text = capsys.readouterr().out
+    assert text.startswith("Agreement beyond chance on genuine or not (Cohen's κ): rules against")
     for name in ASSESSED:
-        assert len(re.findall(rf"│ (\d )?{name} ", text)) == 2, name  # used or not
-    assert "rules / anna" in text and "15 rows (representing ≈ 60) from 12 sources" in text
-    assert "rules with itself (2 repeats)" in text
+        assert len(re.findall(rf"│ (\d )?{name} ", text)) == 4, name  # used or not, of both pairs
+    assert "rules / anna" in text and "rules, asked again / rules" in text
     assert "=[red]x[/red]� :cat:" in text and "\x1b" not in text
     assert "10 disagreements" in text and len(re.findall("anna says", text)) == 3
-    assert max(map(len, text.splitlines()[:6])) <= 110
+    assert text.endswith(f"next: python -m ia_mech.report {run.path}\n")
 
-    report = json.loads(out["--json"].read_text(), parse_constant=pytest.fail)
-    (pair,) = report["pairs"]
-    figures = pair["comparison"]
-    assert (pair["truth"], figures["n"], figures["weight"]) == ("anna", 15, pytest.approx(60))
-    assert figures["accuracy"]["value"] == pytest.approx(5 / 15)
-    assert figures["balanced_accuracy"]["value"] is None  # the truth is genuine throughout
-    assert [line["category"] for line in figures["categories"]] == list(ASSESSED)
-    assert report["repeats"]["rules"]["repeats"] == 2 and report["disagreements"] == 10
-    rows = list(csv.DictReader(io.StringIO(out["--csv"].read_text(encoding="utf-8-sig"))))
-    assert len(rows) == 10 and {row["anna"] for row in rows} == {GENUINE}
-    assert {row["rules (why)"] for row in rows} == {"'=[red]x[/red]� :cat:"}
-    assert {row["user_turn"] for row in rows} <= {inert(text) for text in run.generations["text"]}
+    found = read(folder_of(run.path, "agreement"))
+    rows = found.estimates.query("truth == 'anna'").set_index(["quantity", "of"])
+    assert rows.loc[("accuracy", "categories"), "value"] == pytest.approx(5 / 15)
+    assert rows.loc[("accuracy", "categories"), "rows"] == 15
+    assert np.isnan(rows.loc[("balanced_accuracy", "genuine"), "value"])  # all are genuine
+    assert {of for quantity, of in rows.index if quantity == "recall"} == set(ASSESSED)
+    assert set(found.estimates.loc[found.estimates["truth"] == "", "quantity"]) == {"share"}
+    table = pd.read_parquet(folder_of(run.path, "agreement") / "disagreements.parquet")
+    assert len(table) == 10 and set(table["anna"]) == {GENUINE}
+    assert table["user_turn"].isin(run.generations["text"]).all()
+    assert Run.open(run.path).verify() == []
 
 
 def test_no_disagreement_and_alike_rows(run, capsys):
@@ -355,21 +300,11 @@ def test_no_disagreement_and_alike_rows(run, capsys):
     assert "no disagreements" in capsys.readouterr().out
     # Rows with the same text in the same context are shown once, with their number.
     plant(run, "b", [[GENUINE] * ROWS])
-    found = agreement(run)
-    alike = found.disagreements[["query", "response", "user_turn"]].drop_duplicates()
+    alike = disagreements_of(run)[["query", "response", "user_turn"]].drop_duplicates()
     assert main(["agreement", str(run.path), "--disagreements", "60"]) == 0
     text = capsys.readouterr().out
     assert len(re.findall("a says", text)) == len(alike)
     assert "60 disagreements, 60 of them shown" in text
-
-
-@pytest.mark.parametrize("flag", ["--json", "--csv"])
-def test_no_output_is_written_into_a_run(run, flag, capsys):
-    target = run.path / "run.json"
-    before = files(run.path)
-    assert main(["agreement", str(run.path), flag, str(target)]) == 2
-    assert "lies inside the run" in capsys.readouterr().err
-    assert files(run.path) == before
 
 
 # -- decoys ---------------------------------------------------------------------------------------
@@ -397,48 +332,35 @@ def test_decoys_stand_beside_the_turns_and_count_in_no_comparison(run, tmp_path,
     import_sheet(run, file, "anna")
 
     found = agreement(run)
-    floors = found.floors
+    called = found.estimates[found.estimates["truth"] == ""].set_index(["prediction", "decoy"])
     for name, shares in (("agreeable", (1, 1)), ("careful", (1, 0)), ("anna", (0, 1))):
-        count, share = floors[name].decoys["conversation"]
-        assert (floors[name].genuine.value, share.value) == shares
-        assert count == (len(decoys) if name == "anna" else DECOYS)
-        assert share.low < 1 and share.high > 0
-    assert floors["anna"].turns == 20 and len(decoys) == 5
-    assert found.pairs["agreeable", "careful"].accuracy.value == 1  # on the turns themselves
-    assert found.pairs["anna", "careful"].accuracy_genuine.value == 0
-    assert found.pairs["anna", "careful"].matched == 20
-    print_floors(console(200), floors)
-    table = capsys.readouterr().out
-    lines = [[cell.strip() for cell in line.split("│")[1:-1]] for line in table.splitlines()]
-    at = next(i for i, line in enumerate(lines) if line[:1] == ["careful"])
-    assert lines[at][:3] == ["careful", "their own context", "60"]
-    assert lines[at + 1][:3] == ["", "another conversation (decoys)", str(DECOYS)]
-    assert lines[at][3].startswith("1.00 [") and lines[at + 1][3].startswith("0.00 [")
-    assert "another response" not in table and "left out" not in table
-    assert max(map(len, table.splitlines())) <= 80
-    written = json.loads(report(run, found))
-    genuine = {one["name"]: one["genuine"] for one in written["labellers"]}
-    assert genuine["careful"]["decoys"]["conversation"][1]["value"] == 0
+        share, floor = called.loc[(name, "")], called.loc[(name, "conversation")]
+        assert (share["value"], floor["value"]) == shares
+        assert floor["rows"] == (len(decoys) if name == "anna" else ROWS)
+        assert floor["low"] < 1 and floor["high"] > 0
+    assert called.loc[("anna", ""), "rows"] == 20 and len(decoys) == 5
+    pairs = pairs_of(run)
+    assert pairs["agreeable", "careful"].figures["accuracy", "categories"].value == 1
+    assert pairs["anna", "careful"].figures["accuracy", "genuine"].value == 0
+    assert pairs["anna", "careful"].matched == 20
+    assert "agreeable 1.00 [" in found.control and "careful 0.00 [" in found.control
+    assert main(["agreement", str(run.path)]) == 0
+    assert re.search(r"careful +│ +another conversation │", capsys.readouterr().out)
 
 
-def test_decoys_that_do_not_count_are_those_of_the_rates_report(run, capsys):
-    """Of a judge: not assessed, or after a context whose own turn was not."""
+def test_decoys_that_do_not_count_are_those_of_rates(run):
+    """Of a judge: not assessed, or of a turn that was not after its own context."""
     run.generations["text"] = [f"turn {i}" for i in range(ROWS)]
     drawn, items = draw_decoys(run), items_of(run)
-    lost = {items_of(run, drawn)[ROWS:][3], items[0]}  # the first context's greedy turn is drawn
-    names = "careful", "twin"
-    judge = FakeJudge(
-        lambda item, _: Verdict(CANNOT_ASSESS if item in lost else GENUINE), paid=False
-    )
-    for name in names:
+    lost = {items_of(run, drawn)[ROWS:][-1], items[0]}
+    for name in ("careful", "twin"):
+        judge = FakeJudge(
+            lambda item, _: Verdict(CANNOT_ASSESS if item in lost else GENUINE), paid=False
+        )
         label_run(run, judge, name, Quiet())
-    found = agreement(run)
-    assert read_runs([run], "careful").gate.decoys == DECOYS - 2
-    for name in names:
-        assert found.floors[name].decoys["conversation"][0] == DECOYS - 2
-        assert found.floors[name].left_out == 2
-    print_floors(console(), found.floors)
-    assert "in no category: careful 2, twin 2" in capsys.readouterr().out
+    found = agreement(run).estimates.query("decoy == 'conversation'")
+    assert read_runs([run], "careful").gate.decoys == ROWS - 2
+    assert found["rows"].tolist() == [ROWS - 2] * 2
 
 
 def test_one_judge_under_two_names_is_noted(run, capsys):
@@ -446,15 +368,15 @@ def test_one_judge_under_two_names_is_noted(run, capsys):
     for name, limit in (("one", 1), ("two", 1), ("three", 2)):
         judge = FakeJudge(lambda *_: Verdict(GENUINE), paid=False, limit=limit)
         label_run(run, judge, name, Quiet())
-    note = f"one and two are one judge under several names in {run.path} (same kind and identity)"
+    note = "one and two are one judge under several names in "
     assert [line for line in read_runs([run], "three").notes if line.startswith(note)]
     assert main(["agreement", str(run.path)]) == 0
     out = capsys.readouterr().out
     assert note in out and "three are" not in out and "and three" not in out
 
 
-def test_without_decoys_nothing_is_said_of_them(run, capsys):
+def test_without_decoys_nothing_is_said_of_them(run):
     plant(run, "one", [random_labels(0)])
     plant(run, "two", [random_labels(1)])
-    print_floors(console(), agreement(run).floors)
-    assert capsys.readouterr().out == ""
+    found = agreement(run)
+    assert found.control == "" and set(found.estimates["decoy"]) == {""}

@@ -110,41 +110,6 @@ def test_a_changed_rubric_or_judge_misses(tmp_path, monkeypatch):
     assert asked() == 0
 
 
-# -- reading only -------------------------------------------------------------------------------
-
-
-def seen(folder) -> dict:
-    return {path: path.read_bytes() for path in folder.rglob("*")}
-
-
-def test_reading_only_makes_nothing_and_mends_nothing(filled, tmp_path):
-    filled.with_suffix(".lock").unlink()
-    os.truncate(filled, filled.stat().st_size - 5)
-    before = seen(tmp_path)
-    with VerdictCache({"kind": "x"}, tmp_path, read_only=True) as cache:
-        assert [cache.get(item, 0) == VERDICT for item in ITEMS] == [True, True, False]
-        with pytest.raises(OSError, match="read only"):
-            cache.put(ITEMS[2], 0, VERDICT)
-    with VerdictCache({"kind": "y"}, tmp_path / "none", read_only=True) as cache:
-        assert cache.get(ITEMS[0], 0) is None
-    assert seen(tmp_path) == before
-
-
-def test_a_replay_writes_nothing_and_works_beside_a_running_judge(tmp_path):
-    judge = FakeJudge()
-    judge_items(ITEMS, judge, Quiet(), cache_folder=tmp_path)
-    for path in tmp_path.glob("*.lock"):
-        path.unlink()
-    before = seen(tmp_path)
-    verdicts, _ = judge_items(ITEMS, judge, Quiet(), cache_folder=tmp_path, replay=True)
-    assert len(verdicts) == 3 and seen(tmp_path) == before
-    with VerdictCache(judge.identity, tmp_path):
-        judge_items(ITEMS, judge, Quiet(), cache_folder=tmp_path, replay=True)
-    with pytest.raises(UserError, match="--replay: 3 of 3"):
-        judge_items(ITEMS, judge, Quiet(), cache_folder=tmp_path / "none", replay=True)
-    assert not (tmp_path / "none").exists()
-
-
 def test_a_write_that_fails_leaves_no_part_of_a_line(filled, tmp_path, monkeypatch):
     real = os.write
 

@@ -7,19 +7,14 @@ import sys
 from pathlib import Path
 
 import pytest
-import tiny
 from judging import DECOYS, ROWS
 from runs import rewritten
 from shell import call, files, refusal
 from stub_server import StubServer, completion
 
 from ia_mech.cli import NOTHING
-from ia_mech.display import Quiet
 from ia_mech.judge import prompt
 from ia_mech.judge.__main__ import main
-from ia_mech.judge.cache import VerdictCache
-from ia_mech.judge.hf import HfJudge
-from ia_mech.judge.label import judge_items
 from ia_mech.judge.rubric import (
     ASSESSED,
     CANNOT_ASSESS,
@@ -29,7 +24,6 @@ from ia_mech.judge.rubric import (
     SHORT,
 )
 from ia_mech.judge.rules import RulesJudge
-from ia_mech.judge.verdict import Item
 from ia_mech.models.load import ModelSpec, load
 from ia_mech.run import Run
 
@@ -126,7 +120,7 @@ def test_the_rules_judge_labels_every_turn(judge, run):
     assert run.labels.record("judgements", "rules")["identity"]["kind"] == "rules"
     lines, distinct = outcome.out.splitlines(), len(all_items(run, "rules"))
     assert re.fullmatch(
-        rf"{ROWS + DECOYS} rows \({DECOYS} of them of decoys\), {distinct} distinct turns in \d+ s",
+        rf"{2 * ROWS} rows \({ROWS} of them of decoys\), {distinct} distinct turns in \d+ s",
         lines[-4],
     )
     assert lines[-3] == RulesJudge().caveat and "is a heuristic" in lines[-3]
@@ -181,10 +175,6 @@ def test_a_servers_verdicts_are_paid_for_once(judge, run, monkeypatch, tmp_path)
     assert counts[0] == rows["genuine"].sum() > 0
     assert counts[-1] == (rows["category"] == CANNOT_ASSESS).sum() > 0  # a column of its own
     assert sum(counts) == ROWS and "heuristic" not in again.out
-
-    monkeypatch.delenv("OPENAI_API_KEY")
-    replayed = judge(*words, "--base-url", stub.url, "--replay")
-    assert replayed.status == 0 and cells(replayed.out) == cells(again.out)
     kept = [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()]
     assert not [content for content in kept if SECRET.encode() in content]
 
@@ -204,20 +194,34 @@ def test_failures_are_counted_and_told(judge, run):
 
 def test_a_run_without_a_usable_verdict_has_a_status_of_its_own(judge, run, turns, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", SECRET)
-    answers = ["hm", f"my key is {SECRET[:20]}…"]
+    answers = ["hm", f"my key is {SECRET}"]
     with StubServer(lambda body, n: completion(answers[n % 2])) as stub:
         server = (*LLM, "--base-url", stub.url, "--api-key-env", "OPENAI_API_KEY")
-        for again in ((), ("--retry-failed",)):
-            outcome = judge("run", run.path, *server, *again)
-            assert outcome.status == NOTHING == 3
-            assert outcome.out.splitlines()[-1].startswith("no turn could be judged")
+        outcome = judge("run", run.path, *server)
+        assert outcome.status == NOTHING == 3
+        assert outcome.out.splitlines()[-1].startswith("no turn could be judged")
         assert judge("run", run.path, *server, "--dry-run").status == 0
         assert judge("check", turns, *server).status == NOTHING
-    record = run.labels.record("judgements", "some-model")
-    assert record["origins"] == [stub.origin]
     assert "my key is [key]" in outcome.out and SECRET[:8] not in outcome.out + outcome.err
     kept = [path.read_bytes() for path in run.path.rglob("*.parquet")]
     assert not [content for content in kept if SECRET[:8].encode() in content]
+
+
+def test_the_toy_judge_of_the_docs(judge, run, tmp_path, monkeypatch):
+    page = (Path(__file__).parents[1] / "docs" / "judging.md").read_text("utf-8")
+    code = re.search(r"`toy.py`:\n\n```python\n(.*?)```", page, re.DOTALL)[1]
+    (tmp_path / "toy.py").write_text(code)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    words = ["run", run.path, "--judge", "toy:Toy", "--param", "letters=4"]
+    outcome = judge(*words)
+    assert outcome.status == 0, outcome.err
+    rows = run.labels.judgements("Toy")
+    assert set(rows["category"]) <= {GENUINE, "new_topic"} and len(run.labels.decoys("Toy")) == ROWS
+    record = run.labels.record("judgements", "Toy")
+    assert record["identity"] == {"kind": "toy", "letters": 4}
+    line = refusal(judge(*words[:-1], "words=4", "--name", "other"))
+    assert "unexpected keyword argument 'words'; give its arguments with --param" in line
 
 
 # -- check --------------------------------------------------------------------------------------
@@ -299,7 +303,6 @@ def test_help_answers_without_loading_torch_or_openai(tmp_path):
 SETTINGS = [
     ("--repeats 0", "--repeats 0; give at least 1"),
     ("--repeats 2", "the rules judge answers the same each time; drop --repeats"),
-    ("--replay", "the rules judge keeps no cache to replay; drop --replay"),
     ("--model gpt", "--model needs --judge llm or --judge hf; add it, or drop it"),
     ("--price 1 2", "--price needs --judge llm; add it, or drop it"),
     ("--max-cost 0", "--max-cost needs --judge llm; add it, or drop it"),
@@ -309,7 +312,12 @@ SETTINGS = [
     ("--judge llm --model m --repeats 2", "check compares one verdict per turn; drop --repeats"),
     ("--judge llm", "--judge llm needs a model; give --model NAME"),
     ("--judge hf", "--judge hf needs a model; give --model NAME"),
-    ("--judge llm --model m --replay --retry-failed", "--replay judges nothing, and --retry"),
+    ("--judge rule", "argument --judge: 'rule' is none of rules, llm, hf and MODULE:CLASS; see"),
+    ("--judge :Toy", "argument --judge: ':Toy' is none of rules, llm, hf and MODULE:CLASS; see"),
+    ("--judge json:Toy", "--judge json:Toy: json has no 'Toy'; check it"),
+    ("--judge json:JSONDecoder", "--judge json:JSONDecoder is no subclass of ia_mech.judge.verd"),
+    ("--judge no_such.module:Toy", "--judge no_such.module:Toy: there is no module no_such; check"),
+    ("--judge json:Toy --model m", "--model needs --judge llm or --judge hf; add it, or drop it"),
     ("--judge llm --model m --param temperature", "--param 'temperature' isn't KEY=VALUE; give"),
     ("--judge llm --model m --param model=x", "--param model can't be set; use --model"),
     ("--judge llm --model m --max-cost 1", "--max-cost needs the price; give --price IN OUT as"),
@@ -334,7 +342,7 @@ def unloaded(monkeypatch) -> None:
     monkeypatch.setattr("ia_mech.models.load._hub_answers", load)
 
 
-@pytest.mark.parametrize("words", ["", "--replay", "--dry-run"])
+@pytest.mark.parametrize("words", ["", "--dry-run"])
 def test_the_subject_model_is_refused_by_name_before_it_is_loaded(refused, run, unloaded, words):
     model = run.model["name"]
     line = refused("run", run.path, "--judge", "hf", "--model", model, *words.split())
@@ -359,24 +367,6 @@ def test_the_subject_model_is_refused_under_another_name_and_dtype(
     assert refused(*words).startswith(f"{copy} is the subject model of {run.path}: ")
     outcome = judge(*words, "--force")
     assert outcome.status == 0, outcome.err
-
-
-def test_a_local_models_verdicts_are_replayed_without_the_model(
-    judge, turns, tokenizer, tmp_path, monkeypatch, unloaded
-):
-    monkeypatch.setattr(prompt, "system_message", lambda *, names_only: "One of: generic")
-    local = HfJudge("org/model", subject=tiny.subject("qwen3", tokenizer))
-    verdicts, _ = judge_items([Item(QUERY, RESPONSE, turn) for turn in TURNS], local, Quiet())
-    for lock in (tmp_path / "cache").rglob("*.lock"):
-        lock.unlink()
-    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*")}
-    words = ["--judge", "hf", "--model", "org/model", "--replay", "--out", tmp_path / "out"]
-    with VerdictCache(local.identity, read_only=True):
-        outcome = judge("check", turns, *words)
-    assert outcome.status == 0, outcome.err
-    written = [json.loads(line)["verdict"] for line in (tmp_path / "out").read_text().splitlines()]
-    assert written == [verdict.to_json() for verdict in verdicts.values()]
-    assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*")}
 
 
 GOOD = row("And then?", category=GENUINE)

@@ -1,106 +1,112 @@
 """Decoys: which turn is shown after which context, and that their labels stay apart."""
 
-import shutil
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pandas as pd
 import pytest
-from judging import DECOYS, ROWS, FakeJudge, Recorded, genuine
+from judging import ROWS, FakeJudge, Recorded, genuine
 
-from ia_mech.judge.decoys import CONVERSATION, RESPONSE, draw_decoys
+from ia_mech.judge.decoys import CONVERSATION, SIBLING, draw_decoys
 from ia_mech.judge.label import items_of, label_run
-from ia_mech.judge.verdict import Item, Verdict
-from ia_mech.rates.compute import estimates
-from ia_mech.rates.load import read_runs
+from ia_mech.judge.verdict import Verdict
 from ia_mech.run import Run
 from ia_mech.run.labels import KEY
 
 
-def drawn_from(
-    sources: dict[str, int], responses: int = 1, digest: str = "0123456789abcdef", samples: int = 3
-) -> tuple[SimpleNamespace, pd.DataFrame]:
-    """A run of so many sources per dataset, greedy and at T = 1; and its decoys."""
-    rows = [
+def run_of(
+    sources: dict[str, int],
+    responses: int = 1,
+    digest: str = "0123456789abcdef",
+    text: Callable[[int], str] = "response {}".format,
+    cut_off: Callable[[int], bool] = lambda number: False,
+) -> SimpleNamespace:
+    """A run of so many sources per dataset, with turns greedy and three at T = 1 after each
+    response, whose number decides its text and whether it was cut off."""
+    contexts = [
         {"dataset": dataset, "source_id": f"{dataset}-{n}", "perturbation": None}
-        | {"context_id": f"{dataset}-{n}/r{k}", "response_index": k if responses > 1 else None}
-        | {"temperature": temperature, "sample": sample, "text": f"{dataset}{n}{k}{sample}"}
+        | {"context_id": f"{dataset}-{n}/r{k}", "response_cut_off": cut_off(k)}
+        | {"messages": [{"role": "user", "content": f"{n}"}, {"role": "", "content": text(k)}]}
         for dataset, count in sources.items()
         for n in range(count)
         for k in range(responses)
-        for temperature in (0.0, 1.0)
-        for sample in range(samples if temperature else 1)
     ]
-    run = SimpleNamespace(turns=pd.DataFrame(rows), identity_digest=digest)
-    return run, draw_decoys(run)
-
-
-def with_context(run, decoys: pd.DataFrame) -> pd.DataFrame:
-    """The decoys with the facts of their turn, and of the context shown (``…_shown``)."""
-    facts = run.turns.drop_duplicates("context_id").set_index("context_id")
-    facts = facts[["dataset", "source_id", "response_index"]]
-    return decoys.join(facts, on="context_id").join(facts, on="shown", rsuffix="_shown")
-
-
-@pytest.mark.parametrize("count", [2, 3, 7])
-def test_every_source_lends_one_turn_and_is_shown_another_sources(count):
-    run, decoys = drawn_from({"a": count, "b": 4})
-    found = with_context(run, decoys)
-    assert set(decoys["decoy"]) == {CONVERSATION}
-    assert list(decoys.columns) == [*KEY, "decoy", "shown"]
-    assert (found["dataset"] == found["dataset_shown"]).all()
-    assert (found["source_id"] != found["source_id_shown"]).all()
-    for (dataset, _), at in found.groupby(["dataset", "temperature"]):
-        sources = {f"{dataset}-{n}" for n in range(count if dataset == "a" else 4)}
-        assert set(at["source_id"]) == set(at["source_id_shown"]) == sources
-        assert len(at) == len(sources)
-        following = dict(zip(at["source_id_shown"], at["source_id"], strict=True))
-        source, seen = min(sources), set()
-        while source not in seen:  # one cycle, not several
-            seen.add(source)
-            source = following[source]
-        assert seen == sources
-
-
-def test_the_context_shown_is_that_of_the_turn_its_source_lends():
-    _, decoys = drawn_from({"a": 6}, responses=3)
-    for _, at in decoys[decoys["decoy"] == CONVERSATION].groupby("temperature"):
-        assert set(at["shown"]) == set(at["context_id"])
-
-
-def test_another_response_to_the_same_query_is_shown_where_there_is_one():
-    run, decoys = drawn_from({"a": 6}, responses=3)
-    other = with_context(run, decoys[decoys["decoy"] == RESPONSE])
-    assert len(other) == 6 * 2
-    assert (other["source_id"] == other["source_id_shown"]).all()
-    assert (other["response_index"] != other["response_index_shown"]).all()
-    own = decoys[decoys["decoy"] == CONVERSATION]
-    assert set(zip(other["shown"], other["temperature"], strict=True)) == set(
-        zip(own["shown"], own["temperature"], strict=True)
+    turns = [
+        context | {"temperature": temperature, "sample": sample}
+        for context in contexts
+        for temperature in (0.0, 1.0)
+        for sample in range(3 if temperature else 1)
+    ]
+    return SimpleNamespace(
+        contexts=pd.DataFrame(contexts), turns=pd.DataFrame(turns), identity_digest=digest
     )
 
 
-def test_one_source_has_no_decoys():
-    assert drawn_from({"a": 1}, responses=2)[1].empty
+def with_context(run: SimpleNamespace, decoys: pd.DataFrame) -> pd.DataFrame:
+    """The decoys with the facts of their turn's context, and of the context shown (``…_shown``)."""
+    facts = run.contexts.set_index("context_id")[["dataset", "source_id"]]
+    return decoys.join(facts, on="context_id").join(facts, on="shown", rsuffix="_shown")
+
+
+def pairs(decoys: pd.DataFrame) -> set[tuple]:
+    return {*decoys.itertuples(index=False, name=None)}
+
+
+@pytest.mark.parametrize("count", [2, 3, 7])
+def test_every_turn_is_shown_after_a_context_of_another_source(count):
+    run = run_of({"a": count, "b": 4}, responses=2, text=lambda k: "the same")
+    decoys = draw_decoys(run)
+    found = with_context(run, decoys)
+    assert list(decoys.columns) == [*KEY, "decoy", "shown"]
+    assert set(decoys["decoy"]) == {CONVERSATION}
+    assert pairs(decoys[list(KEY)]) == pairs(run.turns[list(KEY)]) and len(decoys) == len(run.turns)
+    assert (found["dataset"] == found["dataset_shown"]).all()
+    assert (found["source_id"] != found["source_id_shown"]).all()
+    assert set(found["shown"]) == set(run.contexts["context_id"])  # those of a source take turns
+    for _, at in found.groupby(["dataset", "temperature"]):
+        one = at[["source_id", "source_id_shown"]].drop_duplicates()
+        assert one["source_id"].is_unique and one["source_id_shown"].is_unique
+
+
+def test_every_turn_is_shown_after_all_siblings():
+    run = run_of({"a": 3}, responses=4)
+    decoys = draw_decoys(run)
+    own = with_context(run, decoys[decoys["decoy"] == SIBLING])
+    assert (own["source_id"] == own["source_id_shown"]).all()
+    assert (own["context_id"] != own["shown"]).all()
+    assert len(own) == 3 * len(run.turns) and not own[[*KEY, "shown"]].duplicated().any()
+
+
+def test_siblings_worded_alike_count_once_and_cut_off_ones_apart():
+    """Of responses A B A B' A' C, where ' is cut off: A has B and C, C has A and B, A' has B'."""
+    texts, cut = "ABABAC", {3, 4}
+    run = run_of({"a": 2}, 6, text=texts.__getitem__, cut_off=cut.__contains__)
+    decoys = draw_decoys(run)
+    own = decoys[decoys["decoy"] == SIBLING]
+    shown = own.groupby("context_id")["shown"].agg(lambda names: {int(name[-1]) for name in names})
+    expected = {0: {1, 5}, 1: {0, 5}, 2: {1, 5}, 3: {4}, 4: {3}, 5: {0, 1}}
+    assert {int(name[-1]): seen for name, seen in shown.items()} == expected
+
+
+def test_one_source_has_siblings_only():
+    assert draw_decoys(run_of({"a": 1})).empty
+    assert set(draw_decoys(run_of({"a": 1}, responses=2))["decoy"]) == {SIBLING}
+
+
+def test_fewer_decoys_are_among_the_more():
+    run = run_of({"a": 5, "b": 3}, responses=2)
+    every, two, one = draw_decoys(run), draw_decoys(run, 2), draw_decoys(run, 1)
+    assert pairs(one) < pairs(two) < pairs(every)
+    lent = with_context(run, one[one["decoy"] == CONVERSATION])
+    assert (lent.groupby(["source_id", "temperature"]).size() == 1).all() and len(lent) == 8 * 2
+    assert draw_decoys(run, 0).empty
 
 
 def test_the_draw_depends_on_the_run_alone():
     sources = {"a": 20, "b": 5}
-    _, decoys = drawn_from(sources)
-    pd.testing.assert_frame_equal(decoys, drawn_from(sources)[1])
-    assert not decoys.equals(drawn_from(sources, digest="fedcba9876543210")[1])
-
-
-def test_every_turn_of_a_source_may_be_drawn():
-    samples = set()
-    for number in range(40):
-        _, decoys = drawn_from({"a": 5}, digest=f"{number:016x}")
-        samples |= set(decoys.loc[decoys["temperature"] == 1, "sample"])
-    assert samples == {0, 1, 2}
-
-
-def test_contexts_that_name_no_perturbation_are_unperturbed(merged, run):
-    run.generations["perturbation"] = None
-    pd.testing.assert_frame_equal(draw_decoys(run), draw_decoys(merged))
+    decoys = draw_decoys(run_of(sources), 1)
+    pd.testing.assert_frame_equal(decoys, draw_decoys(run_of(sources), 1))
+    assert not decoys.equals(draw_decoys(run_of(sources, digest="fedcba9876543210"), 1))
 
 
 # -- judged ---------------------------------------------------------------------------------------
@@ -111,8 +117,8 @@ def labelled(run, tmp_path):
     """Judge the run, whose turns all differ; returns the judge."""
     run.generations["text"] = [f"turn {i}" for i in range(ROWS)]
 
-    def call(say=genuine, name: str = "fake", **options) -> FakeJudge:
-        judge = FakeJudge(say, name=name)
+    def call(say=genuine, name: str = "fake", paid: bool = True, **options) -> FakeJudge:
+        judge = FakeJudge(say, paid=paid, name=name)
         label_run(run, judge, name, Recorded(), cache_folder=tmp_path / "cache", **options)
         return judge
 
@@ -124,9 +130,9 @@ def test_decoys_are_judged_among_the_turns_and_stored_apart(run, labelled):
     rows, decoys = run.labels.judgements("fake"), run.labels.decoys("fake")
     assert rows[list(KEY)].values.tolist() == run.turns[list(KEY)].values.tolist()
     assert rows["decoy"].isna().all() and rows["shown"].isna().all()
-    plan = draw_decoys(run)
+    plan = draw_decoys(run, 1)
     columns = [*KEY, "decoy", "shown"]
-    assert len(decoys) == DECOYS and decoys[columns].values.tolist() == plan.values.tolist()
+    assert decoys[columns].values.tolist() == plan.values.tolist()
     items = items_of(run)
     expected = items_of(run, plan)[ROWS:]
     assert {item for item, _ in judge.asked} == {*items, *expected}
@@ -136,62 +142,26 @@ def test_decoys_are_judged_among_the_turns_and_stored_apart(run, labelled):
         assert item.query == by_context[row.shown].query
         assert item.turn == texts[row.context_id, row.temperature, row.sample]
         assert item.response == by_context[row.shown].response
-    # Nothing but its text decides when an item is judged.
-    keys = [item.key("", 0) for item, _ in judge.asked]
-    assert keys == sorted(keys, reverse=True)  # the judge begins with the last
-    where = [at for at, (item, _) in enumerate(judge.asked) if item in set(expected)]
-    assert min(where) < 10 and max(where) > len(keys) - 10
+    texts_of = [(item.query, item.response, item.turn) for item, _ in judge.asked]
+    assert texts_of == sorted(texts_of), "nothing but its texts decides when an item is judged"
 
 
-def test_two_judges_see_the_same_decoys(run, labelled):
-    labelled(name="one")
-    labelled(lambda item, repeat: Verdict("new_topic"), name="two", repeats=2)
-    one, two = run.labels.decoys("one"), run.labels.decoys("two")
+def test_a_free_judge_sees_all_decoys_and_a_paid_one_few(run, labelled):
+    labelled(name="free", paid=False)
+    labelled(name="paid", repeats=2)
+    labelled(name="none", decoys=0)
     columns = [*KEY, "decoy", "shown", "item"]
-    pd.testing.assert_frame_equal(
-        one[columns], two.loc[two["repeat"] == 0, columns].reset_index(drop=True)
-    )
-    assert len(two) == 2 * DECOYS and not two["genuine"].any()
+    free, paid = (run.labels.decoys(name) for name in ("free", "paid"))
+    assert len(free) == ROWS and pairs(paid[columns]) < pairs(free[columns])
+    assert len(paid) == 2 * len(draw_decoys(run, 1)) and run.labels.decoys("none").empty
+    told = [run.labels.record("judgements", name) for name in ("free", "paid", "none")]
+    assert [record["decoys_per_source"] for record in told] == [None, 1, 0]
 
 
-def test_a_judge_that_costs_nothing_judges_part_by_part(merged, parted, tmp_path, monkeypatch):
-    """The verdicts are those of the whole run; each part is judged with its decoys among it."""
-
-    def judged(of: Run) -> tuple[Run, list[list[tuple[Item, int]]]]:
-        folder, asked = of.path.parent.name, []
-
-        class Watched(FakeJudge):
-            def judge(self, items, repeats):
-                asked.append([*zip(items, repeats, strict=True)])
-                return super().judge(items, repeats)
-
-        run = Run.open(shutil.copytree(of.path, tmp_path / folder))
-        label_run(run, Watched(paid=False), "fake", Recorded())
-        assert "generations" not in vars(run) and "contexts" not in vars(run)
-        return run, asked
-
-    (run, at_once), (again, by_part) = judged(merged), judged(parted)
-    assert len(at_once) == 1 and len(by_part) == len(again.parts("contexts")) > 2
-    assert all(items == sorted(items, key=lambda of: of[0].key("", 0)) for items in by_part)
-    assert {*at_once[0]} == {of for items in by_part for of in items}
-    shown = [{(item.query, item.response) for item, _ in items} for items in by_part]
-    assert [len(texts) for texts in shown] == [2] * len(by_part)  # contexts, decoys included
-    pd.testing.assert_frame_equal(run.labels.decoys("fake"), again.labels.decoys("fake"))
-    rows, others = (of.labels.judgements("fake").set_index(list(KEY)) for of in (run, again))
-    pd.testing.assert_frame_equal(
-        rows.drop(columns="cached"), others.loc[rows.index].drop(columns="cached")
-    )
-    tables = [estimates(read_runs([of.path])) for of in (run, again)]
-    pd.testing.assert_frame_equal(*tables)
-
-
-def test_a_verdicts_p_value_is_stored(run, labelled):
-    def say(item: Item, repeat: int) -> Verdict:
-        return Verdict("generic", grounded_p=int(item.turn[5:]) / ROWS)
-
-    labelled(say)
-    assert run.labels.judgements("fake")["grounded_p"].tolist() == [i / ROWS for i in range(ROWS)]
-    assert Verdict.from_json(Verdict("generic", grounded_p=0.25).to_json()).grounded_p == 0.25
+def test_a_turns_grounding_is_stored(run, labelled):
+    labelled(lambda item, repeat: Verdict("generic", grounding=float(item.turn[5:])))
+    assert run.labels.judgements("fake")["grounding"].tolist() == [*range(ROWS)]
+    assert Verdict.from_json(Verdict("generic", grounding=2.0).to_json()).grounding == 2
 
 
 def test_perturbations_and_datasets_do_not_mix(run: Run):
@@ -201,4 +171,4 @@ def test_perturbations_and_datasets_do_not_mix(run: Run):
     facts = facts["dataset"] + facts["perturbation"]
     decoys = draw_decoys(run)
     assert (decoys["context_id"].map(facts) == decoys["shown"].map(facts)).all()
-    assert len(decoys) == DECOYS and facts.nunique() == 4
+    assert len(decoys) == ROWS and facts.nunique() == 4

@@ -1,6 +1,5 @@
-"""The p value of grounding: by hand, against its definition, and what ships against the study."""
+"""The score of grounding: by hand, and what ships against the study."""
 
-import json
 import random
 
 import numpy as np
@@ -9,7 +8,7 @@ import pytest
 
 from benchmarks import grounding as study
 from ia_mech.judge.rules import RulesJudge, grounding
-from ia_mech.judge.rules.grounding import p_value, rarest_shared
+from ia_mech.judge.rules.grounding import rarest_shared
 from ia_mech.judge.verdict import GROUNDED_P, Item
 
 QUERY = "How do I keep basil alive indoors? I have $1250."
@@ -40,31 +39,26 @@ def test_the_p_value_is_the_share_of_decoys_that_score_as_high():
         decoys = sorted(rng.randrange(6) for _ in range(rng.randrange(1, 30)))
         score = rng.randrange(7)
         expected = (1 + sum(decoy >= score for decoy in decoys)) / (1 + len(decoys))
-        assert p_value(score, np.array(decoys)) == pytest.approx(expected, rel=1e-15)
+        assert study.p_value(score, np.array(decoys)) == pytest.approx(expected, rel=1e-15)
 
 
-def test_a_verdict_has_the_p_value_and_its_evidence():
+def test_a_verdict_has_the_score_and_its_evidence():
     judge = RulesJudge()
     quoted = judge.verdict(Item(QUERY, RESPONSE, "Why to the first knuckle?"))
-    assert quoted.grounded_p <= GROUNDED_P and "'knuckle'" in quoted.rationale
-    assert judge.verdict(Item("", "Dogs bark.", "Why to the first knuckle?")).grounded_p == 1
-    for turn in ("Thanks!", "", "Can you give me some tips?"):
-        assert judge.verdict(Item(QUERY, RESPONSE, turn)).grounded_p > GROUNDED_P
-    assert judge.verdict(Item(QUERY, RESPONSE, "Как сохранить базилик?")).grounded_p is None
+    assert quoted.grounding == len(grounding.ranks()) + 1 and "'knuckle'" in quoted.rationale
+    for query, response in (("", "Dogs bark."), ("Dogs?", "")):
+        assert judge.verdict(Item(query, response, "Why to the first knuckle?")).grounding == 0
+    assert 0 < judge.verdict(Item(QUERY, RESPONSE, "How much water?")).grounding < quoted.grounding
+    assert judge.verdict(Item(QUERY, RESPONSE, "Как сохранить базилик?")).grounding is None
 
 
 def test_what_ships_is_what_the_study_gives():
     scores = pd.read_parquet(study.SCORES)
-    ranks, decoys = grounding.table()
-    np.testing.assert_array_equal(decoys, study.one_per_source(scores))
     calibration = scores[scores["part"] == study.CALIBRATION]
     tests = scores[scores["part"] == study.TEST]
-    assert len(decoys) == len(calibration.drop_duplicates(["set", "source"]))
     shared = [set(zip(part["set"], part["source"], strict=True)) for part in (calibration, tests)]
     assert not set.intersection(*shared)
-    assert len(ranks) == study.COMMON and scores["score"].max() == study.COMMON + 1
-    assert study.TABLE.stat().st_size < 60_000
-    assert set(json.loads(study.TABLE.read_text("utf-8"))) == {"common", "decoys"}
+    assert len(grounding.ranks()) == study.COMMON and scores["score"].max() == study.COMMON + 1
 
 
 @pytest.mark.parametrize("name", ["builtin", "gsm8k", "ifbench", "mtbench"])

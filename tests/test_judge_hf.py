@@ -7,12 +7,9 @@ import tiny
 import torch
 
 import ia_mech.models.load as models
-from ia_mech.display import Quiet
 from ia_mech.errors import UserError
 from ia_mech.judge import hf, prompt
-from ia_mech.judge.cache import cached_identity
-from ia_mech.judge.hf import HfJudge, described
-from ia_mech.judge.label import judge_items
+from ia_mech.judge.hf import HfJudge
 from ia_mech.judge.rubric import NAMES
 from ia_mech.judge.verdict import Item
 from ia_mech.models import embedded
@@ -63,29 +60,47 @@ def test_likelihoods_equal_plain_forward_passes(judge):
 
 
 def test_a_verdict_does_not_depend_on_what_else_is_judged(judge):
-    together = dict(judge.judge([*ITEMS, ITEMS[0]], [0, 0, 0, 1]))
-    for index in (2, 1, 0):
-        fresh = HfJudge("tiny", subject=judge._subject)
-        (single,) = dict(fresh.judge([ITEMS[index]], [0])).values()
-        assert single.category == together[index].category
-        assert single.scores == pytest.approx(together[index].scores, abs=1e-5)
-    assert together[3] == together[0]
+    """Nor on whether its context was judged just before."""
+    other = Item(ITEMS[0].query, ITEMS[0].response, "What is a lens? Tell me more of it.")
+    asked = [ITEMS[0], other, *ITEMS[1:], ITEMS[0]]
+    together = judge.judge(asked)
+    for item, verdict in zip(asked, together, strict=True):
+        (single,) = HfJudge("tiny", subject=judge._subject).judge([item])
+        assert single.category == verdict.category
+        assert single.scores == pytest.approx(verdict.scores, abs=1e-5)
+
+
+def test_what_prompts_begin_with_alike_is_run_once(tokenizer, monkeypatch):
+    fed = []
+    real = hf.forward
+
+    def counted(model, state, ids, *rest):
+        fed.append(ids.shape[1])
+        return real(model, state, ids, *rest)
+
+    monkeypatch.setattr(hf, "forward", counted)
+    judge = HfJudge("tiny", subject=tiny.subject("llama", tokenizer))
+    long = Item("Which of these?", "One of many. " * 50, "The first?")
+    judge.judge([long])
+    fed.clear()
+    judge.judge([long, Item(long.query, long.response, "And the second?")])
+    assert len(fed) == 2 and sum(fed) < len(judge._prompt_ids(long)) / 2
 
 
 def test_scores_are_calibrated_probabilities_over_all_names(judge):
-    (verdict,) = dict(judge.judge(ITEMS[:1], [0])).values()
+    (verdict,) = judge.judge(ITEMS[:1])
     assert list(verdict.scores) == list(NAMES)
     assert math.isclose(sum(verdict.scores.values()), 1, abs_tol=1e-9)
     assert verdict.category == max(verdict.scores, key=verdict.scores.get)
     assert (verdict.status, verdict.mode) == ("judged", "likelihood")
-    (free,) = dict(judge.judge([hf.CONTENT_FREE], [0])).values()
+    (free,) = judge.judge([hf.CONTENT_FREE])
     assert list(free.scores.values()) == pytest.approx([1 / len(NAMES)] * len(NAMES), abs=1e-6)
 
 
 def test_an_item_that_is_too_long_is_rejected_and_the_next_is_not(tokenizer):
     judge = HfJudge("tiny", subject=tiny.subject("llama", tokenizer))
     long = Item("word " * 5000, "", "")
-    first, second = dict(judge.judge([long, ITEMS[0]], [0, 0])).values()
+    first, second = judge.judge([long, ITEMS[0]])
     assert (first.status, first.category) == ("rejected", None)
     assert "tokens, the model takes 4096" in first.error
     assert second.category in NAMES
@@ -158,51 +173,3 @@ def test_a_folder_is_the_same_by_any_path(tmp_path, monkeypatch):
     for name in ("model", "./model/", "link", "model/../model"):
         assert same_model(name, None, str(tmp_path / "model"), None)
     assert not same_model(".", None, "model", None)
-
-
-# -- replay -------------------------------------------------------------------------------------
-
-
-def judged(tokenizer, folder, family: str = "llama", items=ITEMS) -> tuple[HfJudge, dict]:
-    judge = HfJudge("org/model", subject=tiny.subject(family, tokenizer))
-    return judge, judge_items(items, judge, Quiet(), cache_folder=folder)[0]
-
-
-def replayed(folder, items=ITEMS, model: str = "org/model") -> tuple[HfJudge, dict]:
-    judge = HfJudge(model, identity=cached_identity(described(model), items, folder))
-    return judge, judge_items(items, judge, Quiet(), cache_folder=folder, replay=True)[0]
-
-
-def test_a_replay_finds_the_verdicts_without_the_model(tokenizer, tmp_path, monkeypatch):
-    judge, verdicts = judged(tokenizer, tmp_path)
-    for number, content in enumerate(["", "{", "7\n", "[]\n", '{"identity": 3}\n', "\xff\n"]):
-        (tmp_path / f"{number}.jsonl").write_text(content, encoding="latin-1")  # no caches
-    monkeypatch.setattr(hf, "load", None)
-    replay, again = replayed(tmp_path)
-    assert again == verdicts and replay.identity == judge.identity
-    assert replay.is_subject(judge._subject.describe())
-    assert not replay.is_subject(tiny.subject("qwen3", tokenizer).describe())
-
-
-def test_a_replay_names_a_miss(tokenizer, tmp_path, monkeypatch):
-    with pytest.raises(UserError, match=r"none of 3 verdicts of org/model .* 'And the lamp\?'"):
-        replayed(tmp_path / "none")
-    assert not (tmp_path / "none").exists()
-    judged(tokenizer, tmp_path, items=ITEMS[:2])
-    with pytest.raises(UserError, match="none of 3 verdicts of org/other "):
-        replayed(tmp_path, model="org/other")
-    with pytest.raises(UserError, match=r"--replay: 1 of 3 .* the first for the turn ''"):
-        replayed(tmp_path)
-    monkeypatch.setattr(prompt, "ENDING", "Other words.")
-    with pytest.raises(UserError, match="none of 3"):
-        replayed(tmp_path)
-
-
-def test_a_replay_of_two_models_of_one_name_takes_the_whole_one_or_none(tokenizer, tmp_path):
-    first, _ = judged(tokenizer, tmp_path)
-    second, _ = judged(tokenizer, tmp_path, "qwen3", ITEMS[:1])
-    assert replayed(tmp_path)[0].identity == first.identity
-    with pytest.raises(UserError, match="several models named org/model") as raised:
-        replayed(tmp_path, ITEMS[:1])
-    for judge in (first, second):
-        assert judge.identity["weights_hash"] in str(raised.value)

@@ -175,8 +175,8 @@ class Judging:
             return set()
         identity = json.loads(first[0])["identity"]
         run = Run.open(self.folder / name / "run")
-        items = items_of(run, draw_decoys(run))
-        with VerdictCache(identity, found[0].parent, read_only=True) as cache:
+        items = items_of(run, draw_decoys(run, 1))
+        with VerdictCache(identity, found[0].parent) as cache:
             return {item for item in items if cache.get(item, 0)}
 
 

@@ -283,12 +283,12 @@ def test_quotes_are_told_from_those_of_another_response():
 
 def test_verdicts_are_compared_by_outcome_and_kind_of_decoy(monkeypatch):
     about = {"dataset": "(all)", "temperature": np.nan, "low": 0.0, "high": 1.0, "sources": 9}
-    quantities = ("follow_up_rate", "decoyed_rate", "floor", "excess")
+    quantities = ("rate", "decoyed_rate", "floor", "excess")
     rows = [
         about | {"outcome": outcome, "quantity": quantity, "decoy": decoy, "method": "m", "rows": 9}
         for outcome in ("genuine", "grounded")
         for quantity in quantities
-        for decoy in ([None] if quantity == "follow_up_rate" else ["conversation", "response"])
+        for decoy in ([None] if quantity == "rate" else ["conversation", "sibling"])
     ]
     rates = pd.DataFrame(rows).assign(value=range(len(rows)))
     turns = pd.DataFrame({"dataset": "d", "source": [*"aabb"], "temperature": 0.0})

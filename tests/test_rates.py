@@ -1,4 +1,4 @@
-"""The figures of the rates report, against hand counts, brute force and simulation."""
+"""The figures of rates, against hand counts, brute force and simulation."""
 
 from dataclasses import replace
 from itertools import combinations
@@ -10,18 +10,12 @@ import pytest
 from ia_mech.errors import UserError
 from ia_mech.estimates import ALL
 from ia_mech.judge.rubric import ASSESSED, CANNOT_ASSESS, GENUINE
-from ia_mech.rates.compute import any_of_n, comparisons, estimates
+from ia_mech.rates.compute import any_of_n, estimates, rates
 from ia_mech.rates.load import FAILED, Judged, restricted
-from ia_mech.rates.show import notes_of
-from ia_mech.stats import (
-    cluster_mean,
-    detectable_difference,
-    holm,
-    paired_difference,
-    prediction_powered,
-)
+from ia_mech.stats import cluster_mean, dyadic_mean, holm, paired_difference, prediction_powered
 
 NEW, LOOP = "new_topic", "degenerate"
+POWERED = "rate_prediction_powered"
 
 
 def judged(turns: list[tuple], **columns) -> Judged:
@@ -37,9 +31,9 @@ def judged(turns: list[tuple], **columns) -> Judged:
         "truth": np.nan,
         "inclusion": np.nan,
         "run": "cache/A",
-        "annotated": True,
         "unlabelled": "",
         "grounded": np.nan,
+        "dependent": np.nan,
     }
     for name, value in (defaults | columns).items():
         frame[name] = value
@@ -85,35 +79,33 @@ def test_rates_and_profile_are_the_counted_ones():
     turns += [("a", 1, i, c) for i, c in enumerate([GENUINE, NEW, GENUINE])]
     turns += [("b", 1, i, c) for i, c in enumerate([LOOP, NEW, GENUINE])]
     rows = estimates(judged(turns))
-    rate = one(rows, "follow_up_rate")
+    rate = one(rows, "rate")
     assert (rate.value, rate.events, rate.rows) == (0.5, 3, 6)
-    assert (rate.sources, rate.contexts) == (2, 2)
+    assert rate.sources == 2
     shares = {name: one(rows, "category_share", category=name) for name in ASSESSED}
     assert {n: r.events for n, r in shares.items() if r.events} == {GENUINE: 3, NEW: 2, LOOP: 1}
     assert sum(row.value for row in shares.values()) == pytest.approx(1)
-    assert one(rows, "follow_up_rate", 0.0).value == 0.5
+    assert one(rows, "rate", 0.0).value == 0.5
     expected = cluster_mean([1, 0, 1, 0, 0, 1], list("aaabbb"), proportion=True, level=0.9)
-    row = one(estimates(judged(turns), level=0.9), "follow_up_rate")
+    row = one(estimates(judged(turns), level=0.9), "rate")
     assert (row.low, row.high, row.level) == (expected.low, expected.high, 0.9)
     assert (row.sources, row.method) == (expected.sources, expected.method)
-    assert not rows["quantity"].str.endswith(("complete", "bounds")).any()
+    assert not rows["quantity"].str.endswith("complete").any()
 
 
-def test_what_could_not_be_assessed_is_apart_with_bounds():
+def test_what_could_not_be_assessed_is_apart():
     categories = [GENUINE, NEW, NEW, NEW, CANNOT_ASSESS, CANNOT_ASSESS, FAILED, GENUINE]
     turns = [("a" if i < 4 else "b", 1, i % 4, c) for i, c in enumerate(categories)]
     rows = estimates(judged(turns))
-    rate = one(rows, "follow_up_rate")
+    rate = one(rows, "rate")
     assert (rate.value, rate.rows) == (2 / 5, 5)
-    bounds = one(rows, "follow_up_rate_bounds")
-    assert (bounds.low, bounds.high) == (2 / 8, 5 / 8) and np.isnan(bounds.value)
     assert (one(rows, CANNOT_ASSESS).events, one(rows, FAILED).events) == (2, 1)
     assert one(rows, CANNOT_ASSESS).rows == 8
     assert one(rows, "category_share", category=NEW).value == 3 / 5
     rows = estimates(judged([(s, t, 0, FAILED) for s in "ab" for t in (0, 1)]))  # nothing assessed
-    rate, bounds = one(rows, "follow_up_rate"), one(rows, "follow_up_rate_bounds")
-    assert np.isnan(rate.value) and rate.rows == 0 and (bounds.low, bounds.high) == (0, 1)
-    assert np.isnan(one(rows, "difference_from_greedy").p)
+    rate = one(rows, "rate")
+    assert np.isnan(rate.value) and rate.rows == 0
+    assert np.isnan(one(rows, "difference").p)
 
 
 @pytest.mark.parametrize("responses", ["complete", "cut-off"])
@@ -124,16 +116,16 @@ def test_every_figure_can_be_restricted_to_one_kind_of_response(responses):
     turns["cut_off"] = turns["source"].str[-1].astype(int) < 3
     whole = replace(whole, turns=turns)
     part = restricted(whole, responses)
-    rows = estimates(part, resamples=100)
+    rows = estimates(part)
     assert set(rows["responses"]) == {responses}
     kept = turns[turns["cut_off"] == (responses == "cut-off")]
     bare = replace(whole, turns=kept.assign(cut_off=False))
-    expected = estimates(bare, resamples=100).assign(responses=responses)
+    expected = estimates(bare).assign(responses=responses)
     pd.testing.assert_frame_equal(rows, expected, check_dtype=False)
     assert part.notes[-1].startswith(f"{len(kept)} of {len(turns)} user turns: those after")
-    apart = one(estimates(whole, resamples=100), "follow_up_rate_complete", dataset="d")
+    apart = one(estimates(whole), "rate_complete", dataset="d")
     if responses == "complete":
-        assert apart.value == one(rows, "follow_up_rate", dataset="d").value
+        assert apart.value == one(rows, "rate", dataset="d").value
     none = replace(whole, turns=turns.assign(cut_off=responses == "complete"))
     with pytest.raises(UserError, match=f"no user turn comes after a {responses} response"):
         restricted(none, responses)
@@ -144,13 +136,11 @@ def test_models_of_one_name_perturbations_and_datasets_stand_apart():
     rows = estimates(
         judged(turns, weights_hash=["v", "w", "v"], perturbation=["none", "none", "words"])
     )
-    rates = rows.loc[
-        rows["quantity"] == "follow_up_rate", ["weights_hash", "perturbation", "value"]
-    ]
+    rates = rows.loc[rows["quantity"] == "rate", ["weights_hash", "perturbation", "value"]]
     assert rates.to_numpy().tolist() == [["v", "none", 1], ["v", "words", 0], ["w", "none", 0]]
     turns = [("a", 1, 0, GENUINE), ("b", 1, 0, NEW), ("c", 1, 0, NEW)]
     rows = estimates(judged(turns, dataset=["x", "y", "y"]))
-    values = [one(rows, "follow_up_rate", dataset=name).value for name in ("x", "y", ALL)]
+    values = [one(rows, "rate", dataset=name).value for name in ("x", "y", ALL)]
     assert values == [1, 0, pytest.approx(1 / 3)]
 
 
@@ -170,7 +160,7 @@ def test_any_of_n_is_the_mean_over_all_subsets():
                     assert got == pytest.approx(expected, abs=1e-12)
 
 
-def test_reach_at_each_temperature_and_pooled():
+def test_reach_at_each_temperature():
     turns = [("a", 0, 0, GENUINE), ("b", 0, 0, NEW)]
     turns += [("a", 0.5, i, c) for i, c in enumerate([NEW, NEW])]
     turns += [("b", 0.5, i, c) for i, c in enumerate([NEW, CANNOT_ASSESS])]
@@ -179,12 +169,8 @@ def test_reach_at_each_temperature_and_pooled():
     rows = estimates(judged(turns))
     assert [one(rows, "reach", n_samples=n).value for n in (1, 2)] == [0.25, 0.5]
     lone = one(rows, "reach", 0.5, n_samples=2)  # b has one sample that was assessed
-    assert (lone.value, lone.contexts) == (0, 1)
-    pooled = [one(rows, "reach", None, n_samples=n) for n in (1, 2, 3, 4)]
-    assert [row.value for row in pooled] == pytest.approx([1 / 8, 2 / 8, 3 / 8, 1])
-    assert [row.contexts for row in pooled] == [2, 2, 2, 1]
+    assert (lone.value, lone.rows) == (0, 1)
     assert picked(rows, "reach", 0.0).empty
-    assert all(row.low <= row.value <= row.high for row in pooled)
 
 
 # -- differences ---------------------------------------------------------------------------------
@@ -194,8 +180,8 @@ def test_differences_are_paired_by_source_and_corrected_over_all():
     sample = simulated(25, {0: 0.1, 0.7: 0.3, 1: 0.6}, 3)
     turns = sample.turns
     turns["dataset"] = np.where(turns["source"] < "s012", "x", "y")
-    rows = estimates(sample, resamples=300)
-    found = rows[rows["quantity"] == "difference_from_greedy"]
+    rows = estimates(sample)
+    found = rows[rows["quantity"] == "difference"]
     assert len(found) == 6  # two temperatures of x, y and both
     for row in found.itertuples():
         own = turns if row.dataset == ALL else turns[turns["dataset"] == row.dataset]
@@ -208,39 +194,17 @@ def test_differences_are_paired_by_source_and_corrected_over_all():
         assert (row.value, row.low, row.high) == (expected.value, expected.low, expected.high)
         assert (row.p, row.test, row.method) == (paired.p, paired.test, expected.method)
         assert row.rows == len(columns[0]) + len(columns[2])
-        size = one(rows, "detectable_difference", row.temperature, dataset=row.dataset)
-        assert size.value == detectable_difference(*columns)
     for _, family in found.groupby(found["dataset"] == ALL):
         assert family["p_holm"].tolist() == holm(family["p"]).tolist()
     assert rows["p_holm"].notna().sum() == len(found)
-    assert comparisons(rows) == (4, 2)
 
 
 def test_a_difference_is_of_the_same_sources_only():
     """c has no greedy turn that was assessed, and must not move the difference."""
     turns = [("a", 0, 0, NEW), ("b", 0, 0, NEW), ("c", 0, 0, FAILED)]
     turns += [("a", 1, 0, GENUINE), ("b", 1, 0, NEW), ("c", 1, 0, GENUINE)]
-    row = one(estimates(judged(turns)), "difference_from_greedy")
+    row = one(estimates(judged(turns)), "difference")
     assert (row.value, row.sources) == (0.5, 2)
-
-
-def test_the_test_behind_a_p_value_is_kept_and_named():
-    """As many greedy turns as samples: sign flips. One against three: with MOVER."""
-    even, uneven = simulated(25, {0: 0.1, 1: 0.6}, 1), simulated(25, {0: 0.1, 1: 0.6}, 3)
-    for sample, test, words in (
-        (even, "sign flip", "made no difference, by sign flips of whole sources, Holm-corrected"),
-        (uneven, "mover and sign flip", "whole sources or MOVER's interval"),
-    ):
-        rows = estimates(sample, resamples=100)
-        assert one(rows, "difference_from_greedy").test == test
-        assert rows.loc[rows["p"].isna(), "test"].isna().all()
-        assert words in notes_of(sample, rows)[0]
-        assert "Intervals are not corrected" in notes_of(sample, rows)[0]
-    uneven.turns["dataset"] = "y"
-    both = replace(even, turns=pd.concat([even.turns, uneven.turns], ignore_index=True))
-    line = notes_of(both, estimates(both, resamples=100))[0]
-    assert "sign flips of whole sources (1)" in line and "(2), Holm-corrected over 2" in line
-    assert "as a family of its own, over the 1 of (all)" in line
 
 
 # -- the judge's errors --------------------------------------------------------------------------
@@ -269,23 +233,13 @@ def test_corrected_rates_find_the_truth_behind_a_judge_that_errs():
     errors = []
     for seed in range(6):
         sample, truth = erring(seed)
-        rows = estimates(sample, resamples=100)
-        errors.append(
-            [
-                one(rows, name).value - truth
-                for name in ("follow_up_rate", "rate_rogan_gladen", "rate_prediction_powered")
-            ]
-        )
-    raw, rogan_gladen, powered = np.mean(errors, axis=0)
+        rows = estimates(sample)
+        errors.append([one(rows, name).value - truth for name in ("rate", POWERED)])
+    raw, powered = np.mean(errors, axis=0)
     assert raw > 0.03  # 0.2 becomes 0.24
-    assert abs(rogan_gladen) < 0.01 and abs(powered) < 0.01
-    sensitivity, specificity = (
-        one(rows, f"judge_{name}", None) for name in ("sensitivity", "specificity")
-    )
-    assert sensitivity.low < 0.8 < sensitivity.high and specificity.low < 0.9 < specificity.high
-    row = one(rows, "rate_rogan_gladen")
+    assert abs(powered) < 0.01
+    row = one(rows, POWERED)
     assert row.low < truth < row.high and "anna" in row.method
-    assert row.events == sensitivity.rows + specificity.rows
 
 
 def test_inclusion_probabilities_reach_the_corrections():
@@ -300,7 +254,7 @@ def test_inclusion_probabilities_reach_the_corrections():
         truth_sources=own["source"],
         inclusion=own["inclusion"],
     )
-    row = one(estimates(sample, resamples=100), "rate_prediction_powered")
+    row = one(estimates(sample), POWERED)
     assert [row.value, row.low, row.high] == pytest.approx(
         [expected.value, expected.low, expected.high]
     )
@@ -312,16 +266,13 @@ def test_turns_that_the_judge_was_fitted_on_leave_the_corrections():
     sample.turns["fitted"] = known
     sample.turns.loc[known, "category"] = GENUINE  # what the judge says of them has no bearing
     sample.turns.loc[known, ["genuine", "truth", "inclusion"]] = 1.0
-    rows = estimates(sample, resamples=100)
+    rows = estimates(sample)
     without, _ = erring(1)
-    expected = estimates(
-        replace(without, turns=without.turns[~known].reset_index(drop=True)), resamples=100
-    )
-    for quantity in ("rate_annotated", "rate_rogan_gladen", "rate_prediction_powered"):
-        found, wanted = one(rows, quantity), one(expected, quantity)
-        for name in ("value", "low", "high", "events", "rows", "sources"):
-            assert getattr(found, name) == getattr(wanted, name), (quantity, name)
-    assert one(rows, "follow_up_rate").value > one(expected, "follow_up_rate").value
+    expected = estimates(replace(without, turns=without.turns[~known].reset_index(drop=True)))
+    found, wanted = one(rows, POWERED), one(expected, POWERED)
+    for name in ("value", "low", "high", "events", "rows", "sources"):
+        assert getattr(found, name) == getattr(wanted, name), name
+    assert one(rows, "rate").value > one(expected, "rate").value
 
 
 def test_prediction_powered_needs_annotations_in_the_group():
@@ -329,70 +280,69 @@ def test_prediction_powered_needs_annotations_in_the_group():
     truth = np.array([float(i % 3 > 0) for _ in range(2) for i in range(40)])
     truth[5], truth[50] = 0, 1
     truth[70:] = np.nan  # 40 annotated at greedy, 30 at T = 1
-    rows = estimates(judged(turns, truth=truth, inclusion=0.5), resamples=100)
-    assert one(rows, "rate_prediction_powered", 0.0).events == 40
-    assert one(rows, "rate_prediction_powered").events == 30
+    rows = estimates(judged(turns, truth=truth, inclusion=0.5))
+    assert one(rows, POWERED, 0.0).events == 40
+    assert one(rows, POWERED).events == 30
     truth[69] = np.nan
-    rows = estimates(judged(turns, truth=truth, inclusion=0.5), resamples=100)
-    assert picked(rows, "rate_prediction_powered").empty
-    assert one(rows, "rate_rogan_gladen").events == 69  # pooled over temperatures
+    rows = estimates(judged(turns, truth=truth, inclusion=0.5))
+    assert picked(rows, POWERED).empty
 
 
-def half_annotated() -> Judged:
-    """Dataset x of run A, annotated, and y of run B, not."""
-    sample, _ = erring(2, sources=100)
-    other, _ = erring(3, sources=100)
+def test_no_corrected_rate_of_turns_that_nobody_could_label():
+    """Dataset x of run A is annotated, y of run B not."""
+    sample, other = erring(2, sources=100)[0], erring(3, sources=100)[0]
     other.turns["truth"] = other.turns["inclusion"] = np.nan
     known = pd.concat([sample.turns, other.turns], ignore_index=True)
     known["dataset"] = np.repeat(["x", "y"], len(other.turns))
     known["source"] = known["context"] = known["dataset"] + known["source"]
-    known["run"] = "cache/" + known["dataset"].map({"x": "A", "y": "B"})
-    known["annotated"] = known["dataset"] == "x"
-    return Judged(known, "planted", {}, "anna", [], [])
-
-
-def test_no_prediction_powered_rate_of_turns_that_nobody_could_label():
-    sample = half_annotated()
-    rows = estimates(sample, resamples=100)
-    own = one(rows, "rate_prediction_powered", dataset="x")
+    known["unlabelled"] = known["dataset"].map({"x": "", "y": "turns of B"})
+    rows = estimates(replace(sample, turns=known))
+    own = one(rows, POWERED, dataset="x")
     assert own.low < own.value < own.high
-    for dataset in ("y", ALL):
-        row = one(rows, "rate_prediction_powered", dataset=dataset)
-        assert np.isnan([row.value, row.low, row.high]).all() and row.rows
-        assert row.method == "undefined: no labels of turns of cache/B; truth: anna"
-        assert not np.isnan(one(rows, "rate_rogan_gladen", dataset=dataset).value)
-    assert one(rows, "rate_prediction_powered", dataset=ALL).events == own.events
-    notes = notes_of(sample, rows)
-    assert notes[-2].startswith("– under prediction-powered: no labels of turns of cache/B, so")
-    assert "labelled or not" in notes[-1]
+    assert picked(rows, POWERED, dataset="y").empty
+    row = one(rows, POWERED, dataset=ALL)
+    assert np.isnan([row.value, row.low, row.high]).all() and row.events == own.events
+    assert row.method == "undefined: no labels of turns of B; truth: anna"
 
 
-def test_a_stratum_without_labels_leaves_no_corrected_rate():
-    """Nothing that the judge calls genuine is labelled: its errors there may be any."""
-    sample, _ = erring(4)
-    turns = sample.turns
-    turns.loc[turns["genuine"] == 1, ["truth", "inclusion"]] = np.nan
-    turns["unlabelled"] = GENUINE
-    rows = estimates(sample, resamples=100)
-    for quantity in ("rate_rogan_gladen", "rate_prediction_powered"):
-        row = one(rows, quantity)
-        assert np.isnan([row.value, row.low, row.high]).all()
-        assert row.method.startswith(f"undefined: no labels of the stratum {GENUINE} in cache/A")
-    for quantity in ("judge_sensitivity", "judge_specificity"):
-        assert np.isnan(one(rows, quantity, None).value)
+# -- the rate table ------------------------------------------------------------------------------
 
 
-def test_without_annotations_no_rate_is_corrected():
-    rows = estimates(simulated(8, {0: 0.2, 1: 0.5}, 2))
-    assert not rows["quantity"].str.startswith(("rate_", "judge_")).any()
+def test_the_rate_table_takes_any_columns_and_any_baseline():
+    rng = np.random.default_rng(0)
+    rows = pd.DataFrame({"source": np.repeat([f"s{i}" for i in range(20)], 8)})
+    rows["condition"] = np.tile(["plain", "steered"], 80)
+    rows["half"] = np.where(rows.index < 80, "choosing", "reporting")
+    rows["apt"] = (rng.random(160) < 0.4).astype(float)
+    found = list(rates(rows, ["half", "condition"], outcome="apt", of="arm"))
+    assert [(row.names["half"], row.names["condition"], row.names["of"]) for row in found] == [
+        (half, condition, "arm")
+        for half in ("choosing", "reporting")
+        for condition in ("plain", "steered")
+    ]
+    expected = rows.groupby(["half", "condition"])["apt"].mean()
+    assert [row.estimate.value for row in found] == pytest.approx(expected.tolist())
+    found = list(rates(rows, ["half", "condition"], {"condition": "plain"}, outcome="apt"))
+    assert [row.names["condition"] for row in found] == ["steered"] * 2
+    for row in found:
+        here = rows[rows["half"] == row.names["half"]]
+        arms = [here[here["condition"] == name] for name in ("steered", "plain")]
+        pair = paired_difference(*(arm[name] for arm in arms for name in ("apt", "source")))
+        assert (row.estimate, row.p, row.test) == (pair.difference, pair.p, pair.test)
 
 
-def test_the_annotators_own_rate_needs_no_judge():
-    """Two labels, 1 drawn with probability 1/4 and 0 with certainty: weights 4 and 1, so 4 / 5."""
-    turns = [(f"s{i:02d}", 0, 0, NEW) for i in range(40)]
-    truth, inclusion = np.full(40, np.nan), np.full(40, np.nan)
-    truth[:2], inclusion[:2] = [1, 0], [0.25, 1.0]
-    rows = estimates(judged(turns, truth=truth, inclusion=inclusion), resamples=100)
-    row = one(rows, "rate_annotated", 0.0)
-    assert (row.value, row.rows) == (pytest.approx(0.8), 2)
-    assert one(rows, "follow_up_rate", 0.0).value == 0
+def test_above_a_floor_all_three_numbers_are_of_the_same_decoys():
+    rng = np.random.default_rng(1)
+    decoys = pd.DataFrame({"source": [f"s{i % 15}" for i in range(60)], "temperature": 1.0})
+    decoys["shown_source"] = [f"s{(i + 1) % 15}" for i in range(60)]
+    decoys["decoy"] = "conversation"
+    decoys["genuine"] = rng.choice([0.0, 1.0, np.nan], 60)
+    decoys["own_genuine"] = rng.choice([0.0, 1.0, np.nan], 60)
+    rate, floor, excess = rates(decoys, ["temperature"], "conversation")
+    both = decoys.dropna()
+    assert rate.estimate.value == both["own_genuine"].mean()
+    assert floor.estimate.value == both["genuine"].mean()
+    difference = both["own_genuine"] - both["genuine"]
+    assert excess.estimate == dyadic_mean(difference, both["source"], both["shown_source"])
+    assert {row.rows for row in (rate, floor, excess)} == {len(both)}
+    assert not list(rates(decoys, [], "sibling"))

@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -13,17 +12,20 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from judging import FakeJudge
 from runs import CONTEXTS, rehashed, rewritten, with_settings
 from shell import Outcome, call, files, refusal
 
-from ia_mech.judge.label import items_of
+from ia_mech.display import Quiet
+from ia_mech.judge.label import items_of, label_run
 from ia_mech.judge.rubric import GENUINE
 from ia_mech.judge.sheets import export_sheet, import_sheet, write_sheet
 from ia_mech.rates import load
 from ia_mech.rates.__main__ import build_parser, main
-from ia_mech.rates.compute import COLUMNS, estimates
+from ia_mech.rates.compute import estimates
 from ia_mech.rates.load import read_runs
-from ia_mech.rates.show import examples_by_category
+from ia_mech.report.__main__ import main as main_of_report
+from ia_mech.results import folder_of, read
 from ia_mech.run import Run
 from ia_mech.run.labels import KEY
 
@@ -112,29 +114,41 @@ def refused(outcome: Outcome, *words: str) -> None:
 # -- what it says --------------------------------------------------------------------------------
 
 
-def test_every_rate_is_printed_with_an_interval(run, rates):
-    outcome = rates(run.path)
+def test_the_verdict_comes_first_then_the_pooled_rows(run, rates):
+    label_run(run, FakeJudge(paid=False), "fake", Quiet())
+    outcome = rates(run.path, "--judge", "fake")
     assert outcome.status == 0, outcome.err
-    main_table = outcome.out.split("what the turns are")[0]
-    lines = [line for line in main_table.splitlines() if line.startswith("│") and "dat" not in line]
+    lines = outcome.out.splitlines()
+    assert lines[0].startswith(
+        "Of 60 user turns of planted from 12 sources, judge fake calls genuine follow-ups: greedy "
+        "1.00 [0.78, 1.00], T = 0.7 1.00 [0.78, 1.00], T = 1 1.00 [0.78, 1.00]."
+    )
+    assert "More than half of that is the judge's floor" in lines[0]
+    assert "can't be told: no query has siblings" in lines[0]
+    assert lines[1].startswith("Judge fake: failed. Of 60 decoys the turns are genuine to the")
+    assert lines[3].startswith("rates (95% intervals over sources)")
+    assert "by dataset" not in outcome.out and "more tables with --full" in outcome.out
+    for note in ("over 6 comparisons and", "p by sign flip", "fewer than 24 sources", "a fake"):
+        assert note in outcome.out
+    assert lines[-1] == f"next: python -m ia_mech.report {run.path}"
+    assert main_of_report([str(run.path)]) == 0
+
+
+def test_every_rate_has_an_interval(run, rates):
+    outcome = rates(run.path, "--full")
+    assert outcome.status == 0, outcome.err
+    table = outcome.out.split("rates by dataset")[1].split("what the turns are")[0]
+    lines = [line for line in table.splitlines() if line.startswith("│")]
     assert len(lines) == 12  # three datasets and all of them, each at three temperatures
     interval = r"\d\.\d\d \[\d\.\d\d, \d\.\d\d\]"
     for line in lines:
         cells = [cell.strip() for cell in line.strip("│").split("│")]
-        assert re.fullmatch(interval, cells[4]), line
-        if "greedy" not in line:
-            assert re.fullmatch(r"[+-]\d\.\d\d \[[+-]\d\.\d\d, [+-]\d\.\d\d\]", cells[5]), line
-            assert re.fullmatch(interval, cells[8]), line
+        assert re.fullmatch(interval, cells[3]), line
+        if cells[1] != "greedy":
+            assert re.match(r"[+-]\d\.\d\d \[[+-]\d\.\d\d, [+-]\d\.\d\d\] p", cells[4]), line
     greedy, cooler, one = (next(x for x in lines if f" {t} │" in x) for t in ("greedy", "0.7", "1"))
     assert "0.00 [0.00" in greedy and "0.50 [" in cooler and "1.00 [" in one
-    for note in (
-        "over 6 comparisons and, as a family of its own, over the 2 of (all)",
-        "by sign flips of whole sources, Holm",
-        "fewer than 24 sources",
-        CAVEAT,
-        f"ia_mech.judge export {run.path}",
-    ):
-        assert note in outcome.out
+    assert CAVEAT in outcome.out and "ia_mech.judge export" in outcome.out
 
 
 def test_the_first_of_repeated_verdicts_counts(copy, rates):
@@ -152,19 +166,16 @@ def test_the_first_of_repeated_verdicts_counts(copy, rates):
     assert len(turns) == len(run.generations) and "generic" not in set(turns["category"])
 
 
-def test_corrected_rates_name_who_annotated_and_how_many(run, rates):
+def test_corrected_rates_name_who_annotated(run, rates):
     annotate(run)
-    outcome = rates(run.path)
+    outcome = rates(run.path, "--full")
     assert outcome.status == 0, outcome.err
-    count = len(run.generations)
-    assert f"against anna's labels of {count} turns: sensitivity 1.00 [" in outcome.out
-    assert "Rogan & Gladen" in outcome.out and "prediction-powered rate needs 30" in outcome.out
-    annotate(run, rows=slice(0, 1))  # greedy only
-    assert "Rogan & Gladen: undefined: annotations of one kind only" in rates(run.path).out
+    assert "rate, corrected by labels" not in outcome.out  # 12 or 24 labels in a row of the table
+    assert "no rate is corrected by anna's labels: that takes 30" in outcome.out
+    annotate(run, rows=slice(0, 1))
     turns = read_runs([run.path]).turns  # without a sheet, datasets that no label is of count
-    assert set(turns.loc[turns["annotated"], "dataset"]) == {run.generations["dataset"].iloc[0]}
-    annotate(run, rows=slice(0, 2), category="cannot_assess", genuine=None)
-    assert "none of anna's labels is of a turn" in rates(run.path).out
+    known = set(turns.loc[turns["unlabelled"] == "", "dataset"])
+    assert known == {run.generations["dataset"].iloc[0]}
 
 
 def test_turns_of_the_judges_fit_are_counted_in_a_note(run, rates, monkeypatch):
@@ -172,9 +183,8 @@ def test_turns_of_the_judges_fit_are_counted_in_a_note(run, rates, monkeypatch):
     monkeypatch.setattr(load, "fitted_items", lambda: frozenset(items[:3]))
     assert "judge's fit" not in rates(run.path).out  # nothing is corrected without labels
     annotate(run)
-    found = read_runs([run.path])
     known = sum(item in items[:3] for item in items)
-    assert found.turns["fitted"].sum() == known >= 3
+    assert read_runs([run.path]).turns["fitted"].sum() == known >= 3
     said = " ".join(rates(run.path).out.split())
     assert f"{known} of {len(items)} turns, {known} of them labelled, were in" in said
 
@@ -194,48 +204,31 @@ def sheet_by(run: Run, file: Path, *, leave: tuple[str, ...] = (), say=None) -> 
     import_sheet(run, path, "anna")
 
 
-def corrected_lines(outcome: Outcome) -> list[list[str]]:
-    """T, Rogan & Gladen and prediction-powered of every line of the table."""
-    table = outcome.out.split("corrected for judge errors")[1].split("against anna")[0]
-    lines = [line for line in table.splitlines() if line.startswith("│")]
-    cells = [[cell.strip() for cell in line.split("│")] for line in lines]
-    return [[cell[2], cell[5], cell[6]] for cell in cells]
-
-
-def test_a_stratum_that_was_left_out_is_not_made_up_for(run, rates, tmp_path):
+def test_a_stratum_that_was_left_out_is_not_made_up_for(run, tmp_path):
     sheet_by(run, tmp_path / "sheet", leave=(GENUINE,))
-    outcome = rates(run.path)
-    assert outcome.status == 0, outcome.err
-    assert {tuple(line[1:]) for line in corrected_lines(outcome)} == {("–", "–")}
-    reason = f"no labels of the stratum {GENUINE} in {run.path}"
-    assert f"– under prediction-powered: {reason}, so" in outcome.out
-    assert f"Rogan & Gladen: undefined: {reason}" in outcome.out
-    turns = read_runs([run.path]).turns
-    assert set(turns["unlabelled"]) == {GENUINE} and turns["annotated"].all()
+    judged = read_runs([run.path])
+    assert set(judged.turns["unlabelled"]) == {f"the stratum {GENUINE} of run"}
+    rows = estimates(judged).query("quantity == 'rate_prediction_powered'")
+    assert len(rows) and rows["value"].isna().all()
+    assert rows["method"].str.startswith(f"undefined: no labels of the stratum {GENUINE}").all()
 
 
-def test_responses_of_one_kind(copy, rates, tmp_path):
+def test_responses_of_one_kind(copy, rates):
     cut_off = itertools.cycle([True] * 5 + [False] * 5)  # every second context
     run = rewrite(copy(), "generations", response_cut_off=lambda _: next(cut_off))
     plant(run)
     for kind, flag in (("complete", False), ("cut-off", True)):
-        file = tmp_path / f"{kind}.json"
-        outcome = rates(run.path, "--responses", kind, "--json", file, "--examples", 50)
+        outcome = rates(run.path, "--responses", kind)
         assert outcome.status == 0, outcome.err
-        assert (
-            f"after {kind} responses" in outcome.out and "complete responses │" not in outcome.out
-        )
         kept = (run.generations["response_cut_off"] == flag).sum()
         assert f"{kept} of {len(run.generations)} user turns" in outcome.out
-        assert outcome.out.count("user turn:") == kept
-        assert ("† cut off" in outcome.out) is flag
-        assert "because:   [because]" in outcome.out, "texts are no markup"
-        read = json.loads(file.read_text())
-        assert read["about"]["responses"] == kind
-        whole = [r for r in read["estimates"] if r["quantity"] == "failed" and r["rows"]]
-        assert {r["responses"] for r in read["estimates"]} == {kind}
-        assert sum(r["rows"] for r in whole if r["dataset"] != "(all)") == kept
-        assert not [r for r in read["estimates"] if r["quantity"] == "cut_off"]
+        found = read(folder_of(run.path, f"rates-rules-{kind}")).estimates
+        assert set(found["responses"]) == {kind}
+        whole = found[(found["quantity"] == "failed") & (found["dataset"] != "(all)")]
+        assert whole["rows"].sum() == kept and not (found["quantity"] == "cut_off").any()
+    outcome = rates(run.path)
+    assert "50% of them follow a response that was cut off" in outcome.out
+    assert "after complete responses" in outcome.out
 
 
 # -- pooling -------------------------------------------------------------------------------------
@@ -256,9 +249,9 @@ def test_runs_of_other_seeds_are_pooled_and_greedy_turns_count_once(copy, rates)
     counts = judged.turns.groupby("temperature").size()
     assert counts.to_dict() == {0.0: CONTEXTS, 0.7: 4 * CONTEXTS, 1.0: 4 * CONTEXTS}
     assert judged.turns["source"].nunique() == judged.turns["context"].nunique() == CONTEXTS
-    rows = estimates(judged, resamples=100)
+    rows = estimates(judged)
     whole = rows[rows["dataset"] == "(all)"]
-    rate, reach = (whole[whole["quantity"] == name] for name in ("follow_up_rate", "reach"))
+    rate, reach = (whole[whole["quantity"] == name] for name in ("rate", "reach"))
     assert rate["value"].tolist() == [0, 0.25, 0.5]
     cooler = reach.loc[reach["temperature"] == 0.7, "value"]
     assert cooler.tolist() == pytest.approx([0.25, 0.5, 0.75, 1])
@@ -270,49 +263,24 @@ def test_runs_of_other_seeds_are_pooled_and_greedy_turns_count_once(copy, rates)
 # -- files ---------------------------------------------------------------------------------------
 
 
-def test_json_csv_and_parquet_hold_the_same_rows(run, rates, tmp_path):
+def test_the_result_holds_every_estimate(run, rates, tmp_path):
     annotate(run)
-    files = {kind: tmp_path / f"rates.{kind}" for kind in ("json", "csv", "parquet")}
-    flags = [word for kind, path in files.items() for word in (f"--{kind}", path)]
-    outcome = rates(run.path, *flags, "--level", 0.9, "--resamples", 200, "--seed", 4)
+    outcome = rates(run.path, "--level", 0.9, "--seed", 4)
     assert outcome.status == 0, outcome.err
-    expected = estimates(read_runs([run.path]), level=0.9, resamples=200, seed=4)
-    assert list(expected.columns) == list(COLUMNS) and set(expected["level"]) == {0.9}
-    read = json.loads(files["json"].read_text())
-    frames = {
-        "json": pd.DataFrame(read["estimates"]),
-        "csv": pd.read_csv(files["csv"]),
-        "parquet": pd.read_parquet(files["parquet"]),
-    }
-    for kind, frame in frames.items():
-        frame = frame.astype({name: dtype for name, dtype in COLUMNS.items() if dtype != "object"})
-        both = (table.astype(object).where(table.notna(), None) for table in (frame, expected))
-        pd.testing.assert_frame_equal(*both, obj=kind)
-    schema = pq.read_schema(files["parquet"])
-    kinds = dict(zip(schema.names, schema.types, strict=True))
-    assert kinds["category"] == kinds["test"] == pa.string() and kinds["n_samples"] == pa.int64()
-    about = json.loads(schema.metadata[b"ia_mech"])
-    assert about == read["about"]
-    assert (about["comparisons"], about["comparisons_of_all_datasets"]) == (6, 2)
-    assert about["responses"] == "all" and about["annotator"] == "anna" and about["level"] == 0.9
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        *("rates.csv", "rates.json", "rates.parquet", "run"),
-    ]
-
-
-# -- examples ------------------------------------------------------------------------------------
-
-
-def test_examples_are_drawn_by_seed_from_different_sources(run):
-    found = examples_by_category(run, "rules", 3, seed=0)
-    assert list(found["category"].unique()) == [GENUINE, "prompt_restatement", "new_topic"]
-    assert (found.groupby("category")["source_id"].nunique() == 3).all() and len(found) == 9
-    for turn in found.itertuples():
-        assert category_of((turn.context_id, turn.temperature, turn.sample)) == turn.category
-        assert turn.rationale.startswith("[because]") and turn.query and turn.response
-    assert found.equals(examples_by_category(run, "rules", 3, seed=0))
-    assert not all(found.equals(examples_by_category(run, "rules", 3, seed=s)) for s in (1, 2))
-    assert len(examples_by_category(run, "rules", 1000)) == len(run.generations)
+    kept = read(folder_of(run.path, "rates-rules"))
+    expected = estimates(read_runs([run.path]), level=0.9, seed=4)
+    assert set(expected["level"]) == {0.9}
+    both = (table.astype(object).where(table.notna(), None) for table in (kept.estimates, expected))
+    pd.testing.assert_frame_equal(*both)
+    about = kept.about
+    assert about["kind"] == "rates" and about["identities"] == [run.identity_digest]
+    assert about["settings"]["annotator"] == "anna" and about["settings"]["level"] == 0.9
+    assert (about["judge"], about["gate"], list(kept.figures)) == ("rules", "no decoys", ["rates"])
+    assert str(tmp_path) not in json.dumps(about)
+    assert Run.open(run.path).verify() == []
+    elsewhere = tmp_path / "elsewhere"
+    assert rates(run.path, "--out", elsewhere).status == 0
+    assert read(elsewhere).name == "elsewhere"
 
 
 # -- bad input -----------------------------------------------------------------------------------
@@ -327,7 +295,7 @@ def test_unknown_or_several_judges_and_annotators(run, rates):
     annotate(run, "ben")
     refused(rates(run.path, "--judge", "other"), "anna, ben", "--annotator")
     outcome = rates(run.path, "--judge", "other", "--annotator", "ben")
-    assert "judge other" in outcome.out and "against ben's labels" in outcome.out
+    assert "judge other" in outcome.out and "corrected by ben's labels" in outcome.out
 
 
 def first_of(**changes):
@@ -343,7 +311,7 @@ def first_of(**changes):
         ({"change": first_of(context_id="another")}, ("don't cover", "judge it again")),
         ({"change": first_of(item="of another text")}, ("1 turns have changed", "judge it again")),
         ({"say": lambda key: "follow_up"}, ("name follow_up", "judge it again")),
-        ({"say": lambda key: None}, ("assessed none of the", "--retry-failed")),
+        ({"say": lambda key: None}, ("assessed none of the", "judge again")),
     ],
 )
 def test_verdicts_that_are_not_of_the_run(copy, rates, planted, words):
@@ -382,22 +350,16 @@ def test_runs_that_can_not_be_pooled(merged, copy, rates, tmp_path):
     refused(rates(first.path), "still being written", "let the command")
 
 
-def test_files_that_can_not_be_written(run, rates, tmp_path):
-    pipe = tmp_path / "pipe.csv"  # as /dev/null, which would have been replaced
-    os.mkfifo(pipe)
+def test_folders_that_can_not_be_written(run, rates, tmp_path):
+    (tmp_path / "file").touch()
     before = files(tmp_path)
     for flags, problem in (
-        (("--csv", tmp_path / "no" / "rates.csv"), "no folder"),
-        (("--json", tmp_path), "is a folder"),
-        (("--parquet", tmp_path / "rates.csv"), "rates.csv would hold PARQUET; give it"),
-        (("--json", tmp_path / "rates"), "ends in .json"),
-        (("--csv", pipe), "pipe.csv is not a regular file"),
-        (("--csv", ""), "'' names nothing"),
+        (("--out", tmp_path / "file"), "is a file"),
+        (("--out", ""), "'' names nothing"),
+        (("--out", run.path / "contexts" / "new"), "lies inside the run"),
         (("--level", "0.9999999999999999"), "is not between 0 and 1"),
-        (("--csv", run.path / "contexts" / "new"), "lies inside the run"),
         (("--responses", "some"), "--help"),
         (("--level", "95"), "--help"),
-        (("--resamples", "5"), "--help"),
     ):
         refused(rates(run.path, *flags), problem)
     assert files(tmp_path) == before

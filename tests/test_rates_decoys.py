@@ -1,27 +1,30 @@
-"""Rates beside their floor: what a judge's decoys say, and the word that follows from it."""
+"""Rates beside their floor: what decoys say of a judge, and the words that follow from it."""
 
-import json
+import re
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
 import pyarrow.parquet as pq
 import pytest
-from judging import DECOYS, FakeJudge
-from shell import call
+from judging import FakeJudge
+from runs import planted as sampled
+from runs import rewritten
+from test_results import found as any_result
 
-from ia_mech.display import Quiet, Recorder
+from ia_mech.display import Quiet
 from ia_mech.errors import UserError
-from ia_mech.judge.decoys import draw_decoys, own_turns
+from ia_mech.judge.decoys import draw_decoys
 from ia_mech.judge.label import items_of, label_run
 from ia_mech.judge.rubric import CANNOT_ASSESS, GENUINE
 from ia_mech.judge.verdict import Verdict
-from ia_mech.rates.__main__ import main
 from ia_mech.rates.compute import estimates
 from ia_mech.rates.gate import gate_of
+from ia_mech.rates.grounding import p_values
 from ia_mech.rates.load import Judged, read_runs
-from ia_mech.rates.show import print_rates
-from ia_mech.report.contents import shown
+from ia_mech.rates.result import result
+from ia_mech.results import folder_of, write
 from ia_mech.run import Run
 from ia_mech.run.labels import KEY
 from ia_mech.stats import dyadic_mean
@@ -29,9 +32,24 @@ from ia_mech.stats import dyadic_mean
 NEW = "new_topic"
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Run:
+    return sampled(tmp_path_factory.mktemp("whole") / "run", [24])
+
+
 @pytest.fixture
-def run(run) -> Run:
-    """A run whose turns all differ."""
+def run(whole, tmp_path) -> Run:
+    """A run whose turns all differ, after two responses to each of twelve queries."""
+    run = Run.open(shutil.copytree(whole.path, tmp_path / "run"))
+    for frame in (run.generations, run.contexts):
+        query = np.unique(frame["context_id"], return_inverse=True)[1] // 2
+        frame["source_id"], frame["dataset"] = [f"q{n}" for n in query], "d"
+    run.contexts["messages"] = [
+        [{"role": "user", "content": source}, {"role": "assistant", "content": context}]
+        for source, context in zip(
+            run.contexts["source_id"], run.contexts["context_id"], strict=True
+        )
+    ]
     run.generations["text"] = [f"turn {i}" for i in range(len(run.generations))]
     return run
 
@@ -43,64 +61,79 @@ def judged_by(run: Run, say) -> Judged:
         said = say(item)
         return said if isinstance(said, Verdict) else Verdict(said)
 
-    label_run(run, FakeJudge(verdict, paid=False), "planted", Quiet())
+    label_run(run, FakeJudge(verdict, paid=False), "planted", Quiet(), replace=True)
     return read_runs([run])
 
 
-def planted(run: Run, every: int = 2) -> set:
-    """Every so many-th turn, with the context it followed."""
-    return set(items_of(run)[::every])
+def planted(run: Run, share: float = 0.5) -> set:
+    """Such a share of the turns, drawn at random, with the contexts that they followed."""
+    drawn = np.random.default_rng(0).random(len(run.generations)) < share
+    return {item for item, so in zip(items_of(run), drawn, strict=True) if so}
 
 
 def number(item) -> int:
     return int(item.turn.split()[1])
 
 
-# -- the gate -------------------------------------------------------------------------------------
+# -- the gates ------------------------------------------------------------------------------------
 
 
-def test_a_judge_that_accepts_every_turn_has_no_excess_and_is_not_grounded(run):
+def test_a_judge_that_accepts_every_turn_fails_and_shows_no_reaction(run):
     judged = judged_by(run, lambda item: GENUINE)
     gate = judged.gate
-    assert (gate.rate, gate.floor, gate.decoys) == (1, 1, DECOYS)
+    assert (gate.rate, gate.floor, gate.decoys) == (1, 1, 120)
     assert gate.excess.low < gate.excess.value == 0 < gate.excess.high
-    assert gate.verdict == gate.word == "not grounded" and str(gate) == "planted: not grounded"
-    found = estimates(judged)
-    assert set(found["gate"]) == {"not grounded"}
+    assert gate.verdict == gate.word == "failed" and str(gate) == "planted: failed"
+    assert gate.siblings.verdict == "undecided" and not gate.reacts
+    assert set(estimates(judged)["gate"]) == {"failed"}
+    assert "react to their own response is not shown" in result(judged).sentence
 
 
-def test_a_judge_of_well_formed_turns_has_no_excess_and_is_not_grounded(run):
-    """What it likes about a turn cancels exactly: every turn drawn is a decoy once."""
+def test_a_judge_of_well_formed_turns_has_no_excess(run):
+    """What it likes about a turn cancels exactly: every decoy is paired with its own turn."""
     judged = judged_by(run, lambda item: GENUINE if number(item) % 4 else NEW)
-    assert 0.5 < judged.gate.rate == judged.gate.floor < 1
-    assert judged.gate.excess.value == 0 and judged.gate.verdict == "not grounded"
+    assert judged.gate.rate == judged.gate.floor == 0.75
+    assert judged.gate.excess.value == 0 and judged.gate.verdict == "failed"
     excess = estimates(judged).query("quantity == 'excess'")
-    assert (excess["value"] == 0).all()
+    assert len(excess) == 8 and (excess["value"] == 0).all()
     assert (excess["low"] < 0).all() and (excess["high"] > 0).all()
 
 
-def test_a_perfect_judge_finds_the_share_of_planted_turns_and_is_grounded(run):
+def test_a_judge_of_the_query_alone_passes_and_shows_no_reaction(run):
+    asked = {item.turn: item.query for item in items_of(run)}
+    judged = judged_by(
+        run,
+        lambda item: GENUINE if item.query == asked[item.turn] and number(item) % 7 else NEW,
+    )
+    gate = judged.gate
+    assert gate.verdict == "passed" and gate.floor == 0
+    assert gate.siblings.floor == gate.rate and not gate.reacts
+    assert re.search(
+        r"react to their own response is not shown: an excess over siblings of \+0\.00 \[-",
+        result(judged).sentence,
+    )
+
+
+def test_a_judge_that_knows_the_response_shows_a_reaction(run):
     genuine = planted(run)
     judged = judged_by(run, lambda item: GENUINE if item in genuine else NEW)
-    own = run.generations.assign(planted=[item in genuine for item in items_of(run)])
-    share = draw_decoys(run).merge(own, on=list(KEY))["planted"].mean()
     gate = judged.gate
-    assert gate.floor == 0 and gate.rate == gate.excess.value == share
-    assert gate.verdict == "grounded" and gate.margin.low > 0
+    assert gate.floor == 0 and gate.rate == gate.excess.value == len(genuine) / 120
+    assert gate.verdict == "passed" and gate.margin.low > 0 and gate.reacts
+    assert gate.siblings.margin == gate.siblings.excess
+    found = result(judged)
+    assert "Turns react to their own response: at least 0.44 [" in found.sentence
+    assert "planted: passed" in found.control and "Against siblings passed" in found.control
 
 
 def test_between_the_two_nothing_is_decided(run):
     genuine = planted(run)
     judged = judged_by(
-        run, lambda item: GENUINE if item in genuine or number(item) % 5 == 0 else NEW
+        run, lambda item: GENUINE if item in genuine or number(item) % 4 == 0 else NEW
     )
     assert judged.gate.margin.low < 0 < judged.gate.margin.high
-    assert judged.gate.verdict == "undecided" and judged.gate.word == f"undecided ({DECOYS} decoys)"
-    assert "undecided. Of" in judged.gate.sentence
-
-
-def test_one_rare_success_does_not_make_a_judge_grounded(run):
-    one = items_of(run)[0]
+    assert judged.gate.word == "undecided (120 decoys)"
+    one = items_of(run)[0]  # nor does one rare success decide
     assert judged_by(run, lambda item: GENUINE if item == one else NEW).gate.verdict == "undecided"
 
 
@@ -113,104 +146,67 @@ def test_verdicts_without_decoys_have_no_floor(run):
     assert judged.gate.word == "no decoys" and judged.decoys.empty
     found = estimates(judged)
     assert set(found["gate"]) == {"no decoys"} and found["decoy"].isna().all()
+    assert "floor is unknown" in result(judged).sentence
 
 
 def test_perturbed_contexts_do_not_decide():
     pairs = pd.DataFrame(
         {"perturbation": ["none"] * 40 + ["empty"] * 40, "decoy": "conversation"}
-        | {"source": [*range(40)] * 2, "lender": [*range(1, 40), 0] * 2}
+        | {"source": [*range(40)] * 2, "shown_source": [*range(1, 40), 0] * 2}
         | {"genuine": [0.0] * 40 + [1.0] * 40, "own_genuine": 1.0}
     )
-    assert gate_of(pairs, "j", "genuine").verdict == "grounded"
-    assert gate_of(pairs[40:], "j", "genuine").verdict == "not grounded"
-    assert gate_of(pairs.assign(decoy="response"), "j", "genuine").verdict == "no decoys"
+    assert gate_of(pairs, "j", "genuine").verdict == "passed"
+    assert gate_of(pairs[40:], "j", "genuine").verdict == "failed"
+    alone = gate_of(pairs.assign(decoy="sibling"), "j", "genuine")
+    assert alone.verdict == "no decoys" and alone.siblings.decoys == 40
+
+
+def test_a_models_gate_is_the_same_whatever_other_runs_are_named(run, merged, tmp_path):
+    """Of one model the judge accepts own turns alone, of the other all turns."""
+    genuine = planted(run)
+    judged_by(run, lambda item: GENUINE if item in genuine else NEW)
+    other = Run.open(shutil.copytree(merged.path, tmp_path / "other"))
+    other = rewritten(
+        other.path, "run.json", lambda record: record["identity"]["model"].update(name="second")
+    )
+    label_run(other, FakeJudge(paid=False), "planted", Quiet())
+    alone = [read_runs([one]).gate for one in (run, other)]
+    assert [gate.verdict for gate in alone] == ["passed", "failed"]
+    both = read_runs([run, other])
+    gates = {model: gates["genuine"] for (model, _), gates in both.by_model.items()}
+    for gate, model in zip(alone, ("planted", "second"), strict=True):
+        named = replace(gate, model=model, siblings=replace(gate.siblings, model=model))
+        assert repr(gates[model]) == repr(named)
+    assert both.gate == gates["second"]  # a claim about both rests on the worse one
+    words = estimates(both).groupby("model")["gate"].unique().map(list).to_dict()
+    assert words == {"planted": ["passed"], "second": ["failed"]}
 
 
 # -- rate, floor and excess -----------------------------------------------------------------------
 
 
-def test_the_three_numbers_are_of_the_same_turns(run):
-    judged = judged_by(run, lambda item: GENUINE if number(item) % 3 else NEW)
-    found = estimates(judged)
-    texts = run.generations.set_index(list(KEY))["text"].str.split().str[1].astype(int) % 3 > 0
-    for temperature in (0.0, 0.7, 1.0):
-        drawn = draw_decoys(run).query("temperature == @temperature")
-        values = {
-            row.quantity: row
-            for row in found[found["decoy"].notna() & (found["temperature"] == temperature)]
-            .query("dataset == '(all)'")
-            .itertuples()
-        }
-        share = np.mean([texts[tuple(key)] for key in drawn[list(KEY)].to_numpy()])
-        assert values["decoyed_rate"].value == values["floor"].value == share
-        assert values["excess"].rows == len(drawn) == 12 and pd.isna(values["excess"].events)
-        assert values["floor"].events == values["decoyed_rate"].events == share * 12
-        assert values["excess"].sources == 12
-
-
 def test_a_pair_with_an_unassessed_verdict_leaves_and_is_counted(run):
     drawn, items = draw_decoys(run), items_of(run)
-    # The first context's own turn, greedy, which is drawn; and two decoys at T = 1, one of them
-    # after the context whose own turn isn't assessed either.
-    late = [*np.flatnonzero(drawn["temperature"] == 1)[:2]]
-    others = [items_of(run, drawn)[len(items) :][at] for at in late]
-    own = items[run.generations.set_index(list(KEY)).index.get_loc(own_turns(drawn)[late[0]])]
-    lost = {items[0], own, *others}
+    conversations = np.flatnonzero(drawn["decoy"] == "conversation")
+    others = [items_of(run, drawn)[len(items) :][at] for at in conversations[-2:]]
+    lost = {items[0], *others}  # the own turn of one conversation and one sibling; two decoys
     judged = judged_by(run, lambda item: CANNOT_ASSESS if item in lost else GENUINE)
-    rows = estimates(judged).query("decoy.notna() and dataset == '(all)'")
-    rows = rows.assign(temperature=rows["temperature"].fillna(np.inf))  # over all of them
-    counted = rows.pivot(index="quantity", columns="temperature", values="rows")
-    assert (counted.to_numpy() == [11, 12, 10, 33]).all()
-    assert len(drawn) == 36 and judged.gate.decoys == 33
-    assert (
-        "3 of 36 decoys are left out: the judge gave no category to the decoy (2) or else to the "
-        "context's own turn (1)."
-    ) in judged.notes
+    assert (judged.gate.decoys, judged.gate.siblings.decoys) == (117, 119)
+    assert any(note.startswith("4 of 240 decoys are left out") for note in judged.notes)
 
 
 def test_the_interval_is_dyadic_over_both_sources(run):
     rng = np.random.default_rng(0)
     said = {}
     judged = judged_by(run, lambda item: said.setdefault(item, rng.choice([GENUINE, NEW])))
-    pairs = judged.decoys
-    difference = pairs["own_genuine"] - pairs["genuine"]
-    expected = dyadic_mean(difference, pairs["source"], pairs["lender"])
-    rows = estimates(judged).query("quantity == 'excess' and dataset == '(all)'")
-    (row,) = rows[rows["temperature"].isna()].itertuples()
-    assert (row.value, row.low, row.high) == (expected.value, expected.low, expected.high)
-    assert row.value == pytest.approx(difference.mean())
-
-
-def test_grounded_is_an_outcome_of_its_own(run):
-    """Genuine and a small p value; with its own rate, floor and gate."""
-    genuine = planted(run, 3)
-
-    def say(item):
-        return Verdict(
-            GENUINE if number(item) % 4 else NEW, grounded_p=0.04 + 0.02 * (item not in genuine)
-        )
-
-    judged = judged_by(run, say)
-    assert judged.outcomes == ["genuine", "grounded"]
-    turns = judged.turns
-    is_genuine = turns["genuine"] == 1
-    assert turns["grounded"].sum() == sum(i % 4 > 0 for i in range(0, 60, 3))
-    assert (turns.loc[~is_genuine, "grounded"] == 0).all()
-    assert judged.gates["genuine"].verdict == "not grounded"
-    assert judged.gates["grounded"].floor == 0
-    found = estimates(judged)
-    rates = found[(found["quantity"] == "follow_up_rate") & (found["dataset"] == "(all)")]
-    assert rates["outcome"].tolist() == ["grounded"] * 3 + ["genuine"] * 3
-    assert set(found["category"][found["outcome"] == "grounded"].dropna()) == set()
-
-
-def test_turns_worded_alike_are_no_contrast_and_are_counted(run):
-    run.generations["text"] = "the same"
-    judged = judged_by(run, lambda item: GENUINE)
-    assert judged.decoys["alike"].all()
-    assert any(
-        note.startswith(f"{DECOYS} of {DECOYS} decoys are no contrast") for note in judged.notes
-    )
+    for kind in ("conversation", "sibling"):
+        pairs = judged.decoys[judged.decoys["decoy"] == kind]
+        difference = pairs["own_genuine"] - pairs["genuine"]
+        expected = dyadic_mean(difference, pairs["source"], pairs["shown_source"])
+        rows = estimates(judged).query("quantity == 'excess' and decoy == @kind")
+        (row,) = rows[rows["temperature"].isna()].itertuples()
+        assert (row.value, row.low, row.high) == (expected.value, expected.low, expected.high)
+        assert row.value == pytest.approx(difference.mean())
 
 
 def test_decoys_stay_out_of_rates(run):
@@ -221,7 +217,7 @@ def test_decoys_stay_out_of_rates(run):
         judged = judged_by(run, lambda item, other=other: GENUINE if item in own else other)
         rates = estimates(judged).query("decoy.isna()").drop(columns="gate")
         found.append(rates.reset_index(drop=True))
-        assert len(judged.turns) == 60 and (judged.turns["genuine"] == 1).all()
+        assert len(judged.turns) == 120 and (judged.turns["genuine"] == 1).all()
     pd.testing.assert_frame_equal(*found)
 
 
@@ -240,49 +236,84 @@ def test_decoys_that_are_not_of_the_run_are_refused(run, column, value):
         read_runs([run])
 
 
-def test_every_table_says_which_judge_and_of_how_many_decoys(run):
-    screen = Recorder()
-    judged = judged_by(run, lambda item: CANNOT_ASSESS if number(item) == 7 else GENUINE)
-    judged.decoys.loc[judged.decoys.index[0], "genuine"] = np.nan  # after the gate was found
-    print_rates(screen, judged, estimates(judged))
-    titles = [shown(table).title for table in screen.tables]
-    assert len(titles) > 4 and all("judge planted: not grounded" in title for title in titles)
-    for title, table in zip(titles, screen.tables, strict=True):
-        if "(floor)" in title:
-            pooled = shown(table).rows[-1][3]
-            assert f" · {pooled} decoys\n" in title and int(pooled) < DECOYS
-            break
-    else:
-        pytest.fail("no table has a floor")
+# -- grounded -------------------------------------------------------------------------------------
 
 
-# -- the command ----------------------------------------------------------------------------------
+def test_grounded_is_an_outcome_of_its_own(run):
+    """Genuine, with a score that no decoy of other conversations reaches."""
+    genuine, own = planted(run, 0.3), set(items_of(run))
+
+    def say(item):
+        return Verdict(GENUINE if number(item) % 4 else NEW, grounding=5.0 * (item in genuine))
+
+    judged = judged_by(run, say)
+    assert judged.outcomes == ["genuine", "grounded"] and len(own) == 120
+    turns = judged.turns
+    assert turns["grounded"].sum() == sum(number(item) % 4 > 0 for item in genuine)
+    assert (turns.loc[turns["genuine"] == 0, "grounded"] == 0).all()
+    assert judged.gates["genuine"].verdict == "failed" and judged.gates["grounded"].floor == 0
+    rates = estimates(judged).query("quantity == 'rate'")
+    assert rates["outcome"].tolist() == ["genuine"] * 3 + ["grounded"] * 3
+    none = judged_by(run, lambda item: GENUINE)
+    assert none.outcomes == ["genuine"] and none.turns["grounded"].isna().all()
 
 
-def test_the_command_prints_floor_and_word_within_100_columns(merged, tmp_path, capfd, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "100")
-    run = Run.open(shutil.copytree(merged.path, tmp_path / "run"))
-    label_run(run, FakeJudge(lambda *_: Verdict(GENUINE), paid=False), "planted", Quiet())
-    paths = {kind: tmp_path / f"rates.{kind}" for kind in ("json", "csv", "parquet")}
-    flags = [word for kind, path in paths.items() for word in (f"--{kind}", str(path))]
-    outcome = call(main, [str(run.path), *flags, "--examples", "1"], capfd)
-    assert outcome.status == 0, outcome.err
-    lines = outcome.out.splitlines()
-    at = next(i for i, line in enumerate(lines) if line.startswith("genuine after their own"))
-    table = lines[at + 1 : at + 20]
-    assert all(len(line.rstrip()) <= 100 for line in table)
-    head = next(line for line in table if line.startswith("┃"))
-    assert all(word in head for word in ("all turns", "decoys", "rate", "floor", "excess"))
-    pooled = [line.split("│")[2:-1] for line in outcome.out.splitlines() if "│    all │" in line]
-    gate = read_runs([run]).gate
-    ends = f"+0.00 [{gate.excess.low:+.2f}, {gate.excess.high:+.2f}]"
-    assert [cell.strip() for cell in pooled[-1]] == ["all", "–", f"{DECOYS}", "1.00", "1.00", ends]
-    assert (
-        f"judge planted on genuine turns: not grounded. Of {DECOYS} turns it accepts 1.00 after "
-        "their own conversation and 1.00 after another one, as decoys: an excess of"
-    ) in outcome.out
-    assert "examples · judge planted: not grounded (drawn by seed" in outcome.out
-    assert json.loads(paths["json"].read_text())["about"]["gates"] == {"genuine": "not grounded"}
-    for frame in (pd.read_csv(paths["csv"]), pd.read_parquet(paths["parquet"])):
-        assert set(frame["gate"]) == {"not grounded"} and set(frame["outcome"]) == {"genuine"}
-        assert {"decoyed_rate", "floor", "excess"} <= set(frame["quantity"])
+def simulated(count: int, seed: int):
+    """Decoys whose score grows with their length: the rarest of so many words."""
+    rng = np.random.default_rng(seed)
+    words = rng.choice([5, 15, 40, 80], count)
+    score = np.array([rng.exponential(size=n).max() for n in words])
+    sources = rng.integers(60, size=count)
+    return score, words, sources, (sources + rng.integers(1, 60, size=count)) % 60
+
+
+def test_p_of_a_turn_without_a_link_is_uniform_at_every_length():
+    score, words, sources, shown = simulated(6000, 0)
+    null = np.arange(6000) < 3000
+    p = p_values(score, words.astype(float), sources, shown, null)
+    for length in np.unique(words):
+        fresh = p[(words == length) & ~null]
+        assert abs((fresh <= 0.05).mean() - 0.05) < 0.025, length
+        assert abs(np.median(fresh) - 0.5) < 0.1
+    pooled = (score[:, None] <= score[null]).mean(1)  # what a null of all lengths would say
+    assert (pooled[(words == 80) & ~null] <= 0.05).mean() > 0.08
+
+
+def test_p_leaves_the_turns_own_sources_out():
+    score, words, sources, shown = simulated(150, 1)
+    null = np.ones(150, dtype=bool)
+    p = p_values(score, words.astype(float), sources, shown, null)
+    for i in range(0, 150, 10):
+        mine = {sources[i], shown[i]}
+        others = [j for j in range(150) if not mine & {sources[j], shown[j]}]
+        assert p[i] == (1 + sum(score[j] >= score[i] for j in others)) / (1 + len(others))
+    assert np.isnan(p_values(np.full(150, np.nan), words, sources, shown, null)).all()
+    assert np.isnan(p_values(score, words, sources, shown, ~null)).all()
+
+
+# -- apt and dependent ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_bits_are_joined_with_verdicts_turn_by_turn(run, beside):
+    """Evidence above 0 of 1 bit: the own response is likelier than its one sibling."""
+    keys = run.generations[[*KEY, "source_id"]]
+    evidence = np.where(keys["temperature"] > 0, np.where(keys["sample"] == 0, 0.9, -0.5), np.nan)
+    folder = folder_of(run.path, "reaction")
+    if beside:
+        folder = run.path.with_name("run-reaction")
+    about = {"kind": "reaction", "identities": [run.identity_digest]}
+    turns = keys.assign(evidence=evidence, run=run.name)
+    twice = pd.concat([turns.assign(run="another", evidence=9.0), turns])
+    write(any_result(about=about, data={"turns": twice}), folder)
+    judged = judged_by(run, lambda item: GENUINE if number(item) % 3 else NEW)
+    own = judged.turns
+    expected = ((own["genuine"] == 1) & (own["sample"] == 0)).astype(float)
+    sampled = own["temperature"] > 0
+    assert own["dependent"][sampled].equals(expected[sampled])
+    assert own["dependent"][~sampled].isna().all()
+    found = estimates(judged).query("outcome == 'dependent' and temperature == 1")
+    assert found["value"].item() == pytest.approx(expected[own["temperature"] == 1].mean())
+    assert "and dependent" in result(judged).tables[0].columns
+    shutil.rmtree(folder)
+    assert read_runs([run]).turns["dependent"].isna().all()

@@ -6,7 +6,7 @@ import hashlib
 import json
 import re
 import shutil
-from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,30 +17,21 @@ from judging import plant
 from matplotlib.figure import Figure
 from runs import rehashed, rewritten, with_settings
 from shell import call, refusal
-from test_probes_files import analysis, data, kept, original
 
-from experiments.runner import Experiment, Results
-from ia_mech.display import Recorder
 from ia_mech.errors import UserError
-from ia_mech.estimates import write_parquet
 from ia_mech.judge.__main__ import main as judge_main
 from ia_mech.judge.decoys import KINDS
 from ia_mech.judge.rubric import GENUINE
 from ia_mech.page import packed, rendered
-from ia_mech.rates.compute import estimates
-from ia_mech.rates.load import read_runs
-from ia_mech.rates.show import print_rates
+from ia_mech.rates.__main__ import main as rates_main
 from ia_mech.report import turns as browsers
 from ia_mech.report.__main__ import main, render_report
-from ia_mech.report.contents import listed, parts_of, results_of, shown
+from ia_mech.report.contents import listed
+from ia_mech.results import RESULT, Result, Table, folder_of, read, write
 from ia_mech.run import Run
 from ia_mech.run.labels import KEY
-from ia_mech.stats import Estimate
 from ia_mech.untrusted import visible
-from probes.analysis import Compared
-from probes.report.conclusion import conclude
 
-__all__ = ["analysis", "data", "kept", "original"]  # fixtures of a probe analysis
 CATEGORIES = [[GENUINE, "generic", "degenerate", "new_topic"][i * 7 % 4] for i in range(60)]
 
 
@@ -70,51 +61,62 @@ def unpacked(page: str) -> dict:
     return json.loads(gzip.decompress(base64.b64decode(data)))
 
 
-def unseen(args, runs, folder) -> Results:
-    """An experiment that the report has never heard of."""
+def moons(folder: Path, *runs: Run, **data: pd.DataFrame) -> Path:
+    """A result of an analysis that the report has never heard of."""
     frame = pd.DataFrame({"quantity": ["moons", "suns"], "value": [0.123456, 2.0], "of": "sky"})
-    return Results(
-        runs=runs,
-        judge=None,
+    result = Result(
+        name=folder.name,
+        question="How many moons?",
+        sentence="There are 0.12 moons.",
+        control="No moons by day.",
         estimates=frame.assign(low=np.nan, p=np.nan, sources=3, dataset="d"),
-        show=lambda console: None,
+        tables=[
+            Table("by night", ["T", "moons"], [["greedy", "7 moons"]], "moons: that were seen"),
+            Table("by day", ["T", "moons"], [["greedy", "no <b>moons</b>"]], full=True),
+        ],
         figures={"orbit": Figure()},
         notes=["a note <b>on</b> it"],
-        sentence="there are 0.12 moons",
-        control="no moons by day",
+        about={"kind": "moons", "identities": [run.identity_digest for run in runs]},
+        data=data,
     )
-
-
-MOONS = Experiment("moons", "How many moons? It counts them.", "orbit", unseen, judged=False)
+    write(result, folder)
+    return folder
 
 
 # -- what it says -----------------------------------------------------------------------------
 
 
-def test_numbers_are_those_of_the_terminal(judged, report):
+def test_numbers_are_those_of_the_result(judged, report):
+    assert rates_main([str(judged.path)]) == 0
     outcome = report(judged.path)
     assert (outcome.status, outcome.err) == (0, "")
     assert outcome.out == f"report: {judged.path / 'report.html'}\n"
     page = (judged.path / "report.html").read_text()
-    rates = read_runs([judged])
-    found = estimates(rates)
-    recorder = Recorder()
-    print_rates(recorder, rates, found)
-    cells = {cell for table in recorder.tables for row in shown(table).rows for cell in row}
+    found = read(folder_of(judged.path, "rates-rules"))
+    cells = {cell for table in found.tables for row in table.rows for cell in row}
     assert len(cells) > 20
-    for cell in cells:
-        assert f"<td>{cell}</td>" in page
-    own = found[(found["quantity"] == "follow_up_rate") & (found["dataset"] == "(all)")]
-    for row in own.itertuples():
-        assert f"{row.value:.2f} [{row.low:.2f}, {row.high:.2f}]" in page
-    assert rates.gate.sentence[1:] in page
+    for text in (*(f"<td>{cell}</td>" for cell in cells), found.sentence, found.control):
+        assert text.replace("'", "&#39;") in page
+    assert str(judged.path) not in page
     assert Run.open(judged.path).verify() == []
+
+
+def test_what_makes_missing_results_is_said_and_runs(run, report):
+    """From a sampled run to its rates, by the commands that are printed."""
+    mains = {"judge": judge_main, "rates": rates_main}
+    for _ in range(2):
+        outcome = report(run.path)
+        (line,) = [line for line in outcome.out.splitlines() if line.startswith("next: ")]
+        module, *words = line.removeprefix("next: python -m ia_mech.").split()
+        assert f"python -m ia_mech.{module}" in (run.path / "report.html").read_text()
+        assert mains[module](words) == 0
+    assert "next: " not in report(run.path).out
 
 
 def test_a_run_without_labels_is_shown_for_its_turns(run, report):
     assert report(run.path).status == 0
     page = (run.path / "report.html").read_text()
-    assert "Nothing was analysed yet" in page
+    assert "There are no results yet" in page
     data = unpacked(page)
     assert data["turns"]["text"] == [visible(text) for text in run.generations["text"]]
     assert data["turns"]["labels"] == {}
@@ -154,85 +156,75 @@ def test_decoys_can_be_read_beneath_the_context_they_were_shown_after(run):
          data["categories"][turns["labels"]["rules"]["category"][i]], kinds[turns["decoy"][i]])
         for i in range(count, count + len(decoys))
     }  # fmt: skip
-    said = run.labels.judgements("rules").set_index(list(KEY))
-    keys = run.generations[list(KEY)].itertuples(index=False, name=None)
-    assert turns["labels"]["rules"]["grounded"][:count] == [
-        float(row.genuine and row.grounded_p <= 0.05) if row.grounded_p is not None else None
-        for row in (said.loc[key] for key in keys)
-    ]
 
 
-# -- experiments --------------------------------------------------------------------------------
+# -- results --------------------------------------------------------------------------------------
 
 
-def test_an_experiment_that_it_has_never_seen(judged, report):
-    assert MOONS.main([str(judged.path)]) == 0
+def test_a_result_that_it_has_never_seen(judged, report):
+    folder = moons(folder_of(judged.path, "moons"), judged)
     assert report(judged.path).status == 0
     page = (judged.path / "report.html").read_text()
     for words in ("How many moons?", "There are 0.12 moons.", "No moons by day.", "0.1235"):
         assert words in page
-    assert "a note &lt;b&gt;on&lt;/b&gt; it" in page
+    for words in ("a note &lt;b&gt;on", "no &lt;b&gt;moons", "moons: that were seen"):
+        assert words in page
     assert "quantity" in page and "of: sky" in page  # alike in all rows: said once
-    picture = (judged.path / "experiments" / "moons" / "orbit.svg").read_bytes()
-    assert base64.b64encode(picture).decode() in page
-    assert "It counts them" not in page
+    assert base64.b64encode((folder / "orbit.svg").read_bytes()).decode() in page
 
 
 def test_results_beside_the_run_count_if_they_are_of_it(judged, report, tmp_path):
-    beside = tmp_path / f"{judged.path.name}-moons"
-    assert MOONS.main([str(judged.path), "--out", str(beside)]) == 0
-    assert [one.folder for one in results_of(judged)] == [beside]
-    other = shutil.copytree(beside, tmp_path / f"{judged.path.name}-others")
-    frame = pq.read_table(other / "estimates.parquet").to_pandas()
-    about = json.loads(pq.read_schema(other / "estimates.parquet").metadata[b"ia_mech"])
-    write_parquet(frame, other / "estimates.parquet", about | {"identities": ["another"]})
-    assert [one.folder for one in results_of(judged)] == [beside]
-    assert {one.folder for one in results_of(judged, [other])} == {beside, other}
+    moons(tmp_path / f"{judged.path.name}-moons", judged)
+    other = moons(tmp_path / f"{judged.path.name}-others")
+    moons(tmp_path / "elsewhere", judged)
+    page = render_report([judged])
+    assert page.count('<h2 id="s1">') == 1 and page.count("There are 0.12 moons.") == 1
+    assert "run-moons" in page and "run-others" not in page
     assert report(judged.path, "--results", other).status == 0
-    assert other.name in (judged.path / "report.html").read_text()
+    assert "run-others" in (judged.path / "report.html").read_text()
 
 
-def test_bits_of_turns_come_from_any_experiment_that_has_them(judged):
-    assert MOONS.main([str(judged.path)]) == 0
+def test_bits_and_outcomes_of_turns_come_from_results(judged):
     turns = judged.generations[list(KEY)].iloc[::2]
     each = [[0.5, -0.25]] * len(turns)
     bits = turns.assign(reaction_bits=np.arange(len(turns)) / 8, bits_by_token=each)
-    write_parquet(bits, judged.path / "experiments" / "moons" / "turns.parquet")
+    moons(folder_of(judged.path, "moons"), judged, turns=bits)
+    told = turns.assign(grounded=1.0, dependent=np.nan, run="run")
+    moons(folder_of(judged.path, "rates-rules"), judged, turns=told)
     found = unpacked(render_report([judged]))["turns"]
     assert found["bits"][::2] == pytest.approx(bits["reaction_bits"], abs=5e-4)
     assert set(found["bits"][1::2]) == {None} and found["token_bits"][:2] == [[0.5, -0.25], None]
+    assert found["labels"]["rules"]["grounded"] == [1.0, None] * 30
 
 
-def test_a_probe_says_what_its_card_says(kept, analysis):
-    """``kept``: the files of a real analysis, of a planted run."""
-    auroc = Estimate(0.625, 0.5, 0.75, 40)
-    control = Compared("text", "words of the context", "text", auroc, analysis.headline.scores)
-    conclusion = conclude(analysis)
-    kept.write(replace(analysis, compared=[control]), conclusion)
-    *_, part = parts_of(Run.open(kept.folder.parents[1]), "run", [])
-    assert part.sentence == conclusion.sentence
-    assert part.control.endswith(": text 0.62 [0.50, 0.75].")
-    assert "text: words of the context." in part.notes
-    assert [name for name, _ in part.pictures] == ["heat map", "layer curve"]
-    assert part.estimates.rows
-
-
-def test_a_context_has_its_probe_score(judged):
-    folder = judged.path / "probes" / "mine"
-    folder.mkdir(parents=True)
-    ids = judged.contexts["context_id"]
-    write_parquet(
-        pd.DataFrame({"context_id": ids, "probability": np.arange(len(ids)) / 100}),
-        folder / "predictions.parquet",
+def test_each_run_has_its_own_probabilities(judged, tmp_path):
+    """A probe of two runs of the same conversations, whose contexts are named alike."""
+    other = rewritten(
+        shutil.copytree(judged.path, tmp_path / "other"), "run.json", with_settings(seed=7)
     )
-    values = unpacked(render_report([judged]))["contexts"]["probes"]["mine"]
-    assert values == pytest.approx(np.arange(len(ids)) / 100)
+    ids = judged.contexts["context_id"]
+    predicted = pd.concat(
+        [
+            pd.DataFrame({"run": name, "context_id": ids, "probability": value})
+            for name, value in (("run", 0.25), ("other", 0.75))
+        ]
+    )
+    moons(folder_of(judged.path, "probe-mine"), judged, other, predictions=predicted)
+    for runs, wanted in (
+        ([judged, other], [0.25] * 12 + [0.75] * 12),
+        ([other, judged], [0.75] * 12 + [0.25] * 12),
+        ([judged], [0.25] * 12),
+    ):
+        contexts = unpacked(render_report(runs))["contexts"]
+        assert contexts["probes"]["probe-mine"] == wanted
 
 
 def test_two_runs_stand_side_by_side(judged, tmp_path):
     other = shutil.copytree(judged.path, tmp_path / "other")
     again = rewritten(other, "run.json", with_settings(seed=7))
     plant(again, "rules", [CATEGORIES[::-1]])
+    for one in (judged, again):
+        assert rates_main([str(one.path)]) == 0
     page = render_report([judged, again])
     assert page.count('<h2 id="s1">') == 1 and page.count("<h3>other</h3>") == 1
     data = unpacked(page)
@@ -240,12 +232,13 @@ def test_two_runs_stand_side_by_side(judged, tmp_path):
     assert data["contexts"]["run"] == [0] * 12 + [1] * 12
 
 
-def test_of_two_runs_the_one_without_labels_says_so(judged, tmp_path):
+def test_of_two_runs_the_one_without_results_says_so(judged, tmp_path):
     copy = shutil.copytree(judged.path, tmp_path / "bare")
     shutil.rmtree(copy / "judgements")
+    assert rates_main([str(judged.path)]) == 0
     page = render_report([judged, Run.open(copy)])
-    assert page.count("Nothing was analysed yet") == 1
-    assert "<b>bare.</b> Nothing was analysed yet" in page
+    assert page.count("There are no results yet") == 1
+    assert "<b>bare.</b> There are no results yet" in page
 
 
 def test_long_estimates_are_cut_and_say_so():
@@ -332,6 +325,7 @@ def hostile(run: Run) -> Run:
 def test_hostile_texts_are_inert(run):
     bad = hostile(run)
     plant(bad, "rules", [CATEGORIES])
+    assert rates_main([str(bad.path)]) == 0
     page = render_report([bad])
     outside = re.sub(r'id="data">.*?</script>', "", page, flags=re.S)
     assert outside.count("<script") == 2  # the data's and the script's own
@@ -362,7 +356,7 @@ def test_the_policy_allows_this_script_and_style_alone():
 
 def test_bad_input_ends_in_one_line(judged, report, tmp_path, capfd):
     assert str(tmp_path) in refusal(report(tmp_path))
-    assert "has no estimates.parquet" in refusal(report(judged.path, "--results", tmp_path))
+    assert "holds no result" in refusal(report(judged.path, "--results", tmp_path))
     assert "is a folder" in refusal(report(judged.path, "--out", tmp_path))
     nowhere = tmp_path / "nowhere" / "page.html"
     assert "there is no folder" in refusal(report(judged.path, "--out", nowhere))
@@ -371,27 +365,10 @@ def test_bad_input_ends_in_one_line(judged, report, tmp_path, capfd):
     (judged.path / "report.html").rmdir()
     inside = judged.path / "contexts" / "page.html"
     assert "lies inside the run" in refusal(report(judged.path, "--out", inside))
-    folder = judged.path / "experiments" / "broken"
-    folder.mkdir(parents=True)
-    (folder / "estimates.parquet").write_bytes(b"PAR1")
-    assert "no experiment wrote" in refusal(report(judged.path))
-    write_parquet(
-        pd.DataFrame({"a": [1]}), folder / "estimates.parquet", {"experiment": 3, "runs": []}
-    )
-    assert "no experiment wrote" in refusal(report(judged.path))
-    shutil.rmtree(folder)
-    (judged.path / "probes" / "p").mkdir(parents=True)
-    (judged.path / "probes" / "p" / "card.json").write_text("{}")
-    assert "card.json is damaged" in refusal(report(judged.path))
-    (judged.path / "probes" / "p" / "card.json").unlink()
-    scores = judged.path / "probes" / "p" / "predictions.parquet"
-    scores.write_bytes(b"PAR1")
-    assert f"{scores} is damaged; remove it" in refusal(report(judged.path))
-    write_parquet(pd.DataFrame({"context_id": ["a"]}), scores)
-    assert f"{scores} is damaged; remove it" in refusal(report(judged.path))
-    scores.unlink()
-    assert MOONS.main([str(judged.path)]) == 0
-    (judged.path / "experiments" / "moons" / "turns.parquet").write_bytes(b"PAR1")
-    capfd.readouterr()
-    assert "turns.parquet is damaged" in refusal(report(judged.path))
+    folder = moons(folder_of(judged.path, "moons"), judged, turns=pd.DataFrame({"a": [1]}))
+    (folder / "turns.parquet").write_bytes(b"PAR1")
+    assert "turns.parquet is damaged; remove it" in refusal(report(judged.path))
+    for damage in ("{", "{}"):
+        (folder / RESULT).write_text(damage)
+        assert f"{folder / RESULT} is damaged" in refusal(report(judged.path))
     assert not (judged.path / "report.html").exists()

@@ -137,7 +137,7 @@ def test_a_conversation_with_a_response_index_is_read_back(tmp_path):
 def test_judge_and_rates_count_sources(run):
     label_run(run, RulesJudge(), "rules", Quiet())
     data = read_runs([run])
-    found = estimates(data, resamples=200)
+    found = estimates(data)
     assert found["sources"].max() == 3  # of nine contexts
 
 

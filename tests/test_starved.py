@@ -94,7 +94,7 @@ def words(command: str, folder: Path, model: str) -> list[str]:
             *("--max-new-tokens", "4", "--batch-rows", "4", "--out", str(folder / "new")),
         ],
         "judge": ["-m", "ia_mech.judge", "run", run],
-        "rates": ["-m", "ia_mech.rates", run, "--judge", "rules", "--csv", str(folder / "r.csv")],
+        "rates": ["-m", "ia_mech.rates", run, "--judge", "rules"],
         "probes": ["-m", "probes.train", str(folder / "planted"), *FEW],
         "experiment": ["-m", "experiments.temperature_sweep", run, "--judge", "rules"],
     }[command]

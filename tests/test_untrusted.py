@@ -11,7 +11,6 @@ from datetime import date
 from pathlib import Path
 
 import numpy as np
-import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -21,7 +20,6 @@ from ia_mech.collect import command
 from ia_mech.data.conversations import open_conversations
 from ia_mech.display import console
 from ia_mech.errors import UserError
-from ia_mech.estimates import write_table
 from ia_mech.judge import __main__ as judge
 from ia_mech.judge.cache import VerdictCache
 from ia_mech.judge.sheets import json_lines
@@ -261,20 +259,6 @@ def test_only_what_cannot_be_seen_is_replaced():
     assert visible(escaped(line)) == escaped(line)
 
 
-def test_a_table_of_names_holds_no_formula_and_nothing_unseen(tmp_path):
-    names = ["=HYPERLINK(1)", f"a{UNSEEN}b", "plain"]
-    frame = pd.DataFrame({"model": names, "value": [-1.5, float("nan"), 2.0], "rows": [-1, 0, 1]})
-    write_table(frame, tmp_path / "t.csv", "csv")
-    rows = list(csv.DictReader(io.StringIO((tmp_path / "t.csv").read_text(encoding="utf-8"))))
-    assert [row["model"] for row in rows] == ["'=HYPERLINK(1)", visible(names[1]), "plain"]
-    assert [row["value"] for row in rows] == ["-1.5", "", "2.0"] and rows[0]["rows"] == "-1"
-    write_table(frame, tmp_path / "t.json", "json", {"about": UNSEEN})
-    text = (tmp_path / "t.json").read_text(encoding="utf-8")
-    assert visible(text) == text
-    assert [row["model"] for row in json.loads(text)["estimates"]] == names
-    assert json.loads(text)["about"] == {"about": UNSEEN}
-
-
 def test_the_console_prints_nothing_unseen(capsys):
     console().print(f"a{UNSEEN}b", style="bold")
     out = capsys.readouterr().out
@@ -307,8 +291,7 @@ def test_what_is_unseen_is_kept_in_the_run_and_shown_nowhere(tiny_model_dir, tmp
     shown = [call(command.main, words, capfd)]
     run = shown[0].run
     shown.append(call(judge.main, ["run", str(run.path)], capfd))
-    tables = [f"--{kind}={tmp_path / f'rates.{kind}'}" for kind in ("csv", "json", "parquet")]
-    words = [str(run.path), "--judge", "rules", "--examples", "3", *tables]
+    words = [str(run.path), "--judge", "rules", "--full"]
     shown.append(call(rates.main, words, capfd))
     words = ["export", str(run.path), "--n", "6", "--out", str(tmp_path / "sheet")]
     shown.append(call(judge.main, words, capfd))
@@ -316,9 +299,10 @@ def test_what_is_unseen_is_kept_in_the_run_and_shown_nowhere(tiny_model_dir, tmp
     for outcome in shown:
         assert outcome.status == 0, outcome.err
         assert not set(UNSEEN) & set(outcome.out)
-    for name in ("rates.csv", "rates.json", "sheet.csv", "sheet.jsonl"):
-        text = (tmp_path / name).read_text(encoding="utf-8-sig")
-        assert visible(text.replace("\r", "")) == text.replace("\r", ""), name
+    results = run.path / "results" / "rates-rules" / "result.json"
+    for file in (results, tmp_path / "sheet.csv", tmp_path / "sheet.jsonl"):
+        text = file.read_text(encoding="utf-8-sig")
+        assert visible(text.replace("\r", "")) == text.replace("\r", ""), file
     kept = Run.open(run.path).contexts
     assert set(kept["context_id"]) == {row["id"] for row in rows}
     assert next(iter(kept["messages"][0]))["content"] == said

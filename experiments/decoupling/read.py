@@ -85,7 +85,7 @@ def read(runs: list[Run], judge: str | None = None) -> Measured:
     if turns["genuine"].isna().all():
         raise UserError(
             f"{judged.judge!r} assessed no user turn after these responses",
-            "judge again with --retry-failed, or choose another with --judge",
+            "judge again, or choose another with --judge",
         )
     notes += _notes(responses, turns)
     return Measured(runs, responses, turns, judged.gate, notes)

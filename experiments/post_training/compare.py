@@ -23,7 +23,7 @@ from experiments.tables import stated, table_of
 from ia_mech.display import COLOURS, title_axes
 from ia_mech.errors import UserError
 from ia_mech.estimates import ALL, Group, TidyEstimate, by_dataset, corrected, frame_of, paired_row
-from ia_mech.judge.decoys import CONVERSATION, RESPONSE
+from ia_mech.judge.decoys import CONVERSATION, SIBLING
 from ia_mech.likelihood.reaction import evidence, reaction_bits
 from ia_mech.models.load import Subject
 from ia_mech.rates.compute import estimates as rates_of
@@ -41,13 +41,13 @@ RESTATED, REPEATED, STOCK = "restated trigrams", "repeated trigrams", "stock tri
 ENDED = "ended by turn-end"
 TEXTS = (FORM, OWN, OTHERS, RESTATED, REPEATED, STOCK, ENDED)
 RATES = {  # outcome, quantity and kind of decoy in ia_mech.rates → what it is called here
-    ("genuine", "follow_up_rate", ""): "follow-up rate",
+    ("genuine", "rate", ""): "follow-up rate",
     ("genuine", "floor", CONVERSATION): "floor",
     ("genuine", "excess", CONVERSATION): "excess",
-    ("genuine", "excess", RESPONSE): "over another response",
-    ("grounded", "follow_up_rate", ""): "grounded",
+    ("genuine", "excess", SIBLING): "over another response",
+    ("grounded", "rate", ""): "grounded",
     ("grounded", "excess", CONVERSATION): "grounded: excess",
-    ("grounded", "excess", RESPONSE): "grounded: over another response",
+    ("grounded", "excess", SIBLING): "grounded: over another response",
 }
 INFORMATION, EVIDENCE = "I_K, bits", "evidence, bits"
 REWARD, PENALIZED = "reward", "less penalties"
@@ -203,7 +203,7 @@ def _of_judge(
         raise UserError("the runs were judged by different judges", "judge both with the same one")
     rows = []
     for of, one in zip((BEFORE, AFTER), judged, strict=True):
-        found = rates_of(one, **options).fillna({"decoy": ""})
+        found = rates_of(one, level=options["level"], seed=options["seed"]).fillna({"decoy": ""})
         for row in found.to_dict("records"):
             name = RATES.get((row["outcome"], row["quantity"], row["decoy"]))
             if name is None:
@@ -218,7 +218,7 @@ def _of_judge(
             group = Group(np.array([]), options, {"dataset": dataset, "temperature": float(t)})
             for outcome in judged[0].outcomes:
                 given = [one[name] for one in here for name in (outcome, "source")]
-                name = RATES[outcome, "follow_up_rate", ""]
+                name = RATES[outcome, "rate", ""]
                 rows.append(paired_row(group, name, *given, of=CHANGE))
     notes = [f"Before training, {judged[0].gate.sentence}."]
     return rows, judged[1].gate, notes + judged[1].notes

@@ -18,7 +18,7 @@ from ia_mech.chat.format import ChatContext, ChatFormat
 from ia_mech.data.conversations import Conversation
 from ia_mech.errors import UserError
 from ia_mech.judge.rules import RulesJudge
-from ia_mech.judge.verdict import GROUNDED_P, Item
+from ia_mech.judge.verdict import Item
 from ia_mech.likelihood.reaction import evidence
 from ia_mech.models.load import Subject
 
@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from transformers import Trainer
 
 BITS, GROUNDED = "bits", "grounded"
+RARE = (
+    2255  # a word so rare is shared by at most 5% of other conversations (benchmarks/grounding.md)
+)
 WORST = -4.0  # bits: what a turn may lose by fitting another response; evidence has no lower bound
 
 Reward = Callable[..., list[float]]
@@ -97,7 +100,7 @@ def rewards(
         items = map(Item, query, response, map(chat.text, completion_ids))
         verdicts = map(judge.verdict, items)
         return [
-            float(bool(one.genuine) and one.grounded_p is not None and one.grounded_p <= GROUNDED_P)
+            float(bool(one.genuine) and one.grounding is not None and one.grounding >= RARE)
             for one in verdicts
         ]
 

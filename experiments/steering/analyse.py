@@ -202,7 +202,7 @@ def _sampled(
     plain = next((turns for (of, *_), (_, turns) in sampled.items() if of == UNSTEERED), None)
     for (of, draw, dose), (judged, turns) in sampled.items():
         arm = {"of": of, "draw": draw, "dose": dose, "half": REPORTING}
-        excess = rate_estimates(judged, **options)
+        excess = rate_estimates(judged, level=options["level"], seed=options["seed"])
         excess = excess[(excess["quantity"] == "excess") & (excess["outcome"] == outcome)]
         excess = excess[(excess["decoy"] == "conversation") & (excess["temperature"] > 0)]
         for dataset, here in by_dataset(turns):

@@ -49,7 +49,7 @@ def main(argv: list[str] | None = None, parser: argparse.ArgumentParser | None =
         module, function = args.function.split(":")
         return getattr(importlib.import_module(module), function)(args)
 
-    cached = getattr(args, "judge", None) in ("llm", "hf")
+    cached = getattr(args, "judge", "rules") != "rules"
     kept = "verdicts so far are kept" if cached else "no file was left half-written"
     return guarded(body, lambda: kept, getattr(args, "threads", None))
 
@@ -88,7 +88,7 @@ def _add_run(commands) -> None:
     parser = commands.add_parser(
         "run",
         help="judge all user turns of a run",
-        usage="%(prog)s RUN [--judge rules|llm|hf] [--model NAME] [options]",
+        usage="%(prog)s RUN [--judge rules|llm|hf|MODULE:CLASS] [--model NAME] [options]",
         description="Judge all user turns of a run, and decoys (turns after a conversation that "
         "they\ndid not follow); write judgements/<name>.parquet into it. Verdicts of language "
         "models are\nkept in cache/judgements/: none is paid for twice.",
@@ -97,6 +97,13 @@ def _add_run(commands) -> None:
     parser.add_argument("run", type=path_of, help="a run's folder")
     _add_judge(parser)
     parser.add_argument("--name", help="of the verdicts (default: rules, or the model's name)")
+    parser.add_argument(
+        "--decoys",
+        type=int,
+        metavar="M",
+        help="turns of each source and temperature that are decoys, too (default: all for the "
+        "rules judge, 1 for others)",
+    )
     parser.add_argument(
         "--replace", action="store_true", help="replace another judge's verdicts of that name"
     )
@@ -111,7 +118,7 @@ def _add_check(commands) -> None:
     parser = commands.add_parser(
         "check",
         help="judge annotated turns in a file, and show how good the judge is",
-        usage="%(prog)s FILE [--judge rules|llm|hf] [--model NAME] [options]",
+        usage="%(prog)s FILE [--judge rules|llm|hf|MODULE:CLASS] [--model NAME] [options]",
         description="Judge the turns of a JSON-lines file (query, response, user_turn; category "
         "where\nannotated; source_id for intervals) and compare with the annotations.",
     )
@@ -124,20 +131,13 @@ def _add_check(commands) -> None:
 def _add_judge(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--judge",
-        choices=["rules", "llm", "hf"],
+        type=_judge,
         default="rules",
-        help="rules: embedded heuristic (default); llm: a server's model; hf: a local model",
+        help="rules: embedded heuristic (default); llm: a server's model; hf: a local model; "
+        "MODULE:CLASS: your own (docs/judging.md)",
     )
     parser.add_argument(
-        "--repeats", type=int, default=1, help="verdicts per turn of --judge llm (default: 1)"
-    )
-    parser.add_argument(
-        "--replay",
-        action="store_true",
-        help="from the cache alone: no server, no model; a missing verdict is an error",
-    )
-    parser.add_argument(
-        "--retry-failed", action="store_true", help="judge anew what failed the last time"
+        "--repeats", type=int, default=1, help="verdicts per turn, of --judge llm (default: 1)"
     )
     parser.add_argument(
         "--dry-run", action="store_true", help="print what judging would take, and stop"
@@ -162,7 +162,8 @@ def _add_judge(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="a request parameter, such as temperature=0; no others are sent",
+        help="a request parameter, such as temperature=0; no others are sent. For your own judge: "
+        "an argument",
     )
     llm.add_argument("--concurrency", type=int, help="requests at a time (default: 8)")
     llm.add_argument("--timeout", type=float, help="seconds for a request (default: 60)")
@@ -179,7 +180,8 @@ def _add_judge(parser: argparse.ArgumentParser) -> None:
     llm.add_argument(
         "--max-cost",
         type=float,
-        help="stop before this invocation spends more dollars; cached verdicts don't count",
+        help="ask for nothing more after so many dollars; the requests that are under way then may "
+        "go beyond it",
     )
     hf = parser.add_argument_group("local models (--judge hf)")
     hf.add_argument("--device", help="auto, cpu, cuda or cuda:N (default: auto)")
@@ -187,6 +189,12 @@ def _add_judge(parser: argparse.ArgumentParser) -> None:
         "--force", action="store_true", help="let the subject model judge its own turns"
     )
     add_threads(hf)
+
+
+def _judge(name: str) -> str:
+    if name not in ("rules", "llm", "hf") and not name.strip(":").partition(":")[2]:
+        raise argparse.ArgumentTypeError(f"{name!r} is none of rules, llm, hf and MODULE:CLASS")
+    return name
 
 
 def add_export(commands) -> None:
@@ -241,11 +249,11 @@ def _add_agreement(commands) -> None:
     parser = commands.add_parser(
         "agreement",
         help="how far judges and annotators agree",
-        description="Compare any judges and annotators of a run: confusion matrices, precision and "
-        "recall per\ncategory, Cohen's kappa and Krippendorff's alpha, weighted for the sampling,\n"
-        "with cluster-bootstrap intervals over sources; abstentions apart; then the disagreements."
-        "\nAnnotators are the truth of judges; between equals it is the one named first.\nDecoys "
-        "stand apart: the share of them that each calls genuine.",
+        description="Compare any judges and annotators of a run: Cohen's kappa, balanced accuracy, "
+        "confusion matrices,\nprecision and recall per category, weighted for the sampling, with "
+        "intervals over sources; then\nthe disagreements. Annotators are the truth of judges; "
+        "between equals it is the one named first.\nDecoys stand apart: the share that each calls "
+        "genuine. Written: results/agreement in the run.",
     )
     parser.set_defaults(function="ia_mech.judge.agreement:command")
     parser.add_argument("run", type=path_of, help="a run's folder")
@@ -257,10 +265,12 @@ def _add_agreement(commands) -> None:
         "annotator:NAME tell apart what is named alike",
     )
     parser.add_argument(
-        "--disagreements", type=int, default=10, help="how many to show (default: 10)"
+        "--disagreements",
+        type=int,
+        default=10,
+        help="how many to show (default: 10; disagreements.parquet has all)",
     )
-    parser.add_argument("--json", type=path_of, help="write all figures here")
-    parser.add_argument("--csv", type=path_of, help="write all disagreements, with texts, here")
+    parser.add_argument("--full", action="store_true", help="show the tables of each pair, too")
     add_threads(parser)
 
 

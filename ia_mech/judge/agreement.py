@@ -10,8 +10,8 @@ in no comparison: what a labeller calls genuine of them stands beside its share 
 
 import argparse
 import json
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -21,12 +21,11 @@ import pandas as pd
 from numpy.typing import ArrayLike
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from ia_mech.cli import NOTHING, one_line, quoted
 from ia_mech.display import Bar, console
 from ia_mech.errors import UserError
-from ia_mech.judge.decoys import own_turns
+from ia_mech.estimates import TidyEstimate, frame_of
 from ia_mech.judge.label import (
     check_finished,
     items_of,
@@ -37,13 +36,14 @@ from ia_mech.judge.label import (
 )
 from ia_mech.judge.rubric import ASSESSED, CANNOT_ASSESS, GENUINE, NAMES
 from ia_mech.judge.rules import RulesJudge
-from ia_mech.judge.sheets import csv_bytes, json_lines, refuse_existing, write_files
+from ia_mech.judge.sheets import json_lines, refuse_existing, write_files
 from ia_mech.judge.verdict import JUDGED, Item
-from ia_mech.run import Run, layout
-from ia_mech.run.labels import KEY
+from ia_mech.results import Result, Table, folder_of, print_table, show, write
+from ia_mech.run import Run
+from ia_mech.run.labels import KEY, positions
+from ia_mech.run.layout import refuse_unwritable
 from ia_mech.stats import (
     Estimate,
-    alpha_of,
     balanced_accuracy_of,
     cluster_counts,
     cluster_mean,
@@ -51,11 +51,11 @@ from ia_mech.stats import (
     dyadic_mean,
     kappa_of,
 )
-from ia_mech.untrusted import escaped
 
 JUDGE, ANNOTATOR = "judge", "annotator"
 TEXTS = ("query", "response", "user_turn")
 _UNKNOWN = Estimate(np.nan, np.nan, np.nan, 0, "no rows")
+_OF = dict.fromkeys(("truth", "prediction", "of", "decoy"), "str")  # what estimates are of
 
 Labels = Sequence[str | None] | np.ndarray  # a category per row; None where there is none
 
@@ -63,56 +63,28 @@ Labels = Sequence[str | None] | np.ndarray  # a category per row; None where the
 
 
 @dataclass(frozen=True)
-class CategoryLine:
-    """How one category fares. ``truth`` and ``predicted`` count rows, the weights are of those
-    rows; precision and recall are weighted, NaN where no row was predicted so, or is so."""
-
-    category: str
-    truth: int
-    predicted: int
-    truth_weight: float
-    predicted_weight: float
-    precision: Estimate
-    recall: Estimate
-
-
-@dataclass(frozen=True)
 class Comparison:
     """How far a prediction agrees with a truth (which may be another judge's labels).
 
     Attributes:
-        matched: rows that have both; the next four are some of these.
-        abstained_truth, abstained_prediction: rows that are ``cannot_assess`` there.
-        failed_truth, failed_prediction: rows without any category there.
+        matched: rows that have both.
+        apart: how many of these are ``cannot_assess`` or without a category, in words; empty for
+            none.
         n: the rows compared, those with a category other than ``cannot_assess`` on both sides.
-        sources: of these rows.
         weight: the sum of their weights: about how many rows of the run they represent.
-        weighted: whether weights differ from row to row.
-        accuracy, kappa, alpha: of the categories.
-        accuracy_genuine, balanced_accuracy, kappa_genuine, alpha_genuine: of genuine follow-ups
-            against the rest. Balanced accuracy is NaN unless the truth has both.
-        categories: one line for each category of the rubric, used or not.
+        figures: by (quantity, of): ``accuracy`` and ``kappa`` of ``categories``; these and
+            ``balanced_accuracy`` of ``genuine`` follow-ups against the rest (NaN unless the truth
+            has both); ``precision`` and ``recall`` of each category, NaN where none was predicted
+            so, or is so.
         confusion: ``[c, c]`` sums of weights, truth down, prediction across.
         confusion_rows: the same in rows.
     """
 
     matched: int
-    abstained_truth: int
-    abstained_prediction: int
-    failed_truth: int
-    failed_prediction: int
+    apart: str
     n: int
-    sources: int
     weight: float
-    weighted: bool
-    accuracy: Estimate
-    kappa: Estimate
-    alpha: Estimate
-    accuracy_genuine: Estimate
-    balanced_accuracy: Estimate
-    kappa_genuine: Estimate
-    alpha_genuine: Estimate
-    categories: tuple[CategoryLine, ...]
+    figures: dict[tuple[str, str], Estimate]
     confusion: np.ndarray
     confusion_rows: np.ndarray
 
@@ -139,92 +111,46 @@ def compare(
     rows = pd.DataFrame(
         {
             "truth": pd.Categorical(truth, NAMES),
-            "predicted": pd.Categorical(prediction, NAMES),
+            "prediction": pd.Categorical(prediction, NAMES),
             "source": pd.Series(sources, dtype=object).to_numpy(),
             "weight": np.ones(len(truth)) if weights is None else np.asarray(weights, dtype=float),
         }
     )
-    kept = rows[rows["truth"].isin(ASSESSED) & rows["predicted"].isin(ASSESSED)]
-    t, p = (kept[side].to_numpy(dtype=object) for side in ("truth", "predicted"))
+    kept = rows[rows["truth"].isin(ASSESSED) & rows["prediction"].isin(ASSESSED)]
+    t, p = (kept[side].to_numpy(dtype=object) for side in ("truth", "prediction"))
     source, weight = kept["source"].to_numpy(), kept["weight"].to_numpy()
 
     def share(event: np.ndarray, at: np.ndarray | slice = slice(None)) -> Estimate:
         return cluster_mean(event[at], source[at], proportion=True, weights=weight[at])
 
-    def line(category: str) -> CategoryLine:
-        is_so, named = t == category, p == category
-        return CategoryLine(
-            category=category,
-            truth=int(is_so.sum()),
-            predicted=int(named.sum()),
-            truth_weight=float(weight[is_so].sum()),
-            predicted_weight=float(weight[named].sum()),
-            precision=share(is_so, named),
-            recall=share(named, is_so),
+    kappa, kappa_genuine, balanced = _kappas(t, p, source, weight)
+    figures = {
+        ("accuracy", "genuine"): share((t == GENUINE) == (p == GENUINE)),
+        ("balanced_accuracy", "genuine"): balanced,
+        ("kappa", "genuine"): kappa_genuine,
+        ("accuracy", "categories"): share(t == p),
+        ("kappa", "categories"): kappa,
+    }
+    for name in ASSESSED:
+        figures["precision", name] = share(t == name, p == name)
+        figures["recall", name] = share(p == name, t == name)
+    apart = {
+        f"{word} in the {side}": int(of.sum())
+        for side in ("truth", "prediction")
+        for word, of in (
+            (CANNOT_ASSESS, rows[side] == CANNOT_ASSESS),
+            ("no category", rows[side].isna()),
         )
-
-    kappa, kappa_genuine, balanced_accuracy = _kappas(t, p, source, weight)
-    alphas = group_alpha([t, p], source, weight)
+    }
     return Comparison(
         matched=len(rows),
-        abstained_truth=int((rows["truth"] == CANNOT_ASSESS).sum()),
-        abstained_prediction=int((rows["predicted"] == CANNOT_ASSESS).sum()),
-        failed_truth=int(rows["truth"].isna().sum()),
-        failed_prediction=int(rows["predicted"].isna().sum()),
+        apart=", ".join(f"{words} {count}" for words, count in apart.items() if count),
         n=len(kept),
-        sources=kept["source"].nunique(),
         weight=float(weight.sum()),
-        weighted=bool(len(weight)) and not np.allclose(weight, weight[0]),
-        accuracy=share(t == p),
-        kappa=kappa,
-        alpha=alphas.categories,
-        accuracy_genuine=share((t == GENUINE) == (p == GENUINE)),
-        balanced_accuracy=balanced_accuracy,
-        kappa_genuine=kappa_genuine,
-        alpha_genuine=alphas.genuine,
-        categories=tuple(line(category) for category in ASSESSED),
+        figures=figures,
         confusion=confusion(t, p, ASSESSED, weight),
         confusion_rows=confusion(t, p, ASSESSED).astype(int),
     )
-
-
-@dataclass(frozen=True)
-class GroupAlpha:
-    """Krippendorff's α (nominal) of a group; n counts the rows that at least two have rated."""
-
-    n: int
-    sources: int
-    weight: float
-    categories: Estimate
-    genuine: Estimate
-
-
-def group_alpha(
-    ratings: Sequence[Labels], sources: Iterable[Any], weights: ArrayLike | None = None
-) -> GroupAlpha:
-    """Krippendorff's α among any number of labellers, or of a judge's repeats.
-
-    Args:
-        ratings: per labeller ``[n]`` categories; ``cannot_assess`` and None count as not rated.
-        sources: ``[n]`` the source of each row.
-        weights: ``[n]`` how many rows each represents.
-    """
-    codes = np.array([pd.Categorical(column, ASSESSED).codes for column in ratings]).T  # -1: none
-    weight = np.ones(len(codes)) if weights is None else np.asarray(weights, dtype=float)
-    rated = (codes >= 0).sum(1) >= 2
-    codes, weight = codes[rated], weight[rated]
-    source = pd.Series(sources, dtype=object).to_numpy()[rated]
-    if not len(codes):
-        return GroupAlpha(0, 0, 0.0, _UNKNOWN, _UNKNOWN)
-    patterns, pattern = np.unique(codes, axis=0, return_inverse=True)
-    given, genuine = patterns.astype(object), (patterns == ASSESSED.index(GENUINE)).astype(object)
-    given[patterns < 0] = genuine[patterns < 0] = None
-
-    def statistic(counts: np.ndarray) -> np.ndarray:
-        return np.stack([alpha_of(counts, x, len(codes)) for x in (given, genuine)], axis=1)
-
-    found = cluster_counts(statistic, pattern.reshape(-1), source, weights=weight)
-    return GroupAlpha(len(codes), len(set(source)), float(weight.sum()), *found)
 
 
 def _kappas(
@@ -273,96 +199,102 @@ class Labeller:
     decoys: pd.DataFrame = field(default_factory=pd.DataFrame)
 
 
-@dataclass(frozen=True)
-class Floor:
-    """What a labeller calls genuine, of the turns that it put into a category.
-
-    Attributes:
-        turns: how many of the run's turns; ``genuine`` is the share, weighted by inverse inclusion
-            probabilities.
-        decoys: by kind of decoy, how many, and the share of these. As in :mod:`ia_mech.rates`,
-            those of a judge count only if the own turn of their context is in a category, too.
-        left_out: how many decoys it has labelled that don't count.
-    """
-
-    turns: int
-    genuine: Estimate
-    decoys: dict[str, tuple[int, Estimate]]
-    left_out: int
-
-
-@dataclass(frozen=True)
-class Agreement:
-    """All figures of a run.
-
-    Attributes:
-        labellers: who is compared.
-        pairs: by the names of (truth, prediction).
-        group: of all labellers, if there are more than two; ``group.n`` are rows that all have a
-            label for and at least two put into a category.
-        repeats: by judge, how many there are and their α.
-        disagreements: as :func:`disagreements` returns them.
-        floors: by labeller, what it calls genuine of turns and of decoys.
-    """
-
-    labellers: list[Labeller]
-    pairs: dict[tuple[str, str], Comparison]
-    group: GroupAlpha | None
-    repeats: dict[str, tuple[int, GroupAlpha]]
-    disagreements: pd.DataFrame
-    floors: dict[str, Floor]
-
-
-def agreement(run: Run, between: Sequence[str] | None = None) -> Agreement:
-    """Compare the labellers of a run: those named by ``between``, or all there are.
+def labellers_of(run: Run, between: Sequence[str] | None = None) -> list[Labeller]:
+    """The labellers named by ``between``, or all there are.
 
     Raises:
         UserError: an unfinished run, an unknown name, or fewer than two labellers.
     """
     check_finished(run)
-    labellers = [_labeller(run, *chosen) for chosen in _chosen(run, between)]
+    return [_labeller(run, *chosen) for chosen in _chosen(run, between)]
+
+
+def compared(run: Run, labellers: Sequence[Labeller]) -> dict[tuple[str, str], Comparison]:
+    """By the names of (truth, prediction): each two of the labellers, and a judge's second verdicts
+    with its first. Annotators are the truth of judges; between equals it is the one named first.
+    """
     sources = run.turns["source_id"].to_numpy(dtype=object)
     pairs = {}
     for first, second in combinations(labellers, 2):
-        # Annotators are the truth of judges; between equals it is the one that was named first.
         if second.kind == ANNOTATOR and first.kind == JUDGE:
             first, second = second, first
         rows, weights = joint_rows([first, second])
         pairs[first.name, second.name] = compare(
             first.categories[rows], second.categories[rows], sources[rows], weights
         )
-    group = None
-    if len(labellers) > 2:
-        rows, weights = joint_rows(labellers)
-        columns = [labeller.categories[rows] for labeller in labellers]
-        group = group_alpha(columns, sources[rows], weights)
-    repeats = {
-        labeller.name: (len(labeller.repeats), group_alpha(labeller.repeats, sources))
-        for labeller in labellers
-        if len(labeller.repeats) > 1
-    }
-    floors = {labeller.name: _floor(run, labeller) for labeller in labellers}
-    return Agreement(labellers, pairs, group, repeats, disagreements(run, labellers), floors)
+    for one in labellers:
+        if len(one.repeats) > 1:
+            pairs[one.name, f"{one.name}, asked again"] = compare(*one.repeats[:2], sources)
+    return pairs
 
 
-def _floor(run: Run, labeller: Labeller) -> Floor:
+def floors(run: Run, labeller: Labeller) -> Iterator[TidyEstimate]:
+    """What a labeller calls genuine, of the turns and of the decoys that it put into a category.
+
+    The turns are weighted by inverse inclusion probabilities. As in :mod:`ia_mech.rates`, decoys of
+    a judge count only if the same turn is in a category after its own context, too.
+    """
     sources = run.turns["source_id"].to_numpy(dtype=object)
     rows, weights = joint_rows([labeller])
-    categories = labeller.categories[rows]
-    assessed = np.isin(categories, ASSESSED)
-    rows, weights, genuine = rows[assessed], weights[assessed], categories[assessed] == GENUINE
+    assessed = np.isin(labeller.categories[rows], ASSESSED)
+    rows, weights = rows[assessed], weights[assessed]
+    genuine = labeller.categories[rows] == GENUINE
     share = cluster_mean(genuine, sources[rows], proportion=True, weights=weights)
+    names = {"prediction": labeller.name, "of": "genuine"}
+    yield TidyEstimate("share", names, len(rows), share)
     source_of = run.contexts.set_index("context_id")["source_id"]
-    decoys = {}
-    counted = labeller.decoys["category"].isin(ASSESSED)
+    decoys = labeller.decoys[labeller.decoys["category"].isin(ASSESSED)]
     if labeller.kind == JUDGE:
-        own = pd.Series(labeller.categories, pd.MultiIndex.from_frame(run.turns[list(KEY)]))
-        counted &= own.reindex(own_turns(labeller.decoys)).isin(ASSESSED).to_numpy()
-    for kind, of in labeller.decoys[counted].groupby("decoy"):
+        own = labeller.categories[positions(run.turns, decoys)]
+        decoys = decoys[np.isin(own, ASSESSED)]
+    for kind, of in decoys.groupby("decoy"):
         places = (of["shown"].map(source_of), of["context_id"].map(source_of))
         called = (of["category"] == GENUINE).astype(float)
-        decoys[kind] = len(of), dyadic_mean(called, *places, ends=(0, 1))
-    return Floor(len(rows), share, decoys, int((~counted).sum()))
+        floor = dyadic_mean(called, *places, ends=(0, 1))
+        yield TidyEstimate("floor", names | {"decoy": kind}, len(of), floor)
+
+
+def agreement(run: Run, between: Sequence[str] | None = None) -> Result:
+    """Compare the labellers of a run: those named by ``between``, or all there are.
+
+    Raises:
+        UserError: as :func:`labellers_of`.
+    """
+    labellers = labellers_of(run, between)
+    pairs = compared(run, labellers)
+    called = [row for one in labellers for row in floors(run, one)]
+    found = [
+        TidyEstimate(quantity, {"truth": truth, "prediction": of, "of": what}, pair.n, figure)
+        for (truth, of), pair in pairs.items()
+        for (quantity, what), figure in pair.figures.items()
+    ]
+    kappas = [
+        f"{one_line(of)} against {one_line(truth)} {pair.figures['kappa', 'genuine'].text()} "
+        f"({pair.n} turns)"
+        for (truth, of), pair in pairs.items()
+    ]
+    shares = [
+        f"{one_line(row.names['prediction'])} {row.estimate.text()}"
+        for row in called
+        if row.names.get("decoy") == "conversation"
+    ]
+    floor = "Of turns held against another conversation, these shares are called genuine"
+    return Result(
+        name="agreement",
+        question="How far do judges and annotators agree?",
+        sentence=f"Agreement beyond chance on genuine or not (Cohen's κ): {', '.join(kappas)}.",
+        control=f"{floor}: {', '.join(shares)}." if shares else "",
+        estimates=frame_of([*found, *called], _OF),
+        tables=_tables(pairs, called),
+        notes=[note.replace(str(run.path), run.name) for note in same_judges(run)],
+        about={
+            "kind": "agreement",
+            "runs": [run.name],
+            "identities": [run.identity_digest],
+            "settings": {"between": [one.name for one in labellers]},
+        },
+        data={"disagreements": disagreements(run, labellers)},
+    )
 
 
 def joint_rows(labellers: Sequence[Labeller]) -> tuple[np.ndarray, np.ndarray]:
@@ -500,8 +432,8 @@ def _labeller(run: Run, kind: str, name: str, shown: str) -> Labeller:
                 "judge the run again, or import the sheet again",
             )
         parts.append(part.set_axis(at).reindex(range(len(rows))))
-    contexts = set(run.contexts["context_id"])
-    if not contexts.issuperset([*decoys["context_id"], *decoys["shown"]]):
+    shown_there = decoys["shown"].isin(run.contexts["context_id"])
+    if (positions(run.turns, decoys) < 0).any() or not shown_there.all():
         raise UserError(
             f"the decoys of {kind} {name!r} are of other contexts than those in {run.path}",
             "judge the run again, or import the sheet again",
@@ -518,116 +450,65 @@ def _labeller(run: Run, kind: str, name: str, shown: str) -> Labeller:
 
 # -- what is shown -----------------------------------------------------------------------------
 
-_NOTE = (
-    "genuine: genuine follow-ups against the rest. n: rows that both put into a category. ≈ rows: "
-    "how many of the run's rows those represent; all figures but n are weighted so."
-)
 
-
-def _table(first: str, *others: str, title: str | None = None) -> Table:
-    """A table of numbers under headings, with names in the first column."""
-    table = Table(title=title, title_justify="left")
-    table.add_column(first, overflow="fold")
-    for name in others:
-        table.add_column(name, justify="right", no_wrap=True)
-    return table
-
-
-def print_pairs(screen: Console, pairs: dict[tuple[str, str], Comparison]) -> None:
-    """One line per pair, by the names of (truth, prediction)."""
-    columns = ("pair", "n", "≈ rows", "κ genuine", "κ categories", "α categories")
-    table = _table(*columns, title="agreement (95% intervals over sources)")
-    for (truth, prediction), c in pairs.items():
-        table.add_row(
-            escape(one_line(f"{prediction} / {truth}", 60)),
-            str(c.n),
-            f"{c.weight:.0f}",
-            *(figure.text() for figure in (c.kappa_genuine, c.kappa, c.alpha)),
-        )
-    screen.print(table)
-    screen.print(_NOTE, soft_wrap=True)
-
-
-def print_floors(screen: Console, floors: dict[str, Floor]) -> None:
-    """What each labeller calls genuine, of turns and of decoys; nothing if none has decoys."""
-    if not any(floor.decoys for floor in floors.values()):
-        return
-    table = _table("labeller", "turns after", "n", "genuine", title="share called genuine")
-    table.columns[1].justify = "left"
-    for name, floor in floors.items():
-        lines = [("their own context", floor.turns, floor.genuine)]
-        lines += [(f"another {kind} (decoys)", *of) for kind, of in floor.decoys.items()]
-        for at, (context, count, share) in enumerate(lines):
-            shown = "" if at else escape(one_line(name, 60))
-            table.add_row(
-                shown, context, str(count), share.text(), end_section=at + 1 == len(lines)
-            )
-    screen.print(table)
-    lost = ", ".join(f"{name} {floor.left_out}" for name, floor in floors.items() if floor.left_out)
-    if lost:
-        screen.print(
-            "decoys left out, as they (of a judge: or their context's own turn) are in no "
-            f"category: {escape(one_line(lost))}",
-            soft_wrap=True,
-        )
-
-
-def print_alpha(screen: Console, title: str, alpha: GroupAlpha) -> None:
-    """Krippendorff's α of all labellers, or of a judge with itself."""
-    figures = (
-        f"α genuine {alpha.genuine.text()}, α categories {alpha.categories.text()} on {alpha.n} "
-        f"rows (≈ {alpha.weight:.0f}) from {alpha.sources} sources"
-        if alpha.n
-        else "no row that all of them labelled"
+def _tables(
+    pairs: dict[tuple[str, str], Comparison], called: Sequence[TidyEstimate]
+) -> list[Table]:
+    """All pairs, what is called genuine, and in full each pair."""
+    rows = []
+    for (truth, of), pair in pairs.items():
+        shown = [("accuracy", "genuine"), ("balanced_accuracy", "genuine"), ("kappa", "genuine")]
+        figures = [pair.figures[name].text() for name in (*shown, ("kappa", "categories"))]
+        rows.append([f"{one_line(of)} / {one_line(truth)}", str(pair.n), f"{pair.weight:.0f}"])
+        rows[-1] += figures
+    heads = ["pair", "n", "≈ rows", "agreement", "balanced accuracy", "κ", "κ of categories"]
+    legend = (
+        "genuine follow-ups against the rest, but for the last column. n: rows that both put into "
+        "a category; ≈ rows: how many of the run's these represent, by which figures are weighted"
     )
-    screen.print(escape(f"{one_line(title)}: {figures}"), soft_wrap=True)
+    tables = [Table("agreement (95% intervals over sources)", heads, rows, legend)]
+    if any(row.quantity == "floor" for row in called):
+        after = {"": "their own context", "sibling": "another response"}
+        lines = []
+        for row in called:
+            kind = row.names.get("decoy", "")
+            what = after.get(kind, f"another {kind}")
+            name = one_line(row.names["prediction"])
+            lines.append([name, what, str(row.rows), row.estimate.text()])
+        heads = ["labeller", "turns after", "n", "genuine"]
+        tables.append(Table("share called genuine", heads, lines))
+    for (truth, of), pair in pairs.items():
+        tables += pair_tables(f"{one_line(of)} against {one_line(truth)}", pair)
+    return tables
 
 
-def print_comparison(screen: Console, title: str, comparison: Comparison) -> None:
-    """The figures of one pair: agreement, categories, confusion matrix.
-
-    On a screen less than 100 wide (110 with weights) lines break.
-    """
-    c = comparison
-    represented = f" (representing ≈ {c.weight:.0f})" if c.weight != c.n else ""
-    screen.print(f"[bold]{escape(one_line(title))}[/]", soft_wrap=True)
-    screen.print(
-        f"{c.n} rows{represented} from {c.sources} sources. Apart, of {c.matched}: cannot_assess "
-        f"{c.abstained_prediction} (truth {c.abstained_truth}), failed {c.failed_prediction} "
-        f"(truth {c.failed_truth})",
-        soft_wrap=True,
-    )
-    if not c.n:
-        screen.print("no row that both put into a category: nothing to compare")
-        return
-    table = _table("", "agreement", "balanced accuracy", "Cohen's κ", "Krippendorff's α")
-    genuine = (c.accuracy_genuine, c.balanced_accuracy, c.kappa_genuine, c.alpha_genuine)
-    table.add_row("genuine or not", *(x.text() for x in genuine))
-    table.add_row("categories", c.accuracy.text(), "", c.kappa.text(), c.alpha.text())
-    screen.print(table)
-    table = _table("category", "n truth", "n predicted", "precision", "recall")
-    for line in c.categories:
-        counts = ((line.truth, line.truth_weight), (line.predicted, line.predicted_weight))
-        cells = [f"{n} (≈ {weight:.0f})" if c.weighted else str(n) for n, weight in counts]
-        table.add_row(line.category, *cells, line.precision.text(), line.recall.text())
-    screen.print(table)
+def pair_tables(title: str, pair: Comparison) -> list[Table]:
+    """Precision and recall by category, and the confusion matrix in rows."""
+    counts = pair.confusion_rows
+    lines = [
+        [name, str(counts[i].sum()), str(counts[:, i].sum())]
+        + [pair.figures[quantity, name].text() for quantity in ("precision", "recall")]
+        for i, name in enumerate(ASSESSED)
+    ]
+    heads = ["category", "n truth", "n predicted", "precision", "recall"]
+    apart = f"; left out: {pair.apart}" if pair.apart else ""
     # Columns go by number: eight names side by side fit no terminal.
-    table = _table("truth ↓   prediction →", *map(str, range(1, len(ASSESSED) + 1)))
-    totals = c.confusion.sum(1)
-    for i, name in enumerate(ASSESSED):
-        cells = []
-        for rows, weight in zip(c.confusion_rows[i], c.confusion[i], strict=True):
-            share = f" {weight / totals[i]:4.0%}" if rows and c.weighted else ""
-            cells.append(f"{rows}{share}" if rows else "·")
-        table.add_row(f"{i + 1} {name}", *cells)
-    screen.print(table)
-    if c.weighted:
-        screen.print("rows, and the weighted share of the truth's category", soft_wrap=True)
+    cells = [
+        [f"{i + 1} {name}", *(str(count) if count else "·" for count in counts[i])]
+        for i, name in enumerate(ASSESSED)
+    ]
+    numbers = ["truth ↓   prediction →", *map(str, range(1, len(ASSESSED) + 1))]
+    about = f"{pair.n} of {pair.matched} rows{apart}"
+    return [
+        Table(title, heads, lines, about, full=True),
+        Table(f"{title}: rows", numbers, cells, full=True),
+    ]
 
 
-def print_disagreements(screen: Console, found: Agreement, count: int) -> None:
+def print_disagreements(
+    screen: Console, table: pd.DataFrame, names: Sequence[str], count: int
+) -> None:
     """The first few disagreements; rows of the same texts and labels are shown once."""
-    table, names = found.disagreements, [x.name for x in found.labellers]
     if table.empty:
         screen.print("no disagreements")
         return
@@ -663,59 +544,18 @@ def command(args: argparse.Namespace) -> None:
     """``python -m ia_mech.judge agreement``."""
     if args.disagreements < 0:
         raise UserError("--disagreements can't be negative", "give 0 for none")
-    for kind, path in (("json", args.json), ("csv", args.csv)):
-        if path is not None:
-            layout.check_output(path, kind)
     run = Run.open(args.run)
     found = agreement(run, args.between)
-    contents = {}
-    if args.json is not None:
-        contents[args.json] = report(run, found).encode()
-    if args.csv is not None:
-        contents[args.csv] = csv_bytes(found.disagreements)
-    write_files(contents, replace=True)
-    screen = console(110)  # the confusion matrix belongs on one line
-    print_pairs(screen, found.pairs)
-    print_floors(screen, found.floors)
-    for note in same_judges(run):
-        screen.print(escape(one_line(note)), soft_wrap=True)
-    if found.group is not None:
-        print_alpha(screen, f"all {len(found.labellers)}", found.group)
-    for name, (count, alpha) in found.repeats.items():
-        print_alpha(screen, f"{name} with itself ({count} repeats)", alpha)
-    for (truth, prediction), comparison in found.pairs.items():
-        screen.print()
-        print_comparison(screen, f"{prediction} against {truth}", comparison)
+    folder = folder_of(run.path, found.name)
+    refuse_unwritable(folder, "make the run writable")
+    write(found, folder)
+    screen = console()
+    show(found, screen, full=args.full)
     screen.print()
-    print_disagreements(screen, found, args.disagreements)
-    for path in contents:
-        screen.print(escape(f"written: {path}"), soft_wrap=True)
-    screen.print(escape(f"next: python -m ia_mech.rates {quoted(args.run)}"), soft_wrap=True)
-
-
-def report(run: Run, found: Agreement) -> str:
-    """All figures as JSON; NaN is null."""
-    content = {
-        "run": run.name,
-        "labellers": [
-            {"name": x.name, "kind": x.kind, "rows": int(x.labelled.sum())}
-            | {"genuine": asdict(found.floors[x.name])}
-            for x in found.labellers
-        ],
-        "pairs": [
-            {"truth": truth, "prediction": prediction, "comparison": asdict(comparison)}
-            for (truth, prediction), comparison in found.pairs.items()
-        ],
-        "group": asdict(found.group) if found.group else None,
-        "repeats": {
-            name: {"repeats": count, "alpha": asdict(alpha)}
-            for name, (count, alpha) in found.repeats.items()
-        },
-        "disagreements": len(found.disagreements),
-    }
-    text = json.dumps(content, default=np.ndarray.tolist)  # NaN, which isn't JSON, as a constant
-    content = json.loads(text, parse_constant=lambda _: None)
-    return escaped(json.dumps(content, indent=1, ensure_ascii=False)) + "\n"
+    names = found.about["settings"]["between"]
+    print_disagreements(screen, found.data["disagreements"], names, args.disagreements)
+    screen.print(escape(f"wrote {quoted(folder)}"), soft_wrap=True)
+    screen.print(escape(f"next: python -m ia_mech.report {quoted(args.run)}"), soft_wrap=True)
 
 
 def check(args: argparse.Namespace) -> int:
@@ -727,14 +567,13 @@ def check(args: argparse.Namespace) -> int:
     if args.out is not None:
         refuse_existing([args.out])
     items = [Item(row["query"], row["response"], row["user_turn"]) for row in rows]
-    judge = make_judge(args, lambda: items)
+    judge = make_judge(args)
     if args.repeats > 1:
         raise UserError("check compares one verdict per turn", "drop --repeats")
     if args.dry_run:
         print_plan(judge, items, args)
         return 0
-    options = {"replay": args.replay, "retry_failed": args.retry_failed}
-    verdicts, _ = judge_items(items, judge, Bar(), **options)
+    verdicts, _ = judge_items(items, judge, Bar())
     found = [verdicts[item, 0] for item in items]
     screen = console()
     annotated = [i for i, row in enumerate(rows) if row.get("category")]
@@ -745,7 +584,9 @@ def check(args: argparse.Namespace) -> int:
             # A row without a source stands alone.
             [f"row {i}" if (s := rows[i].get("source_id")) is None else str(s) for i in annotated],
         )
-        print_comparison(screen, f"{args.judge} against {args.file.name}", comparison)
+        pairs = {(args.file.name, args.judge): comparison}
+        for table in _tables(pairs, []):
+            print_table(screen, table)
         if isinstance(judge, RulesJudge) and (known := judge.fitted_on(items)):
             screen.print(
                 f"[bold]{known} of these {len(items)} turns were in the rules judge's fit[/]: on "

@@ -1,10 +1,13 @@
 """Decoys: turns judged after a context that they did not follow.
 
-A judge that can't tell a turn's own conversation from another calls decoys genuine as often as it
-calls turns genuine. That share is the judge's floor, and what its rate exceeds the floor by is what
-its labels show of the conversation. Decoys are drawn from the run alone, so that all judges and
-annotators of a run see the same ones.
+A judge that can't tell a turn's own context from another calls decoys genuine as often as it calls
+turns genuine. That share is the judge's floor, and what its rate exceeds the floor by is what its
+labels show of the context. Decoys are drawn from the run alone, so that all judges and annotators
+of a run see the same ones.
 """
+
+import json
+from collections import defaultdict
 
 import numpy as np
 import pandas as pd
@@ -13,66 +16,70 @@ from ia_mech.data.conversations import UNPERTURBED
 from ia_mech.run import Run
 from ia_mech.run.labels import KEY
 
-CONVERSATION, RESPONSE = KINDS = ("conversation", "response")
+CONVERSATION, SIBLING = KINDS = ("conversation", "sibling")
 
 
-def draw_decoys(run: Run) -> pd.DataFrame:
+def draw_decoys(run: Run, per_source: int | None = None) -> pd.DataFrame:
     """The decoys of a run: which turn is shown after which context.
 
-    Within a dataset, perturbation and temperature each source gives one turn, drawn at random from
-    all of its turns. The sources are put into a random cycle: the context of each source's turn is
-    shown with the turn of the next source (``conversation``). So every turn drawn is a decoy once,
-    and what a judge likes about a turn, whatever its context, cancels between rate and floor. If
-    the source has several responses to its query, the context is also shown with a turn, drawn at
-    random, that followed another of them (``response``). A stratum with one source has no decoys.
+    Within a dataset, perturbation and temperature the turns of each source are drawn in random
+    order, and the sources are put into a random cycle. A turn is shown
 
-    The draw is seeded by ``Run.identity_digest``.
+    - after a context of the source before its own (``conversation``). The contexts of that source
+      take turns. A stratum with one source has no such decoys;
+    - after every other response to its own query (``sibling``), if that was cut off like the one
+      that the turn followed, or like it was not. Responses that are worded alike count once, and
+      one worded like the turn's own doesn't count.
+
+    A decoy is to be compared with what a judge says of the same turn after its own context: then
+    what the judge likes about a turn, whatever its context, cancels. The draw is seeded by
+    ``Run.identity_digest``, and the decoys of a smaller ``per_source`` are among those of a larger.
+
+    Args:
+        run: the run.
+        per_source: how many turns of each source and temperature are drawn; all if None.
 
     Returns:
         One row per decoy: the run's KEY columns (of the turn), ``decoy`` (its kind) and ``shown``
-        (the id of the context it is shown after). In a stratum the context's own turn is the
-        ``conversation`` decoy that was taken out of that context.
+        (the id of the context it is shown after). KEY and ``shown`` together are unique.
     """
     turns = run.turns
-    perturbation = turns["perturbation"].astype(object).fillna(UNPERTURBED)
-    responses = turns["response_index"].to_numpy(dtype=float, na_value=np.nan)
+    siblings = _siblings(run)
     contexts = turns["context_id"].to_numpy()
+    perturbation = turns["perturbation"].astype(object).fillna(UNPERTURBED)
     rng = np.random.default_rng(int(run.identity_digest, 16))
-    rows: list[int] = []
-    kinds: list[str] = []
-    shown: list[str] = []
-    strata = turns.groupby([turns["dataset"], perturbation, turns["temperature"]])
+    drawn: list[tuple[int, str, str]] = []  # row, kind, context shown
+    strata = turns.groupby([turns["dataset"], perturbation, turns["temperature"]], observed=True)
     for _, stratum in sorted(strata.indices.items()):
-        by_source = turns["source_id"].iloc[stratum].groupby(turns["source_id"].iloc[stratum])
-        own = [stratum[at] for _, at in sorted(by_source.indices.items())]
-        if len(own) < 2:
-            continue
-        drawn = np.array([rng.choice(at) for at in own])
-        cycle = rng.permutation(len(drawn))
-        rows += drawn[np.roll(cycle, -1)].tolist()
-        shown += contexts[drawn[cycle]].tolist()
-        kinds += [CONVERSATION] * len(drawn)
-        for row, at in zip(drawn, own, strict=True):
-            others = at[np.abs(responses[at] - responses[row]) > 0]  # not where either is missing
-            if len(others):
-                rows.append(int(rng.choice(others)))
-                shown.append(contexts[row])
-                kinds.append(RESPONSE)
-    drawn_rows = turns[list(KEY)].iloc[rows].reset_index(drop=True)
-    return drawn_rows.assign(
-        decoy=pd.Series(kinds, dtype=object), shown=pd.Series(shown, dtype=object)
-    )
+        sources = turns["source_id"].iloc[stratum]
+        by_source = sources.groupby(sources, observed=True).indices
+        own = [rng.permutation(stratum[at]) for _, at in sorted(by_source.items())]
+        cycle = rng.permutation(len(own))
+        for source, before in zip(cycle, np.roll(cycle, 1), strict=True):
+            lent = list(dict.fromkeys(contexts[own[before]]))
+            for rank, row in enumerate(own[source][:per_source]):
+                if source != before:
+                    drawn.append((row, CONVERSATION, lent[rank % len(lent)]))
+                drawn += [(row, SIBLING, other) for other in siblings[contexts[row]]]
+    rows, kinds, shown = zip(*drawn, strict=True) if drawn else ((), (), ())
+    keys = turns[list(KEY)].iloc[list(rows)].reset_index(drop=True)
+    return keys.assign(decoy=pd.Series(kinds, dtype=object), shown=pd.Series(shown, dtype=object))
 
 
-def own_turns(decoys: pd.DataFrame) -> pd.MultiIndex:
-    """``[rows]`` KEY of the own turn of the context that each decoy is shown after.
-
-    That is the turn that was taken out of the context. Its sample is -1 where ``decoys`` (rows as
-    of :func:`draw_decoys`) hold only a part of a run's.
-    """
-    lent = decoys[decoys["decoy"] == CONVERSATION]
-    places = zip(lent["context_id"], lent["temperature"], strict=True)
-    samples = dict(zip(places, lent["sample"], strict=True))
-    shown = zip(decoys["shown"], decoys["temperature"], strict=True)
-    own = [samples.get(place, -1) for place in shown]
-    return pd.MultiIndex.from_arrays([decoys["shown"], decoys["temperature"], own], names=KEY)
+def _siblings(run: Run) -> dict[str, list[str]]:
+    """The contexts with another response to the same query, by context; see :func:`draw_decoys`."""
+    alike: dict[tuple, dict[str, list[str]]] = defaultdict(dict)  # per query: contexts by response
+    columns = ["context_id", "dataset", "source_id", "perturbation", "messages"]
+    cut_off = run.contexts["response_cut_off"].fillna(False).astype(bool)
+    rows = run.contexts[columns].assign(cut_off=cut_off)
+    for row in rows.itertuples(index=False):
+        *query, response = row.messages
+        asked = json.dumps([[message["role"], message["content"]] for message in query])
+        place = row.dataset, row.source_id, row.perturbation or UNPERTURBED, row.cut_off, asked
+        alike[place].setdefault(response["content"], []).append(row.context_id)
+    return {
+        context: [others[0] for text, others in responses.items() if text != response]
+        for responses in alike.values()
+        for response, contexts in responses.items()
+        for context in contexts
+    }

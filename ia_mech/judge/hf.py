@@ -4,7 +4,9 @@ It doesn't write: the rubric's names are scored as the assistant's answer, and t
 verdict. So there is always one, and a probability for each category with it.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -17,7 +19,7 @@ from ia_mech.engine.state import Prefilled, Prefix, expand, forward, prefill
 from ia_mech.errors import UserError, is_out_of_memory
 from ia_mech.judge import prompt
 from ia_mech.judge.rubric import NAMES, rubric_hash
-from ia_mech.judge.verdict import Item, Verdict
+from ia_mech.judge.verdict import Item, Judge, Verdict
 from ia_mech.models.load import (
     ModelSpec,
     Subject,
@@ -36,18 +38,18 @@ class TooLong(ValueError):
     """An item's prompt doesn't fit into the model's context."""
 
 
-def described(model: str) -> dict[str, Any]:
-    """The part of a local judge's identity that its name and the rubric decide."""
-    return {
-        "kind": "hf",
-        "model": model,
-        "rubric": rubric_hash(),
-        "prompt": prompt.prompt_hash(names_only=True),
-        "calibrated": True,
-    }
+MARKS = "a", "7"  # texts that have no beginning in common
 
 
-class HfJudge:
+@dataclass
+class _Begun:
+    """A beginning that prompts share: its tokens, and the state after them once it is needed."""
+
+    ids: list[int]
+    state: Prefilled | None = None
+
+
+class HfJudge(Judge):
     """Judges by the likelihood of each category's name as the answer of a causal language model.
 
     The score of a category is the log-probability of all tokens of its name after the prompt, less
@@ -58,16 +60,16 @@ class HfJudge:
     events that exclude each other, and calibration takes away what a long name costs. ``scores`` is
     the softmax over all names, ``cannot_assess`` included.
 
-    The rubric's part of the prompt is run through the model once and copied for every item. Items
-    go one by one and unpadded, their nine answers as one right-padded batch, so a verdict doesn't
-    depend on what else is judged. It is deterministic: repeats are equal and say nothing.
+    The rubric's part of a prompt is run through the model once, and query and response once for
+    all turns of theirs that stand together. Items go one by one and unpadded, their nine answers as
+    one right-padded batch, so a verdict doesn't depend on what else is judged. It is deterministic:
+    repeats are equal and say nothing.
 
     Args:
         model: hub id, local directory or GGUF file, as for sampling; it needs a chat template.
             Thinking is switched off where the template allows it.
         device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
         subject: a model that is loaded already, instead.
-        identity: of verdicts to replay from the cache; no model is loaded then, and none judges.
 
     Raises:
         UserError: a model that can't be loaded, has no chat template, or that the engine gets
@@ -75,46 +77,32 @@ class HfJudge:
     """
 
     paid = True
-    caveat = ""
 
-    def __init__(
-        self,
-        model: str,
-        device: str = "auto",
-        *,
-        subject: Subject | None = None,
-        identity: dict[str, Any] | None = None,
-    ) -> None:
+    def __init__(self, model: str, device: str = "auto", *, subject: Subject | None = None) -> None:
         self.model = model
-        self.identity: dict[str, Any] = identity or {}
-        self._loaded = identity is None
-        if not self._loaded:
-            return
         self._subject = subject or load(ModelSpec(name=model, device=device))
         self._template = ChatTemplate(self._subject.tokenizer)
-        self._shared = self._shared_ids()
-        engine = check_engine(self._subject.model, self._shared[:64])
+        self._rubric = _Begun(self._common_ids(*(Item(mark, "", "") for mark in MARKS)))
+        self._context: tuple[tuple[str, str], _Begun] | None = None  # of the last item
+        engine = check_engine(self._subject.model, self._rubric.ids[:64])
         self._share = engine.share
         self._answers = [self._answer_ids(name) for name in NAMES]
-        self._rubric: Prefilled | None = None  # the shared part, run through the model
         self._prior: torch.Tensor | None = None  # [categories], of the item without content
         self._backoff = Backoff(len(NAMES))
         self.identity = {
-            **described(model),
+            "kind": "hf",
+            "model": model,
+            "rubric": rubric_hash(),
+            "prompt": prompt.prompt_hash(names_only=True),
+            "calibrated": True,
             "weights_hash": self._subject.weights_hash,
             "template": self._template.hash,
         }
 
     def is_subject(self, model: dict[str, Any]) -> bool:
-        """Whether this judge has the weights that a run records of its ``model``.
-
-        In any dtype if the model is loaded, else in the dtype that it judged in: the hash of
-        another needs the weights.
-        """
+        """Whether this judge has the weights that a run records of its ``model``, in any dtype."""
         if model["weights_hash"] == self.identity["weights_hash"]:
             return True
-        if not self._loaded:
-            return False
         mine = self._subject.describe()
         shape = ("architecture", "layers", "d_model", "vocab")
         if model["dtype"] == mine["dtype"] or any(model[key] != mine[key] for key in shape):
@@ -125,20 +113,18 @@ class HfJudge:
         """Turns and tokens, on one line."""
         if not items:
             return ""
-        rest = sum(len(prompt.messages(item)[-1]["content"]) for item in items)
+        contexts = {(item.query, item.response) for item in items}
+        rest = sum(len(prompt.messages(Item(*one, ""))[-1]["content"]) for one in contexts)
+        rest += sum(len(item.turn) + len(prompt.ENDING) for item in items)
         return (
             f"{len(items):,} turns through {self.model} on {self._subject.device.type}, about "
             f"{rest // CHARACTERS_PER_TOKEN:,} tokens (characters / {CHARACTERS_PER_TOKEN}) after "
-            f"{len(self._shared):,} of the rubric, once"
+            f"{len(self._rubric.ids):,} of the rubric, once"
         )
 
-    def judge(self, items: Sequence[Item], repeats: Sequence[int]) -> Iterator[tuple[int, Verdict]]:
-        """Yield (index, verdict) in the order of the items.
-
-        An item that is too long for the model, or for the device's memory, is ``rejected``.
-        """
-        for index, item in enumerate(items):
-            yield index, self._verdict(item)
+    def judge(self, items: Sequence[Item]) -> list[Verdict]:
+        """An item that is too long for the model, or for the device's memory, is ``rejected``."""
+        return [self._verdict(item) for item in items]
 
     def log_likelihoods(self, item: Item) -> torch.Tensor:
         """Log-probability of each name after the item's prompt, in nats; ``[categories]`` float64.
@@ -153,7 +139,7 @@ class HfJudge:
             raise TooLong(f"the prompt has {len(ids)} tokens, the model takes {limit}")
         model = self._subject.model
         with torch.inference_mode():
-            prefilled = self._prefill(ids)
+            prefilled = self._prefilled(item, ids)
             turns = [Turn(0, answer) for answer in self._answers]
             scored = self._backoff.map(
                 lambda group: score(model, [prefilled], group, share=self._share), turns
@@ -184,17 +170,25 @@ class HfJudge:
             mode="likelihood",
         )
 
-    def _prefill(self, ids: list[int]) -> Prefilled:
-        """The state after a prompt, from the state after the rubric where they begin alike."""
-        model, device = self._subject.model, self._subject.device
-        if ids[: len(self._shared)] != self._shared:  # a tokenizer that merges across the border
+    def _prefilled(self, item: Item, ids: list[int]) -> Prefilled:
+        """The state after a prompt, from the states after the rubric and after the context."""
+        if self._rubric.state is None:
+            self._rubric.state = prefill(self._subject.model, [Prefix(self._rubric.ids)])
+        context = item.query, item.response
+        if self._context is None or self._context[0] != context:
+            begun = _Begun(self._common_ids(*(Item(*context, mark) for mark in MARKS)))
+            begun.state = self._advanced(self._rubric, begun.ids)
+            self._context = context, begun
+        return self._advanced(self._context[1], ids)
+
+    def _advanced(self, begun: "_Begun", ids: list[int]) -> Prefilled:
+        """The state after a prompt that goes on from another, which is left as it was."""
+        model, done = self._subject.model, len(begun.ids)
+        if begun.state is None or ids[:done] != begun.ids:  # tokens merged across the border
             return prefill(model, [Prefix(ids)])
-        if self._rubric is None:
-            self._rubric = prefill(model, [Prefix(self._shared)])
-        state = expand([self._rubric], [0], share=False)
-        rest = torch.tensor([ids[len(self._shared) :]], device=device)
-        logits = forward(model, state, rest, torch.ones_like(rest))[:, -1]
-        return Prefilled(state, logits, None)
+        state = expand([begun.state], [0], share=False)
+        rest = torch.tensor([ids[done:]], device=self._subject.device)
+        return Prefilled(state, forward(model, state, rest, torch.ones_like(rest))[:, -1], None)
 
     # -- text and tokens -----------------------------------------------------------------------
 
@@ -211,12 +205,11 @@ class HfJudge:
     def _prompt_ids(self, item: Item) -> list[int]:
         return self._template.encode(self._prompt_text(item))[0]
 
-    def _shared_ids(self) -> list[int]:
-        """The ids that all prompts begin with, less the last few, which the item may change."""
-        first, second = (self._prompt_ids(Item(mark, "", "")) for mark in ("a", "7"))
-        pairs = zip(first, second, strict=False)
-        common = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
-        return first[: max(1, common - 4)]
+    def _common_ids(self, *items: Item) -> list[int]:
+        """The ids that prompts begin with, less the last few, which what differs may change."""
+        together = zip(*(self._prompt_ids(item) for item in items), strict=False)
+        common = [same[0] for same in takewhile(lambda ids: len({*ids}) == 1, together)]
+        return common[: max(1, len(common) - 4)]
 
     def _answer_ids(self, name: str) -> list[int]:
         """The tokens of a name at the start of the assistant's turn."""

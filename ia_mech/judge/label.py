@@ -1,26 +1,24 @@
-"""Judge the user turns of a run: each distinct (query, response, turn) once, and never twice.
+"""Judge the user turns of a run and its decoys: each distinct item once, and never twice.
 
-Decoys (``decoys``) are judged among them: a judge sees all items in one order that tells nothing
-about which are which.
-
-Rows of the same text in the same context share one verdict per repeat; verdicts of paid judges come
-from the cache where it has them. ``run`` is the subcommand of ``python -m ia_mech.judge``.
+All items stand in one order that tells nothing about which are decoys. Rows of the same text in the
+same context share one verdict per repeat; verdicts of paid judges come from the cache where it has
+them. ``run`` is the subcommand of ``python -m ia_mech.judge``.
 """
 
 import argparse
 import contextlib
+import importlib
 import json
 import re
+import sys
+import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
-from itertools import chain, islice
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
-import pyarrow as pa
 from rich.markup import escape
 from rich.table import Table
 
@@ -28,15 +26,13 @@ from ia_mech.cli import NOTHING, one_line, quoted
 from ia_mech.data.conversations import UNPERTURBED, UNPERTURBED_RESPONSE
 from ia_mech.display import Bar, Progress, console
 from ia_mech.errors import UserError
-from ia_mech.judge.cache import VerdictCache, cached_identity
+from ia_mech.judge.cache import VerdictCache
 from ia_mech.judge.decoys import draw_decoys
 from ia_mech.judge.rubric import ASSESSED, NAMES, SHORT, VERSION, rubric_hash
-from ia_mech.judge.verdict import JUDGED, CostLimit, Item, Judge, Verdict, identity_hash
+from ia_mech.judge.verdict import FAILURES, JUDGED, Item, Judge, Verdict, identity_hash
 from ia_mech.run import Run, layout
-from ia_mech.run.labels import JUDGEMENTS, KEY, ROWS, check_name, positions
+from ia_mech.run.labels import KEY, check_name, positions
 
-# A failure that another attempt may not meet: the server's, not the item's. Never cached.
-PASSING = frozenset({"unavailable"})
 UNSEEN = "-unperturbed"  # ends the name of verdicts on responses that the model was not given
 
 Pair = tuple[Item, int]  # an item and the number of the repeat
@@ -75,18 +71,10 @@ def same_judges(run: Run) -> list[str]:
     ]
 
 
-def items_of(run: Run, decoys: pd.DataFrame | None = None, **options) -> list[Item]:
-    """What a judge sees of every row of ``run.turns``, in its order, and then of every decoy.
-
-    ``decoys`` and ``options`` are those of :func:`windows_of`, which raises the same.
-    """
-    return _together(windows_of(run, decoys, **options))[1]
-
-
-def windows_of(
+def items_of(
     run: Run, decoys: pd.DataFrame | None = None, *, unperturbed: bool = False
-) -> Iterator[tuple[pd.DataFrame, list[Item]]]:
-    """What a judge sees of a run, part by part. A decoy is in the part of the context shown.
+) -> list[Item]:
+    """What a judge sees of every row of ``run.turns``, in its order, and then of every decoy.
 
     Args:
         run: the run.
@@ -95,80 +83,42 @@ def windows_of(
             not the one that the model was given. A turn that was written without having seen the
             response can then be held against it.
 
-    Returns:
-        Of each part the turns (KEY, ``decoy`` and ``shown``, both None but for decoys) and the item
-        of each. The index counts ``run.turns``, and after these the decoys.
-
     Raises:
         UserError: an unfinished run; no perturbed context, or one that doesn't record what it was
             before.
         KeyError: a decoy's turn isn't in the run.
     """
     check_judged(run, unperturbed)
-    if decoys is None:
-        decoys = pd.DataFrame(columns=[*KEY, "decoy", "shown"])
-    decoys = decoys.set_axis(range(len(run.turns), len(run.turns) + len(decoys)))
-    return _windows(run, decoys, unperturbed)
-
-
-def _windows(
-    run: Run, decoys: pd.DataFrame, unperturbed: bool
-) -> Iterator[tuple[pd.DataFrame, list[Item]]]:
-    at = positions(run.turns, decoys)
-    if (at < 0).any():
-        raise KeyError("a decoy's turn isn't in the run")
-    lent: dict[int, str] = {}  # texts of the decoys, which are in other parts
-    if len(decoys):
-        for _, turns in run.windows(turns=["text"]):
-            own = turns["text"][turns.index.isin(at)]
-            lent |= zip(own.index, own, strict=True)
-    texts = pd.Series([lent[place] for place in at], decoys.index, dtype=object)
-    after = decoys.groupby("shown").indices
+    shown: dict[str, tuple[str, str]] = {}  # query and response by context
+    items = []
     columns = ["context_id", "messages", "perturbation", "metadata"]
-    for contexts, turns in run.windows(columns, [*KEY, "text"]):
-        shown = _shown(run, contexts, unperturbed)
-        here = np.sort(np.concatenate([[], *(after.get(name, []) for name in shown)]).astype(int))
-        other = decoys.iloc[here]
-        rows = turns[list(KEY)].astype({"context_id": object}).assign(decoy=None, shown=None)
-        items = [
-            Item(*shown[context], turn)
-            for names, written in (
-                (turns["context_id"], turns["text"]),
-                (other["shown"], texts.iloc[here]),
-            )
-            for context, turn in zip(names, written, strict=True)
-        ]
-        yield pd.concat([rows, other]) if len(other) else rows, items
+    for contexts, turns in run.windows(columns, ["context_id", "text"]):
+        for context in contexts.itertuples(index=False):
+            *_, query, response = (message["content"] for message in context.messages)
+            if unperturbed and (context.perturbation or UNPERTURBED) != UNPERTURBED:
+                response = _unperturbed(run, context)
+            shown[context.context_id] = query, response
+        written = zip(turns["context_id"], turns["text"], strict=True)
+        items += [Item(*shown[context], text) for context, text in written]
+    if decoys is None:
+        return items
+    rows = positions(run.turns, decoys)
+    if (rows < 0).any():
+        raise KeyError("a decoy's turn isn't in the run")
+    lent = zip(decoys["shown"], rows, strict=True)
+    return items + [Item(*shown[context], items[row].turn) for context, row in lent]
 
 
-def _shown(run: Run, contexts: pd.DataFrame, unperturbed: bool) -> dict[str, tuple[str, str]]:
-    """Query and response by context."""
-    shown = {
-        context: (messages[-2]["content"], messages[-1]["content"])
-        for context, messages in zip(contexts["context_id"], contexts["messages"], strict=True)
-    }
-    if unperturbed:
-        changed = contexts[contexts["perturbation"].fillna(UNPERTURBED) != UNPERTURBED]
-        for context, metadata in zip(changed["context_id"], changed["metadata"], strict=True):
-            before = json.loads(metadata).get(UNPERTURBED_RESPONSE)
-            if before is None:
-                raise UserError(
-                    f"context {context} of {run.path} doesn't record what it was before it was "
-                    "perturbed",
-                    "judge it as it was shown to the model",
-                )
-            shown[context] = (shown[context][0], before)
-    return shown
-
-
-def _together(
-    windows: Iterable[tuple[pd.DataFrame, list[Item]]],
-) -> tuple[pd.DataFrame, list[Item]]:
-    """All windows as one, in the order of the index."""
-    frames, texts = zip(*windows, strict=True)
-    turns, items = pd.concat(frames), list(chain.from_iterable(texts))
-    order = np.argsort(turns.index, kind="stable")
-    return turns.iloc[order], [items[at] for at in order]
+def _unperturbed(run: Run, context: Any) -> str:
+    """The response that a perturbed context had before."""
+    before = json.loads(context.metadata).get(UNPERTURBED_RESPONSE)
+    if before is None:
+        raise UserError(
+            f"context {context.context_id} of {run.path} doesn't record what it was before it was "
+            "perturbed",
+            "judge it as it was shown to the model",
+        )
+    return before
 
 
 def judge_items(
@@ -178,8 +128,6 @@ def judge_items(
     *,
     repeats: int = 1,
     cache_folder: Path | None = None,
-    replay: bool = False,
-    retry_failed: bool = False,
     phase: str = "judging",
     unit: str = "turn",
 ) -> tuple[dict[Pair, Verdict], set[Pair]]:
@@ -190,99 +138,99 @@ def judge_items(
         judge: of the items.
         progress: counts verdicts; its note has the tokens, dollars and failures so far.
         repeats: independent answers per item, for self-consistency.
-        cache_folder: of the verdicts that were paid for.
-        replay: answer from the cache alone, which is only read.
-        retry_failed: judge anew what the cache has as a failure.
+        cache_folder: of the verdicts that were paid for. Failures aren't kept there.
         phase, unit: what the progress calls the work, and one item of it.
 
     Raises:
-        UserError: with ``replay``, an item that the cache lacks; or what makes a judge useless.
-            What was received before that, or before an interrupt, is in the cache.
+        UserError: what makes a judge useless. What was received before that, or before an
+            interrupt, is in the cache; a kill loses what is under way.
     """
     wanted = [(item, repeat) for item in dict.fromkeys(items) for repeat in range(repeats)]
-    verdicts: dict[Pair, Verdict] = {}
-    failed: dict[Pair, Verdict] = {}  # to be judged anew; what they cost stays paid
     opened: contextlib.AbstractContextManager[VerdictCache | None] = contextlib.nullcontext()
     if judge.paid:
-        opened = VerdictCache(judge.identity, cache_folder, read_only=replay)
+        opened = VerdictCache(judge.identity, cache_folder)
     with opened as cache:
-        for pair in wanted:
-            if cache is not None and (verdict := cache.get(*pair)):
-                again = retry_failed and verdict.status != JUDGED
-                (failed if again else verdicts)[pair] = verdict
+        found = {pair: cache.get(*pair) if cache else None for pair in wanted}
+        verdicts = {pair: verdict for pair, verdict in found.items() if verdict is not None}
         cached = set(verdicts)
-        missing = [pair for pair in wanted if pair not in verdicts]
-        if replay and missing and cache is not None:
-            raise UserError(
-                f"--replay: {len(missing)} of {len(wanted)} verdicts are not in {cache.path}, the "
-                f"first for the turn {missing[0][0].turn[:60]!r}",
-                "leave --replay out to judge them",
-            )
-
-        def keep(index: int, verdict: Verdict) -> None:
-            pair = missing[index]
-            if pair not in verdicts:
-                if pair in failed:
-                    verdict = verdict.with_cost_of(failed[pair])
-                if cache is not None and verdict.status not in PASSING:
-                    cache.put(*pair, verdict)
-                verdicts[pair] = verdict
-
-        try:
-            _judge_missing(judge, missing, len(cached), keep, progress, phase, unit)
-        except CostLimit as limit:
-            total = sum(verdict.cost or 0.0 for verdict in verdicts.values())
-            raise UserError(
-                f"{limit.problem}; the verdicts of these turns have cost ${total:.4f} in all",
-                limit.remedy,
-            ) from limit
+        missing = [pair for pair in wanted if pair not in cached]
+        if cached:
+            progress.say(f"{len(cached)} verdicts from the cache")
+        if missing:
+            if estimate := judge.estimate([item for item, _ in missing]):
+                progress.say(estimate)
+            progress.start(phase, len(missing), unit=unit)
+            try:
+                _judge_missing(judge, missing, verdicts, cache, progress)
+            finally:
+                progress.stop()
     return verdicts, cached
 
 
 def _judge_missing(
     judge: Judge,
-    pairs: list[Pair],
-    cached: int,
-    keep: Callable[[int, Verdict], None],
+    missing: list[Pair],
+    verdicts: dict[Pair, Verdict],
+    cache: VerdictCache | None,
     progress: Progress,
-    phase: str,
-    unit: str,
 ) -> None:
-    """Have ``pairs`` judged and every verdict that is received kept, whatever happens.
+    """Add the verdicts of ``missing``. The thread that received one stores it at once."""
+    batches = [missing[at : at + judge.batch] for at in range(0, len(missing), judge.batch)]
+    ended = threading.Event()
 
-    ``keep`` may be given a verdict twice.
-    """
-    # A judge that needs a key checks it here, before anything is shown.
-    received = judge.judge([item for item, _ in pairs], [repeat for _, repeat in pairs])
+    def work(batch: list[Pair]) -> dict[Pair, Verdict]:
+        if ended.is_set():
+            return {}
+        try:
+            said = judge.judge([item for item, _ in batch])
+            found = dict(zip(batch, said, strict=True))
+            for pair, verdict in found.items():
+                if cache is not None and verdict.status not in FAILURES:
+                    cache.put(*pair, verdict)
+            return found
+        except BaseException:
+            ended.set()
+            raise
+
     tokens, cost, failures = 0, 0.0, 0
-    with contextlib.ExitStack() as ends:
-        ends.callback(progress.stop)
-        ends.callback(_end, received, keep)
-        if cached:
-            progress.say(f"{cached} verdicts from the cache")
-        if pairs:
-            if estimate := judge.estimate([item for item, _ in pairs]):
-                progress.say(estimate)
-            progress.start(phase, len(pairs), unit=unit)
-        for index, verdict in received:
-            keep(index, verdict)
-            tokens += verdict.prompt_tokens + verdict.completion_tokens
-            cost += verdict.cost or 0.0
-            failures += verdict.error != ""
-            facts = [f"{tokens} tokens"] if tokens else []
-            facts += [f"${cost:.4f}"] if cost else []
-            facts += [f"{failures} failed"] if failures else []
-            progress.advance(1, ", ".join(facts))
+    with _mapped(work, batches, judge.concurrency, ended) as received:
+        for found in received:
+            verdicts |= found
+            for verdict in found.values():
+                tokens += verdict.prompt_tokens + verdict.completion_tokens
+                cost += verdict.cost or 0.0
+                failures += verdict.status in FAILURES
+                facts = [f"{tokens} tokens"] if tokens else []
+                facts += [f"${cost:.4f}"] if cost else []
+                facts += [f"{failures} failed"] if failures else []
+                progress.advance(1, ", ".join(facts))
 
 
-def _end(received: Iterator[tuple[int, Verdict]], keep: Callable[[int, Verdict], None]) -> None:
-    """End the judging and keep what had been received but not handed out: it was paid for."""
-    try:
-        if hasattr(received, "close"):
-            received.close()
-    finally:
-        for index, verdict in received:
-            keep(index, verdict)
+@contextlib.contextmanager
+def _mapped(work, batches, threads: int, ended: threading.Event) -> Iterator[Iterator]:
+    """What ``work`` gives for each batch, as it comes; one thread is this one.
+
+    However the caller ends, what is under way in other threads is waited for and nothing more is
+    begun.
+    """
+    if threads == 1:
+        yield map(work, batches)
+        return
+    with ThreadPoolExecutor(threads) as pool:
+        futures = [pool.submit(work, batch) for batch in batches]
+        try:
+            yield (future.result() for future in as_completed(futures))
+        finally:
+            ended.set()
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _per_source(judge: Judge, decoys: int | None) -> int | None:
+    """Turns of a source and temperature that a judge is shown as decoys; None for all.
+
+    That is the default for a judge that is free; for one that is paid it is one.
+    """
+    return 1 if decoys is None and judge.paid else decoys
 
 
 def label_run(
@@ -291,12 +239,15 @@ def label_run(
     name: str,
     progress: Progress,
     *,
+    decoys: int | None = None,
     replace: bool = False,
     unperturbed: bool = False,
     **options,
 ) -> Path:
     """Judge every user turn of a run and its decoys; write ``judgements/<name>.parquet``.
 
+    ``decoys`` is how many turns of each source and temperature are shown as decoys
+    (:func:`draw_decoys`); by default all for a judge that is free, one for a judge that is paid.
     ``unperturbed`` is that of :func:`items_of`, ``options`` are those of :func:`judge_items`.
 
     Raises:
@@ -305,82 +256,64 @@ def label_run(
             Nothing is written then.
     """
     check_name(name)
+    check_judged(run, unperturbed)
     # Before anything is paid for.
     layout.refuse_unwritable(run.path / "judgements", "judge a copy of the run")
-    check_judged(run, unperturbed)
-    windows = windows_of(run, draw_decoys(run), unperturbed=unperturbed)
-    if name in run.labels.judges and not replace:
-        record = run.labels.record("judgements", name)
-        if record.get("unperturbed", False) != unperturbed:
-            shown = "another" if unperturbed else "the unperturbed"
-            raise UserError(
-                f"{run.path} has verdicts named {name!r} of turns after {shown} response",
-                "give another --name, or --replace",
-            )
-        there, mine = record.get("identity", {}), judge.identity
-        if identity_hash(there) != identity_hash(mine):
-            changed = sorted(k for k in {*there, *mine} if there.get(k) != mine.get(k))
-            raise UserError(
-                f"{run.path} has verdicts of another judge named {name!r} (differs in "
-                f"{', '.join(changed)})",
-                "give another --name, or --replace",
-            )
-    if judge.paid:  # verdicts that were paid for are in memory anyway: the cache holds them
-        windows = iter([_together(windows)])
-    origins: set[str] = set()
-    rows = _rows(windows, judge, progress, options, origins)
-    first = next(rows)  # with the first row, all that was paid for is judged
+    _check_replaced(run, judge, name, unperturbed, replace)
+    per_source = _per_source(judge, decoys)
+    drawn = draw_decoys(run, per_source)
+    items = items_of(run, drawn, unperturbed=unperturbed)
+    # By their texts: so what has much in common, as items of one context do, stands together.
+    ordered = sorted(set(items), key=lambda item: (item.query, item.response, item.turn))
+    verdicts, cached = judge_items(ordered, judge, progress, **options)
     record = {
         "identity": judge.identity,
         "identity_hash": identity_hash(judge.identity),
-        # Of the servers that answered.
-        "origins": sorted(origins),
         "rubric": {"version": VERSION, "hash": rubric_hash()},
         "repeats": options.get("repeats", 1),
+        "decoys_per_source": per_source,
         "unperturbed": unperturbed,
         "caveat": judge.caveat,
     }
-    return run.labels.write_judgements(name, chain([first], rows), record)
+    turns = run.turns[list(KEY)].astype({"context_id": object}).assign(decoy=None, shown=None)
+    rows = _rows(pd.concat([turns, drawn]) if len(drawn) else turns, items, verdicts, cached)
+    return run.labels.write_judgements(name, rows, record)
 
 
-def _shuffled(items: Sequence[Item]) -> list[Item]:
-    """The items in the order of their hashes, which tells nothing about which are decoys."""
-    return sorted(items, key=lambda item: item.key("", 0))
+def _check_replaced(run: Run, judge: Judge, name: str, unperturbed: bool, replace: bool) -> None:
+    """Raise UserError if verdicts of that name are there that these may not replace."""
+    if name not in run.labels.judges or replace:
+        return
+    record = run.labels.record("judgements", name)
+    if record.get("unperturbed", False) != unperturbed:
+        shown = "another" if unperturbed else "the unperturbed"
+        raise UserError(
+            f"{run.path} has verdicts named {name!r} of turns after {shown} response",
+            "give another --name, or --replace",
+        )
+    there, mine = record.get("identity", {}), judge.identity
+    if identity_hash(there) != identity_hash(mine):
+        changed = sorted(k for k in {*there, *mine} if there.get(k) != mine.get(k))
+        raise UserError(
+            f"{run.path} has verdicts of another judge named {name!r} (differs in "
+            f"{', '.join(changed)})",
+            "give another --name, or --replace",
+        )
 
 
 def _rows(
-    windows: Iterable[tuple[pd.DataFrame, list[Item]]],
-    judge: Judge,
-    progress: Progress,
-    options: dict[str, Any],
-    origins: set[str],
-) -> Iterator[dict[str, Any]]:
-    """Judge part by part: one row per turn and repeat, those of decoys last.
-
-    Tokens and cost stand on the first row of an item only, so that a column's sum is what the
-    labels cost. ``origins`` is given those of the verdicts.
-    """
-    late, places = [JUDGEMENTS.empty_table()], []
-    for turns, items in windows:
-        verdicts, cached = judge_items(_shuffled(items), judge, progress, **options)
-        origins |= {verdict.origin for verdict in verdicts.values()} - {""}
-        rows = _rows_of(turns, items, verdicts, cached)
-        yield from islice(rows, int(turns["decoy"].isna().sum()) * options.get("repeats", 1))
-        late.append(pa.Table.from_pylist(list(rows), schema=JUDGEMENTS))
-        places += np.repeat(turns.index[turns["decoy"].notna()], options.get("repeats", 1)).tolist()
-    decoys = pa.concat_tables(late).take(np.argsort(places, kind="stable"))
-    for batch in decoys.to_batches(max_chunksize=ROWS):
-        yield from batch.to_pylist()
-
-
-def _rows_of(
     turns: pd.DataFrame, items: list[Item], verdicts: dict[Pair, Verdict], cached: set[Pair]
 ) -> Iterator[dict[str, Any]]:
-    repeats = sorted({repeat for _, repeat in verdicts})
+    """One row per turn and repeat.
+
+    Tokens and cost stand on the first row of an item only, so that a column's sum is what the
+    labels cost.
+    """
+    repeats = 1 + max((repeat for _, repeat in verdicts), default=0)
     seen: set[Pair] = set()
     records = (dict(zip(turns, row, strict=True)) for row in turns.itertuples(index=False))
     for turn, item in zip(records, items, strict=True):
-        for repeat in repeats:
+        for repeat in range(repeats):
             pair = item, repeat
             verdict, first = verdicts[pair], pair not in seen
             seen.add(pair)
@@ -400,9 +333,15 @@ def _rows_of(
 
 # -- from the command line ---------------------------------------------------------------------
 
-# Flags that are for one kind of judge; those not given are the judge's own defaults.
+# Flags that are for some judges; those not given are the judge's own defaults. A judge of the
+# user's is "own".
 _SERVER = ("base_url", "api_key_env", "mode", "concurrency", "timeout", "retries", "max_cost")
-_ONLY = {"llm": (*_SERVER, "param", "price"), "hf": ("device", "force")}
+_ONLY = {
+    **dict.fromkeys((*_SERVER, "price"), ("llm",)),
+    **dict.fromkeys(("device", "force"), ("hf",)),
+    "model": ("llm", "hf"),
+    "param": ("llm", "module:Class"),
+}
 
 
 def run(args: argparse.Namespace) -> int:
@@ -410,11 +349,13 @@ def run(args: argparse.Namespace) -> int:
     there = Run.open(args.run)
     name = check_name(args.name or _default_name(args) + UNSEEN * args.unperturbed)
     check_judged(there, args.unperturbed)
-    decoys = draw_decoys(there)
-    items = partial(items_of, there, decoys, unperturbed=args.unperturbed)
-    judge = make_judge(args, items, there)
+    if args.decoys is not None and args.decoys < 0:
+        raise UserError(f"--decoys {args.decoys}", "give 0 or more")
+    judge = make_judge(args, there)
     if args.dry_run:
-        print_plan(judge, items(), args, decoys=len(decoys))
+        drawn = draw_decoys(there, _per_source(judge, args.decoys))
+        items = items_of(there, drawn, unperturbed=args.unperturbed)
+        print_plan(judge, items, args, decoys=len(drawn))
         return 0
     begun = time.monotonic()
     path = label_run(
@@ -422,11 +363,10 @@ def run(args: argparse.Namespace) -> int:
         judge,
         name,
         Bar(),
+        decoys=args.decoys,
         replace=args.replace,
         unperturbed=args.unperturbed,
         repeats=args.repeats,
-        replay=args.replay,
-        retry_failed=args.retry_failed,
     )
     rows = there.labels.judgements(name, _PRINTED)
     decoys = there.labels.decoys(name, columns=_PRINTED)
@@ -435,19 +375,16 @@ def run(args: argparse.Namespace) -> int:
         console().print(escape(judge.caveat), soft_wrap=True)
     print(f"verdicts: {path}")
     if not (rows["status"] == JUDGED).any():
-        print("no turn could be judged, for the reasons above: fix them, and add --retry-failed")
+        print("no turn could be judged, for the reasons above: fix them, then judge again")
         return NOTHING
     print(f"next: python -m ia_mech.rates {quoted(args.run)}")
     return 0
 
 
-def make_judge(
-    args: argparse.Namespace, items: Callable[[], Sequence[Item]], run: Run | None = None
-) -> Judge:
+def make_judge(args: argparse.Namespace, run: Run | None = None) -> Judge:
     """The judge that the flags describe.
 
-    A replay without the model finds its cache by the ``items``. The subject model of the ``run``
-    that they are from is no judge of them.
+    The subject model of the ``run`` that is to be judged is no judge of it.
 
     Raises:
         UserError: flags that don't go together, or a judge that can't be had.
@@ -458,7 +395,9 @@ def make_judge(
 
         return RulesJudge()
     if args.judge == "hf":
-        return _make_hf(args, items, run)
+        return _make_hf(args, run)
+    if args.judge != "llm":
+        return _make_own(args.judge, _params(args.param))
     from ia_mech.judge.llm import LlmJudge
 
     return LlmJudge(
@@ -481,51 +420,60 @@ def print_plan(
 
 
 def _check_flags(args: argparse.Namespace) -> None:
-    for kind, flags in _ONLY.items():
-        for flag in flags:
-            value = getattr(args, flag)
-            given = value is not None and value is not False and value != []  # 0 is given
-            if given and args.judge != kind:
-                name = flag.replace("_", "-")
-                raise UserError(f"--{name} needs --judge {kind}", "add it, or drop it")
+    kind = "module:Class" if ":" in args.judge else args.judge
+    for flag, kinds in _ONLY.items():
+        value = getattr(args, flag)
+        given = value is not None and value is not False and value != []  # 0 is given
+        if given and kind not in kinds:
+            needed = " or ".join(f"--judge {kind}" for kind in kinds)
+            raise UserError(f"--{flag.replace('_', '-')} needs {needed}", "add it, or drop it")
     if args.repeats < 1:
         raise UserError(f"--repeats {args.repeats}", "give at least 1")
-    if args.replay and args.retry_failed:
-        raise UserError("--replay judges nothing, and --retry-failed judges again", "drop one")
-    if args.judge == "rules":
-        if args.model:
-            raise UserError("--model needs --judge llm or --judge hf", "add it, or drop it")
-        if args.replay:
-            raise UserError("the rules judge keeps no cache to replay", "drop --replay")
-    elif not (args.model or "").strip():
-        raise UserError(f"--judge {args.judge} needs a model", "give --model NAME")
-    if args.judge != "llm" and args.repeats > 1:
-        raise UserError(f"the {args.judge} judge answers the same each time", "drop --repeats")
+    if kind in _ONLY["model"] and not (args.model or "").strip():
+        raise UserError(f"--judge {kind} needs a model", "give --model NAME")
+    if kind in ("rules", "hf") and args.repeats > 1:
+        raise UserError(f"the {kind} judge answers the same each time", "drop --repeats")
 
 
-def _make_hf(
-    args: argparse.Namespace, items: Callable[[], Sequence[Item]], run: Run | None
-) -> Judge:
+def _make_own(name: str, arguments: dict[str, Any]) -> Judge:
+    """A user's own judge, from the working folder or an installed package."""
+    module, _, attribute = name.partition(":")
+    if "" not in sys.path:
+        sys.path.insert(0, "")  # a console script has its own folder there
+    try:
+        made = getattr(importlib.import_module(module), attribute)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise
+        raise UserError(f"--judge {name}: there is no module {error.name}", "check it") from None
+    except AttributeError:
+        raise UserError(f"--judge {name}: {module} has no {attribute!r}", "check it") from None
+    if not (isinstance(made, type) and issubclass(made, Judge)):
+        raise UserError(
+            f"--judge {name} is no subclass of ia_mech.judge.verdict.Judge", "see docs/judging.md"
+        )
+    try:
+        return made(**arguments)
+    except TypeError as error:
+        raise UserError(f"--judge {name}: {error}", "give its arguments with --param") from None
+
+
+def _make_hf(args: argparse.Namespace, run: Run | None) -> Judge:
     """A local model; the run's subject only if forced.
 
     The name is compared before anything is loaded, the weights after: another name may be a copy.
     """
-    from ia_mech.judge.hf import HfJudge, described
+    from ia_mech.judge.hf import HfJudge
     from ia_mech.models.load import same_model
 
-    refusal = UserError(
-        f"{args.model} is the subject model of {args.run}: it would judge its own turns"
-        if run is not None
-        else "",
-        "give another --model, or --force",
-    )
     subject = None if run is None or args.force else run.model
-    if subject and same_model(args.model, None, subject["name"], subject.get("revision")):
-        raise refusal
-    identity = cached_identity(described(args.model), items()) if args.replay else None
-    judge = HfJudge(args.model, identity=identity, **_given(args, "device"))
-    if subject and judge.is_subject(subject):
-        raise refusal
+    known = subject and same_model(args.model, None, subject["name"], subject.get("revision"))
+    judge = None if known else HfJudge(args.model, **_given(args, "device"))
+    if judge is None or (subject and judge.is_subject(subject)):
+        raise UserError(
+            f"{args.model} is the subject model of {args.run}: it would judge its own turns",
+            "give another --model, or --force",
+        )
     return judge
 
 
@@ -549,9 +497,8 @@ def _params(pairs: list[str]) -> dict[str, Any]:
 
 
 def _default_name(args: argparse.Namespace) -> str:
-    if args.judge == "rules":
-        return "rules"
-    words = re.sub(r"[^A-Za-z0-9._-]", "-", Path(args.model or "").name)
+    name = args.judge.partition(":")[2] or Path(args.model or args.judge).name
+    words = re.sub(r"[^A-Za-z0-9._-]", "-", name)
     return words.strip("-._")[:100] or args.judge
 
 

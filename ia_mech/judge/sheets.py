@@ -154,7 +154,7 @@ def export_sheet(
 
 def _drawn_decoys(run: Run, count: int, rng: np.random.Generator) -> pd.DataFrame:
     """About so many of a run's decoys, of each kind there is alike."""
-    every = draw_decoys(run)
+    every = draw_decoys(run, 1)
     kinds = [at for _, at in sorted(every.groupby("decoy").indices.items())]
     chosen = [rng.permutation(at)[: count // len(kinds)] for at in kinds]
     return every.iloc[np.concatenate(chosen)] if chosen else every

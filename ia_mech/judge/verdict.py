@@ -1,29 +1,20 @@
-"""The contract of a judge: what it is given (:class:`Item`), what it says (:class:`Verdict`).
-
-To add a judge:
-
-1. Write a class with the members of :class:`Judge` in a module of this package. It sees the three
-   texts of an item and nothing else, and uses the categories of ``rubric``.
-2. Construct it in ``label.make_judge``, which turns flags into a judge.
-3. Name it in the choices of ``--judge`` in ``__main__``, with the flags that it alone takes.
-
-The cache, replays, repeats, progress and the rows in the run come from ``label``.
-"""
+"""The contract of a judge: it is given an :class:`Item` and says a :class:`Verdict`."""
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, Protocol
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any
 
-from ia_mech.errors import UserError
 from ia_mech.judge.rubric import CANNOT_ASSESS, GENUINE, NAMES
 
 # What a judge's verdict on a turn may be counted for, and in words. A turn is ``grounded`` if it is
-# genuine and its ``grounded_p`` is at most GROUNDED_P.
+# genuine and at most this share of the run's decoys of other conversations have its grounding.
 OUTCOMES = {"genuine": "genuine", "grounded": "genuine and grounded"}
 GROUNDED_P = 0.05
-JUDGED = "judged"  # the status of a verdict that names a category; any other names a failure
+JUDGED = "judged"  # the status of a verdict that names a category
+# The other statuses. Such verdicts aren't cached: the same command asks for them again.
+FAILURES = ("refused", "filtered", "truncated", "empty", "unparsable", "rejected", "unavailable")
 
 
 @dataclass(frozen=True)
@@ -46,18 +37,15 @@ class Verdict:
 
     Attributes:
         category: one of the rubric's names, ``cannot_assess`` included; None for a failure.
-        status: ``judged``, or the kind of failure: ``refused``, ``unparsable``, ``empty``,
-            ``truncated``, ``filtered``, ``rejected``, ``unavailable``.
+        status: ``judged``, or one of :data:`FAILURES`.
         rationale: the evidence in the judge's words.
         scores: probability per category, from judges that have them.
         mode: how the judge arrived at it (``rule``, ``likelihood``, ``json_schema``, …).
-        error: of a failure, what the server answered, on one line.
-        origin: scheme, host and port of the server that answered, if one did.
-        prompt_tokens, completion_tokens: as billed, failed attempts at the item included; 0 for
-            judges that don't count.
+        error: of a failure, what went wrong, on one line.
+        prompt_tokens, completion_tokens: as billed; 0 for judges that don't count.
         cost: in US dollars; None if no price is known.
-        grounded_p: p value of the turn's having nothing to do with the conversation, from judges
-            that test that; None from others.
+        grounding: how well the turn's words show that it belongs to the conversation (larger is
+            better, no unit), from judges that score that; None from others.
     """
 
     category: str | None
@@ -66,11 +54,14 @@ class Verdict:
     scores: dict[str, float] | None = None
     mode: str = ""
     error: str = ""
-    origin: str = ""
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cost: float | None = None
-    grounded_p: float | None = None
+    grounding: float | None = None
+
+    def __post_init__(self) -> None:
+        if (self.status == JUDGED) != (self.category in [*NAMES]):
+            raise ValueError(f"a verdict {self.status!r:.60} of {self.category!r:.60}")
 
     @property
     def genuine(self) -> bool | None:
@@ -78,16 +69,6 @@ class Verdict:
         if self.category is None or self.category == CANNOT_ASSESS:
             return None
         return self.category == GENUINE
-
-    def with_cost_of(self, earlier: "Verdict") -> "Verdict":
-        """This verdict with the tokens and dollars of an earlier attempt at the item on top."""
-        costs = [cost for cost in (earlier.cost, self.cost) if cost is not None]
-        return replace(
-            self,
-            prompt_tokens=earlier.prompt_tokens + self.prompt_tokens,
-            completion_tokens=earlier.completion_tokens + self.completion_tokens,
-            cost=sum(costs) if costs else None,
-        )
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -101,45 +82,42 @@ class Verdict:
         """
         if not isinstance(value, dict) or value.keys() != {field.name for field in fields(cls)}:
             raise ValueError("no verdict")
-        verdict = cls(**value)
-        if (verdict.status == JUDGED) != (verdict.category in [*NAMES]):
-            raise ValueError(f"a verdict {verdict.status!r:.60} of {verdict.category!r:.60}")
-        return verdict
+        return cls(**value)
 
 
-class Judge(Protocol):
-    """Anything that labels items.
+class Judge:
+    """What labels items. Subclass it, and name the subclass with ``--judge module:Class``.
+
+    A judge sees the three texts of an item and nothing else, and uses the categories of
+    :mod:`ia_mech.judge.rubric`. Distinct items, repeats, the cache, threads, progress and the rows
+    in the run are :mod:`ia_mech.judge.label`'s.
 
     Attributes:
         identity: all that decides its verdicts (kind, model, rubric hash, settings), as JSON. No
-            key, no address with a password in it.
+            key. Verdicts in the cache are found by it: change it when the verdicts change.
         paid: whether a verdict costs time or money, so that it is worth keeping in the cache.
         caveat: one line to print with its labels; empty for none.
+        batch: how many items :meth:`judge` is given at a time, at most.
+        concurrency: how many threads call :meth:`judge` at a time.
     """
 
     identity: dict[str, Any]
-    paid: bool
-    caveat: str
+    paid = False
+    caveat = ""
+    batch = 1
+    concurrency = 1
 
     def estimate(self, items: Sequence[Item]) -> str:
         """What judging these takes, on one line; empty if it isn't worth a line."""
-        ...
+        return ""
 
-    def judge(self, items: Sequence[Item], repeats: Sequence[int]) -> Iterator[tuple[int, Verdict]]:
-        """Yield (index into items, verdict) as they come, in any order, each index once.
+    def judge(self, items: Sequence[Item]) -> Sequence[Verdict]:
+        """The verdicts of some items, in their order.
 
-        ``repeats[i]`` numbers the independent answers to one item, from 0. A failure to judge one
-        item is a verdict; what makes all of them fail is a ``UserError``.
-
-        If the iterator has a ``close()``, that ends the judging, and what had been received by then
-        can still be iterated over, perhaps beginning with the last one again. (A closed generator
-        yields nothing more.)
+        A failure to judge one item is a verdict; what would make all of them fail, and ends the
+        judging, is a ``UserError``.
         """
-        ...
-
-
-class CostLimit(UserError):
-    """A judge may not spend any more in this invocation."""
+        raise NotImplementedError
 
 
 def identity_hash(identity: dict[str, Any]) -> str:

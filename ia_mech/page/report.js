@@ -47,10 +47,12 @@ unpacked().then((data) => {
       data.categories.filter((_, k) => codes.includes(k)), (i) => data.categories[codes[i]]);
   }
   for (const judge of judges) {
-    const grounded = turns.labels[judge].grounded;
-    choice(judges.length > 1 ? `genuine and grounded by ${judge}` : "genuine and grounded",
-      [1, 0].filter((value) => grounded.includes(value)), (i) => grounded[i],
-      (value) => (value ? "yes" : "no"));
+    for (const outcome of ["grounded", "dependent"]) {
+      const values = turns.labels[judge][outcome] || [];
+      choice(`genuine and ${outcome}${judges.length > 1 ? ` by ${judge}` : ""}`,
+        [1, 0].filter((value) => values.includes(value)), (i) => values[i],
+        (value) => (value ? "yes" : "no"));
+    }
   }
   choice("shown after", AFTER.filter((_, k) => turns.decoy.includes(k)),
     (i) => AFTER[turns.decoy[i]], String, AFTER[0]);

@@ -3,7 +3,7 @@
 Usage::
 
     python -m ia_mech.rates cache/RUN
-    python -m ia_mech.rates cache/RUN-A cache/RUN-B --judge rules --parquet rates.parquet
+    python -m ia_mech.rates cache/RUN-A cache/RUN-B --judge rules
 
 What needs torch or pandas is imported late, so that ``--help`` and a mistyped flag answer at once.
 """
@@ -13,25 +13,25 @@ import sys
 
 from ia_mech.cli import (
     Parser,
-    add_intervals,
     add_threads,
+    coverage,
     guarded,
     path_of,
+    quoted,
     tolerant_streams,
     whole_from,
 )
 
 DESCRIPTION = """\
 Say how often the generated user turns of a run are genuine follow-ups, per model, dataset and
-temperature, from the verdicts of python -m ia_mech.judge. Runs of one model and dataset are pooled.
-The tables: follow-up rate, difference from greedy, failure profile, latent reach (any of n), rates
-corrected by annotations, and the floor: what the judge accepts of turns after another conversation.
-Intervals are over sources (prompts). Methods: docs/statistics.md
+temperature, from the verdicts of python -m ia_mech.judge, over the judge's floor: what it accepts
+of turns held against another conversation, or against another response to the same query. Runs of
+one model and dataset are pooled. Intervals are over sources (prompts). Methods: docs/statistics.md
 """
 
 EPILOG = """\
 example:
-  python -m ia_mech.rates cache/RUN-* --judge gpt-5-mini --annotator anna --parquet rates.parquet
+  python -m ia_mech.rates cache/RUN-* --judge gpt-5-mini --annotator anna --full
 """
 
 
@@ -52,21 +52,18 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="KIND",
         help="after all (default), complete or cut-off responses",
     )
-    add_threads(parser)
-    numbers = parser.add_argument_group("intervals")
-    add_intervals(numbers, seed="resampling, sign flips and --examples")
-    files = parser.add_argument_group("output")
-    for kind in ("json", "csv", "parquet"):
-        files.add_argument(
-            f"--{kind}", type=path_of, metavar="FILE", help="write all estimates, one per row"
-        )
-    files.add_argument(
-        "--examples",
-        type=whole_from(0),
-        default=0,
-        metavar="N",
-        help="show N turns of every category, drawn by --seed (default: 0)",
+    parser.add_argument("--full", action="store_true", help="show all tables")
+    parser.add_argument(
+        "--out",
+        type=path_of,
+        metavar="FOLDER",
+        help="where results go (default: results/rates-JUDGE in the first run)",
     )
+    parser.add_argument(
+        "--level", type=coverage, default=0.95, help="coverage of intervals (default: 0.95)"
+    )
+    parser.add_argument("--seed", type=whole_from(0), default=0, help="of sign flips (default: 0)")
+    add_threads(parser)
     return parser
 
 
@@ -78,47 +75,23 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _rates(args: argparse.Namespace) -> None:
-    asked = {kind: getattr(args, kind) for kind in ("json", "csv", "parquet")}
-    files = {kind: path for kind, path in asked.items() if path is not None}
-    if files:
-        from ia_mech.run.layout import check_output
-
-        for kind, file in files.items():
-            check_output(file, kind)
-
     from ia_mech.display import console
-    from ia_mech.estimates import write_table
-    from ia_mech.rates.compute import comparisons, estimates
     from ia_mech.rates.load import read_runs
-    from ia_mech.rates.show import examples_by_category, print_examples, print_rates
+    from ia_mech.rates.result import result
+    from ia_mech.results import RESULT, folder_of, show, write
+    from ia_mech.run.layout import refuse_inside_run, refuse_unwritable
 
+    if args.out is not None:
+        refuse_inside_run(args.out / RESULT)
+        refuse_unwritable(args.out)
     judged = read_runs(args.runs, args.judge, args.annotator, args.responses)
-    options = {key: getattr(args, key) for key in ("level", "resamples", "seed")}
-    found = estimates(judged, **options)
-    own, pooled = comparisons(found)
-    about = {
-        "runs": [run.name for run in judged.runs],
-        "judge": {"name": judged.judge, "record": judged.record},
-        "gates": {name: gate.word for name, gate in judged.gates.items()},
-        "annotator": judged.annotator,
-        "responses": judged.responses,
-        "comparisons": own,
-        "comparisons_of_all_datasets": pooled,
-        "notes": judged.notes,
-        **options,
-    }
-    for kind, path in files.items():
-        write_table(found, path, kind, about)
-        print(f"wrote {path}", file=sys.stderr)
-    screen = console()
-    print_rates(screen, judged, found)
-    if args.examples:
-        for run in judged.runs:
-            examples = examples_by_category(
-                run, judged.judge, args.examples, args.seed, responses=args.responses
-            )
-            of = str(run.path) if len(judged.runs) > 1 else ""
-            print_examples(screen, examples, str(judged.gate), of)
+    found = result(judged, level=args.level, seed=args.seed)
+    folder = args.out or folder_of(args.runs[0], found.name)
+    refuse_unwritable(folder)
+    write(found, folder)
+    show(found, console(), full=args.full)
+    print(f"wrote {quoted(folder)}", file=sys.stderr)
+    print(f"next: python -m ia_mech.report {' '.join(quoted(run) for run in args.runs)}")
 
 
 if __name__ == "__main__":

@@ -7,12 +7,11 @@ from matplotlib.figure import Figure
 
 from ia_mech.display import COLOURS, draw_points, styled, title_axes
 from ia_mech.estimates import together
-from ia_mech.judge.decoys import CONVERSATION
 from ia_mech.judge.rubric import ASSESSED, heading
-from ia_mech.rates.gate import Gate
+from ia_mech.rates.gate import CONVERSATION, Gate
 
 LINES = {  # quantities of the left panel: label, colour
-    "follow_up_rate": ("rate, all turns", COLOURS[0]),
+    "rate": ("rate, all turns", COLOURS[0]),
     "decoyed_rate": ("rate, the decoys' turns", COLOURS[5]),
     "floor": ("floor: after another conversation", COLOURS[1]),
     "excess": ("excess: rate less floor", COLOURS[2]),
@@ -21,7 +20,7 @@ LINES = {  # quantities of the left panel: label, colour
 
 def gate_title(name: str, gate: Gate) -> str:
     """The title of a figure that shows a judge's rate: of what, the gate's word, the excess."""
-    excess = f", excess over its floor {gate.excess.text()}" if gate.decoys else ""
+    excess = f", excess over its floor {gate.excess.text(sign=True)}" if gate.decoys else ""
     return f"{name}\njudge {gate}{excess}"
 
 

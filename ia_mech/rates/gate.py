@@ -1,4 +1,4 @@
-"""Whether a judge can tell a turn's own conversation from another one: one word per judge.
+"""Whether a judge can tell what a turn followed: one word per model, judge and kind of decoy.
 
 The word stands wherever numbers of that judge appear. It says nothing of any single number.
 """
@@ -9,28 +9,35 @@ import numpy as np
 import pandas as pd
 
 from ia_mech.data.conversations import UNPERTURBED
-from ia_mech.judge.decoys import CONVERSATION
+from ia_mech.judge.decoys import KINDS
 from ia_mech.judge.verdict import OUTCOMES
 from ia_mech.stats import Estimate, dyadic_mean
 
 LEVEL = 0.95  # of the interval that decides
-GROUNDED, NOT_GROUNDED = "grounded", "not grounded"
+PASSED, FAILED = "passed", "failed"
 UNDECIDED, NO_DECOYS = "undecided", "no decoys"
+CONVERSATION, SIBLING = KINDS
+AFTER = {CONVERSATION: "another conversation", SIBLING: "another response to the same query"}
 
 
 @dataclass(frozen=True)
 class Gate:
-    """What the decoys of other conversations say of a judge, over all datasets and temperatures.
+    """What decoys of one kind say of a judge, over all datasets and temperatures of a model.
 
     Attributes:
         judge: its name.
         outcome: one of ``judge.verdict.OUTCOMES``.
         decoys: how many there are with both verdicts.
-        rate: of the turns of these decoys, after their own contexts.
-        floor: of the same turns, after another conversation.
+        rate: of the turns of these decoys, after their own contexts; each decoy counts.
+        floor: of the same turns, after the contexts that they didn't follow.
         excess: rate less floor, with its interval.
-        margin: rate less twice the floor, with the interval that decides: *grounded* if it lies
-            above 0, so that more than half of the rate exceeds the floor, *not grounded* below.
+        margin: what decides, with its interval. After other conversations rate less twice the
+            floor: more than half of the rate must be excess. After siblings the excess itself: an
+            apt turn may fit another response to its query, too, so that it is a lower bound of how
+            often turns react to theirs.
+        kind: of the decoys.
+        model: whose turns they are.
+        siblings: the same of decoys of siblings, where these are of other conversations.
     """
 
     judge: str
@@ -40,15 +47,19 @@ class Gate:
     floor: float
     excess: Estimate
     margin: Estimate
+    kind: str = CONVERSATION
+    model: str = ""
+    siblings: "Gate | None" = None
 
     @property
     def verdict(self) -> str:
-        """``grounded``, ``not grounded``, ``undecided`` or ``no decoys``."""
+        """*passed* if the margin's interval lies above 0, *failed* if below, else *undecided*; or
+        *no decoys*."""
         if not self.decoys:
             return NO_DECOYS
         if self.margin.low > 0:
-            return GROUNDED
-        return NOT_GROUNDED if self.margin.high < 0 else UNDECIDED
+            return PASSED
+        return FAILED if self.margin.high < 0 else UNDECIDED
 
     @property
     def word(self) -> str:
@@ -59,39 +70,69 @@ class Gate:
         return f"{self.judge}: {self.word}"
 
     @property
+    def reacts(self) -> bool:
+        """Whether turns are shown to react to the response that they followed."""
+        return self.siblings is not None and self.siblings.verdict == PASSED
+
+    @property
     def sentence(self) -> str:
-        """What the word rests on, in one sentence."""
+        """What the words rest on: of other conversations, and of siblings where there are any."""
+        whose = f" on turns of {self.model}" if self.model else ""
         if not self.decoys:
-            return (
-                f"the floor of judge {self.judge} is unknown: the run has no decoys (they need two "
-                "sources of a dataset)"
+            said = (
+                f"the floor of judge {self.judge}{whose} is unknown: there are no decoys (they "
+                "need two sources of a dataset)"
             )
+        else:
+            said = f"judge {self.judge}{whose}: {self.verdict}. {self.numbers}"
+        if self.siblings is not None and self.siblings.decoys:
+            said += f". Against siblings {self.siblings.verdict}. {self.siblings.numbers}"
+        return said
+
+    @property
+    def numbers(self) -> str:
+        """Rate, floor and excess in words."""
         return (
-            f"judge {self.judge} on {OUTCOMES[self.outcome]} turns: {self.verdict}. Of "
-            f"{self.decoys} turns it accepts {self.rate:.2f} after their own conversation and "
-            f"{self.floor:.2f} after another one, as decoys: an excess of {self.excess.text()}"
+            f"Of {self.decoys} decoys the turns are {OUTCOMES[self.outcome]} to the judge in "
+            f"{self.rate:.2f} after what they followed and in {self.floor:.2f} after "
+            f"{AFTER[self.kind]}: an excess of {self.excess.text(sign=True)}"
         )
 
 
-def gate_of(decoys: pd.DataFrame, judge: str, outcome: str) -> Gate:
-    """The gate of a judge.
+def gate_of(decoys: pd.DataFrame, judge: str, outcome: str, model: str = "") -> Gate:
+    """The gate of a judge on the turns of one model, with that of siblings.
 
     Args:
-        decoys: as ``Judged.decoys``. Where there are some of unperturbed contexts, these decide.
+        decoys: as ``Judged.decoys``, of that model. Where there are some of unperturbed contexts,
+            these decide.
         judge: its name.
         outcome: one of ``judge.verdict.OUTCOMES``.
+        model: its name.
     """
-    pairs = decoys[decoys["decoy"] == CONVERSATION]
-    plain = pairs[pairs["perturbation"] == UNPERTURBED]
-    pairs = (pairs if plain.empty else plain).dropna(subset=[outcome, f"own_{outcome}"])
-    own, decoy = pairs[f"own_{outcome}"].astype(float), pairs[outcome].astype(float)
-    sources = pairs["source"], pairs["lender"]
+    plain = decoys[decoys["perturbation"] == UNPERTURBED]
+    decoys = (decoys if plain.empty else plain).dropna(subset=[outcome, f"own_{outcome}"])
+    siblings = _gate(decoys, judge, outcome, model, SIBLING)
+    return _gate(decoys, judge, outcome, model, CONVERSATION, siblings)
+
+
+def _gate(
+    decoys: pd.DataFrame, judge: str, outcome: str, model: str, kind: str, *siblings: Gate
+) -> Gate:
+    pairs = decoys[decoys["decoy"] == kind]
+    own, other = pairs[f"own_{outcome}"].astype(float), pairs[outcome].astype(float)
+    sources = pairs["source"], pairs["shown_source"]
+    excess = dyadic_mean(own - other, *sources, level=LEVEL)
+    margin = excess
+    if kind == CONVERSATION:
+        margin = dyadic_mean(own - 2 * other, *sources, ends=(-2, 1), level=LEVEL)
     return Gate(
-        judge=judge,
-        outcome=outcome,
-        decoys=len(pairs),
-        rate=float(own.mean()) if len(pairs) else np.nan,
-        floor=float(decoy.mean()) if len(pairs) else np.nan,
-        excess=dyadic_mean(own - decoy, *sources, level=LEVEL),
-        margin=dyadic_mean(own - 2 * decoy, *sources, ends=(-2, 1), level=LEVEL),
+        *(judge, outcome, len(pairs)),
+        *(float(of.mean()) if len(pairs) else np.nan for of in (own, other)),
+        *(excess, margin, kind, model, *siblings),
     )
+
+
+def worst(gates: list[Gate]) -> Gate:
+    """Of several models' gates the one that a claim about all of them rests on: that of the
+    lowest margin, or without one."""
+    return min(gates, key=lambda gate: np.nan_to_num(gate.margin.low, nan=-np.inf))

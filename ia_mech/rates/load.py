@@ -6,7 +6,8 @@ prompt together, and prompts of two datasets that happen to have the same id sta
 """
 
 import hashlib
-from collections.abc import Iterable, Sequence
+import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -14,30 +15,37 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 from ia_mech.cli import quoted
 from ia_mech.errors import UserError
-from ia_mech.judge.decoys import CONVERSATION, KINDS, own_turns
-from ia_mech.judge.label import check_finished, same_judges, windows_of
+from ia_mech.judge.decoys import KINDS
+from ia_mech.judge.label import check_finished, items_of, same_judges
 from ia_mech.judge.rubric import CANNOT_ASSESS, GENUINE, NAMES
 from ia_mech.judge.rules import fitted_items
-from ia_mech.judge.verdict import GROUNDED_P, JUDGED, OUTCOMES, Item, identity_hash
-from ia_mech.rates.gate import Gate, gate_of
+from ia_mech.judge.verdict import GROUNDED_P, JUDGED, OUTCOMES, identity_hash
+from ia_mech.models.embedded import cache_dir
+from ia_mech.rates.gate import CONVERSATION, Gate, gate_of, worst
+from ia_mech.rates.grounding import p_values
+from ia_mech.results import folders_of
 from ia_mech.run import Run
 from ia_mech.run.labels import KEY, positions
 
 # Columns of verdicts that rates need.
-_VERDICT = [*KEY, "repeat", "category", "status", "item", "grounded_p"]
+_VERDICT = [*KEY, "repeat", "category", "status", "item", "grounding"]
 FAILED = "failed"  # the judge gave no category
-_DECOYS = [
-    *("run", "model", "weights_hash", "dataset", "perturbation", "temperature"),
-    *("decoy", "source", "lender", "context", "cut_off", "alike"),
-    *(f"{whose}{name}" for name in OUTCOMES for whose in ("", "own_")),
-]  # columns of Judged.decoys
+DEPENDENT = "dependent"  # genuine, and the own response is likelier than its siblings together
 EVERY, COMPLETE, CUT_OFF = RESPONSES = ("all", "complete", "cut-off")  # what turns come after
 NO_ANNOTATOR = ""  # no annotator: annotations are not read
 _SAMPLING = ("system", "thinking", "response", "date", "max_new_tokens", "max_response_tokens")
 SUBJECT = ["model", "weights_hash", "perturbation"]  # one table each
+_OF_TURN = ["run", *SUBJECT, "dataset", "temperature", "source", "cut_off"]
+_DECOYS = [
+    *_OF_TURN,
+    *("decoy", "shown_source"),
+    *(f"{own}{name}" for name in OUTCOMES for own in ("", "own_")),
+]  # columns of Judged.decoys
 
 
 @dataclass(frozen=True)
@@ -48,26 +56,27 @@ class Judged:
         turns: one row per user turn: ``model``, ``weights_hash``, ``dataset``, ``perturbation``,
             ``source`` and ``context`` (keys that hold across runs), ``temperature``, ``sample``,
             ``cut_off`` (it follows a cut-off response), ``category`` (a name of the rubric, or
-            ``failed``), the outcomes ``genuine`` and ``grounded`` (1, 0, or NaN where not
-            assessed; grounded is NaN throughout if the judge doesn't test it), and of the annotator
-            ``truth`` (likewise; NaN where not annotated) and ``inclusion`` (the probability of
-            being chosen for annotation). Of the run: ``run`` (its folder), ``context_id`` (its
-            own name of the context), ``annotated`` (the annotator has labelled turns of it),
-            ``fitted`` (the rules judge was fitted on the turn) and ``unlabelled`` (the strata of
-            its sheet that have turns but no label; empty if there are none). Names are categorical.
+            ``failed``), and the outcomes, 1, 0 or NaN where not assessed: ``genuine``;
+            ``grounded``, genuine with a word of the conversation that turns held against others
+            seldom share (:mod:`ia_mech.rates.grounding`); ``dependent``, genuine with a likelihood
+            that favours the own response over all its siblings together. The last two are NaN
+            where the judge doesn't test it, or no bits were computed (``experiments.reaction``).
+            Of the annotator ``truth`` (likewise; NaN where not annotated) and ``inclusion`` (the
+            probability of being chosen for annotation). Of the run: ``run`` (its folder),
+            ``context_id`` (its own name of the context), ``fitted`` (the rules judge was fitted on
+            the turn) and ``unlabelled`` (what the annotator labelled nothing of, if the turn's run
+            or a stratum of its sheet is such; else empty). Names are categorical.
         judge: the judge's name.
         record: who the judge is.
         annotator: whose labels are in ``truth``; None without any.
         runs: the runs, in the given order.
         notes: what a reader has to know of how they were put together.
         responses: after which responses the turns come: ``all``, ``complete`` or ``cut-off`` ones.
-        decoys: one row per decoy (:mod:`ia_mech.judge.decoys`): ``run``, ``model``,
-            ``weights_hash``, ``dataset``, ``perturbation`` and ``temperature`` as in ``turns``;
-            ``decoy``, its kind; ``source``, ``context`` and ``cut_off`` of the context shown, and
-            ``lender``, the source of the turn; ``alike``, the own turn is worded like the decoy,
-            or follows the same query and response; and of every outcome the verdict on the decoy
-            (``genuine``, ``grounded``) and on the context's own turn (``own_genuine``,
-            ``own_grounded``).
+        decoys: one row per decoy (:mod:`ia_mech.judge.decoys`): of its turn ``run``, ``model``,
+            ``weights_hash``, ``dataset``, ``perturbation``, ``temperature``, ``source`` and
+            ``cut_off`` as in ``turns``; ``decoy``, its kind; ``shown_source``, that of the context
+            shown; and of ``genuine`` and ``grounded`` the verdict on the decoy and, as
+            ``own_genuine`` and ``own_grounded``, on the same turn after what it followed.
     """
 
     turns: pd.DataFrame
@@ -85,9 +94,28 @@ class Judged:
         return [name for name in OUTCOMES if name == "genuine" or self.turns[name].notna().any()]
 
     @cached_property
+    def by_model(self) -> dict[tuple[str, str], dict[str, Gate]]:
+        """By model and hash of its weights, then by outcome: the gate of the judge there."""
+        models = self.turns[SUBJECT[:2]].drop_duplicates().astype(str).sort_values(SUBJECT[:2])
+        several = len(models) > 1
+        return {
+            (model, weights): {
+                outcome: gate_of(
+                    self.decoys[
+                        (self.decoys["model"] == model) & (self.decoys["weights_hash"] == weights)
+                    ],
+                    *(self.judge, outcome, model if several else ""),
+                )
+                for outcome in self.outcomes
+            }
+            for model, weights in models.itertuples(index=False)
+        }
+
+    @cached_property
     def gates(self) -> dict[str, Gate]:
-        """By outcome, whether the judge can tell a turn's own conversation from another."""
-        return {name: gate_of(self.decoys, self.judge, name) for name in self.outcomes}
+        """By outcome, the gate of the only model; of several, the worst of their gates."""
+        of_models = self.by_model.values()
+        return {name: worst([gates[name] for gates in of_models]) for name in self.outcomes}
 
     @property
     def gate(self) -> Gate:
@@ -151,37 +179,32 @@ def read_runs(
     """
     runs = open_runs(runs)
     judge = _choose_judge(runs, judge)
-    verdicts = [run.labels.judgements(judge, _VERDICT) for run in runs]
     record = _same_judge(runs, judge)
     annotator = _choose_annotator(runs, annotator)
     turns: list[pd.DataFrame] = []
     decoys: list[pd.DataFrame] = []
     earlier: list[tuple[Path, pd.MultiIndex]] = []
-    for run, said in zip(runs, verdicts, strict=True):
-        frame, drawn = _turns_and_decoys(run, judge, said)
-        decoys.append(drawn)
-        _label(frame, run, annotator, judge, said)
+    for run in runs:
+        said = run.labels.judgements(judge, _VERDICT)
+        frame, drawn = _turns_and_decoys(run, judge, said[said["repeat"] == 0])
+        frame[DEPENDENT] = _dependent(frame, runs, run)
+        _label(frame, run, annotator, judge)
         turns.append(_without_repeated(frame, run, earlier) if len(runs) > 1 else frame)
-    pooled = _pooled(turns)
+        decoys.append(drawn)
+    pooled = _pooled(turns).drop(columns="item")
     if pooled["genuine"].isna().all():
         raise UserError(
             f"{judge!r} assessed none of the {len(pooled)} user turns",
-            "see why in the column status of its verdicts, and judge again with --retry-failed",
+            "see why in the column status of its verdicts, and judge again",
         )
     notes = _notes(runs, record, pooled, annotator)
     without = [run.name for run, frame in zip(runs, decoys, strict=True) if frame.empty]
     if 0 < len(without) < len(runs):
-        notes.append(
-            f"no decoys in {', '.join(without)}: these verdicts have no floor. Judging the run "
-            "again adds them; verdicts in the cache are not paid for again."
-        )
+        notes.append(f"no decoys in {', '.join(without)}: these verdicts have no floor.")
     found = [frame for frame in decoys if len(frame)] or decoys[:1]
-    judged = Judged(
-        *(pooled, judge, record, annotator, runs, notes),
-        decoys=_pooled(found),
-    )
+    judged = Judged(pooled, judge, record, annotator, runs, notes, decoys=_pooled(found))
     judged = restricted(judged, responses)
-    return replace(judged, notes=judged.notes + _decoy_notes(judged.decoys))
+    return replace(judged, notes=judged.notes + _decoy_notes(judged))
 
 
 def restricted(judged: Judged, responses: str) -> Judged:
@@ -275,7 +298,7 @@ def _choose_annotator(runs: list[Run], annotator: str | None) -> str | None:
 def _turns_and_decoys(
     run: Run, judge: str, verdicts: pd.DataFrame
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """``Judged.turns``, without labels, and ``Judged.decoys`` of one run."""
+    """``Judged.turns``, without labels but with ``item``, and ``Judged.decoys`` of one run."""
     again = f"judge it again: {run.labels.command('judgements', judge)}"
     unknown = sorted(set(verdicts["category"].dropna().unique()) - set(NAMES))
     if unknown:
@@ -284,7 +307,6 @@ def _turns_and_decoys(
             "lacks",
             again,
         )
-    verdicts = verdicts[verdicts["repeat"] == 0]
     at = positions(run.turns, verdicts)
     misses = len(run.turns) - len(np.unique(at[at >= 0]))
     if misses or len(at) != len(run.turns):
@@ -293,23 +315,22 @@ def _turns_and_decoys(
             f"{len(run.turns)} user turns, {misses} of which have none",
             again,
         )
-    verdicts = verdicts.iloc[np.argsort(at)]
+    verdicts = verdicts.iloc[np.argsort(at)].reset_index(drop=True)
     decoys = run.labels.decoys(judge, columns=[*_VERDICT, "decoy", "shown"])
     decoys = decoys[decoys["repeat"] == 0].reset_index(drop=True)
-    own, other = positions(run.turns, own_turns(decoys).to_frame()), positions(run.turns, decoys)
-    lent = pd.MultiIndex.from_frame(decoys.loc[decoys["decoy"] == CONVERSATION, list(KEY[:2])])
+    own = positions(run.turns, decoys)
+    contexts = pd.Index(run.turns["context_id"].cat.categories)
+    shown = contexts.get_indexer(decoys["shown"].astype(object))
     sound = bool(
         (own >= 0).all()
-        and (other >= 0).all()
-        and lent.is_unique
+        and (shown >= 0).all()
         and decoys["decoy"].isin(KINDS).all()
         and decoys["category"].dropna().isin(NAMES).all()
     )
-    said = pd.concat([verdicts["item"], decoys["item"]]) if sound else verdicts["item"]
     unperturbed = run.labels.record("judgements", judge).get("unperturbed", False)
-    changed, spoken, followed = _texts(
-        run, windows_of(run, decoys if sound else None, unperturbed=unperturbed), said.to_numpy()
-    )
+    items = items_of(run, decoys if sound else None, unperturbed=unperturbed)
+    said = pd.concat([verdicts["item"], *([decoys["item"]] if sound else [])]).to_numpy()
+    changed = pd.notna(said) & (said != [item.key("", 0)[:16] for item in items])
     if count := int(changed[: len(run.turns)].sum()):
         raise UserError(
             f"the verdicts of {judge!r} in {run.path} are of other texts ({count} turns have "
@@ -318,40 +339,23 @@ def _turns_and_decoys(
         )
     if not sound or changed.any():
         raise UserError(f"the decoys of {judge!r} in {run.path} are not of its turns", again)
-    turns = _named(run).assign(**_said(verdicts))
-    alike = (spoken[own] == spoken[other]) | (followed[own] == followed[other])
-    frame = turns.iloc[own].reset_index(drop=True)
-    frame = frame[["run", *SUBJECT, "dataset", "temperature", "source", "context", "cut_off"]]
-    lenders = turns["source"].iloc[other].reset_index(drop=True)
-    frame = frame.assign(decoy=decoys["decoy"], lender=lenders, alike=alike)
-    of_decoys = _said(decoys)
+    turns = _named(run).assign(item=verdicts["item"])
+    frame = turns[_OF_TURN].iloc[own].reset_index(drop=True)
+    source_of = turns.drop_duplicates("context_id").set_index("context_id")["source"]
+    frame["decoy"] = decoys["decoy"].astype(object)
+    frame["shown_source"] = source_of.reindex(contexts[shown]).to_numpy(dtype=object)
+    every = pd.concat([verdicts, decoys], ignore_index=True)
+    p = p_values(
+        every["grounding"].to_numpy(dtype=float),
+        np.array([len(item.turn.split()) for item in items]),
+        pd.concat([turns["source"], frame["source"]]).to_numpy(dtype=object),
+        pd.concat([turns["source"], frame["shown_source"]]).to_numpy(dtype=object),
+        (every["decoy"] == CONVERSATION).to_numpy(),
+    )
+    count, said_of = len(turns), _outcomes(every, p)
     for name in OUTCOMES:
-        frame[name], frame[f"own_{name}"] = of_decoys[name], turns[name].to_numpy()[own]
-    return turns, frame[_DECOYS]
-
-
-def _texts(
-    run: Run, windows: Iterable[tuple[pd.DataFrame, list[Item]]], said: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """What is needed of the texts of turns and decoys.
-
-    Args:
-        run: the run.
-        windows: of :func:`~ia_mech.judge.label.windows_of`.
-        said: ``[rows]`` the column ``item`` of their verdicts.
-
-    Returns:
-        ``[rows]`` whether a verdict is of other texts; and hashes of the turn, and of the query and
-        response before it: 64 bits, which none of 10⁵ pairs of texts is likely to share by chance.
-    """
-    changed = np.zeros(len(said), dtype=bool)
-    spoken, followed = np.zeros((2, len(said)), dtype=np.int64)
-    for rows, items in windows:
-        texts = [item.key("", 0)[:16] for item in items]
-        changed[rows.index] = pd.notna(said[rows.index]) & (said[rows.index] != texts)
-        spoken[rows.index] = [hash(item.turn) for item in items]
-        followed[rows.index] = [hash((item.query, item.response)) for item in items]
-    return changed, spoken, followed
+        frame[name], frame[f"own_{name}"] = said_of[name][count:], said_of[name][own]
+    return turns.assign(**{name: of[:count] for name, of in said_of.items()}), frame
 
 
 def _named(run: Run) -> pd.DataFrame:
@@ -400,15 +404,14 @@ def _pooled(frames: list[pd.DataFrame]) -> pd.DataFrame:
     return pooled.astype(dict.fromkeys(names, "category"))
 
 
-def _said(verdicts: pd.DataFrame) -> dict[str, Any]:
-    """``[rows]`` category and outcomes, as in ``Judged.turns``."""
+def _outcomes(verdicts: pd.DataFrame, p: np.ndarray) -> dict[str, Any]:
+    """``[rows]`` category and outcomes, as in ``Judged.turns``; ``p`` of their grounding."""
     category = verdicts["category"].where(verdicts["status"] == JUDGED)
     category = pd.Categorical(category.astype(object).fillna(FAILED), sorted((*NAMES, FAILED)))
     assessed = ~category.isin([FAILED, CANNOT_ASSESS])
     genuine = np.where(assessed, category == GENUINE, np.nan).astype(float)
-    p = verdicts["grounded_p"].astype(float).to_numpy()
-    tested = p.size and not np.isnan(p).all()
     grounded = np.where(genuine == 1, np.where(np.isnan(p), np.nan, p <= GROUNDED_P), genuine)
+    tested = not np.isnan(p).all()
     return {
         "category": category,
         "genuine": genuine,
@@ -416,13 +419,68 @@ def _said(verdicts: pd.DataFrame) -> dict[str, Any]:
     }
 
 
-def _label(
-    frame: pd.DataFrame, run: Run, annotator: str | None, judge: str, said: pd.DataFrame
-) -> None:
-    """Add what the annotator says; ``said`` are the judge's verdicts."""
+def _dependent(frame: pd.DataFrame, runs: list[Run], run: Run) -> np.ndarray:
+    """``[turns]`` of :data:`DEPENDENT`, from the first results with the evidence of turns.
+
+    With w the likelihoods of a turn after the K responses to its query, as shares, the evidence is
+    log₂ K wₖ of the response k that it followed. A turn that depends on no response has wₖ > ½ with
+    a probability of 1 / K at most: one response alone can have it.
+    """
+    for folder in dict.fromkeys(at for one in (run, *runs) for at in result_folders(one)):
+        table = table_of_run(folder, run, "turns", [*KEY, "source_id", "evidence"])
+        if table is None:
+            continue
+        responses = table.groupby("source_id")["context_id"].transform("nunique")
+        likelier = (table["evidence"] > np.log2(responses) - 1).where(table["evidence"].notna())
+        told = pd.Series(likelier.to_numpy(dtype=float), pd.MultiIndex.from_frame(table[list(KEY)]))
+        keys = pd.MultiIndex.from_frame(frame[list(KEY)].astype({"context_id": object}))
+        found = told[~told.index.duplicated()].reindex(keys).to_numpy()
+        genuine = frame["genuine"].to_numpy()
+        return np.where(np.isnan(found) | np.isnan(genuine), np.nan, found * genuine)
+    return np.full(len(frame), np.nan)
+
+
+def result_folders(run: Run) -> list[Path]:
+    """The folders with results on a run: in it, and beside it or in the cache."""
+    return folders_of(run.path, run.identity_digest, [run.path.resolve().parent, cache_dir()])
+
+
+def table_of_run(folder: Path, run: Run, stem: str, columns: Sequence[str]) -> pd.DataFrame | None:
+    """A run's rows in a table of a result.
+
+    Args:
+        folder: of the result.
+        run: the run.
+        stem: of the table's file.
+        columns: that it must have.
+
+    Returns:
+        None if there is no such table, or the result isn't of the run.
+
+    Raises:
+        UserError: the table is damaged.
+    """
+    file = folder / f"{stem}.parquet"
+    try:
+        if not file.is_file() or not {*columns} <= set(pq.read_schema(file).names):
+            return None
+        about = json.loads(pq.read_schema(file).metadata[b"ia_mech"])
+        if run.identity_digest not in about.get("identities", []):
+            return None
+        table = pq.read_table(file).to_pandas()
+    except (pa.ArrowException, OSError, ValueError, LookupError, TypeError):
+        raise UserError(f"{file} is damaged", "remove it, or analyse again") from None
+    return table[table["run"] == run.name] if "run" in table else table
+
+
+def _label(frame: pd.DataFrame, run: Run, annotator: str | None, judge: str) -> None:
+    """Add what the annotator says."""
     frame["truth"] = frame["inclusion"] = np.nan
-    frame["annotated"], frame["unlabelled"], frame["fitted"] = False, "", False
-    if annotator is None or annotator not in run.labels.annotators:
+    frame["unlabelled"], frame["fitted"] = "", False
+    if annotator is None:
+        return
+    if annotator not in run.labels.annotators:
+        frame["unlabelled"] = f"turns of {run.name}"
         return
     labels = run.labels.annotations(annotator)
     where = f"the labels of {annotator!r} in {run.path}"
@@ -437,19 +495,18 @@ def _label(
     if not ((chances > 0) & (chances <= 1)).all():
         raise UserError(f"{where} have inclusion probabilities outside (0, 1]", remedy)
     if run.labels.record("judgements", judge).get("identity", {}).get("kind") == "rules":
-        fitted = said[(said["repeat"] == 0) & said["item"].isin(fitted_items())]
-        frame.loc[positions(run.turns, fitted), "fitted"] = True
+        frame["fitted"] = frame["item"].isin(fitted_items())
     truth = (labels["category"] == GENUINE).astype(float)
     truth[labels["category"] == CANNOT_ASSESS] = np.nan
     frame.loc[at, "truth"] = truth.to_numpy()
     frame.loc[at, "inclusion"] = labels["inclusion_probability"].astype(float).to_numpy()
-    frame["annotated"] = bool(truth.notna().any())
-    record = run.labels.record("annotations", annotator)
-    strata = _strata_to_label(run, record, judge)
+    strata = _strata_to_label(run, run.labels.record("annotations", annotator), judge)
     known = set(labels["stratum"][truth.notna()])
-    frame["unlabelled"] = ", ".join(name for name in strata if name not in known)
-    if not strata:  # labels that came without a sheet: whole datasets may have been left out
-        frame["annotated"] = frame["truth"].notna().groupby(frame["dataset"]).transform("any")
+    if missing := [name for name in strata if name not in known]:
+        frame["unlabelled"] = f"the stratum {', '.join(missing)} of {run.name}"
+    elif not strata:  # labels that came without a sheet: whole datasets may have been left out
+        has = frame["truth"].notna().groupby(frame["dataset"], observed=True).transform("any")
+        frame["unlabelled"] = np.where(has, "", f"a dataset of {run.name}")
 
 
 def _strata_to_label(run: Run, record: dict[str, Any], judge: str) -> list[str]:
@@ -516,28 +573,20 @@ def _notes(runs: list[Run], record: dict, turns: pd.DataFrame, annotator: str | 
     if len(fitted):
         notes.append(
             f"{len(fitted)} of {len(turns)} turns, {fitted['truth'].notna().sum()} of them "
-            "labelled, were in the rules judge's fit: its errors and corrected rates leave them "
-            "out."
+            "labelled, were in the rules judge's fit: corrected rates leave them out."
         )
     return notes
 
 
-def _decoy_notes(decoys: pd.DataFrame) -> list[str]:
-    notes, count = [], len(decoys)
-    unassessed = decoys["genuine"].isna()
-    own = ~unassessed & decoys["own_genuine"].isna()
-    if (unassessed | own).any():
-        notes.append(
-            f"{(unassessed | own).sum()} of {count} decoys are left out: the judge gave no "
-            f"category to the decoy ({unassessed.sum()}) or else to the context's own turn "
-            f"({own.sum()})."
-        )
-    if decoys["alike"].any():
-        notes.append(
-            f"{decoys['alike'].sum()} of {count} decoys are no contrast: the same turn, or the same"
-            " query and response, as the context's own. They count all the same."
-        )
-    return notes
+def _decoy_notes(judged: Judged) -> list[str]:
+    decoys = judged.decoys
+    lost = decoys["genuine"].isna() | decoys["own_genuine"].isna()
+    if not lost.any():
+        return []
+    return [
+        f"{lost.sum()} of {len(decoys)} decoys are left out: the judge gave no category to the "
+        "decoy or to the turn after its own context."
+    ]
 
 
 def _by_model(runs: list[Run]) -> list[list[Run]]:

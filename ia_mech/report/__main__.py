@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 DESCRIPTION = """\
 Write runs as one HTML file that opens from disk without a network: what was found by judges, probes
 and experiments, each with its control, its figures and its estimates, and all turns to read and
-filter. Several runs stand side by side. Results of experiments are found in the run, and beside it
-or in the cache if they say that they are of it.
+filter. Several runs stand side by side. Results are found in the run, and beside it or in the cache
+if they say that they are of it.
 """
 
 
@@ -35,7 +35,7 @@ def build_parser() -> argparse.ArgumentParser:
         type=path_of,
         default=[],
         metavar="FOLDER",
-        help="folders that experiments wrote: results on the first run, besides those found",
+        help="further folders with results on the first run",
     )
     parser.add_argument(
         "--out", type=path_of, metavar="FILE", help="the page (default: report.html in the run)"
@@ -63,6 +63,7 @@ def _report(args: argparse.Namespace) -> None:
         raise UserError(f"{out} is a folder", "remove it, or give --out")
 
     from ia_mech.rates.load import open_runs
+    from ia_mech.report.contents import folders_of, missing
     from ia_mech.run.integrity import replace_file
 
     runs = open_runs(args.runs)
@@ -74,10 +75,13 @@ def _report(args: argparse.Namespace) -> None:
 
     replace_file(out, write)
     print(f"report: {quoted(out)}")
+    for run in runs:
+        for command in missing(run, folders_of(run)):
+            print(f"next: {command}")
 
 
 def render_report(runs: "Sequence[Run]", more: "Sequence[Path]" = ()) -> str:
-    """The page of open, finished runs; ``more`` are results of experiments on the first one.
+    """The page of open, finished runs; ``more`` are folders with results on the first one.
 
     Raises:
         UserError: labels or results that can't be read.
@@ -87,19 +91,19 @@ def render_report(runs: "Sequence[Run]", more: "Sequence[Path]" = ()) -> str:
     from ia_mech import __version__
     from ia_mech.judge.rubric import CATEGORIES
     from ia_mech.page import rendered
-    from ia_mech.report.contents import grouped, parts_of, provenance, results_of
+    from ia_mech.report.contents import folders_of, grouped, parts_of, provenance
     from ia_mech.report.turns import browser
 
     names = [run.name for run in runs]
     if len(set(names)) < len(names):
         names = [f"{name} ({number})" for number, name in enumerate(names, start=1)]
-    results = [results_of(run, () if n else more) for n, run in enumerate(runs)]
+    folders = [folders_of(run, () if n else more) for n, run in enumerate(runs)]
     parts = [
         part
-        for run, name, of in zip(runs, names, results, strict=True)
+        for run, name, of in zip(runs, names, folders, strict=True)
         for part in parts_of(run, name, of)
     ]
-    data, held = browser(runs, names, results)
+    data, held = browser(runs, names, folders)
     models = ", ".join(dict.fromkeys(run.model["name"] for run in runs))
     turns = sum(len(run.turns) for run in runs)
     contexts = pd.concat([run.turns.drop_duplicates("context_id") for run in runs])
@@ -117,7 +121,11 @@ def render_report(runs: "Sequence[Run]", more: "Sequence[Path]" = ()) -> str:
         rubric=CATEGORIES,
         groups=grouped(parts),
         several=len(runs) > 1,
-        bare=[name for name in names if name not in {part.run for part in parts}],
+        bare=[
+            (name, "rates" if run.labels.judges else "judge run")
+            for run, name, of in zip(runs, names, folders, strict=True)
+            if not of
+        ],
         held=held,
         provenance=[
             table for run, name in zip(runs, names, strict=True) for table in provenance(run, name)

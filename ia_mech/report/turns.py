@@ -6,24 +6,22 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-import pyarrow as pa
-import pyarrow.parquet as pq
 
 from ia_mech.errors import UserError
 from ia_mech.judge.decoys import KINDS
-from ia_mech.judge.rubric import GENUINE, NAMES
-from ia_mech.judge.verdict import GROUNDED_P, JUDGED
+from ia_mech.judge.rubric import NAMES
+from ia_mech.judge.verdict import JUDGED
 from ia_mech.models.load import load_tokenizer_and_config, recalled
 from ia_mech.page import packed
-from ia_mech.rates.load import FAILED
-from ia_mech.report.contents import TURNS, Results
+from ia_mech.rates.load import DEPENDENT, FAILED, table_of_run
 from ia_mech.run import Run
 from ia_mech.run.labels import KEY
 from ia_mech.untrusted import visible
 
 CATEGORIES = [*NAMES, FAILED, "not judged"]
 BITS, TOKEN_BITS = "reaction_bits", "bits_by_token"  # columns of an experiment's turns.parquet
-SAID = [*KEY, "repeat", "category", "status", "rationale", "grounded_p"]
+OUTCOMES = ("grounded", DEPENDENT)  # columns of turns.parquet of rates
+SAID = [*KEY, "repeat", "category", "status", "rationale"]
 DECOY = (*KEY, "shown", "decoy")
 MOST = 100_000_000  # bytes of a page's data
 FEW = 100_000  # turns that are packed to see how many bytes turns take
@@ -32,7 +30,7 @@ Cutter = Callable[[str, np.ndarray], list[int] | None]  # of a turn's text and t
 
 
 def browser(
-    runs: Sequence[Run], names: Sequence[str], results: Sequence[list[Results]], most: int = MOST
+    runs: Sequence[Run], names: Sequence[str], folders: Sequence[Sequence[Path]], most: int = MOST
 ) -> tuple[str, str]:
     """The packed data of the turn browser, and a sentence on how much it holds.
 
@@ -42,11 +40,14 @@ def browser(
     Args:
         runs: the runs.
         names: what the page calls them.
-        results: of experiments, by run. Bits of turns come from those with a ``turns.parquet`` that
-            has the columns ``context_id``, ``temperature``, ``sample`` and ``reaction_bits``.
+        folders: with results, by run. What is known of turns and contexts comes from the results of
+            all runs that say they are of the run: from ``turns.parquet`` bits (``reaction_bits``,
+            ``bits_by_token``), and of rates whether turns are grounded or dependent; from
+            ``predictions.parquet`` a probe's ``probability``.
         most: bytes.
     """
     cutters = [_cutter(run) for run in runs]
+    every = list(dict.fromkeys(folder for of_run in folders for folder in of_run))
     contexts = pd.concat(
         [
             run.turns.drop_duplicates("context_id")[["context_id", "dataset"]].assign(run=number)
@@ -60,8 +61,8 @@ def browser(
         if drawn.empty:
             raise UserError(f"not even one context fits a page of {most} bytes", "show fewer runs")
         kept = [set(drawn.loc[drawn["run"] == number, "context_id"]) for number in range(len(runs))]
-        several = zip(runs, results, cutters, kept, strict=True)
-        frames = [_frames(*of, number) for number, of in enumerate(several)]
+        several = zip(runs, cutters, kept, strict=True)
+        frames = [_frames(*of, every, number) for number, of in enumerate(several)]
         shown, turns = (pd.concat(of, ignore_index=True) for of in zip(*frames, strict=True))
         del frames
         data = packed(_columns(shown, turns, names))
@@ -87,7 +88,7 @@ def browser(
 
 
 def _frames(
-    run: Run, results: Sequence[Results], cut: Cutter | None, kept: set[str], number: int
+    run: Run, cut: Cutter | None, kept: set[str], folders: Sequence[Path], number: int
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
     """The ``kept`` contexts of a run, and the turns after them, with all that is known of each."""
     frames = []
@@ -115,10 +116,11 @@ def _frames(
     contexts, turns = (pd.concat(of) for of in zip(*frames, strict=True))
     contexts = contexts.sort_values("order").astype({"context_id": object, "dataset": object})
     turns = turns.sort_index().astype({"context_id": object})
-    for file in sorted(run.path.glob("probes/*/predictions.parquet")):
-        found = _read(file, "context_id", "probability").drop_duplicates("context_id")
-        found = found.set_index("context_id")["probability"]
-        contexts[f"probe {file.parent.name}"] = contexts["context_id"].map(found)
+    for folder in folders:
+        found = table_of_run(folder, run, "predictions", ["context_id", "probability"])
+        if found is not None:
+            of_context = found.drop_duplicates("context_id").set_index("context_id")["probability"]
+            contexts[f"probe {folder.name}"] = contexts["context_id"].map(of_context)
     labels, decoys = [], []
     for judge in run.labels.judges:
         said = run.labels.judgements(judge, SAID)
@@ -127,8 +129,10 @@ def _frames(
     texts = turns[[*KEY, "run", "text"]]
     for said in labels:
         turns = turns.join(said, on=list(KEY))
-    for one in results:
-        turns = _with_bits(turns, one.folder / TURNS)
+    for folder in folders:
+        turns = _with_bits(turns, table_of_run(folder, run, "turns", [*KEY, BITS]))
+    for judge in run.labels.judges:
+        turns = _with_outcomes(turns, judge, run, folders)
     turns = turns.assign(decoy="")
     if decoys:
         rows = pd.concat(decoys, axis=1).reset_index().merge(texts, on=list(KEY))
@@ -138,16 +142,12 @@ def _frames(
 
 
 def _said(rows: pd.DataFrame, judge: str, key: Sequence[str]) -> pd.DataFrame:
-    """Category and reason of a judge's first verdicts, and whether a turn is genuine and grounded
-    (NaN where the judge doesn't test it)."""
+    """Category and reason of a judge's first verdicts."""
     rows = rows[rows["repeat"] == 0]
     rows = rows.astype({"context_id": object, "category": object}).set_index(list(key))
-    p = rows["grounded_p"].astype(float)
-    grounded = ((rows["category"] == GENUINE) & (p <= GROUNDED_P)).where(p.notna())
     columns = {
         f"category {judge}": rows["category"].where(rows["status"] == JUDGED, FAILED),
         f"reason {judge}": rows["rationale"],
-        f"grounded {judge}": grounded.astype(float),
     }
     return pd.DataFrame(columns)
 
@@ -159,11 +159,9 @@ def _query(messages: list[dict[str, str]]) -> str:
     return "\n\n".join(f"{message['role']}: {message['content']}" for message in messages)
 
 
-def _with_bits(turns: pd.DataFrame, file: Path) -> pd.DataFrame:
-    if not file.is_file():
-        return turns
-    found = _read(file)
-    if not {*KEY, BITS} <= set(found):
+def _with_bits(turns: pd.DataFrame, found: pd.DataFrame | None) -> pd.DataFrame:
+    """Bits of turns from a result's table; those of the last one that has some."""
+    if found is None:
         return turns
     found = found.drop_duplicates(list(KEY))
     kept = [name for name in (BITS, TOKEN_BITS) if name in found]
@@ -172,14 +170,18 @@ def _with_bits(turns: pd.DataFrame, file: Path) -> pd.DataFrame:
     )
 
 
-def _read(file: Path, *wanted: str) -> pd.DataFrame:
-    try:
-        found = pq.read_table(file).to_pandas()
-    except (pa.ArrowException, OSError):
-        found = None
-    if found is None or not {*wanted} <= set(found):
-        raise UserError(f"{file} is damaged", "remove it, or analyse again")
-    return found
+def _with_outcomes(
+    turns: pd.DataFrame, judge: str, run: Run, folders: Sequence[Path]
+) -> pd.DataFrame:
+    """Whether turns are grounded and dependent, from the rates of the judge."""
+    own = [folder for folder in folders if folder.name == f"rates-{judge}"]
+    for folder in own:
+        found = table_of_run(folder, run, "turns", [*KEY, *OUTCOMES])
+        if found is not None:
+            names = {name: f"{name} {judge}" for name in OUTCOMES}
+            told = found.drop_duplicates(list(KEY))[[*KEY, *OUTCOMES]].rename(columns=names)
+            return turns.merge(told, "left", on=list(KEY))
+    return turns
 
 
 def _cutter(run: Run) -> Cutter | None:
@@ -233,7 +235,11 @@ def _columns(contexts: pd.DataFrame, turns: pd.DataFrame, names: Sequence[str]) 
                     codes.get(name, len(CATEGORIES) - 1) for name in turns[f"category {judge}"]
                 ],
                 "reason": _texts(turns[f"reason {judge}"]),
-                "grounded": _numbers(turns[f"grounded {judge}"], 0),
+                **{
+                    name: _numbers(turns[f"{name} {judge}"], 0)
+                    for name in OUTCOMES
+                    if f"{name} {judge}" in turns
+                },
             }
             for judge in judges
         },

@@ -51,7 +51,7 @@ JUDGEMENTS = pa.schema(
         ("cost", pa.float64()),
         ("cached", pa.bool_()),
         ("item", pa.string()),
-        ("grounded_p", pa.float64()),
+        ("grounding", pa.float64()),
         ("decoy", pa.string()),
         ("shown", pa.string()),
     ]

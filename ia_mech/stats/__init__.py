@@ -6,20 +6,14 @@ test. ``docs/statistics.md`` says which is used for what, ``benchmarks/coverage.
 keep their level.
 """
 
-from ia_mech.stats.agreement import alpha_of, balanced_accuracy_of, confusion, kappa_of
+from ia_mech.stats.agreement import balanced_accuracy_of, confusion, kappa_of
 from ia_mech.stats.auroc import auroc_between, auroc_columns
-from ia_mech.stats.clusters import (
-    cluster_counts,
-    cluster_mean,
-    cluster_ratios,
-    cluster_statistic,
-)
+from ia_mech.stats.clusters import cluster_counts, cluster_mean, cluster_statistic
 from ia_mech.stats.confidence_set import model_confidence_set
-from ia_mech.stats.correction import IMPOSSIBLE, prediction_powered, rogan_gladen
+from ia_mech.stats.correction import prediction_powered
 from ia_mech.stats.differences import (
     Grouped,
     Paired,
-    detectable_difference,
     group_difference,
     paired_difference,
 )
@@ -35,22 +29,18 @@ from ia_mech.stats.significance import (
 )
 
 __all__ = [
-    "IMPOSSIBLE",
     "Estimate",
     "FoldScores",
     "Grouped",
     "Paired",
     "Replicated",
-    "alpha_of",
     "auroc_between",
     "auroc_columns",
     "balanced_accuracy_of",
     "cluster_counts",
     "cluster_mean",
-    "cluster_ratios",
     "cluster_statistic",
     "confusion",
-    "detectable_difference",
     "dyadic_mean",
     "group_difference",
     "holm",
@@ -62,7 +52,6 @@ __all__ = [
     "paired_difference",
     "permutation_p",
     "prediction_powered",
-    "rogan_gladen",
     "wilson",
     "zero_events_bound",
 ]

@@ -1,9 +1,8 @@
-"""How well two or more raters agree: confusion matrix, kappa, balanced accuracy, alpha.
+"""How well two raters agree: confusion matrix, kappa, balanced accuracy.
 
 Rows may carry weights: inverse inclusion probabilities of a stratified sample, or the
-multiplicities of a resample, or their product. ``kappa_of``, ``balanced_accuracy_of`` and
-``alpha_of`` take the tables of many resamples at once, as ``cluster_counts`` makes them; intervals
-come from there.
+multiplicities of a resample, or their product. ``kappa_of`` and ``balanced_accuracy_of`` take the
+tables of many resamples at once, as ``cluster_counts`` makes them; intervals come from there.
 """
 
 from collections.abc import Hashable, Sequence
@@ -11,7 +10,7 @@ from collections.abc import Hashable, Sequence
 import numpy as np
 from numpy.typing import ArrayLike
 
-from ia_mech.stats.resampling import as_weights, is_missing
+from ia_mech.stats.resampling import as_weights
 
 
 def confusion(
@@ -78,49 +77,3 @@ def balanced_accuracy_of(table: ArrayLike) -> np.ndarray:
     with np.errstate(divide="ignore", invalid="ignore"):
         recalls = np.where(actual > 0, right / actual, 0.0)
         return recalls.sum(-1) / (actual > 0).sum(-1)
-
-
-def alpha_of(weights: np.ndarray, patterns: ArrayLike, units: int) -> np.ndarray:
-    """Krippendorff's nominal alpha of many resamples, from how much weight each pattern has.
-
-    Agreement of any number of raters, some of whose ratings may be missing:
-    ``1 - observed / expected disagreement`` from the coincidences of values within units
-    (Krippendorff 2011, "Computing Krippendorff's Alpha-Reliability"). Units with fewer than two
-    ratings say nothing and are left out. Only proportions of weights count: they are scaled to a
-    mean of 1 over ``units``, so that the small-sample term keeps its meaning.
-
-    Args:
-        weights: ``[k, patterns]`` in each resample, the weight of all units rated so.
-        patterns: ``[patterns, raters]`` the different rows of ratings; None or NaN where a rater
-            gave none.
-        units: how many units with two or more ratings the data have.
-
-    Returns:
-        ``[k]`` alphas, at most 1; NaN where no unit has two ratings or all ratings are the same.
-
-    Raises:
-        ValueError: a shape isn't one of those.
-    """
-    table = np.asarray(patterns, dtype=None if isinstance(patterns, np.ndarray) else object)
-    if table.ndim != 2:
-        raise ValueError(f"patterns must be [patterns, raters], not of {table.ndim} dimensions")
-    if weights.shape[1] != len(table):
-        raise ValueError(f"{weights.shape[1]} weights but {len(table)} patterns")
-    values = [value for value in dict.fromkeys(table.ravel().tolist()) if not is_missing(value)]
-    counts = np.zeros((len(table), len(values)))  # how often each value was given
-    for i, value in enumerate(values):
-        counts[:, i] = (table == value).sum(1)
-    ratings = counts.sum(1)
-    paired = ratings >= 2
-    counts, ratings, weights = counts[paired], ratings[paired], weights[:, paired]
-    pairs = counts[:, :, None] * counts[:, None, :] - counts[:, :, None] * np.eye(len(values))
-    per_pattern = (pairs / (ratings[:, None, None] - 1)).reshape(len(counts), len(values) ** 2)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        scaled = weights * (units / weights.sum(1, keepdims=True))
-    coincidence = (scaled @ per_pattern).reshape(len(weights), len(values), len(values))
-    totals, differ = coincidence.sum(1), 1 - np.eye(len(values))
-    expected = (totals[:, :, None] * differ * totals[:, None, :]).sum((1, 2))
-    observed = (coincidence * differ).sum((1, 2))
-    with np.errstate(divide="ignore", invalid="ignore"):
-        alpha = 1 - (totals.sum(1) - 1) * observed / expected
-    return np.where(expected > 0, alpha, np.nan)

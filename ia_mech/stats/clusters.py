@@ -128,52 +128,6 @@ def cluster_statistic(
     return bootstrap_estimate(value, np.array(replicates, dtype=float), clusters, level)
 
 
-def cluster_ratios(
-    numerators: ArrayLike,
-    denominators: ArrayLike,
-    sources: Iterable[Hashable],
-    *,
-    level: float = 0.95,
-    resamples: int = 2000,
-    seed: int = 0,
-) -> list[Estimate]:
-    """Ratios of sums over rows that share a denominator, each with a cluster-bootstrap interval.
-
-    Draws and intervals are those of :func:`cluster_statistic`, with a matrix product in place of
-    its calls. A ratio is undefined where the sum of denominators isn't positive.
-
-    Args:
-        numerators: ``[n, m]`` finite numbers.
-        denominators: ``[n]`` finite numbers of any sign.
-        sources: ``[n]`` the source of each row.
-        level: coverage.
-        resamples: bootstrap samples.
-        seed: of the resampling.
-
-    Returns:
-        ``m`` estimates.
-
-    Raises:
-        ValueError: lengths differ, a source is missing, or the level is out of range.
-    """
-    check_level(level)
-    index, clusters = source_index(sources)
-    above, below = np.asarray(numerators, dtype=float), np.asarray(denominators, dtype=float)
-    if above.ndim != 2 or not len(above) == len(below) == len(index):
-        raise ValueError(f"{above.shape} numerators, {below.shape} denominators, {len(index)} rows")
-    table = np.zeros((clusters, above.shape[1] + 1))
-    np.add.at(table, index, np.column_stack([above, below]))
-
-    def ratios(sums: np.ndarray) -> np.ndarray:
-        total = sums[:, -1:]
-        return np.divide(
-            sums[:, :-1], total, out=np.full_like(sums[:, :-1], np.nan), where=total > 0
-        )
-
-    drawn = (counts @ table for counts in resample_counts(clusters, resamples, seed))
-    return _bootstrapped(ratios, table.sum(0), drawn, clusters, level)
-
-
 def cluster_counts(
     statistic: Callable[[np.ndarray], np.ndarray],
     pattern: ArrayLike,
@@ -188,14 +142,14 @@ def cluster_counts(
     """Statistics of counts of row patterns, with a cluster-bootstrap interval over sources.
 
     Many statistics don't ask which rows there are but how many of each kind: those of a confusion
-    matrix ask for its cells, Krippendorff's alpha for the different rows of ratings. Their counts
-    are summed per source once; a resample is then a sum over the sources drawn, and the statistic
-    sees many resamples in one call. Draws and intervals are those of :func:`cluster_statistic`.
+    matrix ask for its cells, a median for the different values. Their counts are summed per source
+    once; a resample is then a sum over the sources drawn, and the statistic sees many resamples in
+    one call. Draws and intervals are those of :func:`cluster_statistic`.
 
     Args:
         statistic: called with ``[k, patterns]`` float sums of weights, one row per resample (k
             varies from call to call), gives ``[k]`` numbers, or ``[k, m]`` for m statistics; NaN
-            where it isn't defined. ``kappa_of``, ``balanced_accuracy_of`` and ``alpha_of`` do so.
+            where it isn't defined. ``kappa_of`` and ``balanced_accuracy_of`` do so.
         pattern: ``[n]`` the number of each row's pattern, from 0.
         sources: ``[n]`` the source of each row.
         weights: ``[n]`` weights of rows, for instance inverse inclusion probabilities; 1 where none

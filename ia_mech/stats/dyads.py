@@ -34,9 +34,9 @@ def dyadic_mean(
       conservative.
     - The degrees of freedom are those of ``intervals.spread_between``, of residuals per source.
 
-    If all values are alike, each end is exact and one-sided: that of as many values with other
-    sources each, of which a share of ``intervals.zero_events_bound`` were as different as ``ends``
-    allow.
+    If all values are alike, or those of all sources add up to the same, each end is exact and
+    one-sided: that of as many values with other sources each, of which a share of
+    ``intervals.zero_events_bound`` were as different as ``ends`` allow.
 
     Args:
         values: ``[n]`` numbers; NaN entries are left out.
@@ -67,15 +67,15 @@ def dyadic_mean(
     pairs = np.sort(np.stack([index[: len(one)][kept], index[len(one) :][kept]], axis=1), axis=1)
     pairs = np.unique(pairs, return_inverse=True)[1].reshape(-1, 2)
     sources, value = int(pairs.max()) + 1, float(column.mean())
-    if np.ptp(column) == 0:
-        bound = zero_events_bound(_disjoint(pairs), level)
-        low, high = value - bound * (value - ends[0]), value + bound * (ends[1] - value)
-        return Estimate(value, low, high, sources, "exact, one-sided")
     squares, shared, same = _products(column - value, pairs)
     _, *counts = _products(np.ones(len(column)), pairs)
     pairs_shared, pairs_same = (count / len(column) ** 2 for count in counts)
-    if pairs_shared > 1 - 1e-9:
+    if np.ptp(column) and pairs_shared > 1 - 1e-9:
         return Estimate(value, np.nan, np.nan, sources, "too few sources")
+    if squares.max() <= 1e-20:
+        bound = zero_events_bound(_disjoint(pairs), level)
+        low, high = value - bound * (value - ends[0]), value + bound * (ends[1] - value)
+        return Estimate(value, low, high, sources, "exact, one-sided")
     variance = max(shared / (1 - pairs_shared), same / (1 - pairs_same)) / len(column) ** 2
     reach = float(stdtrit(carried_freedom(squares), (1 + level) / 2) * np.sqrt(variance))
     low, high = max(value - reach, ends[0]), min(value + reach, ends[1])

@@ -29,13 +29,21 @@ class Estimate:
         low, high = np.clip([self.low, self.high], least, most)
         return replace(self, low=float(low), high=float(high))
 
-    def text(self, digits: int = 2) -> str:
-        """``0.42 [0.31, 0.55]``."""
+    def text(self, digits: int | str = 2, *, sign: bool = False, percent: bool = False) -> str:
+        """``0.42 [0.31, 0.55]``; ``–`` without a value, ``[–]`` without an interval.
+
+        Args:
+            digits: decimals, or a format such as ``.0e``.
+            sign: with the sign, as differences are shown. An end that rounds to 0 keeps its own: it
+                says on which side of 0 the interval ends.
+            percent: as ``42.0% [31.0, 55.0]``.
+        """
+        style = ("+" if sign else "") + (digits if isinstance(digits, str) else f".{digits}f")
+        scale, unit = (100, "%") if percent else (1, "")
+        value, low, high = (format(scale * x, style) for x in (self.value, self.low, self.high))
         if np.isnan(self.value):
             return "–"
-        if np.isnan(self.low):
-            return f"{self.value:.{digits}f} [–]"
-        return f"{self.value:.{digits}f} [{self.low:.{digits}f}, {self.high:.{digits}f}]"
+        return f"{value}{unit} [–]" if np.isnan(self.low) else f"{value}{unit} [{low}, {high}]"
 
 
 def check_level(level: float) -> None:

@@ -3,13 +3,13 @@
 Plain rules settle clear cases (empty and looping turns, thinking markers, closings, copies); the
 rest goes to a small multinomial logistic regression on features of the three texts
 (``features.py``), fitted on annotated turns and shipped as numbers in ``model.json``. Beside the
-category stands a p value of the turn's being in this conversation by chance (``grounding.py``).
-``CARD.md`` has what both were fitted on and how good they are.
+category stands a score of the turn's belonging to this conversation (``grounding.py``). ``CARD.md``
+has what the classifier was fitted on and how good both are.
 """
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.metadata import version
@@ -28,7 +28,7 @@ from ia_mech.judge.rules.features import (
     stem,
     words,
 )
-from ia_mech.judge.verdict import Item, Verdict
+from ia_mech.judge.verdict import Item, Judge, Verdict
 
 MODEL = "model.json"
 CODE = ("features.py", "grounding.py", "__init__.py")
@@ -92,10 +92,8 @@ def fitted_items() -> frozenset[str]:
     return frozenset(_shipped()[2]["fitted_on"])
 
 
-class RulesJudge:
+class RulesJudge(Judge):
     """Clear cases by rule, others by the fitted classifier, with the evidence; see the package."""
-
-    paid = False
 
     def __init__(self) -> None:
         self._classifier, decisive, about = _shipped()
@@ -113,24 +111,17 @@ class RulesJudge:
         """How many of these the classifier was fitted on; it looks better on them than it is."""
         return sum(item.key("", 0)[:16] in fitted_items() for item in items)
 
-    def estimate(self, items: Sequence[Item]) -> str:
-        return ""
-
-    def judge(self, items: Sequence[Item], repeats: Sequence[int]) -> Iterator[tuple[int, Verdict]]:
-        for index, item in enumerate(items):
-            yield index, self.verdict(item)
+    def judge(self, items: Sequence[Item]) -> list[Verdict]:
+        return [self.verdict(item) for item in items]
 
     def verdict(self, item: Item) -> Verdict:
-        """The verdict on one item; without a p value for one that it can't assess."""
+        """The verdict on one item; without a grounding score for one that it can't assess."""
         verdict = self._category(item)
         if verdict.category == CANNOT_ASSESS:
             return verdict
-        ranks, decoys = grounding.table()
-        score, word = grounding.rarest_shared(item, ranks)
-        p = grounding.p_value(score, decoys)
+        score, word = grounding.rarest_shared(item, grounding.ranks())
         shared = f"rarest shared word {word!r}" if word else "no rare word shared"
-        rationale = f"{verdict.rationale}; {shared}, p {p:.2f}"
-        return replace(verdict, rationale=rationale, grounded_p=p)
+        return replace(verdict, rationale=f"{verdict.rationale}; {shared}", grounding=float(score))
 
     def _category(self, item: Item) -> Verdict:
         """The rubric's category, and why."""

@@ -1,25 +1,19 @@
-"""Whether the turn's words show that it belongs to this conversation: the p value of a decoy.
+"""How well a turn's words show that it belongs to this conversation: the rarest word they share.
 
 The score is the rarity of the rarest word that the turn shares with query or response. One rare
 word is better evidence than many common ones: problems of one kind share "total" and "hours", but
 seldom a name. Sums of inverse document frequencies, TF-IDF cosines and a regression on several
 such features took problems of one kind for one another more often (``benchmarks/grounding.md``).
 
-The p value is conformal (Vovk, Gammerman & Shafer 2005): the share of decoys, turns held against
-*another* conversation, that score as high. There is one decoy per source, so that each counts once
-("subsampling once" of Dunn, Wasserman & Ramdas 2023, J. Amer. Statist. Assoc. 118:2491), and the
-other conversation is that with the most similar query of the data set, so that p values stay valid
-in data sets whose conversations are more alike than those of the calibration. A turn without a rare
-word, such as "thanks" or "why?", can't be told from a decoy: its p value is large whatever it
-followed.
+A score means something beside those of decoys only: a long turn shares a rarer word with any
+conversation than a short one. :mod:`ia_mech.rates` makes p values of the scores, by the decoys of
+the same run. A turn without a rare word, such as "thanks" or "why?", can't be told from a decoy.
 """
 
 import json
 import re
 from functools import cache
 from importlib.resources import files
-
-import numpy as np
 
 from ia_mech.judge.rules.features import content, stem, words
 from ia_mech.judge.verdict import Item
@@ -39,11 +33,10 @@ _DIGITS = 3  # numbers with fewer significant digits are common: 12, 50, 1,000, 
 
 
 @cache
-def table() -> tuple[dict[str, int], np.ndarray]:
-    """Ranks of common stems, the commonest 1; and the decoys' scores, ``[sources]``, ascending."""
+def ranks() -> dict[str, int]:
+    """Ranks of common stems, the commonest 1."""
     shipped = json.loads((files("ia_mech.judge.rules") / TABLE).read_bytes())
-    ranks = {word: rank for rank, word in enumerate(shipped["common"].split(), start=1)}
-    return ranks, np.array(shipped["decoys"])
+    return {word: rank for rank, word in enumerate(shipped["common"].split(), start=1)}
 
 
 def rarest_shared(item: Item, ranks: dict[str, int]) -> tuple[int, str]:
@@ -62,17 +55,6 @@ def rarest_shared(item: Item, ranks: dict[str, int]) -> tuple[int, str]:
         if rank > best:
             best, shown = rank, word
     return best, shown
-
-
-def p_value(score: int, decoys: np.ndarray) -> float:
-    """``(1 + number of decoys that score as high) / (1 + number of decoys)``.
-
-    Args:
-        score: of the turn; higher is better grounded.
-        decoys: ``[sources]`` scores, ascending.
-    """
-    above = len(decoys) - int(np.searchsorted(decoys, score, side="left"))
-    return (1 + above) / (1 + len(decoys))
 
 
 def _common_number(word: str) -> bool:

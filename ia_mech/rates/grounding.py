@@ -1,0 +1,66 @@
+"""The p value of a turn's words having nothing to do with what the turn was held against.
+
+A score of a turn (``judge.verdict.Verdict.grounding``) means something beside those of turns held
+against another conversation only: a long turn shares a rarer word with any conversation than a
+short one (what 2% of turns of 15 words reach, 8% of those of 60 do), and conversations of one kind
+share more than others. So the null are the run's own decoys of other conversations, the nearest by
+length. The p value is conformal (Vovk, Gammerman & Shafer 2005): the share of these decoys that
+score as high, the turn counted among them.
+"""
+
+import numpy as np
+import pandas as pd
+
+NEAREST, SHARE = 200, 0.1  # so many decoys of about a turn's length, or this share if that is more
+
+
+def p_values(
+    scores: np.ndarray,
+    words: np.ndarray,
+    sources: np.ndarray,
+    shown: np.ndarray,
+    null: np.ndarray,
+) -> np.ndarray:
+    """Conformal p values of grounding scores.
+
+    Decoys of a row's own sources are left out of its null, itself included.
+
+    Args:
+        scores: ``[n]`` larger is better grounded; NaN where there is none.
+        words: ``[n]`` the turns' lengths.
+        sources: ``[n]`` the source of the turn.
+        shown: ``[n]`` that of the context that it was held against.
+        null: ``[n]`` which rows are decoys of other conversations.
+
+    Returns:
+        ``[n]``; NaN where there is no score, or no decoy of other sources.
+    """
+    found = np.full(len(scores), np.nan)
+    decoys = np.flatnonzero(null & ~np.isnan(scores))
+    if not len(decoys):
+        return found
+    codes, _ = pd.factorize(np.r_[sources, shown])
+    one, other = codes[: len(scores)], codes[len(scores) :]
+    decoys = decoys[np.argsort(words[decoys], kind="stable")]
+    nearest = max(NEAREST, round(SHARE * len(decoys)))
+    rows = pd.DataFrame({"words": words, "one": one, "other": other})[~np.isnan(scores)]
+    for length, alike in rows.groupby("words"):
+        near = decoys[_nearest(words[decoys], length, nearest)]
+        for (first, second), those in alike.groupby(["one", "other"]).groups.items():
+            apart = ~np.isin(one[near], (first, second)) & ~np.isin(other[near], (first, second))
+            against = np.sort(scores[near[apart]])
+            above = len(against) - np.searchsorted(against, scores[those], side="left")
+            if len(against):
+                found[those] = (1 + above) / (1 + len(against))
+    return found
+
+
+def _nearest(lengths: np.ndarray, length: float, count: int) -> slice:
+    """Of ascending lengths at least so many that are nearest to this one, and all alike them."""
+    if len(lengths) <= count:
+        return slice(None)
+    far = np.partition(np.abs(lengths - length), count - 1)[count - 1]
+    return slice(
+        int(np.searchsorted(lengths, length - far, side="left")),
+        int(np.searchsorted(lengths, length + far, side="right")),
+    )

@@ -1,0 +1,271 @@
+"""What the rates of runs say: one sentence with its control, tables, a figure and notes."""
+
+import pandas as pd
+
+from ia_mech.cli import one_line
+from ia_mech.estimates import estimate_of, few_sources, together
+from ia_mech.judge.decoys import KINDS
+from ia_mech.judge.rubric import ASSESSED, heading
+from ia_mech.judge.verdict import OUTCOMES
+from ia_mech.rates import figures
+from ia_mech.rates.compute import MIN_ANNOTATED, MIN_ANNOTATED_SOURCES, estimates
+from ia_mech.rates.gate import AFTER, FAILED, NO_DECOYS, PASSED, UNDECIDED, Gate
+from ia_mech.rates.load import DEPENDENT, EVERY, SUBJECT, Judged
+from ia_mech.results import Result, Table, table_of
+from ia_mech.run.labels import KEY
+
+QUESTION = "How often are the user turns genuine follow-ups?"
+LINES = ("model", "perturbation", "dataset", "temperature")
+_ABOVE = {  # what decoys of other conversations say of a rate
+    PASSED: "More than half of that is above the judge's floor after other conversations.",
+    FAILED: "More than half of that is the judge's floor after other conversations.",
+    UNDECIDED: "Whether more than half of that is above the judge's floor after other "
+    "conversations is undecided.",
+    NO_DECOYS: "The judge's floor is unknown.",
+}
+
+
+def result(judged: Judged, *, level: float = 0.95, seed: int = 0) -> Result:
+    """The rates of runs by one judge; see :func:`ia_mech.rates.compute.estimates`.
+
+    Args:
+        judged: turns with their labels.
+        level: coverage of intervals. Gates are always decided at 95%.
+        seed: of sign flips.
+    """
+    found = estimates(judged, level=level, seed=seed)
+    whole = pd.concat([together(of) for _, of in found.groupby(SUBJECT, sort=False)])
+    gates = [gate for of in judged.by_model.values() for gate in of.values()]
+    names = {str(run.path): run.name for run in judged.runs}
+    turns = judged.turns[["run", *KEY, "genuine", "grounded", DEPENDENT]]
+    turns = turns.astype({"run": object, "context_id": object}).replace({"run": names})
+    shown = "" if judged.responses == EVERY else f"-{judged.responses}"
+    return Result(
+        name=f"rates-{judged.judge}{shown}",
+        question=QUESTION,
+        sentence=" ".join(_sentence(judged, of) for _, of in whole.groupby(SUBJECT, sort=False)),
+        control=" ".join(f"{_capital(gate.sentence)}." for gate in gates),
+        estimates=found,
+        tables=_tables(found, whole, gates, level),
+        figures=_figures(whole, judged),
+        notes=_notes(judged, found),
+        about={
+            "kind": "rates",
+            "runs": [run.name for run in judged.runs],
+            "identities": [run.identity_digest for run in judged.runs],
+            "judge": judged.judge,
+            "gate": judged.gate.word,
+            "settings": {
+                "judge": judged.record.get("identity", {}),
+                "annotator": judged.annotator,
+                "responses": judged.responses,
+                "level": level,
+                "seed": seed,
+            },
+        },
+        data={"turns": turns},
+    )
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+def _sentence(judged: Judged, of: pd.DataFrame) -> str:
+    """What was found of one model and perturbation; ``of`` are its pooled rows."""
+    first = of.iloc[0]
+    turns = judged.turns
+    here = (turns[SUBJECT].astype(object) == [first[name] for name in SUBJECT]).all(axis=1)
+    turns = turns[here]
+    gate = judged.by_model[first["model"], first["weights_hash"]]["genuine"]
+    plain = of[(of["quantity"] == "rate") & (of["outcome"] == "genuine")]
+    rates = ", ".join(
+        f"{_at(row.temperature)} {estimate_of(row).text()}" for row in plain.itertuples()
+    )
+    perturbed = "" if first["perturbation"] == "none" else f" ({one_line(first['perturbation'])})"
+    cut_off = f" {turns['cut_off'].mean():.0%} of them follow a response that was cut off."
+    return (
+        f"Of {len(turns)} user turns of {one_line(first['model'])}{perturbed} from "
+        f"{turns['source'].nunique()} sources, judge {judged.judge} calls genuine follow-ups: "
+        f"{rates}.{cut_off if turns['cut_off'].any() else ''} {_ABOVE[gate.verdict]} "
+        f"{_reaction(gate)}"
+    )
+
+
+def _at(temperature: float) -> str:
+    return f"T = {temperature:g}" if temperature else "greedy"
+
+
+def _reaction(gate: Gate) -> str:
+    """Whether turns react to the response that they followed, which siblings alone can tell."""
+    siblings = gate.siblings
+    if siblings is None or not siblings.decoys:
+        return "Whether turns react to their own response can't be told: no query has siblings."
+    excess = siblings.excess
+    if gate.reacts:
+        return f"Turns react to their own response: at least {excess.text()} of them."
+    return (
+        "That turns react to their own response is not shown: an excess over siblings of "
+        f"{excess.text(sign=True)}."
+    )
+
+
+# -- tables ---------------------------------------------------------------------------------------
+
+
+def _tables(
+    found: pd.DataFrame, whole: pd.DataFrame, gates: list[Gate], level: float
+) -> list[Table]:
+    """The pooled rates and the floors; in full by dataset, the profile, reach, corrected rates."""
+    percent = f"{100 * level:g}%"
+    of_turns = found[found["decoy"].isna()]
+    profile = of_turns[of_turns["quantity"] == "category_share"]
+    some = profile[profile["events"] > 0]["category"]
+    categories = {name: (heading(name), 2) for name in ASSESSED if name in set(some)}
+    apart = {"cannot_assess": ("can't assess", 2), "failed": ("judge failed", 2)}
+    lost = of_turns[of_turns["quantity"].isin(list(apart)) & (of_turns["events"] > 0)]
+    reach = of_turns[of_turns["quantity"] == "reach"]
+    reach = reach.assign(key="n = " + reach["n_samples"].astype(str))
+    reach = reach[reach["n_samples"].isin([2**k for k in range(20)])]
+    powered = of_turns[of_turns["quantity"] == "rate_prediction_powered"]
+    tables = [
+        _rate_table(f"rates ({percent} intervals over sources)", whole),
+        _gate_table(gates),
+    ]
+    if (found["dataset"] != whole["dataset"].iloc[0]).any():
+        tables.append(_rate_table("rates by dataset", found, full=True))
+    tables += [
+        _floor_table(found, outcome, kind)
+        for outcome in OUTCOMES
+        for kind in KINDS
+        if ((found["outcome"] == outcome) & (found["decoy"] == kind)).any()
+    ]
+    tables.append(
+        table_of(
+            *("what the turns are: shares of those assessed", profile, categories, LINES),
+            **{"key": "category", "rows": "turns", "full": True},
+        )
+    )
+    if len(lost):
+        tables.append(table_of("left out", lost, apart, LINES, rows="turns", full=True))
+    if reach["n_samples"].max() > 1:
+        heads = {name: (name, 2) for name in reach["key"].unique()}
+        tables.append(
+            table_of(
+                *("contexts with a genuine turn among n samples", reach, heads, LINES),
+                **{"key": "key", "rows": "contexts", "full": True},
+                legend="unbiased over subsets of the samples (pass@k), of contexts with n of them",
+            )
+        )
+    if len(powered):
+        both = pd.concat([powered, of_turns[_genuine(of_turns)]])
+        both = both.sort_values(list(LINES), kind="stable")
+        heads = {"rate": ("by the judge", 2), "rate_prediction_powered": ("corrected", 2)}
+        tables.append(
+            table_of("rate, corrected by labels", both, heads, LINES, rows="turns", full=True)
+        )
+    return tables
+
+
+def _genuine(rows: pd.DataFrame) -> pd.Series:
+    return (rows["quantity"] == "rate") & (rows["outcome"] == "genuine")
+
+
+def _rate_table(title: str, rows: pd.DataFrame, *, full: bool = False) -> Table:
+    """A line per temperature: rates of every outcome, and how far from greedy."""
+    heads = {
+        "genuine": ("genuine", 2),
+        "rate_complete": ("after complete responses", 2),
+        "grounded": ("and grounded", 2),
+        DEPENDENT: ("and dependent", 2),
+        "difference": ("Δ from greedy", "+.2f"),
+    }
+    own = rows[rows["decoy"].isna()]
+    of_outcome = own["quantity"] == "rate"
+    own = own.assign(key=own["outcome"].where(of_outcome, own["quantity"]))
+    if full:
+        heads["cut_off"] = ("cut off", 2)
+    return table_of(
+        *(title, own, heads, LINES),
+        **{"key": "key", "rows": "turns", "full": full},
+        legend="grounded: with a word of the conversation that turns of others seldom share"
+        * ("grounded" in set(own["key"])),
+    )
+
+
+def _gate_table(gates: list[Gate]) -> Table:
+    rows = []
+    for gate in gates:
+        for one in (gate, gate.siblings):
+            if one is not None and one.decoys:
+                name = f"{one.model} · " * bool(one.model) + OUTCOMES[one.outcome]
+                numbers = [f"{one.rate:.2f}", f"{one.floor:.2f}", one.excess.text(sign=True)]
+                rows.append([name, AFTER[one.kind], str(one.decoys), *numbers, one.verdict])
+    return Table(
+        "against decoys: turns held against what they did not follow",
+        ["turns", "held against", "decoys", "rate", "floor", "excess", "gate"],
+        rows,
+        "gate: rate less twice the floor lies above 0 (another conversation), or the excess does "
+        "(a sibling)",
+    )
+
+
+def _floor_table(found: pd.DataFrame, outcome: str, kind: str) -> Table:
+    own = found[(found["outcome"] == outcome) & (found["decoy"] == kind)]
+    heads = {"decoyed_rate": ("rate", 2), "floor": ("floor", 2), "excess": ("excess", "+.2f")}
+    title = f"{OUTCOMES[outcome]}: {AFTER[kind]}"
+    return table_of(title, own, heads, LINES, rows="decoys", full=True)
+
+
+def _figures(whole: pd.DataFrame, judged: Judged) -> dict:
+    found = {}
+    for number, (subject, of) in enumerate(whole.groupby(SUBJECT, sort=False), start=1):
+        model, weights, perturbation = subject
+        gate = judged.by_model[model, weights]["genuine"]
+        more = "" if perturbation == "none" else f", {perturbation}"
+        title = f"{one_line(model, 40)}{more}\njudge {gate}"
+        found["rates" if number == 1 else f"rates-{number}"] = figures.rates(of, title)
+    return found
+
+
+# -- notes ----------------------------------------------------------------------------------------
+
+
+def _notes(judged: Judged, found: pd.DataFrame) -> list[str]:
+    notes = []
+    tested = found[found["p"].notna()]
+    if len(tested):
+        pooled = int((tested["dataset"] == "(all)").sum())
+        own = len(tested) - pooled
+        family = f" and, a family of its own, the {pooled} of (all)" if pooled else ""
+        notes.append(
+            f"Δ: mean over sources; p by {' or '.join(sorted(tested['test'].unique()))}, "
+            f"Holm-corrected over {own} comparison{'' if own == 1 else 's'}{family}. Intervals are "
+            "not corrected."
+        )
+    if found["outcome"].eq(DEPENDENT).any():
+        notes.append(
+            "dependent: genuine, and likelier after its own response than after all siblings of it "
+            "together (results of experiments.reaction). Of turns that depend on no response, at "
+            "most 1 in K would pass, K the number of responses to a query."
+        )
+    if judged.record.get("caveat"):
+        notes.append(f"{judged.record['caveat']}.".replace("..", "."))
+    notes += few_sources(found)
+    powered = found[found["quantity"] == "rate_prediction_powered"]
+    for reason in powered.loc[powered["value"].isna(), "method"].str.split(";").str[0].unique():
+        notes.append(f"Some rates can't be corrected: {reason.removeprefix('undefined: ')}.")
+    if judged.annotator and powered.empty:
+        notes.append(
+            f"no rate is corrected by {judged.annotator}'s labels: that takes {MIN_ANNOTATED} "
+            f"labelled turns of {MIN_ANNOTATED_SOURCES} sources in a row of the table."
+        )
+    elif not judged.annotator:
+        notes.append(
+            "no annotations: a rate is only as good as the judge. python -m ia_mech.judge export "
+            "makes a sheet of turns; filled in and imported, it corrects the rates."
+        )
+    notes += judged.notes
+    for run in judged.runs:  # results may be shared: they hold no folders of this machine
+        notes = [note.replace(str(run.path), run.name) for note in notes]
+    return notes
