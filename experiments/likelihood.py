@@ -18,7 +18,7 @@ import numpy as np
 import pandas as pd
 
 from experiments.runner import Experiment, intervals, result_of
-from experiments.tables import stated, table_of
+from experiments.tables import stated, tables_of
 from ia_mech.cli import whole_from
 from ia_mech.errors import UserError
 from ia_mech.estimates import Group, TidyEstimate, by_dataset, frame_of
@@ -387,7 +387,7 @@ def tables(found: pd.DataFrame, level: float) -> "list[Table]":
         "likeliest after its response, by chance": ("by chance", 2),
     }
     percent = f"{100 * level:g}% intervals over sources"
-    made = table_of(
+    made = tables_of(
         f"bits in favour of the response that the user saw ({percent})",
         plain,
         bits,
@@ -402,13 +402,13 @@ def tables(found: pd.DataFrame, level: float) -> "list[Table]":
         "median rank where greedy leaves": ("rank there", 0),
         "best temperature": ("best T", 2),
     }
-    made += table_of("the users' real follow-ups", plain, of_turns)
+    made += tables_of("the users' real follow-ups", plain, of_turns)
     rivals = {
         "follow-up beats": ("whole turn", 2),
         "follow-up beats per token": ("per token", 2),
     }
     title = "share of contexts where the follow-up is likelier than"
-    return made + table_of(title, plain, rivals, index=("dataset", "of"))
+    return made + tables_of(title, plain, rivals, index=("dataset", "of"))
 
 
 def figures(found: pd.DataFrame, model: str) -> "dict[str, Figure]":

@@ -1,4 +1,4 @@
-"""Estimates as tables of texts."""
+"""What experiments say of estimates: plans, tables that may be empty, sentences."""
 
 from collections.abc import Mapping
 from statistics import NormalDist
@@ -11,10 +11,9 @@ from rich.markup import escape
 from ia_mech.cli import one_line
 from ia_mech.display import console
 from ia_mech.estimates import together
-from ia_mech.results import Table
+from ia_mech.results import Table, cell_of, table_of
 
 POWER = 0.8  # with which an effect would have been shown
-HEADS = {"temperature": "T"}  # columns that are called otherwise on the screen
 
 
 def print_plan(lines: Mapping[str, str]) -> None:
@@ -24,42 +23,12 @@ def print_plan(lines: Mapping[str, str]) -> None:
         to.print(f"{name:<20}{escape(one_line(value))}", soft_wrap=True)
 
 
-def table_of(
-    title: str,
-    rows: pd.DataFrame,
-    columns: Mapping[Any, tuple[str, int | str]],
-    *,
-    key: str = "quantity",
-    index: tuple[str, ...] = ("dataset",),
-    legend: str = "",
+def tables_of(
+    title: str, rows: pd.DataFrame, columns: Mapping[Any, tuple[str, int | str]], **options: Any
 ) -> list[Table]:
-    """A line per combination of ``index``, a column per kind of estimate; no table of no rows.
-
-    Args:
-        title: of the table.
-        rows: estimates as :func:`ia_mech.estimates.frame_of` makes them.
-        columns: value of ``key`` → column head and number of decimals (or a format such as
-            ``".0e"``). The Holm-corrected p of a test follows its difference.
-        key: the column that tells kinds of estimates apart.
-        index: columns that name a line.
-        legend: what the columns hold, under the table.
-    """
-    rows = rows[rows[key].isin(list(columns))]
-    if rows.empty:
-        return []
-    shown = {of: head for of, head in columns.items() if of in set(rows[key])}
-    heads = [HEADS.get(name, name) for name in index]
-    lines = []
-    for names, own in rows.groupby(list(index), sort=False, dropna=False):
-        by_key = own.set_index(key)
-        cells = [
-            cell(by_key.loc[of], digits) if of in by_key.index else ""
-            for of, (_, digits) in shown.items()
-        ]
-        labels = [label(name, of) for name, of in zip(names, index, strict=True)]
-        lines.append([*labels, str(own["rows"].max()), *cells])
-    heads += ["rows", *(one_line(name, 40) for name, _ in shown.values())]
-    return [Table(title, heads, lines, legend)]
+    """:func:`ia_mech.results.table_of` of the rows; no table if there are none for ``columns``."""
+    there = rows[options.get("key", "quantity")].isin(list(columns)).any()
+    return [table_of(title, rows, columns, **options)] if there else []
 
 
 def smallest_effect(row: pd.Series, level: float = 0.95) -> float:
@@ -92,34 +61,8 @@ def stated(words: str, rows: pd.DataFrame, digits: int = 2, *, null: float | Non
         where = [one_line(row[name], 40) for name in names]
         if not np.isnan(t := row["temperature"]):
             where.append("greedy" if t == 0 else f"T = {t:g}:")
-        said = cell(row, digits)
+        said = cell_of(row, digits)
         if null is not None and row["low"] <= null <= row["high"]:
             said += f" (with 80% power {smallest_effect(row):.{digits}f} would have been shown)"
         found.append(" ".join([*where, said]))
     return f"{words[:1].upper()}{words[1:]}: {', '.join(found)}." if found else ""
-
-
-def label(value: Any, column: str = "") -> str:
-    """What names a line: text, a number, or a temperature."""
-    if isinstance(value, str):
-        return one_line(value, 40)
-    if pd.isna(value):
-        return "–"
-    if column == "temperature" and value == 0:
-        return "greedy"
-    return f"{value:g}"
-
-
-def cell(row: pd.Series, digits: int | str = 2) -> str:
-    """An estimate as text: value, interval, and the corrected p of a test."""
-    if np.isnan(row["value"]):
-        return "–"
-    style = digits if isinstance(digits, str) else f".{digits}f"
-    ends = "–" if np.isnan(row["low"]) else f"{row['low']:{style}}, {row['high']:{style}}"
-    text = f"{row['value']:{style}} [{ends}]"
-    return text if np.isnan(row["p_holm"]) else f"{text} {p_value(row['p_holm'])}"
-
-
-def p_value(p: float) -> str:
-    """A p value as text."""
-    return "p<0.001" if p < 0.001 else f"p={p:.3f}"

@@ -9,7 +9,7 @@ from experiments.tables import smallest_effect, stated
 
 def estimate(value: float, low: float, high: float) -> pd.DataFrame:
     row = {"dataset": "d", "temperature": np.nan, "value": value, "low": low, "high": high}
-    return pd.DataFrame([row | {"p_holm": np.nan}])
+    return pd.DataFrame([row | {"p_holm": np.nan, "sources": 30, "method": ""}])
 
 
 def test_an_effect_of_2_8_standard_errors_is_found_in_four_of_five_studies():

@@ -10,11 +10,11 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from experiments.decoupling.analyse import DIFFERENCE, EVERY, RANK
-from experiments.tables import label, table_of
+from experiments.tables import tables_of
 from ia_mech.display import COLOURS, draw_points, title_axes
 from ia_mech.rates.figures import draw_floor, gate_title
 from ia_mech.rates.gate import Gate
-from ia_mech.results import Table
+from ia_mech.results import Table, label_of
 
 NAMES = ("model", "dataset", "of")
 MARKERS = "osD^vP*X<>"  # of models; after ten they begin again
@@ -30,12 +30,12 @@ def tables(estimates: pd.DataFrame, level: float) -> list[Table]:
         "cut off": ("cut off", 2),
     }
     title = f"the model's own responses ({percent})"
-    found = table_of(title, estimates, accuracy, index=NAMES)
+    found = tables_of(title, estimates, accuracy, index=NAMES)
     single = {
         "instructions followed": ("followed", 2),
         "instructions followed, loosely": ("loosely", 2),
     }
-    found += table_of(f"single instructions ({percent})", estimates, single, index=NAMES)
+    found += tables_of(f"single instructions ({percent})", estimates, single, index=NAMES)
     rates = {
         "follow-up rate": ("follow-up rate", 2),
         "follow-up rate, right": ("after right ones", 2),
@@ -44,10 +44,10 @@ def tables(estimates: pd.DataFrame, level: float) -> list[Table]:
         "AUROC of being right": ("AUROC", 2),
     }
     title = f"user turns after them ({percent}; p Holm-corrected)"
-    found += table_of(title, estimates, rates, index=(*NAMES, "temperature"))
+    found += tables_of(title, estimates, rates, index=(*NAMES, "temperature"))
     over = {RANK: ("Kendall's τ-b, accuracy and follow-up rate", 2)}
     index = ("dataset", "of", "temperature")
-    return found + table_of(f"over models ({percent})", estimates, over, index=index)
+    return found + tables_of(f"over models ({percent})", estimates, over, index=index)
 
 
 def figures(estimates: pd.DataFrame, models: str, gate: Gate) -> dict[str, Figure]:
@@ -105,7 +105,7 @@ def association(estimates: pd.DataFrame, gate: Gate) -> Figure:
             at = [temperatures.index(t) + shift for t in rows["temperature"]]
             draw_points(axes, at, rows, color=COLOURS[0], mfc=face, label=f"after {kind} responses")
         draw_floor(axes, gate)
-        names = [label(t, "temperature") for t in temperatures]
+        names = [label_of(t, "temperature") for t in temperatures]
         axes.set_xticks(range(len(names)), names)
         axes.set(ylim=(-0.03, 1.03), xlabel="temperature")
         title_axes(axes, f"{dataset}\n{model}")

@@ -11,7 +11,6 @@ from scipy.spatial.distance import cdist
 
 from experiments.perturbations.conditions import HEADER_ONLY, REMOVE, SWAP
 from experiments.perturbations.read import Compared
-from experiments.tables import label
 from ia_mech.data.conversations import UNPERTURBED
 from ia_mech.estimates import (
     ALL,
@@ -208,7 +207,7 @@ def verdicts(estimates: pd.DataFrame) -> Iterator[str]:
     for temperature, rows in pooled[pooled["quantity"] == HELD].groupby("temperature"):
         at = pooled[pooled["temperature"] == temperature]
         plain = rows[rows["condition"] == UNPERTURBED].iloc[0]
-        where = "greedy" if temperature == 0 else f"T = {label(temperature)}"
+        where = "greedy" if temperature == 0 else f"T = {temperature:g}"
         if not plain["value"] > 0:
             yield (
                 f"falsifier, {where}: no unperturbed turn is judged genuine "

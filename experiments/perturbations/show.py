@@ -11,7 +11,7 @@ from rich.markup import escape
 
 from experiments.perturbations.analyse import DISTANCE, HELD, LESS, RATE, REFERENCE, SHARE
 from experiments.perturbations.read import Base
-from experiments.tables import table_of
+from experiments.tables import tables_of
 from ia_mech.cli import one_line
 from ia_mech.data.conversations import USER_HEADER, Conversation
 from ia_mech.display import (
@@ -36,7 +36,7 @@ SHOWN = 60  # characters of a response, at either end
 
 def tables(estimates: pd.DataFrame, level: float) -> list[Table]:
     """Rates, profile, reference likelihood and displacement."""
-    found = table_of(
+    found = tables_of(
         f"follow-up rate by condition ({100 * level:g}% intervals over sources, Holm-corrected p)",
         estimates,
         {
@@ -48,14 +48,14 @@ def tables(estimates: pd.DataFrame, level: float) -> list[Table]:
         index=("dataset", "temperature", "condition"),
     )
     pooled = together(estimates)
-    found += table_of(
+    found += tables_of(
         "failure profile: shares of assessed turns, all datasets",
         pooled[pooled["quantity"] == SHARE],
         {category: (heading(category), 2) for category in ASSESSED},
         key="category",
         index=("temperature", "condition"),
     )
-    found += table_of(
+    found += tables_of(
         "the users' real follow-ups after each condition (T = 1)",
         estimates,
         {REFERENCE: ("log p, bits", 1), REFERENCE + LESS: ("Δ, bits", 1)},
@@ -64,7 +64,7 @@ def tables(estimates: pd.DataFrame, level: float) -> list[Table]:
     moved = _displacement(estimates)
     if not moved.empty:
         chosen = np.unique(np.linspace(0, int(moved["layer"].max()), LAYERS).round().astype(int))
-        found += table_of(
+        found += tables_of(
             "displacement of header_last by layer (1 = mean distance between two conversations)",
             moved,
             {int(layer): (f"layer {layer}", 2) for layer in chosen},

@@ -19,7 +19,7 @@ from experiments.post_training.train import settings_of
 from experiments.reaction.read import Query
 from experiments.resample import same_settings, subject_of
 from experiments.runner import intervals, result_of
-from experiments.tables import stated, table_of
+from experiments.tables import stated, tables_of
 from ia_mech.display import COLOURS, title_axes
 from ia_mech.errors import UserError
 from ia_mech.estimates import ALL, Group, TidyEstimate, by_dataset, corrected, frame_of, paired_row
@@ -383,18 +383,18 @@ def tables(estimates: pd.DataFrame, level: float) -> list[Table]:
     index = ("dataset", "temperature", "of")
     whole = estimates[estimates["dataset"].isin(_shown(estimates))]
     columns: dict[str, tuple[str, int | str]] = {name: (name, 2) for name in TEXTS}
-    found = table_of(f"user turns before and after ({percent})", whole, columns, index=index)
+    found = tables_of(f"user turns before and after ({percent})", whole, columns, index=index)
     judged: dict[str, tuple[str, int | str]] = {name: (name, 2) for name in RATES.values()}
-    found += table_of("the judge's verdicts", whole, judged, index=index)
+    found += tables_of("the judge's verdicts", whole, judged, index=index)
     bytes_ = {REFERENCE: ("bits per byte", 2)}
-    found += table_of(REFERENCE, estimates, bytes_, index=("dataset", "of"))
+    found += tables_of(REFERENCE, estimates, bytes_, index=("dataset", "of"))
     title = "what turns tell about their response, as their own model reads them"
-    found += table_of(title, estimates, {INFORMATION: (INFORMATION, 2)}, index=("of",))
+    found += tables_of(title, estimates, {INFORMATION: (INFORMATION, 2)}, index=("of",))
     rewarded: dict[str, tuple[str, int | str]] = {name: (name, 2) for name in (REWARD, PENALIZED)}
-    found += table_of("what training rewarded", whole, rewarded, index=("temperature", "of"))
+    found += tables_of("what training rewarded", whole, rewarded, index=("temperature", "of"))
     title = "evidence for the response: whose turns, who reads, with whose header states"
     evident = {EVIDENCE: (EVIDENCE, 2)}
-    found += table_of(title, estimates, evident, index=("of", "reader", "header"))
+    found += tables_of(title, estimates, evident, index=("of", "reader", "header"))
     return found
 
 

@@ -7,11 +7,11 @@ from matplotlib.figure import Figure
 
 from experiments.reaction.analyse import INFORMATION, LESS, SAME_QUERIES
 from experiments.reaction.read import ALTERNATIVES, ASSISTANT, COMPLETE, SAME_CONTENT, Arm
-from experiments.tables import label, print_plan, table_of
+from experiments.tables import print_plan, tables_of
 from ia_mech.cli import one_line
 from ia_mech.display import COLOURS, coloured, draw_line, draw_points, new_axes
 from ia_mech.estimates import together
-from ia_mech.results import Table
+from ia_mech.results import Table, label_of
 
 MOST = 5  # turns shown at either end
 LEGEND = (
@@ -69,7 +69,7 @@ def tables(estimates: pd.DataFrame, turns: pd.DataFrame, level: float) -> list[T
         "greedy turns that differ": ("differ", 2),
     }
     index = ("dataset", "temperature")
-    found = table_of(title, whole, columns, index=index, legend=LEGEND)
+    found = tables_of(title, whole, columns, index=index, legend=LEGEND)
     for name, title, base in (
         (COMPLETE, "complete responses alone", "all responses"),
         (SAME_CONTENT, f"control: {SAME_CONTENT}", ALTERNATIVES),
@@ -80,18 +80,18 @@ def tables(estimates: pd.DataFrame, turns: pd.DataFrame, level: float) -> list[T
         title += f", {mine['responses'].max()} contexts a query"
         if name == COMPLETE:
             title += f", {mine['sources'].max()} queries"
-        found += table_of(title, mine, columns, index=index)
+        found += tables_of(title, mine, columns, index=index)
     copied = estimates[estimates["quantity"].isin(["copy bits", "beyond copy, bits"])]
     last = copied[copied["of"] == copied["of"].iloc[-1]] if len(copied) else copied
     columns = {"copy bits": ("copied", 2), "beyond copy, bits": ("beyond (at most)", 2)}
-    found += table_of("of these, told by copied words", last, columns, index=index)
+    found += tables_of("of these, told by copied words", last, columns, index=index)
     sampled = turns[turns["reaction_bits"].notna()].sort_values("reaction_bits", kind="stable")
     for title, rows in (
         ("turns with most bits", sampled.iloc[::-1].head(MOST)),
         ("turns with fewest bits", sampled.head(MOST)),
     ):
         lines = [
-            [one_line(context, 40), label(at, "temperature"), f"{bits:.2f}", one_line(text, 140)]
+            [one_line(context, 40), label_of(at, "temperature"), f"{bits:.2f}", one_line(text, 140)]
             for context, at, bits, text in rows[
                 ["context_id", "temperature", "reaction_bits", "text"]
             ].itertuples(index=False)

@@ -26,10 +26,10 @@ from experiments.steering.analyse import (
 )
 from experiments.steering.controls import ALIKE, DONORS, PATCHED, RANDOM, SHUFFLES
 from experiments.steering.read import REPORTING, Read
-from experiments.tables import cell, p_value, print_plan, table_of
+from experiments.tables import print_plan, tables_of
 from ia_mech.display import COLOURS, draw_line, draw_points, list_names, new_axes
-from ia_mech.estimates import together
-from ia_mech.results import Table
+from ia_mech.estimates import p_value, together
+from ia_mech.results import Table, cell_of
 from ia_mech.steering import SteeringVector
 
 SIGNIFICANT = 0.05
@@ -95,14 +95,14 @@ def tables(estimates: pd.DataFrame, dose: float, level: float) -> list[Table]:
     intervals = f"{100 * level:g}% intervals over sources, on the half that didn't choose the dose"
     scored = found[found["quantity"].isin(SCORED) & ~found["of"].isin(ALIKE)]
     title = f"what steering changes, by dose ({intervals}; {dose:g} was chosen)"
-    made = table_of(title, scored, SCORED, index=("of", "dose"))
+    made = tables_of(title, scored, SCORED, index=("of", "dose"))
     several = found[found["of"].isin(ALIKE)]
     first = several[(several["of"] != RANDOM) | (several["draw"] < 3)]
     title = "other directions, of the same KL in the half that chose (of random ones, three)"
-    made += table_of(title, first, SCORED, index=("of", "draw", "dose"))
+    made += tables_of(title, first, SCORED, index=("of", "draw", "dose"))
     sampled = found[found["quantity"].isin(SAMPLED)]
     title = "sampled turns, by the rules judge"
-    return made + table_of(title, sampled, SAMPLED, index=("of", "dose"))
+    return made + tables_of(title, sampled, SAMPLED, index=("of", "dose"))
 
 
 def verdict(estimates: pd.DataFrame, dose: float, outcome: str) -> str:
@@ -112,11 +112,11 @@ def verdict(estimates: pd.DataFrame, dose: float, outcome: str) -> str:
     odds = of_arm(found, ODDS, ADDED, dose)
     if odds.empty:
         return (
-            f"With dose {dose:g} the KL at the header is {cell(kl, 3)}; without verdicts, what "
+            f"With dose {dose:g} the KL at the header is {cell_of(kl, 3)}; without verdicts, what "
             "that does to the turns isn't told."
         )
     beyond, rank = of_arm(found, BEYOND, ADDED, dose), of_arm(found, RANK, ADDED, dose)
-    head = f"{cell(odds.iloc[0])} nats at dose {dose:g} (KL {kl['value']:.3f})"
+    head = f"{cell_of(odds.iloc[0])} nats at dose {dose:g} (KL {kl['value']:.3f})"
     if beyond.empty:
         return f"Steering changes the log-odds of {outcome} turns by {head}; without controls."
     more, reached = beyond.iloc[0], rank.iloc[0]
@@ -125,7 +125,7 @@ def verdict(estimates: pd.DataFrame, dose: float, outcome: str) -> str:
     count = int(reached["rows"])
     return (
         f"{said} {outcome} turns likelier than random directions of the same KL do: their log-odds "
-        f"change by {head}, {cell(more)} beyond the mean of {count} random ones, of which "
+        f"change by {head}, {cell_of(more)} beyond the mean of {count} random ones, of which "
         f"{round(reached['value'] * count)} reach it "
         f"({p_value(reached['p'])})."
     )

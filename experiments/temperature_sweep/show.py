@@ -7,7 +7,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
-from experiments.tables import cell
 from experiments.temperature_sweep.analyse import (
     FAILURE,
     KINDS,
@@ -22,7 +21,7 @@ from ia_mech.estimates import ALL, together
 from ia_mech.judge.rubric import heading
 from ia_mech.rates.figures import draw_floor, gate_title
 from ia_mech.rates.gate import Gate
-from ia_mech.results import Table
+from ia_mech.results import Table, cell_of
 
 # quantity, further names, head, decimals: a row per question, over all datasets.
 MAIN: tuple[tuple[str, dict[str, str], str, int], ...] = (
@@ -59,7 +58,7 @@ def tables(estimates: pd.DataFrame, level: float) -> list[Table]:
         cells = []
         for t in columns:
             at = rows[rows["temperature"].isna() if t is None else rows["temperature"] == t]
-            cells.append(cell(at.iloc[0], digits) if len(at) else "")
+            cells.append(cell_of(at.iloc[0], digits) if len(at) else "")
         lines.append([head, *cells])
     title = f"{name} ({100 * level:g}% intervals over sources, Holm-corrected p)"
     legend = (
