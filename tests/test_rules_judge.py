@@ -106,9 +106,7 @@ def test_a_turn_cannot_talk_the_judge_round(judge):
 def test_a_verdict_does_not_depend_on_what_else_is_judged(judge):
     turns = ["Why do the stems get leggy?", "Thanks!", "What is basil?", "the the the the the the"]
     items = [Item(QUERY, RESPONSE, turn) for turn in turns]
-    there = dict(judge.judge(items, [0] * 4))
-    back = dict(judge.judge(items[::-1], [0] * 4))
-    assert [there[i] for i in range(4)] == [back[3 - i] for i in range(4)]
+    assert judge.judge(items) == judge.judge(items[::-1])[::-1]
 
 
 def test_the_classifier_tells_its_evidence_and_probabilities_that_add_up(judge):

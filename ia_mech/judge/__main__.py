@@ -13,6 +13,7 @@ from ia_mech.cli import (
     one_line,
     path_of,
     tolerant_streams,
+    whole_from,
 )
 from ia_mech.display import console
 from ia_mech.judge.rubric import CATEGORIES, ORDER, VERSION
@@ -99,7 +100,7 @@ def _add_run(commands) -> None:
     parser.add_argument("--name", help="of the verdicts (default: rules, or the model's name)")
     parser.add_argument(
         "--decoys",
-        type=int,
+        type=whole_from(0),
         metavar="M",
         help="turns of each source and temperature that are decoys, too (default: all for the "
         "rules judge, 1 for others)",
@@ -231,14 +232,13 @@ def add_import(commands) -> None:
     parser = commands.add_parser(
         "import",
         help="read a filled-in sheet",
-        description="Check a filled-in sheet (CSV, JSON lines, or the page's JSON) row by row and "
-        "write\nannotations/<annotator>.parquet. Rows without a category are left out; one bad "
-        "row and nothing is\nwritten. Commas, semicolons or tabs, any quoting and line ends will "
-        "do, but it must be UTF-8. Only\nitem, category and note are read.",
+        description="Check a filled-in sheet (CSV with commas, JSON lines, or the page's JSON; in "
+        "UTF-8) row by row\nand write annotations/<annotator>.parquet. Rows without a category are "
+        "left out; one bad row and\nnothing is written. Only item, category and note are read.",
     )
     parser.set_defaults(function="ia_mech.judge.sheets:import_command")
     parser.add_argument("run", type=path_of, help="the run that the sheet was exported from")
-    parser.add_argument("file", type=path_of, help="the sheet, .csv, .tsv, .jsonl or .json")
+    parser.add_argument("file", type=path_of, help="the sheet, .csv, .jsonl or .json")
     parser.add_argument("--annotator", required=True, help="who filled it in; a name for the file")
     parser.add_argument(
         "--replace", action="store_true", help="replace labels of this annotator that are there"

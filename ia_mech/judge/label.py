@@ -13,7 +13,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
@@ -207,11 +207,15 @@ def _judge_missing(
 
 
 @contextlib.contextmanager
-def _mapped(work, batches, threads: int, ended: threading.Event) -> Iterator[Iterator]:
-    """What ``work`` gives for each batch, as it comes; one thread is this one.
+def _mapped(
+    work: Callable[[list[Pair]], dict[Pair, Verdict]],
+    batches: list[list[Pair]],
+    threads: int,
+    ended: threading.Event,
+) -> Iterator[Iterator[dict[Pair, Verdict]]]:
+    """What ``work`` gives for each batch, as it comes. A single thread is the caller's own.
 
-    However the caller ends, what is under way in other threads is waited for and nothing more is
-    begun.
+    However the caller ends, nothing more is begun, and what is under way is waited for.
     """
     if threads == 1:
         yield map(work, batches)
@@ -349,8 +353,6 @@ def run(args: argparse.Namespace) -> int:
     there = Run.open(args.run)
     name = check_name(args.name or _default_name(args) + UNSEEN * args.unperturbed)
     check_judged(there, args.unperturbed)
-    if args.decoys is not None and args.decoys < 0:
-        raise UserError(f"--decoys {args.decoys}", "give 0 or more")
     judge = make_judge(args, there)
     if args.dry_run:
         drawn = draw_decoys(there, _per_source(judge, args.decoys))

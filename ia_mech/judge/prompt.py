@@ -11,7 +11,7 @@ Answers are read strictly: what isn't a verdict becomes a failure and is never g
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ia_mech.cli import one_line
@@ -135,10 +135,8 @@ class NoVerdict(ValueError):
 def read_completion(completion: dict[str, Any]) -> Verdict:
     """Read the first of a chat completion's ``choices``, which may be anything.
 
-    Tokens and cost are the caller's to add.
-
-    The order matters: a refusal or a filter isn't an answer whatever it says; a whole verdict
-    counts even if the server cut off what came after it.
+    Tokens and cost are the caller's to add. A refusal or a filter isn't an answer whatever it says;
+    a whole verdict counts even if the server cut off what came after it.
 
     Returns:
         A verdict or a failure. Its ``mode`` is where the verdict stood if it wasn't the whole
@@ -147,8 +145,6 @@ def read_completion(completion: dict[str, Any]) -> Verdict:
     """
     choice = _object(next(iter(completion["choices"]), None))
     message, ended = _object(choice.get("message")), choice.get("finish_reason")
-    if not message:
-        return Verdict(None, "empty", error="the completion holds no message")
     if refusal := text_of(message.get("refusal")):
         return Verdict(None, "refused", error=_quote(refusal))
     if ended == "content_filter":
@@ -163,56 +159,51 @@ def read_completion(completion: dict[str, Any]) -> Verdict:
         if ended == "length":
             return Verdict(None, "truncated", error=f"cut off by a token limit: {_quote(text)}")
         if not content.strip():
-            thinking = f", the thinking begins: {_quote(text)}" if text.strip() else ""
-            return Verdict(None, "empty", error=f"the answer is empty{thinking}")
+            return Verdict(None, "empty", error=f"the answer has no content {_quote(text)}".strip())
         return Verdict(None, "unparsable", error=f"{problem}: {_quote(text)}")
     rationale = found.get("rationale")
     rationale = clean(rationale)[:LONGEST_RATIONALE] if isinstance(rationale, str) else ""
-    place = place or ("" if whole else "text")
-    return Verdict(found["category"], rationale=rationale, mode=place)
+    return Verdict(found["category"], rationale=rationale, mode=place or ("" if whole else "text"))
 
 
 def find_verdict(text: str) -> tuple[dict[str, Any], bool]:
     """The one verdict in a text, and whether it is the whole text.
 
     A verdict is a JSON object with a ``category`` that is, to the letter, one of the rubric's
-    names. It may stand in a code fence or among other words; thinking in front of it is skipped (a
-    server without a reasoning parser leaves it in the content). Two objects with a category are
-    none, even if they agree: one of them may be a quotation.
+    names. It may stand among other words; thinking in front of it is skipped (a server without a
+    reasoning parser leaves it in the content). Two objects with a category are none, even if they
+    agree: one of them may be a quotation.
 
     Raises:
         NoVerdict: there is none, or more than one.
     """
-    answer, thought = text.strip(), False
-    if not answer.startswith(("{", "```")):  # else a </think> stands in the rationale, as evidence
-        thinking, end, after = answer.partition("</think>")
-        if end:
-            answer, thought = after.strip(), True
-        elif thinking.startswith("<think>"):
+    answer = text.strip()
+    if not answer.startswith("{"):  # else a </think> stands in the rationale, as evidence
+        answer = answer.rpartition("</think>")[2]
+        if answer.startswith("<think>"):
             raise NoVerdict("thinking without an end")
-    objects = [(found, whole) for found, whole in _objects(answer) if "category" in found]
-    if not objects:
-        raise NoVerdict("no JSON object with a category")
-    if len(objects) > 1:
-        raise NoVerdict("more than one JSON object with a category")
-    found, whole = objects[0]
-    if found["category"] not in NAMES:
-        raise NoVerdict(f"no such category: {one_line(str(found['category']), 60)!r}")
-    return found, whole and not thought
+    objects = list(_objects(answer))
+    verdicts = [found for found in objects if "category" in found]
+    if len(verdicts) != 1:
+        many = "more than one" if verdicts else "no"
+        raise NoVerdict(f"{many} JSON object with a category")
+    category, text = verdicts[0]["category"], text.strip()
+    if category not in [*NAMES]:
+        raise NoVerdict(f"no such category: {one_line(str(category), 60)!r}")
+    return verdicts[0], len(objects) == 1 and text[0] == "{" and text[-1] == "}"
 
 
-def _objects(text: str) -> list[tuple[dict[str, Any], bool]]:
-    """Outermost JSON objects of a text, from left to right, and whether each is all of it."""
+def _objects(text: str) -> Iterator[dict[str, Any]]:
+    """Outermost JSON objects of a text, from left to right."""
     decoder = json.JSONDecoder(object_pairs_hook=_without_repetition)
-    found, start = [], text.find("{")
+    start = text.find("{")
     while start >= 0:
         try:
             value, end = decoder.raw_decode(text, start)
-            found.append((value, start == 0 and end == len(text)))
+            yield value
         except (ValueError, RecursionError):
             end = start + 1
         start = text.find("{", end)
-    return found
 
 
 def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -6,12 +6,10 @@ are seen; the key, which stays in the run, has each row's inclusion probability,
 every figure is weighted. A fifth of the rows of a sheet are decoys (``decoys``) on top of that
 sample, so that annotators have a floor like any judge; their labels count for nothing else. The
 sheet itself shows text alone. It is written as CSV, as JSON lines and as a page to annotate in
-(:mod:`ia_mech.page`), which exports JSON; all three are read back alike.
+(:mod:`ia_mech.page`), which exports JSON; all three are read back.
 
-A sheet goes through programs that we don't control. So its CSV has a byte order mark (Excel reads
-UTF-8 only with one) and quotes everything; on the way back commas, semicolons and tabs, any quoting
-and any line ends are accepted. Texts are a model's and not to be trusted: a cell that a spreadsheet
-would run as a formula gets an apostrophe in front, and characters that can't be seen become �
+Texts are a model's and not to be trusted: a cell that a spreadsheet would run as a formula gets an
+apostrophe in front, and characters that can't be seen become �
 (:func:`ia_mech.untrusted.inert`). Texts aren't read back, so neither can be mistaken for the
 model's own; the JSON lines have the texts as they are. Every row is checked before anything is
 written.
@@ -19,7 +17,6 @@ written.
 
 import argparse
 import csv
-import difflib
 import hashlib
 import io
 import json
@@ -54,7 +51,7 @@ DECOYS = 0.25  # of the number of turns: a fifth of the sheet
 LEAST = 5  # rows of a stratum, where it has so many
 
 _NEEDED = ("item", "category")
-_CELL = 32_767  # characters; a spreadsheet breaks longer cells
+COLUMNS_READ = (*_NEEDED, "note")
 
 # -- drawing a sheet ---------------------------------------------------------------------------
 
@@ -175,40 +172,25 @@ def allocate(sizes: dict[str, int], n: int) -> dict[str, int]:
 
 
 def write_sheet(run: Run, sheet: Sheet, out: Path) -> tuple[Path, ...]:
-    """Write a drawn sheet as ``<out>.csv``, ``.jsonl`` and ``.html``, and its key into the run.
-
-    Goes on where it was killed before.
+    """Write a drawn sheet as ``<out>.csv``, ``.jsonl`` and ``.html``; last its key, into the run.
 
     Raises:
         UserError: a sheet of that name or one of the files is there. Nothing is written then.
     """
     name = sheet.key["sheet"]
-    known = name in run.labels.sheets
+    if name in run.labels.sheets:
+        raise UserError(
+            f"{run.path} has a sheet named {name!r}", "give another --name, or another --seed"
+        )
     lines = [escaped(json.dumps(row, ensure_ascii=False)) + "\n" for row in sheet.rows]
-    table = pd.DataFrame(sheet.rows, columns=COLUMNS)
     forms = {
-        "csv": csv_bytes(table),
+        "csv": csv_bytes(pd.DataFrame(sheet.rows, columns=COLUMNS)),
         "jsonl": "".join(lines).encode(),
         "html": _page(sheet).encode(),
     }
     contents = {out.with_name(f"{out.name}.{form}"): made for form, made in forms.items()}
-    missing = {
-        path: content
-        for path, content in contents.items()
-        if not (known and path.is_file() and path.read_bytes() == content)
-    }
-    if known and (not missing or run.labels.sheet(name) != sheet.key):
-        raise UserError(
-            f"{run.path} has a sheet named {name!r}", "give another --name, or another --seed"
-        )
-    refuse_existing(missing)
-    kept = run.labels.write_sheet(name, sheet.key)
-    try:
-        write_files(missing)
-    except BaseException:
-        if not known:
-            kept.unlink(missing_ok=True)
-        raise
+    write_files(contents)
+    run.labels.write_sheet(name, sheet.key)
     return tuple(contents)
 
 
@@ -289,21 +271,14 @@ def refuse_existing(paths: Iterable[Path], *, replace: bool = False) -> None:
 
 
 def write_files(contents: dict[Path, bytes], *, replace: bool = False) -> None:
-    """Write files, each whole; new ones all or none.
+    """Write files, each whole.
 
     Raises:
-        UserError: a file is there and may not be replaced, or its folder isn't.
+        UserError: one is there and may not be replaced, or its folder isn't. None is written then.
     """
     refuse_existing(contents, replace=replace)
-    placed: list[Path] = []
-    try:
-        for path, content in contents.items():
-            integrity.replace_file(path, partial(_write_bytes, content))
-            placed.append(path)
-    except BaseException:
-        for path in placed if not replace else ():
-            path.unlink(missing_ok=True)
-        raise
+    for path, content in contents.items():
+        integrity.replace_file(path, partial(_write_bytes, content))
 
 
 def _write_bytes(content: bytes, path: Path) -> None:
@@ -333,8 +308,8 @@ def import_sheet(run: Run, file: Path, annotator: str, *, replace: bool = False)
     decoys are stored as such (:meth:`ia_mech.run.labels.Labels.decoys`).
 
     Raises:
-        UserError: whatever is wrong, naming the first bad row and how many more there are; labels
-            of this annotator are there and ``replace`` isn't given. Nothing is written then.
+        UserError: whatever is wrong, naming the first bad row; labels of this annotator are there
+            and ``replace`` isn't given. Nothing is written then.
     """
     check_name(annotator)
     if annotator in run.labels.annotators and not replace:
@@ -344,15 +319,11 @@ def import_sheet(run: Run, file: Path, annotator: str, *, replace: bool = False)
         )
     rows = read_sheet(file)
     sheet, key = _sheet_of(run, file, rows)
-    labelled, bad = _checked(rows, key["items"])
-    if bad:
-        more = f" (and {len(bad) - 1} more bad rows)" if len(bad) > 1 else ""
-        raise UserError(f"{bad[0][0]}{more}", bad[0][1])
+    places, strata = key["items"], key["strata"]
+    labelled = _labelled(rows, places)
     if not labelled:
         raise UserError(f"no row of {file} has a category", "fill in the column 'category'")
-    _check_texts(run, sheet, key, labelled)
-
-    places, strata = key["items"], key["strata"]
+    _check_texts(run, sheet, places, labelled)
     filled = Counter(places[item]["stratum"] for item in labelled)
     chances = {name: filled[name] / of["rows"] for name, of in strata.items()}
     stored = [
@@ -379,24 +350,24 @@ def import_sheet(run: Run, file: Path, annotator: str, *, replace: bool = False)
 def read_sheet(path: Path) -> list[SheetRow]:
     """The rows of a filled-in sheet, by its suffix: CSV, JSON lines or the page's JSON.
 
-    Empty lines are left out.
-
     Raises:
         UserError: none of these, not UTF-8, not what the suffix claims, or a column is
             missing.
     """
     suffix = path.suffix.lower()
-    if suffix in (".csv", ".tsv"):
-        return list(_csv_rows(path))
-    if suffix not in (".jsonl", ".json") and path.is_file():
+    if path.is_file() and suffix not in (".csv", ".jsonl", ".json"):
         raise UserError(f"{path} is no .csv, .jsonl or .json", "save the sheet as CSV UTF-8")
+    read = {".jsonl": json_lines, ".json": _json_list}.get(suffix, _csv_rows)
     rows = []
-    for where, row in json_lines(path) if suffix != ".json" else _json_list(path):
-        _check_columns(where, row)
-        for column in (*_NEEDED, "note"):
-            if not isinstance(row.get(column, ""), str | None):
-                raise UserError(f"{where}: {column} isn't a text", "put it in quotes, or leave ''")
-        rows.append(_row(where, row))
+    for where, row in read(path):
+        for column in COLUMNS_READ:
+            value = row.get(column, None if column in _NEEDED else "")
+            if not isinstance(value, str):
+                problem = f"has no column {column!r}" if value is None else f"{column} isn't a text"
+                raise UserError(
+                    f"{where}: {problem}", f"keep the columns {', '.join(COLUMNS_READ)}"
+                )
+        rows.append(SheetRow(where, *(row.get(column, "").strip() for column in COLUMNS_READ)))
     return rows
 
 
@@ -442,54 +413,17 @@ def _json_list(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         yield where, value
 
 
-def _csv_rows(path: Path) -> Iterator[SheetRow]:
-    """Rows of a CSV file.
-
-    Not by pandas: behind a stray quote its parser takes several rows for one, without an error.
-    """
-    text = _text_of(path)
-    first = next(iter(text.splitlines()), "")
-    delimiter = max(",;\t", key=first.count)
-    limit = csv.field_size_limit(2**31 - 1)  # a process-wide setting; responses may be long
-    reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
+def _csv_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(where it stands, cells by column) of every row of a CSV file."""
     try:
-        # Programs that take the mark for text (perhaps as Latin-1) write it, and the quotes behind
-        # it, into the first name.
-        header = [cell.strip('\ufeffï»¿" \t').lower() for cell in next(reader, [])]
-        _check_columns(path, header)
-        for number, cells in enumerate(reader, 2):
-            if not any(cell.strip() for cell in cells):
-                continue
-            where = f"row {number} of {path} (ends in line {reader.line_num})"
-            if any(cell.strip() for cell in cells[len(header) :]):
-                raise UserError(
-                    f"{where} has {len(cells)} cells under {len(header)} headings",
-                    "correct it, or begin again from the exported sheet",
-                )
-            # Some programs leave out empty cells at the end of a row.
-            yield _row(where, dict(zip(header, cells, strict=False)))
-    except csv.Error as error:
+        table = pd.read_csv(io.StringIO(_text_of(path)), dtype=str, keep_default_na=False)
+    except ValueError as error:  # pandas' own are subclasses
         raise UserError(
-            f"{path} isn't CSV at line {reader.line_num} ({error})",
-            "save it as CSV UTF-8, or fill in the JSON lines",
+            f"{path} isn't CSV ({one_line(str(error), 100)})",
+            "save it as CSV UTF-8, with commas, or fill in the JSON lines",
         ) from None
-    finally:
-        csv.field_size_limit(limit)
-
-
-def _check_columns(where: Path | str, columns: Iterable[str]) -> None:
-    columns = list(columns)
-    for name in _NEEDED:
-        if columns.count(name) != 1:
-            problem = f"has {columns.count(name)} columns" if name in columns else "has no column"
-            raise UserError(
-                f"{where} {problem} {name!r}",
-                f"keep the columns {' and '.join(_NEEDED)} of the exported sheet",
-            )
-
-
-def _row(where: str, row: dict[str, Any]) -> SheetRow:
-    return SheetRow(where, *((row.get(column) or "").strip() for column in (*_NEEDED, "note")))
+    for number, row in enumerate(table.to_dict("records"), 2):
+        yield f"row {number} of {path}", row
 
 
 def _sheet_of(run: Run, file: Path, rows: list[SheetRow]) -> tuple[str, dict[str, Any]]:
@@ -513,47 +447,43 @@ def _sheet_of(run: Run, file: Path, rows: list[SheetRow]) -> tuple[str, dict[str
     return found[0], sheets[found[0]]
 
 
-def _checked(
-    rows: list[SheetRow], known: dict[str, Any]
-) -> tuple[dict[str, SheetRow], list[tuple[str, str]]]:
-    """Rows with a category by item, and (problem, remedy) of every bad row."""
+def _labelled(rows: list[SheetRow], known: dict[str, Any]) -> dict[str, SheetRow]:
+    """Rows with a category by item; UserError names the first that can't be."""
     labelled: dict[str, SheetRow] = {}
-    bad = []
     for row in rows:
         category = re.sub(r"[\s_-]+", "_", row.category.lower())
         before = labelled.get(row.item)
         if row.item not in known:
-            item = f"the item {row.item!r}" if row.item else "no item"
-            bad.append((f"{row.where} has {item}", "keep the items of the exported sheet"))
-        elif not category:
+            raise UserError(
+                f"{row.where} has the item {row.item!r}", "keep the items of the exported sheet"
+            )
+        if not category:
             continue
-        elif category not in NAMES:
-            near = [name for name in NAMES if name.startswith(category)]
-            near += difflib.get_close_matches(category, NAMES, 1, 0.5)
-            remedy = f"did you mean {near[0]}?" if near else f"choose from {', '.join(NAMES)}"
-            bad.append((f"{row.where} has the unknown category {row.category[:60]!r}", remedy))
-        elif before is not None and before.category != category:
-            problem = f"{row.where} calls {row.item} {category}, and {before.where} "
-            bad.append((problem + before.category, "keep one of the two"))
-        elif before is None:
-            labelled[row.item] = row._replace(category=category)
-    return labelled, bad
+        if category not in NAMES:
+            raise UserError(
+                f"{row.where} has the unknown category {row.category[:60]!r}",
+                f"choose from {', '.join(NAMES)}",
+            )
+        if before is not None and before.category != category:
+            raise UserError(
+                f"{row.where} calls {row.item} {category}, and {before.where} {before.category}",
+                "keep one of the two",
+            )
+        labelled.setdefault(row.item, row._replace(category=category))
+    return labelled
 
 
-def _check_texts(run: Run, sheet: str, key: dict[str, Any], labelled: Iterable[str]) -> None:
+def _check_texts(run: Run, sheet: str, places: dict[str, Any], labelled: Iterable[str]) -> None:
     """Raise UserError unless the run still holds the very turns that were labelled."""
     keys = run.turns[list(KEY)].itertuples(index=False, name=None)
     items, identity = dict(zip(keys, items_of(run), strict=True)), run_identity(run)
     contexts = {key[0]: item for key, item in items.items()}
     for item in labelled:
-        place = key["items"][item]
+        place = places[item]
         turn = items.get(tuple(place[column] for column in KEY))
         shown = contexts.get(place.get("shown") or place["context_id"])
-        if (
-            turn is None
-            or shown is None
-            or item_id(identity, sheet, place, replace(shown, turn=turn.turn)) != item
-        ):
+        whole = turn and shown and replace(shown, turn=turn.turn)
+        if whole is None or item_id(identity, sheet, place, whole) != item:
             raise UserError(
                 f"{run.path} was changed after sheet {sheet!r} was exported: it has another turn "
                 f"in the place of {item}",
@@ -587,8 +517,6 @@ def export_command(args: argparse.Namespace) -> None:
     decoys = len(key["items"]) - key["n"]
     if decoys:
         print(f"  and {decoys} turns after contexts that they did not follow, as a control")
-    if any(len(text) > _CELL for row in sheet.rows for text in (row["query"], row["response"])):
-        print(f"some texts are longer than a spreadsheet's cell ({_CELL}): fill in the JSON lines")
     print(f"the key stays in the run, as sheet {key['sheet']!r}")
     print("an apostrophe before = + - @ is ours: it keeps spreadsheets from running a model's text")
     for file in files:
