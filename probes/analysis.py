@@ -18,7 +18,8 @@ from threadpoolctl import threadpool_limits
 from ia_mech.display import Progress, Quiet
 from ia_mech.errors import UserError
 from ia_mech.stats import Estimate, FoldScores, Replicated, model_confidence_set
-from probes.controls import Baseline, Controls, control_outcomes
+from probes.controls import Baseline, Controls, Types, control_outcomes
+from probes.dataset import ENDS
 from probes.fit.beyond import Gained, gained, scaled
 from probes.fit.folds import (
     Tested,
@@ -69,13 +70,25 @@ class Hidden(Protocol):
         """``[contexts, positions, d_model]``."""
         ...
 
+    def ends(self, layer: int) -> np.ndarray | None:
+        """``[contexts, features]`` states at :data:`ENDS` side by side; None where one lacks."""
+        ...
+
 
 @dataclass(frozen=True)
 class Arrays:
-    """Hidden states in memory: ``states`` is ``[layers, contexts, positions, d_model]``."""
+    """Hidden states in memory.
+
+    Attributes:
+        states: ``[layers, contexts, positions, d_model]``.
+        positions: their names.
+        conversation: ``[layers, contexts, features]`` states at the ends of query and response,
+            where these aren't among the positions.
+    """
 
     states: np.ndarray
     positions: Sequence[str]
+    conversation: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         if self.states.ndim != 4 or self.states.shape[2] != len(self.positions):
@@ -90,6 +103,13 @@ class Arrays:
 
     def layer(self, layer: int) -> np.ndarray:
         return self.states[layer]
+
+    def ends(self, layer: int) -> np.ndarray | None:
+        if self.conversation is not None:
+            return self.conversation[layer]
+        if not {*ENDS} <= {*self.positions}:
+            return None
+        return np.hstack([self.states[layer][:, self.positions.index(name)] for name in ENDS])
 
 
 @dataclass(frozen=True)
@@ -130,6 +150,7 @@ class Compared:
         kind: ``text``, ``output`` or ``control task``.
         auroc: its own.
         scores: ``[contexts]`` log-odds; None for the control task, which has other labels.
+        oracle: AUROC of a probe that knows the control task's rates; None for others.
     """
 
     name: str
@@ -137,11 +158,13 @@ class Compared:
     kind: str
     auroc: Estimate
     scores: np.ndarray | None
+    oracle: Estimate | None = None
 
 
 @dataclass(frozen=True)
 class Beyond:
-    """What hidden states add to a linear readout of the first-token state and the text.
+    """What hidden states add to a linear readout of the first-token state, the text, and the states
+    at the ends of query and response.
 
     Attributes:
         found: out-of-fold scores of both, see :mod:`probes.fit.beyond`.
@@ -199,7 +222,8 @@ class Analysis:
             which layers and positions can't be told from the best.
         headline: the selection procedure's scores.
         compared: controls.
-        beyond: what hidden states add to output and text; None without either.
+        beyond: what hidden states add to output, text and the states at the ends of query and
+            response; None where one of these is lacking.
         notes: what a reader has to know.
     """
 
@@ -455,19 +479,21 @@ class _Analyser:
             own = self.scores.auroc(one.scores).with_training(one.chance).estimate()
             found.append(Compared(control.name, control.what, kind, own, one.scores))
         if controls.types is not None and draws:
-            own = self._control_task(controls.types, headline)
-            what = f"{draws} random functions of response length × opening token, same cells"
-            found.append(Compared("control task", what, "control task", own, None))
+            own, oracle = self._control_task(controls.types, headline)
+            what = f"{draws} random functions of length × opening of query and response"
+            found.append(Compared("control task", what, "control task", own, None, oracle))
         return found
 
-    def _control_task(self, types: np.ndarray, headline: Headline) -> Estimate:
-        """AUROC on random functions of the type, where each fold's headline probe reads."""
+    def _control_task(self, types: Types, headline: Headline) -> tuple[Estimate, Estimate]:
+        """AUROC on random functions of the types, where each fold's headline probe reads; and of a
+        probe that knows their rates."""
         places = {
             place: Features.of(self.hidden.layer(place[0])[:, self.positions.index(place[1])])
             for place in dict.fromkeys(headline.picked)
         }
 
-        def probe(outcome: Outcome) -> tuple[Replicated, float]:
+        def probe(drawn: tuple[Outcome, np.ndarray]) -> tuple[Replicated, Replicated, float]:
+            outcome, rates = drawn
             design = Design.of(outcome, self.design.folds, estimator=self.settings.estimator)
             scores, chances = np.empty(len(outcome)), []
             for place, features in places.items():
@@ -476,28 +502,38 @@ class _Analyser:
                 one = cross_validate(features, design)
                 scores[here] = one.scores[here]
                 chances.append(one.chance)
-            auroc = fold_scores(outcome, design.folds, self.settings).auroc(scores)
-            return auroc, float(np.mean(chances))
+            measured = fold_scores(outcome, design.folds, self.settings)
+            return measured.auroc(scores), measured.auroc(rates), float(np.mean(chances))
 
         draws, seed = self.settings.control_draws, self.settings.seed
         outcomes = control_outcomes(self.outcome, types, draws, seed)
-        aurocs, chances = zip(*self._map(probe, outcomes), strict=True)
-        return Replicated.mean(aurocs).with_training(float(np.mean(chances))).estimate()
+        aurocs, oracles, chances = zip(*self._map(probe, outcomes), strict=True)
+        own = Replicated.mean(aurocs).with_training(float(np.mean(chances)))
+        return own.estimate(), Replicated.mean(oracles).estimate()
 
-    # -- beyond output and text -------------------------------------------------------------------
+    # -- beyond output, text, and the ends of query and response ----------------------------------
 
     def _beyond(self, controls: Controls, headline: Headline) -> Beyond | None:
-        if not (controls.output and controls.text):
+        places = dict.fromkeys(headline.picked)
+        ends = {layer: self.hidden.ends(layer) for layer, _ in places}
+        known = {layer: states for layer, states in ends.items() if states is not None}
+        if not (controls.output and controls.text and len(known) == len(ends)):
             return None
-        design = Design.of(self.outcome, self.design.folds, estimator="logistic")
-        states = {
-            place: self.hidden.layer(place[0])[:, self.positions.index(place[1])]
-            for place in dict.fromkeys(headline.picked)
+        hidden = {
+            (layer, position): self.hidden.layer(layer)[:, self.positions.index(position)]
+            for layer, position in places
         }
-        hidden = [states[place] for place in headline.picked]
-        self.progress.start("beyond output and text", design.fold_count)
-        blocks = [_side_by_side(controls.output), _side_by_side(controls.text)]
-        found = gained(blocks, hidden, design, self._map)
+        for place, states in hidden.items():
+            if place[1] in ENDS:  # these are in the base as they are, and add nothing
+                hidden[place] = np.zeros_like(states)
+        self.progress.start("beyond output and text", self.design.fold_count)
+        found = gained(
+            [_side_by_side(controls.output), _side_by_side(controls.text)],
+            [known[layer] for layer, _ in headline.picked],
+            [hidden[place] for place in headline.picked],
+            Design.of(self.outcome, self.design.folds, estimator="logistic"),
+            self._map,
+        )
         base, full = self.scores.auroc(found.base), self.scores.auroc(found.full)
         saved = self.scores.deviance_explained(expit(found.full), expit(found.base))
         # Each AUROC as if all of its variance over contexts were chance in training: only the

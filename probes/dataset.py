@@ -19,6 +19,7 @@ from ia_mech.errors import UserError
 from ia_mech.rates.gate import Gate
 from ia_mech.rates.load import NO_ANNOTATOR, open_runs, read_runs
 from ia_mech.run import Run
+from probes.card import AS_THEY_ARE, CENTRED
 from probes.fit.folds import movable
 from probes.reaction import check_reliable, read_bits
 from probes.targets import (
@@ -33,6 +34,8 @@ from probes.targets import (
 
 MIN_SOURCES = 20  # with a positive turn, and with a negative one
 RUN, DATASET = "run", "dataset"
+ENDS = ("query_end", "response_end")  # what the conversation says is read there
+_ROUNDING = 1e-4  # states of one query that differ less, relative to their size, don't differ
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,8 +52,9 @@ class ProbeSet:
             holds across runs), ``text`` (all messages, one below the other), ``prompt_tokens`` (all
             before the response), ``response_tokens`` (as the model read it), ``context_tokens``,
             ``cut_off``, ``token_ids``, ``opening`` (id of the response's first token, -1 if it is
-            empty), ``positives`` and ``trials``.
+            empty), ``asked`` (the query's first word), ``positives`` and ``trials``.
         positions: names of the positions that every context has, in storage order.
+        has_ends: every run kept the states at :data:`ENDS`, and every context has both.
         notes: what a reader has to know of how all this was put together.
         layers: the chosen layers, ascending; 0 = embeddings.
         width: d_model.
@@ -73,6 +77,7 @@ class ProbeSet:
     within: str = RUN
     gate: Gate | None = None
     embeddings: np.ndarray | None = None
+    has_ends: bool = False
 
     def __len__(self) -> int:
         return len(self.contexts)
@@ -90,14 +95,27 @@ class ProbeSet:
         """Where the outcomes come from, for conclusions, captions and names of figures."""
         return f"judge {self.gate}" if self.gate else "reaction bits"
 
+    @property
+    def states_are(self) -> str:
+        """What :meth:`layer` gives, in words for a probe's card."""
+        return CENTRED if self.target.kind == REACTION else AS_THEY_ARE
+
     def comparable(self, features: np.ndarray) -> np.ndarray:
-        """``[contexts, …]`` features as probes get them: less their query's mean for the target
-        ``reaction``, which compares the responses of a query."""
+        """``[contexts, …, d]`` features as probes get them: less their query's mean for the target
+        ``reaction``, which compares the responses of a query.
+
+        What is left where a query's features are all the same, but for rounding, is 0.
+        """
         if self.target.kind != REACTION:
             return features
         query = pd.factorize(self.contexts["source"])[0]
         mean = np.stack([features[query == number].mean(0) for number in range(query.max() + 1)])
-        return features - mean[query]
+        less = features - mean[query]
+        left, all_of_it = (
+            np.sqrt(np.mean(np.square(x, dtype=float), axis=(0, -1), keepdims=True))
+            for x in (less, features)
+        )
+        return np.where(left > _ROUNDING * all_of_it, less, np.zeros_like(less))
 
     def layer(self, layer: int) -> np.ndarray:
         """Hidden states at one layer, ``[contexts, positions, d_model]`` float32, made
@@ -106,10 +124,17 @@ class ProbeSet:
         Raises:
             UserError: no such layer, a value that isn't finite, or a file that can't be read.
         """
-        states = np.empty((len(self), len(self.positions), self.width), dtype=np.float32)
+        return self._at(layer, self.positions)
+
+    def ends(self, layer: int) -> np.ndarray | None:
+        """``[contexts, 2 d_model]`` likewise at :data:`ENDS`, side by side; None without them."""
+        return self._at(layer, ENDS).reshape(len(self), -1) if self.has_ends else None
+
+    def _at(self, layer: int, positions: Sequence[str]) -> np.ndarray:
+        states = np.empty((len(self), len(positions), self.width), dtype=np.float32)
         for number in self.contexts["run"].unique():
             mine = np.flatnonzero(self.contexts["run"] == number)
-            for at, position in enumerate(self.positions):
+            for at, position in enumerate(positions):
                 states[mine, at] = self.states(number, layer, position)
         return self.comparable(states)
 
@@ -215,12 +240,13 @@ def read(
     kept = contexts[there].reset_index(drop=True)
     kept["positives"] = counts["k"].to_numpy()[there].astype(int)
     kept["trials"] = counts["n"].to_numpy()[there].astype(int)
+    where = kept.pop("positions")
     return ProbeSet(
         runs=runs,
         judge=judge,
         record=record,
         target=wanted,
-        positions=_common_positions(runs, kept.pop("positions"), positions, notes),
+        positions=_common_positions(runs, where, positions, notes),
         contexts=kept,
         notes=notes,
         layers=_chosen_layers(runs[0].layers, layers),
@@ -228,6 +254,8 @@ def read(
         within=within,
         gate=gate,
         embeddings=None if embeddings is None else _embeddings(embeddings, kept["context_id"]),
+        has_ends=all({*ENDS} <= {*run.positions} for run in runs)
+        and all(index_of(at, name) is not None for at in where for name in ENDS),
     )
 
 
@@ -470,6 +498,13 @@ def _contexts(run: Run, number: int) -> pd.DataFrame:
             "cut_off": own["response_cut_off"].fillna(False).astype(bool),
             "token_ids": token_ids,
             "opening": [-1 if e is None else int(ids[f]) for ids, f, e in spans],
+            "asked": [_first_word(messages) for messages in own["messages"]],
             "positions": own["positions"],
         }
     )
+
+
+def _first_word(messages: Sequence[dict]) -> str:
+    """Of the last thing that the user said."""
+    said = [message["content"] for message in messages if message["role"] == "user"]
+    return (said[-1].lower().split() or [""])[0] if said else ""

@@ -12,7 +12,7 @@ from ia_mech.errors import UserError
 from ia_mech.stats import Estimate
 from probes import analysis
 from probes.analysis import MEASURES, Arrays, Settings, analyse, fold_scores
-from probes.controls import Baseline, Controls
+from probes.controls import Baseline, Controls, Types
 from probes.fit.folds import against_permutations, make_folds, permutations, seeds_of
 from probes.fit.nested_cv import Design, cross_validate
 from probes.fit.solvers import Features
@@ -33,7 +33,8 @@ def planted(seed=0, contexts=100, strength=2.0, layer=2, runs=1):
     trials = rng.integers(4, 9, contexts)
     positives = rng.binomial(trials, expit(1.5 * awareness - 0.5))
     outcome = Outcome.of(positives, trials, np.arange(contexts), run)
-    return Arrays(states.astype(np.float32), POSITIONS), outcome
+    ends = rng.normal(size=(LAYERS, contexts, 6))
+    return Arrays(states.astype(np.float32), POSITIONS, ends), outcome
 
 
 def controls(contexts=100):
@@ -42,7 +43,8 @@ def controls(contexts=100):
         Baseline(name, rng.normal(size=(contexts, 3)), f"{name}'s") for name in ("tfidf", "ids")
     ]
     output = [Baseline("output", rng.normal(size=(contexts, 150)), "the model's own")]
-    return Controls(text, output, np.arange(contexts) // 7 % 6, ["no lens"])
+    kinds = Types(np.arange(contexts) // 7 % 6, np.arange(contexts) // 5 % 4)
+    return Controls(text, output, kinds, ["no lens"])
 
 
 @pytest.fixture(scope="module")

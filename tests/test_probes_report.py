@@ -18,7 +18,7 @@ from scipy.special import expit
 from ia_mech.display import save_figure
 from ia_mech.stats import Estimate
 from probes.analysis import MEASURES, Arrays, Compared, Settings, analyse
-from probes.controls import Baseline, Controls
+from probes.controls import Baseline, Controls, Types
 from probes.report import figures, files
 from probes.report.conclusion import (
     CONTROL_TASK,
@@ -27,6 +27,7 @@ from probes.report.conclusion import (
     READOUT,
     Conclusion,
     conclude,
+    power_of_beyond,
 )
 from probes.report.screen import ROWS, print_analysis, shown_layers
 from probes.targets import Outcome
@@ -48,12 +49,12 @@ def analysis():
     controls = Controls(
         [Baseline(ODD, rng.normal(size=(CONTEXTS, 5)), "the words [/] of a context")],
         [Baseline("output", latent[:, None] + rng.normal(size=(CONTEXTS, 4)), "the output")],
-        rng.integers(4, size=CONTEXTS),
+        Types(rng.integers(4, size=CONTEXTS), np.arange(CONTEXTS) % 40 % 5),
         ["no lengths [of anything]"],
     )
     sources = np.arange(CONTEXTS) % 40
     return analyse(
-        Arrays(states.astype(np.float32), POSITIONS),
+        Arrays(states.astype(np.float32), POSITIONS, rng.normal(size=(LAYERS, CONTEXTS, 4))),
         Outcome.of(k, np.full(CONTEXTS, 8), sources),
         controls,
         Settings(permutations=20, resamples=100, control_draws=2, workers=1),
@@ -360,7 +361,14 @@ def concluded(plain, analysis):
     """The conclusion where hidden states save this share of the deviance."""
 
     def say(
-        saved=None, p=0.01, level=0.95, permutations=19, labelled_by="", control=0.7, left_out=0.01
+        saved=None,
+        p=0.01,
+        level=0.95,
+        permutations=19,
+        labelled_by="",
+        control=0.7,
+        left_out=0.01,
+        family=0.03,
     ):
         auroc = Estimate(0.712, 0.654, 0.771, 30, "percentile")
         names = "control task", "10 random functions", "control task"
@@ -375,14 +383,25 @@ def concluded(plain, analysis):
                 plain,
                 settings=replace(plain.settings, level=level, permutations=permutations),
                 tested=replace(
-                    plain.tested, p=p, null=plain.tested.null[:permutations], value=0.66
+                    plain.tested,
+                    p=p,
+                    p_family=np.array([[family], [1.0]]),
+                    null=plain.tested.null[:permutations],
+                    value=0.66,
                 ),
                 headline=replace(
                     plain.headline, measures={**plain.headline.measures, "auroc": auroc}
                 ),
                 p_best=np.array([[left_out], [1.0]]),
                 beyond=beyond,
-                compared=[Compared(*names, Estimate(control, 0.6, 0.8, 30, "percentile"), None)],
+                compared=[
+                    Compared(
+                        *names,
+                        Estimate(control, 0.6, 0.8, 30, "percentile"),
+                        None,
+                        Estimate(0.84, 0.8, 0.9, 30, "percentile"),
+                    )
+                ],
             ),
             "the rate",
             labelled_by,
@@ -421,25 +440,29 @@ def test_a_control_task_that_is_read_as_well_is_named(concluded):
             f"The rate can be read from the hidden states, but no better than {CONTROL_TASK}: it "
             "is not shown that they represent it. "
         )
-        assert "The control task has AUROC 0.71 [0.60, 0.80]." in found.sentence
+        assert (
+            "The control task has AUROC 0.71 [0.60, 0.80], of 0.84 for a probe that knows its rates."
+            in found.sentence
+        )
         assert "control task" not in concluded(saved, control=0.7049).sentence
     found = concluded(MORE, control=0.9)  # what no readout holds is no random function's doing
-    assert found.beyond and "The control task has AUROC 0.90 [0.60, 0.80]." in found.sentence
+    assert found.beyond and "The control task has AUROC 0.90 [0.60, 0.80]" in found.sentence
     assert "control task" not in concluded(SAME, p=0.2, control=0.9).sentence
 
 
 def test_a_confidence_set_of_all_places_is_said_to_single_out_none(concluded):
     assert (
-        "p = 0.010 (selection replayed); no layer or position stands out: none of 2 pairs can be "
-        "told from the best (95% confidence set)." in concluded(MORE, left_out=1.0).sentence
+        "p = 0.010 (selection replayed; of the heat map, family-wise, p = 0.030); no layer or "
+        "position stands out: none of 2 pairs can be told from the best (95% confidence set)."
+        in concluded(MORE, left_out=1.0).sentence
     )
 
 
 def test_the_sentence_in_full(concluded):
     numbers = (
         "Probes whose layer and position are chosen inside the training folds have AUROC 0.71 "
-        "[0.65, 0.77], p = 0.010 (selection replayed); 1 of 2 layers × positions can't be told "
-        "from the best (95% confidence set)."
+        "[0.65, 0.77], p = 0.010 (selection replayed; of the heat map, family-wise, p = 0.030); 1 "
+        "of 2 layers × positions can't be told from the best (95% confidence set)."
     )
     assert concluded(MORE, labelled_by="judge rules").sentence == (
         f"The rate can be read from the hidden states, beyond {READOUT}. {numbers} Added to that "
@@ -458,10 +481,28 @@ def test_nothing_found(concluded, plain):
     assert found.sentence.startswith(
         "No evidence was found that the rate can be read from the hidden states."
     )
+    true = reached + 0.8416 * plain.tested.null.std()
     assert (
-        "The closed form that is tested has 0.66, and one in twenty permutations of the labels of "
-        f"these 30 sources reaches {reached:.2f}." in found.sentence
+        "The closed form that is tested has 0.66; one in twenty permutations of the labels of "
+        f"these 30 sources reaches {reached:.2f}, so that a true value of about {true:.2f} would "
+        "be found in four of five such data sets." in found.sentence
     )
+
+
+def test_what_is_not_shown_to_be_beyond_has_its_power_beside_it(concluded):
+    said = concluded(SAME).sentence
+    assert "these are 60 contexts with 6 features" in said
+    assert "add as much as the output tells" not in concluded(MORE).sentence
+    assert "would probably be found" in power_of_beyond(200, 40)
+    assert "may well not be found" in power_of_beyond(500, 2048)
+
+
+def test_readable_takes_both_tests(concluded):
+    assert concluded(p=0.01, family=0.03).readable
+    for p, family in ((0.01, 0.0501), (0.0501, 0.03)):
+        found = concluded(MORE, p=p, family=family)
+        assert not found.readable and not found.beyond
+        assert found.sentence.startswith("No evidence was found that the rate can be read")
 
 
 def test_the_level_of_the_test_is_inclusive(concluded):
@@ -470,8 +511,8 @@ def test_the_level_of_the_test_is_inclusive(concluded):
         and concluded(p=0.05).readable
         and not concluded(p=np.nextafter(0.05, 1)).readable
     )
-    assert ", p < 0.001 (selection replayed)" in concluded(p=0.0009).sentence
-    assert ", p = 0.001 (selection replayed)" in concluded(p=0.001).sentence
+    assert ", p < 0.001 (selection replayed;" in concluded(p=0.0009).sentence
+    assert ", p = 0.001 (selection replayed;" in concluded(p=0.001).sentence
 
 
 @pytest.mark.parametrize("level", [0.8, 0.9, 0.9499])

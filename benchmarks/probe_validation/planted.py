@@ -82,7 +82,7 @@ class Plan:
     layers: int = 7
     d_model: int = 64
     vocab: int = 256
-    positions: tuple[str, ...] = ("response_end", "turn_end", "header_last")
+    positions: tuple[str, ...] = ("query_end", "response_end", "turn_end", "header_last")
     informative_layer: int = 4
     informative_position: str = "header_last"
     oracle_auroc: float = 0.75

@@ -51,6 +51,7 @@ class Gained:
 
 def gained(
     blocks: Sequence[np.ndarray],
+    ends: Sequence[np.ndarray],
     hidden: Sequence[np.ndarray],
     design: Design,
     apply: Callable[..., Iterable] = map,
@@ -59,19 +60,21 @@ def gained(
 
     Args:
         blocks: ``[contexts, features]`` each, in any unit: what the base reads. At least one.
+        ends: ``[contexts, features]`` for each outer fold, one more block of the base: states of
+            the same layer as ``hidden``, at the ends of query and response.
         hidden: ``[contexts, d_model]`` for each outer fold, read where its inner loop chose.
-        design: outcome and folds, with the estimator ``logistic``.
+        design: outcome and folds.
         apply: ``map``, or what does the same for the folds in parallel.
     """
-    parts = [scaled(block) for block in blocks]
-    mixes = [(1.0, *rest) for rest in product(RATIOS, repeat=len(parts) - 1)]
-    bases = [_mixed(parts, mix) for mix in mixes]
-    candidates = [Features.of(mixed) for mixed in bases]
+    fixed = [scaled(block) for block in blocks]
+    mixes = [(1.0, *rest) for rest in product(RATIOS, repeat=len(fixed))]
 
     def tune(fold: int) -> tuple[float, list[Tuned]]:
-        at, base = _tuned(candidates, design, fold)
+        parts = [*fixed, scaled(ends[fold])]
+        at, base = _tuned((_mixed(parts, mix) for mix in mixes), design, fold)
+        mixed = _mixed(parts, mixes[at])
         more = scaled(residual(hidden[fold], np.hstack(parts)))
-        wider = [Features.of(_mixed([bases[at], more], (1.0, ratio))) for ratio in RATIOS]
+        wider = (_mixed([mixed, more], (1.0, ratio)) for ratio in RATIOS)
         which, full = _tuned(wider, design, fold)
         return RATIOS[which], [base, full]
 
@@ -123,22 +126,23 @@ def _mixed(parts: Sequence[np.ndarray], ratios: Sequence[float]) -> np.ndarray:
     return np.hstack([np.sqrt(r) * part for part, r in zip(parts, ratios, strict=True) if r])
 
 
-def _tuned(candidates: Sequence[Features], design: Design, fold: int) -> tuple[int, Tuned]:
-    """The candidate and penalty of the smallest held-out loss in an outer fold's inner loop."""
+def _tuned(mixtures: Iterable[np.ndarray], design: Design, fold: int) -> tuple[int, Tuned]:
+    """Which mixture, and the penalty, of the smallest held-out loss in an outer fold's inner loop.
+
+    Of equal losses the first: features that add nothing change a loss by rounding only.
+    """
     rows = design.rows_outside(fold)
     k, n = design.outcome.positives[rows], design.outcome.trials[rows]
-    losses = []
-    for features in candidates:
-        loop = InnerLoop(design)
+    best, least = None, np.inf
+    for which, mixed in enumerate(mixtures):
+        features, loop = Features.of(mixed), InnerLoop(design)
         for other in range(design.fold_count):
             if other != fold:
-                test = design.rows_of(other)
-                train = design.rows_outside(fold, other)
-                projection = project(features, train, test, design.outcome.runs)
-                loop.add(projection, test, (other, fold))
-        losses.append(log_loss(loop.scores[fold][:, rows], k, n).sum(1))
-    total = np.concatenate(losses)
-    # Of equal losses the first: features that add nothing change a loss by rounding only.
-    first = int(np.argmax(total <= total.min() * (1 + TIE)))
-    which, at = divmod(first, len(design.tried))
-    return which, (candidates[which], design.tried[at])
+                test, train = design.rows_of(other), design.rows_outside(fold, other)
+                loop.add(project(features, train, test, design.outcome.runs), test, (other, fold))
+        losses = log_loss(loop.scores[fold][:, rows], k, n).sum(1)
+        at = int(np.argmax(losses <= losses.min() * (1 + TIE)))
+        if best is None or losses[at] < least * (1 - TIE):
+            best, least = (which, (features, design.tried[at])), float(losses[at])
+    assert best is not None
+    return best

@@ -267,6 +267,7 @@ class Kept:
             "layer": headline.layer,
             "position": headline.position,
             "layer_convention": LAYERS,
+            "fitted_on": self.data.states_are,
             "penalty": headline.penalty,
             "target": self.data.target.describe(),
             "verdict": {"sentence": conclusion.sentence, "beyond": conclusion.beyond},
