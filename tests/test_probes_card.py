@@ -127,7 +127,7 @@ def test_a_probe_of_centred_states_centres_what_it_scores_or_refuses(fitted):
         np.testing.assert_allclose(probe.score(given, queries=queries), expected, atol=1e-3)
         chance = probe.probability(given, queries=queries)
         np.testing.assert_allclose(chance, plain.probability(centred), atol=1e-3)
-        with pytest.raises(UserError, match="less their query's mean.*give queries"):
+        with pytest.raises(UserError, match=r"less their query's mean.*give queries"):
             probe.score(given)
         with pytest.raises(UserError, match="one query per context"):
             probe.probability(given, queries=queries[1:])

@@ -441,8 +441,8 @@ def test_a_control_task_that_is_read_as_well_is_named(concluded):
             "is not shown that they represent it. "
         )
         assert (
-            "The control task has AUROC 0.71 [0.60, 0.80], of 0.84 for a probe that knows its rates."
-            in found.sentence
+            "The control task has AUROC 0.71 [0.60, 0.80], of 0.84 for a probe that knows its "
+            "rates." in found.sentence
         )
         assert "control task" not in concluded(saved, control=0.7049).sentence
     found = concluded(MORE, control=0.9)  # what no readout holds is no random function's doing

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.probe_validation.blocks import BLOCKS
+from benchmarks.probe_validation.blocks import BLOCKS, SIZES
 from benchmarks.probe_validation.one_run import Found, try_one, work_alone
 from ia_mech.cli import Parser, guarded, tolerant_streams, whole_from
 from ia_mech.errors import UserError
@@ -38,7 +38,7 @@ RUNS = {
     "output-rare": 30,
     "topic": 30,
     **dict.fromkeys(BLOCKS, 200),
-    "wide-complement": 20,
+    **dict.fromkeys(SIZES, 20),
 }
 
 DESCRIPTION = """\
@@ -55,7 +55,8 @@ Analyse synthetic runs whose truth is known, and print what the analysis made of
   loud-copy      the same of what is quiet in the output and loud in the copy
   complement     they add as much as the output tells, and alone read as well
   leak           every state holds the words that rates depend on, and nothing else
-  wide-complement  a complement in data of the study's size: how often is it found?
+  wide-complement    a complement in data of the study's size: how often is it found?
+  scarce-complement  the same of few contexts
   set            a strong signal from layer 4 on: does the confidence set hold it, and how large?
 
 Coverage is of the headline's 95% interval, for what it says it estimates: the mean over the five
@@ -90,7 +91,7 @@ def shares(found: list[Found]) -> list[tuple[str, str, str, Estimate]]:
         wanted = {
             "elsewhere": "near 1",
             "complement": "0.90 or more",
-            "wide-complement": "its power",
+            **dict.fromkeys(SIZES, "what it is: power"),
         }.get(kind, "0.05 or less")
         ask(kind, "beyond output and text", wanted, (f.beyond for f in here))
         ask(kind, "interval holds the true AUROC", "0.92 to 0.98", (f.covered for f in here))

@@ -13,7 +13,8 @@ query and response carry nothing:
   read better than the output is.
 - ``complement``: the hidden state carries another latent, which counts as much, as loudly as the
   output state carries z: alone, both have the same AUROC.
-- ``wide-complement``: the same with as many contexts and features as the study has.
+- ``wide-complement``, ``scarce-complement``: the same in more features; as many contexts and
+  features as the study has, or few contexts.
 - ``leak``: rates depend on the words of the conversation, and every state holds a bag of these, as
   attention of random blocks leaves one: nothing is there but words.
 - ``set``: a strong signal at one of three positions, from layer 4 of 7 on, where it is clearest.
@@ -27,9 +28,9 @@ from probes.analysis import Analysis, Arrays, Settings, analyse
 from probes.controls import Baseline, Controls, lsa
 from probes.targets import Outcome
 
-BLOCKS = ("copy", "loud-copy", "complement", "leak", "wide-complement", "set")
+SIZES = {"wide-complement": (480, 576), "scarce-complement": (120, 576)}  # contexts, features
+BLOCKS = ("copy", "loud-copy", "complement", "leak", *SIZES, "set")
 CONTEXTS, WIDTH, TURNS = 120, 32, 8
-WIDE = 480, 576  # contexts and features of the study
 WORDS, ASKED, SAID = 300, 12, 25  # different ones, and of query and response
 SETTINGS = Settings(permutations=0, resamples=1000, workers=1)
 
@@ -56,7 +57,7 @@ def analysed(kind: str, seed: int) -> tuple[Analysis, tuple[int, int]]:
 
 def _latents(kind: str, rng: np.random.Generator) -> tuple[Arrays, Controls, np.ndarray]:
     """States, controls and log-odds of all kinds where the output carries a latent."""
-    contexts, width = WIDE if kind == "wide-complement" else (CONTEXTS, WIDTH)
+    contexts, width = SIZES.get(kind, (CONTEXTS, WIDTH))
     z, other = rng.standard_normal((2, contexts))
     output, read = _state(z, 2.0, width, rng, quiet=kind == "loud-copy")
     log_odds = 1.2 * z

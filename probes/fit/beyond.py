@@ -5,8 +5,8 @@ so that a difference of two stand-alone scores shows nothing about what the stat
 predictors are compared on held-out sources: one reads the base blocks, the other reads the hidden
 states too. Both are L2-penalised logistic regressions whose blocks have penalties of their own:
 features are the blocks side by side, each scaled by a number, which the inner loop chooses together
-with the common penalty. The larger predictor may leave the hidden states out, and then gains
-nothing.
+with the common penalty, block by block. The larger predictor may leave the hidden states out, and
+then gains nothing.
 
 Where the base carries something in a direction of little variance, a penalised readout of few
 contexts finds it better in a louder, noisier copy. So hidden states enter less what a ridge
@@ -17,7 +17,6 @@ contexts do.
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import product
 
 import numpy as np
 
@@ -67,15 +66,15 @@ def gained(
         apply: ``map``, or what does the same for the folds in parallel.
     """
     fixed = [scaled(block) for block in blocks]
-    mixes = [(1.0, *rest) for rest in product(RATIOS, repeat=len(fixed))]
 
     def tune(fold: int) -> tuple[float, list[Tuned]]:
-        parts = [*fixed, scaled(ends[fold])]
-        at, base = _tuned((_mixed(parts, mix) for mix in mixes), design, fold)
-        mixed = _mixed(parts, mixes[at])
-        more = scaled(residual(hidden[fold], np.hstack(parts)))
-        wider = (_mixed([mixed, more], (1.0, ratio)) for ratio in RATIOS)
-        which, full = _tuned(wider, design, fold)
+        mixed, *others = parts = [*fixed, scaled(ends[fold])]
+        stages = []
+        for more in (*others, scaled(residual(hidden[fold], np.hstack(parts)))):
+            wider = [np.hstack([mixed, np.sqrt(r) * more]) if r else mixed for r in RATIOS]
+            stages.append(_tuned(wider, design, fold))
+            mixed = wider[stages[-1][0]]
+        (_, base), (which, full) = stages[-2:]
         return RATIOS[which], [base, full]
 
     ratios, tuned = zip(*apply(tune, range(design.fold_count)), strict=True)
@@ -119,11 +118,6 @@ def residual(states: np.ndarray, base: np.ndarray) -> np.ndarray:
     freedom = left.sum(1)
     score = np.where(freedom >= len(base) / 2, left**2 @ power / freedom**2, np.inf)
     return vectors @ (left[score.argmin()][:, None] * rotated)
-
-
-def _mixed(parts: Sequence[np.ndarray], ratios: Sequence[float]) -> np.ndarray:
-    """Side by side, their inner products in these ratios."""
-    return np.hstack([np.sqrt(r) * part for part, r in zip(parts, ratios, strict=True) if r])
 
 
 def _tuned(mixtures: Iterable[np.ndarray], design: Design, fold: int) -> tuple[int, Tuned]:
