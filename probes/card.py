@@ -11,7 +11,7 @@ aren't taken for one.
 
 import json
 import platform
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from importlib.metadata import version
@@ -30,13 +30,13 @@ from torch import Tensor
 import ia_mech
 from ia_mech.errors import UserError
 from ia_mech.run.integrity import read_json, replace_file, write_json
-from probes.estimators import make
+from probes.fit.solvers import Features, logistic_path, project
 from probes.targets import Outcome
 
 FORMAT = 1
 WEIGHTS, CARD = "probe.safetensors", "card.json"
 AS_THEY_ARE, CENTRED = "states as they are", "states less the mean of their query's contexts"
-DIRECTIONS = {"logistic": "logistic", "mass-mean": "mass-mean", "whitened": "lda"}  # estimators
+DIRECTIONS = ("logistic", "mass-mean")
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Direction:
     Log-odds are ``slope * (x @ weights - threshold) + base_log_odds``.
 
     Attributes:
-        name: a key of :data:`DIRECTIONS`.
+        name: one of :data:`DIRECTIONS`.
         weights: ``[d]`` float32 of length 1.
         threshold: projection at which the predicted probability is the base rate.
         slope: change of log-odds per unit of activation, above 0.
@@ -60,33 +60,46 @@ class Direction:
     base_log_odds: float
 
 
-def directions(cell_features: ArrayLike, outcome: Outcome, penalty: float) -> dict[str, Direction]:
-    """Fit on all contexts given: logistic weights, difference of means, and its whitened form.
+def directions(states: ArrayLike, outcome: Outcome, penalty: float) -> dict[str, Direction]:
+    """Fit on all contexts given: logistic weights, and the difference of means (Marks & Tegmark
+    2023), whose slope is that of a logistic regression on its projections.
 
-    Slopes of the latter two are calibrated in sample. With several runs, thresholds are by the mean
-    of the runs' intercepts.
+    Intercepts are one per run; thresholds are by their mean.
 
     Args:
-        cell_features: ``[n, d]`` hidden states at one layer and position.
+        states: ``[n, d]`` hidden states at one layer and position.
         outcome: of the n contexts.
-        penalty: of the logistic regression, as :class:`probes.estimators.LogisticProbe` has it.
+        penalty: of half the squared weights on states whose mean squared norm is 1.
 
     Raises:
-        ValueError: features aren't finite or don't differ, or rates don't.
+        ValueError: states aren't finite or don't differ, or rates don't differ in any run.
     """
-    base_log_odds = float(logit(outcome.positives.sum() / outcome.trials.sum()))
-    found = {}
-    for name, estimator in DIRECTIONS.items():
-        fitted = make(estimator, penalty).fit(
-            cell_features, outcome.rate, sample_weight=outcome.trials, runs=outcome.runs
-        )
-        weights, intercept = fitted.coef_[0], float(fitted.intercept_[0])
-        slope = float(np.linalg.norm(weights))
-        if slope == 0:
-            raise ValueError("hidden states that don't differ have no direction")
-        threshold = (base_log_odds - intercept) / slope
-        unit = (weights / slope).astype(np.float32)
-        found[name] = Direction(name, unit, threshold, slope, base_log_odds)
+    states = np.asarray(states, dtype=float)
+    if not np.isfinite(states).all():
+        raise ValueError("hidden states hold NaN or infinity")
+    runs, k, n = outcome.runs, outcome.positives, outcome.trials
+    if all(np.ptp(outcome.rate[runs == run]) == 0 for run in np.unique(runs)):
+        raise ValueError("all rates are alike, so there is nothing to learn")
+    rows = np.arange(len(states))
+    projection = project(Features.of(states), rows, rows[:0], runs)
+    centred, run_count = projection.train, int(runs.max()) + 1
+    if not centred.shape[1]:
+        raise ValueError("hidden states that don't differ have no direction")
+    (fitted,) = logistic_path(centred, runs, k, n, [penalty], run_count)
+    apart = centred.T @ (k / k.sum() - (n - k) / (n - k).sum())
+    apart /= (centred @ apart).std()
+    (scaled,) = logistic_path((centred @ apart)[:, None], runs, k, n, [1e-3], run_count)
+    base_log_odds = float(logit(k.sum() / n.sum()))
+    centres, found = states.mean(0) + projection.centres(), {}
+    for name, weights, intercepts in (
+        ("logistic", fitted.weights, fitted.intercepts),
+        ("mass-mean", scaled.weights[0] * apart, scaled.intercepts),
+    ):
+        raw = projection.weights(weights)
+        slope = float(np.linalg.norm(raw))
+        level = float((intercepts - centres @ raw).mean())
+        unit = (raw / slope).astype(np.float32)
+        found[name] = Direction(name, unit, (base_log_odds - level) / slope, slope, base_log_odds)
     return found
 
 
@@ -193,17 +206,14 @@ class Probe:
             raise UserError(f"the probe has no direction {name!r}", f"choose from {known}")
         return self.directions[name]
 
-    def save(self, folder: str | Path) -> None:
-        """Write the two files, each replaced atomically.
-
-        The card gets the format, the numbers of the directions, and the software that fitted them
-        (kept from a loaded card).
+    @property
+    def files(self) -> dict[str, Callable[[Path], None]]:
+        """Name → what writes the file. The card gets the format, the numbers of the directions, and
+        the software that fitted them (kept from a loaded card).
 
         Raises:
-            UserError: the folder is a file.
-            TypeError, ValueError: the card isn't plain JSON; nothing is written.
+            TypeError, ValueError: the card isn't plain JSON.
         """
-        folder = Path(folder)
         tensors = {f"weights_{name}": along.weights for name, along in self.directions.items()}
         content = save({name: np.ascontiguousarray(w, np.float32) for name, w in tensors.items()})
         about = {name: asdict(along) for name, along in self.directions.items()}
@@ -211,17 +221,30 @@ class Probe:
             facts["width"] = len(facts.pop("weights"))
         card = {"software": _software(), **self.card, "format": FORMAT, "directions": about}
         card["weights"] = {"file": WEIGHTS, "sha256": sha256(content).hexdigest()}
-        json.dumps(card, allow_nan=False)  # to fail before anything is replaced
+        json.dumps(card, allow_nan=False)  # to fail before anything is written
+
+        def write_weights(file: Path) -> None:
+            file.write_bytes(content)
+
+        def write_card(file: Path) -> None:
+            write_json(file, card)
+
+        return {WEIGHTS: write_weights, CARD: write_card}
+
+    def save(self, folder: str | Path) -> None:
+        """Write the two files, each replaced atomically, the card last.
+
+        Raises:
+            UserError: the folder is a file.
+            TypeError, ValueError: the card isn't plain JSON; nothing is written.
+        """
+        folder, files = Path(folder), self.files
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except (FileExistsError, NotADirectoryError):
             raise UserError(f"{folder} is not a folder", "give another name") from None
-
-        def write(scratch: Path) -> None:
-            scratch.write_bytes(content)
-
-        replace_file(folder / WEIGHTS, write)
-        write_json(folder / CARD, card)
+        replace_file(folder / WEIGHTS, files[WEIGHTS])
+        files[CARD](folder / CARD)
 
     @classmethod
     def load(cls, path: str | Path) -> "Probe":
@@ -265,6 +288,6 @@ class Probe:
 
 
 def _software() -> dict[str, str]:
-    packages = ("numpy", "scipy", "scikit-learn")
+    packages = ("numpy", "scipy")
     ours = {"ia_mech": ia_mech.__version__, "python": platform.python_version()}
     return ours | {name: version(name) for name in packages}

@@ -25,7 +25,6 @@ import numpy as np
 import pandas as pd
 import torch
 from numpy.typing import ArrayLike
-from scipy.linalg import block_diag
 from scipy.optimize import least_squares
 from scipy.special import expit, logit
 from sklearn.feature_extraction.text import TfidfVectorizer
@@ -376,7 +375,7 @@ def _draw(
     elif within <= 0:
         of_response = np.zeros(len(query))
     parts = [_standardised(part[:, None])[:, 0] for part in (of_query, of_response)]
-    in_runs = [np.ptp(sum(parts)[outcome.runs == run]) for run in np.unique(outcome.runs)]
+    in_runs = [np.ptp((parts[0] + parts[1])[outcome.runs == run]) for run in np.unique(runs)]
     if max(in_runs) < _CONSTANT:
         raise ValueError("a control task needs two types of contexts in a run; there is only one")
     wanted = max(between, 0.0), max(within, 0.0)
@@ -478,35 +477,18 @@ def lens_of(run: Run) -> tuple[Lens | None, str | None]:
 
 def _output(data: ProbeSet) -> tuple[list[Baseline], str | None]:
     """The state that all next-token logits are linear in, and summaries; or why there are none."""
-    of_model: dict[str, list[int]] = {}
-    for number in data.contexts["run"].unique():
-        of_model.setdefault(data.runs[number].model["weights_hash"], []).append(number)
-    order, states, summaries = [], [], []
-    for numbers in of_model.values():
-        runs = [data.runs[number] for number in numbers]
-        lacking = [run for run in runs if HEADER_LAST not in run.positions]
-        if lacking:
-            return [], f"{HEADER_LAST} was not kept in {lacking[0].path}"
-        lens, why = lens_of(runs[0])
-        if lens is None:
-            return [], why
-        last = np.concatenate(
-            [data.states(n, data.runs[n].layers[-1], HEADER_LAST) for n in numbers]
-        )
-        ends = {int(token) for run in runs for token in run.record["identity"]["chat"]["stop_ids"]}
-        temperatures = {t for run in runs for t in run.settings["temperatures"] if t > 0}
-        states.append(output_state(lens, last))
-        summaries.append(output_summaries(lens, last, sorted(ends), sorted(temperatures)))
-        order += [np.flatnonzero(data.contexts["run"] == number) for number in numbers]
-    back = np.argsort(np.concatenate(order), kind="stable")
-    return [_stacked(states, back), _stacked(summaries, back)], None
-
-
-def _stacked(parts: list[Baseline], order: np.ndarray) -> Baseline:
-    """One baseline of several models' rows; each model has columns of its own.
-
-    A direction in one model's output needn't mean the same in another's: with shared columns one
-    set of weights would have to fit all models, and the control would be weaker than the output.
-    """
-    blocks = block_diag(*(part.features - part.features.mean(0) for part in parts))
-    return replace(parts[0], features=blocks[order])
+    numbers = list(data.contexts["run"].unique())
+    runs = [data.runs[number] for number in numbers]
+    lacking = [run for run in runs if HEADER_LAST not in run.positions]
+    if lacking:
+        return [], f"{HEADER_LAST} was not kept in {lacking[0].path}"
+    lens, why = lens_of(runs[0])
+    if lens is None:
+        return [], why
+    last = np.concatenate([data.states(n, data.runs[n].layers[-1], HEADER_LAST) for n in numbers])
+    order = [np.flatnonzero(data.contexts["run"] == number) for number in numbers]
+    last = last[np.argsort(np.concatenate(order), kind="stable")]
+    ends = {int(token) for run in runs for token in run.record["identity"]["chat"]["stop_ids"]}
+    temperatures = {t for run in runs for t in run.settings["temperatures"] if t > 0}
+    summaries = output_summaries(lens, last, sorted(ends), sorted(temperatures))
+    return [output_state(lens, last), summaries], None

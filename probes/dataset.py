@@ -161,12 +161,6 @@ class ProbeSet:
             )
         return states
 
-    def restricted(self, rows: np.ndarray) -> "ProbeSet":
-        """The same of some contexts: indices, or a mask."""
-        given = None if self.embeddings is None else self.embeddings[rows]
-        contexts = self.contexts.iloc[rows].reset_index(drop=True)
-        return replace(self, contexts=contexts, embeddings=given)
-
 
 def read(
     runs: Sequence[str | Path | Run],
@@ -215,12 +209,6 @@ def read(
         gate = judged.gates[outcome]
         notes = [*judged.notes, f"{gate.sentence}."]
     _check_same_size(runs)
-    models = {run.model["weights_hash"]: run.model["name"] for run in runs}
-    if len(models) > 1:
-        notes.append(
-            f"the runs are of {len(models)} models ({', '.join(models.values())}): a direction in "
-            "one need not mean the same in another."
-        )
     contexts = pd.concat([_contexts(run, number) for number, run in enumerate(runs)])
     keys = pd.MultiIndex.from_arrays(
         [contexts["run"].map(lambda number: str(runs[number].path)), contexts["context_id"]]
@@ -347,6 +335,78 @@ def check_enough(
         f"probes need {needed} with one and {needed} without",
         f"sample contexts of about {enough} sources at this rate{others}",
     )
+
+
+# -- random blocks --------------------------------------------------------------------------------
+
+
+def check_one_model(runs: Sequence[Run]) -> None:
+    """Refuse runs of several models: a direction in one need not mean the same in another.
+
+    Raises:
+        UserError: there are several.
+    """
+    for run in runs[1:]:
+        if run.model["weights_hash"] != runs[0].model["weights_hash"]:
+            raise UserError(
+                f"{runs[0].path} and {run.path} are of different models",
+                "train a probe for each; probes.transfer tests one's on the other",
+            )
+
+
+def with_random_blocks(data: ProbeSet, runs: Sequence[str | Path | Run]) -> dict[str, ProbeSet]:
+    """The same contexts with the states of models with random blocks.
+
+    Args:
+        data: of the model itself.
+        runs: made by ``sample --random-blocks``, equally many for each run of ``data``.
+
+    Returns:
+        By a name for tables. Of several runs of ``data``, each has the first of its own in the
+        first set, and so on.
+
+    Raises:
+        UserError: a run without random blocks, or of another model; without the states or the
+            conversations of one of ``data``'s; or a run has more of them than another.
+    """
+    found: list[list[tuple[Run, np.ndarray]]] = [[] for _ in data.runs]
+    for run in open_runs(runs):
+        if run.model.get("random_blocks") is None:
+            raise UserError(
+                f"{run.path} is of a model as it was trained",
+                "sample it with --random-blocks SEED, on the same conversations",
+            )
+        _check_same_size([*data.runs, run])
+        if lacking := sorted({*data.positions} - {*run.positions}):
+            raise UserError(
+                f"{run.path} lacks the position {', '.join(lacking)}", "sample it with --positions"
+            )
+        rows = {tuple(ids): row for row, ids in enumerate(run.contexts["token_ids"])}
+        for number in range(len(data.runs)):
+            own = data.contexts.loc[data.contexts["run"] == number, "token_ids"]
+            at = [rows.get(tuple(ids)) for ids in own]
+            if None not in at:
+                found[number].append((run, np.array(at)))
+                break
+        else:
+            raise UserError(
+                f"{run.path} lacks contexts of {', '.join(str(r.path) for r in data.runs)}",
+                "sample it on the same conversations, responses included",
+            )
+    if len({len(those) for those in found}) > 1:
+        raise UserError(
+            "the runs don't have equally many runs with random blocks",
+            "give as many for each",
+        )
+    twins = {}
+    for those in zip(*found, strict=True):
+        row = np.empty(len(data), dtype=int)
+        for number, (_, at) in enumerate(those):
+            row[(data.contexts["run"] == number).to_numpy()] = at
+        name = "random blocks " + ", ".join(str(run.model["random_blocks"]) for run, _ in those)
+        own = [run for run, _ in those]
+        twins[name] = replace(data, runs=own, contexts=data.contexts.assign(row=row))
+    return twins
 
 
 # -- where responses start ------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from probes.fit.nested_cv import Design, InnerLoop, chance_in_training, log_loss, scores_in
+from probes.fit.nested_cv import Design, InnerLoop, chance_in_training, scores_in
 from probes.fit.solvers import Features, project
 
 RATIOS = (0.0, 0.1, 1.0, 10.0)  # of a further block's inner products to the first block's
@@ -125,8 +125,6 @@ def _tuned(mixtures: Iterable[np.ndarray], design: Design, fold: int) -> tuple[i
 
     Of equal losses the first: features that add nothing change a loss by rounding only.
     """
-    rows = design.rows_outside(fold)
-    k, n = design.outcome.positives[rows], design.outcome.trials[rows]
     best, least = None, np.inf
     for which, mixed in enumerate(mixtures):
         features, loop = Features.of(mixed), InnerLoop(design)
@@ -134,9 +132,9 @@ def _tuned(mixtures: Iterable[np.ndarray], design: Design, fold: int) -> tuple[i
             if other != fold:
                 test, train = design.rows_of(other), design.rows_outside(fold, other)
                 loop.add(project(features, train, test, design.outcome.runs), test, (other, fold))
-        losses = log_loss(loop.scores[fold][:, rows], k, n).sum(1)
+        losses = loop.losses(fold)
         at = int(np.argmax(losses <= losses.min() * (1 + TIE)))
         if best is None or losses[at] < least * (1 - TIE):
-            best, least = (which, (features, design.tried[at])), float(losses[at])
+            best, least = (which, (features, design.penalties[at])), float(losses[at])
     assert best is not None
     return best
