@@ -481,7 +481,7 @@ def _output(data: ProbeSet) -> tuple[list[Baseline], str | None]:
     runs = [data.runs[number] for number in numbers]
     lacking = [run for run in runs if HEADER_LAST not in run.positions]
     if lacking:
-        return [], f"{HEADER_LAST} was not kept in {lacking[0].path}"
+        return [], f"{HEADER_LAST} was not kept in {lacking[0].name}"
     lens, why = lens_of(runs[0])
     if lens is None:
         return [], why

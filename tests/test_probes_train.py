@@ -16,6 +16,8 @@ from safetensors.torch import save_file
 from shell import call, files, refusal
 
 from benchmarks.probe_validation.planted import Plan, Planted, plant, write
+from ia_mech.collect.command import main as sample
+from ia_mech.models.load import recalled
 from ia_mech.results import read
 from ia_mech.run import Run
 from ia_mech.run.integrity import read_json, write_json
@@ -176,6 +178,34 @@ def test_random_blocks_that_are_read_as_well_decide_the_verdict(run, undrawn, tm
     }.items():
         line = refusal(call(train.main, [*map(str, words), *FEW, *ONE_CELL], capfd))
         assert problem in line
+
+
+def test_a_twin_is_sampled_from_the_run_s_own_contexts(tiny_model_dir, tmp_path, capfd):
+    """As docs/probes.md has it: responses that the model wrote are given to its twin."""
+    words = ["--model", tiny_model_dir, "--limit", "3", "--device", "cpu", "--max-new-tokens", "1"]
+    words += ["--samples", "1", "--temperatures", "1"]
+    writing = ["--response", "generate", "--responses", "2", "--max-response-tokens", "6"]
+    own = call(sample, [*words, *writing, "--out", str(tmp_path / "own")], capfd).run
+    columns, file = ["context_id", "source_id", "messages"], tmp_path / "same.jsonl"
+    own.contexts[columns].to_json(file, orient="records", lines=True)
+    words += [
+        "--limit",
+        "all",
+        "--dataset",
+        str(file),
+        "--id-column",
+        "context_id",
+        "--source-column",
+        "source_id",
+    ]
+    said = call(sample, [*words, "--random-blocks", "1", "--out", str(tmp_path / "twin")], capfd)
+    assert "with random blocks (seed 1) over its trained embeddings" in said.out
+    twin = said.run
+    assert twin.model["weights_hash"] != own.model["weights_hash"]
+    assert twin.model["random_blocks"] == 1 and twin.settings["random_blocks"] == 1
+    ids = [[tuple(row) for row in run.contexts["token_ids"]] for run in (own, twin)]
+    assert sorted(ids[0]) == sorted(ids[1]) and len(ids[0]) == 6
+    assert recalled(twin.settings, twin.model["weights_hash"]).random_blocks == 1
 
 
 # -- what is refused ------------------------------------------------------------------------------
