@@ -41,7 +41,7 @@ from threadpoolctl import threadpool_limits
 
 from ia_mech.display import Quiet
 from probes.analysis import Settings, analyse
-from probes.controls import Baseline, Controls
+from probes.controls import Baseline, Controls, Types
 from probes.fit.folds import make_folds, permutations
 from probes.fit.nested_cv import Design, cross_validate, fit, fit_path
 from probes.fit.solvers import Features, Fit, project
@@ -73,6 +73,11 @@ class Drawn:
         normal = np.random.default_rng([1, layer]).standard_normal(shape, dtype=np.float32)
         return normal * np.geomspace(30, 0.03, self.width, dtype=np.float32)
 
+    def ends(self, layer: int) -> np.ndarray:
+        """``[contexts, 2 × width]``."""
+        shape = self.contexts, 2 * self.width
+        return np.random.default_rng([4, layer]).standard_normal(shape, dtype=np.float32)
+
     def outcome(self) -> Outcome:
         """Rates around 0.3 that have nothing to do with the states."""
         rng = np.random.default_rng(2)
@@ -87,7 +92,8 @@ class Drawn:
             [Baseline(name, rng.normal(size=(self.contexts, d)), "") for name, d in widths.items()]
             for widths in (text, {"output": self.width, "summaries": 8})
         )
-        return Controls(own, output, rng.integers(20, size=self.contexts))
+        types = Types(*rng.integers(20, size=(2, self.contexts)))
+        return Controls(own, output, types)
 
 
 class Phases(Quiet):

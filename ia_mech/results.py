@@ -114,7 +114,8 @@ def table_of(
         index: the columns that name a line. One in which all lines are alike is left out, but for
             the last.
         key: the column that tells kinds of estimates apart.
-        rows: what the rows of an estimate are, the head of the column with their number.
+        rows: what the rows of an estimate are, the head of the column with their number, which is
+            that of the line's first estimate.
         legend: as of :class:`Table`.
         full: as of :class:`Table`.
     """
@@ -128,7 +129,8 @@ def table_of(
             cell_of(by_key[of], digits) if of in by_key else "" for of, (_, digits) in shown.items()
         ]
         names = [label_of(value, name) for value, name in zip(values, named, strict=True)]
-        lines.append([*names, str(own["rows"].max()), *cells])
+        count = next(by_key[of].rows for of in shown if of in by_key)
+        lines.append([*names, str(count), *cells])
     heads = [_HEADS.get(name, name) for name in named]
     return Table(title, [*heads, rows, *(head for head, _ in shown.values())], lines, legend, full)
 

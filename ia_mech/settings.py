@@ -174,6 +174,13 @@ class Settings:
         "distribute the model over this machine's GPUs, memory and disk",
         _one_of(("auto",)),
     )
+    random_blocks: int | None = _setting(
+        None,
+        MODEL,
+        "SEED",
+        "permute the entries of the blocks' tensors: a control for probes",
+        _whole(0),
+    )
     trust_remote_code: bool = _switch(MODEL, "run code that a hub model brings")
 
     subset: str | None = _setting(None, DATA, "NAME", "configuration of a hub dataset")
@@ -327,6 +334,7 @@ class Settings:
             trust_remote_code=self.trust_remote_code,
             adapter=self.adapter,
             device_map=self.device_map,
+            random_blocks=self.random_blocks,
         )
 
     def folder(self) -> Path:

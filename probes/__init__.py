@@ -4,9 +4,9 @@ The package reads runs through ``ia_mech.run.Run`` alone: hidden states, texts, 
 final norm and unembedding saved once per model. It never loads a language model, and it doesn't
 know how turns were sampled or judged.
 
-What to read first: ``dataset`` (contexts and states), ``outcome`` (what is predicted), ``analysis``
-(the whole analysis of arrays), ``fit`` (nested cross-validation), ``report`` (conclusion, terminal,
-figures, files). To add a control, see ``controls``; to add an estimator, see ``fit/solvers``.
+What to read first: ``dataset`` (contexts and states), ``targets`` (what is predicted), ``analysis``
+(the whole analysis of arrays), ``fit`` (nested cross-validation), ``show`` (conclusion, tables and
+result). To add a control, see ``controls``.
 """
 
 import ia_mech  # noqa: F401  # before torch: it sets how threads wait

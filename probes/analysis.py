@@ -6,7 +6,7 @@ Nothing here knows runs or files: ``probes.train`` reads a run, calls :func:`ana
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
@@ -18,7 +18,8 @@ from threadpoolctl import threadpool_limits
 from ia_mech.display import Progress, Quiet
 from ia_mech.errors import UserError
 from ia_mech.stats import Estimate, FoldScores, Replicated, model_confidence_set
-from probes.controls import Baseline, Controls, control_outcomes
+from probes.controls import Baseline, Controls, Types, control_outcomes
+from probes.dataset import ENDS
 from probes.fit.beyond import Gained, gained, scaled
 from probes.fit.folds import (
     Tested,
@@ -35,19 +36,14 @@ from probes.targets import Outcome
 NEVER = -2.0  # below any correlation
 
 MEASURES = {
-    "auroc": "AUROC: a random positive turn's context outranks a random negative turn's",
+    "auroc": "a random positive turn's context outranks a random negative turn's",
     "auroc_of_rates": "AUROC of the contexts' observed rates: more than any probe can reach",
     "average_precision": "average precision",
-    "prevalence": "prevalence: average precision of a probe that knows nothing",
-    "recall_at_5_fpr": "recall at 5% false positives",
+    "prevalence": "average precision of a probe that knows nothing",
     "spearman": "Spearman's rank correlation with the rate",
     "deviance_explained": "binomial deviance explained, against a rate per run",
-    "brier": "Brier score",
-    "brier_of_rate": "Brier score of a rate per run",
-    "calibration_in_the_large": "mean predicted probability less the rate (0 is right)",
-    "calibration_slope": "slope of outcomes on predicted log-odds (1 is right, less: too sure)",
 }
-UNTRAINED = ("auroc_of_rates", "prevalence", "brier_of_rate")  # measures without a probe
+UNTRAINED = ("auroc_of_rates", "prevalence")  # measures without a probe
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -69,13 +65,25 @@ class Hidden(Protocol):
         """``[contexts, positions, d_model]``."""
         ...
 
+    def ends(self, layer: int) -> np.ndarray | None:
+        """``[contexts, features]`` states at :data:`ENDS` side by side; None where one lacks."""
+        ...
+
 
 @dataclass(frozen=True)
 class Arrays:
-    """Hidden states in memory: ``states`` is ``[layers, contexts, positions, d_model]``."""
+    """Hidden states in memory.
+
+    Attributes:
+        states: ``[layers, contexts, positions, d_model]``.
+        positions: their names.
+        conversation: ``[layers, contexts, features]`` states at the ends of query and response,
+            where these aren't among the positions.
+    """
 
     states: np.ndarray
     positions: Sequence[str]
+    conversation: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         if self.states.ndim != 4 or self.states.shape[2] != len(self.positions):
@@ -91,13 +99,19 @@ class Arrays:
     def layer(self, layer: int) -> np.ndarray:
         return self.states[layer]
 
+    def ends(self, layer: int) -> np.ndarray | None:
+        if self.conversation is not None:
+            return self.conversation[layer]
+        if not {*ENDS} <= {*self.positions}:
+            return None
+        return np.hstack([self.states[layer][:, self.positions.index(name)] for name in ENDS])
+
 
 @dataclass(frozen=True)
 class Settings:
     """How to analyse.
 
     Attributes:
-        estimator: of the reported scores, a name of :data:`probes.fit.solvers.ESTIMATORS`.
         folds: of the outer loop; the inner one has one less.
         permutations: of the tests.
         control_draws: random functions of the control task.
@@ -107,7 +121,6 @@ class Settings:
         workers: threads; the processors this process may use, if not given.
     """
 
-    estimator: str = "logistic"
     folds: int = 5
     permutations: int = 1000
     control_draws: int = 10
@@ -130,6 +143,7 @@ class Compared:
         kind: ``text``, ``output`` or ``control task``.
         auroc: its own.
         scores: ``[contexts]`` log-odds; None for the control task, which has other labels.
+        oracle: AUROC of a probe that knows the control task's rates; None for others.
     """
 
     name: str
@@ -137,11 +151,13 @@ class Compared:
     kind: str
     auroc: Estimate
     scores: np.ndarray | None
+    oracle: Estimate | None = None
 
 
 @dataclass(frozen=True)
 class Beyond:
-    """What hidden states add to a linear readout of the first-token state and the text.
+    """What hidden states add to a linear readout of the first-token state, the text, and the states
+    at the ends of query and response.
 
     Attributes:
         found: out-of-fold scores of both, see :mod:`probes.fit.beyond`.
@@ -159,6 +175,25 @@ class Beyond:
 
 
 @dataclass(frozen=True)
+class RandomBlocks:
+    """The same procedure on the states of a model with random blocks, in the same contexts.
+
+    Attributes:
+        name: of its run.
+        auroc: as the headline's.
+        difference: the headline's AUROC less this, over the same resamples.
+        cells: ``[layers, positions]`` AUROC of each layer and position by itself.
+        as_well: ``[layers, positions]`` whether that is at least the model's own.
+    """
+
+    name: str
+    auroc: Estimate
+    difference: Estimate
+    cells: np.ndarray
+    as_well: np.ndarray
+
+
+@dataclass(frozen=True)
 class Headline:
     """The selection procedure: each outer fold is scored by the probe whose layer, position and
     penalty its inner loop chose.
@@ -168,8 +203,8 @@ class Headline:
         picked: (layer, position) that each outer fold chose.
         scores: ``[contexts]`` log-odds, each from the probe that its outer fold chose.
         weights: ``[folds, d_model]`` of those probes, on hidden states as they are.
-        penalty: for logistic regression on all contexts at ``layer`` and ``position``: the median
-            of what the inner loops chose.
+        penalty: for all contexts at ``layer`` and ``position``: the median of what the inner loops
+            chose.
         measures: name → estimate, see :data:`MEASURES`.
         chance: share of the variance of scores that is chance in training, mean of ``picked``;
             intervals are widened by it (:meth:`ia_mech.stats.Replicated.with_training`).
@@ -193,13 +228,15 @@ class Analysis:
         settings, outcome, folds: what went in, and the outer fold of each context.
         layers, positions: of the heat map.
         tested: selection and permutation tests.
-        auroc: ``[layers][positions]`` of the reported estimator, each layer and position by itself.
+        auroc: ``[layers][positions]`` of each layer and position by itself.
         cell_scores: ``[layers, positions, contexts]`` float32 log-odds.
         p_best: ``[layers, positions]`` p values of the model confidence set: by held-out log loss,
             which layers and positions can't be told from the best.
         headline: the selection procedure's scores.
         compared: controls.
-        beyond: what hidden states add to output and text; None without either.
+        beyond: what hidden states add to output, text and the states at the ends of query and
+            response; None where one of these is lacking.
+        random_blocks: one for each model with random blocks.
         notes: what a reader has to know.
     """
 
@@ -215,6 +252,7 @@ class Analysis:
     headline: Headline
     compared: list[Compared]
     beyond: Beyond | None
+    random_blocks: list[RandomBlocks]
     notes: list[str]
 
     @property
@@ -232,6 +270,7 @@ def analyse(
     controls: Controls | None = None,
     settings: Settings | None = None,
     progress: Progress | None = None,
+    random_blocks: Mapping[str, Hidden] | None = None,
 ) -> Analysis:
     """Probe every layer and position, choose the headline, compare it with its controls.
 
@@ -243,6 +282,8 @@ def analyse(
         controls: what to compare with; none if not given.
         settings: the default analysis if not given.
         progress: shows phases and steps; nothing is shown if not given.
+        random_blocks: name → states of a model with random blocks in the same contexts, at the same
+            layers and positions.
 
     Raises:
         ValueError: fewer sources than folds, no source can change places with another, or states
@@ -269,11 +310,12 @@ def analyse(
     of_folds, of_permutations = seeds_of(settings.seed)
     folds = make_folds(outcome, settings.folds, of_folds)
     permuted = permutations(outcome, folds, settings.permutations, of_permutations)
-    design = Design.of(outcome, folds, permuted, settings.estimator)
+    design = Design.of(outcome, folds, permuted)
     workers = settings.workers or processors()
     with threadpool_limits(1), ThreadPoolExecutor(workers) as pool:
         try:
-            return _Analyser(hidden, design, settings, pool, workers, progress).run(controls, notes)
+            analyser = _Analyser(hidden, design, settings, pool, workers, progress)
+            return analyser.run(controls, notes, random_blocks or {})
         finally:
             progress.stop()
 
@@ -317,10 +359,45 @@ class _Analyser:
         self.scores = fold_scores(self.outcome, design.folds, settings)
         self.layers, self.positions = list(hidden.layers), list(hidden.positions)
 
-    def run(self, controls: Controls, notes: list[str]) -> Analysis:
+    def run(
+        self, controls: Controls, notes: list[str], random_blocks: Mapping[str, Hidden]
+    ) -> Analysis:
+        found, tested = self._probed(self.hidden, self.design, "probes")
+        each = [
+            [self.scores.auroc(one.scores).with_training(one.chance) for one in row]
+            for row in found
+        ]
+        headline, replicated = self._headline(tested, found)
+        cell_scores = np.array([[one.scores for one in row] for row in found], dtype=np.float32)
+        own = np.array([[one.value for one in row] for row in each])
+        return Analysis(
+            self.settings,
+            self.outcome,
+            self.design.folds,
+            self.layers,
+            self.positions,
+            tested,
+            [[one.estimate() for one in row] for row in each],
+            cell_scores,
+            self._p_best(cell_scores, headline.chance),
+            headline,
+            self._compared(controls, headline),
+            self._beyond(controls, headline),
+            [
+                self._random_blocks(name, hidden, own, replicated)
+                for name, hidden in random_blocks.items()
+            ],
+            notes,
+        )
+
+    def _probed(
+        self, hidden: Hidden, design: Design, phase: str
+    ) -> tuple[list[list[CrossValidated]], Tested]:
+        """Every layer and position, ``[layers][positions]``, and the selection among them."""
         shape, sources = (len(self.layers), len(self.positions)), self.outcome.source_count
-        self.progress.start("probes", shape[0] * shape[1])
-        found = list(self._map(lambda f: cross_validate(f, self.design), self._all_features()))
+        self.progress.start(phase, shape[0] * shape[1])
+        every = self._all_features(hidden)
+        found = list(self._map(lambda features: cross_validate(features, design), every))
         if not any(one.differs for one in found):
             raise UserError(
                 "hidden states at these layers and positions are the same in all contexts of a run",
@@ -337,26 +414,23 @@ class _Analyser:
             round(sources * (1 - 1 / self.settings.folds)),
             sources,
         )
-        auroc = [self.scores.auroc(o.scores).with_training(o.chance).estimate() for o in found]
-        width = len(self.positions)
-        rows = [found[at : at + width] for at in range(0, len(found), width)]
-        headline = self._headline(tested, rows)
-        cell_scores = np.array([[one.scores for one in row] for row in rows], dtype=np.float32)
-        compared = self._compared(controls, headline)
-        return Analysis(
-            self.settings,
-            self.outcome,
-            self.design.folds,
-            self.layers,
-            self.positions,
-            tested,
-            [auroc[at : at + width] for at in range(0, len(auroc), width)],
-            cell_scores,
-            self._p_best(cell_scores, headline.chance),
-            headline,
-            compared,
-            self._beyond(controls, headline),
-            notes,
+        return [found[at : at + shape[1]] for at in range(0, len(found), shape[1])], tested
+
+    def _random_blocks(
+        self, name: str, hidden: Hidden, own: np.ndarray, headline: Replicated
+    ) -> RandomBlocks:
+        """Against ``own``, ``[layers, positions]`` AUROC of the model, and its headline's."""
+        found, tested = self._probed(hidden, self.design.observed(), "random blocks")
+        scores, chance = self._chosen(tested, found)
+        auroc = self.scores.auroc(scores)
+        cells = np.array([[self.scores.auroc(one.scores).value for one in row] for row in found])
+        # The two have chance in training of their own: all of the difference's variance may be.
+        return RandomBlocks(
+            name,
+            auroc.with_training(chance).estimate(),
+            (headline - auroc).with_training(1.0).estimate(),
+            cells,
+            cells >= own,
         )
 
     def _p_best(self, cell_scores: np.ndarray, chance: float) -> np.ndarray:
@@ -377,53 +451,50 @@ class _Analyser:
 
     # -- the headline -----------------------------------------------------------------------------
 
-    def _headline(self, tested: Tested, found: list[list[CrossValidated]]) -> Headline:
-        """From what was found ``[layers][positions]``."""
-        folds = self.design.folds
-        picked = [found[layer][position] for layer, position in tested.picked]
+    def _chosen(
+        self, tested: Tested, found: list[list[CrossValidated]]
+    ) -> tuple[np.ndarray, float]:
+        """``[contexts]`` scores of the probes that the folds chose; their chance in training."""
+        folds, picked = self.design.folds, [found[at][where] for at, where in tested.picked]
         # In single precision, as ``Analysis.cell_scores`` keeps them.
         by_fold = np.array([one.scores for one in picked], dtype=np.float32).astype(float)
-        scores = by_fold[folds, np.arange(len(folds))]
-        weights = []  # fitted again: keeping those of every layer and position would take too much
-        for fold, ((layer, position), one) in enumerate(zip(tested.picked, picked, strict=True)):
-            train = self.design.rows_outside(fold)
-            at = project(self._features(layer, position), train, train[:1], self.outcome.runs)
-            weights.append(at.weights(fit(at, self.design, one.penalties[fold]).weights))
         chance = float(np.mean([one.chance for one in picked]))
+        return by_fold[folds, np.arange(len(folds))], chance
+
+    def _headline(
+        self, tested: Tested, found: list[list[CrossValidated]]
+    ) -> tuple[Headline, Replicated]:
+        """From what was found ``[layers][positions]``; and its AUROC on every resample."""
+        scores, chance = self._chosen(tested, found)
+        weights = []  # fitted again: keeping those of every layer and position would take too much
+        for fold, (layer, position) in enumerate(tested.picked):
+            train, penalty = self.design.rows_outside(fold), found[layer][position].penalties[fold]
+            states = Features.of(self.hidden.layer(self.layers[layer])[:, position])
+            at = project(states, train, train[:1], self.outcome.runs)
+            weights.append(at.weights(fit(at, self.design, penalty).weights))
         layer, position = tested.headline
-        return Headline(
+        headline = Headline(
             self.layers[layer],
             self.positions[position],
             [(self.layers[at], self.positions[where]) for at, where in tested.picked],
             scores,
             np.array(weights),
-            self._logistic_penalty(layer, position, found[layer][position]),
+            float(np.median(found[layer][position].penalties)),
             self._measures(scores, chance),
             chance,
         )
-
-    def _logistic_penalty(self, layer: int, position: int, found: CrossValidated) -> float:
-        """What the inner loops choose for logistic regression: their median."""
-        if self.settings.estimator != "logistic":
-            design = Design.of(self.outcome, self.design.folds, estimator="logistic")
-            found = cross_validate(self._features(layer, position), design)
-        return float(np.median(found.penalties))
+        return headline, self.scores.auroc(scores)
 
     def _measures(self, scores: np.ndarray, chance: float) -> dict[str, Estimate]:
-        predicted, known = expit(scores), self._rates_of_runs()
-        large, slope = self.scores.calibration(predicted)
         found = {
             "auroc": self.scores.auroc(scores),
             "auroc_of_rates": self.scores.auroc(self.outcome.rate),
             "average_precision": self.scores.average_precision(scores),
             "prevalence": self.scores.prevalence(),
-            "recall_at_5_fpr": self.scores.recall_at(scores, 0.05),
             "spearman": self.scores.spearman(scores),
-            "deviance_explained": self.scores.deviance_explained(predicted, known),
-            "brier": self.scores.brier(predicted),
-            "brier_of_rate": self.scores.brier(known),
-            "calibration_in_the_large": large,
-            "calibration_slope": slope,
+            "deviance_explained": self.scores.deviance_explained(
+                expit(scores), self._rates_of_runs()
+            ),
         }
         return {
             name: found[name].with_training(0.0 if name in UNTRAINED else chance).estimate()
@@ -455,20 +526,22 @@ class _Analyser:
             own = self.scores.auroc(one.scores).with_training(one.chance).estimate()
             found.append(Compared(control.name, control.what, kind, own, one.scores))
         if controls.types is not None and draws:
-            own = self._control_task(controls.types, headline)
-            what = f"{draws} random functions of response length × opening token, same cells"
-            found.append(Compared("control task", what, "control task", own, None))
+            own, oracle = self._control_task(controls.types, headline)
+            what = f"{draws} random functions of length × opening of query and response"
+            found.append(Compared("control task", what, "control task", own, None, oracle))
         return found
 
-    def _control_task(self, types: np.ndarray, headline: Headline) -> Estimate:
-        """AUROC on random functions of the type, where each fold's headline probe reads."""
+    def _control_task(self, types: Types, headline: Headline) -> tuple[Estimate, Estimate]:
+        """AUROC on random functions of the types, where each fold's headline probe reads; and of a
+        probe that knows their rates."""
         places = {
             place: Features.of(self.hidden.layer(place[0])[:, self.positions.index(place[1])])
             for place in dict.fromkeys(headline.picked)
         }
 
-        def probe(outcome: Outcome) -> tuple[Replicated, float]:
-            design = Design.of(outcome, self.design.folds, estimator=self.settings.estimator)
+        def probe(drawn: tuple[Outcome, np.ndarray]) -> tuple[Replicated, Replicated, float]:
+            outcome, rates = drawn
+            design = Design.of(outcome, self.design.folds)
             scores, chances = np.empty(len(outcome)), []
             for place, features in places.items():
                 picked = np.array([other == place for other in headline.picked])
@@ -476,28 +549,38 @@ class _Analyser:
                 one = cross_validate(features, design)
                 scores[here] = one.scores[here]
                 chances.append(one.chance)
-            auroc = fold_scores(outcome, design.folds, self.settings).auroc(scores)
-            return auroc, float(np.mean(chances))
+            measured = fold_scores(outcome, design.folds, self.settings)
+            return measured.auroc(scores), measured.auroc(rates), float(np.mean(chances))
 
         draws, seed = self.settings.control_draws, self.settings.seed
         outcomes = control_outcomes(self.outcome, types, draws, seed)
-        aurocs, chances = zip(*self._map(probe, outcomes), strict=True)
-        return Replicated.mean(aurocs).with_training(float(np.mean(chances))).estimate()
+        aurocs, oracles, chances = zip(*self._map(probe, outcomes), strict=True)
+        own = Replicated.mean(aurocs).with_training(float(np.mean(chances)))
+        return own.estimate(), Replicated.mean(oracles).estimate()
 
-    # -- beyond output and text -------------------------------------------------------------------
+    # -- beyond output, text, and the ends of query and response ----------------------------------
 
     def _beyond(self, controls: Controls, headline: Headline) -> Beyond | None:
-        if not (controls.output and controls.text):
+        places = dict.fromkeys(headline.picked)
+        ends = {layer: self.hidden.ends(layer) for layer, _ in places}
+        known = {layer: states for layer, states in ends.items() if states is not None}
+        if not (controls.output and controls.text and len(known) == len(ends)):
             return None
-        design = Design.of(self.outcome, self.design.folds, estimator="logistic")
-        states = {
-            place: self.hidden.layer(place[0])[:, self.positions.index(place[1])]
-            for place in dict.fromkeys(headline.picked)
+        hidden = {
+            (layer, position): self.hidden.layer(layer)[:, self.positions.index(position)]
+            for layer, position in places
         }
-        hidden = [states[place] for place in headline.picked]
-        self.progress.start("beyond output and text", design.fold_count)
-        blocks = [_side_by_side(controls.output), _side_by_side(controls.text)]
-        found = gained(blocks, hidden, design, self._map)
+        for place, states in hidden.items():
+            if place[1] in ENDS:  # these are in the base as they are, and add nothing
+                hidden[place] = np.zeros_like(states)
+        self.progress.start("beyond output and text", self.design.fold_count)
+        found = gained(
+            [_side_by_side(controls.output), _side_by_side(controls.text)],
+            [known[layer] for layer, _ in headline.picked],
+            [hidden[place] for place in headline.picked],
+            self.design.observed(),
+            self._map,
+        )
         base, full = self.scores.auroc(found.base), self.scores.auroc(found.full)
         saved = self.scores.deviance_explained(expit(found.full), expit(found.base))
         # Each AUROC as if all of its variance over contexts were chance in training: only the
@@ -512,14 +595,10 @@ class _Analyser:
 
     # -- reading and computing --------------------------------------------------------------------
 
-    def _features(self, layer: int, position: int) -> Features:
-        """By indices of layer and position."""
-        return Features.of(self.hidden.layer(self.layers[layer])[:, position])
-
-    def _all_features(self) -> Iterator[Features]:
+    def _all_features(self, hidden: Hidden) -> Iterator[Features]:
         """Layers first; a layer is read when its first position is needed."""
         for layer in self.layers:
-            states = self.hidden.layer(layer)
+            states = hidden.layer(layer)
             for position in range(len(self.positions)):
                 yield Features.of(states[:, position])
 

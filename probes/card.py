@@ -11,13 +11,15 @@ aren't taken for one.
 
 import json
 import platform
-from collections.abc import Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pandas as pd
 import torch
 from numpy.typing import ArrayLike
 from safetensors import SafetensorError
@@ -28,12 +30,13 @@ from torch import Tensor
 import ia_mech
 from ia_mech.errors import UserError
 from ia_mech.run.integrity import read_json, replace_file, write_json
-from probes.estimators import make
+from probes.fit.solvers import Features, logistic_path, project
 from probes.targets import Outcome
 
 FORMAT = 1
 WEIGHTS, CARD = "probe.safetensors", "card.json"
-DIRECTIONS = {"logistic": "logistic", "mass-mean": "mass-mean", "whitened": "lda"}  # estimators
+AS_THEY_ARE, CENTRED = "states as they are", "states less the mean of their query's contexts"
+DIRECTIONS = ("logistic", "mass-mean")
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,7 @@ class Direction:
     Log-odds are ``slope * (x @ weights - threshold) + base_log_odds``.
 
     Attributes:
-        name: a key of :data:`DIRECTIONS`.
+        name: one of :data:`DIRECTIONS`.
         weights: ``[d]`` float32 of length 1.
         threshold: projection at which the predicted probability is the base rate.
         slope: change of log-odds per unit of activation, above 0.
@@ -57,33 +60,46 @@ class Direction:
     base_log_odds: float
 
 
-def directions(cell_features: ArrayLike, outcome: Outcome, penalty: float) -> dict[str, Direction]:
-    """Fit on all contexts given: logistic weights, difference of means, and its whitened form.
+def directions(states: ArrayLike, outcome: Outcome, penalty: float) -> dict[str, Direction]:
+    """Fit on all contexts given: logistic weights, and the difference of means (Marks & Tegmark
+    2023), whose slope is that of a logistic regression on its projections.
 
-    Slopes of the latter two are calibrated in sample. With several runs, thresholds are by the mean
-    of the runs' intercepts.
+    Intercepts are one per run; thresholds are by their mean.
 
     Args:
-        cell_features: ``[n, d]`` hidden states at one layer and position.
+        states: ``[n, d]`` hidden states at one layer and position.
         outcome: of the n contexts.
-        penalty: of the logistic regression, as :class:`probes.estimators.LogisticProbe` has it.
+        penalty: of half the squared weights on states whose mean squared norm is 1.
 
     Raises:
-        ValueError: features aren't finite or don't differ, or rates don't.
+        ValueError: states aren't finite or don't differ, or rates don't differ in any run.
     """
-    base_log_odds = float(logit(outcome.positives.sum() / outcome.trials.sum()))
-    found = {}
-    for name, estimator in DIRECTIONS.items():
-        fitted = make(estimator, penalty).fit(
-            cell_features, outcome.rate, sample_weight=outcome.trials, runs=outcome.runs
-        )
-        weights, intercept = fitted.coef_[0], float(fitted.intercept_[0])
-        slope = float(np.linalg.norm(weights))
-        if slope == 0:
-            raise ValueError("hidden states that don't differ have no direction")
-        threshold = (base_log_odds - intercept) / slope
-        unit = (weights / slope).astype(np.float32)
-        found[name] = Direction(name, unit, threshold, slope, base_log_odds)
+    states = np.asarray(states, dtype=float)
+    if not np.isfinite(states).all():
+        raise ValueError("hidden states hold NaN or infinity")
+    runs, k, n = outcome.runs, outcome.positives, outcome.trials
+    if all(np.ptp(outcome.rate[runs == run]) == 0 for run in np.unique(runs)):
+        raise ValueError("all rates are alike, so there is nothing to learn")
+    rows = np.arange(len(states))
+    projection = project(Features.of(states), rows, rows[:0], runs)
+    centred, run_count = projection.train, int(runs.max()) + 1
+    if not centred.shape[1]:
+        raise ValueError("hidden states that don't differ have no direction")
+    (fitted,) = logistic_path(centred, runs, k, n, [penalty], run_count)
+    apart = centred.T @ (k / k.sum() - (n - k) / (n - k).sum())
+    apart /= (centred @ apart).std()
+    (scaled,) = logistic_path((centred @ apart)[:, None], runs, k, n, [1e-3], run_count)
+    base_log_odds = float(logit(k.sum() / n.sum()))
+    centres, found = states.mean(0) + projection.centres(), {}
+    for name, weights, intercepts in (
+        ("logistic", fitted.weights, fitted.intercepts),
+        ("mass-mean", scaled.weights[0] * apart, scaled.intercepts),
+    ):
+        raw = projection.weights(weights)
+        slope = float(np.linalg.norm(raw))
+        level = float((intercepts - centres @ raw).mean())
+        unit = (raw / slope).astype(np.float32)
+        found[name] = Direction(name, unit, (base_log_odds - level) / slope, slope, base_log_odds)
     return found
 
 
@@ -103,8 +119,16 @@ class Probe:
         place = f"layer {self.card.get('layer')} at {self.card.get('position')}"
         return f"Probe({place}, directions {', '.join(self.directions)})"
 
+    @property
+    def centred(self) -> bool:
+        """Whether it was fitted on states less their query's mean, as for the target reaction."""
+        return self.card.get("fitted_on") == CENTRED
+
     def score(
-        self, residuals: np.ndarray | Tensor, direction: str = "logistic"
+        self,
+        residuals: np.ndarray | Tensor,
+        direction: str = "logistic",
+        queries: Sequence[Hashable] | None = None,
     ) -> np.ndarray | Tensor:
         """Projections less the threshold, in units of the residual stream; 0 at the base rate.
 
@@ -113,12 +137,15 @@ class Probe:
         Args:
             residuals: ``[…, d]`` of any float type, an array or a tensor on any device.
             direction: which.
+            queries: ``[contexts]`` the query of each context, for a probe that compares the
+                contexts of a query (:attr:`centred`); residuals are ``[contexts, d]`` then.
 
         Returns:
             ``[…]`` float32, of the same kind and on the same device.
 
         Raises:
-            UserError: there is no such direction.
+            UserError: there is no such direction; queries are lacking, not one per context, or one
+                has a single context; or they are given to a probe of states as they are.
             ValueError: the residuals have another width.
         """
         along = self._direction(direction)
@@ -127,15 +154,49 @@ class Probe:
             raise ValueError(f"the probe is for width {width}, the residuals have shape {shape}")
         if isinstance(residuals, Tensor):
             weights = torch.as_tensor(along.weights, device=residuals.device)
-            return residuals.float() @ weights - along.threshold
-        states = np.asarray(residuals).astype(np.float32)
-        return states @ along.weights - np.float32(along.threshold)
+            projected: Any = residuals.float() @ weights
+        else:
+            projected = np.asarray(residuals).astype(np.float32) @ along.weights
+        means = self._means(projected, queries)
+        if isinstance(means, np.ndarray) and isinstance(projected, Tensor):
+            means = torch.as_tensor(means, device=projected.device)
+        return projected - means - along.threshold
+
+    def _means(self, projected: Any, queries: Sequence[Hashable] | None) -> Any:
+        """What to take off projections: each query's mean, or 0."""
+        if queries is None and not self.centred:
+            return 0.0
+        if queries is None:
+            raise UserError(
+                "the probe was fitted on states less their query's mean, and compares the contexts "
+                "of a query",
+                "give queries, the query of each context",
+            )
+        if not self.centred:
+            raise UserError("the probe was fitted on states as they are", "leave out queries")
+        values = np.asarray(projected.cpu() if isinstance(projected, Tensor) else projected)
+        index, names = pd.factorize(np.asarray(queries, dtype=object))
+        if index.shape != values.shape:
+            raise UserError(
+                f"{len(index)} queries are given for residuals of shape {[*values.shape, '…']}",
+                "give one query per context",
+            )
+        counts = np.bincount(index)
+        if (counts < 2).any():
+            raise UserError(
+                f"the query {names[counts.argmin()]} has one context, which can't be compared",
+                "score several contexts of each query together",
+            )
+        return (np.bincount(index, values) / counts)[index].astype(np.float32)
 
     def probability(
-        self, residuals: np.ndarray | Tensor, direction: str = "logistic"
+        self,
+        residuals: np.ndarray | Tensor,
+        direction: str = "logistic",
+        queries: Sequence[Hashable] | None = None,
     ) -> np.ndarray | Tensor:
         """``[…]`` float32 predicted rate of follow-ups; see :meth:`score` for the rest."""
-        along, scores = self._direction(direction), self.score(residuals, direction)
+        along, scores = self._direction(direction), self.score(residuals, direction, queries)
         log_odds = along.slope * scores + along.base_log_odds
         return log_odds.sigmoid() if isinstance(log_odds, Tensor) else expit(log_odds)
 
@@ -145,17 +206,14 @@ class Probe:
             raise UserError(f"the probe has no direction {name!r}", f"choose from {known}")
         return self.directions[name]
 
-    def save(self, folder: str | Path) -> None:
-        """Write the two files, each replaced atomically.
-
-        The card gets the format, the numbers of the directions, and the software that fitted them
-        (kept from a loaded card).
+    @property
+    def files(self) -> dict[str, Callable[[Path], None]]:
+        """Name → what writes the file. The card gets the format, the numbers of the directions, and
+        the software that fitted them (kept from a loaded card).
 
         Raises:
-            UserError: the folder is a file.
-            TypeError, ValueError: the card isn't plain JSON; nothing is written.
+            TypeError, ValueError: the card isn't plain JSON.
         """
-        folder = Path(folder)
         tensors = {f"weights_{name}": along.weights for name, along in self.directions.items()}
         content = save({name: np.ascontiguousarray(w, np.float32) for name, w in tensors.items()})
         about = {name: asdict(along) for name, along in self.directions.items()}
@@ -163,17 +221,30 @@ class Probe:
             facts["width"] = len(facts.pop("weights"))
         card = {"software": _software(), **self.card, "format": FORMAT, "directions": about}
         card["weights"] = {"file": WEIGHTS, "sha256": sha256(content).hexdigest()}
-        json.dumps(card, allow_nan=False)  # to fail before anything is replaced
+        json.dumps(card, allow_nan=False)  # to fail before anything is written
+
+        def write_weights(file: Path) -> None:
+            file.write_bytes(content)
+
+        def write_card(file: Path) -> None:
+            write_json(file, card)
+
+        return {WEIGHTS: write_weights, CARD: write_card}
+
+    def save(self, folder: str | Path) -> None:
+        """Write the two files, each replaced atomically, the card last.
+
+        Raises:
+            UserError: the folder is a file.
+            TypeError, ValueError: the card isn't plain JSON; nothing is written.
+        """
+        folder, files = Path(folder), self.files
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except (FileExistsError, NotADirectoryError):
             raise UserError(f"{folder} is not a folder", "give another name") from None
-
-        def write(scratch: Path) -> None:
-            scratch.write_bytes(content)
-
-        replace_file(folder / WEIGHTS, write)
-        write_json(folder / CARD, card)
+        replace_file(folder / WEIGHTS, files[WEIGHTS])
+        files[CARD](folder / CARD)
 
     @classmethod
     def load(cls, path: str | Path) -> "Probe":
@@ -217,6 +288,6 @@ class Probe:
 
 
 def _software() -> dict[str, str]:
-    packages = ("numpy", "scipy", "scikit-learn")
+    packages = ("numpy", "scipy")
     ours = {"ia_mech": ia_mech.__version__, "python": platform.python_version()}
     return ours | {name: version(name) for name in packages}

@@ -9,7 +9,7 @@ The control task (Hewitt & Liang, "Designing and interpreting probes with contro
 2019, arXiv 1909.03368) is an outcome that is a random function of the input's type. A probe that
 predicts it as well as the real target shows its own capacity, not the model's knowledge;
 selectivity is the difference. A type must recur in other sources, or nothing could be learnt across
-folds: here it is the length of the response and its first token.
+folds: here it is length and opening, of the response and of the query.
 
 To add a control, make a :class:`Baseline` of the :class:`probes.dataset.ProbeSet` and enter it in
 :func:`controls_of`: under ``text`` if it reads the conversation, under ``output`` if it reads the
@@ -25,13 +25,14 @@ import numpy as np
 import pandas as pd
 import torch
 from numpy.typing import ArrayLike
-from scipy.linalg import block_diag
+from scipy.optimize import least_squares
+from scipy.special import expit, logit
 from sklearn.feature_extraction.text import TfidfVectorizer
 from torch import Tensor
 
 from ia_mech.lens import Lens, NoLens
 from ia_mech.run import Run
-from probes.dataset import ProbeSet
+from probes.dataset import ENDS, ProbeSet
 from probes.targets import Outcome
 
 _CONSTANT = 1e-6  # a column that varies less, relative to its size, varies by round-off only
@@ -40,7 +41,7 @@ _TOPICS = 100  # dimensions of latent semantic analysis
 _VALUES = 2**23  # most logits held at a time: 32 MiB, three times over with what is made from them
 _MOST_LIKELY = 10
 _OPENINGS = 8  # openings that are told apart; the rarer ones are one
-_TRIES = 10_000
+_TRIES = 100
 HEADER_LAST = "header_last"  # where the first token of the user turn is predicted
 
 
@@ -60,19 +61,32 @@ class Baseline:
 
 
 @dataclass(frozen=True)
+class Types:
+    """What the control task's random functions are of.
+
+    Attributes:
+        response: ``[contexts]`` type of each response, numbered from 0.
+        query: ``[contexts]`` type of each query, likewise; the same for all responses to a query.
+    """
+
+    response: np.ndarray
+    query: np.ndarray
+
+
+@dataclass(frozen=True)
 class Controls:
     """What the headline is compared with.
 
     Attributes:
         text: what a probe could read from the contexts themselves.
         output: the model's own output distribution; empty where it isn't available.
-        types: ``[contexts]`` types of the control task; None where there aren't two.
+        types: of the control task; None where there is none.
         missing: why a control is missing, one sentence each.
     """
 
     text: list[Baseline] = field(default_factory=list)
     output: list[Baseline] = field(default_factory=list)
-    types: np.ndarray | None = None
+    types: Types | None = None
     missing: list[str] = field(default_factory=list)
 
 
@@ -239,13 +253,13 @@ def _entropy(logits: Tensor) -> Tensor:
 # -- the control task ------------------------------------------------------------------------------
 
 
-def types(response_tokens: ArrayLike, opening: ArrayLike) -> np.ndarray:
-    """Quartile of the response's length × its first token.
+def types(tokens: ArrayLike, opening: ArrayLike) -> np.ndarray:
+    """Quartile of a text's length × its opening.
 
     Args:
-        response_tokens: ``[contexts]`` lengths.
-        opening: ``[contexts]`` id of the response's first token, -1 if it has none. The eight most
-            common are told apart (the smaller id first, if equally common).
+        tokens: ``[contexts]`` lengths.
+        opening: ``[contexts]`` what each begins with, as a number. The eight most common are told
+            apart (the smaller number first, if equally common).
 
     Returns:
         ``[contexts]`` types, numbered from 0 without gaps.
@@ -253,9 +267,9 @@ def types(response_tokens: ArrayLike, opening: ArrayLike) -> np.ndarray:
     Raises:
         ValueError: lengths and openings differ in number.
     """
-    tokens, opening = np.asarray(response_tokens, dtype=float), np.asarray(opening)
+    tokens, opening = np.asarray(tokens, dtype=float), np.asarray(opening)
     if tokens.shape != opening.shape or tokens.ndim != 1:
-        raise ValueError("response_tokens and opening must have one entry per context")
+        raise ValueError("lengths and openings must have one entry per context")
     length = np.searchsorted(np.quantile(tokens, [0.25, 0.5, 0.75]), tokens)
     _, index, counts = np.unique(opening, return_inverse=True, return_counts=True)
     rank = np.empty(len(counts), dtype=int)
@@ -264,47 +278,137 @@ def types(response_tokens: ArrayLike, opening: ArrayLike) -> np.ndarray:
     return np.unique(kind, return_inverse=True)[1]
 
 
-def control_outcomes(outcome: Outcome, types: ArrayLike, draws: int, seed: int) -> list[Outcome]:
-    """Outcomes where every type has a random rate, and nothing else counts.
+def variances(outcome: Outcome) -> tuple[float, float]:
+    """How far apart the contexts' rates are, without the noise of counting few turns.
 
-    A type's rate is that of a random context, so that rates are distributed as in the real outcome.
-    Trials, sources and runs stay as they are; positives may be fractions. Rates that differ in no
-    run, which would leave nothing to predict, are drawn again.
+    Moment estimates: what the observed rates vary, less the binomial variance that each is
+    expected to have. They are unbiased, and so may be negative.
 
     Args:
-        outcome: the real one.
-        types: ``[contexts]`` type of each, numbered from 0.
+        outcome: k of n per context.
+
+    Returns:
+        Variance of the rates of a run's queries, and of the rates within a query. The second is
+        0 where no query of a run has two contexts: then the first is of the contexts.
+
+    Raises:
+        ValueError: no context has two turns, so that noise can't be told from anything else.
+    """
+    several = outcome.trials > 1
+    if not several.any():
+        raise ValueError("how far rates differ can't be told from one turn per context")
+    outcome = outcome.take(several)
+    noise = outcome.rate * (1 - outcome.rate) / (outcome.trials - 1)
+    return _variances(outcome.rate, noise, *_queries(outcome))
+
+
+def _queries(outcome: Outcome) -> tuple[np.ndarray, np.ndarray]:
+    """``[contexts]`` query of each (a source in a run), and ``[queries]`` run of each."""
+    pairs = np.stack([outcome.runs, outcome.sources])
+    found, query = np.unique(pairs, axis=1, return_inverse=True)
+    return query, found[0]
+
+
+def _variances(
+    rate: np.ndarray, noise: np.ndarray, query: np.ndarray, runs: np.ndarray
+) -> tuple[float, float]:
+    """Between and within queries, where ``noise`` is the variance of each rate's error."""
+    size = np.bincount(query)
+    mean = np.bincount(query, rate) / size
+    own = noise * (1 - 1 / size[query])
+    free = (size - 1).sum()
+    within = (((rate - mean[query]) ** 2).sum() - own.sum()) / free if free else 0.0
+    of_run = np.bincount(runs)
+    apart = mean - (np.bincount(runs, mean) / np.maximum(of_run, 1))[runs]
+    expected = within / size + np.bincount(query, noise) / size**2
+    shares = 1 - 1 / of_run[runs]
+    if not shares.any():
+        return 0.0, float(within)
+    return float((apart @ apart - shares @ expected) / shares.sum()), float(within)
+
+
+def control_outcomes(
+    outcome: Outcome, types: Types, draws: int, seed: int
+) -> list[tuple[Outcome, np.ndarray]]:
+    """Outcomes where types have random rates and nothing else counts, as hard as the real one.
+
+    Log-odds are the sum of a normal deviate per type of query and one per type of response. Their
+    sizes make mean and variance of the rates, between queries and within them, those that
+    :func:`variances` estimates of the real outcome; where queries don't differ, the response's
+    part counts less its mean over the query. Turns are then drawn: what a probe can learn of
+    rates that are known from few turns is as little as in the real outcome.
+
+    Args:
+        outcome: the real one. Its trials, sources and runs stay as they are.
+        types: of the same contexts.
         draws: how many.
         seed: of the generator; the first outcomes are the same however many are drawn.
 
+    Returns:
+        Each outcome with the ``[contexts]`` rates that its turns were drawn from.
+
     Raises:
-        ValueError: no run has two types, all contexts have the same rate, or almost all have it so
-            that no draw has two.
+        ValueError: rates differ no more than chance makes them, types don't differ in any run, or
+            almost no turn is positive or negative.
     """
-    types = np.asarray(types)
-    if types.shape != outcome.trials.shape:
+    if not types.response.shape == types.query.shape == outcome.trials.shape:
         raise ValueError("types must have one entry per context")
-    in_runs = [np.unique(types[outcome.runs == run]) for run in np.unique(outcome.runs)]
-    if all(len(present) < 2 for present in in_runs):
-        raise ValueError("a control task needs two types of contexts in a run; there is only one")
-    if np.ptp(outcome.rate) == 0:
-        raise ValueError("a control task needs contexts with different rates; all have the same")
+    between, within = variances(outcome)
+    if max(between, within) <= 0:
+        raise ValueError("contexts' rates differ no more than chance has few turns differ")
     rng = np.random.default_rng(seed)
-    return [_draw(outcome, types, in_runs, rng) for _ in range(draws)]
+    return [_draw(outcome, types, between, within, rng) for _ in range(draws)]
 
 
 def _draw(
-    outcome: Outcome, types: np.ndarray, in_runs: list[np.ndarray], rng: np.random.Generator
-) -> Outcome:
+    outcome: Outcome, types: Types, between: float, within: float, rng: np.random.Generator
+) -> tuple[Outcome, np.ndarray]:
+    query, runs = _queries(outcome)
+    of_response, of_query = (
+        rng.standard_normal(of.max() + 1)[of] for of in (types.response, types.query)
+    )
+    if len(runs) == len(query):  # one response per query
+        of_query = np.zeros(len(query))
+    elif between <= 0:
+        of_query = np.zeros(len(query))
+        of_response = of_response - (np.bincount(query, of_response) / np.bincount(query))[query]
+    elif within <= 0:
+        of_response = np.zeros(len(query))
+    parts = [_standardised(part[:, None])[:, 0] for part in (of_query, of_response)]
+    in_runs = [np.ptp((parts[0] + parts[1])[outcome.runs == run]) for run in np.unique(runs)]
+    if max(in_runs) < _CONSTANT:
+        raise ValueError("a control task needs two types of contexts in a run; there is only one")
+    wanted = max(between, 0.0), max(within, 0.0)
+    rates = _matched(parts, outcome, wanted, query, runs)
     for _ in range(_TRIES):
-        drawn = rng.integers(len(outcome), size=types.max() + 1)  # a context for every type
-        rate = outcome.rate[drawn]
-        if any(np.ptp(rate[present]) > 0 for present in in_runs):
-            row = drawn[types]
-            # Multiplied first: whole numbers where both contexts have equally many trials.
-            positives = outcome.positives[row] * outcome.trials / outcome.trials[row]
-            return replace(outcome, positives=positives)
-    raise ValueError(f"no two types got different rates in {_TRIES} draws: almost all are the same")
+        drawn = replace(outcome, positives=rng.binomial(outcome.trials.astype(int), rates) * 1.0)
+        if any(np.ptp(drawn.rate[outcome.runs == run]) > 0 for run in np.unique(outcome.runs)):
+            return drawn, rates
+    raise ValueError(f"{_TRIES} draws had no two contexts of different rates: rates are extreme")
+
+
+def _matched(
+    parts: list[np.ndarray],
+    outcome: Outcome,
+    wanted: tuple[float, float],
+    query: np.ndarray,
+    runs: np.ndarray,
+) -> np.ndarray:
+    """Rates whose log-odds are a level and multiples of the parts, with the wanted variances and
+    the mean of the outcome's rates (as nearly as the parts allow)."""
+    mean, size = outcome.rate.mean(), sum(wanted)
+    slope = mean * (1 - mean)
+
+    def rates(levels: np.ndarray) -> np.ndarray:
+        return expit(levels[0] + levels[1] * parts[0] + levels[2] * parts[1])
+
+    def off(levels: np.ndarray) -> list[float]:
+        found = rates(levels)
+        got = _variances(found, np.zeros(len(found)), query, runs)
+        return [(found.mean() - mean) / np.sqrt(size), *np.subtract(got, wanted) / size]
+
+    start = [logit(mean), *(np.sqrt(one) / slope + 0.1 for one in wanted)]
+    return rates(least_squares(off, start, bounds=([-np.inf, 0, 0], np.inf)).x)
 
 
 # -- all controls of a probe set -------------------------------------------------------------------
@@ -338,11 +442,19 @@ def controls_of(data: ProbeSet, seed: int = 0) -> Controls:
     output, why = _output(data)
     if why is not None:
         missing.append(f"no output control, so nothing can be said to go beyond it: {why}")
+    if not data.has_ends:
+        missing.append(
+            f"no states at {' and '.join(ENDS)}, so nothing can be said to go beyond them: some "
+            "runs did not keep them, or some contexts lack them"
+        )
     text, output = (
         [replace(one, features=data.comparable(one.features)) for one in those]
         for those in (text, output)
     )
-    kinds = types(frame["response_tokens"], frame["opening"])
+    kinds = Types(
+        types(frame["response_tokens"], frame["opening"]),
+        types(frame["prompt_tokens"], pd.factorize(frame["asked"])[0]),
+    )
     try:
         control_outcomes(data.outcome, kinds, 1, seed)
     except ValueError as error:
@@ -365,35 +477,18 @@ def lens_of(run: Run) -> tuple[Lens | None, str | None]:
 
 def _output(data: ProbeSet) -> tuple[list[Baseline], str | None]:
     """The state that all next-token logits are linear in, and summaries; or why there are none."""
-    of_model: dict[str, list[int]] = {}
-    for number in data.contexts["run"].unique():
-        of_model.setdefault(data.runs[number].model["weights_hash"], []).append(number)
-    order, states, summaries = [], [], []
-    for numbers in of_model.values():
-        runs = [data.runs[number] for number in numbers]
-        lacking = [run for run in runs if HEADER_LAST not in run.positions]
-        if lacking:
-            return [], f"{HEADER_LAST} was not kept in {lacking[0].path}"
-        lens, why = lens_of(runs[0])
-        if lens is None:
-            return [], why
-        last = np.concatenate(
-            [data.states(n, data.runs[n].layers[-1], HEADER_LAST) for n in numbers]
-        )
-        ends = {int(token) for run in runs for token in run.record["identity"]["chat"]["stop_ids"]}
-        temperatures = {t for run in runs for t in run.settings["temperatures"] if t > 0}
-        states.append(output_state(lens, last))
-        summaries.append(output_summaries(lens, last, sorted(ends), sorted(temperatures)))
-        order += [np.flatnonzero(data.contexts["run"] == number) for number in numbers]
-    back = np.argsort(np.concatenate(order), kind="stable")
-    return [_stacked(states, back), _stacked(summaries, back)], None
-
-
-def _stacked(parts: list[Baseline], order: np.ndarray) -> Baseline:
-    """One baseline of several models' rows; each model has columns of its own.
-
-    A direction in one model's output needn't mean the same in another's: with shared columns one
-    set of weights would have to fit all models, and the control would be weaker than the output.
-    """
-    blocks = block_diag(*(part.features - part.features.mean(0) for part in parts))
-    return replace(parts[0], features=blocks[order])
+    numbers = list(data.contexts["run"].unique())
+    runs = [data.runs[number] for number in numbers]
+    lacking = [run for run in runs if HEADER_LAST not in run.positions]
+    if lacking:
+        return [], f"{HEADER_LAST} was not kept in {lacking[0].name}"
+    lens, why = lens_of(runs[0])
+    if lens is None:
+        return [], why
+    last = np.concatenate([data.states(n, data.runs[n].layers[-1], HEADER_LAST) for n in numbers])
+    order = [np.flatnonzero(data.contexts["run"] == number) for number in numbers]
+    last = last[np.argsort(np.concatenate(order), kind="stable")]
+    ends = {int(token) for run in runs for token in run.record["identity"]["chat"]["stop_ids"]}
+    temperatures = {t for run in runs for t in run.settings["temperatures"] if t > 0}
+    summaries = output_summaries(lens, last, sorted(ends), sorted(temperatures))
+    return [output_state(lens, last), summaries], None

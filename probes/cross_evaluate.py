@@ -53,8 +53,8 @@ class Entry:
 
     Attributes:
         trained, tested: names of units; ``trained`` may be :data:`OTHERS`.
-        auroc, spearman: within folds and runs, with intervals over the sources tested, widened for
-            chance in training where probes were cross-fitted.
+        auroc: within folds and runs, with an interval over the sources tested, widened for chance
+            in training where probes were cross-fitted.
         p: how often probes of permuted labels reach this AUROC, by the closed form; NaN without
             permutations.
         p_holm: the same, adjusted over all entries.
@@ -65,7 +65,6 @@ class Entry:
     trained: str
     tested: str
     auroc: Estimate
-    spearman: Estimate
     p: float
     p_holm: float
     picked: list[tuple[int, str]]
@@ -265,7 +264,7 @@ def _design(outcome: Outcome, folds: np.ndarray, moved: np.ndarray, settings: Se
         taken = np.arange(len(outcome))
         taken[moved] = moved[rows]
         permuted.append(taken)
-    return Design.of(outcome, folds, permuted, settings.estimator)
+    return Design.of(outcome, folds, permuted)
 
 
 def _select(
@@ -324,7 +323,7 @@ def _closed_form(
 
 
 def _score(hidden: Hidden, evaluations: list[_Evaluation], progress: Progress) -> None:
-    """Fill ``scores``: those of the reported estimator, where each probe chose to read."""
+    """Fill ``scores``: those of logistic probes, where each chose to read."""
     waiting: dict[int, list[tuple[_Evaluation, int]]] = {}
     for one in evaluations:
         for number, (layer, _) in enumerate(one.chosen):
@@ -340,7 +339,7 @@ def _score(hidden: Hidden, evaluations: list[_Evaluation], progress: Progress) -
 
 
 def _predicted(features: Features, fold: _Fold) -> np.ndarray:
-    """``[tested]`` scores of the reported estimator, its penalty chosen by the inner folds."""
+    """``[tested]`` scores of a logistic probe, its penalty chosen by the inner folds."""
     design, runs = fold.design, fold.design.outcome.runs
     loop = InnerLoop(design)
     for number in fold.inside:
@@ -368,7 +367,6 @@ def _entry(
         trained=one.name,
         tested=unit.name,
         auroc=measured.auroc(scores).with_training(share).estimate(),
-        spearman=measured.spearman(scores).with_training(share).estimate(),
         p=p,
         p_holm=np.nan,
         picked=[(int(layers[at]), positions[where]) for at, where in one.chosen],

@@ -19,6 +19,7 @@ from ia_mech.errors import UserError
 from ia_mech.rates.gate import Gate
 from ia_mech.rates.load import NO_ANNOTATOR, open_runs, read_runs
 from ia_mech.run import Run
+from probes.card import AS_THEY_ARE, CENTRED
 from probes.fit.folds import movable
 from probes.reaction import check_reliable, read_bits
 from probes.targets import (
@@ -33,6 +34,8 @@ from probes.targets import (
 
 MIN_SOURCES = 20  # with a positive turn, and with a negative one
 RUN, DATASET = "run", "dataset"
+ENDS = ("query_end", "response_end")  # what the conversation says is read there
+_ROUNDING = 1e-4  # states of one query that differ less, relative to their size, don't differ
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,8 +52,9 @@ class ProbeSet:
             holds across runs), ``text`` (all messages, one below the other), ``prompt_tokens`` (all
             before the response), ``response_tokens`` (as the model read it), ``context_tokens``,
             ``cut_off``, ``token_ids``, ``opening`` (id of the response's first token, -1 if it is
-            empty), ``positives`` and ``trials``.
+            empty), ``asked`` (the query's first word), ``positives`` and ``trials``.
         positions: names of the positions that every context has, in storage order.
+        has_ends: every run kept the states at :data:`ENDS`, and every context has both.
         notes: what a reader has to know of how all this was put together.
         layers: the chosen layers, ascending; 0 = embeddings.
         width: d_model.
@@ -73,6 +77,7 @@ class ProbeSet:
     within: str = RUN
     gate: Gate | None = None
     embeddings: np.ndarray | None = None
+    has_ends: bool = False
 
     def __len__(self) -> int:
         return len(self.contexts)
@@ -90,14 +95,27 @@ class ProbeSet:
         """Where the outcomes come from, for conclusions, captions and names of figures."""
         return f"judge {self.gate}" if self.gate else "reaction bits"
 
+    @property
+    def states_are(self) -> str:
+        """What :meth:`layer` gives, in words for a probe's card."""
+        return CENTRED if self.target.kind == REACTION else AS_THEY_ARE
+
     def comparable(self, features: np.ndarray) -> np.ndarray:
-        """``[contexts, …]`` features as probes get them: less their query's mean for the target
-        ``reaction``, which compares the responses of a query."""
+        """``[contexts, …, d]`` features as probes get them: less their query's mean for the target
+        ``reaction``, which compares the responses of a query.
+
+        What is left where a query's features are all the same, but for rounding, is 0.
+        """
         if self.target.kind != REACTION:
             return features
         query = pd.factorize(self.contexts["source"])[0]
         mean = np.stack([features[query == number].mean(0) for number in range(query.max() + 1)])
-        return features - mean[query]
+        less = features - mean[query]
+        left, all_of_it = (
+            np.sqrt(np.mean(np.square(x, dtype=float), axis=(0, -1), keepdims=True))
+            for x in (less, features)
+        )
+        return np.where(left > _ROUNDING * all_of_it, less, np.zeros_like(less))
 
     def layer(self, layer: int) -> np.ndarray:
         """Hidden states at one layer, ``[contexts, positions, d_model]`` float32, made
@@ -106,10 +124,17 @@ class ProbeSet:
         Raises:
             UserError: no such layer, a value that isn't finite, or a file that can't be read.
         """
-        states = np.empty((len(self), len(self.positions), self.width), dtype=np.float32)
+        return self._at(layer, self.positions)
+
+    def ends(self, layer: int) -> np.ndarray | None:
+        """``[contexts, 2 d_model]`` likewise at :data:`ENDS`, side by side; None without them."""
+        return self._at(layer, ENDS).reshape(len(self), -1) if self.has_ends else None
+
+    def _at(self, layer: int, positions: Sequence[str]) -> np.ndarray:
+        states = np.empty((len(self), len(positions), self.width), dtype=np.float32)
         for number in self.contexts["run"].unique():
             mine = np.flatnonzero(self.contexts["run"] == number)
-            for at, position in enumerate(self.positions):
+            for at, position in enumerate(positions):
                 states[mine, at] = self.states(number, layer, position)
         return self.comparable(states)
 
@@ -135,12 +160,6 @@ class ProbeSet:
                 "give the command that wrote the run again or else with another --dtype",
             )
         return states
-
-    def restricted(self, rows: np.ndarray) -> "ProbeSet":
-        """The same of some contexts: indices, or a mask."""
-        given = None if self.embeddings is None else self.embeddings[rows]
-        contexts = self.contexts.iloc[rows].reset_index(drop=True)
-        return replace(self, contexts=contexts, embeddings=given)
 
 
 def read(
@@ -190,12 +209,6 @@ def read(
         gate = judged.gates[outcome]
         notes = [*judged.notes, f"{gate.sentence}."]
     _check_same_size(runs)
-    models = {run.model["weights_hash"]: run.model["name"] for run in runs}
-    if len(models) > 1:
-        notes.append(
-            f"the runs are of {len(models)} models ({', '.join(models.values())}): a direction in "
-            "one need not mean the same in another."
-        )
     contexts = pd.concat([_contexts(run, number) for number, run in enumerate(runs)])
     keys = pd.MultiIndex.from_arrays(
         [contexts["run"].map(lambda number: str(runs[number].path)), contexts["context_id"]]
@@ -215,12 +228,13 @@ def read(
     kept = contexts[there].reset_index(drop=True)
     kept["positives"] = counts["k"].to_numpy()[there].astype(int)
     kept["trials"] = counts["n"].to_numpy()[there].astype(int)
+    where = kept.pop("positions")
     return ProbeSet(
         runs=runs,
         judge=judge,
         record=record,
         target=wanted,
-        positions=_common_positions(runs, kept.pop("positions"), positions, notes),
+        positions=_common_positions(runs, where, positions, notes),
         contexts=kept,
         notes=notes,
         layers=_chosen_layers(runs[0].layers, layers),
@@ -228,6 +242,8 @@ def read(
         within=within,
         gate=gate,
         embeddings=None if embeddings is None else _embeddings(embeddings, kept["context_id"]),
+        has_ends=all({*ENDS} <= {*run.positions} for run in runs)
+        and all(index_of(at, name) is not None for at in where for name in ENDS),
     )
 
 
@@ -319,6 +335,78 @@ def check_enough(
         f"probes need {needed} with one and {needed} without",
         f"sample contexts of about {enough} sources at this rate{others}",
     )
+
+
+# -- random blocks --------------------------------------------------------------------------------
+
+
+def check_one_model(runs: Sequence[Run]) -> None:
+    """Refuse runs of several models: a direction in one need not mean the same in another.
+
+    Raises:
+        UserError: there are several.
+    """
+    for run in runs[1:]:
+        if run.model["weights_hash"] != runs[0].model["weights_hash"]:
+            raise UserError(
+                f"{runs[0].path} and {run.path} are of different models",
+                "train a probe for each; probes.transfer tests one's on the other",
+            )
+
+
+def with_random_blocks(data: ProbeSet, runs: Sequence[str | Path | Run]) -> dict[str, ProbeSet]:
+    """The same contexts with the states of models with random blocks.
+
+    Args:
+        data: of the model itself.
+        runs: made by ``sample --random-blocks``, equally many for each run of ``data``.
+
+    Returns:
+        By a name for tables. Of several runs of ``data``, each has the first of its own in the
+        first set, and so on.
+
+    Raises:
+        UserError: a run without random blocks, or of another model; without the states or the
+            conversations of one of ``data``'s; or a run has more of them than another.
+    """
+    found: list[list[tuple[Run, np.ndarray]]] = [[] for _ in data.runs]
+    for run in open_runs(runs):
+        if run.model.get("random_blocks") is None:
+            raise UserError(
+                f"{run.path} is of a model as it was trained",
+                "sample it with --random-blocks SEED, on the same conversations",
+            )
+        _check_same_size([*data.runs, run])
+        if lacking := sorted({*data.positions} - {*run.positions}):
+            raise UserError(
+                f"{run.path} lacks the position {', '.join(lacking)}", "sample it with --positions"
+            )
+        rows = {tuple(ids): row for row, ids in enumerate(run.contexts["token_ids"])}
+        for number in range(len(data.runs)):
+            own = data.contexts.loc[data.contexts["run"] == number, "token_ids"]
+            at = [rows.get(tuple(ids)) for ids in own]
+            if None not in at:
+                found[number].append((run, np.array(at)))
+                break
+        else:
+            raise UserError(
+                f"{run.path} lacks contexts of {', '.join(str(r.path) for r in data.runs)}",
+                "sample it on the same conversations, responses included",
+            )
+    if len({len(those) for those in found}) > 1:
+        raise UserError(
+            "the runs don't have equally many runs with random blocks",
+            "give as many for each",
+        )
+    twins = {}
+    for those in zip(*found, strict=True):
+        row = np.empty(len(data), dtype=int)
+        for number, (_, at) in enumerate(those):
+            row[(data.contexts["run"] == number).to_numpy()] = at
+        name = "random blocks " + ", ".join(str(run.model["random_blocks"]) for run, _ in those)
+        own = [run for run, _ in those]
+        twins[name] = replace(data, runs=own, contexts=data.contexts.assign(row=row))
+    return twins
 
 
 # -- where responses start ------------------------------------------------------------------------
@@ -470,6 +558,13 @@ def _contexts(run: Run, number: int) -> pd.DataFrame:
             "cut_off": own["response_cut_off"].fillna(False).astype(bool),
             "token_ids": token_ids,
             "opening": [-1 if e is None else int(ids[f]) for ids, f, e in spans],
+            "asked": [_first_word(messages) for messages in own["messages"]],
             "positions": own["positions"],
         }
     )
+
+
+def _first_word(messages: Sequence[dict]) -> str:
+    """Of the last thing that the user said."""
+    said = [message["content"] for message in messages if message["role"] == "user"]
+    return (said[-1].lower().split() or [""])[0] if said else ""

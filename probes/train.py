@@ -7,6 +7,7 @@ answer at once.
 import argparse
 import re
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ia_mech.cli import (
@@ -18,9 +19,9 @@ from ia_mech.cli import (
     tolerant_streams,
     whole_from,
 )
-from probes.fit.solvers import ESTIMATORS
 
 if TYPE_CHECKING:
+    from ia_mech.results import Result
     from probes.analysis import Settings
 
 DESCRIPTION = """\
@@ -34,6 +35,7 @@ examples:
   python -m probes.train cache/RUN
   python -m probes.train cache/RUN --target latent --positions header_last --layers 10-20
   python -m probes.train cache/RUN-A cache/RUN-B --judge gpt-5-mini --out pooled
+  python -m probes.train cache/RUN --random-blocks cache/RUN-RANDOM
 Judge a run first: python -m ia_mech.judge run cache/RUN
 """
 
@@ -48,11 +50,14 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add_subject(parser)
     add_statistics(parser)
+    add_result(parser)
     parser.add_argument(
-        "--out", metavar="NAME", help="of the folder (default: target, estimator and judge)"
-    )
-    parser.add_argument(
-        "--replace", action="store_true", help="replace an analysis of other settings there"
+        "--random-blocks",
+        nargs="+",
+        type=path_of,
+        default=[],
+        metavar="RUN",
+        help="of sample --random-blocks on the same conversations: what needs no trained blocks?",
     )
     parser.add_argument(
         "--embeddings",
@@ -64,8 +69,19 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def add_result(parser: argparse.ArgumentParser) -> None:
+    """What becomes of the result."""
+    parser.add_argument(
+        "--out", metavar="NAME", help="of the folder in RUN/results (default: target and judge)"
+    )
+    parser.add_argument(
+        "--replace", action="store_true", help="replace an analysis of other settings there"
+    )
+    parser.add_argument("--full", action="store_true", help="print all tables")
+
+
 def add_subject(parser: argparse.ArgumentParser) -> None:
-    """What is probed, and by what: runs, judge, target, positions, layers, estimator."""
+    """What is probed: runs, judge, target, positions, layers."""
     parser.add_argument(
         "runs", nargs="+", type=path_of, metavar="RUN", help="a judged run's folder"
     )
@@ -97,13 +113,6 @@ def add_subject(parser: argparse.ArgumentParser) -> None:
         default=[None],
         metavar="L",
         help="such as 0 8-12 30; 0 = embeddings (default: all)",
-    )
-    parser.add_argument(
-        "--estimator",
-        choices=ESTIMATORS,
-        default="logistic",
-        metavar="NAME",
-        help=f"{', '.join(ESTIMATORS)} (default: logistic)",
     )
     parser.add_argument(
         "--within",
@@ -149,7 +158,6 @@ def settings_of(args: argparse.Namespace) -> "Settings":
     from probes.analysis import Settings
 
     return Settings(
-        estimator=args.estimator,
         permutations=args.permutations,
         level=args.level,
         resamples=args.resamples,
@@ -167,18 +175,17 @@ def main(argv: list[str] | None = None) -> int:
 def _train(args: argparse.Namespace) -> None:
     from dataclasses import replace
 
-    from ia_mech.display import Bar, console
+    from ia_mech.display import Bar
     from ia_mech.rates.load import open_runs
+    from probes import show
     from probes.analysis import analyse
     from probes.controls import controls_of
-    from probes.dataset import DATASET, check_enough, read
-    from probes.report.conclusion import conclude
-    from probes.report.files import Kept
-    from probes.report.screen import print_analysis
+    from probes.dataset import check_enough, check_one_model, read, with_random_blocks
 
     settings = replace(settings_of(args), workers=args.threads)
     # In an order of their own: it doesn't matter in which order runs are given.
     runs = open_runs(args.runs)
+    check_one_model(runs)
     runs.sort(key=lambda run: (run.identity_digest, str(run.path)))
     data = read(
         runs,
@@ -189,20 +196,24 @@ def _train(args: argparse.Namespace) -> None:
         reaction=args.reaction,
         embeddings=args.embeddings,
     )
-    kept = Kept.place(data, settings, args.out, args.replace, home=args.runs[0])
-    target = data.target
-    check_enough(data.outcome, target, settings.folds)
+    twins = with_random_blocks(data, args.random_blocks)
+    random = [run.identity_digest for twin in twins.values() for run in twin.runs]
+    about = show.about("probe", data, settings, random_blocks=random)
+    place = show.Place.free(about, args.runs[0], args.out, args.replace)
+    check_enough(data.outcome, data.target, settings.folds)
     controls = controls_of(data, settings.seed)
-    analysis = analyse(data, data.outcome, controls, settings, Bar())
-    analysis.notes[:0] = data.notes
-    datasets = data.within == DATASET
-    what = target.words + (" within datasets" if datasets else "")
-    conclusion = conclude(analysis, what, data.labelled_by)
-    kept.write(analysis, conclusion)
-    within = "run, and within a dataset" if datasets else "run"
-    what = f"{target.name}: {target.describe()}"
-    print_analysis(console(), analysis, what, conclusion, within)
-    print(f"wrote {kept.folder}", file=sys.stderr)
+    analysis = analyse(data, data.outcome, controls, settings, Bar(), twins)
+    keep(show.result_of(analysis, data, place), place.folder, args.full)
+
+
+def keep(result: "Result", folder: Path, full: bool) -> None:
+    """Write a result and print it."""
+    from ia_mech.display import console
+    from ia_mech.results import show, write
+
+    write(result, folder)
+    show(result, console(), full=full)
+    print(f"wrote {folder}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -6,19 +6,21 @@ What needs torch or pandas is imported late, so that ``--help`` and a mistyped f
 import argparse
 import math
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ia_mech.cli import Parser, guarded, one_line, path_of, tolerant_streams
+from ia_mech.cli import Parser, guarded, tolerant_streams
 from ia_mech.errors import UserError
-from probes.train import add_statistics, add_subject, chosen, settings_of
+from probes.train import add_result, add_statistics, add_subject, chosen, keep, settings_of
 
 if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
+    from pandas import DataFrame
 
+    from ia_mech.results import Result, Table
     from probes.analysis import Settings
     from probes.cross_evaluate import Entry, Unit
     from probes.dataset import ProbeSet
+    from probes.show import Place
 
 STAR = 0.05  # Holm-adjusted p values below it are marked
 
@@ -26,14 +28,15 @@ DESCRIPTION = """\
 Train probes on one run and test them on another. Rows of the matrix are what a probe was trained
 on, columns what it was tested on; "all others" is trained on every unit but the one tested. Units
 are the runs or, of a single run, its datasets. Runs must be of models with equal hidden size and
-number of blocks. No language model is loaded. docs/probes.md explains the method.
+number of blocks. The result is kept in RUN/results/NAME of the first run. No language model is
+loaded. docs/probes.md explains the method.
 """
 
 EPILOG = """\
 examples:
   python -m probes.transfer cache/RUN-A cache/RUN-B cache/RUN-C
   python -m probes.transfer cache/RUN --layers 10-20 --positions header_last
-  python -m probes.transfer cache/RUN-A cache/RUN-B --by dataset --out transfer.parquet
+  python -m probes.transfer cache/RUN-A cache/RUN-B --by dataset --out by-dataset
 """
 
 
@@ -53,9 +56,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="units: run or dataset (default: run if several are given)",
     )
     add_statistics(parser)
-    parser.add_argument(
-        "--out", type=path_of, metavar="FILE.parquet", help="write every entry here, one per row"
-    )
+    add_result(parser)
     return parser
 
 
@@ -67,13 +68,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _transfer(args: argparse.Namespace) -> None:
-    if args.out is not None:
-        from ia_mech.run.layout import check_output
-
-        check_output(args.out, "parquet")
-
-    from ia_mech.display import Bar, console
-    from probes import dataset
+    from ia_mech.display import Bar
+    from probes import dataset, show
     from probes.cross_evaluate import cross_evaluate
 
     settings = settings_of(args)
@@ -87,27 +83,10 @@ def _transfer(args: argparse.Namespace) -> None:
     )
     by = args.by or ("run" if len(data.runs) > 1 else "dataset")
     units = units_of(data, by)
+    about = show.about("transfer", data, settings, by=by)
+    place = show.Place.free(about, args.runs[0], args.out, args.replace)
     entries, notes = cross_evaluate(data, data.outcome, units, settings, Bar())
-    about = {
-        "runs": [run.name for run in data.runs],
-        "by": by,
-        "labels": data.labelled_by,
-        "target": data.target.name,
-        "estimator": settings.estimator,
-        "permutations": settings.permutations,
-        "level": settings.level,
-        "resamples": settings.resamples,
-        "seed": settings.seed,
-        "notes": data.notes + notes,
-    }
-    _print(console(), _table(entries, units, about), _explained(entries, data, about, settings))
-    if args.out is not None:
-        from pandas import DataFrame
-
-        from ia_mech.estimates import write_parquet
-
-        write_parquet(DataFrame([_record(entry) for entry in entries]), args.out, about)
-        print(f"wrote {args.out}", file=sys.stderr)
+    keep(_result(entries, units, data, notes, place, settings), place.folder, args.full)
 
 
 def units_of(data: "ProbeSet", by: str) -> list["Unit"]:
@@ -137,65 +116,109 @@ def units_of(data: "ProbeSet", by: str) -> list["Unit"]:
     return found
 
 
-# -- at the terminal ------------------------------------------------------------------------------
+# -- the result -----------------------------------------------------------------------------------
 
 
-def _table(entries: list["Entry"], units: list["Unit"], about: dict[str, Any]) -> "Table":
+def _result(
+    entries: list["Entry"],
+    units: list["Unit"],
+    data: "ProbeSet",
+    notes: list[str],
+    place: "Place",
+    settings: "Settings",
+) -> "Result":
+    from ia_mech.results import Result
+
+    by = place.about["settings"]["by"]
+    others = [entry for entry in entries if entry.trained != entry.tested]
+    starred = sum(entry.p_holm < STAR for entry in others)
+    best, least = (f(others, key=lambda entry: entry.auroc.value) for f in (max, min))
+    return Result(
+        name=place.folder.name,
+        question=f"Does a probe of {data.target.words}, trained on one {by}, work on another?",
+        sentence=f"Of {len(others)} probes tested on another {by} than they were trained on, "
+        f"{starred} read it above chance (p < {STAR:g} after Holm's method); their AUROC is "
+        f"{least.auroc.text()} ({least.trained} → {least.tested}) to {best.auroc.text()} "
+        f"({best.trained} → {best.tested}).",
+        control=f"p is from {settings.permutations} permutations of the training labels (whole "
+        "sources), choice and training replayed by ridge regression. "
+        f"Labels: {data.labelled_by}.",
+        estimates=_estimates(entries),
+        tables=[_table(entries, units, settings)],
+        notes=[
+            f"target {data.target.name}: {data.target.describe()}",
+            *_explained(entries, data, by, settings),
+            *data.notes,
+            *notes,
+        ],
+        about=place.about,
+    )
+
+
+def _estimates(entries: list["Entry"]) -> "DataFrame":
+    """One row per entry; ``layer`` and ``position`` are those that most of its probes read."""
+    from ia_mech.estimates import TidyEstimate, frame_of
+
+    names = dict.fromkeys(("trained", "tested", "position"), "string")
+    counts = dict.fromkeys(("layer", "train_contexts", "train_sources"), "Int64")
+    rows = []
+    for entry in entries:
+        layer, position = entry.usual
+        of: dict[str, Any] = {"trained": entry.trained, "tested": entry.tested, "layer": layer}
+        of |= {"position": position, "train_sources": entry.train_sources}
+        of["train_contexts"] = entry.train_contexts
+        one = TidyEstimate("auroc", of, entry.test_contexts, entry.auroc, entry.p)
+        rows.append(replace(one, p_holm=entry.p_holm))
+    return frame_of(rows, names | counts)
+
+
+def _table(entries: list["Entry"], units: list["Unit"], settings: "Settings") -> "Table":
     """Rows trained on, columns tested on; what the probe of a row reads is named once."""
-    from rich.markup import escape
-    from rich.table import Table
+    from ia_mech.results import Table
 
-    what = f"AUROC · target {about['target']} · {about['estimator']} · {about['labels']}"
-    title = f"[bold]{escape(what)}[/] ({about['level'] * 100:g}% intervals over sources tested)"
-    table = Table(title=title, title_justify="left", title_style="")
     tested = [unit.name for unit in units if any(e.tested == unit.name for e in entries)]
-    table.add_column("trained on ↓ tested on →", no_wrap=True)
-    table.add_column("layer, position", no_wrap=True)
-    for name in tested:
-        table.add_column(escape(one_line(name, 30)), justify="right", no_wrap=True)
+    rows = []
     for trained in dict.fromkeys(entry.trained for entry in entries):
         row = {entry.tested: entry for entry in entries if entry.trained == trained}
-        single = {entry.picked[0] for entry in row.values() if len(entry.picked) == 1}
-        common = single.pop() if len(single) == 1 else None
-        named = f"{common[0]} {common[1]}" if common else "its own in each"
-        cells = [_cell(row[name], common) if name in row else "–" for name in tested]
-        table.add_row(escape(one_line(trained, 30)), escape(named), *cells)
-    return table
-
-
-def _cell(entry: "Entry", common: tuple[int, str] | None) -> str:
-    """``0.61 [0.55, 0.67]*``, and below it what was read if the row doesn't say so."""
-    from rich.markup import escape
-
-    text = escape(entry.auroc.text()) + ("*" if entry.p_holm < STAR else " ")
-    layer, position = entry.usual
-    if len(entry.picked) > 1:
-        often = f"{entry.picked.count(entry.usual)} of {len(entry.picked)}"
-        return f"{text}\n[dim]{layer} {escape(position)} ({often})[/] "
-    return text if entry.usual == common else f"{text}\n[dim]{layer} {escape(position)}[/] "
+        places = {place for entry in row.values() for place in entry.picked}
+        reads = "{} {}".format(*places.pop()) if len(places) == 1 else "its own in each"
+        cells = [
+            row[name].auroc.text() + ("*" if row[name].p_holm < STAR else " ")
+            if name in row
+            else "–"
+            for name in tested
+        ]
+        rows.append([trained, reads, *cells])
+    return Table(
+        f"AUROC, trained on ↓ tested on → [{settings.level * 100:g}% intervals]",
+        ["trained on", "layer, position", *tested],
+        rows,
+        f"* p < {STAR:g} after Holm's method over {len(entries)} entries",
+    )
 
 
 def _explained(
-    entries: list["Entry"], data: "ProbeSet", about: dict[str, Any], settings: "Settings"
+    entries: list["Entry"], data: "ProbeSet", by: str, settings: "Settings"
 ) -> list[str]:
     """What an entry means, and what else a reader has to know."""
     tests = sum(not math.isnan(entry.p) for entry in entries)
     lines = [
-        f"target {data.target.name}: {data.target.describe()}",
         "An entry: how often the context of a random positive turn scores higher than that of a "
         f"random negative one of the same {data.within}, by the row's probe, among the column's "
         "contexts (0.5: chance). The interval is over the sources tested, given the trained "
         "probes.",
         "Layer, position and penalty were chosen by cross-validation within the training contexts.",
-        f"*: p < {STAR:g} after Holm's method over {tests} entries, from {settings.permutations} "
-        "permutations of the training labels (whole sources), choice and training replayed by "
-        "ridge regression.",
     ]
     if any(len(entry.picked) > 1 for entry in entries):
         lines.append(
-            f"Entries with (n of {settings.folds}): training and test share sources, so "
-            f"{settings.folds} probes were cross-fitted by folds of whole sources; n of them chose "
-            "that layer and position. There the tested labels are permuted with those trained on."
+            f"Where training and test share sources, {settings.folds} probes were cross-fitted by "
+            "folds of whole sources, and the tested labels are permuted with those trained on."
+        )
+    models = dict.fromkeys(run.model["weights_hash"] for run in data.runs)
+    if len(models) > 1:
+        lines.append(
+            f"the runs are of {len(models)} models: a direction in one need not mean the same in "
+            "another."
         )
     if tests >= STAR * (settings.permutations + 1):
         enough = 100 * (int(tests / STAR) // 100 + 1)
@@ -204,46 +227,12 @@ def _explained(
             f"--permutations {enough}."
         )
     mixed = (data.contexts.groupby("run")["dataset"].nunique() > 1).any()
-    if mixed and data.within == about["by"] == "run":
+    if mixed and data.within == by == "run":
         lines.append(
             "Some runs hold several datasets, whose contexts are compared with each other too: a "
             "probe that only tells datasets apart can score. --by dataset compares within them."
         )
-    return lines + about["notes"]
-
-
-def _print(screen: "Console", table: "Table", lines: list[str]) -> None:
-    from rich.markup import escape
-    from rich.measure import Measurement
-
-    wide = screen.options.update(width=1000)
-    screen.width = max(screen.width, Measurement.get(screen, wide, table).maximum)
-    screen.print(table)
-    for line in lines:
-        screen.print(escape(line), soft_wrap=True)
-
-
-# -- the file -------------------------------------------------------------------------------------
-
-
-def _record(entry: "Entry") -> dict[str, Any]:
-    """One row of the Parquet file."""
-    record: dict[str, Any] = {"trained": entry.trained, "tested": entry.tested}
-    for name, estimate in (("auroc", entry.auroc), ("spearman", entry.spearman)):
-        record |= {name: estimate.value, f"{name}_low": estimate.low, f"{name}_high": estimate.high}
-    layer, position = entry.usual
-    return record | {
-        "p": entry.p,
-        "p_holm": entry.p_holm,
-        "layer": layer,
-        "position": position,
-        "picked_layers": [layer for layer, _ in entry.picked],
-        "picked_positions": [position for _, position in entry.picked],
-        "train_contexts": entry.train_contexts,
-        "train_sources": entry.train_sources,
-        "test_contexts": entry.test_contexts,
-        "test_sources": entry.test_sources,
-    }
+    return lines
 
 
 if __name__ == "__main__":

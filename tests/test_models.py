@@ -3,6 +3,7 @@
 import copy
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -99,6 +100,7 @@ def test_a_directory_is_loaded_for_inference(tiny_model_dir, tiny_subject, capfd
     assert subject.describe() == {
         "name": tiny_model_dir,
         "adapter": None,
+        "random_blocks": None,
         "revision": None,
         "commit": None,
         "weights_hash": tiny_subject.weights_hash,
@@ -121,6 +123,24 @@ def test_tokenizer_and_configuration_come_without_weights(checkpoint):
     tokenizer, config = load_tokenizer_and_config(ModelSpec(name=str(checkpoint)))
     assert tokenizer.chat_template and context_limit(config) == 4096
     assert text_config(config) is config
+
+
+def test_random_blocks_keep_embeddings_head_and_every_entry(tiny_model_dir, tiny_subject):
+    spec = ModelSpec(name=tiny_model_dir, device="cpu", random_blocks=3)
+    found, plain = load(spec), tiny_subject.model.state_dict()
+    moved = 0
+    for name, tensor in found.model.state_dict().items():
+        if ".layers." in name:
+            torch.testing.assert_close(tensor.flatten().sort()[0], plain[name].flatten().sort()[0])
+            moved += not torch.equal(tensor, plain[name])
+        else:
+            assert torch.equal(tensor, plain[name]), name
+    assert moved >= 4 * 7  # the matrices of four blocks; norms may be all ones
+    assert found.describe()["random_blocks"] == 3
+    hashes = {load(replace(spec, random_blocks=n)).weights_hash for n in (3, 4, None)}
+    assert found.weights_hash in hashes and len(hashes) == 3
+    said = refusal(lambda: ModelSpec(device_map="auto", random_blocks=1))
+    assert "--random-blocks" in said
 
 
 # -- the hash of the weights ----------------------------------------------------------------------

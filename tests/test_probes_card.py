@@ -7,20 +7,19 @@ from hashlib import sha256
 
 import numpy as np
 import pytest
-import sklearn
+import scipy
 import torch
 from safetensors.numpy import load_file, save_file
 from scipy.special import expit, logit
+from sklearn.linear_model import LogisticRegression
 
 from ia_mech.errors import UserError
 from ia_mech.run.integrity import read_json, write_json
-from probes.card import Probe, directions
-from probes.estimators import LDAProbe, LogisticProbe, MassMeanProbe
+from probes.card import CENTRED, DIRECTIONS, Probe, directions
 from probes.targets import Outcome
 
 WIDTH = 24
-ESTIMATOR = {"logistic": LogisticProbe(0.1), "mass-mean": MassMeanProbe(), "whitened": LDAProbe()}
-EACH = pytest.mark.parametrize("name", ESTIMATOR)
+EACH = pytest.mark.parametrize("name", DIRECTIONS)
 KINDS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
 
@@ -42,18 +41,36 @@ def fitted():
 # -- directions -----------------------------------------------------------------------------------
 
 
+def reference(columns, k, n, penalty):
+    """scikit-learn's log-odds: each context once as positive and once as negative."""
+    rows, label = np.tile(columns, (2, 1)), np.repeat([1, 0], len(k))
+    weight = np.concatenate([k, n - k]) / n.mean()
+    found = LogisticRegression(C=1 / penalty, tol=1e-10, solver="newton-cholesky")
+    return found.fit(rows[weight > 0], label[weight > 0], weight[weight > 0])
+
+
 @EACH
-def test_a_direction_says_what_the_estimator_says(fitted, name):
+def test_a_direction_says_what_a_logistic_regression_says(fitted, name):
+    """Of the states, or of their projections on the difference of the means."""
     features, outcome, probe = fitted
-    estimator = ESTIMATOR[name].fit(features, outcome.rate, sample_weight=outcome.trials)
+    k, n = outcome.positives, outcome.trials
+    columns, penalty = features - features.mean(0), 0.1
+    columns /= np.sqrt((columns**2).sum(1).mean())
     along = probe.directions[name]
+    if name == "mass-mean":
+        apart = np.average(features, axis=0, weights=k) - np.average(
+            features, axis=0, weights=n - k
+        )
+        np.testing.assert_allclose(along.weights, apart / np.linalg.norm(apart), atol=1e-6)
+        columns, penalty = (columns @ apart)[:, None], 1e-3
+        columns /= columns.std()
+    expected = reference(columns, k, n, penalty).decision_function(columns)
     assert along.name == name and along.weights.dtype == np.float32
     assert np.linalg.norm(along.weights) == pytest.approx(1, abs=1e-6)
     assert along.slope > 0
     log_odds = along.slope * probe.score(features, name) + along.base_log_odds
-    np.testing.assert_allclose(log_odds, estimator.decision_function(features), atol=1e-4)
-    chance = estimator.predict_proba(features)[:, 1]
-    np.testing.assert_allclose(probe.probability(features, name), chance, atol=1e-5)
+    np.testing.assert_allclose(log_odds, expected, atol=1e-3)
+    np.testing.assert_allclose(probe.probability(features, name), expit(expected), atol=1e-3)
 
 
 @EACH
@@ -104,7 +121,7 @@ def test_tensors_and_arrays_of_any_shape_score_alike(fitted, name):
 
 def test_what_a_probe_cannot_score_is_refused(fitted):
     features, _, probe = fitted
-    with pytest.raises(UserError, match="'up'; choose from logistic, mass-mean, whitened"):
+    with pytest.raises(UserError, match="'up'; choose from logistic, mass-mean"):
         probe.score(features, "up")
     with pytest.raises(UserError, match="'up'"):
         probe.probability(features, "up")
@@ -113,6 +130,28 @@ def test_what_a_probe_cannot_score_is_refused(fitted):
             probe.score(wrong)
     with pytest.raises(ValueError, match=r"shape \(\)"):
         probe.score(torch.tensor(1.0))
+
+
+def test_a_probe_of_centred_states_centres_what_it_scores_or_refuses(fitted):
+    """Of states as they are it would score the query, which it knows nothing of."""
+    features, _, plain = fitted
+    probe = Probe(plain.directions, {"fitted_on": CENTRED})
+    queries = [f"q{at // 2}" for at in range(200)]
+    far = features + 100 * np.repeat(np.random.default_rng(1).normal(size=(100, WIDTH)), 2, axis=0)
+    centred = far - far.reshape(100, 2, WIDTH).mean(1).repeat(2, axis=0)
+    expected = plain.score(centred)
+    for given in (far, torch.tensor(far)):
+        np.testing.assert_allclose(probe.score(given, queries=queries), expected, atol=1e-3)
+        chance = probe.probability(given, queries=queries)
+        np.testing.assert_allclose(chance, plain.probability(centred), atol=1e-3)
+        with pytest.raises(UserError, match=r"less their query's mean.*give queries"):
+            probe.score(given)
+        with pytest.raises(UserError, match="one query per context"):
+            probe.probability(given, queries=queries[1:])
+        with pytest.raises(UserError, match="the query alone has one context"):
+            probe.score(given, queries=["alone", *queries[1:]])
+        with pytest.raises(UserError, match="leave out queries"):
+            plain.score(given, queries=queries)
 
 
 # -- on disk --------------------------------------------------------------------------------------
@@ -143,18 +182,18 @@ def test_a_probe_comes_back_as_it_was(fitted, saved, file):
 def test_the_files_are_what_others_can_read(fitted, saved):
     assert sorted(os.listdir(saved)) == ["card.json", "probe.safetensors"]
     tensors = load_file(saved / "probe.safetensors")
-    assert set(tensors) == {"weights_logistic", "weights_mass-mean", "weights_whitened"}
+    assert set(tensors) == {"weights_logistic", "weights_mass-mean"}
     card = json.loads((saved / "card.json").read_text())
     assert card["format"] == 1
-    along = fitted[2].directions["whitened"]
-    assert card["directions"]["whitened"] == {
-        "name": "whitened",
+    along = fitted[2].directions["mass-mean"]
+    assert card["directions"]["mass-mean"] == {
+        "name": "mass-mean",
         "threshold": along.threshold,
         "slope": along.slope,
         "base_log_odds": along.base_log_odds,
         "width": WIDTH,
     }
-    assert card["software"]["scikit-learn"] == sklearn.__version__
+    assert card["software"]["scipy"] == scipy.__version__
     assert card["software"]["numpy"] == np.__version__
     assert card["software"]["python"] == platform.python_version()
     assert card["software"]["ia_mech"]
@@ -234,7 +273,7 @@ def without_a_number(card, weights):
 
 def without_weights(card, weights):
     tensors = load_file(weights)
-    del tensors["weights_whitened"]
+    del tensors["weights_mass-mean"]
     save_file(tensors, weights)
     card["weights"]["sha256"] = sha256(weights.read_bytes()).hexdigest()
 
@@ -256,7 +295,7 @@ def flipped_bit(card, weights):
         (another_format, "format 2, this version reads 1"),
         (another_width, rf"shape \[{WIDTH}\], its card says {WIDTH + 1}"),
         (without_a_number, "damaged"),
-        (without_weights, "weights_whitened"),
+        (without_weights, "weights_mass-mean"),
         (another_kind_of_file, "damaged"),
         (flipped_bit, "damaged"),
     ],

@@ -150,10 +150,6 @@ def test_runs_are_pooled_row_by_row(copy, other):
     assert not np.array_equal(found.layer(2)[:11], found.layer(2)[11:])
     assert len(set(found.outcome.runs)) == 2
     aligned(found)
-    shuffled = found.restricted(np.random.default_rng(0).permutation(len(found))[:9])
-    assert len(shuffled) == 9 and len(shuffled.outcome) == 9
-    aligned(shuffled)
-    assert len(found.restricted((found.contexts["run"] == 1).to_numpy())) == 11
     greedy = read([run.path, other.path], target="greedy")  # repeated greedy turns count once
     assert greedy.contexts["run"].unique().tolist() == [0]
 
@@ -319,12 +315,6 @@ def test_models_of_other_sizes_are_refused(copy, other, change, words):
     with pytest.raises(UserError, match=words) as refusal:
         read([run.path, with_record(other, **change).path])
     assert str(run.path) in str(refusal.value) and str(other.path) in str(refusal.value)
-
-
-def test_two_models_of_one_size_are_noted(copy, other):
-    two = with_record(other, weights_hash="another", name="another/model")
-    notes = read([copy().path, two.path]).notes
-    assert any("2 models" in note and "another/model" in note for note in notes)
 
 
 def test_the_target_grounded_needs_a_judge_that_tests_it(copy):

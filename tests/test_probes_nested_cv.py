@@ -5,13 +5,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 from scipy.special import expit
-from sklearn.covariance import ledoit_wolf
 from sklearn.linear_model import LogisticRegression, Ridge
 from sklearn.metrics import roc_auc_score
 
 from probes.fit.folds import make_folds, permutations
 from probes.fit.nested_cv import Design, chance_in_training, cross_validate, scores_in
-from probes.fit.solvers import ESTIMATORS, PENALTIES, Features
+from probes.fit.solvers import PENALTIES, Features
 from probes.targets import Outcome
 
 FOLDS, PERMUTATIONS = 5, 2
@@ -28,11 +27,11 @@ class Case:
     folds: np.ndarray
     taken: list[np.ndarray]
 
-    def design(self, estimator="logistic"):
-        return Design.of(self.outcome, self.folds, tuple(self.taken), estimator)
+    def design(self):
+        return Design.of(self.outcome, self.folds, tuple(self.taken))
 
-    def run(self, estimator="logistic"):
-        return cross_validate(Features.of(self.features), self.design(estimator))
+    def run(self):
+        return cross_validate(Features.of(self.features), self.design())
 
     def test_rows(self, fold):
         return np.flatnonzero(self.folds == fold)
@@ -108,55 +107,26 @@ def ridge(columns, runs, rate, train, penalty):
     return fitted.fit(columns[train], within(rate[train], runs[train])).predict(columns)
 
 
-def difference(columns, k, n, train):
-    miss = (n - k)[train]
-    there = columns[train]
-    return np.average(there, axis=0, weights=k[train]) - np.average(there, axis=0, weights=miss)
-
-
-def uncalibrated(estimator, case, train, penalty):
+def reference_scores(case):
+    """Log-odds and penalties, five outer folds of four inner ones."""
     k, n, runs = case.outcome.positives, case.outcome.trials, case.outcome.runs
-    columns = prepared(case.features, runs, train)
-    if estimator == "logistic":
+
+    def said(train, penalty):
+        columns = prepared(case.features, runs, train)
         return logistic(columns, runs, k, n, train, penalty)
-    if estimator == "ridge":
-        return ridge(columns, runs, k / n, train, penalty)
-    direction = difference(columns, k, n, train)
-    if estimator == "lda":
-        covariance, _ = ledoit_wolf(columns[train], assume_centered=True)
-        direction = np.linalg.solve(covariance, direction)
-    return columns @ direction
 
-
-def reference_scores(case, estimator):
-    """The estimator's log-odds and penalties, five outer folds of four inner ones."""
-    k, n, runs = case.outcome.positives, case.outcome.trials, case.outcome.runs
-    penalties = PENALTIES if estimator in ("logistic", "ridge") else (0.0,)
     scores, chosen = np.empty(len(k)), np.empty(FOLDS)
     for outer in range(FOLDS):
-        said = np.full((len(penalties), len(k)), np.nan)
-        worth = np.zeros(len(penalties))
+        lost = np.zeros(len(PENALTIES))
         for inner in set(range(FOLDS)) - {outer}:
             train = np.flatnonzero(~np.isin(case.folds, [outer, inner]))
             test = case.test_rows(inner)
-            for at, penalty in enumerate(penalties):
-                said[at, test] = uncalibrated(estimator, case, train, penalty)[test]
-                if estimator == "logistic":
-                    margin = said[at, test]
-                    worth[at] -= (n[test] * np.logaddexp(0, margin) - k[test] * margin).sum()
-                else:
-                    worth[at] += correlation(said[at, test], (k / n)[test], runs[test])
-        best = worth.argmax()
-        chosen[outer] = penalties[best]
+            for at, penalty in enumerate(PENALTIES):
+                margin = said(train, penalty)[test]
+                lost[at] += (n[test] * np.logaddexp(0, margin) - k[test] * margin).sum()
+        chosen[outer] = PENALTIES[lost.argmin()]
         rest, test = np.flatnonzero(case.folds != outer), case.test_rows(outer)
-        final = uncalibrated(estimator, case, rest, penalties[best])
-        if estimator != "logistic":
-            # Calibrated on what the inner probes said of contexts they hadn't seen.
-            centre, spread = said[best, rest].mean(), said[best, rest].std()
-            held_out = np.where(np.isnan(said[best]), 0, (said[best] - centre) / spread)
-            held_out[test] = (final[test] - centre) / spread
-            final = logistic(held_out[:, None], runs, k, n, rest, 1e-3)
-        scores[test] = final[test]
+        scores[test] = said(rest, chosen[outer])[test]
     return scores, chosen
 
 
@@ -203,26 +173,21 @@ def test_the_closed_form_is_ridge_fitted_anew_for_all_labels(shape):
     assert found.inner[:, 0].mean() > 0.2 and found.outer[:, 0].mean() > 0.6  # there is something
 
 
-@pytest.mark.parametrize("estimator", ESTIMATORS)
 @pytest.mark.parametrize(("shape", "runs"), [(MANY, 2), (FEW, 1)], ids=["n > d", "n < d"])
-def test_scores_and_penalties_are_those_of_nested_loops(shape, runs, estimator):
+def test_scores_and_penalties_are_those_of_nested_loops(shape, runs):
     made = case(shape, runs, seed=1)
-    found = made.run(estimator)
-    scores, penalties = reference_scores(made, estimator)
+    found = made.run()
+    scores, penalties = reference_scores(made)
     np.testing.assert_array_equal(found.penalties, penalties)
     np.testing.assert_allclose(found.scores, scores, atol=1e-3)
 
 
-def test_the_estimator_and_the_permutations_do_not_change_each_other():
+def test_permutations_do_not_change_the_scores():
     made = case(MANY)
-    first, *others = [made.run(estimator) for estimator in ESTIMATORS]
-    for other in others:
-        np.testing.assert_array_equal(first.inner, other.inner)
-        np.testing.assert_array_equal(first.outer, other.outer)
-        assert first.whole == other.whole
+    found = made.run()
     alone = cross_validate(Features.of(made.features), made.design().observed())
-    np.testing.assert_allclose(alone.scores, first.scores, atol=1e-12)
-    assert alone.chance == first.chance and alone.outer.shape[1] == 1
+    np.testing.assert_allclose(alone.scores, found.scores, atol=1e-12)
+    assert alone.chance == found.chance and alone.outer.shape[1] == 1
 
 
 def test_a_permutation_counts_as_if_its_labels_were_the_observed_ones():
@@ -243,12 +208,11 @@ def test_a_permutation_counts_as_if_its_labels_were_the_observed_ones():
 
 
 @SHAPES
-@pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_constant_states_show_nothing(shape, estimator):
+def test_constant_states_show_nothing(shape):
     made = case(shape, runs=2)
     constant = np.full(shape, 1234.5) + np.arange(shape[1]) / 7 + 100 * made.outcome.runs[:, None]
     made = replace(made, features=constant.astype(np.float32))
-    found = made.run(estimator)
+    found = made.run()
     assert not found.inner.any() and found.whole == 0
     assert (found.outer == 0.5).all() and found.chance == 0
     for fold in range(FOLDS):
@@ -270,26 +234,24 @@ def test_contexts_with_equal_states_tie(width):
     made = replace(case((120, width), runs=2, features=states), taken=[])
     groups = [(made.folds == f) & (made.outcome.runs == r) for f in range(FOLDS) for r in range(2)]
     _, outer, _ = reference_closed_form(made)
-    for estimator in ESTIMATORS:
-        found = made.run(estimator)
-        np.testing.assert_allclose(found.outer, outer, atol=1e-3)
-        for here in groups:
-            assert len(set(found.scores[here])) == len(set(kind[here]))
+    found = made.run()
+    np.testing.assert_allclose(found.outer, outer, atol=1e-3)
+    for here in groups:
+        assert len(set(found.scores[here])) == len(set(kind[here]))
 
 
-@pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_a_run_that_a_split_does_not_train_on_is_scored_too(estimator):
+def test_a_run_that_a_split_does_not_train_on_is_scored_too():
     made = case(MANY)
     runs = (made.outcome.sources == made.outcome.sources[made.test_rows(1)[0]]).astype(int)
     made = replace(made, outcome=replace(made.outcome, runs=runs), taken=[])
-    found = made.run(estimator)
+    found = made.run()
     assert np.isfinite(found.scores).all() and np.isfinite(found.inner).all()
 
 
 # -- chance in training ---------------------------------------------------------------------------
 
 
-def chance(strength, estimator, seed, contexts=200, width=40):
+def chance(strength, seed, contexts=200, width=40):
     """Of probes of a direction this strong, as a multiple of the noise along it."""
     rng = np.random.default_rng(seed)
     latent, run = rng.normal(size=contexts), np.arange(contexts) % 2
@@ -298,7 +260,7 @@ def chance(strength, estimator, seed, contexts=200, width=40):
     outcome = Outcome.of(
         rng.binomial(8, expit(2 * latent - run)), np.full(contexts, 8), range(contexts), run
     )
-    design = Design.of(outcome, make_folds(outcome, FOLDS, seed), estimator=estimator)
+    design = Design.of(outcome, make_folds(outcome, FOLDS, seed))
     states = Features.of(features)
     found = cross_validate(states, design)
 
@@ -310,25 +272,23 @@ def chance(strength, estimator, seed, contexts=200, width=40):
     return again
 
 
-@pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_without_a_signal_all_is_chance_in_training_and_with_a_strong_one_nothing(estimator):
-    nothing, strong = ([chance(s, estimator, seed) for seed in range(3)] for s in (0, 50))
+def test_without_a_signal_all_is_chance_in_training_and_with_a_strong_one_nothing():
+    nothing, strong = ([chance(s, seed) for seed in range(3)] for s in (0, 50))
     assert np.mean(nothing) > 0.85 and min(nothing) > 0.6
     assert max(strong) < 0.05
-    assert max(strong) < np.mean([chance(1, estimator, seed) for seed in range(3)]) < 0.8
+    assert max(strong) < np.mean([chance(1, seed) for seed in range(3)]) < 0.8
 
 
 # -- nothing leaks --------------------------------------------------------------------------------
 
 
 @SHAPES
-@pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_labels_of_a_fold_do_not_influence_its_scores(shape, estimator):
+def test_labels_of_a_fold_do_not_influence_its_scores(shape):
     made, fold = case(shape, runs=2), 3
     tested = made.folds == fold
     flipped = np.where(tested, made.outcome.negatives, made.outcome.positives)
     other = replace(made, outcome=replace(made.outcome, positives=flipped), taken=[])
-    one, two = replace(made, taken=[]).run(estimator), other.run(estimator)
+    one, two = replace(made, taken=[]).run(), other.run()
     np.testing.assert_array_equal(one.scores[tested], two.scores[tested])
     assert one.penalties[fold] == two.penalties[fold]
     np.testing.assert_array_equal(one.inner[fold], two.inner[fold])
@@ -338,13 +298,12 @@ def test_labels_of_a_fold_do_not_influence_its_scores(shape, estimator):
 
 
 @SHAPES
-@pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_states_of_a_fold_do_not_influence_what_is_chosen_for_it(shape, estimator):
+def test_states_of_a_fold_do_not_influence_what_is_chosen_for_it(shape):
     made = case(shape, runs=2)
     tested = made.folds == 1
     noise = np.random.default_rng(0).normal(size=shape) * 30
     other = replace(made, features=np.where(tested[:, None], noise, made.features))
-    one, two = made.run(estimator), other.run(estimator)
+    one, two = made.run(), other.run()
     np.testing.assert_allclose(one.inner[1], two.inner[1], atol=1e-5)
     assert one.penalties[1] == two.penalties[1]
     assert abs(one.inner[0] - two.inner[0]).max() > 1e-3
@@ -363,9 +322,3 @@ def test_a_context_is_scored_by_itself_and_rotations_change_nothing():
     two = other.run()
     np.testing.assert_allclose(one.scores, two.scores, atol=1e-5)
     np.testing.assert_allclose(one.inner, two.inner, atol=1e-4)
-
-
-def test_an_estimator_that_is_not_known_is_refused():
-    made = case(MANY)
-    with pytest.raises(ValueError, match="'svm'; choose from logistic, mass-mean, lda, ridge"):
-        made.design("svm")

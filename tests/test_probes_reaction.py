@@ -1,6 +1,5 @@
 """Reaction bits as a target: read, checked for reliability, compared within queries."""
 
-import json
 import shutil
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from benchmarks.probe_validation.planted import Plan, plant, write
 from ia_mech.errors import UserError
 from ia_mech.run import Run
 from probes import train
+from probes.card import Probe
 from probes.dataset import read
 from probes.reaction import check_reliable, read_bits, reliability
 
@@ -107,19 +107,36 @@ def test_states_and_controls_are_compared_within_queries(run, tmp_path):
     assert states[0, 0] - states[1, 0] == pytest.approx(raw[0] - raw[1], abs=1e-4)
 
 
+def test_what_is_the_same_after_all_responses_of_a_query_is_nothing(run, tmp_path):
+    """Not rounding, blown up to the size of a state."""
+    data = read([run], target="reaction", reaction=written(table_of(run, 2.0), tmp_path / "found"))
+    states = np.repeat(np.random.default_rng(0).normal(size=(40, 2, 5)), 4, axis=0)
+    rounding = 1 + 1e-6 * np.random.default_rng(1).normal(size=states.shape)
+    states[:, 1] *= 1 + np.random.default_rng(2).normal(size=(160, 1))
+    found = data.comparable((states * rounding).astype(np.float32))
+    assert not found[:, 0].any() and np.abs(found[:, 1]).mean() > 0.1
+
+
 def test_the_command_finds_it_without_a_judge(run, tmp_path, capfd, monkeypatch):
-    monkeypatch.setattr("probes.report.files.save_figure", lambda *_: None)
+    monkeypatch.setattr("ia_mech.results.save_figure", lambda *_: None)
     folder = written(table_of(run, 1.0), tmp_path / "cache" / "run-reaction")
     words = [str(run.path), "--target", "reaction", "--layers", "1", "--positions", "header_last"]
     words += ["--permutations", "39", "--resamples", "100", "--threads", "1"]
     said = call(train.main, words, capfd)
     assert said.status == 0, said.err
-    assert said.err.splitlines()[-1].endswith("probes/reaction-logistic")
-    card = json.loads((run.path / "probes" / "reaction-logistic" / "card.json").read_text())
-    assert card["p"] == 1 / 40 and card["scores"]["auroc"]["low"] > 0.6
+    assert said.err.splitlines()[-1].endswith("results/probe-reaction")
+    kept = run.path / "results" / "probe-reaction"
+    found = pd.read_parquet(kept / "estimates.parquet").set_index("quantity")
+    assert found.loc["p_headline", "value"] == 1 / 40 and found.loc["auroc", "low"] > 0.6
+    fitted, states = Probe.load(kept), run.residuals(1, "header_last")
+    with pytest.raises(UserError, match="give queries"):
+        fitted.score(states)
+    scores = fitted.score(states, queries=run.contexts["source_id"]).numpy()
+    centred = states.numpy() - np.repeat(states.numpy().reshape(40, 4, -1).mean(1), 4, axis=0)
+    assert np.corrcoef(scores, centred[:, 0])[0, 1] > 0.5
     text = " ".join(said.out.split())
     assert "reliability of the contexts' mean bits, less their query's: 0." in text
-    assert text.endswith("Labels: reaction bits.")
+    assert "Labels: reaction bits." in text
     # Another run's table, a turn too few, no table.
     table = table_of(run, 1.0)
     for wrong in (table.assign(text="else"), table.assign(context_id="x")):
@@ -140,8 +157,6 @@ def test_embeddings_of_a_user_take_the_place_of_the_text_control(run, tmp_path, 
     given[::-1].to_parquet(file)
     data = read([run], target="reaction", reaction=folder, embeddings=file)
     np.testing.assert_array_equal(data.embeddings, np.array(given["embedding"].tolist()))
-    kept = data.restricted(np.array([4, 2]))
-    np.testing.assert_array_equal(kept.embeddings, data.embeddings[[4, 2]])
     wrong = {
         "lacks 1 of 160 contexts": given[1:],
         "not finite or differ in length": given.assign(

@@ -4,14 +4,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
-from scipy.optimize import minimize
 from scipy.stats import spearmanr
 from sklearn.metrics import (
     average_precision_score,
-    brier_score_loss,
     log_loss,
     roc_auc_score,
-    roc_curve,
 )
 
 from ia_mech.stats import FoldScores, Replicated, auroc_columns
@@ -107,32 +104,10 @@ def brute_precision(d):
     return average_precision_score(labels, np.tile(d.scores, 2), sample_weight=weights)
 
 
-def brute_recall(d, rate):
-    labels, weights = d.turns()
-    x, y, _ = roc_curve(
-        labels, np.tile(d.scores, 2), sample_weight=weights, drop_intermediate=False
-    )
-    return np.interp(rate, x, y)
-
-
-def brute_brier(d):
-    labels, weights = d.turns()
-    return brier_score_loss(labels, np.tile(d.p, 2), sample_weight=weights)
-
-
 def brute_deviance(d):
     labels, weights = d.turns()
     model, null = (log_loss(labels, np.tile(p, 2), sample_weight=weights) for p in (d.p, d.null))
     return 1 - model / null
-
-
-def brute_slope(d):
-    def loss(beta):
-        linear = beta[0] + beta[1] * d.scores
-        return (d.n * np.logaddexp(0, linear) - d.k * linear).sum()
-
-    fit = minimize(loss, [0, 0.5], method="Nelder-Mead", options={"xatol": 1e-9, "fatol": 1e-12})
-    return fit.x[1]
 
 
 def by_fold(d, score, weight=None):
@@ -166,20 +141,11 @@ CASES = {
         lambda f, d: f.prevalence(),
         lambda d: by_fold(d, lambda g: g.k.sum() / g.n.sum(), positives),
     ),
-    "recall": (
-        lambda f, d: f.recall_at(d.scores, 0.0507),  # no share of turns, so no vertical segment
-        lambda d: by_fold(d, lambda g: brute_recall(g, 0.0507), positives),
-    ),
-    "brier": (lambda f, d: f.brier(d.p), lambda d: by_fold(d, brute_brier)),
     "deviance": (
         lambda f, d: f.deviance_explained(d.p, d.null),
         lambda d: by_fold(d, brute_deviance),
     ),
     "spearman": (lambda f, d: f.spearman(d.scores), lambda d: by_fold(d, spearman, len_of)),
-    "in the large": (
-        lambda f, d: f.calibration(d.p)[0],
-        lambda d: (d.n @ d.p - d.k.sum()) / d.n.sum(),
-    ),
 }
 
 
@@ -200,27 +166,6 @@ def test_scores_and_replicates_are_those_of_repeated_rows(case, decimals):
     for r in (0, 1, 7, RESAMPLES - 1):
         repeated = d[np.repeat(np.arange(len(d.k)), counts[r][index].astype(int))]
         assert result.replicates[r] == pytest.approx(brute(repeated), abs=1e-12)
-
-
-def test_calibration_slope_is_that_of_a_logistic_regression():
-    d = data()
-    _, slope = d.fold_scores(seed=3).calibration(d.p)
-    assert slope.value == pytest.approx(brute_slope(d), abs=1e-6)
-    index, sources = source_index(d.sources)
-    (counts,) = resample_counts(sources, RESAMPLES, 3)
-    repeated = d[np.repeat(np.arange(len(d.k)), counts[5][index].astype(int))]
-    assert slope.replicates[5] == pytest.approx(brute_slope(repeated), abs=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("k", "p"),
-    [([1, 2, 1, 2], [0.3] * 4), ([0, 0, 3, 3], [0.1, 0.2, 0.7, 0.8]), ([0] * 4, [0.1, 0.2] * 2)],
-    ids=["constant", "separated", "no positives"],
-)
-def test_no_calibration_slope(k, p):
-    large, slope = FoldScores(k, [3] * 4, range(4), [0] * 4, resamples=20).calibration(p)
-    assert np.isnan(slope.value) and slope.estimate().method == "undefined"
-    assert large.value == pytest.approx(np.mean(p) - np.mean(k) / 3)
 
 
 def test_differences_and_means_are_paired():
@@ -263,7 +208,7 @@ def test_a_mean_is_of_the_scores_that_a_resample_leaves_defined():
 def test_strata_are_not_compared():
     d = data()
     shifted = d.scores + 100 * d.strata
-    for score in ("auroc", "average_precision", "recall_at", "spearman"):
+    for score in ("auroc", "average_precision", "spearman"):
         plain, moved = (getattr(d.fold_scores(), score)(s) for s in (d.scores, shifted))
         assert plain.value == moved.value
         np.testing.assert_array_equal(plain.replicates, moved.replicates)
@@ -333,29 +278,18 @@ def test_scores_widened_for_training_stay_within_their_bounds():
     assert np.isnan(nothing.with_training(1).replicates).all()
 
 
-def test_recall_takes_the_upper_end_of_a_vertical_segment():
-    # from the top: a negative, then a positive, then the rest; 29 of 100 negatives come first
-    k, n = [0, 1, 1], [29, 1, 72]
-    for rate, recall in ((0.28, 0.0), (0.29, 0.5), (1.0, 1.0)):
-        scores = FoldScores(k, n, range(3), [0] * 3, resamples=5)
-        assert scores.recall_at([3, 2, 1], rate).value == pytest.approx(recall)
-    assert FoldScores([1, 1], [1, 2], range(2), [0] * 2).recall_at([2, 1], 0).value == 0.5
-
-
 def test_folds_without_a_value_are_left_out():
     k, n = np.array([2.0, 0, 0, 0, 3, 3]), np.full(6, 3.0)
     folds, p = [0, 0, 1, 1, 2, 2], np.array([0.5, 0.2, 0.3, 0.4, 0.6, 0.7])
     scores = FoldScores(k, n, range(6), folds, resamples=50)
     assert scores.auroc(p).value == auroc(p[:2], k[:2], n[:2])
-    assert scores.recall_at(p, 1.0).value == 1.0
     assert scores.average_precision(p).value == pytest.approx((2 / 3 + 1) / 2)
     assert scores.prevalence().value == pytest.approx((1 / 3 + 1) / 2)
     assert scores.spearman(p).value == pytest.approx(1)
     none = FoldScores(np.zeros(6), n, range(6), folds, resamples=50)
-    for score in (none.auroc, none.average_precision, none.recall_at, none.spearman):
+    for score in (none.auroc, none.average_precision, none.spearman):
         assert np.isnan(score(p).value) and np.isnan(score(p).replicates).all()
         assert score(p).estimate().method == "undefined"
-    assert none.brier(p).value == pytest.approx(np.mean(p**2))
 
 
 def test_probabilities_of_0_and_1_cost_no_infinite_deviance():
@@ -412,9 +346,7 @@ def test_impossible_predictions_are_refused():
     for call, problem in (
         (lambda: scores.auroc([1]), "score"),
         (lambda: scores.spearman([1, np.nan]), "score"),
-        (lambda: scores.recall_at([1, 2], 1.1), "rate"),
-        (lambda: scores.brier([0.1, 1.1]), "probabilities"),
-        (lambda: scores.calibration([0.1, np.nan]), "probabilities"),
+        (lambda: scores.deviance_explained([0.1, 1.1], [0.5, 0.5]), "probabilities"),
         (lambda: scores.prevalence() - others.prevalence(), "same resamples"),
         (lambda: Replicated.mean([scores.prevalence(), others.prevalence()]), "same resamples"),
         (lambda: Replicated.mean([]), "at least one"),

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.probe_validation.blocks import BLOCKS
+from benchmarks.probe_validation.blocks import BLOCKS, SIZES
 from benchmarks.probe_validation.one_run import Found, try_one, work_alone
 from ia_mech.cli import Parser, guarded, tolerant_streams, whole_from
 from ia_mech.errors import UserError
@@ -38,6 +38,7 @@ RUNS = {
     "output-rare": 30,
     "topic": 30,
     **dict.fromkeys(BLOCKS, 200),
+    **dict.fromkeys(SIZES, 20),
 }
 
 DESCRIPTION = """\
@@ -53,6 +54,9 @@ Analyse synthetic runs whose truth is known, and print what the analysis made of
   copy           hidden states are a noisy copy of the output state: not beyond it
   loud-copy      the same of what is quiet in the output and loud in the copy
   complement     they add as much as the output tells, and alone read as well
+  leak           every state holds the words that rates depend on, and nothing else
+  wide-complement    a complement in data of the study's size: how often is it found?
+  scarce-complement  the same of few contexts
   set            a strong signal from layer 4 on: does the confidence set hold it, and how large?
 
 Coverage is of the headline's 95% interval, for what it says it estimates: the mean over the five
@@ -84,7 +88,11 @@ def shares(found: list[Found]) -> list[tuple[str, str, str, Estimate]]:
             ask(kind, "headline p ≤ 0.05", wanted, (f.readable for f in here))
         else:
             ask(kind, "readable", "near 1", (f.readable for f in here))
-        wanted = {"elsewhere": "near 1", "complement": "0.90 or more"}.get(kind, "0.05 or less")
+        wanted = {
+            "elsewhere": "near 1",
+            "complement": "0.90 or more",
+            **dict.fromkeys(SIZES, "what it is: power"),
+        }.get(kind, "0.05 or less")
         ask(kind, "beyond output and text", wanted, (f.beyond for f in here))
         ask(kind, "interval holds the true AUROC", "0.92 to 0.98", (f.covered for f in here))
         ask(kind, "confidence set holds the first layer", "0.93 or more", (f.holds for f in here))

@@ -1,10 +1,11 @@
-"""Planted arrays for what hidden states add to output and text, and for the confidence set.
+"""Planted arrays for what hidden states add to the base, and for the confidence set.
 
 They go to :func:`probes.analysis.analyse` directly: no run is written, and nothing is permuted, so
 that hundreds take minutes.
 
 A *state* is anisotropic Gaussian noise with one direction that carries something. In all kinds but
-``set`` the output state carries a latent z, and text carries nothing:
+``leak`` and ``set`` the output state carries a latent z, and text and the states at the ends of
+query and response carry nothing:
 
 - ``copy``: the hidden state is the output state, rotated, with noise added.
 - ``loud-copy``: the output state carries z where it varies least. The hidden state carries what
@@ -12,6 +13,10 @@ A *state* is anisotropic Gaussian noise with one direction that carries somethin
   read better than the output is.
 - ``complement``: the hidden state carries another latent, which counts as much, as loudly as the
   output state carries z: alone, both have the same AUROC.
+- ``wide-complement``, ``scarce-complement``: the same in more features; as many contexts and
+  features as the study has, or few contexts.
+- ``leak``: rates depend on the words of the conversation, and every state holds a bag of these, as
+  attention of random blocks leaves one: nothing is there but words.
 - ``set``: a strong signal at one of three positions, from layer 4 of 7 on, where it is clearest.
 """
 
@@ -20,11 +25,13 @@ from scipy.special import expit
 
 from benchmarks.probe_validation.planted import Plan, plant
 from probes.analysis import Analysis, Arrays, Settings, analyse
-from probes.controls import Baseline, Controls
+from probes.controls import Baseline, Controls, lsa
 from probes.targets import Outcome
 
-BLOCKS = ("copy", "loud-copy", "complement", "set")
+SIZES = {"wide-complement": (480, 576), "scarce-complement": (120, 576)}  # contexts, features
+BLOCKS = ("copy", "loud-copy", "complement", "leak", *SIZES, "set")
 CONTEXTS, WIDTH, TURNS = 120, 32, 8
+WORDS, ASKED, SAID = 300, 12, 25  # different ones, and of query and response
 SETTINGS = Settings(permutations=0, resamples=1000, workers=1)
 
 
@@ -42,39 +49,74 @@ def analysed(kind: str, seed: int) -> tuple[Analysis, tuple[int, int]]:
         at = plan.informative_layer, plan.positions.index(plan.informative_position)
         return analyse(Arrays(planted.residuals, plan.positions), outcome, None, SETTINGS), at
     rng = np.random.default_rng([seed, BLOCKS.index(kind)])
-    z, other = rng.standard_normal((2, CONTEXTS))
-    output, read = _state(z, 2.0, rng, quiet=kind == "loud-copy")
-    log_odds = 1.2 * z
-    if kind == "copy":
-        turned = output @ np.linalg.qr(rng.standard_normal((WIDTH, WIDTH)))[0]
-        hidden = turned + 0.5 * rng.standard_normal(turned.shape)
-    elif kind == "loud-copy":
-        hidden, _ = _state(read + 0.3 * rng.standard_normal(CONTEXTS), 10.0, rng)
-    else:
-        hidden, _ = _state(other, 2.0, rng)
-        log_odds = 1.2 * (z + other)
-    noise = rng.standard_normal((CONTEXTS, WIDTH))
-    layers = np.array([noise, hidden, hidden + 0.3 * rng.standard_normal(hidden.shape)])
-    outcome = Outcome.of(
-        rng.binomial(TURNS, expit(log_odds - 0.8)), np.full(CONTEXTS, TURNS), np.arange(CONTEXTS)
-    )
-    text = Baseline("text", rng.standard_normal((CONTEXTS, 20)), "noise")
-    controls = Controls([text], [Baseline("output", output, "the output state")])
-    given = Arrays(layers[:, :, None], ["header_last"])
+    given, controls, log_odds = _leak(rng) if kind == "leak" else _latents(kind, rng)
+    turns = np.full(len(log_odds), TURNS)
+    outcome = Outcome.of(rng.binomial(turns, expit(log_odds)), turns, np.arange(len(turns)))
     return analyse(given, outcome, controls, SETTINGS), (1, 0)
 
 
+def _latents(kind: str, rng: np.random.Generator) -> tuple[Arrays, Controls, np.ndarray]:
+    """States, controls and log-odds of all kinds where the output carries a latent."""
+    contexts, width = SIZES.get(kind, (CONTEXTS, WIDTH))
+    z, other = rng.standard_normal((2, contexts))
+    output, read = _state(z, 2.0, width, rng, quiet=kind == "loud-copy")
+    log_odds = 1.2 * z
+    if kind == "copy":
+        turned = output @ np.linalg.qr(rng.standard_normal((width, width)))[0]
+        hidden = turned + 0.5 * rng.standard_normal(turned.shape)
+    elif kind == "loud-copy":
+        hidden, _ = _state(read + 0.3 * rng.standard_normal(contexts), 10.0, width, rng)
+    else:
+        hidden, _ = _state(other, 2.0, width, rng)
+        log_odds = 1.2 * (z + other)
+    noise = rng.standard_normal((contexts, width))
+    layers = np.array([noise, hidden, hidden + 0.3 * rng.standard_normal(hidden.shape)])
+    ends = np.tile(rng.standard_normal((contexts, 2 * width)), (len(layers), 1, 1))
+    text = Baseline("text", rng.standard_normal((contexts, 20)), "noise")
+    controls = Controls([text], [Baseline("output", output, "the output state")])
+    return Arrays(layers[:, :, None], ["header_last"], ends), controls, log_odds - 0.8
+
+
+def _leak(rng: np.random.Generator) -> tuple[Arrays, Controls, np.ndarray]:
+    """Likewise, of conversations of words that every state holds a bag of."""
+    frequency = 1 / (np.arange(WORDS) + 5)
+    words = rng.choice(WORDS, (CONTEXTS, ASKED + SAID), p=frequency / frequency.sum())
+    bags = np.stack(
+        [np.bincount(row[:ASKED], minlength=WORDS) for row in words]
+        + [np.bincount(row, minlength=WORDS) for row in words]
+    ).astype(float)
+    asked, everything = bags[:CONTEXTS], bags[CONTEXTS:]
+    embeddings = rng.standard_normal((WORDS, WIDTH)) / np.sqrt(ASKED + SAID)
+
+    def state(bag: np.ndarray, noise: float) -> np.ndarray:
+        """As another attention head has it: rotated, with noise of its own."""
+        turned = bag @ embeddings @ np.linalg.qr(rng.standard_normal((WIDTH, WIDTH)))[0]
+        return turned + noise * rng.standard_normal(turned.shape)
+
+    layers = np.array([state(everything, noise) for noise in (0.1, 0.1, 0.2)])
+    ends = np.array([np.hstack([state(asked, 0.1), state(everything, 0.1)]) for _ in layers])
+    texts = [" ".join(f"w{word}" for word in row) for row in words]
+    output = Baseline("output", state(everything, 0.3), "the output state")
+    meant = everything @ embeddings @ rng.standard_normal(WIDTH)
+    log_odds = 1.5 * (meant - meant.mean()) / meant.std() - 0.8
+    return (
+        Arrays(layers[:, :, None], ["header_last"], ends),
+        Controls([lsa(texts)], [output]),
+        log_odds,
+    )
+
+
 def _state(
-    carried: np.ndarray, loudness: float, rng: np.random.Generator, quiet: bool = False
+    carried: np.ndarray, loudness: float, width: int, rng: np.random.Generator, quiet: bool = False
 ) -> tuple[np.ndarray, ...]:
     """``[contexts, width]`` a state that carries a value, and ``[contexts]`` what the direction of
     the value reads there; ``loudness`` is relative to the noise along that direction, which is the
     direction of least noise if ``quiet``."""
-    deviations = np.geomspace(3, 0.3, WIDTH)
-    rotation, _ = np.linalg.qr(rng.standard_normal((WIDTH, WIDTH)))
+    deviations = np.geomspace(3, 0.3, width)
+    rotation, _ = np.linalg.qr(rng.standard_normal((width, width)))
     root = rotation * (deviations / np.sqrt(np.mean(deviations**2)))
-    direction = rotation[:, -1] if quiet else rng.standard_normal(WIDTH)
+    direction = rotation[:, -1] if quiet else rng.standard_normal(width)
     direction /= np.linalg.norm(direction)
-    noise = rng.standard_normal((CONTEXTS, WIDTH)) @ root.T
+    noise = rng.standard_normal((len(carried), width)) @ root.T
     size = loudness * np.linalg.norm(root.T @ direction)
     return noise + size * np.outer(carried, direction), carried + noise @ direction / size

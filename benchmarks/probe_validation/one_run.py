@@ -17,7 +17,7 @@ from benchmarks.probe_validation.planted import GAUSSIAN, Plan, plant, true_auro
 from probes import dataset
 from probes.analysis import Settings, analyse
 from probes.controls import controls_of
-from probes.report.conclusion import conclude
+from probes.show import conclude
 
 
 @dataclass(frozen=True)

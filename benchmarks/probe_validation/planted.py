@@ -82,7 +82,7 @@ class Plan:
     layers: int = 7
     d_model: int = 64
     vocab: int = 256
-    positions: tuple[str, ...] = ("response_end", "turn_end", "header_last")
+    positions: tuple[str, ...] = ("query_end", "response_end", "turn_end", "header_last")
     informative_layer: int = 4
     informative_position: str = "header_last"
     oracle_auroc: float = 0.75
@@ -308,8 +308,11 @@ def _lens(
 # -- the run --------------------------------------------------------------------------------------
 
 
-def write(planted: Planted, folder: Path) -> Run:
-    """A complete run in a new folder, judged by "planted". Its lens isn't put into the cache."""
+def write(planted: Planted, folder: Path, random_blocks: int | None = None) -> Run:
+    """A complete run in a new folder, judged by "planted". Its lens isn't put into the cache.
+
+    ``random_blocks`` is the seed that the run says its model's blocks were permuted by.
+    """
     plan = planted.plan
     settings = Settings(
         model=NAME,
@@ -322,6 +325,7 @@ def write(planted: Planted, folder: Path) -> Run:
         seed=plan.seed,
         positions=plan.positions,
         header_logits="none",
+        random_blocks=random_blocks,
     )
     rows = _contexts(planted)
     # In the order of ``planted.turns``, which needn't be that of the settings.
@@ -337,7 +341,13 @@ def write(planted: Planted, folder: Path) -> Run:
     identity = {
         "settings": settings.to_dict(),
         "model": {"name": NAME, "weights_hash": planted.weights_hash, "layers": plan.layers}
-        | {"d_model": plan.d_model, "vocab": plan.vocab, "dtype": "float32", "device": "cpu"},
+        | {
+            "random_blocks": random_blocks,
+            "d_model": plan.d_model,
+            "vocab": plan.vocab,
+            "dtype": "float32",
+            "device": "cpu",
+        },
         "chat": {
             "template_hash": NAME,
             "tail_ids": _TAIL_IDS,

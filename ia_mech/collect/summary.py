@@ -121,7 +121,7 @@ def print_plan(settings: Settings, plan: Plan, out: Path, there: Run | None) -> 
             found = "all of it: nothing would be computed again"
     lens = f"{size_text(plan.lens_bytes)}, its final norm and unembedding, if not kept yet"
     for name, value in (
-        ("model", settings.model),
+        ("model", settings.model + _blocks(settings.random_blocks)),
         ("conversations", f"{settings.dataset}: {plan.read}"),
         ("contexts", str(plan.contexts)),
         ("responses to generate", str(plan.responses_to_generate)),
@@ -139,6 +139,10 @@ def print_plan(settings: Settings, plan: Plan, out: Path, there: Run | None) -> 
     if problem := too_few(settings, plan.read):
         _say(f"note: {problem}")
     _say_skipped(plan.skipped)
+
+
+def _blocks(seed: int | None) -> str:
+    return "" if seed is None else f" with random blocks (seed {seed}) over its trained embeddings"
 
 
 def _say_skipped(rows: Sequence[str]) -> None:
@@ -182,6 +186,8 @@ def print_run(run: Run) -> None:
     screen.print(" ".join(text for name, text in LEGEND.items() if name in columns), soft_wrap=True)
     if line := several_responses(run):
         _say(line)
+    if words := _blocks(run.settings["random_blocks"]):
+        _say(f"note: {run.model['name']}{words}: a control, not a model that anyone trained")
     if run.settings["ignore_check"]:
         found = run.ignored_check or "it found no difference"
         _say(f"note: --ignore-check, of the engine's start-up check: {found}")

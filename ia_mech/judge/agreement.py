@@ -224,7 +224,8 @@ def compared(run: Run, labellers: Sequence[Labeller]) -> dict[tuple[str, str], C
         )
     for one in labellers:
         if len(one.repeats) > 1:
-            pairs[one.name, f"{one.name}, asked again"] = compare(*one.repeats[:2], sources)
+            again = compare(one.repeats[0], one.repeats[1], sources)
+            pairs[one.name, f"{one.name}, asked again"] = again
     return pairs
 
 

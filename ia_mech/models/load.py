@@ -39,6 +39,8 @@ class ModelSpec:
     leaves the choice to ``transformers``: sdpa, or eager where the architecture hasn't it.
     ``adapter`` is a folder with a PEFT adapter, which is merged into the weights.
     ``device_map`` ``auto`` distributes the model over this machine's GPUs, memory and disk.
+    ``random_blocks`` is the seed of a model that knows nothing but its embeddings, see
+    :func:`permute_blocks`.
     """
 
     name: str = embedded.NAME
@@ -49,6 +51,7 @@ class ModelSpec:
     trust_remote_code: bool = False
     adapter: str | None = None
     device_map: str | None = None
+    random_blocks: int | None = None
 
     def __post_init__(self) -> None:
         if self.device_map and self.device != "auto":
@@ -60,6 +63,11 @@ class ModelSpec:
             raise UserError(
                 "an adapter isn't merged into a model that --device-map distributes",
                 "leave out --adapter or --device-map",
+            )
+        if self.device_map and self.random_blocks is not None:
+            raise UserError(
+                "weights aren't permuted in a model that --device-map distributes",
+                "leave out --random-blocks or --device-map",
             )
 
 
@@ -81,6 +89,7 @@ class Subject:
         return {
             "name": self.spec.name,
             "adapter": self.spec.adapter,
+            "random_blocks": self.spec.random_blocks,
             "revision": self.spec.revision,
             "commit": getattr(self.model.config, "_commit_hash", None),
             "weights_hash": self.weights_hash,
@@ -212,7 +221,36 @@ def load(spec: ModelSpec) -> Subject:
         )
     if spec.adapter is not None:
         model = _merged(spec, model)
+    if spec.random_blocks is not None:
+        permute_blocks(model, spec.random_blocks)
     return Subject(spec, model, tokenizer, weights_hash(model))
+
+
+@torch.no_grad()
+def permute_blocks(model: PreTrainedModel, seed: int) -> None:
+    """Give the entries of each tensor of the blocks another order, in place.
+
+    Embeddings, final norm and head stay. What is left of the model is what it knows without
+    having learnt to compute: a control for whatever is read from its states. The entries keep
+    their distribution, since attention under a default initialisation would be uniform.
+
+    Args:
+        model: whose blocks are in a numbered list.
+        seed: of the permutations, each of which depends on its tensor's name too.
+
+    Raises:
+        UserError: the model has no tensors in a numbered list.
+    """
+    numbered = [(n, p) for n, p in model.named_parameters() if re.search(r"\.\d+\.", n)]
+    if not numbered:
+        raise UserError(
+            f"the blocks of {type(model).__name__} could not be found", "leave out --random-blocks"
+        )
+    for name, tensor in numbered:
+        digest = hashlib.sha256(f"{seed}|{name}".encode()).digest()
+        random = torch.Generator().manual_seed(int.from_bytes(digest[:4]))
+        order = torch.randperm(tensor.numel(), generator=random)
+        tensor.copy_(tensor.cpu().flatten()[order].view_as(tensor))
 
 
 def _check_adapter(spec: ModelSpec) -> None:

@@ -80,8 +80,8 @@ class Gate:
         whose = f" on turns of {self.model}" if self.model else ""
         if not self.decoys:
             said = (
-                f"the floor of judge {self.judge}{whose} is unknown: there are no decoys (they "
-                "need two sources of a dataset)"
+                f"the floor of judge {self.judge}{whose} is unknown: the run has no decoys "
+                "(they need two sources of a dataset)"
             )
         else:
             said = f"judge {self.judge}{whose}: {self.verdict}. {self.numbers}"
@@ -125,11 +125,9 @@ def _gate(
     margin = excess
     if kind == CONVERSATION:
         margin = dyadic_mean(own - 2 * other, *sources, ends=(-2, 1), level=LEVEL)
-    return Gate(
-        *(judge, outcome, len(pairs)),
-        *(float(of.mean()) if len(pairs) else np.nan for of in (own, other)),
-        *(excess, margin, kind, model, *siblings),
-    )
+    rate, floor = (float(of.mean()) if len(pairs) else np.nan for of in (own, other))
+    numbers = rate, floor, excess, margin
+    return Gate(judge, outcome, len(pairs), *numbers, kind, model, *siblings)
 
 
 def worst(gates: list[Gate]) -> Gate:

@@ -1,5 +1,7 @@
 """What the rates of runs say: one sentence with its control, tables, a figure and notes."""
 
+from typing import Any
+
 import pandas as pd
 
 from ia_mech.cli import one_line
@@ -15,6 +17,7 @@ from ia_mech.results import Result, Table, table_of
 from ia_mech.run.labels import KEY
 
 QUESTION = "How often are the user turns genuine follow-ups?"
+Columns = dict[str, tuple[str, int | str]]  # of a table: which estimates → head and format
 LINES = ("model", "perturbation", "dataset", "temperature")
 _ABOVE = {  # what decoys of other conversations say of a rate
     PASSED: "More than half of that is above the judge's floor after other conversations.",
@@ -121,12 +124,13 @@ def _tables(
     of_turns = found[found["decoy"].isna()]
     profile = of_turns[of_turns["quantity"] == "category_share"]
     some = profile[profile["events"] > 0]["category"]
-    categories = {name: (heading(name), 2) for name in ASSESSED if name in set(some)}
-    apart = {"cannot_assess": ("can't assess", 2), "failed": ("judge failed", 2)}
+    categories: Columns = {name: (heading(name), 2) for name in ASSESSED if name in set(some)}
+    apart: Columns = {"cannot_assess": ("can't assess", 2), "failed": ("judge failed", 2)}
     lost = of_turns[of_turns["quantity"].isin(list(apart)) & (of_turns["events"] > 0)]
     reach = of_turns[of_turns["quantity"] == "reach"]
     reach = reach.assign(key="n = " + reach["n_samples"].astype(str))
-    reach = reach[reach["n_samples"].isin([2**k for k in range(20)])]
+    shown = {1, 2, 4, 8, 16, 32, reach["n_samples"].max()}
+    reach = reach[reach["n_samples"].isin(shown)]
     powered = of_turns[of_turns["quantity"] == "rate_prediction_powered"]
     tables = [
         _rate_table(f"rates ({percent} intervals over sources)", whole),
@@ -140,23 +144,17 @@ def _tables(
         for kind in KINDS
         if ((found["outcome"] == outcome) & (found["decoy"] == kind)).any()
     ]
-    tables.append(
-        table_of(
-            *("what the turns are: shares of those assessed", profile, categories, LINES),
-            **{"key": "category", "rows": "turns", "full": True},
-        )
-    )
+    title = "what the turns are: shares of those assessed"
+    options: dict[str, Any] = {"rows": "turns", "full": True}
+    tables.append(table_of(title, profile, categories, LINES, key="category", **options))
     if len(lost):
-        tables.append(table_of("left out", lost, apart, LINES, rows="turns", full=True))
+        tables.append(table_of("left out", lost, apart, LINES, **options))
     if reach["n_samples"].max() > 1:
-        heads = {name: (name, 2) for name in reach["key"].unique()}
-        tables.append(
-            table_of(
-                *("contexts with a genuine turn among n samples", reach, heads, LINES),
-                **{"key": "key", "rows": "contexts", "full": True},
-                legend="unbiased over subsets of the samples (pass@k), of contexts with n of them",
-            )
-        )
+        heads: Columns = {name: (name, 2) for name in reach["key"].unique()}
+        title = "contexts with a genuine turn among n samples"
+        legend = "unbiased over subsets of the samples (pass@k), of contexts with n of them"
+        options |= {"rows": "contexts", "key": "key", "legend": legend}
+        tables.append(table_of(title, reach, heads, LINES, **options))
     if len(powered):
         both = pd.concat([powered, of_turns[_genuine(of_turns)]])
         both = both.sort_values(list(LINES), kind="stable")
@@ -173,7 +171,7 @@ def _genuine(rows: pd.DataFrame) -> pd.Series:
 
 def _rate_table(title: str, rows: pd.DataFrame, *, full: bool = False) -> Table:
     """A line per temperature: rates of every outcome, and how far from greedy."""
-    heads = {
+    heads: Columns = {
         "genuine": ("genuine", 2),
         "rate_complete": ("after complete responses", 2),
         "grounded": ("and grounded", 2),
@@ -185,12 +183,10 @@ def _rate_table(title: str, rows: pd.DataFrame, *, full: bool = False) -> Table:
     own = own.assign(key=own["outcome"].where(of_outcome, own["quantity"]))
     if full:
         heads["cut_off"] = ("cut off", 2)
-    return table_of(
-        *(title, own, heads, LINES),
-        **{"key": "key", "rows": "turns", "full": full},
-        legend="grounded: with a word of the conversation that turns of others seldom share"
-        * ("grounded" in set(own["key"])),
-    )
+    legend = "grounded: with a word of the conversation that turns of others seldom share"
+    legend *= "grounded" in set(own["key"])
+    options: dict[str, Any] = {"rows": "turns", "legend": legend, "full": full}
+    return table_of(title, own, heads, LINES, key="key", **options)
 
 
 def _gate_table(gates: list[Gate]) -> Table:
@@ -212,7 +208,11 @@ def _gate_table(gates: list[Gate]) -> Table:
 
 def _floor_table(found: pd.DataFrame, outcome: str, kind: str) -> Table:
     own = found[(found["outcome"] == outcome) & (found["decoy"] == kind)]
-    heads = {"decoyed_rate": ("rate", 2), "floor": ("floor", 2), "excess": ("excess", "+.2f")}
+    heads: Columns = {
+        "decoyed_rate": ("rate", 2),
+        "floor": ("floor", 2),
+        "excess": ("excess", "+.2f"),
+    }
     title = f"{OUTCOMES[outcome]}: {AFTER[kind]}"
     return table_of(title, own, heads, LINES, rows="decoys", full=True)
 

@@ -15,6 +15,8 @@ def card(record: dict, contexts: int) -> str:
     identity = record["identity"]
     settings, model = identity["settings"], identity["model"]
     adapter = f" with the adapter `{model['adapter']}`" if model.get("adapter") else ""
+    if model.get("random_blocks") is not None:
+        adapter += f" with random blocks (seed {model['random_blocks']})"
     temperatures = ", ".join(f"{t:g}" for t in settings["temperatures"])
     sampled = f"{settings['samples']} at each of T = {temperatures}" if temperatures else "no other"
     software = ", ".join(f"{name} {version}" for name, version in identity["software"].items())

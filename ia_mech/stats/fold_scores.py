@@ -11,13 +11,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import ArrayLike
-from scipy.special import expit
 
 from ia_mech.stats.auroc import check_outcomes
 from ia_mech.stats.intervals import Estimate, check_level
 from ia_mech.stats.resampling import as_column, bootstrap_estimate, resample_counts, source_index
 
-STEPS = 60  # of Newton, halved ones included; eight are usual
 CHUNK = 1 << 15  # numbers per chunk: 256 kB, which a core keeps at hand
 NARROW = 1e-6  # probabilities nearer than this to 0 or 1 would make one turn decide everything
 
@@ -226,36 +224,6 @@ class FoldScores:
 
         return self._folded(self._groups, part)
 
-    def recall_at(self, scores: ArrayLike, false_positive_rate: float = 0.05) -> Replicated:
-        """Share of positive turns found when that share of negative turns is taken for positive.
-
-        Read off the ROC curve, interpolated linearly; strata count by their positive turns, and
-        each has its own threshold.
-
-        Args:
-            scores: ``[contexts]`` numbers; may be infinite.
-            false_positive_rate: from 0 to 1.
-
-        Raises:
-            ValueError: not one score per context, one is NaN, or the rate is out of range.
-        """
-        if not 0 <= false_positive_rate <= 1:
-            raise ValueError(f"a rate must lie between 0 and 1, not {false_positive_rate!r}")
-        return self._ranked(scores, lambda tp, fp: recalled(tp, fp, false_positive_rate))
-
-    def brier(self, probabilities: ArrayLike) -> Replicated:
-        """Mean squared difference of probability and outcome, over turns (Brier 1950).
-
-        Args:
-            probabilities: ``[contexts]`` numbers between 0 and 1.
-
-        Raises:
-            ValueError: not one per context, or one lies outside [0, 1].
-        """
-        p = self._probabilities(probabilities)
-        squares = self._positives * (1 - p) ** 2 + self._negatives * p**2
-        return self._folded(self._groups, quotient(squares, self._trials))
-
     def deviance_explained(
         self, probabilities: ArrayLike, null_probabilities: ArrayLike
     ) -> Replicated:
@@ -290,33 +258,6 @@ class FoldScores:
             return contexts * np.nan_to_num(correlation), contexts
 
         return self._folded(self._groups, part, (-1.0, 1.0))
-
-    def calibration(self, probabilities: ArrayLike) -> tuple[Replicated, Replicated]:
-        """Calibration in the large, and its slope (Cox 1958, Biometrika 45:562).
-
-        In the large: mean probability less rate, over turns. The slope is that of the logistic
-        regression of turns on the logit of the probability (kept 1e-6 off 0 and 1): below 1,
-        probabilities are too extreme, as when overfitted. Both pool folds and strata, as a fold may
-        be too small for a slope; there is none where probabilities are all the same or separate
-        the outcomes.
-
-        Args:
-            probabilities: ``[contexts]`` numbers between 0 and 1.
-
-        Raises:
-            ValueError: not one per context, or one lies outside [0, 1].
-        """
-        p = self._probabilities(probabilities)
-        clipped = np.clip(p, NARROW, 1 - NARROW)
-        logit = np.log(clipped / (1 - clipped))
-
-        def part(rows: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-            slope = logistic_slope(logit, self._positives, self._trials, counts)
-            return np.nan_to_num(slope), np.isfinite(slope).astype(float)
-
-        everything = [(0, np.arange(len(p)))]
-        excess = quotient(self._trials * p - self._positives, self._trials)
-        return self._folded(everything, excess), self._folded(everything, part)
 
     def _column(self, scores: ArrayLike) -> np.ndarray:
         column = as_column(scores, len(self._trials), "scores")
@@ -430,26 +371,6 @@ def precision_sum(hits: np.ndarray, misses: np.ndarray) -> tuple[np.ndarray, np.
     return np.einsum("ir,ir->r", np.diff(hits, axis=0), precision), hits[-1]
 
 
-def recalled(
-    hits: np.ndarray, misses: np.ndarray, false_positive_rate: float
-) -> tuple[np.ndarray, np.ndarray]:
-    """Positive turns found at a rate of false positives, and all of them.
-
-    The ROC curve is interpolated linearly, so that a tie is one segment; where it rises vertically
-    at that rate, the upper end counts. Both are 0 if no turn is negative.
-    """
-    target = false_positive_rate * misses[-1]
-    # 0.29 * 100 is less than 29: rounding must not choose the lower end of a vertical segment
-    last = (misses <= target * (1 + 1e-12)).sum(axis=0) - 1
-    following = np.minimum(last + 1, len(misses) - 1)
-    each = np.arange(len(last))
-    width = misses[following, each] - misses[last, each]
-    excess = np.maximum(target - misses[last, each], 0.0)
-    share = np.divide(excess, width, out=np.zeros_like(width), where=width > 0)
-    found = hits[last, each] + share * (hits[following, each] - hits[last, each])
-    return np.where(misses[-1] > 0, found, 0.0), np.where(misses[-1] > 0, hits[-1], 0.0)
-
-
 def centred_ranks(values: np.ndarray, multiplicities: np.ndarray) -> np.ndarray:
     """``[n, resamples]`` mid-ranks of ``[n]`` values among rows repeated so many times, centred."""
     _, group = np.unique(values, return_inverse=True)
@@ -471,64 +392,3 @@ def rank_correlation(
     products = np.einsum("ir,ir->r", weighted, y)
     root = np.sqrt(spread)
     return np.divide(products, root, out=np.full(len(root), np.nan), where=root > 0)
-
-
-def logistic_slope(
-    predictor: np.ndarray, positives: np.ndarray, trials: np.ndarray, multiplicities: np.ndarray
-) -> np.ndarray:
-    """Slope of the logistic regression of turns on one predictor and an intercept.
-
-    Newton's method, its steps halved until the likelihood rises, for all resamples at once.
-
-    Args:
-        predictor: ``[n]`` finite values.
-        positives: ``[n]`` positive turns.
-        trials: ``[n]`` all turns.
-        multiplicities: ``[n, resamples]``, not all 0 in a resample.
-
-    Returns:
-        ``[resamples]``; NaN where there is none, as the predictor is constant or it separates the
-        positive from the negative turns.
-    """
-    x = predictor - predictor.mean()  # keeps the intercept from mattering to the slope's rounding
-    k, n = positives, trials
-    resamples = multiplicities.shape[1]
-    slopes = np.full(resamples, np.nan)
-    rate = k @ multiplicities / (n @ multiplicities)
-    active = np.flatnonzero((rate > 0) & (rate < 1))
-    place = np.zeros((2, len(active)))
-    place[0] = np.log(rate[active] / (1 - rate[active]))
-    step, best = np.zeros_like(place), np.full(len(active), -np.inf)
-    for _ in range(STEPS):
-        if not len(active):
-            break
-        counts = multiplicities[:, active]
-        linear = (place[0] + step[0]) + x[:, None] * (place[1] + step[1])
-        fit = expit(linear)
-        likelihood = k * linear.T - n * np.logaddexp(0, linear).T
-        likelihood = np.einsum("ri,ir->r", likelihood, counts)
-        rises = likelihood >= best - 1e-12 * np.abs(best)
-        small = (np.abs(step) <= 1e-9 * (1 + np.abs(place))).all(axis=0) & np.isfinite(best)
-        place = np.where(rises, place + step, place)
-        best = np.where(rises, likelihood, best)
-        newton, solvable = newton_step(x, k, n, fit, counts)
-        step = np.where(rises, newton, step / 2)
-        slopes[active[small]] = place[1, small]
-        going = ~small & (solvable | ~rises)
-        active, place, step, best = active[going], place[:, going], step[:, going], best[going]
-    return slopes
-
-
-def newton_step(
-    x: np.ndarray, k: np.ndarray, n: np.ndarray, fit: np.ndarray, counts: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """``[2, resamples]`` step of intercept and slope, and ``[resamples]`` whether there is one."""
-    residual = (k[:, None] - n[:, None] * fit) * counts
-    weight = n[:, None] * fit * (1 - fit) * counts
-    gradient, across = residual.sum(axis=0), x @ residual
-    flat, mixed, steep = weight.sum(axis=0), x @ weight, x**2 @ weight
-    determinant = flat * steep - mixed**2
-    solvable = determinant > 1e-12 * flat * steep
-    scale = np.where(solvable, determinant, np.inf)
-    step = np.stack([steep * gradient - mixed * across, flat * across - mixed * gradient])
-    return step / scale, solvable

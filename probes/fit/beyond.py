@@ -5,8 +5,8 @@ so that a difference of two stand-alone scores shows nothing about what the stat
 predictors are compared on held-out sources: one reads the base blocks, the other reads the hidden
 states too. Both are L2-penalised logistic regressions whose blocks have penalties of their own:
 features are the blocks side by side, each scaled by a number, which the inner loop chooses together
-with the common penalty. The larger predictor may leave the hidden states out, and then gains
-nothing.
+with the common penalty, block by block. The larger predictor may leave the hidden states out, and
+then gains nothing.
 
 Where the base carries something in a direction of little variance, a penalised readout of few
 contexts finds it better in a louder, noisier copy. So hidden states enter less what a ridge
@@ -17,11 +17,10 @@ contexts do.
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import product
 
 import numpy as np
 
-from probes.fit.nested_cv import Design, InnerLoop, chance_in_training, log_loss, scores_in
+from probes.fit.nested_cv import Design, InnerLoop, chance_in_training, scores_in
 from probes.fit.solvers import Features, project
 
 RATIOS = (0.0, 0.1, 1.0, 10.0)  # of a further block's inner products to the first block's
@@ -51,6 +50,7 @@ class Gained:
 
 def gained(
     blocks: Sequence[np.ndarray],
+    ends: Sequence[np.ndarray],
     hidden: Sequence[np.ndarray],
     design: Design,
     apply: Callable[..., Iterable] = map,
@@ -59,20 +59,22 @@ def gained(
 
     Args:
         blocks: ``[contexts, features]`` each, in any unit: what the base reads. At least one.
+        ends: ``[contexts, features]`` for each outer fold, one more block of the base: states of
+            the same layer as ``hidden``, at the ends of query and response.
         hidden: ``[contexts, d_model]`` for each outer fold, read where its inner loop chose.
-        design: outcome and folds, with the estimator ``logistic``.
+        design: outcome and folds.
         apply: ``map``, or what does the same for the folds in parallel.
     """
-    parts = [scaled(block) for block in blocks]
-    mixes = [(1.0, *rest) for rest in product(RATIOS, repeat=len(parts) - 1)]
-    bases = [_mixed(parts, mix) for mix in mixes]
-    candidates = [Features.of(mixed) for mixed in bases]
+    fixed = [scaled(block) for block in blocks]
 
     def tune(fold: int) -> tuple[float, list[Tuned]]:
-        at, base = _tuned(candidates, design, fold)
-        more = scaled(residual(hidden[fold], np.hstack(parts)))
-        wider = [Features.of(_mixed([bases[at], more], (1.0, ratio))) for ratio in RATIOS]
-        which, full = _tuned(wider, design, fold)
+        mixed, *others = parts = [*fixed, scaled(ends[fold])]
+        stages = []
+        for more in (*others, scaled(residual(hidden[fold], np.hstack(parts)))):
+            wider = [np.hstack([mixed, np.sqrt(r) * more]) if r else mixed for r in RATIOS]
+            stages.append(_tuned(wider, design, fold))
+            mixed = wider[stages[-1][0]]
+        (_, base), (which, full) = stages[-2:]
         return RATIOS[which], [base, full]
 
     ratios, tuned = zip(*apply(tune, range(design.fold_count)), strict=True)
@@ -118,27 +120,21 @@ def residual(states: np.ndarray, base: np.ndarray) -> np.ndarray:
     return vectors @ (left[score.argmin()][:, None] * rotated)
 
 
-def _mixed(parts: Sequence[np.ndarray], ratios: Sequence[float]) -> np.ndarray:
-    """Side by side, their inner products in these ratios."""
-    return np.hstack([np.sqrt(r) * part for part, r in zip(parts, ratios, strict=True) if r])
+def _tuned(mixtures: Iterable[np.ndarray], design: Design, fold: int) -> tuple[int, Tuned]:
+    """Which mixture, and the penalty, of the smallest held-out loss in an outer fold's inner loop.
 
-
-def _tuned(candidates: Sequence[Features], design: Design, fold: int) -> tuple[int, Tuned]:
-    """The candidate and penalty of the smallest held-out loss in an outer fold's inner loop."""
-    rows = design.rows_outside(fold)
-    k, n = design.outcome.positives[rows], design.outcome.trials[rows]
-    losses = []
-    for features in candidates:
-        loop = InnerLoop(design)
+    Of equal losses the first: features that add nothing change a loss by rounding only.
+    """
+    best, least = None, np.inf
+    for which, mixed in enumerate(mixtures):
+        features, loop = Features.of(mixed), InnerLoop(design)
         for other in range(design.fold_count):
             if other != fold:
-                test = design.rows_of(other)
-                train = design.rows_outside(fold, other)
-                projection = project(features, train, test, design.outcome.runs)
-                loop.add(projection, test, (other, fold))
-        losses.append(log_loss(loop.scores[fold][:, rows], k, n).sum(1))
-    total = np.concatenate(losses)
-    # Of equal losses the first: features that add nothing change a loss by rounding only.
-    first = int(np.argmax(total <= total.min() * (1 + TIE)))
-    which, at = divmod(first, len(design.tried))
-    return which, (candidates[which], design.tried[at])
+                test, train = design.rows_of(other), design.rows_outside(fold, other)
+                loop.add(project(features, train, test, design.outcome.runs), test, (other, fold))
+        losses = loop.losses(fold)
+        at = int(np.argmax(losses <= losses.min() * (1 + TIE)))
+        if best is None or losses[at] < least * (1 - TIE):
+            best, least = (which, (features, design.penalties[at])), float(losses[at])
+    assert best is not None
+    return best

@@ -2,10 +2,10 @@
 
 Five folds give the outer loop; for each of them the other four give the inner loop. A probe that
 leaves out two folds serves both of them, so that five folds need ten inner and five outer
-decompositions, which all penalties, permutations and estimators share.
+decompositions, which all penalties and permutations share.
 
 Selection and permutation tests use the closed form (ridge on the rates), which costs one matrix
-product for all permutations; the reported scores are the chosen estimator's.
+product for all permutations; the reported scores are those of logistic regression.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -16,17 +16,7 @@ from itertools import combinations
 import numpy as np
 
 from ia_mech.stats import auroc_columns
-from probes.fit.solvers import (
-    ESTIMATORS,
-    PENALTIES,
-    Estimator,
-    Features,
-    Fit,
-    Projection,
-    Training,
-    platt,
-    project,
-)
+from probes.fit.solvers import PENALTIES, Features, Fit, Projection, logistic_path, project
 from probes.targets import Outcome
 
 # Contexts with equal states tie, though the last bits of their scores may differ.
@@ -36,39 +26,26 @@ SHARE_DIGITS = 5  # of float32 predictions, as shares of the largest
 
 @dataclass(frozen=True)
 class Design:
-    """What all layers and positions share: outcome, folds, permuted labels, estimator.
+    """What all layers and positions share: outcome, folds, permuted labels, penalties.
 
     Attributes:
         outcome: k of n per context.
         folds: ``[contexts]`` fold of each.
         taken: ``[1 + permutations, contexts]`` whose labels a context gets; row 0 is its own.
-        estimator: of the reported scores, a name of :data:`probes.fit.solvers.ESTIMATORS`.
         penalties: falling.
     """
 
     outcome: Outcome
     folds: np.ndarray
     taken: np.ndarray
-    estimator: str = "logistic"
     penalties: tuple[float, ...] = PENALTIES
 
     @classmethod
     def of(
-        cls,
-        outcome: Outcome,
-        folds: np.ndarray,
-        permuted: Iterable[np.ndarray] = (),
-        estimator: str = "logistic",
+        cls, outcome: Outcome, folds: np.ndarray, permuted: Iterable[np.ndarray] = ()
     ) -> "Design":
-        """With these permutations (none if not given).
-
-        Raises:
-            ValueError: there is no such estimator.
-        """
-        if estimator not in ESTIMATORS:
-            known = ", ".join(ESTIMATORS)
-            raise ValueError(f"unknown estimator {estimator!r}; choose from {known}")
-        return cls(outcome, folds, np.array([np.arange(len(outcome)), *permuted]), estimator)
+        """With these permutations (none if not given)."""
+        return cls(outcome, folds, np.array([np.arange(len(outcome)), *permuted]))
 
     def observed(self) -> "Design":
         """The same without permutations."""
@@ -81,15 +58,6 @@ class Design:
     @property
     def run_count(self) -> int:
         return int(self.outcome.runs.max()) + 1
-
-    @property
-    def solver(self) -> Estimator:
-        return ESTIMATORS[self.estimator]
-
-    @property
-    def tried(self) -> tuple[float, ...]:
-        """Penalties of the reported estimator; one nominal if it has none."""
-        return self.penalties if self.solver.penalised else (0.0,)
 
     @cached_property
     def rates(self) -> np.ndarray:
@@ -122,8 +90,8 @@ class CrossValidated:
         outer: ``[folds, 1 + permutations]`` float32, AUROC in the outer fold with that penalty.
         whole: correlation over all folds of the best penalty; the selection on all contexts uses
             it.
-        scores: ``[contexts]`` the estimator's log-odds, each from the probe of its outer fold.
-        penalties: ``[folds]`` the estimator's penalty, by the inner loop.
+        scores: ``[contexts]`` log-odds, each from the logistic probe of its outer fold.
+        penalties: ``[folds]`` that probe's penalty, by the inner loop.
         chance: share of the variance of the scores that is chance in training, see
             :func:`chance_in_training`.
         differs: whether any two contexts of a run have different states.
@@ -167,9 +135,8 @@ def cross_validate(features: Features, design: Design) -> CrossValidated:
             whole[at] += correlation(predicted[:, :1], design, fold)[0] / number
         outer[fold] = fold_auroc(picked, design, test)
         chosen[fold] = loop.penalty(fold)
-        slope, levels = loop.calibration(fold)
         raw = fit(projection, design, chosen[fold]).scores(projection.test, runs[test])
-        scores[test] = np.round(slope * raw + levels[runs[test]], DIGITS)
+        scores[test] = np.round(raw, DIGITS)
 
     def by_half(fold: int, train: np.ndarray) -> np.ndarray:
         return scores_in(features, design, fold, train, chosen[fold])
@@ -213,28 +180,28 @@ def chance_in_training(design: Design, predict: Callable[[int, np.ndarray], np.n
     return 1 - 2 * lower / (1 + lower)
 
 
-# -- the reported estimator -----------------------------------------------------------------------
+# -- logistic regression --------------------------------------------------------------------------
 
 
 def fit(projection: Projection, design: Design, penalty: float) -> Fit:
-    """The reported estimator on the projection's training rows."""
+    """The logistic probe of the projection's training rows."""
     return fit_path(projection, design, [penalty])[0]
 
 
 def scores_in(
     features: Features, design: Design, fold: int, train: np.ndarray, penalty: float
 ) -> np.ndarray:
-    """``[contexts of the fold]`` scores of the reported estimator, fitted on the training rows."""
+    """``[contexts of the fold]`` scores of the logistic probe of the training rows."""
     test, runs = design.rows_of(fold), design.outcome.runs
     projection = project(features, train, test, runs)
     return fit(projection, design, penalty).scores(projection.test, runs[test])
 
 
 def fit_path(projection: Projection, design: Design, penalties: Sequence[float]) -> list[Fit]:
-    """The reported estimator for several penalties; a single fit if it has none."""
+    """The same for several penalties, which fall."""
     rows, outcome = projection.rows, design.outcome
-    labels = outcome.positives[rows], outcome.trials[rows], outcome.runs[rows]
-    return design.solver.solve(Training(projection, *labels, design.run_count), penalties)
+    labels = outcome.runs[rows], outcome.positives[rows], outcome.trials[rows]
+    return logistic_path(projection.train, *labels, penalties, design.run_count)
 
 
 def log_loss(log_odds: np.ndarray, positives: np.ndarray, trials: np.ndarray) -> np.ndarray:
@@ -243,55 +210,32 @@ def log_loss(log_odds: np.ndarray, positives: np.ndarray, trials: np.ndarray) ->
 
 
 class InnerLoop:
-    """The inner loop of the reported estimator: it chooses a penalty and calibrates scores."""
+    """The inner loop of logistic regression, which chooses a penalty."""
 
     def __init__(self, design: Design) -> None:
         self.design = design
         # [outer fold, penalty, context]: a context's score by the probe trained without both folds.
-        shape = (design.fold_count, len(design.tried), len(design.outcome))
+        shape = (design.fold_count, len(design.penalties), len(design.outcome))
         self.scores = np.full(shape, np.nan)
 
     def add(self, projection: Projection, test: np.ndarray, pair: tuple[int, int]) -> None:
         """Fit without both folds of a pair, and score them."""
         runs = self.design.outcome.runs[test]
-        for at, fitted in enumerate(fit_path(projection, self.design, self.design.tried)):
+        for at, fitted in enumerate(fit_path(projection, self.design, self.design.penalties)):
             scores = fitted.scores(projection.test, runs)
             for fold, other in (pair, pair[::-1]):
                 here = self.design.folds[test] == fold
                 self.scores[other, at, test[here]] = scores[here]
 
-    def penalty(self, fold: int) -> float:
-        """Of the smallest held-out loss; for scores that aren't log-odds, of the largest
-        correlation."""
-        return self.design.tried[self._best(fold)]
-
-    def _best(self, fold: int) -> int:
-        design = self.design
-        if len(design.tried) == 1:
-            return 0
-        rows = design.rows_outside(fold)
-        k, n = design.outcome.positives[rows], design.outcome.trials[rows]
+    def losses(self, fold: int) -> np.ndarray:
+        """``[penalties]`` held-out loss over all other folds, in nats."""
+        rows, outcome = self.design.rows_outside(fold), self.design.outcome
         scores = self.scores[fold][:, rows]
-        if design.solver.log_odds:
-            return int(np.argmin(log_loss(scores, k, n).sum(1)))
-        worth = [
-            sum(
-                correlation(tried[design.folds[rows] == other][:, None], design, other)[0]
-                for other in range(design.fold_count)
-                if other != fold
-            )
-            for tried in scores
-        ]
-        return int(np.argmax(worth))
+        return log_loss(scores, outcome.positives[rows], outcome.trials[rows]).sum(1)
 
-    def calibration(self, fold: int) -> tuple[float, np.ndarray]:
-        """Slope and ``[runs]`` intercepts that make log-odds of scores."""
-        design, outcome = self.design, self.design.outcome
-        if design.solver.log_odds:
-            return 1.0, np.zeros(design.run_count)
-        rows = design.rows_outside(fold)
-        labels = outcome.runs[rows], outcome.positives[rows], outcome.trials[rows]
-        return platt(self.scores[fold, self._best(fold), rows], *labels, design.run_count)
+    def penalty(self, fold: int) -> float:
+        """Of the smallest held-out loss."""
+        return self.design.penalties[int(np.argmin(self.losses(fold)))]
 
 
 # -- the closed form ------------------------------------------------------------------------------

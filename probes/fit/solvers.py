@@ -1,18 +1,13 @@
-"""Fit linear probes: one PCA projection that all fits share, and one solver per estimator.
+"""Fit linear probes: one PCA projection that all fits share, and logistic regression in it.
 
-Ridge, L2-penalised logistic regression, the difference of means and linear discriminant analysis
-use inner products only, so that projected features give the same probe. With n contexts and d
-features, the n × n inner products (or the d × d ones, if d is smaller) are decomposed once per
-split, and all penalties, labels and permutations share that. Centring and one common scale keep
-this property; scaling each feature wouldn't.
+L2-penalised logistic regression and ridge regression use inner products only, so that projected
+features give the same probe. With n contexts and d features, the n × n inner products (or the d × d
+ones, if d is smaller) are decomposed once per split, and all penalties, labels and permutations
+share that. Centring and one common scale keep this property; scaling each feature wouldn't.
 
 Labels are binomial: context i has k of n positive turns and weighs n over the mean n. The weights
 sum to the number of contexts, so that a penalty means the same for every target. Intercepts, one
 per run, are not penalised.
-
-To add an estimator: write a function ``(Training, penalties) -> list[Fit]`` with one fit per
-penalty, enter it in :data:`ESTIMATORS`, and give it a class in :mod:`probes.estimators`. The
-command line, nested cross-validation and calibration take it from there.
 """
 
 from collections.abc import Callable, Sequence
@@ -80,10 +75,6 @@ class Projection:
     runs: np.ndarray
     scale: float
     _vectors: np.ndarray
-
-    @property
-    def width(self) -> int:
-        return self.features.centred.shape[1]
 
     def weights(self, projected: np.ndarray) -> np.ndarray:
         """``[d]`` weights on features for ``[m]`` weights on coordinates."""
@@ -176,104 +167,6 @@ class Fit:
     def scores(self, coordinates: np.ndarray, runs: np.ndarray) -> np.ndarray:
         """``[contexts]`` linear scores: for logistic regression, log-odds."""
         return coordinates @ self.weights + self.intercepts[runs]
-
-
-@dataclass(frozen=True)
-class Training:
-    """What a solver learns from: the training contexts of one split.
-
-    Attributes:
-        projection: their coordinates are ``projection.train``, ``[n, m]``.
-        positives, trials, runs: ``[n]`` k, n and run of each.
-        run_count: how many intercepts a fit has.
-    """
-
-    projection: Projection
-    positives: np.ndarray
-    trials: np.ndarray
-    runs: np.ndarray
-    run_count: int
-
-    def without_intercepts(self, weights: np.ndarray) -> Fit:
-        """A fit whose level is left to calibration (:func:`platt`)."""
-        return Fit(weights, np.zeros(self.run_count))
-
-
-@dataclass(frozen=True)
-class Estimator:
-    """A kind of linear probe.
-
-    Attributes:
-        solve: one fit per penalty, or one in all if it has no penalty.
-        penalised: whether the inner loop chooses a penalty.
-        log_odds: whether scores are log-odds as they come; others are calibrated (:func:`platt`),
-            and their penalty is chosen by correlation instead of loss.
-    """
-
-    solve: Callable[[Training, Sequence[float]], list[Fit]]
-    penalised: bool = False
-    log_odds: bool = False
-
-
-def ridge(data: Training, penalties: Sequence[float]) -> list[Fit]:
-    """Ridge regression of the rates; every context counts alike.
-
-    Columns of the coordinates are orthogonal, so there is nothing to solve.
-    """
-    coordinates, squares = data.projection.train, data.projection.squares
-    rates = data.positives / data.trials
-    return [data.without_intercepts((coordinates / (squares + p)).T @ rates) for p in penalties]
-
-
-def mass_mean(data: Training, penalties: Sequence[float] = ()) -> list[Fit]:
-    """Mean of positive turns minus mean of negative ones (Marks & Tegmark 2023)."""
-    return [data.without_intercepts(_mean_difference(data))]
-
-
-def lda(data: Training, penalties: Sequence[float] = ()) -> list[Fit]:
-    """Linear discriminant analysis with a Ledoit–Wolf covariance: the whitened mass-mean probe.
-
-    The covariance is the total one. It differs from the one within classes by a multiple of the
-    difference's own outer product, which only changes the length of the direction.
-    """
-    of = data.projection
-    intensity, target = shrinkage(of.train, of.squares, of.width)
-    variance = (1 - intensity) * of.squares / len(of.train) + intensity * target
-    return [data.without_intercepts(_mean_difference(data) / variance)]
-
-
-def logistic(data: Training, penalties: Sequence[float]) -> list[Fit]:
-    """L2-penalised binomial logistic regression, see :func:`logistic_path`."""
-    labels = data.positives, data.trials
-    return logistic_path(data.projection.train, data.runs, *labels, penalties, data.run_count)
-
-
-ESTIMATORS = {
-    "logistic": Estimator(logistic, penalised=True, log_odds=True),
-    "mass-mean": Estimator(mass_mean),
-    "lda": Estimator(lda),
-    "ridge": Estimator(ridge, penalised=True),
-}
-
-
-def _mean_difference(data: Training) -> np.ndarray:
-    positives, negatives = data.positives, data.trials - data.positives
-    return data.projection.train.T @ (positives / positives.sum() - negatives / negatives.sum())
-
-
-def shrinkage(coordinates: np.ndarray, squares: np.ndarray, width: int) -> tuple[float, float]:
-    """Ledoit & Wolf's (2004) shrinkage of the covariance, and the variance it shrinks to.
-
-    Computed from principal coordinates; directions that they leave out (up to ``width``) count as
-    having no variance.
-    """
-    n = len(coordinates)
-    target = squares.sum() / n / width
-    frobenius = (squares**2).sum() / n**2
-    spread = ((coordinates**2).sum(1) ** 2).sum() / n
-    noise = (spread - frobenius) / (width * n)
-    distance = (frobenius - width * target**2) / width
-    return (1.0 if distance <= 0 else min(noise, distance) / distance), target
 
 
 def logistic_path(
@@ -421,17 +314,3 @@ def _dual(
         if -(slope @ step) <= TOLERANCE * n:
             break
     return state[:n], state[n:]
-
-
-def platt(
-    scores: np.ndarray, runs: np.ndarray, positives: np.ndarray, trials: np.ndarray, run_count: int
-) -> tuple[float, np.ndarray]:
-    """Slope and ``[runs]`` intercepts that turn scores into log-odds (Platt 1999).
-
-    Scores must come from contexts that the probe wasn't fitted on, or it would be overconfident.
-    """
-    spread, centre = scores.std(), scores.mean()
-    standard = (scores - centre) / spread if spread > 0 else np.zeros_like(scores)
-    path = logistic_path(standard[:, None], runs, positives, trials, [1e-3], run_count)
-    slope = float(path[0].weights[0] / spread) if spread > 0 else 0.0
-    return slope, path[0].intercepts - slope * centre

@@ -4,7 +4,6 @@ Figures are made without pyplot, so that nothing outside them changes.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from textwrap import fill
 from typing import Any
 
@@ -21,8 +20,8 @@ from ia_mech.cli import one_line
 from ia_mech.display import COLOURS, styled
 from ia_mech.stats import Estimate
 from probes.analysis import Analysis
-from probes.report.conclusion import LEVEL
 
+LEVEL = 0.05  # of permutation tests
 NUMBERED = 12  # layers up to which cells hold their numbers
 REACH = 0.3  # of the colour map on either side of 0.5, in every figure: they can be compared
 LETTERS = 16  # of 8 points in an inch, about
@@ -37,113 +36,82 @@ _CONTROLS: dict[str, dict[str, Any]] = {
 # -- heat map -------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Map:
-    """What a heat map shows.
-
-    Attributes:
-        layers: of its rows.
-        positions: of its columns.
-        auroc: ``[layers, positions]``.
-        p_family: ``[layers, positions]`` family-wise p values; NaN if nothing was tested.
-        p_best: ``[layers, positions]`` p values of the model confidence set.
-        chosen: layer and position that the rule chooses on all contexts.
-        level: of the confidence set.
-        facts: what the numbers are from, in one line.
-    """
-
-    layers: list[int]
-    positions: list[str]
-    auroc: np.ndarray
-    p_family: np.ndarray
-    p_best: np.ndarray
-    chosen: tuple[int, str]
-    level: float
-    facts: str
-
-    @classmethod
-    def of(cls, analysis: Analysis) -> "Map":
-        """Of an analysis that was just made."""
-        return cls(
-            layers=list(analysis.layers),
-            positions=list(analysis.positions),
-            auroc=np.array([[cell.value for cell in row] for row in analysis.auroc]),
-            p_family=analysis.tested.p_family,
-            p_best=analysis.p_best,
-            chosen=(analysis.headline.layer, analysis.headline.position),
-            level=analysis.settings.level,
-            facts=_facts(analysis),
-        )
-
-
 @styled
-def heat_map(found: Map, title: str) -> Figure:
-    """AUROC of the reported estimator by layer (upwards) and position.
+def heat_map(analysis: Analysis, title: str) -> Figure:
+    """AUROC by layer (upwards) and position.
 
     Cells whose family-wise p value is above 0.05 are grey; a dot marks the confidence set of the
     best, a frame what the rule chooses on all contexts.
 
     Args:
-        found: of one target.
+        analysis: of one target.
         title: what was probed.
     """
-    values = found.auroc
+    values = np.array([[cell.value for cell in row] for row in analysis.auroc])
     layers, positions = values.shape
     numbered = layers <= NUMBERED
     height = 2.3 + (0.33 * layers if numbered else min(0.19 * layers, 9))
     figure = Figure(figsize=(max(5.4, 2.6 + 0.85 * positions), height), layout="constrained")
     axes = figure.add_subplot()
-    tested = not np.isnan(found.p_family).all()
-    shown = np.where(found.p_family <= LEVEL, values, np.nan) if tested else values
+    tested = not np.isnan(analysis.tested.p_family).all()
+    shown = np.where(analysis.tested.p_family <= LEVEL, values, np.nan) if tested else values
     image = axes.imshow(
         shown, origin="lower", aspect="auto", cmap="RdBu_r", vmin=0.5 - REACH, vmax=0.5 + REACH
     )
     axes.set_facecolor("0.85")  # cells without a value, or without significance
-    _mark_cells(figure, axes, found, shown, numbered)
-    _name_axes(axes, found)
+    _mark_cells(figure, axes, analysis, values, shown, numbered)
+    _name_axes(axes, analysis)
     look: dict[str, Any] = {"pad": 0.03, "fraction": 0.06, "aspect": 5 * height}
     bar = figure.colorbar(image, ax=axes, extend="both", **look)
     bar.set_label("AUROC (0.5 = chance)")
     bar.outline.set_linewidth(0.7)
-    _head(figure, axes, found.facts, title)
-    _explain_marks(figure, found, tested)
+    _head(figure, axes, _facts(analysis), title)
+    _explain_marks(figure, analysis, tested)
     return figure
 
 
-def _mark_cells(figure: Figure, axes: Axes, found: Map, shown: np.ndarray, numbered: bool) -> None:
+def _mark_cells(
+    figure: Figure,
+    axes: Axes,
+    analysis: Analysis,
+    values: np.ndarray,
+    shown: np.ndarray,
+    numbered: bool,
+) -> None:
     """Numbers, dots (to the right of a number, if there are numbers) and the frame."""
     beside = offset_copy(axes.transData, figure, x=15 if numbered else 0, units="points")
-    for (i, j), value in np.ndenumerate(found.auroc):
+    for (i, j), value in np.ndenumerate(values):
         ink = "white" if abs(shown[i, j] - 0.5) > 0.62 * REACH else "black"
         if numbered:
             number = "–" if np.isnan(value) else f"{value:.2f}"
             axes.text(j, i, number, ha="center", va="center", color=ink, fontsize=8)
-        if found.p_best[i, j] > 1 - found.level:
+        if analysis.among_best[i, j]:
             axes.plot(j, i, "o", color=ink, markersize=3, transform=beside)
-    row, column = found.layers.index(found.chosen[0]), found.positions.index(found.chosen[1])
+    row = analysis.layers.index(analysis.headline.layer)
+    column = analysis.positions.index(analysis.headline.position)
     axes.add_patch(
         Rectangle((column - 0.5, row - 0.5), 1, 1, fill=False, linewidth=2, clip_on=False, zorder=3)
     )
 
 
-def _name_axes(axes: Axes, found: Map) -> None:
-    names = [one_line(name, 24) for name in found.positions]
+def _name_axes(axes: Axes, analysis: Analysis) -> None:
+    names = [one_line(name, 24) for name in analysis.positions]
     axes.set_xticks(range(len(names)), names, rotation=30, ha="right", rotation_mode="anchor")
-    step = -(-len(found.layers) // 20)
-    shown = range(0, len(found.layers), step)
-    axes.set_yticks(shown, [str(found.layers[at]) for at in shown])
+    step = -(-len(analysis.layers) // 20)
+    shown = range(0, len(analysis.layers), step)
+    axes.set_yticks(shown, [str(analysis.layers[at]) for at in shown])
     axes.tick_params(length=2)
     axes.set_xlabel("position")
     axes.set_ylabel("layer (0 = embeddings)")
 
 
-def _explain_marks(figure: Figure, found: Map, tested: bool) -> None:
+def _explain_marks(figure: Figure, analysis: Analysis, tested: bool) -> None:
     dot = Line2D([], [], marker="o", color="black", markersize=3, linestyle="none")
     frame = Patch(fill=False, edgecolor="black", linewidth=2)
-    layer, position = found.chosen
+    layer, position = analysis.headline.layer, analysis.headline.position
     marks: dict[str, Artist] = {
         f"chosen on all contexts: {one_line(f'layer {layer}, {position}', 40)}": frame,
-        f"{100 * found.level:g}% confidence set of the best": dot,
+        f"{100 * analysis.settings.level:g}% confidence set of the best": dot,
     }
     if tested:
         marks["family-wise p > 0.05"] = Patch(facecolor="0.85")
@@ -153,15 +121,7 @@ def _explain_marks(figure: Figure, found: Map, tested: bool) -> None:
 
 def _facts(analysis: Analysis) -> str:
     counts = len(analysis.outcome), analysis.outcome.source_count, analysis.tested.permutations
-    return facts_of(*counts, analysis.settings.estimator, analysis.settings.folds)
-
-
-def facts_of(contexts: int, sources: int, permutations: int, estimator: str, folds: int) -> str:
-    """The line below a title."""
-    return (
-        f"{contexts} contexts of {sources} sources · {permutations} permutations · "
-        f"{estimator} probes, {folds} folds"
-    )
+    return "{} contexts of {} sources · {} permutations".format(*counts)
 
 
 def _head(figure: Figure, axes: Axes, facts: str, title: str) -> None:
@@ -180,8 +140,8 @@ def layer_curve(analysis: Analysis, title: str) -> Figure:
     """AUROC by layer at the position chosen on all contexts, its null, and the controls on output
     and text.
 
-    The null's bands are of the closed-form probes of the permutation tests, the curve is of the
-    reported estimator.
+    The null's bands are of the closed-form probes of the permutation tests, the curve is of
+    logistic regression.
 
     Args:
         analysis: of one target.

@@ -1,40 +1,27 @@
-"""Tables, figures and the terminal report of a small analysis; every branch of its conclusion."""
+"""Tables, figures and the conclusion of a small analysis; every branch of its sentences."""
 
 import re
 from collections import Counter
 from dataclasses import replace
-from xml.etree import ElementTree
 
-import matplotlib
 import numpy as np
 import pandas as pd
 import pytest
-from matplotlib.image import imread
 from matplotlib.patches import Rectangle
 from matplotlib.text import Text
-from rich.console import Console
 from scipy.special import expit
 
-from ia_mech.display import save_figure
 from ia_mech.stats import Estimate
-from probes.analysis import MEASURES, Arrays, Compared, Settings, analyse
-from probes.controls import Baseline, Controls
-from probes.report import figures, files
-from probes.report.conclusion import (
-    CONTROL_TASK,
-    COVERAGE,
-    LEVEL,
-    READOUT,
-    Conclusion,
-    conclude,
-)
-from probes.report.screen import ROWS, print_analysis, shown_layers
+from probes import figures, show
+from probes.analysis import MEASURES, Arrays, Compared, RandomBlocks, Settings, analyse
+from probes.controls import Baseline, Controls, Types
+from probes.figures import LEVEL
+from probes.show import CONTROL_TASK, COVERAGE, RANDOM_BLOCKS, READOUT, conclude, power_of_beyond
 from probes.targets import Outcome
 
 LAYERS, CONTEXTS, WIDTH, SIGNAL = 8, 60, 12, 3
 POSITIONS = ["turn_$x$ [red]", "header_last"]
 ODD = "[bold]$tf_idf$[/]"
-CONCLUSION = Conclusion(True, False, "[red]nothing[/] is known of it.")
 
 
 @pytest.fixture(scope="module")
@@ -48,15 +35,16 @@ def analysis():
     controls = Controls(
         [Baseline(ODD, rng.normal(size=(CONTEXTS, 5)), "the words [/] of a context")],
         [Baseline("output", latent[:, None] + rng.normal(size=(CONTEXTS, 4)), "the output")],
-        rng.integers(4, size=CONTEXTS),
+        Types(rng.integers(4, size=CONTEXTS), np.arange(CONTEXTS) % 40 % 5),
         ["no lengths [of anything]"],
     )
     sources = np.arange(CONTEXTS) % 40
     return analyse(
-        Arrays(states.astype(np.float32), POSITIONS),
+        Arrays(states.astype(np.float32), POSITIONS, rng.normal(size=(LAYERS, CONTEXTS, 4))),
         Outcome.of(k, np.full(CONTEXTS, 8), sources),
         controls,
         Settings(permutations=20, resamples=100, control_draws=2, workers=1),
+        random_blocks={"random blocks 1": Arrays(rng.normal(size=states.shape), POSITIONS)},
     )
 
 
@@ -69,48 +57,22 @@ def untested(analysis):
     return replace(analysis, tested=replace(analysis.tested, **nothing))
 
 
-def stretched(analysis, layers, **headline):
-    """The same with layers repeated, so that there are more."""
-    rows = np.arange(layers) % LAYERS
-    cells = {"statistic", "p_family", "band"}
-    tested = {name: getattr(analysis.tested, name)[rows] for name in cells}
-    return replace(
-        analysis,
-        layers=list(range(layers)),
-        tested=replace(analysis.tested, **tested),
-        auroc=[analysis.auroc[at] for at in rows],
-        p_best=analysis.p_best[rows],
-        headline=replace(analysis.headline, **headline),
-    )
-
-
-def printed(analysis, said=CONCLUSION, width=100):
-    screen = Console(highlight=False, emoji=False, width=width)
-    with screen.capture() as capture:
-        print_analysis(screen, analysis, "rate: [k] of n", said)
-    return capture.get()
-
-
-def heat_rows(text):
-    """Layer -> the words of its line."""
-    lines = text[text.index("AUROC by layer") :].splitlines()
-    found = (re.fullmatch(r"\s*(?:→ +)?(\d+) (.*)", line) for line in lines)
-    return {int(m[1]): m[2].split() for m in found if m}
-
-
 # -- tables ---------------------------------------------------------------------------------------
 
 
 def test_rows_hold_every_estimate_once(analysis):
-    frame = files.estimates(analysis)
-    assert list(frame) == files.COLUMNS
-    assert not frame.duplicated(files.KEY).any()
+    frame = show.estimates(analysis)
+    assert list(frame) == show.COLUMNS
+    assert not frame.duplicated(show.KEY).any()
     cells, controls = LAYERS * len(POSITIONS), len(analysis.compared)
     per_cell = ["auroc_cell", "statistic", "null_band_95", "p_family", "p_best"]
     per_cell += ["selected_in_folds"]
     expected = {
         **dict.fromkeys(per_cell, cells),
-        "auroc_control": controls,
+        "auroc_cell": 2 * cells,  # the model's and random blocks'
+        "auroc_control": controls + 1,
+        "auroc_oracle": 1,
+        "auroc_less_control": 1,
         **dict.fromkeys(("auroc_base", "auroc_full", "auroc_gain", "deviance_saved"), 1),
         **dict.fromkeys(MEASURES, 1),
         **dict.fromkeys(("statistic_headline", "null_band_95_headline", "p_headline"), 1),
@@ -122,7 +84,7 @@ def test_rows_hold_every_estimate_once(analysis):
 
 
 def test_rows_hold_the_right_numbers(analysis):
-    frame = files.estimates(analysis).set_index(files.KEY).sort_index()
+    frame = show.estimates(analysis).set_index(show.KEY).sort_index()
     cell = frame.loc[("auroc_cell", 5, "header_last", pd.NA)].squeeze()
     expected = analysis.auroc[5][1]
     assert (cell["value"], cell["low"], cell["high"]) == (
@@ -146,7 +108,7 @@ def test_rows_hold_the_right_numbers(analysis):
 
 
 def test_predictions(analysis):
-    frame = files.predictions(analysis)
+    frame = show.predictions(analysis)
     assert len(frame) == CONTEXTS
     assert list(frame)[:5] == ["fold", "positives", "trials", "log_odds", "probability"]
     assert list(frame)[5:] == [f"control:{ODD}", "control:output", "base", "full"]
@@ -159,7 +121,7 @@ def test_predictions(analysis):
 
 
 def test_heat_map(analysis):
-    figure = figures.heat_map(figures.Map.of(analysis), "rate of $x_1$")
+    figure = figures.heat_map(analysis, "rate of $x_1$")
     axes, bar = figure.axes
     values = np.array([[cell.value for cell in row] for row in analysis.auroc])
     (image,) = axes.images
@@ -208,7 +170,7 @@ def test_layer_curve(analysis):
 def test_no_text_leaves_the_picture_or_is_taken_for_tex(analysis):
     long = "a long title of $x_1$ and $y$ " * 4
     for figure in (
-        figures.heat_map(figures.Map.of(analysis), long),
+        figures.heat_map(analysis, long),
         figures.layer_curve(analysis, long),
     ):
         figure.draw_without_rendering()
@@ -226,118 +188,44 @@ def test_no_text_leaves_the_picture_or_is_taken_for_tex(analysis):
 
 
 def test_without_permutations_nothing_is_said_of_them(untested):
-    frame = files.estimates(untested).set_index("quantity")
+    frame = show.estimates(untested).set_index("quantity")
     assert frame.loc[["p_family", "null_band_95", "p_headline"], "value"].isna().all()
     assert frame.loc[["auroc_cell", "statistic"], "value"].notna().all()
     figure = figures.layer_curve(replace(untested, compared=[]), "rate")
     texts = [text.get_text() for text in figure.legends[0].get_texts()]
     assert not any("null" in text for text in texts)
-    figures.heat_map(figures.Map.of(untested), "rate").draw_without_rendering()
-    text = " ".join(printed(untested).split())
-    assert "no permutations, so nothing was tested" in text and "nan" not in text
+    figures.heat_map(untested, "rate").draw_without_rendering()
+    assert "nan" not in str(show.tables(untested)) + conclude(untested).sentence
 
 
-def test_saved_figures(analysis, tmp_path):
-    before = dict(matplotlib.rcParams)
-    paths = save_figure(figures.layer_curve(analysis, "rate"), tmp_path, "curve")
-    assert sorted(tmp_path.iterdir()) == sorted(paths)
-    first = [path.read_bytes() for path in paths]
-    again = save_figure(figures.layer_curve(analysis, "rate"), tmp_path, "curve")
-    assert [path.read_bytes() for path in again] == first
-    assert imread(paths[0]).shape[:2] == (750, 1200)
-    assert ElementTree.parse(paths[1]).getroot().tag.endswith("svg")
-    assert paths[2].read_bytes().startswith(b"%PDF")
-    assert dict(matplotlib.rcParams) == before
-
-
-# -- the terminal ---------------------------------------------------------------------------------
-
-
-def test_report_prints_every_cell(analysis):
-    text = printed(analysis)
-    rows = heat_rows(text)
-    assert list(rows) == list(range(LAYERS))
-    assert analysis.headline.position == POSITIONS[1]
-    for layer, words in rows.items():
+def test_tables_hold_scores_controls_and_every_cell(analysis):
+    scores, controls, heat_map = show.tables(analysis)
+    assert [row[0] for row in scores.rows] == [name.replace("_", " ") for name in MEASURES]
+    assert scores.rows[0][1] == analysis.headline.measures["auroc"].text(3)
+    shown = {row[0]: row[1] for row in controls.rows}
+    for control in analysis.compared:
+        assert shown[control.name] == control.auroc.text()
+    assert shown["  of its rates"] == analysis.compared[-1].oracle.text()
+    assert shown["random blocks 1"] == analysis.random_blocks[0].auroc.text()
+    assert shown["base"] == analysis.beyond.base.text()
+    assert heat_map.full and heat_map.columns == ["layer", *POSITIONS]
+    for layer, row in enumerate(heat_map.rows):
         star = ["*" if p <= 0.05 else "" for p in analysis.tested.p_family[layer]]
         best = ["°" if one else "" for one in analysis.among_best[layer]]
         values = [f"{cell.value:.2f}" for cell in analysis.auroc[layer]]
-        assert words == [v + s + b for v, s, b in zip(values, star, best, strict=True)]
-    assert f"→ {analysis.headline.layer}" in text
-    assert "* family-wise p ≤ 0.05" in text
+        marked = [v + s + b for v, s, b in zip(values, star, best, strict=True)]
+        assert row == [str(layer), *marked]
 
 
 def test_a_p_value_of_one_in_twenty_is_marked_as_the_conclusion_has_it(analysis):
     p = np.full_like(analysis.tested.p_family, 0.0501)
     p[2, 0] = 0.05
     edge = replace(analysis, tested=replace(analysis.tested, p_family=p, p=0.05))
-    rows = heat_rows(printed(edge))
-    assert [layer for layer, words in rows.items() if "*" in " ".join(words)] == [2]
-    assert "*" in rows[2][0]
-    (image,) = figures.heat_map(figures.Map.of(edge), "rate").axes[0].images
+    rows = show.tables(edge)[-1].rows
+    assert [row[0] for row in rows if "*" in " ".join(row)] == ["2"] and "*" in rows[2][1]
+    (image,) = figures.heat_map(edge, "rate").axes[0].images
     assert np.argwhere(~np.ma.getmaskarray(image.get_array())).tolist() == [[2, 0]]
     assert conclude(edge).readable
-
-
-def test_report_prints_headline_controls_and_estimand(analysis):
-    text = " ".join(printed(analysis).split())
-    assert "60 contexts of 40 sources, 480 turns" in text
-    assert (
-        "mean over 5 outer folds; on new sources, of probes trained on 4/5 of these; pairs of "
-        "contexts within a fold and run" in text
-    )
-    for layer, position in analysis.headline.picked:
-        assert f"layer {layer} {position} ×" in text
-    assert f"p = {analysis.tested.p:.3f} (selection replayed)" in text
-    for name in ("auroc", "average_precision", "prevalence", "deviance_explained"):
-        assert analysis.headline.measures[name].text() in text
-    for control in analysis.compared:
-        assert control.name[:15] in text
-        assert control.auroc.text() in text
-    assert analysis.beyond.base.text() in text and analysis.beyond.full.text() in text
-    assert "n = 60 contexts in every column" in text
-    assert "no lengths [of anything]" in text
-
-
-def test_report_ends_with_the_conclusion(analysis):
-    text = printed(analysis)
-    assert text.splitlines()[-1] == CONCLUSION.sentence
-    for name in ("rate: [k] of n", "[bold]$tf_idf$", "the words [/] of a context", "$x$ [r"):
-        assert name in text  # markup in names is text
-    said = conclude(analysis)
-    text = " ".join(printed(analysis, said).split())
-    assert text.endswith(said.sentence)
-
-
-def test_thirteen_positions_fit_into_a_hundred_columns(analysis):
-    names = [f"turn_separator_{at}" for at in range(12)] + ["header_last"]
-    columns = np.arange(13) % 2
-    tested = {
-        name: getattr(analysis.tested, name)[:, columns]
-        for name in ("statistic", "p_family", "band")
-    }
-    wide = replace(
-        analysis,
-        positions=names,
-        tested=replace(analysis.tested, **tested),
-        auroc=[[row[at] for at in columns] for row in analysis.auroc],
-        p_best=np.ones((LAYERS, 13)),
-    )
-    text = printed(wide)
-    assert all(len(words) == 13 for words in heat_rows(text).values())
-    assert max(map(len, text.splitlines())) <= 100
-    assert "…" not in text[text.index("AUROC by layer") :]
-
-
-def test_layers_that_are_shown(analysis):
-    alike = stretched(analysis, 31, layer=6, picked=[(6, "header_last")] * 5)
-    assert shown_layers(alike) == list(range(0, 31, 2))
-    text = printed(alike)
-    assert list(heat_rows(text)) == list(range(0, 31, 2))
-    assert "every second layer and those chosen" in " ".join(text.split())
-    apart = stretched(analysis, 31, layer=7, picked=[(at, "header_last") for at in (1, 5, 7, 11)])
-    assert {1, 5, 7, 11} <= set(shown_layers(apart))
-    assert len(shown_layers(apart)) <= ROWS
 
 
 # -- the conclusion -------------------------------------------------------------------------------
@@ -360,7 +248,15 @@ def concluded(plain, analysis):
     """The conclusion where hidden states save this share of the deviance."""
 
     def say(
-        saved=None, p=0.01, level=0.95, permutations=19, labelled_by="", control=0.7, left_out=0.01
+        saved=None,
+        p=0.01,
+        level=0.95,
+        permutations=19,
+        labelled_by="",
+        control=0.7,
+        left_out=0.01,
+        family=0.03,
+        random=(),
     ):
         auroc = Estimate(0.712, 0.654, 0.771, 30, "percentile")
         names = "control task", "10 random functions", "control task"
@@ -375,14 +271,26 @@ def concluded(plain, analysis):
                 plain,
                 settings=replace(plain.settings, level=level, permutations=permutations),
                 tested=replace(
-                    plain.tested, p=p, null=plain.tested.null[:permutations], value=0.66
+                    plain.tested,
+                    p=p,
+                    p_family=np.array([[family], [1.0]]),
+                    null=plain.tested.null[:permutations],
+                    value=0.66,
                 ),
                 headline=replace(
                     plain.headline, measures={**plain.headline.measures, "auroc": auroc}
                 ),
                 p_best=np.array([[left_out], [1.0]]),
+                random_blocks=list(random),
                 beyond=beyond,
-                compared=[Compared(*names, Estimate(control, 0.6, 0.8, 30, "percentile"), None)],
+                compared=[
+                    Compared(
+                        *names,
+                        Estimate(control, 0.6, 0.8, 30, "percentile"),
+                        None,
+                        Estimate(0.84, 0.8, 0.9, 30, "percentile"),
+                    )
+                ],
             ),
             "the rate",
             labelled_by,
@@ -410,7 +318,8 @@ def test_the_plain_sentence_comes_first_and_says_no_more_than_was_shown(conclude
         found = concluded(saved)
         assert (found.readable, found.beyond) == (True, beyond)
         assert found.sentence.startswith(first)
-        assert "nan" not in found.sentence and "latent" not in found.sentence
+        assert "nan" not in found.sentence + found.control
+        assert "latent" not in found.sentence
 
 
 def test_a_control_task_that_is_read_as_well_is_named(concluded):
@@ -421,31 +330,63 @@ def test_a_control_task_that_is_read_as_well_is_named(concluded):
             f"The rate can be read from the hidden states, but no better than {CONTROL_TASK}: it "
             "is not shown that they represent it. "
         )
-        assert "The control task has AUROC 0.71 [0.60, 0.80]." in found.sentence
+        assert (
+            "The control task has AUROC 0.71 [0.60, 0.80], of 0.84 for a probe that knows its "
+            "rates." in found.control
+        )
         assert "control task" not in concluded(saved, control=0.7049).sentence
     found = concluded(MORE, control=0.9)  # what no readout holds is no random function's doing
-    assert found.beyond and "The control task has AUROC 0.90 [0.60, 0.80]." in found.sentence
+    assert found.beyond and "The control task has AUROC 0.90 [0.60, 0.80]" in found.control
     assert "control task" not in concluded(SAME, p=0.2, control=0.9).sentence
 
 
 def test_a_confidence_set_of_all_places_is_said_to_single_out_none(concluded):
     assert (
-        "p = 0.010 (selection replayed); no layer or position stands out: none of 2 pairs can be "
-        "told from the best (95% confidence set)." in concluded(MORE, left_out=1.0).sentence
+        "p = 0.010 (selection replayed; of the heat map, family-wise, p = 0.030); no layer or "
+        "position stands out: none of 2 pairs can be told from the best (95% confidence set)."
+        in concluded(MORE, left_out=1.0).sentence
     )
 
 
 def test_the_sentence_in_full(concluded):
     numbers = (
         "Probes whose layer and position are chosen inside the training folds have AUROC 0.71 "
-        "[0.65, 0.77], p = 0.010 (selection replayed); 1 of 2 layers × positions can't be told "
-        "from the best (95% confidence set)."
+        "[0.65, 0.77], p = 0.010 (selection replayed; of the heat map, family-wise, p = 0.030); 1 "
+        "of 2 layers × positions can't be told from the best (95% confidence set)."
     )
-    assert concluded(MORE, labelled_by="judge rules").sentence == (
-        f"The rate can be read from the hidden states, beyond {READOUT}. {numbers} Added to that "
-        "readout (AUROC 0.68), the hidden states save +11.0% [+4.0, +18.0] of its held-out "
-        "deviance, AUROC +0.02 [-0.00, +0.05]. Labels: judge rules."
+    found = concluded(MORE, labelled_by="judge rules")
+    assert (
+        found.sentence
+        == f"The rate can be read from the hidden states, beyond {READOUT}. {numbers}"
     )
+    assert found.control == (
+        f"Added to {READOUT} (AUROC 0.68), the hidden states save +11.0% [+4.0, +18.0] of its "
+        "held-out deviance, AUROC +0.02 [-0.00, +0.05]. The control task has AUROC 0.70 "
+        "[0.60, 0.80], of 0.84 for a probe that knows its rates. Labels: judge rules."
+    )
+
+
+def random_blocks(low):
+    less = Estimate(0.05, low, 0.09, 30, "percentile")
+    auroc = Estimate(0.66, 0.6, 0.72, 30, "percentile")
+    cells = np.array([[0.6], [0.7]])
+    return RandomBlocks("random blocks 7", auroc, less, cells, np.array([[False], [True]]))
+
+
+def test_what_random_blocks_are_read_as_well_is_no_finding(concluded):
+    found = concluded(MORE, random=[random_blocks(-0.01)])
+    assert found.readable and not found.beyond
+    assert found.sentence.startswith(
+        f"The rate can be read from the hidden states, but from those of {RANDOM_BLOCKS} as well"
+    )
+    assert (
+        "Random blocks (random blocks 7) are read as well as the model's: AUROC 0.66 [0.60, 0.72], "
+        "the headline less that +0.05 [-0.01, +0.09]; at 1 of 2 layers × positions they are read "
+        "at least as well." in found.control
+    )
+    less = concluded(MORE, random=[random_blocks(0.01)])
+    assert less.beyond and "are read less well than the model's" in less.control
+    assert not concluded(MORE, random=[random_blocks(0.01), random_blocks(-0.01)]).beyond
 
 
 def test_nothing_found(concluded, plain):
@@ -458,10 +399,28 @@ def test_nothing_found(concluded, plain):
     assert found.sentence.startswith(
         "No evidence was found that the rate can be read from the hidden states."
     )
+    true = reached + 0.8416 * plain.tested.null.std()
     assert (
-        "The closed form that is tested has 0.66, and one in twenty permutations of the labels of "
-        f"these 30 sources reaches {reached:.2f}." in found.sentence
+        "The closed form that is tested has 0.66; one in twenty permutations of the labels of "
+        f"these 30 sources reaches {reached:.2f}, so that a true value of about {true:.2f} would "
+        "be found in four of five such data sets." in found.sentence
     )
+
+
+def test_what_is_not_shown_to_be_beyond_has_its_power_beside_it(concluded):
+    said = concluded(SAME).control
+    assert "these are 60 contexts with 6 features" in said
+    assert "add as much as the output tells" not in concluded(MORE).control
+    assert "would probably be found" in power_of_beyond(200, 40)
+    assert "may well not be found" in power_of_beyond(500, 2048)
+
+
+def test_readable_takes_both_tests(concluded):
+    assert concluded(p=0.01, family=0.03).readable
+    for p, family in ((0.01, 0.0501), (0.0501, 0.03)):
+        found = concluded(MORE, p=p, family=family)
+        assert not found.readable and not found.beyond
+        assert found.sentence.startswith("No evidence was found that the rate can be read")
 
 
 def test_the_level_of_the_test_is_inclusive(concluded):
@@ -470,13 +429,13 @@ def test_the_level_of_the_test_is_inclusive(concluded):
         and concluded(p=0.05).readable
         and not concluded(p=np.nextafter(0.05, 1)).readable
     )
-    assert ", p < 0.001 (selection replayed)" in concluded(p=0.0009).sentence
-    assert ", p = 0.001 (selection replayed)" in concluded(p=0.001).sentence
+    assert ", p < 0.001 (selection replayed;" in concluded(p=0.0009).sentence
+    assert ", p = 0.001 (selection replayed;" in concluded(p=0.001).sentence
 
 
 @pytest.mark.parametrize("level", [0.8, 0.9, 0.9499])
 def test_beyond_is_never_said_of_narrow_intervals(concluded, level):
     found = concluded(MORE, level=level)
     assert found.readable and not found.beyond
-    assert found.sentence.endswith(" Beyond is never said of intervals below 95%.")
+    assert " Beyond is never said of intervals below 95%." in found.control
     assert COVERAGE == 0.95 and all(concluded(MORE, level=x).beyond for x in (0.95, 0.99))

@@ -1,0 +1,528 @@
+"""What an analysis says: its conclusion, its tables, every number, and the result that is kept.
+
+::
+
+    RUN/results/<name>/     what ia_mech.results writes, and
+      predictions.parquet   per context, from probes that weren't trained on its source
+      probe.safetensors     directions in activation space
+      card.json             where they come from
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from scipy.special import expit
+from scipy.stats import norm
+
+from ia_mech.errors import UserError
+from ia_mech.estimates import TidyEstimate, frame_of
+from ia_mech.results import RESULT, Result, Table, folder_of, read
+from ia_mech.run.labels import check_name
+from ia_mech.run.layout import refuse_unwritable
+from ia_mech.stats import Estimate
+from probes import figures
+from probes.analysis import MEASURES, Analysis, RandomBlocks, Settings
+from probes.card import Probe, directions
+from probes.dataset import ProbeSet
+from probes.figures import LEVEL
+
+COVERAGE = 0.95  # that the interval of a gain must have at least
+READOUT = (
+    "a linear readout of the first-token state, the text, and the states at the ends of query and "
+    "response"
+)
+CONTROL_TASK = "random functions of length and opening of query and response (the control task)"
+RANDOM_BLOCKS = "a model with random blocks over the trained embeddings"
+# Planted complements, which count as much as the base does: contexts, features of a state, in how
+# many sets they were found, of how many (docs/probes-validation.md).
+PLANTED = ((120, 32, 196, 200), (480, 576, 3, 20))
+OFTEN = 0.8  # power that is called enough
+KEY = ["quantity", "layer", "position", "control"]  # no two rows have the same
+COLUMNS = [*KEY, "value", "low", "high", "p", "sources", "contexts", "level", "method"]
+_DTYPES = {
+    **dict.fromkeys(("quantity", "position", "control", "method"), "string"),
+    **dict.fromkeys(("layer", "sources", "contexts"), "Int64"),
+    "level": "float64",
+}
+LAYERS = "0 = embeddings, l = output of block l, before the final norm"
+
+
+# -- the conclusion -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Conclusion:
+    """What an analysis shows, and no more.
+
+    Attributes:
+        readable: both p values are at most 0.05: the headline's, with its selection replayed, and
+            the smallest family-wise one of the heat map.
+        beyond: readable, and hidden states save deviance that :data:`READOUT` leaves, with an
+            interval above zero. Never without these controls, nor from intervals below 95%, nor
+            where random blocks are read as well.
+        sentence: what was found, the plain sentence first.
+        control: what it is held against.
+    """
+
+    readable: bool
+    beyond: bool
+    sentence: str
+    control: str
+
+
+def conclude(
+    analysis: Analysis, what: str = "the follow-up rate", labelled_by: str = ""
+) -> Conclusion:
+    """What the headline, its p values and its controls show.
+
+    Args:
+        analysis: of one target.
+        what: the target, in words.
+        labelled_by: where the outcomes come from, such as ``judge rules``.
+    """
+    tested, gain = analysis.tested, analysis.beyond
+    readable = bool(tested.p <= LEVEL and tested.p_family.min() <= LEVEL)
+    sure = analysis.settings.level >= COVERAGE
+    as_well = [one for one in analysis.random_blocks if not one.difference.low > 0]
+    beyond = readable and sure and not as_well and gain is not None and bool(gain.saved.low > 0)
+    auroc = round(analysis.headline.measures["auroc"].value, 2)  # as it is shown
+    tasks = [one for one in analysis.compared if one.kind == "control task"]
+    chance = next((task for task in tasks if round(task.auroc.value, 2) >= auroc), None)
+    can = f"{what[:1].upper()}{what[1:]} can be read from the hidden states"
+    if not tested.permutations:
+        said = [f"{what[:1].upper()}{what[1:]} was not tested: nothing is claimed without "
+                "permutations."]  # fmt: skip
+    elif not readable:
+        said = [f"No evidence was found that {what} can be read from the hidden states."]
+    elif as_well:
+        said = [
+            f"{can}, but from those of {RANDOM_BLOCKS} as well: it is not shown that the model "
+            "computes anything of it."
+        ]
+    elif beyond:
+        said = [f"{can}, beyond {READOUT}."]
+    elif chance is not None:
+        said = [f"{can}, but no better than {CONTROL_TASK}: it is not shown that they represent "
+                "it."]  # fmt: skip
+    elif gain is None:
+        said = [f"{can}; whether beyond {READOUT} can't be told without these controls."]
+    else:
+        said = [f"{can}; that they tell more than {READOUT} is not shown."]
+    said.append(_numbers(analysis))
+    if tested.permutations and not readable:
+        said.append(_power(analysis))
+    held = []
+    if gain is not None:
+        held.append(
+            f"Added to {READOUT} (AUROC {gain.base.value:.2f}), the hidden states save "
+            f"{percent(gain.saved)} of its held-out deviance, AUROC {signed(gain.gain)}."
+        )
+        if readable and not beyond:
+            size = len(analysis.outcome), analysis.headline.weights.shape[1]
+            held.append(power_of_beyond(*size))
+        if not sure:
+            held.append(f"Beyond is never said of intervals below {COVERAGE:.0%}.")
+    for task in tasks:
+        known = "–" if task.oracle is None else f"{task.oracle.value:.2f}"
+        held.append(
+            f"The control task has AUROC {task.auroc.text()}, of {known} for a probe that knows "
+            "its rates."
+        )
+    held += [_random(one) for one in analysis.random_blocks]
+    if labelled_by:
+        held.append(f"Labels: {labelled_by}.")
+    return Conclusion(readable, beyond, " ".join(said), " ".join(held))
+
+
+def _numbers(analysis: Analysis) -> str:
+    tested, auroc = analysis.tested, analysis.headline.measures["auroc"]
+    p = ""
+    if tested.permutations:
+        p = f", p {p_text(tested.p)} (selection replayed; of the heat map, family-wise, p "
+        p += f"{p_text(float(tested.p_family.min()))})"
+    count, level = int(analysis.among_best.sum()), f"{100 * analysis.settings.level:g}%"
+    told = f"{count} of {analysis.among_best.size} layers × positions can't be told from the best"
+    if count == analysis.among_best.size:
+        told = f"no layer or position stands out: none of {count} pairs can be told from the best"
+    return (
+        f"Probes whose layer and position are chosen inside the training folds have AUROC "
+        f"{auroc.text()}{p}; {told} ({level} confidence set)."
+    )
+
+
+def _power(analysis: Analysis) -> str:
+    """What would have been found."""
+    tested, sources = analysis.tested, analysis.outcome.source_count
+    reached = float(np.quantile(tested.null, 0.95))
+    # In four of five data sets an estimate is above its mean less 0.84 standard deviations; the
+    # spread is that under permutation.
+    found = reached + float(norm.ppf(OFTEN)) * float(tested.null.std())
+    return (
+        f"The closed form that is tested has {tested.value:.2f}; one in twenty permutations of the "
+        f"labels of these {sources} sources reaches {reached:.2f}, so that a true value of about "
+        f"{found:.2f} would be found in four of five such data sets."
+    )
+
+
+def power_of_beyond(contexts: int, features: int) -> str:
+    """What is known of how often a complement is found in data of this size."""
+    known = " and ".join(
+        f"{found} of {of} sets of {n} contexts with {d} features" for n, d, found, of in PLANTED
+    )
+    ratio = np.log(features / contexts)
+    nearest = min(PLANTED, key=lambda one: abs(np.log(one[1] / one[0]) - ratio))
+    likely = "would probably" if nearest[2] >= OFTEN * nearest[3] else "may well not"
+    return (
+        f"Planted hidden states that add as much as the output tells were found in {known}; these "
+        f"are {contexts} contexts with {features} features, where such an addition {likely} be "
+        "found, and a smaller one less often."
+    )
+
+
+def _random(one: RandomBlocks) -> str:
+    better, cells = int(one.as_well.sum()), one.as_well.size
+    less = "less well than" if one.difference.low > 0 else "as well as"
+    return (
+        f"Random blocks ({one.name}) are read {less} the model's: AUROC {one.auroc.text()}, the "
+        f"headline less that {signed(one.difference)}; at {better} of {cells} layers × positions "
+        "they are read at least as well."
+    )
+
+
+# -- numbers in words -----------------------------------------------------------------------------
+
+
+def p_text(p: float) -> str:
+    """``= 0.012``, or ``< 0.001``."""
+    return "–" if np.isnan(p) else "< 0.001" if p < 0.001 else f"= {p:.3f}"
+
+
+def signed(estimate: Estimate, digits: int = 2) -> str:
+    """``+0.12 [-0.02, +0.25]``."""
+    if np.isnan(estimate.value):
+        return "–"
+    # The sign of an end decides the conclusion, so -0.00 keeps its sign.
+    value, low, high = (f"{x:+.{digits}f}" for x in (estimate.value, estimate.low, estimate.high))
+    return f"{value} [–]" if np.isnan(estimate.low) else f"{value} [{low}, {high}]"
+
+
+def percent(estimate: Estimate) -> str:
+    """``+1.2% [-0.3, +2.5]``."""
+    ends = (
+        "–" if np.isnan(estimate.low) else f"{100 * estimate.low:+.1f}, {100 * estimate.high:+.1f}"
+    )
+    return f"{100 * estimate.value:+.1f}% [{ends}]"
+
+
+# -- every number ---------------------------------------------------------------------------------
+
+
+def estimates(analysis: Analysis) -> pd.DataFrame:
+    """Every estimate of an analysis, with what it is of.
+
+    Quantities, by what their rows are of:
+
+    - a layer and position: ``auroc_cell``, ``statistic`` (the closed-form probes' AUROC, which is
+      tested), ``null_band_95`` (95% quantile of the permuted statistics there), ``p_family``
+      (family-wise), ``p_best`` (of the model confidence set), ``selected_in_folds`` (share of the
+      outer folds that chose it); and with a control, ``auroc_cell`` of random blocks.
+    - the headline, which is the selection procedure and so has no layer or position: the names in
+      :data:`probes.analysis.MEASURES`, ``statistic_headline``, ``null_band_95_headline`` and
+      ``p_headline`` (the selection replayed).
+    - a control: ``auroc_control``; of the control task also ``auroc_oracle``; of random blocks also
+      ``auroc_less_control`` (the headline's less theirs).
+    - the readout of output, text and the ends of query and response: ``auroc_base``, ``auroc_full``
+      (with hidden states), ``auroc_gain`` and ``deviance_saved`` (what hidden states add).
+    - the heat map: ``null_band_95_family`` (95% quantile of the largest permuted statistic).
+
+    Returns:
+        :data:`COLUMNS`; :data:`KEY` is unique. ``layer``, ``position`` and ``control`` are missing
+        where a quantity has none, ``low``, ``high`` and ``level`` where there is no interval. ``p``
+        stands beside the statistic that it belongs to, and is the ``value`` of the rows named after
+        it.
+    """
+    return frame_of(_rows(analysis), _DTYPES, COLUMNS)
+
+
+def _rows(analysis: Analysis) -> Iterator[TidyEstimate]:
+    headline, tested, outcome = analysis.headline, analysis.tested, analysis.outcome
+    permuted = f"{tested.permutations} permutations of whole sources"
+
+    def row(quantity: str, estimate: Estimate, p: float = np.nan, **names: Any) -> TidyEstimate:
+        names["contexts"] = len(outcome)
+        return TidyEstimate(quantity, names, len(outcome), estimate, p)
+
+    def interval(quantity: str, estimate: Estimate, **names: Any) -> TidyEstimate:
+        return row(quantity, estimate, level=analysis.settings.level, **names)
+
+    def plain(
+        quantity: str, value: float, method: str, p: float = np.nan, **names: Any
+    ) -> TidyEstimate:
+        estimate = Estimate(float(value), np.nan, np.nan, outcome.source_count, method)
+        return row(quantity, estimate, p, **names)
+
+    for name, estimate in headline.measures.items():
+        yield interval(name, estimate)
+    band = np.quantile(tested.null, 0.95) if tested.permutations else np.nan
+    yield plain("statistic_headline", tested.value, "closed form", tested.p)
+    yield plain("null_band_95_headline", band, permuted)
+    replayed = f"{permuted}, selection replayed"
+    yield plain("p_headline", tested.p, replayed, tested.p)
+    for control in analysis.compared:
+        yield interval("auroc_control", control.auroc, control=control.name)
+        if control.oracle is not None:
+            yield interval("auroc_oracle", control.oracle, control=control.name)
+    for one in analysis.random_blocks:
+        yield interval("auroc_control", one.auroc, control=one.name)
+        yield interval("auroc_less_control", one.difference, control=one.name)
+    if analysis.beyond is not None:
+        yield interval("auroc_base", analysis.beyond.base)
+        yield interval("auroc_full", analysis.beyond.full)
+        yield interval("auroc_gain", analysis.beyond.gain)
+        yield interval("deviance_saved", analysis.beyond.saved)
+    picked = Counter(headline.picked)
+    for i, layer in enumerate(analysis.layers):
+        for j, position in enumerate(analysis.positions):
+            at: dict[str, Any] = {"layer": layer, "position": position}
+            p = tested.p_family[i, j]
+            share = picked[layer, position] / len(headline.picked)
+            yield interval("auroc_cell", analysis.auroc[i][j], **at)
+            yield plain("statistic", tested.statistic[i, j], "closed form", p, **at)
+            yield plain("null_band_95", tested.band[i, j], permuted, **at)
+            yield plain("p_family", p, permuted, p, **at)
+            yield plain("p_best", analysis.p_best[i, j], "model confidence set", **at)
+            yield plain("selected_in_folds", share, "inner folds", **at)
+            for one in analysis.random_blocks:
+                yield plain("auroc_cell", one.cells[i, j], "", control=one.name, **at)
+    yield plain("null_band_95_family", tested.family_band, permuted)
+
+
+def predictions(analysis: Analysis) -> pd.DataFrame:
+    """What was predicted of every context, out of fold.
+
+    Returns:
+        One row per context, in order: ``fold`` (outer), ``positives``, ``trials``, ``log_odds`` and
+        ``probability`` of the headline, and for every control that predicts the same outcome
+        ``control:<name>`` with its log-odds; ``base`` and ``full``, the log-odds of the readout
+        without and with hidden states.
+    """
+    scores = analysis.headline.scores
+    columns = {
+        "fold": analysis.folds,
+        "positives": analysis.outcome.positives,
+        "trials": analysis.outcome.trials,
+        "log_odds": scores,
+        "probability": expit(scores),
+    }
+    for control in analysis.compared:
+        if control.scores is not None:
+            columns[f"control:{control.name}"] = control.scores
+    if analysis.beyond is not None:
+        columns |= {"base": analysis.beyond.found.base, "full": analysis.beyond.found.full}
+    return pd.DataFrame(columns)
+
+
+# -- tables ---------------------------------------------------------------------------------------
+
+
+def tables(analysis: Analysis) -> list[Table]:
+    """The headline's measures, its controls, and the heat map."""
+    level = f"{100 * analysis.settings.level:g}%"
+    scores = Table(
+        f"The headline's scores [{level} intervals over sources]",
+        ["score", "value", "what"],
+        [
+            [name.replace("_", " "), estimate.text(3), MEASURES[name]]
+            for name, estimate in analysis.headline.measures.items()
+        ],
+    )
+    rows = [[one.name, one.auroc.text(), one.what] for one in analysis.compared]
+    for one in analysis.compared:
+        if one.oracle is not None:
+            rows.append(["  of its rates", one.oracle.text(), "what a probe that knows them has"])
+    rows += [[one.name, one.auroc.text(), RANDOM_BLOCKS] for one in analysis.random_blocks]
+    if analysis.beyond is not None:
+        base = "output, text, and states at the ends of query and response"
+        rows.append(["base", analysis.beyond.base.text(), base])
+        rows.append(["  + hidden", analysis.beyond.full.text(), "and the headline's states"])
+    controls = Table(
+        f"What a probe reads elsewhere: AUROC [{level}]", ["control", "AUROC", "what"], rows
+    )
+    cells = [
+        [str(layer), *(_cell(analysis, i, j) for j in range(len(analysis.positions)))]
+        for i, layer in enumerate(analysis.layers)
+    ]
+    tested = "* family-wise p ≤ 0.05 (closed form); " if analysis.tested.permutations else ""
+    heat_map = Table(
+        f"AUROC by layer and position, {len(analysis.outcome)} contexts in every column",
+        ["layer", *analysis.positions],
+        cells,
+        f"{tested}° in the {level} confidence set of the best (held-out log loss)",
+        full=True,
+    )
+    return [scores, *([controls] if rows else []), heat_map]
+
+
+def _cell(analysis: Analysis, i: int, j: int) -> str:
+    value = analysis.auroc[i][j].value
+    star = "*" if analysis.tested.p_family[i, j] <= LEVEL else ""
+    best = "°" if analysis.among_best[i, j] else ""
+    return ("–" if np.isnan(value) else f"{value:.2f}") + star + best
+
+
+# -- the result -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where an analysis goes.
+
+    Attributes:
+        folder: of the result.
+        about: what decides the result; see :class:`ia_mech.results.Result`.
+    """
+
+    folder: Path
+    about: dict[str, Any]
+
+    @classmethod
+    def free(
+        cls, about: dict[str, Any], home: Path, name: str | None = None, replace: bool = False
+    ) -> "Place":
+        """A folder that this analysis may write: a new one, one with the same analysis (given the
+        same again), or one with another if it is to be replaced.
+
+        Args:
+            about: what decides the result.
+            home: the run to keep it in.
+            name: of the folder; made from kind, target and judge if not given.
+            replace: allow to replace an analysis of other settings.
+
+        Raises:
+            UserError: a name that no file can have, one that is taken, or a run that can't be
+                written to.
+        """
+        if name is None:
+            settings = about["settings"]
+            parts = [about["kind"], settings["target"].replace("@", "-at-"), about["judge"]]
+            name = "-".join(part for part in parts if part)
+        folder = folder_of(home, check_name(name))
+        refuse_unwritable(folder, "give a copy of the run")
+        if (folder / RESULT).exists() and not replace:
+            before = read(folder).about
+            keys = ("kind", "identities", "judge", "settings")
+            differing = [key for key in keys if before.get(key) != about[key]]
+            if differing == ["settings"]:
+                old, new = dict(before["settings"]), about["settings"]
+                differing = [key for key in new if old.get(key) != new[key]]
+            if differing:
+                raise UserError(
+                    f"{folder} holds an analysis that differs in {', '.join(differing)}",
+                    "give another --out, or --replace",
+                )
+        return cls(folder, about)
+
+
+def about(kind: str, data: ProbeSet, settings: Settings, **more: Any) -> dict[str, Any]:
+    """What decides a result, as plain JSON; without the number of threads."""
+    return {
+        "kind": kind,
+        "runs": [run.name for run in data.runs],
+        "identities": [run.identity_digest for run in data.runs],
+        "judge": data.judge,
+        "gate": data.labelled_by,
+        "settings": {
+            "target": data.target.name,
+            "labels": [_labels_digest(data, number) for number in range(len(data.runs))],
+            "within": data.within,
+            "positions": data.positions,
+            "layers": list(data.layers),
+            "embeddings": None
+            if data.embeddings is None
+            else sha256(data.embeddings.tobytes()).hexdigest()[:16],
+            **{k: v for k, v in asdict(settings).items() if k != "workers"},
+            **more,
+        },
+    }
+
+
+def _labels_digest(data: ProbeSet, number: int) -> str:
+    """Of a run's outcomes: which contexts, k and n."""
+    own = data.contexts.loc[data.contexts["run"] == number]
+    hashes = pd.util.hash_pandas_object(own[["context_id", "positives", "trials"]], index=False)
+    return f"{int(hashes.sum()):016x}"[-16:]
+
+
+def result_of(analysis: Analysis, data: ProbeSet, place: Place) -> Result:
+    """What is shown and kept of an analysis, the probe that is fitted on all contexts included."""
+    target, headline = data.target, analysis.headline
+    within = " within datasets" if data.within == "dataset" else ""
+    said = conclude(analysis, target.words + within, data.labelled_by)
+    name = dict.fromkeys(run.model["name"] for run in data.runs)
+    title = f"{', '.join(name)} · {target.name} · {data.labelled_by}"
+    names = data.contexts[["run", "context_id", "dataset"]].assign(
+        run=data.contexts["run"].map(lambda number: data.runs[number].name),
+        source=data.contexts["source"].str.replace("\0", "/"),
+    )
+    notes = [f"{target.name}: {target.describe()}", _data_note(analysis, data), *data.notes]
+    found = Result(
+        name=place.folder.name,
+        question=f"Where can {target.words}{within} be read from the hidden states?",
+        sentence=said.sentence,
+        control=said.control,
+        estimates=estimates(analysis),
+        tables=tables(analysis),
+        figures={
+            "heat_map": figures.heat_map(analysis, title),
+            "layer_curve": figures.layer_curve(analysis, title),
+        },
+        notes=[*notes, *analysis.notes],
+        about=place.about,
+        data={"predictions": pd.concat([names, predictions(analysis)], axis=1)},
+        files={},
+    )
+    states = data.layer(headline.layer)[:, analysis.positions.index(headline.position)]
+    probe = Probe(directions(states, data.outcome, headline.penalty), _card(analysis, data, found))
+    return replace(found, files=probe.files)
+
+
+def _data_note(analysis: Analysis, data: ProbeSet) -> str:
+    outcome, headline, folds = analysis.outcome, analysis.headline, analysis.settings.folds
+    share = outcome.positives.sum() / outcome.trials.sum()
+    by_fold = ", ".join(
+        f"layer {layer} {position} ×{times}"
+        for (layer, position), times in Counter(headline.picked).most_common()
+    )
+    return (
+        f"{len(outcome)} contexts of {outcome.source_count} sources, {round(outcome.trials.sum())} "
+        f"turns, {share:.1%} positive. Scores are means over {folds} outer folds, of probes "
+        f"trained on {folds - 1}/{folds} of these, over pairs of contexts within a fold and "
+        f"{data.within}. The headline reads {by_fold}; the probe that is kept, fitted on all, "
+        f"layer {headline.layer}, {headline.position}."
+    )
+
+
+def _card(analysis: Analysis, data: ProbeSet, found: Result) -> dict[str, Any]:
+    headline = analysis.headline
+    runs = [
+        {"name": run.name, "identity": run.identity_digest, "model": run.model} for run in data.runs
+    ]
+    return {
+        "asked": {**found.about["settings"], "judge": data.judge, "runs": runs},
+        "layer": headline.layer,
+        "position": headline.position,
+        "layer_convention": LAYERS,
+        "fitted_on": data.states_are,
+        "penalty": headline.penalty,
+        "target": data.target.describe(),
+        "sentence": found.sentence,
+        "control": found.control,
+        "contexts": len(analysis.outcome),
+        "training_sources": sorted(set(data.contexts["source"].str.replace("\0", "/"))),
+    }
