@@ -328,7 +328,7 @@ def test_the_gate_of_the_judge_goes_with_the_labels(copy):
     assert any("is unknown: the run has no decoys" in note for note in found.notes)
 
 
-def test_a_judge_that_looks_at_the_turn_alone_is_called_not_grounded(merged, tmp_path):
+def test_a_judge_that_looks_at_the_turn_alone_fails_its_gate(merged, tmp_path):
     """It accepts whatever is well formed, which is here most turns, after any conversation."""
     run = Run.open(shutil.copytree(merged.path, tmp_path / "run"))
 
@@ -338,8 +338,8 @@ def test_a_judge_that_looks_at_the_turn_alone_is_called_not_grounded(merged, tmp
     label_run(run, FakeJudge(say, paid=False), "agreeable", Quiet())
     found = read([run])
     assert 0.5 < found.outcome.positives.sum() / found.outcome.trials.sum() < 1
-    assert found.labelled_by == "judge agreeable: not grounded"
-    assert any("judge agreeable on genuine turns: not grounded." in note for note in found.notes)
+    assert found.labelled_by == "judge agreeable: failed"
+    assert any("judge agreeable: failed." in note for note in found.notes)
 
 
 def test_a_target_that_no_context_has_is_refused(copy):
