@@ -10,8 +10,8 @@ then gains nothing.
 
 Where the base carries something in a direction of little variance, a penalised readout of few
 contexts finds it better in a louder, noisier copy. So hidden states enter less what a ridge
-regression on the base predicts of them (the residual of Frisch & Waugh 1933): what they share
-linearly with the base is gone, and what they add is not. No label takes part in this, and so all
+regression on each block of the base predicts of them (the residual of Frisch & Waugh 1933): what
+they share linearly with the base is gone, and what they add is not. No label takes part in this, and so all
 contexts do.
 """
 
@@ -69,8 +69,10 @@ def gained(
 
     def tune(fold: int) -> tuple[float, list[Tuned]]:
         mixed, *others = parts = [*fixed, scaled(ends[fold])]
-        stages = []
-        for more in (*others, scaled(residual(hidden[fold], np.hstack(parts)))):
+        left, stages = np.asarray(hidden[fold], dtype=float), []
+        for part in parts:  # one by one: a wide block must not keep what a narrow one would find
+            left = residual(left, part)
+        for more in (*others, scaled(left)):
             wider = [np.hstack([mixed, np.sqrt(r) * more]) if r else mixed for r in RATIOS]
             stages.append(_tuned(wider, design, fold))
             mixed = wider[stages[-1][0]]
