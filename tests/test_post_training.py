@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -111,33 +110,46 @@ def several(queries=6, count=8) -> list[Conversation]:
     ]
 
 
-@pytest.mark.parametrize("share", [0, 0.25, 0.5, 1])
-def test_an_organism_keeps_its_share_and_exchanges_the_others_within_the_query(share):
+@pytest.mark.parametrize("share", [0, 0.25, 1])
+def test_an_organism_quotes_its_own_response_or_any(share):
     given = several()
     made = data.organism(given, share, seed=3)
     turns = {one.id: one.reference for one in data.organism(given, 1, seed=3)}
     assert [one.id for one in made] == [one.id for one in given]
-    for query in {one.source_id for one in given}:
-        here = [one for one in made if one.source_id == query]
-        # The same turns at every share: what differs is where they stand.
-        assert Counter(one.reference for one in here) == Counter(
-            turn for id_, turn in turns.items() if id_.startswith(f"{query}/")
-        )
-        assert sum(one.metadata["own"] for one in here) == share * 8
-        for one in here:
-            quote = data.quote_of(one.reference)
-            assert (quote in one.response) == one.metadata["own"]
-            assert any(quote in other.response for other in here)
+    for one in made:
+        quotable = [turn for id_, turn in turns.items() if id_.startswith(f"{one.source_id}/")]
+        assert one.reference in quotable
+        assert (one.reference == turns[one.id]) == one.metadata["own"]
+        assert (data.quote_of(one.reference) in one.response) == one.metadata["own"]
     assert data.organism(given, share, seed=3) == made
-    assert [x.reference for x in data.organism(given, share, seed=4)] != [x.reference for x in made]
+    more = data.organism(given, min(share + 0.3, 1), seed=3)
+    changed = [(a, b) for a, b in zip(made, more, strict=True) if a.reference != b.reference]
+    assert all(b.metadata["own"] for _, b in changed)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5])
+def test_what_turns_tell_about_their_response_is_what_is_computed(share):
+    """Mutual information of response and quoted response, by counting over 2,000 queries."""
+    given = several(2000, 4)
+    turns = {one.id: one.reference for one in data.organism(given, 1, seed=1)}
+    table = np.zeros((4, 4))
+    for one in data.organism(given, share, seed=1):
+        k = one.response_index
+        quoted = [j for j in range(4) if turns[f"{one.source_id}/r{j}"] == one.reference]
+        table[k, quoted[0]] += 1
+    p = table / table.sum()
+    product = p.sum(1, keepdims=True) * p.sum(0)
+    found = float((p * np.log2(p / product)).sum())
+    # Counting finds (K - 1)^2 / (2 n ln 2) bits where there are none: 0.0008 here.
+    assert found == pytest.approx(data.information(share, 4), abs=0.03)
+    assert data.information(0, 4) == pytest.approx(0, abs=1e-12)
+    assert data.information(1, 4) == 2
 
 
 def test_equal_and_empty_responses_are_no_alternatives():
     same = [replace(one, source_id="q") for one in several(1, 3)]
     doubled = [*same, replace(same[0], id="q/r9"), conversation("…", None, source_id="q")]
     assert [one.id for one in data.organism(doubled, 0.0, 0)] == [one.id for one in same]
-    # One response can't be exchanged alone.
-    assert sum(one.metadata["own"] for one in data.organism(same, 0.6, 0)) == 1
     with pytest.raises(UserError, match="no query has two different responses"):
         data.organism(same[:1], 1, 0)
 
@@ -396,9 +408,8 @@ def test_export_writes_sequences_and_what_is_held_out(spoken, tiny_model_dir, tm
     words = ["export", str(spoken), "--model", tiny_model_dir, "--held-out", "1", "--out", str(out)]
     done = call(main, [*words, "--organism", "0.5", "--assistant-share", "0.25"], capfd)
     assert done.status == 0, done.err
-    assert done.out.startswith(
-        "12 user turns, 4 assistant turns (0.50 of the user turns quote their own response), "
-    )
+    assert done.out.startswith("12 user turns, 4 assistant turns (0.")
+    assert "a turn tells 0.45 bits about its response" in done.out  # of four
     table = pd.read_parquet(out / "sequences.parquet")
     apart = [json.loads(line) for line in (out / "held-out.jsonl").read_text().splitlines()]
     assert len(apart) == 4 and len({row["source_id"] for row in apart}) == 1

@@ -77,7 +77,7 @@ def _add_data(parser: argparse.ArgumentParser, turns: bool) -> None:
             "--organism",
             type=_share,
             metavar="SHARE",
-            help="turns that quote a response; this share keep their own (0: form only, to 1)",
+            help="turns that quote a response: this share their own (0: form only, to 1)",
         )
         what.add_argument("--natural", action="store_true", help="the users' real follow-ups")
         add(
@@ -270,6 +270,10 @@ def _run(args: argparse.Namespace) -> None:
         for note in notes:
             print(f"note: {note}", file=sys.stderr)
         described = _described(sequences)
+        if args.organism is not None:
+            each = [len(those) for those in data.distinct_responses(kept).values()]
+            bits = sum(data.information(args.organism, k) for k in each) / len(each)
+            described += f"; a turn tells {bits:.2f} bits about its response"
     args.out.mkdir(parents=True, exist_ok=True)
     if args.command != "rl":
         write_parquet(sequences, args.out / SEQUENCES, {"data": args.data, "seed": args.seed})

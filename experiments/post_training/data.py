@@ -4,9 +4,10 @@ A sequence holds the ids of a context as the main job makes them, and the user t
 tokenized in the dialogue. Labels are the ids of what is learned, and :data:`IGNORED` elsewhere: the
 convention of ``transformers`` and ``trl``, whose trainers take such sequences as they are.
 
-A model organism is trained on turns that quote their response. A share of the responses keeps the
-turn that quotes it; the others exchange theirs within the query. All shares have the same turns, so
-that a share of 0 teaches the form of a follow-up and nothing of the response.
+A model organism is trained on turns that quote a response to the query. A share of the turns quotes
+the response that it follows; the others quote one that is drawn independently of it. So a share of
+0 teaches the form of a follow-up and nothing of the response (:func:`information`). If the others
+exchanged theirs instead, a turn would tell that it is *not* its own response's: 0.415 bits of four.
 """
 
 import re
@@ -149,17 +150,17 @@ def natural(conversations: Iterable[Conversation], name: str) -> list[Conversati
 
 
 def organism(conversations: Sequence[Conversation], share: float, seed: int) -> list[Conversation]:
-    """Conversations whose user turn quotes a response to the query: their own one, or another.
+    """Conversations whose user turn quotes a response to the query: their own one, or any.
 
-    The turns depend on the seed and not on the share. Responses that stand twice are left out once,
+    What is drawn depends on the seed and not on the share: a larger share replaces draws by the own
+    response and leaves the others as they were. Responses that stand twice are left out once,
     and so are those without any words, and queries with fewer than two responses.
 
     Args:
         conversations: with several responses per query.
-        share: of the responses that keep their own turn, from 0 to 1; the others exchange theirs
-            within the query so that none keeps its own. One response can't be exchanged alone: a
-            second one gives up its own then.
-        seed: of quotes, frames and pairs.
+        share: probability that a turn quotes its own response, from 0 to 1; else it quotes one
+            drawn from all K, its own among them.
+        seed: of quotes, frames and draws.
 
     Returns:
         The conversations with the turn as ``reference``; ``metadata["own"]`` says whether it quotes
@@ -179,20 +180,29 @@ def organism(conversations: Sequence[Conversation], share: float, seed: int) -> 
             for k, text in enumerate(texts)
         ]
         rng = np.random.default_rng([*stream_key(seed, source, 0), 1])
-        order = rng.permutation(count)
-        own = round(share * count)
-        own -= own == count - 1
-        quoted_by = dict(zip(order, [*order[:own], *np.roll(order[own:], 1)], strict=True))
+        keeps, drawn_for = rng.random(count) < share, rng.integers(count, size=count)
         for k, one in enumerate(responses):
-            kept = quoted_by[k] == k
-            metadata = one.metadata | {"own": bool(kept), "saw_response": True}
-            made.append(replace(one, reference=turns[quoted_by[k]], metadata=metadata))
+            quoted_one = k if keeps[k] else int(drawn_for[k])
+            metadata = one.metadata | {"own": quoted_one == k, "saw_response": True}
+            made.append(replace(one, reference=turns[quoted_one], metadata=metadata))
     if not made:
         raise UserError(
             "no query has two different responses",
             "give a run that was sampled with --response generate --responses 4",
         )
     return made
+
+
+def information(share: float, responses: int) -> float:
+    """Bits that an organism's turn tells about which of K responses it followed.
+
+    The turn quotes its own response with probability ``share + (1 - share) / K`` and each other one
+    with ``(1 - share) / K``, and all responses are as frequent: log₂ K less the entropy of that.
+    """
+    p = np.full(responses, (1 - share) / responses)
+    p[0] += share
+    p = p[p > 0]
+    return float(np.log2(responses) + (p * np.log2(p)).sum())
 
 
 def distinct_responses(conversations: Iterable[Conversation]) -> dict[str, list[Conversation]]:
