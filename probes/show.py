@@ -41,7 +41,11 @@ CONTROL_TASK = "random functions of length and opening of query and response (th
 RANDOM_BLOCKS = "a model with random blocks over the trained embeddings"
 # Planted complements, which count as much as the base does: contexts, features of a state, in how
 # many sets they were found, of how many (docs/probes-validation.md).
-PLANTED = ((120, 32, 196, 200), (480, 576, 3, 20))
+PLANTED = (
+    (120, 32, 21, 22),
+    (480, 576, 7, 7),
+    (120, 576, 2, 7),
+)
 OFTEN = 0.8  # power that is called enough
 KEY = ["quantity", "layer", "position", "control"]  # no two rows have the same
 COLUMNS = [*KEY, "value", "low", "high", "p", "sources", "contexts", "level", "method"]
@@ -172,7 +176,7 @@ def _power(analysis: Analysis) -> str:
 
 def power_of_beyond(contexts: int, features: int) -> str:
     """What is known of how often a complement is found in data of this size."""
-    known = " and ".join(
+    known = ", ".join(
         f"{found} of {of} sets of {n} contexts with {d} features" for n, d, found, of in PLANTED
     )
     ratio = np.log(features / contexts)

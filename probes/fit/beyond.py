@@ -11,8 +11,8 @@ then gains nothing.
 Where the base carries something in a direction of little variance, a penalised readout of few
 contexts finds it better in a louder, noisier copy. So hidden states enter less what a ridge
 regression on each block of the base predicts of them (the residual of Frisch & Waugh 1933): what
-they share linearly with the base is gone, and what they add is not. No label takes part in this, and so all
-contexts do.
+they share linearly with the base is gone, and what they add is not. No label takes part in this,
+and so all contexts do.
 """
 
 from collections.abc import Callable, Iterable, Sequence
