@@ -27,7 +27,15 @@ from ia_mech.steering import SteeringVector
 CONVERSATIONS, RUN = "conversations.jsonl", "run"
 # Settings of a run that changed conversations share with it: of the chat, and others.
 SHARED = ("system", "thinking", "date")
-MODEL = ("revision", "dtype", "device", "attention", "trust_remote_code", "device_map")
+MODEL = (
+    "revision",
+    "random_blocks",
+    "dtype",
+    "device",
+    "attention",
+    "trust_remote_code",
+    "device_map",
+)
 REST = ("batch_rows", "ignore_check")
 DECODING = ("temperatures", "samples", "max_new_tokens", "seed")
 

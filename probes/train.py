@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 DESCRIPTION = """\
 Train linear probes on the residual stream at every layer and position of a judged run, compare
-them with controls, and keep them in RUN/probes/NAME. Several runs are pooled, with an intercept
+them with controls, and keep them in RUN/results/NAME. Several runs are pooled, with an intercept
 each. No language model is loaded. docs/probes.md explains the method.
 """
 

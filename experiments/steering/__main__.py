@@ -3,8 +3,8 @@
 Usage::
 
     python -m probes.train cache/RUN
-    python -m experiments.steering cache/RUN --probe cache/RUN/probes/rate-logistic-rules --dry-run
-    python -m experiments.steering cache/RUN --probe cache/RUN/probes/rate-logistic-rules
+    python -m experiments.steering cache/RUN --probe cache/RUN/results/probe-rate-rules --dry-run
+    python -m experiments.steering cache/RUN --probe cache/RUN/results/probe-rate-rules
     python -m experiments.steering cache/RUN --vector my.safetensors --doses 0.1 0.2 0.4
 """
 
@@ -163,7 +163,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         type=named,
         default="logistic",
         metavar="NAME",
-        help="of the probe: logistic, mass-mean or whitened (default: logistic)",
+        help="of the probe: logistic or mass-mean (default: logistic)",
     )
     parser.add_argument(
         "--layer", type=whole_from(0), metavar="L", help="0 = embeddings (default: the probe's)"
