@@ -32,6 +32,7 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, *args, **options) -> None:
         options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
+        options.setdefault("allow_abbrev", False)  # a new flag must not change what a script says
         options["epilog"] = "\n".join([*options.get("epilog", "").splitlines(), STATUSES])
         super().__init__(*args, **options)
 

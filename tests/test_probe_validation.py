@@ -133,7 +133,10 @@ def test_a_linear_readout_finds_the_signal_where_it_is_and_nowhere_else(kind, fi
 def test_the_signal_can_be_planted_elsewhere():
     plan = Plan("signal", informative_layer=2, informative_position="response_end", contexts=1000)
     found = plant(plan).slopes.any(axis=-1)
-    assert found.tolist() == [[layer >= 2, False, False] for layer in range(8)]
+    wanted = [
+        [layer >= 2 and name == "response_end" for name in plan.positions] for layer in range(8)
+    ]
+    assert found.tolist() == wanted
 
 
 # -- the lens -------------------------------------------------------------------------------------
@@ -225,7 +228,7 @@ def test_a_written_context_is_one_that_a_template_could_have_made(tmp_path):
         {"positions": ("response_end",)},
         {"positions": ("header_last", "nowhere")},
         {"informative_layer": 8},
-        {"informative_position": "query_end"},
+        {"informative_position": "nowhere"},
         {"oracle_auroc": 0.5},
         {"prevalence": 1.0},
     ],

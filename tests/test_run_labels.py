@@ -182,7 +182,7 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(labels, monkeyp
 
 def test_an_unknown_judge_is_refused_naming_those_there(labels):
     # A command without --judge would give the rules judge's verdicts that name.
-    command = r"run: python -m ia_mech\.judge run \S+/run --judge … --name gpt --replace$"
+    command = r"run: python -m ia_mech\.judge run \S+/run --judge … --name gpt$"
     expected = r"run has no judgements of 'gpt'; " + command
     for read in (labels.judgements, lambda name: labels.record("judgements", name)):
         with pytest.raises(UserError, match=expected):

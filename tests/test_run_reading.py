@@ -67,11 +67,11 @@ def test_safetensors_open_by_themselves(merged):
             len(merged.positions),
             WIDTH,
         ]
-        metadata = {key: json.loads(text) for key, text in tensors.metadata().items()}
+        metadata = json.loads(tensors.metadata()["names"])
     assert metadata["positions"] == merged.positions
     assert metadata["contexts"] == merged.contexts["context_id"].tolist()
     with safe_open(merged.path / "header_logits/00000.safetensors", "pt") as tensors:
-        assert json.loads(tensors.metadata()["contexts"]) == metadata["contexts"]
+        assert json.loads(tensors.metadata()["names"])["contexts"] == metadata["contexts"]
         assert tensors.get_slice("shifted").get_shape() == [CONTEXTS, merged.model["vocab"]]
         assert tensors.get_slice("shifted").get_dtype() == "F16"
 

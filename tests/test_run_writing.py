@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 from runs import (
     PARTS,
@@ -186,7 +187,7 @@ def test_every_state_between_two_file_operations_can_be_gone_on_from(
     live.mkdir()
     with monkeypatch.context() as patch:
         patch.setattr("os.replace", around(os.replace))
-        patch.setattr(writer, "save_file", halfway(writer.save_file))
+        patch.setattr(safetensors.torch, "save_file", halfway(safetensors.torch.save_file))
         patch.setattr(writer.pq, "write_table", halfway(writer.pq.write_table))
         write_by_hand(live / "run")
     assert len(states) > 40

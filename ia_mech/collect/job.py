@@ -223,7 +223,10 @@ class _Job:
         if not self.responses and not self.contexts:
             here = self.writer.path
             done = here if Run(here).complete else f"this shard of {here}"
-            self.progress.say(f"{done} was finished before; nothing was computed again")
+            said = f"{done} was finished before; nothing was computed again"
+            if not self.parts.responses and not self.parts.contexts:
+                said = f"this shard has no part of {here}: the run has fewer parts than shards"
+            self.progress.say(said)
             self.writer.finish()
             return
         self._begin_session()

@@ -478,7 +478,7 @@ def run_bytes(
         logits = 6 * int(settings.header_logits)
     # A generation: id, log-probability, rank and margin of four bytes each per token, and its text.
     turns = len(settings.rows()) * (settings.max_new_tokens * 20 + 100)
-    scores = 2_000  # a log-probability per temperature, and what columns cost
+    scores = 600  # a log-probability per temperature, and what columns cost
     return len(lengths) * (residuals + logits + turns + scores) + 10 * sum(lengths) + 8_000
 
 

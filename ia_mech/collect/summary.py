@@ -192,6 +192,11 @@ def print_run(run: Run) -> None:
         found = run.ignored_check or "it found no difference"
         _say(f"note: --ignore-check, of the engine's start-up check: {found}")
     _say_skipped(next((one["skipped"] for one in run.sessions if "skipped" in one), []))
+    written = int((run.contexts["response_policy"] == "generated").sum())
+    if written and run.settings["response"] != "generate":
+        _say(
+            f"note: the data lacks {written} of {len(run.contexts)} responses; the model wrote them"
+        )
     if cut := int(run.contexts["response_cut_off"].sum()):
         _say(
             f"{cut} of {len(run.contexts)} responses were cut off at "

@@ -21,6 +21,7 @@ from ia_mech.data.formats import DEPTH, ColumnMap, Message, Parts, parse
 from ia_mech.errors import UserError
 from ia_mech.untrusted import parse_json
 
+CORRECT = "correct the row, leave it out, or skip such rows (--skip-unusable)"
 BUILTIN = ("maths", "instructions", "open")
 SUFFIXES = (".jsonl", ".json", ".parquet")
 UNPERTURBED = "none"
@@ -109,7 +110,7 @@ def validate(conversation: Conversation, place: str) -> None:
     Raises:
         UserError: unknown role, content that isn't text, an empty query, or turns out of order.
     """
-    remedy = "correct the row, or leave it out"
+    remedy = CORRECT
     for number, message in enumerate(conversation.messages, start=1):
         role, content = message["role"], message["content"]
         if role not in ("system", "user", "assistant"):
@@ -148,7 +149,7 @@ def validate(conversation: Conversation, place: str) -> None:
 def _check_text(content, what: str) -> None:
     if not isinstance(content, str):
         kind = "null" if content is None else type(content).__name__
-        raise UserError(f"{what} is {kind}, not text", "correct the row, or leave it out")
+        raise UserError(f"{what} is {kind}, not text", CORRECT)
     try:
         content.encode()
     except UnicodeEncodeError:  # JSON can spell one; no tokenizer or Parquet file takes it

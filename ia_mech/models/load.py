@@ -479,6 +479,8 @@ def _explained(spec: ModelSpec) -> Iterator[None]:
 
 
 def _remedy(spec: ModelSpec) -> str:
+    if spec.name in embedded.MODELS and spec.attention != "auto":
+        return "leave out --attention"
     if spec.name in embedded.MODELS:
         return f"remove {embedded.directory(spec.name)}, so that the next command makes it again"
     attention = "leave out --attention, or " if spec.attention != "auto" else ""

@@ -34,8 +34,8 @@ def card(record: dict, contexts: int) -> str:
         f"{sampled}, of at most {settings['max_new_tokens']} tokens.",
         "",
         "**The user turns were written by a model, not by people.** The conversations before them "
-        f"are from `{settings['dataset']}`. Their licence is not recorded here: state it before "
-        "you share this folder.",
+        f"are from `{settings['dataset']}`{_responses(record)}. Their licence is not recorded "
+        "here: state it before you share this folder.",
         "",
         "| folder | what |",
         "|---|---|",
@@ -72,6 +72,21 @@ def card(record: dict, contexts: int) -> str:
         *_columns("generations", layout.GENERATIONS),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _responses(record: dict) -> str:
+    """Whose responses the contexts hold, if not the data's."""
+    if not record["parts"]["responses"]:
+        return ""
+    settings = record["identity"]["settings"]
+    of, most = "all", settings["max_response_tokens"]
+    if settings["response"] != "generate":
+        of = "those that the data lacks"
+    return (
+        f", but **the model wrote their responses** ({of}, {settings['responses']} to a query, of "
+        f"at most {most} tokens; `response_cut_off` marks those that reached it), and the user's "
+        "real next turn answered another response"
+    )
 
 
 def _configs() -> list[str]:

@@ -239,7 +239,8 @@ class Labels:
         if name not in there:
             known = f"give one of {', '.join(there)}, or " if there else ""
             raise UserError(
-                f"{self.path} has no {kind} of {name!r}", f"{known}run: {self.command(kind, name)}"
+                f"{self.path} has no {kind} of {name!r}",
+                f"{known}run: {self.command(kind, name).removesuffix(' --replace')}",
             )
 
     def _unreadable(self, kind: str, name: str, problem: Exception | str) -> UserError:

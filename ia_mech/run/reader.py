@@ -212,7 +212,8 @@ class Run:
         return Labels(self.path, self.identity_digest)
 
     def __repr__(self) -> str:
-        return f"Run({str(self.path)!r})"
+        unfinished = "" if self.complete else ", unfinished"
+        return f"Run({str(self.path)!r}{unfinished})"
 
     def _repr_html_(self) -> str:
         rows = {

@@ -206,8 +206,12 @@ class RunWriter:
         return self._write(file, lambda path: pq.write_table(table, path, compression="zstd"))
 
     def _write_tensors(self, file: str, tensors: "dict[str, Tensor]", names: dict) -> dict:
-        """A safetensors file. Row k of every tensor is of the k-th context of ``names``."""
-        metadata = {name: json.dumps(value) for name, value in names.items()}
+        """A safetensors file. Row k of every tensor is of the k-th context of ``names``.
+
+        The names are one JSON text: safetensors writes several in a random order, and two writers
+        of one part would differ.
+        """
+        metadata = {layout.METADATA: json.dumps(names)}
         return self._write(file, lambda path: _save(tensors, path, metadata))
 
     def _write(self, file: str, write: Callable[[Path], None]) -> dict:
@@ -272,7 +276,13 @@ def refuse_another(
         or integrity.differences({"parts": there["parts"]}, {"parts": wanted["parts"]})
     )
     if differing:
-        found = [f"{name_of(name)} {values}" for name, values in differing.items()]
+        found = [
+            f"{name_of(name)} {values}"
+            for name, values in differing.items()
+            if not name.startswith("conversations.")
+        ]
+        if len(found) < len(differing):
+            found.append("the conversations have changed since")
         raise UserError(
             f"{path} holds another configuration: {', '.join(found)}",
             "give another --out, or the configuration that it holds",
