@@ -168,8 +168,8 @@ def units_of(
     end = () if chat.closing_id is None else (chat.closing_id,)
     units, refused = [], {}
     for row, (one, source) in enumerate(zip(own, references.frame["source"], strict=True)):
-        others = lenders.responses(row, swaps)
-        control = lenders.reference(row, others)
+        control = lenders.reference(row)  # whose response is none of those swapped in
+        others = lenders.responses(row, swaps, [control] if control else [])
         texts = [(REFERENCE, one.reference or "")]
         texts += [(CONTROL, control.reference)] if control and control.reference else []
         texts += [(QUERY, one.query), (RESPONSE, one.response or ""), (CLOSING, CLOSING_TEXT)]
@@ -491,6 +491,13 @@ def run(args: argparse.Namespace, runs: "list[Run]", folder: Path) -> "Result | 
     found = estimates(references, rows, **intervals(args))
     kinds = [kind for kind in AGAINST if kind in set(rows["against"].dropna())]
     of = found[found["of"] == kinds[0]] if kinds else found.iloc[:0]
+    written = [one.contexts for one in runs if one.settings["response"] == "generate"]
+    if SIBLINGS in kinds and written:
+        cut = pd.concat(written)["response_cut_off"].astype(bool)
+        notes.append(
+            f"{cut.sum()} of {len(cut)} sibling responses were cut off, and all are the model's "
+            "own: a follow-up that fits any good response gains against them, too."
+        )
     if SIBLINGS not in kinds:
         notes.append(
             "No responses to the same queries were given: bits against other queries' responses "
@@ -537,7 +544,7 @@ The model scores each real follow-up after the response that the user saw, after
 the same query (of the RUNs that hold some, sampled with --response generate), after responses to
 other queries of about the same length, and after none; and beside it another conversation's
 follow-up, which owes the response nothing. In its own context the follow-up stands against rivals:
-the query or the response repeated, and a closing. About 1 s per context on a CPU core (135M).
+the query or the response repeated, and a closing. A context takes some seconds on a CPU (135M).
 Interrupted, the same command continues.""",
     written="turns.parquet (every score), temperature_curve and contrasts (PNG, SVG, PDF)",
     run=run,

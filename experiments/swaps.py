@@ -55,19 +55,22 @@ class Lenders:
         self._sources = np.array([one.source_id for one in those], dtype=object)
         self._tokens = np.array([one.tokens for one in those])
 
-    def responses(self, borrower: int, count: int) -> list[Lender]:
+    def responses(self, borrower: int, count: int, besides: Sequence[Lender] = ()) -> list[Lender]:
         """Lenders whose responses are about as long as a conversation's own.
 
         Args:
             borrower: the number of the conversation.
             count: how many are wanted; drawn from the ``REACH · count`` nearest in length (ties: by
                 id).
+            besides: lenders whose sources are not wanted.
 
         Returns:
             At most ``count``, no two with the same response, none empty or the conversation's own.
         """
         own = self._all[borrower]
+        taken = {one.source_id for one in besides}
         others = self._others(own)
+        others = others[[self._sources[i] not in taken for i in others]]
         by_distance = np.lexsort((self._ids[others], abs(self._tokens[others] - own.tokens)))
         near: list[Lender] = []
         seen = {own.response.strip(), ""}
@@ -79,17 +82,13 @@ class Lenders:
                 near.append(one)
         return self._drawn(near, count, own, RESPONSES)
 
-    def reference(self, borrower: int, besides: Sequence[Lender] = ()) -> Lender | None:
-        """One with another follow-up, of none of the sources of ``besides``; None if there is
-        none."""
+    def reference(self, borrower: int) -> Lender | None:
+        """One with another follow-up; None if there is none."""
         own = self._all[borrower]
-        taken = {one.source_id for one in besides}
         found = [
             one
             for one in (self._all[i] for i in self._others(own))
-            if (one.reference or "").strip()
-            and one.source_id not in taken
-            and one.reference != own.reference
+            if (one.reference or "").strip() and one.reference != own.reference
         ]
         found.sort(key=lambda one: one.id)
         return next(iter(self._drawn(found, 1, own, REFERENCES)), None)

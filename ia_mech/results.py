@@ -261,6 +261,16 @@ def folders_of(run: Path, identity: str = "", places: Collection[Path] = ()) -> 
     return found
 
 
+def refuse_foreign(folder: Path) -> None:
+    """Refuse a folder that holds files, but no result.
+
+    Raises:
+        UserError: it does.
+    """
+    if folder.is_dir() and any(folder.iterdir()) and not (folder / RESULT).exists():
+        raise UserError(f"{folder} holds files but no result", "name another folder with --out")
+
+
 def results_of(run: Path, identity: str = "", places: Collection[Path] = ()) -> list[Result]:
     """All results on a run, those of its own folder by name first; see :func:`folders_of`.
 
@@ -283,7 +293,7 @@ def _record(folder: Path) -> dict[str, Any]:
 
 
 def _damaged(folder: Path, error: Exception) -> UserError:
-    return UserError(f"{folder / RESULT} is damaged ({error})", "remove it, and analyse again")
+    return UserError(f"the result in {folder} is damaged ({error})", "remove it, and analyse again")
 
 
 def show(result: Result, screen: "Console", *, full: bool = False) -> None:

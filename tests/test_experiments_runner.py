@@ -96,7 +96,8 @@ def test_everything_is_written_into_the_first_run_and_printed(copied, count):
     assert {name: after[name] for name in before} == before and Run.open(run.path).verify() == []
     found = read(folder)
     made = {"kind": "count", "runs": [run.name], "identities": [run.identity_digest]}
-    assert found.about == made | {"level": 0.95, "judge": "me", "gate": "no decoys"}
+    made |= {"level": 0.95, "judge": "me", "gate": "no decoys", "labels": {}}
+    assert found.about == made
     assert (found.question, found.control) == ("Counts contexts.", f"{GATE.sentence}.")
     assert count(run.path).status == 0 and files(run.path) == after  # again, over them
 
@@ -143,7 +144,7 @@ def test_folders_that_hold_something_else_are_refused(merged, copied, count, ref
         other.output_folder(out, merged.path)
     for damage in ("mine", "{}", "[]"):
         (out / "result.json").write_text(damage)
-        assert "result.json is damaged" in refused(merged.path, "--out", out)
+        assert "is damaged" in refused(merged.path, "--out", out)
         assert (out / "result.json").read_text() == damage
 
 

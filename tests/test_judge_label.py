@@ -266,3 +266,27 @@ def test_items_come_in_batches_no_larger_than_a_judge_takes(label):
     rows = label(judge)
     assert sizes == [7] * (ALL // 7) + [ALL % 7] and len(judge.asked) == ALL
     assert rows["rationale"].tolist() == [f"turn {i}" for i in range(ROWS)]
+
+
+def test_fewer_decoys_take_none_away_without_a_word(run, label):
+    label(FakeJudge(paid=False), decoys=2)
+    before = len(run.labels.decoys("fake"))
+    with pytest.raises(UserError, match="with more decoys, which would be lost; give no --decoys"):
+        label(FakeJudge(paid=False), decoys=1)
+    assert len(run.labels.decoys("fake")) == before
+    label(FakeJudge(paid=False), decoys=1, replace=True)
+    assert len(run.labels.decoys("fake")) < before
+
+
+class Short(FakeJudge):
+    def judge(self, items) -> list[Verdict]:
+        return super().judge(items)[:-1]
+
+
+def test_a_judge_that_breaks_its_contract_is_one_line(label):
+    with pytest.raises(UserError, match="Short doesn't give one Verdict per item"):
+        label(Short())
+    asked = FakeJudge(odd={1, 2})
+    with pytest.raises(UserError, match="FakeJudge has no identity that is JSON"):
+        label(asked)
+    assert asked.asked == []

@@ -122,7 +122,10 @@ def test_a_judge_that_knows_the_response_shows_a_reaction(run):
     assert gate.verdict == "passed" and gate.margin.low > 0 and gate.reacts
     assert gate.siblings.margin == gate.siblings.excess
     found = result(judged)
-    assert "Turns react to their own response: at least 0.44 [" in found.sentence
+    assert (
+        "together turns react to their own response: an excess over siblings of +0.44 ["
+        in found.sentence
+    )
     assert "planted: passed" in found.control and "Against siblings passed" in found.control
 
 

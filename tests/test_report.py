@@ -6,6 +6,7 @@ import hashlib
 import json
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -358,6 +359,9 @@ def test_bad_input_ends_in_one_line(judged, report, tmp_path, capfd):
     assert str(tmp_path) in refusal(report(tmp_path))
     assert "holds no result" in refusal(report(judged.path, "--results", tmp_path))
     assert "is a folder" in refusal(report(judged.path, "--out", tmp_path))
+    (tmp_path / "mine.py").write_text("mine")
+    assert "no report wrote" in refusal(report(judged.path, "--out", tmp_path / "mine.py"))
+    assert (tmp_path / "mine.py").read_text() == "mine"
     nowhere = tmp_path / "nowhere" / "page.html"
     assert "there is no folder" in refusal(report(judged.path, "--out", nowhere))
     (judged.path / "report.html").mkdir()
@@ -370,5 +374,16 @@ def test_bad_input_ends_in_one_line(judged, report, tmp_path, capfd):
     assert "turns.parquet is damaged; remove it" in refusal(report(judged.path))
     for damage in ("{", "{}"):
         (folder / RESULT).write_text(damage)
-        assert f"{folder / RESULT} is damaged" in refusal(report(judged.path))
+        assert f"the result in {folder} is damaged" in refusal(report(judged.path))
     assert not (judged.path / "report.html").exists()
+
+
+def test_results_of_labels_that_were_replaced_say_so(judged, report):
+    folder = moons(folder_of(judged.path, "moons"), judged)
+    about = {"kind": "moons", "judge": "rules"}
+    for digest, old in ((judged.labels.digest("rules"), False), ("0" * 16, True)):
+        labels = {judged.identity_digest: digest}
+        write(replace(read(folder), figures={}, about=about | {"labels": labels}), folder)
+        assert report(judged.path).status == 0
+        page = (judged.path / "report.html").read_text()
+        assert ("labels that have been replaced since. There are 0.12 moons" in page) == old

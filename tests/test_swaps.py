@@ -53,11 +53,10 @@ def test_draws_depend_on_the_conversation_alone():
 
 
 def test_a_follow_up_is_anothers_and_of_none_that_lent_a_response():
-    lenders = Lenders(THOSE, 0)
-    besides = lenders.responses(5, 3)
-    taken = {one.source_id for one in besides}
     for seed in range(50):
-        found = Lenders(THOSE, seed).reference(5, besides)
+        lenders = Lenders(THOSE, seed)
+        found = lenders.reference(5)
         assert found is not None and found.reference and found.dataset == "d"
-        assert found.source_id not in {*taken, "c5"}
+        assert found.source_id != "c5"
+        assert found.source_id not in {one.source_id for one in lenders.responses(5, 9, [found])}
     assert Lenders(THOSE[:1], 0).reference(0) is None

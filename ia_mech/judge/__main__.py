@@ -102,8 +102,8 @@ def _add_run(commands) -> None:
         "--decoys",
         type=whole_from(0),
         metavar="M",
-        help="turns of each source and temperature that are decoys, too (default: all for the "
-        "rules judge, 1 for others)",
+        help="turns of each source and temperature that are decoys, too (default: all, or 1 "
+        "for a judge that is paid)",
     )
     parser.add_argument(
         "--replace", action="store_true", help="replace another judge's verdicts of that name"

@@ -292,6 +292,7 @@ def agreement(run: Run, between: Sequence[str] | None = None) -> Result:
             "kind": "agreement",
             "runs": [run.name],
             "identities": [run.identity_digest],
+            "labels": {run.identity_digest: run.labels.digest()},
             "settings": {"between": [one.name for one in labellers]},
         },
         data={"disagreements": disagreements(run, labellers)},

@@ -183,6 +183,11 @@ def _judge_missing(
             return {}
         try:
             said = judge.judge([item for item, _ in batch])
+            if len(said) != len(batch) or not all(isinstance(one, Verdict) for one in said):
+                raise UserError(
+                    f"{type(judge).__name__} doesn't give one Verdict per item",
+                    "see docs/judging.md",
+                )
             found = dict(zip(batch, said, strict=True))
             for pair, verdict in found.items():
                 if cache is not None and verdict.status not in FAILURES:
@@ -263,8 +268,9 @@ def label_run(
     check_judged(run, unperturbed)
     # Before anything is paid for.
     layout.refuse_unwritable(run.path / "judgements", "judge a copy of the run")
-    _check_replaced(run, judge, name, unperturbed, replace)
     per_source = _per_source(judge, decoys)
+    _check_replaced(run, judge, name, unperturbed, per_source, replace)
+    _check_contract(judge)
     drawn = draw_decoys(run, per_source)
     items = items_of(run, drawn, unperturbed=unperturbed)
     # By their texts: so what has much in common, as items of one context do, stands together.
@@ -284,11 +290,34 @@ def label_run(
     return run.labels.write_judgements(name, rows, record)
 
 
-def _check_replaced(run: Run, judge: Judge, name: str, unperturbed: bool, replace: bool) -> None:
+def _check_contract(judge: Judge) -> None:
+    """Raise UserError, before anything is judged, for an identity that can't be kept."""
+    try:
+        json.dumps(judge.identity, allow_nan=False)
+    except (AttributeError, TypeError, ValueError) as error:
+        raise UserError(
+            f"{type(judge).__name__} has no identity that is JSON ({error})", "see docs/judging.md"
+        ) from None
+
+
+def _check_replaced(
+    run: Run,
+    judge: Judge,
+    name: str,
+    unperturbed: bool,
+    per_source: int | None,
+    replace: bool,
+) -> None:
     """Raise UserError if verdicts of that name are there that these may not replace."""
     if name not in run.labels.judges or replace:
         return
     record = run.labels.record("judgements", name)
+    before = record.get("decoys_per_source")
+    if per_source is not None and (before is None or per_source < before):
+        raise UserError(
+            f"{run.path} has verdicts named {name!r} with more decoys, which would be lost",
+            "give no --decoys, another --name, or --replace",
+        )
     if record.get("unperturbed", False) != unperturbed:
         shown = "another" if unperturbed else "the unperturbed"
         raise UserError(
@@ -379,7 +408,8 @@ def run(args: argparse.Namespace) -> int:
     if not (rows["status"] == JUDGED).any():
         print("no turn could be judged, for the reasons above: fix them, then judge again")
         return NOTHING
-    print(f"next: python -m ia_mech.rates {quoted(args.run)}")
+    chosen = f" --judge {quoted(name)}" if len(there.labels.judges) > 1 else ""
+    print(f"next: python -m ia_mech.rates {quoted(args.run)}{chosen}")
     return 0
 
 
@@ -456,7 +486,7 @@ def _make_own(name: str, arguments: dict[str, Any]) -> Judge:
         )
     try:
         return made(**arguments)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise UserError(f"--judge {name}: {error}", "give its arguments with --param") from None
 
 

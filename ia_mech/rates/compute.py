@@ -83,6 +83,9 @@ def rates(
         elif any(group.get(name, value) != value for name, value in against.items()):
             like = {name: value for name, value in group.items() if name not in against}
             base = rows[_equal(rows, like | dict(against))]
+            if "context" in rows:  # pooled runs may hold one of the two conditions alone
+                both = set(own["context"]) & set(base["context"])
+                own, base = (part[part["context"].isin(both)] for part in (own, base))
             columns = own[outcome], own["source"], base[outcome], base["source"]
             pair = paired_difference(*columns, level=level, seed=seed)
             counted = int(own[outcome].notna().sum() + base[outcome].notna().sum())

@@ -282,7 +282,10 @@ def _choose_annotator(runs: list[Run], annotator: str | None) -> str | None:
     names = sorted({name for run in runs for name in run.labels.annotators})
     if annotator is None:
         if len(names) > 1:
-            raise UserError(f"there are labels of {', '.join(names)}", "choose with --annotator")
+            raise UserError(
+                f"there are labels of {', '.join(names)}",
+                "choose whose correct the rates with --annotator, or give --annotator ''",
+            )
         return names[0] if names else None
     if annotator not in names:
         raise UserError(

@@ -56,6 +56,7 @@ def result(judged: Judged, *, level: float = 0.95, seed: int = 0) -> Result:
             "kind": "rates",
             "runs": [run.name for run in judged.runs],
             "identities": [run.identity_digest for run in judged.runs],
+            "labels": {run.identity_digest: run.labels.digest(judged.judge) for run in judged.runs},
             "judge": judged.judge,
             "gate": judged.gate.word,
             "settings": {
@@ -106,7 +107,10 @@ def _reaction(gate: Gate) -> str:
         return "Whether turns react to their own response can't be told: no query has siblings."
     excess = siblings.excess
     if gate.reacts:
-        return f"Turns react to their own response: at least {excess.text()} of them."
+        return (
+            "Over all temperatures together turns react to their own response: an excess over "
+            f"siblings of {excess.text(sign=True)}, a lower bound."
+        )
     return (
         "That turns react to their own response is not shown: an excess over siblings of "
         f"{excess.text(sign=True)}."

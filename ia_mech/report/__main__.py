@@ -17,6 +17,7 @@ from ia_mech.cli import Parser, guarded, path_of, tolerant_streams
 if TYPE_CHECKING:
     from ia_mech.run import Run
 
+MARK = b"Written by ia_mech"  # stands in every page
 DESCRIPTION = """\
 Write runs as one HTML file that opens from disk without a network: what was found by judges, probes
 and experiments, each with its control, its figures and its estimates, and all turns to read and
@@ -59,6 +60,8 @@ def _report(args: argparse.Namespace) -> None:
     out: Path = args.out or usual
     if out.resolve() != usual.resolve():
         check_output(out)
+        if out.is_file() and MARK not in out.read_bytes():
+            raise UserError(f"{out} is a file that no report wrote", "give another --out")
     elif out.is_dir():
         raise UserError(f"{out} is a folder", "remove it, or give --out")
 

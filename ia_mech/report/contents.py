@@ -4,7 +4,7 @@ Nothing is computed here, and nothing is known of an analysis but what its resul
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +71,10 @@ def parts_of(run: Run, name: str, folders: Sequence[Path]) -> list[Part]:
 
 def _part(run: Run, name: str, folder: Path) -> Part:
     found = read(folder)
+    kept = found.about.get("labels", {}).get(run.identity_digest)
+    if kept is not None and kept != run.labels.digest(found.about.get("judge")):
+        old = "These are results of labels that have been replaced since. "
+        found = replace(found, sentence=old + found.sentence)
     inside = run.path.resolve() in folder.resolve().parents
     return Part(
         run=name,

@@ -14,6 +14,7 @@ of which run in its metadata under ``ia_mech``. Files are replaced whole: the ol
 one, never a half.
 """
 
+import hashlib
 import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -100,6 +101,19 @@ class Labels:
     def annotators(self) -> list[str]:
         """Names of the annotators whose labels are there."""
         return _stems(self.path / "annotations", ".parquet")
+
+    def digest(self, judge: str | None = None) -> str:
+        """A hash of a judge's verdicts, or of all labels: 16 hex digits.
+
+        A result keeps it, so that it can be told whether its labels have been replaced since.
+        """
+        those = [("judgements", name) for name in self.judges if judge in (None, name)]
+        those += [("annotations", name) for name in self.annotators if judge is None]
+        content = hashlib.sha256()
+        for kind, name in those:
+            content.update(f"{kind}/{name}\0".encode())
+            content.update(self._file(kind, name).read_bytes())
+        return content.hexdigest()[:16]
 
     @property
     def sheets(self) -> list[str]:
