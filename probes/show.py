@@ -42,7 +42,7 @@ RANDOM_BLOCKS = "a model with random blocks over the trained embeddings"
 # Planted complements, which count as much as the base does: contexts, features of a state, in how
 # many sets they were found, of how many (docs/probes-validation.md).
 PLANTED = (
-    (120, 32, 21, 22),
+    (120, 32, 70, 73),
     (480, 576, 7, 7),
     (120, 576, 2, 7),
 )
