@@ -82,8 +82,8 @@ def references_of(runs: "Sequence[Run]") -> References | None:
     return References(frame, np.array(temperatures), curve)
 
 
-def read(runs: "Sequence[Run]") -> tuple[References, list[str]]:
-    """References after the responses that users saw, and what a reader has to know.
+def read(runs: "Sequence[Run]") -> References:
+    """References after the responses that users saw.
 
     Runs whose responses the model wrote give siblings only: what users really said answered
     other responses than those.
@@ -112,7 +112,7 @@ def read(runs: "Sequence[Run]") -> tuple[References, list[str]]:
             f"{first} and {other} score {again.sum()} of the same follow-ups in the same contexts",
             "give one of them",
         )
-    return found, []
+    return found
 
 
 # -- measure ---------------------------------------------------------------------------------------
@@ -475,7 +475,7 @@ def run(args: argparse.Namespace, runs: "list[Run]", folder: Path) -> "Result | 
     from ia_mech.engine.check import check_engine
     from ia_mech.models.load import context_limit
 
-    references, notes = read(runs)
+    references, notes = read(runs), []
     subject = subject_of(runs[0])
     model = subject.model
     chat = chat_of(runs[0], subject.tokenizer, eos_ids(model.generation_config, model.config))
@@ -516,6 +516,7 @@ def run(args: argparse.Namespace, runs: "list[Run]", folder: Path) -> "Result | 
             f"than after {kinds[0] if kinds else 'others'}",
             of[of["quantity"] == "contrast, bits"],
             null=0.0,
+            level=args.level,
         ),
         control=stated(
             "the same of another conversation's follow-up",

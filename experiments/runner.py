@@ -64,11 +64,8 @@ def result_of(
     }
     if gate is not None:
         about |= {"judge": gate.judge, "gate": gate.word}
-        about["labels"] = {
-            run.identity_digest: run.labels.digest(gate.judge)
-            for run in runs
-            if gate.judge in run.labels.judges
-        }
+        about["labellers"] = [gate.judge]
+        about["labels"] = {run.identity_digest: run.labels.digest([gate.judge]) for run in runs}
         control = control or f"{gate.sentence}."
     names = {str(run.path): run.name for run in runs}  # files hold no folders of this machine
     data = {

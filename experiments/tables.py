@@ -41,7 +41,14 @@ def smallest_effect(row: pd.Series, level: float = 0.95) -> float:
     return (row["high"] - row["low"]) / (2 * tail) * (tail + NormalDist().inv_cdf(POWER))
 
 
-def stated(words: str, rows: pd.DataFrame, digits: int = 2, *, null: float | None = None) -> str:
+def stated(
+    words: str,
+    rows: pd.DataFrame,
+    digits: int = 2,
+    *,
+    null: float | None = None,
+    level: float = 0.95,
+) -> str:
     """Estimates as a sentence: ``Words: greedy 0.22 [0.17, 0.27], T = 1: 0.28 [0.25, 0.30].``
 
     Args:
@@ -50,6 +57,7 @@ def stated(words: str, rows: pd.DataFrame, digits: int = 2, *, null: float | Non
         digits: decimals.
         null: what there would be without an effect. Of an estimate whose interval holds it the
             sentence says how large an effect would have been shown.
+        level: of the intervals.
 
     Returns:
         The sentence; an empty text if there is no estimate.
@@ -63,6 +71,8 @@ def stated(words: str, rows: pd.DataFrame, digits: int = 2, *, null: float | Non
             where.append("greedy" if t == 0 else f"T = {t:g}:")
         said = cell_of(row, digits)
         if null is not None and row["low"] <= null <= row["high"]:
-            said += f" (with 80% power {smallest_effect(row):.{digits}f} would have been shown)"
+            said += (
+                f" (with 80% power {smallest_effect(row, level):.{digits}f} would have been shown)"
+            )
         found.append(" ".join([*where, said]))
     return f"{words[:1].upper()}{words[1:]}: {', '.join(found)}." if found else ""

@@ -57,7 +57,7 @@ def siblings(sampled) -> Run:
 @pytest.fixture(scope="module")
 def measured(plain, siblings, tiny_subject):
     """Units, and what was scored of them."""
-    references, _ = read([plain, siblings])
+    references = read([plain, siblings])
     model = tiny_subject.model
     settings = Settings.from_dict(plain.settings)
     ids = eos_ids(model.generation_config, model.config)

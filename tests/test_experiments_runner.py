@@ -96,7 +96,8 @@ def test_everything_is_written_into_the_first_run_and_printed(copied, count):
     assert {name: after[name] for name in before} == before and Run.open(run.path).verify() == []
     found = read(folder)
     made = {"kind": "count", "runs": [run.name], "identities": [run.identity_digest]}
-    made |= {"level": 0.95, "judge": "me", "gate": "no decoys", "labels": {}}
+    made |= {"level": 0.95, "judge": "me", "gate": "no decoys", "labellers": ["me"]}
+    made["labels"] = {run.identity_digest: run.labels.digest(["me"])}
     assert found.about == made
     assert (found.question, found.control) == ("Counts contexts.", f"{GATE.sentence}.")
     assert count(run.path).status == 0 and files(run.path) == after  # again, over them

@@ -292,6 +292,8 @@ def test_p_leaves_the_turns_own_sources_out():
         assert p[i] == (1 + sum(score[j] >= score[i] for j in others)) / (1 + len(others))
     assert np.isnan(p_values(np.full(150, np.nan), words, sources, shown, null)).all()
     assert np.isnan(p_values(score, words, sources, shown, ~null)).all()
+    few = null & (np.cumsum(null) <= 18)  # no p value of so few could reach 0.05
+    assert np.isnan(p_values(score, words, sources, shown, few)).all()
 
 
 # -- apt and dependent ----------------------------------------------------------------------------

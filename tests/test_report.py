@@ -380,8 +380,8 @@ def test_bad_input_ends_in_one_line(judged, report, tmp_path, capfd):
 
 def test_results_of_labels_that_were_replaced_say_so(judged, report):
     folder = moons(folder_of(judged.path, "moons"), judged)
-    about = {"kind": "moons", "judge": "rules"}
-    for digest, old in ((judged.labels.digest("rules"), False), ("0" * 16, True)):
+    about = {"kind": "moons", "labellers": ["rules"]}
+    for digest, old in ((judged.labels.digest(["rules"]), False), ("0" * 16, True)):
         labels = {judged.identity_digest: digest}
         write(replace(read(folder), figures={}, about=about | {"labels": labels}), folder)
         assert report(judged.path).status == 0

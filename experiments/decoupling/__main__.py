@@ -40,6 +40,7 @@ def run(args: argparse.Namespace, runs: "list[Run]", folder: Path) -> "Result":
             "follow-up rate after right responses less that after wrong ones",
             found[(found["quantity"] == DIFFERENCE) & (found["of"] == EVERY)],
             null=0.0,
+            level=args.level,
         ),
     )
 

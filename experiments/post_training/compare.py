@@ -86,6 +86,7 @@ def run(args: argparse.Namespace, runs: list[Run], folder: Path) -> Result:
             "bits by which a turn tells more about its response after training than before",
             frame[(frame["quantity"] == INFORMATION) & (frame["of"] == CHANGE)],
             null=0.0,
+            level=args.level,
         ),
         control=stated(
             "share of the turns after training that quote another response to the query in the "

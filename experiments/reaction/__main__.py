@@ -101,6 +101,7 @@ def run(args: argparse.Namespace, runs: "list[Run]", folder: Path) -> "Result | 
             f"with {size} responses, bits more than with versions of one that say the same",
             found[(found["quantity"] == LESS) & (found["of"] == SAME_CONTENT)],
             null=0.0,
+            level=args.level,
         )
         or "No control was made of versions of one response that say the same.",
     )

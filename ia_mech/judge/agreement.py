@@ -279,6 +279,7 @@ def agreement(run: Run, between: Sequence[str] | None = None) -> Result:
         for row in called
         if row.names.get("decoy") == "conversation"
     ]
+    names = [one.name for one in labellers]
     floor = "Of turns held against another conversation, these shares are called genuine"
     return Result(
         name="agreement",
@@ -292,8 +293,9 @@ def agreement(run: Run, between: Sequence[str] | None = None) -> Result:
             "kind": "agreement",
             "runs": [run.name],
             "identities": [run.identity_digest],
-            "labels": {run.identity_digest: run.labels.digest()},
-            "settings": {"between": [one.name for one in labellers]},
+            "labellers": names,
+            "labels": {run.identity_digest: run.labels.digest(names)},
+            "settings": {"between": names},
         },
         data={"disagreements": disagreements(run, labellers)},
     )

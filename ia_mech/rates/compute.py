@@ -42,6 +42,7 @@ def rates(
     *,
     outcome: str = "genuine",
     quantity: str = "rate",
+    within: str | None = None,
     level: float = 0.95,
     seed: int = 0,
     **names: Any,
@@ -61,6 +62,7 @@ def rates(
             condition's own groups have none.
         outcome: the column that is 1, 0, or NaN where there is no telling.
         quantity: what rates are called; a difference is called so and ``difference``.
+        within: a column; only rows of those of its values count that both conditions have.
         level: coverage of intervals.
         seed: of sign flips.
         names: what else the estimates are of.
@@ -83,9 +85,9 @@ def rates(
         elif any(group.get(name, value) != value for name, value in against.items()):
             like = {name: value for name, value in group.items() if name not in against}
             base = rows[_equal(rows, like | dict(against))]
-            if "context" in rows:  # pooled runs may hold one of the two conditions alone
-                both = set(own["context"]) & set(base["context"])
-                own, base = (part[part["context"].isin(both)] for part in (own, base))
+            if within is not None:
+                both = set(own[within]) & set(base[within])
+                own, base = (part[part[within].isin(both)] for part in (own, base))
             columns = own[outcome], own["source"], base[outcome], base["source"]
             pair = paired_difference(*columns, level=level, seed=seed)
             counted = int(own[outcome].notna().sum() + base[outcome].notna().sum())
@@ -178,7 +180,8 @@ def estimates(judged: Judged, *, level: float = 0.95, seed: int = 0) -> pd.DataF
             about = {**options, **of, "gate": words["genuine"]}
             if own[DEPENDENT].notna().any():
                 found += rates(own, ["temperature"], outcome=DEPENDENT, **about)
-            found += rates(own, ["temperature"], {"temperature": 0.0}, **about)
+            # Of pooled runs some may lack a temperature: their greedy turns are no baseline for it.
+            found += rates(own, ["temperature"], {"temperature": 0.0}, within="context", **about)
             found += _profile(own, about)
             if judged.responses == EVERY and own["cut_off"].any():
                 found += rates(own, ["temperature"], quantity="cut_off", outcome="cut_off", **about)

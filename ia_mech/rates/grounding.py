@@ -11,6 +11,8 @@ score as high, the turn counted among them.
 import numpy as np
 import pandas as pd
 
+from ia_mech.judge.verdict import GROUNDED_P
+
 NEAREST, SHARE = 200, 0.1  # so many decoys of about a turn's length, or this share if that is more
 
 
@@ -33,7 +35,8 @@ def p_values(
         null: ``[n]`` which rows are decoys of other conversations.
 
     Returns:
-        ``[n]``; NaN where there is no score, or no decoy of other sources.
+        ``[n]``; NaN where there is no score, or where decoys of other sources are so few that no
+        turn could reach ``GROUNDED_P``.
     """
     found = np.full(len(scores), np.nan)
     decoys = np.flatnonzero(null & ~np.isnan(scores))
@@ -50,7 +53,7 @@ def p_values(
             apart = ~np.isin(one[near], (first, second)) & ~np.isin(other[near], (first, second))
             against = np.sort(scores[near[apart]])
             above = len(against) - np.searchsorted(against, scores[those], side="left")
-            if len(against):
+            if 1 / (1 + len(against)) <= GROUNDED_P:
                 found[those] = (1 + above) / (1 + len(against))
     return found
 

@@ -42,6 +42,7 @@ def result(judged: Judged, *, level: float = 0.95, seed: int = 0) -> Result:
     names = {str(run.path): run.name for run in judged.runs}
     turns = judged.turns[["run", *KEY, "genuine", "grounded", DEPENDENT]]
     turns = turns.astype({"run": object, "context_id": object}).replace({"run": names})
+    labellers = [name for name in (judged.judge, judged.annotator) if name]
     shown = "" if judged.responses == EVERY else f"-{judged.responses}"
     return Result(
         name=f"rates-{judged.judge}{shown}",
@@ -56,7 +57,8 @@ def result(judged: Judged, *, level: float = 0.95, seed: int = 0) -> Result:
             "kind": "rates",
             "runs": [run.name for run in judged.runs],
             "identities": [run.identity_digest for run in judged.runs],
-            "labels": {run.identity_digest: run.labels.digest(judged.judge) for run in judged.runs},
+            "labellers": labellers,
+            "labels": {run.identity_digest: run.labels.digest(labellers) for run in judged.runs},
             "judge": judged.judge,
             "gate": judged.gate.word,
             "settings": {

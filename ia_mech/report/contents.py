@@ -72,7 +72,7 @@ def parts_of(run: Run, name: str, folders: Sequence[Path]) -> list[Part]:
 def _part(run: Run, name: str, folder: Path) -> Part:
     found = read(folder)
     kept = found.about.get("labels", {}).get(run.identity_digest)
-    if kept is not None and kept != run.labels.digest(found.about.get("judge")):
+    if kept is not None and kept != run.labels.digest(found.about["labellers"]):
         old = "These are results of labels that have been replaced since. "
         found = replace(found, sentence=old + found.sentence)
     inside = run.path.resolve() in folder.resolve().parents

@@ -102,13 +102,13 @@ class Labels:
         """Names of the annotators whose labels are there."""
         return _stems(self.path / "annotations", ".parquet")
 
-    def digest(self, judge: str | None = None) -> str:
-        """A hash of a judge's verdicts, or of all labels: 16 hex digits.
+    def digest(self, names: Sequence[str]) -> str:
+        """A hash of all that judges and annotators of these names say: 16 hex digits.
 
         A result keeps it, so that it can be told whether its labels have been replaced since.
         """
-        those = [("judgements", name) for name in self.judges if judge in (None, name)]
-        those += [("annotations", name) for name in self.annotators if judge is None]
+        those = [("judgements", name) for name in self.judges if name in names]
+        those += [("annotations", name) for name in self.annotators if name in names]
         content = hashlib.sha256()
         for kind, name in those:
             content.update(f"{kind}/{name}\0".encode())
