@@ -1,35 +1,39 @@
 """How likely is what users really said next, and how much of that does the response account for?
 
-Usage::
+The model scores each real follow-up after the response that the user saw, after other responses to
+the same query, after responses to other queries of about the same length, and after none. Beside it
+another conversation's follow-up is scored, which owes the response nothing: it is the control. In
+its own context the follow-up stands against rivals: the query or the response repeated, a closing.
+
+Needs: runs of conversations with a later user turn; for siblings also a run with --response
+generate on the same conversations. Cost: some seconds a context on a CPU (135M).
 
     python -m experiments.likelihood cache/RUN
-    python -m experiments.likelihood cache/RUN cache/SIBLINGS     # responses to the same queries
+    python -m experiments.likelihood cache/RUN cache/SIBLINGS
 """
 
 import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
 
-from experiments.runner import Experiment, intervals, result_of
+from experiments.experiment import Conclusion, Experiment, Model, Unit
 from experiments.tables import stated, tables_of
 from ia_mech.cli import whole_from
 from ia_mech.errors import UserError
-from ia_mech.estimates import Group, TidyEstimate, by_dataset, frame_of
+from ia_mech.estimates import Group, TidyEstimate, by_dataset, together
 from ia_mech.stats import cluster_statistic
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+    from collections.abc import Mapping
 
+    from experiments.figures import Drawing
     from ia_mech.chat.format import ChatFormat
-    from ia_mech.models.load import Subject
-    from ia_mech.results import Result, Table
+    from ia_mech.results import Table
     from ia_mech.run import Run
 
 SIBLINGS, OTHERS, EMPTY = AGAINST = ("sibling responses", "other responses", "no response")
@@ -37,8 +41,6 @@ REFERENCE, CONTROL = "follow-up", "another's follow-up"
 QUERY, RESPONSE, CLOSING = RIVALS = ("query", "response", "closing")
 CLOSING_TEXT = "Thanks, that is all I needed."
 LN2 = float(np.log(2.0))
-# ``temperature``: at which turns were scored; ``of``: rival, or what stands in a response's place.
-COLUMNS = {"dataset": "str", "temperature": "float64", "of": "str"}
 
 
 # -- what runs hold --------------------------------------------------------------------------------
@@ -119,19 +121,16 @@ def read(runs: "Sequence[Run]") -> References:
 
 
 @dataclass(frozen=True)
-class Unit:
+class Followed(Unit):
     """A context with its follow-up, and all that is scored for it.
 
     Attributes:
-        source, dataset: of the context.
         row: of the references.
         contexts: what stands in the response's place (None: the response itself) and the token ids
             of the context with it.
         turns: the name of each turn, its token ids, and how many of these are without turn-end.
     """
 
-    source: str
-    dataset: str
     row: int
     contexts: tuple[tuple[str | None, tuple[int, ...]], ...]
     turns: tuple[tuple[str, tuple[int, ...], int], ...]
@@ -144,7 +143,7 @@ def units_of(
     swaps: int,
     limit: int | None,
     seed: int,
-) -> tuple[list[Unit], list[str]]:
+) -> tuple[list[Followed], list[str]]:
     """What is to be scored, and a note for each kind that is left out somewhere.
 
     Args:
@@ -202,31 +201,31 @@ def units_of(
                 refused[kind] = f"the model's context of {limit} tokens is too short"
                 continue
             contexts.append((kind, tuple(ids)))
-        units.append(Unit(source, one.dataset, row, tuple(contexts), tuple(turns)))
+        scored = sum(len(ids) for _, ids, _ in turns) + (len(contexts) - 1) * 2 * longest
+        tokens = scored + sum(len(ids) for _, ids in contexts)
+        units.append(Followed(source, one.dataset, tokens, row, tuple(contexts), tuple(turns)))
     return units, [f"not scored everywhere: {kind}: {why}." for kind, why in refused.items()]
 
 
-def measure(subject: "Subject", share: bool, unit: Unit) -> pd.DataFrame:
+def measure(model: Model, unit: Followed) -> pd.DataFrame:
     """One row per turn and context: ``row``, ``turn``, ``tokens``, ``against`` (null after the
     response itself), and the log-probabilities ``logprob`` (without turn-end) and ``whole``, in
     nats at T = 1. Rivals are scored after the response itself alone."""
-    from ia_mech.engine.score import Turn, score
-    from ia_mech.engine.state import Prefix, prefill_all
+    from ia_mech.engine.score import Turn
 
-    groups, order = prefill_all(subject.model, [Prefix(ids) for _, ids in unit.contexts])
     wanted = [
         (at, *turn)
-        for at, number in enumerate(order)
+        for at, (against, _) in enumerate(unit.contexts)
         for turn in unit.turns
-        if unit.contexts[number][0] is None or turn[0] in (REFERENCE, CONTROL)
+        if against is None or turn[0] in (REFERENCE, CONTROL)
     ]
-    found = score(subject.model, groups, [Turn(at, ids) for at, _, ids, _ in wanted], share=share)
+    contexts = [ids for _, ids in unit.contexts]
+    found = model.score(contexts, [Turn(at, ids) for at, _, ids, _ in wanted])
     rows = []
     for (at, name, _, tokens), one in zip(wanted, found, strict=True):
         raw = one.logprobs_raw.astype(np.float64)
         rows.append(
-            {"row": unit.row, "turn": name, "tokens": tokens}
-            | {"against": unit.contexts[order[at]][0]}
+            {"row": unit.row, "turn": name, "tokens": tokens, "against": unit.contexts[at][0]}
             | {"logprob": float(raw[:tokens].sum()), "whole": float(raw.sum())}
         )
     return pd.DataFrame(rows)
@@ -268,23 +267,17 @@ def contrasts_of(rows: pd.DataFrame) -> pd.DataFrame:
 def estimates(
     references: References,
     rows: pd.DataFrame,
-    *,
-    level: float = 0.95,
-    resamples: int = 2000,
-    seed: int = 0,
-) -> pd.DataFrame:
-    """Every estimate, one row each: quantity, :data:`COLUMNS`, value and interval."""
-    options = {"level": level, "resamples": resamples, "seed": seed}
+    options: dict[str, Any],
+) -> Iterator[TidyEstimate]:
+    """Every estimate; ``options`` are ``level``, ``resamples`` and ``seed``."""
     contrasts = contrasts_of(rows)
-    found: list[TidyEstimate] = []
     for dataset, here in by_dataset(references.frame):
         frame = references.frame[here]
         group = Group(frame["source"].to_numpy(), options, {"dataset": dataset})
-        found += _references(group, frame)
-        found += by_temperature(group, references.curve[here], references.temperatures)
-        found += _contrasts(group, contrasts, frame.index)
-        found += _rivals(group, rows, frame.index)
-    return frame_of(found, COLUMNS)
+        yield from _references(group, frame)
+        yield from by_temperature(group, references.curve[here], references.temperatures)
+        yield from _contrasts(group, contrasts, frame.index)
+        yield from _rivals(group, rows, frame.index)
 
 
 def _references(group: Group, references: pd.DataFrame) -> Iterator[TidyEstimate]:
@@ -411,149 +404,121 @@ def tables(found: pd.DataFrame, level: float) -> "list[Table]":
     return made + tables_of(title, plain, rivals, index=("dataset", "of"))
 
 
-def figures(found: pd.DataFrame, model: str) -> "dict[str, Figure]":
+def figures(found: pd.DataFrame, model: str) -> "Mapping[str, Drawing]":
     """The figures by the stem of their files."""
-    made = {"temperature_curve": temperature_curve(found, f"{model} · real follow-ups")}
-    if (found["quantity"] == "contrast, bits").any():
-        made["contrasts"] = contrast_figure(found, f"{model} · bits in favour of the response")
+    from experiments.figures import Bars, Lines
+
+    curve = found[(found["quantity"] == "tempered log p") & found["temperature"].between(0.4, 2.0)]
+    made: dict[str, Drawing] = {
+        "temperature_curve": Lines(
+            f"{model} · real follow-ups",
+            "temperature",
+            "log p of the real follow-up, nats",
+            curve,
+            by="dataset",
+        )
+    }
+    names = {"contrast, bits": REFERENCE, "control's contrast, bits": CONTROL}
+    bits = together(found[found["quantity"].isin(list(names))])
+    if len(bits):
+        made["contrasts"] = Bars(
+            f"{model} · bits in favour of the response",
+            "bits in favour of the response that the user saw",
+            bits.assign(turn=bits["quantity"].map(names)),
+            by="turn",
+        )
     return made
 
 
-def temperature_curve(found: pd.DataFrame, title: str) -> "Figure":
-    """Mean log-probability of real follow-ups by temperature, a line per dataset."""
-    from ia_mech.display import coloured, draw_line, new_axes
-
-    across = "temperature (dotted: the best of the grid)"
-    figure, axes = new_axes(title, across, "log p of the real follow-up, nats", (7, 4.2))
-    curves = found[found["quantity"] == "tempered log p"]
-    for colour, (dataset, rows) in coloured(curves, "dataset"):
-        draw_line(axes, rows["temperature"], rows, colour, dataset)
-        best = found[found["quantity"] == "best temperature"].set_index("dataset")["value"]
-        axes.axvline(best[dataset], color=colour, lw=0.8, ls=":")
-    # The cold end runs to minus thousands; what matters is around the maximum.
-    top = curves["high"].max()
-    floor = curves[curves["temperature"].between(0.5, 2.0)]["low"].min()
-    if np.isfinite([top, floor]).all() and floor < top:
-        axes.set_ylim(floor, top + 0.05 * (top - floor))
-    axes.legend()
-    return figure
+# -- the experiment --------------------------------------------------------------------------------
 
 
-def contrast_figure(found: pd.DataFrame, title: str) -> "Figure":
-    """Bits that real follow-ups gain from the response, against each thing put in its place.
+class Likelihood(Experiment):
+    """See the module."""
 
-    Hollow: the same for another conversation's follow-up, the control.
-    """
-    from ia_mech.display import coloured, draw_points, list_names, new_axes
+    name = "likelihood"
 
-    across = "bits in favour of the response (hollow: another's follow-up)"
-    figure, axes = new_axes(title, across, size=(7, 4.2))
-    own = found[found["quantity"] == "contrast, bits"]
-    control = found[found["quantity"] == "control's contrast, bits"]
-    kinds = list(dict.fromkeys(own["of"]))
-    datasets = own["dataset"].nunique()
-    for number, (colour, (dataset, rows)) in enumerate(coloured(own, "dataset")):
-        middle = (number - (datasets - 1) / 2) * 0.8 / max(datasets, 2)
-        hollow = control[control["dataset"] == dataset]
-        for part, face, label in ((rows, colour, dataset), (hollow, "white", None)):
-            at = [kinds.index(of) + middle for of in part["of"]]
-            draw_points(axes, at, part, lying=True, color=colour, mfc=face, label=label)
-    axes.axvline(0, color="0.3", lw=0.8)
-    list_names(axes, kinds)
-    axes.legend()
-    return figure
-
-
-# -- the command -----------------------------------------------------------------------------------
-
-
-def run(args: argparse.Namespace, runs: "list[Run]", folder: Path) -> "Result | None":
-    """Read, score, estimate and draw."""
-    from experiments.given_turns import computed_for_each
-    from experiments.resample import chat_of, subject_of
-    from ia_mech.collect.identity import eos_ids, probe_ids
-    from ia_mech.engine.check import check_engine
-    from ia_mech.models.load import context_limit
-
-    references, notes = read(runs), []
-    subject = subject_of(runs[0])
-    model = subject.model
-    chat = chat_of(runs[0], subject.tokenizer, eos_ids(model.generation_config, model.config))
-    limit = context_limit(model.config)
-    units, refused = units_of(runs, references, chat, args.swaps, limit, args.seed)
-    share = check_engine(model, probe_ids(chat)).share
-
-    def key(unit: Unit) -> list[Any]:
-        return [subject.weights_hash, unit.contexts, unit.turns]
-
-    compute = partial(measure, subject, share)
-    rows = computed_for_each(units, "scoring follow-ups", folder / "parts", key, compute)
-    found = estimates(references, rows, **intervals(args))
-    kinds = [kind for kind in AGAINST if kind in set(rows["against"].dropna())]
-    of = found[found["of"] == kinds[0]] if kinds else found.iloc[:0]
-    written = [one.contexts for one in runs if one.settings["response"] == "generate"]
-    if SIBLINGS in kinds and written:
-        cut = pd.concat(written)["response_cut_off"].astype(bool)
-        notes.append(
-            f"{cut.sum()} of {len(cut)} sibling responses were cut off, and all are the model's "
-            "own: a follow-up that fits any good response gains against them, too."
+    @classmethod
+    def add_flags(cls, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument(
+            "--swaps",
+            type=whole_from(0),
+            default=4,
+            metavar="K",
+            help="after the responses to K other queries (default: 4)",
         )
-    if SIBLINGS not in kinds:
-        notes.append(
-            "No responses to the same queries were given: bits against other queries' responses "
-            "count the topic, too. Add a run of --response generate on the same conversations."
+
+    def read(self) -> None:
+        self.references = read(self.runs)
+
+    def units(self) -> list[Followed]:
+        from ia_mech.models.load import context_limit, load_tokenizer_and_config, recalled
+
+        first = self.runs[0]
+        _, config = load_tokenizer_and_config(recalled(first.settings, first.model["weights_hash"]))
+        limit = context_limit(config)
+        units, refused = units_of(
+            self.runs, self.references, self.chat, self.args.swaps, limit, self.args.seed
         )
-    return result_of(
-        runs,
-        None,
-        estimates=found,
-        tables=tables(found, args.level),
-        figures=figures(found, runs[0].model["name"]),
-        data={"turns": rows},
-        notes=[*notes, *refused],
-        sentence=stated(
+        self.notes += refused
+        return units
+
+    def measure(self, model: Model, unit: Any) -> pd.DataFrame:
+        return measure(model, unit)
+
+    def estimate(self, rows: pd.DataFrame) -> Iterator[TidyEstimate]:
+        self.notes += notes_of(self.runs, rows)
+        return estimates(self.references, rows, self.options)
+
+    def tables(self, found: pd.DataFrame) -> "list[Table]":
+        return tables(found, self.args.level)
+
+    def figures(self, found: pd.DataFrame) -> "Mapping[str, Drawing]":
+        return figures(found, self.runs[0].model["name"])
+
+    def data(self, rows: pd.DataFrame) -> dict[str, pd.DataFrame]:
+        return {"turns": rows}
+
+    def conclude(self, found: pd.DataFrame) -> Conclusion:
+        bits = found[found["quantity"] == "contrast, bits"]
+        kinds = [kind for kind in AGAINST if kind in set(bits["of"])]
+        mine = found[found["of"] == kinds[0]] if kinds else found.iloc[:0]
+        sentence = stated(
             "bits by which users' real follow-ups are likelier after the response that they saw "
             f"than after {kinds[0] if kinds else 'others'}",
-            of[of["quantity"] == "contrast, bits"],
+            mine[mine["quantity"] == "contrast, bits"],
             null=0.0,
-            level=args.level,
-        ),
-        control=stated(
-            "the same of another conversation's follow-up",
-            of[of["quantity"] == "control's contrast, bits"],
+            level=self.args.level,
         )
-        or "No other conversation of a dataset has a follow-up that could be the control.",
-    )
+        control = stated(
+            "the same of another conversation's follow-up",
+            mine[mine["quantity"] == "control's contrast, bits"],
+        )
+        return Conclusion(
+            sentence or "Nothing could stand in the place of the response that the user saw.",
+            control
+            or "No other conversation of a dataset has a follow-up that could be the control.",
+        )
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    """How much is scored."""
-    parser.add_argument(
-        "--swaps",
-        type=whole_from(0),
-        default=4,
-        metavar="K",
-        help="after the responses to K other queries (default: 4)",
-    )
+def notes_of(runs: "Sequence[Run]", rows: pd.DataFrame) -> list[str]:
+    """What a reader has to know of the siblings."""
+    if SIBLINGS not in set(rows["against"].dropna()):
+        return [
+            "No responses to the same queries were given: bits against other queries' responses "
+            "count the topic, too. Add a run of --response generate on the same conversations."
+        ]
+    written = [one.contexts for one in runs if one.settings["response"] == "generate"]
+    if not written:
+        return []
+    cut = pd.concat(written)["response_cut_off"].astype(bool)
+    return [
+        f"{cut.sum()} of {len(cut)} sibling responses were cut off, and all are the model's "
+        "own: a follow-up that fits any good response gains against them, too."
+    ]
 
 
-EXPERIMENT = Experiment(
-    name="likelihood",
-    description="""\
-How likely is what users really said next, and how much of that does the response account for?
-The model scores each real follow-up after the response that the user saw, after other responses to
-the same query (of the RUNs that hold some, sampled with --response generate), after responses to
-other queries of about the same length, and after none; and beside it another conversation's
-follow-up, which owes the response nothing. In its own context the follow-up stands against rivals:
-the query or the response repeated, and a closing. A context takes some seconds on a CPU (135M).
-Interrupted, the same command continues.""",
-    written="turns.parquet (every score), temperature_curve and contrasts (PNG, SVG, PDF)",
-    run=run,
-    add_flags=add_flags,
-    judged=False,
-    kept="what was scored is kept; the same command goes on from there",
-)
-build_parser, main = EXPERIMENT.build_parser, EXPERIMENT.main
+main = Likelihood.main
 
 if __name__ == "__main__":
     sys.exit(main())

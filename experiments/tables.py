@@ -1,6 +1,6 @@
 """What experiments say of estimates: plans, tables that may be empty, sentences."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from statistics import NormalDist
 from typing import Any
 
@@ -10,7 +10,7 @@ from rich.markup import escape
 
 from ia_mech.cli import one_line
 from ia_mech.display import console
-from ia_mech.estimates import together
+from ia_mech.estimates import ALL, TidyEstimate, frame_of, together
 from ia_mech.results import Table, cell_of, table_of
 
 POWER = 0.8  # with which an effect would have been shown
@@ -23,19 +23,42 @@ def print_plan(lines: Mapping[str, str]) -> None:
         to.print(f"{name:<20}{escape(one_line(value))}", soft_wrap=True)
 
 
+def estimates_of(
+    estimates: Iterable[TidyEstimate], names: Mapping[str, str], level: float
+) -> pd.DataFrame:
+    """Estimates as a table (:func:`ia_mech.estimates.frame_of`), with what each could have shown.
+
+    The column ``detectable`` is :func:`smallest_effect`.
+    """
+    found = frame_of(estimates, names)
+    return found.assign(detectable=smallest_effect(found, level))
+
+
 def tables_of(
     title: str, rows: pd.DataFrame, columns: Mapping[Any, tuple[str, int | str]], **options: Any
 ) -> list[Table]:
-    """:func:`ia_mech.results.table_of` of the rows; no table if there are none for ``columns``."""
-    there = rows[options.get("key", "quantity")].isin(list(columns)).any()
-    return [table_of(title, rows, columns, **options)] if there else []
+    """Tables (:func:`ia_mech.results.table_of`) of rows: all datasets together, then each.
+
+    The latter is printed with ``--full`` alone. There is none without rows for ``columns``.
+    """
+    there = rows[rows[options.get("key", "quantity")].isin(list(columns))]
+    if there.empty:
+        return []
+    if (there["dataset"] != ALL).all():
+        return [table_of(title, there, columns, **options)]
+    whole, each = (there[of_all] for of_all in (there["dataset"] == ALL, there["dataset"] != ALL))
+    found = [table_of(title, whole, columns, **options)]
+    if len(each):
+        found.append(table_of(f"{title}, by dataset", each, columns, **options, full=True))
+    return found
 
 
-def smallest_effect(row: pd.Series, level: float = 0.95) -> float:
+def smallest_effect(row: Any, level: float = 0.95) -> Any:
     """The effect that an estimate's spread had 80% power to show at its level, two-sided.
 
     That is the sum of two normal quantiles times the standard error, which is read off the
-    interval: 2.8 standard errors at 95%. NaN without an interval.
+    interval: 2.8 standard errors at 95%. NaN without an interval. ``row`` is one estimate, or a
+    table of them.
     """
     tail = NormalDist().inv_cdf(0.5 + level / 2)
     return (row["high"] - row["low"]) / (2 * tail) * (tail + NormalDist().inv_cdf(POWER))

@@ -10,16 +10,19 @@ from conftest import Silent
 from shell import call, refusal
 
 from experiments import likelihood
+from experiments.experiment import Model
 from experiments.likelihood import (
     CONTROL,
     EMPTY,
     OTHERS,
     REFERENCE,
     SIBLINGS,
+    Likelihood,
     contrasts_of,
     main,
     read,
 )
+from experiments.tables import estimates_of
 from ia_mech.collect.identity import build_chat, eos_ids
 from ia_mech.collect.job import collect
 from ia_mech.errors import UserError
@@ -64,7 +67,7 @@ def measured(plain, siblings, tiny_subject):
     chat = build_chat(settings, tiny_subject.tokenizer, ids)
     units, refused = likelihood.units_of([plain, siblings], references, chat, 2, None, 0)
     assert refused == []
-    rows = [likelihood.measure(tiny_subject, True, unit) for unit in units]
+    rows = [likelihood.measure(Model(tiny_subject, chat, True), unit) for unit in units]
     return references, units, pd.concat(rows, ignore_index=True)
 
 
@@ -143,7 +146,9 @@ def test_a_turn_to_which_all_responses_are_alike_has_no_contrast():
 
 def test_the_estimates_of_a_run_are_means_of_what_was_scored(measured):
     references, _, rows = measured
-    found = likelihood.estimates(references, rows, resamples=100)
+    options = {"level": 0.95, "resamples": 100, "seed": 0}
+    made = likelihood.estimates(references, rows, options)
+    found = estimates_of(made, Likelihood.columns, 0.95)
     assert set(found["dataset"]) == {"plain", "odd", "(all)"}
     found = found[found["dataset"] == "(all)"]
     stored = references.frame

@@ -19,12 +19,12 @@ from typing import Any
 from ia_mech.data import presets
 from ia_mech.data.formats import DEPTH, ColumnMap, Message, Parts, parse
 from ia_mech.errors import UserError
+from ia_mech.run.layout import UNPERTURBED
 from ia_mech.untrusted import parse_json
 
 CORRECT = "correct the row, leave it out, or skip such rows (--skip-unusable)"
 BUILTIN = ("maths", "instructions", "open")
 SUFFIXES = (".jsonl", ".json", ".parquet")
-UNPERTURBED = "none"
 UNPERTURBED_RESPONSE = "unperturbed_response"  # in the metadata of a perturbed conversation
 USER_HEADER = "user"
 HEADERS = (USER_HEADER, "alone", "assistant", "no_turn_end", "no_turn_separator")

@@ -63,6 +63,7 @@ GENERATIONS = pa.schema(
 # What names a turn: the columns of ``Run.turns``. NAMES are texts that many turns share.
 NAMES = ("context_id", "source_id", "dataset", "perturbation")
 PLACE = ("order", "response_index", "response_cut_off", "temperature", "sample")
+UNPERTURBED = "none"  # the perturbation of a conversation as it is
 TURN_KEYS = ("order", "temperature", "sample")  # what generations are sorted by
 
 

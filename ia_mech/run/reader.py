@@ -28,6 +28,8 @@ from ia_mech.untrusted import visible
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from ia_mech.run.queries import Query
+
 EXACT_FROM = 0.3  # temperature from which float16 logits give first-token distributions
 
 
@@ -205,6 +207,16 @@ class Run:
             if part["files"] and (names is None or part["name"] in names)
         ]
         return pa.concat_tables([layout.RESPONSES.empty_table(), *tables])
+
+    def queries(self) -> "list[Query]":
+        """The queries in their order, each with its responses and the turns after them.
+
+        Raises:
+            UserError: contexts of one ``source_id`` have several queries.
+        """
+        from ia_mech.run.queries import queries_of
+
+        return queries_of([self])
 
     @property
     def labels(self) -> Labels:

@@ -1,0 +1,485 @@
+"""What an experiment is, and the command that runs any.
+
+An experiment is one file with a subclass of :class:`Experiment`. Its docstring, that of the module,
+is what ``--help`` prints: the question as its first sentence, the method, what it needs, what it
+costs. It says
+
+- what it needs, as class attributes: several responses to a query, a judge, the model;
+- ``conversations``, if other conversations are to be sampled first;
+- ``units``: what is measured by itself, and kept when it is finished;
+- ``measure``: a unit → rows;
+- ``estimate``: all rows → estimates (:mod:`ia_mech.estimates`);
+- ``tables`` and ``figures`` of these, as data (:mod:`experiments.tables`,
+  :mod:`experiments.figures`);
+- ``conclude``: the sentence, and the control that it is held against.
+
+The command opens and checks the runs, draws the queries, samples, measures what isn't kept yet
+with progress, writes one :class:`ia_mech.results.Result` and prints it. ``--dry-run`` shows what
+would be computed. ``docs/experiments.md`` has one in sixty lines to begin from.
+"""
+
+import argparse
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+import pandas as pd
+
+from ia_mech.cli import (
+    Parser,
+    add_intervals,
+    add_threads,
+    guarded,
+    path_of,
+    tolerant_streams,
+    whole_from,
+)
+from ia_mech.errors import UserError
+
+if TYPE_CHECKING:
+    from experiments.figures import Drawing
+    from ia_mech.chat.format import ChatFormat
+    from ia_mech.data.conversations import Conversation
+    from ia_mech.engine.score import Scored, Turn
+    from ia_mech.estimates import TidyEstimate
+    from ia_mech.models.load import Subject
+    from ia_mech.rates.gate import Gate
+    from ia_mech.results import Result, Table
+    from ia_mech.run import Run
+    from ia_mech.run.queries import Query
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What is measured by itself, and kept.
+
+    A subclass has all that the measurement depends on besides the model, as JSON can hold it: a
+    unit whose rows are kept is known by its content.
+
+    Attributes:
+        source, dataset: of the query, written beside the rows.
+        tokens: that the model computes for it, about; for the progress bar and ``--dry-run``.
+    """
+
+    source: str
+    dataset: str
+    tokens: int
+
+
+class Conclusion(NamedTuple):
+    """What was found, and the control that it is held against; neither may be empty."""
+
+    sentence: str
+    control: str
+
+
+@dataclass
+class Model:
+    """The subject model, as ``measure`` has it.
+
+    Attributes:
+        subject: the model, its tokenizer, the hash of its weights.
+        chat: the model's chat format with the run's settings.
+        share: whether contexts with the same beginning are computed once.
+        on_tokens: told how many tokens were computed.
+    """
+
+    subject: "Subject"
+    chat: "ChatFormat"
+    share: bool
+    on_tokens: Callable[[int], None] = field(default=lambda count: None)
+
+    def score(
+        self,
+        contexts: Sequence[Sequence[int]],
+        turns: "Sequence[Turn]",
+        temperatures: Sequence[float] = (),
+    ) -> "list[Scored]":
+        """Log-probabilities of turns after contexts (:func:`ia_mech.likelihood.scorer.score`)."""
+        from ia_mech.likelihood.scorer import score
+
+        return score(
+            self.subject.model,
+            contexts,
+            turns,
+            temperatures,
+            share=self.share,
+            on_tokens=self.on_tokens,
+        )
+
+
+class Experiment:
+    """One question put to sampled runs. Subclasses say what is asked; see the module.
+
+    Class attributes:
+        name: of the results, and of the module.
+        siblings: queries with several responses are needed.
+        judged: verdicts are used, so that a judge can be chosen.
+        loads: the model is loaded.
+        several_models: runs of several models may be given together.
+        perturbed: runs that hold perturbed contexts may be given.
+        queries_used: how many queries at most, drawn by ``--seed``; None for all. If it is given,
+            so is ``--queries``.
+        beside: results go to ``cache/<first run>-<this>``, not into the run: they hold runs.
+        columns: what estimates are of: column → dtype.
+
+    Attributes:
+        runs: that were given.
+        args: the command line.
+        folder: of the results; it may not be there yet.
+        gate: whether the judge passes its control; None without a judge.
+        notes: what a reader has to know; add to it.
+        sampled: the runs over :meth:`conversations`, once they are sampled.
+    """
+
+    name: ClassVar[str]
+    siblings: ClassVar[bool] = False
+    judged: ClassVar[bool] = False
+    loads: ClassVar[bool] = True
+    several_models: ClassVar[bool] = False
+    perturbed: ClassVar[bool] = False
+    queries_used: ClassVar[int | None] = None
+    beside: ClassVar[str] = ""
+    columns: ClassVar[Mapping[str, str]] = {"dataset": "str", "temperature": "float64", "of": "str"}
+
+    def __init__(self, runs: "list[Run]", args: argparse.Namespace, folder: Path) -> None:
+        self.runs, self.args, self.folder = runs, args, folder
+        self.gate: Gate | None = None
+        self.notes: list[str] = []
+        self.sampled: dict[str, Run] = {}
+
+    # -- what an experiment says ------------------------------------------------------------------
+
+    @classmethod
+    def add_flags(cls, parser: argparse.ArgumentParser) -> None:
+        """Add the experiment's own flags."""
+
+    def read(self) -> None:
+        """Refuse here what can't be answered: it is called before anything is computed."""
+
+    def conversations(self) -> "Mapping[str, list[Conversation]]":
+        """Other conversations that are sampled first, by name, each as a run of its own."""
+        return {}
+
+    def sample(self, name: str, conversations: "list[Conversation]") -> "Run":
+        """The run over conversations, sampled like the first run, without residual streams."""
+        from experiments.resample import resampled
+
+        return resampled(self.runs[0], conversations, self.place(name), ("header_last",))
+
+    def units(self) -> Sequence[Unit]:
+        """What is measured. With ``--dry-run`` nothing is in ``sampled``."""
+        return []
+
+    def measure(self, model: Model, unit: Any) -> pd.DataFrame:
+        """Rows of a unit; ``source`` and ``dataset`` are added."""
+        raise NotImplementedError
+
+    def rows(self) -> pd.DataFrame:
+        """All rows. One that measures in several steps calls :meth:`measured` for each."""
+        return self.measured(self.units())
+
+    def estimate(self, rows: pd.DataFrame) -> "Iterable[TidyEstimate]":
+        """The estimates."""
+        raise NotImplementedError
+
+    def tables(self, found: pd.DataFrame) -> "list[Table]":
+        """The tables of the estimates, the most important first."""
+        return []
+
+    def figures(self, found: pd.DataFrame) -> "Mapping[str, Drawing]":
+        """The figures by the stem of their files."""
+        return {}
+
+    def data(self, rows: pd.DataFrame) -> dict[str, pd.DataFrame]:
+        """What is written beside the estimates: stem of the file → table."""
+        return {"rows": rows}
+
+    def conclude(self, found: pd.DataFrame) -> Conclusion:
+        """The sentence and its control."""
+        raise NotImplementedError
+
+    # -- what an experiment uses ------------------------------------------------------------------
+
+    @cached_property
+    def queries(self) -> "list[Query]":
+        """The queries of the runs: those with several responses where siblings are needed, and as
+        many as were asked for.
+
+        Raises:
+            UserError: siblings are needed, and no query has several responses.
+        """
+        from ia_mech.run.queries import drawn, queries_of
+
+        found = queries_of(self.runs)
+        if self.siblings:
+            several = [query for query in found if len(query.contexts) > 1]
+            if not several:
+                raise UserError(
+                    f"{self.runs[0].path} has one response per query",
+                    "sample again with --response generate --responses 4",
+                )
+            found = several
+        return drawn(found, getattr(self.args, "queries", None), self.args.seed)
+
+    @cached_property
+    def chat(self) -> "ChatFormat":
+        """The model's chat format with the run's settings; no weights are loaded."""
+        from experiments.resample import chat_of
+        from ia_mech.collect.identity import eos_ids
+        from ia_mech.models.load import load_tokenizer_and_config, recalled
+
+        first = self.runs[0]
+        spec = recalled(first.settings, first.model["weights_hash"])
+        tokenizer, config = load_tokenizer_and_config(spec)
+        return chat_of(first, tokenizer, eos_ids(None, config))
+
+    @cached_property
+    def model(self) -> Model:
+        """The subject model, loaded and checked at first use."""
+        from experiments.resample import chat_of, subject_of
+        from ia_mech.collect.identity import eos_ids, probe_ids
+        from ia_mech.engine.check import check_engine
+
+        subject = subject_of(self.runs[0])
+        config = subject.model.config
+        stops = eos_ids(subject.model.generation_config, config)
+        chat = chat_of(self.runs[0], subject.tokenizer, stops)
+        return Model(subject, chat, check_engine(subject.model, probe_ids(chat)).share)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """``level``, ``resamples`` and ``seed``, as estimates take them."""
+        return {name: getattr(self.args, name) for name in ("level", "resamples", "seed")}
+
+    def place(self, name: str) -> Path:
+        """A folder of the results, for what is named so."""
+        return self.folder / name.replace(" ", "_")
+
+    def measured(self, units: Sequence[Unit], phase: str = "") -> pd.DataFrame:
+        """The rows of units one below the other, with ``source`` and ``dataset``.
+
+        Finished units are kept in ``parts/`` of the results, and aren't measured again.
+        """
+        from ia_mech.display import Bar
+
+        bar, parts = Bar(), []
+        total = sum(unit.tokens for unit in units)
+        bar.start(phase or f"measuring, {self.name}", total, unit="token")
+        try:
+            for unit in units:
+                ticked = 0
+
+                def tick(tokens: int) -> None:
+                    nonlocal ticked
+                    ticked += tokens
+                    bar.advance(tokens)
+
+                rows = self._measured(unit, tick)
+                bar.advance(max(unit.tokens - ticked, 0))
+                parts.append(rows.assign(source=unit.source, dataset=unit.dataset))
+        finally:
+            bar.stop()
+        return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame()
+
+    def _measured(self, unit: Unit, tick: Callable[[int], None]) -> pd.DataFrame:
+        from experiments.parts import computed_once
+
+        def measure() -> pd.DataFrame:
+            self.model.on_tokens = tick
+            return self.measure(self.model, unit)
+
+        weights = self.runs[0].model["weights_hash"]
+        key = [self.name, weights, type(unit).__name__, asdict(unit)]
+        return computed_once(self.folder / "parts", key, measure)
+
+    # -- the command ------------------------------------------------------------------------------
+
+    @classmethod
+    def help(cls) -> str:
+        """The docstring of the experiment's module."""
+        return (sys.modules[cls.__module__].__doc__ or "").strip()
+
+    @classmethod
+    def question(cls) -> str:
+        """Its first sentence."""
+        return " ".join(re.split(r"(?<=[?.])\s", cls.help(), maxsplit=1)[0].split())
+
+    @classmethod
+    def build_parser(cls) -> argparse.ArgumentParser:
+        """The command line."""
+        parser = Parser(
+            prog=f"python -m experiments.{cls.name}",
+            usage="%(prog)s RUN [RUN …] [options]",
+            description=cls.help(),
+            epilog="Interrupted, the same command goes on. Intervals are over sources.",
+        )
+        parser.add_argument("runs", nargs="+", type=path_of, metavar="RUN", help="a run's folder")
+        if cls.judged:
+            judge = "whose verdicts (default: the only judge)"
+            parser.add_argument("--judge", metavar="NAME", help=judge)
+        if cls.queries_used is not None:
+            parser.add_argument(
+                "--queries",
+                type=whole_from(2),
+                default=cls.queries_used,
+                metavar="N",
+                help=f"at most N queries, drawn by --seed (default: {cls.queries_used})",
+            )
+        cls.add_flags(parser)
+        usual = f"results/{cls.name} in the first run"
+        if cls.beside:
+            usual = f"cache/<first run>-{cls.beside}"
+        where = f"where results go (default: {usual})"
+        parser.add_argument("--out", type=path_of, metavar="FOLDER", help=where)
+        parser.add_argument("--dry-run", action="store_true", help="say what it takes, and stop")
+        parser.add_argument("--full", action="store_true", help="print all tables")
+        add_threads(parser)
+        add_intervals(parser.add_argument_group("intervals"), seed="what is drawn")
+        return parser
+
+    @classmethod
+    def main(cls, argv: list[str] | None = None) -> int:
+        """Run the command; returns the exit status."""
+        tolerant_streams()
+        args = cls.build_parser().parse_args(argv)
+        kept = "what was computed is kept; the same command goes on from there"
+        return guarded(lambda: cls.command(args), lambda: kept, args.threads)
+
+    @classmethod
+    def command(cls, args: argparse.Namespace) -> None:
+        """What the command does: answer, write and print."""
+        from ia_mech.display import console, styled
+        from ia_mech.rates.load import open_runs
+        from ia_mech.results import show, write
+
+        runs = open_runs(args.runs)
+        one = cls(runs, args, output_folder(cls, args.out, args.runs[0]))
+        one.check()
+        if args.dry_run:
+            one.print_plan()
+            return
+        result = styled(one.result)()
+        write(result, one.folder)
+        show(result, console(), full=args.full)  # after writing: a closed pipe costs no file
+        print(f"wrote {one.folder}", file=sys.stderr)
+
+    def check(self) -> None:
+        """Refuse what can't be answered.
+
+        Raises:
+            UserError: says what is missing, or isn't allowed.
+        """
+        from ia_mech.rates.load import NO_ANNOTATOR, read_runs
+
+        if not self.several_models:
+            refuse_several_models(self.runs)
+        if not self.perturbed:
+            refuse_perturbed(self.runs)
+        if self.judged:
+            self.gate = read_runs(self.runs, self.args.judge, NO_ANNOTATOR).gate
+        self.read()
+
+    def print_plan(self) -> None:
+        """Print what would be sampled and measured."""
+        from experiments.tables import print_plan
+
+        lines = {}
+        per_context = len(self.runs[0].settings["temperatures"]) * self.runs[0].settings["samples"]
+        for name, those in self.conversations().items():
+            lines[name] = f"{len(those)} contexts to sample {per_context + 1} turns after each"
+        units = list(self.units())
+        if units:
+            tokens = sum(unit.tokens for unit in units)
+            queries = len({unit.source for unit in units})
+            lines["to measure"] = (
+                f"{len(units)} units of {queries} queries, about {tokens:,} tokens"
+            )
+        print_plan(lines or {"to compute": "nothing: the runs hold all that is read"})
+
+    def result(self) -> "Result":
+        """Sample, measure, estimate, conclude."""
+        from experiments.tables import estimates_of
+        from ia_mech.estimates import few_sources
+        from ia_mech.results import Result, about_runs
+
+        for name, those in self.conversations().items():
+            self.sampled[name] = self.sample(name, those)
+        rows = self.rows()
+        found = estimates_of(self.estimate(rows), self.columns, self.args.level)
+        sentence, control = self.conclude(found)
+        judges = [] if self.gate is None else [self.gate.judge]
+        gate = {} if self.gate is None else {"judge": self.gate.judge, "gate": self.gate.word}
+        used = [*self.runs, *self.sampled.values()]
+        names = {str(run.path): run.name for run in used}  # no folders of this machine in files
+        return Result(
+            name=self.name,
+            question=self.question(),
+            sentence=sentence,
+            control=control,
+            estimates=found,
+            tables=self.tables(found),
+            figures={stem: figure.draw() for stem, figure in self.figures(found).items()},
+            notes=[*self.notes, *few_sources(found)],
+            about={"kind": self.name, "level": self.args.level} | gate | about_runs(used, judges),
+            data={
+                stem: frame.assign(run=frame["run"].replace(names)) if "run" in frame else frame
+                for stem, frame in self.data(rows).items()
+            },
+        )
+
+
+def output_folder(cls: type[Experiment], out: Path | None, first_run: Path) -> Path:
+    """Where results of an experiment go; the folder isn't made.
+
+    Raises:
+        UserError: a file, a folder that can't be written, one among a run's own files, or one with
+            results of another experiment, or of none.
+    """
+    from ia_mech.results import RESULT, folder_of, kind_of
+    from ia_mech.run.layout import refuse_inside_run, refuse_unwritable
+
+    inside = folder_of(first_run, cls.name)
+    usual = inside
+    if cls.beside:
+        from ia_mech.models.embedded import cache_dir
+
+        usual = cache_dir() / f"{first_run.resolve().name}-{cls.beside}"
+    folder = usual if out is None else out
+    if cls.beside or folder.resolve() != inside.resolve():
+        refuse_inside_run(folder / RESULT)
+    refuse_unwritable(folder)
+    owner = kind_of(folder)
+    if owner not in (None, cls.name):
+        raise UserError(f"{folder} holds results of {owner}", "name another folder with --out")
+    return folder
+
+
+def refuse_perturbed(runs: "list[Run]") -> None:
+    """Refuse perturbed contexts: what is measured in them isn't pooled with the rest.
+
+    Raises:
+        UserError: a run holds some.
+    """
+    from ia_mech.run.layout import UNPERTURBED
+
+    for run in runs:
+        if (run.contexts["perturbation"].fillna(UNPERTURBED) != UNPERTURBED).any():
+            raise UserError(
+                f"{run.path} holds perturbed contexts", "give the run that they were made from"
+            )
+
+
+def refuse_several_models(runs: "list[Run]") -> None:
+    """Refuse runs of several models.
+
+    Raises:
+        UserError: their weights differ.
+    """
+    if len({run.model["weights_hash"] for run in runs}) > 1:
+        names = ", ".join(dict.fromkeys(run.model["name"] for run in runs))
+        raise UserError(f"the runs are of several models ({names})", "give runs of one model")

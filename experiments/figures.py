@@ -1,0 +1,125 @@
+"""Figures of estimates as data: what is drawn, over what, a line or a colour for each of what."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pandas as pd
+
+from ia_mech.display import coloured, draw_line, draw_points, list_names, new_axes
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+@dataclass(frozen=True, eq=False)
+class Lines:
+    """Estimates against a number, a line with its interval as a band for each value of a column.
+
+    Attributes:
+        title: of the figure.
+        x, y: what the axes show, with units.
+        rows: estimates (:func:`ia_mech.estimates.frame_of`).
+        across: the column on the x axis.
+        by: the column that tells lines apart.
+        levels: label → value where a dotted line is drawn across, such as a ceiling or chance.
+    """
+
+    title: str
+    x: str
+    y: str
+    rows: pd.DataFrame
+    across: str = "temperature"
+    by: str = "of"
+    levels: dict[str, float] | None = None
+
+    def draw(self) -> "Figure":
+        """As a matplotlib figure."""
+        figure, axes = new_axes(self.title, self.x, self.y)
+        for colour, (name, rows) in coloured(self.rows, self.by):
+            rows = rows.sort_values(self.across, kind="stable")
+            label = f"T = {name:g}" if self.by == "temperature" else str(name)
+            draw_line(axes, rows[self.across], rows, colour, label)
+        for label, level in (self.levels or {}).items():
+            axes.axhline(level, color="0.3", lw=0.8, ls=":", label=label or None)
+        axes.legend()
+        return figure
+
+
+@dataclass(frozen=True, eq=False)
+class Bars:
+    """Estimates as points with their intervals, a row for each value of a column.
+
+    Attributes:
+        title: of the figure.
+        x: what is drawn, with its unit.
+        rows: estimates.
+        of: the column that names the rows, from top to bottom in the order of ``rows``.
+        by: the column that tells colours apart.
+        at: where a line is drawn across: what there would be without an effect.
+    """
+
+    title: str
+    x: str
+    rows: pd.DataFrame
+    of: str = "of"
+    by: str = "dataset"
+    at: float | None = 0.0
+
+    def draw(self) -> "Figure":
+        """As a matplotlib figure."""
+        names = list(dict.fromkeys(self.rows[self.of]))
+        figure, axes = new_axes(self.title, self.x, size=(7, 1.4 + 0.4 * len(names)))
+        count = self.rows[self.by].nunique()
+        for number, (colour, (name, rows)) in enumerate(coloured(self.rows, self.by)):
+            beside = (number - (count - 1) / 2) * 0.8 / max(count, 2)
+            at = [names.index(one) + beside for one in rows[self.of]]
+            draw_points(axes, at, rows, lying=True, color=colour, label=str(name))
+        if self.at is not None:
+            axes.axvline(self.at, color="0.3", lw=0.8)
+        list_names(axes, [str(name) for name in names])
+        if count > 1:
+            axes.legend()
+        return figure
+
+
+@dataclass(frozen=True, eq=False)
+class HeatMap:
+    """Estimates over two columns.
+
+    Attributes:
+        title: of the figure.
+        x, y: what the axes show.
+        unit: of the values.
+        rows: estimates, one per cell; cells without one stay empty.
+        across, down: the columns of the axes.
+    """
+
+    title: str
+    x: str
+    y: str
+    unit: str
+    rows: pd.DataFrame
+    across: str
+    down: str
+
+    def draw(self) -> "Figure":
+        """As a matplotlib figure."""
+        columns, lines = _values(self.rows[self.across]), _values(self.rows[self.down])
+        cells = np.full((len(lines), len(columns)), np.nan)
+        for _, row in self.rows.iterrows():
+            cells[lines.index(row[self.down]), columns.index(row[self.across])] = row["value"]
+        figure, axes = new_axes(self.title, self.x, self.y)
+        image = axes.imshow(cells, aspect="auto", cmap="viridis", interpolation="nearest")
+        axes.set_xticks(range(len(columns)), [str(one) for one in columns])
+        axes.set_yticks(range(len(lines)), [str(one) for one in lines])
+        figure.colorbar(image, label=self.unit)
+        return figure
+
+
+Drawing = Lines | Bars | HeatMap
+
+
+def _values(column: pd.Series) -> Sequence:
+    return list(dict.fromkeys(column))

@@ -1,0 +1,34 @@
+"""Tables that an interrupted command needn't compute again."""
+
+import hashlib
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from ia_mech.run.integrity import replace_file
+
+
+def computed_once(folder: Path, key: Any, compute: Callable[[], pd.DataFrame]) -> pd.DataFrame:
+    """A table, from its file if it was computed before.
+
+    Args:
+        folder: where tables are kept.
+        key: all that the table depends on, as JSON can hold it.
+        compute: makes it.
+    """
+    name = hashlib.blake2b(json.dumps(key).encode(), digest_size=8).hexdigest()
+    file = folder / f"{name}.parquet"
+    try:
+        return pq.read_table(file, page_checksum_verification=True).to_pandas()
+    except (pa.ArrowException, OSError, ValueError, LookupError, TypeError):
+        pass  # it isn't there, or it is damaged
+    made = compute()
+    folder.mkdir(parents=True, exist_ok=True)
+    replace_file(file, partial(made.to_parquet, write_page_checksum=True))
+    return made

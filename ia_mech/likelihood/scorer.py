@@ -1,0 +1,46 @@
+"""The one scorer: log-probabilities of given turns after given contexts."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from transformers import PreTrainedModel
+
+from ia_mech.engine.memory import Backoff
+from ia_mech.engine.score import Scored, Turn
+from ia_mech.engine.score import score as score_prefilled
+from ia_mech.engine.state import Prefix, prefill_all
+
+
+def score(
+    model: PreTrainedModel,
+    contexts: Sequence[Sequence[int]],
+    turns: Sequence[Turn],
+    temperatures: Sequence[float] = (),
+    *,
+    share: bool = True,
+    on_tokens: Callable[[int], None] | None = None,
+) -> list[Scored]:
+    """Score turns after contexts: one prefill per context, one further pass over the turns.
+
+    Where memory runs out, fewer turns share a pass.
+
+    Args:
+        model: a causal language model.
+        contexts: token ids, each with its open header.
+        turns: token ids, and the number of the context that each follows; with interventions where
+            it has some.
+        temperatures: at which besides T = 1.
+        share: attend to a context's states where they are; else to a copy per turn.
+        on_tokens: called with how many tokens were scored.
+
+    Returns:
+        For each turn its scores per token, in nats.
+    """
+    groups, order = prefill_all(model, [Prefix(tuple(ids)) for ids in contexts])
+    place = {number: at for at, number in enumerate(order)}
+    placed = [replace(turn, context=place[turn.context]) for turn in turns]
+
+    def scored(some: Sequence[Turn]) -> list[Scored]:
+        return score_prefilled(model, groups, some, temperatures, share=share, on_tokens=on_tokens)
+
+    return Backoff(max(1, len(placed))).map(scored, placed)

@@ -1,0 +1,115 @@
+"""Queries with their responses, and the turns after each: where every experiment starts."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import pandas as pd
+
+from ia_mech.errors import UserError
+from ia_mech.run.layout import UNPERTURBED
+
+
+class Texts(Protocol):
+    """What is read of a run (:class:`ia_mech.run.Run`)."""
+
+    path: Path
+
+    @property
+    def contexts(self) -> pd.DataFrame: ...
+
+    @property
+    def generations(self) -> pd.DataFrame: ...
+
+
+@dataclass(frozen=True, eq=False)
+class Query:
+    """A query, its responses, and the turns after them.
+
+    Attributes:
+        source: a key that holds across runs: dataset and ``source_id``.
+        dataset: of the query.
+        contexts: a row per response, indexed from 0, with the columns of ``Run.contexts``, and
+            ``run``, the folder it is from.
+        turns: a row per turn, with the columns of ``Run.generations``, and ``followed``, the index
+            of the response that it followed.
+    """
+
+    source: str
+    dataset: str
+    contexts: pd.DataFrame
+    turns: pd.DataFrame
+
+    @property
+    def messages(self) -> list[dict]:
+        """Up to and including the query."""
+        return [dict(message) for message in self.contexts["messages"].iloc[0][:-1]]
+
+    @property
+    def responses(self) -> list[str]:
+        """The texts."""
+        return [messages[-1]["content"] for messages in self.contexts["messages"]]
+
+    @property
+    def token_ids(self) -> list[tuple[int, ...]]:
+        """Of each context, with its open header."""
+        return [tuple(ids.tolist()) for ids in self.contexts["token_ids"]]
+
+    @property
+    def complete(self) -> list[bool]:
+        """Of each response, whether it was not cut off."""
+        return (~self.contexts["response_cut_off"].astype(bool)).tolist()
+
+
+def queries_of(runs: Sequence[Texts]) -> list[Query]:
+    """The queries of runs, in their order; what several runs hold of one query comes together.
+
+    Perturbed contexts are left out.
+
+    Raises:
+        UserError: a context is in two runs; contexts of one ``source_id`` have several queries.
+    """
+    contexts = pd.concat([_keyed(run, run.contexts) for run in runs], ignore_index=True)
+    contexts = contexts[contexts["perturbation"].astype(object).fillna(UNPERTURBED) == UNPERTURBED]
+    twice = contexts.duplicated(["dataset", "context_id"])
+    if twice.any():
+        raise UserError(
+            f"context {contexts.loc[twice, 'context_id'].iloc[0]} is in two runs",
+            "give one of them",
+        )
+    turns = pd.concat([_keyed(run, run.generations) for run in runs], ignore_index=True)
+    after = dict(list(turns.groupby("source", sort=False)))
+    found = []
+    for source, own in contexts.groupby("source", sort=False):
+        own = own.sort_values(["run", "response_index"], kind="stable").reset_index(drop=True)
+        asked = {str(list(messages[:-1])) for messages in own["messages"]}
+        if len(asked) > 1:
+            raise UserError(
+                f"the contexts of {own['source_id'].iloc[0]} have several queries",
+                "correct their source_id",
+            )
+        place = {name: k for k, name in enumerate(own["context_id"])}
+        rows = after.get(source, turns.iloc[:0])
+        rows = rows[rows["context_id"].isin(list(place))].reset_index(drop=True)
+        followed = rows["context_id"].map(place).to_numpy(dtype=np.intp)
+        found.append(
+            Query(str(source), own["dataset"].iloc[0], own, rows.assign(followed=followed))
+        )
+    return found
+
+
+def drawn(queries: Sequence[Query], most: int | None, seed: int) -> list[Query]:
+    """At most so many queries, in their order.
+
+    Which ones depends on the seed and the queries alone, and those of a smaller number are among
+    those of a larger one: all experiments on a run use the same queries.
+    """
+    order = np.random.default_rng([seed, len(queries)]).permutation(len(queries))
+    return [queries[i] for i in sorted(order[:most])]
+
+
+def _keyed(run: Texts, frame: pd.DataFrame) -> pd.DataFrame:
+    source = frame["dataset"].astype(str) + "\x1f" + frame["source_id"].astype(str)
+    return frame.assign(run=str(run.path), source=source)
