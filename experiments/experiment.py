@@ -169,7 +169,12 @@ class Experiment:
         """The run over conversations, sampled like the first run, without residual streams."""
         from experiments.resample import resampled
 
-        return resampled(self.runs[0], conversations, self.place(name), ("header_last",))
+        where, changes = self.place(name), self.decoding()
+        return resampled(self.runs[0], conversations, where, ("header_last",), **changes)
+
+    def decoding(self) -> dict[str, Any]:
+        """Settings in which those runs differ from the first one, such as ``temperatures``."""
+        return {}
 
     def units(self) -> Sequence[Unit]:
         """What is measured. With ``--dry-run`` nothing is in ``sampled``."""
@@ -227,16 +232,38 @@ class Experiment:
         return drawn(found, getattr(self.args, "queries", None), self.args.seed)
 
     @cached_property
-    def chat(self) -> "ChatFormat":
-        """The model's chat format with the run's settings; no weights are loaded."""
-        from experiments.resample import chat_of
-        from ia_mech.collect.identity import eos_ids
+    def _tokenizer_and_config(self) -> tuple[Any, Any]:
         from ia_mech.models.load import load_tokenizer_and_config, recalled
 
         first = self.runs[0]
-        spec = recalled(first.settings, first.model["weights_hash"])
-        tokenizer, config = load_tokenizer_and_config(spec)
-        return chat_of(first, tokenizer, eos_ids(None, config))
+        return load_tokenizer_and_config(recalled(first.settings, first.model["weights_hash"]))
+
+    @property
+    def context_limit(self) -> int | None:
+        """The tokens that the model's context holds; None if it doesn't say."""
+        from ia_mech.models.load import context_limit
+
+        return context_limit(self._tokenizer_and_config[1])
+
+    @cached_property
+    def chat(self) -> "ChatFormat":
+        """The model's chat format with the run's settings; no weights are loaded.
+
+        Raises:
+            UserError: its template is not the one that the run was sampled with.
+        """
+        from experiments.resample import chat_of
+        from ia_mech.collect.identity import eos_ids
+
+        first, (tokenizer, config) = self.runs[0], self._tokenizer_and_config
+        chat = chat_of(first, tokenizer, eos_ids(None, config))
+        if chat.describe()["template_hash"] != first.record["identity"]["chat"]["template_hash"]:
+            raise UserError(
+                f"the chat template of {first.model['name']} is not the one that {first.path} was "
+                "sampled with",
+                "sample the run again",
+            )
+        return chat
 
     @cached_property
     def model(self) -> Model:
@@ -389,7 +416,8 @@ class Experiment:
         from experiments.tables import print_plan
 
         lines = {}
-        per_context = len(self.runs[0].settings["temperatures"]) * self.runs[0].settings["samples"]
+        decoding = self.runs[0].settings | self.decoding()
+        per_context = len(decoding["temperatures"]) * decoding["samples"]
         for name, those in self.conversations().items():
             lines[name] = f"{len(those)} contexts to sample {per_context + 1} turns after each"
         units = list(self.units())

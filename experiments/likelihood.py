@@ -452,13 +452,9 @@ class Likelihood(Experiment):
         self.references = read(self.runs)
 
     def units(self) -> list[Followed]:
-        from ia_mech.models.load import context_limit, load_tokenizer_and_config, recalled
-
-        first = self.runs[0]
-        _, config = load_tokenizer_and_config(recalled(first.settings, first.model["weights_hash"]))
-        limit = context_limit(config)
+        limit, seed = self.context_limit, self.args.seed
         units, refused = units_of(
-            self.runs, self.references, self.chat, self.args.swaps, limit, self.args.seed
+            self.runs, self.references, self.chat, self.args.swaps, limit, seed
         )
         self.notes += refused
         return units

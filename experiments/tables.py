@@ -35,7 +35,7 @@ def estimates_of(
 
 
 def tables_of(
-    title: str, rows: pd.DataFrame, columns: Mapping[Any, tuple[str, int | str]], **options: Any
+    title: str, rows: pd.DataFrame, columns: Mapping[Any, tuple[str, int | str]], /, **options: Any
 ) -> list[Table]:
     """Tables (:func:`ia_mech.results.table_of`) of rows: all datasets together, then each.
 
@@ -62,6 +62,14 @@ def smallest_effect(row: Any, level: float = 0.95) -> Any:
     """
     tail = NormalDist().inv_cdf(0.5 + level / 2)
     return (row["high"] - row["low"]) / (2 * tail) * (tail + NormalDist().inv_cdf(POWER))
+
+
+def with_detectable(rows: pd.DataFrame, quantity: str) -> pd.DataFrame:
+    """Rows, and for each of a quantity what it could have shown, as the quantity ``detectable``."""
+    own = rows[rows["quantity"] == quantity]
+    nothing = dict.fromkeys(("low", "high", "p", "p_holm"), np.nan)
+    told = own.assign(quantity="detectable", value=own["detectable"], **nothing)
+    return pd.concat([rows, told], ignore_index=True)
 
 
 def stated(

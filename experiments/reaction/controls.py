@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
+from experiments.changes import sentences
 from experiments.given_turns import drawn
-from experiments.perturbations.conditions import sentences
 from experiments.reaction.read import Arm, Query
 from ia_mech.data.conversations import Conversation
 from ia_mech.engine.sampling import stream_key

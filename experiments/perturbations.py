@@ -1,0 +1,441 @@
+"""What of the response does the next user turn depend on?
+
+Each conversation is changed in one respect and sampled again with the same random numbers. The
+response is removed, swapped for one to another query, its sentences are shuffled, its answer is
+contradicted; or the header stands without a conversation, or is the assistant's. Turns are judged
+after what the model was given and, *held*, against the unchanged response, which a turn that was
+written without it can still fit by topic or luck. Users' real follow-ups are scored in each changed
+context. Differences are paired by query; what a change leaves as it is has no part in them.
+
+Needs: judged runs; real follow-ups for the likelihoods. Cost: six times the sampling of as many
+turns (48 queries of the embedded model, 5 turns each: some ten minutes on a CPU). The rules judge
+judges at once; for another judge the message says which command to run.
+
+    python -m experiments.perturbations cache/RUN
+    python -m experiments.perturbations cache/RUN --queries 100 --samples 8
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+
+from experiments.changes import contradicted, shuffled
+from experiments.experiment import Conclusion, Experiment
+from experiments.tables import stated, tables_of, with_detectable
+from ia_mech.cli import quoted, whole_from
+from ia_mech.data.conversations import (
+    UNPERTURBED,
+    UNPERTURBED_RESPONSE,
+    USER_HEADER,
+    Conversation,
+)
+from ia_mech.errors import UserError
+from ia_mech.estimates import (
+    ALL,
+    Group,
+    TidyEstimate,
+    by_dataset,
+    corrected,
+    paired_row,
+    together,
+)
+from ia_mech.judge.rubric import ASSESSED, heading
+from ia_mech.rates.compute import rates
+from ia_mech.results import Table, label_of, table_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from experiments.figures import Drawing
+    from experiments.swaps import Lenders
+    from ia_mech.run import Run
+
+REMOVE, SWAP, SHUFFLE, CONTRADICT = "remove", "swap", "shuffle", "contradict"
+HEADER_ONLY, HEADER_ASSISTANT = "header_only", "header_assistant"
+CONDITIONS = {  # → the header that is opened
+    **dict.fromkeys((REMOVE, SWAP, SHUFFLE, CONTRADICT), USER_HEADER),
+    HEADER_ONLY: "alone",
+    HEADER_ASSISTANT: "assistant",
+}
+STREAM = -3  # of the draws; samples and swaps have streams of their own
+HELD, GENUINE, PROFILE = "held", "genuine", "profile"  # outcomes
+RATE, DIFFERENCE = "rate", "difference"
+BITS = "log p of real follow-ups, bits"
+BITS_DIFFERENCE = f"{BITS}: difference"
+COLUMNS = {  # of estimates; ``events`` are the turns with the outcome
+    **dict.fromkeys(("dataset", "condition", "outcome", "category"), "str"),
+    **{"temperature": "float64", "level": "float64", "events": "Int64"},
+}
+
+
+# -- what is changed -------------------------------------------------------------------------------
+
+
+def perturbed(
+    conversation: Conversation, name: str, rng: np.random.Generator, swap: str = ""
+) -> Conversation | None:
+    """A conversation under a condition; None if it would stay as it is.
+
+    Query, system message, earlier turns, reference, answer, dataset and ``source_id`` stay.
+
+    Args:
+        conversation: unperturbed, with its response.
+        name: one of :data:`CONDITIONS`.
+        rng: draws an order, or a wrong answer.
+        swap: the response that ``swap`` puts in place.
+
+    Returns:
+        A conversation whose metadata hold the unperturbed response (``unperturbed_response``), the
+        id of its conversation (``unperturbed_id``), and how it was changed (``how``).
+    """
+    own = conversation.response or ""
+    text, how = own, name
+    if name == REMOVE:
+        text = ""
+    elif name == SWAP:
+        text = swap
+    elif name == SHUFFLE:
+        text = shuffled(own, rng) or own
+    elif name == CONTRADICT:
+        text, how = contradicted(own, conversation.answer, rng)
+    if text == own and CONDITIONS[name] == USER_HEADER:
+        return None
+    about = {UNPERTURBED_RESPONSE: own, "unperturbed_id": conversation.id, "how": how}
+    return replace(
+        conversation.with_response(text),
+        id=f"{conversation.id}~{name}",
+        perturbation=name,
+        header=CONDITIONS[name],
+        metadata=conversation.metadata | about,
+    )
+
+
+# -- the experiment --------------------------------------------------------------------------------
+
+
+class Perturbations(Experiment):
+    """See the module."""
+
+    name = "perturbations"
+    judged = True
+    queries_used = 48
+    beside = "perturbed"
+    columns = COLUMNS
+
+    @classmethod
+    def add_flags(cls, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument(
+            "--samples",
+            type=whole_from(1),
+            default=4,
+            metavar="N",
+            help="turns per temperature, of those that the run has (default: 4)",
+        )
+
+    def read(self) -> None:
+        from experiments.resample import same_settings
+
+        same_settings(self.runs)
+
+    # -- sampled ----------------------------------------------------------------------------------
+
+    def decoding(self) -> dict[str, Any]:
+        """T = 1 if the runs have it, else all their temperatures."""
+        of = self.runs[0].settings
+        some = (1.0,) if 1.0 in of["temperatures"] else tuple(of["temperatures"])
+        return {"temperatures": some, "samples": min(self.args.samples, of["samples"])}
+
+    @cached_property
+    def base(self) -> pd.DataFrame:
+        """A row of ``Query.contexts`` per query: that of its first complete response, if any."""
+        chosen = [int(np.argmax(query.complete)) for query in self.queries]
+        rows = [query.contexts.iloc[[k]] for query, k in zip(self.queries, chosen, strict=True)]
+        return pd.concat(rows, ignore_index=True)
+
+    @cached_property
+    def changed(self) -> list[Conversation]:
+        """Every conversation under every condition that changes it and can be made of it."""
+        from experiments.resample import conversations_of
+        from experiments.swaps import Lenders, lender_of
+
+        own, seed = conversations_of(self.base), self.runs[0].settings["seed"]
+        lenders = Lenders([lender_of(one, self.chat.tokenizer) for one in own], seed)
+        made = []
+        for name in CONDITIONS:
+            left_out: dict[str, int] = {}
+            for order in range(len(own)):
+                try:
+                    made.append(self._made(own, order, name, lenders))
+                except UserError as error:
+                    left_out[error.problem] = left_out.get(error.problem, 0) + 1
+            if left_out:
+                why = "; ".join(f"{count}: {problem}" for problem, count in left_out.items())
+                self.notes.append(f"{name} is not made of all {len(own)} conversations ({why}).")
+        if not made:
+            raise UserError("none of these conversations can be changed", "give other runs")
+        return made
+
+    def _made(
+        self, own: Sequence[Conversation], order: int, name: str, lenders: "Lenders"
+    ) -> Conversation:
+        """A conversation under a condition; UserError if it can't be made, or is too long."""
+        from ia_mech.chat.headers import rendered
+        from ia_mech.engine.sampling import stream_key
+
+        settings, swap = self.runs[0].settings, ""
+        if name == SWAP:
+            lent = lenders.responses(order, 1)
+            if not lent:
+                raise UserError("there is no other response of the dataset", "")
+            swap = lent[0].response
+        key = stream_key(settings["seed"], own[order].id, STREAM - list(CONDITIONS).index(name))
+        changed = perturbed(own[order], name, np.random.default_rng(list(key)), swap)
+        if changed is None:
+            raise UserError("the response stays as it is", "")
+        context, turn = rendered(self.chat, changed)
+        longest = max(settings["max_new_tokens"], len(turn or ()))
+        if self.context_limit is not None and len(context.ids) + longest > self.context_limit:
+            raise UserError("the context is too long for the model", "")
+        return changed
+
+    def conversations(self) -> "Mapping[str, list[Conversation]]":
+        return {"conditions": self.changed}
+
+    # -- read -------------------------------------------------------------------------------------
+
+    def rows(self) -> pd.DataFrame:
+        """The turns before and after: ``run``, ``context_id``, ``dataset``, ``source``,
+        ``condition``, ``temperature``, ``sample``, ``category``, ``genuine`` and ``held`` (1, 0 or
+        NaN)."""
+        from ia_mech.judge.label import UNSEEN
+        from ia_mech.rates.load import NO_ANNOTATOR, read_runs
+
+        assert self.gate is not None  # this is a judged experiment
+        (run,), judge = self.sampled.values(), self.gate.judge
+        self._judge(run, judge)
+        self._note(run)
+        turns = read_runs([*self.runs, run], judge, NO_ANNOTATOR).turns
+        like = self.decoding()
+        alike = turns["temperature"].isin([0.0, *like["temperatures"]])
+        alike &= turns["sample"] < like["samples"]
+        used = pd.MultiIndex.from_frame(self.base[["run", "context_id"]])
+        before = pd.MultiIndex.from_frame(turns[["run", "context_id"]].astype(object)).isin(used)
+        turns = turns[(turns["run"] == str(run.path)) | (before & alike)].reset_index(drop=True)
+        keys = ["source", "context_id", "temperature", "sample"]
+        held = read_runs([run], judge + UNSEEN, NO_ANNOTATOR).turns.set_index(keys)["genuine"]
+        found = held.reindex(pd.MultiIndex.from_frame(turns[keys])).to_numpy()
+        own = turns["perturbation"] == UNPERTURBED
+        names = turns["perturbation"].astype(object)
+        condition = pd.Categorical(names, [UNPERTURBED, *CONDITIONS], ordered=True)
+        turns = turns.assign(condition=condition, held=np.where(own, turns["genuine"], found))
+        texts = ["run", "context_id", "dataset", "source", "category"]
+        kept = [*texts, "condition", "temperature", "sample", GENUINE, HELD]
+        return turns[kept].astype(dict.fromkeys(texts, object))
+
+    def _judge(self, run: "Run", judge: str) -> None:
+        """See that the judge of the unchanged turns has judged the others, in both ways."""
+        from ia_mech.display import Bar
+        from ia_mech.judge.label import UNSEEN, label_run
+        from ia_mech.judge.rules import RulesJudge
+        from ia_mech.judge.verdict import identity_hash
+
+        first, rules = self.runs[0], RulesJudge()
+        own = first.labels.record("judgements", judge).get("identity", {})
+        for name, unperturbed in ((judge, False), (judge + UNSEEN, True)):
+            if name in run.labels.judges:
+                continue
+            if identity_hash(own) != identity_hash(rules.identity):
+                flag = " --unperturbed" if unperturbed else ""
+                against = " against the unchanged responses" if unperturbed else ""
+                raise UserError(
+                    f"{run.path} has not been judged by {judge!r}{against}",
+                    f"run python -m ia_mech.judge run {quoted(run.path)} --name {name}{flag} with "
+                    f"the flags that judged {first.path}, then this command again",
+                )
+            label_run(run, rules, name, Bar(), unperturbed=unperturbed)
+
+    def _note(self, run: "Run") -> None:
+        how = run.contexts["metadata"].map(lambda text: json.loads(text)["how"])
+        ways = how[run.contexts["perturbation"] == CONTRADICT].value_counts()
+        counts = ", ".join(f"{way} {count}" for way, count in ways.items())
+        self.notes.append(f"{CONTRADICT} was made by {counts} (metadata, how).")
+        if cut := int(self.base["response_cut_off"].sum()):
+            self.notes.append(f"{cut} of {len(self.base)} responses were cut off.")
+        self.notes.append(
+            f"{HEADER_ONLY} shows the model no conversation: all its greedy turns are one turn, "
+            "held against every query's response."
+        )
+
+    def scored(self) -> pd.DataFrame:
+        """Contexts with a real follow-up: ``dataset``, ``source``, ``condition``, ``bits``."""
+        (run,) = self.sampled.values()
+        frames = [self.base.assign(condition=UNPERTURBED)]
+        frames.append(run.contexts.assign(condition=run.contexts["perturbation"]))
+        frame = pd.concat(frames, ignore_index=True)
+        bits = frame["reference_logprob"].astype(float) / np.log(2.0)
+        source = frame["dataset"].astype(str) + "\x1f" + frame["source_id"].astype(str)
+        frame = frame.assign(source=source, bits=bits)
+        return frame[bits.notna()].reset_index(drop=True)
+
+    # -- estimated --------------------------------------------------------------------------------
+
+    def estimate(self, rows: pd.DataFrame) -> list[TidyEstimate]:
+        """Holm-corrected by outcome; all datasets together are a family of their own."""
+        found: list[TidyEstimate] = []
+        for dataset, here in by_dataset(rows):
+            found += self._rates(rows[here], {"dataset": dataset, "level": self.args.level})
+        scored = self.scored()
+        for dataset, here in by_dataset(scored):
+            found += self._likelihoods(scored[here], {"dataset": dataset})
+
+        def family(row: TidyEstimate) -> tuple:
+            return row.quantity, row.names.get("outcome"), row.names["dataset"] == ALL
+
+        return corrected(found, family)
+
+    def _rates(self, turns: pd.DataFrame, names: dict[str, Any]) -> Iterator[TidyEstimate]:
+        by, before = ["temperature", "condition"], {"condition": UNPERTURBED}
+        for outcome in (HELD, GENUINE):
+            yield from rates(turns, by, outcome=outcome, **names)
+            yield from rates(
+                turns, by, before, outcome=outcome, within="source", seed=self.args.seed, **names
+            )
+        for category in ASSESSED:
+            of = (turns["category"] == category).astype(float).where(turns[GENUINE].notna())
+            yield from rates(
+                turns.assign(**{PROFILE: of}), by, outcome=PROFILE, category=category, **names
+            )
+
+    def _likelihoods(self, scored: pd.DataFrame, names: dict[str, Any]) -> Iterator[TidyEstimate]:
+        before = scored[scored["condition"] == UNPERTURBED]
+        for condition, own in scored.groupby("condition", sort=False):
+            of = names | {"condition": condition}
+            group = Group(own["source"].to_numpy(), self.options, of)
+            yield group.mean(BITS, own["bits"])
+            if condition != UNPERTURBED:
+                pair = own["bits"], own["source"], before["bits"], before["source"]
+                yield paired_row(group, BITS_DIFFERENCE, *pair)
+
+    # -- shown ------------------------------------------------------------------------------------
+
+    def tables(self, found: pd.DataFrame) -> list[Table]:
+        percent = f"{100 * self.args.level:g}% intervals over queries"
+        less = (
+            "Less unchanged: paired by query, with Holm-corrected p. Shown if: the difference that "
+            "would have been shown with 80% power."
+        )
+        rows = with_detectable(found[found["outcome"] == HELD], DIFFERENCE)
+        made = tables_of(
+            f"follow-ups, held against the unchanged response ({percent})",
+            rows,
+            {RATE: ("rate", 2), DIFFERENCE: ("less unchanged", 2), "detectable": ("shown if", 2)},
+            index=("dataset", "temperature", "condition"),
+            rows="turns",
+            legend=f"Rate: share of turns that the judge calls genuine. {less}",
+        )
+        columns = {BITS: ("log p", 1), BITS_DIFFERENCE: ("less unchanged", 1)}
+        made += tables_of(
+            f"users' real follow-ups after each change, bits ({percent})",
+            with_detectable(found, BITS_DIFFERENCE),
+            columns | {"detectable": ("shown if", 1)},
+            index=("dataset", "condition"),
+            rows="follow-ups",
+            legend=f"Log p: of the same tokens at T = 1, a whole turn. {less}",
+        )
+        profile = table_of(
+            "what the turns are, judged after what the model was given",
+            together(found[found["outcome"] == PROFILE]),
+            {category: (heading(category), 2) for category in ASSESSED},
+            index=("temperature", "condition"),
+            key="category",
+            rows="turns",
+            legend="Shares of the turns that the judge assessed, by its rubric.",
+            full=True,
+        )
+        return [*made, profile]
+
+    def figures(self, found: pd.DataFrame) -> "Mapping[str, Drawing]":
+        from experiments.figures import Bars
+        from ia_mech.rates.figures import gate_title
+
+        assert self.gate is not None
+        model, pooled = self.runs[0].model["name"], together(found)
+        rows = pooled[(pooled["quantity"] == DIFFERENCE) & (pooled["outcome"] == HELD)]
+        made: dict[str, Drawing] = {
+            "rates": Bars(
+                gate_title(model, self.gate),
+                "held follow-up rate, less that after the unchanged conversation",
+                rows.assign(at=[label_of(t, "temperature") for t in rows["temperature"]]),
+                of="condition",
+                by="at",
+            )
+        }
+        rows = found[found["quantity"] == BITS_DIFFERENCE]
+        if len(rows):
+            made["references"] = Bars(
+                f"{model} · users' real follow-ups",
+                "log p less that after the unchanged conversation, bits",
+                rows,
+                of="condition",
+            )
+        return made
+
+    def data(self, rows: pd.DataFrame) -> dict[str, pd.DataFrame]:
+        return {"turns": rows.drop(columns="source").astype({"condition": object})}
+
+    def conclude(self, found: pd.DataFrame) -> Conclusion:
+        assert self.gate is not None
+        held = found[(found["quantity"] == DIFFERENCE) & (found["outcome"] == HELD)]
+        bits = found[found["quantity"] == BITS_DIFFERENCE]
+        options: dict[str, Any] = {"null": 0.0, "level": self.args.level}
+        said = []
+        for condition, words in {
+            REMOVE: "without the response",
+            SHUFFLE: "with its sentences in another order",
+            CONTRADICT: "with its answer contradicted",
+        }.items():
+            of_rate, of_bits = (of[of["condition"] == condition] for of in (held, bits))
+            said.append(stated(f"{words} the held follow-up rate changes by", of_rate, **options))
+            said.append(stated("log p of real follow-ups, in bits", of_bits, 1, **options))
+        said.append(order_of(*(together(of[of["condition"] == SHUFFLE]) for of in (held, bits))))
+        bare = stated(
+            "after the bare header, which shows no conversation, the held rate changes by",
+            held[held["condition"] == HEADER_ONLY],
+            **options,
+        )
+        return Conclusion(
+            " ".join(text for text in said if text) or "Nothing could be compared.",
+            f"{self.gate.sentence}. {bare}".strip(),
+        )
+
+
+def order_of(held: pd.DataFrame, bits: pd.DataFrame) -> str:
+    """Whether rate and likelihood agree that the order of sentences matters.
+
+    Args:
+        held: differences of the held rate under ``shuffle``, by temperature.
+        bits: the difference of the real follow-ups' log p.
+    """
+    if not len(held) or not len(bits):
+        return ""
+    rate, likelihood = (bool(((of["low"] > 0) | (of["high"] < 0)).any()) for of in (held, bits))
+    if rate == likelihood:
+        return f"{'Both show' if rate else 'Neither shows'} that the order matters."
+    which, other = ("rate", "likelihood") if rate else ("likelihood", "rate")
+    return (
+        f"The {which} shows that the order matters, the {other} doesn't: the one is of what the "
+        "model writes, the other of what users wrote, and each shows effects of its own size only."
+    )
+
+
+main = Perturbations.main
+
+if __name__ == "__main__":
+    sys.exit(main())
