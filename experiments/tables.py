@@ -67,8 +67,8 @@ def smallest_effect(row: Any, level: float = 0.95) -> Any:
 def with_detectable(rows: pd.DataFrame, quantity: str) -> pd.DataFrame:
     """Rows, and for each of a quantity what it could have shown, as the quantity ``detectable``."""
     own = rows[rows["quantity"] == quantity]
-    nothing = dict.fromkeys(("low", "high", "p", "p_holm"), np.nan)
-    told = own.assign(quantity="detectable", value=own["detectable"], **nothing)
+    nothing: dict[str, Any] = dict.fromkeys(("low", "high", "p", "p_holm"), np.nan)
+    told = own.assign(quantity="detectable", value=own["detectable"], sources=0, **nothing)
     return pd.concat([rows, told], ignore_index=True)
 
 

@@ -340,7 +340,7 @@ class TemperatureSweep(Experiment):
             "first token's entropy": ("entropy", 2),
             TOKENS: ("effective tokens", 1),
             "total variation from T = 1": ("variation", 2),
-            "mass on turn-end": ("turn-end", 3),
+            "mass on turn-end": ("turn-end", ".0e"),
         }
         made.append(
             table_of(

@@ -147,7 +147,12 @@ def label_of(value: Any, column: str) -> str:
 
 
 def cell_of(row: Any, digits: int | str = 2) -> str:
-    """An estimate, a line of a table of them, as text with the corrected p of its test."""
+    """An estimate, a line of a table of them, as text with the corrected p of its test.
+
+    One that rests on no source, such as what another could have shown, is a plain number.
+    """
+    if not row.sources and not np.isnan(row.value):
+        return f"{row.value:{digits if isinstance(digits, str) else f'.{digits}f'}}"
     text = estimate_of(row).text(digits)
     return text if np.isnan(row.p_holm) else f"{text} {p_value(row.p_holm)}"
 

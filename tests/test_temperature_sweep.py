@@ -1,37 +1,41 @@
 """What a temperature sweep computes: closed forms on planted logits, and runs of a tiny model."""
 
 import shutil
-from dataclasses import replace
+from argparse import Namespace
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
-import pyarrow as pa
 import pytest
 import scored
 import torch
 import transformers
 from runs import sampled as make_run
 from safetensors.torch import load_file
-from shell import call
+from shell import call, refusal
 
-from experiments.temperature_sweep.__main__ import main
-from experiments.temperature_sweep.analyse import GARBLED, estimates
-from experiments.temperature_sweep.measure import (
-    FirstToken,
-    Measured,
-    against_others,
-    compared,
+from experiments.first_token import (
+    BEST,
+    GREEDY,
+    best_of,
     curves,
     header_logits,
-    leaving,
     lens_curves,
-    measure,
+    openings_of,
     overtaking,
 )
-from experiments.temperature_sweep.read import Sweep, openings_of, read
-from ia_mech.display import Quiet
-from ia_mech.errors import UserError
+from experiments.tables import estimates_of
+from experiments.temperature_sweep import (
+    DEEPER,
+    GARBLED,
+    RATE,
+    RATE_DIFFERENCE,
+    TemperatureSweep,
+    against_others,
+    leaving,
+    main,
+)
 from ia_mech.judge.label import items_of
 from ia_mech.judge.rubric import ASSESSED, GENUINE
 from ia_mech.lens import Lens, lens_file, save_lens
@@ -71,7 +75,7 @@ def test_two_levels_of_logits_have_a_closed_form_at_every_temperature():
     shares = [np.zeros((2, 2)), np.array([[1.0, 0.0], [0.25, 0.5]])]
     temperatures = [0.25, 1.0, 4.0]
     entropy, ends, variation, none, opened = curves(
-        logits, temperatures, [0, k], [1, k + 1], shares
+        logits, temperatures, [0, k], np.array([1, k + 1]), shares
     )
     for at, t in enumerate(temperatures):
         z = k * np.exp(a / t) + n
@@ -134,12 +138,12 @@ def test_greedy_leaves_at_the_first_token_that_differs_and_the_gap_is_of_one_dis
     greedy = written([4, 5, 6, 2], [0.5, 0.4, 0.6, 0.9], [1, 1, 1, 1])
     found = leaving(written([4, 5, 9, 6, 2], [0.5, 0.4, 0.1, 0.7, 0.9], [1, 1, 3, 1, 1]), greedy)
     assert found == pytest.approx(
-        {"follows": 1, "leaves": 1, "token": 3, "before": 2 / 5, "rank": 3}
+        {"follows": 1, "leaves": 1, "token": 3, "rank": 3}
         | {"probability": 0.1, "gap": LOG(0.6 / 0.1)}
     )
     at_once = leaving(written([7, 5], [0.01, 0.2], [12, 1]), greedy)
     assert at_once == pytest.approx(
-        {"follows": 0, "leaves": 1, "token": 1, "before": 0, "rank": 12}
+        {"follows": 0, "leaves": 1, "token": 1, "rank": 12}
         | {"probability": 0.01, "gap": LOG(0.5 / 0.01)}
     )
     never = leaving(greedy, greedy)
@@ -151,10 +155,10 @@ def test_genuine_turns_are_compared_within_context_and_temperature():
     rows += [("y", 1.0, 0, 9.0), ("z", 1.3, 1, 1.0), ("z", 1.3, 1, 3.0), ("z", 1.3, 0, 7.0)]
     rows += [("z", 1.3, 0, NAN)]
     frame = pd.DataFrame(rows, columns=["context", "temperature", "genuine", "value"])
-    values, genuine, kept = against_others(frame, "value")
+    values, genuine, of = against_others(frame.assign(source=frame["context"]), "value")
     assert values.tolist() == [2.5, -0.5, 0.5, -6.0, -4.0, 0.0]  # less 1.5 in x, less 7 in z
     assert genuine.tolist() == [True, False, False, True, True, False]
-    assert kept["context"].tolist() == ["x"] * 3 + ["z"] * 3
+    assert of.tolist() == ["x"] * 3 + ["z"] * 3
 
 
 # -- logit lens -----------------------------------------------------------------------------------
@@ -162,21 +166,15 @@ def test_genuine_turns_are_compared_within_context_and_temperature():
 EYE = torch.eye(4)
 
 
-def planted_lens(**changes) -> Lens:
+def planted_lens() -> Lens:
     """An RMSNorm without weights: logits of a residual r are 10 r / rms(r)."""
-    made = Lens(torch.ones(4), torch.zeros(4), 10 * EYE, 0.0, False, 1.0, None)
-    return replace(made, **changes)
+    return Lens(torch.ones(4), torch.zeros(4), 10 * EYE, 0.0, False, 1.0, None)
 
 
 class PlantedRun:
-    """Residual streams of 3 contexts, 3 layers; ``early`` was kept for the first two only."""
+    """Residual streams of 3 contexts and 3 layers."""
 
-    path, layers = "r", range(3)
-    positions = ("early", "header_last")
-
-    def __init__(self) -> None:
-        self.settings, self.model = {"header_logits": "none"}, {"vocab": 4}
-        self.record = {"identity": {"chat": {"stop_ids": {"3": "end"}}}}
+    layers, positions = range(3), ("header_last",)
 
     def residuals(self, layer: int, position: str) -> torch.Tensor:
         last = {
@@ -184,81 +182,51 @@ class PlantedRun:
             1: [EYE[0], EYE[2], EYE[0] + EYE[1]],
             2: [EYE[0], EYE[0], EYE[0]],
         }[layer]
-        made = torch.stack(last)
-        if position == "early":
-            made = made.flip(-1).clone()
-            made[2] = torch.nan
-        return made
+        return torch.stack(last)
 
 
-def planted_sweep() -> Sweep:
-    """Greedy opens with token 0 in all; others' genuine turns open with 1, and half with 2."""
+def planted(greedy: int) -> dict[str, np.ndarray]:
+    """Greedy opens with a token in all; others' genuine turns open with 1, and half with 2."""
     turns = [turn(s, 1.0, GENUINE, [1]) for s in "abc"]
     turns += [turn(s, 1.0, c, [2]) for s in "abc" for c in (GENUINE, QUERY)]
     turns += [turn(s, 1.0, QUERY, [0]) for s in "abc"]
-    contexts = pd.DataFrame(
-        {"context": list("abc"), "dataset": "d", "source": list("abc"), "run": 0}
-        | {"at": [0, 1, 2], "greedy": 0}
-    )
-    return Sweep([PlantedRun()], pd.DataFrame(turns), contexts, "planted", [])
+    contexts = pd.DataFrame({"source": list("abc"), "run": 0, "at": [0, 1, 2], "greedy": greedy})
+    return lens_curves([PlantedRun()], contexts, openings_of(pd.DataFrame(turns)), planted_lens())
 
 
-def test_the_lens_reads_every_layer_and_position():
-    sweep = planted_sweep()
-    found = lens_curves(sweep, openings_of(sweep.turns), planted_lens())
-    assert found.positions == ["early", "header_last"] and found.layers == [0, 1, 2]
-    assert found.share.tolist() == [0, 0, 0]
-    z = LOG(np.exp(20.0) + 3)
-    own = found.greedy[..., 1]
-    assert own[0] == pytest.approx([-z, 20 - z, 20 - z], abs=1e-4)
-    assert own[1] == pytest.approx([-z, -z, 20 - z], abs=1e-4)
-    # Together: token 1 whole and half of token 2. At layer 0 context 0 says 1, context 1 says 2.
-    both = found.follow_ups[..., 1]
-    assert both[0, 0] == pytest.approx(LOG(np.exp(20 - z) + np.exp(-z) / 2), abs=1e-4)
-    assert both[1, 0] == pytest.approx(LOG(np.exp(-z) + np.exp(20 - z) / 2), abs=1e-4)
-    assert both[0, 2] == pytest.approx(LOG(1.5) - z, abs=1e-4)
-    best = found.best[..., 1]
-    assert best[:2, 0] == pytest.approx([20 - z] * 2, abs=1e-4)
-    assert best[0, 2] == pytest.approx(-z, abs=1e-4)
-    early = found.greedy[..., 0]  # e_0 flipped is token 3: token 0 has the lower logit
-    assert early[0, 2] == pytest.approx(-z, abs=1e-4) and np.isnan(early[2]).all()
-    only = lens_curves(sweep, openings_of(sweep.turns), planted_lens(), ["header_last"])
-    np.testing.assert_array_equal(only.greedy[..., 0], own)
-    first = overtaking(found.greedy, found.best)
+def test_the_lens_reads_every_layer():
+    found, z = planted(greedy=0), LOG(np.exp(20.0) + 3)
+    assert found[GREEDY][0] == pytest.approx([-z, 20 - z, 20 - z], abs=1e-4)
+    assert found[GREEDY][1] == pytest.approx([-z, -z, 20 - z], abs=1e-4)
+    assert found[BEST][:2, 0] == pytest.approx([20 - z] * 2, abs=1e-4)
+    assert found[BEST][0, 2] == pytest.approx(-z, abs=1e-4)
     # Context 2 is ahead at layer 0, level at layer 1 (no lead), and ahead for good at layer 2.
-    assert first[:, 1].tolist() == [1, 2, 2]
-    assert np.isinf(first[:2, 0]).all() and np.isnan(first[2, 0])
+    assert overtaking(found[GREEDY], found[BEST]).tolist() == [1, 2, 2]
 
 
 def test_what_greedy_opens_with_is_not_its_own_rival():
+    found, z = planted(greedy=1), LOG(np.exp(20.0) + 3)  # the follow-up opening itself
+    assert found[BEST][1, 0] == pytest.approx(20 - z, abs=1e-4)
+    assert found[BEST][0, 0] == pytest.approx(-z, abs=1e-4)  # token 2, not its own token 1
     said = np.log([[0.5, 0.2, 0.3]] * 3)
-    weights = np.array([[0.0, 1.0, 0.25], [0.0, 0.0, 0.0], [NAN, NAN, NAN]])
-    greedy, together, best = compared(said, np.array([0, 0, 0]), weights)
-    assert greedy == pytest.approx(LOG([0.5] * 3))
-    assert together[0] == pytest.approx(LOG(0.2 + 0.3 / 4)) and best[0] == pytest.approx(LOG(0.2))
-    assert np.isnan([together[1:], best[1:]]).all()
-    sweep = planted_sweep()
-    sweep.contexts["greedy"] = 1  # the follow-up opening itself
-    found = lens_curves(sweep, openings_of(sweep.turns), planted_lens())
-    assert found.share.tolist() == [1, 1, 1]
-    z = LOG(np.exp(20.0) + 3)
-    assert found.best[1, 0, 1] == pytest.approx(20 - z, abs=1e-4)
-    assert found.best[0, 0, 1] == pytest.approx(-z, abs=1e-4)  # token 2, not its own token 1
+    best = best_of(said, np.array([[0.0, 1.0, 0.25], [0.0, 0.0, 0.0], [NAN, NAN, NAN]]))
+    assert best[0] == pytest.approx(LOG(0.2)) and np.isnan(best[1:]).all()
 
 
 def test_overtaking_is_for_good():
-    ahead = np.array([[1, 0, 1, 1], [0, 1, 1, 0], [1, 1, 1, 1], [0, 0, 0, 1], [1, 1, 1, 1]])
-    greedy = ahead[..., None].astype(float)
-    greedy[4, 1] = NAN
-    found = overtaking(greedy, np.full(greedy.shape, 0.5))[:, 0]
+    greedy = np.array([[1, 0, 1, 1], [0, 1, 1, 0], [1, 1, 1, 1], [0, 0, 0, 1], [1, NAN, 1, 1]])
+    found = overtaking(greedy, np.full(greedy.shape, 0.5))
     np.testing.assert_array_equal(found, [2, np.inf, 0, 3, NAN])
 
 
 # -- estimates ------------------------------------------------------------------------------------
 
+ARGS = Namespace(level=0.95, resamples=200, seed=0)
+
 
 @pytest.fixture(scope="module")
-def simulated() -> tuple[Measured, pd.DataFrame]:
+def simulated() -> tuple[TemperatureSweep, pd.DataFrame, pd.DataFrame]:
+    """An experiment with random turns, its hidden turns, and its estimates."""
     rng = np.random.default_rng(0)
     turns = []
     for number in range(24):
@@ -269,19 +237,19 @@ def simulated() -> tuple[Measured, pd.DataFrame]:
                 category = rng.choice([GENUINE, QUERY, LOOP], p=weights / weights.sum())
                 turns.append(turn(f"s{number:02d}", t, str(category), dataset=dataset))
     turns[5] |= {"category": "cannot_assess", "genuine": NAN}
-    turns = pd.DataFrame(turns)
-    contexts = turns[turns["temperature"] == 0][["context", "dataset", "source"]]
-    sweep = Sweep([], turns, contexts.reset_index(drop=True), "planted", [])
-    parts = {name: rng.random((24, 2)) for name in vars(FirstToken([], *[np.zeros(0)] * 6))}
-    first = FirstToken(**parts | {"temperatures": [0.5, 1.0]})
-    left = turns[(turns["temperature"] > 0) & turns["genuine"].notna()].reset_index(drop=True)
-    left = left[["dataset", "source", "context", "temperature", "genuine", "category"]]
-    for name in ("token", "before", "rank", "probability", "gap"):
+    one = TemperatureSweep([], ARGS, Path())
+    one.turns = pd.DataFrame(turns)
+    one.contexts = one.turns[one.turns["temperature"] == 0].reset_index(drop=True)
+    one.grid, one.log_p, one.references, one.decoys = [0.5, 1.0], {}, None, pd.DataFrame()
+    names = ("entropy", "turn_end", "variation", "genuine", "restated")
+    one.first = {name: rng.random((24, 2)) for name in names}
+    left = one.turns[(one.turns["temperature"] > 0) & one.turns["genuine"].notna()]
+    left = left.reset_index(drop=True)
+    for name in ("token", "rank", "probability", "gap"):
         left[name] = rng.random(len(left)) + (name == "rank")
     left["token"] = np.ceil(left["token"] * 3)
     left = left.assign(follows=(left["token"] > 1).astype(float), leaves=1.0)
-    found = Measured(sweep, first, left, None, None)
-    return found, estimates(found, resamples=200)
+    return one, left, estimates_of(one.estimate(left), one.columns, 0.95)
 
 
 def picked(made: pd.DataFrame, quantity: str, **names) -> pd.DataFrame:
@@ -291,47 +259,42 @@ def picked(made: pd.DataFrame, quantity: str, **names) -> pd.DataFrame:
 
 
 def test_rates_and_differences_from_greedy_are_those_of_the_library(simulated):
-    found, made = simulated
-    turns = found.sweep.turns[found.sweep.turns["genuine"].notna()]
+    one, _, made = simulated
+    turns = one.turns[one.turns["genuine"].notna()]
     greedy = turns[turns["temperature"] == 0]
-    for category, quantity, of in (
-        (GENUINE, "follow-up rate", ""),
+    for category, quantity, outcome in (
+        (GENUINE, RATE, "genuine"),
         (QUERY, "share of turns", QUERY),
     ):
         at = turns[turns["temperature"] == 0.7]
         so, before = ((f["category"] == category).astype(float) for f in (at, greedy))
         rate = cluster_mean(so, at["source"], proportion=True)
-        row = picked(made, quantity, of=of, dataset="(all)", temperature=0.7).iloc[0]
+        of = {"outcome": outcome, "dataset": "(all)", "temperature": 0.7}
+        row = picked(made, quantity, **of).iloc[0]
         assert row[["value", "low", "high"]].tolist() == [rate.value, rate.low, rate.high]
         paired = paired_difference(so, at["source"], before, greedy["source"])
-        row = picked(made, f"{quantity} less greedy's", of=of, dataset="(all)", temperature=0.7)
+        row = picked(made, f"{quantity}: difference", **of)
         ends = paired.difference.value, paired.difference.low, paired.difference.high, paired.p
         assert tuple(row[["value", "low", "high", "p"]].iloc[0]) == ends
-        both = at.groupby("source")["category"].agg(lambda c, k=category: (c == k).mean())
-        plain = both - (greedy.set_index("source")["category"] == category)
-        assert row["value"].item() == pytest.approx(plain.mean())
-    shares = made[made["quantity"].isin(("follow-up rate", "share of turns"))]
+    shares = made[made["quantity"].isin((RATE, "share of turns"))]
     total = shares.groupby(["dataset", "temperature"])["value"].sum()
     assert len(total) == 9 and np.allclose(total, 1)
 
 
 def test_masses_and_depths_are_those_of_their_contexts_and_turns(simulated):
-    found, made = simulated
-    first = found.first
-    less = first.genuine[:, 0] - first.restated[:, 0]
-    expected = cluster_mean(less, found.sweep.contexts["source"])
-    row = picked(made, "mass on openings", of="genuine less restated", dataset="(all)").iloc[0]
+    one, left, made = simulated
+    less = one.first["genuine"][:, 0] - one.first["restated"][:, 0]
+    expected = cluster_mean(less, one.contexts["source"])
+    row = picked(made, "mass on openings, genuine less restated", dataset="(all)").iloc[0]
     assert row[["value", "low", "high"]].tolist() == [expected.value, expected.low, expected.high]
     bounded = made[made["quantity"].isin(("mass on turn-end", "total variation from T = 1"))]
     assert len(bounded) == 12 and bounded[["low", "high"]].stack().between(0, 1).all()
-    at = found.hidden[found.hidden["temperature"] == 1.0]
-    turns = at[at["genuine"] == 1]
+    at = left[left["temperature"] == 1.0]
     own = made[(made["dataset"] == "(all)") & (made["temperature"] == 1.0)].set_index("quantity")
     kind = own[own["of"] == "genuine"]
-    assert kind.loc["rank where greedy leaves", "value"] == pytest.approx(turns["rank"].median())
-    by = kind.loc["greedy has left by token"].set_index("at")["value"]
-    assert by[2.0] == pytest.approx((turns["token"] <= 2).mean()) and by[32.0] == 1
-    apart = own.loc["gap where greedy leaves less other turns'"].set_index("of")["value"]
+    median = at.loc[at["genuine"] == 1, "rank"].median()
+    assert kind.loc["rank where greedy leaves", "value"] == pytest.approx(median)
+    apart = own.loc[DEEPER].set_index("of")["value"]
     formed = at[at["category"] != GARBLED]
     assert 0 < len(formed) < len(at)
     for of, rows in {"all others": at, "others but degenerate ones": formed}.items():
@@ -340,10 +303,10 @@ def test_masses_and_depths_are_those_of_their_contexts_and_turns(simulated):
 
 
 def test_tests_are_corrected_in_families(simulated):
-    _, made = simulated
+    _, _, made = simulated
     families = {
-        "follow-up rate less greedy's": ["follow-up rate less greedy's"],
-        "share of turns less greedy's": ["share of turns less greedy's"],
+        "rate": [RATE_DIFFERENCE],
+        "failures": ["share of turns: difference"],
         "others": [q for q in set(made["quantity"]) if q.endswith("less other turns'")],
     }
     assert len(families["others"]) == 4
@@ -420,9 +383,12 @@ def copied(plain, tmp_path):
     return make
 
 
-def measured(run: Run, temperatures=(0.5, 1.0), positions=("header_last",)):
-    """What the estimates of one run are made of, and its notes."""
-    return measure(read([run]), temperatures, positions, Quiet())
+def swept(run: Run, *words: str) -> tuple[TemperatureSweep, pd.DataFrame]:
+    """The experiment on a run, measured, and its estimates."""
+    args = TemperatureSweep.build_parser().parse_args([str(run.path), "--resamples", "100", *words])
+    one = TemperatureSweep([run], args, Path())
+    one.check()
+    return one, estimates_of(one.estimate(one.rows()), one.columns, 0.95)
 
 
 def test_header_logits_computed_by_the_lens_are_the_stored_ones(plain, bare):
@@ -443,41 +409,11 @@ def test_header_logits_computed_by_the_lens_are_the_stored_ones(plain, bare):
 
 
 def test_the_last_layer_of_the_lens_is_the_model(plain):
-    found = read([plain])
-    lens = Lens.load(plain.model["weights_hash"])
-    curves = lens_curves(found, openings_of(found.turns), lens)
-    said = [plain.header_logits().log_probs(at) for at in found.contexts["at"]]
-    own = [p[token].item() for p, token in zip(said, found.contexts["greedy"], strict=True)]
-    last = curves.greedy[:, -1, curves.positions.index("header_last")]
-    assert last.tolist() == pytest.approx(own, abs=5e-3)
+    one, _ = swept(plain)
+    said = [plain.header_logits().log_probs(at) for at in one.contexts["at"]]
+    own = [p[token].item() for p, token in zip(said, one.contexts["greedy"], strict=True)]
+    assert one.log_p[GREEDY][:, -1].tolist() == pytest.approx(own, abs=5e-3)
     assert own == pytest.approx([p.max().item() for p in said], abs=5e-3)
-    assert np.isnan(curves.greedy[:, 0, curves.positions.index("response_end")]).any()  # ""
-
-
-def test_perturbed_contexts_are_left_out(plain, monkeypatch):
-    whole, table = measured(plain)[0], Run._table
-
-    def perturbed(which):
-        def read(run, *args):
-            found = table(run, *args)
-            if "perturbation" not in found.column_names:
-                return found
-            names = found["context_id"].to_pylist()
-            said = pa.array(["shuffled" if name in which else "none" for name in names])
-            at = found.column_names.index("perturbation")
-            return found.set_column(at, "perturbation", said.dictionary_encode())
-
-        return read
-
-    monkeypatch.setattr(Run, "_table", perturbed(["c0"]))
-    found, notes = measured(Run.open(plain.path))
-    assert "7 turns of perturbed contexts are left out." in notes
-    assert len(found.sweep.contexts) == len(whole.sweep.contexts) - 1
-    assert len(found.references.curve) == len(whole.references.curve) - 1
-    assert len(found.hidden) == len(whole.hidden) - 6
-    monkeypatch.setattr(Run, "_table", perturbed(plain.contexts["context_id"].tolist()))
-    with pytest.raises(UserError, match="all contexts are perturbed; give runs"):
-        read([Run.open(plain.path)])
 
 
 def test_without_the_model_only_its_lens_is_needed(bare, cache, capfd, monkeypatch):
@@ -490,14 +426,10 @@ def test_without_the_model_only_its_lens_is_needed(bare, cache, capfd, monkeypat
     lens = lens_file(bare.model["weights_hash"])
     kept = [path for path in (cache / "models").rglob("*") if path.is_file()]
     assert kept == [lens] and set(load_file(lens)) == {"norm_weight", "norm_bias", "unembedding"}
-    words = ["--temperatures", "0.4", "2", "--positions", "header_last", "--resamples", "100"]
+    words = ["--temperatures", "0.4", "2", "--resamples", "100", "--full"]
     outcome = call(main, [str(bare.path), *words], capfd)
     assert outcome.status == 0, outcome.err
     folder = bare.path / "results" / "temperature_sweep"
-    written = ("estimates.parquet", "result.json", "turns.parquet")
-    figures = {f"{name}.{kind}" for name in ("first_token", "hidden", "lens", "rates")
-               for kind in ("png", "svg", "pdf")}  # fmt: skip
-    assert {p.name for p in folder.iterdir()} == {*written, *figures}
     turns = pd.read_parquet(folder / "turns.parquet").set_index(list(KEY))
     stored = bare.generations.query("temperature > 0").set_index(list(KEY))
     assert turns.index.sort_values().equals(stored.index.sort_values())
@@ -506,60 +438,53 @@ def test_without_the_model_only_its_lens_is_needed(bare, cache, capfd, monkeypat
     assert left["rank"].tolist() == ranks
     made = pd.read_parquet(folder / "estimates.parquet")
     first = made[made["quantity"] == "first token's entropy"]
-    assert set(first["temperature"]) == {0.4, 2.0} and set(made["position"]) == {"", "header_last"}
-    rows = [line for line in outcome.out.splitlines() if line.startswith("│")]
-    assert len(rows) == 5 and {row.count("│") for row in rows} == {6}
-    assert (
-        "greedy" in outcome.out
-        and "T = 1.2" in outcome.out
-        and "estimates.parquet has" in (outcome.out)
-    )
-    assert "are not stored: they were computed from the last layer with the lens" in outcome.out
+    assert set(first["temperature"]) == {0.4, 2.0}
+    assert made["detectable"].notna().any()
+    for said in ("greedy", "Less greedy's", "what the other turns are", "judge planted"):
+        assert said in outcome.out
 
 
 def test_turns_without_follow_ups_have_rates_and_no_openings(copied):
-    run = judged(copied(), kinds=("degenerate",))
-    found, notes = measured(run)
-    assert any(note.startswith("sampled turns of no source were judged genuine") for note in notes)
-    made = estimates(found, resamples=100)
+    _, made = swept(judged(copied(), kinds=("degenerate",)))
     assert made[made["quantity"] == "mass on openings"]["value"].isna().all()
     lens = made[made["quantity"] == "log p by the lens"].set_index("of")["value"]
-    assert lens["greedy opening"].notna().all() and lens["best follow-up opening"].isna().all()
+    assert lens[GREEDY].notna().all() and lens[BEST].isna().all()
 
 
 def test_what_logits_and_lens_give_and_what_they_cannot(
-    plain, bare, sampled, monkeypatch, tmp_path
+    plain, bare, sampled, capfd, monkeypatch, tmp_path
 ):
     """Stored logits in half precision, the k largest ones, or none; with the lens or without."""
-    with pytest.raises(UserError, match=r"too coarse for T = 0.1; give --temperatures from 0.3 up"):
-        measured(plain, [0.1])
-    cold = measured(bare, [0.1])[0].first
-    assert (cold.tokens < 3).all() and cold.temperatures == [0.1]
-    with pytest.raises(UserError, match="position 'nowhere' was not kept in any run; give some of"):
-        measured(plain, positions=["nowhere"])
+
+    def refused(run: Run, *words: str) -> str:
+        return refusal(call(main, [str(run.path), *words], capfd))
+
+    line = refused(plain, "--temperatures", "0.1")
+    assert "too coarse for T = 0.1; give --temperatures from 0.3 up" in line
+    cold = swept(bare, "--temperatures", "0.1")[0]
+    assert (np.exp(cold.first["entropy"]) < 3).all() and cold.grid == [0.1]
     some = sampled(CHATS[:3], header_logits="5", positions=("header_last",))
-    found, notes = measured(some)
-    assert any("with the lens" in note for note in notes)
-    np.testing.assert_allclose(found.first.entropy, measured(plain)[0].first.entropy[:3], atol=5e-3)
+    entropy = swept(plain, "--temperatures", "0.5", "1")[0].first["entropy"]
+    own = swept(some, "--temperatures", "0.5", "1")[0].first["entropy"]
+    np.testing.assert_allclose(own, entropy[:3], atol=5e-3)
     elsewhere = sampled(CHATS[:3], header_logits="5", positions=("turn_end",))
-    with pytest.raises(UserError, match="only the 5 largest header logits, and header_last was"):
-        measured(elsewhere, positions=None)
+    assert "has not all header logits, and header_last was not kept" in refused(elsewhere)
     monkeypatch.setenv("IA_MECH_CACHE", str(tmp_path / "empty"))
-    found, notes = measured(plain)
-    assert found.lens is None and any("no logit lens: no lens for the" in note for note in notes)
-    for run, has in ((bare, "no header logits"), (some, "only the 5 largest header logits")):
-        with pytest.raises(UserError, match=f"has {has}, and there is no lens to compute them"):
-            measured(run)
+    one, _ = swept(plain)
+    assert one.log_p == {} and any("no logit lens: no lens for the" in note for note in one.notes)
+    for run in (bare, some):
+        assert "has not all header logits, and there is no lens to compute them" in refused(run)
 
 
-def test_runs_that_make_no_sweep_are_refused(plain, copied, sampled):
-    with pytest.raises(UserError, match="at T = 1 only: of one temperature there is no sweep"):
-        read([sampled(CHATS[:2], temperatures=(1.0,))])
-    other = sampled(CHATS[:2], temperatures=(0.4, 1.0, 1.2), samples=2, seed=3)
-    with pytest.raises(UserError, match="the runs don't match: 4 of 6 sources lack a temp") as odd:
-        read([plain, other])
-    assert "has 0.4, 1.2, all together 0.4, 1, 1.2" in str(odd.value)
+def test_runs_that_make_no_sweep_are_refused(plain, copied, sampled, capfd):
+    def refused(*runs: Run) -> str:
+        return refusal(call(main, [str(run.path) for run in runs], capfd))
+
+    line = refused(sampled(CHATS[:2], temperatures=(1.0,)))
+    assert "at T = 1 only: of one temperature there is no sweep" in line
+    line = refused(plain, sampled(CHATS[:2], temperatures=(0.4, 1.0, 1.2), samples=2, seed=3))
+    assert "the runs don't match: 4 of 6 sources lack a temperature" in line
+    assert "has 0.4, 1.2, all together 0.4, 1, 1.2" in line
     run = copied()
     shutil.rmtree(run.path / "judgements")
-    with pytest.raises(UserError, match="has not been judged; run: python"):
-        read([Run.open(run.path)])
+    assert "has not been judged; run: python" in refused(Run.open(run.path))

@@ -1,7 +1,9 @@
-"""Is a response right? By its gold answer, or by the instructions in its query.
+"""Is a response right? By a column of the data, its query's instructions, or its gold answer.
 
-The data decide which: instructions where the metadata hold ``instruction_id_list`` and ``kwargs``
-(IFEval, IFBench), else maths where there is a mathematical gold answer (GSM8K, MATH).
+The data decide which. A given response is right if the data say so in a column ``correct``. One
+that the model wrote is checked by the instructions of its query, where the data hold
+``instruction_id_list`` and ``kwargs`` (IFEval, IFBench), else by a mathematical gold answer (GSM8K,
+MATH).
 
 Maths is checked by Hugging Face's ``math-verify``. It finds the answer in a text (after "final
 answer", in a box, else the last number or formula) and compares formulas rather than text: 1/2, 0.5
@@ -9,10 +11,9 @@ and \\frac{1}{2} are equal, and so are 50% and both 50 and 0.5. :func:`cleared` 
 misleads it.
 
 Instructions are checked by ``if-verifiable``, which holds the checkers of google-research's IFEval
-(25 instructions) and of allenai's IFBench (58). Seven of them need NLTK's data, which no package
-installs and which isn't downloaded here: without it their prompts aren't verified. The checkers are
-the benchmarks' own, crude ones included: "every 5th word in Japanese" is followed by a response of
-four words, and "answer in German" by one whose language can't be told.
+and of allenai's IFBench: the benchmarks' own, crude ones included ("answer in German" is followed
+by a response whose language can't be told). IFBench's download NLTK's data as they are imported,
+unless it is there: without it IFBench isn't verified, and nothing is downloaded.
 """
 
 import logging
@@ -22,11 +23,11 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any
-from unittest.mock import patch
 
-MATHS, INSTRUCTIONS = "maths", "instructions"
+MATHS, INSTRUCTIONS, COLUMN = "math-verify", "if-verifiable", "column correct"  # verifiers
+TOLD = {"true": True, "1": True, "false": False, "0": False}
 SECONDS = 5.0  # for one response
 
 
@@ -35,16 +36,11 @@ class Correctness:
     """Whether a response is right, and what that rests on.
 
     Attributes:
-        verifier: ``maths`` or ``instructions``.
+        verifier: one of :func:`verifier_of`.
         correct: whether it is; None if that couldn't be verified.
         why: in a few words.
         answer: what was read off the response, for maths.
         gold: what it was compared with, for maths.
-        instructions: their ids.
-        followed: of each instruction, whether the response follows it; None if that couldn't be
-            verified.
-        followed_loosely: the same of the response without its first line, last line or asterisks,
-            whichever does best.
     """
 
     verifier: str
@@ -52,20 +48,18 @@ class Correctness:
     why: str
     answer: str | None = None
     gold: str | None = None
-    instructions: tuple[str, ...] = ()
-    followed: tuple[bool | None, ...] = ()
-    followed_loosely: tuple[bool | None, ...] = ()
-
-    @property
-    def correct_loosely(self) -> bool | None:
-        """All instructions are followed loosely; for maths, the same as ``correct``."""
-        if not self.instructions or self.correct is None:
-            return self.correct
-        return all(self.followed_loosely)
 
 
-def verifier_of(answer: str | None, metadata: Mapping[str, Any]) -> str | None:
-    """``instructions``, ``maths``, or None if nothing says which response is right."""
+def verifier_of(answer: str | None, metadata: Mapping[str, Any], *, given: bool) -> str | None:
+    """What verifies a response: the library or the column; None if nothing says what is right.
+
+    Args:
+        answer: the gold answer.
+        metadata: of the conversation.
+        given: the response is the data's, not the model's own.
+    """
+    if given:
+        return COLUMN if str(metadata.get("correct")).lower() in TOLD else None
     if has_instructions(metadata):
         return INSTRUCTIONS
     return MATHS if answer is not None and gold(answer) else None
@@ -77,36 +71,40 @@ def verify(
     answer: str | None,
     metadata: Mapping[str, Any],
     *,
+    given: bool = False,
     cut_off: bool = False,
     seconds: float = SECONDS,
 ) -> Correctness:
-    """Compare a response with its gold answer or its query's instructions.
+    """Whether a response is right.
 
     Where a verifier crashes or takes too long, ``correct`` is None and ``why`` says so.
 
     Args:
         query: the user's prompt.
-        response: the model's; what precedes the last ``</think>`` is ignored.
+        response: what precedes the last ``</think>`` is ignored.
         answer: the gold answer.
         metadata: of the conversation.
+        given: the response is the data's, not the model's own.
         cut_off: the response was cut off by a token limit.
         seconds: time limit, of the processor.
 
     Raises:
         ValueError: no verifier applies.
     """
-    name = verifier_of(answer, metadata)
+    name = verifier_of(answer, metadata, given=given)
     if name is None:
-        raise ValueError("neither a mathematical gold answer nor instructions")
+        raise ValueError("nothing says whether this response is right")
+    if name == COLUMN:
+        return Correctness(name, TOLD[str(metadata["correct"]).lower()], "as the data say")
     text = response.rpartition("</think>")[2]
     if name == INSTRUCTIONS:
-        checkers()  # their import takes seconds that must not count towards the limit
+        import if_verifiable  # noqa: F401  # takes seconds that must not count towards the limit
     try:
         with limited(seconds):
             if name == MATHS:
                 assert answer is not None  # verifier_of says maths
-                return _verify_maths(text, answer, cut_off=cut_off)
-            return _verify_instructions(query, text, metadata)
+                return _maths(text, answer, cut_off=cut_off)
+            return _instructions(query, text, metadata)
     except TimedOut:
         return Correctness(name, None, f"the verifier took more than {seconds:g} s")
     except Exception as error:  # two libraries raise anything on arbitrary text
@@ -203,7 +201,7 @@ def cleared(response: str) -> str:
     return response
 
 
-def _verify_maths(response: str, answer: str, *, cut_off: bool = False) -> Correctness:
+def _maths(response: str, answer: str, *, cut_off: bool = False) -> Correctness:
     """Compare a response with a gold answer that :func:`gold` can read.
 
     The answer is read after the last line that opens with ``####`` if there is one, else where the
@@ -234,17 +232,11 @@ def _verify_maths(response: str, answer: str, *, cut_off: bool = False) -> Corre
 
 # -- instructions ----------------------------------------------------------------------------------
 
-NLTK = "python -m nltk.downloader punkt_tab stopwords averaged_perceptron_tagger_eng"
-_WORDS = "tokenizers/punkt_tab/english/"
-_NEEDS = {
-    "ratio:stop_words": ("corpora/stopwords",),
-    "words:start_verb": (_WORDS, "taggers/averaged_perceptron_tagger_eng"),
-    "words:keywords_specific_position": (_WORDS,),
-    "words:words_position": (_WORDS,),
-    "format:title_case": (_WORDS,),
-    "change_case:capital_word_frequency": (_WORDS,),
-    "length_constraints:number_sentences": (_WORDS,),
-}
+NLTK = "python -m nltk.downloader punkt punkt_tab stopwords averaged_perceptron_tagger_eng"
+_DATA = (
+    *("tokenizers/punkt", "tokenizers/punkt_tab"),
+    *("taggers/averaged_perceptron_tagger_eng", "corpora/stopwords"),
+)
 
 
 def has_instructions(metadata: Mapping[str, Any]) -> bool:
@@ -259,91 +251,58 @@ def has_instructions(metadata: Mapping[str, Any]) -> bool:
     )
 
 
-def _verify_instructions(query: str, response: str, metadata: Mapping[str, Any]) -> Correctness:
+def _instructions(query: str, response: str, metadata: Mapping[str, Any]) -> Correctness:
     """Check every instruction; a response is right if all are followed, strictly.
 
     If one can't be checked the result is open, even where another is violated: counting such
     prompts only when they are wrong would make accuracy too low.
     """
-    ids = tuple(metadata["instruction_id_list"])
-    found = [
-        check(name, given or {}, query, response)
-        for name, given in zip(ids, metadata["kwargs"], strict=True)
+    from if_verifiable import IFEvalSample, evaluate_output_for_sample
+    from if_verifiable.ifeval.instructions_registry import INSTRUCTION_DICT
+    from langdetect import DetectorFactory
+
+    ids = list(metadata["instruction_id_list"])
+    kwargs = [
+        {key: value for key, value in (given or {}).items() if value is not None}
+        for given in metadata["kwargs"]
     ]
-    strict, loose, reasons = zip(*found, strict=True)
-    unknown = [f"{name}: {why}" for name, why in zip(ids, reasons, strict=True) if why]
-    correct = None if unknown else all(strict)
-    broken = [name for name, followed in zip(ids, strict, strict=True) if followed is False]
-    why = "; ".join(unknown) or (f"violated: {', '.join(broken)}" if broken else "all followed")
-    return Correctness(
-        INSTRUCTIONS, correct, why, instructions=ids, followed=strict, followed_loosely=loose
-    )
+    benchmark, known = "ifeval", INSTRUCTION_DICT
+    if not set(ids) <= set(known):
+        if not nltk_is_there():
+            return Correctness(INSTRUCTIONS, None, f"IFBench's verifier needs NLTK's data ({NLTK})")
+        from if_verifiable.ifbench.instructions_registry import INSTRUCTION_DICT as IFBENCH
 
-
-def check(
-    name: str, given: Mapping[str, Any], query: str, response: str
-) -> tuple[bool | None, bool | None, str]:
-    """One instruction: followed strictly, followed loosely, and why that couldn't be verified.
-
-    Args:
-        name: id of the instruction.
-        given: its parameters; None stands for one that it doesn't take.
-        query: what "repeat the prompt" is compared with.
-        response: an empty one follows nothing.
-    """
-    from if_verifiable import IFBenchSample, evaluate_output_for_sample
-
-    known = checkers()
-    if name not in known:
-        return None, None, "no verifier knows this instruction"
-    benchmark, kind = known[name]
-    given = {key: value for key, value in given.items() if value is not None}
-    # Some checkers need the data only for responses that are long enough, and call the others
-    # wrong: without this check, only wrong ones would count.
-    if not all(map(_installed, _NEEDS.get(name, ()))):
-        return None, None, f"its verifier needs NLTK's data ({NLTK})"
-    # A checker draws a missing parameter at random.
-    missing = [key for key in kind(name).get_instruction_args_keys() if key not in given]
-    if missing:
-        return None, None, f"its parameter {missing[0]} is not in the data"
+        benchmark, known = "ifbench", IFBENCH
+    for name, given in zip(ids, kwargs, strict=True):
+        if name not in known:
+            return Correctness(INSTRUCTIONS, None, f"{name}: no verifier knows this instruction")
+        # A checker draws a missing parameter at random.
+        missing = [key for key in known[name](name).get_instruction_args_keys() if key not in given]
+        if missing:
+            why = f"{name}: its parameter {missing[0]} is not in the data"
+            return Correctness(INSTRUCTIONS, None, why)
     if not response.strip():
-        return False, False, ""
+        return Correctness(INSTRUCTIONS, False, "an empty response")
+    DetectorFactory.seed = 0  # language detection draws at random
     level = logging.root.manager.disable
     logging.disable(logging.ERROR)  # a language that can't be told is logged with the whole text
     try:
-        sample = IFBenchSample("", query, [name], [given])
+        sample = IFEvalSample("", query, ids, kwargs)  # IFBench's have the same fields
         results, _ = evaluate_output_for_sample(benchmark, sample, response)
-    except Exception as error:
-        return None, None, f"its verifier failed: {type(error).__name__}"
     finally:
         logging.disable(level)
-    return bool(results[0].strict_pass), bool(results[0].loose_pass), ""
+    broken = [one.instruction_id for one in results if not one.strict_pass]
+    why = f"violated: {', '.join(broken)}" if broken else "all followed"
+    return Correctness(INSTRUCTIONS, not broken, why)
 
 
-def _installed(resource: str) -> bool:
-    """Whether NLTK finds this data."""
+def nltk_is_there() -> bool:
+    """Whether NLTK finds the data that IFBench's checkers need."""
     import nltk
 
     try:
-        nltk.data.find(resource)
+        for resource in _DATA:
+            nltk.data.find(resource)
     except LookupError:
         return False
     return True
-
-
-@cache
-def checkers() -> dict[str, tuple[str, type]]:
-    """Instruction id → the benchmark it is of, and its checker."""
-    # The library downloads data as it is imported; what runs offline has to stay offline. Its
-    # language detection draws at random unless it is seeded.
-    with patch("nltk.download", return_value=False):
-        from if_verifiable.ifbench.instructions_registry import INSTRUCTION_DICT as IFBENCH
-        from if_verifiable.ifeval.instructions_registry import INSTRUCTION_DICT as IFEVAL
-    from langdetect import DetectorFactory
-
-    DetectorFactory.seed = 0
-    return {
-        name: (benchmark, kind)
-        for benchmark, of in (("ifbench", IFBENCH), ("ifeval", IFEVAL))
-        for name, kind in of.items()
-    }
