@@ -153,8 +153,8 @@ class Decoupling(Experiment):
             found,
             {ACCURACY: ("accuracy", 2), "unverified": ("unverified", 2), "cut off": ("cut off", 2)},
             index=names,
-            legend="Accuracy: share of right responses among those verified. Unverified: share that "
-            "couldn't be. Cut off: share that ended at the token limit.",
+            legend="Accuracy: share of right responses among those verified. Unverified: share "
+            "that couldn't be. Cut off: share that ended at the token limit.",
         )
         made += tables_of(
             f"user turns after them ({percent})",
@@ -316,7 +316,7 @@ def verified(contexts: pd.DataFrame) -> pd.DataFrame:
         verify(
             row.query, row.response, row.answer, row.metadata, given=row.given, cut_off=row.cut_off
         )
-        for row in responses.drop(columns="name").itertuples()
+        for row in responses.itertuples()
     ]
     kept = ["model", "dataset", "source", "source_id", "run", "context_id", "verifier", "cut_off"]
     return responses[[*kept, "query", "response"]].assign(

@@ -5,19 +5,24 @@ of ``contexts`` are ``run`` (the number of a run), ``at`` (its row there), ``sou
 ``greedy``, the token that opens the greedy turn.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
-import torch
-from torch import Tensor
 
 from ia_mech.display import Bar
 from ia_mech.errors import UserError
 from ia_mech.judge.rubric import GENUINE
-from ia_mech.lens import Lens
-from ia_mech.run import Run
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ia_mech.lens import Lens
+    from ia_mech.run import Run
 
 COLDEST_STORED = 0.3  # below, the half precision of stored logits shows
 LOGITS = 2**23  # most held at a time: 32 MiB, and a few times that with what is made from them
@@ -123,6 +128,8 @@ def header_logits(
     Yields:
         Which of the contexts, and their logits ``[chunk, vocab]`` float32, up to a constant each.
     """
+    import torch
+
     size = max(1, LOGITS // run.model["vocab"])
     chunks = [slice(start, start + size) for start in range(0, len(contexts), size)]
     if run.settings["header_logits"] == "full":
@@ -156,6 +163,8 @@ def curves(
         ``[contexts, temperatures]`` arrays: entropy in nats, then probabilities, one per share at
         the end.
     """
+    import torch
+
     logits = logits - logits.amax(-1, keepdim=True)
     plain = logits.softmax(-1)
     columns: list[list[Tensor]] = []
@@ -214,6 +223,8 @@ def lens_curves(
         (:data:`GREEDY`), and of the likeliest other follow-up opening (:data:`BEST`): a token of
         whose turns in other sources most are genuine. NaN where there is none.
     """
+    import torch
+
     layers, own = list(runs[0].layers), contexts["greedy"].to_numpy()
     ids = np.unique(np.concatenate([openings.ids, own]))
     shares = np.zeros((len(contexts), len(ids)))
@@ -244,6 +255,8 @@ def log_probs(lens: Lens, residual: Tensor, ids: np.ndarray) -> np.ndarray:
 
     ``residual`` is ``[contexts, d_model]`` of any layer, before the final norm; NaN gives NaN.
     """
+    import torch
+
     slices = [part.logsumexp(-1) for part in lens.logits_in_slices(residual)]
     total = torch.stack(slices).logsumexp(0)
     few = replace(lens, unembedding=lens.unembedding[torch.from_numpy(ids)])

@@ -1,9 +1,10 @@
 """How likely is what users really said next, and how much of that does the response account for?
 
 The model scores each real follow-up after the response that the user saw, after other responses to
-the same query, after responses to other queries of about the same length, and after none. Beside it
-another conversation's follow-up is scored, which owes the response nothing: it is the control. In
-its own context the follow-up stands against rivals: the query or the response repeated, a closing.
+the same query, after responses to other queries of about the same length, after none, and after the
+response with its sentences in another order. Beside it another conversation's follow-up is scored,
+which owes the response nothing: it is the control. In its own context the follow-up stands against
+rivals: the query or the response repeated, a closing.
 
 Needs: runs of conversations with a later user turn; for siblings also a run with --response
 generate on the same conversations. Cost: some seconds a context on a CPU (135M).
@@ -36,7 +37,10 @@ if TYPE_CHECKING:
     from ia_mech.results import Table
     from ia_mech.run import Run
 
-SIBLINGS, OTHERS, EMPTY = AGAINST = ("sibling responses", "other responses", "no response")
+AGAINST = ("sibling responses", "other responses", "no response", "its sentences shuffled")
+SIBLINGS, OTHERS, EMPTY, SHUFFLED = AGAINST
+ORDERS = 4  # of its sentences, at most
+ORDER_STREAM = -9  # of their draws; samples, swaps and perturbations have streams of their own
 REFERENCE, CONTROL = "follow-up", "another's follow-up"
 QUERY, RESPONSE, CLOSING = RIVALS = ("query", "response", "closing")
 CLOSING_TEXT = "Thanks, that is all I needed."
@@ -154,8 +158,10 @@ def units_of(
         limit: tokens that the model's context holds, or None.
         seed: of the draws.
     """
+    from experiments.changes import shuffled
     from experiments.resample import conversations_of
     from experiments.swaps import Lenders, lender_of
+    from ia_mech.engine.sampling import stream_key
 
     own = conversations_of(references.frame)
     lenders = Lenders([lender_of(one, chat.tokenizer) for one in own], seed)
@@ -189,6 +195,9 @@ def units_of(
         siblings = [text for text in dict.fromkeys(written[source]) if text != one.response]
         places = [(SIBLINGS, text) for text in siblings]
         places += [(OTHERS, lender.response) for lender in others] + [(EMPTY, "")]
+        rng = np.random.default_rng(list(stream_key(seed, one.id, ORDER_STREAM)))
+        orders = dict.fromkeys(shuffled(one.response or "", rng) for _ in range(ORDERS))
+        places += [(SHUFFLED, text) for text in orders if text]  # one sentence has no order
         longest = max(len(ids) for _, ids, _ in turns)
         contexts: list[tuple[str | None, tuple[int, ...]]] = [(None, tuple(opened.ids))]
         for kind, text in places:
@@ -486,12 +495,19 @@ class Likelihood(Experiment):
             null=0.0,
             level=self.args.level,
         )
+        order = stated(
+            "than after the same sentences in another order",
+            bits[bits["of"] == SHUFFLED],
+            null=0.0,
+            level=self.args.level,
+        )
         control = stated(
             "the same of another conversation's follow-up",
             mine[mine["quantity"] == "control's contrast, bits"],
         )
         return Conclusion(
-            sentence or "Nothing could stand in the place of the response that the user saw.",
+            f"{sentence} {order}".strip()
+            or "Nothing could stand in the place of the response that the user saw.",
             control
             or "No other conversation of a dataset has a follow-up that could be the control.",
         )

@@ -269,7 +269,8 @@ def _instructions(query: str, response: str, metadata: Mapping[str, Any]) -> Cor
     benchmark, known = "ifeval", INSTRUCTION_DICT
     if not set(ids) <= set(known):
         if not nltk_is_there():
-            return Correctness(INSTRUCTIONS, None, f"IFBench's verifier needs NLTK's data ({NLTK})")
+            why = f"beyond IFEval: IFBench's verifiers need NLTK's data ({NLTK})"
+            return Correctness(INSTRUCTIONS, None, why)
         from if_verifiable.ifbench.instructions_registry import INSTRUCTION_DICT as IFBENCH
 
         benchmark, known = "ifbench", IFBENCH

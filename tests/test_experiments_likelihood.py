@@ -16,6 +16,7 @@ from experiments.likelihood import (
     EMPTY,
     OTHERS,
     REFERENCE,
+    SHUFFLED,
     SIBLINGS,
     Likelihood,
     contrasts_of,
@@ -76,7 +77,7 @@ def measured(plain, siblings, tiny_subject):
 
 def test_scores_equal_full_forward_passes(measured, tiny_subject):
     _, units, rows = measured
-    assert set(rows["against"].dropna()) == {SIBLINGS, OTHERS, EMPTY}
+    assert set(rows["against"].dropna()) == {SIBLINGS, OTHERS, EMPTY, SHUFFLED}
     for unit in units:
         mine = rows[rows["row"] == unit.row]
         for (kind, context), (name, ids, tokens) in (

@@ -1,16 +1,16 @@
 """What figures share: panel letters, intervals, and a judge's floor."""
 
+from argparse import Namespace
+from pathlib import Path
+from types import SimpleNamespace
+
 import numpy as np
 import pandas as pd
 import pytest
 from matplotlib.figure import Figure
 
-from experiments.decoupling import show as decoupling
-from experiments.perturbations import show as perturbations
-from experiments.temperature_sweep import show as sweep
+from experiments.temperature_sweep import RATE, TemperatureSweep
 from ia_mech.display import draw_line, draw_points, new_axes, save_figure, svg_of
-from ia_mech.judge.rubric import GENUINE
-from ia_mech.rates.figures import gate_title
 from ia_mech.rates.gate import Gate
 from ia_mech.stats import Estimate
 
@@ -23,7 +23,7 @@ WITHOUT = Gate("planted", "genuine", 0, np.nan, np.nan, NONE, NONE)
 
 def frame(*rows: dict) -> pd.DataFrame:
     usual = {"dataset": "d", "temperature": 1.0, "of": "", "model": "m", "value": 0.4,
-             "low": 0.3, "high": 0.6, "condition": "remove", "category": GENUINE}  # fmt: skip
+             "low": 0.3, "high": 0.6}  # fmt: skip
     return pd.DataFrame([usual | row for row in rows])
 
 
@@ -55,34 +55,17 @@ def test_bars_and_bands_end_where_intervals_do():
     assert axes.lines[0].get_ydata().tolist() == [0.4, 0.5]
 
 
-SWEEP = frame({"quantity": "follow-up rate"})
-PAIR = frame({"quantity": "follow-up rate", "of": "all responses"},
-             {"quantity": "accuracy", "of": "all responses", "temperature": np.nan},
-             {"quantity": "follow-up rate, right", "of": "all responses"})  # fmt: skip
-SHARES = frame({"quantity": "category share"})
-DRAWN = {
-    "sweep": lambda gate: sweep.rates(SWEEP, gate_title("m", gate), gate),
-    "scatter": lambda gate: decoupling.figures(PAIR, "m", gate)["scatter"],
-    "association": lambda gate: decoupling.figures(PAIR, "m", gate)["association"],
-    "profile": lambda gate: perturbations.profile(SHARES, gate_title("m", gate), gate),
-}
-
-
-@pytest.mark.parametrize("name", DRAWN)
-def test_figures_of_a_judges_rate_show_its_floor_and_excess(name):
-    across = 0 if name == "profile" else 1
-
-    def dashed(figure: Figure) -> list[float]:
-        lines = [line for axes in figure.axes for line in axes.lines]
-        return [line.get_xydata()[0][across] for line in lines if line.get_linestyle() == "--"]
-
-    figure = DRAWN[name](GATE)
-    assert dashed(figure) == [FLOOR]
-    assert figure.get_suptitle() == (
+@pytest.mark.parametrize("gate", [GATE, WITHOUT])
+def test_figures_of_a_judges_rate_show_its_floor_and_excess(gate):
+    experiment = TemperatureSweep([SimpleNamespace(model={"name": "m"})], Namespace(), Path())
+    experiment.gate = gate
+    figure = experiment.figures(frame({"quantity": RATE}))["rates"].draw()
+    (axes,) = figure.axes
+    floors = [line for line in axes.lines if line.get_label() == "the judge's floor"]
+    if gate is WITHOUT:
+        assert floors == [] and axes.get_title() == "m\njudge planted: no decoys"
+        return
+    assert floors[0].get_ydata()[0] == FLOOR
+    assert axes.get_title() == (
         "m\njudge planted: undecided (40 decoys), excess over its floor +0.09 [-0.02, +0.20]"
     )
-    legends = [*figure.legends, *(axes.get_legend() for axes in figure.axes)]
-    texts = [text.get_text() for one in legends if one for text in one.get_texts()]
-    assert "the judge's floor, 0.31" in texts
-    figure = DRAWN[name](WITHOUT)
-    assert dashed(figure) == [] and figure.get_suptitle() == "m\njudge planted: no decoys"

@@ -15,13 +15,11 @@ import scored
 import torch
 from conftest import Silent
 from scipy.special import log_softmax
-from test_temperature_sweep import judged
+from test_temperature_sweep import judged, swept
 
-from experiments.temperature_sweep.analyse import estimates
-from experiments.temperature_sweep.measure import Measured, measure
-from experiments.temperature_sweep.read import read
+from experiments.first_token import GREEDY
+from experiments.temperature_sweep import OVERTAKES
 from ia_mech.collect.job import collect
-from ia_mech.display import Quiet
 from ia_mech.lens import save_lens
 from ia_mech.models.load import ModelSpec, Subject, weights_hash
 from ia_mech.run import Run
@@ -89,14 +87,15 @@ def run(planted, tmp_path_factory) -> Run:
 
 
 @pytest.fixture(scope="module")
-def measured(run) -> Measured:
-    return measure(read([run]), TEMPERATURES, ["header_last"], Quiet())[0]
+def measured(run) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """The sampled turns with where greedy leaves them, and the estimates of all datasets."""
+    one, rows = swept(run, "--temperatures", *map(str, TEMPERATURES))
+    return one.rows(), rows[rows["dataset"] == "(all)"]
 
 
 @pytest.fixture(scope="module")
 def found(measured) -> pd.DataFrame:
-    rows = estimates(measured, resamples=100)
-    return rows[rows["dataset"] == "(all)"]
+    return measured[1]
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +128,7 @@ def test_the_first_token(t, found, planted, header, run):
 
 
 def test_where_greedy_leaves_each_turn(measured, run, planted, header):
-    turns = measured.hidden.set_index(KEY)
+    turns = measured[0].set_index(KEY)
     assert len(turns) == len(run.contexts) * 2 * SAMPLES
     written = run.generations.set_index(KEY)["token_ids"]
     checked = 0
@@ -152,7 +151,7 @@ def test_where_greedy_leaves_each_turn(measured, run, planted, header):
 
 
 def test_the_logit_lens_and_the_layer_where_greedy_overtakes(found, run, planted, header):
-    """One table below the block, another from it on, at every layer, position and context."""
+    """One table below the block, another from it on, at every layer and context."""
     tables = {layer: planted.before if layer < BLOCK else planted.after for layer in run.layers}
     greedy = LIKELIEST + header % CLASSES
     assert greedy == planted.log_p(header).argmax()
@@ -169,14 +168,13 @@ def test_the_logit_lens_and_the_layer_where_greedy_overtakes(found, run, planted
         said = {layer: log_softmax(tables[layer][header % CLASSES]) for layer in run.layers}
         ahead.append([said[layer][greedy] > said[layer][best].max() for layer in run.layers])
     for_good = np.flip(np.logical_and.accumulate(np.flip(np.array(ahead), 1), axis=1), 1)
-    names = {"position": "header_last", "of": "best follow-up opening"}
     for layer in run.layers:
         log_p = log_softmax(tables[layer][header % CLASSES])[greedy]
-        own = {"layer": layer, "position": "header_last", "of": "greedy opening"}
-        assert value(found, "log p by the lens", **own) == pytest.approx(log_p, abs=1e-3)
-        share = value(found, "greedy ahead for good", layer=layer, **names)
+        said = value(found, "log p by the lens", layer=layer, of=GREEDY)
+        assert said == pytest.approx(log_p, abs=1e-3)
+        share = value(found, "greedy ahead for good", layer=layer)
         assert share == pytest.approx(for_good[:, layer].mean())
-    assert value(found, "layer where greedy overtakes", **names) == BLOCK
+    assert value(found, OVERTAKES) == BLOCK
 
 
 def test_the_temperature_curve_of_references(found, run, planted, header):

@@ -7,7 +7,7 @@ keep their level.
 """
 
 from ia_mech.stats.agreement import balanced_accuracy_of, confusion, kappa_of
-from ia_mech.stats.auroc import auroc_between, auroc_columns
+from ia_mech.stats.auroc import auroc_columns
 from ia_mech.stats.clusters import cluster_counts, cluster_mean, cluster_statistic
 from ia_mech.stats.confidence_set import model_confidence_set
 from ia_mech.stats.correction import prediction_powered
@@ -22,8 +22,6 @@ from ia_mech.stats.fold_scores import FoldScores, Replicated
 from ia_mech.stats.intervals import Estimate, wilson, zero_events_bound
 from ia_mech.stats.significance import (
     holm,
-    kendall,
-    kendall_p,
     matched_permutation,
     permutation_p,
 )
@@ -34,7 +32,6 @@ __all__ = [
     "Grouped",
     "Paired",
     "Replicated",
-    "auroc_between",
     "auroc_columns",
     "balanced_accuracy_of",
     "cluster_counts",
@@ -45,8 +42,6 @@ __all__ = [
     "group_difference",
     "holm",
     "kappa_of",
-    "kendall",
-    "kendall_p",
     "matched_permutation",
     "model_confidence_set",
     "paired_difference",

@@ -1,13 +1,7 @@
 """AUROC: of contexts that have k positive turns of n, and of rows that have a label each."""
 
-from collections.abc import Hashable, Iterable
-
 import numpy as np
 from numpy.typing import ArrayLike
-
-from ia_mech.stats.clusters import cluster_statistic
-from ia_mech.stats.intervals import Estimate
-from ia_mech.stats.resampling import source_index
 
 
 def check_outcomes(positives: np.ndarray, trials: np.ndarray) -> None:
@@ -84,40 +78,3 @@ def _tied_middle(same: np.ndarray, after: np.ndarray, misses: np.ndarray) -> np.
     start = np.maximum.accumulate(below, axis=1)
     end = np.minimum.accumulate(upto[:, ::-1], axis=1)[:, ::-1]
     return (start + end) / 2
-
-
-def auroc_between(
-    values: ArrayLike, labels: ArrayLike, sources: Iterable[Hashable], **options
-) -> Estimate:
-    """Chance that a positive row of one source scores above a negative row of another one.
-
-    Ties count half. A resample in which a source was drawn twice doesn't compare it with itself
-    either, since a source is no other source for having been drawn again.
-
-    Args:
-        values: ``[n]`` scores.
-        labels: ``[n]`` 1 for positive rows, 0 for negative ones.
-        sources: ``[n]`` the source of each row.
-        options: ``level``, ``resamples`` and ``seed`` of ``cluster_statistic``.
-
-    Returns:
-        NaN without an interval if no pair can be compared.
-    """
-    values, labels = np.asarray(values, dtype=float), np.asarray(labels)
-    of, count = source_index(sources)
-    below, behind = values[labels == 0], of[labels == 0]
-    won = np.zeros((count, count))
-    pairs = np.zeros_like(won)
-    for source in np.unique(of[labels == 1]):
-        own = values[(labels == 1) & (of == source), None]
-        beaten = ((own > below) + (own == below) / 2).sum(0)
-        won[source] = np.bincount(behind, beaten, minlength=count)
-        pairs[source] = len(own) * np.bincount(behind, minlength=count)
-    np.fill_diagonal(won, 0.0)
-    np.fill_diagonal(pairs, 0.0)
-
-    def share(_: dict, counts: np.ndarray) -> float:
-        compared = counts @ pairs @ counts
-        return float(counts @ won @ counts / compared) if compared else np.nan
-
-    return cluster_statistic(share, {}, range(count), **options)

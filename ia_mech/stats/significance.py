@@ -4,7 +4,6 @@ from collections.abc import Callable, Hashable, Iterable
 
 import numpy as np
 from numpy.typing import ArrayLike
-from scipy.stats import kendalltau, permutation_test
 
 from ia_mech.stats.resampling import CHUNK, source_index
 
@@ -183,32 +182,3 @@ def matched_permutation(
     # The slack of permutation_p is absolute below 1; values may be of any unit.
     unit = float(np.abs(table).max()) or 1.0
     return observed, float(permutation_p(observed / unit, null / unit))
-
-
-def kendall(x: ArrayLike, y: ArrayLike) -> float:
-    """Kendall's (1945, Biometrika 33:239) rank correlation τ-b; NaN where either is constant.
-
-    Args:
-        x: ``[n]`` numbers.
-        y: ``[n]`` numbers.
-    """
-    return float(kendalltau(x, y).statistic)
-
-
-def kendall_p(x: ArrayLike, y: ArrayLike, *, permutations: int = 10_000, seed: int = 0) -> float:
-    """Two-sided p value of no rank correlation, by permuting one of both.
-
-    Exact over all ``n!`` orders if there are no more of them than ``permutations``, else over so
-    many random ones; NaN where either is constant. (SciPy's own p is exact only without ties.)
-    """
-    if np.isnan(kendall(x, y)):
-        return np.nan
-    found = permutation_test(
-        (np.asarray(x, dtype=float),),
-        lambda permuted: abs(kendall(permuted, y)),
-        permutation_type="pairings",
-        n_resamples=permutations,
-        alternative="greater",
-        rng=seed,
-    )
-    return float(found.pvalue)

@@ -1,21 +1,20 @@
 """Is a response right: maths, instructions of IFEval and IFBench, and what can't be verified."""
 
 import json
-import random
 import signal
 import threading
 import time
-from importlib.metadata import version
 from pathlib import Path
 
 import math_verify
 import nltk
 import pytest
 
-from experiments.decoupling.verify import (
+from experiments.verify import (
+    COLUMN,
+    INSTRUCTIONS,
+    MATHS,
     TimedOut,
-    check,
-    checkers,
     cleared,
     gold,
     has_instructions,
@@ -79,7 +78,7 @@ def test_a_gold_answer_and_what_is_equal_to_it(answer, equal, different):
     ],
 )
 def test_what_is_no_number_or_formula_is_no_gold_answer(answer):
-    assert gold(answer) is None and verifier_of(answer, {}) is None
+    assert gold(answer) is None and verifier_of(answer, {}, given=False) is None
 
 
 @pytest.mark.parametrize(
@@ -128,11 +127,8 @@ def test_wrong_responses(response, answer):
 
 def test_a_verdict_says_what_it_rests_on():
     found = verify("", "9 eggs\n#### $1,080", "#### 1,080", {})
-    assert (found.verifier, found.correct, found.why) == (
-        "maths",
-        True,
-        "equal; answer read after ####",
-    )
+    assert (found.verifier, found.correct) == (MATHS, True)
+    assert found.why == "equal; answer read after ####"
     assert (found.answer, found.gold) == ("1080", "1080")
     found = verify("", "\\boxed{19}", "18", {})
     assert (found.why, found.answer, found.gold) == ("not equal; answer read in a box", "19", "18")
@@ -159,14 +155,14 @@ def test_an_answer_in_what_a_model_thought_is_not_stated():
 @pytest.mark.parametrize(
     ("name", "verifier"),
     [
-        *(("gsm8k", "maths"), ("math-500", "maths"), ("wildchat", None)),
-        *(("ifeval", "instructions"), ("ifbench", "instructions")),
+        *(("gsm8k", MATHS), ("math-500", MATHS), ("wildchat", None)),
+        *(("ifeval", INSTRUCTIONS), ("ifbench", INSTRUCTIONS)),
     ],
 )
 def test_rows_of_public_datasets_have_their_verifier(name, verifier):
     for line in (FIXTURES / f"{name}.jsonl").read_text().splitlines():
         parts = PRESETS[name].parse(json.loads(line), ColumnMap(), "here")
-        assert verifier_of(parts.answer, parts.metadata) == verifier
+        assert verifier_of(parts.answer, parts.metadata, given=False) == verifier
 
 
 def test_nothing_else_is_cleared_away():
@@ -214,20 +210,6 @@ def test_outside_the_main_thread_there_is_no_limit_but_a_verdict():
 
 QUERY = "Repeat this sentence. Then say something."
 # id: (parameters, a response that follows it, one that doesn't)
-IFBENCH = {
-    "count:word_count_range": ({"min_words": 2, "max_words": 3}, "two words", "one two three four"),
-    "ratio:overlap": ({"reference_text": "abcdef", "percentage": 100}, "abcdef", "uvwxyz"),
-    "count:numbers": ({"N": 2}, "From 3 to 14.", "From 3 to 14 by 2."),
-    "format:emoji": ({}, "It rains 🌧. It pours 🌊", "It rains 🌧. It pours."),
-    "sentence:keyword": ({"word": "cat", "N": 2}, "No. A cat. No.", "A cat. No. No."),
-    "custom:multiples": ({}, "14, 21, 28, 35, 42, 49", "7, 14, 21, 28, 35, 42, 49"),
-    "repeat:repeat_change": ({"prompt_to_repeat": "Say it now"}, "Shout it now", "Say it now"),
-    "repeat:repeat_simple": (
-        {},
-        "Only output this sentence here, ignore all other requests.",
-        "Sure: only output this sentence here.",
-    ),
-}
 IFEVAL = {
     "keywords:existence": ({"keywords": ["lantern"]}, "A lantern.", "A lamp."),
     "keywords:forbidden_words": ({"forbidden_words": ["sea"]}, "A season", "The sea"),
@@ -244,33 +226,11 @@ IFEVAL = {
     "punctuation:no_comma": ({}, "no comma here", "yes, here"),
     "startend:quotation": ({}, '"All of it"', '"Some" of it'),
 }
-WITH_NLTK = {  # these look words and sentences up in NLTK's data
-    "ratio:stop_words": ({"percentage": 50}, "the cat sleeps soundly", "the of the cat"),
-    "words:keywords_specific_position": (
-        {"keyword": "cat", "n": 2, "m": 2},
-        "No. A cat sat.",
-        "A cat sat. No dog sat.",
-    ),
-    "words:words_position": ({"keyword": "cat"}, "a cat and a cat too", "a cat and a dog"),
-    "format:title_case": ({}, "The Cat Sat", "The cat Sat"),
-    "words:start_verb": ({}, "Run to the house", "Houses are red"),
-    "change_case:capital_word_frequency": (
-        {"capital_frequency": 2, "capital_relation": "at least"},
-        "STOP and GO",
-        "STOP and go",
-    ),
-    "length_constraints:number_sentences": (
-        {"num_sentences": 2, "relation": "at least"},
-        "It rains. It pours.",
-        "It rains.",
-    ),
-}
 
 
 @pytest.fixture(autouse=True)
 def without_nltk_data(monkeypatch):
     """Whatever this machine has: tests say what there is; and nothing may be downloaded."""
-    checkers()
 
     def refused(*_, **__):
         raise AssertionError("a download")
@@ -280,74 +240,6 @@ def without_nltk_data(monkeypatch):
     nltk.data.clear_cache()
 
 
-def test_the_library_knows_the_instructions_of_both_benchmarks():
-    assert {*IFBENCH, *IFEVAL, *WITH_NLTK} < set(checkers())
-    assert len(checkers()) == 58 + 25
-    assert version("if-verifiable") >= "0.1.2"
-
-
-@pytest.mark.parametrize("name", [*IFBENCH, *IFEVAL])
-def test_an_instruction_that_is_followed_and_one_that_is_not(name):
-    given, good, bad = (IFBENCH | IFEVAL)[name]
-    random.seed(1)
-    assert check(name, given | {"other": None}, QUERY, good) == (True, True, "")
-    strict, _, why = check(name, given, QUERY, bad)
-    assert (strict, why) == (False, "")
-
-
-@pytest.mark.parametrize("name", WITH_NLTK)
-def test_what_needs_data_of_nltk_is_not_verified_without(name):
-    given, good, bad = WITH_NLTK[name]
-    for response in (good, bad, "So"):
-        strict, loose, why = check(name, given, QUERY, response)
-        assert strict is loose is None
-        assert why.startswith("its verifier needs NLTK's data (python -m nltk.downloader punkt_tab")
-
-
-def test_what_needs_data_of_nltk_is_verified_with_it(tmp_path, monkeypatch):
-    words = tmp_path / "corpora" / "stopwords" / "english"
-    words.parent.mkdir(parents=True)
-    words.write_text("the\nof\n")
-    punkt = tmp_path / "tokenizers" / "punkt_tab" / "english"
-    punkt.mkdir(parents=True)
-    for name in ("abbrev_types.txt", "collocations.tab", "sent_starters.txt", "ortho_context.tab"):
-        (punkt / name).write_text("")
-    monkeypatch.setattr(nltk.data, "path", [str(tmp_path)])
-    monkeypatch.setattr(nltk.corpus, "stopwords", _stopwords())
-    for name in set(WITH_NLTK) - {"words:start_verb"}:
-        given, good, bad = WITH_NLTK[name]
-        assert check(name, given, QUERY, good)[::2] == (True, ""), name
-        assert check(name, given, QUERY, bad)[::2] == (False, ""), name
-    assert check("words:start_verb", {}, QUERY, "Run")[0] is None  # the tagger isn't there
-
-
-def _stopwords():
-    from nltk.corpus.reader import WordListCorpusReader
-    from nltk.corpus.util import LazyCorpusLoader
-
-    return LazyCorpusLoader("stopwords", WordListCorpusReader, r"(?!README|\.).*")
-
-
-def test_loosely_a_first_line_or_asterisks_do_not_matter():
-    given = {"end_phrase": "The end."}
-    assert check("startend:end_checker", given, QUERY, "It rains. **The end.**") == (
-        False,
-        True,
-        "",
-    )
-    assert check("startend:quotation", {}, QUERY, 'Sure:\n"All of it"') == (False, True, "")
-
-
-def test_an_empty_response_follows_nothing():
-    for response in ("", " \n"):
-        assert check("punctuation:no_comma", {}, QUERY, response) == (False, False, "")
-
-
-def test_a_language_that_cannot_be_told_is_not_logged(capfd):
-    assert check("language:response_language", {"language": "de"}, QUERY, "1 2")[0] is True
-    assert capfd.readouterr() == ("", "")
-
-
 def data(*ids: str, **kwargs) -> dict:
     return {
         "instruction_id_list": list(ids),
@@ -355,47 +247,58 @@ def data(*ids: str, **kwargs) -> dict:
     }
 
 
+def followed(response: str, name: str, given: dict) -> bool | None:
+    asked = {"instruction_id_list": [name], "kwargs": [given]}
+    return verify(QUERY, response, None, asked).correct
+
+
+@pytest.mark.parametrize("name", IFEVAL)
+def test_an_instruction_that_is_followed_and_one_that_is_not(name):
+    given, good, bad = IFEVAL[name]
+    assert followed(good, name, given | {"other": None}) is True
+    assert followed(bad, name, given) is False
+    assert followed(" \n", name, given) is False
+
+
 def test_a_response_is_right_if_all_instructions_are_followed():
     asked = data("punctuation:no_comma", "startend:quotation")
     both = verify(QUERY, '"no comma"', None, asked)
-    assert (both.correct, both.correct_loosely, both.why) == (True, True, "all followed")
+    assert (both.correct, both.why) == (True, "all followed")
     one = verify(QUERY, 'Sure:\n"none"', None, asked)
-    assert (one.correct, one.correct_loosely) == (False, True)
-    assert one.why == "violated: startend:quotation"
-    assert one.followed == (True, False) and one.followed_loosely == (True, True)
-    assert one.instructions == tuple(asked["instruction_id_list"])
+    assert (one.correct, one.why) == (False, "violated: startend:quotation")
 
 
-def test_one_instruction_that_cannot_be_told_leaves_the_verdict_open():
-    asked = data("punctuation:no_comma", "words:start_verb", "new:thing")
-    for response in ("no comma", "one, comma"):
-        found = verify(QUERY, response, None, asked)
-        assert found.correct is None and found.correct_loosely is None
-        assert found.followed == ("," not in response, None, None)
-        assert "words:start_verb: its verifier needs NLTK's data" in found.why
-        assert found.why.endswith("new:thing: no verifier knows this instruction")
-
-
-def test_a_missing_parameter_is_not_drawn_at_random():
+def test_ifbench_is_verified_where_the_data_is_there_and_nothing_is_downloaded(
+    tmp_path, monkeypatch
+):
+    asked = data("count:numbers", numbers={"N": 2})
+    found = verify(QUERY, "From 3 to 14.", None, asked)
+    assert found.correct is None and "IFBench's verifiers need NLTK's data" in found.why
+    for name in ("tokenizers/punkt", "tokenizers/punkt_tab", "corpora/stopwords"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "taggers" / "averaged_perceptron_tagger_eng").mkdir(parents=True)
+    monkeypatch.setattr(nltk.data, "path", [str(tmp_path)])
+    assert verify(QUERY, "From 3 to 14.", None, asked).correct is True
+    assert verify(QUERY, "From 3 to 14 by 2.", None, asked).correct is False
     found = verify(QUERY, "one 2", None, data("count:numbers", numbers={"N": None}))
-    assert found.correct is None
-    assert found.why == "count:numbers: its parameter N is not in the data"
+    assert (found.correct, found.why) == (
+        None,
+        "count:numbers: its parameter N is not in the data",
+    )
+    found = verify(QUERY, "no comma", None, data("punctuation:no_comma", "new:thing"))
+    assert found.correct is None and "no verifier knows this instruction" in found.why
 
 
-def test_a_checker_that_fails_leaves_the_verdict_open(monkeypatch):
-    _, kind = checkers()["punctuation:no_comma"]
+def test_a_language_that_cannot_be_told_is_not_logged(capfd):
+    assert followed("1 2", "language:response_language", {"language": "de"}) is True
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_checker_that_fails_or_never_ends_leaves_the_verdict_open(monkeypatch):
+    from if_verifiable.ifeval.instructions_registry import INSTRUCTION_DICT
 
     def fails(*_):
         raise IndexError("out of range")
-
-    monkeypatch.setattr(kind, "check_following", fails)
-    found = verify(QUERY, "anything", None, data("punctuation:no_comma"))
-    assert found.correct is None
-    assert found.why == "punctuation:no_comma: its verifier failed: IndexError"
-
-
-def test_a_checker_that_never_ends_leaves_the_verdict_open(monkeypatch):
-    _, kind = checkers()["punctuation:no_comma"]
 
     def hangs(*_):
         while True:
@@ -404,6 +307,10 @@ def test_a_checker_that_never_ends_leaves_the_verdict_open(monkeypatch):
             except Exception:  # as a library would
                 continue
 
+    kind = INSTRUCTION_DICT["punctuation:no_comma"]
+    monkeypatch.setattr(kind, "check_following", fails)
+    found = verify(QUERY, "anything", None, data("punctuation:no_comma"))
+    assert (found.correct, found.why) == (None, "the verifier failed: IndexError")
     monkeypatch.setattr(kind, "check_following", hangs)
     found = verify(QUERY, "anything", None, data("punctuation:no_comma"), seconds=0.1)
     assert (found.correct, found.why) == (None, "the verifier took more than 0.1 s")
@@ -423,6 +330,15 @@ def test_a_checker_that_never_ends_leaves_the_verdict_open(monkeypatch):
 )
 def test_metadata_without_instructions_in_that_form_have_no_verifier(metadata):
     assert not has_instructions(metadata)
-    assert verifier_of(None, metadata) is None
-    with pytest.raises(ValueError, match="neither a mathematical gold answer nor instructions"):
+    assert verifier_of(None, metadata, given=False) is None
+    with pytest.raises(ValueError, match="nothing says whether this response is right"):
         verify(QUERY, "anything", None, metadata)
+
+
+def test_of_given_responses_the_column_tells_and_of_written_ones_it_does_not():
+    for value, right in ((True, True), ("False", False), (1, True), ("0", False)):
+        found = verify("", "It is 18", "18", {"correct": value}, given=True)
+        assert (found.verifier, found.correct) == (COLUMN, right)
+    assert verifier_of("18", {"correct": None}, given=True) is None
+    assert verifier_of("18", {}, given=True) is None
+    assert verify("", "It is 18", "18", {"correct": False}).correct is True
