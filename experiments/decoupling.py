@@ -153,6 +153,7 @@ class Decoupling(Experiment):
             found,
             {ACCURACY: ("accuracy", 2), "unverified": ("unverified", 2), "cut off": ("cut off", 2)},
             index=names,
+            rows="responses",
             legend="Accuracy: share of right responses among those verified. Unverified: share "
             "that couldn't be. Cut off: share that ended at the token limit.",
         )
@@ -161,6 +162,7 @@ class Decoupling(Experiment):
             found,
             {RATE: ("follow-up rate", 2)},
             index=(*names, "temperature"),
+            rows="turns",
             legend="Follow-up rate: share of turns that the judge calls genuine.",
         )
         made += tables_of(
@@ -173,9 +175,10 @@ class Decoupling(Experiment):
                 "detectable": ("shown if", 2),
             },
             index=(*names, "temperature"),
-            legend="Shares of turns that the judge calls genuine. Rows: turns after right "
-            "responses. Right less wrong: with Holm-corrected p of permuting queries. Shown if: "
-            "the difference that would have been shown with 80% power.",
+            rows="turns after right",
+            legend="Shares of turns that the judge calls genuine. Right less wrong: with "
+            "Holm-corrected p of permuting queries. Shown if: the difference that would have been "
+            "shown with 80% power.",
         )
         return made
 

@@ -318,7 +318,8 @@ class Perturbations(Experiment):
         for condition, own in scored.groupby("condition", sort=False):
             of = names | {"condition": condition}
             group = Group(own["source"].to_numpy(), self.options, of)
-            yield group.mean(BITS, own["bits"])
+            bits = group.mean(BITS, own["bits"])
+            yield replace(bits, estimate=bits.estimate.within(-np.inf, 0))
             if condition != UNPERTURBED:
                 pair = own["bits"], own["source"], before["bits"], before["source"]
                 yield paired_row(group, BITS_DIFFERENCE, *pair)

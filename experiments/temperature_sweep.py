@@ -304,6 +304,7 @@ class TemperatureSweep(Experiment):
                 "floor": ("floor", 2),
                 "excess": ("excess", 2),
             },
+            rows="turns",
             legend="Rate: share of turns that the judge calls genuine. Less greedy's: of the same "
             f"queries. {tested} Floor: the same turns shown after another conversation; excess: "
             "what their rate is above it.",
@@ -317,6 +318,7 @@ class TemperatureSweep(Experiment):
                 "median gap where greedy leaves": ("gap", 2),
             },
             index=("dataset", "temperature", "of"),
+            rows="turns",
             legend="Medians at the first token that isn't greedy's: its number, its rank, and the "
             "gap, log p of greedy's token less its own at T = 1, nats.",
         )
@@ -325,6 +327,7 @@ class TemperatureSweep(Experiment):
             with_detectable(found[~once], DEEPER),
             {DEEPER: ("gap less others'", 2), "detectable": ("shown if", 2)},
             index=("dataset", "temperature", "of"),
+            rows="genuine turns",
             legend="Genuine turns' mean gap, nats, less that of other turns after the same "
             f"response at the same temperature. {tested}",
         )
@@ -333,6 +336,7 @@ class TemperatureSweep(Experiment):
             found[once],
             {"best temperature": ("best T", 2), OVERTAKES: ("layer", 1)},
             index=("dataset",),
+            rows="follow-ups",
             legend="Best T: at which users' real follow-ups are likeliest. Layer: from which on "
             "greedy's opening stays ahead of the best follow-up opening (median; header_last).",
         )
@@ -347,6 +351,7 @@ class TemperatureSweep(Experiment):
                 f"the first token by temperature ({percent})",
                 together(found),
                 first,
+                rows="contexts",
                 legend="Entropy in nats; effective tokens: exp(entropy); variation: total "
                 "variation from T = 1; turn-end: probability of ending the turn at once.",
                 full=True,
@@ -358,6 +363,7 @@ class TemperatureSweep(Experiment):
                 together(found[found["quantity"] == FAILURE]),
                 {name: (heading(name), 2) for name in ASSESSED if name != GENUINE},
                 key="outcome",
+                rows="turns",
                 legend="Shares of the turns that the judge assessed, by its rubric.",
                 full=True,
             )
@@ -504,7 +510,8 @@ def first_token(
         for of in ("genuine", "restated"):
             yield _mass(group, MASS, at[of], of=f"{of} turns' openings", **names)
         less = at["genuine"] - at["restated"]
-        yield group.mean("mass on openings, genuine less restated", less, **names)
+        row = group.mean("mass on openings, genuine less restated", less, **names)
+        yield replace(row, estimate=row.estimate.within(-1, 1))
 
 
 def depths(group: Group, turns: pd.DataFrame) -> Iterator[TidyEstimate]:
