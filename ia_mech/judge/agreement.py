@@ -45,7 +45,7 @@ from ia_mech.run.layout import refuse_unwritable
 from ia_mech.stats import (
     Estimate,
     balanced_accuracy_of,
-    cluster_counts,
+    cluster_bootstrap,
     cluster_mean,
     confusion,
     dyadic_mean,
@@ -170,7 +170,7 @@ def _kappas(
         return np.stack([kappa_of(counts.reshape(-1, size, size)), kappa_of(two), balanced], axis=1)
 
     cells = rows * size + columns
-    return cluster_counts(statistic, cells, sources, weights=weights, patterns=size**2)
+    return cluster_bootstrap(statistic, sources, cells, weights=weights, number=size**2)
 
 
 # -- the labellers of a run --------------------------------------------------------------------
