@@ -254,6 +254,7 @@ def few_sources(estimates: pd.DataFrame) -> list[str]:
     if not names:
         return []
     return [
-        f"fewer than {FEW_SOURCES} sources stand behind intervals of {', '.join(names)}: the "
-        f"simulations (benchmarks/coverage.md) cover {FEW_SOURCES} and more; these are rough."
+        f"Some intervals of {', '.join(names)} rest on fewer than {FEW_SOURCES} sources (prompts). "
+        "Take them as rough: how often such intervals hold the true value was not tested "
+        "(benchmarks/coverage.md)."
     ]

@@ -219,7 +219,9 @@ def add_export(commands) -> None:
     parser.add_argument(
         "--by", metavar="JUDGE", help="the judge to stratify by (default: the only one, or rules)"
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the sampling (default: 0)")
+    parser.add_argument(
+        "--seed", type=whole_from(0), default=0, help="of the sampling (default: 0)"
+    )
     parser.add_argument(
         "--out",
         type=path_of,
@@ -266,7 +268,7 @@ def _add_agreement(commands) -> None:
     )
     parser.add_argument(
         "--disagreements",
-        type=int,
+        type=whole_from(0),
         default=10,
         help="how many to show (default: 10; disagreements.parquet has all)",
     )

@@ -38,7 +38,7 @@ from ia_mech.judge.rubric import ASSESSED, CANNOT_ASSESS, GENUINE, NAMES
 from ia_mech.judge.rules import RulesJudge
 from ia_mech.judge.sheets import json_lines, refuse_existing, write_files
 from ia_mech.judge.verdict import JUDGED, Item
-from ia_mech.results import Result, Table, folder_of, print_table, show, write
+from ia_mech.results import Result, Table, about_runs, folder_of, print_table, show, write
 from ia_mech.run import Run
 from ia_mech.run.labels import KEY, positions
 from ia_mech.run.layout import refuse_unwritable
@@ -291,10 +291,7 @@ def agreement(run: Run, between: Sequence[str] | None = None) -> Result:
         notes=[note.replace(str(run.path), run.name) for note in same_judges(run)],
         about={
             "kind": "agreement",
-            "runs": [run.name],
-            "identities": [run.identity_digest],
-            "labellers": names,
-            "labels": {run.identity_digest: run.labels.digest(names)},
+            **about_runs([run], names),
             "settings": {"between": names},
         },
         data={"disagreements": disagreements(run, labellers)},
@@ -546,8 +543,6 @@ def print_disagreements(
 
 def command(args: argparse.Namespace) -> None:
     """``python -m ia_mech.judge agreement``."""
-    if args.disagreements < 0:
-        raise UserError("--disagreements can't be negative", "give 0 for none")
     run = Run.open(args.run)
     found = agreement(run, args.between)
     folder = folder_of(run.path, found.name)

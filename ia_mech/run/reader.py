@@ -174,7 +174,18 @@ class Run:
         Yields:
             The contexts of a part and all turns after them, both in the order of the run. The index
             of the turns is their position in :attr:`turns`.
+
+        Raises:
+            UserError: a run has no such column, or a damaged part.
         """
+        part = self._finished_parts()[0]
+        for file_of, wanted in ((layout.contexts_file, contexts), (layout.generations_file, turns)):
+            there = pq.read_schema(self._file(part, name := file_of(part["name"]))).names
+            if unknown := [column for column in wanted if column not in there]:
+                raise UserError(
+                    f"{self.path / name} has no column {unknown[0]!r}",
+                    f"choose from {', '.join(there)}",
+                )
         contexts = [*dict.fromkeys(["order", *contexts])]
         turns = [*dict.fromkeys([*layout.TURN_KEYS, *turns])]
         if "generations" in vars(self):  # read already
