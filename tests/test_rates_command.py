@@ -305,39 +305,22 @@ def test_unknown_or_several_judges_and_annotators(run, rates):
     assert "judge other" in outcome.out and "corrected by ben's labels" in outcome.out
 
 
-def first_of(**changes):
-    """A change of the first verdict."""
-    return lambda rows: [rows[0] | changes, *rows[1:]]
-
-
-@pytest.mark.parametrize(
-    ("planted", "words"),
-    [
-        ({"change": lambda rows: rows[1:]}, ("don't cover", "judge it again")),
-        ({"change": lambda rows: [*rows, rows[0]]}, ("don't cover", "judge it again")),
-        ({"change": first_of(context_id="another")}, ("don't cover", "judge it again")),
-        ({"change": first_of(item="of another text")}, ("1 turns have changed", "judge it again")),
-        ({"say": lambda key: "follow_up"}, ("name follow_up", "judge it again")),
-        ({"say": lambda key: None}, ("assessed none of the", "judge again")),
-    ],
-)
-def test_verdicts_that_are_not_of_the_run(copy, rates, planted, words):
-    run = copy()
-    plant(run, **planted)
-    refused(rates(run.path), *words)
-
-
 def test_labels_that_are_not_of_the_run(run, rates):
-    for changes, problem in (
-        ({"sample": 77}, "the labels of 'anna'"),
-        ({"category": "lovely"}, "name lovely"),
-        ({"inclusion_probability": 0.0}, "inclusion probabilities"),
-    ):
-        annotate(run, **changes)
-        refused(rates(run.path), problem)
+    plant(run, say=lambda key: None)
+    refused(rates(run.path), "assessed none of the", "judge again")
+    plant(run, say=lambda key: "follow_up")
+    refused(rates(run.path), "name follow_up, which the rubric lacks", "make them again")
+    plant(run)
+    annotate(run, category="lovely")
+    refused(rates(run.path), "name lovely", "judge import")
     for name in ("annotations/anna.parquet", "judgements/rules.parquet"):
         (run.path / name).write_bytes(b"PAR1")
         refused(rates(run.path), f"{name.split('/')[1]} can't be read")
+
+
+def test_labels_of_turns_that_were_sampled_again(run, rates):
+    rewrite(run, "generations", text=lambda text: f"{text}!")
+    refused(rates(run.path), "rules.parquet is of other turns", "judge run")
 
 
 def test_runs_that_can_not_be_pooled(merged, copy, rates, tmp_path):

@@ -112,6 +112,16 @@ class Run:
         text = json.dumps(self.record["identity"], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
+    @cached_property
+    def turns_digest(self) -> str:
+        """Hash of the texts of all contexts and turns: what labels are labels of."""
+        both = hashlib.sha256(), hashlib.sha256()
+        for frames in self.windows(["context_id", "text"], ["context_id", "text"]):
+            for content, frame in zip(both, frames, strict=True):
+                for row in frame.astype(object).to_numpy().tolist():
+                    content.update(json.dumps(row).encode())
+        return "".join(content.hexdigest()[:8] for content in both)
+
     @property
     def ignored_check(self) -> str:
         """What the engine's start-up check found where ``--ignore-check`` went on; else empty."""
@@ -220,7 +230,7 @@ class Run:
     @property
     def labels(self) -> Labels:
         """What judges and annotators say of the generations."""
-        return Labels(self.path, self.identity_digest)
+        return Labels(self)
 
     def __repr__(self) -> str:
         unfinished = "" if self.complete else ", unfinished"
