@@ -104,7 +104,7 @@ def export_sheet(
             f"--n {n} can't cover the {len(sizes)} strata by judge {by!r} ({', '.join(sizes)})",
             f"give --n {len(sizes)} or more; {LEAST * len(sizes)} would be sensible",
         )
-    identity = run_identity(run)
+    identity = run.identity_digest
     name = check_name(name or "sheet-" + _hash(identity, by, n, seed)[:8])
     rng = np.random.default_rng(int(_hash(identity, name, n, seed)[:16], 16))
     drawn = allocate(sizes, n)
@@ -207,11 +207,6 @@ def _page(sheet: Sheet) -> str:
     ]
     data = packed({"sheet": sheet.key["sheet"], "rows": rows, "categories": choices})
     return rendered("annotate", data, title="Annotate user turns", rubric=CATEGORIES, order=ORDER)
-
-
-def run_identity(run: Run) -> str:
-    """16 hex digits of a run's configuration."""
-    return _hash(run.record["identity"])[:16]
 
 
 def item_id(run: str, sheet: str, place: dict[str, Any]) -> str:
