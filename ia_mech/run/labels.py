@@ -20,7 +20,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 import pandas as pd
@@ -31,9 +31,6 @@ import pyarrow.parquet as pq
 from ia_mech.cli import quoted
 from ia_mech.errors import UserError
 from ia_mech.run import integrity
-
-if TYPE_CHECKING:
-    from ia_mech.run.reader import Run
 
 KEY = ("context_id", "temperature", "sample")  # names a user turn within its run
 
@@ -83,6 +80,17 @@ _RECORD = b"ia_mech"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
+class Labelled(Protocol):
+    """What labels have to know of their :class:`ia_mech.run.Run`."""
+
+    path: Path
+
+    @property
+    def identity_digest(self) -> str: ...
+    @property
+    def turns_digest(self) -> str: ...
+
+
 class Labels:
     """The labels of one run. Reached as ``Run.labels``.
 
@@ -90,7 +98,7 @@ class Labels:
     are compared when it is read, and nothing else has to be: what was written whole is of them.
     """
 
-    def __init__(self, run: "Run") -> None:
+    def __init__(self, run: Labelled) -> None:
         self.path = run.path
         self._of = run
 
