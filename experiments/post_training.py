@@ -455,17 +455,16 @@ class Compare(Experiment):
         from ia_mech.rates.compute import rates
         from ia_mech.rates.load import NO_ANNOTATOR, read_runs
 
-        judged = read_runs(self.runs, self.args.judge, NO_ANNOTATOR)
-        self.notes += judged.notes
-        side = dict(zip((str(run.path) for run in self.runs), SIDES, strict=True))
-        names = [name for query in self.sides[BEFORE] for name in query.contexts["context_id"]]
-        turns = judged.turns[judged.turns["context_id"].isin(names)]
-        sources = set(turns["source"])
-        decoys = judged.decoys
-        decoys = decoys[decoys["source"].isin(sources) & decoys["shown_source"].isin(sources)]
+        both = [read_runs([run], self.args.judge, NO_ANNOTATOR) for run in self.runs]
+        self.notes += dict.fromkeys(note for one in both for note in one.notes)
         turns, decoys = (
-            frame.assign(of=frame["run"].astype(object).map(side)) for frame in (turns, decoys)
+            pd.concat([frame.assign(of=of) for of, frame in zip(SIDES, frames, strict=True)])
+            for frames in ([one.turns for one in both], [one.decoys for one in both])
         )
+        names = [name for query in self.sides[BEFORE] for name in query.contexts["context_id"]]
+        turns = turns[turns["context_id"].isin(names)]
+        used = [decoys[name].isin(turns["source"]) for name in ("source", "shown_source")]
+        decoys = decoys[used[0] & used[1]]
         called = {(CONVERSATION, "floor"): FLOOR, (CONVERSATION, "excess"): EXCESS}
         called |= {(SIBLING, "excess"): OVER_SIBLING}
         by = ["of", "temperature"]
@@ -492,11 +491,13 @@ class Compare(Experiment):
 
     def tables(self, found: pd.DataFrame) -> list[Table]:
         percent = f"{100 * self.args.level:g}% intervals over sources"
-        index = ("dataset", "temperature", "of")
+        index = ["dataset", "temperature", "of"]
+        order = {BEFORE: 0, AFTER: 1, CHANGE: 2}
+        found = found.sort_values(index, key=lambda column: column.replace(order), kind="stable")
 
-        def table(title: str, names: Sequence[str], by=index, legend: str = "") -> list[Table]:
+        def table(title: str, names: Sequence[str], legend: str = "") -> list[Table]:
             columns: dict[Any, tuple[str, int | str]] = {name: (name, 2) for name in names}
-            return tables_of(title, found, columns, index=by, legend=legend)
+            return tables_of(title, found, columns, index=index, legend=legend)
 
         made = []
         if "information" in self.card:
