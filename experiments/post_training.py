@@ -219,21 +219,22 @@ def make(args: argparse.Namespace) -> None:
     if train:
         tuning = training.Tuning(args.rank, args.learning_rate, args.batch, args.seed)
         subject = load(spec)
-        if by_reward:
-            trainer = training.grpo(
-                subject,
-                chat,
-                rows,
-                training.rewards(load(spec), chat, contexts),
-                tuning,
-                args.out,
-                penalty=args.penalty,
-                max_steps=args.steps,
-                num_generations=args.generations,
-                max_completion_length=args.max_new_tokens,
-            )
-        else:
-            trainer = training.sft(subject, chat, learned, tuning, args.epochs, args.out)
+        with training.quiet():
+            if by_reward:
+                trainer = training.grpo(
+                    subject,
+                    chat,
+                    rows,
+                    training.rewards(load(spec), chat, contexts),
+                    tuning,
+                    args.out,
+                    penalty=args.penalty,
+                    max_steps=args.steps,
+                    num_generations=args.generations,
+                    max_completion_length=args.max_new_tokens,
+                )
+            else:
+                trainer = training.sft(subject, chat, learned, tuning, args.epochs, args.out)
         card |= training.save(trainer, subject, tuning, args.out)
     (args.out / training.CARD).write_text(json.dumps(card, indent=1) + "\n")
     print(f"wrote {args.out}", file=sys.stderr)

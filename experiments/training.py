@@ -12,7 +12,7 @@ import re
 import sys
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -219,14 +219,16 @@ class Tuning:
         tokenizer: Any = subject.tokenizer
         if tokenizer.pad_token is None:
             tokenizer.pad_token = chat.template.token(chat.stop_ids[0])
-        adapter = LoraConfig(
-            r=max(self.rank, 1),
-            lora_alpha=2 * self.rank,
-            target_modules="all-linear",
-            task_type="CAUSAL_LM",
-        )
-        given = {"model": subject.model, "processing_class": tokenizer}
-        return given | {"peft_config": adapter if self.rank else None}
+        adapter = None
+        if self.rank:
+            adapter = LoraConfig(
+                r=self.rank,
+                lora_alpha=2 * self.rank,
+                target_modules="all-linear",
+                task_type="CAUSAL_LM",
+            )
+        model = {"model": subject.model, "processing_class": tokenizer}
+        return model | {"peft_config": adapter}
 
     def arguments(self, folder: Path) -> dict[str, Any]:
         """What trainers are given of the rest."""
@@ -275,8 +277,9 @@ def sft(
         train_sampling_strategy="group_by_length",
     )
     columns = Dataset.from_pandas(learned[["input_ids", "labels"]], preserve_index=False)
-    model = tuning.model(subject, chat)
-    return _trained(SFTTrainer(args=arguments, train_dataset=columns, **model))
+    trainer = SFTTrainer(args=arguments, train_dataset=columns, **tuning.model(subject, chat))
+    trainer.train()
+    return trainer
 
 
 def grpo(
@@ -307,21 +310,23 @@ def grpo(
         reward_weights=[1.0, *[-penalty] * (len(given) - 1)],
         **how,
     )
-    dataset = Dataset.from_list(rows)
-    model = tuning.model(subject, chat)
-    trainer = _trained(
-        GRPOTrainer(reward_funcs=given, args=arguments, train_dataset=dataset, **model)
+    trainer = GRPOTrainer(
+        reward_funcs=given,
+        args=arguments,
+        train_dataset=Dataset.from_list(rows),
+        **tuning.model(subject, chat),
     )
+    trainer.train()
     subject.model.generation_config.eos_token_id = kept
     return trainer
 
 
-def _trained(trainer: "Trainer") -> "Trainer":
-    """After training; what trainers print goes to stderr, without notices for developers."""
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Send what trainers print to stderr, without their notices for developers."""
     with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
-        trainer.train()
-    return trainer
+        yield
 
 
 def save(trainer: "Trainer", subject: Subject, tuning: Tuning, folder: Path) -> dict[str, Any]:
