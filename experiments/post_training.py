@@ -8,8 +8,8 @@ alone raises a judge's rate; the control is the rate over that after another res
 query, which it doesn't raise. All numbers are of the same queries. What the turns of a model
 organism tell about their response is computed and stated beside.
 
-Needs: pip install 'ia-mech[train]' for sft, grpo and --adapter; runs with --responses 4. Cost: a
-minute per query on a CPU (135M) to compare; docs/post-training.md for training.
+Needs: pip install 'ia-mech[train]' for sft, grpo and --adapter; runs with --responses 4. Cost: to
+compare, 15 s of one core per query with 3 responses (135M); to train, see docs/post-training.md.
 
     python -m experiments.post_training sft cache/RUN --organism 0.5 --out cache/half
     python -m ia_mech.sample --dataset cache/half/held-out.jsonl --limit all --out cache/before
@@ -66,7 +66,7 @@ SIDES = (BEFORE, AFTER)
 FORM, OWN, OTHERS = "organism's form", "quotes its response", "quotes another response"
 RESTATED, REPEATED, STOCK = "restated trigrams", "repeated trigrams", "stock trigrams"
 ENDED = "ended by turn-end"
-TEXTS = (FORM, OWN, OTHERS, RESTATED, REPEATED, STOCK, ENDED)
+QUOTES, TEXTS = (FORM, OWN, OTHERS), (RESTATED, REPEATED, STOCK, ENDED)
 RATE, FLOOR, EXCESS = "follow-up rate", "floor", "excess"
 OVER_SIBLING = "over another response"
 INFORMATION, EVIDENCE = "I_K, bits", "evidence, bits"
@@ -416,10 +416,12 @@ class Compare(Experiment):
         least = 2.0 ** (1 - len(self.sides[BEFORE]))
         if least > 0.001:
             some = len(self.sides[BEFORE])
-            self.notes.append(f"of {some} queries no p below {least:.2g} can be reached.")
+            self.notes.append(
+                f"of {some} queries no p below {least:.3g} can be reached, whatever the interval."
+            )
         most = float(np.log2(rows["followed"].max() + 1))
         texts = pd.concat([texts_of(some).assign(of=of) for of, some in self.sides.items()])
-        found = [*compared(texts, dict.fromkeys(TEXTS, (0.0, 1.0)), self.options)]
+        found = [*compared(texts, dict.fromkeys((*QUOTES, *TEXTS), (0.0, 1.0)), self.options)]
         found += self.verdicts()
         own = rows[rows["of"] == rows["reader"]]
         found += compared(own, {INFORMATION: (0.0, most)}, self.options)
@@ -520,12 +522,14 @@ class Compare(Experiment):
             f"that; {OVER_SIBLING}: the rate less that after a sibling, which form doesn't raise; "
             "all: of all temperatures together.",
         )
+        if "information" in self.card:
+            legend = "shares of all turns; a quote is a phrase in one of the organism's frames."
+            made += table("quotes", QUOTES, legend)
         made += table(
             "user turns",
             TEXTS,
-            legend="quotes: of the phrase in the organism's form; trigrams of words that the query "
-            "has (restated), that stood in the turn before (repeated), that turns after other "
-            "queries have, too (stock).",
+            legend="trigrams of words that the query has (restated), that stood in the turn before "
+            "(repeated), that turns after other queries have, too (stock).",
         )
         first = f"first {self.rewarded} tokens, as in training"
         made += table(f"what training rewarded ({first})", [REWARD, PENALIZED])
@@ -594,7 +598,7 @@ def compared(
 
 
 def texts_of(queries: "Sequence[Query]") -> pd.DataFrame:
-    """A row per turn of a model: what can be told from its text (:data:`TEXTS`)."""
+    """A row per turn of a model: what can be told from its text."""
     from experiments.organisms import quote_of
     from experiments.training import repeated, restated, stock
 
