@@ -241,15 +241,13 @@ class Experiment:
     @cached_property
     def model(self) -> Model:
         """The subject model, loaded and checked at first use."""
-        from experiments.resample import chat_of, subject_of
-        from ia_mech.collect.identity import eos_ids, probe_ids
-        from ia_mech.engine.check import check_engine
+        from experiments.resample import subject_of
 
-        subject = subject_of(self.runs[0])
-        config = subject.model.config
-        stops = eos_ids(subject.model.generation_config, config)
-        chat = chat_of(self.runs[0], subject.tokenizer, stops)
-        return Model(subject, chat, check_engine(subject.model, probe_ids(chat)).share)
+        return model_of(subject_of(self.runs[0]), self.runs[0])
+
+    def model_for(self, unit: Any) -> Model:
+        """The model that measures a unit: that of the first run, where runs are of one model."""
+        return self.model
 
     @property
     def options(self) -> dict[str, Any]:
@@ -299,8 +297,9 @@ class Experiment:
         from experiments.parts import computed_once
 
         def measure() -> pd.DataFrame:
-            self.model.on_tokens = tick
-            return self.measure(self.model, unit)
+            model = self.model_for(unit)
+            model.on_tokens = tick
+            return self.measure(model, unit)
 
         weights = self.runs[0].model["weights_hash"]
         key = [self.name, weights, type(unit).__name__, asdict(unit)]
@@ -442,6 +441,17 @@ class Experiment:
                 for stem, frame in self.data(rows).items()
             },
         )
+
+
+def model_of(subject: "Subject", run: "Run") -> Model:
+    """A model with the chat settings of a run, checked as before sampling."""
+    from experiments.resample import chat_of
+    from ia_mech.collect.identity import eos_ids, probe_ids
+    from ia_mech.engine.check import check_engine
+
+    stops = eos_ids(subject.model.generation_config, subject.model.config)
+    chat = chat_of(run, subject.tokenizer, stops)
+    return Model(subject, chat, check_engine(subject.model, probe_ids(chat)).share)
 
 
 def output_folder(cls: type[Experiment], out: Path | None, first_run: Path) -> Path:
