@@ -18,7 +18,7 @@ Needs: a judged run with several sampled turns per context. Cost: half an hour o
 import argparse
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -26,15 +26,25 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import pandas as pd
 import torch
-from torch import Tensor
 
+from experiments.directions import (
+    BATCH,
+    STEPS,
+    Arm,
+    Context,
+    Optimising,
+    Steered,
+    chance_cosine,
+    of_equal_kl,
+    optimised,
+    random_directions,
+    steered,
+)
 from experiments.experiment import Conclusion, Experiment, Model, Unit
 from experiments.tables import stated, tables_of
 from ia_mech.cli import named, path_of, whole_from
-from ia_mech.engine.intervene import Add
-from ia_mech.errors import UserError, is_out_of_memory
+from ia_mech.errors import UserError
 from ia_mech.estimates import Group, TidyEstimate, by_dataset, p_value, paired_row, together
-from ia_mech.likelihood.intervened import Continued, Row
 from ia_mech.stats import Estimate, permutation_p
 from ia_mech.steering import ADD, TURN, SteeringVector
 
@@ -47,6 +57,7 @@ if TYPE_CHECKING:
 
 DOSES = (0.1, 0.25, 0.5, 1.0, 2.0, 4.0)
 LEAST, SIGNIFICANT = 19, 0.05  # random directions with which such a p can be reached
+RESPONSES = 3  # most contexts of a query
 TOKENS = 24  # of a turn: nearly all of the bits come before (docs/reaction.md)
 CHOOSING, REPORTING = "choosing", "reporting"  # halves of the sources
 DIRECTION, OPTIMISED, BIAS = "the direction", "optimised by gradient", "bias of the first token"
@@ -54,294 +65,10 @@ RANDOM, EACH = "random directions", "random direction"  # their mean, and each o
 KL, ODDS, LOGP = "KL at the header", "log-odds, change", "log p a token, change"
 BEYOND, RANK = "log-odds, change beyond random directions'", "share of random directions that reach"
 ARM = ["of", "draw", "dose"]
-STEPS, BATCH, RATE = 60, 8, 0.1  # steps of Adam, contexts of each, most change of a unit vector
-FAR = 4  # times its first dose, or a fourth: as far as that of an optimised direction goes
-ROUNDS, NEAR = 6, 0.1  # of the search for a KL; how near it has to come, relatively
+FILE = "vector.safetensors"
 
 
-# -- what is measured ------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Context:
-    """A context, and turns that were sampled after it.
-
-    Attributes:
-        ids: with the open header.
-        at: indices of the tokens that are steered, but for those of the turn.
-        turns: ids of each, at most :data:`TOKENS`.
-        accepted: of each turn, whether the judge accepts it.
-    """
-
-    ids: tuple[int, ...]
-    at: tuple[int, ...]
-    turns: tuple[tuple[int, ...], ...] = ()
-    accepted: tuple[bool, ...] = ()
-
-    @property
-    def start(self) -> int:
-        """Index of the first token that is computed again."""
-        return min(*self.at, len(self.ids) - 1)
-
-    def continued(self, model: Model) -> Continued:
-        """Its turns, to be scored under interventions; without any, the first token alone."""
-        turns = self.turns or ((0,),)
-        return Continued(model.subject.model, self.ids, self.start, turns, model.on_tokens)
-
-
-@dataclass(frozen=True)
-class Site:
-    """Where the model is steered: layer (0 = embeddings), and whether at each token of the turn,
-    besides those that a context names."""
-
-    layer: int
-    in_turn: bool
-
-    def add(self, context: Context, turn: int, direction: Tensor, dose: float) -> Row:
-        """What is done in the row of a context's turn."""
-        end, tokens = len(context.ids), len(context.turns[turn]) if context.turns else 1
-        after = range(end, end + tokens - 1) if self.in_turn else ()
-        return turn, [Add(self.layer, (*context.at, *after), direction, dose)]
-
-
-@dataclass(frozen=True)
-class Arm:
-    """A way of changing the model.
-
-    Attributes:
-        of: what is done.
-        dose: length of what is added, in norms of the state; of a bias, what it is multiplied with.
-        direction: ``[d_model]`` along which states are moved; none for a bias.
-        bias: ``[vocab]`` nats, added to the log-probabilities of the turn's first token.
-        draw: which of several alike.
-    """
-
-    of: str
-    dose: float
-    direction: tuple[float, ...] = ()
-    bias: tuple[float, ...] = ()
-    draw: int = 0
-
-
-@dataclass(frozen=True)
-class Steered(Unit):
-    """A query's contexts, scored under arms; without turns only the KL is measured."""
-
-    half: str
-    site: Site
-    contexts: tuple[Context, ...]
-    arms: tuple[Arm, ...]
-
-
-@dataclass(frozen=True)
-class FirstToken(Unit):
-    """A query's contexts, whose first token's distribution an arm changes."""
-
-    site: Site
-    contexts: tuple[Context, ...]
-    arm: Arm
-
-
-@dataclass(frozen=True)
-class Optimising(Unit):
-    """Contexts on which a direction of this KL at the header is optimised, from this dose on."""
-
-    site: Site
-    contexts: tuple[Context, ...]
-    kl: float
-    dose: float
-    seed: int
-
-
-def read_off(logits: Tensor, turns: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
-    """``[rows]`` log-probabilities of turns, and ``[rows, vocab]`` of the first token, in nats.
-
-    Args:
-        logits: ``[rows, tokens, vocab]`` that predict the tokens of each row's turn.
-        turns: ids of each row's turn.
-    """
-    log = logits.log_softmax(-1)
-    sums = [
-        own[: len(turn)].gather(-1, torch.tensor(turn, device=own.device)[:, None]).sum()
-        for own, turn in zip(log, turns, strict=True)
-    ]
-    return torch.stack(sums), log[:, 0]
-
-
-def divergence(first: Tensor, plain: Tensor) -> Tensor:
-    """``[…]`` KL in nats of distributions from another one, of ``[…, vocab]`` log-probabilities."""
-    return (first.exp() * (first - plain)).sum(-1)
-
-
-def apart(values: Any, accepted: Sequence[bool]) -> Any:
-    """The mean of accepted turns' values less that of the others'."""
-    own = np.array(accepted)
-    return values[own].mean() - values[~own].mean()
-
-
-def steered(model: Model, unit: Steered) -> pd.DataFrame:
-    """A row per arm and context: ``of``, ``draw``, ``dose``, ``half``, ``context`` (its number),
-    ``kl`` at the header, and where there are turns ``odds`` and ``logp``: what the arm changes in
-    the log-odds of accepted turns, and in the log-probability of all a token; in nats."""
-    found = []
-    for number, context in enumerate(unit.contexts):
-        run = context.continued(model)
-        count = len(run.turns)
-        lengths = np.array([len(turn) for turn in run.turns])
-
-        def read(logits: Tensor, turns: Sequence[int], run=run) -> list[tuple[float, Tensor]]:
-            sums, first = read_off(logits, [run.turns[turn] for turn in turns])
-            return list(zip(sums.tolist(), first.double().cpu(), strict=True))
-
-        plain = run.read([(n, ()) for n in range(count)], read)
-        before, first = np.array([one for one, _ in plain]), plain[0][1]
-        for arm in unit.arms:
-            if arm.bias:
-                after = (first + arm.dose * torch.tensor(arm.bias).double()).log_softmax(-1)
-                opening = [turn[0] for turn in run.turns]
-                change = (after - first)[opening].numpy()
-            else:
-                along = torch.tensor(arm.direction)
-                rows = [unit.site.add(context, n, along, arm.dose) for n in range(count)]
-                scored = run.read(rows, read)
-                change, after = np.array([one for one, _ in scored]) - before, scored[0][1]
-            row = {"of": arm.of, "draw": arm.draw, "dose": arm.dose, "half": unit.half}
-            row |= {"context": number, "kl": max(float(divergence(after, first)), 0.0)}
-            if context.turns:
-                row |= {"odds": apart(change, context.accepted), "logp": (change / lengths).mean()}
-            found.append(row)
-    return pd.DataFrame(found)
-
-
-def first_token(model: Model, unit: FirstToken) -> pd.DataFrame:
-    """One row with ``change`` ``[vocab]``: what the arm changes in the log-probabilities of the
-    first token, the mean over contexts, in nats."""
-    changes = []
-    for context in unit.contexts:
-        run = context.continued(model)
-        rows = [(0, ()), unit.site.add(context, 0, torch.tensor(unit.arm.direction), unit.arm.dose)]
-        plain, moved = run.read(rows, lambda logits, _: list(logits[:, 0].log_softmax(-1).cpu()))
-        changes.append((moved - plain).double())
-    return pd.DataFrame({"change": [torch.stack(changes).mean(0).tolist()]})
-
-
-def optimised(model: Model, unit: Optimising) -> np.ndarray:
-    """The direction that raises the log-odds of accepted turns most, for the KL it costs.
-
-    It begins as the gradient of the log-odds at a dose near 0. Then Adam goes up their change over
-    a few contexts, times the root of the wanted KL by the KL: to first order that is the change at
-    the wanted KL, whatever the dose is. The dose follows, so that the KL stays near.
-
-    Returns:
-        ``[d_model]`` float32 of length 1; empty if the model's passes have no gradient (recurrent
-        layers that change their state in place).
-    """
-    runs = [context.continued(model) for context in unit.contexts]
-    draw = torch.Generator().manual_seed(unit.seed)
-    with torch.no_grad():
-        plain = [
-            read_off(run.differentiable([(n, ()) for n in range(len(run.turns))]), run.turns)
-            for run in runs
-        ]
-
-    def changed(some: Sequence[int], along: Tensor, dose: float) -> tuple[Tensor, Tensor]:
-        """The mean change of the log-odds in contexts, and the mean KL."""
-        odds, kl = [], []
-        for i in some:
-            run, (before, unmoved) = runs[i], plain[i]
-            rows = [
-                unit.site.add(unit.contexts[i], n, along.to(before), dose)
-                for n in range(len(run.turns))
-            ]
-            after, first = read_off(run.differentiable(rows), run.turns)
-            odds.append(apart(after - before, unit.contexts[i].accepted))
-            kl.append(divergence(first[0], unmoved[0]))
-        return torch.stack(odds).mean(), torch.stack(kl).mean()
-
-    along = torch.randn(runs[0].states.shape[-1], generator=draw).requires_grad_()
-    try:
-        (uphill,) = torch.autograd.grad(changed(range(len(runs)), along, unit.dose / 100)[0], along)
-    except RuntimeError as error:
-        if is_out_of_memory(error):
-            raise
-        return np.zeros(0, dtype=np.float32)
-    along = (uphill / uphill.norm()).requires_grad_()
-    adam, dose = torch.optim.Adam([along], lr=RATE / len(along) ** 0.5), unit.dose
-    for _ in range(STEPS):
-        some = torch.randperm(len(runs), generator=draw)[:BATCH].tolist()
-        odds, kl = changed(some, along, dose)
-        adam.zero_grad()
-        (-odds * (unit.kl / kl.clamp(min=unit.kl / 100)).sqrt()).backward()
-        adam.step()
-        with torch.no_grad():
-            along /= along.norm()
-        dose *= float(np.clip((unit.kl / max(kl.item(), 1e-9)) ** 0.5, 0.5, 2.0))
-        dose = float(np.clip(dose, unit.dose / FAR, unit.dose * FAR))
-    return along.detach().cpu().numpy()
-
-
-# -- what it is compared with ----------------------------------------------------------------------
-
-
-def random_directions(
-    states: np.ndarray, direction: np.ndarray, count: int, seed: int
-) -> tuple[np.ndarray, float]:
-    """Directions with the covariance of states, without the component along a direction.
-
-    The covariance has few large directions, so that what is drawn lies closer to each of them, and
-    to a probe that lies there, than directions without a preference do; a control that holds a part
-    of what it is held against would hide its effect.
-
-    Args:
-        states: ``[n, d]``, centred.
-        direction: ``[d]`` that is taken out.
-        count: how many.
-        seed: of the draws.
-
-    Returns:
-        ``[count, d]`` of length 1, and the largest absolute cosine to the direction as drawn.
-    """
-    unit = direction / np.linalg.norm(direction)
-    drawn = np.random.default_rng([seed, 24]).standard_normal((count, len(states))) @ states
-    drawn /= np.linalg.norm(drawn, axis=1, keepdims=True)
-    cosines = drawn @ unit
-    drawn -= cosines[:, None] * unit
-    return drawn / np.linalg.norm(drawn, axis=1, keepdims=True), float(np.abs(cosines).max())
-
-
-def chance_cosine(width: int, count: int) -> float:
-    """What the largest absolute cosine of so many directions without a preference to a given one
-    exceeds once in twenty times."""
-    from scipy.stats import beta
-
-    return float(np.sqrt(beta.ppf(0.95 ** (1 / count), 0.5, (width - 1) / 2)))
-
-
-def of_equal_kl(
-    arms: Sequence[Arm], kl: float, kl_of: Callable[[Sequence[Arm]], np.ndarray]
-) -> list[Arm]:
-    """The arms with doses whose mean KL at the header is this one.
-
-    A KL grows about with the square of a dose, so each is multiplied with the root of what is
-    wanted by what it has, until it is near.
-
-    Args:
-        arms: with a first guess of the dose. Those that don't come near are left out.
-        kl: in nats.
-        kl_of: the mean KL of each of some arms.
-    """
-    found: dict[int, Arm] = {}
-    left = dict(enumerate(arms))
-    for _ in range(ROUNDS):
-        if not left:
-            break
-        for n, value in zip(list(left), kl_of(list(left.values())), strict=True):
-            if abs(value / kl - 1) <= NEAR:
-                found[n] = left.pop(n)
-            else:
-                by = np.clip(np.sqrt(kl / max(value, 1e-12)), 1 / 8, 8)
-                left[n] = replace(left[n], dose=float(left[n].dose * by))
-    return [found[n] for n in sorted(found)]
+# -- estimate --------------------------------------------------------------------------------------
 
 
 def chosen_dose(rows: pd.DataFrame, most_kl: float) -> float:
@@ -356,9 +83,6 @@ def chosen_dose(rows: pd.DataFrame, most_kl: float) -> float:
     of = each.groupby("dose").mean()
     within = of[of["kl"] <= most_kl]
     return float(of.index.min() if within.empty else within["odds"].idxmax())
-
-
-# -- estimate --------------------------------------------------------------------------------------
 
 
 def estimates(rows: pd.DataFrame, dose: float, options: dict[str, Any]) -> Iterator[TidyEstimate]:
@@ -490,17 +214,14 @@ def vector_of_probe(
     )
 
 
-def contexts_of(
-    query: "Query", labels: pd.Series, vector: SteeringVector, most: int
-) -> tuple[Context, ...]:
+def contexts_of(query: "Query", labels: pd.Series, vector: SteeringVector) -> tuple[Context, ...]:
     """A query's contexts after which the judge accepts a turn and another not, with one of each.
 
     Args:
         query: with sampled turns.
         labels: 1 of accepted turns, 0 of others, NaN without a verdict, by ``run``,
             ``context_id``, ``temperature`` and ``sample``.
-        vector: whose positions are steered.
-        most: of them.
+        vector: whose layer and positions are steered.
 
     Raises:
         UserError: a context lacks a position.
@@ -518,9 +239,9 @@ def contexts_of(
         places = {name: None if pd.isna(at) else int(at) for name, at in named.items()}
         at = sorted({at for one in vector.at_context(places) for at in one.positions})
         ids = tuple(tuple(ids.tolist()[:TOKENS]) for ids in mine["token_ids"])
-        accepted = tuple((mine["label"] == 1).tolist())
-        found.append(Context(query.token_ids[k], tuple(at), ids, accepted))
-    return tuple(found[:most])
+        site = vector.layer, tuple(at), TURN in vector.positions
+        found.append(Context(query.token_ids[k], *site, ids, tuple((mine["label"] == 1).tolist())))
+    return tuple(found[:RESPONSES])
 
 
 class Steering(Experiment):
@@ -580,13 +301,6 @@ class Steering(Experiment):
             help="the dose is chosen among those of at most this KL at the header (default: 0.5)",
         )
         parser.add_argument(
-            "--responses",
-            type=whole_from(1),
-            default=3,
-            metavar="K",
-            help="most contexts of a query (default: 3)",
-        )
-        parser.add_argument(
             "--controls",
             type=int,
             default=39,
@@ -609,7 +323,6 @@ class Steering(Experiment):
         if not self.args.most_kl > 0:
             raise UserError(f"--most-kl {self.args.most_kl:g}: no dose has so little", "give 0.5")
         self.vector, self.outcome = self._vector()
-        self.site = Site(self.vector.layer, TURN in self.vector.positions)
         self._read_contexts()
         self.states = self._states()
 
@@ -670,7 +383,7 @@ class Steering(Experiment):
         found = [
             (query, contexts)
             for query in self.queries
-            if (contexts := contexts_of(query, labels, self.vector, self.args.responses))
+            if (contexts := contexts_of(query, labels, self.vector))
         ]
         if len(found) < 4:
             raise UserError(
@@ -709,51 +422,39 @@ class Steering(Experiment):
     # -- measure ----------------------------------------------------------------------------------
 
     def units(self) -> list[Unit]:
-        """All but the search for equal KL, whose doses aren't known before; at a dose of 1."""
+        """All but the search for equal KL, as far as it is known before; for ``--dry-run``."""
+        drawn, _ = self.random_arms(1.0)
         kl = self.args.most_kl
-        drawn = self.random_arms(1.0)[0]
         return [*self.dosed(), self.optimising(1.0, kl), *self.scored(REPORTING, drawn)]
 
     def scored(self, half: str, arms: Sequence[Arm], turns: bool = True) -> list[Steered]:
-        """The queries of a half under arms; without turns the KL alone."""
+        """The queries of a half under arms; without turns the first token alone."""
         found = []
-        for query, own, contexts in self.used:
-            if own != half:
-                continue
-            if not turns:
-                contexts = tuple(replace(one, turns=(), accepted=()) for one in contexts)
-            found.append(
-                Steered(
-                    query.source,
-                    query.dataset,
-                    sum(_tokens(one, len(arms)) for one in contexts),
-                    half,
-                    self.site,
-                    contexts,
-                    tuple(arms),
-                )
-            )
+        for query, own, some in self.used:
+            if own == half:
+                contexts = some if turns else [replace(one, turns=()) for one in some]
+                tokens = sum(one.start + one.rows * (len(arms) + 2) for one in contexts)
+                names = query.source, query.dataset, tokens, half
+                found.append(Steered(*names, tuple(contexts), tuple(arms)))
         return found
+
+    def along(self, dose: float) -> Arm:
+        """The direction at a dose."""
+        return Arm(DIRECTION, dose, tuple(self.vector.direction.tolist()))
 
     def dosed(self) -> list[Steered]:
         """All queries under all doses of the direction."""
-        along = tuple(self.vector.direction.tolist())
-        arms = [Arm(DIRECTION, dose, along) for dose in sorted(set(self.args.doses))]
+        arms = [self.along(dose) for dose in sorted(set(self.args.doses))]
         return [*self.scored(CHOOSING, arms), *self.scored(REPORTING, arms)]
-
-    def choosing(self) -> tuple[Context, ...]:
-        """The contexts of the half that chooses."""
-        return tuple(one for _, half, some in self.used if half == CHOOSING for one in some)
 
     def optimising(self, dose: float, kl: float) -> Optimising:
         """On the half that chooses."""
-        contexts = self.choosing()
-        ahead = sum(_tokens(one, 2) for one in contexts)
-        once = sum(_tokens(one, 1, prefill=False) for one in contexts) / len(contexts)
-        tokens = round(ahead + STEPS * min(BATCH, len(contexts)) * once)
-        return Optimising(
-            "all that choose", "", tokens, self.site, contexts, kl, dose, self.args.seed
-        )
+        contexts = [one for _, half, some in self.used if half == CHOOSING for one in some]
+        rows = sum(one.rows for one in contexts)
+        steps = STEPS * min(1, BATCH / len(contexts))
+        tokens = round(sum(one.start for one in contexts) + rows * (3 + steps))
+        names = "all that choose", "", tokens
+        return Optimising(*names, tuple(contexts), kl, dose, self.args.seed)
 
     def random_arms(self, dose: float) -> tuple[list[Arm], float]:
         """Random directions at a dose, and the largest cosine as they were drawn."""
@@ -765,8 +466,6 @@ class Steering(Experiment):
     def measure(self, model: Model, unit: Any) -> pd.DataFrame:
         if isinstance(unit, Steered):
             return steered(model, unit)
-        if isinstance(unit, FirstToken):
-            return first_token(model, unit)
         return pd.DataFrame({"direction": [optimised(model, unit).tolist()]})
 
     def rows(self) -> pd.DataFrame:
@@ -783,34 +482,29 @@ class Steering(Experiment):
 
     def controls(self, dose: float, kl: float) -> list[Arm]:
         """Random directions, the optimised one and the bias, each of this KL in the half that
-        chooses."""
+        chooses.
+
+        Raises:
+            UserError: too few random directions reach it.
+        """
         arms, closest = self.random_arms(dose)
+        chance = chance_cosine(self.states.shape[1], len(arms))
         self.notes.append(
             f"the largest |cosine| of a random direction to the direction was {closest:.2f} as "
-            f"drawn ({len(arms)} without a preference exceed "
-            f"{chance_cosine(self.states.shape[1], len(arms)):.2f} once in twenty times); it is 0 "
-            "now: that component is taken out of each."
+            f"drawn ({len(arms)} without a preference exceed {chance:.2f} once in twenty times); "
+            "it is 0 now: that component is taken out of each."
         )
         made = self.measured([self.optimising(dose, kl)], "optimising a direction by gradient")
-        best = made["direction"].iloc[0]
-        if len(best):
+        if len(best := made["direction"].iloc[0]):
             arms.append(Arm(OPTIMISED, dose, tuple(best)))
-            along = self.vector.direction.numpy()
-            cosine = float(np.dot(best, along) / np.linalg.norm(along))
+            own = self.vector.direction.numpy()
+            cosine = float(np.dot(best, own) / np.linalg.norm(own))
             self.notes.append(f"the cosine of the optimised direction to it is {cosine:.2f}.")
-        moved = self.measured(
-            [
-                FirstToken(query.source, query.dataset, tokens, self.site, contexts, arm)
-                for query, half, contexts in self.used
-                if half == CHOOSING
-                for arm in [Arm(DIRECTION, dose, tuple(self.vector.direction.tolist()))]
-                for tokens in [sum(_tokens(one, 1) for one in contexts)]
-            ],
-            "what the direction changes in the first token",
-        )
+        own = self.scored(CHOOSING, [self.along(dose)], turns=False)
+        moved = self.measured(own, "what the direction changes in the first token")
         change = np.mean(np.stack(moved["change"].tolist()), axis=0)
         arms.append(Arm(BIAS, 1.0, bias=tuple(change.tolist())))
-        found = of_equal_kl(arms, kl, self._kl)
+        found = of_equal_kl(arms, kl, self.kl_of)
         if (reached := sum(arm.of == EACH for arm in found)) < LEAST:
             raise UserError(
                 f"{reached} random directions reach the KL of dose {dose:g} ({kl:.2g} nats)",
@@ -820,7 +514,7 @@ class Steering(Experiment):
             self.notes.append(f"{less} controls don't reach the KL of the dose and are left out.")
         return found
 
-    def _kl(self, arms: Sequence[Arm]) -> np.ndarray:
+    def kl_of(self, arms: Sequence[Arm]) -> np.ndarray:
         """``[arms]`` mean KL at the header over the sources that choose."""
         numbered = [replace(arm, draw=n) for n, arm in enumerate(arms)]
         found = self.measured(self.scored(CHOOSING, numbered, turns=False), "doses of equal KL")
@@ -888,50 +582,33 @@ class Steering(Experiment):
         return {"arms": rows}
 
     def files(self) -> dict[str, Callable[[Path], None]]:
-        return {"vector.safetensors": self.vector.save}
+        return {FILE: self.vector.save}
 
     def conclude(self, found: pd.DataFrame) -> Conclusion:
         level, there = self.args.level, set(found["of"])
         flips = max(2.0 ** (1 - sum(half == REPORTING for _, half, _ in self.used)), 1e-4)
         self.notes.append(f"the least p of flipping signs over sources is {flips:.2g}.")
-        file = self.folder / "vector.safetensors"
         self.notes.append(
             "next: what the model writes under it: python -m ia_mech.sample … --intervention "
-            f"{file}; then ia_mech.judge run, and ia_mech.rates."
+            f"{self.folder / FILE}; then ia_mech.judge run, and ia_mech.rates."
         )
-        kl = float(
-            together(found)[_at_dose(together(found), KL, self.vector.dose)]["value"].iloc[0]
-        )
-        where = f"layer {self.site.layer} at {', '.join(self.vector.positions)}"
         verb = "makes" if is_shown(found, DIRECTION) else "isn't shown to make"
         sentence = (
-            f"Steering along the direction in {where} (dose {self.vector.dose:g}, KL {kl:.3f} at "
-            f"the header) {verb} {self.outcome} turns likelier than random directions of that KL "
-            f"do. {said_of(found, DIRECTION, level)}"
+            f"Steering along the direction in layer {self.vector.layer} at "
+            f"{', '.join(self.vector.positions)} (dose {self.vector.dose:g}) {verb} {self.outcome} "
+            "turns likelier than random directions of the same KL do. "
+            f"{said_of(found, DIRECTION, level)}"
         )
+        control = "No direction could be optimised there: the model's passes have no gradient."
         if OPTIMISED in there:
             verb = "does" if is_shown(found, OPTIMISED) else "isn't shown to"
             control = (
                 f"A direction that was optimised for that there, on other sources, {verb}. "
                 f"{said_of(found, OPTIMISED, level)}"
             )
-        else:
-            control = "No direction could be optimised there: the model's passes have no gradient."
         if BIAS in there:
             control += f" A bias of the first token alone: {said_of(found, BIAS, level)}"
         return Conclusion(sentence, control)
-
-
-def _at_dose(found: pd.DataFrame, quantity: str, dose: float) -> pd.Series:
-    here = (found["quantity"] == quantity) & (found["of"] == DIRECTION)
-    return here & (found["half"] == REPORTING) & (found["dose"] == dose)
-
-
-def _tokens(context: Context, arms: int, prefill: bool = True) -> int:
-    """What is computed of a context's turns under arms."""
-    header = len(context.ids) - context.start
-    rows = sum(header + len(turn) - 1 for turn in context.turns or ((0,),))
-    return context.start * prefill + rows * (arms + 2 * prefill)
 
 
 main = Steering.main

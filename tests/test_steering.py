@@ -1,7 +1,6 @@
 """``experiments.steering``: likelihoods under arms, gradients, planted directions, the command."""
 
 import json
-from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,6 +11,18 @@ import tiny
 import torch
 from shell import call, refusal
 
+from experiments import directions
+from experiments.directions import (
+    Arm,
+    Context,
+    Optimising,
+    Steered,
+    chance_cosine,
+    of_equal_kl,
+    optimised,
+    random_directions,
+    steered,
+)
 from experiments.experiment import Model
 from experiments.steering import (
     BEYOND,
@@ -25,21 +36,11 @@ from experiments.steering import (
     RANDOM,
     RANK,
     REPORTING,
-    Arm,
-    Context,
-    Optimising,
-    Site,
-    Steered,
     Steering,
-    chance_cosine,
     chosen_dose,
     estimates,
     is_shown,
     main,
-    of_equal_kl,
-    optimised,
-    random_directions,
-    steered,
 )
 from experiments.tables import estimates_of
 from ia_mech.collect.command import main as sample
@@ -62,8 +63,8 @@ def model_of(network) -> Model:
     return Model(SimpleNamespace(model=network), None, True)
 
 
-def unit(contexts, arms, layer=2, in_turn=False, half=REPORTING, source="q") -> Steered:
-    return Steered(source, "d", 0, half, Site(layer, in_turn), tuple(contexts), tuple(arms))
+def unit(contexts, arms) -> Steered:
+    return Steered("q", "d", 0, REPORTING, tuple(contexts), tuple(arms))
 
 
 # -- likelihoods and gradients against independent computations --------------------------------
@@ -77,9 +78,9 @@ def test_changes_equal_full_passes_with_plain_hooks(tiny_subject):
     unit_vector, bias = direction / direction.norm(), np.zeros(network.config.vocab_size)
     bias[50] = 1.0
     for at, in_turn in (((20,), False), ((17,), True)):
-        context = Context(ids, at, turns, (True, False))
+        context = Context(ids, 2, at, in_turn, turns, (True, False))
         arms = [Arm(DIRECTION, 0.7, tuple(direction.tolist())), Arm(BIAS, 2.0, (), tuple(bias))]
-        found = steered(Model(tiny_subject, None, True), unit([context], arms, 2, in_turn))
+        found = steered(Model(tiny_subject, None, True), unit([context], arms))
         sums, firsts = {}, {}
         for name in ("plain", "moved"):
             for number, turn in enumerate(turns):
@@ -171,10 +172,11 @@ def test_controls_reach_the_kl_that_is_wanted():
     told[planted.TOLD + TO] = 1.0
     bias = np.zeros(planted.VOCAB)
     bias[7] = 1.0
-    contexts = [Context(tuple(planted_ids(n).ids), (planted_ids(n).start - 1,)) for n in range(4)]
+    made = [planted.context(FROM, 4, 1, query=2 + n) for n in range(4)]
+    contexts = [Context(tuple(one.ids), 5, (one.positions["header_last"],)) for one in made]
 
     def kl_of(arms):
-        found = steered(model_of(network), unit(contexts, arms, 5))
+        found = steered(model_of(network), unit(contexts, arms))
         return found.groupby("of", sort=False)["kl"].mean().to_numpy()
 
     arms = [Arm("told", 0.02, tuple(told.tolist())), Arm("bias", 0.1, (), tuple(bias))]
@@ -200,18 +202,12 @@ def test_the_dose_is_chosen_within_the_kl():
 # -- planted truths --------------------------------------------------------------------------------
 
 
-def planted_ids(number: int) -> SimpleNamespace:
-    made = planted.context(FROM, 4 + number % 4, 1, query=2 + number)
-    return SimpleNamespace(
-        ids=made.ids, at=made.positions[planted.WRITTEN], start=made.positions["header_last"] + 1
-    )
-
-
 def planted_context(number: int) -> Context:
     """The context's own turn isn't accepted; that of another name is."""
-    made = planted_ids(number)
+    made = planted.context(FROM, 4 + number % 4, 1, query=2 + number)
     turns = tuple(planted.turn(name, 4) for name in (TO, FROM))
-    return Context(tuple(made.ids), (made.at,), turns, (True, False))
+    at = (made.positions[planted.WRITTEN],)
+    return Context(tuple(made.ids), LAYER, at, False, turns, (True, False))
 
 
 def planted_direction() -> np.ndarray:
@@ -229,7 +225,7 @@ def found_along(direction: np.ndarray, best: np.ndarray, seed: int, dose: float 
     arms += [Arm(EACH, dose, tuple(one), draw=n) for n, one in enumerate(drawn)]
     numbers = rng.permutation(24)[:10]
     parts = [
-        steered(model, unit([planted_context(n)], arms, LAYER)).assign(source=str(n), dataset="d")
+        steered(model, unit([planted_context(n)], arms)).assign(source=str(n), dataset="d")
         for n in numbers.tolist()
     ]
     return estimates_of(
@@ -239,7 +235,7 @@ def found_along(direction: np.ndarray, best: np.ndarray, seed: int, dose: float 
 
 def test_a_planted_direction_is_found_and_optimising_finds_it():
     contexts = tuple(planted_context(n) for n in range(12))
-    one = Optimising("", "", 0, Site(LAYER, False), contexts, 0.05, 0.4, 0)
+    one = Optimising("", "", 0, contexts, 0.05, 0.4, 0)
     best = optimised(model_of(planted.model(True)), one)
     assert abs(np.linalg.norm(best) - 1) < 1e-5 and best @ planted_direction() > 0.5
     found = found_along(planted_direction(), best, 0)
@@ -321,12 +317,17 @@ def folder(tiny_model_dir, tmp_path_factory):
     return out
 
 
+@pytest.fixture
+def few_steps(monkeypatch):
+    monkeypatch.setattr(directions, "STEPS", 2)
+
+
 def words_of(folder, out) -> list[str]:
     words = [str(folder), "--probe", str(folder.parent / "probe"), "--doses", "0.2", "0.4"]
     return [*words, "--controls", "19", "--out", str(out), "--resamples", "100"]
 
 
-def test_the_command_says_what_moves_turns_beside_its_controls_and_goes_on(folder, capfd):
+def test_the_command_holds_a_direction_against_its_controls_and_goes_on(folder, few_steps, capfd):
     out = folder.parent / "steering"
     words = words_of(folder, out)
     assert "units of" in call(main, [*words, "--dry-run"], capfd).out and not out.exists()
@@ -348,7 +349,7 @@ def test_the_command_says_what_moves_turns_beside_its_controls_and_goes_on(folde
     assert {file: file.stat().st_mtime_ns for file in (out / "parts").iterdir()} == kept
 
 
-def test_a_vector_that_steers_the_turn_too(folder, tmp_path, capfd):
+def test_a_vector_that_steers_the_turn_too(folder, few_steps, tmp_path, capfd):
     """Along another layer than its file's; its dose is chosen anew."""
     model = Run.open(folder).model
     direction = torch.randn(32, generator=torch.Generator().manual_seed(1))
@@ -356,7 +357,7 @@ def test_a_vector_that_steers_the_turn_too(folder, tmp_path, capfd):
     vector = SteeringVector(ADD, 1, places, direction, 9.0, "tiny", model["weights_hash"])
     vector.save(tmp_path / "v.safetensors")
     words = [str(folder), "--vector", str(tmp_path / "v.safetensors"), "--layer", "2"]
-    words += ["--doses", "0.1", "9", "--most-kl", "0.05", "--responses", "1", "--controls", "19"]
+    words += ["--doses", "0.1", "9", "--most-kl", "0.05", "--controls", "19"]
     outcome = call(main, [*words, "--out", str(tmp_path / "out")], capfd)
     assert outcome.status == 0, outcome.err
     chosen = SteeringVector.load(tmp_path / "out" / "vector.safetensors")
