@@ -61,7 +61,8 @@ class Context:
 
     def steered(self, direction: Tensor, dose: float) -> list[Row]:
         """The row of each turn, with the direction added."""
-        end, found = len(self.ids), []
+        end = len(self.ids)
+        found: list[Row] = []
         for number, turn in enumerate(self.turns or ((0,),)):
             after = range(end, end + len(turn) - 1) if self.in_turn else ()
             found.append((number, [Add(self.layer, (*self.at, *after), direction, dose)]))

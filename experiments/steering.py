@@ -396,7 +396,8 @@ class Steering(Experiment):
                 f"{less} queries have no response after which the judge accepts some turns and not "
                 "others; they are left out."
             )
-        choosing = {q.source for q, _ in drawn(found, len(found) // 2, self.args.seed + 1)}
+        half = drawn([query for query, _ in found], len(found) // 2, self.args.seed + 1)
+        choosing = {query.source for query in half}
         self.used = [(q, CHOOSING if q.source in choosing else REPORTING, c) for q, c in found]
 
     def _states(self) -> np.ndarray:
@@ -500,8 +501,10 @@ class Steering(Experiment):
             own = self.vector.direction.numpy()
             cosine = float(np.dot(best, own) / np.linalg.norm(own))
             self.notes.append(f"the cosine of the optimised direction to it is {cosine:.2f}.")
-        own = self.scored(CHOOSING, [self.along(dose)], turns=False)
-        moved = self.measured(own, "what the direction changes in the first token")
+        moved = self.measured(
+            self.scored(CHOOSING, [self.along(dose)], turns=False),
+            "what the direction changes in the first token",
+        )
         change = np.mean(np.stack(moved["change"].tolist()), axis=0)
         arms.append(Arm(BIAS, 1.0, bias=tuple(change.tolist())))
         found = of_equal_kl(arms, kl, self.kl_of)
