@@ -171,7 +171,7 @@ class Experiment:
 
         return resampled(self.runs[0], conversations, self.place(name), ("header_last",))
 
-    def units(self) -> Sequence[Unit]:
+    def units(self) -> Iterable[Unit]:
         """What is measured. With ``--dry-run`` nothing is in ``sampled``."""
         return []
 
@@ -245,15 +245,13 @@ class Experiment:
     @cached_property
     def model(self) -> Model:
         """The subject model, loaded and checked at first use."""
-        from experiments.resample import chat_of, subject_of
-        from ia_mech.collect.identity import eos_ids, probe_ids
-        from ia_mech.engine.check import check_engine
+        from experiments.resample import subject_of
 
-        subject = subject_of(self.runs[0])
-        config = subject.model.config
-        stops = eos_ids(subject.model.generation_config, config)
-        chat = chat_of(self.runs[0], subject.tokenizer, stops)
-        return Model(subject, chat, check_engine(subject.model, probe_ids(chat)).share)
+        return model_of(subject_of(self.runs[0]), self.runs[0])
+
+    def model_for(self, unit: Any) -> Model:
+        """The model that measures a unit: that of the first run, where runs are of one model."""
+        return self.model
 
     @property
     def options(self) -> dict[str, Any]:
@@ -264,13 +262,22 @@ class Experiment:
         """A folder of the results, for what is named so."""
         return self.folder / name.replace(" ", "_")
 
-    def measured(self, units: Sequence[Unit], phase: str = "") -> pd.DataFrame:
+    def measured(self, units: Iterable[Unit], phase: str = "") -> pd.DataFrame:
         """The rows of units one below the other, with ``source`` and ``dataset``.
 
         Finished units are kept in ``parts/`` of the results, and aren't measured again.
+
+        Raises:
+            UserError: there is no unit.
         """
         from ia_mech.display import Bar
 
+        units = list(units)
+        if not units:
+            raise UserError(
+                f"{self.runs[0].path} holds nothing that {self.name} could measure",
+                "see what it needs in --help",
+            )
         bar, parts = Bar(), []
         total = sum(unit.tokens for unit in units)
         bar.start(phase or f"measuring, {self.name}", total, unit="token")
@@ -288,14 +295,15 @@ class Experiment:
                 parts.append(rows.assign(source=unit.source, dataset=unit.dataset))
         finally:
             bar.stop()
-        return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame()
+        return pd.concat(parts, ignore_index=True)
 
     def _measured(self, unit: Unit, tick: Callable[[int], None]) -> pd.DataFrame:
         from experiments.parts import computed_once
 
         def measure() -> pd.DataFrame:
-            self.model.on_tokens = tick
-            return self.measure(self.model, unit)
+            model = self.model_for(unit)
+            model.on_tokens = tick
+            return self.measure(model, unit)
 
         weights = self.runs[0].model["weights_hash"]
         key = [self.name, weights, type(unit).__name__, asdict(unit)]
@@ -416,6 +424,8 @@ class Experiment:
         rows = self.rows()
         found = estimates_of(self.estimate(rows), self.columns, self.args.level)
         sentence, control = self.conclude(found)
+        if not sentence or not control:
+            raise ValueError(f"{self.name} must conclude with a sentence and its control")
         judges = [] if self.gate is None else [self.gate.judge]
         gate = {} if self.gate is None else {"judge": self.gate.judge, "gate": self.gate.word}
         used = [*self.runs, *self.sampled.values()]
@@ -436,6 +446,17 @@ class Experiment:
             },
             files=self.files(),
         )
+
+
+def model_of(subject: "Subject", run: "Run") -> Model:
+    """A model with the chat settings of a run, checked as before sampling."""
+    from experiments.resample import chat_of
+    from ia_mech.collect.identity import eos_ids, probe_ids
+    from ia_mech.engine.check import check_engine
+
+    stops = eos_ids(subject.model.generation_config, subject.model.config)
+    chat = chat_of(run, subject.tokenizer, stops)
+    return Model(subject, chat, check_engine(subject.model, probe_ids(chat)).share)
 
 
 def output_folder(cls: type[Experiment], out: Path | None, first_run: Path) -> Path:
