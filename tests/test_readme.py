@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from benchmarks.probe_validation import __main__ as validate
-from experiments import likelihood
 from experiments.decoupling import __main__ as decoupling
+from experiments.likelihood import Likelihood
 from experiments.perturbations import __main__ as perturbations
-from experiments.steering import __main__ as steering
+from experiments.steering import Steering
 from experiments.temperature_sweep import __main__ as temperature_sweep
 from ia_mech.collect import command as options
 from ia_mech.judge import __main__ as judge_options
@@ -94,8 +94,8 @@ def test_every_flag_in_the_readme_exists():
     judge = judge_options.build_parser()
     commands = judge._subparsers._group_actions[0].choices.values()
     probes = [train.build_parser(), transfer.build_parser(), validate.build_parser()]
-    experiments = [one.build_parser() for one in (decoupling, likelihood)]
-    experiments += [one.build_parser() for one in (perturbations, steering, temperature_sweep)]
+    experiments = [one.build_parser() for one in (decoupling, Likelihood)]
+    experiments += [one.build_parser() for one in (perturbations, Steering, temperature_sweep)]
     parsers = [options.build_parser(), rates_options.build_parser(), judge, *commands]
     parsers += [*probes, *experiments, report.build_parser()]
     help_text = "".join(parser.format_help() for parser in parsers)
