@@ -501,6 +501,8 @@ class Steering(Experiment):
             own = self.vector.direction.numpy()
             cosine = float(np.dot(best, own) / np.linalg.norm(own))
             self.notes.append(f"the cosine of the optimised direction to it is {cosine:.2f}.")
+        else:
+            self.notes.append("no direction could be optimised: the model's passes lack gradients.")
         moved = self.measured(
             self.scored(CHOOSING, [self.along(dose)], turns=False),
             "what the direction changes in the first token",
@@ -602,7 +604,9 @@ class Steering(Experiment):
             "turns likelier than random directions of the same KL do. "
             f"{said_of(found, DIRECTION, level)}"
         )
-        control = "No direction could be optimised there: the model's passes have no gradient."
+        control = (
+            "No optimised direction stands beside it, so nothing says that one could move them."
+        )
         if OPTIMISED in there:
             verb = "does" if is_shown(found, OPTIMISED) else "isn't shown to"
             control = (
