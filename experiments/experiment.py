@@ -204,6 +204,10 @@ class Experiment:
         """What is written beside the estimates: stem of the file → table."""
         return {"rows": rows}
 
+    def files(self) -> dict[str, Callable[[Path], None]]:
+        """What else is written: name → what writes the file."""
+        return {}
+
     def conclude(self, found: pd.DataFrame) -> Conclusion:
         """The sentence and its control."""
         raise NotImplementedError
@@ -468,6 +472,7 @@ class Experiment:
                 stem: frame.assign(run=frame["run"].replace(names)) if "run" in frame else frame
                 for stem, frame in self.data(rows).items()
             },
+            files=self.files(),
         )
 
 

@@ -93,12 +93,14 @@ def stated(
     Returns:
         The sentence; an empty text if there is no estimate.
     """
-    whole = together(rows[rows["value"].notna()]).sort_values("temperature")
+    whole = together(rows[rows["value"].notna()])
+    if "temperature" in whole:
+        whole = whole.sort_values("temperature")
     names = [name for name in ("dataset", "model") if name in whole and whole[name].nunique() > 1]
     found = []
     for _, row in whole.iterrows():
         where = [one_line(row[name], 40) for name in names]
-        if not np.isnan(t := row["temperature"]):
+        if not np.isnan(t := row.get("temperature", np.nan)):
             where.append("greedy" if t == 0 else f"T = {t:g}:")
         said = cell_of(row, digits)
         if null is not None and row["low"] <= null <= row["high"]:

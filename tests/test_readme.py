@@ -10,8 +10,12 @@ from pathlib import Path
 import pytest
 
 from benchmarks.probe_validation import __main__ as validate
-from experiments import decoupling, likelihood, perturbations, temperature_sweep
-from experiments.steering import __main__ as steering
+from experiments.decoupling import Decoupling
+from experiments.likelihood import Likelihood
+from experiments.perturbations import Perturbations
+from experiments.reaction import Reaction
+from experiments.steering import Steering
+from experiments.temperature_sweep import TemperatureSweep
 from ia_mech.collect import command as options
 from ia_mech.judge import __main__ as judge_options
 from ia_mech.models import embedded
@@ -91,9 +95,8 @@ def test_every_flag_in_the_readme_exists():
     judge = judge_options.build_parser()
     commands = judge._subparsers._group_actions[0].choices.values()
     probes = [train.build_parser(), transfer.build_parser(), validate.build_parser()]
-    ported = (decoupling, likelihood, perturbations, temperature_sweep)
-    experiments = [one.main.__self__.build_parser() for one in ported]
-    experiments.append(steering.build_parser())
+    asked = (Decoupling, Likelihood, Perturbations, Reaction, Steering, TemperatureSweep)
+    experiments = [one.build_parser() for one in asked]
     parsers = [options.build_parser(), rates_options.build_parser(), judge, *commands]
     parsers += [*probes, *experiments, report.build_parser()]
     help_text = "".join(parser.format_help() for parser in parsers)

@@ -9,6 +9,7 @@ are padded on their left.
 import copy
 from bisect import bisect
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, TypeGuard, cast
@@ -199,9 +200,14 @@ def _left_padded(ids: Sequence[Sequence[int]], device: torch.device) -> tuple[Te
     return padded.to(device), mask.to(device)
 
 
-@torch.inference_mode()
 def forward(
-    model: PreTrainedModel, state: State, ids: Tensor, mask: Tensor, *, keep: int = 1
+    model: PreTrainedModel,
+    state: State,
+    ids: Tensor,
+    mask: Tensor,
+    *,
+    keep: int = 1,
+    gradients: bool = False,
 ) -> Tensor:
     """Run the model on from a state, which is advanced in place.
 
@@ -212,6 +218,8 @@ def forward(
         mask: ``[rows, new]`` int64, 0 for padding (left padding of a fresh state, or right padding
             of the last tokens this state will ever see).
         keep: how many of the new tokens' logits to return, from the end; 0 = all.
+        gradients: they go through the pass, to what interventions hold. That is slower on a CPU,
+            where reordered weights have none.
 
     Returns:
         Raw logits ``[rows, kept, vocab]`` in float32.
@@ -225,7 +233,8 @@ def forward(
         arguments["logits_to_keep"] = keep
     if accepts(model, "position_ids"):
         arguments["position_ids"] = positions.clamp(min=0)
-    with reordered_weights(model), sharing(model, state.cache):
+    weights = nullcontext() if gradients else reordered_weights(model)
+    with torch.inference_mode(not gradients), weights, sharing(model, state.cache):
         output = model(
             input_ids=ids,
             # A mask of ones only costs time: without one, attention takes its unmasked path.
@@ -234,11 +243,12 @@ def forward(
             use_cache=True,
             **arguments,
         )
+        logits = output.logits if keep == 0 else output.logits[:, -keep:]
+        logits = logits.float()
     if state.table is not None:
         state.table.age += ids.shape[1]
     state.position = state.position + mask.sum(-1)
-    logits = output.logits if keep == 0 else output.logits[:, -keep:]
-    return logits.float()
+    return logits
 
 
 # -- expand ---------------------------------------------------------------------------------------

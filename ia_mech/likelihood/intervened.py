@@ -6,6 +6,7 @@ there on are computed again: of every row, and from the first layer on that its 
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -20,6 +21,9 @@ from ia_mech.engine.state import Prefix, State, expand, forward, prefill
 
 ROWS = 16  # of a pass: some 500 tokens, at which a CPU is at its best
 
+Read = TypeVar("Read")
+Row = tuple[int, Sequence[Intervention]]  # the number of a turn, and what is done in its row
+
 
 class Continued:
     """Turns after a context, whose tokens from ``start`` on may be touched.
@@ -29,6 +33,7 @@ class Continued:
         context: ids, with the open header.
         start: index of the first token that an intervention may touch.
         turns: ids of each turn; their last tokens are predicted only.
+        on_tokens: called after each pass with how many tokens were computed.
 
     Attributes:
         states: ``[turns, layers + 1, tokens, d_model]`` from ``start`` on, without intervention.
@@ -42,11 +47,14 @@ class Continued:
         context: Sequence[int],
         start: int,
         turns: Sequence[Sequence[int]],
+        on_tokens: Callable[[int], None] | None = None,
     ) -> None:
         self.model, self.start, self.turns = model, start, turns
+        self._on_tokens = on_tokens or (lambda count: None)
         self._blocks = find_blocks(model)
         self._header = len(context) - start
         self._before = prefill(model, [Prefix(context[:start])]) if start else None
+        self._on_tokens(start)
         longest = max(map(len, turns))
         width = self._header + longest - 1
         ids, mask = torch.zeros(2, len(turns), width, dtype=torch.long)
@@ -54,6 +62,7 @@ class Continued:
             tokens = [*context[start:], *turn[:-1]]
             ids[row, : len(tokens)] = torch.tensor(tokens)
             mask[row, : len(tokens)] = 1
+        self._lengths = mask.sum(1).tolist()
         self._ids, self._mask = ids.to(model.device), mask.to(model.device)
         # Padding is captured, too: what begins in a layer has to begin with numbers.
         everywhere = torch.arange(width).expand(len(turns), -1)
@@ -61,11 +70,7 @@ class Continued:
             self._pass(range(len(turns)))
         self.states = capture.residuals()
 
-    def score(
-        self,
-        rows: Sequence[tuple[int, Sequence[Intervention]]],
-        temperature: float = 1.0,
-    ) -> list[np.ndarray]:
+    def score(self, rows: Sequence[Row], temperature: float = 1.0) -> list[np.ndarray]:
         """Log-likelihoods of turns under interventions.
 
         Args:
@@ -75,41 +80,47 @@ class Continued:
         Returns:
             For each row ``[tokens]`` of its turn, in nats.
         """
-        return self._of_rows(rows, partial(self._logprobs, temperature=temperature))
+        return self.read(rows, partial(self._logprobs, temperature=temperature))
 
-    def first_tokens(self, rows: Sequence[Sequence[Intervention]]) -> np.ndarray:
-        """``[rows, vocab]`` log-probabilities of the turn's first token at T = 1, in nats."""
+    def read(
+        self, rows: Sequence[Row], read: Callable[[Tensor, Sequence[int]], Sequence[Read]]
+    ) -> list[Read]:
+        """What is read of the logits under interventions.
 
-        def first(logits: Tensor, turns: Sequence[int]) -> list[np.ndarray]:
-            return list(logits[:, 0].log_softmax(-1).cpu().numpy())
-
-        return np.stack(self._of_rows([(0, some) for some in rows], first))
-
-    def _of_rows(
-        self,
-        rows: Sequence[tuple[int, Sequence[Intervention]]],
-        read: Callable[[Tensor, Sequence[int]], list[np.ndarray]],
-    ) -> list[np.ndarray]:
-        """What ``read`` makes of the logits ``[rows, turn tokens, vocab]`` of rows of turns."""
+        Args:
+            rows: as of :meth:`score`.
+            read: takes logits ``[rows, turn tokens, vocab]`` of some of the rows, which predict
+                each turn's tokens, and the numbers of their turns; returns something of each.
+        """
         depth = len(self._blocks)
         begins = [min((one.layer for one in some), default=depth) for _, some in rows]
         order = sorted(range(len(rows)), key=begins.__getitem__)
 
-        def scored(part: Sequence[int]) -> list[np.ndarray]:
-            turns = [rows[i][0] for i in part]
-            layer = begins[part[0]]
-            with (
-                intervene(self.model, [rows[i][1] for i in part], [self.start] * len(part)),
-                from_layer(self.model, layer, self.states[turns, layer]),
-            ):
-                logits = self._pass(turns)
-            return read(logits, turns)
+        def found_in(part: Sequence[int]) -> Sequence[Read]:
+            some = [rows[i] for i in part]
+            logits = self._logits(some, begins[part[0]])
+            return read(logits, [number for number, _ in some])
 
-        found = Backoff(ROWS).map(scored, order)
+        found = Backoff(ROWS).map(found_in, order)
         of = dict(zip(order, found, strict=True))
         return [of[i] for i in range(len(rows))]
 
-    def _pass(self, turns: Sequence[int]) -> Tensor:
+    def differentiable(self, rows: Sequence[Row]) -> Tensor:
+        """``[rows, turn tokens, vocab]`` logits as :meth:`read` gives them, of one pass through
+        which gradients reach the tensors that interventions hold."""
+        layer = min((one.layer for _, some in rows for one in some), default=len(self._blocks))
+        return self._logits(rows, layer, gradients=True)
+
+    def _logits(self, rows: Sequence[Row], layer: int, gradients: bool = False) -> Tensor:
+        """Of a batch of rows that nothing touches below the layer."""
+        turns = [number for number, _ in rows]
+        with (
+            intervene(self.model, [some for _, some in rows], [self.start] * len(rows)),
+            from_layer(self.model, layer, self.states[turns, layer]),
+        ):
+            return self._pass(turns, gradients)
+
+    def _pass(self, turns: Sequence[int], gradients: bool = False) -> Tensor:
         """``[rows, turn tokens, vocab]`` logits of a batch of these turns."""
         if self._before is None:
             begin = torch.zeros(len(turns), dtype=torch.long, device=self.model.device)
@@ -119,7 +130,9 @@ class Continued:
             state = expand([self._before], [0] * len(turns), share=False)
         keep = self._ids.shape[1] - self._header + 1
         ids, mask = self._ids[list(turns)], self._mask[list(turns)]
-        return forward(self.model, state, ids, mask, keep=keep)
+        logits = forward(self.model, state, ids, mask, keep=keep, gradients=gradients)
+        self._on_tokens(sum(self._lengths[turn] for turn in turns))
+        return logits
 
     def _logprobs(
         self, logits: Tensor, turns: Sequence[int], temperature: float
