@@ -223,6 +223,11 @@ class Experiment:
                     f"{self.runs[0].path} has one response per query",
                     "sample again with --response generate --responses 4",
                 )
+            if len(several) < len(found):
+                self.notes.append(
+                    f"{len(found) - len(several)} of {len(found)} queries have one response and "
+                    "are left out."
+                )
             found = several
         return drawn(found, getattr(self.args, "queries", None), self.args.seed)
 
@@ -241,15 +246,9 @@ class Experiment:
     @cached_property
     def model(self) -> Model:
         """The subject model, loaded and checked at first use."""
-        from experiments.resample import chat_of, subject_of
-        from ia_mech.collect.identity import eos_ids, probe_ids
-        from ia_mech.engine.check import check_engine
+        from experiments.resample import subject_of
 
-        subject = subject_of(self.runs[0])
-        config = subject.model.config
-        stops = eos_ids(subject.model.generation_config, config)
-        chat = chat_of(self.runs[0], subject.tokenizer, stops)
-        return Model(subject, chat, check_engine(subject.model, probe_ids(chat)).share)
+        return model_of(subject_of(self.runs[0]), self.runs[0])
 
     @property
     def options(self) -> dict[str, Any]:
@@ -353,6 +352,7 @@ class Experiment:
     @classmethod
     def command(cls, args: argparse.Namespace) -> None:
         """What the command does: answer, write and print."""
+        from experiments.tables import print_plan
         from ia_mech.display import console, styled
         from ia_mech.rates.load import open_runs
         from ia_mech.results import show, write
@@ -361,7 +361,7 @@ class Experiment:
         one = cls(runs, args, output_folder(cls, args.out, args.runs[0]))
         one.check()
         if args.dry_run:
-            one.print_plan()
+            print_plan(one.plan())
             return
         result = styled(one.result)()
         write(result, one.folder)
@@ -384,10 +384,8 @@ class Experiment:
             self.gate = read_runs(self.runs, self.args.judge, NO_ANNOTATOR).gate
         self.read()
 
-    def print_plan(self) -> None:
-        """Print what would be sampled and measured."""
-        from experiments.tables import print_plan
-
+    def plan(self) -> dict[str, str]:
+        """What would be sampled and measured: name → how much."""
         lines = {}
         per_context = len(self.runs[0].settings["temperatures"]) * self.runs[0].settings["samples"]
         for name, those in self.conversations().items():
@@ -399,7 +397,7 @@ class Experiment:
             lines["to measure"] = (
                 f"{len(units)} units of {queries} queries, about {tokens:,} tokens"
             )
-        print_plan(lines or {"to compute": "nothing: the runs hold all that is read"})
+        return lines or {"to compute": "nothing: the runs hold all that is read"}
 
     def result(self) -> "Result":
         """Sample, measure, estimate, conclude."""
@@ -431,6 +429,17 @@ class Experiment:
                 for stem, frame in self.data(rows).items()
             },
         )
+
+
+def model_of(subject: "Subject", run: "Run") -> Model:
+    """A model with the chat settings of a run, checked as before sampling."""
+    from experiments.resample import chat_of
+    from ia_mech.collect.identity import eos_ids, probe_ids
+    from ia_mech.engine.check import check_engine
+
+    stops = eos_ids(subject.model.generation_config, subject.model.config)
+    chat = chat_of(run, subject.tokenizer, stops)
+    return Model(subject, chat, check_engine(subject.model, probe_ids(chat)).share)
 
 
 def output_folder(cls: type[Experiment], out: Path | None, first_run: Path) -> Path:

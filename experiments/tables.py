@@ -35,7 +35,7 @@ def estimates_of(
 
 
 def tables_of(
-    title: str, rows: pd.DataFrame, columns: Mapping[Any, tuple[str, int | str]], **options: Any
+    title: str, rows: pd.DataFrame, columns: Mapping[Any, tuple[str, int | str]], /, **options: Any
 ) -> list[Table]:
     """Tables (:func:`ia_mech.results.table_of`) of rows: all datasets together, then each.
 

@@ -11,12 +11,11 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
-from experiments.given_turns import Given, computed_for_each, given_turns
+from experiments.given_turns import Given, Query, computed_for_each, given_turns
 from experiments.post_training import rl
 from experiments.post_training.data import quote_of
 from experiments.post_training.reading import Reading, repeated, restated, stock
 from experiments.post_training.train import settings_of
-from experiments.reaction.read import Query
 from experiments.resample import same_settings, subject_of
 from experiments.runner import intervals, result_of
 from experiments.tables import stated, tables_of

@@ -1,5 +1,6 @@
 """Queries with their responses, and the turns after each: where every experiment starts."""
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,16 +64,16 @@ class Query:
         return (~self.contexts["response_cut_off"].astype(bool)).tolist()
 
 
-def queries_of(runs: Sequence[Texts]) -> list[Query]:
+def queries_of(runs: Sequence[Texts], kind: str = UNPERTURBED) -> list[Query]:
     """The queries of runs, in their order; what several runs hold of one query comes together.
 
-    Perturbed contexts are left out.
+    Contexts that are perturbed in another way than ``kind`` are left out.
 
     Raises:
         UserError: a context is in two runs; contexts of one ``source_id`` have several queries.
     """
     contexts = pd.concat([_keyed(run, run.contexts) for run in runs], ignore_index=True)
-    contexts = contexts[contexts["perturbation"].astype(object).fillna(UNPERTURBED) == UNPERTURBED]
+    contexts = contexts[contexts["perturbation"].astype(object).fillna(UNPERTURBED) == kind]
     twice = contexts.duplicated(["dataset", "context_id"])
     if twice.any():
         raise UserError(
@@ -103,10 +104,15 @@ def queries_of(runs: Sequence[Texts]) -> list[Query]:
 def drawn(queries: Sequence[Query], most: int | None, seed: int) -> list[Query]:
     """At most so many queries, in their order.
 
-    Which ones depends on the seed and the queries alone, and those of a smaller number are among
-    those of a larger one: all experiments on a run use the same queries.
+    A query's place in the draw depends on the seed and its source alone: those of a smaller number
+    are among those of a larger one, and where some queries can't be used the others keep their
+    order. All experiments on a run use the same queries.
     """
-    order = np.random.default_rng([seed, len(queries)]).permutation(len(queries))
+
+    def place(number: int) -> bytes:
+        return hashlib.blake2b(f"{seed}\x1f{queries[number].source}".encode()).digest()
+
+    order = sorted(range(len(queries)), key=place)
     return [queries[i] for i in sorted(order[:most])]
 
 
