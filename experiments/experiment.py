@@ -171,7 +171,7 @@ class Experiment:
 
         return resampled(self.runs[0], conversations, self.place(name), ("header_last",))
 
-    def units(self) -> Sequence[Unit]:
+    def units(self) -> Iterable[Unit]:
         """What is measured. With ``--dry-run`` nothing is in ``sampled``."""
         return []
 
@@ -259,13 +259,22 @@ class Experiment:
         """A folder of the results, for what is named so."""
         return self.folder / name.replace(" ", "_")
 
-    def measured(self, units: Sequence[Unit], phase: str = "") -> pd.DataFrame:
+    def measured(self, units: Iterable[Unit], phase: str = "") -> pd.DataFrame:
         """The rows of units one below the other, with ``source`` and ``dataset``.
 
         Finished units are kept in ``parts/`` of the results, and aren't measured again.
+
+        Raises:
+            UserError: there is no unit.
         """
         from ia_mech.display import Bar
 
+        units = list(units)
+        if not units:
+            raise UserError(
+                f"{self.runs[0].path} holds nothing that {self.name} could measure",
+                "see what it needs in --help",
+            )
         bar, parts = Bar(), []
         total = sum(unit.tokens for unit in units)
         bar.start(phase or f"measuring, {self.name}", total, unit="token")
@@ -283,7 +292,7 @@ class Experiment:
                 parts.append(rows.assign(source=unit.source, dataset=unit.dataset))
         finally:
             bar.stop()
-        return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame()
+        return pd.concat(parts, ignore_index=True)
 
     def _measured(self, unit: Unit, tick: Callable[[int], None]) -> pd.DataFrame:
         from experiments.parts import computed_once
@@ -410,6 +419,8 @@ class Experiment:
         rows = self.rows()
         found = estimates_of(self.estimate(rows), self.columns, self.args.level)
         sentence, control = self.conclude(found)
+        if not sentence or not control:
+            raise ValueError(f"{self.name} must conclude with a sentence and its control")
         judges = [] if self.gate is None else [self.gate.judge]
         gate = {} if self.gate is None else {"judge": self.gate.judge, "gate": self.gate.word}
         used = [*self.runs, *self.sampled.values()]

@@ -1,0 +1,85 @@
+"""Do a turn's first words tell which response it followed?
+
+Every turn's first three tokens are scored after each of the K responses to its query. The estimate
+is how many bits likelier they are after the response that they followed than after its siblings, on
+average. The control asks the same of a sibling that they did not follow, against the remaining
+ones: it never sees the own response, and is 0 if all siblings are alike to the turn.
+
+Needs: a run with three or more responses per query (sample with --response generate --responses 4).
+Cost: about a second a query on a CPU (135M).
+
+    python docs/worked_experiment.py cache/RUN
+"""
+
+import sys
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+
+from experiments.experiment import Conclusion, Experiment, Unit
+from experiments.figures import Bars
+from experiments.tables import stated, tables_of
+from ia_mech.engine.score import Turn
+from ia_mech.estimates import Group, by_dataset
+
+TOKENS = 3
+OWN, CONTROL = "own response", "a sibling"
+
+
+@dataclass(frozen=True)
+class Opened(Unit):
+    """A query's contexts; of each turn, the response that it followed and its first tokens."""
+
+    contexts: list[tuple[int, ...]]
+    turns: list[tuple[int, tuple[int, ...]]]
+
+
+class FirstWords(Experiment):
+    name = "first_words"
+    siblings = True
+    queries_used = 40
+
+    def units(self):
+        for query in self.queries:
+            if len(query.contexts) >= 3:  # a control needs two siblings
+                firsts = [tuple(ids[:TOKENS].tolist()) for ids in query.turns["token_ids"]]
+                turns = list(zip(query.turns["followed"].tolist(), firsts, strict=True))
+                tokens = len(turns) * len(query.contexts) * TOKENS
+                yield Opened(query.source, query.dataset, tokens, query.token_ids, turns)
+
+    def measure(self, model, unit):
+        k = len(unit.contexts)
+        wanted = [Turn(j, ids) for _, ids in unit.turns for j in range(k)]
+        scored = model.score(unit.contexts, wanted)
+        bits = np.array([one.logprobs_raw.sum() for one in scored]).reshape(-1, k) / np.log(2)
+        rows = []
+        for (followed, _), each in zip(unit.turns, bits, strict=True):
+            siblings = np.roll(each, -followed)[1:]  # each is as often the first one
+            rows.append({"of": OWN, "bits": each[followed] - siblings.mean()})
+            rows.append({"of": CONTROL, "bits": siblings[0] - siblings[1:].mean()})
+        return pd.DataFrame(rows)
+
+    def estimate(self, rows):
+        for dataset, here in by_dataset(rows):
+            for of, mine in rows[here].groupby("of", sort=False):
+                group = Group(mine["source"].to_numpy(), self.options, {"dataset": dataset})
+                yield group.mean("bits", mine["bits"], of=of)
+
+    def tables(self, found):
+        columns = {"bits": ("bits for it", 2)}
+        return tables_of("the first three tokens", found, columns, index=("dataset", "of"))
+
+    def figures(self, found):
+        return {"bits": Bars("the first three tokens", "bits for a response", found)}
+
+    def conclude(self, found):
+        own, control = (found[found["of"] == of] for of in (OWN, CONTROL))
+        return Conclusion(
+            stated("bits for the response that a turn followed", own, null=0.0),
+            stated("the same for a sibling that it did not follow", control, null=0.0),
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(FirstWords.main())
