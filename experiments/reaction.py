@@ -485,27 +485,25 @@ class Reaction(Experiment):
 
         if not self.controlled:
             return {}
+        self.note_header()
         made = {REQUESTED: requests(self.reworded, self.controlled)} if self.reworded else {}
         if self.versions:
             made[WORDINGS] = self.wordings()
-        self.note_header()
-        return made | {ASSISTANT: self.under_assistant()}
+        made[ASSISTANT] = [
+            conversation
+            for query in self.controlled
+            for those in [self.among[query.source][: self.size]]
+            for conversation in answered(query, [query.responses[k] for k in those], ASSISTANT)
+        ]
+        return made
 
     def wordings(self) -> "list[Conversation]":
         """Each query with every wording of one response."""
         return [
-            answered(query, index, text, WORDINGS)
+            conversation
             for query in self.controlled
             if query.source in self.versions
-            for index, text in enumerate(self.versions[query.source][1])
-        ]
-
-    def under_assistant(self) -> "list[Conversation]":
-        """Each query with its first K′ responses, the assistant's header after each."""
-        return [
-            answered(query, index, query.responses[k], ASSISTANT)
-            for query in self.controlled
-            for index, k in enumerate(self.among[query.source][: self.size])
+            for conversation in answered(query, self.versions[query.source][1], WORDINGS)
         ]
 
     def sample(self, name: str, conversations: "list[Conversation]") -> "Run":
@@ -791,13 +789,16 @@ def headline(queries: "Sequence[Query]", most: int) -> tuple[int, dict[str, list
     return min(most, count), {source: list(range(count)) for source in whole}
 
 
-def answered(query: "Query", index: int, response: str, arm: str) -> "Conversation":
-    """A query with a response as a conversation of a control."""
+def answered(query: "Query", responses: Sequence[str], arm: str) -> "list[Conversation]":
+    """A query with each of some responses, as conversations of a control."""
     from experiments.paraphrase import changed
 
-    messages = [*query.messages, {"role": "assistant", "content": response}]
     header = "assistant" if arm == ASSISTANT else "user"
-    return changed(query, index, messages, KINDS[arm], header)
+    replies = [{"role": "assistant", "content": text} for text in responses]
+    return [
+        changed(query, index, [*query.messages, reply], KINDS[arm], header)
+        for index, reply in enumerate(replies)
+    ]
 
 
 def retold(queries: "Sequence[Query]", name: str, run: "Run") -> list[Turns]:
