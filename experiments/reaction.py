@@ -336,8 +336,10 @@ def _copying(
         yield Number(BEYOND, arm.means(bits - found.bits), of, least=-most)
 
 
-def closeness_of(versions: "Versions", queries: "Sequence[Query]") -> Iterator[Number]:
-    """How close wordings are to their response, and other responses to the same query are to it."""
+def closeness_of(
+    versions: "Versions", queries: "Sequence[Query]", among: Mapping[str, Sequence[int]]
+) -> Iterator[Number]:
+    """How close wordings are to their response, and the other responses of the headline to it."""
     from experiments.paraphrase import closeness
 
     each: dict[tuple[str, str], dict[str, float]] = {}
@@ -345,7 +347,7 @@ def closeness_of(versions: "Versions", queries: "Sequence[Query]") -> Iterator[N
         if query.source not in versions:
             continue
         k, texts = versions[query.source]
-        others = [text for i, text in enumerate(query.responses) if i != k]
+        others = [query.responses[i] for i in among[query.source] if i != k]
         for name, those in ((WORDINGS, texts), ("other responses", others)):
             found = pd.DataFrame([closeness(text, query.responses[k]) for text in those]).mean()
             for quantity, value in found.items():
@@ -610,7 +612,7 @@ class Reaction(Experiment):
         self.turns = per_turn(main, held)
         found = numbers(arms, self.used, self.among, self.size, self.turns, seed)
         made = [*estimated(found, self.options)]
-        made += estimated(closeness_of(self.versions, self.used), self.options)
+        made += estimated(closeness_of(self.versions, self.used, self.among), self.options)
         if scores is not None:
             made = [tested(row, scores, main, seed) for row in made]
         return corrected(made, lambda row: (row.quantity, row.names["dataset"] == ALL))
@@ -633,7 +635,7 @@ class Reaction(Experiment):
                 head[head["quantity"] == INFORMATION],
             ),
             stated(
-                "bits that one reader finds in greedy turns, less those that it finds in turns at",
+                "bits that one reader of all turns finds in greedy ones, less those in sampled ones",
                 found[found["quantity"] == GREEDY_LESS],
                 null=0.0,
                 level=level,
