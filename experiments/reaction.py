@@ -635,7 +635,7 @@ class Reaction(Experiment):
                 head[head["quantity"] == INFORMATION],
             ),
             stated(
-                "bits that one reader of all turns finds in greedy ones less in sampled ones",
+                "bits that one reader of all turns finds in greedy ones, less in sampled ones",
                 found[found["quantity"] == GREEDY_LESS],
                 null=0.0,
                 level=level,
