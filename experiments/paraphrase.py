@@ -27,6 +27,7 @@ alone.
 
 {text}"""
 SHORTEST, LONGEST = 0.5, 2.0  # of the original's length, in words
+LEAST_KEPT, MOST_COPIED = 0.5, 0.8  # of its content words, and of its runs of three words
 LONG = 4  # letters of a word that counts as content
 
 Versions = dict[str, tuple[int, list[str]]]  # source → which response, and texts that say the same
@@ -74,8 +75,8 @@ def written(
 ) -> Versions:
     """The first ``count`` wordings that a model wrote of each response, where it wrote so many.
 
-    One that was cut off, equals the response or another wording, or has less than half or more than
-    twice as many words, is none.
+    None is one that was cut off, equals another, has less than half or more than twice as many
+    words, keeps less than half of the content words, or copies most of the wording.
 
     Args:
         run: over :func:`requests`, with several responses to each.
@@ -89,14 +90,18 @@ def written(
         k, answer = reworded[query.source], answers[query.source]
         whole = zip(answer.responses, answer.complete, strict=True)
         texts = different([text for text, complete in whole if complete], query.responses[k])
-        kept = [
-            text
-            for text in texts
-            if SHORTEST <= closeness(text, query.responses[k])["length ratio"] <= LONGEST
-        ]
+        kept = [text for text in texts if reworded_well(text, query.responses[k])]
         if len(kept) >= count:
             found[query.source] = k, kept[:count]
     return found
+
+
+def reworded_well(text: str, original: str) -> bool:
+    """Whether a text is about as long, keeps what is said, and doesn't copy how it is said."""
+    close = closeness(text, original)
+    long = SHORTEST <= close["length ratio"] <= LONGEST
+    copied = close["runs of three kept"] > MOST_COPIED  # false for NaN, of less than three words
+    return long and close["words kept"] >= LEAST_KEPT and not copied
 
 
 def different(texts: Sequence[str], original: str) -> list[str]:

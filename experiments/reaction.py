@@ -68,7 +68,8 @@ CLOSE = ("words kept", "runs of three kept", "length ratio")
 MOST_TOKENS = 24  # of the curve of bits by token
 COPYING = 3  # queries that a conditional logit needs at least
 MOST = 5  # turns shown at either end
-MORE = 2  # times as many wordings are written as are needed: some are no good
+MORE = 3  # times as many wordings are written as are needed: some are no good
+REWORDING_TEMPERATURE = 0.6  # at 1 the embedded model copies a text or loses it
 ROOM = 1.25  # tokens that a wording may have, in those of the longest response
 LN2 = float(np.log(2))
 
@@ -523,7 +524,7 @@ class Reaction(Experiment):
             ("header_last",),
             response="generate",
             responses=MORE * self.size,
-            response_temperature=1.0,
+            response_temperature=REWORDING_TEMPERATURE,
             max_response_tokens=int(ROOM * longest) + 1,
             temperatures=(),  # the turns after wordings by themselves are of no interest
             max_new_tokens=1,
@@ -575,8 +576,9 @@ class Reaction(Experiment):
             self.versions = written(run, self.reworded, wanted, self.size)
             self.notes.append(
                 f"Of {len(wanted)} responses that the model was asked to write again in other "
-                f"words, {len(self.versions)} have {self.size} wordings that differ, end, and are "
-                "half to twice as long; the others have no such control."
+                f"words, {len(self.versions)} have {self.size} wordings that end, are half to "
+                "twice as long, keep half of the content words and don't copy; the others have no "
+                "such control."
             )
             if self.versions:
                 self.sampled[WORDINGS] = self.sample(WORDINGS, self.wordings())

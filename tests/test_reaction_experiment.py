@@ -172,7 +172,7 @@ def test_a_model_that_writes_no_wordings_has_no_such_control(folder, tmp_path, c
     """Random weights don't end a text: every wording is cut off."""
     words = [str(folder), "--control-queries", "2", "--among", "2", "--out", str(tmp_path / "out")]
     planned = call(main, [*words, "--dry-run"], capfd).out
-    assert "2 responses, each 4 times" in planned
+    assert "2 responses, each 6 times" in planned
     shown = call(main, words, capfd).out
     assert "No control was made of wordings" in shown
     asked = Run.open(tmp_path / "out" / "to_reword" / "run").contexts
@@ -182,7 +182,7 @@ def test_a_model_that_writes_no_wordings_has_no_such_control(folder, tmp_path, c
             messages[-1]["content"] for messages in own[own["source_id"] == source]["messages"]
         ]
         requests = {messages[-2]["content"] for messages in rows["messages"]}
-        assert len(rows) == 4
+        assert len(rows) == 6
         (request,) = requests
         assert any(text in request for text in texts)
     found = pd.read_parquet(tmp_path / "out" / "estimates.parquet")
@@ -332,11 +332,16 @@ def test_fewer_queries_are_among_more_whatever_else_is_left_out(folder):
     assert len({drawn(queries, 1, seed)[0].source for seed in range(20)}) > 1
 
 
-def test_wordings_differ_end_and_are_about_as_long(folder):
+def test_wordings_end_say_the_same_and_do_not_copy(folder):
     (query,) = queries_of([Run.open(folder)])[:1]
-    original = query.responses[1]  # 11 words
-    texts = ["Nobody knows it, ask someone else or read about it", original + " ", "Too short."]
-    texts += [texts[0], "x " * 30, "Cut off though about as long as it should", "A b c d e f g h"]
+    original = "No idea about 0. Try a friend. Or a book. Or a 0."
+    assert query.responses[1] == original
+    good = [
+        "About 0 there is no idea, so some friend or book",
+        "Some friend, or a book: my idea of 0",
+    ]
+    texts = [good[0], original + " ", "Too short.", good[0], "x " * 30, "Cut " + good[0]]
+    texts += ["Nothing of what was said there is kept here now", original + " Ok.", good[1]]
     rows = query.contexts.iloc[[0] * len(texts)].assign(
         messages=[[{"role": "assistant", "content": text}] for text in texts],
         context_id=[f"q0/{n}" for n in range(len(texts))],
@@ -346,7 +351,7 @@ def test_wordings_differ_end_and_are_about_as_long(folder):
     )
     run = SimpleNamespace(path=folder, contexts=rows, generations=query.turns.iloc[:0])
     found = written(run, {query.source: 1}, [query], 2)
-    assert found == {query.source: (1, [texts[0], texts[-1]])}
+    assert found == {query.source: (1, good)}
     assert written(run, {query.source: 1}, [query], 3) == {}
 
 
