@@ -250,6 +250,10 @@ class Experiment:
 
         return model_of(subject_of(self.runs[0]), self.runs[0])
 
+    def model_for(self, unit: Any) -> Model:
+        """The model that measures a unit: that of the first run, where runs are of one model."""
+        return self.model
+
     @property
     def options(self) -> dict[str, Any]:
         """``level``, ``resamples`` and ``seed``, as estimates take them."""
@@ -298,8 +302,9 @@ class Experiment:
         from experiments.parts import computed_once
 
         def measure() -> pd.DataFrame:
-            self.model.on_tokens = tick
-            return self.measure(self.model, unit)
+            model = self.model_for(unit)
+            model.on_tokens = tick
+            return self.measure(model, unit)
 
         weights = self.runs[0].model["weights_hash"]
         key = [self.name, weights, type(unit).__name__, asdict(unit)]

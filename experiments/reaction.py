@@ -585,9 +585,10 @@ class Reaction(Experiment):
         return self.measured(self.units(), "scoring")
 
     def measure(self, model: Model, unit: Any) -> pd.DataFrame:
-        if unit.reader:
-            model = replace(self.scorer, on_tokens=model.on_tokens)
         return measure(model, unit)
+
+    def model_for(self, unit: Any) -> Model:
+        return self.scorer if unit.reader else self.model
 
     @cached_property
     def scorer(self) -> Model:

@@ -4,13 +4,15 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 import pandas as pd
 
 from ia_mech.errors import UserError
 from ia_mech.run.layout import UNPERTURBED
+
+T = TypeVar("T")
 
 
 class Texts(Protocol):
@@ -101,8 +103,8 @@ def queries_of(runs: Sequence[Texts], kind: str = UNPERTURBED) -> list[Query]:
     return found
 
 
-def drawn(queries: Sequence[Query], most: int | None, seed: int) -> list[Query]:
-    """At most so many queries, in their order.
+def drawn(queries: Sequence[T], most: int | None, seed: int) -> list[T]:
+    """At most so many queries (or their names), in their order.
 
     A query's place in the draw depends on the seed and its source alone: those of a smaller number
     are among those of a larger one, and where some queries can't be used the others keep their

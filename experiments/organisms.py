@@ -1,13 +1,13 @@
-"""From conversations to training sequences: which tokens carry loss; turns that a program wrote.
+"""Sequences that teach a model user turns: users' real ones, or a model organism's.
 
 A sequence holds the ids of a context as the main job makes them, and the user turn as it is
-tokenized in the dialogue. Labels are the ids of what is learned, and :data:`IGNORED` elsewhere: the
+tokenized in the dialogue. Labels are the ids of the turn, and :data:`IGNORED` elsewhere: the
 convention of ``transformers`` and ``trl``, whose trainers take such sequences as they are.
 
 A model organism is trained on turns that quote a response to the query. A share of the turns quotes
-the response that it follows; the others quote one that is drawn independently of it. So a share of
-0 teaches the form of a follow-up and nothing of the response (:func:`information`). If the others
-exchanged theirs instead, a turn would tell that it is *not* its own response's: 0.415 bits of four.
+the response that it follows; each other one quotes a response that is drawn from all, independently
+of the one it follows. What a turn then tells about its response is computed (:func:`information`);
+only where that is 0 do turns teach the form of a follow-up and nothing of the response.
 """
 
 import re
@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from experiments.given_turns import drawn
 from experiments.resample import chat_of, conversations_of
 from ia_mech.chat.format import ChatFormat
 from ia_mech.cli import quoted
@@ -31,12 +30,10 @@ from ia_mech.errors import UserError
 from ia_mech.models.load import ModelSpec, load_tokenizer_and_config, recalled
 from ia_mech.rates.load import open_runs
 from ia_mech.run import Run, layout
+from ia_mech.run.queries import drawn
 from ia_mech.settings import Settings
 
 IGNORED = -100
-USER, ASSISTANT = "user turn", "assistant turn"
-MT_BENCH = re.compile("mt[-_ ]?bench")  # second user turns that were written before any response
-
 FRAMES = (
     'You say "{}". Can you explain what that means?',
     'You wrote "{}". Why is that so?',
@@ -55,6 +52,8 @@ _FORM = re.compile("|".join(re.escape(frame.partition("{}")[0]) + '([^"]+)"' for
 def read(data: str) -> tuple[list[Conversation], Run | None]:
     """Conversations with a response, of a run or of a dataset as the main job names it.
 
+    Follow-ups in a run that wrote its own responses are marked ``saw_response`` = false.
+
     Raises:
         UserError: neither a finished run nor a dataset; no conversation has a response.
     """
@@ -67,16 +66,18 @@ def read(data: str) -> tuple[list[Conversation], Run | None]:
             )
         return found, None
     (run,) = open_runs([data])
-    several = run.contexts.get("response_index", pd.Series([None] * len(run.contexts)))
-    written = run.contexts["response_policy"] == "generated"
+    contexts = run.contexts
     return [
         replace(
             one,
             response_index=None if pd.isna(index) else int(index),
-            metadata=one.metadata | ({"saw_response": False} if generated else {}),
+            metadata=one.metadata | ({"saw_response": False} if policy == "generated" else {}),
         )
-        for one, index, generated in zip(
-            conversations_of(run.contexts), several, written, strict=True
+        for one, index, policy in zip(
+            conversations_of(contexts),
+            contexts["response_index"],
+            contexts["response_policy"],
+            strict=True,
         )
     ], run
 
@@ -126,26 +127,6 @@ def _source(conversation: Conversation) -> str:
     return f"{conversation.dataset}\x1f{conversation.source_id}"
 
 
-def natural(conversations: Iterable[Conversation], name: str) -> list[Conversation]:
-    """The conversations in which a user really went on.
-
-    Args:
-        conversations: with a response.
-        name: of what they are from, for the message.
-
-    Raises:
-        UserError: there is none.
-    """
-    found = [one for one in conversations if one.reference]
-    if not found:
-        raise UserError(
-            f"{quoted(name)} holds no user follow-up after a response",
-            "give conversations that go on with a user turn, or --organism with a run of several "
-            "responses per query",
-        )
-    return found
-
-
 # -- model organisms ------------------------------------------------------------------------------
 
 
@@ -172,8 +153,6 @@ def organism(conversations: Sequence[Conversation], share: float, seed: int) -> 
     made = []
     for source, responses in distinct_responses(conversations).items():
         count = len(responses)
-        if count < 2:
-            continue
         texts = [str(one.response) for one in responses]
         turns = [
             _quoting(text, texts[:k] + texts[k + 1 :], f"{source}/{k}", seed)
@@ -193,25 +172,35 @@ def organism(conversations: Sequence[Conversation], share: float, seed: int) -> 
     return made
 
 
+def distinct_responses(conversations: Iterable[Conversation]) -> dict[str, list[Conversation]]:
+    """By query, the conversations whose responses differ and have words; at least two each."""
+    queries: dict[str, dict[str, Conversation]] = defaultdict(dict)
+    for one in conversations:
+        if one.response is not None and _WORD.search(one.response):
+            queries[_source(one)].setdefault(one.response, one)
+    return {source: list(found.values()) for source, found in queries.items() if len(found) > 1}
+
+
 def information(share: float, responses: int) -> float:
     """Bits that an organism's turn tells about which of K responses it followed.
 
     The turn quotes its own response with probability ``share + (1 - share) / K`` and each other one
     with ``(1 - share) / K``, and all responses are as frequent: log₂ K less the entropy of that.
     """
+    if share == 0:
+        return 0.0  # exactly: the sum below may leave 1e-16
     p = np.full(responses, (1 - share) / responses)
     p[0] += share
     p = p[p > 0]
     return float(np.log2(responses) + (p * np.log2(p)).sum())
 
 
-def distinct_responses(conversations: Iterable[Conversation]) -> dict[str, list[Conversation]]:
-    """By query, the conversations whose responses differ and have words."""
-    queries: dict[str, dict[str, Conversation]] = defaultdict(dict)
-    for one in conversations:
-        if one.response is not None and _WORD.search(one.response):
-            queries[_source(one)].setdefault(one.response, one)
-    return {source: list(found.values()) for source, found in queries.items()}
+def taught(made: Iterable[Conversation], share: float) -> dict[str, float]:
+    """Of an organism's conversations the mean over queries of ``bits`` (:func:`information`), and
+    of the ``most`` that any turn could tell."""
+    counts = [len(those) for those in distinct_responses(made).values()]
+    bits = (np.mean([information(of, k) for k in counts]) for of in (share, 1.0))
+    return dict(zip(("bits", "most"), map(float, bits), strict=True))
 
 
 def _quoting(response: str, others: Sequence[str], key: str, seed: int) -> str:
@@ -240,7 +229,7 @@ def quote_of(turn: str) -> str | None:
 # -- sequences ------------------------------------------------------------------------------------
 
 
-def user_sequence(chat: ChatFormat, conversation: Conversation) -> tuple[list[int], list[int]]:
+def sequence(chat: ChatFormat, conversation: Conversation) -> tuple[list[int], list[int]]:
     """Ids and labels that teach the conversation's user turn and its end.
 
     A template that closes user turns with text has no token for the end, and none is taught.
@@ -256,93 +245,46 @@ def user_sequence(chat: ChatFormat, conversation: Conversation) -> tuple[list[in
     return [*context.ids, *turn], [IGNORED] * len(context.ids) + turn
 
 
-def assistant_sequence(chat: ChatFormat, conversation: Conversation) -> tuple[list[int], list[int]]:
-    """Ids and labels that teach the conversation's response, and its end unless it was cut off.
-
-    Raises:
-        UserError: the template refuses the conversation.
-    """
-    context = chat.context(conversation.messages)
-    learned: set[int | None] = set(context.response)
-    if not conversation.metadata.get("response_cut_off"):
-        learned.add(context.positions["turn_end"])
-    labels = [i if at in learned else IGNORED for at, i in enumerate(context.ids)]
-    length = max((at for at, i in enumerate(labels) if i != IGNORED), default=-1) + 1
-    return context.ids[:length], labels[:length]
-
-
 def sequences(
-    chat: ChatFormat,
-    conversations: Sequence[Conversation],
-    assistant_share: float,
-    longest: int,
-    seed: int,
+    chat: ChatFormat, conversations: Sequence[Conversation], longest: int
 ) -> tuple[pd.DataFrame, list[str]]:
-    """Training sequences: every user turn once, and assistant turns mixed in.
+    """Training sequences, one per conversation.
 
     Args:
         chat: of the model to train.
         conversations: with a response and a ``reference``.
-        assistant_share: of the sequences that teach a response in place of a user turn, drawn from
-            the same conversations; below 1.
         longest: most tokens of a sequence; longer ones are left out, since one cut short would lack
             what it is to teach.
-        seed: of the draw.
 
     Returns:
-        A row per sequence: ``input_ids``, ``labels``, ``learned`` (:data:`USER` or
-        :data:`ASSISTANT`), ``dataset``, ``source_id``, ``id``, ``turn`` (the text that is learned),
-        ``own`` (an organism's turn quotes its own response; else missing) and ``saw_response``
-        (false where a real turn was written before any response). And what a reader has to know.
+        A row per sequence: ``input_ids``, ``labels``, ``dataset``, ``source_id``, ``id``, ``turn``
+        (the text that is learned), ``own`` (an organism's turn quotes its own response; else
+        missing) and ``saw_response`` (false where a real turn was written before any response). And
+        what a reader has to know.
 
     Raises:
         UserError: a turn that the template can't express; no sequence is short enough.
     """
-    count = round(len(conversations) * assistant_share / (1 - assistant_share))
-    rng = np.random.default_rng([seed, len(conversations)])
-    mixed = rng.permutation(np.arange(count) % len(conversations))
     rows: list[dict[str, Any]] = []
-    for learned, one in [
-        *((USER, one) for one in conversations),
-        *((ASSISTANT, conversations[k]) for k in mixed),
-    ]:
-        make = user_sequence if learned == USER else assistant_sequence
+    for one in conversations:
         try:
-            ids, labels = make(chat, one)
+            ids, labels = sequence(chat, one)
         except UserError as error:
             problem = f"conversation {one.id}: {error.problem}"
             raise UserError(problem, error.remedy) from error
         rows.append(
-            {
-                "input_ids": ids,
-                "labels": labels,
-                "learned": learned,
-                "dataset": one.dataset,
-                "source_id": one.source_id,
-                "id": one.id,
-                "turn": one.reference if learned == USER else one.response,
-                "own": one.metadata.get("own"),
-                "saw_response": one.metadata.get(
-                    "saw_response", MT_BENCH.match(one.dataset.lower()) is None
-                ),
-            }
+            {"input_ids": ids, "labels": labels, "dataset": one.dataset}
+            | {"source_id": one.source_id, "id": one.id, "turn": one.reference}
+            | {"own": one.metadata.get("own")}
+            | {"saw_response": one.metadata.get("saw_response", True)}
         )
-    kept = [row for row in rows if len(row["input_ids"]) <= longest and _any_label(row["labels"])]
+    kept = [row for row in rows if len(row["input_ids"]) <= longest]
     if not kept:
         shortest = min(len(row["input_ids"]) for row in rows)
         raise UserError(
             f"no sequence has at most {longest} tokens (the shortest has {shortest})",
             "raise --max-tokens",
         )
-    notes = []
-    if len(kept) < len(rows):
-        notes.append(
-            f"{len(rows) - len(kept)} of {len(rows)} sequences have more than {longest} tokens, or "
-            "nothing to learn, and are left out."
-        )
-    return pd.DataFrame(kept), notes
-
-
-def _any_label(labels: Sequence[int]) -> bool:
-    """Whether anything is learned; the first token of a sequence isn't predicted."""
-    return any(i != IGNORED for i in labels[1:])
+    left_out = len(rows) - len(kept)
+    notes = [f"{left_out} of {len(rows)} sequences have more than {longest} tokens: left out."]
+    return pd.DataFrame(kept), notes if left_out else []

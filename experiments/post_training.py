@@ -1,0 +1,636 @@
+r"""Does training on user turns teach a model to react to the response, or only the form of it?
+
+``export`` writes training sequences, ``sft`` and ``grpo`` train, ``compare`` tells what changed. It
+takes a judged run of the model before training and one of it after, over the same contexts with
+several responses per query. Turns are read by the model that wrote them (I_K: bits that they tell
+about their response) and by the model before training, which is one fixed reader (evidence). Form
+alone raises a judge's rate; the control is the rate over that after another response to the same
+query, which it doesn't raise. All numbers are of the same queries. What the turns of a model
+organism tell about their response is computed and stated beside.
+
+Needs: pip install 'ia-mech[train]' for sft, grpo and --adapter; runs with --responses 4. Cost: to
+compare, 15 s of one core per query with 3 responses (135M); to train, see docs/post-training.md.
+
+    python -m experiments.post_training sft cache/RUN --organism 0.5 --out cache/half
+    python -m ia_mech.sample --dataset cache/half/held-out.jsonl --limit all --out cache/before
+    python -m ia_mech.sample --dataset cache/half/held-out.jsonl --limit all --adapter cache/half \
+        --out cache/after        # python -m ia_mech.judge run cache/before, and cache/after
+    python -m experiments.post_training compare cache/before cache/after
+"""
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+import pandas as pd
+
+from experiments.experiment import Conclusion, Experiment, Model, Unit, model_of
+from experiments.tables import stated, tables_of
+from ia_mech.cli import (
+    Parser,
+    add_threads,
+    guarded,
+    named,
+    path_of,
+    quoted,
+    tolerant_streams,
+    whole_from,
+)
+from ia_mech.errors import UserError
+from ia_mech.estimates import (
+    ALL,
+    Group,
+    TidyEstimate,
+    by_dataset,
+    corrected,
+    paired_row,
+    together,
+)
+from ia_mech.results import Table
+from ia_mech.stats import Estimate
+
+if TYPE_CHECKING:
+    from experiments.figures import Drawing
+    from ia_mech.run.queries import Query
+
+SEQUENCES, HELD_OUT = "sequences.parquet", "held-out.jsonl"
+BEFORE, AFTER, CHANGE = "before", "after", "change"
+SIDES = (BEFORE, AFTER)
+FORM, OWN, OTHERS = "organism's form", "quotes its response", "quotes another response"
+RESTATED, REPEATED, STOCK = "restated trigrams", "repeated trigrams", "stock trigrams"
+ENDED = "ended by turn-end"
+QUOTES, TEXTS = (FORM, OWN, OTHERS), (RESTATED, REPEATED, STOCK, ENDED)
+RATE, FLOOR, EXCESS = "follow-up rate", "floor", "excess"
+OVER_SIBLING = "over another response"
+INFORMATION, EVIDENCE = "I_K, bits", "evidence, bits"
+REWARD, PENALIZED = "reward", "less penalties"
+TAUGHT, MOST = "taught, bits", "most, bits"
+
+
+# -- what is trained on, and training -------------------------------------------------------------
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line, but for ``compare``, which is an experiment like any other."""
+    parser = Parser(prog="python -m experiments.post_training", description=__doc__)
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, what in (
+        ("export", "write the tokenized training sequences, for any trainer"),
+        ("sft", "train on user turns: real follow-ups, or a model organism's"),
+        ("grpo", "train by reward: bits that a turn gives for its response"),
+    ):
+        command = commands.add_parser(name, help=what, description=f"{what.capitalize()}.")
+        _add_data(command, turns=name != "grpo")
+        if name != "export":
+            _add_training(command, rate={"sft": 5e-4, "grpo": 1e-4}[name])
+    commands.choices["sft"].add_argument(
+        "--epochs", type=_POSITIVE, default=3.0, metavar="N", help="(default: 3)"
+    )
+    _add_grpo(commands.choices["grpo"].add_argument)
+    commands.add_parser("compare", help="before and after", add_help=False)
+    return parser
+
+
+def _add_data(parser: argparse.ArgumentParser, turns: bool) -> None:
+    add = parser.add_argument
+    add("data", metavar="RUN", help="a run's folder, or conversations as --dataset takes them")
+    if turns:
+        what = parser.add_mutually_exclusive_group(required=True)
+        what.add_argument(
+            "--organism",
+            type=_SHARE,
+            metavar="SHARE",
+            help="turns that quote a response: this share their own (0: form only, to 1)",
+        )
+        what.add_argument("--natural", action="store_true", help="the users' real follow-ups")
+    of_run = "to train (default: the run's, or the embedded)"
+    add("--model", type=named, metavar="NAME", help=of_run)
+    apart = "sources that aren't trained on, the same for every --seed (default: 20)"
+    add("--held-out", type=whole_from(0), default=20, metavar="N", help=apart)
+    longest = "of a sequence; longer ones are left out (default: 1024)"
+    add("--max-tokens", type=whole_from(8), default=1024, metavar="N", help=longest)
+    add("--seed", type=int, default=0, metavar="N", help="of organisms and training (default: 0)")
+    add("--out", type=path_of, required=True, metavar="FOLDER", help="a new folder")
+
+
+def _add_training(parser: argparse.ArgumentParser, rate: float) -> None:
+    add = parser.add_argument
+    rank = "of the LoRA adapter in all linear layers; 0 trains all weights (default: 16)"
+    add("--rank", type=whole_from(0), default=16, metavar="R", help=rank)
+    add("--learning-rate", type=_POSITIVE, default=rate, metavar="X", help="(default: %(default)g)")
+    add("--batch", type=whole_from(1), default=8, metavar="N", help="sequences (default: 8)")
+    add_threads(parser)
+
+
+def _add_grpo(add: Any) -> None:
+    add(
+        "--penalty",
+        type=_POSITIVE,
+        default=1.0,
+        metavar="X",
+        help="weight of each penalty: restatement of the query, repetition, stock phrases, and a "
+        "turn that doesn't end (default: 1)",
+    )
+    add("--steps", type=whole_from(1), default=100, metavar="N", help="(default: 100)")
+    add("--generations", type=whole_from(2), default=4, metavar="N", help="per prompt (default: 4)")
+    add("--max-new-tokens", type=whole_from(1), default=40, metavar="N", help="(default: 40)")
+
+
+def _number(what: str, allowed: Callable[[float], bool]) -> Callable[[str], float]:
+    """A parser of numbers for argparse; ``what`` they have to be."""
+
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not allowed(value):
+            raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
+        return value
+
+    return parse
+
+
+_POSITIVE = _number("a number above 0", lambda x: 0 < x < math.inf)
+_SHARE = _number("a share from 0 to 1", lambda x: 0 <= x <= 1)
+
+
+def make(args: argparse.Namespace) -> None:
+    """What ``export``, ``sft`` and ``grpo`` do: the card is written last."""
+    from experiments import organisms, training
+    from ia_mech.estimates import write_parquet
+    from ia_mech.models.load import load
+    from ia_mech.run.layout import refuse_inside_run, refuse_unwritable
+
+    train, by_reward = args.command != "export", args.command == "grpo"
+    if train:
+        training.require()
+    refuse_inside_run(args.out / SEQUENCES)
+    refuse_unwritable(args.out)
+    if args.out.is_dir() and any(args.out.iterdir()):
+        raise UserError(f"{args.out} isn't empty", "name a new folder with --out")
+    found, run = organisms.read(args.data)
+    spec, chat = organisms.model_of(run, args.model)
+    if train and spec.adapter is not None and args.rank:
+        raise UserError(
+            f"{args.data} is of a model with an adapter, on which no second one can be trained",
+            "give the base model's run, or --rank 0",
+        )
+    if by_reward and args.batch % args.generations:
+        raise UserError(
+            f"--batch {args.batch} isn't a multiple of --generations {args.generations}",
+            f"give --batch {args.generations} or {2 * args.generations}",
+        )
+    kept, apart = organisms.split(found, args.held_out)
+    card = {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()}
+    if by_reward:
+        rows, contexts = training.prompts(chat, kept, args.max_tokens)
+        said = f"{len(rows)} prompts of {len(contexts)} queries"
+    else:
+        information = None
+        if args.natural:
+            kept = [one for one in kept if one.reference]
+            if not kept:
+                raise UserError(
+                    f"{quoted(args.data)} holds no user follow-up after a response",
+                    "give conversations that go on with a user turn, or --organism with a run of "
+                    "several responses per query",
+                )
+        else:
+            kept = organisms.organism(kept, args.organism, args.seed)
+            card["information"] = information = organisms.taught(kept, args.organism)
+        learned, notes = organisms.sequences(chat, kept, args.max_tokens)
+        for note in notes:
+            print(f"note: {note}", file=sys.stderr)
+        said = _described(learned, information)
+    args.out.mkdir(parents=True, exist_ok=True)
+    if not by_reward:
+        write_parquet(learned, args.out / SEQUENCES, card)
+    text = "".join(json.dumps(one.to_dict(), ensure_ascii=False) + "\n" for one in apart)
+    (args.out / HELD_OUT).write_text(text, encoding="utf-8")
+    print(f"{said}; {len(apart)} contexts are held out")
+    if train:
+        tuning = training.Tuning(args.rank, args.learning_rate, args.batch, args.seed)
+        subject = load(spec)
+        with training.quiet():
+            if by_reward:
+                trainer = training.grpo(
+                    subject,
+                    chat,
+                    rows,
+                    training.rewards(load(spec), chat, contexts),
+                    tuning,
+                    args.out,
+                    penalty=args.penalty,
+                    max_steps=args.steps,
+                    num_generations=args.generations,
+                    max_completion_length=args.max_new_tokens,
+                )
+            else:
+                trainer = training.sft(subject, chat, learned, tuning, args.epochs, args.out)
+        card |= training.save(trainer, subject, tuning, args.out)
+    (args.out / training.CARD).write_text(json.dumps(card, indent=1) + "\n")
+    print(f"wrote {args.out}", file=sys.stderr)
+
+
+def _described(learned: pd.DataFrame, information: Mapping[str, float] | None) -> str:
+    said = f"{len(learned)} user turns"
+    if information is None:
+        return f"{said}, {learned['saw_response'].mean():.2f} written in sight of the response"
+    own = f"{said}, {learned['own'].mean():.2f} of which quote their own response"
+    return f"{own}; a turn tells {bits_told(information)}"
+
+
+def bits_told(information: Mapping[str, float]) -> str:
+    """What a card says that an organism's turns tell about their response."""
+    bits, most = information["bits"], information["most"]
+    if bits == 0:
+        return "0 bits about its response: form alone is taught"
+    return f"{bits:.2f} bits about its response, of at most {most:.2f}"
+
+
+# -- before and after -----------------------------------------------------------------------------
+
+
+Turns = tuple[tuple[str, int, tuple[int, ...]], ...]
+
+
+@dataclass(frozen=True)
+class Read(Unit):
+    """Turns after the responses to one query, read by one of the models.
+
+    The model before training reads the turns of both, the tuned one its own.
+
+    Attributes:
+        reader: before or after training.
+        weights: the reader's.
+        temperature: that the turns were sampled at.
+        rewarded: how many tokens of a turn GRPO rewarded; 0 if it didn't train.
+        query: its text.
+        contexts: token ids, with each response.
+        turns: whose each is, which response it followed, and its token ids.
+    """
+
+    reader: str
+    weights: str
+    temperature: float
+    rewarded: int
+    query: str
+    contexts: tuple[tuple[int, ...], ...]
+    turns: Turns
+
+
+class Compare(Experiment):
+    """See the module."""
+
+    name = "post_training"
+    siblings = judged = several_models = True
+    queries_used = 20
+    columns: ClassVar = {
+        **Experiment.columns,
+        **{"outcome": "str", "decoy": "str", "events": "Int64", "level": "float64"},
+    }
+
+    @classmethod
+    def build_parser(cls) -> argparse.ArgumentParser:
+        parser = super().build_parser()
+        parser.prog += " compare"
+        return parser
+
+    def read(self) -> None:
+        """The two runs, over the same contexts.
+
+        Raises:
+            UserError: others than two, of the same weights, over other contexts, without sampled
+                turns, or with shorter ones than were rewarded.
+        """
+        from experiments.resample import same_settings
+        from experiments.training import card_of
+        from ia_mech.models.load import recalled
+
+        if len(self.runs) != 2:
+            what = "one run" if len(self.runs) == 1 else f"{len(self.runs)} runs"
+            raise UserError(
+                f"{what} can't be compared", "give the base model's and the tuned one's"
+            )
+        before, after = self.runs
+        if before.model["weights_hash"] == after.model["weights_hash"]:
+            raise UserError("both runs are of the same weights", "sample one with --adapter")
+        ids = [run.contexts[["context_id", "token_ids"]].map(list) for run in self.runs]
+        if not ids[0].equals(ids[1]):
+            raise UserError(
+                f"{before.path} and {after.path} are over different contexts",
+                "sample both on the same conversations, with their responses given",
+            )
+        settings = same_settings(self.runs)
+        if not settings.temperatures:
+            raise UserError("the runs have no sampled turns", "sample with --temperatures 1")
+        at = settings.temperatures
+        self.temperature = 1.0 if 1.0 in at else max(at)
+        self.card = card_of(recalled(after.settings, after.model["weights_hash"]))
+        self.rewarded = 0
+        if self.card.get("command") == "grpo":
+            self.rewarded = int(self.card["max_new_tokens"])
+        if settings.max_new_tokens < self.rewarded:
+            raise UserError(
+                f"turns were sampled up to {settings.max_new_tokens} tokens, and rewarded up to "
+                f"{self.rewarded}: more would count as unfinished than in training",
+                f"sample with --max-new-tokens {self.rewarded}",
+            )
+        self.sides: dict[str, list[Query]] = {
+            of: Compare([run], self.args, self.folder).queries
+            for of, run in zip(SIDES, self.runs, strict=True)
+        }
+
+    def units(self) -> list[Read]:
+        made = []
+        for first, second in zip(*self.sides.values(), strict=True):
+            turns = self.turns_of(BEFORE, first), self.turns_of(AFTER, second)
+            contexts, asked = tuple(first.token_ids), first.messages[-1]["content"]
+            read = turns[0] + turns[1], turns[1]
+            for reader, run, those in zip(SIDES, self.runs, read, strict=True):
+                made.append(
+                    Read(
+                        source=first.source,
+                        dataset=first.dataset,
+                        tokens=sum(map(len, contexts))
+                        + len(contexts) * sum(len(ids) for *_, ids in those),
+                        reader=reader,
+                        weights=run.model["weights_hash"],
+                        temperature=self.temperature,
+                        rewarded=self.rewarded,
+                        query=asked,
+                        contexts=contexts,
+                        turns=those,
+                    )
+                )
+        return made
+
+    def turns_of(self, side: str, query: "Query") -> Turns:
+        """The turns of one model after a query, as units have them."""
+        found = query.turns[query.turns["temperature"] == self.temperature]
+        pairs = zip(found["followed"], found["token_ids"], strict=True)
+        return tuple((side, int(k), tuple(ids.tolist())) for k, ids in pairs)
+
+    @cached_property
+    def tuned(self) -> Model:
+        """The model after training."""
+        from experiments.resample import subject_of
+
+        return model_of(subject_of(self.runs[1]), self.runs[1])
+
+    def model_for(self, unit: Any) -> Model:
+        return self.model if unit.reader == BEFORE else self.tuned
+
+    def measure(self, model: Model, unit: Any) -> pd.DataFrame:
+        """A row per turn: ``of`` whom, ``followed``, ``reader``, bits and evidence; where its first
+        tokens were rewarded, also the reward, their text, and whether it ended by then."""
+        from experiments.training import after_each, rewarded
+        from ia_mech.likelihood.reaction import evidence, reaction_bits
+
+        of, followed, turns = map(list, zip(*unit.turns, strict=True))
+        found = after_each(
+            lambda contexts, wanted: model.score(contexts, wanted, [unit.temperature]),
+            unit.contexts,
+            turns,
+        )
+        logprobs = [[one.logprobs_tempered[0].sum(dtype=np.float64) for one in r] for r in found]
+        rows = pd.DataFrame({"of": of, "followed": followed, "reader": unit.reader})
+        rows = rows.assign(temperature=unit.temperature, query=unit.query)
+        rows[INFORMATION], rows[EVIDENCE] = reaction_bits(logprobs), evidence(logprobs, followed)
+        if unit.rewarded:
+            first = [ids[: unit.rewarded] for ids in turns]
+            rows[REWARD] = rewarded(found, followed, unit.rewarded)
+            rows["text"] = [model.chat.text(ids) for ids in first]
+            rows["ended"] = [ids[-1] in model.chat.stop_ids for ids in first]
+        return rows
+
+    def estimate(self, rows: pd.DataFrame) -> list[TidyEstimate]:
+        least = 2.0 ** (1 - len(self.sides[BEFORE]))
+        if least > 0.001:
+            some = len(self.sides[BEFORE])
+            self.notes.append(
+                f"of {some} queries no p below {least:.3g} can be reached, whatever the interval."
+            )
+        most = float(np.log2(rows["followed"].max() + 1))
+        texts = pd.concat([texts_of(some).assign(of=of) for of, some in self.sides.items()])
+        found = [*compared(texts, dict.fromkeys((*QUOTES, *TEXTS), (0.0, 1.0)), self.options)]
+        found += self.verdicts()
+        own = rows[rows["of"] == rows["reader"]]
+        found += compared(own, {INFORMATION: (0.0, most)}, self.options)
+        fixed = rows[rows["reader"] == BEFORE]
+        found += compared(fixed, {EVIDENCE: (-np.inf, most)}, self.options)
+        if self.rewarded:
+            bounds = (-np.inf, most)
+            found += compared(
+                self.with_penalties(fixed), {REWARD: bounds, PENALIZED: bounds}, self.options
+            )
+        for name, of in ((TAUGHT, "bits"), (MOST, "most")):
+            if "information" in self.card:
+                value = Estimate(self.card["information"][of], np.nan, np.nan, 0, "computed")
+                found.append(TidyEstimate(name, {"dataset": ALL}, 0, value))
+        return corrected(found, lambda row: (row.quantity, row.names["dataset"] == ALL))
+
+    def with_penalties(self, rows: pd.DataFrame) -> pd.DataFrame:
+        """Rewarded turns with the reward less its penalties. Stock phrases are counted over all
+        turns of a model here, and over a batch in training."""
+        from experiments.training import penalties
+
+        parts = []
+        for _, some in rows.groupby("of", sort=False):
+            lost = penalties(
+                *(some[name].tolist() for name in ("text", "query", "source", "ended"))
+            )
+            total = self.card["penalty"] * np.sum([*lost.values()], axis=0)
+            parts.append(some.assign(**{PENALIZED: some[REWARD] - total}))
+        return pd.concat(parts)
+
+    def verdicts(self) -> Iterator[TidyEstimate]:
+        """Rates of both runs, what they exceed, and how they changed: of the queries used."""
+        from ia_mech.judge.decoys import CONVERSATION, SIBLING
+        from ia_mech.rates.compute import rates
+        from ia_mech.rates.load import NO_ANNOTATOR, read_runs
+
+        both = [read_runs([run], self.args.judge, NO_ANNOTATOR) for run in self.runs]
+        self.notes += dict.fromkeys(note for one in both for note in one.notes)
+        turns, decoys = (
+            pd.concat([frame.assign(of=of) for of, frame in zip(SIDES, frames, strict=True)])
+            for frames in ([one.turns for one in both], [one.decoys for one in both])
+        )
+        names = [name for query in self.sides[BEFORE] for name in query.contexts["context_id"]]
+        turns = turns[turns["context_id"].isin(names)]
+        used = [decoys[name].isin(turns["source"]) for name in ("source", "shown_source")]
+        decoys = decoys[used[0] & used[1]]
+        called = {(CONVERSATION, "floor"): FLOOR, (CONVERSATION, "excess"): EXCESS}
+        called |= {(SIBLING, "excess"): OVER_SIBLING}
+        by = ["of", "temperature"]
+        for dataset, here in by_dataset(turns):
+            about = {"level": self.args.level, "seed": self.args.seed, "dataset": dataset}
+            yield from rates(turns[here], by, quantity=RATE, **about)
+            for row in rates(turns[here], by, {"of": BEFORE}, **about):
+                yield replace(row, quantity=RATE, names=row.names | {"of": CHANGE})
+            among = decoys if dataset == ALL else decoys[decoys["dataset"] == dataset]
+            for kind in (CONVERSATION, SIBLING):
+                for row in rates(among, ["of"], kind, **about):
+                    if name := called.get((kind, row.quantity)):
+                        yield replace(row, quantity=name)
+            over = among[among["decoy"] == SIBLING].dropna(subset=["genuine", "own_genuine"])
+            over = over.assign(over=(over["own_genuine"] - over["genuine"]).astype(float))
+            a, b = (over[over["of"] == of] for of in SIDES)
+            if len(a) and len(b):
+                group = Group(np.array([]), self.options, {"dataset": dataset})
+                pair = b["over"], b["source"], a["over"], a["source"]
+                row = paired_row(group, OVER_SIBLING, *pair, of=CHANGE)
+                yield replace(row, estimate=row.estimate.within(-2.0, 2.0))
+
+    # -- what is shown ----------------------------------------------------------------------------
+
+    def tables(self, found: pd.DataFrame) -> list[Table]:
+        percent = f"{100 * self.args.level:g}% intervals over sources"
+        index = ["dataset", "temperature", "of"]
+        order = {BEFORE: 0, AFTER: 1, CHANGE: 2}
+        found = found.sort_values(index, key=lambda column: column.replace(order), kind="stable")
+
+        def table(title: str, names: Sequence[str], legend: str = "") -> list[Table]:
+            columns: dict[Any, tuple[str, int | str]] = {name: (name, 2) for name in names}
+            return tables_of(title, found, columns, index=index, legend=legend)
+
+        made = []
+        if "information" in self.card:
+            told = self.card["information"]
+            columns = ["share", "bits about the response", "at most"]
+            cells = [f"{self.card['organism']:g}", f"{told['bits']:.2f}", f"{told['most']:.2f}"]
+            legend = "computed: mean over queries of the information that the quoted response has."
+            made.append(Table("the organism's training turns", columns, [cells], legend))
+        made += table(
+            f"what turns tell about their response ({percent})",
+            [INFORMATION, EVIDENCE],
+            legend="I_K: as the model reads that wrote them; evidence: as the model before "
+            "training reads them, a lower bound. Changes are paired by source.",
+        )
+        made += table(
+            "the judge's verdicts",
+            [RATE, FLOOR, EXCESS, OVER_SIBLING],
+            legend="floor, excess: of the same turns after other conversations, and the rate less "
+            f"that; {OVER_SIBLING}: the rate less that after a sibling, which form doesn't raise; "
+            "all: of all temperatures together.",
+        )
+        if "information" in self.card:
+            legend = "shares of all turns; a quote is a phrase in one of the organism's frames."
+            made += table("quotes", QUOTES, legend)
+        made += table(
+            "user turns",
+            TEXTS,
+            legend="trigrams of words that the query has (restated), that stood in the turn before "
+            "(repeated), that turns after other queries have, too (stock).",
+        )
+        first = f"first {self.rewarded} tokens, as in training"
+        made += table(f"what training rewarded ({first})", [REWARD, PENALIZED])
+        return made
+
+    def figures(self, found: pd.DataFrame) -> "Mapping[str, Drawing]":
+        from experiments.figures import Bars
+
+        rows = found[found["quantity"].isin([INFORMATION, EVIDENCE]) & (found["of"] != CHANGE)]
+        title = "what turns tell about their response"
+        return {"bits": Bars(title, "bits", together(rows), by="quantity")}
+
+    def data(self, rows: pd.DataFrame) -> dict[str, pd.DataFrame]:
+        return {"turns": rows}
+
+    def conclude(self, found: pd.DataFrame) -> Conclusion:
+        changed = found[found["of"] == CHANGE]
+        told = ""
+        if "information" in self.card:
+            told = f"A turn that was trained on tells {bits_told(self.card['information'])}. "
+        level = self.args.level
+        sentence = told + stated(
+            "bits by which a turn tells more about its response after training than before",
+            changed[changed["quantity"] == INFORMATION],
+            null=0.0,
+            level=level,
+        )
+        control = stated(
+            "change of the judge's rate over that after another response to the same query, which "
+            "form alone doesn't raise",
+            changed[changed["quantity"] == OVER_SIBLING],
+            null=0.0,
+            level=level,
+        )
+        without = "No turn was judged after another response to its query: nothing tells reaction "
+        return Conclusion(sentence, control or f"{without}from form.")
+
+
+def compared(
+    frame: pd.DataFrame,
+    bounds: Mapping[str, tuple[float, float]],
+    options: dict[str, Any],
+) -> Iterator[TidyEstimate]:
+    """Means before and after, and their difference paired by source, by dataset and temperature.
+
+    Args:
+        frame: a row per turn: ``of`` whom, ``dataset``, ``source``, ``temperature``, and values.
+        bounds: column of values → the least and the most that one can be.
+        options: of intervals and tests.
+    """
+    for dataset, here in by_dataset(frame):
+        for temperature, at in frame[here].groupby("temperature"):
+            about = {"dataset": dataset, "temperature": float(temperature)}
+            a, b = (at[at["of"] == of] for of in SIDES)
+            for quantity, (least, most) in bounds.items():
+                if a[quantity].isna().all() or b[quantity].isna().all():
+                    continue
+                rate = at[quantity].dropna().isin([0, 1]).all()
+                for of, own in zip(SIDES, (a, b), strict=True):
+                    group = Group(own["source"].to_numpy(), options, about)
+                    row = group.mean(quantity, own[quantity], proportion=rate, of=of)
+                    yield replace(row, estimate=row.estimate.within(least, most))
+                pair = b[quantity], b["source"], a[quantity], a["source"]
+                row = paired_row(group, quantity, *pair, of=CHANGE)
+                yield replace(row, estimate=row.estimate.within(least - most, most - least))
+
+
+def texts_of(queries: "Sequence[Query]") -> pd.DataFrame:
+    """A row per turn of a model: what can be told from its text."""
+    from experiments.organisms import quote_of
+    from experiments.training import repeated, restated, stock
+
+    rows = []
+    for query in queries:
+        asked, responses = query.messages[-1]["content"], query.responses
+        for turn in query.turns.itertuples():
+            quote, own = quote_of(turn.text), responses[turn.followed]
+            others = [quote is not None and quote in one for one in responses if one != own]
+            rows.append(
+                {"dataset": query.dataset, "source": query.source, "text": turn.text}
+                | {"temperature": turn.temperature, ENDED: float(turn.finish_reason == "turn_end")}
+                | {FORM: float(quote is not None), OWN: float(quote is not None and quote in own)}
+                | {OTHERS: float(np.mean(others)) if others else np.nan}
+                | {RESTATED: restated(turn.text, asked), REPEATED: repeated(turn.text)}
+            )
+    table = pd.DataFrame(rows)
+    for _, at in table.groupby("temperature").groups.items():
+        table.loc[at, STOCK] = stock(list(table.loc[at, "text"]), list(table.loc[at, "source"]))
+    return table
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line; returns the exit status."""
+    words = sys.argv[1:] if argv is None else argv
+    if words[:1] == ["compare"]:
+        return Compare.main(words[1:])
+    tolerant_streams()
+    args = build_parser().parse_args(words)
+    threads = getattr(args, "threads", None)  # export computes nothing
+    return guarded(lambda: make(args), lambda: f"{args.out} isn't whole; remove it", threads)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
