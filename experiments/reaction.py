@@ -407,9 +407,9 @@ class Reaction(Experiment):
         parser.add_argument(
             "--control-queries",
             type=whole_from(0),
-            default=40,
+            default=60,
             metavar="N",
-            help="the first N of the drawn queries have controls; 0: no controls (default: 40)",
+            help="the first N drawn queries have controls; 0: no controls (default: 60)",
         )
         parser.add_argument(
             "--paraphrases",
@@ -458,7 +458,9 @@ class Reaction(Experiment):
                 note += " Too few queries have two complete ones: the headline is of all responses."
             self.notes.append(note)
 
-        having = [query for query in self.used if len(self.among[query.source]) >= self.size]
+        first = {q.source for q in drawn(self.queries, args.control_queries, args.seed)}
+        having = [q for q in self.used if q.source in first]
+        having = [q for q in having if len(self.among[q.source]) >= self.size]
         self.versions: Versions = {}
         if args.paraphrases is not None and args.control_queries:
             self.versions = read_versions(args.paraphrases, self.used, self.size, args.seed)
@@ -469,7 +471,7 @@ class Reaction(Experiment):
                     f"to no query that has {self.size} responses to tell apart",
                     "give more versions, or lower --among",
                 )
-        self.controlled = drawn(having, args.control_queries, args.seed)
+        self.controlled = having
         self.reworded = {
             query.source: chosen(query, self.among[query.source], args.seed)
             for query in self.controlled

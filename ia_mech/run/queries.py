@@ -1,6 +1,5 @@
 """Queries with their responses, and the turns after each: where every experiment starts."""
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -106,15 +105,10 @@ def queries_of(runs: Sequence[Texts], kind: str = UNPERTURBED) -> list[Query]:
 def drawn(queries: Sequence[T], most: int | None, seed: int) -> list[T]:
     """At most so many queries (or their names), in their order.
 
-    A query's place in the draw depends on the seed and its source alone: those of a smaller number
-    are among those of a larger one, and where some queries can't be used the others keep their
-    order. All experiments on a run use the same queries.
+    Which ones depends on the seed and the queries alone, and those of a smaller number are among
+    those of a larger one: all experiments on a run use the same queries.
     """
-
-    def place(number: int) -> bytes:
-        return hashlib.blake2b(f"{seed}\x1f{queries[number].source}".encode()).digest()
-
-    order = sorted(range(len(queries)), key=place)
+    order = np.random.default_rng([seed, len(queries)]).permutation(len(queries))
     return [queries[i] for i in sorted(order[:most])]
 
 
