@@ -232,6 +232,11 @@ class Experiment:
                     f"{self.runs[0].path} has one response per query",
                     "sample again with --response generate --responses 4",
                 )
+            if len(several) < len(found):
+                self.notes.append(
+                    f"{len(found) - len(several)} of {len(found)} queries have one response and "
+                    "are left out."
+                )
             found = several
         return drawn(found, getattr(self.args, "queries", None), self.args.seed)
 
@@ -392,6 +397,7 @@ class Experiment:
     @classmethod
     def command(cls, args: argparse.Namespace) -> None:
         """What the command does: answer, write and print."""
+        from experiments.tables import print_plan
         from ia_mech.display import console, styled
         from ia_mech.rates.load import open_runs
         from ia_mech.results import show, write
@@ -400,7 +406,7 @@ class Experiment:
         one = cls(runs, args, output_folder(cls, args.out, args.runs[0]))
         one.check()
         if args.dry_run:
-            one.print_plan()
+            print_plan(one.plan())
             return
         result = styled(one.result)()
         write(result, one.folder)
@@ -423,10 +429,8 @@ class Experiment:
             self.gate = read_runs(self.runs, self.args.judge, NO_ANNOTATOR).gate
         self.read()
 
-    def print_plan(self) -> None:
-        """Print what would be sampled and measured."""
-        from experiments.tables import print_plan
-
+    def plan(self) -> dict[str, str]:
+        """What would be sampled and measured: name → how much."""
         lines = {}
         decoding = self.runs[0].settings | self.decoding()
         per_context = len(decoding["temperatures"]) * decoding["samples"]
@@ -439,7 +443,7 @@ class Experiment:
             lines["to measure"] = (
                 f"{len(units)} units of {queries} queries, about {tokens:,} tokens"
             )
-        print_plan(lines or {"to compute": "nothing: the runs hold all that is read"})
+        return lines or {"to compute": "nothing: the runs hold all that is read"}
 
     def result(self) -> "Result":
         """Sample, measure, estimate, conclude."""

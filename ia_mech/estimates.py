@@ -21,6 +21,7 @@ from ia_mech.stats import Estimate, cluster_bootstrap, cluster_mean, holm, paire
 
 ALL = "(all)"  # the name of all datasets together
 FEW_SOURCES = 24  # benchmarks/coverage.md simulates so many sources and more
+LEAST_P = 0.001  # smaller ones are shown as such; where a test can't reach it, that is said
 MEASURED = {  # columns that every estimate has, after those that say what it is of
     "rows": "int64",
     "value": "float64",
@@ -237,7 +238,7 @@ def estimate_of(row: Any) -> Estimate:
 
 def p_value(p: float) -> str:
     """``p = 0.012``, or ``p < 0.001``; ``–`` where nothing was tested."""
-    return "–" if np.isnan(p) else "p < 0.001" if p < 0.001 else f"p = {p:.3f}"
+    return "–" if np.isnan(p) else "p < 0.001" if p < LEAST_P else f"p = {p:.3f}"
 
 
 def together(estimates: pd.DataFrame) -> pd.DataFrame:
@@ -247,14 +248,25 @@ def together(estimates: pd.DataFrame) -> pd.DataFrame:
 
 
 def few_sources(estimates: pd.DataFrame) -> list[str]:
-    """A note naming the datasets whose intervals or tests rest on fewer sources than simulated."""
+    """Notes on the datasets whose intervals or tests rest on fewer sources than simulated.
+
+    Flipping the signs of n sources gives no p below 2^(1 − n), however large the effect is.
+    """
     tested = estimates["low"].notna() | estimates["p"].notna()
     shown = estimates[tested & (estimates["sources"] < FEW_SOURCES)]
     names = list(dict.fromkeys(shown["dataset"]))
     if not names:
         return []
-    return [
+    notes = [
         f"Some intervals of {', '.join(names)} rest on fewer than {FEW_SOURCES} sources (prompts). "
         "Take them as rough: how often such intervals hold the true value was not tested "
         "(benchmarks/coverage.md)."
     ]
+    flipped = estimates[estimates["test"].str.contains("sign flip", na=False)]
+    least = flipped.groupby("dataset", sort=False)["sources"].min()
+    for dataset, count in least[2.0 ** (1 - least) >= LEAST_P].items():
+        notes.append(
+            f"{dataset}: flipping the signs of {count} sources gives no p below "
+            f"{2.0 ** (1 - count):.2g}, however large the effect."
+        )
+    return notes

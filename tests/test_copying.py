@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from ia_mech.likelihood.copying import FEATURES, GROUPS, copy_features
-from ia_mech.likelihood.reaction import choice_bits, copy_curve
+from ia_mech.likelihood.reaction import choice_bits
 
 QUERY = "How does a lens work?"
 RESPONSES = (
@@ -108,10 +108,3 @@ def test_who_copies_has_copy_bits_and_who_does_not_has_none():
     assert 0.3 < bits["picks two words"] < 1.5
     assert abs(bits["restates the query"]) < 0.05
     assert abs(bits["changes the topic"]) < 0.05
-
-
-def test_the_curve_adds_the_groups_in_order():
-    x, followed, sources = dialogues(lambda rng, query, response: response)
-    steps = copy_curve(x, GROUPS, np.full(len(x), 2.0), followed, sources)
-    assert [step.group for step in steps] == list(GROUPS)
-    assert all(step.beyond.value < 0.01 for step in steps)

@@ -5,6 +5,8 @@ import pandas as pd
 import pytest
 
 from experiments.tables import smallest_effect, stated
+from ia_mech.estimates import few_sources
+from ia_mech.stats import paired_difference
 
 
 def estimate(value: float, low: float, high: float) -> pd.DataFrame:
@@ -29,3 +31,14 @@ def test_only_a_null_says_what_it_could_have_shown():
     assert stated("change", shown, null=0.0) == "Change: 0.20 [0.10, 0.30]."
     assert stated("change", null) == "Change: 0.02 [-0.08, 0.12]."
     assert "power" not in stated("change", estimate(0.02, np.nan, np.nan), null=0.0)
+
+
+def test_the_smallest_p_that_few_sources_could_reach_is_said():
+    for count, least in ((4, "0.12"), (5, "0.062"), (12, None)):
+        found = paired_difference(
+            np.arange(1.0, count + 1), range(count), [0.0] * count, range(count)
+        )
+        row = {"dataset": "d", "low": 1.0, "p": found.p, "test": found.test, "sources": count}
+        notes = few_sources(pd.DataFrame([row]))
+        assert found.p == 2.0 ** (1 - count) and len(notes) == (2 if least else 1)
+        assert least is None or f"no p below {least}," in notes[1]

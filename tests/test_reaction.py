@@ -11,7 +11,6 @@ from ia_mech.likelihood.reaction import (
     bits_by_token,
     by_query,
     choice_bits,
-    copy_curve,
     distinctness,
     evidence,
     fit_beta,
@@ -94,7 +93,7 @@ def test_a_noisy_copy_of_the_index_has_the_bits_of_its_channel(count, error):
     logprobs = log(p)[:, turns].T
     closed = np.log2(count) - entropy(p[0])
     found = information(logprobs, followed, np.zeros(len(turns)))
-    assert found.value == pytest.approx(closed, abs=1e-12)
+    assert found[0] == pytest.approx(closed, abs=1e-12)
     assert evidence(logprobs, followed).mean() == pytest.approx(closed, abs=1e-12)
     if error < 1 - 1 / count:
         right = 1 - error
@@ -104,7 +103,7 @@ def test_a_noisy_copy_of_the_index_has_the_bits_of_its_channel(count, error):
         named = np.r_[1 - error, np.full(size - 1, error / (count - 1))]
         closed = named.sum() * (np.log2(size) - entropy(named / named.sum()))
         found = information(logprobs, followed, np.zeros(len(turns)), size=size)
-        assert found.value == pytest.approx(closed, abs=1e-12)
+        assert found[0] == pytest.approx(closed, abs=1e-12)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -163,14 +162,14 @@ def test_turns_that_do_not_depend_on_the_response_have_no_bits():
         assert np.abs(bits_by_token(scores[:, :, None])).max() <= 1e-9
         assert (evidence(scores, followed) == 0).all()
         assert (identified(scores, followed) == 1 / 6).all()
-        assert information(scores, followed, [0] * len(scores)).value <= 1e-9
+        assert information(scores, followed, [0] * len(scores))[0] <= 1e-9
 
 
 def test_a_restater_of_the_response_has_all_bits_that_responses_that_differ_allow():
     for responses, expected in (((0, 1, 2, 3), 2.0), ((0, 0, 1, 2), 1.5), ((0, 0, 0, 0), 0.0)):
         p = np.eye(4)[list(responses)][:, None]
         scores, followed = PlantedModel(p).sample(np.random.default_rng(0), 3)
-        found = information(scores, followed, [0] * len(scores)).value
+        found = information(scores, followed, [0] * len(scores))[0]
         assert found == pytest.approx(expected, abs=1e-12)
         alike = np.array([responses.count(r) for r in responses])
         assert identified(scores, followed).mean() == pytest.approx((1 / alike).mean())
@@ -195,14 +194,14 @@ def test_sampled_turns_that_share_noise_have_the_right_mean():
     drawn = [model.sample(rng, 4) for model in models]
     scores, followed = (np.concatenate(parts) for parts in zip(*drawn, strict=True))
     sources = np.repeat(np.arange(300), 16)
-    truth = np.mean([model.information(3) for model in models])
     for values in (reaction_bits(scores), evidence(scores, followed)):
         names, each = by_query(values, followed, sources, 4)
         assert names == list(range(300))
         gap = each - [model.information(3) for model in models]
         assert abs(gap.mean()) < 4 * gap.std() / np.sqrt(300)
     found = information(scores, followed, sources)
-    assert found.low < truth < found.high and found.sources == 300
+    names, each = by_query(reaction_bits(scores), followed, sources, 4)
+    assert [*found] == names and [*found.values()] == pytest.approx(each)
 
 
 # -- averages -----------------------------------------------------------------------------------
@@ -216,10 +215,20 @@ def test_a_response_and_a_query_weigh_the_same_whatever_their_numbers_of_turns()
     assert mean_over_queries(values, followed, ["b"] * 4 + ["a"] * 2, 2).value == 1.5
 
 
-def test_an_interval_stays_where_information_can_be():
-    scores = log([[0.98, 0.02], [0.02, 0.98]] * 3 + [[0.5, 0.5]] * 2)
-    found = information(scores, [0, 1] * 4, [0, 0, 1, 1, 2, 2, 3, 3])
-    assert found.high == 1.0 and 0 <= found.low < found.value < 1
+def test_information_is_of_all_sets_of_some_responses():
+    """Against all sets, one by one; a query with too few of the responses is left out."""
+    rng = np.random.default_rng(0)
+    scores, followed = rng.normal(size=(24, 4)), np.tile(np.repeat(range(4), 2), 3)
+    sources = np.repeat(["a", "b", "c"], 8)
+    among = {"a": [0, 2, 3], "b": [1, 3], "c": [2]}
+    found = information(scores, followed, sources, among, 2)
+    assert set(found) == {"a", "b"}
+    for source, bits in found.items():
+        each = []
+        for pair in combinations(among[source], 2):
+            here = (sources == source) & np.isin(followed, pair)
+            each.append(reaction_bits(scores[here][:, list(pair)]).mean())
+        assert bits == pytest.approx(np.mean(each), abs=1e-12)
 
 
 def test_distinctness_is_the_chance_that_a_pair_differs():
@@ -242,7 +251,7 @@ def planted_scores(seed: int = 0, queries: int = 60, sharp: float = 1.0):
 
 
 def test_beta_is_where_the_likelihood_is_largest():
-    scores, followed, sources = planted_scores()
+    scores, followed, _ = planted_scores()
 
     def loss(beta: float) -> float:
         q = posterior(beta * scores)
@@ -250,17 +259,18 @@ def test_beta_is_where_the_likelihood_is_largest():
         return -(np.log(q[np.arange(len(q)), followed]).mean() + one_turn_more)
 
     brute = minimize_scalar(loss, bounds=(0, 5), method="bounded", options={"xatol": 1e-9}).x
-    assert fit_beta(scores, followed, sources) == pytest.approx(brute, abs=1e-5)
-    assert fit_beta(100 * scores, followed, sources) == pytest.approx(brute / 100, rel=1e-5)
+    weight = np.ones(len(scores))
+    assert fit_beta(scores, followed, weight) == pytest.approx(brute, abs=1e-5)
+    assert fit_beta(100 * scores, followed, weight) == pytest.approx(brute / 100, rel=1e-5)
     assert brute == pytest.approx(1, abs=0.15)  # these are the likelihoods of the turns
 
 
 def test_beta_is_0_where_scores_tell_nothing_and_finite_where_they_tell_all():
     scores, followed, sources = planted_scores()
-    assert fit_beta(-scores, followed, sources) == 0
-    assert fit_beta(np.full_like(scores, 3.0), followed, sources) == 0
+    assert fit_beta(-scores, followed, np.ones(len(scores))) == 0
+    assert fit_beta(np.full_like(scores, 3.0), followed, np.ones(len(scores))) == 0
     perfect = 50.0 * np.eye(4)[followed]
-    beta = fit_beta(perfect, followed, sources)
+    beta = fit_beta(perfect, followed, np.ones(len(perfect)))
     assert 0 < beta < 1
     found = readable_bits(perfect, followed, sources)
     assert found.bits == pytest.approx(2, abs=0.01)
@@ -274,7 +284,7 @@ def test_readable_bits_are_held_out_by_query():
     for fold in range(5):
         out = found.fold == fold
         assert set(sources[out]).isdisjoint(sources[~out]) and len(set(sources[out])) == 12
-        beta = fit_beta(scores[~out], followed[~out], sources[~out])
+        beta = fit_beta(scores[~out], followed[~out], np.ones((~out).sum()))
         assert found.fitted[fold] == pytest.approx(beta, rel=1e-8)
         expected = evidence(beta * scores[out], followed[out])
         assert found.bits[out] == pytest.approx(expected, abs=1e-7)
@@ -286,9 +296,9 @@ def test_readable_bits_are_held_out_by_query():
 def test_readable_bits_lie_below_the_information():
     """Of a reader with noise, and of one that reads the turns at another temperature."""
     scores, followed, sources = planted_scores(seed=1, queries=200)
-    whole = information(scores, followed, sources)
+    whole = np.mean([*information(scores, followed, sources).values()])
     same = mean_over_queries(readable_bits(scores, followed, sources).bits, followed, sources, 4)
-    assert same.low < whole.value < same.high
+    assert same.low < whole < same.high
     hot = readable_bits(scores / 3, followed, sources)
     assert hot.fitted == pytest.approx(3, abs=0.4)  # undone by β
     noise = np.random.default_rng(0).normal(size=scores.shape)
@@ -409,23 +419,6 @@ def test_features_that_tell_nothing_give_no_bits():
     nothing = choice_bits(x[:, :, 1:], followed, sources).bits
     assert -0.02 < nothing.mean() < 0.01
     assert (choice_bits(0 * x, followed, sources).bits == 0).all()
-
-
-def test_beyond_copy_shrinks_as_features_are_added():
-    x, followed, sources, truth = planted_choices()
-    groups = {"noise": [1], "signal": [0], "more noise": [2, 3]}
-    reaction = truth + 0.3
-    noise, signal, more = copy_curve(x, groups, reaction, followed, sources)
-    assert [step.group for step in (noise, signal, more)] == list(groups)
-    assert abs(noise.copied.value) < 0.02
-    assert noise.beyond.value == pytest.approx(reaction.mean(), abs=0.02)
-    assert signal.beyond.value == pytest.approx(0.3, abs=0.02)
-    assert more.beyond.value == pytest.approx(0.3, abs=0.03)
-    for step in (noise, signal, more):
-        total = step.copied.value + step.beyond.value
-        assert total == pytest.approx(reaction.mean(), abs=1e-9)
-    alone = choice_bits(x[:, :, [1, 0]], followed, sources).bits
-    assert (signal.bits == alone).all()
 
 
 # -- input that can't be used -------------------------------------------------------------------

@@ -62,32 +62,36 @@ def copy_features(turns: Sequence[str], query: str, responses: Sequence[str]) ->
 
     Returns:
         ``[turns, K, features]`` float, in the order of :data:`FEATURES`; concatenate those of
-        several queries for :func:`ia_mech.likelihood.reaction.copy_curve`.
+        several queries for :func:`ia_mech.likelihood.reaction.choice_bits`.
     """
     asked = _Parts(query)
     given = [_Parts(response) for response in responses]
-    stems, names = [one.stems for one in given], [one.names_within for one in given]
+    own, names = [one.stems for one in given], [one.names_within for one in given]
     out = np.zeros((len(turns), len(given), len(FEATURES)))
     for row, text in enumerate(turns):
         turn = _Parts(text)
         columns = (
-            _shared(turn.stems, stems, asked.stems),
-            np.array([len(turn.stems & one) / max(len(one), 1) for one in stems]),
+            _shared(turn.stems, own, asked.stems),
+            np.array([len(turn.stems & one) / max(len(one), 1) for one in own]),
             *(_shared(turn.runs[n], [o.runs[n] for o in given], asked.runs[n]) for n in (2, 3)),
             _shared(turn.numbers, [one.numbers for one in given], asked.numbers),
             _shared(turn.names, names, asked.names),
-            _shared(turn.asked, stems, asked.stems),
+            _shared(turn.asked, own, asked.stems),
         )
         out[row] = np.stack(columns, axis=1)
     return out
+
+
+def stems(text: str) -> list[str]:
+    """The stems of a text's words and its numbers, in their order."""
+    return [_stem(word) for word in _words(text)]
 
 
 class _Parts:
     """What a text is taken apart into, as sets."""
 
     def __init__(self, text: str) -> None:
-        words = [word.rstrip(".,") for word in _WORD.findall(text.lower())]
-        order = [_stem(word) for word in words]
+        words, order = _words(text), stems(text)
         self.stems = set(order)
         self.runs = {n: set(zip(*(order[i:] for i in range(n)), strict=False)) for n in (2, 3)}
         self.numbers = set(_NUMBER.findall(text))
@@ -99,6 +103,10 @@ class _Parts:
             if word in ASKING
             for stem in order[i + 1 : i + 1 + BESIDE]
         }
+
+
+def _words(text: str) -> list[str]:
+    return [word.rstrip(".,") for word in _WORD.findall(text.lower())]
 
 
 def _shared(turn: Set[Hashable], responses: Sequence[Set], query: Set[Hashable]) -> np.ndarray:

@@ -26,6 +26,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -248,27 +249,38 @@ def information(
     logprobs: ArrayLike,
     followed: ArrayLike,
     sources: Iterable[Hashable],
-    *,
+    among: Mapping[Any, Sequence[int]] | None = None,
     size: int | None = None,
-    level: float = 0.95,
-) -> Estimate:
-    """I_K in bits: mean :func:`reaction_bits` with its interval over queries, in [0, log₂ K].
+) -> dict[Hashable, float]:
+    """I_K′ of each query in bits, from 0 to log₂ K′: the mean over sets of K′ of its responses.
 
     Args:
         logprobs: as of :func:`posterior`; those that the turns were drawn from. Turns of different
             temperatures are different estimates.
         followed: ``[turns]``.
         sources: ``[turns]``.
-        size: K′ for I_K′ (:func:`subset_bits`); K if not given.
-        level: coverage.
+        among: query → which of its responses; turns that followed another one are left out, and so
+            are queries with fewer than K′. All K of every query if not given.
+        size: K′ (:func:`subset_bits`); K if not given.
 
     Raises:
         ValueError: as the functions named, and :func:`by_query`.
     """
-    scores = _logprobs(logprobs)
-    bits = reaction_bits(scores) if size is None else subset_bits(scores, followed, size)
-    found = mean_over_queries(bits, followed, sources, scores.shape[1], level=level)
-    return found.within(0, np.log2(size or scores.shape[1]))
+    scores, labels = _logprobs(logprobs), list(sources)
+    own, count = _followed(followed, scores), scores.shape[1]
+    if len(labels) != len(own):
+        raise ValueError(f"{len(own)} turns but {len(labels)} sources")
+    mine = [range(count) if among is None else among.get(label, ()) for label in labels]
+    held = np.array([len(those) * (k in those) for k, those in zip(own, mine, strict=True)])
+    found: dict[Hashable, float] = {}
+    for several in sorted({*held[held >= (size or count)].tolist()}):
+        here = np.flatnonzero(held == several)
+        columns = np.array([list(mine[turn]) for turn in here])  # [turns, several]
+        index = (columns == own[here, None]).argmax(1)
+        bits = subset_bits(np.take_along_axis(scores[here], columns, 1), index, size or count)
+        names, means = by_query(bits, index, [labels[turn] for turn in here], several)
+        found |= dict(zip(names, means.tolist(), strict=True))
+    return found
 
 
 @dataclass(frozen=True)
@@ -377,33 +389,23 @@ def readable_bits(
     bits, betas = np.empty(len(values)), []
     for number in range(fold.max() + 1):
         out = fold == number
-        betas.append(_beta(values[~out], design.followed[~out], design.weight[~out]))
+        betas.append(fit_beta(values[~out], design.followed[~out], design.weight[~out]))
         bits[out] = _own_bits(betas[-1] * values[out], design.followed[out])
     return HeldOut(bits, fold, np.array(betas))
 
 
-def fit_beta(scores: ArrayLike, followed: ArrayLike, sources: Iterable[Hashable]) -> float:
+def fit_beta(scores: np.ndarray, followed: np.ndarray, weight: np.ndarray) -> float:
     """The β ≥ 0 under which q_k ∝ exp(β s_k) gives the turns the largest likelihood.
 
-    Every query weighs the same. The log-likelihood is concave in β; it counts one turn more than
-    there are, which followed each response with probability 1/K, so that β stays finite where every
-    response was told right. 0 where scores go against the responses, or don't differ.
+    The log-likelihood is concave in β; it counts one turn more than there are, which followed each
+    response with probability 1/K, so that β stays finite where every response was told right. 0
+    where scores go against the responses, or don't differ.
 
     Args:
         scores: ``[turns, K]`` finite.
         followed: ``[turns]``.
-        sources: ``[turns]``.
-
-    Raises:
-        ValueError: as :func:`readable_bits`.
+        weight: ``[turns]`` of any sum.
     """
-    values = _scores(scores)
-    design = _Design.of(_followed(followed, values), sources, values.shape[1])
-    return _beta(values, design.followed, design.weight)
-
-
-def _beta(scores: np.ndarray, followed: np.ndarray, weight: np.ndarray) -> float:
-    """The root of the log-likelihood's slope, which falls as β grows; ``weight`` of any sum."""
     centred = scores - scores.mean(1, keepdims=True)
     share = weight / weight.sum()
     kept = len(scores) / (len(scores) + 1)  # the rest is the turn that followed any response
@@ -468,68 +470,6 @@ def choice_bits(
         fitted.append(coefficients)
         bits[out] = _own_bits(x[out] @ coefficients, design.followed[out])
     return HeldOut(bits, fold, np.array(fitted))
-
-
-@dataclass(frozen=True)
-class CopyStep:
-    """What copy features tell, up to one group of them.
-
-    Attributes:
-        group: the group of features that was added.
-        copied: copy bits with this and all earlier groups.
-        beyond: I_K less these, paired by query: an upper bound on the information that these
-            features don't account for, relative to them and to a conditional logit.
-        bits: ``[turns]`` held-out log₂(K q_k).
-    """
-
-    group: str
-    copied: Estimate
-    beyond: Estimate
-    bits: np.ndarray
-
-
-def copy_curve(
-    features: ArrayLike,
-    groups: Mapping[str, Sequence[int]],
-    reaction: ArrayLike,
-    followed: ArrayLike,
-    sources: Iterable[Hashable],
-    *,
-    folds: int = 5,
-    seed: int = 0,
-    level: float = 0.95,
-) -> list[CopyStep]:
-    """Copy bits, and what is beyond them, as groups of features are added in their order.
-
-    Args:
-        features: ``[turns, K, features]``, as of :func:`ia_mech.likelihood.copying.copy_features`.
-        groups: name → indices of its features, in the order in which they are added.
-        reaction: ``[turns]`` :func:`reaction_bits`.
-        followed: ``[turns]``.
-        sources: ``[turns]``.
-        folds: as of :func:`choice_bits`.
-        seed: as of :func:`choice_bits`.
-        level: coverage.
-
-    Returns:
-        One step per group; the last has all features. Held-out scores are estimates: a group that
-        tells nothing may take a little away.
-
-    Raises:
-        ValueError: as :func:`choice_bits`.
-    """
-    x, h, labels = np.asarray(features, dtype=float), np.asarray(reaction, float), list(sources)
-    steps: list[CopyStep] = []
-    columns: list[int] = []
-    for group, added in groups.items():
-        columns += added
-        found = choice_bits(x[:, :, columns], followed, labels, folds=folds, seed=seed)
-        copied, beyond = (
-            mean_over_queries(values, followed, labels, x.shape[1], level=level)
-            for values in (found.bits, h - found.bits)
-        )
-        steps.append(CopyStep(group, copied, beyond, found.bits))
-    return steps
 
 
 def _chosen_logit(x: np.ndarray, design: "_Design", seed: int) -> np.ndarray:

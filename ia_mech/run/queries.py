@@ -65,16 +65,16 @@ class Query:
         return (~self.contexts["response_cut_off"].astype(bool)).tolist()
 
 
-def queries_of(runs: Sequence[Texts]) -> list[Query]:
+def queries_of(runs: Sequence[Texts], kind: str = UNPERTURBED) -> list[Query]:
     """The queries of runs, in their order; what several runs hold of one query comes together.
 
-    Perturbed contexts are left out.
+    Contexts that are perturbed in another way than ``kind`` are left out.
 
     Raises:
         UserError: a context is in two runs; contexts of one ``source_id`` have several queries.
     """
     contexts = pd.concat([_keyed(run, run.contexts) for run in runs], ignore_index=True)
-    contexts = contexts[contexts["perturbation"].astype(object).fillna(UNPERTURBED) == UNPERTURBED]
+    contexts = contexts[contexts["perturbation"].astype(object).fillna(UNPERTURBED) == kind]
     twice = contexts.duplicated(["dataset", "context_id"])
     if twice.any():
         raise UserError(

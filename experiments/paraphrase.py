@@ -1,0 +1,179 @@
+"""Wordings of one response: what the first control of reaction bits is made of.
+
+K′ texts say what one response says, in other words. A turn that tells K′ responses apart better
+than K′ wordings of one tells what they say, not how. The subject model writes them itself, asked as
+a user would ask, or they come from a file. How close they are to their response is measured, so
+that the control says what it is: a weak model drops content, and a lazy one keeps the wording.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from ia_mech.data.conversations import Conversation
+from ia_mech.engine.sampling import stream_key
+from ia_mech.errors import UserError
+from ia_mech.likelihood.copying import stems
+from ia_mech.run import Run
+from ia_mech.run.queries import Query, queries_of
+from ia_mech.untrusted import parse_json
+
+REQUESTED = "to_reword"  # how contexts are named that ask for a wording
+REQUEST = """\
+Write the text below again in other words. Say all that it says, with the same facts, names and \
+numbers, in the same order and at about the same length. Add nothing, and answer with the new text \
+alone.
+
+{text}"""
+SHORTEST, LONGEST = 0.5, 2.0  # of the original's length, in words
+LEAST_KEPT, MOST_COPIED = 0.5, 0.8  # of its content words, and of its runs of three words
+LONG = 4  # letters of a word that counts as content
+
+Versions = dict[str, tuple[int, list[str]]]  # source → which response, and texts that say the same
+
+
+def chosen(query: Query, among: Sequence[int], seed: int) -> int:
+    """Which of some responses to a query is reworded, drawn by seed."""
+    rng = np.random.default_rng([*stream_key(seed, query.source, 0), 1])
+    return int(rng.choice(among))
+
+
+def requests(reworded: Mapping[str, int], queries: Sequence[Query]) -> list[Conversation]:
+    """What a user would write to have a response of each query again in other words.
+
+    Args:
+        reworded: source → which response.
+        queries: with these sources.
+    """
+    asked = []
+    for query in queries:
+        text = REQUEST.format(text=query.responses[reworded[query.source]])
+        asked.append(changed(query, None, [{"role": "user", "content": text}], REQUESTED))
+    return asked
+
+
+def changed(
+    query: Query, index: int | None, messages: Sequence[dict], kind: str, header: str = "user"
+) -> Conversation:
+    """Messages as a conversation of a query's source that is perturbed in a kind of way, so that no
+    estimate pools it with the others."""
+    source = query.source.partition("\x1f")[2]
+    return Conversation(
+        id=f"{source}/{kind}" if index is None else f"{source}/{kind}/r{index}",
+        source_id=source,
+        dataset=query.dataset,
+        messages=tuple(messages),
+        perturbation=kind,
+        header=header,
+        response_index=index,
+    )
+
+
+def written(
+    run: Run, reworded: Mapping[str, int], queries: Sequence[Query], count: int
+) -> Versions:
+    """The first ``count`` wordings that a model wrote of each response, where it wrote so many.
+
+    None is one that was cut off, equals another, has less than half or more than twice as many
+    words, keeps less than half of the content words, or copies most of the wording.
+
+    Args:
+        run: over :func:`requests`, with several responses to each.
+        reworded: source → which response.
+        queries: with these sources.
+        count: K′.
+    """
+    answers = {query.source: query for query in queries_of([run], REQUESTED)}
+    found: Versions = {}
+    for query in queries:
+        k, answer = reworded[query.source], answers[query.source]
+        whole = zip(answer.responses, answer.complete, strict=True)
+        texts = different([text for text, complete in whole if complete], query.responses[k])
+        kept = [text for text in texts if reworded_well(text, query.responses[k])]
+        if len(kept) >= count:
+            found[query.source] = k, kept[:count]
+    return found
+
+
+def reworded_well(text: str, original: str) -> bool:
+    """Whether a text is about as long, keeps what is said, and doesn't copy how it is said."""
+    close = closeness(text, original)
+    long = SHORTEST <= close["length ratio"] <= LONGEST
+    copied = close["runs of three kept"] > MOST_COPIED  # false for NaN, of less than three words
+    return long and close["words kept"] >= LEAST_KEPT and not copied
+
+
+def different(texts: Sequence[str], original: str) -> list[str]:
+    """Texts without repetitions, and without the original."""
+    stripped = dict.fromkeys(text.strip() for text in texts)
+    return [text for text in stripped if text and text != original.strip()]
+
+
+def read_versions(file: Path, queries: Sequence[Query], count: int, seed: int) -> Versions:
+    """``count`` wordings of a response to each query that has so many, from JSONL with a line per
+    response such as ``{"id": "open-03/r0", "versions": ["…", "…"]}``; of several responses to a
+    query one is drawn.
+
+    Raises:
+        UserError: no such file, not such JSON, or ids that the runs lack.
+    """
+    remedy = 'write lines such as {"id": "open-03/r0", "versions": ["…", "…"]}'
+    if not file.is_file():
+        raise UserError(f"no file {file}", "give --paraphrases an existing file")
+    known = {
+        id_: (query, k) for query in queries for k, id_ in enumerate(query.contexts["context_id"])
+    }
+    several: dict[str, dict[int, list[str]]] = {}
+    for number, line in enumerate(file.read_bytes().splitlines(), start=1):
+        place = f"{file.name} line {number}"
+        if not line.strip():
+            continue
+        row = parse_json(line, place, remedy)
+        texts = row.get("versions") if isinstance(row, dict) else None
+        if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+            raise UserError(f"{place} has no list of texts called versions", remedy)
+        if row.get("id") not in known:
+            raise UserError(
+                f"{place}: the runs have no context {row.get('id')!r}",
+                f"give ids of their contexts, such as {min(known)}",
+            )
+        query, k = known[row["id"]]
+        kept = different(texts, query.responses[k])
+        if len(kept) >= count:
+            several.setdefault(query.source, {})[k] = kept[:count]
+    found: Versions = {}
+    for query in queries:
+        if of := several.get(query.source):
+            k = chosen(query, sorted(of), seed)
+            found[query.source] = k, of[k]
+    return found
+
+
+def closeness(text: str, original: str) -> dict[str, float]:
+    """How close a text is to another.
+
+    Returns:
+        ``words kept``, the share of the original's different content words that the text has
+        (stems of words of four letters and more, numbers, and words in other scripts), from 0 to 1;
+        ``runs of three kept``, the same of runs of three words of any length, which tell wording;
+        ``length ratio``, of the numbers of words. NaN where the original has none.
+    """
+    mine, theirs = stems(text), stems(original)
+
+    def kept(of: set, there: set) -> float:
+        return len(of & there) / len(of) if of else np.nan
+
+    return {
+        "words kept": kept(_content(theirs), set(mine)),
+        "runs of three kept": kept(_runs(theirs), _runs(mine)),
+        "length ratio": len(mine) / len(theirs) if theirs else np.nan,
+    }
+
+
+def _content(words: Sequence[str]) -> set[str]:
+    return {one for one in words if len(one) >= LONG or not (one.isascii() and one.isalpha())}
+
+
+def _runs(words: Sequence[str]) -> set[tuple[str, ...]]:
+    return set(zip(words, words[1:], words[2:], strict=False))
