@@ -20,7 +20,7 @@ import argparse
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import pandas as pd
@@ -271,9 +271,9 @@ class Maker:
 
     def hits(self, found: Told, **names: Any) -> TidyEstimate:
         """How often the own candidate is the likeliest, against the third that chance gives."""
-        chance = np.full(len(found.hits), 1 / CANDIDATES)
+        more = (found.hits - 1 / CANDIDATES).round(9)  # thirds that were added up are no signs
         options = {name: self.options[name] for name in ("level", "seed")}
-        pair = paired_difference(found.hits, found.queries, chance, found.queries, **options)
+        pair = paired_difference(more, found.queries, np.zeros(len(more)), found.queries, **options)
         level = self.options["level"]
         estimate = cluster_mean(found.hits, found.queries, level=level).within(0, 1)
         names = {"dataset": ALL} | names
@@ -375,7 +375,7 @@ class Locate(Experiment):
     name = "locate"
     siblings = True
     queries_used = 60
-    columns = {"dataset": "str", "temperature": "float64", "of": "str", "layer": "Int64"}
+    columns: ClassVar[Mapping[str, str]] = {**Experiment.columns, "layer": "Int64"}
 
     @classmethod
     def add_flags(cls, parser: argparse.ArgumentParser) -> None:
