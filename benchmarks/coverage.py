@@ -34,7 +34,7 @@ from benchmarks.coverage_data import (
 from ia_mech.stats import (
     Estimate,
     balanced_accuracy_of,
-    cluster_counts,
+    cluster_bootstrap,
     cluster_mean,
     dyadic_mean,
     kappa_of,
@@ -263,11 +263,11 @@ def agreement(trials: int) -> None:
             rng, covered = np.random.default_rng([9, number]), 0
             for _ in range(runs):
                 first, second = raters(rng, sources)
-                (e,) = cluster_counts(
+                (e,) = cluster_bootstrap(
                     lambda counts: kappa_of(counts.reshape(-1, 4, 4)),
-                    first * 4 + second,
                     np.repeat(np.arange(sources), 2),
-                    patterns=16,
+                    first * 4 + second,
+                    number=16,
                     resamples=500,
                 )
                 covered += int(e.low <= kappa <= e.high)
@@ -292,11 +292,11 @@ def speed(_: int) -> None:
         "balanced accuracy of 8 categories": (of_tables(balanced_accuracy_of), cell),
     }
     print("### Speed: 10,000 resamples of 1,000 sources (8,000 rows), best of three\n")
-    for name, (statistic, pattern_of) in cases.items():
+    for name, (statistic, cell_of) in cases.items():
         spent = []
         for _ in range(3):
             begun = time.perf_counter()
-            cluster_counts(statistic, pattern_of, index, resamples=10_000)
+            cluster_bootstrap(statistic, index, cell_of, resamples=10_000)
             spent.append(time.perf_counter() - begun)
         print(f"- {name}: {min(spent):.2f} s")
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024  # kB on Linux

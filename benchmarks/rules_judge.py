@@ -31,7 +31,7 @@ from ia_mech.judge import rules
 from ia_mech.judge.rubric import ASSESSED, GENUINE
 from ia_mech.judge.rules.features import clear_case, measure
 from ia_mech.judge.verdict import Item
-from ia_mech.stats import balanced_accuracy_of, cluster_counts, confusion, kappa_of
+from ia_mech.stats import balanced_accuracy_of, cluster_bootstrap, confusion, kappa_of
 
 TABLE = Path(__file__).with_name("rules_judge_turns.parquet")
 MODEL = Path(rules.__file__).with_name(rules.MODEL)
@@ -204,7 +204,7 @@ def report(turns: Turns, guesses: np.ndarray, which: np.ndarray, title: str) -> 
         tables = counts.reshape(-1, 2, 2, 2).sum(3)
         return np.stack([balanced_accuracy_of(tables), kappa_of(tables), right], axis=1)
 
-    estimates = cluster_counts(statistic, kind, sources, patterns=8)
+    estimates = cluster_bootstrap(statistic, sources, kind, number=8)
     texts = [estimate.text() for estimate in estimates]
     figures = dict(zip(("balanced_accuracy", "kappa", "category_accuracy"), texts, strict=True))
     figures["turns"] = len(at)

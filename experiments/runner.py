@@ -56,16 +56,11 @@ def result_of(
         control: what the sentence is held against, and how it came out.
         found: the other attributes of a :class:`ia_mech.results.Result`.
     """
-    from ia_mech.results import Result
+    from ia_mech.results import Result, about_runs
 
-    about: dict[str, Any] = {
-        "runs": [run.name for run in runs],
-        "identities": [run.identity_digest for run in runs],
-    }
+    about = about_runs(runs, [] if gate is None else [gate.judge])
     if gate is not None:
         about |= {"judge": gate.judge, "gate": gate.word}
-        about["labellers"] = [gate.judge]
-        about["labels"] = {run.identity_digest: run.labels.digest([gate.judge]) for run in runs}
         control = control or f"{gate.sentence}."
     names = {str(run.path): run.name for run in runs}  # files hold no folders of this machine
     data = {

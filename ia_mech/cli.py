@@ -182,16 +182,20 @@ def coverage(text: str) -> float:
     return value
 
 
-def whole_from(least: int, why: str = "") -> Callable[[str], int]:
-    """A parser of whole numbers from ``least`` up, for argparse; ``why`` explains the limit."""
+def whole_from(least: int, why: str = "", most: int = sys.maxsize) -> Callable[[str], int]:
+    """A parser of whole numbers from ``least`` to ``most``, for argparse; ``why`` explains them."""
 
     def whole(text: str) -> int:
-        if not (text.isascii() and text.isdigit()) or int(text) < least:
+        # Python reads no number of thousands of digits; thirty are too many already.
+        found = int(text[:30]) if text.isascii() and text.isdigit() else -1
+        if not least <= found <= most:
+            limits = f"{least} up" if found <= most == sys.maxsize else f"{least} to {most}"
             reason = f" ({why})" if why else ""
+            shown = one_line(text, 40)
             raise argparse.ArgumentTypeError(
-                f"{text!r} is not a whole number from {least} up{reason}"
+                f"{shown!r} is not a whole number from {limits}{reason}"
             )
-        return int(text)
+        return found
 
     return whole
 

@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ia_mech.run.integrity import replace_file
-from ia_mech.stats import Estimate, cluster_counts, cluster_mean, holm, paired_difference
+from ia_mech.stats import Estimate, cluster_bootstrap, cluster_mean, holm, paired_difference
 
 ALL = "(all)"  # the name of all datasets together
 FEW_SOURCES = 24  # benchmarks/coverage.md simulates so many sources and more
@@ -94,7 +94,7 @@ class Group:
         if not kept.any():
             return self.row(quantity, Estimate(np.nan, np.nan, np.nan, 0, "no values"), 0, **names)
         sources = np.asarray(self.sources)[kept]
-        (estimate,) = cluster_counts(middle, codes, sources, **self.options)
+        (estimate,) = cluster_bootstrap(middle, sources, codes, **self.options)
         return self.row(quantity, estimate, int(kept.sum()), **names)
 
     def row(
@@ -254,6 +254,7 @@ def few_sources(estimates: pd.DataFrame) -> list[str]:
     if not names:
         return []
     return [
-        f"fewer than {FEW_SOURCES} sources stand behind intervals of {', '.join(names)}: the "
-        f"simulations (benchmarks/coverage.md) cover {FEW_SOURCES} and more; these are rough."
+        f"Some intervals of {', '.join(names)} rest on fewer than {FEW_SOURCES} sources (prompts). "
+        "Take them as rough: how often such intervals hold the true value was not tested "
+        "(benchmarks/coverage.md)."
     ]

@@ -32,6 +32,7 @@ from ia_mech.display import save_figure
 from ia_mech.errors import UserError
 from ia_mech.estimates import estimate_of, p_value, write_parquet
 from ia_mech.run.integrity import fsync_folder, read_json
+from ia_mech.run.layout import RUN, refuse_unwritable
 from ia_mech.untrusted import escaped
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 
 _HEADS = {"temperature": "T"}  # columns that are called otherwise in a table
 RESULT, ESTIMATES = "result.json", "estimates.parquet"
-_SAID = ("question", "sentence", "control", "notes", "about")
+_SAID = ("question", "sentence", "control", "notes", "about")  # kept as they are
 
 
 @dataclass(frozen=True)
@@ -76,8 +77,8 @@ class Result:
         tables: what the terminal and the report show, the most important first.
         figures: stem of the file → matplotlib figure; of a result that was read, its SVG.
         notes: what a reader has to know, a sentence each.
-        about: where it comes from, as JSON: ``kind`` (``rates``, ``probe``, …), ``runs`` (names),
-            ``identities`` (of these runs), ``settings``, ``judge`` and ``gate`` where there is one.
+        about: where it comes from, as JSON: ``kind`` (``rates``, ``probe``, …), what
+            :func:`about_runs` gives, ``settings``, ``judge`` and ``gate`` where there is one.
         data: stem of the file → further table, kept as Parquet.
         files: name → what writes the file, for all else.
     """
@@ -93,6 +94,27 @@ class Result:
     about: Mapping[str, Any] = field(default_factory=dict)
     data: Mapping[str, pd.DataFrame] = field(default_factory=dict)
     files: Mapping[str, Callable[[Path], None]] = field(default_factory=dict)
+
+
+def about_runs(runs: "Sequence[Run]", labellers: Sequence[str] = ()) -> dict[str, Any]:
+    """Which runs a result is of and whose labels it rests on, as :attr:`Result.about` says it.
+
+    Args:
+        runs: the runs, in the order in which they are named.
+        labellers: judges and annotators whose labels were used.
+
+    Returns:
+        ``runs`` and ``identities``; with labellers also ``labellers`` and ``labels`` (the digest of
+        what they say now, by run), so that a reader can tell whether labels were replaced since.
+    """
+    found: dict[str, Any] = {
+        "runs": [run.name for run in runs],
+        "identities": [run.identity_digest for run in runs],
+    }
+    if labellers:
+        found["labellers"] = list(labellers)
+        found["labels"] = {run.identity_digest: run.labels.digest(labellers) for run in runs}
+    return found
 
 
 def table_of(
@@ -204,13 +226,9 @@ def write(result: Result, folder: Path) -> None:
             save_figure(figure, scratch, stem)
         written = sorted(path.name for path in scratch.iterdir())
         record = {
-            "question": result.question,
-            "sentence": result.sentence,
-            "control": result.control,
+            **{name: getattr(result, name) for name in _SAID},
             "tables": [asdict(table) for table in result.tables],
             "figures": list(result.figures),
-            "notes": list(result.notes),
-            "about": dict(result.about),
             "files": written,
         }
         text = json.dumps(record, indent=1, ensure_ascii=False, allow_nan=False)
@@ -243,9 +261,7 @@ def read(folder: Path) -> Result:
                 stem: (folder / f"{Path(stem).name}.svg").read_bytes() for stem in record["figures"]
             },
             estimates=pq.read_table(folder / ESTIMATES).to_pandas(),
-            **{
-                name: record[name] for name in ("question", "sentence", "control", "notes", "about")
-            },
+            **{name: record[name] for name in _SAID},
         )
     except (OSError, pa.ArrowException, KeyError, TypeError) as error:
         raise _damaged(folder, error) from None
@@ -281,12 +297,21 @@ def folders_of(run: Path, identity: str = "", places: Collection[Path] = ()) -> 
     return found
 
 
-def refuse_foreign(folder: Path) -> None:
-    """Refuse a folder that holds files, but no result.
+def refuse_place(folder: Path) -> None:
+    """Refuse a folder that a result can't go to, though the user names it with ``--out``.
 
     Raises:
-        UserError: it does.
+        UserError: it is a run or lies in one, can't be written to, or holds files but no result.
     """
+    for place in (folder.resolve(), *folder.resolve().parents):
+        if (place / RUN).is_file():
+            where = "is a run" if place == folder.resolve() else f"lies inside the run {place}"
+            raise UserError(
+                f"--out {folder} {where}, where only the run's own files belong",
+                "name a folder elsewhere, or leave --out out: the result then goes to results/ in "
+                "the run",
+            )
+    refuse_unwritable(folder)
     if folder.is_dir() and any(folder.iterdir()) and not (folder / RESULT).exists():
         raise UserError(f"{folder} holds files but no result", "name another folder with --out")
 

@@ -9,7 +9,6 @@ import argparse
 import hashlib
 import json
 import os
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from datetime import date
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from ia_mech.chat.template import PINNED_DATE
-from ia_mech.cli import named, one_line, utf8
+from ia_mech.cli import named, one_line, utf8, whole_from
 from ia_mech.data.formats import CUTS, FORMATS, ColumnMap
 from ia_mech.errors import UserError
 from ia_mech.models import embedded
@@ -59,16 +58,6 @@ class Flag:
     several: bool = False
 
 
-def _whole(least: int, most: int = sys.maxsize) -> Callable[[str], int]:
-    def parse(text: str) -> int:
-        if not (text.isascii() and text.isdigit()) or not least <= int(text) <= most:
-            limits = f"{least} up" if most == sys.maxsize else f"{least} to {most}"
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {limits}")
-        return int(text)
-
-    return parse
-
-
 def _one_of(names: Iterable[str]) -> Callable[[str], str]:
     def parse(text: str) -> str:
         if text not in names:
@@ -79,12 +68,15 @@ def _one_of(names: Iterable[str]) -> Callable[[str], str]:
 
 
 def _limit(text: str) -> int | None:
-    return None if text == "all" else _whole(1)(text)
+    try:
+        return None if text == "all" else whole_from(1)(text)
+    except argparse.ArgumentTypeError as problem:
+        raise argparse.ArgumentTypeError(f"{problem}, or: all") from None
 
 
 def _header_logits(text: str) -> str:
     # As text, in one spelling: "010" and "10" are one setting.
-    return text if text in ("full", "none") else str(_whole(1)(text))
+    return text if text in ("full", "none") else str(whole_from(1)(text))
 
 
 def _temperature_or_zero(text: str) -> float:
@@ -156,7 +148,7 @@ class Settings:
     temperatures: tuple[float, ...] = _setting(
         (0.7, 1.0, 1.3), FIRST, "T", "besides greedy, which is always there", _temperature
     )
-    samples: int = _setting(4, FIRST, "N", "user turns per temperature", _whole(1, MOST))
+    samples: int = _setting(4, FIRST, "N", "user turns per temperature", whole_from(1, most=MOST))
 
     revision: str | None = _setting(
         None, MODEL, "REV", "branch, tag or commit of a hub model (default: main)"
@@ -179,7 +171,7 @@ class Settings:
         MODEL,
         "SEED",
         "permute the entries of the blocks' tensors: a control for probes",
-        _whole(0),
+        whole_from(0),
     )
     trust_remote_code: bool = _switch(MODEL, "run code that a hub model brings")
 
@@ -200,13 +192,17 @@ class Settings:
         ("auto", "given", "generate"), RESPONSES, "given, generate, or auto: generate missing ones"
     )
     responses: int = _setting(
-        1, RESPONSES, "K", "the model writes K to each query, a context each", _whole(1, MOST)
+        1,
+        RESPONSES,
+        "K",
+        "the model writes K to each query, a context each",
+        whole_from(1, most=MOST),
     )
     response_temperature: float = _setting(
         None, RESPONSES, "T", "0 is greedy (default: 0, of several 1)", _temperature_or_zero
     )
     max_response_tokens: int = _setting(
-        512, RESPONSES, "N", "what is longer is cut off, and flagged", _whole(1, MOST)
+        512, RESPONSES, "N", "what is longer is cut off, and flagged", whole_from(1, most=MOST)
     )
     system: str | None = _setting(
         None, RESPONSES, "TEXT", "system message (default: the template's own, if any)", utf8
@@ -218,8 +214,8 @@ class Settings:
         PINNED_DATE, RESPONSES, "DATE", "for templates that print today's date", _date
     )
 
-    max_new_tokens: int = _setting(40, TURNS, "N", "of a user turn", _whole(1, MOST))
-    seed: int = _setting(0, TURNS, "N", "of the sampling", _whole(0))
+    max_new_tokens: int = _setting(40, TURNS, "N", "of a user turn", whole_from(1, most=MOST))
+    seed: int = _setting(0, TURNS, "N", "of the sampling", whole_from(0))
     positions: tuple[str, ...] = _setting(
         ("all",), TURNS, "P", "where the residual stream is kept: all, header, or names"
     )
@@ -231,7 +227,11 @@ class Settings:
         _header_logits,
     )
     batch_rows: int | None = _setting(
-        None, TURNS, "N", "rows decoded together (default: 384 on a CPU, 1024 on a GPU)", _whole(1)
+        None,
+        TURNS,
+        "N",
+        "rows decoded together (default: 384 on a CPU, 1024 on a GPU)",
+        whole_from(1),
     )
 
     intervention: str | None = _setting(

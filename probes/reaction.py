@@ -14,7 +14,7 @@ import pandas as pd
 from ia_mech.cli import quoted
 from ia_mech.errors import UserError
 from ia_mech.run import Run
-from ia_mech.stats import Estimate, cluster_statistic
+from ia_mech.stats import Estimate, cluster_bootstrap
 
 RELIABLE = 0.2  # split-half reliability below which there is too little to predict
 KEY = ["dataset", "context_id", "temperature", "sample"]
@@ -77,15 +77,17 @@ def reliability(turns: pd.DataFrame) -> Estimate:
     if means.shape != (len(means), 2) or means.empty:
         return Estimate(np.nan, np.nan, np.nan, turns["query"].nunique(), "no two halves")
 
-    def stepped_up(halves: dict[str, np.ndarray], counts: np.ndarray) -> float:
-        odd, even = halves["odd"], halves["even"]
-        product = counts @ (odd * even)
+    odd, even = means[1].to_numpy(), means[0].to_numpy()
+
+    def stepped_up(counts: np.ndarray) -> np.ndarray:
         length = np.sqrt((counts @ odd**2) * (counts @ even**2))
-        correlation = max(product / length, 0.0) if length > 0 else 0.0
+        products = counts @ (odd * even)
+        correlation = np.divide(products, length, out=np.zeros(len(counts)), where=length > 0)
+        correlation = correlation.clip(min=0)
         return 2 * correlation / (1 + correlation)
 
-    columns = {"odd": means[1].to_numpy(), "even": means[0].to_numpy()}
-    return cluster_statistic(stepped_up, columns, means.index.get_level_values("query"))
+    (found,) = cluster_bootstrap(stepped_up, means.index.get_level_values("query"))
+    return found
 
 
 def check_reliable(turns: pd.DataFrame) -> str:

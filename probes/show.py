@@ -22,7 +22,7 @@ from scipy.stats import norm
 
 from ia_mech.errors import UserError
 from ia_mech.estimates import TidyEstimate, frame_of
-from ia_mech.results import RESULT, Result, Table, folder_of, read
+from ia_mech.results import RESULT, Result, Table, about_runs, folder_of, read
 from ia_mech.run.labels import check_name
 from ia_mech.run.layout import refuse_unwritable
 from ia_mech.stats import Estimate
@@ -437,8 +437,7 @@ def about(kind: str, data: ProbeSet, settings: Settings, **more: Any) -> dict[st
     """What decides a result, as plain JSON; without the number of threads."""
     return {
         "kind": kind,
-        "runs": [run.name for run in data.runs],
-        "identities": [run.identity_digest for run in data.runs],
+        **about_runs(data.runs),
         "judge": data.judge,
         "gate": data.labelled_by,
         "settings": {

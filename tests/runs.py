@@ -191,7 +191,7 @@ def rewritten(root: Path, name: str, change: Callable[[dict], object]) -> Run:
     change(value)
     integrity.write_json(root / name, value)
     run = rehashed(root)
-    for path in (root / "judgements").glob("*.parquet"):
+    for path in (root / "judgements").glob("*.parquet") if run.complete else ():
         table = pq.read_table(path)
         record = json.loads(table.schema.metadata[b"ia_mech"])
         run.labels.write_judgements(path.stem, table.to_pylist(), record)

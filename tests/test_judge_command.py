@@ -297,7 +297,7 @@ def test_help_answers_without_loading_torch_or_openai(tmp_path):
 
 
 SETTINGS = [
-    ("--repeats 0", "--repeats 0; give at least 1"),
+    ("--repeats 0", "argument --repeats: '0' is not a whole number from 1 up"),
     ("--repeats 2", "the rules judge answers the same each time; drop --repeats"),
     ("--model gpt", "--model needs --judge llm or --judge hf; add it, or drop it"),
     ("--price 1 2", "--price needs --judge llm; add it, or drop it"),
@@ -317,7 +317,7 @@ SETTINGS = [
     ("--judge llm --model m --param temperature", "--param 'temperature' isn't KEY=VALUE; give"),
     ("--judge llm --model m --param model=x", "--param model can't be set; use --model"),
     ("--judge llm --model m --max-cost 1", "--max-cost needs the price; give --price IN OUT as"),
-    ("--judge llm --model m --concurrency 0", "--concurrency 0 is below 1; use 1 or more"),
+    ("--judge llm --model m --concurrency 0", "argument --concurrency: '0' is not a whole"),
     ("--no-such-flag", "unrecognized arguments: --no-such-flag; see python -m ia_mech.judge"),
 ]
 

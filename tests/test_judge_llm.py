@@ -234,7 +234,6 @@ def test_the_identity_is_all_that_decides_verdicts(monkeypatch):
     ("options", "problem"),
     [
         ({"timeout": float("nan")}, "--timeout nan"),
-        ({"retries": -1}, "--retries -1"),
         ({"price": (-1.0, 2.0)}, "--price"),
         ({"max_cost": -1.0, "price": (1.0, 1.0)}, "--max-cost -1"),
         ({"params": {"response_format": "x"}}, "--param response_format .*use --mode"),

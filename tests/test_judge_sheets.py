@@ -442,10 +442,18 @@ def test_a_file_holds_one_sheet(judged):
 def test_labels_of_turns_that_have_changed_are_refused(judged):
     sheet, files = exported(judged)
     file = save(files[0].with_name("filled.csv"), filled_in(sheet))
-    judged.generations["text"] += "!"
-    with pytest.raises(UserError, match="was changed after sheet"):
-        import_sheet(judged, file, "anna")
+    again = Run.open(judged.path)
+    again.generations["text"] += "!"
+    with pytest.raises(UserError, match=r"is of other turns: .*; export and annotate a new sheet"):
+        import_sheet(again, file, "anna")
     assert judged.labels.annotators == []
+
+
+def test_an_annotator_is_not_named_like_a_judge(judged):
+    sheet, files = exported(judged)
+    file = save(files[0].with_name("filled.csv"), filled_in(sheet))
+    with pytest.raises(UserError, match="has labels of a judge named 'rules'; give another name"):
+        import_sheet(judged, file, "rules")
 
 
 # -- files that appear together or not at all -----------------------------------------------------

@@ -20,6 +20,7 @@ from ia_mech.display import Quiet
 from ia_mech.judge.label import items_of, label_run
 from ia_mech.judge.rubric import GENUINE
 from ia_mech.judge.sheets import export_sheet, import_sheet, write_sheet
+from ia_mech.judge.verdict import Verdict
 from ia_mech.rates import load
 from ia_mech.rates.__main__ import build_parser, main
 from ia_mech.rates.compute import estimates
@@ -123,7 +124,7 @@ def test_the_verdict_comes_first_then_the_pooled_rows(run, rates):
         "Of 60 user turns of planted from 12 sources, judge fake calls genuine follow-ups: greedy "
         "1.00 [0.78, 1.00], T = 0.7 1.00 [0.78, 1.00], T = 1 1.00 [0.78, 1.00]."
     )
-    assert "More than half of that is the judge's floor" in lines[0]
+    assert "the rate is less than twice the judge's floor" in lines[0]
     assert "can't be told: no query has siblings" in lines[0]
     assert lines[1].startswith("Judge fake: failed. Of 60 decoys the turns are genuine to the")
     assert lines[3].startswith("rates (95% intervals over sources)")
@@ -132,6 +133,12 @@ def test_the_verdict_comes_first_then_the_pooled_rows(run, rates):
         assert note in outcome.out
     assert lines[-1] == f"next: python -m ia_mech.report {run.path}"
     assert main_of_report([str(run.path)]) == 0
+
+
+def test_without_a_genuine_turn_no_share_of_the_rate_is_claimed(run, rates):
+    label_run(run, FakeJudge(lambda *_: Verdict("generic"), paid=False), "never", Quiet())
+    said = rates(run.path, "--judge", "never").out.splitlines()[0]
+    assert "greedy 0.00 [0.00" in said and "twice" not in said and "None is, so there" in said
 
 
 def test_every_rate_has_an_interval(run, rates):
@@ -298,39 +305,22 @@ def test_unknown_or_several_judges_and_annotators(run, rates):
     assert "judge other" in outcome.out and "corrected by ben's labels" in outcome.out
 
 
-def first_of(**changes):
-    """A change of the first verdict."""
-    return lambda rows: [rows[0] | changes, *rows[1:]]
-
-
-@pytest.mark.parametrize(
-    ("planted", "words"),
-    [
-        ({"change": lambda rows: rows[1:]}, ("don't cover", "judge it again")),
-        ({"change": lambda rows: [*rows, rows[0]]}, ("don't cover", "judge it again")),
-        ({"change": first_of(context_id="another")}, ("don't cover", "judge it again")),
-        ({"change": first_of(item="of another text")}, ("1 turns have changed", "judge it again")),
-        ({"say": lambda key: "follow_up"}, ("name follow_up", "judge it again")),
-        ({"say": lambda key: None}, ("assessed none of the", "judge again")),
-    ],
-)
-def test_verdicts_that_are_not_of_the_run(copy, rates, planted, words):
-    run = copy()
-    plant(run, **planted)
-    refused(rates(run.path), *words)
-
-
 def test_labels_that_are_not_of_the_run(run, rates):
-    for changes, problem in (
-        ({"sample": 77}, "the labels of 'anna'"),
-        ({"category": "lovely"}, "name lovely"),
-        ({"inclusion_probability": 0.0}, "inclusion probabilities"),
-    ):
-        annotate(run, **changes)
-        refused(rates(run.path), problem)
+    plant(run, say=lambda key: None)
+    refused(rates(run.path), "assessed none of the", "judge again")
+    plant(run, say=lambda key: "follow_up")
+    refused(rates(run.path), "name follow_up, which the rubric lacks", "make them again")
+    plant(run)
+    annotate(run, category="lovely")
+    refused(rates(run.path), "name lovely", "judge import")
     for name in ("annotations/anna.parquet", "judgements/rules.parquet"):
         (run.path / name).write_bytes(b"PAR1")
         refused(rates(run.path), f"{name.split('/')[1]} can't be read")
+
+
+def test_labels_of_turns_that_were_sampled_again(run, rates):
+    rewrite(run, "generations", text=lambda text: f"{text}!")
+    refused(rates(run.path), "rules.parquet is of other turns", "judge run")
 
 
 def test_runs_that_can_not_be_pooled(merged, copy, rates, tmp_path):
@@ -353,15 +343,19 @@ def test_runs_that_can_not_be_pooled(merged, copy, rates, tmp_path):
 def test_folders_that_can_not_be_written(run, rates, tmp_path):
     (tmp_path / "file").touch()
     before = files(tmp_path)
-    for flags, problem in (
+    for flags, *problem in (
         (("--out", tmp_path / "file"), "is a file"),
         (("--out", ""), "'' names nothing"),
-        (("--out", run.path / "contexts" / "new"), "lies inside the run"),
+        (("--out", run.path / "contexts" / "new"), "lies inside the run", "leave --out out"),
+        (("--out", run.path), "is a run"),
+        (("--seed", "-1"), "--seed: '-1' is not a whole number from 0 up"),
+        (("--seed", 10**19), "is not a whole number from 0 to 9223372036854775807"),
+        (("--seed", "9" * 5000), "is not a whole number from 0 to 9223372036854775807"),
         (("--level", "0.9999999999999999"), "is not between 0 and 1"),
         (("--responses", "some"), "--help"),
         (("--level", "95"), "--help"),
     ):
-        refused(rates(run.path, *flags), problem)
+        refused(rates(run.path, *flags), *problem)
     assert files(tmp_path) == before
 
 

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from types import SimpleNamespace
 
 import pandas as pd
 import pyarrow as pa
@@ -51,7 +52,11 @@ BAD_NAMES = [
 @pytest.fixture
 def labels(tmp_path) -> Labels:
     (tmp_path / "run").mkdir()
-    return Labels(tmp_path / "run", "0123456789abcdef")
+    return labels_in(tmp_path / "run")
+
+
+def labels_in(path, run: str = "0123456789abcdef", turns: str = "turns") -> Labels:
+    return Labels(SimpleNamespace(path=path, identity_digest=run, turns_digest=turns))
 
 
 # -- round trips --------------------------------------------------------------------------------
@@ -106,13 +111,37 @@ def test_a_sheet_that_is_not_this_one_is_refused_by_name(labels, tmp_path):
     whole = path.read_bytes()
     another = labels.write_sheet("sheet-2", {"n": 2}).read_bytes()
     (tmp_path / "other").mkdir()
-    elsewhere = Labels(tmp_path / "other", "fedcba9876543210").write_sheet("sheet-1", {"n": 1})
+    elsewhere = labels_in(tmp_path / "other", "fedcba9876543210").write_sheet("sheet-1", {"n": 1})
     for content in (b"{}", b"[]", another, elsewhere.read_bytes()):
         path.write_bytes(content)
         with pytest.raises(UserError, match=rf"{path} is damaged \(.*; export another sheet"):
             labels.sheet("sheet-1")
     path.write_bytes(whole)
     assert labels.sheet("sheet-1") == {"n": 1}
+
+
+def test_labels_of_other_turns_are_refused(labels):
+    labels.write_judgements("rules", ROWS, WHO)
+    labels.write_annotations("anna", LABELS, {})
+    labels.write_sheet("sheet-1", {"n": 1})
+    again = labels_in(labels.path, turns="other turns")
+    for read, remedy in (
+        (lambda: again.judgements("rules"), "judge run"),
+        (lambda: again.decoys("rules"), "judge run"),
+        (lambda: again.annotations("anna"), "judge import"),
+        (lambda: again.sheet("sheet-1"), "export and annotate a new sheet"),
+    ):
+        with pytest.raises(UserError, match=rf"was sampled again since; .*{remedy}"):
+            read()
+
+
+def test_the_digest_of_turns_tells_texts_apart(merged):
+    whole, parted = Run(merged.path), Run(merged.path)
+    whole.generations  # noqa: B018 (read at once, not part by part)
+    assert whole.turns_digest == parted.turns_digest
+    changed = Run(merged.path)
+    changed.generations.loc[3, "text"] += "."
+    assert changed.turns_digest != whole.turns_digest
 
 
 # -- what is there ------------------------------------------------------------------------------

@@ -166,6 +166,12 @@ def test_windows_hold_a_part_each_and_together_the_run(parted):
     assert rows["text"].tolist() == run.generations["text"].tolist()
 
 
+def test_a_column_that_a_run_lacks_is_named(merged):
+    for read in (merged, Run(merged.path)):
+        with pytest.raises(UserError, match=r"generations/part-00000.parquet has no column 'txt'"):
+            next(read.windows((), ["txt"]))
+
+
 def test_a_notebook_shows_what_a_run_is(merged):
     assert "planted" in merged._repr_html_() and "12" in merged._repr_html_()
 

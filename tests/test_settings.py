@@ -115,7 +115,7 @@ def test_no_variable_of_the_environment_is_obeyed(made, monkeypatch):
 
 REFUSED = [
     ("--limit few", "--limit: 'few' is not a whole number from 1 up"),
-    ("--limit 0", "--limit: '0' is not"),
+    ("--limit 0", "--limit: '0' is not a whole number from 1 up, or: all"),
     ("--limit ²", "--limit: '²' is not"),
     ("--limit 99999999999999999999", "--limit: '99999999999999999999' is not"),
     ("--temperatures -1", "--temperatures: -1 is no temperature from 0.001 to 1000"),

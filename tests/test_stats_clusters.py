@@ -1,11 +1,11 @@
-"""Cluster bootstraps: one resample at a time, all at once, and a loop over rows agree."""
+"""The cluster bootstrap: multiplicities of rows, sums over kinds, and a loop over rows agree."""
 
 import tracemalloc
 
 import numpy as np
 import pytest
 
-from ia_mech.stats import cluster_counts, cluster_statistic, kappa_of
+from ia_mech.stats import cluster_bootstrap, kappa_of
 from ia_mech.stats.resampling import resample_sums, widened
 
 LABELS = 4
@@ -28,8 +28,8 @@ def test_a_bootstrap_equals_copying_the_rows_of_the_sources_drawn():
     rng = np.random.default_rng(3)
     sources = np.repeat(np.arange(12), rng.integers(1, 6, 12))
     values = rng.normal(size=len(sources))
-    estimate = cluster_statistic(
-        lambda c, w: np.average(c["v"], weights=w), {"v": values}, sources, resamples=300, seed=9
+    (estimate,) = cluster_bootstrap(
+        lambda counts: counts @ values / counts.sum(1), sources, resamples=300, seed=9
     )
     means = []
     for drawn in np.random.default_rng(9).integers(12, size=(300, 12)):
@@ -41,16 +41,16 @@ def test_a_bootstrap_equals_copying_the_rows_of_the_sources_drawn():
     assert (estimate.sources, estimate.method) == (12, "percentile")
 
 
-def test_counts_of_patterns_equal_one_resample_at_a_time():
+def test_sums_over_kinds_equal_multiplicities_of_rows():
     table, sources, weights = raters(0)
     cell = (table[:, 0] * LABELS + table[:, 1]).astype(int)
 
-    def one(columns, counts):
-        return kappas(np.bincount(columns["cell"], weights * counts, LABELS**2)[None])[0]
+    def each(counts):
+        return [kappas(np.bincount(cell, weights * row, LABELS**2)[None])[0] for row in counts]
 
     options = {"resamples": 200, "seed": 2}
-    slow = cluster_statistic(one, {"cell": cell}, sources, **options)
-    (fast,) = cluster_counts(kappas, cell, sources, weights=weights, patterns=16, **options)
+    (slow,) = cluster_bootstrap(each, sources, **options)
+    (fast,) = cluster_bootstrap(kappas, sources, cell, weights=weights, number=16, **options)
     assert (fast.value, fast.low, fast.high) == pytest.approx(
         (slow.value, slow.low, slow.high), rel=0, abs=1e-12
     )
@@ -76,7 +76,7 @@ def test_blocks_of_resamples_change_nothing(monkeypatch):
     results, calls = [], []
     for chunk in (1 << 18, 100, 7):  # 100 counts hold three resamples; 7 hold not even one
         monkeypatch.setattr("ia_mech.stats.clusters.CHUNK", chunk)
-        results.append(cluster_counts(counted, cell, sources, patterns=LABELS**2, resamples=50))
+        results.append(cluster_bootstrap(counted, sources, cell, number=LABELS**2, resamples=50))
     assert results == [results[0]] * 3
     assert max(calls) == 50 and calls[-1] == 1
 
@@ -92,16 +92,16 @@ def test_chunks_do_not_change_the_draws_and_bound_the_memory():
     assert sums[:300] == pytest.approx(table[draws].sum(1))
 
 
-def test_many_patterns_in_many_sources_stay_small_in_memory():
+def test_many_kinds_in_many_sources_stay_small_in_memory():
     rows = 20_000
     tracemalloc.start()
-    (estimate,) = cluster_counts(
-        lambda counts: (counts > 0).sum(1) / rows, np.arange(rows), np.arange(rows), resamples=30
+    (estimate,) = cluster_bootstrap(
+        lambda counts: (counts > 0).sum(1) / rows, np.arange(rows), resamples=30
     )
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert estimate.value == 1 and estimate.high == pytest.approx(1 - np.exp(-1), abs=0.02)
-    assert peak < 60e6  # 3.2 GB would be the table of sources by patterns
+    assert peak < 60e6  # 3.2 GB would be the table of sources by rows
 
 
 def test_where_there_is_no_interval():
@@ -109,33 +109,33 @@ def test_where_there_is_no_interval():
         with np.errstate(invalid="ignore"):
             return counts / counts.sum(1, keepdims=True)
 
-    one, other = cluster_counts(shares, [0, 0, 1], ["a", "a", "a"])
+    one, other = cluster_bootstrap(shares, ["a", "a", "a"], [0, 0, 1])
     assert (one.value, other.value) == pytest.approx((2 / 3, 1 / 3))
     assert np.isnan([one.low, other.high]).all() and one.method == "one source"
-    (none,) = cluster_counts(lambda counts: counts.sum(1) * np.nan, [], [])
+    (none,) = cluster_bootstrap(lambda counts: counts.sum(1) * np.nan, [])
     assert (none.sources, none.method) == (0, "no values")
-    (rare,) = cluster_counts(
-        lambda c: np.where(c[:, 0] > 0, c[:, 1], np.nan), [0] + [1] * 9, range(10), resamples=300
+    (rare,) = cluster_bootstrap(
+        lambda c: np.where(c[:, 0] > 0, c[:, 1], np.nan), range(10), [0] + [1] * 9, resamples=300
     )  # a third of the resamples draw no row of the first kind
     assert np.isnan(rare.low) and "undefined" in rare.method
-    (perfect,) = cluster_counts(
-        lambda c: kappa_of(c.reshape(-1, 2, 2)), [0, 3] * 20, range(40), patterns=4
+    (perfect,) = cluster_bootstrap(
+        lambda c: kappa_of(c.reshape(-1, 2, 2)), range(40), [0, 3] * 20, number=4
     )
     assert perfect.value == 1 and np.isnan([perfect.low, perfect.high]).all()
     assert perfect.method == "no resample differs"
-    little = cluster_statistic(lambda c, w: 1 + 1e-9 * w[0], {}, range(9), resamples=20)
+    (little,) = cluster_bootstrap(lambda c: 1 + 1e-9 * c[:, 0], range(9), resamples=20)
     assert little.low < little.high  # little is not nothing
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: cluster_counts(len, [0], ["a", "b"]), "pattern must have 2 entries"),
-        (lambda: cluster_counts(len, [0, -1], ["a", "b"]), "integers from 0"),
-        (lambda: cluster_counts(len, [0, 2], ["a", "b"], patterns=2), "there are 2 patterns"),
-        (lambda: cluster_statistic(None, {"x": [1]}, ["a", "b"]), "column 'x' has 1 rows"),
-        (lambda: cluster_statistic(lambda c, w: 1, {}, "ab", resamples=0), "resamples must"),
-        (lambda: cluster_statistic(lambda c, w: 1, {}, "ab", level=95), "level must lie strictly"),
+        (lambda: cluster_bootstrap(len, ["a", "b"], [0]), "kinds must have 2 entries"),
+        (lambda: cluster_bootstrap(len, ["a", "b"], [0, -1]), "integers from 0"),
+        (lambda: cluster_bootstrap(len, ["a", "b"], [0, 2], number=2), "there are 2 from 0"),
+        (lambda: cluster_bootstrap(len, ["a", None]), "source is missing"),
+        (lambda: cluster_bootstrap(len, "ab", resamples=0), "resamples must"),
+        (lambda: cluster_bootstrap(len, "ab", level=95), "level must lie strictly"),
     ],
 )
 def test_bad_input_is_named(call, message):

@@ -284,7 +284,7 @@ def open_conversations(
     """
     columns = columns or ColumnMap()
     if limit is not None and limit < 1:
-        raise UserError(f"--limit {limit} leaves no rows", "use --limit 1 or more")
+        raise UserError(f"--limit {limit} leaves no rows", "use --limit 1 or more, or --limit all")
     path = Path(dataset).expanduser()
     preset = None if path.suffix in SUFFIXES else presets.find(dataset)
     read = partial(_read, columns=columns, preset=preset)

@@ -138,7 +138,10 @@ def _add_judge(parser: argparse.ArgumentParser) -> None:
         "MODULE:CLASS: your own (docs/judging.md)",
     )
     parser.add_argument(
-        "--repeats", type=int, default=1, help="verdicts per turn, of --judge llm (default: 1)"
+        "--repeats",
+        type=whole_from(1),
+        default=1,
+        help="verdicts per turn, of --judge llm (default: 1)",
     )
     parser.add_argument(
         "--dry-run", action="store_true", help="print what judging would take, and stop"
@@ -166,10 +169,12 @@ def _add_judge(parser: argparse.ArgumentParser) -> None:
         help="a request parameter, such as temperature=0; no others are sent. For your own judge: "
         "an argument",
     )
-    llm.add_argument("--concurrency", type=int, help="requests at a time (default: 8)")
+    llm.add_argument("--concurrency", type=whole_from(1), help="requests at a time (default: 8)")
     llm.add_argument("--timeout", type=float, help="seconds for a request (default: 60)")
     llm.add_argument(
-        "--retries", type=int, help="of a request that the server couldn't answer (default: 5)"
+        "--retries",
+        type=whole_from(0),
+        help="of a request that the server couldn't answer (default: 5)",
     )
     llm.add_argument(
         "--price",
@@ -219,7 +224,9 @@ def add_export(commands) -> None:
     parser.add_argument(
         "--by", metavar="JUDGE", help="the judge to stratify by (default: the only one, or rules)"
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the sampling (default: 0)")
+    parser.add_argument(
+        "--seed", type=whole_from(0), default=0, help="of the sampling (default: 0)"
+    )
     parser.add_argument(
         "--out",
         type=path_of,
@@ -261,12 +268,11 @@ def _add_agreement(commands) -> None:
         "--between",
         nargs="+",
         metavar="NAME",
-        help="judges and annotators to compare (default: all there are); judge:NAME and "
-        "annotator:NAME tell apart what is named alike",
+        help="judges and annotators to compare (default: all there are)",
     )
     parser.add_argument(
         "--disagreements",
-        type=int,
+        type=whole_from(0),
         default=10,
         help="how many to show (default: 10; disagreements.parquet has all)",
     )

@@ -11,7 +11,7 @@ in no comparison: what a labeller calls genuine of them stands beside its share 
 import argparse
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -34,18 +34,19 @@ from ia_mech.judge.label import (
     print_plan,
     same_judges,
 )
+from ia_mech.judge.labels import read_labels
 from ia_mech.judge.rubric import ASSESSED, CANNOT_ASSESS, GENUINE, NAMES
 from ia_mech.judge.rules import RulesJudge
 from ia_mech.judge.sheets import json_lines, refuse_existing, write_files
 from ia_mech.judge.verdict import JUDGED, Item
-from ia_mech.results import Result, Table, folder_of, print_table, show, write
+from ia_mech.results import Result, Table, about_runs, folder_of, print_table, show, write
 from ia_mech.run import Run
-from ia_mech.run.labels import KEY, positions
+from ia_mech.run.labels import KEY
 from ia_mech.run.layout import refuse_unwritable
 from ia_mech.stats import (
     Estimate,
     balanced_accuracy_of,
-    cluster_counts,
+    cluster_bootstrap,
     cluster_mean,
     confusion,
     dyadic_mean,
@@ -76,8 +77,7 @@ class Comparison:
             ``balanced_accuracy`` of ``genuine`` follow-ups against the rest (NaN unless the truth
             has both); ``precision`` and ``recall`` of each category, NaN where none was predicted
             so, or is so.
-        confusion: ``[c, c]`` sums of weights, truth down, prediction across.
-        confusion_rows: the same in rows.
+        confusion: ``[c, c]`` rows, truth down, prediction across.
     """
 
     matched: int
@@ -86,7 +86,6 @@ class Comparison:
     weight: float
     figures: dict[tuple[str, str], Estimate]
     confusion: np.ndarray
-    confusion_rows: np.ndarray
 
 
 def compare(
@@ -148,8 +147,7 @@ def compare(
         n=len(kept),
         weight=float(weight.sum()),
         figures=figures,
-        confusion=confusion(t, p, ASSESSED, weight),
-        confusion_rows=confusion(t, p, ASSESSED).astype(int),
+        confusion=confusion(t, p, ASSESSED).astype(int),
     )
 
 
@@ -170,7 +168,7 @@ def _kappas(
         return np.stack([kappa_of(counts.reshape(-1, size, size)), kappa_of(two), balanced], axis=1)
 
     cells = rows * size + columns
-    return cluster_counts(statistic, cells, sources, weights=weights, patterns=size**2)
+    return cluster_bootstrap(statistic, sources, cells, weights=weights, number=size**2)
 
 
 # -- the labellers of a run --------------------------------------------------------------------
@@ -181,13 +179,13 @@ class Labeller:
     """A judge or annotator, laid out over all rows of ``run.turns``.
 
     Attributes:
-        name: as shown; ``judge:NAME`` or ``annotator:NAME`` where the name alone isn't clear.
+        name: in the run, where no judge and annotator have the same one.
         kind: ``judge`` or ``annotator``.
         labelled: ``[rows]`` whether it has a label, or a failure, for the row.
         categories: ``[rows]`` its categories; None where it failed and where it has no label.
         frame: ``[rows]`` the columns of its file (of a judge, of its first repeat), NaN elsewhere.
         repeats: ``[repeat][rows]`` categories of a judge; of an annotator empty.
-        decoys: its labels of decoys: the columns of its file (of a judge, of its first repeat).
+        decoys: its labels of decoys (:class:`ia_mech.judge.labels.Said`).
     """
 
     name: str
@@ -195,8 +193,8 @@ class Labeller:
     labelled: np.ndarray
     categories: np.ndarray
     frame: pd.DataFrame
-    repeats: tuple[np.ndarray, ...] = ()
-    decoys: pd.DataFrame = field(default_factory=pd.DataFrame)
+    repeats: list[np.ndarray]
+    decoys: pd.DataFrame
 
 
 def labellers_of(run: Run, between: Sequence[str] | None = None) -> list[Labeller]:
@@ -206,7 +204,7 @@ def labellers_of(run: Run, between: Sequence[str] | None = None) -> list[Labelle
         UserError: an unfinished run, an unknown name, or fewer than two labellers.
     """
     check_finished(run)
-    return [_labeller(run, *chosen) for chosen in _chosen(run, between)]
+    return [_labeller(run, *chosen) for chosen in _chosen(run, between).items()]
 
 
 def compared(run: Run, labellers: Sequence[Labeller]) -> dict[tuple[str, str], Comparison]:
@@ -246,8 +244,7 @@ def floors(run: Run, labeller: Labeller) -> Iterator[TidyEstimate]:
     source_of = run.contexts.set_index("context_id")["source_id"]
     decoys = labeller.decoys[labeller.decoys["category"].isin(ASSESSED)]
     if labeller.kind == JUDGE:
-        own = labeller.categories[positions(run.turns, decoys)]
-        decoys = decoys[np.isin(own, ASSESSED)]
+        decoys = decoys[np.isin(labeller.categories[decoys["row"]], ASSESSED)]
     for kind, of in decoys.groupby("decoy"):
         places = (of["shown"].map(source_of), of["context_id"].map(source_of))
         called = (of["category"] == GENUINE).astype(float)
@@ -291,10 +288,7 @@ def agreement(run: Run, between: Sequence[str] | None = None) -> Result:
         notes=[note.replace(str(run.path), run.name) for note in same_judges(run)],
         about={
             "kind": "agreement",
-            "runs": [run.name],
-            "identities": [run.identity_digest],
-            "labellers": names,
-            "labels": {run.identity_digest: run.labels.digest(names)},
+            **about_runs([run], names),
             "settings": {"between": names},
         },
         data={"disagreements": disagreements(run, labellers)},
@@ -335,10 +329,10 @@ def disagreements(run: Run, labellers: Sequence[Labeller], seed: int = 0) -> pd.
     contradicting judge was (the score of its category, if it has scores); then at random.
 
     Returns:
-        Columns: the row's key, source and dataset; the texts; per labeller its category (``failed``
-        where a judge has none, None where it has no label), then per labeller, as ``<name> (why)``,
-        a judge's rationale or an annotator's note. The index is the position in
-        ``run.turns``.
+        Columns: the row's key, source and dataset; the texts; then per labeller, as ``<name>:
+        label``, its category (``failed`` where a judge has none, None where it has no label), and,
+        as ``<name>: why``, a judge's rationale or an annotator's note. The index is the position
+        in ``run.turns``.
     """
     table = run.turns[[*KEY, "source_id", "dataset"]].reset_index(drop=True)
     items = items_of(run)
@@ -355,10 +349,11 @@ def disagreements(run: Run, labellers: Sequence[Labeller], seed: int = 0) -> pd.
         }
     )
     for x in labellers:
-        table[x.name] = labels[x.name].where(labels[x.name].notna() | ~x.labelled, "failed")
+        said = labels[x.name].where(labels[x.name].notna() | ~x.labelled, "failed")
+        table[f"{x.name}: label"] = said
     for x in labellers:
         why = x.frame["rationale" if x.kind == JUDGE else "note"]
-        table[f"{x.name} (why)"] = why.astype(object).where(why.astype(bool) & why.notna(), None)
+        table[f"{x.name}: why"] = why.astype(object).where(why.astype(bool) & why.notna(), None)
     differ = assessed.nunique(axis=1) >= 2
     return table.loc[order[differ].sort_values(list(order)).index]
 
@@ -381,75 +376,33 @@ def _sheet(annotator: Labeller) -> str:
     return str(sheets[0]) if len(sheets) else f"none, of {annotator.name}"
 
 
-def _chosen(run: Run, between: Sequence[str] | None) -> list[tuple[str, str, str]]:
-    """(kind, name in the run, name to show) of the labellers to compare."""
-    judges, annotators = run.labels.judges, run.labels.annotators
-    # Columns of the table of disagreements, and names that are a judge's and an annotator's.
-    taken = {*KEY, *TEXTS, "source_id", "dataset"} | (set(judges) & set(annotators))
-    there = [
-        (kind, name, f"{kind}:{name}" if name in taken else name)
-        for kind, names in ((JUDGE, judges), (ANNOTATOR, annotators))
-        for name in names
-    ]
-    known = ", ".join(shown for *_, shown in there) or "no labels"
-    chosen = [] if between else there
-    for wanted in between or ():
-        found = [x for x in there if wanted in (x[1], f"{x[0]}:{x[1]}")]
-        if not found:
-            raise UserError(f"{run.path} has no labels of {wanted!r}", f"choose from: {known}")
-        if len(found) > 1:
-            problem = f"both a judge and an annotator are named {wanted!r}"
-            raise UserError(problem, f"choose from: {known}")
-        chosen += [x for x in found if x not in chosen]
-    if len(chosen) < 2 and len(there) > 1:
-        raise UserError("agreement needs two different labellers", f"choose from: {known}")
-    if len(chosen) < 2:
+def _chosen(run: Run, between: Sequence[str] | None) -> dict[str, str]:
+    """The labellers to compare, by name: judge or annotator."""
+    there = dict.fromkeys(run.labels.judges, JUDGE)
+    there |= dict.fromkeys(run.labels.annotators, ANNOTATOR)
+    known = ", ".join(there) or "no labels"
+    for name in between or ():
+        if name not in there:
+            raise UserError(f"{run.path} has no labels of {name!r}", f"choose from: {known}")
+    if len(there) < 2:
         judge = f"python -m ia_mech.judge run {quoted(run.path)}"
         raise UserError(
             f"agreement needs two labellers, and {run.path} has {known}",
-            f"run: {judge}{' --judge llm or hf' if judges else ''}, or export and import a sheet",
+            f"run: {judge}{' --judge llm or hf' if there else ''}, or export and import a sheet",
         )
+    chosen = {name: there[name] for name in between or there}
+    if len(chosen) < 2:
+        raise UserError("agreement needs two different labellers", f"choose from: {known}")
     return chosen
 
 
-def _labeller(run: Run, kind: str, name: str, shown: str) -> Labeller:
-    rows = pd.MultiIndex.from_frame(run.turns[list(KEY)])
-    if kind == JUDGE:
-        frame, decoys = run.labels.judgements(name), run.labels.decoys(name)
-        for rows_of in (frame, decoys):
-            rows_of.loc[rows_of["status"] != JUDGED, "category"] = None
-    else:
-        frame = run.labels.annotations(name).assign(repeat=0)
-        decoys = run.labels.decoys(name, "annotations").assign(repeat=0)
-    for category in {*frame["category"].dropna(), *decoys["category"].dropna()} - set(NAMES):
-        raise UserError(
-            f"{kind} {name!r} of {run.path} uses the category {category!r}, which this rubric "
-            "doesn't have",
-            "judge or annotate the run again",
-        )
-    parts = []
-    for _, part in frame.groupby("repeat"):
-        at = rows.get_indexer(pd.MultiIndex.from_frame(part[list(KEY)]))
-        if (at < 0).any() or len(set(at)) < len(at):
-            raise UserError(
-                f"the labels of {kind} {name!r} are of other turns than those in {run.path}",
-                "judge the run again, or import the sheet again",
-            )
-        parts.append(part.set_axis(at).reindex(range(len(rows))))
-    shown_there = decoys["shown"].isin(run.contexts["context_id"])
-    if (positions(run.turns, decoys) < 0).any() or not shown_there.all():
-        raise UserError(
-            f"the decoys of {kind} {name!r} are of other contexts than those in {run.path}",
-            "judge the run again, or import the sheet again",
-        )
-    if not parts:
-        raise UserError(f"{kind} {name!r} of {run.path} has no labels", "remove the empty file")
-    columns = [part["category"].astype(object) for part in parts]
-    categories = tuple(column.where(column.notna(), None).to_numpy() for column in columns)
-    labelled = parts[0]["context_id"].notna().to_numpy()
-    repeats = categories if kind == JUDGE else ()
-    decoys = decoys[decoys["repeat"] == 0]
-    return Labeller(shown, kind, labelled, categories[0], parts[0], repeats, decoys)
+def _labeller(run: Run, name: str, kind: str) -> Labeller:
+    said = read_labels(run, "judgements" if kind == JUDGE else "annotations", name)
+    columns = [part["category"].astype(object) for part in said.repeats]
+    categories = [column.where(column.notna(), None).to_numpy() for column in columns]
+    labelled = said.turns["context_id"].notna().to_numpy()
+    repeats = categories if kind == JUDGE else []
+    return Labeller(name, kind, labelled, categories[0], said.turns, repeats, said.decoys)
 
 
 # -- what is shown -----------------------------------------------------------------------------
@@ -488,7 +441,7 @@ def _tables(
 
 def pair_tables(title: str, pair: Comparison) -> list[Table]:
     """Precision and recall by category, and the confusion matrix in rows."""
-    counts = pair.confusion_rows
+    counts = pair.confusion
     lines = [
         [name, str(counts[i].sum()), str(counts[:, i].sum())]
         + [pair.figures[quantity, name].text() for quantity in ("precision", "recall")]
@@ -516,7 +469,8 @@ def print_disagreements(
     if table.empty:
         screen.print("no disagreements")
         return
-    alike = list(table.groupby([*TEXTS, *names], sort=False, dropna=False))[:count]
+    columns = [*TEXTS, *(f"{name}: label" for name in names)]
+    alike = list(table.groupby(columns, sort=False, dropna=False))[:count]
     screen.print(
         f"[bold]{len(table)} disagreements[/], {sum(len(rows) for _, rows in alike)} of them shown "
         "(annotators first, then genuine or not, then the judge's certainty)",
@@ -532,10 +486,10 @@ def print_disagreements(
         show(f"response:  {one_line(first['response'], 90)}")
         show(f"user turn: {one_line(first['user_turn'], 300)}")
         for name in names:
-            if isinstance(first[name], str):
-                why = first[f"{name} (why)"]
+            if isinstance(label := first[f"{name}: label"], str):
+                why = first[f"{name}: why"]
                 reason = f": {one_line(why, 160)}" if isinstance(why, str) else ""
-                show(f"{one_line(name, 40)} says {first[name]}{reason}", "bold")
+                show(f"{one_line(name, 40)} says {label}{reason}", "bold")
         times = f" (×{len(rows)})" if len(rows) > 1 else ""
         at = f"{first['context_id']} · T = {first['temperature']:g} · {first['sample']}"
         show(f"{one_line(at)}{times}\n")
@@ -546,8 +500,6 @@ def print_disagreements(
 
 def command(args: argparse.Namespace) -> None:
     """``python -m ia_mech.judge agreement``."""
-    if args.disagreements < 0:
-        raise UserError("--disagreements can't be negative", "give 0 for none")
     run = Run.open(args.run)
     found = agreement(run, args.between)
     folder = folder_of(run.path, found.name)

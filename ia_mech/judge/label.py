@@ -20,7 +20,6 @@ from typing import Any
 
 import pandas as pd
 from rich.markup import escape
-from rich.table import Table
 
 from ia_mech.cli import NOTHING, one_line, quoted
 from ia_mech.data.conversations import UNPERTURBED, UNPERTURBED_RESPONSE
@@ -30,8 +29,9 @@ from ia_mech.judge.cache import VerdictCache
 from ia_mech.judge.decoys import draw_decoys
 from ia_mech.judge.rubric import ASSESSED, NAMES, SHORT, VERSION, rubric_hash
 from ia_mech.judge.verdict import FAILURES, JUDGED, Item, Judge, Verdict, identity_hash
+from ia_mech.results import Table, print_table
 from ia_mech.run import Run, layout
-from ia_mech.run.labels import KEY, check_name, positions
+from ia_mech.run.labels import KEY, positions
 
 UNSEEN = "-unperturbed"  # ends the name of verdicts on responses that the model was not given
 
@@ -78,7 +78,7 @@ def items_of(
 
     Args:
         run: the run.
-        decoys: rows as of :func:`draw_decoys`; none if not given.
+        decoys: decoys of this run, rows as of :func:`draw_decoys`; none if not given.
         unperturbed: show the response that the source's conversation had before it was perturbed,
             not the one that the model was given. A turn that was written without having seen the
             response can then be held against it.
@@ -86,7 +86,6 @@ def items_of(
     Raises:
         UserError: an unfinished run; no perturbed context, or one that doesn't record what it was
             before.
-        KeyError: a decoy's turn isn't in the run.
     """
     check_judged(run, unperturbed)
     shown: dict[str, tuple[str, str]] = {}  # query and response by context
@@ -102,10 +101,7 @@ def items_of(
         items += [Item(*shown[context], text) for context, text in written]
     if decoys is None:
         return items
-    rows = positions(run.turns, decoys)
-    if (rows < 0).any():
-        raise KeyError("a decoy's turn isn't in the run")
-    lent = zip(decoys["shown"], rows, strict=True)
+    lent = zip(decoys["shown"], positions(run.turns, decoys), strict=True)
     return items + [Item(*shown[context], items[row].turn) for context, row in lent]
 
 
@@ -264,7 +260,7 @@ def label_run(
             another judge under that name; what :func:`items_of` and :func:`judge_items` raise.
             Nothing is written then.
     """
-    check_name(name)
+    run.labels.check_name("judgements", name)
     check_judged(run, unperturbed)
     # Before anything is paid for.
     layout.refuse_unwritable(run.path / "judgements", "judge a copy of the run")
@@ -318,13 +314,8 @@ def _check_replaced(
             f"{run.path} has verdicts named {name!r} with more decoys, which would be lost",
             "give no --decoys, another --name, or --replace",
         )
-    if record.get("unperturbed", False) != unperturbed:
-        shown = "another" if unperturbed else "the unperturbed"
-        raise UserError(
-            f"{run.path} has verdicts named {name!r} of turns after {shown} response",
-            "give another --name, or --replace",
-        )
-    there, mine = record.get("identity", {}), judge.identity
+    there = record.get("identity", {}) | {"unperturbed": record.get("unperturbed", False)}
+    mine = judge.identity | {"unperturbed": unperturbed}
     if identity_hash(there) != identity_hash(mine):
         changed = sorted(k for k in {*there, *mine} if there.get(k) != mine.get(k))
         raise UserError(
@@ -380,7 +371,8 @@ _ONLY = {
 def run(args: argparse.Namespace) -> int:
     """``python -m ia_mech.judge run``; returns its exit status."""
     there = Run.open(args.run)
-    name = check_name(args.name or _default_name(args) + UNSEEN * args.unperturbed)
+    name = args.name or _default_name(args) + UNSEEN * args.unperturbed
+    there.labels.check_name("judgements", name)
     check_judged(there, args.unperturbed)
     judge = make_judge(args, there)
     if args.dry_run:
@@ -459,8 +451,6 @@ def _check_flags(args: argparse.Namespace) -> None:
         if given and kind not in kinds:
             needed = " or ".join(f"--judge {kind}" for kind in kinds)
             raise UserError(f"--{flag.replace('_', '-')} needs {needed}", "add it, or drop it")
-    if args.repeats < 1:
-        raise UserError(f"--repeats {args.repeats}", "give at least 1")
     if kind in _ONLY["model"] and not (args.model or "").strip():
         raise UserError(f"--judge {kind} needs a model", "give --model NAME")
     if kind in ("rules", "hf") and args.repeats > 1:
@@ -546,14 +536,13 @@ def _print_verdicts(rows: pd.DataFrame, decoys: pd.DataFrame, name: str, seconds
     failed = rows["status"] != JUDGED
     categories = rows["category"].astype(object).mask(failed, "failed")
     counts = pd.crosstab(rows["temperature"], categories)
-    table = Table(title=f"verdicts of {escape(name)}, counted", title_justify="left")
-    table.add_column("T", justify="right")
     shown = [c for c in (*NAMES, "failed") if c in ASSESSED or c in counts]
-    for category in shown:
-        table.add_column(SHORT.get(category, category), justify="right")
-    for temperature, line in counts.reindex(columns=shown, fill_value=0).iterrows():
-        table.add_row(f"{temperature:g}" if temperature else "greedy", *map(str, line))
-    screen.print(table)
+    lines = [
+        [f"{temperature:g}" if temperature else "greedy", *map(str, line)]
+        for temperature, line in counts.reindex(columns=shown, fill_value=0).iterrows()
+    ]
+    heads = ["T", *(SHORT.get(category, category) for category in shown)]
+    print_table(screen, Table(f"verdicts of {name}, counted", heads, lines))
     rows = pd.concat([rows, decoys]) if len(decoys) else rows
     for status, part in rows[rows["status"] != JUDGED].groupby("status"):
         errors = part["error"].value_counts()

@@ -333,12 +333,8 @@ class LlmJudge(Judge):
             json.dumps(self.params, allow_nan=False)
         except (TypeError, ValueError) as error:
             raise UserError(f"--param: {error}", "give values that are JSON") from None
-        if self.concurrency < 1:
-            raise UserError(f"--concurrency {self.concurrency} is below 1", "use 1 or more")
         if not (math.isfinite(self.timeout) and self.timeout > 0):
             raise UserError(f"--timeout {self.timeout:g} is no time", "use seconds above 0")
-        if self.retries < 0:
-            raise UserError(f"--retries {self.retries} is below 0", "use 0 or more")
         if self.price is not None and not all(math.isfinite(p) and p >= 0 for p in self.price):
             raise UserError("--price can't be negative", "use dollars per million tokens")
         if self.max_cost is not None:

@@ -24,7 +24,6 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,8 +35,9 @@ from ia_mech.cli import one_line, quoted
 from ia_mech.errors import UserError
 from ia_mech.judge.decoys import draw_decoys
 from ia_mech.judge.label import check_finished, items_of
+from ia_mech.judge.labels import read_labels
 from ia_mech.judge.rubric import CATEGORIES, NAMES, ORDER, VERSION, rubric_hash
-from ia_mech.judge.verdict import JUDGED, Item, Verdict
+from ia_mech.judge.verdict import Item, Verdict
 from ia_mech.page import packed, rendered
 from ia_mech.run import Run, integrity, layout
 from ia_mech.run.labels import KEY, check_name
@@ -104,7 +104,7 @@ def export_sheet(
             f"--n {n} can't cover the {len(sizes)} strata by judge {by!r} ({', '.join(sizes)})",
             f"give --n {len(sizes)} or more; {LEAST * len(sizes)} would be sensible",
         )
-    identity = run_identity(run)
+    identity = run.identity_digest
     name = check_name(name or "sheet-" + _hash(identity, by, n, seed)[:8])
     rng = np.random.default_rng(int(_hash(identity, name, n, seed)[:16], 16))
     drawn = allocate(sizes, n)
@@ -128,7 +128,7 @@ def export_sheet(
     sheet, known = [], {}
     for line in rng.permutation(len(lines)).tolist():
         text, shown, place = lines[line]
-        item = item_id(identity, name, place, text)
+        item = item_id(identity, name, place)
         known[item] = place
         row = item, text.query, text.response, not cut_off[shown], text.turn, "", ""
         sheet.append(dict(zip(COLUMNS, row, strict=True)))
@@ -209,20 +209,14 @@ def _page(sheet: Sheet) -> str:
     return rendered("annotate", data, title="Annotate user turns", rubric=CATEGORIES, order=ORDER)
 
 
-def run_identity(run: Run) -> str:
-    """16 hex digits of a run's configuration."""
-    return _hash(run.record["identity"])[:16]
-
-
-def item_id(run: str, sheet: str, place: dict[str, Any], item: Item) -> str:
-    """Names a row of one sheet of one run with these very texts; ``place`` is that of the key.
+def item_id(run: str, sheet: str, place: dict[str, Any]) -> str:
+    """Names a row of one sheet of one run; ``place`` is that of the key.
 
     The letter in front keeps spreadsheets from reading 12 digits, or 1234567e8901, as a number.
     """
     context, temperature, sample = (place[column] for column in KEY)
-    texts = [item.query, item.response, item.turn]
-    texts += [place["decoy"]] if place.get("decoy") else []
-    return "t" + _hash(run, sheet, str(context), float(temperature), int(sample), *texts)[:12]
+    shown = str(place.get("shown", context))
+    return "t" + _hash(run, sheet, str(context), float(temperature), int(sample), shown)[:12]
 
 
 def _hash(*values: Any) -> str:
@@ -245,11 +239,8 @@ def _judge(run: Run, by: str | None) -> str | None:
 
 def _strata(run: Run, by: str) -> list[str]:
     """The judge's category of every row of ``run.turns``, or ``failed``."""
-    verdicts = run.labels.judgements(by)
-    verdicts = verdicts[(verdicts["repeat"] == 0) & (verdicts["status"] == JUDGED)]
-    verdicts = verdicts.drop_duplicates(list(KEY))
-    rows = run.turns[list(KEY)].merge(verdicts, "left", list(KEY))
-    return rows["category"].fillna(FAILED).tolist()
+    verdicts = read_labels(run, "judgements", by, ["repeat"]).turns
+    return verdicts["category"].astype(object).fillna(FAILED).tolist()
 
 
 # -- files -------------------------------------------------------------------------------------
@@ -262,21 +253,21 @@ def csv_bytes(table: pd.DataFrame) -> bytes:
     return text.encode("utf-8-sig")
 
 
-def refuse_existing(paths: Iterable[Path], *, replace: bool = False) -> None:
-    """Raise UserError unless files can be written there, replacing none if not ``replace``."""
+def refuse_existing(paths: Iterable[Path]) -> None:
+    """Raise UserError unless files can be written there that replace none."""
     for path in paths:
         layout.check_output(path)
-        if path.exists() and not replace:
+        if path.exists():
             raise UserError(f"{path} exists", "give another --out, or remove it")
 
 
-def write_files(contents: dict[Path, bytes], *, replace: bool = False) -> None:
+def write_files(contents: dict[Path, bytes]) -> None:
     """Write files, each whole.
 
     Raises:
-        UserError: one is there and may not be replaced, or its folder isn't. None is written then.
+        UserError: one is there, or its folder isn't. None is written then.
     """
-    refuse_existing(contents, replace=replace)
+    refuse_existing(contents)
     for path, content in contents.items():
         integrity.replace_file(path, partial(_write_bytes, content))
 
@@ -311,7 +302,7 @@ def import_sheet(run: Run, file: Path, annotator: str, *, replace: bool = False)
         UserError: whatever is wrong, naming the first bad row; labels of this annotator are there
             and ``replace`` isn't given. Nothing is written then.
     """
-    check_name(annotator)
+    run.labels.check_name("annotations", annotator)
     if annotator in run.labels.annotators and not replace:
         raise UserError(
             f"{run.path} has labels of an annotator named {annotator!r}",
@@ -323,7 +314,6 @@ def import_sheet(run: Run, file: Path, annotator: str, *, replace: bool = False)
     labelled = _labelled(rows, places)
     if not labelled:
         raise UserError(f"no row of {file} has a category", "fill in the column 'category'")
-    _check_texts(run, sheet, places, labelled)
     filled = Counter(places[item]["stratum"] for item in labelled)
     chances = {name: filled[name] / of["rows"] for name, of in strata.items()}
     stored = [
@@ -471,24 +461,6 @@ def _labelled(rows: list[SheetRow], known: dict[str, Any]) -> dict[str, SheetRow
             )
         labelled.setdefault(row.item, row._replace(category=category))
     return labelled
-
-
-def _check_texts(run: Run, sheet: str, places: dict[str, Any], labelled: Iterable[str]) -> None:
-    """Raise UserError unless the run still holds the very turns that were labelled."""
-    keys = run.turns[list(KEY)].itertuples(index=False, name=None)
-    items, identity = dict(zip(keys, items_of(run), strict=True)), run_identity(run)
-    contexts = {key[0]: item for key, item in items.items()}
-    for item in labelled:
-        place = places[item]
-        turn = items.get(tuple(place[column] for column in KEY))
-        shown = contexts.get(place.get("shown") or place["context_id"])
-        whole = turn and shown and replace(shown, turn=turn.turn)
-        if whole is None or item_id(identity, sheet, place, whole) != item:
-            raise UserError(
-                f"{run.path} was changed after sheet {sheet!r} was exported: it has another turn "
-                f"in the place of {item}",
-                "export and annotate a new sheet",
-            )
 
 
 # -- from the command line ---------------------------------------------------------------------

@@ -78,13 +78,11 @@ def _rates(args: argparse.Namespace) -> None:
     from ia_mech.display import console
     from ia_mech.rates.load import read_runs
     from ia_mech.rates.result import result
-    from ia_mech.results import RESULT, folder_of, refuse_foreign, show, write
-    from ia_mech.run.layout import refuse_inside_run, refuse_unwritable
+    from ia_mech.results import folder_of, refuse_place, show, write
+    from ia_mech.run.layout import refuse_unwritable
 
     if args.out is not None:
-        refuse_inside_run(args.out / RESULT)
-        refuse_unwritable(args.out)
-        refuse_foreign(args.out)
+        refuse_place(args.out)
     judged = read_runs(args.runs, args.judge, args.annotator, args.responses)
     found = result(judged, level=args.level, seed=args.seed)
     folder = args.out or folder_of(args.runs[0], found.name)

@@ -20,9 +20,9 @@ import pyarrow.parquet as pq
 
 from ia_mech.cli import quoted
 from ia_mech.errors import UserError
-from ia_mech.judge.decoys import KINDS
 from ia_mech.judge.label import check_finished, items_of, same_judges
-from ia_mech.judge.rubric import CANNOT_ASSESS, GENUINE, NAMES
+from ia_mech.judge.labels import read_labels
+from ia_mech.judge.rubric import ASSESSED, CANNOT_ASSESS, GENUINE, NAMES
 from ia_mech.judge.rules import fitted_items
 from ia_mech.judge.verdict import GROUNDED_P, JUDGED, OUTCOMES, identity_hash
 from ia_mech.models.embedded import cache_dir
@@ -30,10 +30,10 @@ from ia_mech.rates.gate import CONVERSATION, Gate, gate_of, worst
 from ia_mech.rates.grounding import p_values
 from ia_mech.results import folders_of
 from ia_mech.run import Run
-from ia_mech.run.labels import KEY, positions
+from ia_mech.run.labels import KEY
 
 # Columns of verdicts that rates need.
-_VERDICT = [*KEY, "repeat", "category", "status", "item", "grounding"]
+_VERDICT = ["repeat", "category", "status", "item", "grounding"]
 FAILED = "failed"  # the judge gave no category
 DEPENDENT = "dependent"  # genuine, and the own response is likelier than its siblings together
 EVERY, COMPLETE, CUT_OFF = RESPONSES = ("all", "complete", "cut-off")  # what turns come after
@@ -174,7 +174,7 @@ def read_runs(
 
     Raises:
         UserError: as :func:`open_runs`; none or several judges or annotators to choose from;
-            verdicts or labels that aren't of the run's turns; judges that share a name but not
+            verdicts or labels of other turns or another rubric; judges that share a name but not
             their identity; no turn comes after such responses.
     """
     runs = open_runs(runs)
@@ -185,8 +185,7 @@ def read_runs(
     decoys: list[pd.DataFrame] = []
     earlier: list[tuple[Path, pd.MultiIndex]] = []
     for run in runs:
-        said = run.labels.judgements(judge, _VERDICT)
-        frame, drawn = _turns_and_decoys(run, judge, said[said["repeat"] == 0])
+        frame, drawn = _turns_and_decoys(run, judge)
         frame[DEPENDENT] = _dependent(frame, runs, run)
         _label(frame, run, annotator, judge)
         turns.append(_without_repeated(frame, run, earlier) if len(runs) > 1 else frame)
@@ -298,56 +297,19 @@ def _choose_annotator(runs: list[Run], annotator: str | None) -> str | None:
 # -- one run ------------------------------------------------------------------------------------
 
 
-def _turns_and_decoys(
-    run: Run, judge: str, verdicts: pd.DataFrame
-) -> tuple[pd.DataFrame, pd.DataFrame]:
+def _turns_and_decoys(run: Run, judge: str) -> tuple[pd.DataFrame, pd.DataFrame]:
     """``Judged.turns``, without labels but with ``item``, and ``Judged.decoys`` of one run."""
-    again = f"judge it again: {run.labels.command('judgements', judge)}"
-    unknown = sorted(set(verdicts["category"].dropna().unique()) - set(NAMES))
-    if unknown:
-        raise UserError(
-            f"the verdicts of {judge!r} in {run.path} name {', '.join(unknown)}, which the rubric "
-            "lacks",
-            again,
-        )
-    at = positions(run.turns, verdicts)
-    misses = len(run.turns) - len(np.unique(at[at >= 0]))
-    if misses or len(at) != len(run.turns):
-        raise UserError(
-            f"the verdicts of {judge!r} don't cover {run.path}: {len(at)} verdicts for "
-            f"{len(run.turns)} user turns, {misses} of which have none",
-            again,
-        )
-    verdicts = verdicts.iloc[np.argsort(at)].reset_index(drop=True)
-    decoys = run.labels.decoys(judge, columns=[*_VERDICT, "decoy", "shown"])
-    decoys = decoys[decoys["repeat"] == 0].reset_index(drop=True)
-    own = positions(run.turns, decoys)
-    contexts = pd.Index(run.turns["context_id"].cat.categories)
-    shown = contexts.get_indexer(decoys["shown"].astype(object))
-    sound = bool(
-        (own >= 0).all()
-        and (shown >= 0).all()
-        and decoys["decoy"].isin(KINDS).all()
-        and decoys["category"].dropna().isin(NAMES).all()
-    )
-    unperturbed = run.labels.record("judgements", judge).get("unperturbed", False)
-    items = items_of(run, decoys if sound else None, unperturbed=unperturbed)
-    said = pd.concat([verdicts["item"], *([decoys["item"]] if sound else [])]).to_numpy()
-    changed = pd.notna(said) & (said != [item.key("", 0)[:16] for item in items])
-    if count := int(changed[: len(run.turns)].sum()):
-        raise UserError(
-            f"the verdicts of {judge!r} in {run.path} are of other texts ({count} turns have "
-            "changed since)",
-            again,
-        )
-    if not sound or changed.any():
-        raise UserError(f"the decoys of {judge!r} in {run.path} are not of its turns", again)
-    turns = _named(run).assign(item=verdicts["item"])
-    frame = turns[_OF_TURN].iloc[own].reset_index(drop=True)
-    source_of = turns.drop_duplicates("context_id").set_index("context_id")["source"]
+    said = read_labels(run, "judgements", judge, _VERDICT)
+    decoys = said.decoys
+    turns = _named(run).assign(item=said.turns["item"])
+    first = turns.drop_duplicates("context_id")
+    source_of = first.set_index("context_id")["source"].astype(object)
+    frame = turns[_OF_TURN].iloc[decoys["row"]].reset_index(drop=True)
     frame["decoy"] = decoys["decoy"].astype(object)
-    frame["shown_source"] = source_of.reindex(contexts[shown]).to_numpy(dtype=object)
-    every = pd.concat([verdicts, decoys], ignore_index=True)
+    frame["shown_source"] = decoys["shown"].astype(object).map(source_of)
+    unperturbed = run.labels.record("judgements", judge).get("unperturbed", False)
+    items = items_of(run, decoys, unperturbed=unperturbed)
+    every = pd.concat([said.turns, decoys], ignore_index=True)
     p = p_values(
         every["grounding"].to_numpy(dtype=float),
         np.array([len(item.turn.split()) for item in items]),
@@ -357,7 +319,7 @@ def _turns_and_decoys(
     )
     count, said_of = len(turns), _outcomes(every, p)
     for name in OUTCOMES:
-        frame[name], frame[f"own_{name}"] = said_of[name][count:], said_of[name][own]
+        frame[name], frame[f"own_{name}"] = said_of[name][count:], said_of[name][decoys["row"]]
     return turns.assign(**{name: of[:count] for name, of in said_of.items()}), frame
 
 
@@ -485,26 +447,14 @@ def _label(frame: pd.DataFrame, run: Run, annotator: str | None, judge: str) -> 
     if annotator not in run.labels.annotators:
         frame["unlabelled"] = f"turns of {run.name}"
         return
-    labels = run.labels.annotations(annotator)
-    where = f"the labels of {annotator!r} in {run.path}"
-    remedy = f"import them again: {run.labels.command('annotations', annotator)}"
-    unknown = sorted(set(labels["category"]) - set(NAMES), key=str)
-    if unknown:
-        raise UserError(f"{where} name {', '.join(map(str, unknown))}", remedy)
-    at = positions(run.turns, labels)
-    if (at < 0).any() or len(np.unique(at)) < len(at):
-        raise UserError(f"{where} are not of its user turns", remedy)
-    chances = labels["inclusion_probability"].dropna()
-    if not ((chances > 0) & (chances <= 1)).all():
-        raise UserError(f"{where} have inclusion probabilities outside (0, 1]", remedy)
+    labels = read_labels(run, "annotations", annotator).turns
     if run.labels.record("judgements", judge).get("identity", {}).get("kind") == "rules":
         frame["fitted"] = frame["item"].isin(fitted_items())
-    truth = (labels["category"] == GENUINE).astype(float)
-    truth[labels["category"] == CANNOT_ASSESS] = np.nan
-    frame.loc[at, "truth"] = truth.to_numpy()
-    frame.loc[at, "inclusion"] = labels["inclusion_probability"].astype(float).to_numpy()
+    assessed = labels["category"].isin(ASSESSED)
+    frame["truth"] = (labels["category"] == GENUINE).astype(float).where(assessed)
+    frame["inclusion"] = labels["inclusion_probability"].astype(float)
     strata = _strata_to_label(run, run.labels.record("annotations", annotator), judge)
-    known = set(labels["stratum"][truth.notna()])
+    known = set(labels["stratum"][assessed])
     if missing := [name for name in strata if name not in known]:
         frame["unlabelled"] = f"the stratum {', '.join(missing)} of {run.name}"
     elif not strata:  # labels that came without a sheet: whole datasets may have been left out

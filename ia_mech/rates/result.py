@@ -13,19 +13,20 @@ from ia_mech.rates import figures
 from ia_mech.rates.compute import MIN_ANNOTATED, MIN_ANNOTATED_SOURCES, estimates
 from ia_mech.rates.gate import AFTER, FAILED, NO_DECOYS, PASSED, UNDECIDED, Gate
 from ia_mech.rates.load import DEPENDENT, EVERY, SUBJECT, Judged
-from ia_mech.results import Result, Table, table_of
+from ia_mech.results import Result, Table, about_runs, table_of
 from ia_mech.run.labels import KEY
 
 QUESTION = "How often are the user turns genuine follow-ups?"
 Columns = dict[str, tuple[str, int | str]]  # of a table: which estimates → head and format
 LINES = ("model", "perturbation", "dataset", "temperature")
-_ABOVE = {  # what decoys of other conversations say of a rate
-    PASSED: "More than half of that is above the judge's floor after other conversations.",
-    FAILED: "More than half of that is the judge's floor after other conversations.",
-    UNDECIDED: "Whether more than half of that is above the judge's floor after other "
-    "conversations is undecided.",
+_ABOVE = {  # what decoys of other conversations say of the rate over all temperatures
+    PASSED: "Over all of these, the rate is more than twice the judge's floor.",
+    FAILED: "Over all of these, the rate is less than twice the judge's floor.",
+    UNDECIDED: "Whether the rate over all of these is more than twice the judge's floor is "
+    "undecided.",
     NO_DECOYS: "The judge's floor is unknown.",
 }
+_NONE = "None is, so there is nothing to hold against the judge's floor."
 
 
 def result(judged: Judged, *, level: float = 0.95, seed: int = 0) -> Result:
@@ -42,7 +43,6 @@ def result(judged: Judged, *, level: float = 0.95, seed: int = 0) -> Result:
     names = {str(run.path): run.name for run in judged.runs}
     turns = judged.turns[["run", *KEY, "genuine", "grounded", DEPENDENT]]
     turns = turns.astype({"run": object, "context_id": object}).replace({"run": names})
-    labellers = [name for name in (judged.judge, judged.annotator) if name]
     shown = "" if judged.responses == EVERY else f"-{judged.responses}"
     return Result(
         name=f"rates-{judged.judge}{shown}",
@@ -55,10 +55,7 @@ def result(judged: Judged, *, level: float = 0.95, seed: int = 0) -> Result:
         notes=_notes(judged, found),
         about={
             "kind": "rates",
-            "runs": [run.name for run in judged.runs],
-            "identities": [run.identity_digest for run in judged.runs],
-            "labellers": labellers,
-            "labels": {run.identity_digest: run.labels.digest(labellers) for run in judged.runs},
+            **about_runs(judged.runs, [name for name in (judged.judge, judged.annotator) if name]),
             "judge": judged.judge,
             "gate": judged.gate.word,
             "settings": {
@@ -89,11 +86,12 @@ def _sentence(judged: Judged, of: pd.DataFrame) -> str:
         f"{_at(row.temperature)} {estimate_of(row).text()}" for row in plain.itertuples()
     )
     perturbed = "" if first["perturbation"] == "none" else f" ({one_line(first['perturbation'])})"
+    above = _ABOVE[gate.verdict] if plain["value"].any() else _NONE
     cut_off = f" {turns['cut_off'].mean():.0%} of them follow a response that was cut off."
     return (
         f"Of {len(turns)} user turns of {one_line(first['model'])}{perturbed} from "
         f"{turns['source'].nunique()} sources, judge {judged.judge} calls genuine follow-ups: "
-        f"{rates}.{cut_off if turns['cut_off'].any() else ''} {_ABOVE[gate.verdict]} "
+        f"{rates}.{cut_off if turns['cut_off'].any() else ''} {above} "
         f"{_reaction(gate)}"
     )
 

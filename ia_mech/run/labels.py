@@ -20,7 +20,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import pandas as pd
@@ -80,17 +80,27 @@ _RECORD = b"ia_mech"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
+class Labelled(Protocol):
+    """What labels have to know of their :class:`ia_mech.run.Run`."""
+
+    path: Path
+
+    @property
+    def identity_digest(self) -> str: ...
+    @property
+    def turns_digest(self) -> str: ...
+
+
 class Labels:
     """The labels of one run. Reached as ``Run.labels``.
 
-    Args:
-        path: the run's folder.
-        run: ``Run.identity_digest``; labels of another run are refused.
+    A file records the run and the texts of the turns that it labels (``Run.turns_digest``). Both
+    are compared when it is read, and nothing else has to be: what was written whole is of them.
     """
 
-    def __init__(self, path: Path, run: str) -> None:
-        self.path = path
-        self._run = run
+    def __init__(self, run: Labelled) -> None:
+        self.path = run.path
+        self._of = run
 
     @property
     def judges(self) -> list[str]:
@@ -132,7 +142,7 @@ class Labels:
         Raises:
             UserError: no such judge has judged this run, or its file can't be read.
         """
-        return self._read("judgements", judge, JUDGEMENTS, columns, decoys=False)
+        return self._read("judgements", judge, columns, decoys=False)
 
     def annotations(self, annotator: str) -> pd.DataFrame:
         """Labels of one annotator; columns as :data:`ANNOTATIONS`.
@@ -140,7 +150,7 @@ class Labels:
         Raises:
             UserError: no such annotator, or a file that can't be read.
         """
-        return self._read("annotations", annotator, ANNOTATIONS, None, decoys=False)
+        return self._read("annotations", annotator, None, decoys=False)
 
     def decoys(
         self, name: str, kind: str = "judgements", columns: Sequence[str] | None = None
@@ -155,8 +165,7 @@ class Labels:
         Raises:
             UserError: as :meth:`judgements` and :meth:`annotations`.
         """
-        schema = JUDGEMENTS if kind == "judgements" else ANNOTATIONS
-        return self._read(kind, name, schema, columns, decoys=True)
+        return self._read(kind, name, columns, decoys=True)
 
     def record(self, kind: str, name: str) -> dict[str, Any]:
         """Who made a file of ``judgements`` or ``annotations``, and how.
@@ -178,7 +187,8 @@ class Labels:
         """Keep which row of an exported sheet is which user turn."""
         path = self.path / "annotations" / "sheets" / f"{check_name(name)}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
-        integrity.write_json(path, key | {"of": [self._run, name]})
+        record = key | {"of": [self._of.identity_digest, name], "turns": self._of.turns_digest}
+        integrity.write_json(path, record)
         return path
 
     def sheet(self, name: str) -> dict[str, Any]:
@@ -195,11 +205,12 @@ class Labels:
         path = self.path / "annotations" / "sheets" / f"{name}.json"
         try:
             key = integrity.read_json(path)
-            if key.pop("of", None) != [self._run, name]:
+            if key.pop("of", None) != [self._of.identity_digest, name]:
                 raise ValueError("it is of another sheet")
-            return key
         except ValueError as error:
             raise UserError(f"{path} is damaged ({error})", "export another sheet") from None
+        self._check_turns(path, key, "export and annotate a new sheet")
+        return key
 
     # -- files --------------------------------------------------------------------------------
 
@@ -210,12 +221,12 @@ class Labels:
         self,
         kind: str,
         name: str,
-        schema: pa.Schema,
         columns: Sequence[str] | None,
         *,
         decoys: bool,
     ) -> pd.DataFrame:
         table = self._content(kind, name, columns, decoys=decoys)[0]
+        schema = JUDGEMENTS if kind == "judgements" else ANNOTATIONS
         wanted = schema.names if columns is None else columns
         missing = [name for name in wanted if name not in table.column_names]
         if missing:
@@ -242,11 +253,19 @@ class Labels:
             raise self._unreadable(kind, name, error) from None
         except (TypeError, AttributeError):  # no metadata, or something else in it
             raise self._unreadable(kind, name, "it has no record of who wrote it") from None
-        if run != self._run:
+        if run != self._of.identity_digest:
             raise self._unreadable(kind, name, "it is of another run")
         if whose != name:
             raise self._unreadable(kind, name, f"it holds the {kind} of {whose!r}")
+        self._check_turns(file, record, f"make them again: {self.command(kind, name)}")
         return table, record
+
+    def _check_turns(self, path: Path, record: dict[str, Any], remedy: str) -> None:
+        turns = self._of.turns_digest
+        if record.pop("turns", turns) != turns:
+            raise UserError(
+                f"{path} is of other turns: {self.path} was sampled again since", remedy
+            )
 
     def _check_there(self, kind: str, name: str) -> None:
         there = self.judges if kind == "judgements" else self.annotators
@@ -263,6 +282,18 @@ class Labels:
             f"remove it and run: {self.command(kind, name)}",
         )
 
+    def check_name(self, kind: str, name: str) -> None:
+        """Refuse a name for a file of this kind.
+
+        Raises:
+            UserError: it can't be a file's, or a judge is to be named like an annotator.
+        """
+        check_name(name)
+        others = self.annotators if kind == "judgements" else self.judges
+        if name in others:
+            what = "an annotator" if kind == "judgements" else "a judge"
+            raise UserError(f"{self.path} has labels of {what} named {name!r}", "give another name")
+
     def command(self, kind: str, name: str) -> str:
         """The command that writes such a file, also over one that is there."""
         path = quoted(self.path)
@@ -278,7 +309,8 @@ class Labels:
     ) -> Path:
         path = self._file(kind, name)
         path.parent.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(record | {"run": self._run, "name": name}, sort_keys=True)
+        about = {"run": self._of.identity_digest, "turns": self._of.turns_digest, "name": name}
+        text = json.dumps(record | about, sort_keys=True)
         schema = schema.with_metadata({_RECORD: text})
 
         def write(scratch: Path) -> None:

@@ -114,6 +114,16 @@ class Run:
         text = json.dumps(self.record["identity"], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
+    @cached_property
+    def turns_digest(self) -> str:
+        """Hash of the texts of all contexts and turns: what labels are labels of."""
+        both = hashlib.sha256(), hashlib.sha256()
+        for frames in self.windows(["context_id", "text"], ["context_id", "text"]):
+            for content, frame in zip(both, frames, strict=True):
+                for row in frame.astype(object).to_numpy().tolist():
+                    content.update(json.dumps(row).encode())
+        return "".join(content.hexdigest()[:8] for content in both)
+
     @property
     def ignored_check(self) -> str:
         """What the engine's start-up check found where ``--ignore-check`` went on; else empty."""
@@ -176,7 +186,18 @@ class Run:
         Yields:
             The contexts of a part and all turns after them, both in the order of the run. The index
             of the turns is their position in :attr:`turns`.
+
+        Raises:
+            UserError: a run has no such column, or a damaged part.
         """
+        part = self._finished_parts()[0]
+        for file_of, wanted in ((layout.contexts_file, contexts), (layout.generations_file, turns)):
+            there = pq.read_schema(self._file(part, name := file_of(part["name"]))).names
+            if unknown := [column for column in wanted if column not in there]:
+                raise UserError(
+                    f"{self.path / name} has no column {unknown[0]!r}",
+                    f"choose from {', '.join(there)}",
+                )
         contexts = [*dict.fromkeys(["order", *contexts])]
         turns = [*dict.fromkeys([*layout.TURN_KEYS, *turns])]
         if "generations" in vars(self):  # read already
@@ -221,7 +242,7 @@ class Run:
     @property
     def labels(self) -> Labels:
         """What judges and annotators say of the generations."""
-        return Labels(self.path, self.identity_digest)
+        return Labels(self)
 
     def __repr__(self) -> str:
         unfinished = "" if self.complete else ", unfinished"

@@ -8,7 +8,7 @@ keep their level.
 
 from ia_mech.stats.agreement import balanced_accuracy_of, confusion, kappa_of
 from ia_mech.stats.auroc import auroc_between, auroc_columns
-from ia_mech.stats.clusters import cluster_counts, cluster_mean, cluster_statistic
+from ia_mech.stats.clusters import cluster_bootstrap, cluster_mean, cluster_statistic
 from ia_mech.stats.confidence_set import model_confidence_set
 from ia_mech.stats.correction import prediction_powered
 from ia_mech.stats.differences import (
@@ -37,7 +37,7 @@ __all__ = [
     "auroc_between",
     "auroc_columns",
     "balanced_accuracy_of",
-    "cluster_counts",
+    "cluster_bootstrap",
     "cluster_mean",
     "cluster_statistic",
     "confusion",

@@ -2,7 +2,7 @@
 
 Rows may carry weights: inverse inclusion probabilities of a stratified sample, or the
 multiplicities of a resample, or their product. ``kappa_of`` and ``balanced_accuracy_of`` take the
-tables of many resamples at once, as ``cluster_counts`` makes them; intervals come from there.
+tables of many resamples at once, as ``cluster_bootstrap`` makes them; intervals come from there.
 """
 
 from collections.abc import Hashable, Sequence

@@ -5,7 +5,7 @@ from collections.abc import Hashable, Iterable
 import numpy as np
 from numpy.typing import ArrayLike
 
-from ia_mech.stats.clusters import cluster_statistic
+from ia_mech.stats.clusters import cluster_bootstrap
 from ia_mech.stats.intervals import Estimate
 from ia_mech.stats.resampling import source_index
 
@@ -98,7 +98,7 @@ def auroc_between(
         values: ``[n]`` scores.
         labels: ``[n]`` 1 for positive rows, 0 for negative ones.
         sources: ``[n]`` the source of each row.
-        options: ``level``, ``resamples`` and ``seed`` of ``cluster_statistic``.
+        options: ``level``, ``resamples`` and ``seed`` of ``cluster_bootstrap``.
 
     Returns:
         NaN without an interval if no pair can be compared.
@@ -116,8 +116,12 @@ def auroc_between(
     np.fill_diagonal(won, 0.0)
     np.fill_diagonal(pairs, 0.0)
 
-    def share(_: dict, counts: np.ndarray) -> float:
-        compared = counts @ pairs @ counts
-        return float(counts @ won @ counts / compared) if compared else np.nan
+    def share(drawn: np.ndarray) -> list[float]:
+        compared = [counts @ pairs @ counts for counts in drawn]
+        return [
+            counts @ won @ counts / among if among else np.nan
+            for counts, among in zip(drawn, compared, strict=True)
+        ]
 
-    return cluster_statistic(share, {}, range(count), **options)
+    (estimate,) = cluster_bootstrap(share, range(count), **options)
+    return estimate

@@ -81,80 +81,35 @@ def cluster_mean(
     return Estimate(value, *student(table, level), clusters, "student")
 
 
-def cluster_statistic(
-    statistic: Callable[[dict[str, np.ndarray], np.ndarray], float],
-    columns: Mapping[str, ArrayLike],
+def cluster_bootstrap(
+    statistic: Callable[[np.ndarray], ArrayLike],
     sources: Iterable[Hashable],
-    *,
-    level: float = 0.95,
-    resamples: int = 2000,
-    seed: int = 0,
-) -> Estimate:
-    """Any statistic of rows with a cluster-bootstrap interval over sources.
-
-    Whole sources are drawn with replacement (Davison & Hinkley 1997, section 3.8; Cameron, Gelbach
-    & Miller 2008, Rev. Econ. Stat. 90:414); a resample reaches the statistic as row multiplicities,
-    so that rows are never copied. The interval is that of ``resampling.bootstrap_estimate``.
-
-    The statistic is called once per resample. One that only depends on how often which kind of row
-    occurs (:func:`cluster_counts`) takes many resamples at once, and a hundredth of the time.
-
-    Args:
-        statistic: called with the columns and ``[n]`` float multiplicities of rows, gives one
-            number.
-        columns: name to ``[n]`` array.
-        sources: ``[n]`` the source of each row.
-        level: coverage.
-        resamples: bootstrap samples.
-        seed: of the resampling.
-
-    Raises:
-        ValueError: columns and sources differ in length, or the level is out of range.
-    """
-    check_level(level)
-    index, clusters = source_index(sources)
-    arrays = {name: np.asarray(column) for name, column in columns.items()}
-    for name, column in arrays.items():
-        if len(column) != len(index):
-            raise ValueError(f"column {name!r} has {len(column)} rows, sources {len(index)}")
-    value = float(statistic(arrays, np.ones(len(index))))
-    if clusters < 2:
-        return _no_interval(value, clusters)
-    replicates = [
-        statistic(arrays, row[index])
-        for counts in resample_counts(clusters, resamples, seed)
-        for row in counts
-    ]
-    return bootstrap_estimate(value, np.array(replicates, dtype=float), clusters, level)
-
-
-def cluster_counts(
-    statistic: Callable[[np.ndarray], np.ndarray],
-    pattern: ArrayLike,
-    sources: Iterable[Hashable],
+    kinds: ArrayLike | None = None,
     *,
     weights: ArrayLike | None = None,
-    patterns: int | None = None,
+    number: int | None = None,
     level: float = 0.95,
     resamples: int = 2000,
     seed: int = 0,
 ) -> list[Estimate]:
-    """Statistics of counts of row patterns, with a cluster-bootstrap interval over sources.
+    """Statistics of rows with a cluster-bootstrap interval over sources.
 
-    Many statistics don't ask which rows there are but how many of each kind: those of a confusion
-    matrix ask for its cells, a median for the different values. Their counts are summed per source
-    once; a resample is then a sum over the sources drawn, and the statistic sees many resamples in
-    one call. Draws and intervals are those of :func:`cluster_statistic`.
+    Whole sources are drawn with replacement (Davison & Hinkley 1997, section 3.8; Cameron, Gelbach
+    & Miller 2008, Rev. Econ. Stat. 90:414). A resample reaches the statistic as multiplicities: how
+    often each row was drawn, or, of statistics that ask how many rows there are of each kind (the
+    cells of a confusion matrix, the different values of a median), how many of each kind. These are
+    summed per source once, so that a resample costs a hundredth of the time. The interval is that
+    of ``resampling.bootstrap_estimate``.
 
     Args:
-        statistic: called with ``[k, patterns]`` float sums of weights, one row per resample (k
-            varies from call to call), gives ``[k]`` numbers, or ``[k, m]`` for m statistics; NaN
-            where it isn't defined. ``kappa_of`` and ``balanced_accuracy_of`` do so.
-        pattern: ``[n]`` the number of each row's pattern, from 0.
+        statistic: called with ``[k, rows]`` multiplicities, or ``[k, kinds]`` sums of weights, one
+            line per resample (k varies from call to call), gives ``[k]`` numbers, or ``[k, m]`` for
+            m statistics; NaN where it isn't defined.
         sources: ``[n]`` the source of each row.
+        kinds: ``[n]`` the number of each row's kind, from 0; each row is of its own if not given.
         weights: ``[n]`` weights of rows, for instance inverse inclusion probabilities; 1 where none
             are given.
-        patterns: how many there are; one more than the largest number, if not given.
+        number: how many kinds there are; one more than the largest number, if not given.
         level: coverage.
         resamples: bootstrap samples.
         seed: of the resampling.
@@ -163,71 +118,68 @@ def cluster_counts(
         ``m`` estimates; one where the statistic gives ``[k]``.
 
     Raises:
-        ValueError: lengths differ, a pattern isn't a number from 0 to ``patterns - 1``, a source is
-            missing, or the level is out of range.
+        ValueError: lengths differ, a kind isn't a number from 0 to ``number - 1``, a source is
+            missing, or an option is out of range.
     """
     check_level(level)
     index, clusters = source_index(sources)
-    codes = _pattern_numbers(pattern, len(index))
+    codes = np.arange(len(index)) if kinds is None else _kinds(kinds, len(index))
     needed = int(codes.max(initial=-1)) + 1
-    width = needed if patterns is None else patterns
+    width = needed if number is None else number
     if needed > width:
-        raise ValueError(f"pattern holds {needed - 1}, but there are {width} patterns from 0")
-    # Most sources show few of the patterns; the zeros needn't be stored.
+        raise ValueError(f"kinds hold {needed - 1}, but there are {width} from 0")
+    # Most sources have few of the kinds; the zeros needn't be stored.
     rows = (as_weights(weights, len(index)), (index, codes))
     table = csr_array(rows, shape=(max(clusters, 1), max(width, 1)))[:clusters, :width]
 
-    def evaluated(sums: np.ndarray) -> np.ndarray:
+    def values_of(sums: np.ndarray) -> np.ndarray:
         return np.asarray(statistic(sums), dtype=float).reshape(len(sums), -1)
 
-    total = np.asarray(table.sum(axis=0), dtype=float).reshape(width)
-    drawn = _resampled(table, resamples, seed)
-    return _bootstrapped(evaluated, total, drawn, clusters, level)
-
-
-def _bootstrapped(
-    statistics: Callable[[np.ndarray], np.ndarray],
-    total: np.ndarray,
-    drawn: Iterable[np.ndarray],
-    clusters: int,
-    level: float,
-) -> list[Estimate]:
-    """Estimates of functions of sums over sources.
-
-    Args:
-        statistics: ``[k, columns]`` sums to ``[k, m]`` values.
-        total: ``[columns]`` sums over all sources.
-        drawn: ``[k, columns]`` sums over the sources of resamples, in blocks.
-        clusters: how many sources there are.
-        level: coverage.
-    """
-    values = statistics(total[None])[0]
+    values = values_of(np.asarray(table.sum(axis=0), dtype=float).reshape(1, width))[0]
     if clusters < 2:
-        return [_no_interval(float(value), clusters) for value in values]
-    replicates = np.concatenate([statistics(sums) for sums in drawn])
+        reason = "one source" if clusters else "no values"
+        return [Estimate(float(value), np.nan, np.nan, clusters, reason) for value in values]
+    drawn = np.concatenate([values_of(sums) for sums in _resampled(table, resamples, seed)])
     return [
-        bootstrap_estimate(float(value), column, clusters, level)
-        for value, column in zip(values, replicates.T, strict=True)
+        bootstrap_estimate(float(value), replicates, clusters, level)
+        for value, replicates in zip(values, drawn.T, strict=True)
     ]
 
 
-def _no_interval(value: float, clusters: int) -> Estimate:
-    """What can be said of at most one source."""
-    return Estimate(value, np.nan, np.nan, clusters, "one source" if clusters else "no values")
+def cluster_statistic(
+    statistic: Callable[[dict[str, np.ndarray], np.ndarray], float],
+    columns: Mapping[str, ArrayLike],
+    sources: Iterable[Hashable],
+    **options,
+) -> Estimate:
+    """:func:`cluster_bootstrap` of a statistic that is called once per resample.
+
+    Args:
+        statistic: called with the columns and ``[n]`` float multiplicities of rows, gives one
+            number.
+        columns: name to ``[n]`` array.
+        sources: ``[n]`` the source of each row.
+        options: ``level``, ``resamples`` and ``seed``.
+    """
+    arrays = {name: np.asarray(column) for name, column in columns.items()}
+    (estimate,) = cluster_bootstrap(
+        lambda counts: [statistic(arrays, row) for row in counts], sources, **options
+    )
+    return estimate
 
 
-def _pattern_numbers(pattern: ArrayLike, rows: int) -> np.ndarray:
+def _kinds(kinds: ArrayLike, rows: int) -> np.ndarray:
     """``[rows]`` integers from 0, or ValueError."""
-    codes = np.asarray(pattern)
+    codes = np.asarray(kinds)
     if codes.shape != (rows,):
-        raise ValueError(f"pattern must have {rows} entries, one per row, not shape {codes.shape}")
+        raise ValueError(f"kinds must have {rows} entries, one per row, not shape {codes.shape}")
     if rows and (codes.dtype.kind not in "iu" or codes.min() < 0):
-        raise ValueError("pattern must hold integers from 0")
+        raise ValueError("kinds must hold integers from 0")
     return codes.astype(np.intp)
 
 
 def _resampled(table: csr_array, resamples: int, seed: int) -> Iterator[np.ndarray]:
-    """``[k, patterns]`` sums over the sources drawn, in blocks of bounded memory."""
+    """``[k, kinds]`` sums over the sources drawn, in blocks of bounded memory."""
     size = max(1, CHUNK // max(table.shape[1], 1))
     across = table.T.tocsr()
     for counts in resample_counts(table.shape[0], resamples, seed):

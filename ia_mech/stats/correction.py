@@ -11,10 +11,11 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from ia_mech.stats.intervals import Estimate, check_level, clustered_wilson, rate_ends
-from ia_mech.stats.resampling import as_column, as_weights, source_index
+from ia_mech.stats.resampling import as_column, source_index
 
-# Columns of the table of sums per source.
-ROWS, POSITIVE, HIT, MISS, FALSE_ALARM, CORRECT_REJECTION = range(6)
+# Columns of the table of sums per source: rows and the judge's positive verdicts; of annotated rows
+# the weights, those of positive annotations and those of positive verdicts.
+ROWS, POSITIVE, WEIGHT, TRUE, SAID = range(5)
 
 
 def prediction_powered(
@@ -68,15 +69,12 @@ def prediction_powered(
     chances = as_column(inclusion, len(np.asarray(inclusion)), "inclusion")
     if not ((chances > 0) & (chances <= 1)).all():
         raise ValueError("inclusion probabilities must lie in (0, 1]")
-    table, count = _table(
-        predicted, sources, truth, truth_prediction, truth_sources, 1 / chances, "inclusion"
-    )
+    table, count = _table(predicted, sources, truth, truth_prediction, truth_sources, 1 / chances)
     totals = table.sum(0)
-    if not totals[ROWS] or not totals[HIT:].sum():
+    if not totals[ROWS] or not totals[WEIGHT]:
         reason = "undefined: no annotations" if totals[ROWS] else "undefined: no rows"
         return Estimate(np.nan, np.nan, np.nan, count, reason)
-    known = table[table[:, HIT:].any(1)]
-    by_truth = np.stack([known[:, HIT] + known[:, MISS], known[:, HIT:].sum(1)], axis=1)
+    by_truth = table[table[:, WEIGHT] > 0][:, [TRUE, WEIGHT]]
     events, weight = by_truth.sum(0)
     if events in (0, weight):
         low, high, name = rate_ends(by_truth, weight, False, level)
@@ -103,8 +101,8 @@ def _tuned(table: np.ndarray) -> np.ndarray:
 
 def _powered(table: np.ndarray, tuned: np.ndarray) -> tuple[float, np.ndarray]:
     """The rate with each source's λ, and each source's influence on it; these sum to 0."""
-    rows, verdicts, weights = table[:, ROWS], table[:, POSITIVE], table[:, HIT:].sum(1)
-    left = table[:, HIT] + table[:, MISS] - tuned * (table[:, HIT] + table[:, FALSE_ALARM])
+    rows, verdicts, weights = table[:, ROWS], table[:, POSITIVE], table[:, WEIGHT]
+    left = table[:, TRUE] - tuned * table[:, SAID]
     mean, added = left.sum() / weights.sum(), (tuned * verdicts).sum() / rows.sum()
     influence = (left - mean * weights) / weights.sum()
     influence += (tuned * verdicts - added * rows) / rows.sum()
@@ -117,27 +115,25 @@ def _table(
     truth: ArrayLike,
     truth_prediction: ArrayLike,
     truth_sources: Iterable[Hashable],
-    truth_weights: ArrayLike | None,
-    weights_name: str,
+    weights: np.ndarray,
 ) -> tuple[np.ndarray, int]:
-    """``[all sources, 6]`` sums per source, and how many sources have rows."""
+    """``[all sources, 5]`` sums per source, and how many sources have rows."""
     labels, truth_labels = list(sources), list(truth_sources)
     index, count = source_index(labels + truth_labels)
     verdicts = _binary(predicted, len(labels), "predicted")
     actual = _binary(truth, len(truth_labels), "truth")
     judged = _binary(truth_prediction, len(truth_labels), "truth_prediction")
-    weights = as_weights(truth_weights, len(truth_labels), weights_name)
-    at, truth_at = index[: len(labels)], index[len(labels) :]
-    table = np.zeros((count, 6))
-    kept = ~np.isnan(verdicts)
-    table[:, ROWS] = np.bincount(at[kept], minlength=count)
-    table[:, POSITIVE] = np.bincount(at[kept], verdicts[kept], minlength=count)
-    cells = ((HIT, 1, 1), (MISS, 1, 0), (FALSE_ALARM, 0, 1), (CORRECT_REJECTION, 0, 0))
-    for column, is_so, said in cells:
-        chosen = (actual == is_so) & (judged == said)
-        table[:, column] = np.bincount(truth_at[chosen], weights[chosen], minlength=count)
-    with_rows = int((table[:, ROWS] > 0).sum())
-    return table[table.any(1)], with_rows
+    both = ~np.isnan(actual + judged)
+    table = np.zeros((count, 5))
+    for column, at, values in (
+        (ROWS, index[: len(labels)], ~np.isnan(verdicts)),
+        (POSITIVE, index[: len(labels)], verdicts == 1),
+        (WEIGHT, index[len(labels) :], weights * both),
+        (TRUE, index[len(labels) :], weights * (both & (actual == 1))),
+        (SAID, index[len(labels) :], weights * (both & (judged == 1))),
+    ):
+        table[:, column] = np.bincount(at, values, minlength=count)
+    return table[table.any(1)], int((table[:, ROWS] > 0).sum())
 
 
 def _binary(values: ArrayLike, rows: int, name: str) -> np.ndarray:
