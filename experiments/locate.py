@@ -29,7 +29,7 @@ from experiments.experiment import Conclusion, Experiment, Model, Unit
 from experiments.tables import tables_of
 from ia_mech.estimates import ALL, TidyEstimate, estimate_of, together
 from ia_mech.likelihood.carried import CANDIDATES, CEILING, Told, told
-from ia_mech.stats import Estimate, cluster_mean, cluster_statistic, paired_difference
+from ia_mech.stats import Estimate, cluster_bootstrap, cluster_mean, paired_difference
 
 if TYPE_CHECKING:
     from experiments.figures import Drawing
@@ -283,9 +283,12 @@ class Maker:
         """What a site carries as a share of what is expressed in the same queries, and the bits
         by which it is more than :data:`EQUIVALENT` of it."""
         expressed = expressed.only(found.queries)
-        columns = {"carried": found.bits, "expressed": expressed.bits}
         if cluster_mean(expressed.bits, expressed.queries).low > 0:
-            estimate = cluster_statistic(_ratio, columns, found.queries, **self.options)
+
+            def ratio(counts: np.ndarray) -> np.ndarray:
+                return (counts @ found.bits) / (counts @ expressed.bits)
+
+            (estimate,) = cluster_bootstrap(ratio, found.queries, **self.options)
             yield self._row("share of expressed", estimate, found, names)
         more = found.bits - EQUIVALENT * expressed.bits
         estimate = cluster_mean(more, found.queries, level=self.options["level"])
@@ -300,10 +303,6 @@ class Maker:
 
     def _row(self, quantity: str, estimate: Estimate, found: Told, names: dict) -> TidyEstimate:
         return TidyEstimate(quantity, {"dataset": ALL} | names, len(found.bits), estimate)
-
-
-def _ratio(columns: dict[str, np.ndarray], counts: np.ndarray) -> float:
-    return float((counts @ columns["carried"]) / (counts @ columns["expressed"]))
 
 
 def halves(queries: Sequence[str], seed: int) -> dict[str, str]:

@@ -174,24 +174,6 @@ def cell_of(row: Any, digits: int | str = 2) -> str:
     return text if np.isnan(row.p_holm) else f"{text} {p_value(row.p_holm)}"
 
 
-def about_runs(runs: "Sequence[Run]", labellers: Sequence[str] = ()) -> dict[str, Any]:
-    """What a result says of the runs it was made from, for ``Result.about``.
-
-    Args:
-        runs: what was read.
-        labellers: judges and annotators whose labels were used. The digest of these labels tells
-            later whether they were replaced.
-    """
-    found: dict[str, Any] = {
-        "runs": [run.name for run in runs],
-        "identities": [run.identity_digest for run in runs],
-    }
-    if labellers:
-        found["labellers"] = list(labellers)
-        found["labels"] = {run.identity_digest: run.labels.digest(labellers) for run in runs}
-    return found
-
-
 def folder_of(run: Path, name: str) -> Path:
     """Where a run keeps a result."""
     return run / "results" / name
