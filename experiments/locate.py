@@ -45,7 +45,7 @@ OWN = "own context"
 HEADER, AFTER, RESPONSE, QUERY = SITES = ("header", "after the response", "response", "query")
 WINDOW, FIRST, LAST = MAPS = ("response, layers", "header_0", "header_last")
 RANKING, REPORTING = "ranking half", "reporting half"
-EVERY = "sampled"  # turns of all temperatures above 0 together
+GREEDY, SAMPLED = "greedy", "sampled"  # the latter: of all temperatures above 0 together
 SCORES = [f"score_{number}" for number in range(CANDIDATES)]
 
 
@@ -344,6 +344,20 @@ def estimates(rows: pd.DataFrame, options: dict[str, Any]) -> Iterator[TidyEstim
     yield from strongest(mapped[mapped["site"] == WINDOW], expressed, maker)
 
 
+def by_query(rows: pd.DataFrame, seed: int) -> pd.DataFrame:
+    """What whole sites tell of each query: ``of``, ``temperature`` (missing: all sampled turns),
+    ``source``, ``bits`` and ``hits``."""
+    found = []
+    for t in [*sorted(set(rows["temperature"])), np.nan]:
+        here = rows["temperature"] > 0 if np.isnan(t) else rows["temperature"] == t
+        for site in (OWN, *SITES):
+            one = told_of(rows[here & (rows["site"] == site)], seed)
+            if one is not None:
+                table = {"source": one.queries, "bits": one.bits, "hits": one.hits}
+                found.append(pd.DataFrame(table).assign(of=site, temperature=t))
+    return pd.concat(found, ignore_index=True) if found else pd.DataFrame()
+
+
 def strongest(
     windows: pd.DataFrame, expressed: Mapping[Any, Told], maker: Maker
 ) -> Iterator[TidyEstimate]:
@@ -440,6 +454,9 @@ class Locate(Experiment):
     def estimate(self, rows: pd.DataFrame) -> Iterator[TidyEstimate]:
         return estimates(rows, self.options)
 
+    def data(self, rows: pd.DataFrame) -> dict[str, pd.DataFrame]:
+        return {"rows": rows, "queries": by_query(rows, self.args.seed)}
+
     def tables(self, found: pd.DataFrame) -> "list[Table]":
         columns = {
             "bits": ("bits", 2),
@@ -472,31 +489,7 @@ class Locate(Experiment):
         return made
 
     def figures(self, found: pd.DataFrame) -> "Mapping[str, Drawing]":
-        from experiments.figures import Bars, Lines
-
-        name = self.runs[0].model["name"]
-        bits = found[found["quantity"] == "bits"]
-        whole = bits[bits["of"].isin([OWN, *SITES])].assign(
-            turns=[("greedy" if t == 0 else EVERY if np.isnan(t) else f"T = {t:g}")
-                   for t in bits.loc[bits["of"].isin([OWN, *SITES]), "temperature"]]
-        )  # fmt: skip
-        made: dict[str, Drawing] = {
-            "sites": Bars(f"{name} · expressed and carried", "bits", whole, by="turns")
-        }
-        mapped = bits[bits["of"].isin(MAPS)]
-        if len(mapped):
-            expressed = whole[
-                (whole["of"] == OWN) & (whole["temperature"] == mapped["temperature"].iloc[0])
-            ]
-            made["layers"] = Lines(
-                f"{name} · carried by layer",
-                "layer (of a window: its first)",
-                "bits",
-                mapped,
-                across="layer",
-                levels={"expressed": float(expressed["value"].iloc[0]), "": 0.0},
-            )
-        return made
+        return drawings(found, self.runs[0].model["name"])
 
     def conclude(self, found: pd.DataFrame) -> Conclusion:
         of = Lookup(found)
@@ -521,6 +514,29 @@ class Locate(Experiment):
             f"values of the query, the same tokens in all siblings, carry {of('bits', QUERY)}."
         )
         return Conclusion(f"{sentence}.", control)
+
+
+def drawings(found: pd.DataFrame, model: str) -> "dict[str, Drawing]":
+    """What is expressed and carried, by site and by layer, from the estimates."""
+    from experiments.figures import Bars, Lines
+
+    bits = found[found["quantity"] == "bits"]
+    whole = bits[bits["of"].isin([OWN, *SITES]) & bits["layer"].isna()]
+    names = [GREEDY if t == 0 else SAMPLED if np.isnan(t) else f"T = {t:g}"
+             for t in whole["temperature"]]  # fmt: skip
+    made: dict[str, Drawing] = {
+        "sites": Bars(
+            f"{model} · expressed and carried", "bits", whole.assign(turns=names), by="turns"
+        )
+    }
+    mapped = bits[bits["of"].isin(MAPS)]
+    if len(mapped):
+        own = whole[(whole["of"] == OWN) & whole["temperature"].eq(mapped["temperature"].iloc[0])]
+        levels = {"expressed": float(own["value"].iloc[0]), "": 0.0}
+        across = "layer (of a window: its first)"
+        title = f"{model} · carried by layer"
+        made["layers"] = Lines(title, across, "bits", mapped, across="layer", levels=levels)
+    return made
 
 
 class Lookup:
