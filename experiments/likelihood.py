@@ -27,7 +27,7 @@ from experiments.tables import stated, tables_of
 from ia_mech.cli import whole_from
 from ia_mech.errors import UserError
 from ia_mech.estimates import Group, TidyEstimate, by_dataset, together
-from ia_mech.stats import cluster_statistic
+from ia_mech.stats import cluster_bootstrap
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -320,10 +320,10 @@ def by_temperature(
     for column, t in zip(curve.T, temperatures, strict=True):
         yield group.mean("tempered log p", column, temperature=float(t))
 
-    def best(columns, counts) -> float:
-        return float(temperatures[np.argmax(counts @ columns["curve"])])
+    def best(counts: np.ndarray) -> np.ndarray:
+        return temperatures[np.argmax(counts @ curve, axis=1)]
 
-    estimate = cluster_statistic(best, {"curve": curve}, group.sources, **group.options)
+    (estimate,) = cluster_bootstrap(best, group.sources, **group.options)
     if estimate.sources > 1:
         # Between which points of the grid it may lie; where all resamples agree there is no spread.
         ends = np.nan_to_num([estimate.low, estimate.high], nan=estimate.value)

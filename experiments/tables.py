@@ -35,22 +35,23 @@ def estimates_of(
 
 
 def tables_of(
-    title: str, rows: pd.DataFrame, columns: Mapping[Any, tuple[str, int | str]], /, **options: Any
+    title: str, found: pd.DataFrame, columns: Mapping[Any, tuple[str, int | str]], /, **options: Any
 ) -> list[Table]:
-    """Tables (:func:`ia_mech.results.table_of`) of rows: all datasets together, then each.
+    """Tables (:func:`ia_mech.results.table_of`) of estimates: all datasets together, then each.
 
     The latter is printed with ``--full`` alone. There is none without rows for ``columns``.
     """
-    there = rows[rows[options.get("key", "quantity")].isin(list(columns))]
+    there = found[found[options.get("key", "quantity")].isin(list(columns))]
     if there.empty:
         return []
     if (there["dataset"] != ALL).all():
         return [table_of(title, there, columns, **options)]
     whole, each = (there[of_all] for of_all in (there["dataset"] == ALL, there["dataset"] != ALL))
-    found = [table_of(title, whole, columns, **options)]
+    made = [table_of(title, whole, columns, **options)]
     if len(each):
-        found.append(table_of(f"{title}, by dataset", each, columns, **options, full=True))
-    return found
+        options["full"] = True
+        made.append(table_of(f"{title}, by dataset", each, columns, **options))
+    return made
 
 
 def smallest_effect(row: Any, level: float = 0.95) -> Any:

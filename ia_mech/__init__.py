@@ -1,17 +1,19 @@
 """ia_mech: where interaction awareness sits in a chat model.
 
-``from ia_mech import sample, Run``: :func:`sample` makes a run, :class:`Run` reads one.
-``python -m ia_mech.sample`` is the same from a shell.
+``from ia_mech import study, sample, Run``: :func:`study` makes a whole study of a model,
+:func:`sample` makes a run, :class:`Run` reads one. From a shell: ``ia-mech study``, ``ia-mech
+sample``.
 """
 
 import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from experiments.study import study
     from ia_mech.collect.command import sample
     from ia_mech.run import Run
 
-__all__ = ["Run", "sample"]
+__all__ = ["Run", "sample", "study"]
 __version__ = "0.1.0"
 
 # Threads that wait for work spin by default, and a busy machine then computes several times slower;
@@ -32,4 +34,8 @@ def __getattr__(name: str) -> Any:
         from ia_mech.run import Run
 
         return Run
+    if name == "study":
+        from experiments.study import study
+
+        return study
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

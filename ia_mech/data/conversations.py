@@ -24,6 +24,7 @@ from ia_mech.untrusted import parse_json
 
 CORRECT = "correct the row, leave it out, or skip such rows (--skip-unusable)"
 BUILTIN = ("maths", "instructions", "open")
+STUDY = "study"  # the queries of a study, without responses
 SUFFIXES = (".jsonl", ".json", ".parquet")
 UNPERTURBED_RESPONSE = "unperturbed_response"  # in the metadata of a perturbed conversation
 USER_HEADER = "user"
@@ -270,8 +271,9 @@ def open_conversations(
     """Open a dataset and read its first row, so that what can't be used is known at once.
 
     Args:
-        dataset: ``builtin`` (three parts in turn), ``builtin:maths|instructions|open``, a .jsonl,
-            .json or .parquet file, a preset's name, or a hub id ``org/name`` (streamed).
+        dataset: ``builtin`` (three parts in turn), ``builtin:maths|instructions|open``,
+            ``builtin:study``, a .jsonl, .json or .parquet file, a preset's name, or a hub id
+            ``org/name`` (streamed).
         limit: at most so many rows; None for all.
         columns: what the columns are called, where they can't be recognised.
         split, subset, revision: of a hub dataset; a preset has defaults.
@@ -320,10 +322,10 @@ def _read(row: Any, place: str, *, columns: ColumnMap, preset: presets.Preset | 
 
 def _builtin(dataset: str) -> tuple[str, Rows, dict]:
     _, _, part = dataset.partition(":")
-    if dataset != "builtin" and part not in BUILTIN:
+    if dataset != "builtin" and part not in (*BUILTIN, STUDY):
         raise UserError(
             f"no built-in dataset {dataset!r}",
-            f"use builtin or {', '.join(f'builtin:{name}' for name in BUILTIN)}",
+            f"use builtin or {', '.join(f'builtin:{name}' for name in (*BUILTIN, STUDY))}",
         )
     parts = [part] if part else BUILTIN
     files = [resources.files("ia_mech") / "data" / f"builtin_{name}.jsonl" for name in parts]
@@ -427,7 +429,8 @@ def _hub_rows(opened: Iterable[dict], name: str) -> Iterator[tuple[str, dict]]:
 
 
 def _unknown(dataset: str) -> UserError:
-    names = ["builtin", *(f"builtin:{name}" for name in BUILTIN), *presets.PRESETS]
+    parts = [f"builtin:{name}" for name in (*BUILTIN, STUDY)]
+    names = ["builtin", *parts, *presets.PRESETS]
     close = difflib.get_close_matches(dataset.lower(), names, n=2, cutoff=0.5)
     hint = f"; did you mean {' or '.join(close)}?" if close else ""
     return UserError(

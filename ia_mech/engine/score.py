@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ia_mech.engine.intervene import Steered, at_tokens, intervene
+from ia_mech.engine.intervene import Intervention, Steered, at_tokens, intervene
 from ia_mech.engine.sampling import cpu_slices, log_sum_exp, ranks
 from ia_mech.engine.shared import Borrowed
 from ia_mech.engine.state import Prefilled, expand, forward, similar_lengths
@@ -24,6 +24,7 @@ class Turn:
         context: the number of the context that it follows, counted through all groups.
         ids: its tokens.
         steered: takes place at each of its tokens; its own positions aren't looked at.
+        interventions: take place at indices into ``ids``.
         borrowed: keys and values of another context that it attends to.
     """
 
@@ -31,6 +32,7 @@ class Turn:
     ids: Sequence[int]
     steered: tuple[Steered, ...] = ()
     borrowed: Borrowed | None = None
+    interventions: tuple[Intervention, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -120,7 +122,10 @@ def _score_pass(
             state = expand(groups, contexts, capacity=capacity, share=share, borrowed=borrowed)
         fed = slice(done - 1, min(done - 1 + most, longest - 1))
         interventions = [
-            at_tokens(turn.steered, range(fed.start, min(fed.stop, len(turn.ids) - 1)))
+            [
+                *at_tokens(turn.steered, range(fed.start, min(fed.stop, len(turn.ids) - 1))),
+                *(one for one in turn.interventions if fed.start <= one.positions[0] < fed.stop),
+            ]
             for turn in turns
         ]
         with intervene(model, interventions, [fed.start] * len(turns)):

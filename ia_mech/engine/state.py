@@ -46,12 +46,14 @@ class Prefix:
     """One context as the engine sees it.
 
     ``positions`` are indices into ``ids`` of the named tokens, in the run's order; -1 = lacking.
-    ``interventions`` take place at indices into ``ids``, while it is prefilled.
+    ``interventions`` take place at indices into ``ids``, while it is prefilled. ``start`` is the
+    position id of the first token.
     """
 
     ids: Sequence[int]
     positions: Sequence[int] = ()
     interventions: Sequence[Intervention] = ()
+    start: int = 0
 
 
 @dataclass
@@ -127,7 +129,7 @@ def prefill(
     state = State(
         cache=DynamicCache(config=model.config),
         mask=mask[:, :0],
-        position=torch.zeros(len(prefixes), dtype=torch.long, device=model.device),
+        position=torch.tensor([prefix.start for prefix in prefixes], device=model.device),
     )
     if blocks is None:
         with intervene(model, interventions, first):
@@ -298,7 +300,7 @@ def expand(
     cache = copy.copy(states[0].cache)
     cache.layers = []
     for number, layers in enumerate(zip(*(s.cache.layers for s in states), strict=True), start=1):
-        if share and _is_full(layers[0]):
+        if share and is_full(layers[0]):
             if table is None:
                 kept = [number for group in used for number in range(firsts[group], ends[group])]
                 number_of = {context: at for at, context in enumerate(kept)}
@@ -313,17 +315,17 @@ def expand(
                 )
             cache.layers.append(SharedLayer(layers, table, capacity, number))
         else:
-            cache.layers.append(_copied(layers, index, length))
+            cache.layers.append(rows_of(layers, index, length))
     check_borrowed(borrowed, cache.layers)
     return State(cache, mask, position, table)
 
 
-def _is_full(layer: object) -> TypeGuard[DynamicLayer]:
+def is_full(layer: object) -> TypeGuard[DynamicLayer]:
     """Whether a cache layer is one of full attention and holds something."""
     return type(layer) is DynamicLayer and bool(layer.is_initialized)
 
 
-def _copied(layers: Sequence[Any], index: Sequence[Tensor], length: int) -> CacheLayer:
+def rows_of(layers: Sequence[Any], index: Sequence[Tensor], length: int) -> CacheLayer:
     """One layer with the given rows of several, which are left as they were.
 
     ``reorder_cache`` is the one selection that every cache layer of ``transformers`` implements,

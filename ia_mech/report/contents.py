@@ -20,7 +20,7 @@ from ia_mech.run import Run
 
 # Sections in the order of reading; kinds that aren't named come after them, by name.
 ORDER = (
-    *("rates", "reaction", "probe", "locate", "steering"),
+    *("study", "rates", "reaction", "locate", "elicit", "probe", "steering"),
     *("perturbations", "likelihood", "decoupling", "temperature_sweep"),
 )
 LAST = "agreement"

@@ -1,0 +1,194 @@
+"""How do models differ in what their user turns owe to the response?
+
+The numbers of several studies side by side, over the queries that all of them hold: what turns
+express, what the response and the header carry, how often a judge accepts turns beyond siblings.
+Differences from the first study are paired by query. Nothing is computed but these: each study has
+kept its numbers by query.
+
+Needs: two or more finished studies of the same queries. Cost: seconds.
+
+    python -m experiments.compare cache/study-A cache/study-B
+"""
+
+import argparse
+import importlib
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pandas as pd
+
+from ia_mech.cli import Parser, add_intervals, guarded, path_of, tolerant_streams
+from ia_mech.errors import UserError
+
+if TYPE_CHECKING:
+    from ia_mech.estimates import TidyEstimate
+    from ia_mech.results import Result
+
+NAME = "compare"
+BITS, EXCESS = "bits", "excess over siblings"
+SAMPLED = "sampled"
+
+
+def numbers_of(study: Path) -> pd.DataFrame:
+    """The numbers of a study by query: ``quantity``, ``of``, ``turns`` (``greedy``, ``sampled`` or
+    an arm), ``source``, ``value``.
+
+    Raises:
+        UserError: it isn't a finished study.
+    """
+    located = study / "run" / "results" / "locate" / "queries.parquet"
+    elicited = study / "run-elicit" / "rows.parquet"
+    if not (located.is_file() and elicited.is_file()):
+        raise UserError(f"{study} is not a finished study", "make it with ia-mech study")
+    bits = pd.read_parquet(located)
+    turns = ["greedy" if t == 0 else SAMPLED if np.isnan(t) else f"T = {t:g}"
+             for t in bits["temperature"]]  # fmt: skip
+    bits = bits.assign(quantity=BITS, turns=turns, value=bits["bits"])
+    arms = pd.read_parquet(elicited)
+    arms = arms.assign(quantity=EXCESS, of="turns", turns=arms["arm"], value=arms[EXCESS])
+    columns = ["quantity", "of", "turns", "source", "value"]
+    return pd.concat([bits[columns], arms[columns]], ignore_index=True)
+
+
+def estimates(
+    numbers: dict[str, pd.DataFrame], level: float, seed: int
+) -> "Iterator[TidyEstimate]":
+    """Each model's mean over the shared queries, and its difference from the first model's."""
+    from ia_mech.estimates import ALL, TidyEstimate
+    from ia_mech.stats import cluster_mean, paired_difference
+
+    keys = ["quantity", "of", "turns"]
+    first, *_ = numbers
+    shared = set.intersection(*(set(frame["source"]) for frame in numbers.values()))
+    for key, _ in numbers[first].groupby(keys, sort=False):
+        each = {}
+        for model, frame in numbers.items():
+            mine = frame[(frame[keys] == list(key)).all(axis=1) & frame["source"].isin(shared)]
+            each[model] = mine.set_index("source")["value"]
+        quantity, of, turns = key
+        names = {"dataset": ALL, "of": of, "turns": turns}
+        for model, values in each.items():
+            found = cluster_mean(values, values.index, level=level)
+            yield TidyEstimate(quantity, names | {"model": model}, len(values), found)
+            if model != first and len(values):
+                base = each[first]
+                pair = paired_difference(
+                    values, values.index, base, base.index, level=level, seed=seed
+                )
+                of_pair = names | {"model": model}
+                yield TidyEstimate(
+                    f"{quantity}, less", of_pair, len(values), pair.difference, pair.p, pair.test
+                )
+
+
+def result(studies: Sequence[Path], level: float, seed: int) -> "Result":
+    """The comparison.
+
+    Raises:
+        UserError: a study isn't finished; studies are of one model, or share no query.
+    """
+    from experiments.figures import Bars
+    from experiments.tables import stated, tables_of
+    from ia_mech.display import styled
+    from ia_mech.estimates import frame_of
+    from ia_mech.results import Result, about_runs
+    from ia_mech.run import Run
+
+    runs = [Run.open(study / "run") for study in studies]
+    models = [run.model["name"] for run in runs]
+    if len(set(models)) < len(models):
+        raise UserError(f"two studies are of {models[0]}", "give studies of different models")
+    numbers = {model: numbers_of(study) for model, study in zip(models, studies, strict=True)}
+    shared = set.intersection(*(set(frame["source"]) for frame in numbers.values()))
+    if len(shared) < 2:
+        raise UserError("the studies share no queries", "make them with the same --dataset")
+    columns = {"dataset": "str", "model": "str", "of": "str", "turns": "str"}
+    found = frame_of(estimates(numbers, level, seed), columns)
+    found["temperature"] = np.nan
+    tables = []
+    for quantity, title in (
+        (BITS, "bits about the response, expressed (own context) and carried"),
+        (EXCESS, "turns that the judge accepts, beyond siblings"),
+    ):
+        tables += tables_of(
+            f"{title}; the same {len(shared)} queries",
+            found,
+            {quantity: ("mean", 2), f"{quantity}, less": (f"less {models[0]}", "+.2f")},
+            index=("of", "turns", "model"),
+            rows="queries",
+        )
+    own = found[(found["of"] == "own context") & (found["quantity"] == BITS)]
+    less = found[(found["of"] == "own context") & (found["quantity"] == f"{BITS}, less")]
+    return Result(
+        name=NAME,
+        question="How do models differ in what their user turns owe to the response?",
+        sentence=stated("bits that sampled turns tell", own[own["turns"] == SAMPLED]),
+        control=" ".join(
+            [
+                stated(
+                    f"the same queries, less {models[0]}",
+                    less[less["turns"] == SAMPLED].assign(model=""),
+                    null=0.0,
+                    level=level,
+                ),
+                "Within each study every number is held against siblings.",
+            ]
+        ),
+        estimates=found,
+        tables=tables,
+        figures={
+            "models": styled(
+                Bars("expressed and carried", "bits", own, of="turns", by="model").draw
+            )()
+        },
+        about={"kind": NAME, "level": level, **about_runs(runs)},
+    )
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = Parser(
+        prog="python -m experiments.compare",
+        usage="%(prog)s STUDY STUDY [STUDY …] [options]",
+        description=(__doc__ or "").strip(),
+    )
+    parser.add_argument("studies", nargs="+", type=path_of, metavar="STUDY", help="its folder")
+    parser.add_argument(
+        "--out", type=path_of, metavar="DIR",
+        help="where results and page go (default: cache/compare-NAMES)",
+    )  # fmt: skip
+    add_intervals(parser.add_argument_group("intervals"), seed="sign flips")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line; returns the exit status."""
+    tolerant_streams()
+    args = build_parser().parse_args(argv)
+    return guarded(lambda: _compare(args), lambda: "nothing was written")
+
+
+def _compare(args: argparse.Namespace) -> int:
+    from ia_mech.display import console
+    from ia_mech.models.embedded import cache_dir
+    from ia_mech.results import refuse_place, show, write
+
+    if len(args.studies) < 2:
+        raise UserError("one study can't be compared", "give two or more")
+    names = "-".join(study.resolve().name.removeprefix("study-") for study in args.studies)
+    out = args.out or cache_dir() / f"compare-{names}"
+    refuse_place(out)
+    found = result(args.studies, args.level, args.seed)
+    write(found, out)
+    page = importlib.import_module("ia_mech.report.__main__")
+    runs = [str(study / "run") for study in args.studies]
+    status = page.main([*runs, "--results", str(out), "--out", str(out / "report.html")])
+    show(found, console())
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,238 @@
+"""How much more do turns react when the model is asked in another way than greedily?
+
+Arms are listed before anything is sampled: each temperature of the run, and a system prompt that
+asks for a user who follows up, greedily and at each temperature. An arm's rate is of turns that the
+judge accepts, less the rate at which it accepts the same turns after siblings of the response that
+they followed: what would fit any response doesn't count. The best arm is chosen on half of the
+queries and its gap to greedy turns is read off the other half, and the other way round; the
+bootstrap repeats the choice. That is the elicitation gap.
+
+Needs: a judged run with several responses per query. Cost: sampling every context again once per
+temperature with the prompt; the rules judge judges them at once.
+
+    python -m experiments.elicit cache/RUN
+"""
+
+import argparse
+import sys
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pandas as pd
+
+from experiments.experiment import Conclusion, Experiment
+from experiments.tables import stated, tables_of
+from ia_mech.cli import quoted
+from ia_mech.errors import UserError
+from ia_mech.estimates import ALL, TidyEstimate
+from ia_mech.stats import cluster_bootstrap, cluster_mean
+
+if TYPE_CHECKING:
+    from experiments.figures import Drawing
+    from ia_mech.data.conversations import Conversation
+    from ia_mech.results import Table
+    from ia_mech.run import Run
+
+PROMPT = (
+    "In this conversation the user reads every answer closely. In each further message the user "
+    "asks one question about something that the assistant has just said."
+)
+PROMPTED = "prompt"
+GREEDY = "greedy"
+RATE, SIBLINGS, EXCESS = "accepted", "accepted after siblings", "excess over siblings"
+GAP = "elicitation gap"
+
+
+def arm_name(temperature: float, prompted: bool) -> str:
+    """``greedy``, ``T = 0.7``, ``prompt, greedy``, …"""
+    plain = GREEDY if temperature == 0 else f"T = {temperature:g}"
+    return f"{PROMPTED}, {plain}" if prompted else plain
+
+
+def by_query(decoys: pd.DataFrame, outcome: str) -> pd.DataFrame:
+    """Rates of arms by query, from turns shown after siblings.
+
+    Args:
+        decoys: a row per turn and sibling: ``arm``, ``source``, ``dataset``, and of ``outcome`` the
+            verdict after the sibling and, as ``own_…``, after what the turn followed.
+        outcome: whose rate.
+
+    Returns:
+        One row per arm and source with both verdicts: :data:`RATE`, :data:`SIBLINGS` and
+        :data:`EXCESS`, means over its turns.
+    """
+    both = decoys.dropna(subset=[outcome, f"own_{outcome}"])
+    own, other = both[f"own_{outcome}"].astype(float), both[outcome].astype(float)
+    rows = both[["arm", "dataset", "source"]].astype(object)
+    rows = rows.assign(**{RATE: own, SIBLINGS: other, EXCESS: own - other})
+    return rows.groupby(["arm", "dataset", "source"], sort=False).mean().reset_index()
+
+
+def gaps(excess: np.ndarray, greedy: int, half: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """Gaps of the best arm, which is chosen on one half of the queries and read off the other.
+
+    Args:
+        excess: ``[arms, queries]``.
+        greedy: which arm is subtracted; it may be chosen, too, and then the gap is 0.
+        half: ``[queries]`` 0 or 1.
+        counts: ``[resamples, queries]`` how often each query was drawn.
+
+    Returns:
+        ``[resamples]``, each the mean over both halves weighted by their queries; NaN where a half
+        is empty.
+    """
+    total = np.zeros(len(counts))
+    for chosen_on in (0, 1):
+        ranking = counts * (half == chosen_on)
+        reporting = counts * (half != chosen_on)
+        best = (ranking @ excess.T).argmax(1)  # sums rank as means do
+        more = excess[best] - excess[greedy]  # [resamples, queries]
+        total += (reporting * more).sum(1)
+        total[ranking.sum(1) == 0] = np.nan
+    return total / counts.sum(1)
+
+
+class Elicit(Experiment):
+    """See the module."""
+
+    name = "elicit"
+    siblings = True
+    judged = True
+    beside = "elicit"
+
+    @classmethod
+    def add_flags(cls, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument(
+            "--outcome",
+            choices=("genuine", "grounded"),
+            default="genuine",
+            help="what counts as accepted (default: genuine)",
+        )
+        parser.add_argument(
+            "--prompt", default=PROMPT, metavar="TEXT", help="the system prompt of the other arms"
+        )
+
+    def conversations(self) -> "Mapping[str, list[Conversation]]":
+        from experiments.resample import conversations_of
+
+        contexts = pd.concat([query.contexts for query in self.queries], ignore_index=True)
+        return {PROMPTED: conversations_of(contexts)}
+
+    def sample(self, name: str, conversations: "list[Conversation]") -> "Run":
+        from experiments.resample import resampled
+
+        positions = ("header_last",)
+        options = {"system": self.args.prompt, "samples": 1}
+        return resampled(self.runs[0], conversations, self.place(name), positions, **options)
+
+    def rows(self) -> pd.DataFrame:
+        from ia_mech.judge.decoys import SIBLING
+        from ia_mech.rates.load import NO_ANNOTATOR, read_runs
+
+        assert self.gate is not None
+        prompted = self.sampled[PROMPTED]
+        self._judge(prompted)
+        parts = []
+        for runs, with_prompt in ((self.runs, False), ([prompted], True)):
+            decoys = read_runs(runs, self.gate.judge, NO_ANNOTATOR).decoys
+            mine = decoys[decoys["decoy"] == SIBLING]
+            arms = [arm_name(t, with_prompt) for t in mine["temperature"]]
+            parts.append(mine.assign(arm=arms))
+        rows = pd.concat(parts, ignore_index=True)
+        if rows.empty:
+            raise UserError(
+                f"{self.runs[0].path} has no turns judged after siblings",
+                "judge it again: python -m ia_mech.judge run "
+                f"{quoted(self.runs[0].path)} --replace",
+            )
+        return by_query(rows, self.args.outcome)
+
+    def _judge(self, run: "Run") -> None:
+        from ia_mech.display import Bar
+        from ia_mech.judge.label import label_run
+        from ia_mech.judge.rules import RulesJudge
+        from ia_mech.judge.verdict import identity_hash
+
+        assert self.gate is not None
+        judge, rules = self.gate.judge, RulesJudge()
+        if judge in run.labels.judges:
+            return
+        own = self.runs[0].labels.record("judgements", judge).get("identity", {})
+        if identity_hash(own) != identity_hash(rules.identity):
+            raise UserError(
+                f"{run.path} has not been judged by {judge!r}",
+                f"run python -m ia_mech.judge run {quoted(run.path)} --name {judge} with the flags "
+                f"that judged {self.runs[0].path}, then this command again",
+            )
+        label_run(run, rules, judge, Bar())
+
+    def estimate(self, rows: pd.DataFrame) -> Iterator[TidyEstimate]:
+        level = self.args.level
+        arms = list(dict.fromkeys(rows["arm"]))
+        for arm in arms:
+            mine = rows[rows["arm"] == arm]
+            for quantity, low in ((RATE, 0.0), (SIBLINGS, 0.0), (EXCESS, -1.0)):
+                found = cluster_mean(mine[quantity], mine["source"], level=level).within(low, 1.0)
+                yield TidyEstimate(quantity, {"dataset": ALL, "of": arm}, len(mine), found)
+        table = rows.pivot_table(index="arm", columns="source", values=EXCESS, sort=True)
+        table = table.loc[arms].dropna(axis=1)
+        excess = table.to_numpy()
+        order = np.random.default_rng([self.args.seed, 3]).permutation(excess.shape[1])
+        half = np.empty(len(order), dtype=int)
+        half[order] = np.arange(len(order)) % 2
+
+        def statistic(counts: np.ndarray) -> np.ndarray:
+            return gaps(excess, arms.index(GREEDY), half, counts)
+
+        (gap,) = cluster_bootstrap(statistic, list(table.columns), **self.options)
+        yield TidyEstimate(GAP, {"dataset": ALL, "of": "best arm"}, excess.shape[1], gap)
+        for number in (0, 1):
+            best = arms[int(excess[:, half == number].mean(1).argmax())]
+            self.notes.append(f"chosen on half {number + 1} of the queries: {best}.")
+
+    def tables(self, found: pd.DataFrame) -> "list[Table]":
+        columns: dict[str, tuple[str, int | str]] = {
+            RATE: ("accepted", 2),
+            SIBLINGS: ("after siblings", 2),
+            EXCESS: ("excess", "+.2f"),
+            GAP: ("gap to greedy", "+.2f"),
+        }
+        return tables_of(
+            f"turns that the judge accepts ({self.args.outcome})",
+            found,
+            columns,
+            index=("dataset", "of"),
+            rows="queries",
+            legend="After siblings: the same turns, shown after other responses to the same query.",
+        )
+
+    def figures(self, found: pd.DataFrame) -> "Mapping[str, Drawing]":
+        from experiments.figures import Bars
+
+        rows = found[found["quantity"] == EXCESS]
+        title = f"{self.runs[0].model['name']} · accepted beyond siblings"
+        return {"arms": Bars(title, "rate less that after siblings", rows)}
+
+    def conclude(self, found: pd.DataFrame) -> Conclusion:
+        gap = found[found["quantity"] == GAP]
+        greedy = found[(found["quantity"] == EXCESS) & (found["of"] == GREEDY)]
+        level = self.args.level
+        sentence = " ".join(
+            [
+                stated("accepted greedy turns, beyond siblings", greedy, null=0.0, level=level),
+                stated("the best arm, chosen on other queries, adds", gap, null=0.0, level=level),
+            ]
+        )
+        assert self.gate is not None
+        control = (
+            "Rates are less those of the same turns after siblings; an arm is never chosen on the "
+            f"queries that it is reported on. {self.gate.sentence}."
+        )
+        return Conclusion(sentence, control)
+
+
+main = Elicit.main
+
+if __name__ == "__main__":
+    sys.exit(main())

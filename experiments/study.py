@@ -1,0 +1,381 @@
+"""What do user turns owe to the response: expressed, carried, elicited?
+
+One command for a whole study of one model: it lets the model write several responses to each query
+and a user turn after each, asks how much turns tell about which response they followed, has a judge
+label them, counts against the floor, trains probes, locates what carries the bits, looks for an arm
+under which turns react more than greedily, and writes one page. Every stage is a command of its own
+and can be given alone. Stopped at any moment, the same command goes on; a finished study computes
+nothing again.
+
+Needs: a model. Cost: the embedded model (135M) on two cores takes about two hours, with --quick a
+quarter of one; --dry-run says what is to be computed and how long it takes at a measured pace.
+
+    python -m experiments.study smollm2-135m-instruct --quick
+    python -m experiments.study Qwen/Qwen3-0.6B --queries 40 --out cache/qwen3
+    python -m experiments.study qwen2.5-coder-1.5b-instruct --hours 6 --dry-run
+"""
+
+import argparse
+import importlib
+import math
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+
+from experiments.tables import print_plan
+from ia_mech.cli import Parser, add_threads, guarded, named, path_of, tolerant_streams, whole_from
+from ia_mech.errors import UserError
+
+if TYPE_CHECKING:
+    from ia_mech.results import Result
+
+NAME = "study"
+TEMPERATURES = (0.7, 1.0)
+RESPONSE_TOKENS, TURN_TOKENS = 160, 40
+QUICK = 12  # queries of --quick
+PROBED = 40  # queries below which probes aren't tried: they need 20 sources of either kind
+BAD_INPUT = 2  # the exit status where a stage lacks what it needs
+TYPICAL = 120  # tokens of a query with its template, for the plan
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One command of a study.
+
+    Attributes:
+        name: as it is printed.
+        module: whose ``main`` it is.
+        words: its command line.
+        tokens: that the model reads or scores, and that it writes, about.
+        optional: a study goes on where the run doesn't hold what this needs.
+    """
+
+    name: str
+    module: str
+    words: list[str]
+    tokens: tuple[int, int] = (0, 0)
+    optional: bool = False
+
+    def run(self) -> int:
+        """The exit status."""
+        return importlib.import_module(self.module).main(self.words)
+
+
+def stages(args: argparse.Namespace) -> list[Stage]:
+    """The commands of a study, in order."""
+    out: Path = args.out
+    run = str(out / "run")
+    contexts = args.queries * args.responses
+    arms = len(TEMPERATURES) * args.samples + 1
+    length = TYPICAL + RESPONSE_TOKENS
+    scored = contexts * arms * TURN_TOKENS * args.responses
+    sites = args.queries * 4 * 3 * 3 * 4 * (len(TEMPERATURES) + 1) * 24
+    maps = 0 if args.quick else args.queries * 9 * 30 * 30
+    prompted = contexts * (len(TEMPERATURES) + 1) * TURN_TOKENS
+    sample = ["--model", args.model, "--dataset", args.dataset, "--limit", str(args.queries)]
+    sample += ["--response", "generate", "--responses", str(args.responses)]
+    sample += ["--response-temperature", "1", "--max-response-tokens", str(RESPONSE_TOKENS)]
+    sample += ["--temperatures", *map(str, TEMPERATURES), "--samples", str(args.samples)]
+    sample += ["--max-new-tokens", str(TURN_TOKENS), "--out", run]
+    threads = [] if args.threads is None else ["--threads", str(args.threads)]
+    found = [
+        Stage(
+            "sample",
+            "ia_mech.collect.command",
+            sample,
+            (2 * contexts * length, contexts * (RESPONSE_TOKENS + arms * TURN_TOKENS)),
+        ),
+        Stage("judge", "ia_mech.judge.__main__", ["run", run]),
+        Stage("rates", "ia_mech.rates.__main__", [run]),
+        Stage(
+            "reaction",
+            "experiments.reaction",
+            [run, "--out", f"{run}-reaction", *(["--control-queries", "0"] if args.quick else [])],
+            (scored, 0 if args.quick else contexts * arms * TURN_TOKENS // 2),
+        ),
+        Stage(
+            "locate",
+            "experiments.locate",
+            [run, "--queries", str(args.queries), *(["--no-maps"] if args.quick else [])],
+            (sites + maps, 0),
+        ),
+        Stage(
+            "elicit",
+            "experiments.elicit",
+            [run, "--out", f"{run}-elicit"],
+            (contexts * length, prompted),
+        ),
+    ]
+    if not args.quick and args.queries >= PROBED:
+        found.append(Stage("probes", "probes.train", [run, "--replace"], optional=True))
+    for stage in found:
+        if stage.name != "judge":  # it is on a CPU, and has no such flag
+            stage.words.extend(threads)
+    return found
+
+
+# -- how long it takes -----------------------------------------------------------------------------
+
+
+def pace(model: str) -> tuple[float, float]:
+    """Tokens a second that a model reads, and writes with many rows: measured with a few."""
+    from ia_mech.collect.identity import build_chat, eos_ids, probe_ids
+    from ia_mech.engine.check import check_engine
+    from ia_mech.engine.decode import Row, decode
+    from ia_mech.engine.state import Prefix, prefill
+    from ia_mech.models.load import ModelSpec, load
+    from ia_mech.settings import Settings
+
+    subject = load(ModelSpec(name=model))
+    stops = eos_ids(subject.model.generation_config, subject.model.config)
+    ids = probe_ids(build_chat(Settings(model=model), subject.tokenizer, stops)) * 4
+    share = check_engine(subject.model, ids).share
+    prefixes = [Prefix(ids)] * 2
+    prefill(subject.model, prefixes)
+    begun = time.perf_counter()
+    group = prefill(subject.model, prefixes)
+    read = 2 * len(ids) / (time.perf_counter() - begun)
+    rows = [Row(number % 2, 1.0, (number, 0)) for number in range(32)]
+    begun = time.perf_counter()
+    decode(subject.model, [group], rows, [], 6, share=share)
+    return read, 32 * 5 / (time.perf_counter() - begun)
+
+
+def seconds(stage: Stage, read: float, write: float) -> float:
+    """That a stage takes at a pace."""
+    return stage.tokens[0] / read + stage.tokens[1] / write
+
+
+def fit(args: argparse.Namespace, read: float, write: float) -> argparse.Namespace:
+    """The same study with as many samples and queries as fit into ``--hours``: fewer samples first.
+
+    Raises:
+        UserError: not even the fewest do.
+    """
+    for samples in range(args.samples, 0, -1):
+        args.samples = samples
+        if sum(seconds(one, read, write) for one in stages(args)) <= 3600 * args.hours:
+            return args
+    needed = sum(seconds(one, read, write) for one in stages(args))
+    queries = int(args.queries * 3600 * args.hours / needed)
+    if queries < QUICK:
+        raise UserError(
+            f"{args.hours:g} hours are too few: {QUICK} queries take "
+            f"{QUICK * needed / args.queries / 3600:.1f}",
+            "give more --hours, --quick or a smaller model",
+        )
+    args.queries = queries
+    return args
+
+
+# -- what was found --------------------------------------------------------------------------------
+
+
+def result(out: Path) -> "Result":
+    """The study's own result, from those of its stages.
+
+    Raises:
+        UserError: a stage has no result yet.
+    """
+    from experiments.locate import drawings
+    from ia_mech.display import styled
+    from ia_mech.estimates import estimate_of
+    from ia_mech.likelihood.carried import CEILING
+    from ia_mech.results import Result, about_runs, folder_of, read
+    from ia_mech.run import Run
+
+    run = Run.open(out / "run")
+    located = read(folder_of(run.path, "locate"))
+    elicited = read(out / "run-elicit")
+    reaction = read(out / "run-reaction")
+    found = located.estimates.assign(stage="locate")
+    found = pd.concat([found, elicited.estimates.assign(stage="elicit")], ignore_index=True)
+
+    def number(stage: str, quantity: str, of: str, temperature: float | None = None) -> str:
+        mine = found[(found["stage"] == stage) & (found["quantity"] == quantity)]
+        mine = mine[(mine["of"] == of) & mine["layer"].isna()]
+        t = mine["temperature"]
+        mine = mine[t.isna() if temperature is None else t.eq(temperature)]
+        return estimate_of(next(mine.itertuples())).text() if len(mine) else "–"
+
+    def carried(site: str) -> str:
+        share = number("locate", "share of expressed", site)
+        return f"{number('locate', 'bits', site)} (share {share})"
+
+    sentence = (
+        f"{run.model['name']}'s turns tell {number('locate', 'bits', 'own context')} of "
+        f"{CEILING:.2f} bits about their response, greedy ones "
+        f"{number('locate', 'bits', 'own context', 0.0)}; {carried('response')} arrive through the "
+        f"response's keys and values, {carried('header')} through the header's. A judge accepts "
+        f"{number('elicit', 'excess over siblings', 'greedy')} of greedy turns beyond siblings, "
+        f"and under the best other arm {number('elicit', 'elicitation gap', 'best arm')} more."
+    )
+    control = (
+        f"Every number is held against siblings, other responses to the same query. "
+        f"{latent(found, number('locate', 'bits', 'header', 0.0))} {reaction.control}"
+    )
+    judges = [name for name in [elicited.about.get("judge")] if name]
+    return Result(
+        name=NAME,
+        question="What do user turns owe to the response: expressed, carried, elicited?",
+        sentence=sentence,
+        control=" ".join(control.split()),
+        estimates=found,
+        tables=[*located.tables[:1], *elicited.tables[:1]],
+        figures={
+            stem: styled(drawing.draw)()
+            for stem, drawing in drawings(located.estimates, run.model["name"]).items()
+        },
+        notes=[*located.notes, *elicited.notes],
+        about={"kind": NAME, **about_runs([run], judges)},
+    )
+
+
+def latent(found: pd.DataFrame, header: str) -> str:
+    """Whether "latent at the header" may be said: what greedy turns carry there is shown to be
+    nothing, what they do under another arm rises, and turns are accepted more often."""
+    site = found[(found["stage"] == "locate") & (found["of"] == "header") & found["layer"].isna()]
+    greedy = site[site["temperature"] == 0.0].set_index("quantity")
+    gap = found[found["quantity"] == "elicitation gap"]
+    if "bits above a tenth of expressed" not in greedy.index or gap.empty:
+        return "Whether anything is latent can't be told."
+    nothing = greedy.loc["bits above a tenth of expressed", "high"] < 0
+    sampled = site[site["temperature"] > 0].groupby("quantity")["low"].max()
+    rises = sampled.get("bits", math.nan) > greedy.loc["bits", "high"]
+    if nothing and rises and gap["low"].iloc[0] > 0:
+        return f"Latent at the header: greedy turns carry nothing there ({header})."
+    return f"Nothing is shown to be latent at the header, where greedy turns carry {header} bits."
+
+
+# -- the command -----------------------------------------------------------------------------------
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = Parser(
+        prog="python -m experiments.study",
+        usage="%(prog)s MODEL [options]",
+        description=(__doc__ or "").strip(),
+    )
+    parser.add_argument("model", type=named, metavar="MODEL", help="an embedded model, a hub id …")
+    parser.add_argument(
+        "--dataset", type=named, default="builtin:study", metavar="DATA",
+        help="of the queries (default: 60 built-in ones)",
+    )  # fmt: skip
+    parser.add_argument("--queries", type=whole_from(4), metavar="N", help="(default: 60)")
+    parser.add_argument(
+        "--responses", type=whole_from(4), default=4, metavar="K", help="to each (default: 4)"
+    )
+    parser.add_argument(
+        "--samples", type=whole_from(1), metavar="N",
+        help="turns per context and temperature (default: 4)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--quick", action="store_true", help=f"{QUICK} queries, one sample; no maps, no probes"
+    )
+    parser.add_argument("--hours", type=float, metavar="H", help="as much as fits into these")
+    parser.add_argument(
+        "--out", type=path_of, metavar="DIR", help="of the study (default: cache/study-MODEL)"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="say what it takes, and stop")
+    add_threads(parser)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line; returns the exit status."""
+    tolerant_streams()
+    args = settled(build_parser().parse_args(argv))
+    kept = "what was computed is kept; the same command goes on from there"
+    return guarded(lambda: _study(args), lambda: kept, args.threads)
+
+
+def settled(args: argparse.Namespace) -> argparse.Namespace:
+    """Arguments with the defaults that depend on others."""
+    from ia_mech.models.embedded import cache_dir
+
+    args.queries = args.queries or (QUICK if args.quick else 60)
+    args.samples = args.samples or (1 if args.quick else 4)
+    args.out = args.out or cache_dir() / f"{NAME}-{Path(args.model).name}"
+    return args
+
+
+def _study(args: argparse.Namespace) -> int | None:
+    from ia_mech.display import console
+    from ia_mech.results import folder_of, show, write
+
+    if args.hours is not None or args.dry_run:
+        read, written = pace(args.model)
+        if args.hours is not None:
+            args = fit(args, read, written)
+        if args.dry_run:
+            _print_plan(args, read, written)
+            return None
+    for number, stage in enumerate(todo := stages(args), start=1):
+        print(f"\n-- {number} of {len(todo)}: {stage.name}", file=sys.stderr)
+        status = stage.run()
+        if status and not (stage.optional and status == BAD_INPUT):
+            return status
+    found = result(args.out)
+    write(found, folder_of(args.out / "run", NAME))
+    page = importlib.import_module("ia_mech.report.__main__")
+    status = page.main(
+        [str(args.out / "run"), "--results", *_beside(args.out), "--out",
+         str(args.out / "report.html")]
+    )  # fmt: skip
+    show(found, console())
+    return status
+
+
+def _beside(out: Path) -> list[str]:
+    return [str(out / f"run-{name}") for name in ("reaction", "elicit")]
+
+
+def _print_plan(args: argparse.Namespace, read: float, write: float) -> None:
+    lines = {"pace": f"reads {read:.0f}, writes {write:.0f} tokens a second, as measured now"}
+    lines["queries"] = f"{args.queries}, {args.responses} responses, {args.samples} samples"
+    total = 0.0
+    for stage in stages(args):
+        took = seconds(stage, read, write)
+        total += took
+        lines[stage.name] = (
+            f"reads {stage.tokens[0]:,}, writes {stage.tokens[1]:,} tokens, {took / 60:.0f} minutes"
+            if sum(stage.tokens)
+            else "no model is run"
+        )
+    lines["all"] = f"{total / 3600:.1f} hours, to {args.out}"
+    print_plan(lines)
+
+
+def study(model: str, **options: Any) -> "Result":
+    """A whole study of a model, as the command makes it.
+
+    Args:
+        model: an embedded model, a hub id or a folder.
+        options: the command's flags: ``queries=20``, ``quick=True``, ``out="cache/mine"``, …
+
+    Returns:
+        Its result: ``sentence``, ``control``, ``estimates``, ``tables``.
+
+    Raises:
+        UserError: a stage can't be done; it has said why.
+    """
+    words = [model]
+    for name, value in options.items():
+        flag = f"--{name.replace('_', '-')}"
+        if value is True:
+            words.append(flag)
+        elif value is not None and value is not False:
+            words += [flag, str(value)]
+    args = settled(build_parser().parse_args(words))
+    if status := _study(args):
+        raise UserError(f"the study ended with status {status}", "see what its last stage said")
+    return result(args.out)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

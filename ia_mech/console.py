@@ -1,0 +1,56 @@
+"""``ia-mech COMMAND …``: every command under one name; ``python -m MODULE`` is the same.
+
+Modules are named as text, and imported when their command is given.
+"""
+
+import importlib
+import sys
+
+from ia_mech import __version__
+from ia_mech.cli import refuse
+
+COMMANDS = {
+    "study": ("experiments.study", "a whole study of a model, ending with one sentence"),
+    "compare": ("experiments.compare", "several studies side by side"),
+    "sample": ("ia_mech.collect.command", "user turns of a model, with states and logits"),
+    "judge": ("ia_mech.judge.__main__", "label turns; sheets for annotators; agreement"),
+    "rates": ("ia_mech.rates.__main__", "how often turns are follow-ups, over a floor"),
+    "annotate": ("ia_mech.annotate", "a blind page to annotate in"),
+    "probes": ("probes.train", "where in the model labels can be read"),
+    "report": ("ia_mech.report.__main__", "one page of all results on a run"),
+    "reaction": ("experiments.reaction", "bits that turns tell about their response"),
+    "locate": ("experiments.locate", "which states carry these bits"),
+    "elicit": ("experiments.elicit", "under which arm turns react more than greedily"),
+    "likelihood": ("experiments.likelihood", "what real follow-ups owe to the response"),
+    "perturbations": ("experiments.perturbations", "what of the response matters"),
+    "steering": ("experiments.steering", "whether a direction moves the turn"),
+    "temperature-sweep": ("experiments.temperature_sweep", "what temperature does"),
+    "post-training": ("experiments.post_training", "train on user turns"),
+    "decoupling": ("experiments.decoupling", "accuracy beside follow-ups, over models"),
+}
+
+
+def usage() -> str:
+    """All commands, a line each."""
+    lines = [f"  {name:<18}{about}" for name, (_, about) in COMMANDS.items()]
+    return "\n".join(
+        ["usage: ia-mech COMMAND …", "", *lines, "", "ia-mech COMMAND --help explains each."]
+    )
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run a command; returns its exit status."""
+    words = sys.argv[1:] if argv is None else argv
+    if not words or words[0] in ("-h", "--help"):
+        print(usage())
+        return 0
+    if words[0] == "--version":
+        print(f"ia-mech {__version__}")
+        return 0
+    if words[0] not in COMMANDS:
+        return refuse(f"no command {words[0]!r}; ia-mech --help lists them")
+    return importlib.import_module(COMMANDS[words[0]][0]).main(words[1:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

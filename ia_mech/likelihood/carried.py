@@ -1,0 +1,66 @@
+"""What turns tell about their response, and how much of it one site carries, in the same bits.
+
+Of a query's K siblings one is the *recipient*, and three others are the candidates. A turn that
+followed one of the candidates is scored after each of them:
+
+- *expressed*: after the candidates' own contexts;
+- *carried by a site*: after three hybrids, in which the site is a candidate's and all else is the
+  recipient's. Every hybrid is equally foreign to the turn, so damage cancels, and the two wrong
+  candidates are the control: they bring a sibling's states, too.
+
+Both are E log₂ 3 q(k | u) with q ∝ exp(β s), β fitted on other queries, at most log₂ 3 bits. With
+any β this is a lower bound on the information (Barber & Agakov 2003), so the two can be compared,
+and divided. Everything here is a function of arrays.
+"""
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ia_mech.likelihood.reaction import by_query, identified, readable_bits
+
+CANDIDATES = 3
+CEILING = float(np.log2(CANDIDATES))
+
+
+@dataclass(frozen=True)
+class Told:
+    """Bits and hits of queries, each the mean over its turns and recipients.
+
+    Attributes:
+        queries: their names, sorted.
+        bits: ``[queries]`` held-out bits; their mean is in expectation a lower bound.
+        hits: ``[queries]`` how often the own candidate is the likeliest; by chance 1/3.
+    """
+
+    queries: list
+    bits: np.ndarray
+    hits: np.ndarray
+
+    def only(self, queries: Sequence[Hashable]) -> "Told":
+        """The same of some queries."""
+        wanted = set(queries)
+        at = [number for number, name in enumerate(self.queries) if name in wanted]
+        return Told([self.queries[number] for number in at], self.bits[at], self.hits[at])
+
+
+def told(
+    scores: np.ndarray, own: np.ndarray, queries: Sequence[Hashable], *, seed: int = 0
+) -> Told:
+    """What the scores of turns tell about the candidates that they followed.
+
+    Args:
+        scores: ``[rows, 3]`` log-likelihoods of a turn after each candidate, in nats.
+        own: ``[rows]`` which candidate the turn followed, 0 to 2.
+        queries: ``[rows]``; each has rows of every candidate.
+        seed: of the folds in which β is fitted.
+
+    Raises:
+        ValueError: shapes don't fit, a score isn't finite, or a query lacks rows of a candidate.
+    """
+    found = readable_bits(scores, own, queries, seed=seed)
+    names, bits = by_query(found.bits, own, queries, CANDIDATES)
+    _, hits = by_query(identified(scores, own), own, queries, CANDIDATES)
+    order = sorted(range(len(names)), key=lambda number: str(names[number]))
+    return Told([names[number] for number in order], bits[order], hits[order])

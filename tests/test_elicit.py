@@ -1,0 +1,97 @@
+"""The elicitation gap: the choice of an arm against loops, and a whole command on a tiny run."""
+
+import numpy as np
+import pandas as pd
+import pytest
+import scored
+from conftest import Silent
+from shell import call, refusal
+
+from experiments.elicit import EXCESS, GREEDY, RATE, SIBLINGS, by_query, gaps, main
+from ia_mech.collect.job import collect
+from ia_mech.judge.label import label_run
+from ia_mech.judge.rules import RulesJudge
+from ia_mech.run import Run
+from ia_mech.settings import Settings
+
+
+def by_loops(excess, greedy, half, counts) -> float:
+    total = 0.0
+    for reported in (0, 1):
+        drawn = [q for q in range(len(half)) for _ in range(int(counts[q]))]
+        ranking = [q for q in drawn if half[q] != reported]
+        best = max(range(len(excess)), key=lambda arm: sum(excess[arm][q] for q in ranking))
+        total += sum(excess[best][q] - excess[greedy][q] for q in drawn if half[q] == reported)
+    return total / len(drawn)
+
+
+def test_the_gap_is_that_of_arms_chosen_on_other_queries():
+    rng = np.random.default_rng(0)
+    excess, half = rng.normal(size=(4, 12)), np.arange(12) % 2
+    counts = rng.multinomial(12, np.full(12, 1 / 12), size=50).astype(float)
+    wanted = [by_loops(excess, 1, half, one) for one in counts]
+    np.testing.assert_allclose(gaps(excess, 1, half, counts), wanted, atol=1e-12)
+
+
+def test_arms_that_are_alike_have_no_gap_though_the_best_is_chosen():
+    """Without the halves, the best of six equal arms would be 0.4 standard deviations better."""
+    rng = np.random.default_rng(1)
+    each = [
+        gaps(rng.normal(size=(6, 20)), 0, np.arange(20) % 2, np.ones((1, 20)))[0]
+        for _ in range(2000)
+    ]
+    assert abs(np.mean(each)) < 3 * np.std(each) / np.sqrt(len(each))
+
+
+def test_an_arm_that_is_better_is_found():
+    rng = np.random.default_rng(2)
+    excess = rng.normal(size=(4, 200))
+    excess[2] += 1.0
+    (found,) = gaps(excess, 0, np.arange(200) % 2, np.ones((1, 200)))
+    assert found == pytest.approx((excess[2] - excess[0]).mean())
+
+
+def test_rates_are_of_the_same_turns_after_their_own_response_and_after_siblings():
+    rows = pd.DataFrame(
+        [
+            {"source": "a", "own_genuine": 1.0, "genuine": 0.0},
+            {"source": "a", "own_genuine": 1.0, "genuine": 1.0},
+            {"source": "b", "own_genuine": 0.0, "genuine": np.nan},
+            {"source": "c", "own_genuine": 0.0, "genuine": 1.0},
+        ]
+    ).assign(arm=GREEDY, dataset="d")
+    found = by_query(rows, "genuine").set_index("source")
+    assert found[RATE].to_dict() == {"a": 1.0, "c": 0.0}  # nothing is known of b's siblings
+    assert found[SIBLINGS].to_dict() == {"a": 0.5, "c": 1.0}
+    assert found[EXCESS].to_dict() == {"a": 0.5, "c": -1.0}
+
+
+def test_the_command_samples_the_prompted_arms_once(tiny_model_dir, tiny_subject, tmp_path, capfd):
+    data = scored.dataset(tmp_path / "chats.jsonl", scored.CONVERSATIONS[:4])
+    settings = Settings(
+        dataset=data,
+        limit=None,
+        model=str(tiny_model_dir),
+        temperatures=(1.0,),
+        samples=1,
+        max_new_tokens=6,
+        response="generate",
+        responses=3,
+        max_response_tokens=5,
+    )
+    run: Run = collect(settings, tiny_subject, tmp_path / "run", Silent())
+    words = [str(run.path), "--out", str(tmp_path / "out"), "--resamples", "100"]
+    line = refusal(call(main, words, capfd))
+    assert "has not been judged" in line
+    label_run(run, RulesJudge(), "rules", Silent())
+    outcome = call(main, words, capfd)
+    assert outcome.status == 0, outcome.err
+    assert "The best arm, chosen on other queries, adds" in outcome.out.splitlines()[0]
+    found = pd.read_parquet(tmp_path / "out" / "estimates.parquet")
+    assert set(found["of"]) == {
+        GREEDY, "T = 1", "prompt, greedy", "prompt, T = 1", "best arm"
+    }  # fmt: skip
+    prompted = Run.open(tmp_path / "out" / "prompt" / "run")
+    assert prompted.settings["system"] and prompted.labels.judges == ["rules"]
+    again = call(main, words, capfd)
+    assert (again.status, again.out) == (0, outcome.out)

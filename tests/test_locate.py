@@ -1,0 +1,193 @@
+"""Where bits come from, in transformers whose only route is known; the command on a tiny run."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pandas as pd
+import planted_reaction as planted
+import pytest
+import scored
+from conftest import Silent
+from shell import call, refusal
+
+from experiments.experiment import Model
+from experiments.locate import (
+    AFTER,
+    FIRST,
+    HEADER,
+    LAST,
+    OWN,
+    QUERY,
+    RESPONSE,
+    SITES,
+    STEP,
+    WINDOW,
+    Measured,
+    Siblings,
+    estimates,
+    halves,
+    main,
+    told_of,
+)
+from ia_mech.collect.job import collect
+from ia_mech.likelihood.carried import CEILING, told
+from ia_mech.run import Run
+from ia_mech.settings import Settings
+
+QUERIES = 8
+
+
+def unit(query: int, react: bool = True) -> Siblings:
+    """A query with four responses that name themselves, and turns that repeat that name, or another
+    one."""
+    rng = np.random.default_rng([query, 5])
+    lengths = planted.lengths(query)
+    contexts = [
+        planted.context(name, n, int(rng.integers(n)), query=3 + query % 3)
+        for name, n in enumerate(lengths)
+    ]
+    turns = []
+    for k in range(planted.NAMES):
+        name = k if react else int(rng.integers(planted.NAMES))
+        turns.append((k, 1.0, 0, planted.turn(name, 4)))
+    first = contexts[0].positions["header_0"] - contexts[0].response.stop
+    last = contexts[0].positions["header_last"] + 1 - contexts[0].response.stop
+    return Siblings(
+        f"q{query}",
+        "planted",
+        0,
+        [tuple(one.ids) for one in contexts],
+        [one.response.start for one in contexts],
+        [one.response.stop for one in contexts],
+        (first, last),
+        turns,
+        query % planted.NAMES,
+        1.0,
+        planted.DEPTH,
+    )
+
+
+def measured(through_header: bool, react: bool = True) -> pd.DataFrame:
+    model = Model(SimpleNamespace(model=planted.model(through_header)), None, share=True)
+    parts = []
+    for number in range(QUERIES):
+        one = unit(number, react)
+        parts.append(Measured(model, one).table().assign(source=one.source))
+    return pd.concat(parts, ignore_index=True)
+
+
+def carried(rows: pd.DataFrame) -> dict:
+    """Mean bits by site, and by site and layer in maps."""
+    found = {}
+    for key, cell in rows.groupby(["site", "layer"]):
+        found[key if key[1] >= 0 else key[0]] = told_of(cell, 0).bits.mean()
+    return found
+
+
+@pytest.mark.parametrize("through_header", [True, False])
+def test_the_planted_route_carries_all_that_is_expressed_and_no_other_site_anything(through_header):
+    found = carried(measured(through_header))
+    assert found[OWN] > 1.0
+    routes = {HEADER, AFTER} if through_header else {RESPONSE}
+    for site in SITES:
+        wanted = found[OWN] if site in routes else 0.0
+        assert found[site] == pytest.approx(wanted, abs=0.02), site
+    # What follows is computed anew: the window whose block reads the response carries everything.
+    reads = planted.WRITE if through_header else planted.READ
+    for first in range(1, planted.DEPTH + 1, STEP):
+        wanted = found[OWN] if first <= reads < first + STEP else 0.0
+        # Of a third of the turns, so that β stays a little smaller.
+        assert found[WINDOW, first] == pytest.approx(wanted, abs=0.06)
+    for site in (FIRST, LAST):  # the name is written into the token between these
+        assert found[site, STEP] == pytest.approx(0.0, abs=0.02)
+
+
+def test_turns_that_do_not_react_tell_nothing_and_no_site_carries_anything():
+    """The turn repeats a name that was drawn by itself: held-out bits are 0 or below."""
+    found = carried(measured(through_header=True, react=False))
+    assert max(found.values()) < 0.15
+
+
+def test_estimates_have_the_share_the_test_and_the_windows_chosen_on_other_queries():
+    rows = measured(through_header=False).assign(temperature=1.0)
+    options = {"level": 0.95, "resamples": 200, "seed": 0}
+    found = list(estimates(rows, options))
+    share = {
+        row.names["of"]: row.estimate.value for row in found if row.quantity == "share of expressed"
+        and np.isnan(row.names["temperature"])
+    }  # fmt: skip
+    assert share[RESPONSE] == pytest.approx(1.0, abs=0.02)
+    assert share[HEADER] == pytest.approx(0.0, abs=0.02)
+    hits = {
+        row.names["of"]: row for row in found
+        if row.quantity == "own is likeliest" and np.isnan(row.names["temperature"])
+    }  # fmt: skip
+    assert hits[OWN].estimate.value == 1.0 and hits[OWN].p < 0.05
+    assert hits[QUERY].estimate.value == pytest.approx(1 / 3) and hits[QUERY].p > 0.05
+    chosen = [row for row in found if row.quantity == "bits, chosen on other queries"]
+    of = halves([f"q{number}" for number in range(QUERIES)], 0)
+    assert {row.names["layer"] for row in chosen} == {1, 1 + STEP}
+    assert all(row.estimate.sources == list(of.values()).count("reporting half") for row in chosen)
+
+
+def test_told_is_the_information_of_turns_that_are_drawn_from_their_scores():
+    """2,000 queries whose turns are drawn from the candidates' likelihoods: Monte-Carlo bits."""
+    rng = np.random.default_rng(0)
+    logits = rng.normal(0, 1, size=(2000, 3, 6))
+    logp = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    scores, own, queries = [], [], []
+    for query, table in enumerate(logp):
+        for k in range(3):
+            turn = rng.choice(6, p=np.exp(table[k]))
+            scores.append(table[:, turn])
+            own.append(k)
+            queries.append(query)
+    p = np.exp(logp)
+    exact = (p * (logp - np.log(p.mean(1, keepdims=True)))).sum(-1).mean() / np.log(2)
+    found = told(np.array(scores), np.array(own), queries)
+    assert found.bits.mean() == pytest.approx(exact, abs=4 * found.bits.std() / np.sqrt(2000))
+    assert found.hits.mean() > 0.45 and found.bits.max() <= CEILING
+
+
+@pytest.fixture(scope="module")
+def siblings(tiny_model_dir, tiny_subject, tmp_path_factory) -> Run:
+    folder = tmp_path_factory.mktemp("locate")
+    data = scored.dataset(folder / "chats.jsonl", scored.CONVERSATIONS[:4])
+    settings = Settings(
+        dataset=data,
+        limit=None,
+        model=str(tiny_model_dir),
+        temperatures=(1.0,),
+        samples=1,
+        max_new_tokens=6,
+        response="generate",
+        responses=4,
+        max_response_tokens=5,
+    )
+    return collect(settings, tiny_subject, folder / "run", Silent())
+
+
+def test_the_command_measures_expressed_as_full_passes_do(siblings, tiny_subject, tmp_path, capfd):
+    out = tmp_path / "out"
+    outcome = call(main, [str(siblings.path), "--out", str(out), "--full"], capfd)
+    assert outcome.status == 0, outcome.err
+    assert " of 1.58 bits about which of 3 responses they followed" in outcome.out.splitlines()[0]
+    assert "two siblings whose states are put in alike" in outcome.out.splitlines()[1]
+    rows = pd.read_parquet(out / "rows.parquet")
+    assert set(rows["site"]) >= {OWN, *SITES, WINDOW, FIRST, LAST}
+    query = siblings.queries()[0]
+    own = rows[(rows["site"] == OWN) & (rows["source"] == query.source)]
+    for row in own.itertuples():
+        turns = query.turns
+        turn = turns[(turns["followed"] == row.followed) & (turns["sample"] == 0)
+                     & (turns["temperature"] == row.temperature)]["token_ids"].item()  # fmt: skip
+        candidates = [j for j in range(4) if j != row.recipient]
+        assert candidates[row.own] == row.followed
+        for number, j in enumerate(candidates):
+            each = scored.logprobs(tiny_subject.model, list(query.token_ids[j]), list(turn))
+            wanted = pytest.approx(each[1:].sum(), abs=scored.nats(len(turn))["atol"])
+            assert getattr(row, f"score_{number}") == wanted
+
+
+def test_runs_with_too_few_siblings_are_refused(merged, capfd):
+    assert "has one response per query" in refusal(call(main, [str(merged.path)], capfd))

@@ -1,0 +1,171 @@
+"""Hybrids of several contexts, against one pass over all of them with a mask per token."""
+
+import numpy as np
+import pytest
+import tiny
+import torch
+import transformers
+
+from ia_mech.engine.check import check_engine
+from ia_mech.engine.intervene import Replace
+from ia_mech.engine.score import Turn, score
+from ia_mech.engine.shared import Borrowed, Engine
+from ia_mech.engine.splice import Hybrid, Piece, aligned, spliced
+from ia_mech.engine.state import Prefix
+
+NATS = 2e-5
+QUERY, AFTER = 9, 4  # tokens before the responses, which all contexts share, and after them
+RESPONSES = (6, 11, 3)
+ARCHITECTURES = ("llama", "qwen3", "glm4", "gpt_oss", "gemma3")
+
+
+def contexts(after: int = AFTER) -> list[list[int]]:
+    query, end = tiny.prompt(QUERY, seed=1), tiny.prompt(AFTER, seed=2)[:after]
+    return [[*query, *tiny.prompt(n, seed=n), *end] for n in RESPONSES]
+
+
+def hybrid(recipient: int, response: int, after: int | None) -> Hybrid:
+    """The recipient's query, a second one's response, and what comes after it of a third."""
+    ends = [QUERY + n for n in RESPONSES]
+    pieces = [Piece(recipient, 0, QUERY), Piece(response, QUERY, ends[response])]
+    if after is not None:
+        pieces.append(Piece(after, ends[after], ends[after] + AFTER))
+    return Hybrid(recipient, tuple(pieces))
+
+
+@torch.inference_mode()
+def by_one_pass(model, one: Hybrid, turn: list[int], heads=None, after=AFTER) -> np.ndarray:
+    """Log-probabilities ``[tokens - 1]`` of a turn after its first token: one pass over every
+    context, each seeing itself, and the turn, which sees the tokens that the hybrid is made of;
+    the recipient's in layers without a shared prefix and, if heads are given, in others than these.
+    """
+    shared = Engine.possible(model).shared
+    all_of = contexts(after)
+    longest = max(map(len, all_of))
+    ids, at, owner, index = [], [], [], []
+    for number, context in enumerate(all_of):
+        ids += context
+        at += range(longest - len(context), longest)
+        owner += [number] * len(context)
+        index += range(len(context))
+    ids, at = [*ids, *turn], torch.tensor([*at, *range(longest, longest + len(turn))])
+    part = torch.tensor([*owner, *[-1] * len(turn)])
+    index = torch.tensor([*index, *[0] * len(turn)])
+    made = torch.zeros(len(ids), dtype=torch.bool)
+    for piece in one.pieces:
+        made |= (part == piece.context) & (index >= piece.start) & (index < piece.stop)
+    own = part == one.recipient
+    before = torch.arange(len(ids)) <= torch.arange(len(ids))[:, None]
+
+    def attention(module, query, key, value, mask, scaling, sliding_window=None, s_aux=None, **_):
+        each, outputs = query.shape[1] // key.shape[1], []
+        layer = module.layer_idx + 1
+        for head in range(query.shape[1]):
+            taken = layer in shared and (heads is None or head // each in heads.get(layer, ()))
+            seen = torch.where((part == -1)[:, None], (made if taken else own) | (part == -1),
+                               part == part[:, None])  # fmt: skip
+            seen = seen & before
+            if sliding_window is not None:
+                seen &= at[:, None] - at < sliding_window
+            scores = query[0, head] @ key[0, head // each].T * scaling
+            scores = scores.masked_fill(~seen, -torch.inf)
+            if s_aux is not None:
+                scores = torch.cat([scores, s_aux[head].expand(len(part), 1)], -1)
+            outputs.append(scores.softmax(-1)[:, : len(part)] @ value[0, head // each])
+        return torch.stack(outputs, 1)[None], None
+
+    transformers.AttentionInterface.register("test_by_one_pass", attention)
+    implementation = model.config._attn_implementation
+    model.config._attn_implementation = "test_by_one_pass"
+    try:
+        output = model(torch.tensor([ids]), position_ids=at[None], use_cache=False)
+    finally:
+        model.config._attn_implementation = implementation
+    logits = output.logits[0, -len(turn) : -1].double().log_softmax(-1)
+    return logits.gather(-1, torch.tensor(turn[1:])[:, None])[:, 0].numpy()
+
+
+WHOLE = [(0, 1, 0), (1, 0, 1), (0, 0, 2), (2, 1, 0)]
+CUT = [(0, 1, None), (1, 2, None), (2, 2, None)]
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(("cases", "after"), [(WHOLE, AFTER), (CUT, 0)])
+def test_turns_after_hybrids_equal_one_pass_with_a_mask_per_token(architecture, cases, after):
+    model = tiny.model(architecture)
+    group = aligned(model, [Prefix(one) for one in contexts(after)])
+    made = [hybrid(*case) for case in cases]
+    turns = [Turn(n, tiny.prompt(5 + n, seed=n)) for n in range(len(made))]
+    found = score(model, [spliced(group, made)], turns)
+    for one, turn, ours in zip(made, turns, found, strict=True):
+        theirs = by_one_pass(model, one, list(turn.ids), after=after)
+        np.testing.assert_allclose(ours.logprobs_raw[1:], theirs, rtol=0, atol=NATS)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_heads_that_borrow_from_a_hybrid_equal_one_pass(architecture):
+    model = tiny.model(architecture)
+    layers = Engine.possible(model).shared
+    heads = {layers[0]: [1]} | {layer: [0, 1] for layer in layers[1:]}
+    group = aligned(model, [Prefix(one) for one in contexts()])
+    one = hybrid(0, 1, 0)
+    its = spliced(group, [one])
+    turn = tiny.prompt(7, seed=5)
+    (ours,) = score(model, [group, its], [Turn(0, turn, borrowed=Borrowed(3, heads))])
+    np.testing.assert_allclose(
+        ours.logprobs_raw[1:], by_one_pass(model, one, turn, heads), rtol=0, atol=NATS
+    )
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_hybrid_of_itself_is_the_context_to_the_bit(architecture):
+    model = tiny.model(architecture)
+    group = aligned(model, [Prefix(one) for one in contexts()])
+    its = spliced(group, [hybrid(n, n, n) for n in range(3)])
+    turns = [Turn(n, tiny.prompt(6, seed=n)) for n in range(3)]
+    for ours, theirs in zip(score(model, [its], turns), score(model, [group], turns), strict=True):
+        np.testing.assert_array_equal(ours.logprobs_raw, theirs.logprobs_raw)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_contexts_that_end_together_score_as_they_do_alone(architecture):
+    """Rotary positions are relative: where a context begins doesn't matter."""
+    model = tiny.model(architecture)
+    group = aligned(model, [Prefix(one) for one in contexts()])
+    share = check_engine(model, tiny.prompt(48, seed=3)).share
+    turns = [Turn(n, tiny.prompt(6, seed=n)) for n in range(3)]
+    for turn, ours in zip(turns, score(model, [group], turns, share=share), strict=True):
+        context = contexts()[turn.context]
+        with torch.inference_mode():
+            logits = model(torch.tensor([[*context, *turn.ids]])).logits[0, len(context) - 1 : -1]
+        chosen = torch.tensor(list(turn.ids))[:, None]
+        theirs = logits.double().log_softmax(-1).gather(-1, chosen)[:, 0].numpy()
+        np.testing.assert_allclose(ours.logprobs_raw, theirs, rtol=0, atol=NATS)
+
+
+def test_states_put_into_a_turns_first_tokens_equal_those_of_a_pass_with_a_hook():
+    """What comes after the response is computed anew, with another context's state in it."""
+    model = tiny.model("llama")
+    group = aligned(model, [Prefix(one) for one in contexts(after=0)])
+    cut = spliced(group, [hybrid(0, 0, None)])
+    states = torch.randn(1, model.config.hidden_size, generator=torch.Generator().manual_seed(0))
+    after, turn = contexts()[0][-AFTER:], tiny.prompt(5, seed=8)
+    ids = [*after, *turn]
+    put = Replace(2, (1,), states)
+    (ours,) = score(model, [cut], [Turn(0, ids, interventions=(put,))])
+    context = contexts()[0]
+
+    def hook(_module, _args, output):
+        hidden = output[0] if isinstance(output, tuple) else output
+        hidden[0, len(context) - AFTER + 1] = states[0]
+        return output
+
+    handle = model.model.layers[1].register_forward_hook(hook)
+    try:
+        with torch.inference_mode():
+            logits = model(torch.tensor([[*context, *turn]])).logits[0, len(context) - 1 : -1]
+    finally:
+        handle.remove()
+    chosen = torch.tensor(turn)[:, None]
+    theirs = logits.double().log_softmax(-1).gather(-1, chosen)[:, 0].numpy()
+    np.testing.assert_allclose(ours.logprobs_raw[AFTER:], theirs, rtol=0, atol=NATS)
