@@ -6,8 +6,7 @@ from pathlib import Path
 from ia_mech.cli import refuse
 
 if __name__ == "__main__":
-    files = sorted(Path(__file__).parent.rglob("*.py"))
-    declared = [file for file in files if "\nEXPERIMENT = " in file.read_text(encoding="utf-8")]
-    names = [file.parent.name if file.stem == "__main__" else file.stem for file in declared]
-    commands = ", ".join(f"python -m experiments.{name}" for name in names)
-    sys.exit(refuse(f"experiments holds several commands; use one of {commands}"))
+    files = sorted(Path(__file__).parent.glob("*.py"))
+    commands = [file.stem for file in files if '__name__ == "__main__"' in file.read_text("utf-8")]
+    named = ", ".join(f"experiments.{name}" for name in commands if name != "__main__")
+    sys.exit(refuse(f"experiments holds several commands; use one of {named}, with python -m"))

@@ -1,6 +1,7 @@
 """What every experiment's command does alike: help, checks of runs, the output folder, files."""
 
 import errno
+import importlib
 import importlib.util
 import os
 import shutil
@@ -325,20 +326,31 @@ def test_runs_without_siblings_are_refused(first_words, merged, capfd):
 
 # -- help -----------------------------------------------------------------------------------------
 
-ALL_OF_THEM = ("likelihood",)
+ALL_OF_THEM = (
+    "decoupling", "elicit", "likelihood", "locate", "perturbations", "post_training", "reaction",
+    "steering", "study", "temperature_sweep",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ALL_OF_THEM)
-def test_help_says_question_needs_and_cost_and_waits_for_nothing(name):
-    code = (
-        f"from experiments.{name} import main\n"
-        "import sys, contextlib\n"
+def test_every_experiment_has_a_question_and_a_page_with_its_method(name):
+    module = importlib.import_module(f"experiments.{name}")
+    assert "?" in module.__doc__.splitlines()[0]
+    assert "Needs: " in module.__doc__ and "Cost: " in module.__doc__
+    page = {"elicit": "study"}.get(name, name.replace("_", "-"))
+    assert "\n## Method\n" in Path(f"docs/{page}.md").read_text("utf-8")
+
+
+def test_help_waits_for_neither_torch_nor_matplotlib():
+    """Of all of them, in one fresh interpreter."""
+    code = "import contextlib, importlib, sys\n" + "".join(
+        f"main = importlib.import_module('experiments.{name}').main\n"
         "with contextlib.suppress(SystemExit): main(['--help'])\n"
-        "print({'torch', 'matplotlib', 'sklearn'} & set(sys.modules))"
+        for name in ALL_OF_THEM
     )
+    code += "print({'torch', 'matplotlib', 'sklearn'} & set(sys.modules))"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, env=os.environ, check=True
     )
     assert done.stdout.endswith("\nset()\n")
-    assert "?\n" in done.stdout and "Needs: " in done.stdout and "Cost: " in done.stdout
-    assert "\n## Method\n" in Path(f"docs/{name.replace('_', '-')}.md").read_text("utf-8")
+    assert done.stdout.count("usage: ") == len(ALL_OF_THEM)
