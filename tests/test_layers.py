@@ -33,7 +33,7 @@ ORDER = [
 LEVEL = {part: level for level, parts in enumerate(ORDER) for part in parts}
 
 # The package offers ``sample`` and ``Run`` on first use, and ``ia_mech.sample`` is the command.
-FRONT = {"ia_mech", "ia_mech.sample"}
+FRONT = {"ia_mech", "ia_mech.sample", "ia_mech.console"}
 APART = [("chat", "engine")]  # templates and text here, token ids and tensors there
 # What loads or runs a language model; who reads states of a run needs none of it.
 MODEL_CODE = ("ia_mech.engine", "ia_mech.models.load", "ia_mech.likelihood", "ia_mech.collect")
