@@ -1,7 +1,7 @@
 # Two commands matter: `make sample` runs the main job, `make test` runs the tests.
 # `make demo` runs the main job, judges what it wrote, counts, and writes a report to open.
 # `make test-all` runs the slow tests, too; `make lint` checks style and types.
-# `make study` makes the run that docs/ reports of, and its analyses, in about an hour and a half.
+# `make study` makes a whole study of the embedded model, in about two hours.
 # `make gpu-check` runs the tests that need a GPU and the benchmark; see docs/engine.md.
 # All create .venv and install on first use; later calls reuse it.
 PYTHON ?= python3
@@ -10,7 +10,6 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
 DEMO := $(or $(IA_MECH_CACHE),cache)/demo
-STUDY := $(or $(IA_MECH_CACHE),cache)/study
 
 .PHONY: sample demo study test test-all gpu-check lint clean
 
@@ -24,13 +23,7 @@ demo: $(INSTALLED)
 	$(BIN)/python -m ia_mech.report $(DEMO)
 
 study: $(INSTALLED)
-	$(BIN)/python -m ia_mech.sample --dataset benchmarks/study.jsonl --limit all --response generate --responses 8 \
-	  --response-temperature 1 --temperatures 0.7 1 --header-logits 1000 --out $(STUDY) $(ARGS)
-	$(BIN)/python -m experiments.reaction $(STUDY)
-	$(BIN)/python -m ia_mech.judge run $(STUDY) --replace
-	$(BIN)/python -m ia_mech.rates $(STUDY)
-	for target in rate grounded reaction; do $(BIN)/python -m probes.train $(STUDY) --target $$target --replace || exit; done
-	$(BIN)/python -m ia_mech.report $(STUDY)
+	$(BIN)/python -m experiments.study smollm2-135m-instruct $(ARGS)
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest $(ARGS)
