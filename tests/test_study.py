@@ -1,0 +1,111 @@
+"""A whole study of a tiny model, its sentence and page; two studies side by side; ``ia-mech``."""
+
+import importlib
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import scored
+from shell import call, refusal
+
+from experiments import compare, study
+from ia_mech import console
+from ia_mech.results import read
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> str:
+    return scored.dataset(tmp_path_factory.mktemp("data") / "chats.jsonl", scored.CONVERSATIONS[:5])
+
+
+@pytest.fixture(scope="module")
+def made(data, tiny_model_dir, tmp_path_factory) -> Path:
+    """A finished study; tests leave it as it is."""
+    out = tmp_path_factory.mktemp("study") / "tiny"
+    words = [str(tiny_model_dir), "--dataset", data, "--queries", "5", "--quick"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(study, "RESPONSE_TOKENS", 5)
+        patch.setattr(study, "TURN_TOKENS", 6)
+        assert study.main([*words, "--out", str(out)]) == 0
+    return out
+
+
+def test_a_study_ends_with_one_sentence_its_control_and_a_page(made, capfd):
+    found = read(made / "run" / "results" / "study")
+    assert "of 1.58 bits about their response" in found.sentence
+    assert "arrive through the response's keys and values" in found.sentence
+    assert found.control.startswith("Every number is held against siblings")
+    assert {"locate", "elicit"} == set(found.estimates["stage"])
+    assert "sites" in found.figures
+    assert found.sentence[:40] in (made / "report.html").read_text("utf-8")
+
+
+def test_a_second_call_computes_nothing_again(made, data, tiny_model_dir, capfd, monkeypatch):
+    monkeypatch.setattr(study, "RESPONSE_TOKENS", 5)
+    monkeypatch.setattr(study, "TURN_TOKENS", 6)
+    parts = {path: path.stat().st_mtime_ns for path in made.rglob("part*")}
+    before = read(made / "run" / "results" / "study").sentence
+    words = [str(tiny_model_dir), "--dataset", data, "--queries", "5", "--quick"]
+    assert call(study.main, [*words, "--out", str(made)], capfd).status == 0
+    assert {path: path.stat().st_mtime_ns for path in made.rglob("part*")} == parts
+    assert read(made / "run" / "results" / "study").sentence == before
+
+
+def test_a_plan_names_stages_and_time_and_hours_choose_what_fits(tiny_model_dir, capfd, tmp_path):
+    words = [str(tiny_model_dir), "--dry-run", "--out", str(tmp_path / "no")]
+    outcome = call(study.main, words, capfd)
+    assert outcome.status == 0 and not (tmp_path / "no").exists()
+    for name in ("pace", "sample", "judge", "reaction", "locate", "elicit", "probes", "all"):
+        assert f"\n{name} " in f"\n{outcome.out}"
+    args = study.settled(study.build_parser().parse_args(["m", "--hours", "1"]))
+    whole = sum(study.seconds(one, 500, 50) for one in study.stages(args))
+    args.hours = whole / 3600 / 2
+    fewer = study.fit(args, 500, 50)
+    assert fewer.samples == 1 and fewer.queries <= 60
+    assert sum(study.seconds(one, 500, 50) for one in study.stages(fewer)) <= whole / 2
+    args = study.settled(study.build_parser().parse_args(["m", "--hours", "0.01"]))
+    with pytest.raises(Exception, match="hours are too few"):
+        study.fit(args, 500, 50)
+
+
+@pytest.mark.parametrize(
+    ("high", "low", "gap", "said"),
+    [
+        (-0.1, 0.2, 0.1, "Latent at the header"),
+        (0.1, 0.2, 0.1, "Nothing is shown to be latent"),  # greedy may carry something
+        (-0.1, -0.2, 0.1, "Nothing is shown to be latent"),  # nothing carries more than greedy
+        (-0.1, 0.2, -0.1, "Nothing is shown to be latent"),  # turns aren't accepted more often
+    ],
+)
+def test_latent_is_said_only_if_all_three_hold(high, low, gap, said):
+    site = {"stage": "locate", "of": "header", "layer": pd.NA}
+    rows = [
+        site | {"temperature": 0.0, "quantity": "bits", "low": -0.1, "high": 0.05},
+        site | {"temperature": 0.0, "quantity": "bits above a tenth of expressed", "high": high},
+        site | {"temperature": 1.0, "quantity": "bits", "low": low, "high": 0.4},
+        {"stage": "elicit", "of": "best arm", "quantity": "elicitation gap", "low": gap},
+    ]
+    assert study.latent(pd.DataFrame(rows), "0.00").startswith(said)
+
+
+def test_studies_are_compared_over_the_queries_that_they_share(made, tmp_path, capfd):
+    other = Path(shutil.copytree(made, tmp_path / "other"))
+    line = refusal(call(compare.main, [str(made), str(other)], capfd))
+    assert "two studies are of" in line
+    assert "one study can't be compared" in refusal(call(compare.main, [str(made)], capfd))
+    numbers = {"a": compare.numbers_of(made)}
+    numbers["b"] = numbers["a"].assign(value=numbers["a"]["value"] + 0.25)
+    found = list(compare.estimates(numbers, 0.95, 0))
+    less = [row.estimate.value for row in found if row.quantity == "bits, less"]
+    assert less and np.allclose(less, 0.25)
+
+
+def test_every_command_has_a_module_with_a_main(capfd):
+    assert call(console.main, [], capfd).out == console.usage() + "\n"
+    assert call(console.main, ["--version"], capfd).out.startswith("ia-mech 0.")
+    for name, (module, _) in console.COMMANDS.items():
+        assert callable(importlib.import_module(module).main), name
+    assert "no command 'sampel'" in call(console.main, ["sampel"], capfd).err
+    assert "usage: " in call(console.main, ["rates", "--help"], capfd).out
