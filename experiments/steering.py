@@ -597,16 +597,16 @@ class Steering(Experiment):
             "next: what the model writes under it: python -m ia_mech.sample … --intervention "
             f"{self.folder / FILE}; then ia_mech.judge run, and ia_mech.rates."
         )
+        own = together(found[(found["of"] == DIRECTION) & (found["half"] == REPORTING)])
+        kl = own[(own["quantity"] == KL) & (own["dose"] == self.vector.dose)]["value"].item()
         verb = "makes" if is_shown(found, DIRECTION) else "isn't shown to make"
         sentence = (
             f"Steering along the direction in layer {self.vector.layer} at "
             f"{', '.join(self.vector.positions)} (dose {self.vector.dose:g}) {verb} {self.outcome} "
-            "turns likelier than random directions of the same KL do. "
+            f"turns likelier than random directions of the same KL ({kl:.3f} nats) do. "
             f"{said_of(found, DIRECTION, level)}"
         )
-        control = (
-            "No optimised direction stands beside it, so nothing says that one could move them."
-        )
+        control = "No optimised direction stands beside it: whether one could isn't known."
         if OPTIMISED in there:
             verb = "does" if is_shown(found, OPTIMISED) else "isn't shown to"
             control = (
