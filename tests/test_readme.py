@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.probe_validation import __main__ as validate
+from experiments import study
 from experiments.decoupling import Decoupling
 from experiments.likelihood import Likelihood
 from experiments.perturbations import Perturbations
@@ -96,7 +97,7 @@ def test_every_flag_in_the_readme_exists():
     commands = judge._subparsers._group_actions[0].choices.values()
     probes = [train.build_parser(), transfer.build_parser(), validate.build_parser()]
     asked = (Decoupling, Likelihood, Perturbations, Reaction, Steering, TemperatureSweep)
-    experiments = [one.build_parser() for one in asked]
+    experiments = [one.build_parser() for one in (*asked, study)]
     parsers = [options.build_parser(), rates_options.build_parser(), judge, *commands]
     parsers += [*probes, *experiments, report.build_parser()]
     help_text = "".join(parser.format_help() for parser in parsers)
