@@ -45,7 +45,8 @@ class FirstWords(Experiment):
             if len(query.contexts) >= 3:  # a control needs two siblings
                 firsts = [tuple(ids[:TOKENS].tolist()) for ids in query.turns["token_ids"]]
                 turns = list(zip(query.turns["followed"].tolist(), firsts, strict=True))
-                tokens = len(turns) * len(query.contexts) * TOKENS
+                scored = len(turns) * len(query.contexts) * TOKENS
+                tokens = sum(map(len, query.token_ids)) + scored
                 yield Opened(query.source, query.dataset, tokens, query.token_ids, turns)
 
     def measure(self, model, unit):

@@ -1,14 +1,14 @@
-"""How much more do turns react when the model is asked in another way than greedily?
+"""Do turns react more under another temperature, or a prompt, than under greedy decoding?
 
-Arms are listed before anything is sampled: each temperature of the run, and a system prompt that
-asks for a user who follows up, greedily and at each temperature. An arm's rate is of turns that the
-judge accepts, less the rate at which it accepts the same turns after siblings of the response that
-they followed: what would fit any response doesn't count. The best arm is chosen on half of the
-queries and its gap to greedy turns is read off the other half, and the other way round; the
-bootstrap repeats the choice. That is the elicitation gap.
+The ways of asking, called arms, are listed before anything is sampled: each temperature of the run,
+and a system prompt that asks for a user who follows up, greedily and at each temperature. An arm's
+rate is how often the judge accepts its turns, less how often it accepts the same turns when they
+are shown after another response to the same query. The best arm is chosen on half of the queries,
+and how far it exceeds greedy decoding is read off the other half, and the other way round; the
+bootstrap repeats the choice. That difference is the elicitation gap.
 
-Needs: a judged run with several responses per query. Cost: sampling every context again once per
-temperature with the prompt; the rules judge judges them at once.
+Needs: a judged run with several responses per query. Cost: a third to the whole of the time that
+sampling the run's turns took; the rules judge judges the new ones at once.
 
     python -m experiments.elicit cache/RUN
 """

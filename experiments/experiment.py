@@ -15,15 +15,18 @@ costs. It says
 
 The command opens and checks the runs, draws the queries, samples, measures what isn't kept yet
 with progress, writes one :class:`ia_mech.results.Result` and prints it. ``--dry-run`` shows what
-would be computed. ``docs/experiments.md`` has one in sixty lines to begin from.
+would be computed. ``docs/worked_experiment.py`` is one to begin from.
 """
 
 import argparse
+import ast
+import hashlib
+import inspect
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -57,8 +60,8 @@ if TYPE_CHECKING:
 class Unit:
     """What is measured by itself, and kept.
 
-    A subclass has all that the measurement depends on besides the model, as JSON can hold it: a
-    unit whose rows are kept is known by its content.
+    A subclass has all that the measurement depends on besides the model and the code, flags
+    included, as JSON can hold it: a unit whose rows are kept is known by its content.
 
     Attributes:
         source, dataset: of the query, written beside the rows.
@@ -119,7 +122,7 @@ class Experiment:
         name: of the results, and of the module.
         siblings: queries with several responses are needed.
         judged: verdicts are used, so that a judge can be chosen.
-        loads: the model is loaded.
+        loads: ``measure`` uses the model; else it is given None, and no model is loaded.
         several_models: runs of several models may be given together.
         perturbed: runs that hold perturbed contexts may be given.
         queries_used: how many queries at most, drawn by ``--seed``; None for all. If it is given,
@@ -180,8 +183,11 @@ class Experiment:
         """What is measured. With ``--dry-run`` nothing is in ``sampled``."""
         return []
 
-    def measure(self, model: Model, unit: Any) -> pd.DataFrame:
-        """Rows of a unit; ``source`` and ``dataset`` are added."""
+    def measure(self, model: Any, unit: Any) -> pd.DataFrame:
+        """Rows of a unit, at least one; ``source`` and ``dataset`` are added.
+
+        ``model`` is a :class:`Model`.
+        """
         raise NotImplementedError
 
     def rows(self) -> pd.DataFrame:
@@ -297,19 +303,17 @@ class Experiment:
     def measured(self, units: Iterable[Unit], phase: str = "") -> pd.DataFrame:
         """The rows of units one below the other, with ``source`` and ``dataset``.
 
-        Finished units are kept in ``parts/`` of the results, and aren't measured again.
+        Finished units are kept in ``parts/`` of the results, and aren't measured again unless the
+        experiment's code was changed.
 
         Raises:
             UserError: there is no unit.
         """
         from ia_mech.display import Bar
 
-        units = list(units)
-        if not units:
-            raise UserError(
-                f"{self.runs[0].path} holds nothing that {self.name} could measure",
-                "see what it needs in --help",
-            )
+        units = self._some(units)
+        if kept := self._kept(units):
+            print(f"{kept} of {len(units)} units were measured before", file=sys.stderr)
         bar, parts = Bar(), []
         total = sum(unit.tokens for unit in units)
         bar.start(phase or f"measuring, {self.name}", total, unit="token")
@@ -329,17 +333,47 @@ class Experiment:
             bar.stop()
         return pd.concat(parts, ignore_index=True)
 
+    def _some(self, units: Iterable[Unit]) -> list[Unit]:
+        found = list(units)
+        if not found:
+            raise UserError(
+                f"{self.runs[0].path} holds nothing that {self.name} could measure",
+                "see what it needs in --help",
+            )
+        return found
+
     def _measured(self, unit: Unit, tick: Callable[[int], None]) -> pd.DataFrame:
         from experiments.parts import computed_once
 
         def measure() -> pd.DataFrame:
-            model = self.model_for(unit)
-            model.on_tokens = tick
-            return self.measure(model, unit)
+            model = None
+            if self.loads:
+                model = self.model_for(unit)
+                model.on_tokens = tick
+            try:
+                rows = self.measure(model, unit)
+                if not isinstance(rows, pd.DataFrame) or rows.empty:
+                    raise ValueError(f"measure() of {self.name} gave no rows")
+            except Exception as error:
+                error.add_note(f"This was of {unit.source!r}; units before it are kept.")
+                raise
+            return rows
 
+        return computed_once(self._parts, self._key(unit), measure)
+
+    @property
+    def _parts(self) -> Path:
+        return self.folder / "parts"
+
+    def _key(self, unit: Unit) -> list:
+        code = [code_of(module) for module in {type(self).__module__, type(unit).__module__}]
         weights = self.runs[0].model["weights_hash"]
-        key = [self.name, weights, type(unit).__name__, asdict(unit)]
-        return computed_once(self.folder / "parts", key, measure)
+        return [self.name, sorted(code), weights, type(unit).__name__, asdict(unit)]
+
+    def _kept(self, units: Sequence[Unit]) -> int:
+        from experiments.parts import is_kept
+
+        return sum(is_kept(self._parts, self._key(unit)) for unit in units)
 
     # -- the command ------------------------------------------------------------------------------
 
@@ -356,11 +390,14 @@ class Experiment:
     @classmethod
     def build_parser(cls) -> argparse.ArgumentParser:
         """The command line."""
+        module = f"-m experiments.{cls.name}"
+        if cls.__module__ == "__main__" and sys.modules["__main__"].__spec__ is None:
+            module = sys.argv[0]  # a file of the user's
         parser = Parser(
-            prog=f"python -m experiments.{cls.name}",
+            prog=f"python {module}",
             usage="%(prog)s RUN [RUN …] [options]",
             description=cls.help(),
-            epilog="Interrupted, the same command goes on. Intervals are over sources.",
+            epilog="Interrupted, the same command goes on. Intervals are over queries.",
         )
         parser.add_argument("runs", nargs="+", type=path_of, metavar="RUN", help="a run's folder")
         if cls.judged:
@@ -436,12 +473,13 @@ class Experiment:
         per_context = len(decoding["temperatures"]) * decoding["samples"]
         for name, those in self.conversations().items():
             lines[name] = f"{len(those)} contexts to sample {per_context + 1} turns after each"
-        units = list(self.units())
-        if units:
+        if type(self).units is not Experiment.units:
+            units = self._some(self.units())
             tokens = sum(unit.tokens for unit in units)
             queries = len({unit.source for unit in units})
             lines["to measure"] = (
-                f"{len(units)} units of {queries} queries, about {tokens:,} tokens"
+                f"{len(units)} units of {queries} queries, about {tokens:,} tokens; "
+                f"{self._kept(units)} are measured already"
             )
         return lines or {"to compute": "nothing: the runs hold all that is read"}
 
@@ -457,7 +495,8 @@ class Experiment:
         found = estimates_of(self.estimate(rows), self.columns, self.args.level)
         sentence, control = self.conclude(found)
         if not sentence or not control:
-            raise ValueError(f"{self.name} must conclude with a sentence and its control")
+            lacks = "control" if sentence else "sentence"
+            raise ValueError(f"conclude() of {self.name} gave no {lacks}: is there no estimate?")
         judges = [] if self.gate is None else [self.gate.judge]
         gate = {} if self.gate is None else {"judge": self.gate.judge, "gate": self.gate.word}
         used = [*self.runs, *self.sampled.values()]
@@ -491,6 +530,13 @@ def model_of(subject: "Subject", run: "Run") -> Model:
     return Model(subject, chat, check_engine(subject.model, probe_ids(chat)).share)
 
 
+@lru_cache
+def code_of(module: str) -> str:
+    """What a module's code says, without comments and layout, as a short hash."""
+    tree = ast.parse(inspect.getsource(sys.modules[module]))
+    return hashlib.blake2b(ast.dump(tree).encode(), digest_size=8).hexdigest()
+
+
 def output_folder(cls: type[Experiment], out: Path | None, first_run: Path) -> Path:
     """Where results of an experiment go; the folder isn't made.
 
@@ -514,6 +560,8 @@ def output_folder(cls: type[Experiment], out: Path | None, first_run: Path) -> P
     owner = kind_of(folder)
     if owner not in (None, cls.name):
         raise UserError(f"{folder} holds results of {owner}", "name another folder with --out")
+    if owner is None and folder.is_dir() and any(path.is_file() for path in folder.iterdir()):
+        raise UserError(f"{folder} holds other files", "name another folder with --out")
     return folder
 
 

@@ -1,16 +1,18 @@
 """Where does what a turn tells about its response come from: the header, or the response itself?
 
-Of a query's siblings one is the recipient, and three others are candidates. A turn that followed a
-candidate is scored, from its second token on, after each candidate's own context: that gives the
-bits that are expressed. It is scored again after hybrids, in which one site is a candidate's and
-all else the recipient's: that gives the bits that the site carries. All hybrids are equally foreign
-to the turn, so damage cancels, and a third sibling is the control in every number. Sites are keys
-and values: of the header, of all tokens after the response, of the response; maps show states of
-the header by layer, and windows of three layers of the response. The windows that carry most are
-chosen on half of the queries and reported on the other half.
+While a model writes a turn it attends to keys and values: those of the query, of the response, and
+of the tokens after it, the user header among them. Here those of one such place, a site, are taken
+from one context and put into another. A query has four responses; one is the recipient, the other
+three are candidates. A turn that followed a candidate is scored after each candidate's own context:
+that gives the bits that it tells, or expresses. It is scored again after three hybrids, each the
+recipient's context with one site of a candidate: that gives the bits that the site carries. The
+turn followed none of the hybrids, and they differ in the candidate alone: what splicing damages is
+damaged in all three. Maps show states of the header by layer, and windows of three layers of the
+response; the windows that carry most are chosen on half of the queries and reported on the other.
 
 Needs: a run with four or more responses per query (sample with --response generate --responses 4).
-Cost: about 20,000 tokens a query; 60 queries take half an hour on two cores (135M).
+Cost: about 20,000 tokens a query; 60 queries take an hour or two on two cores (135M); without maps
+half of that.
 
     python -m experiments.locate cache/RUN
     python -m experiments.locate cache/RUN --queries 20 --no-maps

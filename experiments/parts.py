@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -19,11 +20,10 @@ def computed_once(folder: Path, key: Any, compute: Callable[[], pd.DataFrame]) -
 
     Args:
         folder: where tables are kept.
-        key: all that the table depends on, as JSON can hold it.
+        key: all that the table depends on, as JSON can hold it; numbers may be NumPy's.
         compute: makes it.
     """
-    name = hashlib.blake2b(json.dumps(key).encode(), digest_size=8).hexdigest()
-    file = folder / f"{name}.parquet"
+    file = _file(folder, key)
     try:
         return pq.read_table(file, page_checksum_verification=True).to_pandas()
     except (pa.ArrowException, OSError, ValueError, LookupError, TypeError):
@@ -32,3 +32,19 @@ def computed_once(folder: Path, key: Any, compute: Callable[[], pd.DataFrame]) -
     folder.mkdir(parents=True, exist_ok=True)
     replace_file(file, partial(made.to_parquet, write_page_checksum=True))
     return made
+
+
+def is_kept(folder: Path, key: Any) -> bool:
+    """Whether there is a file of this table."""
+    return _file(folder, key).is_file()
+
+
+def _file(folder: Path, key: Any) -> Path:
+    text = json.dumps(key, default=_plain)
+    return folder / f"{hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}.parquet"
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, np.ndarray | np.generic):
+        return value.tolist()
+    raise TypeError(f"a unit holds a {type(value).__name__}, which JSON has no word for")

@@ -18,9 +18,9 @@ POWER = 0.8  # with which an effect would have been shown
 
 def print_plan(lines: Mapping[str, str]) -> None:
     """Print what will be computed: name → what."""
-    to = console()
+    to, width = console(), max(18, *map(len, lines)) + 2
     for name, value in lines.items():
-        to.print(f"{name:<20}{escape(one_line(value))}", soft_wrap=True)
+        to.print(f"{name:<{width}}{escape(one_line(value))}", soft_wrap=True)
 
 
 def estimates_of(
@@ -89,7 +89,7 @@ def stated(
         digits: decimals.
         null: what there would be without an effect. Of an estimate whose interval holds it the
             sentence says how large an effect would have been shown.
-        level: of the intervals.
+        level: of the intervals, where rows don't say what they could have shown.
 
     Returns:
         The sentence; an empty text if there is no estimate.
@@ -105,8 +105,7 @@ def stated(
             where.append("greedy" if t == 0 else f"T = {t:g}:")
         said = cell_of(row, digits)
         if null is not None and row["low"] <= null <= row["high"]:
-            said += (
-                f" (with 80% power {smallest_effect(row, level):.{digits}f} would have been shown)"
-            )
+            shown = row.get("detectable", smallest_effect(row, level))
+            said += f" (with 80% power {shown:.{digits}f} would have been shown)"
         found.append(" ".join([*where, said]))
     return f"{words[:1].upper()}{words[1:]}: {', '.join(found)}." if found else ""

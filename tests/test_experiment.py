@@ -21,6 +21,7 @@ from shell import call, files, refusal
 
 from experiments.experiment import Conclusion, Experiment, output_folder
 from experiments.figures import Bars
+from experiments.parts import computed_once
 from ia_mech.collect.job import collect
 from ia_mech.estimates import TidyEstimate
 from ia_mech.rates.gate import Gate
@@ -231,7 +232,7 @@ def test_mistyped_commands_are_refused_in_one_line(count, words):
 
 def test_a_conclusion_without_a_control_is_no_result(merged, count, monkeypatch, tmp_path):
     monkeypatch.setattr(Count, "conclude", lambda self, found: Conclusion("There are some.", ""))
-    with pytest.raises(ValueError, match="a sentence and its control"):
+    with pytest.raises(ValueError, match="gave no control"):
         Count.command(Count.build_parser().parse_args([str(merged.path), "--out", str(tmp_path)]))
     assert not any(tmp_path.iterdir())
 
@@ -306,6 +307,46 @@ def test_finished_units_are_kept_and_a_dry_run_computes_nothing(
     assert first.status == 0 and len(calls) == 4  # the first unit wasn't measured again
     second = call(first_words.main, words, capfd)
     assert (second.status, second.out, len(calls)) == (0, first.out, 4)
+
+
+def test_a_unit_is_measured_again_when_the_code_was_changed(
+    first_words, siblings, tmp_path, capfd, monkeypatch
+):
+    words = [str(siblings.path), "--queries", "3", "--out", str(tmp_path / "out")]
+    assert call(first_words.main, words, capfd).status == 0
+    again = call(first_words.main, words, capfd)
+    assert "3 of 3 units were measured before" in again.err
+    assert "3 are measured already" in call(first_words.main, [*words, "--dry-run"], capfd).out
+    monkeypatch.setattr("experiments.experiment.code_of", lambda module: "changed")
+    assert "were measured before" not in call(first_words.main, words, capfd).err
+
+
+def test_a_measurement_without_rows_is_an_error_that_names_the_query_and_is_not_kept(
+    first_words, siblings, tmp_path, monkeypatch
+):
+    args = first_words.build_parser().parse_args([str(siblings.path), "--queries", "3"])
+    one = first_words([siblings], args, tmp_path)
+    monkeypatch.setattr(first_words, "measure", lambda *_: pd.DataFrame())
+    with pytest.raises(ValueError, match="gave no rows") as raised:
+        one.rows()
+    assert "This was of 'plain" in raised.value.__notes__[0]
+    assert not any(tmp_path.iterdir())
+
+
+def test_units_may_hold_numpy_numbers_and_nothing_else_that_json_lacks(tmp_path):
+    def table() -> pd.DataFrame:
+        return pd.DataFrame({"one": [1]})
+
+    for key in ([np.int64(3)], [np.arange(3)]):
+        assert computed_once(tmp_path, key, table)["one"].tolist() == [1]
+    with pytest.raises(TypeError, match="a unit holds a set"):
+        computed_once(tmp_path, [{1}], table)
+
+
+def test_a_folder_with_files_of_ones_own_is_left_alone(count, merged, refused, tmp_path):
+    (tmp_path / "estimates.parquet").write_text("mine")
+    assert "holds other files" in refused(merged.path, "--out", tmp_path)
+    assert (tmp_path / "estimates.parquet").read_text() == "mine"
 
 
 def test_fewer_queries_are_among_more(first_words, siblings, tmp_path):
