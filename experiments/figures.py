@@ -80,7 +80,7 @@ class Bars:
             axes.axvline(self.at, color="0.3", lw=0.8)
         list_names(axes, [str(name) for name in names])
         if count > 1:
-            axes.legend()
+            axes.legend(loc="upper left", bbox_to_anchor=(1, 1))  # beside, over no interval
         return figure
 
 
