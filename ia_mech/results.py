@@ -303,15 +303,6 @@ def refuse_place(folder: Path) -> None:
         raise UserError(f"{folder} holds files but no result", "name another folder with --out")
 
 
-def results_of(run: Path, identity: str = "", places: Collection[Path] = ()) -> list[Result]:
-    """All results on a run, those of its own folder by name first; see :func:`folders_of`.
-
-    Raises:
-        UserError: one is damaged.
-    """
-    return [read(folder) for folder in folders_of(run, identity, places)]
-
-
 def _record(folder: Path) -> dict[str, Any]:
     try:
         record = read_json(folder / RESULT)

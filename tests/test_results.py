@@ -8,7 +8,7 @@ import pytest
 
 from ia_mech.display import console, new_axes
 from ia_mech.errors import UserError
-from ia_mech.results import RESULT, Result, Table, folder_of, read, results_of, show, write
+from ia_mech.results import RESULT, Result, Table, folder_of, folders_of, read, show, write
 
 
 def found(**changes) -> Result:
@@ -45,7 +45,7 @@ def test_a_result_comes_back_as_it_was_written(tmp_path):
         *("estimates.parquet", "probe.bin", "rates.pdf", "rates.png", "rates.svg"),
         *("result.json", "turns.parquet"),
     ]
-    assert [one.name for one in results_of(tmp_path)] == ["rates-rules"]
+    assert [one.name for one in folders_of(tmp_path)] == ["rates-rules"]
 
 
 def test_a_new_result_removes_the_files_of_the_old_one_and_nothing_else(tmp_path):

@@ -124,8 +124,6 @@ def judge_items(
     *,
     repeats: int = 1,
     cache_folder: Path | None = None,
-    phase: str = "judging",
-    unit: str = "turn",
 ) -> tuple[dict[Pair, Verdict], set[Pair]]:
     """Verdicts of all distinct items, and which of them came from the cache.
 
@@ -135,7 +133,6 @@ def judge_items(
         progress: counts verdicts; its note has the tokens, dollars and failures so far.
         repeats: independent answers per item, for self-consistency.
         cache_folder: of the verdicts that were paid for. Failures aren't kept there.
-        phase, unit: what the progress calls the work, and one item of it.
 
     Raises:
         UserError: what makes a judge useless. What was received before that, or before an
@@ -155,7 +152,7 @@ def judge_items(
         if missing:
             if estimate := judge.estimate([item for item, _ in missing]):
                 progress.say(estimate)
-            progress.start(phase, len(missing), unit=unit)
+            progress.start("judging", len(missing), unit="turn")
             try:
                 _judge_missing(judge, missing, verdicts, cache, progress)
             finally:

@@ -24,19 +24,6 @@ def gate_title(name: str, gate: Gate) -> str:
     return f"{name}\njudge {gate}{excess}"
 
 
-def draw_floor(axes: Axes, gate: Gate, *, lying: bool = False) -> None:
-    """A judge's floor as a dashed line across its rates; none where there are no decoys.
-
-    Args:
-        axes: where to.
-        gate: of the judge.
-        lying: rates are on the x axis, not on the y axis.
-    """
-    if gate.decoys:
-        line = axes.axvline if lying else axes.axhline
-        line(gate.floor, color="0.3", lw=0.9, ls="--", label=f"the judge's floor, {gate.floor:.2f}")
-
-
 @styled
 def rates(estimates: pd.DataFrame, title: str) -> Figure:
     """Left, rate, floor and excess by temperature; right, the failure profile.
