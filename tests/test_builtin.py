@@ -6,7 +6,7 @@ from importlib import resources
 
 import pytest
 
-from ia_mech.data.conversations import BUILTIN
+from ia_mech.data.conversations import BUILTIN, open_conversations
 
 ROWS = {
     name: [
@@ -106,3 +106,10 @@ def test_responses_keep_their_constraints():
             used.add(kind := settings.pop("kind"))
             assert CHECKS[kind](response(row), **settings), (row["id"], kind)
     assert used == set(CHECKS)
+
+
+def test_the_queries_of_a_study_are_of_four_datasets_in_turn():
+    found = list(open_conversations("builtin:study"))
+    assert len(found) == 60 and all(one.response is None for one in found)
+    assert [one.dataset for one in found[:4]] == [one.dataset for one in found[4:8]]
+    assert len({one.dataset for one in found[:4]}) == 4
