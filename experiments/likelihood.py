@@ -26,7 +26,7 @@ from experiments.experiment import Conclusion, Experiment, Model, Unit
 from experiments.tables import stated, tables_of
 from ia_mech.cli import whole_from
 from ia_mech.errors import UserError
-from ia_mech.estimates import Group, TidyEstimate, by_dataset, together
+from ia_mech.estimates import ALL, Group, TidyEstimate, by_dataset, together
 from ia_mech.stats import cluster_bootstrap
 
 if TYPE_CHECKING:
@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from ia_mech.results import Table
     from ia_mech.run import Run
 
+# Datasets whose follow-ups were written before there was a response, and how they are marked.
+BLIND, UNSEEN = ("mt-bench",), " (response unseen)"
 AGAINST = ("sibling responses", "other responses", "no response", "its sentences shuffled")
 SIBLINGS, OTHERS, EMPTY, SHUFFLED = AGAINST
 ORDERS = 4  # of its sentences, at most
@@ -278,11 +280,18 @@ def estimates(
     rows: pd.DataFrame,
     options: dict[str, Any],
 ) -> Iterator[TidyEstimate]:
-    """Every estimate; ``options`` are ``level``, ``resamples`` and ``seed``."""
+    """Every estimate; ``options`` are ``level``, ``resamples`` and ``seed``.
+
+    Follow-ups that were written without the response are no part of all datasets together.
+    """
     contrasts = contrasts_of(rows)
+    blind = references.frame["dataset"].isin(BLIND).to_numpy()
     for dataset, here in by_dataset(references.frame):
+        if dataset == ALL and not blind.all():
+            here = here & ~blind
         frame = references.frame[here]
-        group = Group(frame["source"].to_numpy(), options, {"dataset": dataset})
+        name = dataset + UNSEEN * (dataset in BLIND)
+        group = Group(frame["source"].to_numpy(), options, {"dataset": name})
         yield from _references(group, frame)
         yield from by_temperature(group, references.curve[here], references.temperatures)
         yield from _contrasts(group, contrasts, frame.index)
@@ -488,8 +497,10 @@ class Likelihood(Experiment):
         bits = found[found["quantity"] == "contrast, bits"]
         kinds = [kind for kind in AGAINST if kind in set(bits["of"])]
         mine = found[found["of"] == kinds[0]] if kinds else found.iloc[:0]
+        seen = not self.references.frame["dataset"].isin(BLIND).all()
+        whose = "users' real follow-ups" if seen else "follow-ups that were written without it"
         sentence = stated(
-            "bits by which users' real follow-ups are likelier after the response that they saw "
+            f"bits by which {whose} are likelier after the response in the data "
             f"than after {kinds[0] if kinds else 'others'}",
             mine[mine["quantity"] == "contrast, bits"],
             null=0.0,

@@ -204,3 +204,15 @@ def test_runs_that_cannot_be_used_are_refused(sampled, plain, siblings, capfd):
     for runs in ([sampled([scored.CONVERSATIONS[3]])], [siblings]):
         line = refusal(call(main, [str(run.path) for run in runs], capfd))
         assert line.startswith("no context has what a user really said after the response")
+
+
+def test_follow_ups_written_without_the_response_are_marked_and_not_pooled(measured, monkeypatch):
+    references, _, rows = measured
+    monkeypatch.setattr(likelihood, "BLIND", ("odd",))
+    options = {"level": 0.95, "resamples": 100, "seed": 0}
+    made = likelihood.estimates(references, rows, options)
+    found = estimates_of(made, Likelihood.columns, 0.95)
+    own = found[(found["quantity"] == "contrast, bits") & (found["of"] == SIBLINGS)]
+    values = own.set_index("dataset")["value"]
+    assert set(values.index) == {"plain", "odd (response unseen)", "(all)"}
+    assert values["(all)"] == values["plain"]
