@@ -7,8 +7,8 @@ under which turns react more than greedily, and writes one page. Every stage is 
 and can be given alone. Stopped at any moment, the same command goes on; a finished study computes
 nothing again.
 
-Needs: a model. Cost: the embedded model (135M) on two cores takes about two hours, with --quick a
-quarter of one; --dry-run says what is to be computed and how long it takes at a measured pace.
+Needs: a model. Cost: the embedded model (135M) on two cores takes some three hours, with --quick
+ten minutes; --dry-run says what is to be computed and how long it takes at a measured pace.
 
     python -m experiments.study smollm2-135m-instruct --quick
     python -m experiments.study Qwen/Qwen3-0.6B --queries 40 --out cache/qwen3
@@ -230,7 +230,7 @@ def result(out: Path) -> "Result":
             stem: styled(drawing.draw)()
             for stem, drawing in drawings(located.estimates, run.model["name"]).items()
         },
-        notes=[*located.notes, *elicited.notes],
+        notes=list(dict.fromkeys([*located.notes, *elicited.notes])),
         about={"kind": NAME, **about_runs([run], judges)},
     )
 
