@@ -130,7 +130,7 @@ def result(studies: Sequence[Path], level: float, seed: int) -> "Result":
             [
                 stated(
                     f"the same queries, less {models[0]}",
-                    less[less["turns"] == SAMPLED].assign(model=""),
+                    less[less["turns"] == SAMPLED],
                     null=0.0,
                     level=level,
                 ),

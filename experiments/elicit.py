@@ -41,7 +41,7 @@ PROMPT = (
 PROMPTED = "prompt"
 GREEDY = "greedy"
 RATE, SIBLINGS, EXCESS = "accepted", "accepted after siblings", "excess over siblings"
-GAP = "elicitation gap"
+GAP, BEST = "elicitation gap", "best arm"
 
 
 def arm_name(temperature: float, prompted: bool) -> str:
@@ -186,7 +186,7 @@ class Elicit(Experiment):
             return gaps(excess, arms.index(GREEDY), half, counts)
 
         (gap,) = cluster_bootstrap(statistic, list(table.columns), **self.options)
-        yield TidyEstimate(GAP, {"dataset": ALL, "of": "best arm"}, excess.shape[1], gap)
+        yield TidyEstimate(GAP, {"dataset": ALL, "of": BEST}, excess.shape[1], gap)
         for number in (0, 1):
             best = arms[int(excess[:, half == number].mean(1).argmax())]
             self.notes.append(f"chosen on half {number + 1} of the queries: {best}.")

@@ -17,7 +17,6 @@ ten minutes; --dry-run says what is to be computed and how long it takes at a me
 
 import argparse
 import importlib
-import math
 import sys
 import time
 from dataclasses import dataclass
@@ -37,6 +36,7 @@ NAME = "study"
 TEMPERATURES = (0.7, 1.0)
 RESPONSE_TOKENS, TURN_TOKENS = 160, 40
 QUICK = 12  # queries of --quick
+LEAST = 60  # queries: with fewer, that a site carries nothing can hardly be shown
 PROBED = 40  # queries below which probes aren't tried: they need 20 sources of either kind
 BAD_INPUT = 2  # the exit status where a stage lacks what it needs
 TYPICAL = 120  # tokens of a query with its template, for the plan
@@ -181,9 +181,9 @@ def result(out: Path) -> "Result":
     Raises:
         UserError: a stage has no result yet.
     """
-    from experiments.locate import drawings
+    from experiments.elicit import BEST, EXCESS, GAP, GREEDY
+    from experiments.locate import HEADER, OWN, RESPONSE, Lookup, drawings
     from ia_mech.display import styled
-    from ia_mech.estimates import estimate_of
     from ia_mech.likelihood.carried import CEILING
     from ia_mech.results import Result, about_runs, folder_of, read
     from ia_mech.run import Run
@@ -195,28 +195,21 @@ def result(out: Path) -> "Result":
     found = located.estimates.assign(stage="locate")
     found = pd.concat([found, elicited.estimates.assign(stage="elicit")], ignore_index=True)
 
-    def number(stage: str, quantity: str, of: str, temperature: float | None = None) -> str:
-        mine = found[(found["stage"] == stage) & (found["quantity"] == quantity)]
-        mine = mine[(mine["of"] == of) & mine["layer"].isna()]
-        t = mine["temperature"]
-        mine = mine[t.isna() if temperature is None else t.eq(temperature)]
-        return estimate_of(next(mine.itertuples())).text() if len(mine) else "–"
+    told, accepted = Lookup(located.estimates), Lookup(elicited.estimates)
 
     def carried(site: str) -> str:
-        share = number("locate", "share of expressed", site)
-        return f"{number('locate', 'bits', site)} (share {share})"
+        return f"{told('bits', site)} (share {told('share of expressed', site)})"
 
     sentence = (
-        f"{run.model['name']}'s turns tell {number('locate', 'bits', 'own context')} of "
-        f"{CEILING:.2f} bits about their response, greedy ones "
-        f"{number('locate', 'bits', 'own context', 0.0)}; {carried('response')} arrive through the "
-        f"response's keys and values, {carried('header')} through the header's. A judge accepts "
-        f"{number('elicit', 'excess over siblings', 'greedy')} of greedy turns beyond siblings, "
-        f"and under the best other arm {number('elicit', 'elicitation gap', 'best arm')} more."
+        f"{run.model['name']}'s turns tell {told('bits', OWN)} of {CEILING:.2f} bits about their "
+        f"response, greedy ones {told('bits', OWN, 0.0)}; {carried(RESPONSE)} arrive through the "
+        f"response's keys and values, {carried(HEADER)} through the header's. A judge accepts "
+        f"{accepted(EXCESS, GREEDY)} of greedy turns beyond siblings, and under the best other arm "
+        f"{accepted(GAP, BEST)} more."
     )
     control = (
         f"Every number is held against siblings, other responses to the same query. "
-        f"{latent(found, number('locate', 'bits', 'header', 0.0))} {reaction.control}"
+        f"{latent(found, told('bits', HEADER, 0.0))} {reaction.control}"
     )
     judges = [name for name in [elicited.about.get("judge")] if name]
     return Result(
@@ -236,16 +229,20 @@ def result(out: Path) -> "Result":
 
 
 def latent(found: pd.DataFrame, header: str) -> str:
-    """Whether "latent at the header" may be said: what greedy turns carry there is shown to be
-    nothing, what they do under another arm rises, and turns are accepted more often."""
+    """Whether "latent at the header" may be said: over at least :data:`LEAST` queries, what greedy
+    turns carry there is shown to be nothing, what sampled turns do is more, and turns are accepted
+    more often under another arm. ``header`` is what greedy turns carry, as text."""
     site = found[(found["stage"] == "locate") & (found["of"] == "header") & found["layer"].isna()]
     greedy = site[site["temperature"] == 0.0].set_index("quantity")
+    sampled = site[site["temperature"].isna()].set_index("quantity")  # all of them: none is chosen
     gap = found[found["quantity"] == "elicitation gap"]
-    if "bits above a tenth of expressed" not in greedy.index or gap.empty:
+    above = "bits above a tenth of expressed"
+    if above not in greedy.index or "bits" not in sampled.index or gap.empty:
         return "Whether anything is latent can't be told."
-    nothing = greedy.loc["bits above a tenth of expressed", "high"] < 0
-    sampled = site[site["temperature"] > 0].groupby("quantity")["low"].max()
-    rises = sampled.get("bits", math.nan) > greedy.loc["bits", "high"]
+    if greedy.loc["bits", "sources"] < LEAST:
+        return f"Whether anything is latent isn't told of fewer than {LEAST} queries."
+    nothing = greedy.loc[above, "high"] < 0
+    rises = sampled.loc["bits", "low"] > greedy.loc["bits", "high"]
     if nothing and rises and gap["low"].iloc[0] > 0:
         return f"Latent at the header: greedy turns carry nothing there ({header})."
     return f"Nothing is shown to be latent at the header, where greedy turns carry {header} bits."
@@ -307,7 +304,12 @@ def settled(args: argparse.Namespace) -> argparse.Namespace:
 def _study(args: argparse.Namespace) -> int | None:
     from ia_mech.display import console
     from ia_mech.results import folder_of, show, write
+    from ia_mech.run import Run
 
+    begun = (args.out / "run" / "run.json").is_file()
+    if args.hours is not None and begun:  # what fitted then; the pace may be another now
+        settings = Run(args.out / "run").settings
+        args.queries, args.samples, args.hours = settings["limit"], settings["samples"], None
     if args.hours is not None or args.dry_run:
         read, written = pace(args.model)
         if args.hours is not None:

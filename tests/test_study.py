@@ -80,14 +80,27 @@ def test_a_plan_names_stages_and_time_and_hours_choose_what_fits(tiny_model_dir,
     ],
 )
 def test_latent_is_said_only_if_all_three_hold(high, low, gap, said):
-    site = {"stage": "locate", "of": "header", "layer": pd.NA}
+    site = {"stage": "locate", "of": "header", "layer": pd.NA, "sources": 60}
     rows = [
         site | {"temperature": 0.0, "quantity": "bits", "low": -0.1, "high": 0.05},
         site | {"temperature": 0.0, "quantity": "bits above a tenth of expressed", "high": high},
-        site | {"temperature": 1.0, "quantity": "bits", "low": low, "high": 0.4},
+        site | {"temperature": np.nan, "quantity": "bits", "low": low, "high": 0.4},
         {"stage": "elicit", "of": "best arm", "quantity": "elicitation gap", "low": gap},
     ]
-    assert study.latent(pd.DataFrame(rows), "0.00").startswith(said)
+    found = pd.DataFrame(rows)
+    assert study.latent(found, "0.00").startswith(said)
+    few = study.latent(found.assign(sources=59), "0.00")
+    assert few == "Whether anything is latent isn't told of fewer than 60 queries."
+
+
+def test_hours_given_again_leave_what_was_begun_as_it_is(
+    made, data, tiny_model_dir, capfd, monkeypatch
+):
+    monkeypatch.setattr(study, "RESPONSE_TOKENS", 5)
+    monkeypatch.setattr(study, "TURN_TOKENS", 6)
+    monkeypatch.setattr(study, "pace", lambda model: (1e-3, 1e-3))
+    words = [str(tiny_model_dir), "--dataset", data, "--quick", "--hours", "1"]
+    assert call(study.main, [*words, "--out", str(made)], capfd).status == 0
 
 
 def test_studies_are_compared_over_the_queries_that_they_share(made, tmp_path, capfd):
