@@ -8,11 +8,15 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as ia_mech sets it, but b
 
 import families
 import pytest
+import scored
 import tiny
 import torch
 from transformers import PreTrainedTokenizerFast
 
+from ia_mech.collect.job import collect
 from ia_mech.models.load import Subject
+from ia_mech.run import Run
+from ia_mech.settings import Settings
 
 pytest_plugins = ["runs"]
 
@@ -68,3 +72,22 @@ def tiny_model_dir(tiny_subject, tmp_path_factory) -> str:
     tiny_subject.model.save_pretrained(folder)
     tiny_subject.tokenizer.save_pretrained(folder)
     return str(folder)
+
+
+@pytest.fixture(scope="session")
+def siblings(tiny_model_dir, tiny_subject, tmp_path_factory) -> Run:
+    """Four queries with four short responses each, greedy turns and one at T = 1; not judged. Tests
+    that write into it take a copy."""
+    folder = tmp_path_factory.mktemp("siblings")
+    settings = Settings(
+        dataset=scored.dataset(folder / "chats.jsonl", scored.CONVERSATIONS[:4]),
+        limit=None,
+        model=tiny_model_dir,
+        temperatures=(1.0,),
+        samples=1,
+        max_new_tokens=6,
+        response="generate",
+        responses=4,
+        max_response_tokens=5,
+    )
+    return collect(settings, tiny_subject, folder / "run", Silent())

@@ -9,6 +9,7 @@ the logits do, so it moves by at most 4e-4, and at temperature T by 4e-4 / T.
 import numpy as np
 import tiny
 import torch
+import transformers
 
 from ia_mech.engine.state import Prefix, forward, prefill
 
@@ -34,6 +35,40 @@ def full_logits(model, prompt: list[int], turn) -> torch.Tensor:
     ids = torch.tensor([[*prompt, *map(int, turn)]], device=model.device)
     with torch.inference_mode():
         return model(ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float().cpu()
+
+
+@torch.inference_mode()
+def masked_logits(model, ids, at: torch.Tensor, sees) -> torch.Tensor:
+    """``[tokens, vocab]`` of one pass in which each key-value head of each layer has a mask.
+
+    Args:
+        model: a tiny model.
+        ids: of all tokens, also of several contexts one behind the other.
+        at: ``[tokens]`` their positions.
+        sees: called with layer (from 1) and key-value head, gives ``[tokens, tokens]``: which ones
+            (columns) a token (row) attends to, besides what a sliding window hides.
+    """
+
+    def attention(module, query, key, value, mask, scaling, sliding_window=None, s_aux=None, **_):
+        each, outputs = query.shape[1] // key.shape[1], []
+        for head in range(query.shape[1]):
+            seen = sees(module.layer_idx + 1, head // each)
+            if sliding_window is not None:
+                seen = seen & (at[:, None] - at < sliding_window)
+            scores = query[0, head] @ key[0, head // each].T * scaling
+            scores = scores.masked_fill(~seen, -torch.inf)
+            if s_aux is not None:
+                scores = torch.cat([scores, s_aux[head].expand(len(at), 1)], -1)
+            outputs.append(scores.softmax(-1)[:, : len(at)] @ value[0, head // each])
+        return torch.stack(outputs, 1)[None], None
+
+    transformers.AttentionInterface.register("test_masked", attention)
+    implementation = model.config._attn_implementation
+    model.config._attn_implementation = "test_masked"
+    try:
+        return model(torch.tensor([ids]), position_ids=at[None], use_cache=False).logits[0]
+    finally:
+        model.config._attn_implementation = implementation
 
 
 def assert_logprobs(found, logits: torch.Tensor, turn, temperature: float = 1.0) -> None:

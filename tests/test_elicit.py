@@ -1,18 +1,17 @@
 """The elicitation gap: the choice of an arm against loops, and a whole command on a tiny run."""
 
+import shutil
+
 import numpy as np
 import pandas as pd
 import pytest
-import scored
 from conftest import Silent
 from shell import call, refusal
 
 from experiments.elicit import EXCESS, GREEDY, RATE, SIBLINGS, by_query, gaps, main
-from ia_mech.collect.job import collect
 from ia_mech.judge.label import label_run
 from ia_mech.judge.rules import RulesJudge
 from ia_mech.run import Run
-from ia_mech.settings import Settings
 
 
 def by_loops(excess, greedy, half, counts) -> float:
@@ -66,20 +65,8 @@ def test_rates_are_of_the_same_turns_after_their_own_response_and_after_siblings
     assert found[EXCESS].to_dict() == {"a": 0.5, "c": -1.0}
 
 
-def test_the_command_samples_the_prompted_arms_once(tiny_model_dir, tiny_subject, tmp_path, capfd):
-    data = scored.dataset(tmp_path / "chats.jsonl", scored.CONVERSATIONS[:4])
-    settings = Settings(
-        dataset=data,
-        limit=None,
-        model=str(tiny_model_dir),
-        temperatures=(1.0,),
-        samples=1,
-        max_new_tokens=6,
-        response="generate",
-        responses=3,
-        max_response_tokens=5,
-    )
-    run: Run = collect(settings, tiny_subject, tmp_path / "run", Silent())
+def test_the_command_samples_the_prompted_arms_once(siblings, tmp_path, capfd):
+    run = Run.open(shutil.copytree(siblings.path, tmp_path / "run"))
     words = [str(run.path), "--out", str(tmp_path / "out"), "--resamples", "100"]
     line = refusal(call(main, words, capfd))
     assert "has not been judged" in line

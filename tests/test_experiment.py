@@ -14,7 +14,6 @@ import numpy as np
 import pandas as pd
 import pytest
 import scored
-from conftest import Silent
 from matplotlib.figure import Figure
 from runs import rewritten
 from shell import call, files, refusal
@@ -22,12 +21,10 @@ from shell import call, files, refusal
 from experiments.experiment import Conclusion, Experiment, output_folder
 from experiments.figures import Bars
 from experiments.parts import computed_once
-from ia_mech.collect.job import collect
 from ia_mech.estimates import TidyEstimate
 from ia_mech.rates.gate import Gate
 from ia_mech.results import Table, read
 from ia_mech.run import Run
-from ia_mech.settings import Settings
 from ia_mech.stats import Estimate
 
 NONE = Estimate(float("nan"), float("nan"), float("nan"), 0)
@@ -251,21 +248,12 @@ def first_words():
     return module.FirstWords
 
 
-@pytest.fixture(scope="module")
-def siblings(tiny_model_dir, tiny_subject, tmp_path_factory) -> Run:
-    folder = tmp_path_factory.mktemp("worked")
-    data = scored.dataset(folder / "chats.jsonl", scored.CONVERSATIONS[:4])
-    decoding = {"temperatures": (1.0,), "samples": 1, "max_new_tokens": 5}
-    responses = {"response": "generate", "responses": 3, "max_response_tokens": 4}
-    settings = Settings(
-        dataset=data, limit=None, model=str(tiny_model_dir), **decoding, **responses
-    )
-    return collect(settings, tiny_subject, folder / "run", Silent())
-
-
-def test_the_worked_experiment_measures_what_it_says(first_words, siblings, tiny_subject, capfd):
-    folder = siblings.path / "results" / "first_words"
-    outcome = call(first_words.main, [str(siblings.path), "--queries", "3", "--full"], capfd)
+def test_the_worked_experiment_measures_what_it_says(
+    first_words, siblings, tiny_subject, tmp_path, capfd
+):
+    folder = tmp_path / "out"
+    words = [str(siblings.path), "--queries", "3", "--full", "--out", str(folder)]
+    outcome = call(first_words.main, words, capfd)
     assert outcome.status == 0, outcome.err
     sentence, control = outcome.out.splitlines()[:2]
     assert sentence.startswith("Bits for the response that a turn followed: ")

@@ -7,7 +7,6 @@ import pandas as pd
 import planted_reaction as planted
 import pytest
 import scored
-from conftest import Silent
 from shell import call, refusal
 
 from experiments.experiment import Model
@@ -29,10 +28,7 @@ from experiments.locate import (
     main,
     told_of,
 )
-from ia_mech.collect.job import collect
 from ia_mech.likelihood.carried import CEILING, told
-from ia_mech.run import Run
-from ia_mech.settings import Settings
 
 QUERIES = 8
 
@@ -147,24 +143,6 @@ def test_told_is_the_information_of_turns_that_are_drawn_from_their_scores():
     found = told(np.array(scores), np.array(own), queries)
     assert found.bits.mean() == pytest.approx(exact, abs=4 * found.bits.std() / np.sqrt(2000))
     assert found.hits.mean() > 0.45 and found.bits.max() <= CEILING
-
-
-@pytest.fixture(scope="module")
-def siblings(tiny_model_dir, tiny_subject, tmp_path_factory) -> Run:
-    folder = tmp_path_factory.mktemp("locate")
-    data = scored.dataset(folder / "chats.jsonl", scored.CONVERSATIONS[:4])
-    settings = Settings(
-        dataset=data,
-        limit=None,
-        model=str(tiny_model_dir),
-        temperatures=(1.0,),
-        samples=1,
-        max_new_tokens=6,
-        response="generate",
-        responses=4,
-        max_response_tokens=5,
-    )
-    return collect(settings, tiny_subject, folder / "run", Silent())
 
 
 def test_the_command_measures_expressed_as_full_passes_do(siblings, tiny_subject, tmp_path, capfd):

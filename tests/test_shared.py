@@ -7,7 +7,7 @@ import pytest
 import tiny
 import torch
 import transformers
-from contract import MARGIN, prefilled, stepped
+from contract import MARGIN, masked_logits, prefilled, stepped
 
 import ia_mech.engine.shared as shared
 from ia_mech.engine.check import check_engine
@@ -250,7 +250,6 @@ def ids_of(context: int) -> list[int]:
     return tiny.prompt(length, seed=length)
 
 
-@torch.inference_mode()
 def over_both(model, donor: list[int], own: list[int], turn: list[int], heads) -> torch.Tensor:
     """Logits ``[tokens, vocab]`` that predict a turn, by one pass over donor, context and turn.
 
@@ -264,32 +263,12 @@ def over_both(model, donor: list[int], own: list[int], turn: list[int], heads) -
     at = torch.cat([torch.arange(len(donor)), torch.arange(len(own) + len(turn))])
     before = torch.arange(len(part)) <= torch.arange(len(part))[:, None]
 
-    def attention(module, query, key, value, mask, scaling, sliding_window=None, s_aux=None, **_):
-        each = query.shape[1] // key.shape[1]
-        outputs = []
-        for head in range(query.shape[1]):
-            borrows = head // each in heads.get(module.layer_idx + 1, ())
-            turns_see = (part == 2) | (part == (0 if borrows else 1))
-            seen = before & torch.where(part[:, None] == 2, turns_see, part == part[:, None])
-            if sliding_window is not None:
-                seen &= at[:, None] - at < sliding_window
-            scores = query[0, head] @ key[0, head // each].T * scaling
-            scores = scores.masked_fill(~seen, -torch.inf)
-            if s_aux is not None:
-                scores = torch.cat([scores, s_aux[head].expand(len(part), 1)], -1)
-            outputs.append(scores.softmax(-1)[:, : len(part)] @ value[0, head // each])
-        return torch.stack(outputs, 1)[None], None
+    def sees(layer: int, head: int) -> torch.Tensor:
+        borrows = head in heads.get(layer, ())
+        of_turn = (part == 2) | (part == (0 if borrows else 1))
+        return before & torch.where(part[:, None] == 2, of_turn, part == part[:, None])
 
-    transformers.AttentionInterface.register("test_over_both", attention)
-    implementation = model.config._attn_implementation
-    model.config._attn_implementation = "test_over_both"
-    try:
-        output = model(
-            torch.tensor([[*donor, *own, *turn]]), position_ids=at[None], use_cache=False
-        )
-    finally:
-        model.config._attn_implementation = implementation
-    return output.logits[0, len(donor) + len(own) - 1 : -1]
+    return masked_logits(model, [*donor, *own, *turn], at, sees)[len(donor) + len(own) - 1 : -1]
 
 
 def some_heads(architecture: str) -> list[dict[int, list[int]]]:

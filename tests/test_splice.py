@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import tiny
 import torch
-import transformers
+from contract import masked_logits
 
 from ia_mech.engine.check import check_engine
 from ia_mech.engine.intervene import Replace
@@ -33,7 +33,6 @@ def hybrid(recipient: int, response: int, after: int | None) -> Hybrid:
     return Hybrid(recipient, tuple(pieces))
 
 
-@torch.inference_mode()
 def by_one_pass(model, one: Hybrid, turn: list[int], heads=None, after=AFTER) -> np.ndarray:
     """Log-probabilities ``[tokens - 1]`` of a turn after its first token: one pass over every
     context, each seeing itself, and the turn, which sees the tokens that the hybrid is made of;
@@ -57,31 +56,12 @@ def by_one_pass(model, one: Hybrid, turn: list[int], heads=None, after=AFTER) ->
     own = part == one.recipient
     before = torch.arange(len(ids)) <= torch.arange(len(ids))[:, None]
 
-    def attention(module, query, key, value, mask, scaling, sliding_window=None, s_aux=None, **_):
-        each, outputs = query.shape[1] // key.shape[1], []
-        layer = module.layer_idx + 1
-        for head in range(query.shape[1]):
-            taken = layer in shared and (heads is None or head // each in heads.get(layer, ()))
-            seen = torch.where((part == -1)[:, None], (made if taken else own) | (part == -1),
-                               part == part[:, None])  # fmt: skip
-            seen = seen & before
-            if sliding_window is not None:
-                seen &= at[:, None] - at < sliding_window
-            scores = query[0, head] @ key[0, head // each].T * scaling
-            scores = scores.masked_fill(~seen, -torch.inf)
-            if s_aux is not None:
-                scores = torch.cat([scores, s_aux[head].expand(len(part), 1)], -1)
-            outputs.append(scores.softmax(-1)[:, : len(part)] @ value[0, head // each])
-        return torch.stack(outputs, 1)[None], None
+    def sees(layer: int, head: int) -> torch.Tensor:
+        taken = layer in shared and (heads is None or head in heads.get(layer, ()))
+        of_turn = (made if taken else own) | (part == -1)
+        return before & torch.where((part == -1)[:, None], of_turn, part == part[:, None])
 
-    transformers.AttentionInterface.register("test_by_one_pass", attention)
-    implementation = model.config._attn_implementation
-    model.config._attn_implementation = "test_by_one_pass"
-    try:
-        output = model(torch.tensor([ids]), position_ids=at[None], use_cache=False)
-    finally:
-        model.config._attn_implementation = implementation
-    logits = output.logits[0, -len(turn) : -1].double().log_softmax(-1)
+    logits = masked_logits(model, ids, at, sees)[-len(turn) : -1].double().log_softmax(-1)
     return logits.gather(-1, torch.tensor(turn[1:])[:, None])[:, 0].numpy()
 
 
