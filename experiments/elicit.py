@@ -1,29 +1,33 @@
-"""Do turns react more under another temperature, or a prompt, than under greedy decoding?
+"""Do turns react more when they are asked for in another way than by greedy decoding?
 
 The ways of asking, called arms, are listed before anything is sampled: each temperature of the run,
-and a system prompt that asks for a user who follows up, greedily and at each temperature. An arm's
+a system prompt that asks for a user who follows up, and words that every turn is made to go on from
+(an opening), both greedily and at each temperature; with --intervention also a steering vector. All
+are the same for every response to a query, and the judge sees neither prompt nor opening. An arm's
 rate is how often the judge accepts its turns, less how often it accepts the same turns when they
 are shown after another response to the same query. The best arm is chosen on half of the queries,
 and how far it exceeds greedy decoding is read off the other half, and the other way round; the
 bootstrap repeats the choice. That difference is the elicitation gap.
 
-Needs: a judged run with several responses per query. Cost: a third to the whole of the time that
-sampling the run's turns took; the rules judge judges the new ones at once.
+Needs: a judged run with several responses per query. Cost: for each of prompt and opening a third
+to the whole of the time that sampling the run's turns took; the rules judge judges the new ones at
+once.
 
     python -m experiments.elicit cache/RUN
+    python -m experiments.elicit cache/RUN --opening "Wait," --dry-run
 """
 
 import argparse
 import sys
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
 
 from experiments.experiment import Conclusion, Experiment
 from experiments.tables import stated, tables_of
-from ia_mech.cli import quoted
+from ia_mech.cli import path_of, quoted
 from ia_mech.errors import UserError
 from ia_mech.estimates import ALL, TidyEstimate
 from ia_mech.stats import cluster_bootstrap, cluster_mean
@@ -38,16 +42,17 @@ PROMPT = (
     "In this conversation the user reads every answer closely. In each further message the user "
     "asks one question about something that the assistant has just said."
 )
-PROMPTED = "prompt"
+OPENING = "Thanks. You say that"
+PROMPTED, OPENED, STEERED = "prompt", "opening", "steering"
 GREEDY = "greedy"
 RATE, SIBLINGS, EXCESS = "accepted", "accepted after siblings", "excess over siblings"
 GAP, BEST = "elicitation gap", "best arm"
 
 
-def arm_name(temperature: float, prompted: bool) -> str:
+def arm_name(temperature: float, way: str = "") -> str:
     """``greedy``, ``T = 0.7``, ``prompt, greedy``, …"""
     plain = GREEDY if temperature == 0 else f"T = {temperature:g}"
-    return f"{PROMPTED}, {plain}" if prompted else plain
+    return f"{way}, {plain}" if way else plain
 
 
 def by_query(decoys: pd.DataFrame, outcome: str) -> pd.DataFrame:
@@ -110,20 +115,56 @@ class Elicit(Experiment):
             help="what counts as accepted (default: genuine)",
         )
         parser.add_argument(
-            "--prompt", default=PROMPT, metavar="TEXT", help="the system prompt of the other arms"
+            "--prompt", default=PROMPT, metavar="TEXT", help="the system prompt of further arms"
         )
+        parser.add_argument(
+            "--opening",
+            default=OPENING,
+            metavar="TEXT",
+            help=f"the words that turns of further arms go on from (default: {OPENING!r})",
+        )
+        parser.add_argument(
+            "--intervention",
+            type=path_of,
+            metavar="FILE",
+            help="further arms: steer the model with this vector, which must not have been fitted "
+            "on these queries (docs/steering.md)",
+        )
+
+    @property
+    def ways(self) -> dict[str, dict[str, Any]]:
+        """How the run's contexts are sampled again: the name of the way → what differs."""
+        found = {PROMPTED: {"system": self.args.prompt}, OPENED: {"opening": self.args.opening}}
+        steered = {STEERED: {"intervention": self.args.intervention}}
+        return found | (steered if self.args.intervention else {})
+
+    def read(self) -> None:
+        from ia_mech.settings import Settings
+        from ia_mech.steering import SteeringVector
+
+        Settings(opening=self.args.opening)  # refuses what can't be one
+        if self.args.intervention:
+            vector = SteeringVector.load(self.args.intervention)
+            vector.check_weights(self.runs[0].model["weights_hash"])
+
+    def decoding(self) -> dict[str, Any]:
+        return {"samples": 1}
 
     def conversations(self) -> "Mapping[str, list[Conversation]]":
         from experiments.resample import conversations_of
 
         contexts = pd.concat([query.contexts for query in self.queries], ignore_index=True)
-        return {PROMPTED: conversations_of(contexts)}
+        return dict.fromkeys(self.ways, conversations_of(contexts))
+
+    def plan(self) -> dict[str, str]:
+        temperatures = [0.0, *self.runs[0].settings["temperatures"]]
+        arms = [arm_name(t, way) for way in ("", *self.ways) for t in temperatures]
+        return {"arms": "; ".join(arms), **super().plan()}
 
     def sample(self, name: str, conversations: "list[Conversation]") -> "Run":
         from experiments.resample import resampled
 
-        positions = ("header_last",)
-        options = {"system": self.args.prompt, "samples": 1}
+        positions, options = ("header_last",), self.ways[name] | self.decoding()
         return resampled(self.runs[0], conversations, self.place(name), positions, **options)
 
     def rows(self) -> pd.DataFrame:
@@ -131,13 +172,12 @@ class Elicit(Experiment):
         from ia_mech.rates.load import NO_ANNOTATOR, read_runs
 
         assert self.gate is not None
-        prompted = self.sampled[PROMPTED]
-        self._judge(prompted)
+        self._judge()
         parts = []
-        for runs, with_prompt in ((self.runs, False), ([prompted], True)):
+        for way, runs in {"": self.runs, **{k: [run] for k, run in self.sampled.items()}}.items():
             decoys = read_runs(runs, self.gate.judge, NO_ANNOTATOR).decoys
             mine = decoys[decoys["decoy"] == SIBLING]
-            arms = [arm_name(t, with_prompt) for t in mine["temperature"]]
+            arms = [arm_name(t, way) for t in mine["temperature"]]
             parts.append(mine.assign(arm=arms))
         rows = pd.concat(parts, ignore_index=True)
         if rows.empty:
@@ -148,7 +188,7 @@ class Elicit(Experiment):
             )
         return by_query(rows, self.args.outcome)
 
-    def _judge(self, run: "Run") -> None:
+    def _judge(self) -> None:
         from ia_mech.display import Bar
         from ia_mech.judge.label import label_run
         from ia_mech.judge.rules import RulesJudge
@@ -156,16 +196,17 @@ class Elicit(Experiment):
 
         assert self.gate is not None
         judge, rules = self.gate.judge, RulesJudge()
-        if judge in run.labels.judges:
-            return
+        todo = [run for run in self.sampled.values() if judge not in run.labels.judges]
         own = self.runs[0].labels.record("judgements", judge).get("identity", {})
-        if identity_hash(own) != identity_hash(rules.identity):
+        if todo and identity_hash(own) != identity_hash(rules.identity):
             raise UserError(
-                f"{run.path} has not been judged by {judge!r}",
-                f"run python -m ia_mech.judge run {quoted(run.path)} --name {judge} with the flags "
-                f"that judged {self.runs[0].path}, then this command again",
+                f"{' and '.join(str(run.path) for run in todo)}: not judged by {judge!r} yet",
+                f"run python -m ia_mech.judge run {quoted(todo[0].path)} --name {judge} with the "
+                f"flags that judged {self.runs[0].path}, the same of others, then this command "
+                "again",
             )
-        label_run(run, rules, judge, Bar())
+        for run in todo:
+            label_run(run, rules, judge, Bar())
 
     def estimate(self, rows: pd.DataFrame) -> Iterator[TidyEstimate]:
         level = self.args.level

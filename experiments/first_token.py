@@ -100,8 +100,13 @@ def check_logits(run: Run, lens: Lens | None, temperatures: Sequence[float]) -> 
 
     Raises:
         UserError: it has no header logits and nothing to compute them from, or has them in half
-            precision and a temperature is below 0.3.
+            precision and a temperature is below 0.3; its turns were made to begin with words.
     """
+    if run.settings["opening"] is not None:
+        raise UserError(
+            f"the turns of {run.path} go on from --opening: {HEADER_LAST} doesn't predict them",
+            "give a run without",
+        )
     if run.settings["header_logits"] == "full":
         if min(temperatures) < COLDEST_STORED:
             raise UserError(

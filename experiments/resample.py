@@ -26,7 +26,7 @@ from ia_mech.steering import SteeringVector
 
 CONVERSATIONS, RUN = "conversations.jsonl", "run"
 # Settings of a run that changed conversations share with it: of the chat, and others.
-SHARED = ("system", "thinking", "date")
+SHARED = ("system", "thinking", "date", "opening")
 MODEL = (
     "revision",
     "random_blocks",

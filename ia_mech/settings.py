@@ -79,6 +79,12 @@ def _header_logits(text: str) -> str:
     return text if text in ("full", "none") else str(whole_from(1)(text))
 
 
+def _opening(text: str) -> str:
+    if text != text.strip() or not text:  # it would merge with the words beside it
+        raise argparse.ArgumentTypeError(f"{text!r} says nothing, or has white space at its ends")
+    return utf8(text)
+
+
 def _temperature_or_zero(text: str) -> float:
     try:
         value = float(text)
@@ -215,6 +221,9 @@ class Settings:
     )
 
     max_new_tokens: int = _setting(40, TURNS, "N", "of a user turn", whole_from(1, most=MOST))
+    opening: str | None = _setting(
+        None, TURNS, "TEXT", "words that every user turn is made to go on from", _opening
+    )
     seed: int = _setting(0, TURNS, "N", "of the sampling", whole_from(0))
     positions: tuple[str, ...] = _setting(
         ("all",), TURNS, "P", "where the residual stream is kept: all, header, or names"
@@ -223,7 +232,7 @@ class Settings:
         "full",
         TURNS,
         "K",
-        "those at the header's end: full, the K largest, or none",
+        "those at the context's end: full, the K largest, or none",
         _header_logits,
     )
     batch_rows: int | None = _setting(

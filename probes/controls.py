@@ -482,6 +482,8 @@ def _output(data: ProbeSet) -> tuple[list[Baseline], str | None]:
     lacking = [run for run in runs if HEADER_LAST not in run.positions]
     if lacking:
         return [], f"{HEADER_LAST} was not kept in {lacking[0].name}"
+    if opened := [run for run in runs if run.settings["opening"] is not None]:
+        return [], f"{HEADER_LAST} doesn't predict turns that go on from words ({opened[0].name})"
     lens, why = lens_of(runs[0])
     if lens is None:
         return [], why

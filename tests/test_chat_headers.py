@@ -96,7 +96,7 @@ def test_the_bare_header_is_what_the_template_writes_before_a_first_user_turn(fa
     """Contexts begin with it, and the template gives a follow-up the same ids after it."""
     chat = chat_of(family)
     bare = variant(chat, "alone")
-    assert bare.ids == chat.opening(DIALOGUE)
+    assert bare.ids == chat.bare_header(DIALOGUE)
     if family in OPENED:
         assert chat.template.decode(bare.ids) == OPENED[family]
     there = [i for i in bare.positions.values() if i is not None]
@@ -164,15 +164,15 @@ def test_all_headers_score_the_same_ids_of_the_reference(family):
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family not in MERGING])
 def test_a_system_message_stays(family):
     chat, told = chat_of(family), chat_of(family, system="Be brief.")
-    said = chat.template.decode(chat.opening([SYSTEM, *DIALOGUE]))
+    said = chat.template.decode(chat.bare_header([SYSTEM, *DIALOGUE]))
     assert said.count(SYSTEM["content"]) == 1
     assert "17" not in said and said.endswith(chat.header_text)
-    assert chat.opening([SYSTEM, *DIALOGUE]) != chat.opening(DIALOGUE)
-    by_option = told.template.decode(told.opening(DIALOGUE))
+    assert chat.bare_header([SYSTEM, *DIALOGUE]) != chat.bare_header(DIALOGUE)
+    by_option = told.template.decode(told.bare_header(DIALOGUE))
     assert by_option == said.replace(SYSTEM["content"], "Be brief.")
     # The conversation's own message goes before that of the option.
-    assert told.opening([SYSTEM, *DIALOGUE]) == chat.opening([SYSTEM, *DIALOGUE])
-    ids = chat.opening([SYSTEM, *DIALOGUE])
+    assert told.bare_header([SYSTEM, *DIALOGUE]) == chat.bare_header([SYSTEM, *DIALOGUE])
+    ids = chat.bare_header([SYSTEM, *DIALOGUE])
     assert chat.context([SYSTEM, *DIALOGUE]).ids[: len(ids)] == ids
 
 
@@ -180,9 +180,9 @@ def test_a_system_message_stays(family):
 def test_a_system_message_that_opens_the_first_user_turn_is_refused(family):
     said = "opens a first user turn in another way than later ones; leave the system message out"
     with pytest.raises(UserError, match=said):
-        chat_of(family).opening([SYSTEM, *DIALOGUE])
+        chat_of(family).bare_header([SYSTEM, *DIALOGUE])
     with pytest.raises(UserError, match=said):
-        chat_of(family, system="Be brief.").opening(DIALOGUE)
+        chat_of(family, system="Be brief.").bare_header(DIALOGUE)
 
 
 def test_a_first_user_turn_that_opens_with_words_of_its_own_is_refused():
@@ -195,5 +195,5 @@ def test_a_first_user_turn_that_opens_with_words_of_its_own_is_refused():
     chat = ChatFormat(tokenizer)
     chat.context(DIALOGUE)
     with pytest.raises(UserError, match="opens a first user turn in another way"):
-        chat.opening(DIALOGUE)
-    assert chat.opening([SYSTEM, *DIALOGUE])[-len(chat.header_ids) :] == chat.header_ids
+        chat.bare_header(DIALOGUE)
+    assert chat.bare_header([SYSTEM, *DIALOGUE])[-len(chat.header_ids) :] == chat.header_ids

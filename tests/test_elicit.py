@@ -5,13 +5,15 @@ import shutil
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 from conftest import Silent
 from shell import call, refusal
 
-from experiments.elicit import EXCESS, GREEDY, RATE, SIBLINGS, by_query, gaps, main
+from experiments.elicit import EXCESS, GREEDY, OPENING, RATE, SIBLINGS, by_query, gaps, main
 from ia_mech.judge.label import label_run
 from ia_mech.judge.rules import RulesJudge
 from ia_mech.run import Run
+from ia_mech.steering import SteeringVector
 
 
 def by_loops(excess, greedy, half, counts) -> float:
@@ -65,20 +67,47 @@ def test_rates_are_of_the_same_turns_after_their_own_response_and_after_siblings
     assert found[EXCESS].to_dict() == {"a": 0.5, "c": -1.0}
 
 
-def test_the_command_samples_the_prompted_arms_once(siblings, tmp_path, capfd):
+def test_the_command_lists_its_arms_and_samples_each_once(siblings, tmp_path, capfd):
     run = Run.open(shutil.copytree(siblings.path, tmp_path / "run"))
     words = [str(run.path), "--out", str(tmp_path / "out"), "--resamples", "100"]
     line = refusal(call(main, words, capfd))
     assert "has not been judged" in line
     label_run(run, RulesJudge(), "rules", Silent())
+    planned = call(main, [*words, "--dry-run"], capfd)
+    assert planned.status == 0 and not (tmp_path / "out").exists()
+    arms = [f"{way}{t}" for way in ("", "prompt, ", "opening, ") for t in (GREEDY, "T = 1")]
+    assert "; ".join(arms) in " ".join(planned.out.split())
+    line = refusal(call(main, [*words, "--opening", "Thanks. "], capfd))
+    assert "has white space at its ends" in line and not (tmp_path / "out").exists()
     outcome = call(main, words, capfd)
     assert outcome.status == 0, outcome.err
     assert "The best arm, chosen on other queries, adds" in outcome.out.splitlines()[0]
     found = pd.read_parquet(tmp_path / "out" / "estimates.parquet")
-    assert set(found["of"]) == {
-        GREEDY, "T = 1", "prompt, greedy", "prompt, T = 1", "best arm"
-    }  # fmt: skip
+    assert set(found["of"]) == {*arms, "best arm"}
     prompted = Run.open(tmp_path / "out" / "prompt" / "run")
     assert prompted.settings["system"] and prompted.labels.judges == ["rules"]
+    opened = Run.open(tmp_path / "out" / "opening" / "run")
+    assert opened.settings["opening"] == OPENING and opened.settings["system"] is None
+    ends = [one["text"].rpartition("user\n")[2] for _, one in opened.contexts.iterrows()]
+    assert set(ends) == {OPENING}
     again = call(main, words, capfd)
     assert (again.status, again.out) == (0, outcome.out)
+
+
+def test_a_steering_vector_is_a_further_arm(siblings, tmp_path, capfd):
+    run = Run.open(shutil.copytree(siblings.path, tmp_path / "run"))
+    label_run(run, RulesJudge(), "rules", Silent())
+    direction = torch.ones(run.model["d_model"])
+    file = tmp_path / "vector.safetensors"
+    words = [str(run.path), "--out", str(tmp_path / "out"), "--resamples", "100"]
+    words += ["--intervention", str(file)]
+    made = ("add", 1, ("header_last", "turn"), direction, 0.5, "tiny")
+    SteeringVector(*made, "another").save(file)
+    assert "another" in refusal(call(main, words, capfd))
+    SteeringVector(*made, run.model["weights_hash"]).save(file)
+    outcome = call(main, words, capfd)
+    assert outcome.status == 0, outcome.err
+    found = pd.read_parquet(tmp_path / "out" / "estimates.parquet")
+    assert {"steering, greedy", "steering, T = 1"} <= set(found["of"])
+    steered = Run.open(tmp_path / "out" / "steering" / "run")
+    assert steered.record["identity"]["intervention"] == SteeringVector.load(file).sha256

@@ -28,10 +28,12 @@ _PROBES = (MARK, "7 apples", "(why?)", "éclair", '"Yes"', "the", "😀", "日�
 
 @dataclass(frozen=True)
 class ChatContext:
-    """Query and response rendered by the model's template, ending with the open user header.
+    """Query and response rendered by the model's template, ending with the open user header and,
+    where there are some, the words that the user turn is made to begin with.
 
     ``positions`` maps every name of ``ChatFormat.position_names`` to an index into ``ids``, or to
-    None where this context lacks the token. ``query`` and ``response`` are the indices of their
+    None where this context lacks the token; ``header_last`` is the header's own last token, whether
+    or not words follow it. ``query`` and ``response`` are the indices of their
     tokens, empty where there are none.
     """
 
@@ -54,18 +56,22 @@ class ChatFormat:
             thinking block, empty or not).
         date: ISO date given to templates that print today's.
         eos_ids: stop ids that the model's generation configuration lists.
+        opening: words that every user turn is made to begin with. They end the context and are no
+            part of the turn; what goes on from them begins with a space, or ends the turn.
 
     Attributes:
         template: the tokenizer's chat template at this date.
         header_text, header_ids: the user header.
         tail_text, tail_ids: all that stands between a response and the user turn.
         turn_end_id: the token that closes the assistant turn, or None.
+        opening_ids: the words that user turns are made to begin with; none without an opening.
         closing_id: the token that closes a user turn, or None if the template closes it with text.
         stop_ids: ids that end a sampled user turn.
         position_names: all named positions, in order.
 
     Raises:
-        UserError: no template, no user role, or a template in which the header can't be told.
+        UserError: no template, no user role, or a template in which the header can't be told; an
+            opening that merges with what stands beside it, or isn't kept by the template.
     """
 
     def __init__(
@@ -75,11 +81,14 @@ class ChatFormat:
         thinking: str = "template",
         date: str = PINNED_DATE,
         eos_ids: Sequence[int] = (),
+        opening: str | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.system = system
         self.thinking = thinking
         self.date = date
+        self.opening = opening
+        self.opening_ids: list[int] = []
         # Tokens that text can't be cut into by accident. Some families (DeepSeek) don't flag their
         # role markers as special; some tokenizers add runs of spaces, which mark nothing.
         self._marks = {
@@ -88,6 +97,8 @@ class ChatFormat:
         try:
             self.template = ChatTemplate(tokenizer, date)
             self._derive(eos_ids)
+            if opening is not None:
+                self._derive_opening(opening)
         except UserError as error:
             name = tokenizer.name_or_path
             raise UserError(
@@ -207,6 +218,30 @@ class ChatFormat:
         turning = {*self.tail_ids, *self.stop_ids, *self.response_stop_ids} & self._marks
         self._structure = special | turning
 
+    def _derive_opening(self, opening: str) -> None:
+        self._refuse_marks("user", opening)
+        dialogue = [message("user", "What is it?"), message("assistant", "It is blue.")]
+        whole = self.template.render([*dialogue, message("user", f"{opening} {MARK}")])
+        if f"{self.header_text}{self._lead}{opening} {MARK}" not in whole:
+            raise UserError(
+                f"the chat template changes the words of --opening {opening[:40]!r}",
+                "give others",
+            )
+        context = self.context(dialogue)  # without an opening yet
+        text = f"{context.text}{self._lead}{opening}"
+        self.opening_ids = self.template.encode(text)[0][len(context.ids) :]
+        for following in (self._closing_text, *(f" {probe}" for probe in _PROBES)):
+            self._refuse_merged(text + following, [*context.ids, *self.opening_ids])
+
+    def _refuse_merged(self, text: str, ids: list[int]) -> None:
+        """Raise unless a text with an opening begins with these ids."""
+        if self.template.encode(text)[0][: len(ids)] != ids:
+            raise UserError(
+                f"the words of --opening {str(self.opening)[:40]!r} merge with what stands beside "
+                "them",
+                "begin and end them with a letter or a usual mark",
+            )
+
     # -- contexts -----------------------------------------------------------------------------
 
     def context(self, messages: Sequence[Message]) -> ChatContext:
@@ -251,6 +286,9 @@ class ChatFormat:
         header = len(ids) - len(self.header_ids)
         for index, name in enumerate(self.position_names[4:]):
             positions[name] = header + index
+        if self.opening_ids:
+            text, ids = f"{text}{self._lead}{self.opening}", [*ids, *self.opening_ids]
+            self._refuse_merged(f"{text} {MARK}", ids)
         return ChatContext(text, ids, positions, asked, said)
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
@@ -266,16 +304,22 @@ class ChatFormat:
     def reference_ids(
         self, messages: Sequence[Message], context: ChatContext, turn: str
     ) -> list[int]:
-        """Token ids of a user turn as it is tokenized in the dialogue, without its closing token.
+        """Token ids of a user turn as it is tokenized in the dialogue, without its closing token
+        and without the opening that the context ends with.
 
         Raises:
             UserError: the turn's first token merges with the header, or its text holds a mark of
                 turns.
         """
-        dialogue = self._turns([*messages, message("user", turn)])
+        words = "" if self.opening is None else f"{self.opening} "
+        dialogue = self._turns([*messages, message("user", words + turn)])
         start, end = self.template.span(dialogue, len(dialogue) - 1)
         said = self.template.render(dialogue)[start:end]
-        ids = self.template.encode(context.text + self._lead + said + self._closing_text)[0]
+        if self.opening is None:
+            said = self._lead + said
+        else:
+            said = said.removeprefix(self.opening)
+        ids = self.template.encode(context.text + said + self._closing_text)[0]
         if ids[: len(context.ids)] != context.ids:
             raise UserError(
                 f"the user turn {turn[:40]!r} merges with the user header",
@@ -284,8 +328,8 @@ class ChatFormat:
         ids = ids[len(context.ids) :]
         return ids[:-1] if self.closing_id is not None else ids
 
-    def opening(self, messages: Sequence[Message]) -> list[int]:
-        """Token ids of the open user header with no turn before it.
+    def bare_header(self, messages: Sequence[Message]) -> list[int]:
+        """Token ids of the open user header with no turn before it, and no opening after it.
 
         What the template itself writes there stays (begin of text, system message), and so does a
         system message of the conversation.
@@ -306,8 +350,12 @@ class ChatFormat:
         return ids
 
     def text(self, ids: Sequence[int]) -> str:
-        """What a sampled turn says: special tokens kept, the token that ended it left out."""
-        return self.template.decode(_without_end(ids, self.stop_ids)).removeprefix(self._lead)
+        """What a sampled turn says: special tokens kept, the token that ended it left out.
+
+        So is what stands between an opening and the words that go on from it.
+        """
+        text = self.template.decode(_without_end(ids, self.stop_ids))
+        return text.removeprefix(self._lead) if self.opening is None else text.lstrip()
 
     def response_text(self, ids: Sequence[int]) -> str:
         """What a sampled response says, as the content of an assistant turn.
@@ -338,6 +386,8 @@ class ChatFormat:
             "system": self.system,
             "thinking": self.thinking,
             "date": self.date,
+            "opening": self.opening,
+            "opening_ids": self.opening_ids,
             "header_text": self.header_text,
             "header_ids": self.header_ids,
             "tail_text": self.tail_text,

@@ -14,7 +14,7 @@ from ia_mech.errors import UserError
 
 
 def context_of(chat: ChatFormat, conversation: Conversation) -> ChatContext:
-    """A conversation's context, with its own kind of header.
+    """A conversation's context, with its own kind of header, and the opening after it.
 
     ``alone`` is the bare user header with no conversation before it (a system message stays);
     ``assistant`` opens an assistant turn after the response; ``no_turn_end`` and
@@ -39,12 +39,13 @@ def rendered(chat: ChatFormat, conversation: Conversation) -> tuple[ChatContext,
     """A conversation's context, and the token ids of its reference turn (None without one).
 
     The ids are those of the turn after the regular user header, so that all headers score the same.
+    After an opening there is none: the user's turn doesn't begin with those words.
 
     Raises:
         UserError: as :func:`context_of`; or the reference merges with the header or holds a mark.
     """
     context = context_of(chat, conversation)
-    if conversation.reference is None:
+    if conversation.reference is None or chat.opening is not None:
         return context, None
     regular = context
     if conversation.header != USER_HEADER:
@@ -53,10 +54,11 @@ def rendered(chat: ChatFormat, conversation: Conversation) -> tuple[ChatContext,
 
 
 def _alone(chat: ChatFormat, messages: Sequence[Message]) -> ChatContext:
-    ids = chat.opening(messages)
+    ids = chat.bare_header(messages)
     positions: dict[str, int | None] = dict.fromkeys(chat.position_names)
     start = len(ids) - len(chat.header_ids)
     positions.update({name: start + i for i, name in enumerate(_header_names(chat))})
+    ids = [*ids, *chat.opening_ids]
     return ChatContext(chat.template.decode(ids), ids, positions)
 
 
@@ -97,15 +99,15 @@ def _assistant(chat: ChatFormat, regular: ChatContext) -> ChatContext:
             "the chat template has no assistant header of its own",
             "use a model whose template has one, or leave the condition out",
         )
-    kept = regular.ids[: len(regular.ids) - len(chat.header_ids)]
     names = _header_names(chat)
+    kept = regular.ids[: regular.positions[names[0]]]
     positions = regular.positions | dict.fromkeys(names)
     if len(header) == len(chat.header_ids):
         positions.update({name: len(kept) + i for i, name in enumerate(names)})
     if len(header) > 1:
         positions[names[0]] = len(kept)
     positions["header_last"] = len(kept) + len(header) - 1
-    ids = [*kept, *header]
+    ids = [*kept, *header, *chat.opening_ids]
     return replace(regular, text=chat.template.decode(ids), ids=ids, positions=positions)
 
 

@@ -188,6 +188,8 @@ def print_run(run: Run) -> None:
         _say(line)
     if words := _blocks(run.settings["random_blocks"]):
         _say(f"note: {run.model['name']}{words}: a control, not a model that anyone trained")
+    if opening := run.settings["opening"]:
+        _say(f"note: every turn goes on from {opening!r}, words that are no part of its text")
     if run.settings["ignore_check"]:
         found = run.ignored_check or "it found no difference"
         _say(f"note: --ignore-check, of the engine's start-up check: {found}")

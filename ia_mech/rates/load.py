@@ -38,7 +38,10 @@ FAILED = "failed"  # the judge gave no category
 DEPENDENT = "dependent"  # genuine, and the own response is likelier than its siblings together
 EVERY, COMPLETE, CUT_OFF = RESPONSES = ("all", "complete", "cut-off")  # what turns come after
 NO_ANNOTATOR = ""  # no annotator: annotations are not read
-_SAMPLING = ("system", "thinking", "response", "date", "max_new_tokens", "max_response_tokens")
+_SAMPLING = (
+    *("system", "thinking", "response", "date", "opening"),
+    *("max_new_tokens", "max_response_tokens"),
+)
 SUBJECT = ["model", "weights_hash", "perturbation"]  # one table each
 _OF_TURN = ["run", *SUBJECT, "dataset", "temperature", "source", "cut_off"]
 _DECOYS = [
@@ -510,6 +513,11 @@ def _notes(runs: list[Run], record: dict, turns: pd.DataFrame, annotator: str | 
         f"{run.name} was sampled although the engine's check failed ({run.ignored_check})."
         for run in runs
         if run.ignored_check
+    ]
+    notes += [
+        f"turns of {run.name} go on from {run.settings['opening']!r}, which the judge doesn't see."
+        for run in runs
+        if run.settings["opening"] is not None
     ]
     if record["repeats"] > 1:
         notes.append(f"of the judge's {record['repeats']} verdicts per turn, the first is used.")

@@ -31,7 +31,7 @@ def card(record: dict, contexts: int) -> str:
         "",
         "A chat model was given a query and a response, and wrote the next *user* turn under the "
         f"user header of its own chat template, in {contexts} contexts: one turn greedily, and "
-        f"{sampled}, of at most {settings['max_new_tokens']} tokens.",
+        f"{sampled}, of at most {settings['max_new_tokens']} tokens.{_opening(settings)}",
         "",
         "**The user turns were written by a model, not by people.** The conversations before them "
         f"are from `{settings['dataset']}`{_responses(record)}. Their licence is not recorded "
@@ -72,6 +72,12 @@ def card(record: dict, contexts: int) -> str:
         *_columns("generations", layout.GENERATIONS),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _opening(settings: dict) -> str:
+    """The words that turns were made to begin with, if any."""
+    words = settings["opening"]
+    return f" Every turn goes on from the words `{words}`, which its text lacks." if words else ""
 
 
 def _responses(record: dict) -> str:

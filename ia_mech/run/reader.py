@@ -303,7 +303,7 @@ class Run:
             raise self._damaged(part, error) from None
 
     def header_logits(self) -> "HeaderLogits":
-        """The logits at ``header_last``, read when asked for.
+        """The logits that the first token of the turn is drawn from, read when asked for.
 
         Raises:
             UserError: the run was made with ``--header-logits none``, or has no finished part yet.
@@ -433,7 +433,8 @@ def _bytes_of(numbers: pa.Array) -> bytes:
 
 
 class HeaderLogits:
-    """The model's next-token distribution at ``header_last``, one context at a time.
+    """The model's next-token distribution at the end of each context, one at a time: that of
+    ``header_last``, or of the last token of an opening.
 
     ``full`` files hold logits minus their maximum in float16, which keeps the first-token
     distribution at any temperature from :data:`EXACT_FROM` up to a total variation of 1e-3.
