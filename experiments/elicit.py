@@ -42,7 +42,7 @@ PROMPT = (
     "In this conversation the user reads every answer closely. In each further message the user "
     "asks one question about something that the assistant has just said."
 )
-OPENING = "Thanks. You say that"
+OPENING = "Thanks. I have one question about what you said."
 PROMPTED, OPENED, STEERED = "prompt", "opening", "steering"
 GREEDY = "greedy"
 RATE, SIBLINGS, EXCESS = "accepted", "accepted after siblings", "excess over siblings"

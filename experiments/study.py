@@ -76,6 +76,7 @@ def stages(args: argparse.Namespace) -> list[Stage]:
     contexts = args.queries * args.responses
     arms = len(TEMPERATURES) * args.samples + 1
     length = TYPICAL + RESPONSE_TOKENS
+    elicited = 2 * contexts  # under a prompt, and after an opening
     sample = ["--model", args.model, "--dataset", args.dataset, "--limit", str(args.queries)]
     sample += ["--response", "generate", "--responses", str(args.responses)]
     sample += ["--response-temperature", "1", "--max-response-tokens", str(RESPONSE_TOKENS)]
@@ -102,7 +103,7 @@ def stages(args: argparse.Namespace) -> list[Stage]:
             "elicit",
             "experiments.elicit",
             [run, "--out", f"{run}-elicit"],
-            (contexts * length, contexts * (len(TEMPERATURES) + 1) * TURN_TOKENS),
+            (elicited * length, elicited * (len(TEMPERATURES) + 1) * TURN_TOKENS),
         ),
     ]
     if args.wording:

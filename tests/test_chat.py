@@ -343,6 +343,37 @@ def test_a_reference_may_not_merge_with_the_header(family):
         assert whole[len(context.ids) :][: len(ids)] == ids
 
 
+# --- words that every turn is made to begin with
+
+
+@pytest.mark.parametrize(
+    "opening", ["Thanks. You say that", "One question:", "Wait, why", "谢谢。"]
+)
+@pytest.mark.parametrize("family", FOUND)
+def test_an_opening_ends_the_context_as_the_template_holds_it_and_is_no_part_of_the_turn(
+    family, opening
+):
+    plain, c = chat(family), chat(family, opening=opening)
+    for messages in (turns(QUERY, RESPONSE), turns("a", "b", QUERY, "", system="Be brief.")):
+        without, context = plain.context(messages), c.context(messages)
+        assert context.ids == without.ids + c.opening_ids and context.text.endswith(opening)
+        assert context.positions == without.positions  # header_last is the header's own
+        for turn in ("it is blue?", "7", '"Yes" it is', "日本", "😀"):
+            ids = c.reference_ids(messages, context, turn)
+            want = [*context.ids, *ids, c.closing_id]
+            answered = [*messages, *turns(f"{opening} {turn}", RESPONSE)]
+            assert rendered(family, answered)[: len(want)] == want
+            assert c.text([*ids, c.closing_id]) == turn
+
+
+def test_an_opening_that_merges_with_what_stands_beside_it_is_refused():
+    for family, opening in (("qwen3", "\nSo"), ("smollm2", "So ")):
+        line = error_of(chat, family, opening=opening)
+        assert f"the words of --opening {opening!r} merge with what stands beside them" in line
+    assert "changes the words of --opening ' So'" in error_of(chat, "llama3_1", opening=" So")
+    assert "holds the token '<|im_end|>'" in error_of(chat, "smollm2", opening="So<|im_end|>")
+
+
 # --- marks within a text
 
 

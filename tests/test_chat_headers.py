@@ -158,6 +158,20 @@ def test_all_headers_score_the_same_ids_of_the_reference(family):
     assert rendered(chat, replace(ASKED, reference=None))[1] is None
 
 
+@EACH
+def test_an_opening_follows_every_header_and_leaves_no_reference(family):
+    plain, opened = chat_of(family), chat_of(family, opening="Thanks. You say that")
+    for header in HEADERS:
+        try:
+            without = variant(plain, header)
+        except UserError:
+            continue
+        made, turn = rendered(opened, replace(ASKED, header=header))
+        assert made.ids == without.ids + opened.opening_ids
+        assert made.positions == without.positions
+        assert turn is None  # the user's own turn doesn't begin so
+
+
 # -- the bare header --------------------------------------------------------------------------
 
 

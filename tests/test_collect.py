@@ -12,10 +12,12 @@ import torch
 from conftest import Silent
 from runs import sampled
 from shell import call
+from transformers import GenerationConfig
 
 import ia_mech.collect.job as job
 from ia_mech.collect.command import main
 from ia_mech.collect.parts import HELD, Survey, plan_parts
+from ia_mech.collect.summary import print_run
 from ia_mech.display import Quiet
 from ia_mech.errors import UserError
 from ia_mech.judge.__main__ import main as judge
@@ -45,6 +47,44 @@ def orders_of(run: Run, kind: str) -> list[list[int]]:
         else:
             found.append(run._table("contexts", ["order"], [part])["order"].to_pylist())
     return found
+
+
+# -- words that turns are made to begin with -------------------------------------------------------
+
+
+def test_turns_go_on_from_an_opening_and_do_not_hold_it(tiny_subject, whole, tmp_path, capfd):
+    opening = "Thanks. You say that"
+    run = sampled(replace(SETTINGS, opening=opening), tiny_subject, tmp_path / "run")
+    words = run.record["identity"]["chat"]["opening_ids"]
+    model, stops = tiny_subject.model, whole.record["identity"]["chat"]["stop_ids"]
+    neutral = GenerationConfig(
+        do_sample=False, max_new_tokens=8, eos_token_id=[int(i) for i in stops], pad_token_id=0
+    )
+    greedy = run.generations[run.generations["temperature"] == 0].set_index("order")
+    plain = whole.generations[whole.generations["temperature"] == 0].set_index("order")
+    logits = run.header_logits()
+    for at, context in run.contexts.iterrows():
+        without = whole.contexts.iloc[at]
+        ids = context["token_ids"].tolist()
+        assert ids == [*without["token_ids"], *words]
+        assert context["positions"] == without["positions"]
+        written = model.generate(torch.tensor([ids]), generation_config=neutral)[0, len(ids) :]
+        turn = greedy.loc[context["order"]]
+        assert turn["token_ids"].tolist() == written.tolist()
+        assert opening not in turn["text"]
+        with torch.inference_mode():
+            said = model(torch.tensor([ids])).logits[0, -1].log_softmax(-1)
+        assert torch.allclose(logits.log_probs(at).float(), said, atol=5e-3)
+    assert (greedy["text"] != plain["text"]).any()
+    # The header comes before the words, so that its states are those without them; the users' real
+    # turns don't begin so, and aren't scored.
+    torch.testing.assert_close(
+        run.residuals(), whole.residuals(), atol=1e-4, rtol=1e-4, equal_nan=True
+    )
+    assert whole.contexts["reference_logprob"].notna().any()
+    assert run.contexts["reference_logprob"].isna().all()
+    print_run(run)
+    assert f"note: every turn goes on from {opening!r}" in capfd.readouterr().out
 
 
 # -- parts ----------------------------------------------------------------------------------------

@@ -422,6 +422,14 @@ def test_without_a_lens_or_the_header_there_is_no_output_control(pair, monkeypat
     assert note.startswith("no output control, so nothing can be said to go beyond it: no lens for")
 
 
+def test_turns_that_go_on_from_given_words_have_no_output_control_at_the_header(pair):
+    data = read([pair["a"]])
+    data.runs[0].settings["opening"] = "Wait,"
+    found = controls_of(data)
+    assert found.output == []
+    assert "header_last doesn't predict turns that go on from words (a)" in found.missing[0]
+
+
 def test_the_lens_of_a_run_or_why_there_is_none(pair, monkeypatch, tmp_path):
     run = Run.open(pair["a"])
     lens, reason = lens_of(run)

@@ -485,6 +485,8 @@ def test_runs_that_make_no_sweep_are_refused(plain, copied, sampled, capfd):
     line = refused(plain, sampled(CHATS[:2], temperatures=(0.4, 1.0, 1.2), samples=2, seed=3))
     assert "the runs don't match: 4 of 6 sources lack a temperature" in line
     assert "has 0.4, 1.2, all together 0.4, 1, 1.2" in line
+    line = refused(sampled(CHATS[:2], opening="Wait,"))
+    assert "go on from --opening: header_last doesn't predict them; give a run without" in line
     run = copied()
     shutil.rmtree(run.path / "judgements")
     assert "has not been judged; run: python" in refused(Run.open(run.path))

@@ -311,14 +311,12 @@ class ChatFormat:
             UserError: the turn's first token merges with the header, or its text holds a mark of
                 turns.
         """
-        words = "" if self.opening is None else f"{self.opening} "
-        dialogue = self._turns([*messages, message("user", words + turn)])
+        opening = self.opening
+        whole = turn if opening is None else f"{opening} {turn}"
+        dialogue = self._turns([*messages, message("user", whole)])
         start, end = self.template.span(dialogue, len(dialogue) - 1)
         said = self.template.render(dialogue)[start:end]
-        if self.opening is None:
-            said = self._lead + said
-        else:
-            said = said.removeprefix(self.opening)
+        said = self._lead + said if opening is None else said.removeprefix(opening)
         ids = self.template.encode(context.text + said + self._closing_text)[0]
         if ids[: len(context.ids)] != context.ids:
             raise UserError(
