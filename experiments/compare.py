@@ -24,8 +24,10 @@ from ia_mech.cli import Parser, add_intervals, guarded, path_of, tolerant_stream
 from ia_mech.errors import UserError
 
 if TYPE_CHECKING:
+    from experiments.figures import Drawing
     from ia_mech.estimates import TidyEstimate
     from ia_mech.results import Result
+    from ia_mech.run import Run
 
 NAME = "compare"
 BITS, EXCESS = "bits", "excess over siblings"
@@ -90,7 +92,6 @@ def result(studies: Sequence[Path], level: float, seed: int) -> "Result":
     Raises:
         UserError: a study isn't finished; studies are of one model, or share no query.
     """
-    from experiments.figures import Bars
     from experiments.tables import stated, tables_of
     from ia_mech.display import styled
     from ia_mech.estimates import frame_of
@@ -139,13 +140,32 @@ def result(studies: Sequence[Path], level: float, seed: int) -> "Result":
         ),
         estimates=found,
         tables=tables,
-        figures={
-            "models": styled(
-                Bars("expressed and carried", "bits", own, of="turns", by="model").draw
-            )()
-        },
+        figures={stem: styled(each.draw)() for stem, each in drawings(found, runs).items()},
         about={"kind": NAME, "level": level, **about_runs(runs)},
     )
+
+
+def drawings(found: pd.DataFrame, runs: "Sequence[Run]") -> "dict[str, Drawing]":
+    """What sampled turns express and sites carry, and the windows of layers that carry it."""
+    from experiments.figures import Bars, Lines
+    from experiments.locate import WINDOW
+    from ia_mech.results import folder_of, read
+
+    bits = found[(found["quantity"] == BITS) & (found["turns"] == SAMPLED)]
+    made: dict[str, Drawing] = {
+        "models": Bars("expressed (own context) and carried", "bits", bits, by="model")
+    }
+    windows = []
+    for run in runs:
+        rows = read(folder_of(run.path, "locate")).estimates
+        rows = rows[(rows["of"] == WINDOW) & (rows["quantity"] == BITS)]
+        depth = rows["layer"].astype(float) / run.model["layers"]
+        windows.append(rows.assign(depth=depth, model=run.model["name"]))
+    if len(layers := pd.concat(windows, ignore_index=True)):
+        title = "carried by windows of the response's layers"
+        across = "first layer, as a share of all"
+        made["layers"] = Lines(title, across, "bits", layers, across="depth", by="model")
+    return made
 
 
 def build_parser() -> argparse.ArgumentParser:
