@@ -41,9 +41,7 @@ class Kind:
     Attributes:
         name: as it is shown.
         carries: the sites that carry bits, by their names in ``experiments.locate``.
-        follows: how often a turn says what its response says; else a word drawn by chance. Chosen
-            so that the weakest site that carries has 1.5 times the effect that 60 queries show
-            with a power of 80%.
+        follows: how often a turn says what its response says; else a word drawn by chance.
         code: a header token gets the content's name.
         bag: header tokens get the mean of the response's words.
         header: how strongly turns read the header.
@@ -70,19 +68,23 @@ class Kind:
 
 
 SAID = frozenset({OWN})
+# With 0.35 the bits of 60 queries are 4.2 of their standard errors, 1.5 times what is shown with a
+# power of 80%; a window of layers, of 30 queries and one recipient, needs 0.6.
 KINDS = {
     kind.name: kind
     for kind in (
         Kind("none"),
         Kind("bag of words, unread", bag=True),
-        Kind("header", SAID | {AT_HEADER}, 0.5, code=True, header=1.0),
-        Kind("one layer and head", SAID | {RESPONSE}, 0.5, direct=1.0, maps=True),
-        Kind("redundant", SAID | {AT_HEADER, RESPONSE}, 0.5, code=True, header=1.0, direct=1.0),
-        Kind("joint", SAID, 0.5, code=True, direct=1.0, joint=True),
-        Kind("generic damage", SAID | {RESPONSE}, 0.5, code=True, direct=1.0, checks=True),
-        Kind("latent", SAID | {AT_HEADER}, 0.5, code=True, header=1.0, gated=True),
+        Kind("header", SAID | {AT_HEADER}, 0.35, code=True, header=1.0),
+        Kind("one layer and head", SAID | {RESPONSE}, 0.6, direct=1.0, maps=True),
+        Kind("redundant", SAID | {AT_HEADER, RESPONSE}, 0.35, code=True, header=1.0, direct=1.0),
+        Kind("joint", SAID, 0.35, code=True, direct=1.0, joint=True),
+        Kind("generic damage", SAID | {RESPONSE}, 0.35, code=True, direct=1.0, checks=True),
+        Kind("latent", SAID | {AT_HEADER}, 0.35, code=True, header=1.0, gated=True),
         Kind("code, unread", code=True, gated=True),
-        Kind("wording only", SAID | {RESPONSE}, 0.5, code=True, direct=1.0, wording=True),
+        Kind("wording only", SAID | {RESPONSE}, 0.35, code=True, direct=1.0, wording=True),
+        # Beyond the ten of the plan: of what turns the logits, a hundredth comes from the header.
+        Kind("faint header", SAID | {RESPONSE}, 0.35, code=True, header=0.01, direct=1.0),
     )
 }
 
