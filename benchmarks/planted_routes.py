@@ -24,8 +24,8 @@ from experiments.locate import HEADER as AT_HEADER
 NAMES, LENGTH = 4, 4  # contents and wordings; words of a turn after its first
 BOS, FILLER, FILLERS, NAME, WORDING = 1, 2, 8, 10, 14
 END, SEPARATOR, HEADER, OPENER, OPENING, ECHO, JUNK = 18, 19, 20, 23, 24, 25, 29
-VOCAB, WIDTH, DEPTH, HEADS, DIM = 30, 64, 6, 2, 16
-WRITE, GATE, READ, DIRECT, CHECK = 2, 3, 4, 5, 6  # blocks
+VOCAB, WIDTH, DEPTH, HEADS, DIM = 30, 64, 4, 2, 16
+WRITE, READ, DIRECT = 1, 2, 4  # blocks
 # Where in the residual stream what is; from OWN_NAME on there are several dimensions each.
 CONSTANT, IS_BOS, IS_HEADER, IS_NAME, IS_TURN, IS_OPENING, IS_WORDING, IS_WORD = range(8)
 OPENED, IS_JUNK, OWN_NAME, OWN_WORDING, COPIED, KNOWN, TOLD, BAG = 8, 9, 10, 14, 18, 22, 26, 30
@@ -46,7 +46,8 @@ class Kind:
         bag: header tokens get the mean of the response's words.
         header: how strongly turns read the header.
         direct: how strongly turns read the response.
-        gated: turns read the header after an opening word alone, which sampled turns have.
+        gated: turns read the header after an opening word alone, which sampled turns have and
+            greedy ones don't; other kinds have no greedy turns.
         joint: turns read the response only where the header names it, too.
         checks: turns are spoiled where header and response name different things.
         wording: turns read which wording a response has in place of its content.
@@ -121,7 +122,7 @@ def model(kind: Kind, seed: int, noise: float) -> transformers.LlamaForCausalLM:
             words = FILLERS + 2 * NAMES
             _attends(made, WRITE, IS_HEADER, IS_WORD, BAG, BAG + words, words, 1.0, head=1)
         if kind.gated:
-            _attends(made, GATE, IS_TURN, IS_OPENING, IS_OPENING, OPENED, 1, 0.25)
+            _attends(made, WRITE, IS_TURN, IS_OPENING, IS_OPENING, OPENED, 1, 0.25, head=1)
         if kind.header:
             who = OPENED if kind.gated else IS_TURN
             _attends(made, READ, who, IS_HEADER, COPIED, TOLD, NAMES, 0.5 * kind.header)
@@ -133,7 +134,7 @@ def model(kind: Kind, seed: int, noise: float) -> transformers.LlamaForCausalLM:
         if kind.joint:
             _matches(made, DIRECT, OWN_NAME, TOLD, NAMES, 0.5)
         if kind.checks:
-            _matches(made, CHECK, IS_BOS, IS_JUNK, 1, 1.0)
+            _matches(made, DIRECT, IS_BOS, IS_JUNK, 1, 1.0)
         made.lm_head.weight[ECHO + each, TOLD + each] += 0.35
         made.lm_head.weight[JUNK, IS_JUNK] += 0.7
     return made.eval().requires_grad_(False)
@@ -188,7 +189,7 @@ def _matches(made, block: int, read: int, write: int, count: int, gain: float) -
 
 
 def siblings(kind: Kind, rng: np.random.Generator, name: str, wordings: bool = False) -> Siblings:
-    """A query with four responses, and a greedy and a sampled turn after each.
+    """A query with four responses, and a turn after each.
 
     Args:
         kind: what is planted.
@@ -211,7 +212,7 @@ def siblings(kind: Kind, rng: np.random.Generator, name: str, wordings: bool = F
         tail = [END, SEPARATOR, HEADER, HEADER + 1, HEADER + 2]
         contexts.append((BOS, *asked, *response.tolist(), *tail))
     turns = []
-    for temperature in (GREEDY, SAMPLED):
+    for temperature in (GREEDY, SAMPLED) if kind.gated else (SAMPLED,):
         opened = kind.gated and temperature == SAMPLED
         for k, own in enumerate(worded if kind.wording else contents):
             follows = rng.random() < kind.follows and (opened or not kind.gated)
