@@ -233,14 +233,15 @@ def latent(found: pd.DataFrame, header: str) -> str:
 
     Four things must hold. Greedy turns carry less there than a tenth of what sampled turns express.
     Nor does the header of greedy turns tell their own sibling more often than the query does, whose
-    tokens are the same in all siblings: one β for all queries may miss in bits what is told in some.
-    What sampled turns carry there is more. And turns are accepted more often under another arm.
+    tokens are the same in all: one β for all queries may miss in bits what is told in some. What
+    sampled turns carry there is more. And sampled turns are accepted more often, too: a prompt that
+    opens something doesn't count, since what is carried under it isn't measured.
 
     Args:
         found: estimates of the stages ``locate`` and ``elicit``, by ``stage``.
         header: what greedy turns carry there, as text.
     """
-    from experiments.elicit import BEST, GAP
+    from experiments.elicit import GAP, TEMPERATURE
     from experiments.locate import EQUIVALENT, HEADER, OWN, QUERY
 
     whole = found[(found["stage"] == "locate") & found["layer"].isna()]
@@ -249,7 +250,7 @@ def latent(found: pd.DataFrame, header: str) -> str:
     bits, hits = "bits", "own is likeliest"
     needed = [(bits, HEADER, 0), (bits, HEADER, -1), (bits, OWN, -1), (hits, HEADER, 0),
               (hits, QUERY, 0)]  # fmt: skip
-    gap = found[(found["quantity"] == GAP) & (found["of"] == BEST)]
+    gap = found[(found["quantity"] == GAP) & (found["of"] == TEMPERATURE)]
     if gap.empty or not all(one in told.index for one in needed):
         return "Whether anything is latent can't be told."
     greedy, sampled, expressed, right, control = (told.loc[one] for one in needed)

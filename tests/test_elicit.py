@@ -76,7 +76,7 @@ def test_the_command_samples_the_prompted_arms_once(siblings, tmp_path, capfd):
     assert "The best arm, chosen on other queries, adds" in outcome.out.splitlines()[0]
     found = pd.read_parquet(tmp_path / "out" / "estimates.parquet")
     assert set(found["of"]) == {
-        GREEDY, "T = 1", "prompt, greedy", "prompt, T = 1", "best arm"
+        GREEDY, "T = 1", "prompt, greedy", "prompt, T = 1", "best arm", "best temperature"
     }  # fmt: skip
     prompted = Run.open(tmp_path / "out" / "prompt" / "run")
     assert prompted.settings["system"] and prompted.labels.judges == ["rules"]

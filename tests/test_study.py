@@ -77,7 +77,13 @@ def test_a_plan_names_stages_and_time_and_hours_choose_what_fits(tiny_model_dir,
         (0.10, 0.2, 0.3, 0.1, "Nothing is shown to be latent"),  # greedy may carry a tenth
         (0.08, 0.05, 0.3, 0.1, "Nothing is shown to be latent"),  # nothing carries more than greedy
         (0.08, 0.2, 0.4, 0.1, "Nothing is shown to be latent"),  # greedy ones are told, beyond bits
-        (0.08, 0.2, 0.3, -0.1, "Nothing is shown to be latent"),  # turns aren't accepted more often
+        (
+            0.08,
+            0.2,
+            0.3,
+            -0.1,
+            "Nothing is shown to be latent",
+        ),  # nor accepted more often
     ],
 )
 def test_latent_is_said_only_if_all_four_hold(high, low, hits, gap, said):
@@ -90,7 +96,8 @@ def test_latent_is_said_only_if_all_four_hold(high, low, hits, gap, said):
         {"quantity": "own is likeliest", "of": "query", "temperature": 0.0, "high": 0.35},
     ]
     rows = [site | row for row in rows]
-    rows.append({"stage": "elicit", "of": "best arm", "quantity": "elicitation gap", "low": gap})
+    for of, low in (("best temperature", gap), ("best arm", 0.3)):
+        rows.append({"stage": "elicit", "of": of, "quantity": "elicitation gap", "low": low})
     found = pd.DataFrame(rows)
     assert study.latent(found, "0.00").startswith(said)
     few = study.latent(found.assign(sources=59), "0.00")
