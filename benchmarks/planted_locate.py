@@ -4,8 +4,8 @@
     python -m benchmarks.planted_locate --seeds 2        two studies of each kind
     python -m benchmarks.planted_locate --only latent    studies of one kind; "rule": the nulls
 
-Each study has a transformer of its own and 60 queries with four responses and a turn after each, and
-is measured and estimated as ``experiments.locate`` does it. What is planted is in
+Each study has a transformer of its own and 60 queries with four responses and a turn after each,
+and is measured and estimated as ``experiments.locate`` does it. What is planted is in
 ``benchmarks/planted_routes.py``. A study is right if what its sentence says is: that turns tell
 something, and that the response and the header carry something (the interval lies above 0), or
 don't (it reaches 0, or lies below a tenth of what is expressed); of kinds with a gate, that greedy
@@ -22,6 +22,7 @@ from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 
 import numpy as np
 import pandas as pd
@@ -125,7 +126,7 @@ def wrong(kind: Kind, found: pd.DataFrame) -> list[str]:
 def opened(found: pd.DataFrame) -> bool:
     """Whether "latent" is said where a judge accepts more turns under an elicitor."""
     gap = TidyEstimate(
-        elicit.GAP, {"of": elicit.BEST}, QUERIES, Estimate(0.3, 0.2, 0.4, QUERIES, "")
+        elicit.GAP, {"of": elicit.TEMPERATURE}, QUERIES, Estimate(0.3, 0.2, 0.4, QUERIES, "")
     )
     gaps = frame_of([gap], elicit.Elicit.columns)
     return latent(
@@ -176,7 +177,8 @@ class Setting:
         name: as it is shown.
         latent: whether it is.
         greedy, sampled: bits that the header carries in these turns.
-        gap: how much more often turns are accepted under a prompt, beyond siblings.
+        gap: how much more often turns are accepted, beyond siblings, when sampled.
+        prompted: the same under a prompt.
         expressed: bits in greedy turns; sampled ones have :data:`EXPRESSED`.
         spread: of the header's bits between queries.
         hits: how often the own sibling is the likeliest by the header of greedy turns.
@@ -190,6 +192,7 @@ class Setting:
     expressed: float = 0.8
     spread: float = 0.15
     hits: float = 1 / 3
+    prompted: float = 0.0
 
 
 EXPRESSED = 0.9  # bits in sampled turns
@@ -200,6 +203,7 @@ NULLS = (
     Setting("the header carries nothing in either", False, 0.0, 0.0, 0.2),
     Setting("rates don't rise", False, 0.0, 0.5, 0.0),
     Setting("greedy turns carry what one β misses", False, 0.0, 0.5, 0.2, hits=0.5),
+    Setting("rates rise under a prompt alone", False, 0.0, 0.5, prompted=0.2),
 )
 TRUE = (
     Setting("sampled 0.5 bits", True, 0.0, 0.5, 0.2),
@@ -242,20 +246,18 @@ def simulated(setting: Setting, rng: np.random.Generator) -> pd.DataFrame:
 
 
 def accepted(setting: Setting, names: list[str], rng: np.random.Generator) -> pd.DataFrame:
-    """What ``experiments.elicit`` estimates of six arms, of which those with a prompt differ."""
+    """What ``experiments.elicit`` estimates of three temperatures, without a prompt and with it."""
     common = rng.normal(size=QUERIES)
-    arms = [elicit.arm_name(t, prompted) for prompted in (False, True) for t in (0.0, 0.7, 1.0)]
     parts = []
-    for arm in arms:
-        mean = setting.gap * arm.startswith(elicit.PROMPTED)
+    for prompted, t in product((False, True), (0.0, 0.7, 1.0)):
+        arm = elicit.arm_name(t, prompted)
+        mean = setting.gap * (t > 0) + setting.prompted * prompted
         rate = mean + RATES * (common + rng.normal(size=QUERIES)) / np.sqrt(2)
         rate = rate.clip(-1, 1)
         values = {elicit.RATE: 0.5 + rate / 2, elicit.SIBLINGS: 0.5 - rate / 2, elicit.EXCESS: rate}
         parts.append(pd.DataFrame({"source": names, "arm": arm, "dataset": "d"} | values))
     experiment = Namespace(args=Namespace(**OPTIONS), options=OPTIONS, notes=[])
-    return frame_of(
-        elicit.Elicit.estimate(experiment, pd.concat(parts)), elicit.Elicit.columns
-    )
+    return frame_of(elicit.Elicit.estimate(experiment, pd.concat(parts)), elicit.Elicit.columns)
 
 
 def rule(studies: int) -> None:

@@ -18,12 +18,11 @@ import numpy as np
 import torch
 import transformers
 
-from experiments.locate import OWN, RESPONSE, Siblings
-from experiments.locate import HEADER as AT_HEADER
+from experiments.locate import HEADER, OWN, RESPONSE, Siblings
 
 NAMES, LENGTH = 4, 4  # contents and wordings; words of a turn after its first
 BOS, FILLER, FILLERS, NAME, WORDING = 1, 2, 8, 10, 14
-END, SEPARATOR, HEADER, OPENER, OPENING, ECHO, JUNK = 18, 19, 20, 23, 24, 25, 29
+END, SEPARATOR, USER, OPENER, OPENING, ECHO, JUNK = 18, 19, 20, 23, 24, 25, 29
 VOCAB, WIDTH, DEPTH, HEADS, DIM = 30, 64, 4, 2, 16
 WRITE, READ, DIRECT = 1, 2, 4  # blocks
 # Where in the residual stream what is; from OWN_NAME on there are several dimensions each.
@@ -76,12 +75,12 @@ KINDS = {
     for kind in (
         Kind("none"),
         Kind("bag of words, unread", bag=True),
-        Kind("header", SAID | {AT_HEADER}, 0.35, code=True, header=1.0),
+        Kind("header", SAID | {HEADER}, 0.35, code=True, header=1.0),
         Kind("one layer and head", SAID | {RESPONSE}, 0.6, direct=1.0, maps=True),
-        Kind("redundant", SAID | {AT_HEADER, RESPONSE}, 0.35, code=True, header=1.0, direct=1.0),
+        Kind("redundant", SAID | {HEADER, RESPONSE}, 0.35, code=True, header=1.0, direct=1.0),
         Kind("joint", SAID, 0.35, code=True, direct=1.0, joint=True),
         Kind("generic damage", SAID | {RESPONSE}, 0.35, code=True, direct=1.0, checks=True),
-        Kind("latent", SAID | {AT_HEADER}, 0.35, code=True, header=1.0, gated=True),
+        Kind("latent", SAID | {HEADER}, 0.35, code=True, header=1.0, gated=True),
         Kind("code, unread", code=True, gated=True),
         Kind("wording only", SAID | {RESPONSE}, 0.35, code=True, direct=1.0, wording=True),
         # Beyond the ten of the plan: of what turns the logits, a hundredth comes from the header.
@@ -146,7 +145,7 @@ def _embed(table: torch.Tensor) -> None:
     table[:, :REST] = 0
     table[:, CONSTANT] = 1
     table[BOS, IS_BOS] = 1
-    table[HEADER + 1, IS_HEADER] = 1
+    table[USER + 1, IS_HEADER] = 1
     table[NAME + each, IS_NAME] = 1
     table[NAME + each, OWN_NAME + each] = 1
     table[WORDING + each, IS_WORDING] = 1
@@ -209,7 +208,7 @@ def siblings(kind: Kind, rng: np.random.Generator, name: str, wordings: bool = F
         response[first], response[second] = NAME + content, WORDING + wording
         starts.append(1 + len(asked))
         stops.append(starts[-1] + len(response))
-        tail = [END, SEPARATOR, HEADER, HEADER + 1, HEADER + 2]
+        tail = [END, SEPARATOR, USER, USER + 1, USER + 2]
         contexts.append((BOS, *asked, *response.tolist(), *tail))
     turns = []
     for temperature in (GREEDY, SAMPLED) if kind.gated else (SAMPLED,):
