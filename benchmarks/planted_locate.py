@@ -11,8 +11,8 @@ something, and that the response and the header carry something (the interval li
 don't (it reaches 0, or lies below a tenth of what is expressed); of kinds with a gate, that greedy
 turns tell nothing, and whether the header is latent; of the kind with one layer, that its window
 carries, and no other; of the kind with wordings, that turns tell no more than of wordings of one
-content. Then the rule by which ``experiments.study`` says "latent" is
-tried on simulated bits and rates. Markdown goes to stdout, progress to stderr.
+content. Then the rule by which ``experiments.study`` says "latent" is tried on simulated bits and
+rates. Markdown goes to stdout, progress to stderr.
 """
 
 import argparse
