@@ -304,7 +304,7 @@ class Experiment:
         """The rows of units one below the other, with ``source`` and ``dataset``.
 
         Finished units are kept in ``parts/`` of the results, and aren't measured again unless the
-        experiment's code was changed.
+        code of the module that defines ``measure`` was changed.
 
         Raises:
             UserError: there is no unit.
@@ -366,7 +366,8 @@ class Experiment:
         return self.folder / "parts"
 
     def _key(self, unit: Unit) -> list:
-        code = [code_of(module) for module in {type(self).__module__, type(unit).__module__}]
+        modules = {type(self).measure.__module__, type(unit).__module__}
+        code = [code_of(module) for module in modules]
         weights = self.runs[0].model["weights_hash"]
         return [self.name, sorted(code), weights, type(unit).__name__, asdict(unit)]
 

@@ -7,27 +7,48 @@ three are candidates. A turn that followed a candidate is scored after each cand
 that gives the bits that it tells, or expresses. It is scored again after three hybrids, each the
 recipient's context with one site of a candidate: that gives the bits that the site carries. The
 turn followed none of the hybrids, and they differ in the candidate alone: what splicing damages is
-damaged in all three. Maps show states of the header by layer, and windows of three layers of the
-response; the windows that carry most are chosen on half of the queries and reported on the other.
+damaged in all three.
+
+Maps ask more of one recipient per query: windows of the response's layers, put in alone and left
+out alone, or single key-value heads of them; states of header tokens by layer; and turns that the
+model writes after hybrids. The windows that carry most are chosen on half of the queries and
+reported on the other.
 
 Needs: a run with four or more responses per query (sample with --response generate --responses 4).
-Cost: about 20,000 tokens a query; 60 queries take an hour or two on two cores (135M); without maps
-half of that.
+Cost: about 30,000 tokens a query with all four recipients and the usual maps; --dry-run counts.
 
     python -m experiments.locate cache/RUN
-    python -m experiments.locate cache/RUN --queries 20 --no-maps
+    python -m experiments.locate cache/RUN --queries 20 --maps             # whole sites alone
+    python -m experiments.locate cache/RUN --recipients 1 --maps windows   # a larger model
 """
 
-import argparse
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import pandas as pd
 
-from experiments.experiment import Conclusion, Experiment, Model, Unit
+from experiments.experiment import Conclusion, Experiment
+from experiments.hybrids import (
+    FIRST,
+    HEAD,
+    HEADER,
+    LAST,
+    OTHERS,
+    OWN,
+    QUERY,
+    RECIPIENT,
+    RESPONSE,
+    SCORES,
+    SITES,
+    TOTAL,
+    WINDOW,
+    WRITTEN,
+    Hybrids,
+    step_of,
+)
 from experiments.tables import tables_of
 from ia_mech.estimates import ALL, TidyEstimate, estimate_of, together
 from ia_mech.likelihood.carried import CANDIDATES, CEILING, Told, told
@@ -35,230 +56,30 @@ from ia_mech.stats import Estimate, cluster_bootstrap, cluster_mean, paired_diff
 
 if TYPE_CHECKING:
     from experiments.figures import Drawing
-    from ia_mech.engine.score import Turn
-    from ia_mech.engine.splice import Hybrid
-    from ia_mech.engine.state import Prefilled
     from ia_mech.results import Table
 
-TOKENS = 24  # of a turn: nearly all of the bits come before (docs/reaction.md)
-STEP = 3  # layers of a window, and between layers whose states are put in
+CHOSEN = "bits, chosen on other queries"
+MORE_ACCEPTED = "bits of accepted turns, less those of others"
 EQUIVALENT = 0.1  # a share of what is expressed that counts as nothing
-OWN = "own context"
-HEADER, AFTER, RESPONSE, QUERY = SITES = ("header", "after the response", "response", "query")
-WINDOW, FIRST, LAST = MAPS = ("response, layers", "header_0", "header_last")
+CELLS = (WINDOW, OTHERS, HEAD, FIRST, LAST)  # of maps, by layer
 RANKING, REPORTING = "ranking half", "reporting half"
 GREEDY, SAMPLED = "greedy", "sampled"  # the latter: of all temperatures above 0 together
-SCORES = [f"score_{number}" for number in range(CANDIDATES)]
-
-
-@dataclass(frozen=True)
-class Siblings(Unit):
-    """Four responses to a query, and turns after each.
-
-    Attributes:
-        contexts: token ids of each, with its open header.
-        starts, stops: where the response begins and ends in each.
-        header: where the header begins and ends, counted from where the response ends.
-        turns: of each, the response that it followed, temperature, sample, and its first tokens.
-        recipient: of the maps; -1 for no maps.
-        mapped: the temperature of the turns in maps.
-        layers: of the model.
-    """
-
-    contexts: list[tuple[int, ...]]
-    starts: list[int]
-    stops: list[int]
-    header: tuple[int, int]
-    turns: list[tuple[int, float, int, tuple[int, ...]]]
-    recipient: int
-    mapped: float
-    layers: int
-
-    @property
-    def pairs(self) -> list[tuple[int, int]]:
-        """Recipient and donor of every hybrid."""
-        numbers = range(len(self.contexts))
-        return [(d, j) for d in numbers for j in numbers if j != d]
-
-    @property
-    def windows(self) -> list[range]:
-        """The windows of layers, from 1, that maps show."""
-        firsts = range(1, self.layers + 1, STEP)
-        return [range(first, min(first + STEP, self.layers + 1)) for first in firsts]
-
-
-# -- measure ---------------------------------------------------------------------------------------
-
-
-def hybrid(unit: Siblings, site: str, recipient: int, donor: int) -> "Hybrid":
-    """The recipient's context with a site of the donor's."""
-    from ia_mech.engine.splice import Hybrid, Piece
-
-    edges = {
-        which: [
-            0,
-            unit.starts[which],
-            unit.stops[which],
-            unit.stops[which] + unit.header[0],
-            len(unit.contexts[which]),
-        ]
-        for which in (recipient, donor)
-    }
-    taken = {QUERY: {0}, RESPONSE: {1}, AFTER: {2, 3}, HEADER: {3}}[site]
-    pieces = []
-    for number in range(4):
-        which = donor if number in taken else recipient
-        start, stop = edges[which][number : number + 2]
-        pieces.append(Piece(which, start, stop))
-    return Hybrid(recipient, tuple(pieces))
-
-
-class Measured:
-    """What is measured of one query.
-
-    Args:
-        model: with the function that counts tokens.
-        unit: the query.
-    """
-
-    def __init__(self, model: Model, unit: Siblings) -> None:
-        self._model, self._unit = model, unit
-        self._rows: list[dict[str, Any]] = []
-
-    def table(self) -> pd.DataFrame:
-        """A row per site, recipient and turn, with the scores after the three candidates."""
-        from ia_mech.engine.capture import find_blocks
-        from ia_mech.engine.splice import aligned, spliced
-        from ia_mech.engine.state import Prefix
-
-        unit, model = self._unit, self._model.subject.model
-        first, last = unit.header
-        prefixes = [
-            Prefix(ids, (stop + first, stop + last - 1))
-            for ids, stop in zip(unit.contexts, unit.stops, strict=True)
-        ]
-        whole = aligned(model, prefixes, find_blocks(model))
-        self._own(whole)
-        for site in SITES:
-            made = [hybrid(unit, site, *pair) for pair in unit.pairs]
-            self._whole(site, spliced(whole, made))
-        if unit.recipient >= 0:
-            self._maps(whole)
-        return pd.DataFrame(self._rows)
-
-    def _own(self, whole: "Prefilled") -> None:
-        from ia_mech.engine.score import Turn
-
-        numbers = range(len(self._unit.contexts))
-        wanted = [Turn(j, ids) for *_, ids in self._unit.turns for j in numbers]
-        scores = self._scored([whole], wanted).reshape(-1, len(numbers))
-        for turn, after in zip(self._unit.turns, scores, strict=True):
-            for d in numbers:
-                if d != turn[0]:
-                    self._add(OWN, d, turn, np.delete(after, d))
-
-    def _whole(self, site: str, group: "Prefilled") -> None:
-        from ia_mech.engine.score import Turn
-
-        pairs = self._unit.pairs
-        wanted, rows = [], []
-        for d in range(len(self._unit.contexts)):
-            for turn in self._unit.turns:
-                if turn[0] != d:
-                    rows.append((d, turn))
-                    wanted += [Turn(at, turn[3]) for at, pair in enumerate(pairs) if pair[0] == d]
-        scores = self._scored([group], wanted).reshape(-1, CANDIDATES)
-        for (d, turn), three in zip(rows, scores, strict=True):
-            self._add(site, d, turn, three)
-
-    def _maps(self, whole: "Prefilled") -> None:
-        """States of the header, and windows of the response, with what follows computed anew."""
-        from ia_mech.engine.intervene import Replace
-        from ia_mech.engine.score import Turn
-        from ia_mech.engine.shared import Borrowed, Engine, held
-        from ia_mech.engine.splice import Hybrid, Piece, aligned, spliced
-        from ia_mech.engine.state import Prefix, is_full
-
-        unit, model = self._unit, self._model.subject.model
-        d, (first, last) = unit.recipient, unit.header
-        cut = aligned(
-            model,
-            [Prefix(ids[:stop]) for ids, stop in zip(unit.contexts, unit.stops, strict=True)],
-        )
-        donors = [j for j in range(len(unit.contexts)) if j != d]
-        pieces = [
-            (Piece(d, 0, unit.starts[d]), Piece(j, unit.starts[j], unit.stops[j])) for j in donors
-        ]
-        groups = [cut, spliced(cut, [Hybrid(d, some) for some in pieces])]
-        after = unit.contexts[d][unit.stops[d] :]
-        shared = Engine.possible(model).shared if self._model.share else ()
-        layer = next((one for one in cut.state.cache.layers if is_full(one)), None)
-        heads = 0 if layer is None else held(layer)[0].shape[1]
-        states = whole.residuals
-        assert states is not None
-        cells: list[tuple[str, int, Callable[[int, int, tuple[int, ...]], Turn]]] = []
-        for window in unit.windows:
-            taken = {number: range(heads) for number in window if number in shared}
-            if taken:
-
-                def borrowing(at: int, j: int, ids: tuple[int, ...], taken=taken) -> Turn:
-                    return Turn(d, ids, borrowed=Borrowed(len(unit.contexts) + at, taken))
-
-                cells.append((WINDOW, window[0], borrowing))
-        for which, (name, position) in enumerate(((FIRST, first), (LAST, last - 1))):
-            for number in range(STEP, unit.layers, STEP):
-
-                def put(at: int, j: int, ids: tuple[int, ...], which=which, position=position,
-                        number=number) -> Turn:  # fmt: skip
-                    state = states[j, number, which : which + 1]
-                    return Turn(d, ids, interventions=(Replace(number, (position,), state),))
-
-                cells.append((name, number, put))
-        mapped = [turn for turn in unit.turns if turn[1:3] == (unit.mapped, 0) and turn[0] != d]
-        wanted = [
-            make(at, j, (*after, *turn[3]))
-            for _, _, make in cells
-            for turn in mapped
-            for at, j in enumerate(donors)
-        ]
-        scores = self._scored(groups, wanted, len(after)).reshape(len(cells), -1, CANDIDATES)
-        for (site, number, _), each in zip(cells, scores, strict=True):
-            for turn, three in zip(mapped, each, strict=True):
-                self._add(site, d, turn, three, number)
-
-    def _scored(
-        self, groups: "list[Prefilled]", turns: "list[Turn]", before: int = 0
-    ) -> np.ndarray:
-        """``[turns]`` log-likelihoods in nats, without the tokens before the turn and its first."""
-        from ia_mech.engine.score import score
-
-        found = score(
-            self._model.subject.model,
-            groups,
-            turns,
-            share=self._model.share,
-            on_tokens=self._model.on_tokens,
-        )
-        return np.array([one.logprobs_raw[before + 1 :].sum(dtype=float) for one in found])
-
-    def _add(self, site: str, recipient: int, turn: tuple, three: np.ndarray, layer=-1) -> None:
-        followed, temperature, sample, _ = turn
-        own = followed - (followed > recipient)
-        row = {"site": site, "layer": layer, "recipient": recipient, "followed": followed}
-        row |= {"temperature": temperature, "sample": sample, "own": own}
-        self._rows.append(row | dict(zip(SCORES, three.tolist(), strict=True)))
 
 
 # -- estimate --------------------------------------------------------------------------------------
 
 
 def told_of(rows: pd.DataFrame, seed: int) -> Told | None:
-    """What rows of one site tell; None of fewer than two queries."""
-    whole = rows.groupby("source")["own"].transform("nunique") == CANDIDATES
-    rows = rows[whole]
+    """What rows of one site tell; None of fewer than two queries with turns of all candidates."""
+    rows = balanced(rows)
     if rows["source"].nunique() < 2:
         return None
     return told(rows[SCORES].to_numpy(), rows["own"].to_numpy(), rows["source"], seed=seed)
+
+
+def balanced(rows: pd.DataFrame) -> pd.DataFrame:
+    """Those of queries that have turns of all candidates."""
+    return rows[rows.groupby("source")["own"].transform("nunique") == CANDIDATES]
 
 
 @dataclass(frozen=True)
@@ -295,6 +116,12 @@ class Maker:
         more = found.bits - EQUIVALENT * expressed.bits
         estimate = cluster_mean(more, found.queries, level=self.options["level"])
         yield self._row("bits above a tenth of expressed", estimate, found, names)
+
+    def rate(self, quantity: str, events: pd.Series, sources: pd.Series, **names) -> TidyEstimate:
+        """How often something is so."""
+        level = self.options["level"]
+        found = cluster_mean(events.astype(float), sources, proportion=True, level=level)
+        return TidyEstimate(quantity, {"dataset": ALL} | names, len(events), found)
 
     def difference(self, quantity: str, found: Told, base: Told, **names: Any) -> TidyEstimate:
         """Bits less another arm's, of the same queries."""
@@ -336,14 +163,26 @@ def estimates(rows: pd.DataFrame, options: dict[str, Any]) -> Iterator[TidyEstim
             yield maker.difference(
                 "bits, less greedy's", expressed[arm], expressed[0.0], of=OWN, **names
             )
-    mapped = rows[rows["site"].isin(MAPS)]
-    for (site, layer), cell in mapped.groupby(["site", "layer"], sort=False):
+    mapped = rows[rows["site"].isin([TOTAL, *CELLS, *WRITTEN])]
+    for (site, layer, head, t), cell in mapped.groupby(
+        ["site", "layer", "head", "temperature"], sort=False
+    ):
         found = told_of(cell, seed)
-        if found is not None:
-            names = {"of": site, "layer": layer, "temperature": cell["temperature"].iloc[0]}
-            yield maker.mean("bits", found, **names)
-            yield maker.hits(found, **names)
-    yield from strongest(mapped[mapped["site"] == WINDOW], expressed, maker)
+        if found is None:
+            continue
+        names = {"of": site, "temperature": t} | named(layer, head)
+        yield maker.mean("bits", found, **names)
+        yield maker.hits(found, **names)
+        if site in WRITTEN:
+            more = cell[RECIPIENT] > cell[SCORES].to_numpy()[np.arange(len(cell)), cell["own"]]
+            yield maker.rate("likelier after the recipient", more, cell["source"], **names)
+    for site in (WINDOW, HEAD):
+        yield from strongest(mapped[mapped["site"] == site], expressed, maker)
+
+
+def named(layer: int, head: int) -> dict[str, int]:
+    """The columns that name a cell of a map; a whole site has none."""
+    return {name: at for name, at in (("layer", layer), ("head", head)) if at >= 0}
 
 
 def by_query(rows: pd.DataFrame, seed: int) -> pd.DataFrame:
@@ -361,97 +200,74 @@ def by_query(rows: pd.DataFrame, seed: int) -> pd.DataFrame:
 
 
 def strongest(
-    windows: pd.DataFrame, expressed: Mapping[Any, Told], maker: Maker
+    cells: pd.DataFrame, expressed: Mapping[Any, Told], maker: Maker
 ) -> Iterator[TidyEstimate]:
-    """The two windows that carry most in one half of the queries, as the other half has them."""
-    of = halves(list(windows["source"]), maker.options["seed"])
-    half = windows["source"].map(of)
+    """The two cells that carry most in one half of the queries, as the other half has them."""
+    of = halves(list(cells["source"]), maker.options["seed"])
+    half = cells["source"].map(of)
     ranked = {}
-    for layer, cell in windows[half == RANKING].groupby("layer"):
+    for place, cell in cells[half == RANKING].groupby(["layer", "head"]):
         found = told_of(cell, maker.options["seed"])
         if found is not None:
-            ranked[layer] = found.bits.mean()
-    for layer in sorted(sorted(ranked, key=lambda one: -ranked[one])[:2]):
-        cell = windows[(half == REPORTING) & (windows["layer"] == layer)]
+            ranked[place] = found.bits.mean()
+    for layer, head in sorted(sorted(ranked, key=lambda one: -ranked[one])[:2]):
+        here = (cells["layer"] == layer) & (cells["head"] == head)
+        cell = cells[(half == REPORTING) & here]
         found = told_of(cell, maker.options["seed"])
         if found is not None:
             temperature = cell["temperature"].iloc[0]
-            names = {"of": WINDOW, "layer": layer, "temperature": temperature}
-            yield maker.mean("bits, chosen on other queries", found, **names)
+            names = {"of": cell["site"].iloc[0], "temperature": temperature} | named(layer, head)
+            yield maker.mean(CHOSEN, found, **names)
             yield from maker.share(found, expressed[temperature], **names)
+
+
+def accepted_bits(
+    rows: pd.DataFrame, verdicts: pd.DataFrame, options: dict[str, Any]
+) -> Iterator[TidyEstimate]:
+    """How much of what sampled turns express is in turns that a judge accepts.
+
+    Args:
+        rows: of :meth:`experiments.hybrids.Measured.table`, with ``source``.
+        verdicts: ``context_id``, ``temperature``, ``sample`` and ``accepted``; turns that weren't
+            assessed are left out.
+        options: ``level``, ``resamples`` and ``seed``.
+    """
+    own = balanced(rows[(rows["site"] == OWN) & (rows["temperature"] > 0)])
+    found = told_of(own, options["seed"])
+    if found is None:
+        return
+    keys = ["context_id", "temperature", "sample"]
+    own = own[["source", *keys]].assign(bits=found.each)
+    own = own.merge(verdicts, on=keys).dropna()
+    accepted, bits = own["accepted"].to_numpy(dtype=float), own["bits"].to_numpy()
+    columns = {"all": np.ones(len(own)), "accepted": accepted}
+    columns |= {"bits": bits, "accepted bits": accepted * bits}
+    sums = pd.DataFrame(columns).groupby(own["source"].to_numpy()).sum()
+
+    def statistics(counts: np.ndarray) -> np.ndarray:
+        turns, taken, total, of_taken = (counts @ sums.to_numpy()).T
+        with np.errstate(invalid="ignore", divide="ignore"):
+            more = of_taken / taken - (total - of_taken) / (turns - taken)
+            return np.stack([taken / turns, of_taken / total, more], axis=1)
+
+    quantities = ("share of turns accepted", "share of bits in accepted turns", MORE_ACCEPTED)
+    estimates = cluster_bootstrap(statistics, list(sums.index), **options)
+    for quantity, estimate in zip(quantities, estimates, strict=True):
+        yield TidyEstimate(quantity, {"dataset": ALL, "of": OWN}, len(own), estimate)
 
 
 # -- the experiment --------------------------------------------------------------------------------
 
 
-class Locate(Experiment):
+class Locate(Hybrids):
     """See the module."""
 
     name = "locate"
-    siblings = True
-    queries_used = 60
-    columns: ClassVar[Mapping[str, str]] = {**Experiment.columns, "layer": "Int64"}
-
-    @classmethod
-    def add_flags(cls, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument(
-            "--no-maps", action="store_true", help="whole sites alone: a third of the time"
-        )
-
-    def units(self) -> Iterator[Siblings]:
-        few = 0
-        temperatures = [t for t in self.runs[0].settings["temperatures"] if t > 0]
-        for query in self.queries:
-            texts = query.responses
-            distinct = [k for k, text in enumerate(texts) if texts.index(text) == k]
-            chosen = distinct[: CANDIDATES + 1]
-            placed = [self._placed(query.messages, texts[k]) for k in chosen]
-            whole = len(chosen) == CANDIDATES + 1 and all(each is not None for each in placed)
-            if not whole or not set(chosen) <= set(query.turns["followed"]):
-                few += 1
-                continue
-            turns = [
-                (chosen.index(followed), float(t), int(sample), tuple(ids[:TOKENS].tolist()))
-                for followed, t, sample, ids in query.turns[
-                    ["followed", "temperature", "sample", "token_ids"]
-                ].itertuples(index=False)
-                if followed in chosen and sample == 0
-            ]
-            contexts = [query.token_ids[k] for k in chosen]
-            starts, stops, headers = (list(each) for each in zip(*placed, strict=True))
-            recipient = -1 if self.args.no_maps else self._recipient(query.source)
-            layers = self.runs[0].model["layers"]
-            whole_sites = len(turns) * CANDIDATES * (CANDIDATES * len(SITES) + CANDIDATES + 1)
-            maps = 0 if recipient < 0 else CANDIDATES**2 * (layers // STEP) * 3
-            tokens = whole_sites * TOKENS + maps * (TOKENS + headers[0][1])
-            yield Siblings(
-                query.source, query.dataset, tokens, contexts, starts, stops, headers[0], turns,
-                recipient, min(temperatures, default=0.0), layers,
-            )  # fmt: skip
-        if few:
-            self.notes.append(
-                f"{few} of {len(self.queries)} queries lack {CANDIDATES + 1} different responses "
-                "with a turn after each, and are left out."
-            )
-
-    def _placed(self, messages: list[dict], response: str) -> tuple | None:
-        """Where the response begins and ends, and the header counted from there; None of an empty
-        response."""
-        found = self.chat.context([*messages, {"role": "assistant", "content": response}])
-        first, last = found.positions["header_0"], found.positions["header_last"]
-        if not found.response or first is None or last is None:
-            return None
-        stop = found.response.stop
-        return found.response.start, stop, (first - stop, last + 1 - stop)
-
-    def _recipient(self, source: str) -> int:
-        from ia_mech.engine.sampling import stream_key
-
-        rng = np.random.default_rng(list(stream_key(self.args.seed, source, 0)))
-        return int(rng.integers(CANDIDATES + 1))
-
-    def measure(self, model: Model, unit: Any) -> pd.DataFrame:
-        return Measured(model, unit).table()
+    columns: ClassVar[Mapping[str, str]] = {
+        **Experiment.columns,
+        "layer": "Int64",
+        "head": "Int64",
+    }
 
     def estimate(self, rows: pd.DataFrame) -> Iterator[TidyEstimate]:
         return estimates(rows, self.options)
@@ -460,18 +276,17 @@ class Locate(Experiment):
         return {"rows": rows, "queries": by_query(rows, self.args.seed)}
 
     def tables(self, found: pd.DataFrame) -> "list[Table]":
-        columns = {
+        columns: dict[str, tuple[str, int | str]] = {
             "bits": ("bits", 2),
             "own is likeliest": ("own likeliest (chance 0.33)", 2),
             "share of expressed": ("share", 2),
         }
-        whole = found[found["of"].isin([OWN, *SITES])]
         title = (
             f"bits about which of {CANDIDATES} responses a turn followed (at most {CEILING:.2f})"
         )
         made = tables_of(
             title,
-            whole,
+            found[found["of"].isin([OWN, *SITES])],
             columns,
             index=("temperature", "of"),
             rows="queries",
@@ -481,11 +296,20 @@ class Locate(Experiment):
                 "that they show what differing lengths alone do. share: of what is expressed."
             ),
         )
-        for site in MAPS:
-            mine = found[(found["of"] == site) & (found["quantity"].isin(list(columns)))]
-            mine = mine[mine["quantity"] != "share of expressed"]
+        del columns["share of expressed"]
+        again = {"likelier after the recipient": ("likelier after the recipient", 2)}
+        made += tables_of(
+            "turns that the model writes after hybrids: do they tell the candidate?",
+            found[found["of"].isin(WRITTEN)],
+            columns | again,
+            index=("temperature", "of"),
+            rows="queries",
+            legend="What is named is the candidate's, everything else the recipient's.",
+        )
+        for site in (TOTAL, *CELLS):
+            mine = found[(found["of"] == site) & found["quantity"].isin(list(columns))]
             made += tables_of(
-                f"carried by {site}", mine, columns, index=("of", "layer"), rows="queries",
+                f"carried by {site}", mine, columns, index=("of", "layer", "head"), rows="queries",
                 full=True,
             )  # fmt: skip
         return made
@@ -503,14 +327,8 @@ class Locate(Experiment):
         for site in (RESPONSE, HEADER):
             share = of("share of expressed", site)
             sentence += f"; {of('bits', site)} ({share}) through the keys and values of the {site}"
-        chosen = found[found["quantity"] == "bits, chosen on other queries"]
-        if len(chosen):
-            windows = [
-                f"{row.layer}–{min(row.layer + STEP - 1, self.runs[0].model['layers'])} "
-                f"({estimate_of(row).text()})"
-                for row in chosen.itertuples()
-            ]
-            sentence += f", of the response's layers most in {' and '.join(windows)}"
+        if windows := strongest_windows(found, self.runs[0].model["layers"]):
+            sentence += f", of the response's layers most in {windows}"
         control = (
             "Each number is held against two siblings whose states are put in alike; keys and "
             f"values of the query, the same tokens in all siblings, carry {of('bits', QUERY)}."
@@ -518,9 +336,19 @@ class Locate(Experiment):
         return Conclusion(f"{sentence}.", control)
 
 
+def strongest_windows(found: pd.DataFrame, layers: int) -> str:
+    """The windows that carry most, as other queries have them; an empty text without maps."""
+    chosen = found[(found["quantity"] == CHOSEN) & (found["of"] == WINDOW)]
+    last = step_of(layers) - 1
+    return " and ".join(
+        f"{row.layer}–{min(row.layer + last, layers)} ({estimate_of(row).text()})"
+        for row in chosen.itertuples()
+    )
+
+
 def drawings(found: pd.DataFrame, model: str) -> "dict[str, Drawing]":
     """What is expressed and carried, by site and by layer, from the estimates."""
-    from experiments.figures import Bars, Lines
+    from experiments.figures import Bars, HeatMap, Lines
 
     bits = found[found["quantity"] == "bits"]
     whole = bits[bits["of"].isin([OWN, *SITES]) & bits["layer"].isna()]
@@ -531,13 +359,21 @@ def drawings(found: pd.DataFrame, model: str) -> "dict[str, Drawing]":
             f"{model} · expressed and carried", "bits", whole.assign(turns=names), by="turns"
         )
     }
-    mapped = bits[bits["of"].isin(MAPS)]
-    if len(mapped):
+    cells = bits[bits["of"].isin(CELLS)]
+    if len(mapped := cells[cells["head"].isna()]):
         own = whole[(whole["of"] == OWN) & whole["temperature"].eq(mapped["temperature"].iloc[0])]
         levels = {"expressed": float(own["value"].iloc[0]), "": 0.0}
         across = "layer (of a window: its first)"
         title = f"{model} · carried by layer"
         made["layers"] = Lines(title, across, "bits", mapped, across="layer", levels=levels)
+    if len(heads := cells[cells["head"].notna()]):
+        title = f"{model} · carried by key-value heads of the response"
+        across = "first layer of a window"
+        made["heads"] = HeatMap(title, across, "head", "bits", heads, across="layer", down="head")
+    if len(written := bits[bits["of"].isin(WRITTEN)]):
+        turns = [GREEDY if t == 0 else f"T = {t:g}" for t in written["temperature"]]
+        title = f"{model} · turns written after hybrids"
+        made["written"] = Bars(title, "bits", written.assign(turns=turns), by="turns")
     return made
 
 

@@ -25,7 +25,8 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from experiments.tables import print_plan
+from experiments.hybrids import HEADS, MAPS, SIBLINGS, Siblings, tokens_of
+from experiments.tables import estimates_of, print_plan
 from ia_mech.cli import Parser, add_threads, guarded, named, path_of, tolerant_streams, whole_from
 from ia_mech.errors import UserError
 
@@ -40,6 +41,10 @@ LEAST = 60  # queries: with fewer, that a site carries nothing can hardly be sho
 PROBED = 40  # queries below which probes aren't tried: they need 20 sources of either kind
 BAD_INPUT = 2  # the exit status where a stage lacks what it needs
 TYPICAL = 120  # tokens of a query with its template, for the plan
+TURN = ("context_id", "temperature", "sample")  # what names a turn
+OPTIONS = {"level": 0.95, "resamples": 2000, "seed": 0}  # of the study's own estimates
+UNWORDED = "Whether it is a response's content or its wording isn't told apart (--wording)."
+LAYERS = 32  # of a model, for the plan
 
 
 @dataclass(frozen=True)
@@ -67,21 +72,17 @@ class Stage:
 
 def stages(args: argparse.Namespace) -> list[Stage]:
     """The commands of a study, in order."""
-    out: Path = args.out
-    run = str(out / "run")
+    run = str(args.out / "run")
     contexts = args.queries * args.responses
     arms = len(TEMPERATURES) * args.samples + 1
     length = TYPICAL + RESPONSE_TOKENS
-    scored = contexts * arms * TURN_TOKENS * args.responses
-    sites = args.queries * 4 * 3 * 3 * 4 * (len(TEMPERATURES) + 1) * 24
-    maps = 0 if args.quick else args.queries * 9 * 30 * 30
-    prompted = contexts * (len(TEMPERATURES) + 1) * TURN_TOKENS
     sample = ["--model", args.model, "--dataset", args.dataset, "--limit", str(args.queries)]
     sample += ["--response", "generate", "--responses", str(args.responses)]
     sample += ["--response-temperature", "1", "--max-response-tokens", str(RESPONSE_TOKENS)]
     sample += ["--temperatures", *map(str, TEMPERATURES), "--samples", str(args.samples)]
     sample += ["--max-new-tokens", str(TURN_TOKENS), "--out", run]
-    threads = [] if args.threads is None else ["--threads", str(args.threads)]
+    locate = ["--queries", str(args.queries), "--recipients", str(args.recipients)]
+    locate += ["--maps", *args.maps]
     found = [
         Stage(
             "sample",
@@ -92,30 +93,49 @@ def stages(args: argparse.Namespace) -> list[Stage]:
         Stage("judge", "ia_mech.judge.__main__", ["run", run]),
         Stage("rates", "ia_mech.rates.__main__", [run]),
         Stage(
-            "reaction",
-            "experiments.reaction",
-            [run, "--out", f"{run}-reaction", *(["--control-queries", "0"] if args.quick else [])],
-            (scored, 0 if args.quick else contexts * arms * TURN_TOKENS // 2),
-        ),
-        Stage(
             "locate",
             "experiments.locate",
-            [run, "--queries", str(args.queries), *(["--no-maps"] if args.quick else [])],
-            (sites + maps, 0),
+            [run, *locate],
+            (args.queries * (located_tokens(args) + args.responses * length), 0),
         ),
         Stage(
             "elicit",
             "experiments.elicit",
             [run, "--out", f"{run}-elicit"],
-            (contexts * length, prompted),
+            (contexts * length, contexts * (len(TEMPERATURES) + 1) * TURN_TOKENS),
         ),
     ]
+    if args.wording:
+        found.append(
+            Stage(
+                "reaction",
+                "experiments.reaction",
+                [run, "--out", f"{run}-reaction"],
+                (
+                    contexts * arms * TURN_TOKENS * args.responses,
+                    contexts * arms * TURN_TOKENS // 2,
+                ),
+            )
+        )
     if not args.quick and args.queries >= PROBED:
         found.append(Stage("probes", "probes.train", [run, "--replace"], optional=True))
+    threads = [] if args.threads is None else ["--threads", str(args.threads)]
     for stage in found:
         if stage.name != "judge":  # it is on a CPU, and has no such flag
             stage.words.extend(threads)
     return found
+
+
+def located_tokens(args: argparse.Namespace) -> int:
+    """That the stage ``locate`` scores for a query, about."""
+    turns: list[tuple[int, float, int, tuple[int, ...]]] = [
+        (k, t, 0, ()) for k in range(SIBLINGS) for t in (0.0, *TEMPERATURES)
+    ]
+    recipients = list(range(args.recipients))
+    unit = Siblings(
+        "", "", 0, [()], [0], [0], (0, 0), [], turns, recipients, args.maps, 0.0, LAYERS
+    )
+    return tokens_of(unit)
 
 
 # -- how long it takes -----------------------------------------------------------------------------
@@ -151,13 +171,15 @@ def seconds(stage: Stage, read: float, write: float) -> float:
 
 
 def fit(args: argparse.Namespace, read: float, write: float) -> argparse.Namespace:
-    """The same study with as many samples and queries as fit into ``--hours``: fewer samples first.
+    """The same study with as much as fits into ``--hours``: fewer samples first, then fewer
+    recipients, then fewer queries.
 
     Raises:
         UserError: not even the fewest do.
     """
-    for samples in range(args.samples, 0, -1):
-        args.samples = samples
+    fewer = [(samples, args.recipients) for samples in range(args.samples, 0, -1)]
+    fewer += [(1, recipients) for recipients in range(args.recipients - 1, 0, -1)]
+    for args.samples, args.recipients in fewer:
         if sum(seconds(one, read, write) for one in stages(args)) <= 3600 * args.hours:
             return args
     needed = sum(seconds(one, read, write) for one in stages(args))
@@ -182,41 +204,59 @@ def result(out: Path) -> "Result":
         UserError: a stage has no result yet.
     """
     from experiments.elicit import BEST, EXCESS, GAP, GREEDY
-    from experiments.locate import HEADER, OWN, RESPONSE, Lookup, drawings
+    from experiments.locate import (
+        HEADER,
+        OWN,
+        RESPONSE,
+        Locate,
+        Lookup,
+        accepted_bits,
+        drawings,
+        strongest_windows,
+    )
     from ia_mech.display import styled
     from ia_mech.likelihood.carried import CEILING
-    from ia_mech.results import Result, about_runs, folder_of, read
+    from ia_mech.results import Result, about_runs, folder_of, kind_of, read
     from ia_mech.run import Run
 
     run = Run.open(out / "run")
     located = read(folder_of(run.path, "locate"))
     elicited = read(out / "run-elicit")
-    reaction = read(out / "run-reaction")
-    found = located.estimates.assign(stage="locate")
-    found = pd.concat([found, elicited.estimates.assign(stage="elicit")], ignore_index=True)
-
+    judge = elicited.about["judge"]
+    rows = pd.read_parquet(folder_of(run.path, "locate") / "rows.parquet")
+    verdicts = run.labels.judgements(judge, [*TURN, "genuine"]).dropna()
+    verdicts = verdicts.astype({"context_id": object, "genuine": float})
+    verdicts = verdicts.groupby(list(TURN))["genuine"].mean().rename("accepted").reset_index()
+    accepting = estimates_of(
+        accepted_bits(rows, verdicts, OPTIONS), Locate.columns, OPTIONS["level"]
+    )
+    parts = {"locate": located.estimates, "elicit": elicited.estimates, NAME: accepting}
+    found = pd.concat([rows.assign(stage=name) for name, rows in parts.items()], ignore_index=True)
     told, accepted = Lookup(located.estimates), Lookup(elicited.estimates)
 
     def carried(site: str) -> str:
         return f"{told('bits', site)} (share {told('share of expressed', site)})"
 
+    windows = strongest_windows(located.estimates, run.model["layers"])
     sentence = (
         f"{run.model['name']}'s turns tell {told('bits', OWN)} of {CEILING:.2f} bits about their "
         f"response, greedy ones {told('bits', OWN, 0.0)}; {carried(RESPONSE)} arrive through the "
-        f"response's keys and values, {carried(HEADER)} through the header's. A judge accepts "
+        f"response's keys and values{f', mostly layers {windows}' if windows else ''}, "
+        f"{carried(HEADER)} through the header's. A judge accepts "
         f"{accepted(EXCESS, GREEDY)} of greedy turns beyond siblings, and under the best other arm "
         f"{accepted(GAP, BEST)} more."
     )
-    control = (
-        f"Every number is held against siblings, other responses to the same query. "
-        f"{latent(found, told('bits', HEADER, 0.0))} {reaction.control}"
-    )
-    judges = [name for name in [elicited.about.get("judge")] if name]
+    wording = out / "run-reaction"
+    control = [
+        "Every number is held against siblings, other responses to the same query.",
+        latent(found, told("bits", HEADER, 0.0)),
+        read(wording).control if kind_of(wording) else UNWORDED,
+    ]
     return Result(
         name=NAME,
         question="What do user turns owe to the response: expressed, carried, elicited?",
         sentence=sentence,
-        control=" ".join(control.split()),
+        control=" ".join(control),
         estimates=found,
         tables=[*located.tables[:1], *elicited.tables[:1]],
         figures={
@@ -224,7 +264,7 @@ def result(out: Path) -> "Result":
             for stem, drawing in drawings(located.estimates, run.model["name"]).items()
         },
         notes=list(dict.fromkeys([*located.notes, *elicited.notes])),
-        about={"kind": NAME, **about_runs([run], judges)},
+        about={"kind": NAME, **about_runs([run], [judge])},
     )
 
 
@@ -287,7 +327,22 @@ def build_parser() -> argparse.ArgumentParser:
         help="turns per context and temperature (default: 4)",
     )  # fmt: skip
     parser.add_argument(
-        "--quick", action="store_true", help=f"{QUICK} queries, one sample; no maps, no probes"
+        "--maps", nargs="*", choices=MAPS, metavar="MAP",
+        help=f"of the stage locate: {', '.join(MAPS)} (default: all but heads)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--recipients", type=int, choices=range(1, 5), metavar="N",
+        help="of the stage locate, 1 to 4: fewer take less time and give wider intervals "
+        "(default: 4)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--wording", action="store_true",
+        help="also how much turns tell about wordings of one response, written by the model",
+    )  # fmt: skip
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help=f"{QUICK} queries, one sample, one recipient; no maps, no probes",
     )
     parser.add_argument("--hours", type=float, metavar="H", help="as much as fits into these")
     parser.add_argument(
@@ -312,6 +367,9 @@ def settled(args: argparse.Namespace) -> argparse.Namespace:
 
     args.queries = args.queries or (QUICK if args.quick else 60)
     args.samples = args.samples or (1 if args.quick else 4)
+    args.recipients = args.recipients or (1 if args.quick else 4)
+    if args.maps is None:
+        args.maps = [] if args.quick else [name for name in MAPS if name != HEADS]
     args.out = args.out or cache_dir() / f"{NAME}-{Path(args.model).name}"
     return args
 
@@ -349,7 +407,8 @@ def _study(args: argparse.Namespace) -> int | None:
 
 
 def _beside(out: Path) -> list[str]:
-    return [str(out / f"run-{name}") for name in ("reaction", "elicit")]
+    places = [out / f"run-{name}" for name in ("reaction", "elicit")]
+    return [str(place) for place in places if place.is_dir()]
 
 
 def _print_plan(args: argparse.Namespace, read: float, write: float) -> None:

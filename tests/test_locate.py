@@ -10,24 +10,28 @@ import scored
 from shell import call, refusal
 
 from experiments.experiment import Model
-from experiments.locate import (
+from experiments.hybrids import (
     AFTER,
+    BOTH,
     FIRST,
+    HEAD,
     HEADER,
     LAST,
+    OTHERS,
     OWN,
     QUERY,
     RESPONSE,
+    SCORES,
     SITES,
-    STEP,
+    TOTAL,
     WINDOW,
+    WRITTEN,
     Measured,
     Siblings,
-    estimates,
-    halves,
-    main,
-    told_of,
+    step_of,
+    windows_of,
 )
+from experiments.locate import accepted_bits, estimates, halves, main, told_of
 from ia_mech.likelihood.carried import CEILING, told
 
 QUERIES = 8
@@ -56,15 +60,21 @@ def unit(query: int, react: bool = True) -> Siblings:
         [one.response.start for one in contexts],
         [one.response.stop for one in contexts],
         (first, last),
+        [f"q{query}-{name}" for name in range(planted.NAMES)],
         turns,
-        query % planted.NAMES,
+        [(query + i) % planted.NAMES for i in range(planted.NAMES)],
+        ["windows", "heads", "states", "written"],
         1.0,
         planted.DEPTH,
     )
 
 
 def measured(through_header: bool, react: bool = True) -> pd.DataFrame:
-    model = Model(SimpleNamespace(model=planted.model(through_header)), None, share=True)
+    model = Model(
+        SimpleNamespace(model=planted.model(through_header)),
+        SimpleNamespace(stop_ids=[0]),
+        share=True,
+    )
     parts = []
     for number in range(QUERIES):
         one = unit(number, react)
@@ -73,10 +83,11 @@ def measured(through_header: bool, react: bool = True) -> pd.DataFrame:
 
 
 def carried(rows: pd.DataFrame) -> dict:
-    """Mean bits by site, and by site and layer in maps."""
+    """Mean bits by site, and by site, layer and head in maps."""
     found = {}
-    for key, cell in rows.groupby(["site", "layer"]):
-        found[key if key[1] >= 0 else key[0]] = told_of(cell, 0).bits.mean()
+    for (site, layer, head), cell in rows.groupby(["site", "layer", "head"]):
+        place = [at for at in (layer, head) if at >= 0]
+        found[(site, *place) if place else site] = told_of(cell, 0).bits.mean()
     return found
 
 
@@ -88,19 +99,35 @@ def test_the_planted_route_carries_all_that_is_expressed_and_no_other_site_anyth
     for site in SITES:
         wanted = found[OWN] if site in routes else 0.0
         assert found[site] == pytest.approx(wanted, abs=0.02), site
-    # What follows is computed anew: the window whose block reads the response carries everything.
+    # What follows is computed anew: the window whose block reads the response carries everything,
+    # and all others together nothing. Of a third of the turns, so that β stays a little smaller.
+    assert found[TOTAL] == pytest.approx(found[OWN], abs=0.06)
     reads = planted.WRITE if through_header else planted.READ
-    for first in range(1, planted.DEPTH + 1, STEP):
-        wanted = found[OWN] if first <= reads < first + STEP else 0.0
-        # Of a third of the turns, so that β stays a little smaller.
-        assert found[WINDOW, first] == pytest.approx(wanted, abs=0.06)
+    for window in windows_of(planted.DEPTH):
+        inside, outside = (found[OWN], 0.0) if reads in window else (0.0, found[OWN])
+        assert found[WINDOW, window[0]] == pytest.approx(inside, abs=0.06)
+        assert found[HEAD, window[0], 0] == found[WINDOW, window[0]]  # there is one
+        assert found[OTHERS, window[0]] == pytest.approx(outside, abs=0.06)
     for site in (FIRST, LAST):  # the name is written into the token between these
-        assert found[site, STEP] == pytest.approx(0.0, abs=0.02)
+        assert found[site, step_of(planted.DEPTH)] == pytest.approx(0.0, abs=0.02)
+
+
+@pytest.mark.parametrize("through_header", [True, False])
+def test_turns_that_are_written_after_a_hybrid_tell_the_response_that_its_route_is_of(
+    through_header,
+):
+    rows = measured(through_header)
+    found = carried(rows[rows["temperature"] == 0])
+    routes = {OWN, BOTH, HEADER if through_header else RESPONSE}
+    for site in WRITTEN:
+        told = found[site]
+        assert (told > 1.0) if site.removeprefix("written: ") in routes else (told < 0.02), site
 
 
 def test_turns_that_do_not_react_tell_nothing_and_no_site_carries_anything():
     """The turn repeats a name that was drawn by itself: held-out bits are 0 or below."""
-    found = carried(measured(through_header=True, react=False))
+    rows = measured(through_header=True, react=False)
+    found = carried(rows[~rows["site"].isin(WRITTEN)])  # those the model writes itself
     assert max(found.values()) < 0.15
 
 
@@ -122,8 +149,24 @@ def test_estimates_have_the_share_the_test_and_the_windows_chosen_on_other_queri
     assert hits[QUERY].estimate.value == pytest.approx(1 / 3) and hits[QUERY].p > 0.05
     chosen = [row for row in found if row.quantity == "bits, chosen on other queries"]
     of = halves([f"q{number}" for number in range(QUERIES)], 0)
-    assert {row.names["layer"] for row in chosen} == {1, 1 + STEP}
+    assert {row.names["layer"] for row in chosen if row.names["of"] == WINDOW} >= {planted.READ}
     assert all(row.estimate.sources == list(of.values()).count("reporting half") for row in chosen)
+
+
+def test_bits_of_accepted_turns_are_those_that_an_own_count_gives():
+    rows = measured(through_header=False)
+    own = rows[rows["site"] == OWN]
+    turns = own[["context_id", "temperature", "sample"]].drop_duplicates()
+    verdicts = turns.assign(accepted=np.arange(len(turns)) % 3 == 0)
+    options = {"level": 0.95, "resamples": 200, "seed": 0}
+    found = {row.quantity: row.estimate.value for row in accepted_bits(rows, verdicts, options)}
+    bits = told(own[SCORES].to_numpy(), own["own"].to_numpy(), own["source"]).each
+    accepted = own["context_id"].map(verdicts.set_index("context_id")["accepted"]).to_numpy()
+    assert found["share of turns accepted"] == pytest.approx(accepted.mean())
+    share = bits[accepted].sum() / bits.sum()
+    assert found["share of bits in accepted turns"] == pytest.approx(share)
+    more = bits[accepted].mean() - bits[~accepted].mean()
+    assert found["bits of accepted turns, less those of others"] == pytest.approx(more)
 
 
 def test_told_is_the_information_of_turns_that_are_drawn_from_their_scores():
@@ -152,7 +195,7 @@ def test_the_command_measures_expressed_as_full_passes_do(siblings, tiny_subject
     assert " of 1.58 bits about which of 3 responses they followed" in outcome.out.splitlines()[0]
     assert "two siblings whose states are put in alike" in outcome.out.splitlines()[1]
     rows = pd.read_parquet(out / "rows.parquet")
-    assert set(rows["site"]) >= {OWN, *SITES, WINDOW, FIRST, LAST}
+    assert set(rows["site"]) >= {OWN, *SITES, WINDOW, OTHERS, TOTAL, FIRST, LAST, *WRITTEN}
     query = siblings.queries()[0]
     own = rows[(rows["site"] == OWN) & (rows["source"] == query.source)]
     for row in own.itertuples():

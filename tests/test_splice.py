@@ -11,7 +11,6 @@ from ia_mech.engine.intervene import Replace
 from ia_mech.engine.score import Turn, score
 from ia_mech.engine.shared import Borrowed, Engine
 from ia_mech.engine.splice import Hybrid, Piece, aligned, spliced
-from ia_mech.engine.state import Prefix
 
 NATS = 2e-5
 QUERY, AFTER = 9, 4  # tokens before the responses, which all contexts share, and after them
@@ -73,7 +72,7 @@ CUT = [(0, 1, None), (1, 2, None), (2, 2, None)]
 @pytest.mark.parametrize(("cases", "after"), [(WHOLE, AFTER), (CUT, 0)])
 def test_turns_after_hybrids_equal_one_pass_with_a_mask_per_token(architecture, cases, after):
     model = tiny.model(architecture)
-    group = aligned(model, [Prefix(one) for one in contexts(after)])
+    group = aligned(model, contexts(after))
     made = [hybrid(*case) for case in cases]
     turns = [Turn(n, tiny.prompt(5 + n, seed=n)) for n in range(len(made))]
     found = score(model, [spliced(group, made)], turns)
@@ -87,7 +86,7 @@ def test_heads_that_borrow_from_a_hybrid_equal_one_pass(architecture):
     model = tiny.model(architecture)
     layers = Engine.possible(model).shared
     heads = {layers[0]: [1]} | {layer: [0, 1] for layer in layers[1:]}
-    group = aligned(model, [Prefix(one) for one in contexts()])
+    group = aligned(model, contexts())
     one = hybrid(0, 1, 0)
     its = spliced(group, [one])
     turn = tiny.prompt(7, seed=5)
@@ -100,7 +99,7 @@ def test_heads_that_borrow_from_a_hybrid_equal_one_pass(architecture):
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_a_hybrid_of_itself_is_the_context_to_the_bit(architecture):
     model = tiny.model(architecture)
-    group = aligned(model, [Prefix(one) for one in contexts()])
+    group = aligned(model, contexts())
     its = spliced(group, [hybrid(n, n, n) for n in range(3)])
     turns = [Turn(n, tiny.prompt(6, seed=n)) for n in range(3)]
     for ours, theirs in zip(score(model, [its], turns), score(model, [group], turns), strict=True):
@@ -111,7 +110,7 @@ def test_a_hybrid_of_itself_is_the_context_to_the_bit(architecture):
 def test_contexts_that_end_together_score_as_they_do_alone(architecture):
     """Rotary positions are relative: where a context begins doesn't matter."""
     model = tiny.model(architecture)
-    group = aligned(model, [Prefix(one) for one in contexts()])
+    group = aligned(model, contexts())
     share = check_engine(model, tiny.prompt(48, seed=3)).share
     turns = [Turn(n, tiny.prompt(6, seed=n)) for n in range(3)]
     for turn, ours in zip(turns, score(model, [group], turns, share=share), strict=True):
@@ -126,7 +125,7 @@ def test_contexts_that_end_together_score_as_they_do_alone(architecture):
 def test_states_put_into_a_turns_first_tokens_equal_those_of_a_pass_with_a_hook():
     """What comes after the response is computed anew, with another context's state in it."""
     model = tiny.model("llama")
-    group = aligned(model, [Prefix(one) for one in contexts(after=0)])
+    group = aligned(model, contexts(after=0))
     cut = spliced(group, [hybrid(0, 0, None)])
     states = torch.randn(1, model.config.hidden_size, generator=torch.Generator().manual_seed(0))
     after, turn = contexts()[0][-AFTER:], tiny.prompt(5, seed=8)

@@ -148,11 +148,13 @@ class _Gathered:
     """The rows of one group's contexts.
 
     Attributes:
+        contexts: of the group, from the first to the last that has rows.
         rows: ``[contexts, most]`` int64, the rows of each context; filled up with row 0.
         bias: ``[contexts, 1, 1, tokens]`` in the model's dtype, minus infinity at left padding;
             None where there is none.
     """
 
+    contexts: slice
     rows: Tensor
     bias: Tensor | None
 
@@ -227,11 +229,14 @@ class Table:
         back, first, before = [0] * len(pairs), 0, 0
         for mask in self._masks:
             mine = [of.get(first + number, []) for number in range(len(mask))]
-            most = max(map(len, mine))
             first += len(mask)
-            if not most:
+            used = [number for number, places in enumerate(mine) if places]
+            if not used:
                 groups.append(None)
                 continue
+            contexts = slice(used[0], used[-1] + 1)
+            mine, mask = mine[contexts], mask[contexts]
+            most = max(map(len, mine))
             rows = torch.zeros(len(mask), most, dtype=torch.long)
             for number, places in enumerate(mine):
                 for at, place in enumerate(places):
@@ -243,7 +248,7 @@ class Table:
                 hidden = (mask == 0)[:, None, None].to(device)
                 bias = torch.zeros(hidden.shape, dtype=self._dtype, device=device)
                 bias.masked_fill_(hidden, -torch.inf)
-            groups.append(_Gathered(rows.to(device), bias))
+            groups.append(_Gathered(contexts, rows.to(device), bias))
         return groups, torch.tensor(back, device=device)
 
     def causal(self, new: int, device: torch.device) -> Tensor | None:
@@ -445,6 +450,7 @@ class SharedLayer(DynamicLayer):
         for (keys, values), group in zip(self.prefixes, groups, strict=True):
             if group is None:
                 continue
+            keys, values = keys[group.contexts], values[group.contexts]
             contexts, most = group.rows.shape
             kv_heads = keys.shape[1]
             # Rows, the heads that share keys, and new tokens become the rows of one matrix per

@@ -5,8 +5,8 @@ response of another. Keys carry the position that they were computed at, so what
 has to agree on positions. Contexts that are to be spliced are therefore prefilled so that all *end*
 at the same position (:func:`aligned`): attention with rotary embeddings depends on distances alone,
 and what stands at the same distance from the end is at the same position in all of them. A piece of
-another length needs no turning of keys; it begins earlier or later. What is to be computed anew
-after a splice is left out of the contexts before they are prefilled.
+another length needs no turning of keys; it begins earlier or later. What comes after the splice may
+be computed anew: contexts are spliced where they are cut off, and the rest is fed with the turn.
 
 Only layers whose prefix rows can share take part (:attr:`ia_mech.engine.shared.Engine.shared`). In
 the others, those with a sliding window or a recurrent state, a hybrid has what its recipient has.
@@ -14,14 +14,24 @@ the others, those with a sliding window or a recurrent state, a hybrid has what 
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ia_mech.engine.capture import ResidualCapture, find_blocks
 from ia_mech.engine.shared import held
-from ia_mech.engine.state import Prefilled, Prefix, State, is_full, prefill, rows_of
+from ia_mech.engine.state import (
+    Prefilled,
+    Prefix,
+    State,
+    expand,
+    forward,
+    is_full,
+    prefill,
+    rows_of,
+)
 
 
 @dataclass(frozen=True)
@@ -47,19 +57,34 @@ class Hybrid:
     pieces: tuple[Piece, ...]
 
 
-def aligned(
-    model: PreTrainedModel, prefixes: Sequence[Prefix], blocks: torch.nn.ModuleList | None = None
-) -> Prefilled:
+def aligned(model: PreTrainedModel, contexts: Sequence[Sequence[int]]) -> Prefilled:
     """Prefill contexts together, all ending at the same position.
 
     Args:
         model: a causal language model whose positions are relative (rotary or none).
-        prefixes: the contexts; ``start`` is set here.
-        blocks: as of :func:`ia_mech.engine.state.prefill`.
+        contexts: token ids of each.
     """
-    longest = max(len(prefix.ids) for prefix in prefixes)
-    placed = [replace(prefix, start=longest - len(prefix.ids)) for prefix in prefixes]
-    return prefill(model, placed, blocks)
+    longest = max(map(len, contexts))
+    return prefill(model, [Prefix(ids, start=longest - len(ids)) for ids in contexts])
+
+
+def continued(
+    model: PreTrainedModel, group: Prefilled, ids: Sequence[int], positions: Sequence[int]
+) -> Prefilled:
+    """The contexts of a group, each with the same further tokens; the group is left as it is.
+
+    Args:
+        model: of the group.
+        ids: the further tokens.
+        positions: indices into them at which the residual stream is captured.
+    """
+    count = len(group.logits)
+    state = expand([group], range(count), share=False)
+    at = torch.tensor([list(positions)] * count)
+    with ResidualCapture(find_blocks(model), at) as capture:
+        tokens = torch.tensor([list(ids)] * count)
+        logits = forward(model, state, tokens, torch.ones_like(tokens))[:, -1]
+    return Prefilled(state, logits, capture.residuals())
 
 
 @torch.inference_mode()
@@ -71,9 +96,8 @@ def spliced(group: Prefilled, hybrids: Sequence[Hybrid]) -> Prefilled:
         hybrids: what to make of them.
 
     Returns:
-        The hybrids in their order. Their ``logits`` are those of the recipients: the distribution
-        of a first token is that of the last header state, which a splice of keys and values leaves
-        as it is.
+        The hybrids in their order. Their ``logits`` are those of the contexts that the last pieces
+        are of: the distribution of a first token is that of the last header state.
     """
     mask, device = group.state.mask, group.state.mask.device
     width = mask.shape[1]
@@ -99,9 +123,9 @@ def spliced(group: Prefilled, hybrids: Sequence[Hybrid]) -> Prefilled:
             cache.layers.append(_taken(layer, row.to(device), column.to(device)))
         else:
             cache.layers.append(rows_of([layer], [recipients], width))
-    recipients = recipients.to(device)
-    state = State(cache, real.to(device), group.state.position[recipients])
-    return Prefilled(state, group.logits[recipients], None)
+    state = State(cache, real.to(device), group.state.position[recipients.to(device)])
+    last = torch.tensor([one.pieces[-1].context for one in hybrids])
+    return Prefilled(state, group.logits[last.to(device)], None)
 
 
 def _taken(layer, row: Tensor, column: Tensor):

@@ -14,7 +14,7 @@ and divided. Everything here is a function of arrays.
 """
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -32,17 +32,21 @@ class Told:
         queries: their names, sorted.
         bits: ``[queries]`` held-out bits; their mean is in expectation a lower bound.
         hits: ``[queries]`` how often the own candidate is the likeliest; by chance 1/3.
+        each: ``[rows]`` held-out bits of each row.
     """
 
     queries: list
     bits: np.ndarray
     hits: np.ndarray
+    each: np.ndarray
 
     def only(self, queries: Sequence[Hashable]) -> "Told":
         """The same of some queries."""
         wanted = set(queries)
         at = [number for number, name in enumerate(self.queries) if name in wanted]
-        return Told([self.queries[number] for number in at], self.bits[at], self.hits[at])
+        return replace(
+            self, queries=[self.queries[n] for n in at], bits=self.bits[at], hits=self.hits[at]
+        )
 
 
 def told(
@@ -63,4 +67,4 @@ def told(
     names, bits = by_query(found.bits, own, queries, CANDIDATES)
     _, hits = by_query(identified(scores, own), own, queries, CANDIDATES)
     order = sorted(range(len(names)), key=lambda number: str(names[number]))
-    return Told([names[number] for number in order], bits[order], hits[order])
+    return Told([names[number] for number in order], bits[order], hits[order], found.bits)

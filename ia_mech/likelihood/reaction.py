@@ -415,7 +415,7 @@ def fit_beta(scores: np.ndarray, followed: np.ndarray, weight: np.ndarray) -> fl
     def slope(beta: float) -> float:
         return target - float(share @ (softmax(beta * centred, axis=1) * centred).sum(1))
 
-    if reach == 0 or target <= 0:  # centred scores: at β = 0 the slope is the target
+    if reach == 0 or slope(0.0) <= 0:
         return 0.0
     top = 1 / reach
     while slope(top) > 0:
