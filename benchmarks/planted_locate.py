@@ -29,22 +29,11 @@ import pandas as pd
 import torch
 
 from benchmarks.coverage_data import table
-from benchmarks.planted_routes import DIRECT, GREEDY, KINDS, SAMPLED, Kind, model, siblings
+from benchmarks.planted_routes import DEPTH, DIRECT, GREEDY, KINDS, SAMPLED, Kind, model, siblings
 from experiments import elicit
 from experiments.experiment import Model
-from experiments.locate import (
-    HEADER,
-    OWN,
-    QUERY,
-    RESPONSE,
-    STEP,
-    WINDOW,
-    Locate,
-    Maker,
-    Measured,
-    estimates,
-    told_of,
-)
+from experiments.hybrids import HEADER, OWN, QUERY, RESPONSE, WINDOW, Measured, windows_of
+from experiments.locate import CHOSEN, Locate, Maker, estimates, told_of
 from experiments.study import latent
 from ia_mech.estimates import TidyEstimate, frame_of
 from ia_mech.likelihood.carried import Told
@@ -55,7 +44,7 @@ NOISE = 0.01  # spread of what is added to every weight; what is planted is 0.25
 POWER = 2.8  # standard errors of an effect that is shown with a power of 80%
 OPTIONS = {"level": 0.95, "resamples": 400, "seed": 0}
 RULE = "rule"
-BITS, ABOVE, CHOSEN = "bits", "bits above a tenth of expressed", "bits, chosen on other queries"
+BITS, ABOVE = "bits", "bits above a tenth of expressed"
 BEYOND = "bits beyond wordings"
 WORDED = ("wording only", "header")  # kinds whose wordings are measured, too
 
@@ -113,10 +102,10 @@ def wrong(kind: Kind, found: pd.DataFrame) -> list[str]:
         nothing = not shown or of(found, ABOVE, site).high < 0
         if not (shown if site in kind.carries else nothing):
             said.append(site)
-    if kind.maps:
+    if kind.windows:
         chosen = found[(found["quantity"] == CHOSEN) & (found["of"] == WINDOW)]
         carrying = set(chosen["layer"][chosen["low"] > 0])
-        if carrying != {1 + STEP * ((DIRECT - 1) // STEP)}:
+        if carrying != {window[0] for window in windows_of(DEPTH) if DIRECT in window}:
             said.append("window")
     if kind.name in WORDED and (of(found, BEYOND, OWN).low > 0) != (kind.name != WORDED[0]):
         said.append("beyond wordings")
@@ -223,7 +212,8 @@ def simulated(setting: Setting, rng: np.random.Generator) -> pd.DataFrame:
 
     def drawn(mean: float, spread: float, hits: float) -> Told:
         bits = mean + spread * (common + rng.normal(size=QUERIES)) / np.sqrt(2)
-        return Told(names, bits, rng.binomial(12, hits, QUERIES) / 12)  # 4 recipients, 3 turns
+        right = rng.binomial(12, hits, QUERIES) / 12  # 4 recipients, 3 turns
+        return Told(names, bits, right, bits)
 
     rows: list[TidyEstimate] = []
     for temperature, expressed, carried, hits in (

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 import transformers
 
-from experiments.locate import HEADER, OWN, RESPONSE, Siblings
+from experiments.hybrids import HEADER, OWN, RESPONSE, WINDOWS, Siblings
 
 NAMES, LENGTH = 4, 4  # contents and wordings; words of a turn after its first
 BOS, FILLER, FILLERS, NAME, WORDING = 1, 2, 8, 10, 14
@@ -39,7 +39,7 @@ class Kind:
 
     Attributes:
         name: as it is shown.
-        carries: the sites that carry bits, by their names in ``experiments.locate``.
+        carries: the sites that carry bits, by their names in ``experiments.hybrids``.
         follows: how often a turn says what its response says; else a word drawn by chance.
         code: a header token gets the content's name.
         bag: header tokens get the mean of the response's words.
@@ -50,7 +50,7 @@ class Kind:
         joint: turns read the response only where the header names it, too.
         checks: turns are spoiled where header and response name different things.
         wording: turns read which wording a response has in place of its content.
-        maps: windows of layers are measured, too.
+        windows: windows of layers are measured, too.
     """
 
     name: str
@@ -64,7 +64,7 @@ class Kind:
     joint: bool = False
     checks: bool = False
     wording: bool = False
-    maps: bool = False
+    windows: bool = False
 
 
 SAID = frozenset({OWN})
@@ -76,7 +76,7 @@ KINDS = {
         Kind("none"),
         Kind("bag of words, unread", bag=True),
         Kind("header", SAID | {HEADER}, 0.35, code=True, header=1.0),
-        Kind("one layer and head", SAID | {RESPONSE}, 0.6, direct=1.0, maps=True),
+        Kind("one layer and head", SAID | {RESPONSE}, 0.6, direct=1.0, windows=True),
         Kind("redundant", SAID | {HEADER, RESPONSE}, 0.35, code=True, header=1.0, direct=1.0),
         Kind("joint", SAID, 0.35, code=True, direct=1.0, joint=True),
         Kind("generic damage", SAID | {RESPONSE}, 0.35, code=True, direct=1.0, checks=True),
@@ -218,7 +218,8 @@ def siblings(kind: Kind, rng: np.random.Generator, name: str, wordings: bool = F
             said = int(own) if follows else int(rng.integers(NAMES))
             ids = (OPENING if opened else OPENER, *[ECHO + said] * LENGTH)
             turns.append((k, temperature, 0, ids))
-    recipient = int(rng.integers(NAMES)) if kind.maps else -1
     return Siblings(
-        name, "planted", 0, contexts, starts, stops, (2, 5), turns, recipient, SAMPLED, DEPTH
-    )
+        name, "planted", 0, contexts, starts, stops, (2, 5),
+        [f"{name}-{k}" for k in range(NAMES)], turns, worded.tolist(),
+        [WINDOWS] if kind.windows else [], SAMPLED, DEPTH,
+    )  # fmt: skip

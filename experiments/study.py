@@ -282,7 +282,8 @@ def latent(found: pd.DataFrame, header: str) -> str:
         header: what greedy turns carry there, as text.
     """
     from experiments.elicit import GAP, TEMPERATURE
-    from experiments.locate import EQUIVALENT, HEADER, OWN, QUERY
+    from experiments.hybrids import HEADER, OWN, QUERY
+    from experiments.locate import EQUIVALENT
 
     whole = found[(found["stage"] == "locate") & found["layer"].isna()]
     names = ["quantity", "of", "temperature"]  # 0: greedy turns, -1: all sampled ones, none chosen

@@ -8,7 +8,8 @@ import pytest
 
 from benchmarks.planted_locate import NULLS, TRUE, measured, simulated
 from benchmarks.planted_routes import GREEDY, KINDS, SAMPLED
-from experiments.locate import HEADER, OWN, QUERY, RESPONSE, SCORES, told_of
+from experiments.hybrids import HEADER, OWN, QUERY, RESPONSE, SCORES
+from experiments.locate import told_of
 from experiments.study import latent
 
 QUERIES = 6
