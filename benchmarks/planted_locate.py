@@ -103,8 +103,12 @@ def wrong(kind: Kind, found: pd.DataFrame) -> list[str]:
         if not (shown if site in kind.carries else nothing):
             said.append(site)
     if kind.windows:
-        chosen = found[(found["quantity"] == CHOSEN) & (found["of"] == WINDOW)]
-        carrying = set(chosen["layer"][chosen["low"] > 0])
+        windows = found[found["of"] == WINDOW].set_index(["quantity", "layer"])
+        carrying = {
+            layer
+            for layer, window in windows.loc[CHOSEN].iterrows()
+            if window["low"] > 0 and windows.loc[(ABOVE, layer), "high"] >= 0
+        }
         if carrying != {window[0] for window in windows_of(DEPTH) if DIRECT in window}:
             said.append("window")
     if kind.name in WORDED and (of(found, BEYOND, OWN).low > 0) != (kind.name != WORDED[0]):

@@ -83,8 +83,8 @@ KINDS = {
         Kind("latent", SAID | {HEADER}, 0.35, code=True, header=1.0, gated=True),
         Kind("code, unread", code=True, gated=True),
         Kind("wording only", SAID | {RESPONSE}, 0.35, code=True, direct=1.0, wording=True),
-        # Beyond the ten of the plan: the header turns logits a twentieth as much as the response.
-        Kind("faint header", SAID | {RESPONSE}, 0.35, code=True, header=0.05, direct=1.0),
+        # Beyond the ten of the plan: the header turns logits a fiftieth as much as the response.
+        Kind("faint header", SAID | {RESPONSE}, 0.35, code=True, header=0.02, direct=1.0),
     )
 }
 
