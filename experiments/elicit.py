@@ -46,7 +46,7 @@ OPENING = "Thanks. I have one question about what you said."
 PROMPTED, OPENED, STEERED = "prompt", "opening", "steering"
 GREEDY = "greedy"
 RATE, SIBLINGS, EXCESS = "accepted", "accepted after siblings", "excess over siblings"
-GAP, BEST = "elicitation gap", "best arm"
+GAP, BEST, TEMPERATURE = "elicitation gap", "best arm", "best temperature"
 
 
 def arm_name(temperature: float, way: str = "") -> str:
@@ -222,12 +222,16 @@ class Elicit(Experiment):
         order = np.random.default_rng([self.args.seed, 3]).permutation(excess.shape[1])
         half = np.empty(len(order), dtype=int)
         half[order] = np.arange(len(order)) % 2
+        # Of all arms, and of those whose turns other experiments have, too: without the prompt.
+        unprompted = [number for number, arm in enumerate(arms) if not arm.startswith(PROMPTED)]
+        for name, among in ((BEST, list(range(len(arms)))), (TEMPERATURE, unprompted)):
+            greedy = among.index(arms.index(GREEDY))
 
-        def statistic(counts: np.ndarray) -> np.ndarray:
-            return gaps(excess, arms.index(GREEDY), half, counts)
+            def statistic(counts: np.ndarray, among=among, greedy=greedy) -> np.ndarray:
+                return gaps(excess[among], greedy, half, counts)
 
-        (gap,) = cluster_bootstrap(statistic, list(table.columns), **self.options)
-        yield TidyEstimate(GAP, {"dataset": ALL, "of": BEST}, excess.shape[1], gap)
+            (gap,) = cluster_bootstrap(statistic, list(table.columns), **self.options)
+            yield TidyEstimate(GAP, {"dataset": ALL, "of": name}, excess.shape[1], gap)
         for number in (0, 1):
             best = arms[int(excess[:, half == number].mean(1).argmax())]
             self.notes.append(f"chosen on half {number + 1} of the queries: {best}.")
@@ -256,7 +260,7 @@ class Elicit(Experiment):
         return {"arms": Bars(title, "rate less that after siblings", rows)}
 
     def conclude(self, found: pd.DataFrame) -> Conclusion:
-        gap = found[found["quantity"] == GAP]
+        gap = found[(found["quantity"] == GAP) & (found["of"] == BEST)]
         greedy = found[(found["quantity"] == EXCESS) & (found["of"] == GREEDY)]
         level = self.args.level
         sentence = " ".join(

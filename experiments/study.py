@@ -270,20 +270,36 @@ def result(out: Path) -> "Result":
 
 
 def latent(found: pd.DataFrame, header: str) -> str:
-    """Whether "latent at the header" may be said: over at least :data:`LEAST` queries, what greedy
-    turns carry there is shown to be nothing, what sampled turns do is more, and turns are accepted
-    more often under another arm. ``header`` is what greedy turns carry, as text."""
-    site = found[(found["stage"] == "locate") & (found["of"] == "header") & found["layer"].isna()]
-    greedy = site[site["temperature"] == 0.0].set_index("quantity")
-    sampled = site[site["temperature"].isna()].set_index("quantity")  # all of them: none is chosen
-    gap = found[found["quantity"] == "elicitation gap"]
-    above = "bits above a tenth of expressed"
-    if above not in greedy.index or "bits" not in sampled.index or gap.empty:
+    """Whether "latent at the header" may be said, over at least :data:`LEAST` queries.
+
+    Four things must hold. Greedy turns carry less there than a tenth of what sampled turns express.
+    Nor does the header of greedy turns tell their own sibling more often than the query does, whose
+    tokens are the same in all: one β for all queries may miss in bits what is told in some. What
+    sampled turns carry there is more. And sampled turns are accepted more often, too: a prompt that
+    opens something doesn't count, since what is carried under it isn't measured.
+
+    Args:
+        found: estimates of the stages ``locate`` and ``elicit``, by ``stage``.
+        header: what greedy turns carry there, as text.
+    """
+    from experiments.elicit import GAP, TEMPERATURE
+    from experiments.hybrids import HEADER, OWN, QUERY
+    from experiments.locate import EQUIVALENT
+
+    whole = found[(found["stage"] == "locate") & found["layer"].isna()]
+    names = ["quantity", "of", "temperature"]  # 0: greedy turns, -1: all sampled ones, none chosen
+    told = whole.assign(temperature=whole["temperature"].fillna(-1)).set_index(names)
+    bits, hits = "bits", "own is likeliest"
+    needed = [(bits, HEADER, 0), (bits, HEADER, -1), (bits, OWN, -1), (hits, HEADER, 0),
+              (hits, QUERY, 0)]  # fmt: skip
+    gap = found[(found["quantity"] == GAP) & (found["of"] == TEMPERATURE)]
+    if gap.empty or not all(one in told.index for one in needed):
         return "Whether anything is latent can't be told."
-    if greedy.loc["bits", "sources"] < LEAST:
+    greedy, sampled, expressed, right, control = (told.loc[one] for one in needed)
+    if greedy["sources"] < LEAST:
         return f"Whether anything is latent isn't told of fewer than {LEAST} queries."
-    nothing = greedy.loc[above, "high"] < 0
-    rises = sampled.loc["bits", "low"] > greedy.loc["bits", "high"]
+    nothing = greedy["high"] < EQUIVALENT * expressed["value"] and right["low"] <= control["high"]
+    rises = sampled["low"] > greedy["high"]
     if nothing and rises and gap["low"].iloc[0] > 0:
         return f"Latent at the header: greedy turns carry nothing there ({header})."
     return f"Nothing is shown to be latent at the header, where greedy turns carry {header} bits."

@@ -83,7 +83,7 @@ def test_the_command_lists_its_arms_and_samples_each_once(siblings, tmp_path, ca
     assert outcome.status == 0, outcome.err
     assert "The best arm, chosen on other queries, adds" in outcome.out.splitlines()[0]
     found = pd.read_parquet(tmp_path / "out" / "estimates.parquet")
-    assert set(found["of"]) == {*arms, "best arm"}
+    assert set(found["of"]) == {*arms, "best arm", "best temperature"}
     prompted = Run.open(tmp_path / "out" / "prompt" / "run")
     assert prompted.settings["system"] and prompted.labels.judges == ["rules"]
     opened = Run.open(tmp_path / "out" / "opening" / "run")

@@ -72,26 +72,38 @@ def test_a_plan_names_stages_and_time_and_hours_choose_what_fits(tiny_model_dir,
 
 
 @pytest.mark.parametrize(
-    ("high", "low", "gap", "said"),
+    ("high", "low", "hits", "gap", "said"),
     [
-        (-0.1, 0.2, 0.1, "Latent at the header"),
-        (0.1, 0.2, 0.1, "Nothing is shown to be latent"),  # greedy may carry something
-        (-0.1, -0.2, 0.1, "Nothing is shown to be latent"),  # nothing carries more than greedy
-        (-0.1, 0.2, -0.1, "Nothing is shown to be latent"),  # turns aren't accepted more often
+        (0.08, 0.2, 0.3, 0.1, "Latent at the header"),
+        (0.10, 0.2, 0.3, 0.1, "Nothing is shown to be latent"),  # greedy may carry a tenth
+        (0.08, 0.05, 0.3, 0.1, "Nothing is shown to be latent"),  # nothing carries more than greedy
+        (0.08, 0.2, 0.4, 0.1, "Nothing is shown to be latent"),  # greedy ones are told, beyond bits
+        (
+            0.08,
+            0.2,
+            0.3,
+            -0.1,
+            "Nothing is shown to be latent",
+        ),  # nor accepted more often
     ],
 )
-def test_latent_is_said_only_if_all_three_hold(high, low, gap, said):
-    site = {"stage": "locate", "of": "header", "layer": pd.NA, "sources": 60}
+def test_latent_is_said_only_if_all_four_hold(high, low, hits, gap, said):
+    site = {"stage": "locate", "layer": pd.NA, "sources": 60}
     rows = [
-        site | {"temperature": 0.0, "quantity": "bits", "low": -0.1, "high": 0.05},
-        site | {"temperature": 0.0, "quantity": "bits above a tenth of expressed", "high": high},
-        site | {"temperature": np.nan, "quantity": "bits", "low": low, "high": 0.4},
-        {"stage": "elicit", "of": "best arm", "quantity": "elicitation gap", "low": gap},
+        {"quantity": "bits", "of": "header", "temperature": 0.0, "low": -0.1, "high": high},
+        {"quantity": "bits", "of": "header", "temperature": np.nan, "low": low, "high": 0.4},
+        {"quantity": "bits", "of": "own context", "temperature": np.nan, "value": 0.9},
+        {"quantity": "own is likeliest", "of": "header", "temperature": 0.0, "low": hits},
+        {"quantity": "own is likeliest", "of": "query", "temperature": 0.0, "high": 0.35},
     ]
+    rows = [site | row for row in rows]
+    for of, low in (("best temperature", gap), ("best arm", 0.3)):
+        rows.append({"stage": "elicit", "of": of, "quantity": "elicitation gap", "low": low})
     found = pd.DataFrame(rows)
     assert study.latent(found, "0.00").startswith(said)
     few = study.latent(found.assign(sources=59), "0.00")
     assert few == "Whether anything is latent isn't told of fewer than 60 queries."
+    assert study.latent(found[1:], "0.00") == "Whether anything is latent can't be told."
 
 
 def test_hours_given_again_leave_what_was_begun_as_it_is(

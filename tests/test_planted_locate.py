@@ -1,0 +1,61 @@
+"""Ways from response to turn that are planted, one kind each; and what isn't latent."""
+
+from dataclasses import replace
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from benchmarks.planted_locate import NULLS, TRUE, measured, simulated
+from benchmarks.planted_routes import GREEDY, KINDS, SAMPLED
+from experiments.hybrids import HEADER, OWN, QUERY, RESPONSE, SCORES
+from experiments.locate import told_of
+from experiments.study import latent
+
+QUERIES = 6
+SITES = (OWN, RESPONSE, HEADER, QUERY)
+
+
+def rows_of(name: str, wordings: bool = False) -> pd.DataFrame:
+    """What is measured where every turn that can follows its response, and no weight has noise."""
+    kind = KINDS[name]
+    kind = replace(kind, follows=float(bool(kind.carries)))
+    return measured(kind, 0, QUERIES, 0.0, wordings=wordings)
+
+
+def bits(rows: pd.DataFrame, temperature: float = SAMPLED) -> dict[str, float]:
+    here = rows[rows["temperature"] == temperature]
+    return {site: told_of(here[here["site"] == site], 0).bits.mean() for site in SITES}
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["bag of words, unread", "redundant", "joint", "generic damage", "latent", "code, unread"],
+)
+def test_a_site_carries_what_reaches_the_turn_by_it_alone(name):
+    rows = rows_of(name)
+    found = bits(rows)
+    for site in SITES:
+        wanted = found[OWN] if site in KINDS[name].carries else 0.0
+        assert found[site] == pytest.approx(wanted, abs=0.02), site
+    assert found[OWN] > 1.0 if KINDS[name].carries else found[OWN] < 0.02
+    if KINDS[name].gated:  # greedy turns lack the opening word
+        assert max(bits(rows, GREEDY).values()) < 0.02
+
+
+def test_what_a_splice_spoils_it_spoils_alike_after_all_candidates():
+    rows = rows_of("generic damage")
+    scores = {site: rows.loc[rows["site"] == site, SCORES].max(axis=1).mean() for site in SITES}
+    assert scores[HEADER] < scores[OWN] - 4 and scores[RESPONSE] < scores[OWN] - 4  # nats
+
+
+def test_wordings_of_one_content_tell_as_much_only_where_turns_tell_wordings():
+    for name, told in (("wording only", True), ("header", False)):
+        found = bits(rows_of(name, wordings=True))
+        assert found[OWN] == pytest.approx(bits(rows_of(name))[OWN] if told else 0.0, abs=0.02)
+
+
+@pytest.mark.parametrize("setting", [*NULLS, TRUE[0], TRUE[2]], ids=lambda one: one.name)
+def test_latent_is_said_of_simulated_studies_where_it_is_true(setting):
+    said = [latent(simulated(setting, np.random.default_rng(seed)), "") for seed in range(2)]
+    assert [one.startswith("Latent") for one in said] == [setting.latent] * 2
