@@ -114,13 +114,54 @@ _PLANNING = re.compile(
     r"\bas the user, (i|my)\b",
     re.I,
 )
-# An assistant introducing itself, offering help, or handing over what was asked for.
+# What assistants say and users hardly ever.
+_DOES = (
+    "(assist|help|provide|answer|fulfil|comply|generate|create|write|translate|summari[sz]e|"
+    "respond|offer|give|complete|determine)"
+)
+_CANNOT = "('m | am )?(can't|cannot|can not|unable to|not able to|won't be able to)"
+_SORRY = "((i'm |i am )?(sorry|afraid)|apologies|unfortunately|i apologi[sz]e)"
 _AS_ASSISTANT = re.compile(
-    r"\bas an ai\b|\b(i am|i'm) (just )?(an ai|a language model|your assistant)\b|"
-    r"\bhow (can|may) i (help|assist) you\b|\b(i am|i'm|i'd be) (happy|glad) to (help|assist)\b|"
-    r"\blet me know if you (have|need|would|want)\b|\bhope this helps\b|\bfeel free to ask\b|"
-    r"^(sure|certainly|of course)\b[,.!:]? (i'll|i can|i will|here|let me)\b|"
-    r"^here are (some|a few|the|\w+) (\w+ )?(tips|steps|examples|ways|suggestions|ideas|options)\b",
+    "|".join(
+        (
+            # who it is
+            r"\bas an ai\b",
+            r"\b(i am|i'm) (just )?(an ai|a language model|your assistant)\b",
+            # offers of help
+            r"\bhow (can|may|could) i (help|assist)\b",
+            r"\b(happy|glad|here) to (help|assist)\b",
+            r"\b(help|assist) you (with|further)\b",
+            r"\banything else (that )?(i can (do|help|assist)|you('d| would| need| want))\b",
+            r"\blet me know (if|what|which|how) you\b",
+            r"\bhope (this|that) helps\b",
+            r"\bfeel free to ask\b",
+            # what it wants of the user
+            r"\b(you'd|you would|would you) like (me|to|help|assistance)\b",
+            r"\bso (that )?i can (better )?(help|assist)\b",
+            rf"\bi (need|require) (\w+ )?(information|details|context) (in order )?to {_DOES}\b",
+            r"\bplease provide (me with )?(your|the (text|passage|document|prompt|question|problem))\b",
+            # openings under which it hands over what was asked for
+            r"^(sure|certainly|of course|absolutely|understood)\b[,.!:]? "
+            r"(i'll|i can|i will|i'd be|here|let me|let's)\b",
+            r"^(sure|certainly|of course)\b[,.!:]? (can|could) you (please )?(provide|share|specify)\b",
+            r"^here are (some|a few|the|\w+) (\w+ )?"
+            r"(tips|steps|examples|ways|suggestions|ideas|options)\b",
+            r"^here('s| is) (your|the (revised|updated|corrected|final|complete))\b",
+            # apologies for its mistakes, and refusals
+            r"\b(sorry|apologi[sz]e|apologies) for (the|any|my) (\w+ )?"
+            r"(confusion|inconvenience|mistake|misunderstanding|error|oversight)\b",
+            rf"^{_SORRY}[,.]? (but )?i (made|may have made) an? \w+",
+            rf"^{_SORRY}[,.]? (but )?i ?{_CANNOT} {_DOES}\b",
+            rf"^{_SORRY}[,.]? (but )?i (don't|do not) have (\w+ ){{0,3}}(information|details|access)\b",
+            rf"^i ?{_CANNOT} (assist|provide|fulfil|comply)\b",
+        )
+    ),
+    re.I,
+)
+# Marks of chat templates, which a model may write as text, each with the role that may follow it.
+_TEMPLATE = re.compile(
+    r"<\|(im_start|im_end|endoftext|end_of_text|eot_id|start_header_id|end_header_id)\|>"
+    r"(\s*(human|user|assistant|system)\b:?)?",
     re.I,
 )
 # Closings and acknowledgements open with one of these, and hold nothing but these and the others.
@@ -131,7 +172,7 @@ _THANKS = frozenset(
 )
 _WITH_THANKS = _THANKS | frozenset(
     """helpful help helped appreciated lot done job answer response explanation information info
-    continue go tell more know makes sense clear really much welcome understand day question
+    explaining continue go tell more know makes sense clear really much welcome understand day question
     questions anything everything else now time glad that's""".split()  # noqa: SIM905
 )
 # Frequent function words of Spanish, French, German, Italian, Portuguese and Dutch that are rare in
@@ -150,36 +191,41 @@ _OPENS_ANSWER = frozenset("i i'm i've i'd i'll my we we're our yes yeah no sure 
 _COPY_WORDS = 4  # a copy of fewer words in a row may be chance
 
 
+def spoken(turn: str) -> str:
+    """The turn's first part that isn't blank, of those between marks of a chat template."""
+    ends = [*_TEMPLATE.finditer(turn)]
+    starts = [0, *(mark.end() for mark in ends)]
+    parts = (turn[a:b] for a, b in zip(starts, [*(m.start() for m in ends), None], strict=True))
+    return next((part for part in parts if part.strip()), "")
+
+
 def clear_case(item: Item) -> tuple[str, str] | None:
     """(category, evidence) where a rule settles it, else None. The order is the rubric's."""
-    tokens = words(item.turn)
-    if not item.turn.strip():
+    turn = spoken(item.turn)
+    tokens = words(turn)
+    if not turn.strip():
         return "degenerate", "the turn is empty"
     if not tokens:
         return "degenerate", "no word or number in it"
-    letters = [c for c in item.turn if c.isalpha()]
-    foreign = sum(not _latin(c) for c in letters)
-    if len(letters) > 3 and foreign > len(letters) / 2:
-        return CANNOT_ASSESS, f"{foreign} of {len(letters)} letters are not Latin; it reads English"
-    other = _other_language(tokens)
-    if other:
-        return CANNOT_ASSESS, f"{other} are of another language; it reads English"
+    copy = _copy(tokens, item)
+    foreign = None if copy else _not_english(turn, tokens)
+    if foreign:
+        return CANNOT_ASSESS, f"{foreign}; it reads English"
     if not words(item.query) and not words(item.response):
         return CANNOT_ASSESS, "query and response hold no words"
     loop = _loop(tokens)
     if loop:
         return "degenerate", loop
-    marker = _MARKERS.search(item.turn)
+    marker = _MARKERS.search(turn)
     if marker:
         return "meta_planning", f"the marker {marker[0]!r}"
-    planning = _PLANNING.search(item.turn)
+    planning = _PLANNING.search(turn)
     known = f"{item.query}\n{item.response}".lower()
     if planning and planning[0].lower() not in known:
         return "meta_planning", f"speaks about the answer: {planning[0]!r}"
-    copy = _copy(tokens, item)
     if copy:
         return copy
-    voice = _AS_ASSISTANT.search(item.turn.strip())
+    voice = _AS_ASSISTANT.search(turn.strip().replace("’", "'"))
     if voice and voice[0].lower() not in item.query.lower():
         return "identity_leakage", f"speaks as an assistant: {voice[0]!r}"
     answer = _answer(tokens, item)
@@ -189,6 +235,16 @@ def clear_case(item: Item) -> tuple[str, str] | None:
     if nothing_else and _THANKS & set(tokens[:2]) and len(tokens) <= 14:
         return "generic", "nothing but words of thanks, closing or assent"
     return None
+
+
+def _not_english(turn: str, tokens: list[str]) -> str | None:
+    """Evidence that the turn is of another script or language."""
+    letters = [c for c in turn if c.isalpha()]
+    foreign = sum(not _latin(c) for c in letters)
+    if len(letters) > 3 and foreign > len(letters) / 2:
+        return f"{foreign} of {len(letters)} letters are not Latin"
+    other = _other_language(tokens)
+    return f"{other} are of another language" if other else None
 
 
 def _other_language(tokens: list[str]) -> str | None:
@@ -238,7 +294,7 @@ def _answer(tokens: list[str], item: Item) -> str | None:
     last = (sentences(item.response) or [""])[-1]
     asked = item.response.rstrip().endswith("?") and set(words(last)) & _ADDRESSES
     opens = next((word for word in tokens[:1] if word in _OPENS_ANSWER), None)
-    if not asked or opens is None or item.turn.rstrip().endswith("?"):
+    if not asked or opens is None or spoken(item.turn).rstrip().endswith("?"):
         return None
     return f"opens with {opens!r} after the response ends by asking {last[-60:]!r}"
 
@@ -288,7 +344,7 @@ _PUZZLE = re.compile(
 
 def measure(item: Item) -> dict[str, float]:
     """Features of one item, by name, in a fixed order."""
-    turn, query, response = item.turn, item.query, item.response
+    turn, query, response = spoken(item.turn), item.query, item.response
     low = turn.lower().strip()
     tw, qw, rw = words(turn), words(query), words(response)
     ts, qs, rs = stems(tw), stems(qw), stems(rw)
