@@ -9,7 +9,6 @@ probe could read off the context.
 
 import math
 import re
-from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -143,7 +142,6 @@ _AS_ASSISTANT = re.compile(
             # openings under which it hands over what was asked for
             r"^(sure|certainly|of course|absolutely|understood)\b[,.!:]? "
             r"(i'll|i can|i will|i'd be|here|let me|let's)\b",
-            r"^(sure|certainly|of course)\b[,.!:]? (can|could) you (please )?(provide|share|specify)\b",
             r"^here are (some|a few|the|\w+) (\w+ )?"
             r"(tips|steps|examples|ways|suggestions|ideas|options)\b",
             r"^here('s| is) (your|the (revised|updated|corrected|final|complete))\b",
@@ -157,6 +155,10 @@ _AS_ASSISTANT = re.compile(
         )
     ),
     re.I,
+)
+# A user who puts an own question right apologises as well.
+_OWN_QUESTION = re.compile(
+    r"\bi (meant|wanted|intended) to (ask|say)\b|\bmy (\w+ )?(question|query|request|prompt)\b", re.I
 )
 # Marks of chat templates, which a model may write as text, each with the role that may follow it.
 _TEMPLATE = re.compile(
@@ -226,7 +228,8 @@ def clear_case(item: Item) -> tuple[str, str] | None:
     if copy:
         return copy
     voice = _AS_ASSISTANT.search(turn.strip().replace("’", "'"))
-    if voice and voice[0].lower() not in item.query.lower():
+    own = voice and (voice[0].lower() in item.query.lower() or _OWN_QUESTION.search(turn))
+    if voice and not own:
         return "identity_leakage", f"speaks as an assistant: {voice[0]!r}"
     answer = _answer(tokens, item)
     if answer:
@@ -360,11 +363,9 @@ def measure(item: Item) -> dict[str, float]:
     q_parts = [*sentences(query), query]
     r_parts = [*sentences(response), response[: len(turn) + 20], response]
     return {
-        # how long, and how much it repeats itself
+        # how long, and how much it says again
         "log_words": math.log1p(len(tw)),
-        "few_words": float(len(tw) < 4),
         "distinct_words": len(set(tw)) / n,
-        "repeated_trigrams": _repeated(ts, 3),
         "sentences": float(min(len(sentences(turn)), 5)),
         # restatement of the query
         "query_words": share(tc, qc),
@@ -375,18 +376,13 @@ def measure(item: Item) -> dict[str, float]:
         "query_covered": share(sorted(qc), set(tc)),
         # restatement of the response
         "response_words": share(tc, rc),
-        "response_bigrams": share(grams(ts, 2), set(grams(rs, 2))),
-        "response_trigrams": share(grams(ts, 3), set(grams(rs, 3))),
         "response_run": run_r / n,
         "response_alike": alike(turn, r_parts),
-        "run_difference": (run_r - run_q) / n,
         # grounding
         "only_response_words": share(tc, only_r),
         "only_response_count": math.log1p(len(set(tc) & only_r)),
         "only_query_words": share(tc, qc - rc),
         "new_words": share(tc, set(tc) - both),
-        "new_count": math.log1p(len(set(tc) - both)),
-        "no_content": float(not tc),
         "new_numbers": sum(x not in known_q | known_r for x in numbers) / max(len(numbers), 1),
         "numbers": math.log1p(len(numbers)),
         "response_numbers": sum(x in known_r for x in numbers) / max(len(numbers), 1),
@@ -417,18 +413,5 @@ def measure(item: Item) -> dict[str, float]:
         ),
         # how it is written
         "capitals": sum(w[:1].isupper() for w in turn.split()[1:]) / n,
-        "odd_characters": sum(
-            not (c.isascii() and (c.isalnum() or c in " \n.,?!'\"-:;()")) for c in turn
-        )
-        / max(len(turn), 1),
-        "long_words": sum(len(w) > 9 for w in tw) / n,
-        "function_words": sum(w in FUNCTION_WORDS for w in tw) / n,
         "starts_lower": float(turn[:1].islower()),
-        "unfinished": float(low[-1:] not in ".?!)`\"'"),
     }
-
-
-def _repeated(tokens: list[str], n: int) -> float:
-    counts = Counter(grams(tokens, n))
-    total = sum(counts.values())
-    return sum(c - 1 for c in counts.values()) / total if total else 0.0
