@@ -413,5 +413,6 @@ def measure(item: Item) -> dict[str, float]:
         ),
         # how it is written
         "capitals": sum(w[:1].isupper() for w in turn.split()[1:]) / n,
+        "function_words": sum(w in FUNCTION_WORDS for w in tw) / n,
         "starts_lower": float(turn[:1].islower()),
     }
