@@ -138,7 +138,8 @@ _AS_ASSISTANT = re.compile(
             r"\b(you'd|you would|would you) like (me|to|help|assistance)\b",
             r"\bso (that )?i can (better )?(help|assist)\b",
             rf"\bi (need|require) (\w+ )?(information|details|context) (in order )?to {_DOES}\b",
-            r"\bplease provide (me with )?(your|the (text|passage|document|prompt|question|problem))\b",
+            r"\bplease provide (me with )?"
+            r"(your|the (text|passage|document|prompt|question|problem))\b",
             # openings under which it hands over what was asked for
             r"^(sure|certainly|of course|absolutely|understood)\b[,.!:]? "
             r"(i'll|i can|i will|i'd be|here|let me|let's)\b",
@@ -150,7 +151,8 @@ _AS_ASSISTANT = re.compile(
             r"(confusion|inconvenience|mistake|misunderstanding|error|oversight)\b",
             rf"^{_SORRY}[,.]? (but )?i (made|may have made) an? \w+",
             rf"^{_SORRY}[,.]? (but )?i ?{_CANNOT} {_DOES}\b",
-            rf"^{_SORRY}[,.]? (but )?i (don't|do not) have (\w+ ){{0,3}}(information|details|access)\b",
+            rf"^{_SORRY}[,.]? (but )?i (don't|do not) have (\w+ ){{0,3}}"
+            r"(information|details|access)\b",
             rf"^i ?{_CANNOT} (assist|provide|fulfil|comply)\b",
         )
     ),
@@ -158,7 +160,8 @@ _AS_ASSISTANT = re.compile(
 )
 # A user who puts an own question right apologises as well.
 _OWN_QUESTION = re.compile(
-    r"\bi (meant|wanted|intended) to (ask|say)\b|\bmy (\w+ )?(question|query|request|prompt)\b", re.I
+    r"\bi (meant|wanted|intended) to (ask|say)\b|\bmy (\w+ )?(question|query|request|prompt)\b",
+    re.I,
 )
 # Marks of chat templates, which a model may write as text, each with the role that may follow it.
 _TEMPLATE = re.compile(
@@ -174,8 +177,8 @@ _THANKS = frozenset(
 )
 _WITH_THANKS = _THANKS | frozenset(
     """helpful help helped appreciated lot done job answer response explanation information info
-    explaining continue go tell more know makes sense clear really much welcome understand day question
-    questions anything everything else now time glad that's""".split()  # noqa: SIM905
+    explaining continue go tell more know makes sense clear really much welcome understand day
+    question questions anything everything else now time glad that's""".split()  # noqa: SIM905
 )
 # Frequent function words of Spanish, French, German, Italian, Portuguese and Dutch that are rare in
 # English prose and code.
