@@ -69,6 +69,12 @@ def test_the_rubrics_worked_examples(judge, category, example):
         ("How do I keep basil alive", "prompt_restatement", "stand so in the query"),
         ("water it when the soil is dry", "assistant_restatement", "stand so in the response"),
         ("As an AI language model I cannot garden.", "identity_leakage", "As an AI"),
+        ("I’m sorry, but I can’t help with that.", "identity_leakage", "can't help"),
+        ("I need more details to answer. Which pot?", "identity_leakage", "details to answer"),
+        ("Sure! Here's a plan for your basil:", "identity_leakage", "Sure! Here"),
+        ("<|im_start|>assistant\nHow can I assist you?", "identity_leakage", "How can I"),
+        ("<|im_start|>\n<|endoftext|>", "degenerate", "empty"),
+        ("How do I keep basil alive<|im_end|>\n<|im_start|>", "prompt_restatement", "the query"),
         ("Thank you so much!", "generic", "thanks"),
         ("Как сохранить базилик?", "cannot_assess", "not Latin"),
         ("¿Cuánta luz necesita la albahaca?", "cannot_assess", "'cuánta', 'la'"),
@@ -89,6 +95,21 @@ def test_an_answer_to_the_question_that_ends_the_response_is_genuine(judge):
     assert "after the response ends by asking" in verdict.rationale
     assert say(judge, "yes", response=asks).category == GENUINE
     assert clear_case(Item(QUERY, RESPONSE, "I keep it on the north side")) is None
+
+
+def test_a_user_who_apologises_does_not_speak_as_the_assistant():
+    for turn in (
+        "I'm sorry, but I don't understand what a knuckle has to do with it.",
+        "Sorry for the confusion, I meant to ask about outdoor basil.",
+        "Sorry, I made a mistake in my question: it is mint.",
+        "Could you please provide more details about pinching off the buds?",
+    ):
+        assert (clear_case(Item(QUERY, RESPONSE, turn)) or ("",))[0] != "identity_leakage"
+
+
+def test_a_copy_is_recognised_in_any_language():
+    response = "Поливайте, когда земля сухая, и обрезайте цветы."
+    assert clear_case(Item(QUERY, response, response))[0] == "assistant_restatement"
 
 
 def test_markers_that_the_conversation_is_about_are_not_planning():
@@ -183,7 +204,7 @@ def test_the_shipped_model_is_what_the_study_fits():
     settings = content["settings"]
     classifier = study.fitted(
         study.read_turns(),
-        study.Settings(settings["strength"], settings["others"], settings["evening"]),
+        study.Settings(settings["strength"], settings["evening"]),
     )
     np.testing.assert_allclose(content["coefficients"], classifier.coefficients, atol=2e-3)
     np.testing.assert_allclose(content["mean"], classifier.mean, atol=1e-5)
@@ -197,7 +218,7 @@ def test_a_judge_that_never_saw_a_source_does_well_on_its_turns():
     guess = np.empty(len(turns.category), dtype="<U40")
     for train, test in study.folds(turns, 0):
         assert not set(turns.source[train]) & set(turns.source[test])
-        judge = study.fitted(turns.rows(train), study.Settings(0.1, 0.5, 0.5))
+        judge = study.fitted(turns.rows(train), study.Settings(0.03, 0.0))
         guess[test] = study.predicted(judge, turns.rows(test))
     lead = turns.set == study.LEAD
     truth, said = turns.category[lead] == GENUINE, guess[lead] == GENUINE

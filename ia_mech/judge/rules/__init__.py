@@ -1,10 +1,10 @@
 """The embedded judge: offline, deterministic, explainable, and a heuristic.
 
-Plain rules settle clear cases (empty and looping turns, thinking markers, closings, copies); the
-rest goes to a small multinomial logistic regression on features of the three texts
-(``features.py``), fitted on annotated turns and shipped as numbers in ``model.json``. Beside the
-category stands a score of the turn's belonging to this conversation (``grounding.py``). ``CARD.md``
-has what the classifier was fitted on and how good both are.
+Plain rules settle clear cases (empty and looping turns, thinking markers, closings, copies, the
+assistant's voice); the rest goes to a small multinomial logistic regression on features of the
+three texts (``features.py``), fitted on annotated turns and shipped as numbers in ``model.json``.
+Beside the category stands a score of the turn's belonging to this conversation
+(``grounding.py``). ``CARD.md`` has what the classifier was fitted on and how good both are.
 """
 
 import hashlib
@@ -99,11 +99,12 @@ class RulesJudge(Judge):
         self._classifier, decisive, about = _shipped()
         accuracy = about["accuracy"]
         self.identity = {"kind": "rules", "rubric": VERSION, **decisive}
-        lead, others = accuracy["lead"], accuracy["others"]
+        lead, others, qwen = (accuracy[name] for name in ("lead", "others", "qwen"))
         self.caveat = (
             "the rules judge is a heuristic: balanced accuracy against a language model's labels "
             f"(no person's) {lead['balanced_accuracy']} on {lead['turns']} turns of SmolLM2 "
-            f"without close calls, {others['balanced_accuracy']} on {others['turns']} with them "
+            f"without close calls, {others['balanced_accuracy']} on {others['turns']} with them, "
+            f"{qwen['balanced_accuracy']} on {qwen['turns']} of Qwen2.5-Coder with them "
             "(ia_mech/judge/rules/CARD.md)"
         )
 

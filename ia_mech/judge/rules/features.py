@@ -9,7 +9,6 @@ probe could read off the context.
 
 import math
 import re
-from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -114,13 +113,60 @@ _PLANNING = re.compile(
     r"\bas the user, (i|my)\b",
     re.I,
 )
-# An assistant introducing itself, offering help, or handing over what was asked for.
+# What assistants say and users hardly ever.
+_DOES = (
+    "(assist|help|provide|answer|fulfil|comply|generate|create|write|translate|summari[sz]e|"
+    "respond|offer|give|complete|determine)"
+)
+_CANNOT = "('m | am )?(can't|cannot|can not|unable to|not able to|won't be able to)"
+_SORRY = "((i'm |i am )?(sorry|afraid)|apologies|unfortunately|i apologi[sz]e)"
 _AS_ASSISTANT = re.compile(
-    r"\bas an ai\b|\b(i am|i'm) (just )?(an ai|a language model|your assistant)\b|"
-    r"\bhow (can|may) i (help|assist) you\b|\b(i am|i'm|i'd be) (happy|glad) to (help|assist)\b|"
-    r"\blet me know if you (have|need|would|want)\b|\bhope this helps\b|\bfeel free to ask\b|"
-    r"^(sure|certainly|of course)\b[,.!:]? (i'll|i can|i will|here|let me)\b|"
-    r"^here are (some|a few|the|\w+) (\w+ )?(tips|steps|examples|ways|suggestions|ideas|options)\b",
+    "|".join(
+        (
+            # who it is
+            r"\bas an ai\b",
+            r"\b(i am|i'm) (just )?(an ai|a language model|your assistant)\b",
+            # offers of help
+            r"\bhow (can|may|could) i (help|assist)\b",
+            r"\b(happy|glad|here) to (help|assist)\b",
+            r"\b(help|assist) you (with|further)\b",
+            r"\banything else (that )?(i can (do|help|assist)|you('d| would| need| want))\b",
+            r"\blet me know (if|what|which|how) you\b",
+            r"\bhope (this|that) helps\b",
+            r"\bfeel free to ask\b",
+            # what it wants of the user
+            r"\b(you'd|you would|would you) like (me|to|help|assistance)\b",
+            r"\bso (that )?i can (better )?(help|assist)\b",
+            rf"\bi (need|require) (\w+ )?(information|details|context) (in order )?to {_DOES}\b",
+            r"\bplease provide (me with )?"
+            r"(your|the (text|passage|document|prompt|question|problem))\b",
+            # openings under which it hands over what was asked for
+            r"^(sure|certainly|of course|absolutely|understood)\b[,.!:]? "
+            r"(i'll|i can|i will|i'd be|here|let me|let's)\b",
+            r"^here are (some|a few|the|\w+) (\w+ )?"
+            r"(tips|steps|examples|ways|suggestions|ideas|options)\b",
+            r"^here('s| is) (your|the (revised|updated|corrected|final|complete))\b",
+            # apologies for its mistakes, and refusals
+            r"\b(sorry|apologi[sz]e|apologies) for (the|any|my) (\w+ )?"
+            r"(confusion|inconvenience|mistake|misunderstanding|error|oversight)\b",
+            rf"^{_SORRY}[,.]? (but )?i (made|may have made) an? \w+",
+            rf"^{_SORRY}[,.]? (but )?i ?{_CANNOT} {_DOES}\b",
+            rf"^{_SORRY}[,.]? (but )?i (don't|do not) have (\w+ ){{0,3}}"
+            r"(information|details|access)\b",
+            rf"^i ?{_CANNOT} (assist|provide|fulfil|comply)\b",
+        )
+    ),
+    re.I,
+)
+# A user who puts an own question right apologises as well.
+_OWN_QUESTION = re.compile(
+    r"\bi (meant|wanted|intended) to (ask|say)\b|\bmy (\w+ )?(question|query|request|prompt)\b",
+    re.I,
+)
+# Marks of chat templates, which a model may write as text, each with the role that may follow it.
+_TEMPLATE = re.compile(
+    r"<\|(im_start|im_end|endoftext|end_of_text|eot_id|start_header_id|end_header_id)\|>"
+    r"(\s*(human|user|assistant|system)\b:?)?",
     re.I,
 )
 # Closings and acknowledgements open with one of these, and hold nothing but these and the others.
@@ -131,8 +177,8 @@ _THANKS = frozenset(
 )
 _WITH_THANKS = _THANKS | frozenset(
     """helpful help helped appreciated lot done job answer response explanation information info
-    continue go tell more know makes sense clear really much welcome understand day question
-    questions anything everything else now time glad that's""".split()  # noqa: SIM905
+    explaining continue go tell more know makes sense clear really much welcome understand day
+    question questions anything everything else now time glad that's""".split()  # noqa: SIM905
 )
 # Frequent function words of Spanish, French, German, Italian, Portuguese and Dutch that are rare in
 # English prose and code.
@@ -150,37 +196,43 @@ _OPENS_ANSWER = frozenset("i i'm i've i'd i'll my we we're our yes yeah no sure 
 _COPY_WORDS = 4  # a copy of fewer words in a row may be chance
 
 
+def spoken(turn: str) -> str:
+    """The turn's first part that isn't blank, of those between marks of a chat template."""
+    ends = [*_TEMPLATE.finditer(turn)]
+    starts = [0, *(mark.end() for mark in ends)]
+    parts = (turn[a:b] for a, b in zip(starts, [*(m.start() for m in ends), None], strict=True))
+    return next((part for part in parts if part.strip()), "")
+
+
 def clear_case(item: Item) -> tuple[str, str] | None:
     """(category, evidence) where a rule settles it, else None. The order is the rubric's."""
-    tokens = words(item.turn)
-    if not item.turn.strip():
+    turn = spoken(item.turn)
+    tokens = words(turn)
+    if not turn.strip():
         return "degenerate", "the turn is empty"
     if not tokens:
         return "degenerate", "no word or number in it"
-    letters = [c for c in item.turn if c.isalpha()]
-    foreign = sum(not _latin(c) for c in letters)
-    if len(letters) > 3 and foreign > len(letters) / 2:
-        return CANNOT_ASSESS, f"{foreign} of {len(letters)} letters are not Latin; it reads English"
-    other = _other_language(tokens)
-    if other:
-        return CANNOT_ASSESS, f"{other} are of another language; it reads English"
+    copy = _copy(tokens, item)
+    foreign = None if copy else _not_english(turn, tokens)
+    if foreign:
+        return CANNOT_ASSESS, f"{foreign}; it reads English"
     if not words(item.query) and not words(item.response):
         return CANNOT_ASSESS, "query and response hold no words"
     loop = _loop(tokens)
     if loop:
         return "degenerate", loop
-    marker = _MARKERS.search(item.turn)
+    marker = _MARKERS.search(turn)
     if marker:
         return "meta_planning", f"the marker {marker[0]!r}"
-    planning = _PLANNING.search(item.turn)
+    planning = _PLANNING.search(turn)
     known = f"{item.query}\n{item.response}".lower()
     if planning and planning[0].lower() not in known:
         return "meta_planning", f"speaks about the answer: {planning[0]!r}"
-    copy = _copy(tokens, item)
     if copy:
         return copy
-    voice = _AS_ASSISTANT.search(item.turn.strip())
-    if voice and voice[0].lower() not in item.query.lower():
+    voice = _AS_ASSISTANT.search(turn.strip().replace("’", "'"))
+    own = voice and (voice[0].lower() in item.query.lower() or _OWN_QUESTION.search(turn))
+    if voice and not own:
         return "identity_leakage", f"speaks as an assistant: {voice[0]!r}"
     answer = _answer(tokens, item)
     if answer:
@@ -189,6 +241,16 @@ def clear_case(item: Item) -> tuple[str, str] | None:
     if nothing_else and _THANKS & set(tokens[:2]) and len(tokens) <= 14:
         return "generic", "nothing but words of thanks, closing or assent"
     return None
+
+
+def _not_english(turn: str, tokens: list[str]) -> str | None:
+    """Evidence that the turn is of another script or language."""
+    letters = [c for c in turn if c.isalpha()]
+    foreign = sum(not _latin(c) for c in letters)
+    if len(letters) > 3 and foreign > len(letters) / 2:
+        return f"{foreign} of {len(letters)} letters are not Latin"
+    other = _other_language(tokens)
+    return f"{other} are of another language" if other else None
 
 
 def _other_language(tokens: list[str]) -> str | None:
@@ -238,7 +300,7 @@ def _answer(tokens: list[str], item: Item) -> str | None:
     last = (sentences(item.response) or [""])[-1]
     asked = item.response.rstrip().endswith("?") and set(words(last)) & _ADDRESSES
     opens = next((word for word in tokens[:1] if word in _OPENS_ANSWER), None)
-    if not asked or opens is None or item.turn.rstrip().endswith("?"):
+    if not asked or opens is None or spoken(item.turn).rstrip().endswith("?"):
         return None
     return f"opens with {opens!r} after the response ends by asking {last[-60:]!r}"
 
@@ -288,7 +350,7 @@ _PUZZLE = re.compile(
 
 def measure(item: Item) -> dict[str, float]:
     """Features of one item, by name, in a fixed order."""
-    turn, query, response = item.turn, item.query, item.response
+    turn, query, response = spoken(item.turn), item.query, item.response
     low = turn.lower().strip()
     tw, qw, rw = words(turn), words(query), words(response)
     ts, qs, rs = stems(tw), stems(qw), stems(rw)
@@ -304,11 +366,9 @@ def measure(item: Item) -> dict[str, float]:
     q_parts = [*sentences(query), query]
     r_parts = [*sentences(response), response[: len(turn) + 20], response]
     return {
-        # how long, and how much it repeats itself
+        # how long, and how much it says again
         "log_words": math.log1p(len(tw)),
-        "few_words": float(len(tw) < 4),
         "distinct_words": len(set(tw)) / n,
-        "repeated_trigrams": _repeated(ts, 3),
         "sentences": float(min(len(sentences(turn)), 5)),
         # restatement of the query
         "query_words": share(tc, qc),
@@ -319,18 +379,13 @@ def measure(item: Item) -> dict[str, float]:
         "query_covered": share(sorted(qc), set(tc)),
         # restatement of the response
         "response_words": share(tc, rc),
-        "response_bigrams": share(grams(ts, 2), set(grams(rs, 2))),
-        "response_trigrams": share(grams(ts, 3), set(grams(rs, 3))),
         "response_run": run_r / n,
         "response_alike": alike(turn, r_parts),
-        "run_difference": (run_r - run_q) / n,
         # grounding
         "only_response_words": share(tc, only_r),
         "only_response_count": math.log1p(len(set(tc) & only_r)),
         "only_query_words": share(tc, qc - rc),
         "new_words": share(tc, set(tc) - both),
-        "new_count": math.log1p(len(set(tc) - both)),
-        "no_content": float(not tc),
         "new_numbers": sum(x not in known_q | known_r for x in numbers) / max(len(numbers), 1),
         "numbers": math.log1p(len(numbers)),
         "response_numbers": sum(x in known_r for x in numbers) / max(len(numbers), 1),
@@ -361,18 +416,6 @@ def measure(item: Item) -> dict[str, float]:
         ),
         # how it is written
         "capitals": sum(w[:1].isupper() for w in turn.split()[1:]) / n,
-        "odd_characters": sum(
-            not (c.isascii() and (c.isalnum() or c in " \n.,?!'\"-:;()")) for c in turn
-        )
-        / max(len(turn), 1),
-        "long_words": sum(len(w) > 9 for w in tw) / n,
         "function_words": sum(w in FUNCTION_WORDS for w in tw) / n,
         "starts_lower": float(turn[:1].islower()),
-        "unfinished": float(low[-1:] not in ".?!)`\"'"),
     }
-
-
-def _repeated(tokens: list[str], n: int) -> float:
-    counts = Counter(grams(tokens, n))
-    total = sum(counts.values())
-    return sum(c - 1 for c in counts.values()) / total if total else 0.0
