@@ -33,7 +33,7 @@ from benchmarks.planted_routes import DEPTH, DIRECT, GREEDY, KINDS, SAMPLED, Kin
 from experiments import elicit
 from experiments.experiment import Model
 from experiments.hybrids import HEADER, OWN, QUERY, RESPONSE, WINDOW, Measured, windows_of
-from experiments.locate import CHOSEN, Locate, Maker, estimates, told_of
+from experiments.locate import CHOSEN, Locate, Maker, estimates, told_of, with_own
 from experiments.study import latent
 from ia_mech.estimates import TidyEstimate, frame_of
 from ia_mech.likelihood.carried import Told
@@ -74,7 +74,7 @@ def studied(kind: Kind, seed: int, queries: int, noise: float = NOISE) -> pd.Dat
         worded = measured(kind, seed, queries, noise, wordings=True)
         both = [
             told_of(one[(one["site"] == OWN) & (one["temperature"] == SAMPLED)], OPTIONS["seed"])
-            for one in (rows, worded)
+            for one in map(with_own, (rows, worded))
         ]
         found.append(Maker(OPTIONS).difference(BEYOND, *both, of=OWN))
     return frame_of(found, Locate.columns)
@@ -244,7 +244,7 @@ def accepted(setting: Setting, names: list[str], rng: np.random.Generator) -> pd
     common = rng.normal(size=QUERIES)
     parts = []
     for prompted, t in product((False, True), (0.0, 0.7, 1.0)):
-        arm = elicit.arm_name(t, prompted)
+        arm = elicit.arm_name(t, elicit.PROMPTED if prompted else "")
         mean = setting.gap * (t > 0) + setting.prompted * prompted
         rate = mean + RATES * (common + rng.normal(size=QUERIES)) / np.sqrt(2)
         rate = rate.clip(-1, 1)

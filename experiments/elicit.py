@@ -222,9 +222,9 @@ class Elicit(Experiment):
         order = np.random.default_rng([self.args.seed, 3]).permutation(excess.shape[1])
         half = np.empty(len(order), dtype=int)
         half[order] = np.arange(len(order)) % 2
-        # Of all arms, and of those whose turns other experiments have, too: without the prompt.
-        unprompted = [number for number, arm in enumerate(arms) if not arm.startswith(PROMPTED)]
-        for name, among in ((BEST, list(range(len(arms)))), (TEMPERATURE, unprompted)):
+        # Of all arms, and of those of the run's own turns, whose states other experiments measure.
+        plain = [number for number, arm in enumerate(arms) if ", " not in arm]
+        for name, among in ((BEST, list(range(len(arms)))), (TEMPERATURE, plain)):
             greedy = among.index(arms.index(GREEDY))
 
             def statistic(counts: np.ndarray, among=among, greedy=greedy) -> np.ndarray:

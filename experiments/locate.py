@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from experiments.figures import Drawing
     from ia_mech.results import Table
 
+WHOLE = [f"whole_{number}" for number in range(CANDIDATES)]  # after the candidates' own contexts
 CHOSEN = "bits, chosen on other queries"
 MORE_ACCEPTED = "bits of accepted turns, less those of others"
 EQUIVALENT = 0.1  # a share of what is expressed that counts as nothing
@@ -69,12 +70,28 @@ GREEDY, SAMPLED = "greedy", "sampled"  # the latter: of all temperatures above 0
 # -- estimate --------------------------------------------------------------------------------------
 
 
+def with_own(rows: pd.DataFrame) -> pd.DataFrame:
+    """Rows with the scores of their turns after the candidates' own contexts, too.
+
+    Turns that were written after hybrids have no others.
+    """
+    keys = ["source", "recipient", "followed", "temperature", "sample"]
+    own = rows.loc[rows["site"] == OWN, [*keys, *SCORES]]
+    own = own.rename(columns=dict(zip(SCORES, WHOLE, strict=True)))
+    found = rows.drop(columns=WHOLE, errors="ignore").merge(own, on=keys, how="left")
+    written = found["site"].isin(WRITTEN)
+    found.loc[written, WHOLE] = found.loc[written, SCORES].to_numpy()
+    return found
+
+
 def told_of(rows: pd.DataFrame, seed: int) -> Told | None:
-    """What rows of one site tell; None of fewer than two queries with turns of all candidates."""
+    """What rows of one site, of :func:`with_own`, tell; None of fewer than two queries with turns
+    of all candidates."""
     rows = balanced(rows)
     if rows["source"].nunique() < 2:
         return None
-    return told(rows[SCORES].to_numpy(), rows["own"].to_numpy(), rows["source"], seed=seed)
+    each = rows[SCORES].to_numpy(), rows["own"].to_numpy(), rows["source"]
+    return told(*each, rows[WHOLE].to_numpy(), seed=seed)
 
 
 def balanced(rows: pd.DataFrame) -> pd.DataFrame:
@@ -143,7 +160,7 @@ def halves(queries: Sequence[str], seed: int) -> dict[str, str]:
 
 def estimates(rows: pd.DataFrame, options: dict[str, Any]) -> Iterator[TidyEstimate]:
     """Every estimate."""
-    maker, seed = Maker(options), options["seed"]
+    maker, seed, rows = Maker(options), options["seed"], with_own(rows)
     arms = {t: rows["temperature"] == t for t in sorted(set(rows["temperature"]))}
     sampled = rows["temperature"] > 0
     expressed: dict[Any, Told] = {}
@@ -188,7 +205,7 @@ def named(layer: int, head: int) -> dict[str, int]:
 def by_query(rows: pd.DataFrame, seed: int) -> pd.DataFrame:
     """What whole sites tell of each query: ``of``, ``temperature`` (missing: all sampled turns),
     ``source``, ``bits`` and ``hits``."""
-    found = []
+    found, rows = [], with_own(rows)
     for t in [*sorted(set(rows["temperature"])), np.nan]:
         here = rows["temperature"] > 0 if np.isnan(t) else rows["temperature"] == t
         for site in (OWN, *SITES):
@@ -232,7 +249,7 @@ def accepted_bits(
             assessed are left out.
         options: ``level``, ``resamples`` and ``seed``.
     """
-    own = balanced(rows[(rows["site"] == OWN) & (rows["temperature"] > 0)])
+    own = balanced(with_own(rows[(rows["site"] == OWN) & (rows["temperature"] > 0)]))
     found = told_of(own, options["seed"])
     if found is None:
         return

@@ -31,7 +31,7 @@ from experiments.hybrids import (
     step_of,
     windows_of,
 )
-from experiments.locate import accepted_bits, estimates, halves, main, told_of
+from experiments.locate import accepted_bits, estimates, halves, main, told_of, with_own
 from ia_mech.likelihood.carried import CEILING, told
 
 QUERIES = 8
@@ -79,7 +79,7 @@ def measured(through_header: bool, react: bool = True) -> pd.DataFrame:
     for number in range(QUERIES):
         one = unit(number, react)
         parts.append(Measured(model, one).table().assign(source=one.source))
-    return pd.concat(parts, ignore_index=True)
+    return with_own(pd.concat(parts, ignore_index=True))
 
 
 def carried(rows: pd.DataFrame) -> dict:

@@ -9,7 +9,7 @@ import pytest
 from benchmarks.planted_locate import NULLS, TRUE, measured, simulated
 from benchmarks.planted_routes import GREEDY, KINDS, SAMPLED
 from experiments.hybrids import HEADER, OWN, QUERY, RESPONSE, SCORES
-from experiments.locate import told_of
+from experiments.locate import told_of, with_own
 from experiments.study import latent
 
 QUERIES = 6
@@ -20,7 +20,7 @@ def rows_of(name: str, wordings: bool = False) -> pd.DataFrame:
     """What is measured where every turn that can follows its response, and no weight has noise."""
     kind = KINDS[name]
     kind = replace(kind, follows=float(bool(kind.carries)))
-    return measured(kind, 0, QUERIES, 0.0, wordings=wordings)
+    return with_own(measured(kind, 0, QUERIES, 0.0, wordings=wordings))
 
 
 def bits(rows: pd.DataFrame, temperature: float = SAMPLED) -> dict[str, float]:
@@ -36,11 +36,20 @@ def test_a_site_carries_what_reaches_the_turn_by_it_alone(name):
     rows = rows_of(name)
     found = bits(rows)
     for site in SITES:
-        wanted = found[OWN] if site in KINDS[name].carries else 0.0
-        assert found[site] == pytest.approx(wanted, abs=0.02), site
+        if site in KINDS[name].carries:
+            assert 0.9 * found[OWN] < found[site] <= found[OWN], site
+        else:
+            assert abs(found[site]) < 0.02, site
     assert found[OWN] > 1.0 if KINDS[name].carries else found[OWN] < 0.02
     if KINDS[name].gated:  # greedy turns lack the opening word
         assert max(bits(rows, GREEDY).values()) < 0.02
+
+
+def test_a_site_that_hardly_moves_the_turn_carries_hardly_anything():
+    """Without a largest β a twentieth of the logits, always the right way, would carry all."""
+    found = bits(rows_of("faint header"))
+    assert found[RESPONSE] == pytest.approx(found[OWN], abs=0.02)
+    assert 0 < found[HEADER] < 0.2 * found[OWN]
 
 
 def test_what_a_splice_spoils_it_spoils_alike_after_all_candidates():

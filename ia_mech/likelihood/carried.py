@@ -10,7 +10,9 @@ followed one of the candidates is scored after each of them:
 
 Both are E log₂ 3 q(k | u) with q ∝ exp(β s), β fitted on other queries, at most log₂ 3 bits. With
 any β this is a lower bound on the information (Barber & Agakov 2003), so the two can be compared,
-and divided. Everything here is a function of arrays.
+and divided. A site's β is at most that of the candidates' own contexts: a larger one would scale up
+a site that moves a turn's likelihood by a hundredth of a nat, the right way, until it told all.
+Everything here is a function of arrays.
 """
 
 from collections.abc import Hashable, Sequence
@@ -50,7 +52,12 @@ class Told:
 
 
 def told(
-    scores: np.ndarray, own: np.ndarray, queries: Sequence[Hashable], *, seed: int = 0
+    scores: np.ndarray,
+    own: np.ndarray,
+    queries: Sequence[Hashable],
+    whole: np.ndarray | None = None,
+    *,
+    seed: int = 0,
 ) -> Told:
     """What the scores of turns tell about the candidates that they followed.
 
@@ -58,12 +65,15 @@ def told(
         scores: ``[rows, 3]`` log-likelihoods of a turn after each candidate, in nats.
         own: ``[rows]`` which candidate the turn followed, 0 to 2.
         queries: ``[rows]``; each has rows of every candidate.
+        whole: ``[rows, 3]`` log-likelihoods of the same turns after the candidates' own contexts,
+            where ``scores`` are a site's: β is at most what is fitted to these.
         seed: of the folds in which β is fitted.
 
     Raises:
         ValueError: shapes don't fit, a score isn't finite, or a query lacks rows of a candidate.
     """
-    found = readable_bits(scores, own, queries, seed=seed)
+    most = np.inf if whole is None else readable_bits(whole, own, queries, seed=seed).fitted
+    found = readable_bits(scores, own, queries, most=most, seed=seed)
     names, bits = by_query(found.bits, own, queries, CANDIDATES)
     _, hits = by_query(identified(scores, own), own, queries, CANDIDATES)
     order = sorted(range(len(names)), key=lambda number: str(names[number]))

@@ -360,6 +360,7 @@ def readable_bits(
     followed: ArrayLike,
     sources: Iterable[Hashable],
     *,
+    most: ArrayLike = np.inf,
     folds: int = 5,
     seed: int = 0,
 ) -> HeldOut:
@@ -373,6 +374,7 @@ def readable_bits(
             one means likelier.
         followed: ``[turns]``.
         sources: ``[turns]``; all turns of a query are in one fold.
+        most: the largest β, of all folds or ``[folds]``.
         folds: how many; as many as queries where these are fewer.
         seed: of the folds, which depend on it and the set of queries alone.
 
@@ -387,9 +389,11 @@ def readable_bits(
     design = _Design.of(_followed(followed, values), sources, values.shape[1])
     fold = design.folds(folds, seed)
     bits, betas = np.empty(len(values)), []
+    largest = np.broadcast_to(most, fold.max() + 1)
     for number in range(fold.max() + 1):
         out = fold == number
-        betas.append(fit_beta(values[~out], design.followed[~out], design.weight[~out]))
+        beta = fit_beta(values[~out], design.followed[~out], design.weight[~out])
+        betas.append(min(beta, largest[number]))
         bits[out] = _own_bits(betas[-1] * values[out], design.followed[out])
     return HeldOut(bits, fold, np.array(betas))
 
