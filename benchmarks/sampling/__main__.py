@@ -32,13 +32,13 @@ progress goes to stderr.
 import argparse
 import datetime
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.sampling.measure import CONTENDERS, in_process
 from benchmarks.sampling.results import Results
-from benchmarks.sampling.tables import between_markers, full, short
+from benchmarks.sampling.tables import between_markers, full
 from benchmarks.sampling.workload import MODELS, SHAPES, TINY, Size, Task
 from ia_mech.cli import Parser, guarded, whole_from
 from ia_mech.errors import UserError
@@ -46,11 +46,7 @@ from ia_mech.models import embedded
 from ia_mech.models.load import DTYPES, resolve_device
 
 FOLDER = Path(__file__).parents[1]
-# Where --write puts which text, between the markers of the device.
-DOCUMENTS: dict[Path, Callable[[Results], str]] = {
-    FOLDER / "README.md": full,
-    FOLDER.parent / "README.md": short,
-}
+DOCUMENT = FOLDER / "README.md"  # where --write puts the tables, between the markers of the device
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -92,7 +88,9 @@ def build_parser() -> argparse.ArgumentParser:
         help="make the tables of saved measurements together; measure nothing",
     )  # fmt: skip
     files.add_argument(
-        "--write", action="store_true", help="put the tables between the markers of the READMEs"
+        "--write",
+        action="store_true",
+        help="put the tables between the markers of benchmarks/README.md",
     )
     return parser
 
@@ -107,13 +105,12 @@ def run(args: argparse.Namespace) -> None:
     if args.write:  # better known now than after the measurement
         if set(results.sizes) & set(TINY):
             raise UserError("--write: figures of tiny models mean nothing", "leave --write out")
-        with_tables(results, empty=True)
+        with_tables(results)
     if not args.read:
         measure(args, results)
     print(full(results))
     if args.write:
-        for path, text in with_tables(results).items():
-            path.write_text(text, encoding="utf-8")
+        DOCUMENT.write_text(with_tables(results), encoding="utf-8")
 
 
 def planned(args: argparse.Namespace) -> Results:
@@ -182,21 +179,14 @@ def tasks(args: argparse.Namespace, model: str, results: Results) -> Iterator[Ta
                 yield replace(whole, contenders=(name,), size=replace(size, counts=(count,)))
 
 
-def with_tables(results: Results, empty: bool = False) -> dict[Path, str]:
-    """The READMEs that have the markers of the device, with the tables between them.
+def with_tables(results: Results) -> str:
+    """The document with the tables between the markers of the device.
 
     Raises:
-        UserError: none of them has the markers, or one has them only partly.
+        UserError: it lacks a marker.
     """
     marker = "benchmarks.sampling cuda" if results.on_gpu else "benchmarks.sampling"
-    found = {}
-    for path, text in DOCUMENTS.items():
-        document = path.read_text(encoding="utf-8")
-        if f"<!-- {marker} -->" in document:
-            found[path] = between_markers(document, "" if empty else text(results), marker)
-    if not found:
-        raise UserError(f"no README has <!-- {marker} -->", "put both markers where they belong")
-    return found
+    return between_markers(DOCUMENT.read_text(encoding="utf-8"), full(results), marker)
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ def cell(text: str) -> str:
 
 
 def full(results: Results) -> str:
-    """For benchmarks/README.md: every table."""
+    """Every table."""
     setting = f"{results.setting}, {' and '.join(results.days)}"
     parts = [f"Measured on {setting}; {rounds(results)}, medians (min … max over rounds)."]
     if results.on_gpu:
@@ -50,19 +50,6 @@ def full(results: Results) -> str:
     for model in results.sizes:
         parts += [f"### {model}"] if results.on_gpu or len(results.sizes) > 1 else []
         parts += of_model(results, model)
-    return "\n\n".join(parts)
-
-
-def short(results: Results) -> str:
-    """For the README: the peers' table, and what capture costs."""
-    model, size = next(iter(results.sizes.items()))
-    parts = [
-        f"Measured on {results.setting}, {' and '.join(results.days)}: a context of "
-        f"{size.context_tokens} tokens, {size.rows} rows of {size.new_tokens} new tokens each; and "
-        f"{size.counts[-1]} such contexts together. Median of {rounds(results)} (min … max):",
-        peers_table(results, model, wanted=False),
-        *capture_line(results, model),
-    ]
     return "\n\n".join(parts)
 
 
@@ -114,7 +101,7 @@ def of_model(results: Results, model: str) -> list[str]:
     return parts
 
 
-def peers_table(results: Results, model: str, wanted: bool = True) -> str:
+def peers_table(results: Results, model: str) -> str:
     """Tokens per second of every contender, and ours over it; on a GPU also how it ran."""
     size, body = results.sizes[model], []
     for name, (label, *aims) in PEERS.items():
@@ -126,10 +113,9 @@ def peers_table(results: Results, model: str, wanted: bool = True) -> str:
             ratios = results.ratios(taken, ours) if name != OURS else []
             cells.append(spread(ratios) if ratios else "")
         if any(cells):
-            aim = [aims[results.on_gpu]] if wanted else []
             notes = [cell(one["notes"]) for one in results.of(model, name)[-1:]]
-            body.append([label, *aim, *cells, *(notes if results.on_gpu else [])])
-    head = ["", *(["wanted"] if wanted else [])]
+            body.append([label, aims[results.on_gpu], *cells, *(notes if results.on_gpu else [])])
+    head = ["", "wanted"]
     for contexts in size.counts:
         head += [f"tokens/s, {contexts * size.rows} rows", "ours ÷ it"]
     return table([*head, *(["engine"] if results.on_gpu else [])], body)
