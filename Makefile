@@ -1,7 +1,7 @@
 # Two commands matter: `make sample` runs the main job, `make test` runs the tests.
 # `make demo` runs the main job, judges what it wrote, counts, and writes a report to open.
 # `make test-all` runs the slow tests, too; `make lint` checks style and types.
-# `make study` makes a whole study of the embedded model, in some three hours.
+# `make study` makes a whole study of the embedded model, in some two hours.
 # `make gpu-check` runs the tests that need a GPU and the benchmark; see docs/engine.md.
 # All create .venv and install on first use; later calls reuse it.
 PYTHON ?= python3

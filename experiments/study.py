@@ -7,7 +7,7 @@ under which turns react more than greedily, and writes one page. Every stage is 
 and can be given alone. Stopped at any moment, the same command goes on; a finished study computes
 nothing again.
 
-Needs: a model. Cost: the embedded model (135M) on two cores takes some three hours, with --quick
+Needs: a model. Cost: the embedded model (135M) on two cores takes some two hours, with --quick
 ten minutes; --dry-run says what is to be computed and how long it takes at a measured pace.
 
     python -m experiments.study smollm2-135m-instruct --quick
