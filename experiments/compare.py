@@ -1,7 +1,8 @@
 """How do models differ in what their user turns owe to the response?
 
 The numbers of several studies side by side, over the queries that all of them hold: what turns
-express, what the response and the header carry, how often a judge accepts turns beyond siblings.
+express, what the response and the header carry, how often a judge accepts turns beyond siblings,
+and what it takes the turns for.
 Differences from the first study are paired by query. Nothing is computed but these: each study has
 kept its numbers by query.
 
@@ -30,29 +31,54 @@ if TYPE_CHECKING:
     from ia_mech.run import Run
 
 NAME = "compare"
-BITS, EXCESS = "bits", "excess over siblings"
+BITS, EXCESS, SHARE = "bits", "excess over siblings", "share of turns"
 SAMPLED = "sampled"
 
 
 def numbers_of(study: Path) -> pd.DataFrame:
-    """The numbers of a study by query: ``quantity``, ``of``, ``turns`` (``greedy``, ``sampled`` or
-    an arm), ``source``, ``value``.
+    """The numbers of a study by query: ``quantity``, ``of`` (a site, a judge's category, or all
+    turns), ``turns`` (``greedy``, ``sampled`` or an arm), ``source``, ``value``.
 
     Raises:
         UserError: it isn't a finished study.
     """
+    from ia_mech.results import read
+    from ia_mech.run import Run
+
     located = study / "run" / "results" / "locate" / "queries.parquet"
     elicited = study / "run-elicit" / "rows.parquet"
     if not (located.is_file() and elicited.is_file()):
         raise UserError(f"{study} is not a finished study", "make it with ia-mech study")
     bits = pd.read_parquet(located)
-    turns = ["greedy" if t == 0 else SAMPLED if np.isnan(t) else f"T = {t:g}"
-             for t in bits["temperature"]]  # fmt: skip
+    turns = bits["temperature"].map(turns_of)
     bits = bits.assign(quantity=BITS, turns=turns, value=bits["bits"])
     arms = pd.read_parquet(elicited)
     arms = arms.assign(quantity=EXCESS, of="turns", turns=arms["arm"], value=arms[EXCESS])
+    judged = shares(Run.open(study / "run"), read(study / "run-elicit").about["judge"])
     columns = ["quantity", "of", "turns", "source", "value"]
-    return pd.concat([bits[columns], arms[columns]], ignore_index=True)
+    return pd.concat([bits[columns], arms[columns], judged[columns]], ignore_index=True)
+
+
+def shares(run: "Run", judge: str) -> pd.DataFrame:
+    """What a judge takes the turns of a run for: the share of each category by query."""
+    from ia_mech.judge.rubric import NAMES
+
+    labels = run.labels.judgements(judge, ["context_id", "temperature", "category"])
+    labels = labels.merge(run.contexts[["context_id", "source_id"]], on="context_id")
+    labels["turns"] = labels["temperature"].map(turns_of)
+    counts = pd.crosstab(
+        [labels["turns"], labels["source_id"]], labels["category"].astype(str), normalize="index"
+    )
+    counts = counts.reindex(columns=list(NAMES), fill_value=0.0)
+    each = counts.rename_axis(["turns", "source"]).rename_axis("of", axis=1).stack()
+    return each.rename("value").reset_index().assign(quantity=SHARE)
+
+
+def turns_of(temperature: float) -> str:
+    """How turns at a temperature are named; NaN is all sampled ones."""
+    if np.isnan(temperature):
+        return SAMPLED
+    return f"T = {temperature:g}" if temperature else "greedy"
 
 
 def estimates(
@@ -113,6 +139,7 @@ def result(studies: Sequence[Path], level: float, seed: int) -> "Result":
     for quantity, title in (
         (BITS, "bits about the response, expressed (own context) and carried"),
         (EXCESS, "turns that the judge accepts, beyond siblings"),
+        (SHARE, "what the judge takes turns for"),
     ):
         tables += tables_of(
             f"{title}; the same {len(shared)} queries",

@@ -173,23 +173,26 @@ def seconds(stage: Stage, read: float, write: float) -> float:
 
 def fit(args: argparse.Namespace, read: float, write: float) -> argparse.Namespace:
     """The same study with as much as fits into ``--hours``: fewer samples first, then fewer
-    recipients, then fewer queries.
+    queries.
 
     Raises:
-        UserError: not even the fewest do.
+        UserError: not even :data:`QUICK` queries do.
     """
-    fewer = [(samples, args.recipients) for samples in range(args.samples, 0, -1)]
-    fewer += [(1, recipients) for recipients in range(args.recipients - 1, 0, -1)]
-    for args.samples, args.recipients in fewer:
-        if sum(seconds(one, read, write) for one in stages(args)) <= 3600 * args.hours:
-            return args
-    needed = sum(seconds(one, read, write) for one in stages(args))
-    queries = int(args.queries * 3600 * args.hours / needed)
+
+    def hours() -> float:
+        return sum(seconds(one, read, write) for one in stages(args)) / 3600
+
+    while args.samples > 1 and hours() > args.hours:
+        args.samples -= 1
+    needed = hours()
+    if needed <= args.hours:
+        return args
+    queries = int(args.queries * args.hours / needed)
     if queries < QUICK:
         raise UserError(
             f"{args.hours:g} hours are too few: {QUICK} queries take "
-            f"{QUICK * needed / args.queries / 3600:.1f}",
-            "give more --hours, --quick or a smaller model",
+            f"{QUICK * needed / args.queries:.1f}",
+            "give more --hours, fewer --recipients, --quick or a smaller model",
         )
     args.queries = queries
     return args

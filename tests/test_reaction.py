@@ -269,6 +269,9 @@ def test_beta_is_0_where_scores_tell_nothing_and_finite_where_they_tell_all():
     scores, followed, sources = planted_scores()
     assert fit_beta(-scores, followed, np.ones(len(scores))) == 0
     assert fit_beta(np.full_like(scores, 3.0), followed, np.ones(len(scores))) == 0
+    by_rounding = np.where(scores > np.median(scores), -31.7, np.nextafter(-31.7, 0))
+    for turns in range(3, 30):
+        assert np.isfinite(fit_beta(by_rounding[:turns], followed[:turns], np.ones(turns)))
     perfect = 50.0 * np.eye(4)[followed]
     beta = fit_beta(perfect, followed, np.ones(len(perfect)))
     assert 0 < beta < 1

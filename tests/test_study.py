@@ -13,6 +13,10 @@ from shell import call, refusal
 from experiments import compare, study
 from ia_mech import console
 from ia_mech.results import read
+from ia_mech.run import Run
+
+
+SETTINGS = ["--queries", "5", "--quick", "--maps", "windows"]
 
 
 @pytest.fixture(scope="module")
@@ -23,12 +27,15 @@ def data(tmp_path_factory) -> str:
 @pytest.fixture(scope="module")
 def made(data, tiny_model_dir, tmp_path_factory) -> Path:
     """A finished study; tests leave it as it is."""
-    out = tmp_path_factory.mktemp("study") / "tiny"
-    words = [str(tiny_model_dir), "--dataset", data, "--queries", "5", "--quick"]
+    return finished(str(tiny_model_dir), data, tmp_path_factory.mktemp("study") / "tiny")
+
+
+def finished(model: str, data: str, out: Path) -> Path:
+    """The folder of a study of a model."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(study, "RESPONSE_TOKENS", 5)
         patch.setattr(study, "TURN_TOKENS", 6)
-        assert study.main([*words, "--out", str(out)]) == 0
+        assert study.main([model, "--dataset", data, *SETTINGS, "--out", str(out)]) == 0
     return out
 
 
@@ -48,7 +55,7 @@ def test_a_second_call_computes_nothing_again(made, data, tiny_model_dir, capfd,
     monkeypatch.setattr(study, "TURN_TOKENS", 6)
     parts = {path: path.stat().st_mtime_ns for path in made.rglob("part*")}
     before = read(made / "run" / "results" / "study").sentence
-    words = [str(tiny_model_dir), "--dataset", data, "--queries", "5", "--quick"]
+    words = [str(tiny_model_dir), "--dataset", data, *SETTINGS]
     assert call(study.main, [*words, "--out", str(made)], capfd).status == 0
     assert {path: path.stat().st_mtime_ns for path in made.rglob("part*")} == parts
     assert read(made / "run" / "results" / "study").sentence == before
@@ -106,14 +113,13 @@ def test_latent_is_said_only_if_all_four_hold(high, low, hits, gap, said):
     assert study.latent(found[1:], "0.00") == "Whether anything is latent can't be told."
 
 
-def test_hours_given_again_leave_what_was_begun_as_it_is(
-    made, data, tiny_model_dir, capfd, monkeypatch
-):
-    monkeypatch.setattr(study, "RESPONSE_TOKENS", 5)
-    monkeypatch.setattr(study, "TURN_TOKENS", 6)
+def test_hours_given_again_leave_what_was_begun_as_it_is(made, data, tiny_model_dir, monkeypatch):
+    asked = []
     monkeypatch.setattr(study, "pace", lambda model: (1e-3, 1e-3))
-    words = [str(tiny_model_dir), "--dataset", data, "--quick", "--hours", "1"]
-    assert call(study.main, [*words, "--out", str(made)], capfd).status == 0
+    monkeypatch.setattr(study, "stages", lambda args: asked.append(args) or [])
+    words = [str(tiny_model_dir), "--dataset", data, "--hours", "1", "--out", str(made)]
+    assert study.main(words) == 0
+    assert (asked[-1].queries, asked[-1].samples) == (5, 1)
 
 
 def test_studies_are_compared_over_the_queries_that_they_share(made, tmp_path, capfd):
@@ -126,6 +132,26 @@ def test_studies_are_compared_over_the_queries_that_they_share(made, tmp_path, c
     found = list(compare.estimates(numbers, 0.95, 0))
     less = [row.estimate.value for row in found if row.quantity == "bits, less"]
     assert less and np.allclose(less, 0.25)
+
+
+def test_a_comparison_has_both_models_numbers_figures_and_a_page(
+    made, data, tiny_model_dir, tmp_path, capfd
+):
+    model = shutil.copytree(tiny_model_dir, tmp_path / "other")
+    other = finished(str(model), data, tmp_path / "study")
+    words = [str(made), str(other), "--out", str(tmp_path / "both")]
+    assert call(compare.main, words, capfd).status == 0
+    found = read(tmp_path / "both")
+    assert {"models", "layers"} == set(found.figures)
+    assert found.sentence.count("other") == 1
+    less = found.estimates[found.estimates["quantity"].str.endswith(", less")]
+    assert len(less) and (less["model"] == "other").all()
+    assert np.allclose(less["value"], 0) and (less["p"].dropna() == 1).all()
+    shares = found.estimates[found.estimates["quantity"] == compare.SHARE]
+    each = shares.groupby(["model", "turns"])["value"].sum()
+    assert np.allclose(each, 1)
+    page = (tmp_path / "both" / "report.html").read_text("utf-8")
+    assert found.sentence.partition(":")[0] in page
 
 
 def test_every_command_has_a_module_with_a_main(capfd):
