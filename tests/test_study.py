@@ -13,8 +13,6 @@ from shell import call, refusal
 from experiments import compare, study
 from ia_mech import console
 from ia_mech.results import read
-from ia_mech.run import Run
-
 
 SETTINGS = ["--queries", "5", "--quick", "--maps", "windows"]
 
