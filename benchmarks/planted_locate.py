@@ -76,7 +76,7 @@ def studied(kind: Kind, seed: int, queries: int, noise: float = NOISE) -> pd.Dat
             told_of(one[(one["site"] == OWN) & (one["temperature"] == SAMPLED)], OPTIONS["seed"])
             for one in map(with_own, (rows, worded))
         ]
-        found.append(Maker(OPTIONS).difference(BEYOND, *both, of=OWN))
+        found.append(Maker(OPTIONS).difference(BEYOND, *both, term=OWN))
     return frame_of(found, Locate.columns)
 
 
@@ -84,7 +84,7 @@ def of(found: pd.DataFrame, quantity: str, site: str, temperature: float | None 
     """The estimate of a whole site; of all sampled turns where no temperature is given."""
     t = found["temperature"]
     here = t.isna() if temperature is None else t.eq(temperature)
-    here &= (found["quantity"] == quantity) & (found["of"] == site) & found["layer"].isna()
+    here &= (found["quantity"] == quantity) & (found["term"] == site) & found["layer"].isna()
     return next(found[here].itertuples())
 
 
@@ -103,7 +103,7 @@ def wrong(kind: Kind, found: pd.DataFrame) -> list[str]:
         if not (shown if site in kind.carries else nothing):
             said.append(site)
     if kind.windows:
-        windows = found[found["of"] == WINDOW].set_index(["quantity", "layer"])
+        windows = found[found["term"] == WINDOW].set_index(["quantity", "layer"])
         carrying = {
             layer
             for layer, window in windows.loc[CHOSEN].iterrows()
@@ -119,7 +119,7 @@ def wrong(kind: Kind, found: pd.DataFrame) -> list[str]:
 def opened(found: pd.DataFrame) -> bool:
     """Whether "latent" is said where a judge accepts more turns under an elicitor."""
     gap = TidyEstimate(
-        elicit.GAP, {"of": elicit.TEMPERATURE}, QUERIES, Estimate(0.3, 0.2, 0.4, QUERIES, "")
+        elicit.GAP, {"term": elicit.TEMPERATURE}, QUERIES, Estimate(0.3, 0.2, 0.4, QUERIES, "")
     )
     gaps = frame_of([gap], elicit.Elicit.columns)
     return latent(
@@ -231,10 +231,10 @@ def simulated(setting: Setting, rng: np.random.Generator) -> pd.DataFrame:
             QUERY: drawn(0.0, 0.1, 1 / 3),
         }
         for site, found in sites.items():
-            rows.append(maker.mean(BITS, found, of=site, temperature=temperature))
-            rows.append(maker.hits(found, of=site, temperature=temperature))
+            rows.append(maker.mean(BITS, found, term=site, temperature=temperature))
+            rows.append(maker.hits(found, term=site, temperature=temperature))
             if site != OWN:
-                rows += maker.share(found, whole, of=site, temperature=temperature)
+                rows += maker.share(found, whole, term=site, temperature=temperature)
     located = frame_of(rows, Locate.columns).assign(stage="locate")
     return pd.concat([located, accepted(setting, names, rng).assign(stage="elicit")])
 

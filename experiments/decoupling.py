@@ -45,7 +45,7 @@ ACCURACY, RATE = "accuracy", "follow-up rate"
 RIGHT, WRONG = f"{RATE}, right", f"{RATE}, wrong"
 DIFFERENCE = f"{RATE}, right less wrong"
 COLUMNS = {
-    **dict.fromkeys(("model", "dataset", "of", "outcome"), "str"),
+    **dict.fromkeys(("model", "dataset", "term", "outcome"), "str"),
     **{"temperature": "float64", "level": "float64", "events": "Int64"},
 }
 NEEDED = (
@@ -105,28 +105,32 @@ class Decoupling(Experiment):
     def estimate(self, rows: pd.DataFrame) -> list[TidyEstimate]:
         """Holm-corrected over all tests of a quantity and of the same responses."""
         found: list[TidyEstimate] = []
-        for of in (EVERY, COMPLETE):
+        for term in (EVERY, COMPLETE):
             responses, turns = self.responses, rows
-            if of == COMPLETE:
+            if term == COMPLETE:
                 if not responses["cut_off"].any():
                     continue
                 responses, turns = (one[~one["cut_off"]] for one in (responses, turns))
             for dataset, here in by_dataset(responses):
                 for model, own in responses[here].groupby("model"):
-                    names = {"model": model, "dataset": dataset, "of": of}
+                    names = {"model": model, "dataset": dataset, "term": term}
                     group = Group(own["source"].to_numpy(), self.options, names)
                     yielded = {ACCURACY: own["correct"], "unverified": own["correct"].isna()}
                     for quantity, values in (yielded | {"cut off": own["cut_off"]}).items():
                         found.append(group.mean(quantity, values, proportion=True))
             for dataset, here in by_dataset(turns):
-                options: dict[str, Any] = {"dataset": dataset, "level": self.args.level, "of": of}
+                options: dict[str, Any] = {
+                    "dataset": dataset,
+                    "level": self.args.level,
+                    "term": term,
+                }
                 found += rates(turns[here], ["model", "temperature"], quantity=RATE, **options)
             # Not pooled: datasets differ in accuracy and in rate, which would be an association.
             known = turns.dropna(subset=["correct", "genuine"])
             for (dataset, model, t), at in known.groupby(["dataset", "model", "temperature"]):
-                names = {"dataset": dataset, "model": model, "temperature": t, "of": of}
+                names = {"dataset": dataset, "model": model, "temperature": t, "term": term}
                 found += self._association(at, names)
-        return corrected(found, lambda row: (row.quantity, row.names["of"]))
+        return corrected(found, lambda row: (row.quantity, row.names["term"]))
 
     def _association(self, turns: pd.DataFrame, names: dict[str, Any]) -> Iterator[TidyEstimate]:
         group = Group(turns["source"].to_numpy(), self.options, names)
@@ -147,7 +151,7 @@ class Decoupling(Experiment):
 
     def tables(self, found: pd.DataFrame) -> "list[Table]":
         percent = f"{100 * self.args.level:g}% intervals over queries"
-        names = ("dataset", "model", "of")
+        names = ("dataset", "model", "term")
         made = tables_of(
             f"responses ({percent})",
             found,
@@ -187,7 +191,7 @@ class Decoupling(Experiment):
         from ia_mech.rates.figures import gate_title
 
         assert self.gate is not None
-        every = found[found["of"] == EVERY]
+        every = found[found["term"] == EVERY]
         names = every["dataset"].str.cat(every["model"], " · ")
         t = [label_of(t, "temperature") for t in every["temperature"]]
         at = pd.Series(t, every.index).where(every["quantity"] != ACCURACY, ACCURACY)
@@ -196,9 +200,9 @@ class Decoupling(Experiment):
         both = every[every["quantity"].isin([ACCURACY, RATE])]
         apart = every[(every["quantity"] == DIFFERENCE) & every["value"].notna()]
         words = "accuracy, and follow-up rate by temperature"
-        made = {"accuracy": Bars(title, words, both, of="name", by="at", at=None)}
+        made = {"accuracy": Bars(title, words, both, names="name", by="at", at=None)}
         if len(apart):
-            made["association"] = Bars(title, DIFFERENCE, apart, of="name", by="at")
+            made["association"] = Bars(title, DIFFERENCE, apart, names="name", by="at")
         return made
 
     def data(self, rows: pd.DataFrame) -> dict[str, pd.DataFrame]:
@@ -206,7 +210,7 @@ class Decoupling(Experiment):
 
     def conclude(self, found: pd.DataFrame) -> Conclusion:
         assert self.gate is not None
-        every = found[found["of"] == EVERY]
+        every = found[found["term"] == EVERY]
         apart = every[every["quantity"] == DIFFERENCE]
         sentence = " ".join(
             [

@@ -86,7 +86,7 @@ class Arm:
         draw: which of several alike.
     """
 
-    of: str
+    kind: str
     dose: float
     direction: tuple[float, ...] = ()
     bias: tuple[float, ...] = ()
@@ -136,10 +136,10 @@ def steered(model: Model, unit: Steered) -> pd.DataFrame:
     """What arms change, in nats: a row per arm and context.
 
     Returns:
-        ``of``, ``draw``, ``dose``, ``half``, ``context`` (its number), ``kl`` at the header. Where
-        there are turns, ``odds`` and ``logp``: the change of the log-odds of accepted turns, and of
-        the log-probability of all turns a token; where there are none, ``change`` ``[vocab]`` of
-        the first token's log-probabilities.
+        ``term``, ``draw``, ``dose``, ``half``, ``context`` (its number), ``kl`` at the header.
+        Where there are turns, ``odds`` and ``logp``: the change of the log-odds of accepted turns,
+        and of the log-probability of all turns a token; where there are none, ``change``
+        ``[vocab]`` of the first token's log-probabilities.
     """
     found = []
     for number, context in enumerate(unit.contexts):
@@ -159,7 +159,7 @@ def steered(model: Model, unit: Steered) -> pd.DataFrame:
             else:
                 scored = run.read(context.steered(torch.tensor(arm.direction), arm.dose), read)
                 moved, after = np.array([one for one, _ in scored]) - before, scored[0][1]
-            row = {"of": arm.of, "draw": arm.draw, "dose": arm.dose, "half": unit.half}
+            row = {"term": arm.kind, "draw": arm.draw, "dose": arm.dose, "half": unit.half}
             row |= {"context": number, "kl": max(float(divergence(after, first)), 0.0)}
             if context.turns:
                 row |= {"odds": context.odds(moved), "logp": (moved / lengths).mean()}

@@ -215,7 +215,7 @@ class Elicit(Experiment):
             mine = rows[rows["arm"] == arm]
             for quantity, low in ((RATE, 0.0), (SIBLINGS, 0.0), (EXCESS, -1.0)):
                 found = cluster_mean(mine[quantity], mine["source"], level=level).within(low, 1.0)
-                yield TidyEstimate(quantity, {"dataset": ALL, "of": arm}, len(mine), found)
+                yield TidyEstimate(quantity, {"dataset": ALL, "term": arm}, len(mine), found)
         table = rows.pivot_table(index="arm", columns="source", values=EXCESS, sort=True)
         table = table.loc[arms].dropna(axis=1)
         excess = table.to_numpy()
@@ -231,7 +231,7 @@ class Elicit(Experiment):
                 return gaps(excess[among], greedy, half, counts)
 
             (gap,) = cluster_bootstrap(statistic, list(table.columns), **self.options)
-            yield TidyEstimate(GAP, {"dataset": ALL, "of": name}, excess.shape[1], gap)
+            yield TidyEstimate(GAP, {"dataset": ALL, "term": name}, excess.shape[1], gap)
         for number in (0, 1):
             best = arms[int(excess[:, half == number].mean(1).argmax())]
             self.notes.append(f"chosen on half {number + 1} of the queries: {best}.")
@@ -247,7 +247,7 @@ class Elicit(Experiment):
             f"turns that the judge accepts ({self.args.outcome})",
             found,
             columns,
-            index=("dataset", "of"),
+            index=("dataset", "term"),
             rows="queries",
             legend="After siblings: the same turns, shown after other responses to the same query.",
         )
@@ -260,8 +260,8 @@ class Elicit(Experiment):
         return {"arms": Bars(title, "rate less that after siblings", rows)}
 
     def conclude(self, found: pd.DataFrame) -> Conclusion:
-        gap = found[(found["quantity"] == GAP) & (found["of"] == BEST)]
-        greedy = found[(found["quantity"] == EXCESS) & (found["of"] == GREEDY)]
+        gap = found[(found["quantity"] == GAP) & (found["term"] == BEST)]
+        greedy = found[(found["quantity"] == EXCESS) & (found["term"] == GREEDY)]
         level = self.args.level
         sentence = " ".join(
             [

@@ -147,7 +147,11 @@ class Experiment:
     perturbed: ClassVar[bool] = False
     queries_used: ClassVar[int | None] = None
     beside: ClassVar[str] = ""
-    columns: ClassVar[Mapping[str, str]] = {"dataset": "str", "temperature": "float64", "of": "str"}
+    columns: ClassVar[Mapping[str, str]] = {
+        "dataset": "str",
+        "temperature": "float64",
+        "term": "str",
+    }
 
     def __init__(self, runs: "list[Run]", args: argparse.Namespace, folder: Path) -> None:
         self.runs, self.args, self.folder = runs, args, folder

@@ -31,7 +31,7 @@ class Lines:
     y: str
     rows: pd.DataFrame
     across: str = "temperature"
-    by: str = "of"
+    by: str = "term"
     levels: dict[str, float] | None = None
 
     def draw(self) -> "Figure":
@@ -55,7 +55,7 @@ class Bars:
         title: of the figure.
         x: what is drawn, with its unit.
         rows: estimates.
-        of: the column that names the rows, from top to bottom in the order of ``rows``.
+        names: the column that names the rows, from top to bottom in the order of ``rows``.
         by: the column that tells colours apart.
         at: where a line is drawn across: what there would be without an effect.
     """
@@ -63,18 +63,18 @@ class Bars:
     title: str
     x: str
     rows: pd.DataFrame
-    of: str = "of"
+    names: str = "term"
     by: str = "dataset"
     at: float | None = 0.0
 
     def draw(self) -> "Figure":
         """As a matplotlib figure."""
-        names = list(dict.fromkeys(self.rows[self.of]))
+        names = list(dict.fromkeys(self.rows[self.names]))
         figure, axes = new_axes(self.title, self.x, size=(7, 1.4 + 0.4 * len(names)))
         count = self.rows[self.by].nunique()
         for number, (colour, (name, rows)) in enumerate(coloured(self.rows, self.by)):
             beside = (number - (count - 1) / 2) * 0.8 / max(count, 2)
-            at = [names.index(one) + beside for one in rows[self.of]]
+            at = [names.index(one) + beside for one in rows[self.names]]
             draw_points(axes, at, rows, lying=True, color=colour, label=str(name))
         if self.at is not None:
             axes.axvline(self.at, color="0.3", lw=0.8)

@@ -352,18 +352,18 @@ def _contrasts(group: Group, contrasts: pd.DataFrame, index: pd.Index) -> Iterat
         )
         if own["bits"].isna().all():
             continue
-        yield group.mean("contrast, bits", own["bits"], of=against)
+        yield group.mean("contrast, bits", own["bits"], term=against)
         tokens = own["tokens"].where(own["tokens"] > 0).astype(float)
-        yield group.mean("contrast, bits per token", own["bits"] / tokens, of=against)
+        yield group.mean("contrast, bits per token", own["bits"] / tokens, term=against)
         if control["bits"].notna().any():
-            yield group.mean("control's contrast, bits", control["bits"], of=against)
+            yield group.mean("control's contrast, bits", control["bits"], term=against)
             less = own["bits"] - control["bits"]
-            yield group.mean("contrast less control's, bits", less, of=against)
+            yield group.mean("contrast less control's, bits", less, term=against)
         if own["placebo"].notna().any():
-            yield group.mean("placebo's contrast, bits", own["placebo"], of=against)
+            yield group.mean("placebo's contrast, bits", own["placebo"], term=against)
         likeliest = own["likeliest"]
-        yield group.mean("likeliest after its response", likeliest, of=against, proportion=True)
-        yield group.mean("likeliest after its response, by chance", own["chance"], of=against)
+        yield group.mean("likeliest after its response", likeliest, term=against, proportion=True)
+        yield group.mean("likeliest after its response, by chance", own["chance"], term=against)
 
 
 def _rivals(group: Group, rows: pd.DataFrame, index: pd.Index) -> Iterator[TidyEstimate]:
@@ -376,11 +376,11 @@ def _rivals(group: Group, rows: pd.DataFrame, index: pd.Index) -> Iterator[TidyE
         if not there.any():
             continue
         beats = (own["whole"] > rival["whole"]).astype(float).where(there)
-        yield group.mean("follow-up beats", beats, of=name, proportion=True)
+        yield group.mean("follow-up beats", beats, term=name, proportion=True)
         each = [one["logprob"] / one["tokens"].where(one["tokens"] > 0) for one in (own, rival)]
         known = each[0].notna() & each[1].notna()
         beats = (each[0] > each[1]).astype(float).where(known)
-        yield group.mean("follow-up beats per token", beats, of=name, proportion=True)
+        yield group.mean("follow-up beats per token", beats, term=name, proportion=True)
 
 
 # -- show ------------------------------------------------------------------------------------------
@@ -402,7 +402,7 @@ def tables(found: pd.DataFrame, level: float) -> "list[Table]":
         f"bits in favour of the response that the user saw ({percent})",
         plain,
         bits,
-        index=("dataset", "of"),
+        index=("dataset", "term"),
         legend="placebo: one of the other responses in its place.",
     )
     of_turns = {
@@ -419,7 +419,7 @@ def tables(found: pd.DataFrame, level: float) -> "list[Table]":
         "follow-up beats per token": ("per token", 2),
     }
     title = "share of contexts where the follow-up is likelier than"
-    return made + tables_of(title, plain, rivals, index=("dataset", "of"))
+    return made + tables_of(title, plain, rivals, index=("dataset", "term"))
 
 
 def figures(found: pd.DataFrame, model: str) -> "Mapping[str, Drawing]":
@@ -495,8 +495,8 @@ class Likelihood(Experiment):
 
     def conclude(self, found: pd.DataFrame) -> Conclusion:
         bits = found[found["quantity"] == "contrast, bits"]
-        kinds = [kind for kind in AGAINST if kind in set(bits["of"])]
-        mine = found[found["of"] == kinds[0]] if kinds else found.iloc[:0]
+        kinds = [kind for kind in AGAINST if kind in set(bits["term"])]
+        mine = found[found["term"] == kinds[0]] if kinds else found.iloc[:0]
         seen = not self.references.frame["dataset"].isin(BLIND).all()
         whose = "users' real follow-ups" if seen else "follow-ups that were written without it"
         sentence = stated(
@@ -508,7 +508,7 @@ class Likelihood(Experiment):
         )
         order = stated(
             "than after the same sentences in another order",
-            bits[bits["of"] == SHUFFLED],
+            bits[bits["term"] == SHUFFLED],
             null=0.0,
             level=self.args.level,
         )

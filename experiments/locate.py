@@ -170,15 +170,15 @@ def estimates(rows: pd.DataFrame, options: dict[str, Any]) -> Iterator[TidyEstim
             found = told_of(rows[here & (rows["site"] == site)], seed)
             if found is None:
                 continue
-            yield maker.mean("bits", found, of=site, **names)
-            yield maker.hits(found, of=site, **names)
+            yield maker.mean("bits", found, term=site, **names)
+            yield maker.hits(found, term=site, **names)
             if site == OWN:
                 expressed[arm] = found
             elif arm in expressed:
-                yield from maker.share(found, expressed[arm], of=site, **names)
+                yield from maker.share(found, expressed[arm], term=site, **names)
         if arm is None and 0.0 in expressed and arm in expressed:
             yield maker.difference(
-                "bits, less greedy's", expressed[arm], expressed[0.0], of=OWN, **names
+                "bits, less greedy's", expressed[arm], expressed[0.0], term=OWN, **names
             )
     mapped = rows[rows["site"].isin([TOTAL, *CELLS, *WRITTEN])]
     for (site, layer, head, t), cell in mapped.groupby(
@@ -187,7 +187,7 @@ def estimates(rows: pd.DataFrame, options: dict[str, Any]) -> Iterator[TidyEstim
         found = told_of(cell, seed)
         if found is None:
             continue
-        names = {"of": site, "temperature": t} | named(layer, head)
+        names = {"term": site, "temperature": t} | named(layer, head)
         yield maker.mean("bits", found, **names)
         yield maker.hits(found, **names)
         if site in WRITTEN:
@@ -203,7 +203,7 @@ def named(layer: int, head: int) -> dict[str, int]:
 
 
 def by_query(rows: pd.DataFrame, seed: int) -> pd.DataFrame:
-    """What whole sites tell of each query: ``of``, ``temperature`` (missing: all sampled turns),
+    """What whole sites tell of each query: ``term``, ``temperature`` (missing: all sampled turns),
     ``source``, ``bits`` and ``hits``."""
     found, rows = [], with_own(rows)
     for t in [*sorted(set(rows["temperature"])), np.nan]:
@@ -212,7 +212,7 @@ def by_query(rows: pd.DataFrame, seed: int) -> pd.DataFrame:
             one = told_of(rows[here & (rows["site"] == site)], seed)
             if one is not None:
                 table = {"source": one.queries, "bits": one.bits, "hits": one.hits}
-                found.append(pd.DataFrame(table).assign(of=site, temperature=t))
+                found.append(pd.DataFrame(table).assign(term=site, temperature=t))
     return pd.concat(found, ignore_index=True) if found else pd.DataFrame()
 
 
@@ -220,8 +220,8 @@ def strongest(
     cells: pd.DataFrame, expressed: Mapping[Any, Told], maker: Maker
 ) -> Iterator[TidyEstimate]:
     """The two cells that carry most in one half of the queries, as the other half has them."""
-    of = halves(list(cells["source"]), maker.options["seed"])
-    half = cells["source"].map(of)
+    half_of = halves(list(cells["source"]), maker.options["seed"])
+    half = cells["source"].map(half_of)
     ranked = {}
     for place, cell in cells[half == RANKING].groupby(["layer", "head"]):
         found = told_of(cell, maker.options["seed"])
@@ -233,7 +233,7 @@ def strongest(
         found = told_of(cell, maker.options["seed"])
         if found is not None:
             temperature = cell["temperature"].iloc[0]
-            names = {"of": cell["site"].iloc[0], "temperature": temperature} | named(layer, head)
+            names = {"term": cell["site"].iloc[0], "temperature": temperature} | named(layer, head)
             yield maker.mean(CHOSEN, found, **names)
             yield from maker.share(found, expressed[temperature], **names)
 
@@ -270,7 +270,7 @@ def accepted_bits(
     quantities = ("share of turns accepted", "share of bits in accepted turns", MORE_ACCEPTED)
     estimates = cluster_bootstrap(statistics, list(sums.index), **options)
     for quantity, estimate in zip(quantities, estimates, strict=True):
-        yield TidyEstimate(quantity, {"dataset": ALL, "of": OWN}, len(own), estimate)
+        yield TidyEstimate(quantity, {"dataset": ALL, "term": OWN}, len(own), estimate)
 
 
 # -- the experiment --------------------------------------------------------------------------------
@@ -303,9 +303,9 @@ class Locate(Hybrids):
         )
         made = tables_of(
             title,
-            found[found["of"].isin([OWN, *SITES])],
+            found[found["term"].isin([OWN, *SITES])],
             columns,
-            index=("temperature", "of"),
+            index=("temperature", "term"),
             rows="queries",
             legend=(
                 f"{OWN}: expressed. Sites: carried by keys and values of the header, of all tokens "
@@ -317,45 +317,51 @@ class Locate(Hybrids):
         again = {"likelier after the recipient": ("likelier after the recipient", 2)}
         made += tables_of(
             "turns that the model writes after hybrids: do they tell the candidate?",
-            found[found["of"].isin(WRITTEN)],
+            found[found["term"].isin(WRITTEN)],
             columns | again,
-            index=("temperature", "of"),
+            index=("temperature", "term"),
             rows="queries",
             legend="What is named is the candidate's, everything else the recipient's.",
         )
         for site in (TOTAL, *CELLS):
-            mine = found[(found["of"] == site) & found["quantity"].isin(list(columns))]
+            mine = found[(found["term"] == site) & found["quantity"].isin(list(columns))]
             made += tables_of(
-                f"carried by {site}", mine, columns, index=("of", "layer", "head"), rows="queries",
+                f"carried by {site}",
+                mine,
+                columns,
+                index=("term", "layer", "head"),
+                rows="queries",
                 full=True,
-            )  # fmt: skip
+            )
         return made
 
     def figures(self, found: pd.DataFrame) -> "Mapping[str, Drawing]":
         return drawings(found, self.runs[0].model["name"])
 
     def conclude(self, found: pd.DataFrame) -> Conclusion:
-        of = Lookup(found)
+        lookup = Lookup(found)
         name = self.runs[0].model["name"]
         sentence = (
-            f"{name}'s sampled turns tell {of('bits', OWN)} of {CEILING:.2f} bits about which of "
-            f"{CANDIDATES} responses they followed, greedy ones {of('bits', OWN, 0.0)}"
+            f"{name}'s sampled turns tell {lookup('bits', OWN)} of {CEILING:.2f} bits about which "
+            f"of {CANDIDATES} responses they followed, greedy ones {lookup('bits', OWN, 0.0)}"
         )
         for site in (RESPONSE, HEADER):
-            share = of("share of expressed", site)
-            sentence += f"; {of('bits', site)} ({share}) through the keys and values of the {site}"
+            share = lookup("share of expressed", site)
+            sentence += (
+                f"; {lookup('bits', site)} ({share}) through the keys and values of the {site}"
+            )
         if windows := strongest_windows(found, self.runs[0].model["layers"]):
             sentence += f", of the response's layers most in {windows}"
         control = (
             "Each number is held against two siblings whose states are put in alike; keys and "
-            f"values of the query, the same tokens in all siblings, carry {of('bits', QUERY)}."
+            f"values of the query, the same tokens in all siblings, carry {lookup('bits', QUERY)}."
         )
         return Conclusion(f"{sentence}.", control)
 
 
 def strongest_windows(found: pd.DataFrame, layers: int) -> str:
     """The windows that carry most, as other queries have them; an empty text without maps."""
-    chosen = found[(found["quantity"] == CHOSEN) & (found["of"] == WINDOW)]
+    chosen = found[(found["quantity"] == CHOSEN) & (found["term"] == WINDOW)]
     last = step_of(layers) - 1
     return " and ".join(
         f"{row.layer}–{min(row.layer + last, layers)} ({estimate_of(row).text()})"
@@ -368,7 +374,7 @@ def drawings(found: pd.DataFrame, model: str) -> "dict[str, Drawing]":
     from experiments.figures import Bars, HeatMap, Lines
 
     bits = found[found["quantity"] == "bits"]
-    whole = bits[bits["of"].isin([OWN, *SITES]) & bits["layer"].isna()]
+    whole = bits[bits["term"].isin([OWN, *SITES]) & bits["layer"].isna()]
     names = [GREEDY if t == 0 else SAMPLED if np.isnan(t) else f"T = {t:g}"
              for t in whole["temperature"]]  # fmt: skip
     made: dict[str, Drawing] = {
@@ -376,9 +382,9 @@ def drawings(found: pd.DataFrame, model: str) -> "dict[str, Drawing]":
             f"{model} · expressed and carried", "bits", whole.assign(turns=names), by="turns"
         )
     }
-    cells = bits[bits["of"].isin(CELLS)]
+    cells = bits[bits["term"].isin(CELLS)]
     if len(mapped := cells[cells["head"].isna()]):
-        own = whole[(whole["of"] == OWN) & whole["temperature"].eq(mapped["temperature"].iloc[0])]
+        own = whole[(whole["term"] == OWN) & whole["temperature"].eq(mapped["temperature"].iloc[0])]
         levels = {"expressed": float(own["value"].iloc[0]), "": 0.0}
         across = "layer (of a window: its first)"
         title = f"{model} · carried by layer"
@@ -387,7 +393,7 @@ def drawings(found: pd.DataFrame, model: str) -> "dict[str, Drawing]":
         title = f"{model} · carried by key-value heads of the response"
         across = "first layer of a window"
         made["heads"] = HeatMap(title, across, "head", "bits", heads, across="layer", down="head")
-    if len(written := bits[bits["of"].isin(WRITTEN)]):
+    if len(written := bits[bits["term"].isin(WRITTEN)]):
         turns = [GREEDY if t == 0 else f"T = {t:g}" for t in written["temperature"]]
         title = f"{model} · turns written after hybrids"
         made["written"] = Bars(title, "bits", written.assign(turns=turns), by="turns")
@@ -400,14 +406,14 @@ class Lookup:
     def __init__(self, found: pd.DataFrame) -> None:
         self._found = together(found)
 
-    def __call__(self, quantity: str, of: str, temperature: float | None = None) -> str:
+    def __call__(self, quantity: str, term: str, temperature: float | None = None) -> str:
         rows = self._found
         t = (
             rows["temperature"].isna()
             if temperature is None
             else rows["temperature"].eq(temperature)
         )
-        mine = rows[(rows["quantity"] == quantity) & (rows["of"] == of) & t]
+        mine = rows[(rows["quantity"] == quantity) & (rows["term"] == term) & t]
         return estimate_of(next(mine.itertuples())).text() if len(mine) else "–"
 
 

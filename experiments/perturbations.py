@@ -374,7 +374,7 @@ class Perturbations(Experiment):
                 gate_title(model, self.gate),
                 "held follow-up rate, less that after the unchanged conversation",
                 rows.assign(at=[label_of(t, "temperature") for t in rows["temperature"]]),
-                of="condition",
+                names="condition",
                 by="at",
             )
         }
@@ -384,7 +384,7 @@ class Perturbations(Experiment):
                 f"{model} · users' real follow-ups",
                 "log p less that after the unchanged conversation, bits",
                 rows,
-                of="condition",
+                names="condition",
             )
         return made
 

@@ -345,8 +345,8 @@ class Compare(Experiment):
                 f"sample with --max-new-tokens {self.rewarded}",
             )
         self.sides: dict[str, list[Query]] = {
-            of: Compare([run], self.args, self.folder).queries
-            for of, run in zip(SIDES, self.runs, strict=True)
+            side: Compare([run], self.args, self.folder).queries
+            for side, run in zip(SIDES, self.runs, strict=True)
         }
 
     def units(self) -> list[Read]:
@@ -390,19 +390,20 @@ class Compare(Experiment):
         return self.model if unit.reader == BEFORE else self.tuned
 
     def measure(self, model: Model, unit: Any) -> pd.DataFrame:
-        """A row per turn: ``of`` whom, ``followed``, ``reader``, bits and evidence; where its first
-        tokens were rewarded, also the reward, their text, and whether it ended by then."""
+        """A row per turn: ``side`` (whose it is), ``followed``, ``reader``, bits and evidence;
+        where its first tokens were rewarded, also the reward, their text, and whether it ended by
+        then."""
         from experiments.training import after_each, rewarded
         from ia_mech.likelihood.reaction import evidence, reaction_bits
 
-        of, followed, turns = map(list, zip(*unit.turns, strict=True))
+        side, followed, turns = map(list, zip(*unit.turns, strict=True))
         found = after_each(
             lambda contexts, wanted: model.score(contexts, wanted, [unit.temperature]),
             unit.contexts,
             turns,
         )
         logprobs = [[one.logprobs_tempered[0].sum(dtype=np.float64) for one in r] for r in found]
-        rows = pd.DataFrame({"of": of, "followed": followed, "reader": unit.reader})
+        rows = pd.DataFrame({"side": side, "followed": followed, "reader": unit.reader})
         rows = rows.assign(temperature=unit.temperature, query=unit.query)
         rows[INFORMATION], rows[EVIDENCE] = reaction_bits(logprobs), evidence(logprobs, followed)
         if unit.rewarded:
@@ -420,10 +421,10 @@ class Compare(Experiment):
                 f"of {some} queries no p below {least:.3g} can be reached, whatever the interval."
             )
         most = float(np.log2(rows["followed"].max() + 1))
-        texts = pd.concat([texts_of(some).assign(of=of) for of, some in self.sides.items()])
+        texts = pd.concat([texts_of(some).assign(side=side) for side, some in self.sides.items()])
         found = [*compared(texts, dict.fromkeys((*QUOTES, *TEXTS), (0.0, 1.0)), self.options)]
         found += self.verdicts()
-        own = rows[rows["of"] == rows["reader"]]
+        own = rows[rows["side"] == rows["reader"]]
         found += compared(own, {INFORMATION: (0.0, most)}, self.options)
         fixed = rows[rows["reader"] == BEFORE]
         found += compared(fixed, {EVIDENCE: (-np.inf, most)}, self.options)
@@ -432,9 +433,9 @@ class Compare(Experiment):
             found += compared(
                 self.with_penalties(fixed), {REWARD: bounds, PENALIZED: bounds}, self.options
             )
-        for name, of in ((TAUGHT, "bits"), (MOST, "most")):
+        for name, key in ((TAUGHT, "bits"), (MOST, "most")):
             if "information" in self.card:
-                value = Estimate(self.card["information"][of], np.nan, np.nan, 0, "computed")
+                value = Estimate(self.card["information"][key], np.nan, np.nan, 0, "computed")
                 found.append(TidyEstimate(name, {"dataset": ALL}, 0, value))
         return corrected(found, lambda row: (row.quantity, row.names["dataset"] == ALL))
 
@@ -444,7 +445,7 @@ class Compare(Experiment):
         from experiments.training import penalties
 
         parts = []
-        for _, some in rows.groupby("of", sort=False):
+        for _, some in rows.groupby("side", sort=False):
             lost = penalties(
                 *(some[name].tolist() for name in ("text", "query", "source", "ended"))
             )
@@ -461,7 +462,7 @@ class Compare(Experiment):
         both = [read_runs([run], self.args.judge, NO_ANNOTATOR) for run in self.runs]
         self.notes += dict.fromkeys(note for one in both for note in one.notes)
         turns, decoys = (
-            pd.concat([frame.assign(of=of) for of, frame in zip(SIDES, frames, strict=True)])
+            pd.concat([frame.assign(term=side) for side, frame in zip(SIDES, frames, strict=True)])
             for frames in ([one.turns for one in both], [one.decoys for one in both])
         )
         names = [name for query in self.sides[BEFORE] for name in query.contexts["context_id"]]
@@ -470,31 +471,31 @@ class Compare(Experiment):
         decoys = decoys[used[0] & used[1]]
         called = {(CONVERSATION, "floor"): FLOOR, (CONVERSATION, "excess"): EXCESS}
         called |= {(SIBLING, "excess"): OVER_SIBLING}
-        by = ["of", "temperature"]
+        by = ["term", "temperature"]
         for dataset, here in by_dataset(turns):
             about = {"level": self.args.level, "seed": self.args.seed, "dataset": dataset}
             yield from rates(turns[here], by, quantity=RATE, **about)
-            for row in rates(turns[here], by, {"of": BEFORE}, **about):
-                yield replace(row, quantity=RATE, names=row.names | {"of": CHANGE})
+            for row in rates(turns[here], by, {"term": BEFORE}, **about):
+                yield replace(row, quantity=RATE, names=row.names | {"term": CHANGE})
             among = decoys if dataset == ALL else decoys[decoys["dataset"] == dataset]
             for kind in (CONVERSATION, SIBLING):
-                for row in rates(among, ["of"], kind, **about):
+                for row in rates(among, ["term"], kind, **about):
                     if name := called.get((kind, row.quantity)):
                         yield replace(row, quantity=name)
             over = among[among["decoy"] == SIBLING].dropna(subset=["genuine", "own_genuine"])
             over = over.assign(over=(over["own_genuine"] - over["genuine"]).astype(float))
-            a, b = (over[over["of"] == of] for of in SIDES)
+            a, b = (over[over["term"] == side] for side in SIDES)
             if len(a) and len(b):
                 group = Group(np.array([]), self.options, {"dataset": dataset})
                 pair = b["over"], b["source"], a["over"], a["source"]
-                row = paired_row(group, OVER_SIBLING, *pair, of=CHANGE)
+                row = paired_row(group, OVER_SIBLING, *pair, term=CHANGE)
                 yield replace(row, estimate=row.estimate.within(-2.0, 2.0))
 
     # -- what is shown ----------------------------------------------------------------------------
 
     def tables(self, found: pd.DataFrame) -> list[Table]:
         percent = f"{100 * self.args.level:g}% intervals over sources"
-        index = ["dataset", "temperature", "of"]
+        index = ["dataset", "temperature", "term"]
         order = {BEFORE: 0, AFTER: 1, CHANGE: 2}
         found = found.sort_values(index, key=lambda column: column.replace(order), kind="stable")
 
@@ -538,7 +539,7 @@ class Compare(Experiment):
     def figures(self, found: pd.DataFrame) -> "Mapping[str, Drawing]":
         from experiments.figures import Bars
 
-        rows = found[found["quantity"].isin([INFORMATION, EVIDENCE]) & (found["of"] != CHANGE)]
+        rows = found[found["quantity"].isin([INFORMATION, EVIDENCE]) & (found["term"] != CHANGE)]
         title = "what turns tell about their response"
         return {"bits": Bars(title, "bits", together(rows), by="quantity")}
 
@@ -546,7 +547,7 @@ class Compare(Experiment):
         return {"turns": rows}
 
     def conclude(self, found: pd.DataFrame) -> Conclusion:
-        changed = found[found["of"] == CHANGE]
+        changed = found[found["term"] == CHANGE]
         told = ""
         if "information" in self.card:
             told = f"A turn that was trained on tells {bits_told(self.card['information'])}. "
@@ -576,24 +577,24 @@ def compared(
     """Means before and after, and their difference paired by source, by dataset and temperature.
 
     Args:
-        frame: a row per turn: ``of`` whom, ``dataset``, ``source``, ``temperature``, and values.
+        frame: a row per turn: ``side``, ``dataset``, ``source``, ``temperature``, and values.
         bounds: column of values → the least and the most that one can be.
         options: of intervals and tests.
     """
     for dataset, here in by_dataset(frame):
         for temperature, at in frame[here].groupby("temperature"):
             about = {"dataset": dataset, "temperature": float(temperature)}
-            a, b = (at[at["of"] == of] for of in SIDES)
+            a, b = (at[at["side"] == side] for side in SIDES)
             for quantity, (least, most) in bounds.items():
                 if a[quantity].isna().all() or b[quantity].isna().all():
                     continue
                 rate = at[quantity].dropna().isin([0, 1]).all()
-                for of, own in zip(SIDES, (a, b), strict=True):
+                for side, own in zip(SIDES, (a, b), strict=True):
                     group = Group(own["source"].to_numpy(), options, about)
-                    row = group.mean(quantity, own[quantity], proportion=rate, of=of)
+                    row = group.mean(quantity, own[quantity], proportion=rate, term=side)
                     yield replace(row, estimate=row.estimate.within(least, most))
                 pair = b[quantity], b["source"], a[quantity], a["source"]
-                row = paired_row(group, quantity, *pair, of=CHANGE)
+                row = paired_row(group, quantity, *pair, term=CHANGE)
                 yield replace(row, estimate=row.estimate.within(least - most, most - least))
 
 

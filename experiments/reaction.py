@@ -271,7 +271,7 @@ def numbers(
     greedy = main.at(0.0).means(turns.loc[turns["temperature"] == 0, "readable_bits"])
     for temperature in sorted({*main.turns["temperature"]}):
         here, arm = turns[turns["temperature"] == temperature], main.at(temperature)
-        names = {"temperature": float(temperature), "of": ALTERNATIVES, "responses": count}
+        names = {"temperature": float(temperature), "term": ALTERNATIVES, "responses": count}
         held = arm.means(here["readable_bits"])
         yield Number(READABLE, held, names, most=most[count])
         if temperature == 0:
@@ -282,8 +282,8 @@ def numbers(
         yield Number("identified", arm.means(here["identified"]), names, least=0, most=1)
         yield Number(PRESENCE, arm.means(here["presence_bits"]), names)
         for fewer, highest in most.items():
-            of = names | {"responses": fewer}
-            yield Number(INFORMATION, arm.information(fewer), of, least=0, most=highest)
+            labels = names | {"responses": fewer}
+            yield Number(INFORMATION, arm.information(fewer), labels, least=0, most=highest)
         compared = {}  # of what → its bits, and those of all or different responses
         if some:
             bits = arm.information(size, among)
@@ -296,11 +296,11 @@ def numbers(
                 ours = {source: among[str(source)][:last] for source in bits.index}
                 compared[name] = bits, arm.information(size, ours)
         for name, (theirs, ours) in compared.items():
-            of = names | {"of": name, "responses": size}
-            yield Number(INFORMATION, theirs, of, least=0, most=most[size])
-            yield Number(SAME_QUERIES, ours, of, least=0, most=most[size])
+            labels = names | {"term": name, "responses": size}
+            yield Number(INFORMATION, theirs, labels, least=0, most=most[size])
+            yield Number(SAME_QUERIES, ours, labels, least=0, most=most[size])
             if name != COMPLETE:
-                yield Number(LESS, ours, of, less=theirs, least=-most[size], most=most[size])
+                yield Number(LESS, ours, labels, less=theirs, least=-most[size], most=most[size])
         yield from _by_token(arm, here, names)
         yield from _copying(arm, here, queries, names, seed)
 
@@ -332,9 +332,9 @@ def _copying(
     for group, added in GROUPS.items():
         columns += added
         found = choice_bits(features[:, :, columns], *arm.which, seed=seed)
-        of = names | {"of": group}
-        yield Number(COPIED, arm.means(found.bits), of, most=most)
-        yield Number(BEYOND, arm.means(bits - found.bits), of, least=-most)
+        labels = names | {"term": group}
+        yield Number(COPIED, arm.means(found.bits), labels, most=most)
+        yield Number(BEYOND, arm.means(bits - found.bits), labels, least=-most)
 
 
 def closeness_of(
@@ -356,7 +356,7 @@ def closeness_of(
     for (name, quantity), values in each.items():
         most = np.inf if quantity == "length ratio" else 1.0
         column = pd.Series(values, dtype=float).dropna()
-        yield Number(quantity, column, {"of": name}, least=0, most=most)
+        yield Number(quantity, column, {"term": name}, least=0, most=most)
 
 
 def estimated(numbers: Iterator[Number], options: dict[str, Any]) -> Iterator[TidyEstimate]:
@@ -627,9 +627,9 @@ class Reaction(Experiment):
 
     def headline(self, found: pd.DataFrame) -> pd.DataFrame:
         """The estimates that the sentence is about, and beside them those of all responses."""
-        of = COMPLETE if COMPLETE in set(found["of"]) else ALTERNATIVES
+        term = COMPLETE if COMPLETE in set(found["term"]) else ALTERNATIVES
         wanted = found["quantity"].isin([INFORMATION, SAME_QUERIES])
-        return found[(found["of"] == of) & (found["responses"] == self.size) & wanted]
+        return found[(found["term"] == term) & (found["responses"] == self.size) & wanted]
 
     def conclude(self, found: pd.DataFrame) -> Conclusion:
         level, head = self.args.level, self.headline(found)
@@ -646,15 +646,18 @@ class Reaction(Experiment):
                 level=level,
             ),
         ]
-        of = found[found["of"] == WORDINGS]
+        wordings = found[found["term"] == WORDINGS]
         controls = [
             stated(
                 f"bits more than with {self.size} wordings of one response",
-                of[of["quantity"] == LESS],
+                wordings[wordings["quantity"] == LESS],
                 null=0.0,
                 level=level,
             ),
-            stated("share of its content words that they keep", of[of["quantity"] == CLOSE[0]]),
+            stated(
+                "share of its content words that they keep",
+                wordings[wordings["quantity"] == CLOSE[0]],
+            ),
         ]
         none = "No control was made of wordings of one response: wording and content aren't told "
         control = " ".join(controls) if controls[0] else none + "apart."
@@ -668,9 +671,9 @@ class Reaction(Experiment):
         count, size = len(self.used[0].contexts), self.size
         interval = f"{100 * self.args.level:g}% intervals over queries"
 
-        def table(title, rows, columns, legend, of="temperature") -> list[Table]:
+        def table(title, rows, columns, legend, beside="temperature") -> list[Table]:
             shown = {name: (head, style) for name, head, style in columns}
-            options = {"index": ("dataset", of), "rows": "queries", "legend": legend}
+            options = {"index": ("dataset", beside), "rows": "queries", "legend": legend}
             return tables_of(title, rows, shown, **options)
 
         made = table(
@@ -681,7 +684,7 @@ class Reaction(Experiment):
             "all responses: of the same queries, also those that were cut off, which a turn can "
             "tell.",
         )
-        main = found[(found["of"] == ALTERNATIVES) & found["token"].isna()]
+        main = found[(found["term"] == ALTERNATIVES) & found["token"].isna()]
         made += table(
             f"the same of all {count} responses (at most {np.log2(count):.2f} bits)",
             main[main["responses"] == count],
@@ -703,7 +706,7 @@ class Reaction(Experiment):
         for name in CONTROLS:
             made += table(
                 f"control: {name}, {size} contexts a query",
-                found[found["of"] == name],
+                found[found["term"] == name],
                 [(SAME_QUERIES, self.words, 2), (INFORMATION, name, 2), (LESS, "less", "+.2f")],
                 f"bits of turns after {size} different responses, after the control's contexts to "
                 "the same queries, and the former less the latter.",
@@ -715,11 +718,11 @@ class Reaction(Experiment):
             "words kept: content words of the response that the text has, many if it says the "
             "same; runs of three kept: likewise of three words in a row, few if it uses others; "
             "length ratio: of the numbers of words; other responses: to the same query.",
-            of="of",
+            beside="term",
         )
         made += table(
             f"of the bits of all {count} responses, told by copied words",
-            found[found["of"] == [*GROUPS][-1]],
+            found[found["term"] == [*GROUPS][-1]],
             [(COPIED, "copied, at least", 2), (BEYOND, "beyond, at most", 2)],
             "copied: bits that shared words, numbers and names tell, a lower bound on copying; "
             "beyond: the rest, an upper bound on what isn't copied.",
@@ -731,14 +734,14 @@ class Reaction(Experiment):
 
         model, whole, head = self.runs[0].model["name"], together(found), self.headline(found)
         information = whole[whole["quantity"] == INFORMATION]
-        main = information[information["of"] == ALTERNATIVES]
+        main = information[information["term"] == ALTERNATIVES]
         count = int(main["responses"].max())
         lines = {
             f"{count} responses": main[main["responses"] == count],
             f"{self.size} {self.words}": together(head[head["quantity"] == INFORMATION]),
         }
         lines |= {
-            f"{name} ({self.size})": information[information["of"] == name] for name in CONTROLS
+            f"{name} ({self.size})": information[information["term"] == name] for name in CONTROLS
         }
         lines["readable by one reader"] = whole[whole["quantity"] == READABLE]
         drawn = pd.concat([rows.assign(line=name) for name, rows in lines.items()])

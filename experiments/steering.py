@@ -65,7 +65,7 @@ DIRECTION, OPTIMISED, BIAS = "the direction", "optimised by gradient", "bias of 
 RANDOM, EACH = "random directions", "random direction"  # their mean, and each of them
 KL, ODDS, LOGP = "KL at the header", "log-odds, change", "log p a token, change"
 BEYOND, RANK = "log-odds, change beyond random directions'", "share of random directions that reach"
-ARM = ["of", "draw", "dose"]
+ARM = ["term", "draw", "dose"]
 FILE = "vector.safetensors"
 
 
@@ -99,19 +99,21 @@ def estimates(rows: pd.DataFrame, dose: float, options: dict[str, Any]) -> Itera
             mine = rows[here & (rows["half"] == half)]
             means = mine.groupby([*ARM, "source"], sort=False)[["kl", "odds", "logp"]].mean()
             names = {"dataset": dataset, "half": half}
-            drawn = means[means.index.get_level_values("of") == EACH]
+            drawn = means[means.index.get_level_values("term") == EACH]
             for key, arm in means.groupby(ARM, sort=False):
                 yield from _of_arm(arm, names | dict(zip(ARM, key, strict=True)), options)
             if drawn.empty:
                 continue
             mean = drawn.groupby("source", sort=False).mean()
-            yield from _of_arm(mean, names | {"of": RANDOM}, options)
-            for of in (DIRECTION, OPTIMISED, BIAS):
-                own = means[means.index.get_level_values("of") == of].droplevel(["of", "draw"])
-                if of == DIRECTION:
+            yield from _of_arm(mean, names | {"term": RANDOM}, options)
+            for term in (DIRECTION, OPTIMISED, BIAS):
+                own = means[means.index.get_level_values("term") == term].droplevel(
+                    ["term", "draw"]
+                )
+                if term == DIRECTION:
                     own = own.xs(dose, level="dose", drop_level=False)
                 if len(own):
-                    at = {"of": of, "dose": own.index[0][0]}
+                    at = {"term": term, "dose": own.index[0][0]}
                     yield from _beyond(own["odds"], drawn["odds"], names | at, options)
 
 
@@ -144,24 +146,24 @@ def _beyond(
 # -- say -------------------------------------------------------------------------------------------
 
 
-def is_shown(found: pd.DataFrame, of: str) -> bool:
+def is_shown(found: pd.DataFrame, term: str) -> bool:
     """Whether an arm raises the log-odds: more than the mean of the random directions does, by
     flipping signs over sources, and more than nearly all of them."""
-    mine = _reported(found, of).set_index("quantity")
+    mine = _reported(found, term).set_index("quantity")
     more, rank = mine.loc[BEYOND], mine.loc[RANK]
     return bool(more["value"] > 0 and max(more["p"], rank["p"]) <= SIGNIFICANT)
 
 
-def _reported(found: pd.DataFrame, of: str) -> pd.DataFrame:
+def _reported(found: pd.DataFrame, term: str) -> pd.DataFrame:
     """What is compared of an arm, on the sources that chose nothing."""
     mine = together(found)
-    mine = mine[(mine["of"] == of) & (mine["half"] == REPORTING)]
+    mine = mine[(mine["term"] == term) & (mine["half"] == REPORTING)]
     return mine[mine["quantity"].isin([BEYOND, RANK])]
 
 
-def said_of(found: pd.DataFrame, of: str, level: float) -> str:
+def said_of(found: pd.DataFrame, term: str, level: float) -> str:
     """How far an arm goes beyond random directions, with tests and the least p there can be."""
-    mine = _reported(found, of)
+    mine = _reported(found, term)
     more, rank = (mine[mine["quantity"] == name].iloc[0] for name in (BEYOND, RANK))
     count = int(rank["rows"])
     change = stated(
@@ -259,7 +261,7 @@ class Steering(Experiment):
     queries_used = 40
     columns: ClassVar = {
         "dataset": "str",
-        "of": "str",
+        "term": "str",
         "draw": "Int64",
         "dose": "float64",
         "half": "str",
@@ -511,7 +513,7 @@ class Steering(Experiment):
         change = np.mean(np.stack(moved["change"].tolist()), axis=0)
         arms.append(Arm(BIAS, 1.0, bias=tuple(change.tolist())))
         found = of_equal_kl(arms, kl, self.kl_of)
-        if (reached := sum(arm.of == EACH for arm in found)) < LEAST:
+        if (reached := sum(arm.kind == EACH for arm in found)) < LEAST:
             raise UserError(
                 f"{reached} random directions reach the KL of dose {dose:g} ({kl:.2g} nats)",
                 "give other --doses, another --layer or other --positions",
@@ -534,10 +536,10 @@ class Steering(Experiment):
     def tables(self, found: pd.DataFrame) -> "list[Table]":
         found = found[found["half"] == REPORTING]
         here = f"{100 * self.args.level:g}% intervals over the sources that chose nothing"
-        own = (found["of"] == DIRECTION) & (found["dose"] == self.vector.dose)
+        own = (found["term"] == DIRECTION) & (found["dose"] == self.vector.dose)
         made = tables_of(
             f"what moves the turns, at the KL of dose {self.vector.dose:g} ({here})",
-            found[own | found["of"].isin([OPTIMISED, BIAS, RANDOM])],
+            found[own | found["term"].isin([OPTIMISED, BIAS, RANDOM])],
             {
                 ODDS: ("log-odds", 2),
                 BEYOND: ("beyond random", 2),
@@ -545,7 +547,7 @@ class Steering(Experiment):
                 LOGP: ("log p a token", 3),
                 KL: ("KL", 3),
             },
-            index=("dataset", "of"),
+            index=("dataset", "term"),
             legend=f"log-odds: change, in nats, of those of {self.outcome} turns against others; "
             f"beyond random: less the mean of {self.args.controls} random directions; reached by: "
             "the share of these that change them as much; log p a token: change of all turns'; KL: "
@@ -553,7 +555,7 @@ class Steering(Experiment):
         )
         made += tables_of(
             f"the direction, by dose ({here}; {self.vector.dose:g} was chosen by the others)",
-            found[found["of"] == DIRECTION],
+            found[found["term"] == DIRECTION],
             {KL: ("KL", 3), ODDS: ("log-odds", 2), LOGP: ("log p a token", 3)},
             index=("dataset", "dose"),
             legend="dose: what is added, in norms of the state.",
@@ -565,9 +567,9 @@ class Steering(Experiment):
 
         found = together(found[(found["quantity"] == ODDS) & (found["half"] == REPORTING)])
         name, y = self.runs[0].model["name"], "log-odds of accepted turns, change, nats"
-        added = found["of"] == DIRECTION
+        added = found["term"] == DIRECTION
         alike = found[~added | (found["dose"] == self.vector.dose)]
-        each = alike[alike["of"] == EACH].assign(low=np.nan, high=np.nan)
+        each = alike[alike["term"] == EACH].assign(low=np.nan, high=np.nan)
         return {
             "doses": Lines(
                 f"{name} · steering by dose",
@@ -580,7 +582,7 @@ class Steering(Experiment):
             "controls": Bars(
                 f"{name} · directions of the same KL",
                 y,
-                pd.concat([alike[alike["of"] != EACH], each]),
+                pd.concat([alike[alike["term"] != EACH], each]),
             ),
         }
 
@@ -591,14 +593,14 @@ class Steering(Experiment):
         return {FILE: self.vector.save}
 
     def conclude(self, found: pd.DataFrame) -> Conclusion:
-        level, there = self.args.level, set(found["of"])
+        level, there = self.args.level, set(found["term"])
         flips = max(2.0 ** (1 - sum(half == REPORTING for _, half, _ in self.used)), 1e-4)
         self.notes.append(f"the least p of flipping signs over sources is {flips:.2g}.")
         self.notes.append(
             "next: what the model writes under it: python -m ia_mech.sample … --intervention "
             f"{self.folder / FILE}; then ia_mech.judge run, and ia_mech.rates."
         )
-        own = together(found[(found["of"] == DIRECTION) & (found["half"] == REPORTING)])
+        own = together(found[(found["term"] == DIRECTION) & (found["half"] == REPORTING)])
         kl = own[(own["quantity"] == KL) & (own["dose"] == self.vector.dose)]["value"].item()
         verb = "makes" if is_shown(found, DIRECTION) else "isn't shown to make"
         sentence = (

@@ -290,12 +290,16 @@ def latent(found: pd.DataFrame, header: str) -> str:
     from experiments.locate import EQUIVALENT
 
     whole = found[(found["stage"] == "locate") & found["layer"].isna()]
-    names = ["quantity", "of", "temperature"]  # 0: greedy turns, -1: all sampled ones, none chosen
+    names = [
+        "quantity",
+        "term",
+        "temperature",
+    ]  # 0: greedy turns, -1: all sampled ones, none chosen
     told = whole.assign(temperature=whole["temperature"].fillna(-1)).set_index(names)
     bits, hits = "bits", "own is likeliest"
     needed = [(bits, HEADER, 0), (bits, HEADER, -1), (bits, OWN, -1), (hits, HEADER, 0),
               (hits, QUERY, 0)]  # fmt: skip
-    gap = found[(found["quantity"] == GAP) & (found["of"] == TEMPERATURE)]
+    gap = found[(found["quantity"] == GAP) & (found["term"] == TEMPERATURE)]
     if gap.empty or not all(one in told.index for one in needed):
         return "Whether anything is latent can't be told."
     greedy, sampled, expressed, right, control = (told.loc[one] for one in needed)

@@ -69,7 +69,7 @@ OTHERS = ("all others", "others but degenerate ones")
 TOKENS, MASS = "effective number of first tokens", "mass on openings"
 LENS, OVERTAKES = "log p by the lens", "layer where greedy overtakes"
 COLUMNS = {
-    **dict.fromkeys(("dataset", "of", "outcome", "decoy"), "str"),
+    **dict.fromkeys(("dataset", "term", "outcome", "decoy"), "str"),
     **{"temperature": "float64", "layer": "Int64", "level": "float64", "events": "Int64"},
 }
 
@@ -238,9 +238,11 @@ class TemperatureSweep(Experiment):
             group = Group(
                 self.contexts["source"].to_numpy()[here], self.options, {"dataset": dataset}
             )
-            found += first_token(group, {of: at[here] for of, at in self.first.items()}, self.grid)
+            found += first_token(
+                group, {term: at[here] for term, at in self.first.items()}, self.grid
+            )
             if self.log_p:
-                found += lens_estimates(group, {of: at[here] for of, at in self.log_p.items()})
+                found += lens_estimates(group, {term: at[here] for term, at in self.log_p.items()})
         for dataset, here in by_dataset(rows):
             own = rows[here]
             group = Group(own["source"].to_numpy(), self.options, {"dataset": dataset})
@@ -317,7 +319,7 @@ class TemperatureSweep(Experiment):
                 "rank where greedy leaves": ("rank", 0),
                 "median gap where greedy leaves": ("gap", 2),
             },
-            index=("dataset", "temperature", "of"),
+            index=("dataset", "temperature", "term"),
             rows="turns",
             legend="Medians at the first token that isn't greedy's: its number, its rank, and the "
             "gap, log p of greedy's token less its own at T = 1, nats.",
@@ -326,7 +328,7 @@ class TemperatureSweep(Experiment):
             f"do genuine turns lie deeper? ({percent})",
             with_detectable(found[~once], DEEPER),
             {DEEPER: ("gap less others'", 2), "detectable": ("shown if", 2)},
-            index=("dataset", "temperature", "of"),
+            index=("dataset", "temperature", "term"),
             rows="genuine turns",
             legend="Genuine turns' mean gap, nats, less that of other turns after the same "
             f"response at the same temperature. {tested}",
@@ -395,7 +397,7 @@ class TemperatureSweep(Experiment):
         if len(deep):
             at = [label_of(t, "temperature") for t in deep["temperature"]]
             words = "genuine turns' gap to greedy, less other turns', nats"
-            made["hidden"] = Bars(title, words, deep.assign(at=at), of="at", by="of")
+            made["hidden"] = Bars(title, words, deep.assign(at=at), names="at", by="term")
         lens = of(pooled, LENS)
         if len(lens):
             up = "log p at header_last, nats"
@@ -408,7 +410,7 @@ class TemperatureSweep(Experiment):
     def conclude(self, found: pd.DataFrame) -> Conclusion:
         assert self.gate is not None
         options: dict[str, Any] = {"null": 0.0, "level": self.args.level}
-        deep = found[(found["quantity"] == DEEPER) & (found["of"] == OTHERS[0])]
+        deep = found[(found["quantity"] == DEEPER) & (found["term"] == OTHERS[0])]
         said = [
             stated(f"{RATE} by temperature", found[found["quantity"] == RATE]),
             stated("less greedy's", found[found["quantity"] == RATE_DIFFERENCE], **options),
@@ -507,8 +509,8 @@ def first_token(
         yield replace(tokens, estimate=tokens.estimate.within(1))
         yield _mass(group, "mass on turn-end", at["turn_end"], **names)
         yield _mass(group, "total variation from T = 1", at["variation"], **names)
-        for of in ("genuine", "restated"):
-            yield _mass(group, MASS, at[of], of=f"{of} turns' openings", **names)
+        for term in ("genuine", "restated"):
+            yield _mass(group, MASS, at[term], term=f"{term} turns' openings", **names)
         less = at["genuine"] - at["restated"]
         row = group.mean("mass on openings, genuine less restated", less, **names)
         yield replace(row, estimate=row.estimate.within(-1, 1))
@@ -516,11 +518,11 @@ def first_token(
 
 def depths(group: Group, turns: pd.DataFrame) -> Iterator[TidyEstimate]:
     """Of genuine turns and of others: whether and where greedy leaves them, how far below it."""
-    for kind, of in ((1.0, "genuine"), (0.0, "not genuine")):
+    for kind, term in ((1.0, "genuine"), (0.0, "not genuine")):
         at = turns[turns["genuine"] == kind]
         if at.empty:
             continue
-        own = Group(at["source"].to_numpy(), group.options, group.names | {"of": of})
+        own = Group(at["source"].to_numpy(), group.options, group.names | {"term": term})
         yield own.mean("first token is greedy's", at["follows"], proportion=True)
         yield own.mean("greedy leaves it", at["leaves"], proportion=True)
         yield own.median("token where greedy leaves", at["token"])
@@ -537,7 +539,7 @@ def deeper(group: Group, turns: pd.DataFrame, **names: Any) -> Iterator[TidyEsti
     Noise that leads far from greedy also garbles, and what is garbled isn't genuine. So genuine
     turns are also compared with the well-formed others alone.
     """
-    for of, rows in zip(OTHERS, (turns, turns[turns["category"] != GARBLED]), strict=True):
+    for term, rows in zip(OTHERS, (turns, turns[turns["category"] != GARBLED]), strict=True):
         columns = {
             "first token is greedy's": rows["follows"],
             "token where greedy leaves": rows["token"],
@@ -548,14 +550,14 @@ def deeper(group: Group, turns: pd.DataFrame, **names: Any) -> Iterator[TidyEsti
             centred, genuine, sources = against_others(rows.assign(value=values), "value")
             if genuine.any():
                 pair = centred[genuine], sources[genuine], centred[~genuine], sources[~genuine]
-                yield paired_row(group, quantity + LESS, *pair, of=of, **names)
+                yield paired_row(group, quantity + LESS, *pair, term=term, **names)
 
 
 def lens_estimates(group: Group, log_p: dict[str, np.ndarray]) -> Iterator[TidyEstimate]:
     """By layer what the lens says of both openings, and from which on greedy's stays ahead."""
-    for of, values in log_p.items():
+    for term, values in log_p.items():
         for layer in range(values.shape[1]):
-            row = group.mean(LENS, values[:, layer], of=of, layer=layer)
+            row = group.mean(LENS, values[:, layer], term=term, layer=layer)
             yield replace(row, estimate=row.estimate.within(-np.inf, 0))
     first = overtaking(log_p[GREEDY], log_p[BEST])
     if np.isnan(first).all():

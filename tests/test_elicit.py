@@ -83,7 +83,7 @@ def test_the_command_lists_its_arms_and_samples_each_once(siblings, tmp_path, ca
     assert outcome.status == 0, outcome.err
     assert "The best arm, chosen on other queries, adds" in outcome.out.splitlines()[0]
     found = pd.read_parquet(tmp_path / "out" / "estimates.parquet")
-    assert set(found["of"]) == {*arms, "best arm", "best temperature"}
+    assert set(found["term"]) == {*arms, "best arm", "best temperature"}
     prompted = Run.open(tmp_path / "out" / "prompt" / "run")
     assert prompted.settings["system"] and prompted.labels.judges == ["rules"]
     opened = Run.open(tmp_path / "out" / "opening" / "run")
@@ -108,6 +108,6 @@ def test_a_steering_vector_is_a_further_arm(siblings, tmp_path, capfd):
     outcome = call(main, words, capfd)
     assert outcome.status == 0, outcome.err
     found = pd.read_parquet(tmp_path / "out" / "estimates.parquet")
-    assert {"steering, greedy", "steering, T = 1"} <= set(found["of"])
+    assert {"steering, greedy", "steering, T = 1"} <= set(found["term"])
     steered = Run.open(tmp_path / "out" / "steering" / "run")
     assert steered.record["identity"]["intervention"] == SteeringVector.load(file).sha256

@@ -261,7 +261,7 @@ def test_the_command(run, capsys):
     assert text.endswith(f"next: python -m ia_mech.report {run.path}\n")
 
     found = read(folder_of(run.path, "agreement"))
-    rows = found.estimates.query("truth == 'anna'").set_index(["quantity", "of"])
+    rows = found.estimates.query("truth == 'anna'").set_index(["quantity", "term"])
     assert rows.loc[("accuracy", "categories"), "value"] == pytest.approx(5 / 15)
     assert rows.loc[("accuracy", "categories"), "rows"] == 15
     assert np.isnan(rows.loc[("balanced_accuracy", "genuine"), "value"])  # all are genuine

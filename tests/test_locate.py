@@ -136,20 +136,20 @@ def test_estimates_have_the_share_the_test_and_the_windows_chosen_on_other_queri
     options = {"level": 0.95, "resamples": 200, "seed": 0}
     found = list(estimates(rows, options))
     share = {
-        row.names["of"]: row.estimate.value for row in found if row.quantity == "share of expressed"
+        row.names["term"]: row.estimate.value for row in found if row.quantity == "share of expressed"
         and np.isnan(row.names["temperature"])
     }  # fmt: skip
     assert share[RESPONSE] == pytest.approx(1.0, abs=0.02)
     assert share[HEADER] == pytest.approx(0.0, abs=0.02)
     hits = {
-        row.names["of"]: row for row in found
+        row.names["term"]: row for row in found
         if row.quantity == "own is likeliest" and np.isnan(row.names["temperature"])
     }  # fmt: skip
     assert hits[OWN].estimate.value == 1.0 and hits[OWN].p < 0.05
     assert hits[QUERY].estimate.value == pytest.approx(1 / 3) and hits[QUERY].p > 0.05
     chosen = [row for row in found if row.quantity == "bits, chosen on other queries"]
     of = halves([f"q{number}" for number in range(QUERIES)], 0)
-    assert {row.names["layer"] for row in chosen if row.names["of"] == WINDOW} >= {planted.READ}
+    assert {row.names["layer"] for row in chosen if row.names["term"] == WINDOW} >= {planted.READ}
     assert all(row.estimate.sources == list(of.values()).count("reporting half") for row in chosen)
 
 

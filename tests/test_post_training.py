@@ -225,14 +225,14 @@ def test_quotes_are_told_from_those_of_another_response():
 def test_changes_are_means_of_differences_of_sources_within_what_is_possible():
     frame = pd.DataFrame(
         {
-            "of": ["before"] * 4 + ["after"] * 4,
+            "side": ["before"] * 4 + ["after"] * 4,
             "source": ["a", "a", "b", "c"] * 2,
             "bits": [0.0, 1.0, 0.0, 0.0, 2.0, 2.0, 2.0, 1.8],
         }
     ).assign(dataset="d", temperature=1.0)
     options = {"level": 0.95, "resamples": 100, "seed": 0}
     rows = {
-        row.names["of"]: row for row in post_training.compared(frame, {"bits": (0, 2)}, options)
+        row.names["term"]: row for row in post_training.compared(frame, {"bits": (0, 2)}, options)
     }
     assert rows["change"].estimate.value == pytest.approx((1.5 + 2 + 1.8) / 3)
     assert rows["change"].estimate.high == 2 and rows["before"].estimate.low == 0
@@ -429,7 +429,7 @@ def test_both_models_are_compared_on_the_same_queries(pair, tiny_subject, tmp_pa
     found = pd.read_parquet(tmp_path / "out" / "estimates.parquet")
     assert set(found.loc[found["low"].notna(), "sources"]) == {2}
     turns = pd.read_parquet(tmp_path / "out" / "turns.parquet")
-    assert turns.groupby(["reader", "of"]).size().tolist() == [6, 6, 6]
+    assert turns.groupby(["reader", "side"]).size().tolist() == [6, 6, 6]
     used = {source.split("\x1f")[1] for source in turns["source"]}
     # By full passes of the model before training, and from the texts.
     chat = ChatFormat(tiny_subject.tokenizer)
@@ -455,10 +455,10 @@ def test_both_models_are_compared_on_the_same_queries(pair, tiny_subject, tmp_pa
         values = (np.mean(bits), np.mean(rewards), np.mean(less - common))
         for name, value in zip(means, values, strict=True):
             means[name].append(value)
-    rows = found.set_index(["quantity", "of"])["value"]
+    rows = found.set_index(["quantity", "term"])["value"]
     for quantity in (post_training.REWARD, post_training.PENALIZED):
         a, b = means[quantity]
-        made = [rows[quantity, of] for of in ("before", "after", "change")]
+        made = [rows[quantity, term] for term in ("before", "after", "change")]
         assert made == pytest.approx([a, b, b - a], abs=1e-2)
     assert rows[post_training.INFORMATION, "before"] == pytest.approx(means["bits"][0], abs=1e-2)
     parts = {file.name: file.stat().st_mtime_ns for file in (tmp_path / "out/parts").iterdir()}

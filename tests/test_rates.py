@@ -314,8 +314,8 @@ def test_the_rate_table_takes_any_columns_and_any_baseline():
     rows["condition"] = np.tile(["plain", "steered"], 80)
     rows["half"] = np.where(rows.index < 80, "choosing", "reporting")
     rows["apt"] = (rng.random(160) < 0.4).astype(float)
-    found = list(rates(rows, ["half", "condition"], outcome="apt", of="arm"))
-    assert [(row.names["half"], row.names["condition"], row.names["of"]) for row in found] == [
+    found = list(rates(rows, ["half", "condition"], outcome="apt", term="arm"))
+    assert [(row.names["half"], row.names["condition"], row.names["term"]) for row in found] == [
         (half, condition, "arm")
         for half in ("choosing", "reporting")
         for condition in ("plain", "steered")

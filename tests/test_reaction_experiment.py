@@ -133,14 +133,14 @@ def test_the_command_estimates_shows_and_goes_on(folder, wordings, capsys):
     turns = pd.read_parquet(out / "turns.parquet")
     assert len(turns) == 5 * RESPONSES * 5
     information = found[found["quantity"] == "I_K, bits"]
-    whole = information[(information["of"] == "alternatives") & (information["responses"] == 3)]
+    whole = information[(information["term"] == "alternatives") & (information["responses"] == 3)]
     whole = whole[whole["temperature"] == 1.0]
     mine = turns[turns["temperature"] == 1.0]
     by_query = mine.groupby(["source_id", "followed"])["reaction_bits"].mean()
     by_query = by_query.groupby("source_id").mean()
     assert whole["value"].iloc[0] == pytest.approx(by_query.mean(), abs=1e-9)
     tested = found[found["quantity"] == "I_K less the control's, bits"]
-    assert set(tested["of"]) == {"wordings of one response", "assistant header"}
+    assert set(tested["term"]) == {"wordings of one response", "assistant header"}
     assert len(tested) == 4 and (tested["p_holm"] >= tested["p"]).all()
     bounded = found[found["quantity"].isin(["I_K, bits", "identified", "words kept"])]
     assert (bounded["low"].dropna() >= 0).all() and (bounded["high"].dropna() <= np.log2(3)).all()
@@ -186,8 +186,8 @@ def test_a_model_that_writes_no_wordings_has_no_such_control(folder, tmp_path, c
         (request,) = requests
         assert any(text in request for text in texts)
     found = pd.read_parquet(tmp_path / "out" / "estimates.parquet")
-    assert "assistant header" in set(found["of"])
-    assert "wordings of one response" not in set(found["of"])
+    assert "assistant header" in set(found["term"])
+    assert "wordings of one response" not in set(found["term"])
 
 
 def test_scores_of_a_judge_take_the_readers_place(folder, tmp_path, capfd):

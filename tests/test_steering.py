@@ -177,12 +177,12 @@ def test_controls_reach_the_kl_that_is_wanted():
 
     def kl_of(arms):
         found = steered(model_of(network), unit(contexts, arms))
-        return found.groupby("of", sort=False)["kl"].mean().to_numpy()
+        return found.groupby("term", sort=False)["kl"].mean().to_numpy()
 
     arms = [Arm("told", 0.02, tuple(told.tolist())), Arm("bias", 0.1, (), tuple(bias))]
     for kl in (1e-4, 1e-3, 1e-2):
         found = of_equal_kl(arms, kl, kl_of)
-        assert [arm.of for arm in found] == ["told", "bias"]
+        assert [arm.kind for arm in found] == ["told", "bias"]
         np.testing.assert_allclose(kl_of(found), kl, rtol=0.1)
     assert of_equal_kl([Arm("idle", 1e-9)], 1e-2, lambda arms: np.zeros(len(arms))) == []
 
@@ -240,7 +240,7 @@ def test_a_planted_direction_is_found_and_optimising_finds_it():
     assert abs(np.linalg.norm(best) - 1) < 1e-5 and best @ planted_direction() > 0.5
     found = found_along(planted_direction(), best, 0)
     assert is_shown(found, DIRECTION) and is_shown(found, OPTIMISED)
-    rows = found[found["half"] == REPORTING].set_index(["quantity", "of"])["value"]
+    rows = found[found["half"] == REPORTING].set_index(["quantity", "term"])["value"]
     assert rows[BEYOND, DIRECTION] == pytest.approx(rows[ODDS, DIRECTION] - rows[ODDS, RANDOM])
     assert rows[RANK, DIRECTION] == 0 and rows[ODDS, DIRECTION] > 3
     noise = np.random.default_rng(5).standard_normal(planted.WIDTH)
@@ -253,10 +253,17 @@ def simulated(effect: float, seed: int) -> pd.DataFrame:
     rng = np.random.default_rng(seed)
     sources, spread = rng.normal(0, 1, 20), rng.normal(0, 0.3, 40)
     rows = [
-        {"of": of, "draw": draw, "dose": 1.0, "half": REPORTING, "source": str(s), "dataset": "d"}
+        {
+            "term": term,
+            "draw": draw,
+            "dose": 1.0,
+            "half": REPORTING,
+            "source": str(s),
+            "dataset": "d",
+        }
         | {"kl": 0.1, "logp": 0.0}
-        | {"odds": sources[s] + at + effect * (of == DIRECTION) + rng.normal(0, 0.7)}
-        for of, draw, at in [(DIRECTION, 0, spread[0])]
+        | {"odds": sources[s] + at + effect * (term == DIRECTION) + rng.normal(0, 0.7)}
+        for term, draw, at in [(DIRECTION, 0, spread[0])]
         + [(EACH, n, at) for n, at in enumerate(spread[1:])]
         for s in range(20)
     ]
@@ -339,8 +346,8 @@ def test_the_command_holds_a_direction_against_its_controls_and_goes_on(folder, 
     assert "random directions reach it" in sentence and "the least there can be: 0.050" in sentence
     assert control.startswith("A direction that was optimised for that there, on other sources")
     found = pd.read_parquet(out / "estimates.parquet")
-    assert {DIRECTION, EACH, RANDOM, OPTIMISED, BIAS} == set(found["of"])
-    assert (found[found["half"] == CHOOSING]["of"] == DIRECTION).all(), "controls don't choose"
+    assert {DIRECTION, EACH, RANDOM, OPTIMISED, BIAS} == set(found["term"])
+    assert (found[found["half"] == CHOOSING]["term"] == DIRECTION).all(), "controls don't choose"
     chosen = SteeringVector.load(out / "vector.safetensors")
     assert chosen.layer == 2 and chosen.kind == ADD
     kl = found[(found["quantity"] == KL) & (found["dose"] == chosen.dose)]

@@ -97,15 +97,15 @@ def test_a_plan_names_stages_and_time_and_hours_choose_what_fits(tiny_model_dir,
 def test_latent_is_said_only_if_all_four_hold(high, low, hits, gap, said):
     site = {"stage": "locate", "layer": pd.NA, "sources": 60}
     rows = [
-        {"quantity": "bits", "of": "header", "temperature": 0.0, "low": -0.1, "high": high},
-        {"quantity": "bits", "of": "header", "temperature": np.nan, "low": low, "high": 0.4},
-        {"quantity": "bits", "of": "own context", "temperature": np.nan, "value": 0.9},
-        {"quantity": "own is likeliest", "of": "header", "temperature": 0.0, "low": hits},
-        {"quantity": "own is likeliest", "of": "query", "temperature": 0.0, "high": 0.35},
+        {"quantity": "bits", "term": "header", "temperature": 0.0, "low": -0.1, "high": high},
+        {"quantity": "bits", "term": "header", "temperature": np.nan, "low": low, "high": 0.4},
+        {"quantity": "bits", "term": "own context", "temperature": np.nan, "value": 0.9},
+        {"quantity": "own is likeliest", "term": "header", "temperature": 0.0, "low": hits},
+        {"quantity": "own is likeliest", "term": "query", "temperature": 0.0, "high": 0.35},
     ]
     rows = [site | row for row in rows]
-    for of, low in (("best temperature", gap), ("best arm", 0.3)):
-        rows.append({"stage": "elicit", "of": of, "quantity": "elicitation gap", "low": low})
+    for term, low in (("best temperature", gap), ("best arm", 0.3)):
+        rows.append({"stage": "elicit", "term": term, "quantity": "elicitation gap", "low": low})
     found = pd.DataFrame(rows)
     assert study.latent(found, "0.00").startswith(said)
     few = study.latent(found.assign(sources=59), "0.00")

@@ -291,10 +291,10 @@ def test_masses_and_depths_are_those_of_their_contexts_and_turns(simulated):
     assert len(bounded) == 12 and bounded[["low", "high"]].stack().between(0, 1).all()
     at = left[left["temperature"] == 1.0]
     own = made[(made["dataset"] == "(all)") & (made["temperature"] == 1.0)].set_index("quantity")
-    kind = own[own["of"] == "genuine"]
+    kind = own[own["term"] == "genuine"]
     median = at.loc[at["genuine"] == 1, "rank"].median()
     assert kind.loc["rank where greedy leaves", "value"] == pytest.approx(median)
-    apart = own.loc[DEEPER].set_index("of")["value"]
+    apart = own.loc[DEEPER].set_index("term")["value"]
     formed = at[at["category"] != GARBLED]
     assert 0 < len(formed) < len(at)
     for of, rows in {"all others": at, "others but degenerate ones": formed}.items():
@@ -447,7 +447,7 @@ def test_without_the_model_only_its_lens_is_needed(bare, cache, capfd, monkeypat
 def test_turns_without_follow_ups_have_rates_and_no_openings(copied):
     _, made = swept(judged(copied(), kinds=("degenerate",)))
     assert made[made["quantity"] == "mass on openings"]["value"].isna().all()
-    lens = made[made["quantity"] == "log p by the lens"].set_index("of")["value"]
+    lens = made[made["quantity"] == "log p by the lens"].set_index("term")["value"]
     assert lens[GREEDY].notna().all() and lens[BEST].isna().all()
 
 

@@ -56,7 +56,7 @@ from ia_mech.stats import (
 JUDGE, ANNOTATOR = "judge", "annotator"
 TEXTS = ("query", "response", "user_turn")
 _UNKNOWN = Estimate(np.nan, np.nan, np.nan, 0, "no rows")
-_OF = dict.fromkeys(("truth", "prediction", "of", "decoy"), "str")  # what estimates are of
+_OF = dict.fromkeys(("truth", "prediction", "term", "decoy"), "str")  # what estimates are of
 
 Labels = Sequence[str | None] | np.ndarray  # a category per row; None where there is none
 
@@ -239,7 +239,7 @@ def floors(run: Run, labeller: Labeller) -> Iterator[TidyEstimate]:
     rows, weights = rows[assessed], weights[assessed]
     genuine = labeller.categories[rows] == GENUINE
     share = cluster_mean(genuine, sources[rows], proportion=True, weights=weights)
-    names = {"prediction": labeller.name, "of": "genuine"}
+    names = {"prediction": labeller.name, "term": "genuine"}
     yield TidyEstimate("share", names, len(rows), share)
     source_of = run.contexts.set_index("context_id")["source_id"]
     decoys = labeller.decoys[labeller.decoys["category"].isin(ASSESSED)]
@@ -262,7 +262,7 @@ def agreement(run: Run, between: Sequence[str] | None = None) -> Result:
     pairs = compared(run, labellers)
     called = [row for one in labellers for row in floors(run, one)]
     found = [
-        TidyEstimate(quantity, {"truth": truth, "prediction": of, "of": what}, pair.n, figure)
+        TidyEstimate(quantity, {"truth": truth, "prediction": of, "term": what}, pair.n, figure)
         for (truth, of), pair in pairs.items()
         for (quantity, what), figure in pair.figures.items()
     ]

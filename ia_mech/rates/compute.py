@@ -201,13 +201,15 @@ def _profile(turns: pd.DataFrame, about: dict[str, Any]) -> Iterator[TidyEstimat
     """What the turns are: shares of categories among those assessed, and of the others."""
     assessed = turns["genuine"].notna()
     for status in (CANNOT_ASSESS, FAILED):
-        told = turns.assign(of=(turns["category"] == status).astype(float))
-        for row in rates(told, ["temperature"], outcome="of", quantity=status, **about):
+        marked = turns.assign(marked=(turns["category"] == status).astype(float))
+        for row in rates(marked, ["temperature"], outcome="marked", quantity=status, **about):
             row.names["outcome"] = "genuine"
             yield row
     for category in ASSESSED:
-        told = turns.assign(of=(turns["category"] == category).astype(float).where(assessed))
-        for row in rates(told, ["temperature"], outcome="of", quantity="category_share", **about):
+        marked = turns.assign(marked=(turns["category"] == category).astype(float).where(assessed))
+        for row in rates(
+            marked, ["temperature"], outcome="marked", quantity="category_share", **about
+        ):
             row.names.update(outcome="genuine", category=category)
             yield row
 
