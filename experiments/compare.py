@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pandas as pd
 
-from ia_mech.cli import Parser, add_intervals, guarded, path_of, tolerant_streams
+from ia_mech.cli import Parser, add_intervals, path_of, run_command, tolerant_streams
 from ia_mech.errors import UserError
 
 if TYPE_CHECKING:
@@ -118,8 +118,8 @@ def result(studies: Sequence[Path], level: float, seed: int) -> "Result":
     Raises:
         UserError: a study isn't finished; studies are of one model, or share no query.
     """
-    from experiments.tables import stated, tables_of
-    from ia_mech.display import styled
+    from experiments.tables import sentence_of, tables_of
+    from ia_mech.display import with_style
     from ia_mech.estimates import frame_of
     from ia_mech.results import Result, about_runs
     from ia_mech.run import Run
@@ -153,10 +153,10 @@ def result(studies: Sequence[Path], level: float, seed: int) -> "Result":
     return Result(
         name=NAME,
         question="How do models differ in what their user turns owe to the response?",
-        sentence=stated("bits that sampled turns tell", own[own["turns"] == SAMPLED]),
+        sentence=sentence_of("bits that sampled turns tell", own[own["turns"] == SAMPLED]),
         control=" ".join(
             [
-                stated(
+                sentence_of(
                     f"the same queries, less {models[0]}",
                     less[less["turns"] == SAMPLED],
                     null=0.0,
@@ -167,7 +167,7 @@ def result(studies: Sequence[Path], level: float, seed: int) -> "Result":
         ),
         estimates=found,
         tables=tables,
-        figures={stem: styled(each.draw)() for stem, each in drawings(found, runs).items()},
+        figures={stem: with_style(each.draw)() for stem, each in drawings(found, runs).items()},
         about={"kind": NAME, "level": level, **about_runs(runs)},
     )
 
@@ -215,7 +215,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     tolerant_streams()
     args = build_parser().parse_args(argv)
-    return guarded(lambda: _compare(args), lambda: "nothing was written")
+    return run_command(lambda: _compare(args), lambda: "nothing was written")
 
 
 def _compare(args: argparse.Namespace) -> int:

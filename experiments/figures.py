@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pandas as pd
 
-from ia_mech.display import coloured, draw_line, draw_points, list_names, new_axes
+from ia_mech.display import by_colour, draw_line, draw_points, list_names, new_axes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -37,7 +37,7 @@ class Lines:
     def draw(self) -> "Figure":
         """As a matplotlib figure."""
         figure, axes = new_axes(self.title, self.x, self.y)
-        for colour, (name, rows) in coloured(self.rows, self.by):
+        for colour, (name, rows) in by_colour(self.rows, self.by):
             rows = rows.sort_values(self.across, kind="stable")
             label = f"T = {name:g}" if self.by == "temperature" else str(name)
             draw_line(axes, rows[self.across], rows, colour, label)
@@ -72,7 +72,7 @@ class Bars:
         names = list(dict.fromkeys(self.rows[self.names]))
         figure, axes = new_axes(self.title, self.x, size=(7, 1.4 + 0.4 * len(names)))
         count = self.rows[self.by].nunique()
-        for number, (colour, (name, rows)) in enumerate(coloured(self.rows, self.by)):
+        for number, (colour, (name, rows)) in enumerate(by_colour(self.rows, self.by)):
             beside = (number - (count - 1) / 2) * 0.8 / max(count, 2)
             at = [names.index(one) + beside for one in rows[self.names]]
             draw_points(axes, at, rows, lying=True, color=colour, label=str(name))

@@ -50,8 +50,8 @@ from experiments.hybrids import (
     step_of,
 )
 from experiments.tables import tables_of
-from ia_mech.estimates import ALL, TidyEstimate, estimate_of, together
-from ia_mech.likelihood.carried import CANDIDATES, CEILING, Told, told
+from ia_mech.estimates import ALL, TidyEstimate, all_datasets, estimate_of
+from ia_mech.likelihood.carried import CANDIDATES, CEILING, QueryBits, bits_by_query
 from ia_mech.stats import Estimate, cluster_bootstrap, cluster_mean, paired_difference
 
 if TYPE_CHECKING:
@@ -84,42 +84,42 @@ def with_own(rows: pd.DataFrame) -> pd.DataFrame:
     return found
 
 
-def told_of(rows: pd.DataFrame, seed: int) -> Told | None:
+def query_bits_of(rows: pd.DataFrame, seed: int) -> QueryBits | None:
     """What rows of one site, of :func:`with_own`, tell; None of fewer than two queries with turns
     of all candidates."""
-    rows = balanced(rows)
+    rows = balanced_queries(rows)
     if rows["source"].nunique() < 2:
         return None
     each = rows[SCORES].to_numpy(), rows["own"].to_numpy(), rows["source"]
-    return told(*each, rows[WHOLE].to_numpy(), seed=seed)
+    return bits_by_query(*each, rows[WHOLE].to_numpy(), seed=seed)
 
 
-def balanced(rows: pd.DataFrame) -> pd.DataFrame:
+def balanced_queries(rows: pd.DataFrame) -> pd.DataFrame:
     """Those of queries that have turns of all candidates."""
     return rows[rows.groupby("source")["own"].transform("nunique") == CANDIDATES]
 
 
 @dataclass(frozen=True)
-class Maker:
+class Estimator:
     """Estimates with their names; ``options`` are ``level``, ``resamples`` and ``seed``."""
 
     options: dict[str, Any]
 
-    def mean(self, quantity: str, found: Told, **names: Any) -> TidyEstimate:
+    def mean(self, quantity: str, found: QueryBits, **names: Any) -> TidyEstimate:
         estimate = cluster_mean(found.bits, found.queries, level=self.options["level"])
-        return self._row(quantity, estimate.within(-np.inf, CEILING), found, names)
+        return self._row(quantity, estimate.clip(-np.inf, CEILING), found, names)
 
-    def hits(self, found: Told, **names: Any) -> TidyEstimate:
+    def hits(self, found: QueryBits, **names: Any) -> TidyEstimate:
         """How often the own candidate is the likeliest, against the third that chance gives."""
         more = (found.hits - 1 / CANDIDATES).round(9)  # thirds that were added up are no signs
         options = {name: self.options[name] for name in ("level", "seed")}
         pair = paired_difference(more, found.queries, np.zeros(len(more)), found.queries, **options)
         level = self.options["level"]
-        estimate = cluster_mean(found.hits, found.queries, level=level).within(0, 1)
+        estimate = cluster_mean(found.hits, found.queries, level=level).clip(0, 1)
         names = {"dataset": ALL} | names
         return TidyEstimate("own is likeliest", names, len(found.hits), estimate, pair.p, pair.test)
 
-    def share(self, found: Told, expressed: Told, **names: Any) -> Iterator[TidyEstimate]:
+    def share(self, found: QueryBits, expressed: QueryBits, **names: Any) -> Iterator[TidyEstimate]:
         """What a site carries as a share of what is expressed in the same queries, and the bits
         by which it is more than :data:`EQUIVALENT` of it."""
         expressed = expressed.only(found.queries)
@@ -140,14 +140,18 @@ class Maker:
         found = cluster_mean(events.astype(float), sources, proportion=True, level=level)
         return TidyEstimate(quantity, {"dataset": ALL} | names, len(events), found)
 
-    def difference(self, quantity: str, found: Told, base: Told, **names: Any) -> TidyEstimate:
+    def difference(
+        self, quantity: str, found: QueryBits, base: QueryBits, **names: Any
+    ) -> TidyEstimate:
         """Bits less another arm's, of the same queries."""
         options = {name: self.options[name] for name in ("level", "seed")}
         pair = paired_difference(found.bits, found.queries, base.bits, base.queries, **options)
         names = {"dataset": ALL} | names
         return TidyEstimate(quantity, names, len(found.bits), pair.difference, pair.p, pair.test)
 
-    def _row(self, quantity: str, estimate: Estimate, found: Told, names: dict) -> TidyEstimate:
+    def _row(
+        self, quantity: str, estimate: Estimate, found: QueryBits, names: dict
+    ) -> TidyEstimate:
         return TidyEstimate(quantity, {"dataset": ALL} | names, len(found.bits), estimate)
 
 
@@ -160,82 +164,84 @@ def halves(queries: Sequence[str], seed: int) -> dict[str, str]:
 
 def estimates(rows: pd.DataFrame, options: dict[str, Any]) -> Iterator[TidyEstimate]:
     """Every estimate."""
-    maker, seed, rows = Maker(options), options["seed"], with_own(rows)
+    estimator, seed, rows = Estimator(options), options["seed"], with_own(rows)
     arms = {t: rows["temperature"] == t for t in sorted(set(rows["temperature"]))}
     sampled = rows["temperature"] > 0
-    expressed: dict[Any, Told] = {}
+    expressed: dict[Any, QueryBits] = {}
     for arm, here in [*arms.items(), (None, sampled)]:
         names = {"temperature": np.nan if arm is None else arm}
         for site in (OWN, *SITES):
-            found = told_of(rows[here & (rows["site"] == site)], seed)
+            found = query_bits_of(rows[here & (rows["site"] == site)], seed)
             if found is None:
                 continue
-            yield maker.mean("bits", found, term=site, **names)
-            yield maker.hits(found, term=site, **names)
+            yield estimator.mean("bits", found, term=site, **names)
+            yield estimator.hits(found, term=site, **names)
             if site == OWN:
                 expressed[arm] = found
             elif arm in expressed:
-                yield from maker.share(found, expressed[arm], term=site, **names)
+                yield from estimator.share(found, expressed[arm], term=site, **names)
         if arm is None and 0.0 in expressed and arm in expressed:
-            yield maker.difference(
+            yield estimator.difference(
                 "bits, less greedy's", expressed[arm], expressed[0.0], term=OWN, **names
             )
     mapped = rows[rows["site"].isin([TOTAL, *CELLS, *WRITTEN])]
     for (site, layer, head, t), cell in mapped.groupby(
         ["site", "layer", "head", "temperature"], sort=False
     ):
-        found = told_of(cell, seed)
+        found = query_bits_of(cell, seed)
         if found is None:
             continue
-        names = {"term": site, "temperature": t} | named(layer, head)
-        yield maker.mean("bits", found, **names)
-        yield maker.hits(found, **names)
+        names = {"term": site, "temperature": t} | cell_names(layer, head)
+        yield estimator.mean("bits", found, **names)
+        yield estimator.hits(found, **names)
         if site in WRITTEN:
             more = cell[RECIPIENT] > cell[SCORES].to_numpy()[np.arange(len(cell)), cell["own"]]
-            yield maker.rate("likelier after the recipient", more, cell["source"], **names)
+            yield estimator.rate("likelier after the recipient", more, cell["source"], **names)
     for site in (WINDOW, HEAD):
-        yield from strongest(mapped[mapped["site"] == site], expressed, maker)
+        yield from strongest_cells(mapped[mapped["site"] == site], expressed, estimator)
 
 
-def named(layer: int, head: int) -> dict[str, int]:
+def cell_names(layer: int, head: int) -> dict[str, int]:
     """The columns that name a cell of a map; a whole site has none."""
     return {name: at for name, at in (("layer", layer), ("head", head)) if at >= 0}
 
 
-def by_query(rows: pd.DataFrame, seed: int) -> pd.DataFrame:
+def query_table(rows: pd.DataFrame, seed: int) -> pd.DataFrame:
     """What whole sites tell of each query: ``term``, ``temperature`` (missing: all sampled turns),
     ``source``, ``bits`` and ``hits``."""
     found, rows = [], with_own(rows)
     for t in [*sorted(set(rows["temperature"])), np.nan]:
         here = rows["temperature"] > 0 if np.isnan(t) else rows["temperature"] == t
         for site in (OWN, *SITES):
-            one = told_of(rows[here & (rows["site"] == site)], seed)
+            one = query_bits_of(rows[here & (rows["site"] == site)], seed)
             if one is not None:
                 table = {"source": one.queries, "bits": one.bits, "hits": one.hits}
                 found.append(pd.DataFrame(table).assign(term=site, temperature=t))
     return pd.concat(found, ignore_index=True) if found else pd.DataFrame()
 
 
-def strongest(
-    cells: pd.DataFrame, expressed: Mapping[Any, Told], maker: Maker
+def strongest_cells(
+    cells: pd.DataFrame, expressed: Mapping[Any, QueryBits], estimator: Estimator
 ) -> Iterator[TidyEstimate]:
     """The two cells that carry most in one half of the queries, as the other half has them."""
-    half_of = halves(list(cells["source"]), maker.options["seed"])
+    half_of = halves(list(cells["source"]), estimator.options["seed"])
     half = cells["source"].map(half_of)
     ranked = {}
     for place, cell in cells[half == RANKING].groupby(["layer", "head"]):
-        found = told_of(cell, maker.options["seed"])
+        found = query_bits_of(cell, estimator.options["seed"])
         if found is not None:
             ranked[place] = found.bits.mean()
     for layer, head in sorted(sorted(ranked, key=lambda one: -ranked[one])[:2]):
         here = (cells["layer"] == layer) & (cells["head"] == head)
         cell = cells[(half == REPORTING) & here]
-        found = told_of(cell, maker.options["seed"])
+        found = query_bits_of(cell, estimator.options["seed"])
         if found is not None:
             temperature = cell["temperature"].iloc[0]
-            names = {"term": cell["site"].iloc[0], "temperature": temperature} | named(layer, head)
-            yield maker.mean(CHOSEN, found, **names)
-            yield from maker.share(found, expressed[temperature], **names)
+            names = {"term": cell["site"].iloc[0], "temperature": temperature} | cell_names(
+                layer, head
+            )
+            yield estimator.mean(CHOSEN, found, **names)
+            yield from estimator.share(found, expressed[temperature], **names)
 
 
 def accepted_bits(
@@ -249,8 +255,8 @@ def accepted_bits(
             assessed are left out.
         options: ``level``, ``resamples`` and ``seed``.
     """
-    own = balanced(with_own(rows[(rows["site"] == OWN) & (rows["temperature"] > 0)]))
-    found = told_of(own, options["seed"])
+    own = balanced_queries(with_own(rows[(rows["site"] == OWN) & (rows["temperature"] > 0)]))
+    found = query_bits_of(own, options["seed"])
     if found is None:
         return
     keys = ["context_id", "temperature", "sample"]
@@ -290,7 +296,7 @@ class Locate(Hybrids):
         return estimates(rows, self.options)
 
     def data(self, rows: pd.DataFrame) -> dict[str, pd.DataFrame]:
-        return {"rows": rows, "queries": by_query(rows, self.args.seed)}
+        return {"rows": rows, "queries": query_table(rows, self.args.seed)}
 
     def tables(self, found: pd.DataFrame) -> "list[Table]":
         columns: dict[str, tuple[str, int | str]] = {
@@ -404,7 +410,7 @@ class Lookup:
     """Estimates as text, by quantity, site and temperature (None: all sampled turns)."""
 
     def __init__(self, found: pd.DataFrame) -> None:
-        self._found = together(found)
+        self._found = all_datasets(found)
 
     def __call__(self, quantity: str, term: str, temperature: float | None = None) -> str:
         rows = self._found

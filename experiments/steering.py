@@ -33,19 +33,19 @@ from experiments.directions import (
     STEPS,
     Arm,
     Context,
-    Optimising,
-    Steered,
+    DirectionSearch,
+    SteeredContexts,
+    arms_of_equal_kl,
     chance_cosine,
-    of_equal_kl,
-    optimised,
+    optimise_direction,
     random_directions,
-    steered,
+    steering_effects,
 )
 from experiments.experiment import Conclusion, Experiment, Model, Unit
-from experiments.tables import stated, tables_of
-from ia_mech.cli import named, path_of, whole_from
+from experiments.tables import sentence_of, tables_of
+from ia_mech.cli import nonblank, path_of, whole_from
 from ia_mech.errors import UserError
-from ia_mech.estimates import Group, TidyEstimate, by_dataset, p_value, paired_row, together
+from ia_mech.estimates import Group, TidyEstimate, all_datasets, by_dataset, p_value, paired_row
 from ia_mech.stats import Estimate, permutation_p
 from ia_mech.steering import ADD, TURN, SteeringVector
 
@@ -77,7 +77,7 @@ def chosen_dose(rows: pd.DataFrame, most_kl: float) -> float:
     nats; the smallest if none's is. Each source weighs the same.
 
     Args:
-        rows: of :func:`steered`, of one direction and the sources that choose.
+        rows: of :func:`steering_effects`, of one direction and the sources that choose.
         most_kl: in nats.
     """
     each = rows.groupby(["dose", "source"])[["odds", "kl"]].mean()
@@ -90,7 +90,7 @@ def estimates(rows: pd.DataFrame, dose: float, options: dict[str, Any]) -> Itera
     """Every estimate; each source weighs the same.
 
     Args:
-        rows: of :func:`steered`, all arms, with ``source`` and ``dataset``.
+        rows: of :func:`steering_effects`, all arms, with ``source`` and ``dataset``.
         dose: of the direction, that was chosen.
         options: ``level``, ``resamples`` and ``seed``.
     """
@@ -114,7 +114,7 @@ def estimates(rows: pd.DataFrame, dose: float, options: dict[str, Any]) -> Itera
                     own = own.xs(dose, level="dose", drop_level=False)
                 if len(own):
                     at = {"term": term, "dose": own.index[0][0]}
-                    yield from _beyond(own["odds"], drawn["odds"], names | at, options)
+                    yield from _beyond_random(own["odds"], drawn["odds"], names | at, options)
 
 
 def _of_arm(
@@ -123,12 +123,12 @@ def _of_arm(
     """Of one row per source."""
     group = Group(arm.index.get_level_values("source").to_numpy(), options, names)
     kl = group.mean(KL, arm["kl"])
-    yield replace(kl, estimate=kl.estimate.within(0.0))
+    yield replace(kl, estimate=kl.estimate.clip(0.0))
     yield group.mean(ODDS, arm["odds"])
     yield group.mean(LOGP, arm["logp"])
 
 
-def _beyond(
+def _beyond_random(
     own: pd.Series, drawn: pd.Series, names: dict[str, Any], options: dict[str, Any]
 ) -> Iterator[TidyEstimate]:
     """An arm's log-odds by source against those of each random direction."""
@@ -149,24 +149,24 @@ def _beyond(
 def is_shown(found: pd.DataFrame, term: str) -> bool:
     """Whether an arm raises the log-odds: more than the mean of the random directions does, by
     flipping signs over sources, and more than nearly all of them."""
-    mine = _reported(found, term).set_index("quantity")
+    mine = _reported_rows(found, term).set_index("quantity")
     more, rank = mine.loc[BEYOND], mine.loc[RANK]
     return bool(more["value"] > 0 and max(more["p"], rank["p"]) <= SIGNIFICANT)
 
 
-def _reported(found: pd.DataFrame, term: str) -> pd.DataFrame:
+def _reported_rows(found: pd.DataFrame, term: str) -> pd.DataFrame:
     """What is compared of an arm, on the sources that chose nothing."""
-    mine = together(found)
+    mine = all_datasets(found)
     mine = mine[(mine["term"] == term) & (mine["half"] == REPORTING)]
     return mine[mine["quantity"].isin([BEYOND, RANK])]
 
 
-def said_of(found: pd.DataFrame, term: str, level: float) -> str:
+def arm_sentence(found: pd.DataFrame, term: str, level: float) -> str:
     """How far an arm goes beyond random directions, with tests and the least p there can be."""
-    mine = _reported(found, term)
+    mine = _reported_rows(found, term)
     more, rank = (mine[mine["quantity"] == name].iloc[0] for name in (BEYOND, RANK))
     count = int(rank["rows"])
-    change = stated(
+    change = sentence_of(
         "change of their log-odds beyond the mean of random directions, nats",
         mine[mine["quantity"] == BEYOND],
         null=0.0,
@@ -274,7 +274,7 @@ class Steering(Experiment):
         along.add_argument("--vector", type=path_of, metavar="FILE", help="a steering vector's")
         parser.add_argument(
             "--direction",
-            type=named,
+            type=nonblank,
             default="logistic",
             metavar="NAME",
             help="of the probe: logistic or mass-mean (default: logistic)",
@@ -370,7 +370,7 @@ class Steering(Experiment):
                 compare.
         """
         from ia_mech.rates.load import NO_ANNOTATOR, read_runs
-        from ia_mech.run.queries import drawn
+        from ia_mech.run.queries import subsample
 
         judged = read_runs(self.runs, self.args.judge, NO_ANNOTATOR)
         if self.outcome not in judged.outcomes:
@@ -399,7 +399,7 @@ class Steering(Experiment):
                 f"{less} queries have no response after which the judge accepts some turns and not "
                 "others; they are left out."
             )
-        half = drawn([query for query, _ in found], len(found) // 2, self.args.seed + 1)
+        half = subsample([query for query, _ in found], len(found) // 2, self.args.seed + 1)
         choosing = {query.source for query in half}
         self.used = [(q, CHOOSING if q.source in choosing else REPORTING, c) for q, c in found]
 
@@ -429,9 +429,15 @@ class Steering(Experiment):
         """All but the search for equal KL, as far as it is known before; for ``--dry-run``."""
         drawn, _ = self.random_arms(1.0)
         kl = self.args.most_kl
-        return [*self.dosed(), self.optimising(1.0, kl), *self.scored(REPORTING, drawn)]
+        return [
+            *self.dose_units(),
+            self.search_unit(1.0, kl),
+            *self.scoring_units(REPORTING, drawn),
+        ]
 
-    def scored(self, half: str, arms: Sequence[Arm], turns: bool = True) -> list[Steered]:
+    def scoring_units(
+        self, half: str, arms: Sequence[Arm], turns: bool = True
+    ) -> list[SteeredContexts]:
         """The queries of a half under arms; without turns the first token alone."""
         found = []
         for query, own, some in self.used:
@@ -439,26 +445,26 @@ class Steering(Experiment):
                 contexts = some if turns else [replace(one, turns=()) for one in some]
                 tokens = sum(one.start + one.rows * (len(arms) + 2) for one in contexts)
                 names = query.source, query.dataset, tokens, half
-                found.append(Steered(*names, tuple(contexts), tuple(arms)))
+                found.append(SteeredContexts(*names, tuple(contexts), tuple(arms)))
         return found
 
-    def along(self, dose: float) -> Arm:
+    def direction_arm(self, dose: float) -> Arm:
         """The direction at a dose."""
         return Arm(DIRECTION, dose, tuple(self.vector.direction.tolist()))
 
-    def dosed(self) -> list[Steered]:
+    def dose_units(self) -> list[SteeredContexts]:
         """All queries under all doses of the direction."""
-        arms = [self.along(dose) for dose in sorted(set(self.args.doses))]
-        return [*self.scored(CHOOSING, arms), *self.scored(REPORTING, arms)]
+        arms = [self.direction_arm(dose) for dose in sorted(set(self.args.doses))]
+        return [*self.scoring_units(CHOOSING, arms), *self.scoring_units(REPORTING, arms)]
 
-    def optimising(self, dose: float, kl: float) -> Optimising:
+    def search_unit(self, dose: float, kl: float) -> DirectionSearch:
         """On the half that chooses."""
         contexts = [one for _, half, some in self.used if half == CHOOSING for one in some]
         rows = sum(one.rows for one in contexts)
         steps = STEPS * min(1, BATCH / len(contexts))
         tokens = round(sum(one.start for one in contexts) + rows * (3 + steps))
         names = "all that choose", "", tokens
-        return Optimising(*names, tuple(contexts), kl, dose, self.args.seed)
+        return DirectionSearch(*names, tuple(contexts), kl, dose, self.args.seed)
 
     def random_arms(self, dose: float) -> tuple[list[Arm], float]:
         """Random directions at a dose, and the largest cosine as they were drawn."""
@@ -468,19 +474,22 @@ class Steering(Experiment):
         return arms, closest
 
     def measure(self, model: Model, unit: Any) -> pd.DataFrame:
-        if isinstance(unit, Steered):
-            return steered(model, unit)
-        return pd.DataFrame({"direction": [optimised(model, unit).tolist()]})
+        if isinstance(unit, SteeredContexts):
+            return steering_effects(model, unit)
+        return pd.DataFrame({"direction": [optimise_direction(model, unit).tolist()]})
 
     def rows(self) -> pd.DataFrame:
-        doses = self.measured(self.dosed(), "doses of the direction")
+        doses = self.measure_units(self.dose_units(), "doses of the direction")
         choosing = doses[doses["half"] == CHOOSING]
         dose = chosen_dose(choosing, self.args.most_kl)
         self.vector = replace(self.vector, dose=dose)
         each = choosing[choosing["dose"] == dose].groupby("source")["kl"].mean()
         arms = self.controls(dose, float(each.mean()))
         return pd.concat(
-            [doses, self.measured(self.scored(REPORTING, arms), "controls of the same KL")],
+            [
+                doses,
+                self.measure_units(self.scoring_units(REPORTING, arms), "controls of the same KL"),
+            ],
             ignore_index=True,
         )
 
@@ -498,7 +507,9 @@ class Steering(Experiment):
             f"drawn ({len(arms)} without a preference exceed {chance:.2f} once in twenty times); "
             "it is 0 now: that component is taken out of each."
         )
-        made = self.measured([self.optimising(dose, kl)], "optimising a direction by gradient")
+        made = self.measure_units(
+            [self.search_unit(dose, kl)], "optimising a direction by gradient"
+        )
         if len(best := made["direction"].iloc[0]):
             arms.append(Arm(OPTIMISED, dose, tuple(best)))
             own = self.vector.direction.numpy()
@@ -506,13 +517,13 @@ class Steering(Experiment):
             self.notes.append(f"the cosine of the optimised direction to it is {cosine:.2f}.")
         else:
             self.notes.append("no direction could be optimised: the model's passes lack gradients.")
-        moved = self.measured(
-            self.scored(CHOOSING, [self.along(dose)], turns=False),
+        moved = self.measure_units(
+            self.scoring_units(CHOOSING, [self.direction_arm(dose)], turns=False),
             "what the direction changes in the first token",
         )
         change = np.mean(np.stack(moved["change"].tolist()), axis=0)
         arms.append(Arm(BIAS, 1.0, bias=tuple(change.tolist())))
-        found = of_equal_kl(arms, kl, self.kl_of)
+        found = arms_of_equal_kl(arms, kl, self.kl_of)
         if (reached := sum(arm.kind == EACH for arm in found)) < LEAST:
             raise UserError(
                 f"{reached} random directions reach the KL of dose {dose:g} ({kl:.2g} nats)",
@@ -525,7 +536,9 @@ class Steering(Experiment):
     def kl_of(self, arms: Sequence[Arm]) -> np.ndarray:
         """``[arms]`` mean KL at the header over the sources that choose."""
         numbered = [replace(arm, draw=n) for n, arm in enumerate(arms)]
-        found = self.measured(self.scored(CHOOSING, numbered, turns=False), "doses of equal KL")
+        found = self.measure_units(
+            self.scoring_units(CHOOSING, numbered, turns=False), "doses of equal KL"
+        )
         return found.groupby(["draw", "source"])["kl"].mean().groupby("draw").mean().to_numpy()
 
     # -- say --------------------------------------------------------------------------------------
@@ -565,7 +578,7 @@ class Steering(Experiment):
     def figures(self, found: pd.DataFrame) -> "Mapping[str, Drawing]":
         from experiments.figures import Bars, Lines
 
-        found = together(found[(found["quantity"] == ODDS) & (found["half"] == REPORTING)])
+        found = all_datasets(found[(found["quantity"] == ODDS) & (found["half"] == REPORTING)])
         name, y = self.runs[0].model["name"], "log-odds of accepted turns, change, nats"
         added = found["term"] == DIRECTION
         alike = found[~added | (found["dose"] == self.vector.dose)]
@@ -600,24 +613,24 @@ class Steering(Experiment):
             "next: what the model writes under it: python -m ia_mech.sample … --intervention "
             f"{self.folder / FILE}; then ia_mech.judge run, and ia_mech.rates."
         )
-        own = together(found[(found["term"] == DIRECTION) & (found["half"] == REPORTING)])
+        own = all_datasets(found[(found["term"] == DIRECTION) & (found["half"] == REPORTING)])
         kl = own[(own["quantity"] == KL) & (own["dose"] == self.vector.dose)]["value"].item()
         verb = "makes" if is_shown(found, DIRECTION) else "isn't shown to make"
         sentence = (
             f"Steering along the direction in layer {self.vector.layer} at "
             f"{', '.join(self.vector.positions)} (dose {self.vector.dose:g}) {verb} {self.outcome} "
             f"turns likelier than random directions of the same KL ({kl:.3f} nats) do. "
-            f"{said_of(found, DIRECTION, level)}"
+            f"{arm_sentence(found, DIRECTION, level)}"
         )
         control = "No optimised direction stands beside it: whether one could isn't known."
         if OPTIMISED in there:
             verb = "does" if is_shown(found, OPTIMISED) else "isn't shown to"
             control = (
                 f"A direction that was optimised for that there, on other sources, {verb}. "
-                f"{said_of(found, OPTIMISED, level)}"
+                f"{arm_sentence(found, OPTIMISED, level)}"
             )
         if BIAS in there:
-            control += f" A bias of the first token alone: {said_of(found, BIAS, level)}"
+            control += f" A bias of the first token alone: {arm_sentence(found, BIAS, level)}"
         return Conclusion(sentence, control)
 
 

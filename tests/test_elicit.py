@@ -9,7 +9,7 @@ import torch
 from conftest import Silent
 from shell import call, refusal
 
-from experiments.elicit import EXCESS, GREEDY, OPENING, RATE, SIBLINGS, by_query, gaps, main
+from experiments.elicit import EXCESS, GREEDY, OPENING, RATE, SIBLINGS, gaps, main, rates_by_query
 from ia_mech.judge.label import label_run
 from ia_mech.judge.rules import RulesJudge
 from ia_mech.run import Run
@@ -61,7 +61,7 @@ def test_rates_are_of_the_same_turns_after_their_own_response_and_after_siblings
             {"source": "c", "own_genuine": 0.0, "genuine": 1.0},
         ]
     ).assign(arm=GREEDY, dataset="d")
-    found = by_query(rows, "genuine").set_index("source")
+    found = rates_by_query(rows, "genuine").set_index("source")
     assert found[RATE].to_dict() == {"a": 1.0, "c": 0.0}  # nothing is known of b's siblings
     assert found[SIBLINGS].to_dict() == {"a": 0.5, "c": 1.0}
     assert found[EXCESS].to_dict() == {"a": 0.5, "c": -1.0}

@@ -21,7 +21,7 @@ from experiments.likelihood import (
     Likelihood,
     contrasts_of,
     main,
-    read,
+    read_references,
 )
 from experiments.tables import estimates_of
 from ia_mech.collect.identity import build_chat, eos_ids
@@ -61,7 +61,7 @@ def siblings(sampled) -> Run:
 @pytest.fixture(scope="module")
 def measured(plain, siblings, tiny_subject):
     """Units, and what was scored of them."""
-    references = read([plain, siblings])
+    references = read_references([plain, siblings])
     model = tiny_subject.model
     settings = Settings.from_dict(plain.settings)
     ids = eos_ids(model.generation_config, model.config)
@@ -200,7 +200,7 @@ def test_the_command_scores_once_and_says_what_is_the_control(plain, siblings, t
 
 def test_runs_that_cannot_be_used_are_refused(sampled, plain, siblings, capfd):
     with pytest.raises(UserError, match=r"score \d+ of the same follow-ups in the same contexts"):
-        read([plain, sampled(seed=1)])
+        read_references([plain, sampled(seed=1)])
     for runs in ([sampled([scored.CONVERSATIONS[3]])], [siblings]):
         line = refusal(call(main, [str(run.path) for run in runs], capfd))
         assert line.startswith("no context has what a user really said after the response")

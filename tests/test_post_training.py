@@ -168,7 +168,7 @@ def test_follow_ups_after_responses_that_a_run_wrote_are_marked(monkeypatch):
     contexts = pd.DataFrame(about | {"response_policy": ["given", "generated"]})
     monkeypatch.setattr(organisms.Path, "is_file", lambda path: True)
     monkeypatch.setattr(organisms, "open_runs", lambda *_: [SimpleNamespace(contexts=contexts)])
-    found, _ = organisms.read("run")
+    found, _ = organisms.read_conversations("run")
     assert [one.metadata.get("saw_response") for one in found] == [None, False]
 
 
@@ -185,11 +185,11 @@ def test_sources_are_held_out_whole():
 
 def test_guards_count_trigrams():
     assert training.trigrams("Is it, then, so?") == [("is", "it", "then"), ("it", "then", "so")]
-    assert training.restated("What is the lens for?", "Tell me what is the lens") == 2 / 3
-    assert training.repeated("on and on and on and on") == 1 - 2 / 5
-    assert training.repeated("Why?") == training.restated("Why?", "Why?") == 0
+    assert training.restatement("What is the lens for?", "Tell me what is the lens") == 2 / 3
+    assert training.repetition("on and on and on and on") == 1 - 2 / 5
+    assert training.repetition("Why?") == training.restatement("Why?", "Why?") == 0
     turns = ["Can you explain more of that?", "Can you explain it again?", "Can you explain more?"]
-    assert training.stock(turns, ["a", "b", "a"]) == [1 / 4, 1 / 3, 1 / 2]
+    assert training.stock_phrases(turns, ["a", "b", "a"]) == [1 / 4, 1 / 3, 1 / 2]
 
 
 def query(said: list[str], turns: list[str], asked: str = "What does the lamp do?"):
@@ -232,7 +232,8 @@ def test_changes_are_means_of_differences_of_sources_within_what_is_possible():
     ).assign(dataset="d", temperature=1.0)
     options = {"level": 0.95, "resamples": 100, "seed": 0}
     rows = {
-        row.names["term"]: row for row in post_training.compared(frame, {"bits": (0, 2)}, options)
+        row.names["term"]: row
+        for row in post_training.compare_sides(frame, {"bits": (0, 2)}, options)
     }
     assert rows["change"].estimate.value == pytest.approx((1.5 + 2 + 1.8) / 3)
     assert rows["change"].estimate.high == 2 and rows["before"].estimate.low == 0
@@ -288,7 +289,7 @@ def test_a_reward_is_of_the_first_tokens_alone(tiny_subject):
     turn = chat.template.encode("What is 17 times 24, and why?")[0]
     found = training.after_each(partial(score, tiny_subject.model), own, [turn])
     wanted = evidence([by_full_passes(tiny_subject.model, own, turn[:4])], [1])
-    assert training.rewarded(found, [1], 4) == pytest.approx(wanted, abs=1e-2)
+    assert training.evidence_reward(found, [1], 4) == pytest.approx(wanted, abs=1e-2)
 
 
 @pytest.fixture
@@ -396,8 +397,8 @@ def test_a_run_with_an_adapter_names_no_folders_and_finds_it_again(tmp_path, mon
     known = without_folders({"settings": settings.to_dict(), "model": {"adapter": spec.adapter}})
     assert known["settings"]["adapter"] == known["model"]["adapter"] == "tuned"
     load.remember(spec, "abc")
-    assert load.recalled(known["settings"], "abc") == spec
-    assert load.recalled(known["settings"], "abd").adapter == "tuned"
+    assert load.recall(known["settings"], "abc") == spec
+    assert load.recall(known["settings"], "abd").adapter == "tuned"
 
 
 @pytest.fixture(scope="module")
@@ -448,10 +449,10 @@ def test_both_models_are_compared_on_the_same_queries(pair, tiny_subject, tmp_pa
             first = by_full_passes(tiny_subject.model, siblings, ids[:4])
             rewards.append(max(evidence([first], [own.response_index])[0], training.WORST))
             texts.append(chat.text(ids[:4]))
-            lost = training.restated(texts[-1], own.messages[0]["content"])
-            lost += training.repeated(texts[-1]) + (ids[:4][-1] not in chat.stop_ids)
+            lost = training.restatement(texts[-1], own.messages[0]["content"])
+            lost += training.repetition(texts[-1]) + (ids[:4][-1] not in chat.stop_ids)
             less.append(rewards[-1] - 0.5 * lost)
-        common = 0.5 * np.array(training.stock(texts, list(after["source_id"])))
+        common = 0.5 * np.array(training.stock_phrases(texts, list(after["source_id"])))
         values = (np.mean(bits), np.mean(rewards), np.mean(less - common))
         for name, value in zip(means, values, strict=True):
             means[name].append(value)

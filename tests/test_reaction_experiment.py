@@ -15,8 +15,8 @@ import torch
 from shell import call, refusal
 
 from experiments.experiment import Model
-from experiments.paraphrase import closeness, read_versions, written
-from experiments.reaction import Reaction, Turns, headline, main, measure, retold
+from experiments.paraphrase import closeness, read_versions, usable_wordings
+from experiments.reaction import Reaction, Turns, headline, main, measure, retokenise
 from ia_mech.chat.format import ChatFormat
 from ia_mech.collect.command import main as sample
 from ia_mech.engine.check import check_engine
@@ -225,7 +225,7 @@ def test_another_model_reads_the_texts_under_its_own_template(
         query.turns["text"] = [f"What about {n % 7}?" for n in range(len(query.turns))]
         query.turns["finish_reason"] = ["length", "turn_end"] * 7 + ["length"]
     chat = ChatFormat(tiny_subject.tokenizer, eos_ids=[tiny_subject.tokenizer.eos_token_id])
-    for query, unit in zip(queries, retold(queries, str(tiny_model_dir), run), strict=True):
+    for query, unit in zip(queries, retokenise(queries, str(tiny_model_dir), run), strict=True):
         assert list(unit.contexts) == query.token_ids and {t for _, t in unit.turns} == {1.0}
         for n, (ids, _) in enumerate(unit.turns):
             text = tiny_subject.tokenizer.decode(ids)
@@ -342,9 +342,9 @@ def test_wordings_end_say_the_same_and_do_not_copy(folder):
         perturbation="to_reword",
     )
     run = SimpleNamespace(path=folder, contexts=rows, generations=query.turns.iloc[:0])
-    found = written(run, {query.source: 1}, [query], 2)
+    found = usable_wordings(run, {query.source: 1}, [query], 2)
     assert found == {query.source: (1, good)}
-    assert written(run, {query.source: 1}, [query], 3) == {}
+    assert usable_wordings(run, {query.source: 1}, [query], 3) == {}
 
 
 def test_closeness_tells_words_from_wording():
