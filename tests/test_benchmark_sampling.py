@@ -293,7 +293,7 @@ def test_everything_runs_in_small_and_a_dead_process_is_a_result(tmp_path):
     )  # fmt: skip
     for model in ("tiny", "tiny-hybrid"):
         found = Results.read([tmp_path / "all.json"])
-        lacking = {n for n in CONTENDERS if not found.of(model, n)}
+        lacking = {n for n in CONTENDERS if not found.records_of(model, n)}
         hybrid = {"continuous"} if model == "tiny-hybrid" else set()
         assert lacking == {"transformer-lens"} | hybrid
     assert done.stdout.strip() == full(found).strip()

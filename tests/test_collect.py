@@ -150,7 +150,7 @@ def test_a_part_is_planned_computed_and_written_as_one(
     assert [part["contexts"] for part in run.parts("contexts")] == [3, 2]
     assert run.settings["batch_rows"] == 20
     rows = run.generations.groupby("context_id").size()
-    assert set(rows) == {5} and run.kept == {"responses": 5, "contexts": 5}
+    assert set(rows) == {5} and run.counts == {"responses": 5, "contexts": 5}
 
 
 def test_all_residuals_are_read_without_arguments(whole):
@@ -243,7 +243,7 @@ def test_logits_that_are_not_numbers_end_the_run_with_nothing_of_them_written(
     monkeypatch.setattr(job, "prefill_all", broken)
     with pytest.raises(UserError, match=r"logits are not numbers for the context of .* in float32"):
         sampled(SETTINGS, tiny_subject, tmp_path / "run")
-    assert Run.open(tmp_path / "run").kept == {"responses": 0, "contexts": 0}
+    assert Run.open(tmp_path / "run").counts == {"responses": 0, "contexts": 0}
     assert not list((tmp_path / "run").rglob("*.safetensors"))
 
 
@@ -256,21 +256,21 @@ def test_a_written_response_that_the_template_refuses_is_left_out_and_said(
 ):
     """One of a part, all of a part, and all."""
     settings = replace(SETTINGS, response="generate", max_response_tokens=4)
-    honest, chosen = job.rendered, set(refused)
+    honest, chosen = job.context_and_reference, set(refused)
 
     def picky(chat, conversation):
         if conversation.id in chosen:
             raise UserError("the template refuses it", "remove it")
         return honest(chat, conversation)
 
-    monkeypatch.setattr(job, "rendered", picky)
+    monkeypatch.setattr(job, "context_and_reference", picky)
     run = job.collect(settings, tiny_subject, tmp_path / "run", progress)
     assert run.complete and run.verify() == []
     for name in refused:
         assert f"conversation {name} is left out: the template refuses it" in progress.lines
     assert run.sessions[0]["left_out"] == refused
     left = [name for name in CONTEXTS if name not in refused]
-    assert run.kept["contexts"] == len(left)
+    assert run.counts["contexts"] == len(left)
     if left:
         assert run.contexts["context_id"].tolist() == left
     else:

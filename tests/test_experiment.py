@@ -267,7 +267,7 @@ def test_the_worked_experiment_measures_what_it_says(
                 for one in query.token_ids
             ]
             means.append(bits[followed] - np.mean(np.delete(bits, followed)))
-    found = pd.read_parquet(folder / "estimates.parquet").set_index(["dataset", "of"])["value"]
+    found = pd.read_parquet(folder / "estimates.parquet").set_index(["dataset", "term"])["value"]
     whole = "(all)" if "(all)" in found.index.get_level_values(0) else "plain"
     np.testing.assert_allclose(found[whole, "own response"], np.mean(means), **scored.bits(3))
 

@@ -12,7 +12,7 @@ from runs import rewritten
 from ia_mech.display import Quiet
 from ia_mech.errors import UserError
 from ia_mech.judge.__main__ import main
-from ia_mech.judge.agreement import agreement, compare, compared, joint_rows, labellers_of
+from ia_mech.judge.agreement import agreement, compare, compare_pairs, joint_rows, labellers_of
 from ia_mech.judge.decoys import draw_decoys
 from ia_mech.judge.label import items_of, label_run
 from ia_mech.judge.rubric import ASSESSED, CANNOT_ASSESS, GENUINE, NAMES
@@ -46,7 +46,7 @@ def random_labels(seed: int, names=NAMES) -> list[str]:
 
 
 def pairs_of(run: Run, between=None) -> dict:
-    return compared(run, labellers_of(run, between))
+    return compare_pairs(run, labellers_of(run, between))
 
 
 def disagreements_of(run: Run) -> pd.DataFrame:
@@ -261,7 +261,7 @@ def test_the_command(run, capsys):
     assert text.endswith(f"next: python -m ia_mech.report {run.path}\n")
 
     found = read(folder_of(run.path, "agreement"))
-    rows = found.estimates.query("truth == 'anna'").set_index(["quantity", "of"])
+    rows = found.estimates.query("truth == 'anna'").set_index(["quantity", "term"])
     assert rows.loc[("accuracy", "categories"), "value"] == pytest.approx(5 / 15)
     assert rows.loc[("accuracy", "categories"), "rows"] == 15
     assert np.isnan(rows.loc[("balanced_accuracy", "genuine"), "value"])  # all are genuine

@@ -21,7 +21,7 @@ from ia_mech.judge.verdict import Verdict
 from ia_mech.rates.compute import estimates
 from ia_mech.rates.gate import gate_of
 from ia_mech.rates.grounding import p_values
-from ia_mech.rates.load import Judged, read_runs
+from ia_mech.rates.load import JudgedTurns, read_runs
 from ia_mech.rates.result import result
 from ia_mech.results import folder_of, write
 from ia_mech.run import Run
@@ -53,7 +53,7 @@ def run(whole, tmp_path) -> Run:
     return run
 
 
-def judged_by(run: Run, say) -> Judged:
+def judged_by(run: Run, say) -> JudgedTurns:
     """The run as read after ``say`` (item → category or verdict) has judged it."""
 
     def verdict(item, _):

@@ -64,7 +64,7 @@ def unpacked(page: str) -> dict:
 
 def moons(folder: Path, *runs: Run, **data: pd.DataFrame) -> Path:
     """A result of an analysis that the report has never heard of."""
-    frame = pd.DataFrame({"quantity": ["moons", "suns"], "value": [0.123456, 2.0], "of": "sky"})
+    frame = pd.DataFrame({"quantity": ["moons", "suns"], "value": [0.123456, 2.0], "term": "sky"})
     result = Result(
         name=folder.name,
         question="How many moons?",
@@ -244,7 +244,7 @@ def test_of_two_runs_the_one_without_results_says_so(judged, tmp_path):
 
 def test_long_estimates_are_cut_and_say_so():
     names = np.where(np.arange(500) < 450, "a", "(all)")
-    table = listed(pd.DataFrame({"value": np.arange(500.0), "of": "a", "dataset": names}))
+    table = listed(pd.DataFrame({"value": np.arange(500.0), "term": "a", "dataset": names}))
     assert [row[1] for row in table.rows] == ["(all)"] * 50 + ["a"] * 350
     assert len(table.rows) == 400 and table.title.endswith(
         "the first 400 of 500 rows; the file has all"

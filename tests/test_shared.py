@@ -13,7 +13,7 @@ import ia_mech.engine.shared as shared
 from ia_mech.engine.check import check_engine
 from ia_mech.engine.decode import Row, decode
 from ia_mech.engine.score import Turn, score
-from ia_mech.engine.shared import Borrowed, Engine, SharedLayer, attend, merge, sharing
+from ia_mech.engine.shared import Borrowed, Engine, SharedLayer, attend, merge, shared_attention
 from ia_mech.engine.state import expand
 from ia_mech.errors import UserError
 
@@ -199,7 +199,7 @@ def test_keys_that_the_attention_function_never_sees_are_an_error():
     state = expand([prefilled(model, LENGTHS)], [0])
     layer, new = state.cache.layers[0], torch.zeros(1, 2, 1, 8)
     said = "doesn't use the cached keys"
-    with pytest.raises(RuntimeError, match=said), sharing(model, state.cache):
+    with pytest.raises(RuntimeError, match=said), shared_attention(model, state.cache):
         layer.update(new, new)
     with pytest.raises(RuntimeError, match=said):
         layer.update(new, new)

@@ -92,13 +92,13 @@ def test_a_plan_names_stages_and_time_and_hours_choose_what_fits(tiny_model_dir,
     assert outcome.status == 0 and not (tmp_path / "no").exists()
     for name in ("pace", "sample", "judge", "locate", "elicit", "probes", "all"):
         assert f"\n{name} " in f"\n{outcome.out}"
-    args = study.settled(study.build_parser().parse_args(["m", "--hours", "1"]))
-    whole = sum(study.seconds(one, 500, 50) for one in study.stages(args))
+    args = study.with_defaults(study.build_parser().parse_args(["m", "--hours", "1"]))
+    whole = sum(study.stage_seconds(one, 500, 50) for one in study.stages(args))
     args.hours = whole / 3600 / 2
     fewer = study.fit(args, 500, 50)
     assert fewer.samples < 4 and fewer.queries <= 60
-    assert sum(study.seconds(one, 500, 50) for one in study.stages(fewer)) <= whole / 2
-    args = study.settled(study.build_parser().parse_args(["m", "--hours", "0.01"]))
+    assert sum(study.stage_seconds(one, 500, 50) for one in study.stages(fewer)) <= whole / 2
+    args = study.with_defaults(study.build_parser().parse_args(["m", "--hours", "0.01"]))
     with pytest.raises(Exception, match="hours are too few"):
         study.fit(args, 500, 50)
 
@@ -122,20 +122,20 @@ def test_a_plan_names_stages_and_time_and_hours_choose_what_fits(tiny_model_dir,
 def test_latent_is_said_only_if_all_four_hold(high, low, hits, gap, said):
     site = {"stage": "locate", "layer": pd.NA, "sources": 60}
     rows = [
-        {"quantity": "bits", "of": "header", "temperature": 0.0, "low": -0.1, "high": high},
-        {"quantity": "bits", "of": "header", "temperature": np.nan, "low": low, "high": 0.4},
-        {"quantity": "bits", "of": "own context", "temperature": np.nan, "value": 0.9},
-        {"quantity": "own is likeliest", "of": "header", "temperature": 0.0, "low": hits},
-        {"quantity": "own is likeliest", "of": "query", "temperature": 0.0, "high": 0.35},
+        {"quantity": "bits", "term": "header", "temperature": 0.0, "low": -0.1, "high": high},
+        {"quantity": "bits", "term": "header", "temperature": np.nan, "low": low, "high": 0.4},
+        {"quantity": "bits", "term": "own context", "temperature": np.nan, "value": 0.9},
+        {"quantity": "own is likeliest", "term": "header", "temperature": 0.0, "low": hits},
+        {"quantity": "own is likeliest", "term": "query", "temperature": 0.0, "high": 0.35},
     ]
     rows = [site | row for row in rows]
-    for of, low in (("best temperature", gap), ("best arm", 0.3)):
-        rows.append({"stage": "elicit", "of": of, "quantity": "elicitation gap", "low": low})
+    for term, low in (("best temperature", gap), ("best arm", 0.3)):
+        rows.append({"stage": "elicit", "term": term, "quantity": "elicitation gap", "low": low})
     found = pd.DataFrame(rows)
-    assert study.latent(found, "0.00").startswith(said)
-    few = study.latent(found.assign(sources=59), "0.00")
+    assert study.latent_sentence(found, "0.00").startswith(said)
+    few = study.latent_sentence(found.assign(sources=59), "0.00")
     assert few == "Whether anything is latent isn't told of fewer than 60 queries."
-    assert study.latent(found[1:], "0.00") == "Whether anything is latent can't be told."
+    assert study.latent_sentence(found[1:], "0.00") == "Whether anything is latent can't be told."
 
 
 def test_hours_given_again_leave_what_was_begun_as_it_is(made, data, tiny_model_dir, monkeypatch):

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ia_mech.cli import Parser, guarded, path_of, tolerant_streams
+from ia_mech.cli import Parser, path_of, run_command, tolerant_streams
 
 if TYPE_CHECKING:
     from ia_mech.run import Run
@@ -48,11 +48,11 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     tolerant_streams()
     args = build_parser().parse_args(argv)
-    return guarded(lambda: _report(args), lambda: "no file was left half-written")
+    return run_command(lambda: _report(args), lambda: "no file was left half-written")
 
 
 def _report(args: argparse.Namespace) -> None:
-    from ia_mech.cli import quoted
+    from ia_mech.cli import shell_word
     from ia_mech.errors import UserError
     from ia_mech.run.layout import check_output, refuse_unwritable
 
@@ -77,7 +77,7 @@ def _report(args: argparse.Namespace) -> None:
         scratch.write_text(page, encoding="utf-8")
 
     replace_file(out, write)
-    print(f"report: {quoted(out)}")
+    print(f"report: {shell_word(out)}")
     for run in runs:
         for command in missing(run, folders_of(run)):
             print(f"next: {command}")

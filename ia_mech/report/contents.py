@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from ia_mech.cli import quoted
+from ia_mech.cli import shell_word
 from ia_mech.estimates import ALL
 from ia_mech.page import image
 from ia_mech.rates.load import result_folders
@@ -104,10 +104,10 @@ def grouped(parts: Sequence[Part]) -> list[dict[str, Any]]:
 def missing(run: Run, folders: Sequence[Path]) -> list[str]:
     """Commands that make the first results of a run which has none of its judges."""
     if not run.labels.judges:
-        return [f"python -m ia_mech.judge run {quoted(run.path)}"]
+        return [f"python -m ia_mech.judge run {shell_word(run.path)}"]
     there = {folder.name for folder in folders}
     return [
-        f"python -m ia_mech.rates {quoted(run.path)} --judge {judge}"
+        f"python -m ia_mech.rates {shell_word(run.path)} --judge {judge}"
         for judge in run.labels.judges
         if f"rates-{judge}" not in there
     ]
@@ -145,7 +145,7 @@ def facts(run: Run) -> dict[str, str]:
         "identity": run.identity_digest,
         "model": f"{model['name']} ({model['weights_hash']}, {model['dtype']})",
         "dataset": str(settings["dataset"]),
-        "conversations": f"{run.kept['contexts']} contexts of "
+        "conversations": f"{run.counts['contexts']} contexts of "
         f"{run.turns['source_id'].nunique()} sources",
         "turns": f"{len(run.turns)}, at most {settings['max_new_tokens']} tokens each",
         "temperatures": f"{temperatures}; {settings['samples']} samples each, seed "

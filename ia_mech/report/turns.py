@@ -11,7 +11,7 @@ from ia_mech.errors import UserError
 from ia_mech.judge.decoys import KINDS
 from ia_mech.judge.rubric import NAMES
 from ia_mech.judge.verdict import JUDGED
-from ia_mech.models.load import load_tokenizer_and_config, recalled
+from ia_mech.models.load import load_tokenizer_and_config, recall
 from ia_mech.page import packed
 from ia_mech.rates.load import DEPENDENT, FAILED, table_of_run
 from ia_mech.run import Run
@@ -191,7 +191,7 @@ def _cutter(run: Run) -> Cutter | None:
     isn't.
     """
     try:
-        spec = recalled(run.settings, run.model["weights_hash"])
+        spec = recall(run.settings, run.model["weights_hash"])
         tokenizer, _ = load_tokenizer_and_config(spec, fetch=False)
     except UserError:
         return None
