@@ -2,6 +2,7 @@
 
 import os
 import signal
+from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may reach a hub
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as ia_mech sets it, but before torch
@@ -11,9 +12,11 @@ import pytest
 import scored
 import tiny
 import torch
+from matplotlib.figure import Figure
 from transformers import PreTrainedTokenizerFast
 
 from ia_mech.collect.job import collect
+from ia_mech.display import KINDS, save_figure
 from ia_mech.models.load import Subject
 from ia_mech.run import Run
 from ia_mech.settings import Settings
@@ -51,6 +54,28 @@ class Silent:
 @pytest.fixture
 def progress() -> Silent:
     return Silent()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _blank_pictures():
+    """Figures are drawn, but a blank one is written: rendering takes a second a format.
+
+    Tests of pictures take the fixture :func:`pictures`.
+    """
+
+    def blank(_: Figure, folder: Path, stem: str) -> None:
+        for kind in KINDS:
+            (Path(folder) / f"{stem}.{kind}").write_text("<svg/>")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ia_mech.results.save_figure", blank)
+        yield
+
+
+@pytest.fixture
+def pictures(monkeypatch) -> None:
+    """Figures are rendered."""
+    monkeypatch.setattr("ia_mech.results.save_figure", save_figure)
 
 
 @pytest.fixture(scope="session")

@@ -117,8 +117,7 @@ def test_what_is_the_same_after_all_responses_of_a_query_is_nothing(run, tmp_pat
     assert not found[:, 0].any() and np.abs(found[:, 1]).mean() > 0.1
 
 
-def test_the_command_finds_it_without_a_judge(run, tmp_path, capfd, monkeypatch):
-    monkeypatch.setattr("ia_mech.results.save_figure", lambda *_: None)
+def test_the_command_finds_it_without_a_judge(run, tmp_path, capfd):
     folder = written(table_of(run, 1.0), tmp_path / "cache" / "run-reaction")
     words = [str(run.path), "--target", "reaction", "--layers", "1", "--positions", "header_last"]
     words += ["--permutations", "39", "--resamples", "100", "--threads", "1"]

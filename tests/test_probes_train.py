@@ -56,16 +56,6 @@ def run(original, planted, tmp_path, monkeypatch) -> Path:
     return Path(shutil.copytree(original, tmp_path / "run"))
 
 
-@pytest.fixture
-def undrawn(monkeypatch):
-    """Pictures take a second and are tested elsewhere."""
-
-    def undrawn(_, folder, stem):
-        (folder / f"{stem}.svg").write_text("a picture")
-
-    monkeypatch.setattr("ia_mech.results.save_figure", undrawn)
-
-
 def probe(words: list, capfd):
     return call(train.main, [*map(str, words), *FEW], capfd)
 
@@ -111,7 +101,7 @@ def test_it_finds_what_was_planted_and_keeps_it(run, planted, capfd, monkeypatch
     assert list(predictions["positives"]) == planted.positives.tolist()
 
 
-def test_two_runs_are_pooled_with_labels_kept_within_each(run, undrawn, tmp_path, capfd):
+def test_two_runs_are_pooled_with_labels_kept_within_each(run, tmp_path, capfd):
     other = write(plant(replace(PLAN, draw=1, prevalence=0.5)), tmp_path / "other").path
     words = ["--layers", "3", "--positions", "header_last", "--out", "pooled"]
     said = probe([run, other, *words], capfd)
@@ -124,7 +114,7 @@ def test_two_runs_are_pooled_with_labels_kept_within_each(run, undrawn, tmp_path
     assert sorted(path.name for path in (other / "results").iterdir()) == ["pooled"]
 
 
-def test_compared_within_datasets_it_says_so(run, undrawn, capfd):
+def test_compared_within_datasets_it_says_so(run, capfd):
     said = " ".join(
         probe(
             [run, "--layers", "3", "--positions", "header_last", "--within", "dataset"], capfd
@@ -134,7 +124,7 @@ def test_compared_within_datasets_it_says_so(run, undrawn, capfd):
     assert "The follow-up rate within datasets can be read from the hidden states" in said
 
 
-def test_the_same_again_is_the_same_and_other_settings_need_a_word(run, undrawn, capfd):
+def test_the_same_again_is_the_same_and_other_settings_need_a_word(run, capfd):
     words = [run, "--layers", "3", "--positions", "header_last", "--out", "mine"]
     assert probe(words, capfd).status == 0
     before = files(run)
@@ -148,7 +138,7 @@ def test_the_same_again_is_the_same_and_other_settings_need_a_word(run, undrawn,
     assert files(run) != before
 
 
-def test_without_a_lens_nothing_is_said_to_go_beyond_the_output(run, undrawn, tmp_path, capfd):
+def test_without_a_lens_nothing_is_said_to_go_beyond_the_output(run, tmp_path, capfd):
     shutil.rmtree(tmp_path / "cache")
     said = probe([run, "--layers", "3", "--positions", "header_last"], capfd)
     assert said.status == 0
@@ -156,7 +146,7 @@ def test_without_a_lens_nothing_is_said_to_go_beyond_the_output(run, undrawn, tm
     assert "can't be told without these controls" in " ".join(said.out.split())
 
 
-def test_random_blocks_that_are_read_as_well_decide_the_verdict(run, undrawn, tmp_path, capfd):
+def test_random_blocks_that_are_read_as_well_decide_the_verdict(run, tmp_path, capfd):
     """A twin with the same states, and one of other states after the same conversations."""
     twin = write(plant(PLAN), tmp_path / "twin", random_blocks=1).path
     other = write(plant(replace(PLAN, kind="none")), tmp_path / "other", random_blocks=2).path

@@ -33,7 +33,7 @@ def found(**changes) -> Result:
     return Result(**(options | changes))
 
 
-def test_a_result_comes_back_as_it_was_written(tmp_path):
+def test_a_result_comes_back_as_it_was_written(tmp_path, pictures):
     result, folder = found(), folder_of(tmp_path, "rates-rules")
     write(result, folder)
     again = read(folder)

@@ -120,6 +120,19 @@ def test_a_layer_is_read_without_the_others(by_hand):
     assert by_hand.residuals(1, "header_last").shape == (8, 3)
 
 
+def test_a_copy_without_tensors_is_read_but_for_these(merged, tmp_path):
+    copy = tmp_path / "copy"
+    shutil.copytree(merged.path, copy, ignore=shutil.ignore_patterns(*layout.TENSORS))
+    found = Run.open(copy)
+    pd.testing.assert_frame_equal(found.generations, merged.generations)
+    pd.testing.assert_frame_equal(found.contexts, merged.contexts)
+    with pytest.raises(UserError, match=r"residuals/layer_01/.* is missing"):
+        found.residuals(layer=1)
+    (copy / "residuals").mkdir()  # a folder that is there holds all of its files
+    with pytest.raises(UserError, match="safetensors is missing"):
+        Run.open(copy)
+
+
 def test_unknown_layers_and_positions_are_refused(by_hand):
     for layer in (2, -1):
         with pytest.raises(UserError, match=rf"layer {layer} is not in .*by-hand; give 0 … 1"):

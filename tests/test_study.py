@@ -2,6 +2,10 @@
 
 import importlib
 import shutil
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +18,7 @@ from experiments import compare, study
 from ia_mech import console
 from ia_mech.results import read
 
+STUDY = "run/results/study"
 SETTINGS = ["--queries", "5", "--quick", "--maps", "windows"]
 
 
@@ -38,7 +43,7 @@ def finished(model: str, data: str, out: Path) -> Path:
 
 
 def test_a_study_ends_with_one_sentence_its_control_and_a_page(made, capfd):
-    found = read(made / "run" / "results" / "study")
+    found = read(made / STUDY)
     assert "of 1.58 bits about their response" in found.sentence
     assert "arrive through the response's keys and values" in found.sentence
     assert found.control.startswith("Every number is held against siblings")
@@ -52,11 +57,33 @@ def test_a_second_call_computes_nothing_again(made, data, tiny_model_dir, capfd,
     monkeypatch.setattr(study, "RESPONSE_TOKENS", 5)
     monkeypatch.setattr(study, "TURN_TOKENS", 6)
     parts = {path: path.stat().st_mtime_ns for path in made.rglob("part*")}
-    before = read(made / "run" / "results" / "study").sentence
+    before = read(made / STUDY).sentence
     words = [str(tiny_model_dir), "--dataset", data, *SETTINGS]
     assert call(study.main, [*words, "--out", str(made)], capfd).status == 0
     assert {path: path.stat().st_mtime_ns for path in made.rglob("part*")} == parts
-    assert read(made / "run" / "results" / "study").sentence == before
+    assert read(made / STUDY).sentence == before
+
+
+@pytest.mark.slow
+def test_killed_at_five_moments_it_comes_to_the_same_numbers(made, data, tiny_model_dir, tmp_path):
+    patched = "study.RESPONSE_TOKENS, study.TURN_TOKENS = 5, 6"
+    command = f"import sys; from experiments import study; {patched}; sys.exit(study.main())"
+    words = [str(tiny_model_dir), "--dataset", data, *SETTINGS, "--out", str(tmp_path / "study")]
+    for written in (
+        "run/contexts/*.parquet",
+        "run/judgements/*.parquet",
+        "run/results/locate/parts/*.parquet",
+        "run-elicit/prompt/run/contexts/*.parquet",
+        "run-elicit/rows.parquet",
+    ):
+        with subprocess.Popen([sys.executable, "-c", command, *words]) as process:
+            while process.poll() is None and not any((tmp_path / "study").glob(written)):
+                time.sleep(0.005)
+            process.kill()
+        assert process.returncode == -signal.SIGKILL, written
+    again = finished(str(tiny_model_dir), data, tmp_path / "study")
+    assert read(again / STUDY).sentence == read(made / STUDY).sentence
+    pd.testing.assert_frame_equal(read(again / STUDY).estimates, read(made / STUDY).estimates)
 
 
 def test_a_plan_names_stages_and_time_and_hours_choose_what_fits(tiny_model_dir, capfd, tmp_path):

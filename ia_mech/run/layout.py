@@ -23,6 +23,7 @@ from ia_mech.errors import UserError
 FORMAT = 3
 RUN, CARD = "run.json", "README.md"
 KINDS = ("responses", "contexts")  # of parts
+TENSORS = ("residuals", "header_logits")  # folders that a copy of a run may be without
 METADATA = "names"  # key of the metadata of tensors: JSON, ``contexts`` and ``positions``
 
 _MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))

@@ -61,7 +61,8 @@ class Run:
     def open(cls, path: str | Path) -> "Run":
         """Open a run, checking that every file its manifests name is there in full size.
 
-        The content of a file is compared with its hash when it is first read.
+        The content of a file is compared with its hash when it is first read. A copy may lack the
+        folders of tensors (:data:`ia_mech.run.layout.TENSORS`): all but these can be read of it.
 
         Args:
             path: the run's folder.
@@ -70,8 +71,12 @@ class Run:
             UserError: not a run, a run of another format, or a damaged part.
         """
         run = cls(path)
+        absent = tuple(f"{name}/" for name in layout.TENSORS if not (run.path / name).exists())
         for part in run._parts.values():
-            run._check(part, part["files"], content=False)
+            files = {
+                name: fact for name, fact in part["files"].items() if not name.startswith(absent)
+            }
+            run._check(part, files, content=False)
         return run
 
     @property
