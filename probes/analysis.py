@@ -274,7 +274,8 @@ def analyse(
 ) -> Analysis:
     """Probe every layer and position, choose the headline, compare it with its controls.
 
-    With your own arrays: ``analyse(Arrays(states, ["header_last"]), Outcome.of(k, n, sources))``.
+    With your own arrays: ``analyse(Arrays(states, ["header_last"]), outcome)``, with
+    ``outcome = Outcome.from_counts(positives, trials, sources)``.
 
     Args:
         hidden: the states, read one layer at a time.

@@ -24,8 +24,10 @@ from ia_mech.run import Run
 from ia_mech.run.labels import KEY
 
 
-def annotate(run: Run, name: str, said: dict[int, str], sheet="s", stratum="all", of=None) -> None:
-    """Labels of an annotator by row; each row has the same probability unless ``of`` tells it."""
+def annotate(
+    run: Run, name: str, labels: dict[int, str], sheet="s", stratum="all", chances=None
+) -> None:
+    """Labels of an annotator by row; all rows have the same probability without ``chances``."""
     keys = keys_of(run)
     rows = [
         {
@@ -34,9 +36,9 @@ def annotate(run: Run, name: str, said: dict[int, str], sheet="s", stratum="all"
             "note": f"note {i}",
             "sheet": sheet,
             "stratum": stratum if isinstance(stratum, str) else stratum[i],
-            "inclusion_probability": len(said) / ROWS if of is None else of[i],
+            "inclusion_probability": len(labels) / ROWS if chances is None else chances[i],
         }
-        for i, category in said.items()
+        for i, category in labels.items()
     ]
     run.labels.write_annotations(name, rows, {})
 

@@ -111,7 +111,7 @@ def reference_scores(case):
     """Log-odds and penalties, five outer folds of four inner ones."""
     k, n, runs = case.outcome.positives, case.outcome.trials, case.outcome.runs
 
-    def said(train, penalty):
+    def scores_on(train, penalty):
         columns = prepared(case.features, runs, train)
         return logistic(columns, runs, k, n, train, penalty)
 
@@ -122,11 +122,11 @@ def reference_scores(case):
             train = np.flatnonzero(~np.isin(case.folds, [outer, inner]))
             test = case.test_rows(inner)
             for at, penalty in enumerate(PENALTIES):
-                margin = said(train, penalty)[test]
+                margin = scores_on(train, penalty)[test]
                 lost[at] += (n[test] * np.logaddexp(0, margin) - k[test] * margin).sum()
         chosen[outer] = PENALTIES[lost.argmin()]
         rest, test = np.flatnonzero(case.folds != outer), case.test_rows(outer)
-        scores[test] = said(rest, chosen[outer])[test]
+        scores[test] = scores_on(rest, chosen[outer])[test]
     return scores, chosen
 
 

@@ -11,7 +11,7 @@ import pytest
 from judging import FakeJudge
 from runs import planted as sampled
 from runs import rewritten
-from test_results import found as any_result
+from test_results import example_result
 
 from ia_mech.display import Quiet
 from ia_mech.judge.decoys import draw_decoys
@@ -294,7 +294,7 @@ def test_bits_are_joined_with_verdicts_turn_by_turn(run, beside):
     about = {"kind": "reaction", "identities": [run.identity_digest]}
     turns = keys.assign(evidence=evidence, run=run.name)
     twice = pd.concat([turns.assign(run="another", evidence=9.0), turns])
-    write(any_result(about=about, data={"turns": twice}), folder)
+    write(example_result(about=about, data={"turns": twice}), folder)
     judged = judged_by(run, lambda item: GENUINE if number(item) % 3 else NEW)
     own = judged.turns
     expected = ((own["genuine"] == 1) & (own["sample"] == 0)).astype(float)
