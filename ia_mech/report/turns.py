@@ -9,7 +9,7 @@ import pandas as pd
 
 from ia_mech.errors import UserError
 from ia_mech.judge.decoys import KINDS
-from ia_mech.judge.rubric import NAMES
+from ia_mech.judge.rubric import GENUINE, NAMES
 from ia_mech.judge.verdict import JUDGED
 from ia_mech.models.load import load_tokenizer_and_config, recalled
 from ia_mech.page import packed
@@ -253,6 +253,7 @@ def _columns(contexts: pd.DataFrame, turns: pd.DataFrame, names: Sequence[str]) 
         "runs": [visible(name) for name in names],
         "datasets": [visible(name) for name in datasets],
         "categories": CATEGORIES,
+        "accepted": GENUINE,
         "contexts": {
             "id": _texts(contexts["context_id"]),
             "run": contexts["run"].tolist(),
