@@ -115,7 +115,7 @@ def result(studies: Sequence[Path], level: float, seed: int) -> "Result":
         (EXCESS, "turns that the judge accepts, beyond siblings"),
     ):
         tables += tables_of(
-            f"{title}; the same {len(shared)} queries",
+            f"{title}; the same queries",
             found,
             {quantity: ("mean", 2), f"{quantity}, less": (f"less {models[0]}", "+.2f")},
             index=("of", "turns", "model"),

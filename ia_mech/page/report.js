@@ -146,7 +146,6 @@ unpacked().then((data) => {
     for (const i of turnsOf[c]) (passes[i] ? shown : turns.decoy[i] ? decoys : others).push(i);
     const place = new URLSearchParams({ context: contexts.id[c], ...(several && { run: contexts.run[c] }) });
     const about = [data.datasets[contexts.dataset[c]]];
-    if (several) about.unshift(data.runs[contexts.run[c]]);
     if (contexts.response_index[c] !== null) about.push(`response ${contexts.response_index[c]}`);
     if (contexts.cut_off[c]) about.push("cut off");
     for (const [name, values] of Object.entries(contexts.probes)) {
@@ -154,7 +153,8 @@ unpacked().then((data) => {
     }
     return el("article", { class: "context", tabindex: "-1", "aria-label": contexts.id[c] },
       el("div", { class: "before" },
-        el("h3", {}, el("a", { href: `#${place}` }, contexts.id[c])),
+        el("h3", {}, el("a", { href: `#${place}` },
+          (several ? `${data.runs[contexts.run[c]]}: ` : "") + contexts.id[c])),
         el("p", { class: "meta" }, about.join(" · ")),
         el("h4", {}, "query"), text(contexts.query[c], "query"),
         el("h4", {}, "response"), text(contexts.response[c], "response")),
@@ -182,8 +182,8 @@ unpacked().then((data) => {
     at("next").disabled = first + CONTEXTS >= found.length;
     const number = (n) => n.toLocaleString("en");
     const turnsFound = passes.reduce((sum, pass) => sum + pass, 0);
-    at("count").textContent = `${number(turnsFound)} turns after ${number(found.length)} contexts`
-      + (shown.length ? `, ${number(first + 1)} to ${number(first + shown.length)} shown` : "");
+    at("count").textContent = (shown.length ? `${number(first + 1)}–${number(first + shown.length)} of ` : "")
+      + `${number(found.length)} contexts, ${number(turnsFound)} turns`;
   }
 
   function filter() {

@@ -64,17 +64,18 @@ def browser(
         several = zip(runs, cutters, kept, strict=True)
         frames = [_frames(*of, every, number) for number, of in enumerate(several)]
         shown, turns = (pd.concat(of, ignore_index=True) for of in zip(*frames, strict=True))
+        shown = shown.sort_values("order", kind="stable")  # what runs did after one query meets
         del frames
         data = packed(_columns(shown, turns, names))
         if len(data) <= most and (measured or share == 1):
             break
         share = min(1.0, share * most / len(data) * (1 if measured else 0.95))
         measured = True
-    words = f"{count} turns after {len(contexts)} contexts."
+    words = f"{count:,} turns after {len(contexts):,} contexts."
     if share < 1:
         words = (
-            f"This page holds {(turns['decoy'] == '').sum()} of {count} turns, those after "
-            f"{len(shown)} of {len(contexts)} contexts, drawn at random with the same share of "
+            f"This page holds {(turns['decoy'] == '').sum():,} of {count:,} turns, those after "
+            f"{len(shown):,} of {len(contexts):,} contexts, drawn at random with the same share of "
             f"every run and dataset: all of them would take more than {most / 1e6:g} MB. The "
             "numbers above are of all turns."
         )
