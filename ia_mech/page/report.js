@@ -36,7 +36,7 @@ unpacked().then((data) => {
   const by = (judge) => (judges.length > 1 ? ` by ${judge}` : "");
   const of = (column) => (i) => contexts[column][turns.context[i]];
   const search = el("input", { type: "search" });
-  form.append(el("label", {}, "text (turn, query, response)", search));
+  form.append(el("label", {}, "text of turn or context", search));
   for (const judge of judges) {
     const codes = turns.labels[judge].category;
     choice(`category${by(judge)}`, upwards(codes), (i) => codes[i], (k) => words(data.categories[k]));
